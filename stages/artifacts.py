@@ -1,0 +1,289 @@
+"""The artifact store: content-addressed folders in fsspec storage.
+
+    <root>/artifacts/<stage>/<key>/   data files, then manifest.json, written last
+    <root>/work/<stage>/<key>/        checkpoints and finished shards of a stage under way
+    <root>/damaged/                   artifacts that failed a check, set aside
+    <root>/runs/<run>/                what a run did
+    <root>/leases/                    who is making what
+
+An artifact exists when its manifest does. Files below `state/` (weights that can be replayed,
+optimizer moments) and `logs/` (timings) are stored and checked, but are no part of the content
+that downstream keys see.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import uuid
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from stages.keys import digest
+
+MANIFEST = "manifest.json"
+NOT_CONTENT = ("state/", "logs/")
+
+
+class ArtifactError(RuntimeError):
+    """An artifact that is missing, damaged or not what was asked for."""
+
+
+def sha256_file(path: Path) -> str:
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def content_digest(files: list[dict[str, Any]], part: str = "") -> str:
+    """Digest of names and checksums of the files below `part`, without what is not content."""
+    chosen = [
+        [f["path"], f["sha256"]]
+        for f in files
+        if f["path"].startswith(part) and not f["path"].startswith(NOT_CONTENT)
+    ]
+    if not chosen:
+        raise ArtifactError(f"no content below {part!r}; the artifact holds {[f['path'] for f in files]}")
+    return digest(sorted(chosen))
+
+
+class Artifact:
+    """A committed artifact: its manifest, and its files as local paths."""
+
+    def __init__(self, store: Store, manifest: dict[str, Any]):
+        self.store = store
+        self.manifest = manifest
+
+    def __repr__(self) -> str:
+        return f"Artifact({self.stage}/{self.key[:12]})"
+
+    @property
+    def stage(self) -> str:
+        return self.manifest["stage"]
+
+    @property
+    def key(self) -> str:
+        return self.manifest["key"]
+
+    @property
+    def digest(self) -> str:
+        return self.manifest["digest"]
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        return self.manifest["metrics"]
+
+    @property
+    def url(self) -> str:
+        return self.store.join("artifacts", self.stage, self.key)
+
+    def part_digest(self, part: str) -> str:
+        """Digest of the files below `part` (a folder with its slash, or "" for all)."""
+        return content_digest(self.manifest["files"], part) if part else self.digest
+
+    def has(self, part: str) -> bool:
+        return any(f["path"].startswith(part) for f in self.manifest["files"])
+
+    def local(self, part: str = "") -> Path:
+        """A local path of the artifact or of one folder or file in it, fetched first from a remote store."""
+        if part and not self.has(part):
+            raise ArtifactError(f"{self.url} has no {part!r}; it holds {[f['path'] for f in self.manifest['files']]}")
+        if self.store.is_local:
+            return Path(self.store.root, "artifacts", self.stage, self.key, part)
+        return self.store.fetch(self, part)
+
+
+class Store:
+    """A root URL of any fsspec file system, and the artifacts below it."""
+
+    def __init__(self, url: str, scratch: str | Path | None = None):
+        self.url = url
+        self.fs, root = fsspec.core.url_to_fs(url)
+        self.is_local = "file" in (self.fs.protocol if isinstance(self.fs.protocol, tuple) else (self.fs.protocol,))
+        self.root = os.path.abspath(root) if self.is_local else root.rstrip("/")
+        name = hashlib.sha256(url.encode()).hexdigest()[:12]
+        default = Path(os.environ.get("RLHF_SCRATCH", Path.home() / ".cache" / "rlhf-pipeline" / "scratch")) / name
+        self.scratch = Path(self.root) if self.is_local else Path(scratch or default)
+
+    def join(self, *parts: str) -> str:
+        return "/".join((self.root, *parts))
+
+    # -- reading ---------------------------------------------------------------------------
+
+    def get(self, stage: str, key: str) -> Artifact | None:
+        """The artifact, or None. A damaged one (sizes differ from the manifest) is set aside with a warning."""
+        manifest = self.read_json("artifacts", stage, key, MANIFEST)
+        if manifest is None:
+            return None
+        artifact = Artifact(self, manifest)
+        fault = self._sizes_fault(artifact)
+        if fault:
+            aside = self.set_aside(artifact)
+            warnings.warn(f"artifact {artifact.url} is damaged ({fault}); moved to {aside}; made again", stacklevel=2)
+            return None
+        return artifact
+
+    def _sizes_fault(self, artifact: Artifact) -> str | None:
+        for f in artifact.manifest["files"]:
+            try:
+                size = self.fs.info(f"{artifact.url}/{f['path']}")["size"]
+            except FileNotFoundError:
+                return f"{f['path']} is missing"
+            if size != f["size"]:
+                return f"{f['path']} has {size} bytes, the manifest says {f['size']}"
+        return None
+
+    def verify(self, artifact: Artifact) -> str | None:
+        """None when every checksum holds, else what is wrong."""
+        fault = self._sizes_fault(artifact)
+        if fault:
+            return fault
+        for f in artifact.manifest["files"]:
+            with self.fs.open(f"{artifact.url}/{f['path']}", "rb") as data:
+                found = hashlib.file_digest(data, "sha256").hexdigest()
+            if found != f["sha256"]:
+                return f"{f['path']} has checksum {found[:12]}, the manifest says {f['sha256'][:12]}"
+        return None
+
+    def set_aside(self, artifact: Artifact) -> str:
+        """Moves an artifact out of the way (never deletes it) and returns where to."""
+        # The manifest goes first: without it nothing reads the half-moved folder as whole.
+        aside = self.join("damaged", artifact.stage, f"{artifact.key[:16]}-{uuid.uuid4().hex[:6]}")
+        self.fs.makedirs(aside, exist_ok=True)
+        self.fs.mv(f"{artifact.url}/{MANIFEST}", f"{aside}/{MANIFEST}")
+        for f in artifact.manifest["files"]:
+            if self.fs.exists(f"{artifact.url}/{f['path']}"):
+                target = f"{aside}/{f['path']}"
+                self.fs.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
+                self.fs.mv(f"{artifact.url}/{f['path']}", target)
+        return aside
+
+    def artifacts(self) -> Iterator[Artifact]:
+        """Every artifact in the store."""
+        for path in sorted(self.fs.glob(self.join("artifacts", "*", "*", MANIFEST))):
+            stage, key = path.split("/")[-3:-1]
+            manifest = self.read_json("artifacts", stage, key, MANIFEST)
+            if manifest is not None:
+                yield Artifact(self, manifest)
+
+    def fetch(self, artifact: Artifact, part: str = "") -> Path:
+        """Downloads the files below `part` to scratch (complete files only) and returns the local path."""
+        base = self.scratch / "fetched" / artifact.stage / artifact.key
+        for f in artifact.manifest["files"]:
+            target = base / f["path"]
+            if not f["path"].startswith(part) or (target.exists() and target.stat().st_size == f["size"]):
+                continue
+            target.parent.mkdir(parents=True, exist_ok=True)
+            partial = target.with_name(target.name + f".{os.getpid()}.part")
+            self.fs.get_file(f"{artifact.url}/{f['path']}", str(partial))
+            if sha256_file(partial) != f["sha256"]:
+                partial.unlink()
+                raise ArtifactError(f"{artifact.url}/{f['path']} differs from its checksum; run `rlhf verify`")
+            partial.rename(target)
+        return base / part
+
+    # -- writing ---------------------------------------------------------------------------
+
+    def commit(self, folder: Path, manifest: dict[str, Any]) -> Artifact:
+        """Makes the files of `folder` the artifact `manifest["stage"]/manifest["key"]`; the manifest is written last.
+
+        `folder` is used up. A second commit of the same key replaces nothing that is complete.
+        """
+        stage, key = manifest["stage"], manifest["key"]
+        files = []
+        for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+            files.append(
+                {
+                    "path": path.relative_to(folder).as_posix(),
+                    "size": path.stat().st_size,
+                    "sha256": sha256_file(path),
+                }
+            )
+        manifest = manifest | {
+            "files": files,
+            "digest": content_digest(files),
+            "committed": datetime.datetime.now(datetime.UTC).isoformat(),
+        }
+        existing = self.get(stage, key)
+        if existing is not None:
+            shutil.rmtree(folder)
+            return existing
+        target = self.join("artifacts", stage, key)
+        self.fs.makedirs(target, exist_ok=True)
+        for f in files:
+            destination = f"{target}/{f['path']}"
+            self.fs.makedirs(destination.rsplit("/", 1)[0], exist_ok=True)
+            if self.is_local:
+                os.replace(folder / f["path"], destination)
+            else:
+                self.fs.put_file(str(folder / f["path"]), destination)
+        self.write_json(manifest, "artifacts", stage, key, MANIFEST)
+        shutil.rmtree(folder, ignore_errors=True)
+        return Artifact(self, manifest)
+
+    def read_json(self, *parts: str) -> Any | None:
+        """The JSON value of a file, or None where there is no such file."""
+        try:
+            data = self.fs.cat_file(self.join(*parts))
+        except FileNotFoundError:
+            return None
+        try:
+            return json.loads(data)
+        except ValueError as e:
+            raise ArtifactError(f"{self.join(*parts)} is not JSON ({e}); move it away and run again") from e
+
+    def write_json(self, value: Any, *parts: str) -> None:
+        self.write_bytes(json.dumps(value, indent=1, ensure_ascii=False).encode(), *parts)
+
+    def write_bytes(self, data: bytes, *parts: str) -> None:
+        """Writes a file in one atomic step."""
+        path = self.join(*parts)
+        if not self.is_local:
+            self.fs.pipe_file(path, data)  # an object store shows an object only when it is whole
+            return
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        fd, temporary = tempfile.mkstemp(dir=Path(path).parent, prefix=".part-")
+        with os.fdopen(fd, "wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+
+    # -- work in progress --------------------------------------------------------------------
+
+    def work_folder(self, stage: str, key: str) -> Path:
+        """The local folder of a stage under way; on a remote store it starts from what was mirrored there."""
+        folder = self.scratch / "work" / stage / key
+        if not self.is_local and not folder.exists():
+            remote = self.join("work", stage, key)
+            for marker in self.fs.glob(f"{remote}/**/.mirrored"):
+                item = marker.rsplit("/", 1)[0]
+                self.fs.get(item, str(folder / item[len(remote) + 1 :]), recursive=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def mirror_work(self, stage: str, key: str) -> None:
+        """Copies finished entries of the work folder to a remote store, a marker last. No-op on a local one."""
+        if self.is_local:
+            return
+        folder = self.scratch / "work" / stage / key
+        remote = self.join("work", stage, key)
+        for item in sorted(p for p in folder.iterdir() if p.is_dir() and not (p / ".mirrored").exists()):
+            for path in sorted(p for p in item.rglob("*") if p.is_file()):
+                self.fs.put_file(str(path), f"{remote}/{path.relative_to(folder).as_posix()}")
+            (item / ".mirrored").touch()
+            self.fs.pipe_file(f"{remote}/{item.name}/.mirrored", b"")
+
+    def drop_work(self, stage: str, key: str) -> None:
+        """Forgets the work in progress of a key, once its artifact is committed."""
+        shutil.rmtree(self.scratch / "work" / stage / key, ignore_errors=True)
+        if not self.is_local and self.fs.exists(self.join("work", stage, key)):
+            self.fs.rm(self.join("work", stage, key), recursive=True)

@@ -1,0 +1,76 @@
+"""What a stage is: a config, the names of its inputs and a function of a context.
+
+A stage lives in one module, `stages/<name>.py`. The module imports nothing heavy at the top:
+`tuning` and JAX are imported inside `run`, which only ever executes in the worker process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from stages.artifacts import Artifact
+from stages.keys import EXECUTION
+
+
+class StageConfig(BaseModel):
+    """Base of every stage's settings: strict, closed, immutable, canonical as JSON."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+
+def execution_setting(default: Any, **constraints: Any) -> Any:
+    """A field that cannot change the result (batch split, cadence of checkpoints): not in the key."""
+    return Field(default, json_schema_extra=EXECUTION, **constraints)
+
+
+class Progress(Protocol):
+    def __call__(self, done: int, total: int, unit: str, **metrics: float) -> None: ...
+
+
+@dataclasses.dataclass
+class Context:
+    """What `run` may touch. Everything else is out of bounds for a stage."""
+
+    config: Any
+    """The stage's resolved config."""
+    inputs: Mapping[str, Artifact]
+    """Committed artifacts by input name."""
+    out: Path
+    """A local folder. What is in it when `run` returns becomes the artifact."""
+    work: Path
+    """A local folder that outlives a kill, the same for each try at this key: checkpoints, finished shards."""
+    seed: int
+    """The root of all randomness of this stage (derived from the run's seed and the stage's name)."""
+    progress: Progress
+    """Reports work done; rate and time left are derived from the calls."""
+    log: Callable[[str], None]
+    """One line for people."""
+    memory: dict[str, Any]
+    """What this worker keeps between stages, by content digest (params on device, tokenizers)."""
+    saved: Callable[[], None] = lambda: None
+    """Call after each finished folder in `work`: a remote store gets its copy."""
+
+    def metrics_line(self, **values: Any) -> None:
+        """Appends one JSON line to `logs/metrics.jsonl` of the artifact (timings allowed: logs are no content)."""
+        path = self.out / "logs" / "metrics.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as f:
+            f.write(json.dumps(values) + "\n")
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A stage as the worker and the planner see it."""
+
+    name: str
+    module: str
+    version: int
+    config: type[StageConfig]
+    run: Callable[[Context], dict[str, Any]]
+    """Writes files under `ctx.out` and returns the metrics for the manifest (JSON values)."""

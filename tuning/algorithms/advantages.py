@@ -1,0 +1,323 @@
+"""Group-relative advantages from sequence rewards.
+
+Axes: P prompts (groups), G completions of a prompt, B = all completions, T completion tokens, F reward functions.
+
+Sequence rewards come flat, [B] with `group_ids` [B] (any integers, any order, ragged groups), or as [P, G] without
+ids; the result has the shape of the rewards. `valid` marks the samples that count: failed ones leave every
+statistic and get advantage 0. Statistics use the whole group, so compute them before filtering or sharding.
+Groups whose rewards are all equal get exactly 0; `degenerate_groups` finds them. Advantages per token (GAE,
+whitening) are in `tuning.losses.returns` and are offered here too.
+
+Defaults where implementations disagree: ddof 1, eps 1e-4 added to the standard deviation, a group of one gets 0.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from tuning.losses.masks import masked
+from tuning.losses.returns import (
+    gae,
+    optimal_token_baseline_advantages,
+    reinforce_pp_token_advantages,
+    remax_advantages,
+    reward_to_go,
+    whiten,
+)
+
+__all__ = [
+    "combine_rewards", "degenerate_groups", "gae", "gdpo_token_advantages", "gpg_advantages", "group_advantages",
+    "multi_reward_advantages", "opo_advantages", "optimal_token_baseline_advantages", "passk_advantages",
+    "reinforce_pp_advantages", "reinforce_pp_baseline_advantages", "reinforce_pp_token_advantages",
+    "remax_advantages", "reward_to_go", "rloo_advantages", "standardise", "whiten",
+]  # fmt: skip
+
+Normalisation = Literal["std", "none", "batch-std"]
+Singleton = Literal["zero", "reward"]
+
+
+def _flat(
+    rewards: jax.Array, group_ids: jax.Array | None, valid: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rewards [B] with 0 for invalid ones, dense group numbers [B], validity [B]."""
+    if group_ids is None:
+        if rewards.ndim != 2:
+            raise ValueError(f"rewards of shape {rewards.shape} need group_ids; only [P, G] goes without")
+        group_ids = jnp.repeat(jnp.arange(rewards.shape[0]), rewards.shape[1])
+    group_ids = jnp.asarray(group_ids).reshape(-1)
+    _, groups = jnp.unique(group_ids, return_inverse=True, size=group_ids.shape[0])
+    keep = jnp.ones(group_ids.shape, bool) if valid is None else jnp.asarray(valid).reshape(-1) > 0
+    return masked(rewards.reshape(-1), keep), groups.reshape(-1), keep
+
+
+def _group_sum(x_B: jax.Array, groups_B: jax.Array) -> jax.Array:
+    return jax.ops.segment_sum(x_B, groups_B, num_segments=x_B.shape[0])[groups_B]
+
+
+def _group_max(x_B: jax.Array, groups_B: jax.Array, keep_B: jax.Array) -> jax.Array:
+    return jax.ops.segment_max(masked(x_B, keep_B, -jnp.inf), groups_B, num_segments=x_B.shape[0])[groups_B]
+
+
+def _group_mean_std(
+    rewards: jax.Array, groups: jax.Array, keep: jax.Array, ddof: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Mean, deviation from it, standard deviation (0 for n <= ddof) and size of each sample's group, all [B].
+
+    Deviations of a group of equal rewards are exactly 0, whatever the rounding of the mean.
+    """
+    n = _group_sum(keep.astype(rewards.dtype), groups)
+    mean = _group_sum(rewards, groups) / jnp.maximum(n, 1)
+    equal = _group_max(rewards, groups, keep) == -_group_max(-rewards, groups, keep)
+    deviation = jnp.where(keep & ~equal, rewards - mean, 0)
+    std = jnp.sqrt(_group_sum(deviation**2, groups) / jnp.maximum(n - ddof, 1))
+    return mean, deviation, std, n
+
+
+def _batch_std(x_B: jax.Array, keep_B: jax.Array, ddof: int) -> jax.Array:
+    n = keep_B.sum()
+    mean = masked(x_B, keep_B).sum() / jnp.maximum(n, 1)
+    return jnp.sqrt(masked((x_B - mean) ** 2, keep_B).sum() / jnp.maximum(n - ddof, 1))
+
+
+def group_advantages(
+    rewards: jax.Array,
+    group_ids: jax.Array | None = None,
+    *,
+    normalisation: Normalisation = "std",
+    ddof: int = 1,
+    eps: float = 1e-4,
+    valid: jax.Array | None = None,
+    singleton: Singleton = "zero",
+) -> jax.Array:
+    """Group-relative advantages, shape of `rewards`: (r - mean_group) / (scale + eps).
+
+    normalisation: "std" the group's standard deviation (GRPO, arXiv:2402.03300), "batch-std" that of all rewards of
+    the batch, "none" no division and no eps (Dr. GRPO, arXiv:2503.20783). A group of one gets 0, or its raw reward
+    (divided by 1 + eps unless "none") with singleton="reward".
+    """
+    r, groups, keep = _flat(rewards, group_ids, valid)
+    _, advantages, std, n = _group_mean_std(r, groups, keep, ddof)
+    if singleton == "reward":
+        advantages, std = jnp.where(n == 1, r, advantages), jnp.where(n == 1, 1, std)
+    match normalisation:
+        case "std":
+            advantages = advantages / (std + eps)
+        case "batch-std":
+            advantages = advantages / (_batch_std(r, keep, ddof) + eps)
+        case "none":
+            pass
+        case _:
+            raise ValueError(f"unknown normalisation {normalisation!r}")
+    return masked(advantages, keep).reshape(rewards.shape)
+
+
+def degenerate_groups(
+    rewards: jax.Array, group_ids: jax.Array | None = None, *, valid: jax.Array | None = None
+) -> jax.Array:
+    """True for valid samples whose group has no reward difference, so no learning signal; shape of `rewards`."""
+    r, groups, keep = _flat(rewards, group_ids, valid)
+    equal = _group_max(r, groups, keep) == -_group_max(-r, groups, keep)
+    return (keep & equal).reshape(rewards.shape)
+
+
+def rloo_advantages(
+    rewards: jax.Array,
+    group_ids: jax.Array | None = None,
+    *,
+    valid: jax.Array | None = None,
+    singleton: Singleton = "zero",
+    reward_clip: tuple[float, float] | None = None,
+) -> jax.Array:
+    """Leave-one-out advantages (RLOO, arXiv:2402.14740): r minus the mean of the group's other rewards.
+
+    reward_clip limits the rewards before the baseline.
+    """
+    r, groups, keep = _flat(rewards if reward_clip is None else jnp.clip(rewards, *reward_clip), group_ids, valid)
+    _, deviation, _, n = _group_mean_std(r, groups, keep, 1)
+    advantages = deviation * n / jnp.maximum(n - 1, 1)
+    if singleton == "reward":
+        advantages = jnp.where(n == 1, r, advantages)
+    return masked(advantages, keep).reshape(rewards.shape)
+
+
+def standardise(
+    x: jax.Array, *, valid: jax.Array | None = None, ddof: int = 1, eps: float = 1e-8, scale: bool = True
+) -> jax.Array:
+    """(x - mean) / (std + eps) over the valid values of the batch, any shape; `scale=False` only removes the mean."""
+    keep = jnp.ones(x.shape, bool) if valid is None else valid > 0
+    mean = masked(x, keep).sum() / jnp.maximum(keep.sum(), 1)
+    out = (masked(x, keep) - mean) / ((_batch_std(x, keep, ddof) + eps) if scale else 1)
+    return masked(out, keep)
+
+
+def reinforce_pp_advantages(
+    rewards: jax.Array,
+    group_ids: jax.Array | None = None,
+    *,
+    baseline: Literal["batch-mean", "group-mean"] = "batch-mean",
+    batch_norm: bool = True,
+    ddof: int = 1,
+    eps: float = 1e-8,
+    valid: jax.Array | None = None,
+) -> jax.Array:
+    """REINFORCE++ on sequence rewards (arXiv:2501.03262): r - baseline, then standardised over the batch's sequences.
+
+    For statistics over tokens use `reinforce_pp_baseline_advantages` or `reinforce_pp_token_advantages`.
+    """
+    if baseline == "group-mean":
+        advantages = group_advantages(rewards, group_ids, normalisation="none", valid=valid)
+    else:
+        advantages = standardise(rewards, valid=valid, scale=False)
+    return standardise(advantages, valid=valid, ddof=ddof, eps=eps) if batch_norm else advantages
+
+
+def reinforce_pp_baseline_advantages(
+    rewards_B: jax.Array,
+    group_ids_B: jax.Array,
+    mask_BT: jax.Array,
+    *,
+    ddof: int = 1,
+    eps: float = 1e-8,
+    variance_floor: float = 0.0,
+    scale: bool = True,
+    valid: jax.Array | None = None,
+    singleton: Singleton = "zero",
+) -> jax.Array:
+    """REINFORCE++ with group baseline: r - mean_group, whitened over all valid tokens, [B, T].
+
+    Each sequence weighs by its length. ddof, eps, variance_floor, scale as in `whiten`.
+    """
+    advantages = group_advantages(rewards_B, group_ids_B, normalisation="none", valid=valid, singleton=singleton)
+    mask = mask_BT if valid is None else mask_BT * (valid[:, None] > 0)
+    tokens = jnp.broadcast_to(advantages[:, None], mask_BT.shape)
+    return whiten(tokens, mask, ddof=ddof, eps=eps, variance_floor=variance_floor, scale=scale)
+
+
+def opo_advantages(
+    rewards_B: jax.Array,
+    group_ids_B: jax.Array,
+    lengths_B: jax.Array,
+    *,
+    valid: jax.Array | None = None,
+    singleton: Singleton = "zero",
+) -> jax.Array:
+    """OPO (arXiv:2505.23585), [B]: r minus the group's mean reward weighted by length."""
+    r, groups, keep = _flat(rewards_B, group_ids_B, valid)
+    weight = masked(lengths_B.astype(r.dtype), keep)
+    baseline = _group_sum(weight * r, groups) / jnp.maximum(_group_sum(weight, groups), 1)
+    equal = degenerate_groups(rewards_B, group_ids_B, valid=valid)
+    advantages = jnp.where(equal, 0, r - baseline)
+    if singleton == "reward":
+        advantages = jnp.where(_group_sum(keep.astype(r.dtype), groups) == 1, r, advantages)
+    return masked(advantages, keep)
+
+
+def gpg_advantages(
+    rewards: jax.Array,
+    group_ids: jax.Array | None = None,
+    *,
+    f_norm: float = 1.0,
+    valid: jax.Array | None = None,
+    singleton: Singleton = "zero",
+) -> jax.Array:
+    """GPG (arXiv:2504.02546): alpha (r - mean_group) / f_norm, alpha = samples / samples of non-zero reward."""
+    r, _, keep = _flat(rewards, group_ids, valid)
+    alpha = keep.sum() / jnp.maximum((r != 0).sum(), 1)
+    centred = group_advantages(rewards, group_ids, normalisation="none", valid=valid, singleton=singleton)
+    return alpha * centred / f_norm
+
+
+def passk_advantages(
+    rewards: jax.Array,
+    group_ids: jax.Array | None = None,
+    *,
+    normalisation: Literal["std", "none"] = "std",
+    ddof: int = 1,
+    eps: float = 1e-6,
+    valid: jax.Array | None = None,
+) -> jax.Array:
+    """Pass@k credit (arXiv:2503.19595): the best of a group gets its lead over the second best, the others 0."""
+    r, groups, keep = _flat(rewards, group_ids, valid)
+    _, _, std, n = _group_mean_std(r, groups, keep, ddof)
+    is_best = keep & (r == _group_max(r, groups, keep))
+    others = keep & ~is_best
+    lead = r - _group_max(r, groups, others)
+    # A tie at the top has no lead, and so has a group of one.
+    unique = (_group_sum(is_best.astype(r.dtype), groups) == 1) & (n > 1)
+    advantages = jnp.where(is_best & unique, lead, 0)
+    return (advantages / (std + eps) if normalisation == "std" else advantages).reshape(rewards.shape)
+
+
+def combine_rewards(
+    rewards_BF: jax.Array, weights: Sequence[float], *, valid: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Weighted sum over reward functions [B], and the rows that have any reward [B]. NaN: function not applied."""
+    applied = jnp.isfinite(rewards_BF)
+    if valid is not None:
+        applied &= valid[:, None] > 0
+    return (masked(rewards_BF, applied) * jnp.asarray(weights, rewards_BF.dtype)).sum(-1), applied.any(-1)
+
+
+def multi_reward_advantages(
+    rewards_BF: jax.Array,
+    group_ids_B: jax.Array,
+    weights: Sequence[float],
+    *,
+    combine: Literal["sum-then-normalise", "normalise-then-sum"] = "sum-then-normalise",
+    normalisation: Normalisation = "std",
+    ddof: int = 1,
+    eps: float = 1e-4,
+    valid: jax.Array | None = None,
+) -> jax.Array:
+    """Group advantages of several reward functions, [B]. NaN marks a function that does not apply to a sample.
+
+    "sum-then-normalise": weighted sum, then `group_advantages`. "normalise-then-sum" (GDPO, arXiv:2601.05242): each
+    function's rewards normalised in the group, weighted sum, then standardised over the batch's sequences. Rows
+    without any reward leave the statistics and get 0.
+    """
+    if combine == "sum-then-normalise":
+        total, has_any = combine_rewards(rewards_BF, weights, valid=valid)
+        return group_advantages(
+            total, group_ids_B, normalisation=normalisation, ddof=ddof, eps=eps, valid=has_any
+        )  # fmt: skip
+    total, has_any = _normalised_sum(rewards_BF, group_ids_B, weights, normalisation, ddof, eps, valid)
+    return standardise(total, valid=has_any, ddof=ddof, eps=eps)
+
+
+def _normalised_sum(
+    rewards_BF: jax.Array,
+    group_ids_B: jax.Array,
+    weights: Sequence[float],
+    normalisation: Normalisation,
+    ddof: int,
+    eps: float,
+    valid: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    columns = []
+    for rewards_B in rewards_BF.T:
+        applied = jnp.isfinite(rewards_B) if valid is None else jnp.isfinite(rewards_B) & (valid > 0)
+        columns.append(
+            group_advantages(rewards_B, group_ids_B, normalisation=normalisation, ddof=ddof, eps=eps, valid=applied)
+        )
+    total = (jnp.stack(columns, -1) * jnp.asarray(weights, rewards_BF.dtype)).sum(-1)
+    _, has_any = combine_rewards(rewards_BF, weights, valid=valid)
+    return total, has_any
+
+
+def gdpo_token_advantages(
+    rewards_BF: jax.Array,
+    group_ids_B: jax.Array,
+    mask_BT: jax.Array,
+    weights: Sequence[float],
+    *,
+    group_eps: float = 1e-6,
+    ddof: int = 1,
+    eps: float = 1e-8,
+    valid: jax.Array | None = None,
+) -> jax.Array:
+    """GDPO with token whitening, [B, T]: as "normalise-then-sum", but `whiten` over all valid tokens comes last."""
+    total, has_any = _normalised_sum(rewards_BF, group_ids_B, weights, "std", ddof, group_eps, valid)
+    mask = mask_BT * has_any[:, None]
+    return whiten(jnp.broadcast_to(total[:, None], mask_BT.shape), mask, ddof=ddof, eps=eps)

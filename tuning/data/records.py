@@ -1,0 +1,268 @@
+"""One layout for raw training records, and the check of each record against it.
+
+A raw record is a JSON object:
+
+    id          str, optional: unique name of the record. Default: the digest of its content.
+    prompt      str, or a list of messages {"role", "content"} that ends before the assistant's turn.
+    completion  str, optional: the wanted (for a pair: the preferred) answer of the assistant.
+    rejected    str or list of str, optional: answers that lose against `completion`.
+    answer      str, optional: what a verifier compares with.
+    margin      float, optional: how much better `completion` is than `rejected`.
+    split       "sft" | "preference" | "prompts" | "heldout", optional: the only split that may use the record.
+    group       str, optional: records of one group never straddle training and held-out. Default: the prompt.
+    metadata    object, optional: passed through to rewards and reports.
+
+The layouts of TRL datasets are read as well: `messages`; `chosen` in place of `completion`; `completion`, `chosen` and
+`rejected` as a list of one assistant message; `chosen` and `rejected` as whole conversations without `prompt`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+SPLITS = ("sft", "preference", "prompts", "heldout")
+ROLES = ("system", "user", "assistant", "tool")
+FIELDS = ("id", "prompt", "completion", "rejected", "answer", "margin", "split", "group", "metadata")
+ALIASES = ("messages", "chosen")
+
+Message = dict[str, str]
+
+
+class RecordError(ValueError):
+    """A record that does not have the layout: says which one, which field, and what was expected."""
+
+    def __init__(self, source: str, number: int, field: str, expected: str, got: str, id: str | None = None) -> None:
+        name = f" (id {id!r})" if id is not None else ""
+        super().__init__(f"{source}, record {number}{name}, field `{field}`: expected {expected}, got {got}")
+        self.source, self.number, self.field, self.expected, self.got, self.id = (
+            source,
+            number,
+            field,
+            expected,
+            got,
+            id,
+        )
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.source, self.number, self.field, self.expected, self.got, self.id)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Record:
+    """A valid record. `content` is the sha256 of everything but the id; `id` and `group` are always set."""
+
+    id: str
+    content: str
+    group: str
+    prompt: tuple[Message, ...]
+    completion: str | None = None
+    rejected: tuple[str, ...] = ()
+    answer: str | None = None
+    margin: float | None = None
+    split: str | None = None
+    metadata: str = "{}"
+    """Canonical JSON."""
+
+    @property
+    def prompt_text(self) -> str:
+        """The prompt for people and verifiers: the bare text of a single user turn, else one line a message."""
+        if len(self.prompt) == 1 and self.prompt[0]["role"] == "user":
+            return self.prompt[0]["content"]
+        return "\n".join(f"{message['role']}: {message['content']}" for message in self.prompt)
+
+
+def canonical_json(value: Any) -> str:
+    """The one JSON text of a value: sorted keys, no spaces. Raises ValueError or TypeError where there is none."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def digest(text: str) -> str:
+    """sha256 of the text, as 64 hex digits."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def parse_line(
+    line: bytes | str, source: str, number: int, rename: Mapping[str, str] | None = None, extra: str = "error"
+) -> Record:
+    """A record from one line of JSON. Errors and other arguments as in `parse_record`."""
+    try:
+        raw = json.loads(line.removeprefix(b"\xef\xbb\xbf") if isinstance(line, bytes) else line)
+    except (ValueError, RecursionError) as error:
+        raise RecordError(source, number, "(record)", "one JSON object on the line", f"{error}") from None
+    return parse_record(raw, source, number, rename, extra)
+
+
+def parse_record(
+    raw: Any, source: str, number: int, rename: Mapping[str, str] | None = None, extra: str = "error"
+) -> Record:
+    """A checked record from a raw one.
+
+    Args:
+        raw: the object; fields that are None count as absent.
+        source: file or task, and `number` the record's place in it (from 1): both only for error messages.
+        rename: the source's name of a field to the name in this layout, such as {"question": "prompt"}.
+        extra: what to do with unknown fields: "error", or "metadata" to move them into `metadata`.
+    Raises:
+        RecordError: the first field that is wrong.
+    """
+    if not isinstance(raw, Mapping):
+        raise RecordError(source, number, "(record)", "a JSON object", _kind(raw))
+    return _Parser(source, number, raw.get("id")).parse(raw, rename or {}, extra)
+
+
+class _Parser:
+    """The checks of one record; holds what an error has to name."""
+
+    def __init__(self, source: str, number: int, id: Any) -> None:
+        self.source, self.number, self.id = source, number, id if isinstance(id, str) else None
+
+    def error(self, field: str, expected: str, got: str) -> RecordError:
+        return RecordError(self.source, self.number, field, expected, got, self.id)
+
+    def parse(self, raw: Mapping[str, Any], rename: Mapping[str, str], extra: str) -> Record:
+        values = {rename.get(name, name): value for name, value in raw.items() if value is not None}
+        metadata = values.get("metadata", {})
+        if not isinstance(metadata, dict):
+            raise self.error("metadata", "an object", _kind(metadata))
+        unknown = {name: values[name] for name in values if name not in FIELDS + ALIASES}
+        if unknown and extra != "metadata":
+            name = min(unknown)
+            near = difflib.get_close_matches(name, FIELDS + ALIASES, 1)
+            advice = f"did you mean `{near[0]}`?" if near else "move it into `metadata`, or set extra_fields: metadata"
+            raise self.error(name, f"no such field ({advice})", _kind(unknown[name]))
+
+        prompt, completion, rejected = self.turns(values)
+        margin = values.get("margin")
+        if margin is not None and (
+            isinstance(margin, bool) or not isinstance(margin, (int, float)) or not math.isfinite(margin)
+        ):
+            raise self.error("margin", "a finite number", _kind(margin))
+        split = values.get("split")
+        if split is not None and split not in SPLITS:
+            raise self.error("split", f"one of {', '.join(SPLITS)}", _kind(split))
+        if split in ("sft", "preference") and completion is None:
+            raise self.error("completion", f"a completion, since split is {split!r}", "none")
+        if split == "preference" and not rejected:
+            raise self.error("rejected", "at least one, since split is 'preference'", "none")
+
+        content: dict[str, Any] = {
+            "prompt": prompt,
+            "completion": completion,
+            "rejected": rejected,
+            "answer": self.optional_text("answer", values),
+            "margin": None if margin is None else float(margin),
+            "split": split,
+            "group": self.optional_text("group", values),
+            "metadata": {**unknown, **metadata},
+        }
+        try:
+            text = canonical_json({name: value for name, value in content.items() if value is not None})
+            text.encode()
+        except (ValueError, TypeError) as error:
+            raise self.error("metadata", "finite numbers and valid Unicode text only", str(error)) from None
+        return Record(
+            id=self.optional_text("id", values) or digest(text),
+            content=digest(text),
+            group=content["group"] or "prompt:" + digest(canonical_json(prompt)),
+            prompt=tuple(prompt),
+            completion=completion,
+            rejected=tuple(rejected),
+            answer=content["answer"],
+            margin=content["margin"],
+            split=split,
+            metadata=canonical_json(content["metadata"]),
+        )
+
+    def turns(self, values: dict[str, Any]) -> tuple[list[Message], str | None, list[str]]:
+        """Prompt, completion and rejected completions, whichever layout they came in."""
+        if "chosen" in values and "completion" in values:
+            raise self.error("chosen", "either `chosen` or `completion`", "both")
+        chosen_name = "chosen" if "chosen" in values else "completion"
+        chosen, rejected = values.get(chosen_name), values.get("rejected")
+        if "messages" in values:
+            if "prompt" in values or chosen is not None or rejected is not None:
+                raise self.error("messages", "no prompt, completion, chosen or rejected beside it", "both")
+            messages = self.messages("messages", values["messages"])
+            if messages[-1]["role"] != "assistant":
+                return self.prompt("messages", messages), None, []
+            return self.prompt("messages", messages[:-1]), messages[-1]["content"], []
+        if "prompt" not in values and _is_list_of_objects(chosen) and _is_list_of_objects(rejected):
+            chosen, rejected = self.messages(chosen_name, chosen), self.messages("rejected", rejected)
+            if chosen[:-1] != rejected[:-1]:
+                raise self.error("rejected", f"the same turns as in `{chosen_name}` but for the last", "other turns")
+            values, chosen, rejected = {**values, "prompt": chosen[:-1]}, chosen[-1:], rejected[-1:]
+        if "prompt" not in values:
+            raise self.error("prompt", "a string or a list of messages", "nothing")
+
+        prompt = self.prompt("prompt", values["prompt"])
+        completion = None if chosen is None else self.completion(chosen_name, chosen)
+        if rejected is None:
+            return prompt, completion, []
+        if completion is None:
+            raise self.error("completion", "the preferred answer, since `rejected` is given", "nothing")
+        single = isinstance(rejected, str) or _is_list_of_objects(rejected)
+        if not single and not isinstance(rejected, list):
+            raise self.error("rejected", "a string or a list of strings", _kind(rejected))
+        losers = [self.completion("rejected", loser) for loser in ([rejected] if single else rejected)]
+        if completion in losers or len(set(losers)) < len(losers):
+            raise self.error("rejected", "answers that differ from the completion and from each other", "equal ones")
+        return prompt, completion, losers
+
+    def prompt(self, field: str, value: Any) -> list[Message]:
+        if isinstance(value, str):
+            return [{"role": "user", "content": self.text(field, value)}]
+        messages = self.messages(field, value)
+        if messages[-1]["role"] not in ("user", "tool"):
+            raise self.error(field, "the last message before the assistant's turn to be a user's", messages[-1]["role"])
+        return messages
+
+    def messages(self, field: str, value: Any) -> list[Message]:
+        if not _is_list_of_objects(value):
+            raise self.error(field, "a string or a non-empty list of messages", _kind(value))
+        messages: list[Message] = []
+        for message in value:
+            keys = {name for name, item in message.items() if item is not None}
+            if keys != {"role", "content"}:
+                raise self.error(field, "messages of exactly `role` and `content`", f"one with {sorted(keys)}")
+            if message["role"] not in ROLES:
+                raise self.error(field, f"a role out of {', '.join(ROLES)}", _kind(message["role"]))
+            messages.append({"role": message["role"], "content": self.text(f"{field}.content", message["content"])})
+        return messages
+
+    def completion(self, field: str, value: Any) -> str:
+        if _is_list_of_objects(value):
+            messages = self.messages(field, value)
+            if len(messages) != 1 or messages[0]["role"] != "assistant":
+                raise self.error(field, "a string or one assistant message", f"{len(messages)} messages")
+            return messages[0]["content"]
+        return self.text(field, value)
+
+    def optional_text(self, field: str, values: dict[str, Any]) -> str | None:
+        return self.text(field, values[field]) if field in values else None
+
+    def text(self, field: str, value: Any) -> str:
+        if not isinstance(value, str) or not value.strip():
+            raise self.error(field, "a non-empty string", _kind(value))
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise self.error(field, "valid Unicode", "a lone surrogate") from None
+        return value
+
+
+def _is_list_of_objects(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+
+
+def _kind(value: Any) -> str:
+    """A value in an error: its JSON type and the start of it."""
+    names = {str: "string", bool: "boolean", int: "number", float: "number", list: "list", dict: "object"}
+    shown = repr(value)
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    return f"{names.get(type(value), type(value).__name__)} {shown}"

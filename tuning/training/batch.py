@@ -1,0 +1,174 @@
+"""Packed rows: the one layout of training and scoring.
+
+A group is a prompt and the completions that share it: one for SFT, two for preference pairs, G
+for RL. Groups lie side by side in rows, so a shared prompt is computed once, forward and
+backward; positions restart with each group and continue from the prompt's end in each
+completion. The LM head sees response positions only, through `at`.
+
+Axes: B rows, L tokens of a row, C completions, T tokens of a completion.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """A prompt and its completions, as token ids; `ids` says which completion of the caller each is."""
+
+    prompt: Sequence[int]
+    completions: Sequence[Sequence[int]]
+    ids: Sequence[int]
+
+    @property
+    def size(self) -> int:
+        return len(self.prompt) + sum(len(c) for c in self.completions)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The compiled shape of a micro-batch: few of them, so little is compiled."""
+
+    rows: int
+    row_tokens: int
+    completions: int
+    completion_tokens: int
+
+
+@dataclasses.dataclass
+class Packed:
+    """One micro-batch as numpy arrays."""
+
+    tokens_BL: np.ndarray
+    positions_BL: np.ndarray
+    group_BL: np.ndarray
+    branch_BL: np.ndarray
+    at_CT: np.ndarray
+    """Flat index (row * L + column) of the position whose hidden state predicts the token."""
+    targets_CT: np.ndarray
+    mask_CT: np.ndarray
+    last_C: np.ndarray
+    """Flat index of the completion's last token (R12)."""
+    ids_C: np.ndarray
+    """The caller's completion index; -1 where the slot is empty."""
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What the device gets."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "ids_C"}
+
+    def gather(self, values: np.ndarray) -> np.ndarray:
+        """Rows of a [completions of the caller, ...] array in this micro-batch's order; zeros in empty slots."""
+        taken = values[np.maximum(self.ids_C, 0)]
+        taken[self.ids_C < 0] = 0
+        return taken[:, : self.mask_CT.shape[1]] if taken.ndim == 2 else taken
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def bucket(value: int, smallest: int = 8) -> int:
+    """The next of smallest * (1, 1.5, 2, 3, 4, 6, 8, ...): at most a third of a bucket is padding."""
+    size = smallest
+    while size < value:
+        if size * 3 // 2 >= value and size % 2 == 0:
+            return size * 3 // 2
+        size *= 2
+    return size
+
+
+def split_group(group: Group, row_tokens: int) -> list[Group]:
+    """The group in as many pieces as rows of `row_tokens` need; each piece repeats the prompt.
+
+    Raises ValueError when one completion with its prompt exceeds a row.
+    """
+    pieces: list[Group] = []
+    start, used = 0, len(group.prompt)
+    for i, completion in enumerate(group.completions):
+        if len(group.prompt) + len(completion) > row_tokens:
+            raise ValueError(
+                f"prompt of {len(group.prompt)} and completion of {len(completion)} tokens exceed rows of {row_tokens}"
+            )
+        if used + len(completion) > row_tokens:
+            pieces.append(Group(group.prompt, group.completions[start:i], group.ids[start:i]))
+            start, used = i, len(group.prompt)
+        used += len(completion)
+    pieces.append(Group(group.prompt, group.completions[start:], group.ids[start:]))
+    return pieces
+
+
+def plan_rows(groups: Sequence[Group], row_tokens: int) -> list[list[Group]]:
+    """First-fit decreasing of groups into rows; ties keep the given order, so the plan is deterministic."""
+    pieces = [piece for group in groups for piece in split_group(group, row_tokens)]
+    rows: list[list[Group]] = []
+    free: list[int] = []
+    for piece in sorted(pieces, key=lambda g: -g.size):
+        for i, room in enumerate(free):
+            if piece.size <= room:
+                rows[i].append(piece)
+                free[i] -= piece.size
+                break
+        else:
+            rows.append([piece])
+            free.append(row_tokens - piece.size)
+    return rows
+
+
+def row_length(groups: Sequence[Group], at_least: int = 256) -> int:
+    """A row length that holds the largest group whole where that is below 1024, else its longest path."""
+    whole = max(g.size for g in groups)
+    path = max(len(g.prompt) + max(len(c) for c in g.completions) for g in groups)
+    return max(at_least, round_up(whole if whole <= 1024 else path, 128))
+
+
+def pack_rows(rows: Sequence[Sequence[Group]], shape: Shape) -> Packed:
+    """Lays planned rows out in arrays of the given shape."""
+    b, length, c, t = shape.rows, shape.row_tokens, shape.completions, shape.completion_tokens
+    tokens, positions, group, branch = (np.zeros((b, length), np.int32) for _ in range(4))
+    at, targets, mask = np.zeros((c, t), np.int32), np.zeros((c, t), np.int32), np.zeros((c, t), np.float32)
+    last, ids = np.zeros(c, np.int32), np.full(c, -1, np.int32)
+    slot = 0
+    for row, members in enumerate(rows):
+        column = 0
+        for number, member in enumerate(members, start=1):
+            n = len(member.prompt)
+            here = slice(column, column + n)
+            tokens[row, here], positions[row, here], group[row, here] = member.prompt, np.arange(n), number
+            prompt_end = row * length + column + n - 1
+            column += n
+            for arm, (completion, caller) in enumerate(zip(member.completions, member.ids, strict=True), start=1):
+                m = len(completion)
+                here = slice(column, column + m)
+                tokens[row, here], positions[row, here] = completion, np.arange(n, n + m)
+                group[row, here], branch[row, here] = number, arm
+                first = row * length + column
+                # The prompt's last position predicts the first token, each token the one after it.
+                at[slot, :m] = [prompt_end, *range(first, first + m - 1)]
+                targets[slot, :m], mask[slot, :m] = completion, 1
+                last[slot], ids[slot] = first + m - 1, caller
+                column += m
+                slot += 1
+    return Packed(tokens, positions, group, branch, at, targets, mask, last, ids)
+
+
+def micro_batches(groups: Sequence[Group], *, row_tokens: int, rows: int, completion_tokens: int) -> list[Packed]:
+    """Packs groups into micro-batches of `rows` rows each, all of one shape.
+
+    `completion_tokens` is the width T; every completion fits it.
+    """
+    planned = plan_rows(groups, row_tokens)
+    chunks = [planned[i : i + rows] for i in range(0, len(planned), rows)]
+    slots = bucket(max(sum(len(g.completions) for row in chunk for g in row) for chunk in chunks))
+    shape = Shape(rows, row_tokens, slots, completion_tokens)
+    return [pack_rows(chunk, shape) for chunk in chunks]
+
+
+def fill_ratio(batches: Sequence[Packed]) -> float:
+    """Share of row positions that hold a token."""
+    used: Any = sum(int((b.group_BL > 0).sum()) for b in batches)
+    return float(used / sum(b.group_BL.size for b in batches))
