@@ -112,6 +112,8 @@ def run_request(request: dict[str, Any], memory: dict[str, Any], events: Events)
         "seconds": round(time.time() - started, 3),
     }
     artifact: Artifact = store.commit(out, manifest)
+    for name in [n for n in memory if n.endswith(":new")]:
+        memory[name.removesuffix("new") + artifact.digest] = memory.pop(name)
     store.drop_work(request["stage"], key)
     return artifact.manifest
 

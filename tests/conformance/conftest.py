@@ -1,4 +1,4 @@
-"""Float64 for the conformance cases only, and the count of cases at the end of the run."""
+"""Float64 and quick compilation for the conformance cases only, and the count of cases at the end of the run."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -9,8 +9,11 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def float64() -> Iterator[None]:
+    quick = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
     with jax.enable_x64(True):
         yield
+    jax.config.update("jax_disable_most_optimizations", quick)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

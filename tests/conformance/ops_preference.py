@@ -30,8 +30,9 @@ def reward_metrics(pairs: preference.PairLoss) -> dict[str, jax.Array]:
     }
 
 
-def grads_of(total: Any, *arguments: jax.Array) -> tuple[Any, Any, tuple[jax.Array, ...]]:
-    (loss, aux), grads = jax.value_and_grad(total, tuple(range(len(arguments))), has_aux=True)(*arguments)
+def grads_of(total: Any, *arguments: jax.Array, jit: bool = False) -> tuple[Any, Any, tuple[jax.Array, ...]]:
+    function = jax.value_and_grad(total, tuple(range(len(arguments))), has_aux=True)
+    (loss, aux), grads = (jax.jit(function) if jit else function)(*arguments)
     return loss, aux, grads
 
 
@@ -199,7 +200,7 @@ def orpo_from_logits(case: Case) -> dict[str, Any]:
         nll = token_mean_nll(logps[0], chosen["every"])
         return nll + mean_rows(pairs.loss_B, len(c)), (pairs, nll, c, r)
 
-    loss, (pairs, nll, c, r), (grad,) = grads_of(total, case["logits"])
+    loss, (pairs, nll, c, r), (grad,) = grads_of(total, case["logits"], jit=True)
     odds = preference.log_odds_ratio(c, r)
     metrics = {"nll_loss": nll, "logps/chosen": c.mean(), "logps/rejected": r.mean(), "log_odds_chosen": odds.mean()}
     metrics |= {"log_odds_ratio": jax.nn.log_sigmoid(odds).mean(), "logits/chosen": None, "logits/rejected": None}
@@ -221,7 +222,7 @@ def cpo_from_logits(case: Case) -> dict[str, Any]:
         nll = token_mean_nll(logps[0], chosen["completion"])
         return mean_rows(pairs.loss_B, len(c)) + alpha * nll, (pairs, nll, c, r)
 
-    loss, (pairs, nll, c, r), (grad,) = grads_of(total, case["logits"])
+    loss, (pairs, nll, c, r), (grad,) = grads_of(total, case["logits"], jit=True)
     metrics = {"nll_loss": nll if alpha else 0.0, "logps/chosen": c.mean(), "logps/rejected": r.mean()}
     metrics |= {"logits/chosen": None, "logits/rejected": None} | reward_metrics(pairs)
     return {"loss": loss, "grad_logits": grad, "metrics": metrics}

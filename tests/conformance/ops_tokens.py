@@ -78,7 +78,7 @@ def sft_loss(case: Case) -> dict[str, Any]:
         return aggregate(losses, mask, mode, n_tokens=n_tokens, n_sequences=n_sequences, row_eps=row_eps)
 
     if case.wants("grad_logits"):
-        loss, grad = jax.value_and_grad(total)(case["logits"])
+        loss, grad = jax.jit(jax.value_and_grad(total))(case["logits"])
         return {"loss": loss, "grad_logits": grad, "num_tokens": mask.sum()}
     return {"loss": total(case["logits"]), "num_tokens": mask.sum()}
 
@@ -158,5 +158,5 @@ def logit_distillation(case: Case) -> dict[str, Any]:
         )  # fmt: skip
         return aggregate(losses, everything, "token-mean", **counts._asdict())
 
-    loss, grad = jax.value_and_grad(total)(case["student_logits"])
+    loss, grad = jax.jit(jax.value_and_grad(total))(case["student_logits"])
     return {"loss": loss, "grad_student_logits": grad}

@@ -16,6 +16,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tuning.losses.masks import masked
 from tuning.losses.returns import (
@@ -39,17 +40,21 @@ Singleton = Literal["zero", "reward"]
 
 
 def _flat(
-    rewards: jax.Array, group_ids: jax.Array | None, valid: jax.Array | None
+    rewards: jax.Array, group_ids: jax.Array | np.ndarray | None, valid: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Rewards [B] with 0 for invalid ones, dense group numbers [B], validity [B]."""
     if group_ids is None:
         if rewards.ndim != 2:
             raise ValueError(f"rewards of shape {rewards.shape} need group_ids; only [P, G] goes without")
-        group_ids = jnp.repeat(jnp.arange(rewards.shape[0]), rewards.shape[1])
-    group_ids = jnp.asarray(group_ids).reshape(-1)
-    _, groups = jnp.unique(group_ids, return_inverse=True, size=group_ids.shape[0])
-    keep = jnp.ones(group_ids.shape, bool) if valid is None else jnp.asarray(valid).reshape(-1) > 0
-    return masked(rewards.reshape(-1), keep), groups.reshape(-1), keep
+        group_ids = np.repeat(np.arange(rewards.shape[0]), rewards.shape[1])
+    if isinstance(group_ids, jax.core.Tracer):
+        _, groups = jnp.unique(group_ids.reshape(-1), return_inverse=True, size=group_ids.size)
+        groups = groups.reshape(-1)
+    else:
+        _, numbers = np.unique(np.asarray(group_ids).reshape(-1), return_inverse=True)
+        groups = jnp.asarray(numbers, jnp.int32)
+    keep = jnp.ones(groups.shape, bool) if valid is None else jnp.asarray(valid).reshape(-1) > 0
+    return masked(rewards.reshape(-1), keep), groups, keep
 
 
 def _group_sum(x_B: jax.Array, groups_B: jax.Array) -> jax.Array:

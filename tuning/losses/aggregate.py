@@ -77,8 +77,6 @@ def token_weights(
     ones = masked(jnp.ones(mask_BT.shape, dtype), mask_BT)
     tokens = jnp.maximum(jnp.asarray(n_tokens, dtype), 1)
     sequences = jnp.maximum(jnp.asarray(n_sequences, dtype), 1)
-    if (mode == "constant") and constant is None:
-        raise ValueError("aggregation 'constant' needs the constant, a token budget per sequence")
     if mode not in ("constant", "token-sum") and constant is not None:
         raise ValueError(f"aggregation {mode!r} takes no constant")
     match mode:
@@ -90,6 +88,8 @@ def token_weights(
         case "sequence-mean-token-sum":
             return ones / sequences
         case "constant":
+            if constant is None:
+                raise ValueError("aggregation 'constant' needs the constant, a token budget per sequence")
             return ones / (sequences * constant)
         case "token-sum":
             return ones / (1.0 if constant is None else constant)
@@ -113,8 +113,9 @@ def aggregate(
     x_BT: [B, T] per-token losses; masked positions may hold anything. mask_BT: [B, T]. n_tokens, n_sequences: counts
     of the whole optimizer step, all micro-batches and devices (`count`). constant: see the table of the module.
     segment_ids_BT: [B, T] ids of packed sequences. row_eps is added to each row's length in
-    "sequence-mean-token-mean" (some implementations use 1e-8).
+    "sequence-mean-token-mean" (some implementations use 1e-8). The reduction runs in float32 at least.
     """
+    x_BT = x_BT.astype(jnp.promote_types(x_BT.dtype, jnp.float32))
     weights = token_weights(
         mask_BT, mode, n_tokens=n_tokens, n_sequences=n_sequences, constant=constant,
         segment_ids_BT=segment_ids_BT, row_eps=row_eps, dtype=x_BT.dtype,

@@ -64,7 +64,7 @@ def importance_weights(
         else:
             rows = (mask_BT > 0).any(-1)
             mean = weights.max(-1).sum() / jnp.maximum(rows.sum(), 1)
-        weights = weights / jnp.maximum(mean, jnp.finfo(weights.dtype).tiny)
+        weights = weights / jnp.where(mean > 0, mean, 1)
     return weights
 
 
@@ -175,6 +175,6 @@ def mismatch_metrics(
 
 def effective_sample_size(weight_sum: jax.Array, weight_sq_sum: jax.Array) -> jax.Array:
     """Kish's effective sample size (sum w)^2 / sum w^2, from sums over the step."""
-    return weight_sum**2 / jnp.maximum(weight_sq_sum, jnp.finfo(weight_sq_sum.dtype).tiny)
+    return weight_sum**2 / jnp.where(weight_sq_sum > 0, weight_sq_sum, 1)
 
 

@@ -32,9 +32,9 @@ def segment_total(x_BT: jax.Array, mask_BT: jax.Array, segment_ids_BT: jax.Array
 
     Segment ids are integers in 0..T that mark the sequences of a row.
     """
-    width = x_BT.shape[-1]
-    sums = jax.vmap(lambda x, ids: jax.ops.segment_sum(x, ids, num_segments=width + 1))
-    totals = sums(masked(x_BT, mask_BT), segment_ids_BT)
+    rows = jnp.arange(x_BT.shape[0])[:, None]
+    totals = jnp.zeros((x_BT.shape[0], x_BT.shape[1] + 1), x_BT.dtype)
+    totals = totals.at[rows, segment_ids_BT].add(masked(x_BT, mask_BT))
     return jnp.take_along_axis(totals, segment_ids_BT, axis=-1)
 
 

@@ -88,6 +88,7 @@ def dpo(
     chosen_lengths_B: jax.Array | None = None,
     rejected_lengths_B: jax.Array | None = None,
     discopop_tau: float = 0.05,
+    bco_shift: float = 0.0,
 ) -> PairLoss:
     """The DPO family on summed log-probabilities; x, y the scores log pi/ref of chosen and rejected.
 
@@ -102,7 +103,7 @@ def dpo(
     | robust | (-(1-s) log sigmoid(z) + s log sigmoid(-z)) / (1 - 2s); arXiv:2403.00409 |
     | exo-pair | KL(sigmoid(z) against the label distribution (1-s, s)); arXiv:2402.00856 |
     | nca-pair | -log sigmoid(bx) - (log sigmoid(-bx) + log sigmoid(-by))/2; arXiv:2402.05369 |
-    | bco-pair | -log sigmoid(bx - d) - log sigmoid(d - by), d the batch mean of both rewards; arXiv:2404.04656 |
+    | bco-pair | -log sigmoid(bx - d) - log sigmoid(d - by), d = bco_shift; arXiv:2404.04656 |
     | sppo-hard | (x - 1/(2 beta))^2 + (y + 1/(2 beta))^2; arXiv:2405.00675 |
     | aot | sigmoid loss on sorted policy margins less sorted reference margins; arXiv:2406.05882 |
     | aot-unpaired | sigmoid loss on sorted x less sorted y |
@@ -110,7 +111,8 @@ def dpo(
     | apo-down | sigmoid(bx) + 1 - sigmoid(z) |
     | discopop | log-ratio modulated: (1-g)(-log sigmoid(z)) + g exp(-z), g = sigmoid(z/tau); arXiv:2406.08414 |
 
-    "bco-pair", "aot" and "aot-unpaired" look at the whole batch given here.
+    bx, by are the rewards; `bco_shift` is the running mean of both sides' rewards. "aot" and "aot-unpaired" look at
+    the whole batch given here.
     """
     ref_chosen = jnp.zeros_like(chosen_B) if ref_chosen_B is None else ref_chosen_B
     ref_rejected = jnp.zeros_like(rejected_B) if ref_rejected_B is None else ref_rejected_B
@@ -138,8 +140,7 @@ def dpo(
         case "nca-pair":
             value = -log_sigmoid(beta * x) - 0.5 * log_sigmoid(-beta * x) - 0.5 * log_sigmoid(-beta * y)
         case "bco-pair":
-            shift = jax.lax.stop_gradient(beta * (x.mean() + y.mean()) / 2)
-            value = -log_sigmoid(beta * x - shift) - log_sigmoid(shift - beta * y)
+            value = -log_sigmoid(beta * x - bco_shift) - log_sigmoid(bco_shift - beta * y)
         case "sppo-hard":
             value = (x - 0.5 / beta) ** 2 + (y + 0.5 / beta) ** 2
         case "aot":

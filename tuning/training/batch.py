@@ -119,11 +119,39 @@ def plan_rows(groups: Sequence[Group], row_tokens: int) -> list[list[Group]]:
     return rows
 
 
-def row_length(groups: Sequence[Group], at_least: int = 256) -> int:
-    """A row length that holds the largest group whole where that is below 1024, else its longest path."""
-    whole = max(g.size for g in groups)
-    path = max(len(g.prompt) + max(len(c) for c in g.completions) for g in groups)
-    return max(at_least, round_up(whole if whole <= 1024 else path, 128))
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Row length and the most rows of a micro-batch."""
+
+    row_tokens: int
+    rows: int
+
+
+def choose_rows(steps: Sequence[Sequence[Group]], budget: int) -> Layout:
+    """The row length that wastes least over some steps, with at most `budget` row tokens a micro-batch.
+
+    Groups stay whole where they fit 1024 tokens, so that a shared prompt is computed once; longer
+    ones are split by completion.
+    """
+    whole = max(g.size for groups in steps for g in groups)
+    path = max(len(g.prompt) + max(len(c) for c in g.completions) for groups in steps for g in groups)
+    least = round_up(whole if whole <= 1024 else path, 64)
+    best: tuple[int, int] | None = None
+    for length in range(least, max(least, 512) + 1, 64):
+        most = max(1, budget // length)
+        cost = 0
+        for groups in steps:
+            planned = len(plan_rows(groups, length))
+            cost += _even(planned, most) * -(-planned // _even(planned, most)) * length
+        if best is None or cost < best[0]:
+            best = (cost, length)
+    assert best is not None
+    return Layout(best[1], max(1, budget // best[1]))
+
+
+def _even(planned: int, most: int) -> int:
+    """Rows of each micro-batch when `planned` rows go into the fewest of at most `most` rows."""
+    return -(-planned // -(-planned // most))
 
 
 def pack_rows(rows: Sequence[Sequence[Group]], shape: Shape) -> Packed:
@@ -156,15 +184,16 @@ def pack_rows(rows: Sequence[Sequence[Group]], shape: Shape) -> Packed:
     return Packed(tokens, positions, group, branch, at, targets, mask, last, ids)
 
 
-def micro_batches(groups: Sequence[Group], *, row_tokens: int, rows: int, completion_tokens: int) -> list[Packed]:
-    """Packs groups into micro-batches of `rows` rows each, all of one shape.
+def micro_batches(groups: Sequence[Group], *, layout: Layout, completion_tokens: int) -> list[Packed]:
+    """Packs groups into equal micro-batches of at most `layout.rows` rows.
 
     `completion_tokens` is the width T; every completion fits it.
     """
-    planned = plan_rows(groups, row_tokens)
+    planned = plan_rows(groups, layout.row_tokens)
+    rows = _even(len(planned), layout.rows)
     chunks = [planned[i : i + rows] for i in range(0, len(planned), rows)]
     slots = bucket(max(sum(len(g.completions) for row in chunk for g in row) for chunk in chunks))
-    shape = Shape(rows, row_tokens, slots, completion_tokens)
+    shape = Shape(rows, layout.row_tokens, slots, completion_tokens)
     return [pack_rows(chunk, shape) for chunk in chunks]
 
 

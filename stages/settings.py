@@ -1,0 +1,43 @@
+"""Settings that several stages share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from stages.base import StageConfig, execution_setting
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Optimizer(StageConfig):
+    """AdamW with clipping by global norm."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-5
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up; linear and cosine end at zero."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps of linear warm-up."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay, on matrices only."""
+    beta1: Fraction = 0.9
+    """Decay of the first moment."""
+    beta2: Fraction = 0.95
+    """Decay of the second moment."""
+    clip_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Largest global norm of the gradient."""
+    max_skipped: Annotated[int, Field(ge=0)] = 3
+    """Non-finite steps in a row that are skipped before the stage stops."""
+
+
+class Compute(StageConfig):
+    """How to compute. `dtype` is chosen by the device where it says auto; the rest cannot change a result."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of activations; master weights and moments are always float32."""
+    tokens_per_micro_batch: int = execution_setting(0, ge=0)
+    """Row tokens of one forward and backward pass; 0: the device decides."""
+    rollout_rows: int = execution_setting(0, ge=0)
+    """Completions decoded side by side; 0: the device decides."""

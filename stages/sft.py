@@ -1,0 +1,70 @@
+"""Supervised fine-tuning: the likelihood of completions given prompts, token mean over each step."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from stages.base import Context, StageConfig, execution_setting
+from stages.models import load_policy, remember, token_ids
+from stages.settings import Compute, Optimizer
+from stages.tables import read_rows
+from stages.training import Task, fit
+
+NAME = "sft"
+VERSION = 1
+
+
+class Config(StageConfig):
+    """Supervised fine-tuning of all parameters."""
+
+    epochs: Annotated[int, Field(ge=1)] = 1
+    """Passes over the examples."""
+    examples_per_step: Annotated[int, Field(ge=1)] = 16
+    """Examples of one optimizer step."""
+    optimizer: Optimizer = Optimizer(learning_rate=1e-4, schedule="linear", warmup_steps=2)
+    """The optimizer."""
+    compute: Compute = Compute()
+    """How to compute."""
+    checkpoint_every: int = execution_setting(8, ge=1)
+    """Steps between checkpoints."""
+
+
+def run(ctx: Context) -> dict[str, Any]:
+    import jax
+    import jax.numpy as jnp
+
+    from tuning.losses.aggregate import aggregate
+    from tuning.losses.sft import nll
+    from tuning.models import huggingface
+    from tuning.training.batch import Group
+    from tuning.training.forward import decoder_graph, logps_and_entropy
+
+    config, base = load_policy(ctx, ctx.inputs["base"])
+    graph = decoder_graph(config)
+    rows = read_rows(ctx.inputs["data"], "sft/")
+
+    def groups(examples: list[int]) -> list[Group]:
+        return [Group(rows[i]["prompt_ids"], [rows[i]["completion_ids"]], [k]) for k, i in enumerate(examples)]
+
+    def make_loss(compute: Any) -> Any:
+        def loss(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+            logps, _ = logps_and_entropy(graph, params, batch, 1.0, compute)
+            mask, n = batch["mask_CT"], batch["n_tokens"]
+            value = aggregate(nll(logps), mask, "token-mean", n_tokens=n, n_sequences=jnp.ones(()))
+            return value, {"nll": -jnp.sum(logps), "tokens": jnp.sum(mask)}
+
+        return loss
+
+    task = Task(
+        make_loss=make_loss,
+        groups=groups,
+        size=len(rows),
+        longest=max(len(r["completion_ids"]) for r in rows),
+        summary=lambda s: {"loss": s["nll"] / s["tokens"], "tokens": s["tokens"]},
+    )
+    params, metrics = fit(ctx, task, base, ctx.config)
+    huggingface.save_decoder(ctx.out / "model", config, params, token_ids(ctx.inputs["tokenizer"]))
+    remember(ctx, "decoder:new", (config, params))
+    return metrics | {"examples": len(rows)}

@@ -1,0 +1,120 @@
+"""The loop of the stages that pass over a table of examples: SFT and reward models."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+from stages.base import Context
+from stages.settings import Optimizer
+
+SHAPE_STEPS = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What a stage trains on, and by which loss."""
+
+    make_loss: Callable[[Any], Any]
+    """Compute choices -> loss function of `tuning.training.step`; the batch holds `n_tokens` and `n_groups`."""
+    groups: Callable[[list[int]], list[Any]]
+    """Example numbers -> packed groups, one an example."""
+    size: int
+    """Number of examples."""
+    longest: int
+    """Tokens of the longest completion."""
+    summary: Callable[[dict[str, float]], dict[str, float]]
+    """Sums of a step -> metrics to show."""
+
+
+def optimizer_of(settings: Optimizer, total_steps: int) -> Any:
+    """The optax transformation that the settings describe."""
+    from tuning.training.step import make_optimizer, make_schedule
+
+    schedule = make_schedule(settings.schedule, settings.learning_rate, settings.warmup_steps, total_steps)
+    return make_optimizer(
+        schedule,
+        b1=settings.beta1,
+        b2=settings.beta2,
+        weight_decay=settings.weight_decay,
+        clip_norm=settings.clip_norm,
+        max_skipped=settings.max_skipped,
+    )
+
+
+def counted(groups: list[Any], packed: list[Any]) -> list[dict[str, Any]]:
+    """Device arrays of micro-batches with the counts of the whole step beside them (R1)."""
+    import numpy as np
+
+    tokens = np.float32(sum(len(c) for g in groups for c in g.completions))
+    completions = np.float32(sum(len(g.completions) for g in groups))
+    sizes = {"n_tokens": tokens, "n_completions": completions, "n_groups": np.float32(len(groups))}
+    return [p.arrays() | sizes for p in packed]
+
+
+def fit(ctx: Context, task: Task, params: Any, config: Any) -> tuple[Any, dict[str, Any]]:
+    """Trains a copy of `params`; resumes from the newest checkpoint in `ctx.work`.
+
+    `config` has epochs, examples_per_step, optimizer, compute and checkpoint_every. Returns the
+    parameters and the manifest's metrics.
+    """
+    import grain.python as grain
+    import jax
+
+    from tuning.device import choose
+    from tuning.training.batch import bucket, choose_rows, micro_batches
+    from tuning.training.checkpoint import Checkpoints
+    from tuning.training.step import copy, make_step
+
+    device = choose(config.compute.dtype)
+    steps_an_epoch = -(-task.size // config.examples_per_step)
+    total = steps_an_epoch * config.epochs
+    optimizer = optimizer_of(config.optimizer, total)
+    step_fn = make_step(task.make_loss(device.compute), optimizer, config.optimizer.max_skipped)
+
+    def epoch(number: int) -> Any:
+        return grain.MapDataset.range(task.size).seed(ctx.seed).shuffle(seed=(ctx.seed + number) % 2**31)
+
+    order = [epoch(e) for e in range(config.epochs)]
+
+    def examples(step: int) -> list[int]:
+        e, s = divmod(step, steps_an_epoch)
+        start = s * config.examples_per_step
+        return [int(order[e][i]) for i in range(start, min(start + config.examples_per_step, task.size))]
+
+    width = bucket(task.longest)
+    budget = config.compute.tokens_per_micro_batch or device.row_tokens_per_step
+    layout = choose_rows([task.groups(examples(s)) for s in range(min(total, SHAPE_STEPS))], budget)
+
+    params = copy(params)
+    opt_state = jax.jit(optimizer.init)(params)
+    checkpoints = Checkpoints(ctx.work / "checkpoints")
+    first = 0
+    try:
+        restored = checkpoints.restore((params, opt_state))
+        if restored is not None:
+            (params, opt_state), position = restored
+            first = position["step"]
+            ctx.log(f"resumed at step {first} of {total}")
+        seen, started, last = 0.0, time.monotonic(), {}
+        for step in range(first, total):
+            groups = task.groups(examples(step))
+            packed = micro_batches(groups, layout=layout, completion_tokens=width)
+            params, opt_state, sums = step_fn(params, opt_state, counted(groups, packed))
+            last = task.summary(sums)
+            tokens = sum(g.size for g in groups)
+            seen += tokens
+            rate = seen / (time.monotonic() - started)
+            ctx.metrics_line(step=step, grad_norm=sums["grad_norm"], row_tokens=tokens, **last)
+            ctx.progress(step + 1, total, "step", loss=last["loss"], tokens_per_second=rate)
+            if (step + 1) % config.checkpoint_every == 0 and step + 1 < total:
+                checkpoints.save(step + 1, (params, opt_state), {"step": step + 1})
+                # The next step donates these arrays: the copy to host memory must be done.
+                checkpoints.wait()
+                ctx.saved()
+    finally:
+        checkpoints.close()
+    metrics: dict[str, Any] = {"steps": total} | {k: float(v) for k, v in last.items()}
+    return params, metrics | {"tokens_per_second": round(seen / max(1e-9, time.monotonic() - started), 1)}

@@ -1,0 +1,68 @@
+"""Group statistics: whole groups, failed samples left out, zero-variance groups found."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tuning.algorithms import advantages as adv
+
+REWARDS = np.array([[1.0, 0.0, 0.0, 1.0], [0.6, 0.6, 0.6, 0.6], [0.1, 0.9, 0.4, 0.2]], np.float32)
+ESTIMATORS = {
+    "std": adv.group_advantages,
+    "none": lambda r, ids=None, **kw: adv.group_advantages(r, ids, normalisation="none", **kw),
+    "batch-std": lambda r, ids=None, **kw: adv.group_advantages(r, ids, normalisation="batch-std", **kw),
+    "rloo": adv.rloo_advantages,
+    "passk": adv.passk_advantages,
+    "reinforce++": lambda r, ids=None, **kw: adv.reinforce_pp_advantages(r, ids, baseline="group-mean", **kw),
+}
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_failed_samples_leave_every_statistic(name: str) -> None:
+    flat, ids = REWARDS.reshape(-1), np.repeat(np.arange(3), 4)
+    valid = np.ones(12, bool)
+    valid[[1, 8]] = False
+    planted = np.where(valid, flat, np.nan)
+    got = ESTIMATORS[name](jnp.asarray(planted), jnp.asarray(ids), valid=jnp.asarray(valid))
+    without = ESTIMATORS[name](jnp.asarray(flat[valid]), jnp.asarray(ids[valid]))
+    np.testing.assert_allclose(got[valid], without, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(got[~valid], 0)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_order_and_shape_do_not_matter(name: str) -> None:
+    shuffle = np.random.default_rng(1).permutation(12)
+    square = ESTIMATORS[name](jnp.asarray(REWARDS))
+    ids = np.repeat([7, -3, 40], 4)
+    flat = ESTIMATORS[name](jnp.asarray(REWARDS.reshape(-1)[shuffle]), jnp.asarray(ids[shuffle]))
+    np.testing.assert_allclose(flat, np.asarray(square).reshape(-1)[shuffle], rtol=1e-5, atol=1e-6)
+    traced = jax.jit(ESTIMATORS[name])(jnp.asarray(REWARDS.reshape(-1)), jnp.asarray(ids))
+    np.testing.assert_allclose(traced, np.asarray(square).reshape(-1), rtol=1e-5, atol=1e-6)
+
+
+def test_equal_rewards_give_exactly_zero_and_are_counted() -> None:
+    rewards = jnp.asarray(np.full((2, 3), 0.1, np.float32)).at[1, 0].set(0.7)
+    np.testing.assert_array_equal(adv.group_advantages(rewards, eps=1e-9)[0], 0)
+    np.testing.assert_array_equal(adv.degenerate_groups(rewards), [[True] * 3, [False] * 3])
+    valid = jnp.array([[1, 1, 1], [0, 1, 1]])
+    np.testing.assert_array_equal(adv.degenerate_groups(rewards, valid=valid), valid == 1)
+
+
+def test_a_group_of_failures_gives_zero() -> None:
+    valid = jnp.array([[0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 0, 0]])
+    for name, estimator in ESTIMATORS.items():
+        got = estimator(jnp.where(valid > 0, REWARDS, jnp.nan), valid=valid)
+        assert np.isfinite(got).all(), name
+        np.testing.assert_array_equal(got[0], 0)
+        np.testing.assert_array_equal(got[2, jnp.array([0, 2, 3])], 0)
+
+
+def test_groups_do_not_depend_on_the_batch() -> None:
+    alone = adv.group_advantages(jnp.asarray(REWARDS[:1]))
+    np.testing.assert_allclose(adv.group_advantages(jnp.asarray(REWARDS))[:1], alone, rtol=1e-6)
+
+
+def test_flat_rewards_need_groups() -> None:
+    with pytest.raises(ValueError, match="group_ids"):
+        adv.group_advantages(jnp.ones(4))

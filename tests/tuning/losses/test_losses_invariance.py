@@ -1,0 +1,198 @@
+"""Global normalisers, masked junk and the dual clip of the policy, KL and value losses."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tuning.losses import importance, policy, policy_variants, value
+from tuning.losses.aggregate import Counts, aggregate, count
+from tuning.losses.kl import kl_per_token
+from tuning.losses.masks import finite_mask
+from tuning.losses.returns import gae, whiten
+from tuning.losses.rewards import kl_in_reward
+
+B, T = 5, 6
+LENGTHS = np.array([1, 6, 3, 5, 2])
+MASK = (np.arange(T)[None] < LENGTHS[:, None]).astype(np.int32)
+RANDOM = np.random.default_rng(0)
+DATA = {
+    "logps": -RANDOM.exponential(1.0, (B, T)),
+    "old": -RANDOM.exponential(1.0, (B, T)),
+    "adv": RANDOM.normal(size=B),
+}
+Loss = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
+LOSSES: dict[str, Loss] = {
+    "clip": partial(policy.clipped_surrogate, clip_low=0.2, clip_high=0.28, dual_clip=3.0),
+    "gspo": partial(policy.clipped_surrogate, clip_low=0.03, clip_high=0.05, ratio="sequence"),
+    "gspo-token": partial(policy.clipped_surrogate, clip_low=0.03, clip_high=0.05, ratio="sequence-token"),
+    "pg": policy.policy_gradient,
+    "reinforce": lambda logps, old, adv, mask: policy.reinforce(logps, adv, mask),
+    "cispo": partial(policy.cispo, weight_max=1.28),
+    "sapo": policy_variants.sapo,
+    "vespo": policy_variants.vespo,
+    "dppo-tv": partial(policy_variants.dppo, divergence="tv", limit_low=0.15, limit_high=0.2),
+    "dppo-kl": partial(policy_variants.dppo, divergence="kl", limit_low=0.15, limit_high=0.2),
+    "gmpo": policy_variants.gmpo,
+    "dro": policy_variants.dro,
+}
+MODES = ["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant", "token-sum"]
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+def compositions(n: int) -> list[list[int]]:
+    """Every way to cut n rows into consecutive parts."""
+    cuts = []
+    for chosen in product([False, True], repeat=n - 1):
+        edges = [0, *(i + 1 for i, cut in enumerate(chosen) if cut), n]
+        cuts.append([b - a for a, b in zip(edges, edges[1:], strict=False)])
+    return cuts
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_split_gives_the_full_batch(mode: str) -> None:
+    loss_fn = LOSSES["clip"]
+    counts = count(jnp.asarray(MASK))
+
+    @jax.jit
+    def part(logps: jax.Array, old: jax.Array, adv: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def total(logps: jax.Array) -> jax.Array:
+            losses, _ = loss_fn(logps, old, adv, mask)
+            return aggregate(losses, mask, mode, **counts._asdict(), constant=24.0 if mode == "constant" else None)
+
+        return jax.value_and_grad(total)(logps)
+
+    arrays = [jnp.asarray(x) for x in (DATA["logps"], DATA["old"], DATA["adv"], MASK)]
+    whole, whole_grad = part(*arrays)
+    for sizes in compositions(B):
+        edges = np.cumsum(sizes)[:-1]
+        pieces = [part(*rows) for rows in zip(*(np.split(np.asarray(x), edges) for x in arrays), strict=True)]
+        np.testing.assert_allclose(sum(loss for loss, _ in pieces), whole, rtol=1e-6)
+        np.testing.assert_allclose(np.concatenate([g for _, g in pieces]), whole_grad, rtol=1e-6, atol=1e-12)
+
+
+def test_counts_and_metric_sums_add_up_over_parts() -> None:
+    parts = [jnp.asarray(MASK[:2]), jnp.asarray(MASK[2:])]
+    added: Counts = jax.tree.map(jnp.add, *(count(part) for part in parts))
+    assert added == count(jnp.asarray(MASK)) == (LENGTHS.sum(), B)
+
+    _, sums = LOSSES["clip"](DATA["logps"], DATA["old"], DATA["adv"], jnp.asarray(MASK))
+    halves = [[jnp.asarray(x[rows]) for x in (*DATA.values(), MASK)] for rows in (slice(2), slice(2, B))]
+    cut = [LOSSES["clip"](*half)[1] for half in halves]
+    for name, total in sums.items():
+        np.testing.assert_allclose(total, cut[0][name] + cut[1][name], rtol=1e-12)
+
+
+def test_packed_rows_equal_separate_rows() -> None:
+    x = jnp.arange(1.0, 7.0)
+    rows, row_mask = jnp.stack([x[:3], x[3:]]), jnp.array([[1, 1, 0], [0, 1, 1]])
+    packed, packed_mask, segments = x[None], row_mask.reshape(1, 6), jnp.array([[1, 1, 1, 2, 2, 2]])
+    assert count(packed_mask, segment_ids_BT=segments) == count(row_mask)
+    for mode in MODES[:3]:
+        counts = count(row_mask)._asdict()
+        np.testing.assert_allclose(
+            aggregate(packed, packed_mask, mode, **counts, segment_ids_BT=segments),
+            aggregate(rows, row_mask, mode, **counts),
+            rtol=1e-12,
+        )
+
+
+@pytest.mark.parametrize("junk", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", LOSSES)
+def test_masked_junk_changes_nothing(name: str, junk: float) -> None:
+    mask, adv = jnp.asarray(MASK), jnp.asarray(np.broadcast_to(DATA["adv"][:, None], (B, T)))
+    adv = jnp.asarray(DATA["adv"]) if name == "vespo" else adv
+
+    def total(logps: jax.Array, old: jax.Array, adv: jax.Array) -> jax.Array:
+        losses, sums = LOSSES[name](logps, old, adv, mask)
+        loss = aggregate(losses, mask, "sequence-mean-token-mean", **count(mask)._asdict())
+        return loss, sums
+
+    run = jax.value_and_grad(total, has_aux=True)
+    (clean, clean_sums), clean_grad = run(jnp.asarray(DATA["logps"]), jnp.asarray(DATA["old"]), adv)
+    dirty = [jnp.where(mask > 0, DATA[key], junk) for key in ("logps", "old")]
+    dirty_adv = adv if adv.ndim == 1 else jnp.where(mask > 0, adv, junk)
+    (loss, sums), grad = run(*dirty, dirty_adv)
+    np.testing.assert_array_equal(loss, clean)
+    np.testing.assert_array_equal(grad, clean_grad)
+    jax.tree.map(np.testing.assert_array_equal, sums, clean_sums)
+    assert np.isfinite(grad).all()
+
+
+@pytest.mark.parametrize("junk", [np.nan, np.inf])
+def test_masked_junk_in_other_terms(junk: float) -> None:
+    mask = jnp.asarray(MASK)
+    dirty = {name: jnp.where(mask > 0, DATA[name], junk) for name in ("logps", "old")}
+    clean = {name: jnp.where(mask > 0, DATA[name], 0.5) for name in ("logps", "old")}
+
+    def results(data: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        a, b = data["logps"], data["old"]
+        out = {
+            f"kl-{kind}": jax.grad(lambda x, kind=kind: kl_per_token(x, b, kind, mask_BT=mask).sum())(a)
+            for kind in ("k1", "k2", "k3", "abs")
+        }
+        out["kl-st"] = jax.grad(lambda x: kl_per_token(x, b, "k3", mask_BT=mask, straight_through="k2").sum())(a)
+        out["value"] = jax.grad(lambda x: value.value_loss(x, b, mask, old_values_BT=b, clip=0.2)[0].sum())(a)
+        out["tis"] = importance.importance_weights(a, b, mask, weight_max=2.0)
+        out["mis"] = importance.importance_weights(
+            a, b, mask, level="sequence", weight_max=2.0, outside="zero", batch_normalise=True
+        )
+        out["gate"] = importance.gated_weights(a, b, mask, gate="binary-kl", band=(0.0, 0.1))
+        out["reject"] = importance.rejection_mask(a, b, mask, [("seq_max_k3", (None, 0.5))])
+        out |= importance.mismatch_metrics(a, b, mask)
+        out["reward"] = kl_in_reward(jnp.asarray(DATA["adv"]), a, b, mask, coef=0.1)[0]
+        out["advantages"], out["returns"] = gae(a, b, mask, 0.9, 0.95)
+        out["whitened"] = whiten(a, mask)
+        return out
+
+    got, want = results(dirty), results(clean)
+    for name, expected in want.items():
+        np.testing.assert_array_equal(got[name], expected, err_msg=name)
+        assert np.isfinite(got[name]).all(), name
+
+
+def test_tokens_of_infinite_sampler_logprob_leave_both_sides() -> None:
+    rollout = jnp.asarray(DATA["old"]).at[1, 2].set(-jnp.inf).at[3, 0].set(jnp.nan)
+    mask = finite_mask(jnp.asarray(MASK), rollout)
+    assert count(mask).n_tokens == LENGTHS.sum() - 2
+    weights = importance.importance_weights(DATA["logps"], rollout, mask)
+    assert np.isfinite(weights).all() and weights[1, 2] == 0 == weights[3, 0]
+
+
+def test_dual_clip_acts_only_on_negative_advantages() -> None:
+    ratio = 10.0
+    for advantage, expected in ((-1.0, 3.0), (1.0, -1.28)):
+        losses, sums = policy.clipped_surrogate(
+            jnp.log(jnp.full((1, 1), ratio)), jnp.zeros((1, 1)), jnp.array([advantage]), jnp.ones((1, 1)),
+            clip_low=0.2, clip_high=0.28, dual_clip=3.0,
+        )  # fmt: skip
+        np.testing.assert_allclose(losses[0, 0], expected)
+        assert sums["dual_clip"] == (advantage < 0)
+    with pytest.raises(ValueError, match="above 1"):
+        policy.clipped_surrogate(*DATA.values(), MASK, clip_low=0.2, clip_high=0.2, dual_clip=0.5)
+
+
+def test_sequence_ratios_refuse_token_mean() -> None:
+    policy.check_aggregation("token", "token-mean")
+    policy.check_aggregation("sequence", "sequence-mean-token-mean")
+    for ratio in ("sequence", "sequence-token", "sequence-sum"):
+        with pytest.raises(ValueError, match="token-mean"):
+            policy.check_aggregation(ratio, "token-mean")
+
+
+def test_extreme_log_ratios_stay_finite() -> None:
+    logps, old = jnp.array([[0.0, -1000.0]]), jnp.array([[-1000.0, 0.0]])
+    for name, loss_fn in LOSSES.items():
+        if name in ("gmpo", "dro"):
+            continue
+        grad = jax.grad(lambda x, f=loss_fn: f(x, old, jnp.array([-1.0]), jnp.ones((1, 2)))[0].sum())(logps)
+        assert np.isfinite(grad).all(), name

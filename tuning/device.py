@@ -1,0 +1,58 @@
+"""What the device decides: dtype, rematerialisation, sizes. The same recipe runs on CPU, GPU and TPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import jax
+
+from tuning.training.forward import Compute
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """The device in use and the choices made for it."""
+
+    platform: str
+    kind: str
+    count: int
+    memory_bytes: int
+    compute: Compute
+    row_tokens_per_step: int
+    """Tokens of one micro-batch in training."""
+    rollout_rows: int
+    """Completions decoded side by side."""
+
+
+def memory_bytes() -> int:
+    """Memory of one device; on CPU that of the host, or of its control group where that is less."""
+    stats = jax.devices()[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        return int(stats["bytes_limit"])
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        with open("/sys/fs/cgroup/memory.max") as f:
+            limit = f.read().strip()
+        return min(total, int(limit)) if limit.isdigit() else total
+    except OSError:
+        return total
+
+
+def choose(dtype: str = "auto") -> Device:
+    """The choices for this process's devices. `dtype` overrides `auto` (float32 on CPU, bfloat16 elsewhere)."""
+    device = jax.devices()[0]
+    on_cpu = device.platform == "cpu"
+    memory = memory_bytes()
+    if dtype == "auto":
+        # XLA's CPU GEMM is faster in float32 than in bfloat16; accelerators are built for bfloat16.
+        dtype = "float32" if on_cpu else "bfloat16"
+    return Device(
+        platform=device.platform,
+        kind=device.device_kind,
+        count=jax.device_count(),
+        memory_bytes=memory,
+        compute=Compute(dtype=dtype, remat=not on_cpu),
+        row_tokens_per_step=1024 if on_cpu else 16384,
+        rollout_rows=256 if on_cpu else 1024,
+    )

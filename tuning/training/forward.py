@@ -1,0 +1,79 @@
+"""Packed rows through a model: response log-probabilities, entropies, values and scores.
+
+Axes as in `batch`: C completions, T completion tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from tuning.losses.head import token_logps
+from tuning.models.attention import packed_attention
+from tuning.models.config import DecoderConfig
+from tuning.models.decoder import Decoder, ScalarHead
+
+Batch = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Compute:
+    """How to compute, as the device decides it (`tuning.device`)."""
+
+    dtype: str = "float32"
+    remat: bool = False
+
+
+def decoder_graph(config: DecoderConfig) -> Any:
+    """The static half of a Decoder (hashable), to be merged with parameters inside jit."""
+    return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))[0]
+
+
+def scalar_graph(config: DecoderConfig) -> Any:
+    """The static half of a ScalarHead."""
+    return nnx.split(nnx.eval_shape(lambda: ScalarHead(config, rngs=nnx.Rngs(0))))[0]
+
+
+def _hidden(decoder: Decoder, batch: Batch, compute: Compute) -> jax.Array:
+    hidden, _ = decoder(
+        batch["tokens_BL"],
+        batch["positions_BL"],
+        packed_attention(batch["group_BL"], batch["branch_BL"]),
+        dtype=jnp.dtype(compute.dtype),
+        remat=compute.remat,
+    )
+    return hidden.reshape(-1, hidden.shape[-1])
+
+
+def logps_and_entropy(
+    graph: Any, params: Any, batch: Batch, temperature: float, compute: Compute
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probability of each completion token and entropy at its position, both [C, T] float32, 0 where masked."""
+    decoder = nnx.merge(graph, params)
+    hidden = _hidden(decoder, batch, compute)
+    logps, entropy = token_logps(
+        hidden[batch["at_CT"].reshape(-1)],
+        batch["targets_CT"].reshape(-1),
+        decoder.head_weight(),
+        temperature=temperature,
+    )
+    mask = batch["mask_CT"] > 0
+    return jnp.where(mask, logps.reshape(mask.shape), 0.0), jnp.where(mask, entropy.reshape(mask.shape), 0.0)
+
+
+def values(graph: Any, params: Any, batch: Batch, compute: Compute) -> jax.Array:
+    """Critic values [C, T] of the states in which each completion token was chosen, 0 where masked."""
+    model = nnx.merge(graph, params)
+    hidden = _hidden(model.decoder, batch, compute)
+    return jnp.where(batch["mask_CT"] > 0, model.scores(hidden[batch["at_CT"]]), 0.0)
+
+
+def scores(graph: Any, params: Any, batch: Batch, compute: Compute) -> jax.Array:
+    """Reward-model scores [C], read at the recorded last token (R12)."""
+    model = nnx.merge(graph, params)
+    hidden = _hidden(model.decoder, batch, compute)
+    return model.scores(hidden[batch["last_C"]])

@@ -1,0 +1,107 @@
+"""One optimizer step, the same for every stage.
+
+A loss function sees one micro-batch and divides by the counts of the whole step (R1), so
+micro-batches are summed, never averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+# loss(params, batch) -> (share of the step's loss, sums for metrics)
+LossFn = Callable[[Any, dict[str, jax.Array]], tuple[jax.Array, dict[str, jax.Array]]]
+StepFn = Callable[[Any, Any, Sequence[dict[str, Any]]], tuple[Any, Any, dict[str, float]]]
+
+
+class NonFinite(RuntimeError):
+    """Gradients stayed non-finite for too many steps in a row."""
+
+
+def make_schedule(kind: str, learning_rate: float, warmup_steps: int, total_steps: int) -> optax.Schedule:
+    """`constant`, `linear` or `cosine` decay to zero after a linear warm-up."""
+    after = max(1, total_steps - warmup_steps)
+    bodies: dict[str, optax.Schedule] = {
+        "constant": optax.constant_schedule(learning_rate),
+        "linear": optax.linear_schedule(learning_rate, 0.0, after),
+        "cosine": optax.cosine_decay_schedule(learning_rate, after),
+    }
+    if kind not in bodies:
+        raise ValueError(f"schedule {kind!r} is unknown; there are {', '.join(bodies)}")
+    if warmup_steps == 0:
+        return bodies[kind]
+    warmup = optax.linear_schedule(learning_rate / (warmup_steps + 1), learning_rate, warmup_steps)
+    return optax.join_schedules([warmup, bodies[kind]], [warmup_steps])
+
+
+def decays(params: Any) -> Any:
+    """Which parameters weight decay applies to: matrices, not norms or scalar heads."""
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: not _is_vector(path, leaf), params)
+
+
+def _is_vector(path: Any, leaf: Any) -> bool:
+    name = jax.tree_util.keystr(path)
+    return "norm" in name or "score" in name or leaf.ndim < 2
+
+
+def make_optimizer(
+    schedule: optax.Schedule, *, b1: float, b2: float, weight_decay: float, clip_norm: float, max_skipped: int
+) -> optax.GradientTransformation:
+    """AdamW after clipping by global norm; a step with non-finite gradients is skipped and counted."""
+    chain = optax.chain(
+        optax.clip_by_global_norm(clip_norm),
+        optax.adamw(schedule, b1=b1, b2=b2, eps=1e-8, weight_decay=weight_decay, mask=decays),
+    )
+    # optax would apply the update after `max_consecutive_errors`; `make_step` stops before that.
+    return optax.apply_if_finite(chain, max_consecutive_errors=max_skipped + 1)
+
+
+def make_step(loss_fn: LossFn, optimizer: optax.GradientTransformation, max_skipped: int) -> StepFn:
+    """A step over a list of micro-batches: `step(params, opt_state, batches) -> params, opt_state, sums`.
+
+    `params` and `opt_state` are donated. Raises NonFinite after more than `max_skipped` skipped
+    steps in a row.
+    """
+
+    @jax.jit
+    def first(params: Any, batch: dict[str, jax.Array]) -> Any:
+        (loss, sums), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
+        return grads, sums | {"loss": loss}
+
+    def more(grads: Any, sums: Any, params: Any, batch: dict[str, jax.Array]) -> Any:
+        (loss, new_sums), new = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
+        return jax.tree.map(jnp.add, (grads, sums), (new, new_sums | {"loss": loss}))
+
+    more = jax.jit(more, donate_argnums=(0, 1))
+
+    def apply(params: Any, opt_state: Any, grads: Any) -> Any:
+        norm = optax.global_norm(grads)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, norm
+
+    apply = jax.jit(apply, donate_argnums=(0, 1, 2))
+
+    def step(params: Any, opt_state: Any, batches: Sequence[dict[str, Any]]) -> tuple[Any, Any, dict[str, float]]:
+        grads, sums = first(params, batches[0])
+        for batch in batches[1:]:
+            grads, sums = more(grads, sums, params, batch)
+        params, opt_state, norm = apply(params, opt_state, grads)
+        skipped = int(opt_state.notfinite_count)
+        if skipped > max_skipped:
+            raise NonFinite(
+                f"gradients were not finite for {skipped} steps in a row; "
+                "lower the learning rate, or look at the data of the last batches in logs/metrics.jsonl"
+            )
+        metrics = {k: float(v) for k, v in sums.items()}
+        return params, opt_state, metrics | {"grad_norm": float(norm), "skipped": float(skipped > 0)}
+
+    return step
+
+
+def copy(tree: Any) -> Any:
+    """A copy that may be donated."""
+    return jax.tree.map(jnp.copy, tree)
