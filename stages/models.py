@@ -10,13 +10,16 @@ from stages.artifacts import Artifact
 from stages.base import Context
 from stages.registry import MODULES
 
-MEMORY_BYTES = 3 << 30
+MEMORY_SHARE = 0.4
 
 
 def remember(ctx: Context, name: str, value: Any) -> Any:
     """Keeps a value that holds arrays; the least recently used leave when the memory's share is full."""
     import jax
 
+    from tuning.device import memory_bytes
+
+    limit = MEMORY_SHARE * memory_bytes()
     ctx.memory.pop(name, None)
     ctx.memory[name] = value
 
@@ -25,7 +28,7 @@ def remember(ctx: Context, name: str, value: Any) -> Any:
 
     total = sum(size(v) for v in ctx.memory.values())
     for old in list(ctx.memory):
-        if total <= MEMORY_BYTES or old == name:
+        if total <= limit or old == name:
             break
         total -= size(ctx.memory.pop(old))
     return value

@@ -79,7 +79,7 @@ def open_source(source: str, arguments: Mapping[str, Any] | None = None, seed: i
 def source_digests(source: str) -> dict[str, str]:
     """What the records depend on beside code and arguments, by content: file name to sha256, package to version.
 
-    An edit of a source file in place changes the result. `addition` and `words` are plain code, so have none.
+    `addition` and `words` are code of this package, so have none. Of `module:function`, only that module's file counts.
     """
     if _is_files(source):
         paths = _expand(source)
@@ -103,15 +103,10 @@ def _version(distribution: str, module: str) -> str:
     return importlib.metadata.version(distribution)
 
 
-# Built-in tasks.
-
-
 def addition(seed: int = 0, wrong_answers: int = 2) -> Iterator[RawRecord]:
-    """All 720 problems `a + b = ?` with a in 10..89 and b in 1..9, each with near-miss wrong answers.
+    """All 720 problems `a + b = ?` with a in 10..89 and b in 1..9.
 
-    Args:
-        seed: which near misses.
-        wrong_answers: near misses a problem, 0 to 4; each makes one preference pair.
+    Each has `wrong_answers` (0 to 4) near misses, picked by `seed`; each of them makes one preference pair.
     """
     _check_range("addition", "wrong_answers", wrong_answers, 0, 4)
     for a in range(10, 90):
@@ -138,8 +133,11 @@ def near_misses(answer: int, count: int, rng: random.Random) -> list[str]:
     wrong |= {sign + digits[:i] + digits[i + 1 :] for i in range(len(digits)) if len(digits) > 1}
     wrong |= {sign + digits[:i] + digits[i + 1] + digits[i] + digits[i + 2 :] for i in range(len(digits) - 1)}
     wrong.add(sign + digits + digits[-1])
-    candidates = sorted(text for text in wrong if int(text) != answer and str(int(text)) == text)
-    return rng.sample(candidates, min(count, len(candidates)))
+    return _sample(rng, sorted(text for text in wrong if int(text) != answer and str(int(text)) == text), count)
+
+
+def _sample(rng: random.Random, items: list[str], count: int) -> list[str]:
+    return rng.sample(items, min(count, len(items)))
 
 
 def reasoning_gym(
@@ -195,8 +193,7 @@ def reasoning_gym(
 def _wrong_answers(answer: str, others: list[str], count: int, rng: random.Random) -> list[str]:
     if answer.removeprefix("-").isdecimal():
         return near_misses(int(answer), count, rng)
-    pool = [other for other in others if other != answer]
-    return rng.sample(pool, min(count, len(pool)))
+    return _sample(rng, [other for other in others if other != answer], count)
 
 
 def critics(
@@ -231,7 +228,7 @@ def critics(
         yield base | {"split": "heldout" if heldout else "prompts"}
         for chosen, rejected in _pairs(kinds["fresh"], kinds["rotten"], pairs_per_film, rng):
             yield base | {"split": "heldout" if heldout else "preference", "completion": chosen, "rejected": rejected}
-        for text in rng.sample(snippets, min(snippets_per_film, len(snippets))) if not heldout else ():
+        for text in _sample(rng, snippets, snippets_per_film) if not heldout else ():
             yield base | {"split": "sft", "completion": text}
 
 
@@ -294,9 +291,6 @@ def _check_range(task: str, name: str, value: float, low: float, high: float) ->
         raise SourceError(f"{task}: {name} must be in {low}..{high}, got {value}")
 
 
-# Functions by name.
-
-
 def _function(source: str) -> Callable[..., Iterable[RawRecord]]:
     if source in BUILTIN:
         return BUILTIN[source]
@@ -323,7 +317,6 @@ def _find_spec(source: str, module: str) -> Any:
         if spec := importlib.util.find_spec(module):
             return spec
     raise SourceError(f"source {source!r}: no module {module!r} can be imported from here")
-    return spec
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:

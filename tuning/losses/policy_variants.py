@@ -3,6 +3,7 @@
 Axes: B completions, T completion tokens. Advantages are [B] or [B, T]; z = logps - old_logps, r = exp(z).
 """
 
+import math
 from typing import Literal
 
 import jax
@@ -47,7 +48,7 @@ def vespo_weights(
     log w sums the token log-ratios (each within +-20), and with `log_importance_BT` (log pi_old / mu) those too, within
     [log 1e-8, 20]. The parameters go by the sign of A. phi(1) = 1.
     """
-    low = float(jnp.log(1e-8))
+    low = math.log(1e-8)
     log_w = row_sum(jnp.clip(masked(log_ratios_BT, mask_BT), -20, 20), mask_BT)
     if log_importance_BT is not None:
         log_w = log_w + row_sum(jnp.clip(masked(log_importance_BT, mask_BT), low, 20), mask_BT)

@@ -39,12 +39,7 @@ class Checkpoints:
             step, args=ocp.args.Composite(state=ocp.args.StandardRestore(shapes), position=ocp.args.JsonRestore())
         )
         leaves = [restored.state[str(i)] for i in range(len(wanted))]
-        for i, (leaf, want) in enumerate(zip(leaves, wanted, strict=True)):
-            if leaf.shape != want.shape or np.dtype(leaf.dtype) != np.dtype(want.dtype):
-                raise ValueError(
-                    f"checkpoint {self.folder}/{step}: leaf {i} is {leaf.dtype}{leaf.shape}, "
-                    f"the model asks for {want.dtype}{want.shape}; remove the folder to start this stage again"
-                )
+        _check(self.folder / str(step), leaves, wanted)
         return jax.tree.unflatten(tree, leaves), restored.position
 
     def wait(self) -> None:
@@ -53,3 +48,31 @@ class Checkpoints:
 
     def close(self) -> None:
         self._manager.close()
+
+
+def save_tree(folder: Path, tree: Any) -> None:
+    """Writes the leaves of a pytree with Orbax, at once."""
+    leaves = {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(tree))}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder.absolute(), leaves)
+
+
+def load_tree(folder: Path, like: Any) -> Any:
+    """Reads what `save_tree` wrote into the structure of `like`; ValueError where a shape differs."""
+    wanted, tree = jax.tree.flatten(like)
+    shapes = {str(i): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for i, leaf in enumerate(wanted)}
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(folder.absolute(), shapes)
+    leaves = [restored[str(i)] for i in range(len(wanted))]
+    _check(folder, leaves, wanted)
+    return jax.tree.unflatten(tree, leaves)
+
+
+def _check(where: Path, leaves: list[Any], wanted: list[Any]) -> None:
+    # Orbax returns a leaf of another shape without an error.
+    for i, (leaf, want) in enumerate(zip(leaves, wanted, strict=True)):
+        if leaf.shape != want.shape or np.dtype(leaf.dtype) != np.dtype(want.dtype):
+            raise ValueError(
+                f"checkpoint {where}: leaf {i} is {leaf.dtype}{leaf.shape}, "
+                f"the model asks for {want.dtype}{want.shape}; remove the folder to start this stage again"
+            )

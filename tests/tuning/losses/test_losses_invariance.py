@@ -112,7 +112,7 @@ def test_masked_junk_changes_nothing(name: str, junk: float) -> None:
     mask, adv = jnp.asarray(MASK), jnp.asarray(np.broadcast_to(DATA["adv"][:, None], (B, T)))
     adv = jnp.asarray(DATA["adv"]) if name == "vespo" else adv
 
-    def total(logps: jax.Array, old: jax.Array, adv: jax.Array) -> jax.Array:
+    def total(logps: jax.Array, old: jax.Array, adv: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         losses, sums = LOSSES[name](logps, old, adv, mask)
         loss = aggregate(losses, mask, "sequence-mean-token-mean", **count(mask)._asdict())
         return loss, sums
@@ -196,3 +196,16 @@ def test_extreme_log_ratios_stay_finite() -> None:
             continue
         grad = jax.grad(lambda x, f=loss_fn: f(x, old, jnp.array([-1.0]), jnp.ones((1, 2)))[0].sum())(logps)
         assert np.isfinite(grad).all(), name
+
+
+@pytest.mark.parametrize("name", [*LOSSES, "clip-cov", "kl-cov"])
+def test_losses_trace_and_keep_float32(name: str) -> None:
+    covariance = {
+        "clip-cov": partial(policy_variants.clip_cov, clip_low=0.2, clip_high=0.28, key=jax.random.key(0)),
+        "kl-cov": policy_variants.kl_cov,
+    }
+    loss_fn = (LOSSES | covariance)[name]
+    arrays = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in DATA.values()]
+    losses, sums = jax.eval_shape(loss_fn, *arrays, jax.ShapeDtypeStruct((B, T), jnp.int32))
+    assert losses.shape == (B, T) and losses.dtype == jnp.float32
+    assert all(x.shape == () and x.dtype == jnp.float32 for x in sums.values())

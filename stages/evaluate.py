@@ -1,0 +1,98 @@
+"""One policy on the held-out problems: pass rate with an interval over problems, and every completion kept."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from stages.base import Context, StageConfig, execution_setting
+from stages.rollout import sample_rows
+from stages.settings import Compute
+from stages.tables import read_rows, write_rows
+
+NAME = "evaluate"
+VERSION = 1
+
+
+class Config(StageConfig):
+    """How a policy is judged."""
+
+    problems: Annotated[int, Field(ge=0)] = 0
+    """Held-out problems to use, from the first; 0: all."""
+    samples: Annotated[int, Field(ge=1)] = 4
+    """Completions of each problem."""
+    max_tokens: Annotated[int, Field(ge=1)] = 64
+    """Longest completion in tokens."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """Sampling temperature; 0 is greedy."""
+    judge: str = "exact_match"
+    """The reward function that decides, 1 is right: it may differ from what the policy was trained on."""
+    judge_arguments: dict[str, str | int | float | bool] = {}
+    """Its keyword arguments."""
+    seconds: Annotated[float, Field(gt=0)] = 10.0
+    """Wall-clock limit of one judgement."""
+    shard_prompts: Annotated[int, Field(ge=1)] = 64
+    """Problems of one shard."""
+    compute: Compute = Compute()
+    """How to compute."""
+    workers: int = execution_setting(2, ge=1)
+    """Processes that run the judge."""
+
+
+def run(ctx: Context) -> dict[str, Any]:
+    import numpy as np
+    import pyarrow as pa
+
+    from tuning.evaluation.statistics import constant_baseline, mean_interval, pass_at_k
+    from tuning.rewards.processes import evaluate
+    from tuning.rollout.sampling import Sampling
+
+    config: Config = ctx.config
+    problems = read_rows(ctx.inputs["data"], "heldout/")[: config.problems or None]
+    rows = sample_rows(
+        ctx,
+        problems,
+        samples=config.samples,
+        max_tokens=config.max_tokens,
+        sampling=Sampling(temperature=config.temperature),
+        shard=config.shard_prompts,
+    )
+    samples = [
+        {
+            "prompt": r["prompt"],
+            "completion": r["text"],
+            "completion_ids": r["token_ids"],
+            "answer": r["answer"],
+            "metadata": json.loads(r["metadata"] or "{}"),
+        }
+        for r in rows
+    ]
+    outcomes = evaluate(
+        config.judge, config.judge_arguments, samples, seconds=config.seconds, workers=config.workers
+    )
+    verdicts = [
+        {"prompt_id": r["prompt_id"], "sample": r["sample"], "score": o.value, "failure": o.failure}
+        for r, o in zip(rows, outcomes, strict=True)
+    ]
+    columns = [("prompt_id", pa.string()), ("sample", pa.int32()), ("score", pa.float32()), ("failure", pa.string())]
+    write_rows(ctx.out / "verdicts" / "part-00000.parquet", verdicts, pa.schema(columns))
+    # A judgement that failed counts as wrong: a policy must not gain by breaking its judge.
+    scores = np.asarray([v["score"] or 0.0 for v in verdicts], np.float64).reshape(-1, config.samples)
+    mean, low, high = mean_interval(scores)
+    metrics: dict[str, Any] = {
+        "score": mean,
+        "score_low": low,
+        "score_high": high,
+        "problems": len(problems),
+        "samples": config.samples,
+        f"pass_at_{config.samples}": pass_at_k(scores, config.samples),
+        "mean_length": float(np.mean([len(r["token_ids"]) for r in rows])),
+        "truncated": float(np.mean([r["stop"] == "length" for r in rows])),
+        "judge_failures": sum(v["failure"] is not None for v in verdicts),
+    }
+    answers = [p["answer"] for p in problems if p["answer"] is not None]
+    if answers:
+        metrics["constant_answer"], metrics["constant_score"] = constant_baseline(answers)
+    return metrics

@@ -1,0 +1,65 @@
+"""The policy as a Hugging Face folder that transformers, vLLM and others load, with a card of its provenance."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import Any
+
+from stages.artifacts import Artifact
+from stages.base import Context, StageConfig
+from stages.models import load_policy, load_tokenizer, stop_ids, token_ids
+
+NAME = "export"
+VERSION = 1
+
+
+class Config(StageConfig):
+    """The exported folder."""
+
+    name: str = "policy"
+    """Name of the model in its card."""
+
+
+def lineage(artifact: Artifact) -> list[dict[str, Any]]:
+    """Every artifact that this one was made from, nearest first, each once."""
+    found: dict[str, dict[str, Any]] = {}
+    queue = [artifact]
+    while queue:
+        current = queue.pop(0)
+        if current.key in found:
+            continue
+        m = current.manifest
+        found[current.key] = {k: m[k] for k in ("stage", "key", "digest", "seed", "config", "inputs", "versions", "device")}
+        for ref in m["inputs"].values():
+            parent = current.store.get(ref["stage"], ref["key"])
+            if parent is not None:
+                queue.append(parent)
+    return list(found.values())
+
+
+def run(ctx: Context) -> dict[str, Any]:
+    from tuning.models import huggingface, tokenizer
+
+    policy, base = ctx.inputs["policy"], ctx.inputs["tokenizer"]
+    config, params = load_policy(ctx, policy)
+    ids = token_ids(base)
+    huggingface.save_decoder(ctx.out, config, params, ids)
+    tokenizer.save_tokenizer(load_tokenizer(ctx, base), ctx.out)
+    generation = {k: v for k, v in ids.items() if v is not None} | {"eos_token_id": list(stop_ids(ctx, base))}
+    (ctx.out / "generation_config.json").write_text(json.dumps(generation, indent=2, sort_keys=True) + "\n")
+    history = lineage(policy)
+    (ctx.out / "provenance.json").write_text(json.dumps(history, indent=1, sort_keys=True) + "\n")
+    (ctx.out / "README.md").write_text(_card(ctx.config.name, policy, history))
+    for stray in ctx.out.glob(".*.part"):
+        shutil.rmtree(stray, ignore_errors=True)
+    size = (ctx.out / "model.safetensors").stat().st_size
+    ctx.log(f"exported {ctx.config.name}: {size / 1e6:.0f} MB of safetensors")
+    return {"bytes": size, "fingerprint": huggingface.fingerprint(params)}
+
+
+def _card(name: str, policy: Artifact, history: list[dict[str, Any]]) -> str:
+    lines = [f"# {name}", "", "Made by rlhf-pipeline. `provenance.json` holds configs, seeds and versions.", ""]
+    lines += ["| stage | key | output digest |", "|---|---|---|"]
+    lines += [f"| {h['stage']} | {h['key'][:12]} | {h['digest'][:12]} |" for h in reversed(history)]
+    return "\n".join([*lines, "", f"Policy digest: {policy.digest}", ""])

