@@ -42,15 +42,15 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-def content_digest(files: list[dict[str, Any]], part: str = "") -> str:
-    """Digest of names and checksums of the files below `part`, without what is not content."""
+def content_digest(files: list[dict[str, Any]], parts: tuple[str, ...] = ("",)) -> str:
+    """Digest of names and checksums of the files below any of `parts`, without what is not content."""
     chosen = [
         [f["path"], f["sha256"]]
         for f in files
-        if f["path"].startswith(part) and not f["path"].startswith(NOT_CONTENT)
+        if f["path"].startswith(parts) and not f["path"].startswith(NOT_CONTENT)
     ]
     if not chosen:
-        raise ArtifactError(f"no content below {part!r}; the artifact holds {[f['path'] for f in files]}")
+        raise ArtifactError(f"no content below {parts}; the artifact holds {[f['path'] for f in files]}")
     return digest(sorted(chosen))
 
 
@@ -84,9 +84,9 @@ class Artifact:
     def url(self) -> str:
         return self.store.join("artifacts", self.stage, self.key)
 
-    def part_digest(self, part: str) -> str:
-        """Digest of the files below `part` (a folder with its slash, or "" for all)."""
-        return content_digest(self.manifest["files"], part) if part else self.digest
+    def part_digest(self, parts: tuple[str, ...] = ("",)) -> str:
+        """Digest of the files below any of `parts` (folders with their slash, or "" for all)."""
+        return self.digest if parts == ("",) else content_digest(self.manifest["files"], parts)
 
     def has(self, part: str) -> bool:
         return any(f["path"].startswith(part) for f in self.manifest["files"])
@@ -191,10 +191,10 @@ class Store:
 
     # -- writing ---------------------------------------------------------------------------
 
-    def commit(self, folder: Path, manifest: dict[str, Any]) -> Artifact:
+    def commit(self, folder: Path, manifest: dict[str, Any], replace: bool = False) -> Artifact:
         """Makes the files of `folder` the artifact `manifest["stage"]/manifest["key"]`; the manifest is written last.
 
-        `folder` is used up. A second commit of the same key replaces nothing that is complete.
+        `folder` is used up. What is complete under the key stays, or is set aside with `replace`.
         """
         stage, key = manifest["stage"], manifest["key"]
         files = []
@@ -212,9 +212,11 @@ class Store:
             "committed": datetime.datetime.now(datetime.UTC).isoformat(),
         }
         existing = self.get(stage, key)
-        if existing is not None:
+        if existing is not None and not replace:
             shutil.rmtree(folder)
             return existing
+        if existing is not None:
+            self.set_aside(existing)
         target = self.join("artifacts", stage, key)
         self.fs.makedirs(target, exist_ok=True)
         for f in files:

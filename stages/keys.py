@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-EXECUTION = {"execution": True}
+EXECUTION: dict[str, Any] = {"execution": True}
 
 
 class NotCanonical(TypeError):

@@ -73,7 +73,7 @@ def load_tokenizer(ctx: Context, artifact: Artifact) -> Any:
     """The tokenizer of a base artifact."""
     from tuning.models.tokenizer import load_tokenizer as load
 
-    name = f"tokenizer:{artifact.part_digest('tokenizer/')}"
+    name = f"tokenizer:{artifact.part_digest(('tokenizer/',))}"
     if name not in ctx.memory:
         ctx.memory[name] = load(artifact.local("tokenizer/"))
     return ctx.memory[name]

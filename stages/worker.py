@@ -74,7 +74,9 @@ def run_request(request: dict[str, Any], memory: dict[str, Any], events: Events)
         if artifact is None:
             raise RuntimeError(f"input {name} ({input_stage}/{input_key[:12]}) is gone from {store.url}; run again")
         inputs[name] = artifact
-    work = store.work_folder(request["stage"], key)
+    # A forced run starts from nothing: what an earlier try left must not leak into it.
+    work_key = key if not request.get("force") else f"{key}-{request['force']}"
+    work = store.work_folder(request["stage"], work_key)
     out = work / "out"
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
@@ -92,7 +94,7 @@ def run_request(request: dict[str, Any], memory: dict[str, Any], events: Events)
         progress=progress,
         log=lambda line: events.send("log", line=str(line)),
         memory=memory,
-        saved=lambda: store.mirror_work(request["stage"], key),
+        saved=lambda: store.mirror_work(request["stage"], work_key),
     )
     metrics = stage.run(context)
     manifest = {
@@ -111,10 +113,10 @@ def run_request(request: dict[str, Any], memory: dict[str, Any], events: Events)
         "started": datetime.datetime.fromtimestamp(started, datetime.UTC).isoformat(),
         "seconds": round(time.time() - started, 3),
     }
-    artifact: Artifact = store.commit(out, manifest)
+    artifact: Artifact = store.commit(out, manifest, replace=bool(request.get("force")))
     for name in [n for n in memory if n.endswith(":new")]:
         memory[name.removesuffix("new") + artifact.digest] = memory.pop(name)
-    store.drop_work(request["stage"], key)
+    store.drop_work(request["stage"], work_key)
     return artifact.manifest
 
 

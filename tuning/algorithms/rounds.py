@@ -113,7 +113,7 @@ def run_round(
     steps = data.steps(keep, settings.prompts_per_step)
     metrics: dict[str, Any] = {
         "kept": float(keep.mean()),
-        "groups": int(len(set(data.groups_N.tolist()))),
+        "groups": len(set(data.groups_N.tolist())),
         "pass_histogram": _histogram(data),
     }
     if not steps:

@@ -20,7 +20,6 @@ import numpy as np
 from flax import nnx
 
 from tuning.models.config import DecoderConfig
-from tuning.models.decoder import Attention
 from tuning.rollout.sampling import Sampling, completion_keys, sample
 from tuning.training.batch import bucket
 from tuning.training.forward import decoder_graph

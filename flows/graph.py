@@ -1,0 +1,125 @@
+"""The graph of a recipe: which artifact is made from which. Keys follow from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from flows.recipe import Recipe
+from stages.artifacts import Artifact
+from stages.base import StageConfig
+from stages.code import NUMERIC_LIBRARIES, library_versions, module_hashes
+from stages.keys import config_content, derive_seed, digest
+from stages.registry import stage as find_stage
+
+TOKENIZER = ("tokenizer/", "model/config.json", "model/generation_config.json")
+
+
+@dataclasses.dataclass(frozen=True)
+class Input:
+    """An input of a node: another node's artifact, or the part of it that is read."""
+
+    node: str
+    parts: tuple[str, ...] = ("",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """One stage of a run."""
+
+    name: str
+    stage: str
+    config: StageConfig
+    inputs: Mapping[str, Input]
+    seed: int
+
+
+def build(recipe: Recipe) -> list[Node]:
+    """The nodes of a recipe in an order in which they can run."""
+    nodes: list[Node] = []
+
+    def add(name: str, stage: str, config: StageConfig, seed_names: tuple[str | int, ...] = (), **inputs: Input) -> str:
+        seed = derive_seed(recipe.seed, stage, *seed_names)
+        nodes.append(Node(name, stage, config, inputs, seed))
+        return name
+
+    base = add("base", "base", recipe.base)
+    data = add("prepare", "prepare", recipe.data, base=Input(base, ("tokenizer/",)))
+    words = Input(base, TOKENIZER)
+    policy = sft = base
+    if recipe.sft is not None:
+        policy = sft = add("sft", "sft", recipe.sft, base=Input(base), data=Input(data, ("sft/",)), tokenizer=words)
+    reward = None
+    if recipe.reward is not None:
+        pairs = Input(data, ("preference/", "heldout_preference/"))
+        reward = add("reward", "reward", recipe.reward, base=Input(base), data=pairs, tokenizer=words)
+    if recipe.rl is not None:
+        policy = _rounds(recipe, add, words, data, sft, reward)
+    if recipe.evaluate is not None:
+        judged = dict.fromkeys([("base", base), ("sft", sft), ("rl", policy)])
+        seen = set()
+        for label, node in judged:
+            if node in seen:
+                continue
+            seen.add(node)
+            held = Input(data, ("heldout/",))
+            add(f"evaluate.{label}", "evaluate", recipe.evaluate, policy=Input(node), data=held, tokenizer=words)
+    if recipe.export is not None:
+        add("export", "export", recipe.export, policy=Input(policy), tokenizer=words)
+    return nodes
+
+
+def _rounds(recipe: Recipe, add: Any, words: Input, data: str, start: str, reward: str | None) -> str:
+    rl = recipe.rl
+    assert rl is not None
+    policy = start
+    for i in range(rl.rounds):
+        name = f"round-{i:03d}"
+        sampling = rl.rollout.model_copy(update={"round": i})
+        prompts = Input(data, ("prompts/",))
+        rollouts = add(
+            f"{name}.rollout", "rollout", sampling, (i,), policy=Input(policy), data=prompts, tokenizer=words
+        )
+        scorers = {"reward": Input(reward)} if reward is not None and rl.score.learned else {}
+        scores = add(f"{name}.score", "score", rl.score, (), rollouts=Input(rollouts), **scorers)
+        due = (i + 1) % rl.checkpoint_every == 0 or i + 1 == rl.rounds
+        change = {"round": i, "temperature": rl.rollout.temperature, "store_state": due}
+        settings = rl.update.model_copy(update=change)
+        more = {"reference": Input(start)} if settings.needs_reference else {}
+        if settings.algorithm == "ppo" and reward is not None:
+            more["reward"] = Input(reward)
+        policy = add(
+            f"{name}.update",
+            "update",
+            settings,
+            (i,),
+            policy=Input(policy),
+            rollouts=Input(rollouts),
+            scores=Input(scores),
+            tokenizer=words,
+            **more,
+        )
+    return policy
+
+
+def key_parts(node: Node, made: Mapping[str, Artifact]) -> dict[str, Any]:
+    """Everything that the node's key is a hash of; `made` holds the artifacts of its inputs."""
+    stage = find_stage(node.stage)
+    sources = getattr(__import__(stage.module, fromlist=["source_digests"]), "source_digests", None)
+    libraries = ("tokenizers", "transformers", "pyarrow", "numpy") if node.stage == "prepare" else NUMERIC_LIBRARIES
+    return {
+        "stage": node.stage,
+        "version": stage.version,
+        "code": module_hashes(stage.module),
+        "config": config_content(node.config),
+        "inputs": {name: made[i.node].part_digest(i.parts) for name, i in node.inputs.items()},
+        "seed": node.seed,
+        "sources": sources(node.config) if sources is not None else {},
+        "versions": library_versions(libraries),
+    }
+
+
+def key_of(parts: dict[str, Any]) -> str:
+    """The key of a node."""
+    return digest(parts)

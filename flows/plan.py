@@ -1,0 +1,77 @@
+"""What a run would do, before it does it: hit or miss for each stage, and why it misses."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from flows.graph import Node, build, key_of, key_parts
+from flows.recipe import Recipe
+from flows.runs import latest_with
+from stages.artifacts import Artifact, Store
+from stages.keys import differences
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """One node's fate."""
+
+    node: Node
+    state: str
+    """`hit`, `miss`, or `waits`: an input is made again, and an equal output would stop the rerun here."""
+    reasons: list[str]
+    seconds: float | None
+    """What making it took last time."""
+
+
+def plan(recipe: Recipe, force: set[str] | None = None) -> list[Planned]:
+    """The fate of every node of a recipe against its store. Nothing is run and nothing written."""
+    store = Store(recipe.store)
+    made: dict[str, Artifact] = {}
+    found = []
+    for node in build(recipe):
+        waiting = sorted({i.node for i in node.inputs.values() if i.node not in made})
+        before = latest_with(store, recipe.name, node.name)
+        seconds = before["made_seconds"] if before else None
+        if waiting:
+            found.append(Planned(node, "waits", [f"after {', '.join(waiting)}"], seconds))
+            continue
+        parts = key_parts(node, made)
+        key = key_of(parts)
+        artifact = store.get(node.stage, key)
+        if artifact is not None and node.name not in (force or set()):
+            made[node.name] = artifact
+            found.append(Planned(node, "hit", [], artifact.manifest["seconds"]))
+        else:
+            reasons = ["forced"] if artifact is not None else _reasons(store, node, parts, key, before)
+            found.append(Planned(node, "miss", reasons, seconds))
+    return found
+
+
+def _reasons(store: Store, node: Node, parts: dict[str, Any], key: str, before: dict[str, Any] | None) -> list[str]:
+    work = store.scratch / "work" / node.stage / key
+    begun = [f"goes on from work in progress ({work})"] if work.exists() and any(work.iterdir()) else []
+    if before is None:
+        return ["never made", *begun]
+    if before["key"] == key:
+        return ["its artifact is gone or was damaged" if before["state"] != "failed" else "failed last time", *begun]
+    manifest = store.get(node.stage, before["key"])
+    if manifest is None:
+        return ["changed; the artifact that would say what is gone", *begun]
+    old = manifest.manifest["key_parts"]
+    lines = []
+    for line in differences(old, parts):
+        section, _, rest = line.partition(".")
+        if section == "inputs":
+            lines.append(f"input {rest.split(':')[0]} has other content")
+        elif section == "code":
+            lines.append(f"code {rest.split(':')[0]} changed")
+        elif section == "config":
+            lines.append(f"{_recipe_name(node)}.{rest}")
+        else:
+            lines.append(line)
+    return lines + begun
+
+
+def _recipe_name(node: Node) -> str:
+    return {"prepare": "data", "rollout": "rl.rollout", "score": "rl.score", "update": "rl.update"}.get(node.stage, node.stage)

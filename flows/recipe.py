@@ -1,0 +1,195 @@
+"""Recipes: one YAML file describes a run. Strict: an unknown key is an error that names file, line and the nearest key."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from stages import base_model, evaluate, export, prepare, reward, rollout, score, sft, update
+from stages.base import StageConfig
+
+RECIPES = Path(__file__).parent / "recipes"
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot run; the message says where and what to do."""
+
+
+class RL(StageConfig):
+    """Rounds of rollouts, scores and policy updates."""
+
+    rounds: Annotated[int, Field(ge=1)] = 10
+    """Number of rounds."""
+    rollout: rollout.Config = rollout.Config()
+    """Sampling of each round."""
+    score: score.Config = score.Config()
+    """Rewards of each round."""
+    update: update.Config = update.Config()
+    """The policy update of each round."""
+    checkpoint_every: Annotated[int, Field(ge=1)] = 5
+    """Rounds between stored weights; the policies between are made again from their rollouts when needed."""
+
+
+class Recipe(BaseModel):
+    """A run from model and data to an exported policy. A section that is null is left out."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+    name: str = Field(default="run", pattern=r"^[a-z0-9][a-z0-9-]*$")
+    """Name of the recipe; runs are called NAME-two-words."""
+    description: str = ""
+    """What it is for, in a sentence."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Root of all randomness."""
+    store: str = ".rlhf"
+    """fsspec URL or folder of all artifacts and runs (s3://bucket/path, gs://bucket/path)."""
+    retries: Annotated[int, Field(ge=0)] = 1
+    """How often a stage is tried again when its worker dies."""
+    base: base_model.Config = base_model.Config()
+    """The model to start from."""
+    data: prepare.Config = prepare.Config()
+    """Data preparation."""
+    sft: sft.Config | None = sft.Config()
+    """Supervised fine-tuning; null starts RL from the base model."""
+    reward: reward.Config | None = None
+    """The reward model; needed by a reward with function reward_model, and by PPO."""
+    rl: RL | None = RL()
+    """Reinforcement learning; null stops after SFT."""
+    evaluate: evaluate.Config | None = evaluate.Config()
+    """Evaluation of base, SFT and RL policy on held-out problems."""
+    export: export.Config | None = export.Config()
+    """The Hugging Face folder."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> Recipe:
+        if self.sft is None and self.rl is None:
+            raise ValueError("both sft and rl are null: nothing would be trained")
+        if self.rl is not None:
+            learned = [n for n, r in self.rl.score.rewards.items() if r.function == score.MODEL]
+            if learned and self.reward is None:
+                raise ValueError(f"rl.score.rewards.{learned[0]} asks for a reward model, but the section reward is null")
+            if self.rl.update.algorithm == "ppo" and self.reward is None:
+                raise ValueError("rl.update.algorithm is ppo, whose critic starts from the reward model: add reward")
+            told = "temperature" in self.rl.update.model_fields_set
+            if told and self.rl.update.temperature != self.rl.rollout.temperature:
+                raise ValueError(
+                    f"rl.update.temperature {self.rl.update.temperature} differs from rl.rollout.temperature "
+                    f"{self.rl.rollout.temperature}: ratios need one temperature; leave the former out"
+                )
+        wanted = set(self.data.splits)
+        needs = {"sft": self.sft, "preference": self.reward, "prompts": self.rl, "heldout": self.evaluate}
+        for split, section in needs.items():
+            if section is not None and split not in wanted:
+                raise ValueError(f"data.splits lacks {split!r}, which a later section reads")
+        return self
+
+
+def find_recipe(name: str) -> Path:
+    """The file of a recipe: a path, or a name among the built-in ones."""
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml") or path.is_file():
+        if not path.is_file():
+            raise RecipeError(f"recipe file {name} does not exist")
+        return path
+    built_in = RECIPES / f"{name}.yaml"
+    if built_in.is_file():
+        return built_in
+    names = sorted(p.stem for p in RECIPES.glob("*.yaml"))
+    near = difflib.get_close_matches(name, names, 1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise RecipeError(f"no recipe {name!r}; built in are {', '.join(names)}{hint}")
+
+
+def load_recipe(name: str, overrides: dict[str, Any] | None = None, sets: list[str] | None = None) -> Recipe:
+    """Reads a recipe; `overrides` are merged in, `sets` are `a.b=value` with the value in YAML.
+
+    Raises RecipeError with file, line and field.
+    """
+    path = find_recipe(name)
+    text = path.read_text()
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        values = yaml.safe_load(text) or {}
+    except yaml.YAMLError as e:
+        raise RecipeError(f"{path}: not YAML: {e}") from e
+    if not isinstance(values, dict):
+        raise RecipeError(f"{path}: a recipe is a mapping of sections, found {type(values).__name__}")
+    values.setdefault("name", path.stem)
+    values = merge(values, overrides or {})
+    told = set()
+    for item in sets or []:
+        place, equals, value = item.partition("=")
+        if not equals or not place:
+            raise RecipeError(f"--set {item}: expected a.b=value")
+        told.add(place)
+        values = merge(values, _nested(place.split("."), yaml.safe_load(value)))
+    try:
+        # Through JSON: strict JSON input may give lists and floats as YAML writes them.
+        return Recipe.model_validate_json(json.dumps(values))
+    except ValidationError as e:
+        raise RecipeError("\n".join(_explain(path, node, told, error) for error in e.errors())) from e
+    except TypeError as e:
+        raise RecipeError(f"{path}: {e}") from e
+
+
+def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`over` laid on `base`, mappings merged key by key."""
+    merged = dict(base)
+    for k, v in over.items():
+        merged[k] = merge(merged[k], v) if isinstance(v, dict) and isinstance(merged.get(k), dict) else v
+    return merged
+
+
+def _nested(path: list[str], value: Any) -> dict[str, Any]:
+    for name in reversed(path):
+        value = {name: value}
+    return value
+
+
+def _explain(path: Path, node: Any, told: set[str], error: Any) -> str:
+    place = [str(p) for p in error["loc"]]
+    dotted = ".".join(place)
+    line = _line(node, place)
+    where = f"--set {dotted}" if dotted in told else f"{path}:{line}: {dotted}" if dotted else f"{path}"
+    if error["type"] == "extra_forbidden":
+        known = _fields_at(place[:-1])
+        near = difflib.get_close_matches(place[-1], known, 1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+        return f"{where}: unknown key; {hint}"
+    message = error["msg"].removeprefix("Value error, ")
+    found = error.get("input")
+    shown = "" if isinstance(found, dict) else f" (found {found!r})"
+    return f"{where}: {message}{shown}"
+
+
+def _line(node: Any, place: list[str]) -> int:
+    """Line of the deepest part of `place` that the file holds."""
+    line = 1
+    for name in place:
+        if not isinstance(node, yaml.MappingNode):
+            break
+        for key, value in node.value:
+            if key.value == name:
+                line, node = key.start_mark.line + 1, value
+                break
+        else:
+            break
+    return line
+
+
+def _fields_at(place: list[str]) -> list[str]:
+    model: Any = Recipe
+    for name in place:
+        field = getattr(model, "model_fields", {}).get(name)
+        if field is None:
+            return []
+        models = [a for a in (field.annotation, *getattr(field.annotation, "__args__", ())) if hasattr(a, "model_fields")]
+        if not models:
+            return []
+        model = models[0]
+    return list(getattr(model, "model_fields", {}))

@@ -1,0 +1,51 @@
+"""Records of runs in a store."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from stages.artifacts import Store
+
+
+class UnknownRun(KeyError):
+    """No run of that name; the message lists the nearest."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def all_runs(store: Store) -> list[dict[str, Any]]:
+    """Every run's record, oldest first."""
+    found = []
+    for path in store.fs.glob(store.join("runs", "*", "run.json")):
+        record = store.read_json("runs", path.split("/")[-2], "run.json")
+        if record is not None:
+            found.append(record)
+    return sorted(found, key=lambda r: r["started"])
+
+
+def find_run(store: Store, name: str | None) -> dict[str, Any]:
+    """The record of a run, or of the newest where `name` is None or `latest`."""
+    if name in (None, "latest"):
+        runs = all_runs(store)
+        if not runs:
+            raise UnknownRun(f"no runs in {store.url}; `rlhf run demo` makes one")
+        return runs[-1]
+    assert name is not None
+    record = store.read_json("runs", name, "run.json")
+    if record is None:
+        names = [r["name"] for r in all_runs(store)]
+        near = difflib.get_close_matches(name, names, 1)
+        hint = f"did you mean {near[0]}?" if near else f"runs are {', '.join(names) or 'none'}"
+        raise UnknownRun(f"no run {name!r} in {store.url}; {hint}")
+    return record
+
+
+def latest_with(store: Store, recipe: str, node: str) -> dict[str, Any] | None:
+    """The newest finished entry of a node in runs of a recipe."""
+    for record in reversed(all_runs(store)):
+        entry = record["nodes"].get(node)
+        if record["recipe"]["name"] == recipe and entry and entry.get("state") in ("hit", "made", "failed"):
+            return entry | {"made_seconds": entry.get("made_seconds")}
+    return None
