@@ -10,8 +10,17 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from stages import base_model, evaluate, export, prepare, reward, rollout, score, sft, update
 from stages.base import StageConfig
+from stages.base_model import Config as BaseConfig
+from stages.evaluate import Config as EvaluateConfig
+from stages.export import Config as ExportConfig
+from stages.prepare import Config as DataConfig
+from stages.reward import Config as RewardConfig
+from stages.rollout import Config as RolloutConfig
+from stages.score import MODEL
+from stages.score import Config as ScoreConfig
+from stages.sft import Config as SFTConfig
+from stages.update import Config as UpdateConfig
 
 RECIPES = Path(__file__).parent / "recipes"
 
@@ -25,11 +34,11 @@ class RL(StageConfig):
 
     rounds: Annotated[int, Field(ge=1)] = 10
     """Number of rounds."""
-    rollout: rollout.Config = rollout.Config()
+    rollout: RolloutConfig = RolloutConfig()
     """Sampling of each round."""
-    score: score.Config = score.Config()
+    score: ScoreConfig = ScoreConfig()
     """Rewards of each round."""
-    update: update.Config = update.Config()
+    update: UpdateConfig = UpdateConfig()
     """The policy update of each round."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 5
     """Rounds between stored weights; the policies between are made again from their rollouts when needed."""
@@ -50,19 +59,19 @@ class Recipe(BaseModel):
     """fsspec URL or folder of all artifacts and runs (s3://bucket/path, gs://bucket/path)."""
     retries: Annotated[int, Field(ge=0)] = 1
     """How often a stage is tried again when its worker dies."""
-    base: base_model.Config = base_model.Config()
+    base: BaseConfig = BaseConfig()
     """The model to start from."""
-    data: prepare.Config = prepare.Config()
+    data: DataConfig = DataConfig()
     """Data preparation."""
-    sft: sft.Config | None = sft.Config()
+    sft: SFTConfig | None = SFTConfig()
     """Supervised fine-tuning; null starts RL from the base model."""
-    reward: reward.Config | None = None
+    reward: RewardConfig | None = None
     """The reward model; needed by a reward with function reward_model, and by PPO."""
     rl: RL | None = RL()
     """Reinforcement learning; null stops after SFT."""
-    evaluate: evaluate.Config | None = evaluate.Config()
+    evaluate: EvaluateConfig | None = EvaluateConfig()
     """Evaluation of base, SFT and RL policy on held-out problems."""
-    export: export.Config | None = export.Config()
+    export: ExportConfig | None = ExportConfig()
     """The Hugging Face folder."""
 
     @model_validator(mode="after")
@@ -70,7 +79,7 @@ class Recipe(BaseModel):
         if self.sft is None and self.rl is None:
             raise ValueError("both sft and rl are null: nothing would be trained")
         if self.rl is not None:
-            learned = [n for n, r in self.rl.score.rewards.items() if r.function == score.MODEL]
+            learned = [n for n, r in self.rl.score.rewards.items() if r.function == MODEL]
             if learned and self.reward is None:
                 raise ValueError(f"rl.score.rewards.{learned[0]} asks for a reward model, but the section reward is null")
             if self.rl.update.algorithm == "ppo" and self.reward is None:

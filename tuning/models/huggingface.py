@@ -82,9 +82,8 @@ def params_from_tensors(config: DecoderConfig, tensors: Iterable[tuple[str, np.n
     return shapes
 
 
-def tensors_from_params(params: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """Named Hugging Face tensors (float32) of decoder parameters."""
-    pure = nnx.to_pure_dict(params)
+def tensors_from_params(pure: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """Named Hugging Face tensors (float32) of decoder parameters, given as a pure dict."""
     for ours, value in pure.items():
         if ours != "layers":
             yield _TOP[ours], np.asarray(value, np.float32)
@@ -111,7 +110,7 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
     for path in paths:
         # The numpy reader of safetensors has no bfloat16; the flax one gives jax arrays of any type.
         with safe_open(path, framework="flax") as f:
-            for name in f.keys():
+            for name in f.keys():  # noqa: SIM118 (no mapping)
                 yield name, np.asarray(f.get_tensor(name).astype(jnp.float32))
 
 
@@ -158,7 +157,7 @@ def save_decoder(folder: Path, config: DecoderConfig, params: Any, token_ids: di
         tensors[SCORE] = np.asarray(pure["score"], np.float32)[None]
         values |= {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
     else:
-        tensors = dict(tensors_from_params(params))
+        tensors = dict(tensors_from_params(pure))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
 

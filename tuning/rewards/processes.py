@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import functools
 import math
 import multiprocessing
 from collections.abc import Callable, Sequence
@@ -43,23 +45,38 @@ def evaluate(
     is an Outcome with a reason; the others are not touched by it.
     """
     outcomes: list[Outcome] = []
-    # Spawned, never forked: the parent holds JAX and its threads.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPool(max_workers=workers, context=context) as pool:
-        # The first call of a process also pays for its start and imports; those do not count.
-        for warm in [pool.schedule(find, args=(name,)) for _ in range(workers)]:
-            warm.result()
-        futures = [pool.schedule(_one, args=(name, arguments, s), timeout=seconds) for s in samples]
-        for number, future in enumerate(futures, start=1):
-            try:
-                value = future.result()
-                bad = value is not None and not math.isfinite(value)
-                outcomes.append(Outcome(None, f"not finite: {value}") if bad else Outcome(value))
-            except FutureTimeout:
-                outcomes.append(Outcome(None, f"timeout after {seconds:g} s"))
-            except ProcessExpired as e:
-                outcomes.append(Outcome(None, f"process ended with status {e.exitcode}"))
-            except Exception as e:
-                outcomes.append(Outcome(None, f"{type(e).__name__}: {e}"))
-            done(number)
+    pool = _pool(workers)
+    # The first call of a process also pays for its imports; those do not count.
+    for warm in [pool.schedule(_known, args=(name,)) for _ in range(workers)]:
+        warm.result()
+    futures = [pool.schedule(_one, args=(name, arguments, s), timeout=seconds) for s in samples]
+    for number, future in enumerate(futures, start=1):
+        outcomes.append(_outcome(future, seconds))
+        done(number)
     return outcomes
+
+
+def _outcome(future: Any, seconds: float) -> Outcome:
+    try:
+        value = future.result()
+    except FutureTimeout:
+        return Outcome(None, f"timeout after {seconds:g} s")
+    except ProcessExpired as e:
+        return Outcome(None, f"process ended with status {e.exitcode}")
+    except Exception as e:
+        return Outcome(None, f"{type(e).__name__}: {e}")
+    bad = value is not None and not math.isfinite(value)
+    return Outcome(None, f"not finite: {value}") if bad else Outcome(value)
+
+
+@functools.lru_cache(maxsize=4)
+def _pool(workers: int) -> ProcessPool:
+    """A pool that lives as long as this process; a killed member is replaced."""
+    # Spawned, never forked: the parent holds JAX and its threads.
+    pool = ProcessPool(max_workers=workers, context=multiprocessing.get_context("spawn"))
+    atexit.register(pool.stop)
+    return pool
+
+
+def _known(name: str) -> bool:
+    return find(name) is not None

@@ -83,7 +83,7 @@ def make_step(loss_fn: LossFn, optimizer: optax.GradientTransformation, max_skip
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, norm
 
-    apply = jax.jit(apply, donate_argnums=(0, 1, 2))
+    apply = jax.jit(apply, donate_argnums=(0, 1))
 
     def step(params: Any, opt_state: Any, batches: Sequence[dict[str, Any]]) -> tuple[Any, Any, dict[str, float]]:
         grads, sums = first(params, batches[0])
