@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from typing import Annotated, Any
 
 import typer
@@ -151,6 +152,8 @@ def rerun(
     recipe = Recipe.model_validate_json(json.dumps(record["recipe"]))
     if not stage:
         raise usage_error(f"--stage is missing; stages are {', '.join(dict.fromkeys(n.stage for n in build(recipe)))}")
+    # The record may have been written where the store had another address.
+    recipe = recipe.model_copy(update={"store": store})
     chosen = _nodes(recipe, stage)
     needed = _upstream(build(recipe), chosen)
     before = {n: e.get("digest") for n, e in record["nodes"].items()}
@@ -274,12 +277,19 @@ def verify(store: StoreUrl = ".rlhf") -> None:
     """Check the checksums of every artifact in a store; set damaged ones aside."""
     place = Store(store)
     bad = count = 0
-    for artifact in place.artifacts():
+    for stage, key in place.all_keys():
         count += 1
-        fault = place.verify(artifact)
-        if fault:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            artifact = place.get(stage, key)
+        fault = place.verify(artifact) if artifact is not None else None
+        if artifact is None:
             bad += 1
-            out.print(f"damaged: {artifact.url}: {fault}; moved to {place.set_aside(artifact)}", markup=False)
+            out.print(f"damaged: {told[-1].message if told else key}", markup=False, soft_wrap=True)
+        elif fault:
+            bad += 1
+            aside = place.set_aside(stage, key)
+            out.print(f"damaged: {artifact.url}: {fault}; moved to {aside}", markup=False, soft_wrap=True)
     out.print(f"{count} artifacts, {bad} damaged" + ("; the next run makes them again" if bad else ""))
     raise typer.Exit(1 if bad else 0)
 

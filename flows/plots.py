@@ -1,7 +1,7 @@
 """Curves of a run: numbers by round from its record, small SVG figures for the report, one PNG for Prefect.
 
-Matplotlib is imported when a figure is drawn, never before, and only its object interface is
-used: no global state, so any thread may draw.
+Matplotlib is imported when a figure is drawn, never before, and without pyplot: no window, no
+figure that stays behind.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import base64
 import dataclasses
 import functools
+import hashlib
 import io
-import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -70,7 +70,7 @@ MEASURES = (
 
 
 def judged_reward(recipe: Mapping[str, Any]) -> str | None:
-    """The reward whose mean is the pass rate: the evaluation's judge, else exact_match, else the first that is a rule."""
+    """The reward whose mean is the pass rate: the evaluation's judge, else exact_match, else the first rule."""
     rewards = ((recipe.get("rl") or {}).get("score") or {}).get("rewards") or {}
     rules = {n: r.get("function") for n, r in sorted(rewards.items()) if r.get("function") != "reward_model"}
     for wanted in ((recipe.get("evaluate") or {}).get("judge"), "exact_match"):
@@ -140,11 +140,11 @@ def round_curves(series: Mapping[str, list[Any]]) -> list[Curve]:
         label += f"a round takes {show(min(totals))} to {show(max(totals))} s in all."
         note = "when the round was made, here or in an earlier run"
         ends = f"{show(totals[0])} → {show(totals[-1])} s" if len(totals) > 1 else f"{show(totals[0])} s"
-        curves.append(Curve("Seconds by phase", label, note, _bars(rounds, stacks), ends, tuple(stacks)))
+        curves.append(Curve("Seconds by phase", label, note, _bars("seconds", rounds, stacks), ends, tuple(stacks)))
     return curves
 
 
-def stage_curves(lines: Sequence[Mapping[str, Any]]) -> list[Curve]:
+def stage_curves(lines: Sequence[Mapping[str, Any]], place: str) -> list[Curve]:
     """Loss, accuracy and gradient norm by step, from the metrics lines of SFT or the reward model."""
     wanted = (
         ("loss", "Loss", "nats", "training batch, before the step"),
@@ -156,19 +156,26 @@ def stage_curves(lines: Sequence[Mapping[str, Any]]) -> list[Curve]:
         points = [(line["step"], _number(line.get(key))) for line in lines if "step" in line and key in line]
         if any(v is not None for _, v in points):
             steps, values = zip(*points, strict=True)
-            curves.append(curve(title, steps, values, "step", unit, note, share=unit == "share"))
+            curves.append(curve(title, steps, values, "step", unit, note, unit == "share", place))
     return curves
 
 
 def curve(
-    title: str, x: Sequence[int], y: Sequence[float | None], over: str, unit: str, note: str, share: bool = False
+    title: str,
+    x: Sequence[int],
+    y: Sequence[float | None],
+    over: str,
+    unit: str,
+    note: str,
+    share: bool = False,
+    place: str = "round",
 ) -> Curve:
-    """A line over rounds or steps with its text alternative."""
+    """A line over rounds or steps with its text alternative; `place` and title are one of a kind on a page."""
     known = [v for v in y if v is not None]
     ends = show(known[0]) if len(known) == 1 else f"{show(known[0])} → {show(known[-1])}"
     label = f"{title} in {unit} over {len(x)} {over}s: first {show(known[0])}, last {show(known[-1])}, "
     label += f"lowest {show(min(known))}, highest {show(max(known))}."
-    return Curve(title, label, note, _line(x, y, over, unit, share), ends)
+    return Curve(title, label, note, _line(f"{place} {title}", x, y, over, unit, share), ends)
 
 
 # -- drawing -----------------------------------------------------------------------------------
@@ -201,7 +208,7 @@ def _axes(over: str, unit: str) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _line(x: Sequence[int], y: Sequence[float | None], over: str, unit: str, share: bool) -> str:
+def _line(name: str, x: Sequence[int], y: Sequence[float | None], over: str, unit: str, share: bool) -> str:
     import matplotlib
 
     with matplotlib.rc_context(_style()):
@@ -217,10 +224,10 @@ def _line(x: Sequence[int], y: Sequence[float | None], over: str, unit: str, sha
         elif min(known) == max(known):
             axes.set_ylim(known[0] - max(1e-9, abs(known[0]) * 0.1), known[0] + max(1e-9, abs(known[0]) * 0.1))
         _around(axes, x)
-        return _inline(figure)
+        return _inline(figure, name)
 
 
-def _bars(x: Sequence[int], stacks: Mapping[str, Sequence[float | None]]) -> str:
+def _bars(name: str, x: Sequence[int], stacks: Mapping[str, Sequence[float | None]]) -> str:
     import matplotlib
 
     with matplotlib.rc_context(_style()):
@@ -231,7 +238,7 @@ def _bars(x: Sequence[int], stacks: Mapping[str, Sequence[float | None]]) -> str
             axes.bar(x, heights, 0.8, bottom=floor, color=colour, linewidth=0)
             floor = [a + b for a, b in zip(floor, heights, strict=True)]
         _around(axes, x, 0.6)
-        return _inline(figure)
+        return _inline(figure, name)
 
 
 def _around(axes: Any, x: Sequence[int], least: float = 0.0) -> None:
@@ -240,11 +247,8 @@ def _around(axes: Any, x: Sequence[int], least: float = 0.0) -> None:
     axes.set_xlim(x[0] - margin, x[-1] + margin)
 
 
-_numbers = itertools.count()
-
-
-def _inline(figure: Any) -> str:
-    """The figure as an `<svg>` to put into a page: no size of its own, the page's colours and font, unique ids."""
+def _inline(figure: Any, name: str) -> str:
+    """The figure as an `<svg>` to put into a page: no size of its own, the page's colours and font, ids of its own."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     FigureCanvasSVG(figure)
@@ -259,13 +263,13 @@ def _inline(figure: Any) -> str:
     for stand_in, colour in SERIES.items():
         text = text.replace(stand_in, colour)
     text = re.sub(r"; font-family: [^;\"]*|font-family: [^;\"]*;?", "", text)
-    # Several figures share a page: an id is kept only where something points at it, with the figure's number.
+    # Several figures share a page: an id is kept only where something points at it, with the figure's mark.
     used = set(re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)', text))
     wanted = {a or b for a, b in used}
-    number = next(_numbers)
-    text = re.sub(r'\sid="([^"]+)"', lambda m: f' id="f{number}-{m[1]}"' if m[1] in wanted else "", text)
-    text = re.sub(r'href="#', f'href="#f{number}-', text)
-    text = text.replace("url(#", f"url(#f{number}-")
+    mark = "f" + hashlib.sha256(name.encode()).hexdigest()[:6]
+    text = re.sub(r'\sid="([^"]+)"', lambda m: f' id="{mark}-{m[1]}"' if m[1] in wanted else "", text)
+    text = re.sub(r'href="#', f'href="#{mark}-', text)
+    text = text.replace("url(#", f"url(#{mark}-")
     text = re.sub(r"(\d+\.\d{2})\d+", r"\1", text)
     return re.sub(r"\s*\n\s*", " ", text).strip()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +26,23 @@ from stages.update import Config as UpdateConfig
 RECIPES = Path(__file__).parent / "recipes"
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML in which 1e-4 is a number, as in YAML 1.2; PyYAML alone reads it as text. A key given twice is an error."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        seen: set[Any] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} is there twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
 class RecipeError(ValueError):
     """A recipe that cannot run; the message says where and what to do."""
 
@@ -42,6 +60,31 @@ class RL(StageConfig):
     """The policy update of each round."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 5
     """Rounds between stored weights; the policies between are made again from their rollouts when needed."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_temperature(cls, values: Any) -> Any:
+        """An update without a temperature of its own takes the rollout's, so that a written recipe reads back."""
+        if not isinstance(values, dict):
+            return values
+        rollout, update = values.get("rollout"), values.get("update", {})
+        if isinstance(rollout, dict) and isinstance(update, dict) and "temperature" in rollout:
+            return values | {"update": {"temperature": rollout["temperature"]} | update}
+        return values
+
+    @model_validator(mode="after")
+    def _possible(self) -> RL:
+        if self.update.temperature != self.rollout.temperature:
+            raise ValueError(
+                f"update.temperature {self.update.temperature} differs from rollout.temperature "
+                f"{self.rollout.temperature}: ratios need one temperature; leave the former out"
+            )
+        for name, section in {"rollout": self.rollout, "update": self.update}.items():
+            if section.round:
+                raise ValueError(f"{name}.round is counted by the pipeline: leave it out")
+        if self.update.store_state:
+            raise ValueError("update.store_state follows from rl.checkpoint_every: leave it out")
+        return self
 
 
 class Recipe(BaseModel):
@@ -84,12 +127,6 @@ class Recipe(BaseModel):
                 raise ValueError(f"rl.score.rewards.{learned[0]} asks for a reward model, but the section reward is null")
             if self.rl.update.algorithm == "ppo" and self.reward is None:
                 raise ValueError("rl.update.algorithm is ppo, whose critic starts from the reward model: add reward")
-            told = "temperature" in self.rl.update.model_fields_set
-            if told and self.rl.update.temperature != self.rl.rollout.temperature:
-                raise ValueError(
-                    f"rl.update.temperature {self.rl.update.temperature} differs from rl.rollout.temperature "
-                    f"{self.rl.rollout.temperature}: ratios need one temperature; leave the former out"
-                )
         wanted = set(self.data.splits)
         needs = {"sft": self.sft, "preference": self.reward, "prompts": self.rl, "heldout": self.evaluate}
         for split, section in needs.items():
@@ -122,8 +159,8 @@ def load_recipe(name: str, overrides: dict[str, Any] | None = None, sets: list[s
     path = find_recipe(name)
     text = path.read_text()
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        values = yaml.safe_load(text) or {}
+        node = yaml.compose(text, Loader=_Loader)
+        values = _load(text) or {}
     except yaml.YAMLError as e:
         raise RecipeError(f"{path}: not YAML: {e}") from e
     if not isinstance(values, dict):
@@ -136,7 +173,10 @@ def load_recipe(name: str, overrides: dict[str, Any] | None = None, sets: list[s
         if not equals or not place:
             raise RecipeError(f"--set {item}: expected a.b=value")
         told.add(place)
-        values = merge(values, _nested(place.split("."), yaml.safe_load(value)))
+        try:
+            values = merge(values, _nested(place.split("."), _load(value)))
+        except yaml.YAMLError as e:
+            raise RecipeError(f"--set {item}: the value is not YAML: {e}") from e
     try:
         # Through JSON: strict JSON input may give lists and floats as YAML writes them.
         return Recipe.model_validate_json(json.dumps(values))
@@ -144,6 +184,10 @@ def load_recipe(name: str, overrides: dict[str, Any] | None = None, sets: list[s
         raise RecipeError("\n".join(_explain(path, node, told, error) for error in e.errors())) from e
     except TypeError as e:
         raise RecipeError(f"{path}: {e}") from e
+
+
+def _load(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)  # noqa: S506  (a SafeLoader)
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -163,8 +207,11 @@ def _nested(path: list[str], value: Any) -> dict[str, Any]:
 def _explain(path: Path, node: Any, told: set[str], error: Any) -> str:
     place = [str(p) for p in error["loc"]]
     dotted = ".".join(place)
-    line = _line(node, place)
-    where = f"--set {dotted}" if dotted in told else f"{path}:{line}: {dotted}" if dotted else f"{path}"
+    lines = _lines(node, place)
+    # `--set a.b=1` may be wrong at `a` (no such section) or at `a.b.c` (it gave a mapping).
+    given = any((t + ".").startswith(dotted + ".") or (dotted + ".").startswith(t + ".") for t in told)
+    by_set = dotted and given and (dotted in told or len(lines) < len(place))
+    where = f"--set {dotted}" if by_set else f"{path}:{lines[-1] if lines else 1}: {dotted}" if dotted else f"{path}"
     if error["type"] == "extra_forbidden":
         known = _fields_at(place[:-1])
         near = difflib.get_close_matches(place[-1], known, 1)
@@ -176,28 +223,26 @@ def _explain(path: Path, node: Any, told: set[str], error: Any) -> str:
     return f"{where}: {message}{shown}"
 
 
-def _line(node: Any, place: list[str]) -> int:
-    """Line of the deepest part of `place` that the file holds."""
-    line = 1
+def _lines(node: Any, place: list[str]) -> list[int]:
+    """Lines of the parts of `place`, as deep as the file holds them."""
+    lines: list[int] = []
     for name in place:
-        if not isinstance(node, yaml.MappingNode):
+        found = [kv for kv in node.value if kv[0].value == name] if isinstance(node, yaml.MappingNode) else []
+        if not found:
             break
-        for key, value in node.value:
-            if key.value == name:
-                line, node = key.start_mark.line + 1, value
-                break
-        else:
-            break
-    return line
+        lines.append(found[0][0].start_mark.line + 1)
+        node = found[0][1]
+    return lines
 
 
 def _fields_at(place: list[str]) -> list[str]:
+    """Names of the fields of the section at `place`."""
     model: Any = Recipe
     for name in place:
-        field = getattr(model, "model_fields", {}).get(name)
-        if field is None:
-            return []
-        models = [a for a in (field.annotation, *getattr(field.annotation, "__args__", ())) if hasattr(a, "model_fields")]
+        if name not in getattr(model, "model_fields", {}):
+            continue  # the name of an entry in a mapping of sections, such as a reward
+        annotation = model.model_fields[name].annotation
+        models = [a for a in (annotation, *getattr(annotation, "__args__", ())) if hasattr(a, "model_fields")]
         if not models:
             return []
         model = models[0]

@@ -13,6 +13,7 @@ that downstream keys see.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import json
@@ -21,7 +22,6 @@ import shutil
 import tempfile
 import uuid
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,11 @@ from stages.keys import digest
 
 MANIFEST = "manifest.json"
 NOT_CONTENT = ("state/", "logs/")
+
+# In a work folder: what is under way rather than done, what training saves, and what a remote store has of it.
+NOT_SAVED = ("out", "replay")
+CHECKPOINTS = "checkpoints"
+MIRRORED = ".mirrored"
 
 
 class ArtifactError(RuntimeError):
@@ -105,7 +110,9 @@ class Store:
 
     def __init__(self, url: str, scratch: str | Path | None = None):
         self.url = url
-        self.fs, root = fsspec.core.url_to_fs(url)
+        # Other processes write to the same store: a listing that is kept is a listing that is wrong.
+        options = {"use_listings_cache": False} if "://" in url and not url.startswith(("file:", "local:")) else {}
+        self.fs, root = fsspec.core.url_to_fs(url, **options)
         self.is_local = "file" in (self.fs.protocol if isinstance(self.fs.protocol, tuple) else (self.fs.protocol,))
         self.root = os.path.abspath(root) if self.is_local else root.rstrip("/")
         name = hashlib.sha256(url.encode()).hexdigest()[:12]
@@ -117,18 +124,27 @@ class Store:
 
     # -- reading ---------------------------------------------------------------------------
 
-    def get(self, stage: str, key: str) -> Artifact | None:
-        """The artifact, or None. A damaged one (sizes differ from the manifest) is set aside with a warning."""
-        manifest = self.read_json("artifacts", stage, key, MANIFEST)
-        if manifest is None:
-            return None
-        artifact = Artifact(self, manifest)
-        fault = self._sizes_fault(artifact)
-        if fault:
-            aside = self.set_aside(artifact)
-            warnings.warn(f"artifact {artifact.url} is damaged ({fault}); moved to {aside}; made again", stacklevel=2)
-            return None
-        return artifact
+    def get(self, stage: str, key: str, repair: bool = True) -> Artifact | None:
+        """The artifact, or None. A damaged one (sizes differ from the manifest) is None too.
+
+        With `repair` a damaged one is set aside, with a warning.
+        """
+        try:
+            manifest = self.read_json("artifacts", stage, key, MANIFEST)
+        except ArtifactError as e:
+            fault: str | None = str(e)
+        else:
+            if manifest is None:
+                return None
+            artifact = Artifact(self, manifest)
+            fault = self._sizes_fault(artifact)
+            if fault is None:
+                return artifact
+        if repair:
+            aside = self.set_aside(stage, key)
+            place = self.join("artifacts", stage, key)
+            warnings.warn(f"artifact {place} is damaged ({fault}); moved to {aside}; made again", stacklevel=2)
+        return None
 
     def _sizes_fault(self, artifact: Artifact) -> str | None:
         for f in artifact.manifest["files"]:
@@ -152,30 +168,30 @@ class Store:
                 return f"{f['path']} has checksum {found[:12]}, the manifest says {f['sha256'][:12]}"
         return None
 
-    def set_aside(self, artifact: Artifact) -> str:
+    def set_aside(self, stage: str, key: str) -> str:
         """Moves an artifact out of the way (never deletes it) and returns where to."""
+        place = self.join("artifacts", stage, key)
+        aside = self.join("damaged", stage, f"{key[:16]}-{uuid.uuid4().hex[:6]}")
         # The manifest goes first: without it nothing reads the half-moved folder as whole.
-        aside = self.join("damaged", artifact.stage, f"{artifact.key[:16]}-{uuid.uuid4().hex[:6]}")
-        self.fs.makedirs(aside, exist_ok=True)
-        self.fs.mv(f"{artifact.url}/{MANIFEST}", f"{aside}/{MANIFEST}")
-        for f in artifact.manifest["files"]:
-            if self.fs.exists(f"{artifact.url}/{f['path']}"):
-                target = f"{aside}/{f['path']}"
-                self.fs.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
-                self.fs.mv(f"{artifact.url}/{f['path']}", target)
+        for path in sorted(self.fs.find(place), key=lambda p: not p.endswith(f"/{MANIFEST}")):
+            target = aside + path[len(place) :]
+            self.fs.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # another process moves it too
+                self.fs.mv(path, target)
+        if self.is_local:
+            shutil.rmtree(place, ignore_errors=True)
         return aside
 
-    def artifacts(self) -> Iterator[Artifact]:
-        """Every artifact in the store."""
-        for path in sorted(self.fs.glob(self.join("artifacts", "*", "*", MANIFEST))):
-            stage, key = path.split("/")[-3:-1]
-            manifest = self.read_json("artifacts", stage, key, MANIFEST)
-            if manifest is not None:
-                yield Artifact(self, manifest)
+    def all_keys(self) -> list[tuple[str, str]]:
+        """(stage, key) of everything in the store that has a manifest."""
+        found = sorted(self.fs.glob(self.join("artifacts", "*", "*", MANIFEST)))
+        return [(stage, key) for stage, key in (path.split("/")[-3:-1] for path in found)]
 
     def fetch(self, artifact: Artifact, part: str = "") -> Path:
         """Downloads the files below `part` to scratch (complete files only) and returns the local path."""
-        base = self.scratch / "fetched" / artifact.stage / artifact.key
+        # By content, not by key alone: a stage that was made again has other bytes under the same key.
+        content = digest([[f["path"], f["sha256"]] for f in artifact.manifest["files"]])[:12]
+        base = self.scratch / "fetched" / artifact.stage / f"{artifact.key}-{content}"
         for f in artifact.manifest["files"]:
             target = base / f["path"]
             if not f["path"].startswith(part) or (target.exists() and target.stat().st_size == f["size"]):
@@ -216,7 +232,7 @@ class Store:
             shutil.rmtree(folder)
             return existing
         if existing is not None:
-            self.set_aside(existing)
+            self.set_aside(stage, key)
         target = self.join("artifacts", stage, key)
         self.fs.makedirs(target, exist_ok=True)
         for f in files:
@@ -226,6 +242,11 @@ class Store:
                 os.replace(folder / f["path"], destination)
             else:
                 self.fs.put_file(str(folder / f["path"]), destination)
+        # What a killed commit left under other names would look as if it belonged here.
+        names = {f["path"] for f in files}
+        for path in self.fs.find(target):
+            if path[len(target) + 1 :] not in names:
+                self.fs.rm(path)
         self.write_json(manifest, "artifacts", stage, key, MANIFEST)
         shutil.rmtree(folder, ignore_errors=True)
         return Artifact(self, manifest)
@@ -266,23 +287,48 @@ class Store:
         folder = self.scratch / "work" / stage / key
         if not self.is_local and not folder.exists():
             remote = self.join("work", stage, key)
-            for marker in self.fs.glob(f"{remote}/**/.mirrored"):
-                item = marker.rsplit("/", 1)[0]
-                self.fs.get(item, str(folder / item[len(remote) + 1 :]), recursive=True)
+            # Into a folder of another name: half a download must not look like work that was done.
+            partial = folder.with_name(f"{key}.{os.getpid()}.part")
+            shutil.rmtree(partial, ignore_errors=True)
+            for marker in self.fs.find(f"{remote}/{MIRRORED}"):
+                unit = marker[len(f"{remote}/{MIRRORED}/") :]
+                for path in [*self.fs.find(f"{remote}/{unit}"), marker]:
+                    target = partial / path[len(remote) + 1 :]
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    self.fs.get_file(path, str(target))
+            if partial.exists():
+                partial.rename(folder)
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def mirror_work(self, stage: str, key: str) -> None:
-        """Copies finished entries of the work folder to a remote store, a marker last. No-op on a local one."""
+        """Copies finished units of the work folder to a remote store, a marker last. No-op on a local one.
+
+        A unit is a step below `checkpoints/`, or any other folder (a shard, a chunk); it never
+        changes once it is there. A step that a newer one has replaced leaves the mirror.
+        """
         if self.is_local:
             return
         folder = self.scratch / "work" / stage / key
         remote = self.join("work", stage, key)
-        for item in sorted(p for p in folder.iterdir() if p.is_dir() and not (p / ".mirrored").exists()):
-            for path in sorted(p for p in item.rglob("*") if p.is_file()):
+        units = [p for p in folder.iterdir() if p.is_dir() and p.name not in (MIRRORED, *NOT_SAVED, CHECKPOINTS)]
+        units += [p for p in (folder / CHECKPOINTS).glob("*") if p.name.isdigit()]
+        for unit in sorted(units):
+            name = unit.relative_to(folder).as_posix()
+            mark = folder / MIRRORED / name
+            if mark.exists():
+                continue
+            for path in sorted(p for p in unit.rglob("*") if p.is_file()):
                 self.fs.put_file(str(path), f"{remote}/{path.relative_to(folder).as_posix()}")
-            (item / ".mirrored").touch()
-            self.fs.pipe_file(f"{remote}/{item.name}/.mirrored", b"")
+            self.fs.pipe_file(f"{remote}/{MIRRORED}/{name}", b"{}")
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.write_bytes(b"{}")
+        for mark in list((folder / MIRRORED / CHECKPOINTS).glob("*")):
+            name = mark.relative_to(folder / MIRRORED).as_posix()
+            if not (folder / name).exists():
+                self.fs.rm(f"{remote}/{MIRRORED}/{name}")
+                self.fs.rm(f"{remote}/{name}", recursive=True)
+                mark.unlink()
 
     def drop_work(self, stage: str, key: str) -> None:
         """Forgets the work in progress of a key, once its artifact is committed."""

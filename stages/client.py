@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -46,6 +48,8 @@ class Worker:
         event_read, event_write = os.pipe()
         command = [sys.executable, "-m", "stages.worker", "--parent", str(os.getpid())]
         command += ["--requests", str(request_read), "--events", str(event_write)]
+        if threading.current_thread() is threading.main_thread():
+            command.append("--kernel-watches-parent")
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 command,
@@ -135,10 +139,8 @@ class Worker:
         """Ends the worker: it leaves when its request pipe closes."""
         if self._process is None:
             return
-        try:
+        with contextlib.suppress(BrokenPipeError):
             self._requests.close()
-        except BrokenPipeError:
-            pass
         os.close(self._events)
         try:
             self._process.wait(timeout=15)

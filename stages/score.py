@@ -167,7 +167,7 @@ def summarise(rows: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
         "completions": len(rows),
         "failed": sum(r["failure"] is not None for r in rows) / len(rows),
         "reward": float(np.mean(totals)) if totals else None,
-        "reward_std": float(np.std(totals)) if totals else None,
+        "spread": float(np.std(totals)) if totals else None,
         "zero_variance": float(np.mean([max(g) - min(g) < 1e-6 for g in groups.values()])) if groups else 1.0,
     }
     for name in names:

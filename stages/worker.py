@@ -22,16 +22,26 @@ from pathlib import Path
 from typing import Any, TextIO
 
 HEARTBEAT_SECONDS = 2.0
+PARENT_SECONDS = 0.5
 COMPILE_CACHE = "RLHF_COMPILE_CACHE"
 
 
-def die_with_parent(parent: int) -> None:
-    """Asks Linux to kill this process when its parent dies; ends at once if that has happened."""
-    if sys.platform == "linux":
+def die_with_parent(parent: int, kernel: bool) -> None:
+    """Ends this process when its parent dies: by a thread that looks, and with `kernel` by the kernel as well.
+
+    The kernel counts the end of the thread that started this process as the death of the parent, so it may
+    be asked only where that was the parent's main thread.
+    """
+    if kernel and sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_SECONDS)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
 class Events:
@@ -133,8 +143,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, required=True)
     parser.add_argument("--events", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--kernel-watches-parent", action="store_true")
     args = parser.parse_args()
-    die_with_parent(args.parent)
+    die_with_parent(args.parent, args.kernel_watches_parent)
     # Ctrl-C goes to the whole foreground group; the parent decides when the worker ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     requests = os.fdopen(args.requests, "r")

@@ -1,0 +1,120 @@
+"""Packed rows: what a shared prompt saves must not change a number (R11)."""
+
+import jax
+import numpy as np
+import pytest
+
+from tuning.models.config import tiny
+from tuning.models.huggingface import random_params, scalar_head_params
+from tuning.training.batch import Group, Layout, bucket, choose_rows, micro_batches, plan_rows, split_group
+from tuning.training.forward import Compute, decoder_graph, logps_and_entropy, scalar_graph, scores
+
+CONFIG = tiny(97)
+PARAMS = random_params(CONFIG, 3)
+
+
+def ragged_groups(seed: int = 0, count: int = 6) -> list[Group]:
+    rng = np.random.default_rng(seed)
+    groups, number = [], 0
+    for _ in range(count):
+        prompt = rng.integers(0, 97, rng.integers(3, 20)).tolist()
+        completions = [rng.integers(0, 97, rng.integers(1, 9)).tolist() for _ in range(rng.integers(1, 5))]
+        groups.append(Group(prompt, completions, list(range(number, number + len(completions)))))
+        number += len(completions)
+    return groups
+
+
+@jax.jit
+def tempered_logps(batch):
+    return logps_and_entropy(decoder_graph(CONFIG), PARAMS, batch, 0.7, Compute())[0]
+
+
+def logps_by_completion(groups: list[Group], layout: Layout) -> dict[int, np.ndarray]:
+    found = {}
+    for batch in micro_batches(groups, layout=layout, completion_tokens=8):
+        logps = tempered_logps(batch.arrays())
+        for slot, number in enumerate(batch.ids_C):
+            if number >= 0:
+                found[int(number)] = np.asarray(logps[slot])[batch.mask_CT[slot] > 0]
+    return found
+
+
+@pytest.mark.parametrize("layout", [Layout(64, 2), Layout(128, 1), Layout(64, 8)])
+def test_packed_logprobs_equal_those_of_each_completion_alone(layout):
+    groups = ragged_groups()
+    packed = logps_by_completion(groups, layout)
+    for group in groups:
+        for completion, number in zip(group.completions, group.ids, strict=True):
+            alone = logps_by_completion([Group(group.prompt, [completion], [0])], Layout(64, 1))[0]
+            np.testing.assert_allclose(packed[number], alone, atol=1e-5)
+
+
+def test_packed_gradient_equals_the_sum_of_unshared_gradients():
+    groups = ragged_groups(1)
+    graph = decoder_graph(CONFIG)
+
+    def total(params, batches):
+        return sum(logps_and_entropy(graph, params, b.arrays(), 1.0, Compute())[0].sum() for b in batches)
+
+    shared = micro_batches(groups, layout=Layout(128, 2), completion_tokens=8)
+    apart = [Group(g.prompt, [c], [i]) for g in groups for c, i in zip(g.completions, g.ids, strict=True)]
+    unshared = micro_batches(apart, layout=Layout(128, 2), completion_tokens=8)
+    a, b = (jax.jit(jax.grad(lambda p, x=x: total(p, x)))(PARAMS) for x in (shared, unshared))
+    for left, right in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(left, right, atol=2e-5)
+
+
+def test_a_score_does_not_depend_on_its_neighbours():
+    config = tiny(97)
+    params = scalar_head_params(config, PARAMS, jax.random.normal(jax.random.key(0), (config.hidden_size,)))
+    groups = ragged_groups(2)
+
+    def score(chosen):
+        (batch,) = micro_batches(chosen, layout=Layout(256, 4), completion_tokens=8)
+        found = np.asarray(scores(scalar_graph(config), params, batch.arrays(), Compute()))
+        return {int(i): found[s] for s, i in enumerate(batch.ids_C) if i >= 0}
+
+    together, alone = score(groups), score([groups[3]])
+    assert alone.keys() <= together.keys()
+    for number, value in alone.items():
+        np.testing.assert_allclose(value, together[number], atol=1e-5)
+
+
+def test_no_completion_is_lost_or_doubled_and_padding_is_masked():
+    groups = ragged_groups(4, count=20)
+    batches = micro_batches(groups, layout=Layout(64, 2), completion_tokens=8)
+    seen = sorted(int(i) for b in batches for i in b.ids_C if i >= 0)
+    assert seen == sorted(i for g in groups for i in g.ids)
+    lengths = {i: len(c) for g in groups for c, i in zip(g.completions, g.ids, strict=True)}
+    for b in batches:
+        for slot, number in enumerate(b.ids_C):
+            assert b.mask_CT[slot].sum() == (lengths[int(number)] if number >= 0 else 0)
+
+
+def test_a_group_too_long_for_a_row_is_split_by_completion_and_keeps_its_prompt():
+    group = Group([1] * 10, [[2] * 8, [3] * 8, [4] * 8], [5, 6, 7])
+    pieces = split_group(group, 28)
+    assert [p.ids for p in pieces] == [[5, 6], [7]]
+    assert all(list(p.prompt) == [1] * 10 for p in pieces)
+    with pytest.raises(ValueError, match="prompt of 10 and completion of 8 tokens exceed rows of 16"):
+        split_group(group, 16)
+
+
+def test_rows_are_filled_and_never_overfull():
+    groups = ragged_groups(5, count=40)
+    rows = plan_rows(groups, 64)
+    assert all(sum(g.size for g in row) <= 64 for row in rows)
+    assert sum(g.size for g in groups) / (64 * len(rows)) > 0.85
+
+
+def test_layout_holds_whole_groups_and_stays_in_the_budget():
+    groups = ragged_groups(6, count=10)
+    layout = choose_rows([groups], 512)
+    assert layout.row_tokens >= max(g.size for g in groups)
+    assert layout.row_tokens * layout.rows <= 512
+
+
+@pytest.mark.parametrize("value", [1, 8, 9, 12, 13, 100, 1000])
+def test_buckets_hold_their_value_and_waste_at_most_a_third(value):
+    size = bucket(value)
+    assert size >= value and (size == 8 or value > size * 2 / 3 - 1)
