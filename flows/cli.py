@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import warnings
@@ -48,19 +49,27 @@ def read_recipe(name: str, sets: list[str] | None) -> Any:
         for node in build(recipe):
             if not node.inputs:
                 key_parts(node, {})
-        _check_data(recipe)
+        _check_sources(recipe)
         return recipe
     except (RecipeError, FileNotFoundError) as e:
         raise usage_error(str(e)) from e
 
 
-def _check_data(recipe: Any) -> None:
-    from stages.prepare import source_digests
+def _check_sources(recipe: Any) -> None:
+    """Data files, reward functions and the judge must be there too."""
+    from stages import evaluate, prepare, score
 
     try:
-        source_digests(recipe.data)
+        prepare.source_digests(recipe.data)
     except (ValueError, OSError) as e:
         raise RecipeError(f"data.source: {e}") from e
+    try:
+        if recipe.rl is not None:
+            score.source_digests(recipe.rl.score)
+        if recipe.evaluate is not None:
+            evaluate.source_digests(recipe.evaluate)
+    except ValueError as e:
+        raise RecipeError(str(e)) from e
 
 
 def _go(recipe: Any, no_prefect: bool, **options: Any) -> None:
@@ -310,6 +319,8 @@ def doctor() -> None:
 
 def main() -> None:
     """Entry point of the console script."""
+    # `module:function` may lie in the current folder, as the worker (`python -m`) sees it.
+    sys.path.append(os.getcwd())
     app()
 
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import math
 import re
 import time
-from typing import Any
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any, Literal
+from uuid import UUID
 
-from prefect import flow, get_run_logger, task
+from coolname import generate_slug
+from prefect import flow, get_run_logger, runtime, task
 from prefect.artifacts import (
     create_link_artifact,
     create_markdown_artifact,
@@ -16,31 +23,58 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 from prefect.cache_policies import NO_CACHE
-from prefect.context import TaskRunContext
+from prefect.client.orchestration import get_client
+from prefect.client.schemas import StateType, filters
+from prefect.context import FlowRunContext, TaskRunContext
+from prefect.events.worker import EventsWorker
+from prefect.logging.handlers import APILogWorker
 from prefect.states import Completed, State
 from prefect.task_runners import ThreadPoolTaskRunner
+from rich.console import Console
 
 from flows.console import ConsoleReporter, headline
 from flows.graph import Node
-from flows.overrides import Overrides
+from flows.overrides import RL, SFT, Base, Data, Evaluate, Export, Retries, Reward, Seed, StoreUrl, told
+from flows.plots import curves_png_data
 from flows.recipe import Recipe, load_recipe
 from flows.run import close, evaluations_of, summary
 from flows.session import Session
 from stages.artifacts import Artifact
 from stages.client import WorkerDied
 
+NAME = "rlhf-pipeline"
 PROGRESS_SECONDS = 5.0
+RECORD_SECONDS = 5.0
 
 # Tasks get names, not sessions: what Prefect stores of a task run stays small and readable.
 _sessions: dict[str, Session] = {}
+# The recipe of a flow that the command line runs: resolved already, --set included.
+_resolved: ContextVar[Recipe | None] = ContextVar("resolved", default=None)
+
+
+class LoggedConsole(Console):
+    """A console whose lines also go to the run's log; `silent` where that log is printed anyway."""
+
+    def __init__(self, silent: bool):
+        super().__init__(highlight=False, width=160 if silent else None)
+        self._silent = silent
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        if not self._silent:
+            super().print(*objects, **options)
+        if FlowRunContext.get() is not None or TaskRunContext.get() is not None:
+            plain = Console(file=io.StringIO(), highlight=False, width=160)
+            plain.print(*objects, **options)
+            text = plain.file.getvalue().rstrip()  # type: ignore[attr-defined]
+            if text.strip():
+                get_run_logger().info(text)
 
 
 class PrefectReporter(ConsoleReporter):
     """The console's lines, and a progress artifact on the task run."""
 
-    def __init__(self, log_lines: bool):
-        super().__init__()
-        self._log_lines = log_lines
+    def __init__(self, silent: bool):
+        super().__init__(LoggedConsole(silent))
         self._artifact: Any = None
         self._sent = 0.0
 
@@ -50,19 +84,30 @@ class PrefectReporter(ConsoleReporter):
 
     def progress(self, node: Node, event: dict[str, Any]) -> None:
         super().progress(node, event)
-        if time.monotonic() - self._sent < PROGRESS_SECONDS or TaskRunContext.get() is None:
-            return
-        self._sent = time.monotonic()
-        percent = 100.0 * event["done"] / max(1, event["total"])
-        if self._artifact is None:
-            self._artifact = create_progress_artifact(progress=percent, key=artifact_key(node.name, "progress"))
-        else:
-            update_progress_artifact(self._artifact, progress=percent)
+        if time.monotonic() - self._sent >= PROGRESS_SECONDS:
+            self._sent = time.monotonic()
+            self._percent(node, 100.0 * event["done"] / max(1, event["total"]))
 
-    def line(self, text: str) -> None:
-        super().line(text)
-        if self._log_lines:
-            get_run_logger().info(text)
+    def stage_ended(self, node: Node, state: str, manifest: dict[str, Any], seconds: float) -> None:
+        super().stage_ended(node, state, manifest, seconds)
+        if self._artifact is not None:
+            self._percent(node, 100.0)
+
+    def _percent(self, node: Node, percent: float) -> None:
+        with only_for_show():
+            if self._artifact is None:
+                self._artifact = create_progress_artifact(progress=percent, key=artifact_key(node.name, "progress"))
+            else:
+                update_progress_artifact(self._artifact, progress=percent)
+
+
+@contextlib.contextmanager
+def only_for_show() -> Iterator[None]:
+    """What only helps people to look at a run never ends one."""
+    try:
+        yield
+    except Exception as e:
+        get_run_logger().warning("not shown in Prefect: %s: %s", type(e).__name__, e)
 
 
 def artifact_key(*names: str) -> str:
@@ -74,11 +119,19 @@ def artifact_key(*names: str) -> str:
 def stage_task(run: str, node: str, stage: str) -> State[Any]:
     """Makes or finds one artifact; a hit ends in the state Cached."""
     session = _sessions[run]
-    state, artifact = session.run_node(node)
+    tries = runtime.task_run.run_count
+    if tries > 1:
+        session.reporter.line(f"{node}: try {tries} of {session.recipe.retries + 1} with a fresh worker")
+    try:
+        state, artifact = session.run_node(node)
+    except WorkerDied as e:
+        session.reporter.line(f"{node}: {e}")
+        raise
     small = {"stage": artifact.stage, "key": artifact.key, "digest": artifact.digest}
     if state == "hit":
         return Completed(name="Cached", message=f"{artifact.stage}/{artifact.key[:12]}", data=small)
-    show(node, artifact)
+    with only_for_show():
+        show(node, artifact)
     return Completed(message=headline(artifact.stage, artifact.metrics) or "made", data=small)
 
 
@@ -95,8 +148,9 @@ def only_dead_workers(task: Any, task_run: Any, state: State[Any]) -> bool:
 
 def show(node: str, artifact: Artifact) -> None:
     """What people look at in the UI: a table of metrics and, for texts, a sample."""
-    rows = [{"metric": k, "value": v if isinstance(v, int | float | str) else json.dumps(v)} for k, v in artifact.metrics.items()]
-    create_table_artifact(table=rows, key=artifact_key(node, "metrics"), description=f"{artifact.stage} {artifact.key[:12]}")
+    rows = [{"metric": k, "value": cell(v)} for k, v in artifact.metrics.items()]
+    place = f"{artifact.stage} {artifact.key[:12]}"
+    create_table_artifact(table=rows, key=artifact_key(node, "metrics"), description=place)
     if artifact.stage in ("rollout", "evaluate"):
         from stages.tables import read_rows
 
@@ -104,58 +158,96 @@ def show(node: str, artifact: Artifact) -> None:
         for row in read_rows(artifact, "rollouts/")[:12]:
             cells = [str(row[c]).replace("|", "\\|").replace("\n", " ")[:120] for c in ("prompt", "text", "stop")]
             lines.append(f"| {' | '.join(cells)} |")
-        create_markdown_artifact("\n".join(lines), key=artifact_key(node, "sample"))
+        create_markdown_artifact("\n".join(lines), key=artifact_key(node, "sample"), description=place)
+
+
+def cell(value: Any) -> Any:
+    """A value that a table artifact takes."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, int | float | str) else json.dumps(value)
 
 
 @flow(
-    name="rlhf-pipeline",
+    name=NAME,
+    description="Data preparation, SFT, reward model, rounds of RL, evaluation and export; cached and resumable.",
     validate_parameters=True,
     persist_result=False,
     task_runner=ThreadPoolTaskRunner(max_workers=1),  # type: ignore[arg-type]
-    description="Data preparation, SFT, reward model, rounds of RL, evaluation and export; cached and resumable.",
 )
 def rlhf_pipeline(
     recipe: str = "demo",
     run_name: str | None = None,
     force: list[str] | None = None,
     only: list[str] | None = None,
-    overrides: Overrides = Overrides(),  # noqa: B008
+    skip: list[Literal["sft", "reward", "rl", "evaluate", "export"]] | None = None,
+    seed: Seed = None,
+    store: StoreUrl = None,
+    retries: Retries = None,
+    base: Base = None,
+    data: Data = None,
+    sft: SFT = None,
+    reward: Reward = None,
+    rl: RL = None,
+    evaluate: Evaluate = None,
+    export: Export = None,
 ) -> dict[str, Any]:
-    """Runs a recipe.
+    """Runs a recipe. The recipe's own fields may be given beside it; what is left out stays as the recipe says.
 
-    recipe: a built-in name or the path of a YAML file.
-    run_name: name of the run; chosen where empty.
-    force: nodes or stages that are made again although they are cached.
-    only: nodes or stages to run; the others must be cached.
-    overrides: fields of the recipe that this run sets differently; what is empty stays as the recipe says.
+    Args:
+        recipe: A built-in recipe's name or the path of a YAML file.
+        run_name: Name of the run; chosen where empty.
+        force: Stages or nodes (round-003.update) to make again although they are cached.
+        only: Stages or nodes to run, with what they need before them; empty runs all.
+        skip: Sections of the recipe to leave out.
+        seed: Root of all randomness.
+        store: Folder or fsspec URL of all artifacts and runs.
+        retries: How often a stage is tried again when its worker dies.
+        base: The model to start from.
+        data: Data preparation.
+        sft: Supervised fine-tuning.
+        reward: The reward model.
+        rl: Rounds of rollouts, scores and policy updates.
+        evaluate: Evaluation on held-out problems.
+        export: The Hugging Face folder.
     """
-    resolved = load_recipe(recipe, overrides.model_dump(mode="json", exclude_unset=True, exclude_none=True))
-    return _run(resolved, run_name, force, only, PrefectReporter(log_lines=True))
+    sections = {"base": base, "data": data, "sft": sft, "reward": reward, "rl": rl, "evaluate": evaluate, "export": export}
+    fields = {"seed": seed, "store": store, "retries": retries}
+    given = _resolved.get()
+    resolved = given or load_recipe(recipe, told(fields | sections) | dict.fromkeys(skip or []))
+    session = Session(resolved, PrefectReporter(silent=given is None), free_name(resolved, run_name), None)
+    return _run(session, force or [], only or [])
 
 
-def _run(
-    recipe: Recipe, name: str | None, force: list[str] | None, only: list[str] | None, reporter: PrefectReporter
-) -> dict[str, Any]:
-    session = Session(recipe, reporter, name, None)
-    session.force = select(session, force) if force else set()
-    chosen = select(session, only) if only else set(session.nodes)
+def free_name(recipe: Recipe, wanted: str | None) -> str:
+    """The run's name: the wanted one, else the flow run's; a flow run that is tried again numbers its runs."""
+    shown = str(runtime.flow_run.name)
+    name = wanted or (shown if shown.startswith(f"{recipe.name}-") else f"{recipe.name}-{shown}")
+    tries = runtime.flow_run.run_count
+    return name if tries <= 1 else f"{name}-{tries}"
+
+
+def _run(session: Session, force: list[str], only: list[str]) -> dict[str, Any]:
+    recipe, reporter = session.recipe, session.reporter
+    assert isinstance(reporter, PrefectReporter)
     _sessions[session.name] = session
     reporter.console.print(f"run {session.name}  store {recipe.store}")
     try:
+        session.force = select(session, force)
+        chosen = with_inputs(session, select(session, only)) if only else set(session.nodes)
         for node in session.nodes.values():
             if node.name in chosen:
                 stage_task.with_options(retries=recipe.retries, retry_condition_fn=only_dead_workers)(
                     session.name, node.name, node.stage, return_state=True
                 ).result(raise_on_failure=True)
-            else:
-                session.run_node(node.name)
     except BaseException:
         close(session, "failed")
         raise
     finally:
         _sessions.pop(session.name)
     report = close(session, "finished")
-    publish(session, report)
+    with only_for_show():
+        publish(session, report)
     summary(session, reporter, report)
     return {"run": session.name, "evaluations": {k: v["score"] for k, v in evaluations_of(session).items()}}
 
@@ -172,29 +264,61 @@ def select(session: Session, names: list[str]) -> set[str]:
     return found
 
 
+def with_inputs(session: Session, names: set[str]) -> set[str]:
+    """The nodes and all that they are made from."""
+    found, queue = set(names), list(names)
+    while queue:
+        before = {i.node for i in session.nodes[queue.pop()].inputs.values()} - found
+        found |= before
+        queue.extend(before)
+    return found
+
+
 def publish(session: Session, report: str | None) -> None:
     """The evaluation table, the curves and the link to the report, on the flow run."""
-    from flows.plots import curves_png_data
-
     rows = [
         {"policy": k, "score": round(m["score"], 4), "low": round(m["score_low"], 4), "high": round(m["score_high"], 4)}
         for k, m in evaluations_of(session).items()
     ]
     if rows:
         create_table_artifact(table=rows, key="evaluation", description=f"held-out problems, run {session.name}")
-    image = curves_png_data(session.record)
-    if image:
-        create_markdown_artifact(f"![curves]({image})", key="curves", description=f"rounds of {session.name}")
     if report:
         link = report if "://" in report else f"file://{report}"
         create_link_artifact(link=link, link_text=f"report of {session.name}", key="report")
+    # Drawing costs a second: a run that made nothing has the curves of an earlier one.
+    image = curves_png_data(session.record) if session.worker.starts else None
+    if image:
+        create_markdown_artifact(f"![curves]({image})", key="curves", description=f"rounds of {session.name}")
 
 
-def run_recipe(recipe: Recipe, *, name: str | None, force: set[str] | None, only: set[str] | None, reporter: Any) -> None:
+def run_recipe(recipe: Recipe, *, name: str | None, force: set[str] | None, only: set[str] | None) -> None:
     """Runs the flow in this process for the command line."""
+    name = name or f"{recipe.name}-{generate_slug(2)}"
+    shown = recipe.model_dump(mode="json", exclude_unset=True, exclude_none=True, exclude={"name", "description"})
+    options = {"run_name": name, "force": sorted(force or []), "only": sorted(only or [])}
+    local = rlhf_pipeline.with_options(flow_run_name=re.sub(r"[{}]", "", name), validate_parameters=False)
+    token = _resolved.set(recipe)
+    try:
+        state: Any = local(recipe.name, **options, **shown, return_state=True)
+    finally:
+        _resolved.reset(token)
+        send_events()
+    wait_until_recorded(state.state_details.flow_run_id)
+    state.result(raise_on_failure=True)
 
-    @flow(name="rlhf-pipeline", flow_run_name=name, persist_result=False, validate_parameters=False)
-    def pipeline(recipe: dict[str, Any]) -> None:
-        _run(Recipe.model_validate_json(json.dumps(recipe)), name, list(force or []), list(only or []), PrefectReporter(False))
 
-    pipeline(recipe.model_dump(mode="json"))
+def send_events() -> None:
+    """Prefect tells its server of task runs and logs in the background; here it has told all."""
+    EventsWorker.drain_all(timeout=RECORD_SECONDS)
+    APILogWorker.drain_all(timeout=RECORD_SECONDS)
+
+
+def wait_until_recorded(flow_run: UUID) -> None:
+    """The server writes task runs down behind their backs; one that stopped now would forget the last."""
+    unfinished = filters.TaskRunFilterStateType(any_=[StateType.PENDING, StateType.RUNNING, StateType.SCHEDULED])
+    mine = filters.FlowRunFilter(id=filters.FlowRunFilterId(any_=[flow_run]))
+    open_runs = filters.TaskRunFilter(state=filters.TaskRunFilterState(type=unfinished))
+    deadline = time.monotonic() + RECORD_SECONDS
+    with get_client(sync_client=True) as client:
+        while client.read_task_runs(flow_run_filter=mine, task_run_filter=open_runs, limit=1) and time.monotonic() < deadline:
+            time.sleep(0.1)

@@ -7,7 +7,7 @@ from typing import Any
 
 from flows.graph import Node, build, key_of, key_parts
 from flows.recipe import Recipe
-from flows.runs import latest_with
+from flows.runs import all_runs, latest_with
 from stages.artifacts import Artifact, Store
 from stages.keys import differences
 
@@ -27,18 +27,19 @@ class Planned:
 def plan(recipe: Recipe, force: set[str] | None = None) -> list[Planned]:
     """The fate of every node of a recipe against its store. Nothing is run and nothing written."""
     store = Store(recipe.store)
+    runs = all_runs(store)
     made: dict[str, Artifact] = {}
     found = []
     for node in build(recipe):
         waiting = sorted({i.node for i in node.inputs.values() if i.node not in made})
-        before = latest_with(store, recipe.name, node.name)
-        seconds = before["made_seconds"] if before else None
+        before = latest_with(runs, recipe.name, node.name)
+        seconds = before.get("made_seconds") if before else None
         if waiting:
             found.append(Planned(node, "waits", [f"after {', '.join(waiting)}"], seconds))
             continue
         parts = key_parts(node, made)
         key = key_of(parts)
-        artifact = store.get(node.stage, key)
+        artifact = store.get(node.stage, key, repair=False)
         if artifact is not None and node.name not in (force or set()):
             made[node.name] = artifact
             found.append(Planned(node, "hit", [], artifact.manifest["seconds"]))
@@ -54,8 +55,9 @@ def _reasons(store: Store, node: Node, parts: dict[str, Any], key: str, before: 
     if before is None:
         return ["never made", *begun]
     if before["key"] == key:
-        return ["its artifact is gone or was damaged" if before["state"] != "failed" else "failed last time", *begun]
-    manifest = store.get(node.stage, before["key"])
+        gone = before["state"] in ("hit", "made")
+        return ["its artifact is gone or damaged" if gone else "was not finished last time", *begun]
+    manifest = store.get(node.stage, before["key"], repair=False)
     if manifest is None:
         return ["changed; the artifact that would say what is gone", *begun]
     old = manifest.manifest["key_parts"]

@@ -1,4 +1,4 @@
-"""Curves of a run: numbers by round from its record, small SVG figures for the report, one PNG for Prefect.
+"""Numbers of a run by round, small SVG figures and the drawn stage graph for its report, one PNG for Prefect.
 
 Matplotlib is imported when a figure is drawn, never before, and without pyplot: no window, no
 figure that stays behind.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import datetime
 import functools
 import hashlib
 import io
@@ -21,6 +22,7 @@ PNG_LIMIT = 120_000
 
 # Stand-ins that matplotlib writes into the SVG; the page's own colours take their place, light or dark.
 INK = "#010203"
+SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 SERIES = {"#010204": "var(--series-1)", "#010205": "var(--series-2)", "#010206": "var(--series-3)"}
 
 
@@ -53,7 +55,7 @@ class Measure:
 
 MEASURES = (
     Measure("reward", "Reward", "weighted sum", "score", "reward", "mean of the totals of a round"),
-    Measure("pass_rate", "Pass rate", "share", "score", "", "sampled completions that are right", True),
+    Measure("pass_rate", "Pass rate", "share", "score", "", "right completions: mean of the reward that judges", True),
     Measure("kl", "KL to the reference", "nats / token", "update", "kl", "how far the policy has moved from its start"),
     Measure("entropy", "Entropy", "nats / token", "update", "entropy", "spread of the next-token distribution"),
     Measure("mean_length", "Completion length", "tokens", "rollout", "mean_length", "mean, end token included"),
@@ -120,6 +122,35 @@ def show(value: float | None, digits: int = 3) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
 
 
+def duration(seconds: float | None) -> str:
+    """4.2 s, 3 min 20 s, 1 h 05 min."""
+    if seconds is None:
+        return "–"
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+@functools.lru_cache(maxsize=4096)
+def seconds_at(text: str) -> float:
+    """A moment of a record as seconds."""
+    return datetime.datetime.fromisoformat(text).timestamp()
+
+
+def when(text: str) -> str:
+    """A moment in UTC."""
+    return datetime.datetime.fromisoformat(text).astimezone(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def round_table(series: Mapping[str, list[Any]], most: int = 400) -> dict[str, Any]:
+    """The numbers behind the curves as rows; of very long runs, every so many rounds."""
+    columns = [k for k, values in series.items() if k != "round" and any(v is not None for v in values)]
+    step = -(-len(series["round"]) // most) or 1
+    rows = [[series[c][i] for c in ("round", *columns)] for i in range(0, len(series["round"]), step)]
+    return {"columns": [c.replace("_", " ") for c in columns], "rows": rows, "step": step}
+
+
 def round_curves(series: Mapping[str, list[Any]]) -> list[Curve]:
     """One small figure for each measure that any round has, and the seconds by phase."""
     rounds = series["round"]
@@ -127,7 +158,7 @@ def round_curves(series: Mapping[str, list[Any]]) -> list[Curve]:
     components = [
         Measure(k, f"Reward “{k.removeprefix('reward_')}”", "mean", "score", k, "before its weight")
         for k in series
-        if k.startswith("reward_")
+        if k.startswith("reward_") and series[k] != series["pass_rate"]
     ]
     for m in (*MEASURES[:2], *components, *MEASURES[2:]):
         values = series.get(m.key, [])
@@ -178,10 +209,37 @@ def curve(
     return Curve(title, label, note, _line(f"{place} {title}", x, y, over, unit, share), ends)
 
 
+def graph_places(stages: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Places for drawing the stages, from the top down by depth; each stage has `name` and `from`, sources first."""
+    depth: dict[str, int] = {}
+    above: dict[str, set[str]] = {}
+    layers: dict[int, list[dict[str, Any]]] = {}
+    for row in stages:
+        name, sources = row["name"], [f for f in row["from"] if f in depth]
+        depth[name] = 1 + max((depth[f] for f in sources), default=-1)
+        above[name] = set(sources).union(*(above[f] for f in sources))
+        layers.setdefault(depth[name], []).append(row)
+    if len(layers) < 2:
+        return None
+    wide, high, gap_x, gap_y = 132, 44, 16, 40
+    width = max(len(rows) for rows in layers.values()) * (wide + gap_x) + gap_x
+    boxes: dict[str, dict[str, Any]] = {}
+    for level, rows in layers.items():
+        left = (width - len(rows) * (wide + gap_x) + gap_x) / 2
+        for place, row in enumerate(rows):
+            boxes[row["name"]] = {"x": left + place * (wide + gap_x), "y": 8 + level * (high + gap_y), "row": row}
+    # An arrow that a longer way implies is left out: the drawing stays readable, the table has the keys.
+    pairs = [(f, r["name"]) for r in stages for f in r["from"] if f in depth]
+    direct = [(a, b) for a, b in pairs if not any(a in above[c] for c, d in pairs if d == b and c != a)]
+    middle = wide / 2
+    lines = [(boxes[a]["x"] + middle, boxes[a]["y"] + high, boxes[b]["x"] + middle, boxes[b]["y"]) for a, b in direct]
+    height = 16 + len(layers) * (high + gap_y) - gap_y
+    return {"boxes": list(boxes.values()), "lines": lines, "width": width, "height": height, "wide": wide, "high": high}
+
+
 # -- drawing -----------------------------------------------------------------------------------
 
 
-@functools.cache
 def _style() -> dict[str, Any]:
     return {
         "svg.fonttype": "none", "font.size": 8.5, "text.color": INK, "axes.edgecolor": INK, "axes.labelcolor": INK,
@@ -192,17 +250,21 @@ def _style() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _axes(over: str, unit: str) -> tuple[Any, Any]:
+def _axes(over: str, unit: str, largest: float = 1.0) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     figure = Figure(figsize=(3.2, 1.75))
     axes = figure.add_axes((0.185, 0.215, 0.79, 0.735))
     axes.set_xlabel(over)
-    axes.set_ylabel(unit)
+    power = math.floor(math.log10(largest)) if 0 < largest < 2e-3 else 0
+    scale = 10.0**power
+    axes.set_ylabel(f"10{str(power).translate(SUPERSCRIPT)} {unit}" if power else unit)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(4))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.3g}" if abs(v) < 1000 else f"{v / 1000:.3g}k"))
+    axes.yaxis.set_major_formatter(
+        FuncFormatter(lambda v, _: f"{v / scale:.3g}" if abs(v) < 1000 else f"{v / 1000:.3g}k")
+    )
     axes.grid(axis="y", color=INK, alpha=0.13, linewidth=0.6)
     axes.set_axisbelow(True)
     return figure, axes
@@ -212,12 +274,12 @@ def _line(name: str, x: Sequence[int], y: Sequence[float | None], over: str, uni
     import matplotlib
 
     with matplotlib.rc_context(_style()):
-        figure, axes = _axes(over, unit)
+        known = [v for v in y if v is not None]
+        figure, axes = _axes(over, unit, max(map(abs, known)))
         values = [math.nan if v is None else v for v in y]
         few = len(x) <= 40
         axes.plot(x, values, color="#010204", linewidth=1.6, marker="o" if few else None, markersize=2.6, clip_on=False)
-        known = [v for v in y if v is not None]
-        if share:
+        if share and min(known) >= 0 and max(known) <= 1:
             axes.set_ylim(0, 1)
         elif min(known) >= 0 and min(known) < 0.6 * max(known):
             axes.set_ylim(0, 1.06 * max(known))
@@ -270,7 +332,8 @@ def _inline(figure: Any, name: str) -> str:
     text = re.sub(r'\sid="([^"]+)"', lambda m: f' id="{mark}-{m[1]}"' if m[1] in wanted else "", text)
     text = re.sub(r'href="#', f'href="#{mark}-', text)
     text = text.replace("url(#", f"url(#{mark}-")
-    text = re.sub(r"(\d+\.\d{2})\d+", r"\1", text)
+    # Two decimals of a point are enough for a drawing; labels, which stand between tags, keep theirs.
+    text = re.sub(r"<[^>]+>", lambda m: re.sub(r"(\d\.\d\d)\d+", r"\1", m[0]), text)
     return re.sub(r"\s*\n\s*", " ", text).strip()
 
 

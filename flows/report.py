@@ -7,8 +7,6 @@ be written.
 
 from __future__ import annotations
 
-import datetime
-import functools
 import json
 import re
 from collections import Counter
@@ -16,7 +14,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flows.plots import PHASES, round_curves, round_series, show, stage_curves
+from flows.plots import (
+    PHASES,
+    duration,
+    graph_places,
+    round_curves,
+    round_series,
+    round_table,
+    seconds_at,
+    show,
+    stage_curves,
+    when,
+)
 from flows.runs import find_run
 from stages.artifacts import MANIFEST, Artifact, ArtifactError, Store
 
@@ -24,7 +33,7 @@ LABELS = {"base": "base", "sft": "SFT", "rl": "RL"}
 STATES = {"hit": "cached", "made": "made", "failed": "failed", "running": "unfinished"}
 SAMPLES = 12
 LONGEST = 1200
-MOST_ROUNDS = 400
+UNSEEN = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]"
 
 
 def write_report(store: Store, run_name: str) -> str:
@@ -61,17 +70,17 @@ def view(store: Store, record: dict[str, Any]) -> dict[str, Any]:
         "record": record,
         "labels": LABELS,
         "summary": _summary(run, stages),
-        "tiles": _tiles(run, series, evaluations),
-        "warnings": warnings_of(record, series, evaluations),
+        "known": {k: [v for v in values if v is not None] for k, values in series.items()},
+        "alarms": alarms_of(record, series, evaluations),
         "failures": [(n, e.get("error", "")) for n, e in run.nodes.items() if e.get("state") == "failed"],
         "evaluation": _evaluation(run, evaluations),
         "curves": round_curves(series) if series["round"] else [],
-        "numbers": _numbers(series),
+        "numbers": round_table(series),
         "training": [t for t in (run.training("sft", "SFT"), run.training("reward", "Reward model")) if t],
         "samples": _optional(lambda: _samples(run, list(evaluations))),
         "rollouts": _optional(lambda: _rollouts(run, series["round"])),
         "stages": stages,
-        "graph": _graph(stages),
+        "graph": graph_places(stages),
         "provenance": _provenance(run),
     }
 
@@ -137,9 +146,9 @@ class Run:
 
     def stages(self) -> list[dict[str, Any]]:
         """A row for each node, planned ones that were not reached included; rounds are folded into one row."""
-        begin = _time(self.record["started"])
-        spans = {n: (_time(e["started"]) - begin, e.get("seconds") or 0.0) for n, e in self.nodes.items()}
-        ended = _time(self.record["ended"]) - begin if self.record.get("ended") else 0.0
+        begin = seconds_at(self.record["started"])
+        spans = {n: (seconds_at(e["started"]) - begin, e.get("seconds") or 0.0) for n, e in self.nodes.items()}
+        ended = seconds_at(self.record["ended"]) - begin if self.record.get("ended") else 0.0
         total = max([ended, *(s + took for s, took in spans.values())], default=0.0) or 1.0
         edges = self._edges()
         rows: dict[str, dict[str, Any]] = {}
@@ -213,7 +222,7 @@ def _summary(run: Run, stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
     record = run.record
     states = Counter(e.get("state") for e in run.nodes.values())
     hits = [e for e in run.nodes.values() if e.get("state") == "hit"]
-    seconds = _time(record["ended"]) - _time(record["started"]) if record.get("ended") else None
+    seconds = seconds_at(record["ended"]) - seconds_at(record["started"]) if record.get("ended") else None
     return {
         "seconds": seconds,
         "made": states["made"],
@@ -226,78 +235,39 @@ def _summary(run: Run, stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _tiles(run: Run, series: Mapping[str, list[Any]], evaluations: Mapping[str, Any]) -> list[dict[str, str]]:
-    """The four numbers that people ask for first."""
-    tiles = []
-    if evaluations:
-        labels = list(evaluations)
-        ends = labels if len(labels) < 3 else [labels[0], labels[-1]]
-        names = " → ".join(LABELS.get(k, k) for k in ends)
-        value = " → ".join(f"{evaluations[k]['score']:.3f}" for k in ends)
-        tiles.append({"title": "Held-out score", "value": value, "note": names})
-    for key, title in (("reward", "Reward"), ("kl", "KL to the reference"), ("entropy", "Entropy")):
-        known = [v for v in series.get(key, []) if v is not None]
-        if known:
-            value = show(known[0]) if len(known) == 1 else f"{show(known[0])} → {show(known[-1])}"
-            tiles.append({"title": title, "value": value, "note": f"{len(known)} rounds, first to last"})
-    return tiles[:4]
-
-
-def warnings_of(record: Mapping[str, Any], series: Mapping[str, list[Any]], evaluations: Mapping[str, Any]) -> list[str]:
-    """What the numbers say went wrong, in words."""
-    found = []
+def alarms_of(
+    record: Mapping[str, Any], series: Mapping[str, list[Any]], evaluations: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What the numbers warn of, by name, with the numbers to quote; the template has the words."""
+    found: dict[str, Any] = {}
 
     def known(key: str) -> list[float]:
         return [v for v in series.get(key, []) if v is not None]
 
     entropy, kl, length, flat = known("entropy"), known("kl"), known("mean_length"), known("zero_variance")
     if len(entropy) > 1 and entropy[-1] < 0.1 * entropy[0]:
-        found.append(
-            f"Entropy collapse: entropy fell from {show(entropy[0])} to {show(entropy[-1])} nats, below a tenth of its "
-            "start. The policy hardly varies any more; raise entropy_coef or kl_coef, or lower the learning rate."
-        )
+        found["entropy"] = (entropy[0], entropy[-1])
     if len(flat) >= 3 and min(flat[-3:]) > 0.9:
-        found.append(
-            f"Reward saturation: in the last 3 rounds more than 90 % of the prompts (at the end {flat[-1]:.0%}) gave "
-            "completions that all score alike, so these rounds taught next to nothing. Use other prompts or stop earlier."
-        )
+        found["saturation"] = flat[-1]
     early = sorted(kl[:3])[len(kl[:3]) // 2] if kl else 0.0
     if len(kl) > 1 and kl[-1] > 0.5 and kl[-1] > 10 * early:
-        found.append(
-            f"KL blow-up: the KL to the reference grew from {show(early)} to {show(kl[-1])} nats a token. The policy has "
-            "left its reference; read the samples before trusting the reward, and raise kl_coef."
-        )
+        found["kl"] = (early, kl[-1])
     if len(length) > 1 and length[-1] >= 2 * length[0]:
-        found.append(
-            f"Length: completions grew from {show(length[0])} to {show(length[-1])} tokens on average. Check that the "
-            "reward does not simply pay for length."
-        )
+        found["length"] = (length[0], length[-1])
     limit = (((record.get("recipe") or {}).get("rl") or {}).get("update") or {}).get("max_mismatch_kl") or 0.1
-    mismatch = known("mismatch_kl")
-    if mismatch and max(mismatch) > limit / 10:
-        found.append(
-            f"Mismatch: the sampler and the trainer disagree by up to {show(max(mismatch))} nats a token (the run stops "
-            f"above {show(limit)}). Compare their dtypes."
-        )
-    failed = [
-        e["metrics"]["failed"] for n, e in record.get("nodes", {}).items()
-        if n.endswith(".score") and (e.get("metrics") or {}).get("failed")
-    ]  # fmt: skip
-    if failed and max(failed) > 0.01:
-        found.append(f"Rewards failed: in the worst round {max(failed):.1%} of the completions got no reward.")
-    for label, m in evaluations.items():
-        if m.get("judge_failures"):
-            found.append(f"Judge failures: {m['judge_failures']} judgements of {LABELS.get(label, label)} failed, counted wrong.")
-    if evaluations:
-        label, last = list(evaluations.items())[-1]
-        if last.get("constant_score") is not None and last["score_low"] <= last["constant_score"]:
-            found.append(
-                f"Not above the baseline: {LABELS.get(label, label)} scores {last['score']:.3f}, and always answering "
-                f"{last.get('constant_answer')!r} scores {last['constant_score']:.3f}."
-            )
-        before = [m for k, m in evaluations.items() if k != label]
-        if before and last["score_high"] < before[-1]["score_low"]:
-            found.append(f"Worse than before: {LABELS.get(label, label)} scores below the policy that it started from.")
+    if max(known("mismatch_kl"), default=0.0) > limit / 10:
+        found["mismatch"] = (max(known("mismatch_kl")), limit)
+    scores = [e.get("metrics") or {} for n, e in record.get("nodes", {}).items() if n.endswith(".score")]
+    if max((m.get("failed") or 0.0 for m in scores), default=0.0) > 0.01:
+        found["rewards"] = max(m.get("failed") or 0.0 for m in scores)
+    judge = {label: m["judge_failures"] for label, m in evaluations.items() if m.get("judge_failures")}
+    if judge:
+        found["judge"] = judge
+    policies = list(evaluations.values())
+    if policies and policies[-1].get("constant_score") is not None:
+        found |= {"baseline": policies[-1]} if policies[-1]["score_low"] <= policies[-1]["constant_score"] else {}
+    if len(policies) > 1 and policies[-1]["score_high"] < policies[-2]["score_low"]:
+        found["worse"] = policies[-1]["score"] - policies[-2]["score"]
     return found
 
 
@@ -313,41 +283,26 @@ def _evaluation(run: Run, evaluations: Mapping[str, Any]) -> dict[str, Any] | No
     rows = []
     for label, m in evaluations.items():
         passes = next((k for k in m if k.startswith("pass_at_")), None)
-        bar = {"zero": place(0.0), "score": place(m["score"]), "low": place(m["score_low"]), "high": place(m["score_high"])}
+        bar = {
+            "zero": place(0.0),
+            "score": place(m["score"]),
+            "low": place(m["score_low"]),
+            "high": place(m["score_high"]),
+        }
         more = {"pass_at": m[passes] if passes else None, "cached": run.nodes[f"evaluate.{label}"]["state"] == "hit"}
         rows.append({"label": label, "metrics": m, "bar": bar} | more)
     first = rows[0]["metrics"]
     constant = first.get("constant_score")
     return {
         "rows": rows,
-        "constant": None if constant is None else {"score": constant, "answer": first["constant_answer"], "at": place(constant)},
+        "constant": None
+        if constant is None
+        else {"score": constant, "answer": first["constant_answer"], "at": place(constant)},
         "problems": first.get("problems"),
         "samples": first.get("samples"),
         "settings": run.record["recipe"].get("evaluate") or {},
         "range": (low, high),
-        "change": _change(evaluations),
     }
-
-
-def _change(evaluations: Mapping[str, Any]) -> str:
-    labels = list(evaluations)
-    if len(labels) < 2:
-        return ""
-    sentences = []
-    for other in labels[:-1]:
-        a, b = evaluations[other], evaluations[labels[-1]]
-        apart = a["score_high"] < b["score_low"] or b["score_high"] < a["score_low"]
-        names = f"{LABELS.get(labels[-1], labels[-1])} is {b['score'] - a['score']:+.3f} against {LABELS.get(other, other)}"
-        sentences.append(f"{names}; their intervals {'are apart' if apart else 'overlap'}.")
-    return " ".join(sentences)
-
-
-def _numbers(series: Mapping[str, list[Any]]) -> dict[str, Any]:
-    """The table behind the curves; of very long runs, every so many rounds."""
-    columns = [k for k, values in series.items() if k != "round" and any(v is not None for v in values)]
-    step = -(-len(series["round"]) // MOST_ROUNDS) or 1
-    rows = [[series[c][i] for c in ("round", *columns)] for i in range(0, len(series["round"]), step)]
-    return {"columns": [c.replace("_", " ") for c in columns], "rows": rows, "step": step}
 
 
 def _samples(run: Run, labels: Sequence[str]) -> dict[str, Any] | None:
@@ -374,14 +329,25 @@ def _samples(run: Run, labels: Sequence[str]) -> dict[str, Any] | None:
         pairs = list(zip(first[prompt], last[prompt], strict=False))
         shown = next((i for i, (a, b) in enumerate(pairs) if a != b), 0)
         row = texts[labels[-1]][prompt, shown]
-        card: dict[str, Any] = {"prompt": row["prompt"], "answer": row["answer"], "change": change[prompt], "policies": []}
+        card: dict[str, Any] = {
+            "prompt": row["prompt"],
+            "answer": row["answer"],
+            "change": change[prompt],
+            "policies": [],
+        }
         for label in labels:
             mine, marks = texts[label][prompt, shown], scores[label][prompt]
             mean = sum(marks) / len(marks)
             more = {"label": label, "score": marks[shown], "mean": mean, "count": len(marks)}
             card["policies"].append({"text": mine["text"], "stop": mine["stop"]} | more)
         cards.append(card)
-    return {"cards": cards, "gained": len(gained), "lost": len(lost), "same": len(same), "ends": (labels[0], labels[-1])}
+    return {
+        "cards": cards,
+        "gained": len(gained),
+        "lost": len(lost),
+        "same": len(same),
+        "ends": (labels[0], labels[-1]),
+    }
 
 
 def chosen_samples(gained: Sequence[str], lost: Sequence[str], same: Sequence[str], count: int = SAMPLES) -> list[str]:
@@ -411,47 +377,6 @@ def _rollouts(run: Run, rounds: Sequence[int]) -> list[dict[str, Any]]:
     return found
 
 
-def _graph(stages: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Places for the drawn graph: a layer for each depth, from the top down."""
-    depth: dict[str, int] = {}
-    for row in stages:
-        depth[row["name"]] = 1 + max((depth[f] for f in row["from"] if f in depth), default=-1)
-    layers: dict[int, list[dict[str, Any]]] = {}
-    for row in stages:
-        layers.setdefault(depth[row["name"]], []).append(row)
-    if len(layers) < 2:
-        return None
-    wide, high, gap_x, gap_y = 132, 44, 16, 40
-    width = max(len(rows) for rows in layers.values()) * (wide + gap_x) + gap_x
-    boxes: dict[str, dict[str, Any]] = {}
-    for level, rows in sorted(layers.items()):
-        left = (width - len(rows) * (wide + gap_x) + gap_x) / 2
-        for place, row in enumerate(rows):
-            boxes[row["name"]] = {"x": left + place * (wide + gap_x), "y": 8 + level * (high + gap_y), "row": row}
-    # An arrow that a longer way implies is left out: the drawing stays readable, the table has the keys.
-    lines = []
-    for row in stages:
-        for source in row["from"]:
-            around = {f for s in row["from"] if s != source for f in _ancestors(stages, s)}
-            if source in boxes and source not in around:
-                a, b = boxes[source], boxes[row["name"]]
-                lines.append((a["x"] + wide / 2, a["y"] + high, b["x"] + wide / 2, b["y"]))
-    height = 16 + (max(layers) + 1) * (high + gap_y) - gap_y
-    return {"boxes": list(boxes.values()), "lines": lines, "width": width, "height": height, "wide": wide, "high": high}
-
-
-def _ancestors(stages: Sequence[dict[str, Any]], name: str) -> set[str]:
-    sources = {s["name"]: s["from"] for s in stages}
-    found: set[str] = set()
-    queue = [name]
-    while queue:
-        for source in sources.get(queue.pop(), []):
-            if source not in found:
-                found.add(source)
-                queue.append(source)
-    return found
-
-
 def _provenance(run: Run) -> dict[str, Any]:
     """Where everything came from. Of the rounds only the first and last are read: the others share their code."""
     import yaml
@@ -478,19 +403,21 @@ def _provenance(run: Run) -> dict[str, Any]:
     recipe["store"] = redacted(str(recipe.get("store", "")))
     return {
         "manifests": manifests,
-        "devices": gather(lambda m: m.get("device", "unknown")),
+        "devices": {k: v for k, v in gather(lambda m: m.get("device", "none")).items() if k != "none"},
         "hosts": gather(lambda m: m.get("host", "unknown")),
-        "versions": gather(lambda m: _pairs({"python": m.get("python", "?")} | m.get("versions", {}))),
-        "sources": {n: m["key_parts"]["sources"] for n, m in manifests.items() if m.get("key_parts", {}).get("sources")},
+        "versions": gather(
+            lambda m: ", ".join(
+                f"{k} {v}" for k, v in ({"python": m.get("python", "?")} | m.get("versions", {})).items()
+            )
+        ),
+        "sources": {
+            n: m["key_parts"]["sources"] for n, m in manifests.items() if m.get("key_parts", {}).get("sources")
+        },
         "code": {k: code[k] for k in sorted(code)},
         "recipe": yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=100),
         "seed": recipe.get("seed"),
         "store": redacted(run.store.url),
     }
-
-
-def _pairs(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{k} {v}" for k, v in values.items())
 
 
 # -- texts -------------------------------------------------------------------------------------
@@ -501,31 +428,8 @@ def redacted(url: str) -> str:
     return re.sub(r"//[^/@]*@", "//", url)
 
 
-def duration(seconds: float | None) -> str:
-    """4.2 s, 3 min 20 s, 1 h 05 min."""
-    if seconds is None:
-        return "–"
-    if seconds < 100:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-@functools.lru_cache(maxsize=4096)
-def _time(text: str) -> float:
-    return datetime.datetime.fromisoformat(text).timestamp()
-
-
-def when(text: str | None) -> str:
-    """A moment in UTC."""
-    if not text:
-        return "–"
-    return datetime.datetime.fromisoformat(text).astimezone(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
 def visible(text: str | None, longest: int = LONGEST) -> str:
-    """A model's text as people can see it: control characters by their pictures, cut where it is very long."""
+    """A model's text as people can see it: control and direction characters spelled out, cut where it is very long."""
     text = text or ""
     cut = f" … ({len(text) - longest:,} more characters)" if len(text) > longest else ""
-    shown = text[:longest].replace("\x7f", "\u2421")
-    return re.sub(r"[\x00-\x08\x0b-\x1f]", lambda m: chr(0x2400 + ord(m[0])), shown) + cut
+    return re.sub(UNSEEN, lambda m: m[0].encode("unicode_escape").decode(), text[:longest]) + cut

@@ -11,6 +11,14 @@ from flows.recipe import Recipe
 from flows.report import write_report
 from flows.session import Reporter, Session
 
+# Prefect's own words stay out of the terminal; they are in its log of the run.
+QUIET = {
+    "DO_NOT_TRACK": "1",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+    "PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED": "false",
+}
+
 
 def evaluations_of(session: Session) -> dict[str, dict[str, Any]]:
     """Metrics of the evaluated policies by label (base, sft, rl)."""
@@ -52,15 +60,34 @@ def summary(session: Session, reporter: ConsoleReporter, report: str | None) -> 
 
 
 def run_with_prefect(recipe: Recipe, *, name: str | None = None, force: set[str] | None = None, only: set[str] | None = None) -> None:
-    """Runs the flow here; without PREFECT_API_URL Prefect starts a private server that ends with the run."""
-    os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
-    os.environ.setdefault("DO_NOT_TRACK", "1")
-    os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")
-    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED", "false")
-    from flows.pipeline import run_recipe
+    """Runs the flow here, beside the server that Prefect is set to or else a private one that ends with the run."""
+    for setting, value in QUIET.items():
+        os.environ.setdefault(setting, value)
+    from prefect.settings import get_current_settings
 
-    run_recipe(recipe, name=name, force=force, only=only, reporter=ConsoleReporter())
+    if get_current_settings().api.url is not None:
+        from flows.pipeline import run_recipe
+
+        run_recipe(recipe, name=name, force=force, only=only)
+        return
+    from flows.server import PrivateServer, ServerFailed
+
+    server = PrivateServer()
+    try:
+        # These imports take a while, and so does the server.
+        from prefect.context import refresh_global_settings_context
+
+        from flows.pipeline import run_recipe
+
+        os.environ["PREFECT_API_URL"] = server.url
+        refresh_global_settings_context()
+        server.wait()
+        run_recipe(recipe, name=name, force=force, only=only)
+    except ServerFailed as e:
+        raise SystemExit(f"failed: {e}") from None
+    finally:
+        os.environ.pop("PREFECT_API_URL", None)
+        server.stop()
 
 
 def local_path(url: str) -> Path:

@@ -42,10 +42,12 @@ def find_run(store: Store, name: str | None) -> dict[str, Any]:
     return record
 
 
-def latest_with(store: Store, recipe: str, node: str) -> dict[str, Any] | None:
-    """The newest finished entry of a node in runs of a recipe."""
-    for record in reversed(all_runs(store)):
-        entry = record["nodes"].get(node)
-        if record["recipe"]["name"] == recipe and entry and entry.get("state") in ("hit", "made", "failed"):
-            return entry | {"made_seconds": entry.get("made_seconds")}
-    return None
+def latest_with(runs: list[dict[str, Any]], recipe: str, node: str) -> dict[str, Any] | None:
+    """The newest entry of a node that was made or found, or at least tried, in `runs` (oldest first) of a recipe."""
+    tried = None
+    for record in reversed(runs):
+        entry = record["nodes"].get(node) if record["recipe"]["name"] == recipe else None
+        if entry and entry["state"] in ("hit", "made"):
+            return entry
+        tried = tried or entry
+    return tried

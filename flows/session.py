@@ -9,7 +9,6 @@ import datetime
 import os
 import socket
 import time
-import uuid
 from typing import Any, Protocol
 
 from coolname import generate_slug
@@ -31,7 +30,7 @@ class Reporter(Protocol):
 
 
 def now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
 
 
 class Session:
@@ -108,7 +107,7 @@ class Session:
             "seed": node.seed,
             "store": self.recipe.store,
             "run": self.name,
-            "force": uuid.uuid4().hex[:8] if forced else None,
+            "force": self.name if forced else None,  # another try of this run goes on, another run starts afresh
         }
 
         def on_event(event: dict[str, Any]) -> None:

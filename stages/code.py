@@ -7,10 +7,13 @@ inside `run`), so nothing is executed and JAX is not loaded.
 from __future__ import annotations
 
 import ast
+import difflib
 import functools
 import hashlib
+import importlib.machinery
 import importlib.metadata
 import importlib.util
+import sysconfig
 from pathlib import Path
 
 OWN = ("stages", "tuning")
@@ -36,57 +39,102 @@ def library_versions(names: tuple[str, ...] = NUMERIC_LIBRARIES) -> dict[str, st
     return versions
 
 
-def module_hashes(root: str) -> dict[str, str]:
-    """Short hash by module name of `root` and every own module that it reaches by import."""
+def module_hashes(root: str, folder: Path | None = None) -> dict[str, str]:
+    """Short hash by module name of `root` and every own module that it reaches by import.
+
+    Own are the modules of this project and, where it is given, those that lie in `folder`; of a folder
+    of installed packages the root's package alone.
+    """
+    installed = str(folder) in {sysconfig.get_path(n) for n in ("stdlib", "purelib", "platlib")}
     found: dict[str, str] = {}
+    seen: set[str] = set()
     queue = [root]
     while queue:
         name = queue.pop()
-        if name in found or name in INFRASTRUCTURE:
+        if name in seen or name in INFRASTRUCTURE:
             continue
-        path = _source(name)
+        seen.add(name)
+        inside = not installed or name.split(".")[0] == root.split(".")[0]
+        path = _source(name, folder if inside else None)
         if path is None:
             continue
+        # Importing a.b.c runs a/__init__.py and a/b/__init__.py first.
+        queue.extend(name.rsplit(".", n)[0] for n in range(1, name.count(".") + 1))
         tree_hash, imports = _read(str(path), path.stat().st_mtime_ns, name)
-        found[name] = tree_hash
         queue.extend(imports)
+        if tree_hash is not None:
+            found[name] = tree_hash
     return dict(sorted(found.items()))
 
 
-@functools.cache
-def _root_folder(package: str) -> Path | None:
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
+def function_digests(name: str, where: str) -> dict[str, str]:
+    """Hashes of the code behind a reward function: for `module:function` its module and the modules beside it.
+
+    Empty for a built-in, whose code the stage reaches by import. Raises ValueError, naming `where`,
+    for a function that is not there; nothing is executed.
+    """
+    from tuning.rewards.functions import BUILT_IN
+
+    if name == "reasoning_gym_score":
+        return {"package:reasoning-gym": library_versions(("reasoning-gym",))["reasoning-gym"]}
+    if name in BUILT_IN:
+        return {}
+    module, colon, function = name.partition(":")
+    if not colon:
+        near = difflib.get_close_matches(name, list(BUILT_IN), 1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(BUILT_IN)}, or module:function"
+        raise ValueError(f"{where}: no reward function {name!r}; {hint}")
+    top = _spec(module.split(".")[0])
+    places = [*(top.submodule_search_locations or []), top.origin] if top is not None else []
+    found = module_hashes(module, Path(places[0]).parent) if places and places[0] else {}
+    if module not in found:
+        raise ValueError(f"{where}: no module {module!r} can be imported from {Path.cwd()}")
+    return {f"module:{k}": v for k, v in found.items()}
+
+
+def _spec(package: str) -> importlib.machinery.ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(package)
+    except (ImportError, ValueError):
         return None
-    return Path(next(iter(spec.submodule_search_locations)))
 
 
-def _source(name: str) -> Path | None:
+def _source(name: str, folder: Path | None) -> Path | None:
     package, *rest = name.split(".")
-    root = _root_folder(package) if package in OWN else None
-    if root is None:
+    if package in OWN:
+        spec = _spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            return None
+        base = Path(next(iter(spec.submodule_search_locations))).joinpath(*rest)
+    elif folder is not None:
+        base = folder.joinpath(package, *rest)
+    else:
         return None
-    base = root.joinpath(*rest)
-    for candidate in (base / "__init__.py", base.with_suffix(".py")):
+    for candidate in (base / "__init__.py", base.with_name(f"{base.name}.py")):
         if candidate.is_file():
             return candidate
     return None
 
 
 @functools.cache
-def _read(path: str, _mtime_ns: int, name: str) -> tuple[str, tuple[str, ...]]:
+def _read(path: str, _mtime_ns: int, name: str) -> tuple[str | None, tuple[str, ...]]:
+    """(hash of the code, or None where there is none; names that it imports)."""
     tree = ast.parse(Path(path).read_text(), filename=path)
+    inside = name.split(".") if Path(path).name == "__init__.py" else name.split(".")[:-1]
     imports: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             imports.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            imports.add(node.module)
-            imports.update(f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = inside[: len(inside) - node.level + 1] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            imports.add(module)
+            imports.update(f"{module}.{alias.name}" for alias in node.names)
     _strip_docstrings(tree)
+    if all(isinstance(s, ast.Pass) for s in tree.body):
+        return None, ()
     text = ast.dump(tree, annotate_fields=False, include_attributes=False)
-    own = tuple(sorted(i for i in imports if i.split(".")[0] in OWN))
-    return hashlib.sha256(text.encode()).hexdigest()[:16], own
+    return hashlib.sha256(text.encode()).hexdigest()[:16], tuple(sorted(imports))
 
 
 def _strip_docstrings(tree: ast.AST) -> None:

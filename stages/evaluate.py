@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from stages.base import Context, StageConfig, execution_setting
+from stages.code import function_digests
 from stages.rollout import sample_rows
 from stages.settings import Compute
 from stages.tables import read_rows, write_rows
@@ -39,6 +40,11 @@ class Config(StageConfig):
     """How to compute."""
     workers: int = execution_setting(2, ge=1)
     """Processes that run the judge."""
+
+
+def source_digests(config: Config) -> dict[str, str]:
+    """Hashes of a judge that is not built in, for the key."""
+    return function_digests(config.judge, "evaluate.judge")
 
 
 def run(ctx: Context) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from stages.base import Context, StageConfig, execution_setting
+from stages.code import function_digests
 from stages.models import load_scorer
 from stages.settings import Compute
 from stages.tables import by_shard, read_rows
@@ -57,6 +58,15 @@ class Config(StageConfig):
     def learned(self) -> bool:
         """Whether a reward model takes part."""
         return any(r.function == MODEL for r in self.rewards.values())
+
+
+def source_digests(config: Config) -> dict[str, str]:
+    """Hashes of reward functions that are not built in, for the key: an edited function is another reward."""
+    found: dict[str, str] = {}
+    for name, reward in config.rewards.items():
+        if reward.function != MODEL:
+            found |= function_digests(reward.function, f"rl.score.rewards.{name}.function")
+    return found
 
 
 def schema(names: list[str]) -> Any:

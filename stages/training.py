@@ -92,11 +92,14 @@ def fit(ctx: Context, task: Task, params: Any, config: Any) -> tuple[Any, dict[s
     opt_state = jax.jit(optimizer.init)(params)
     checkpoints = Checkpoints(ctx.work / "checkpoints")
     first = 0
+    lines: list[dict[str, Any]] = []
     try:
         restored = checkpoints.restore((params, opt_state))
         if restored is not None:
             (params, opt_state), position = restored
-            first = position["step"]
+            first, lines = position["step"], position["lines"]
+            for line in lines:
+                ctx.metrics_line(**line)
             ctx.log(f"resumed at step {first} of {total}")
         seen, started, last = 0.0, time.monotonic(), {}
         for step in range(first, total):
@@ -107,10 +110,11 @@ def fit(ctx: Context, task: Task, params: Any, config: Any) -> tuple[Any, dict[s
             tokens = sum(g.size for g in groups)
             seen += tokens
             rate = seen / (time.monotonic() - started)
-            ctx.metrics_line(step=step, grad_norm=sums["grad_norm"], row_tokens=tokens, **last)
+            lines.append({"step": step, "grad_norm": float(sums["grad_norm"]), "row_tokens": tokens, **last})
+            ctx.metrics_line(**lines[-1])
             ctx.progress(step + 1, total, "step", loss=last["loss"], tokens_per_second=rate)
             if (step + 1) % config.checkpoint_every == 0 and step + 1 < total:
-                checkpoints.save(step + 1, (params, opt_state), {"step": step + 1})
+                checkpoints.save(step + 1, (params, opt_state), {"step": step + 1, "lines": lines})
                 # The next step donates these arrays: the copy to host memory must be done.
                 checkpoints.wait()
                 ctx.saved()

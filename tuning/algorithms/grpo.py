@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 
 from tuning.algorithms.advantages import Normalisation, group_advantages
 
 
-def advantages(totals_N: np.ndarray, groups_N: np.ndarray, valid_N: np.ndarray, normalisation: Normalisation) -> np.ndarray:
+def advantages(
+    totals_N: np.ndarray, groups_N: np.ndarray, valid_N: np.ndarray, normalisation: Normalisation
+) -> np.ndarray:
     """One advantage a completion, [N] float32; statistics over whole groups, failed samples excluded (R9)."""
-    found = group_advantages(
-        np.where(valid_N, totals_N, 0.0).astype(np.float32), groups_N, normalisation=normalisation, valid=valid_N
-    )
+    totals = jnp.asarray(np.where(valid_N, totals_N, 0.0), jnp.float32)
+    found = group_advantages(totals, jnp.asarray(groups_N), normalisation=normalisation, valid=jnp.asarray(valid_N))
     return np.asarray(found, np.float32)
 
 

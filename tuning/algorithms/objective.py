@@ -6,6 +6,7 @@ Axes: C completions of a micro-batch, T completion tokens.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 
 from tuning.losses.aggregate import Aggregation, aggregate
 from tuning.losses.importance import importance_weights, mismatch_metrics
-from tuning.losses.kl import kl_per_token
+from tuning.losses.kl import KLKind, kl_per_token
 from tuning.losses.policy import clipped_surrogate
 from tuning.training.forward import Compute, logps_and_entropy
 from tuning.training.step import LossFn
@@ -30,7 +31,7 @@ class Objective:
     aggregation: Aggregation = "token-mean"
     constant: float | None = None
     kl_coef: float = 0.0
-    kl_kind: str = "k3"
+    kl_kind: KLKind = "k3"
     entropy_coef: float = 0.0
     importance_max: float | None = 2.0
 
@@ -45,10 +46,16 @@ def policy_loss(graph: Any, objective: Objective, compute: Compute) -> LossFn:
         mask = batch["mask_CT"]
         logps, entropy = logps_and_entropy(graph, params, batch, objective.temperature, compute)
         old = batch.get("old_CT", jax.lax.stop_gradient(logps))
-        n = {"n_tokens": batch["n_tokens"], "n_sequences": batch["n_completions"]}
 
         def total(x_CT: jax.Array) -> jax.Array:
-            return aggregate(x_CT, mask, objective.aggregation, constant=objective.constant, **n)
+            return aggregate(
+                x_CT,
+                mask,
+                objective.aggregation,
+                n_tokens=batch["n_tokens"],
+                n_sequences=batch["n_completions"],
+                constant=objective.constant,
+            )
 
         surrogate, sums = clipped_surrogate(
             logps,
@@ -75,7 +82,7 @@ def policy_loss(graph: Any, objective: Objective, compute: Compute) -> LossFn:
     return loss
 
 
-def summarise(sums: dict[str, float]) -> dict[str, float]:
+def summarise(sums: Mapping[str, float]) -> dict[str, float]:
     """Per-token means of a round's summed metrics (R19)."""
     n = max(sums["n_tokens"], 1.0)
     found = {

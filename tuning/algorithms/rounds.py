@@ -149,10 +149,9 @@ def run_round(
     if reference is not None:
         columns["ref_CT"] = pass_over(forward, reference, done)
         done += len(flat)
-    critic_settings = None
+    c = settings.critic
+    critic_settings = ppo.Critic(c.gamma, c.lam, c.value_clip, c.kl_in_reward)
     if is_ppo:
-        c = settings.critic
-        critic_settings = ppo.Critic(c.gamma, c.lam, c.value_clip, c.kl_in_reward)
         old_values = pass_over(_values(model, compute), critic, done)
         done += len(flat)
         advantages, returns = ppo.token_advantages(

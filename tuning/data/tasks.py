@@ -63,7 +63,7 @@ def open_source(source: str, arguments: Mapping[str, Any] | None = None, seed: i
         names = [path.rsplit("/", 1)[-1] for path in paths]
         labels = names if len(set(names)) == len(names) else paths
         total = sum(_count(path) for path in paths)
-        return Source(total, (item for path, label in zip(paths, labels) for item in _read(path, label)))
+        return Source(total, (item for path, label in zip(paths, labels, strict=True) for item in _read(path, label)))
     function = _function(source)
     parameters = inspect.signature(function).parameters
     if "seed" in parameters:
@@ -168,7 +168,7 @@ def reasoning_gym(
         raise SourceError(f"reasoning_gym {name}: {error}") from error
     entries = [dict(entry) for entry in dataset]
     answers = sorted({entry["answer"] for entry in entries if isinstance(entry["answer"], str)})
-    for index, entry in enumerate(entries):
+    for entry in entries:
         # The index would keep equal problems from being seen as equal.
         details = {key: value for key, value in entry["metadata"].items() if key != "source_index"}
         record = {
@@ -237,8 +237,13 @@ def _pairs(winners: list[str], losers: list[str], count: int, rng: random.Random
     pairs: dict[tuple[str, str], None] = {}
     count = min(count, len(winners) * len(losers))
     while len(pairs) < count:
-        pairs.update(dict.fromkeys(zip(rng.sample(winners, len(winners)), rng.sample(losers, len(losers)))))
+        pairs.update(dict.fromkeys(_shuffled_pairs(winners, losers, rng)))
     return list(pairs)[:count]
+
+
+def _shuffled_pairs(winners: list[str], losers: list[str], rng: random.Random) -> Iterator[tuple[str, str]]:
+    # The longer side loses its rest: the next shuffle brings it back.
+    return zip(rng.sample(winners, len(winners)), rng.sample(losers, len(losers)), strict=False)
 
 
 def _critics_file() -> Path:
@@ -258,7 +263,7 @@ def _title(name: str) -> str:
 
 
 def words() -> Iterator[RawRecord]:
-    """Short open prompts without answers, for rewards that look at the text alone (a wanted word, a length, a style)."""
+    """Short open prompts without answers, for rewards that look at the text alone: a word, a length, a style."""
     for opening in _OPENINGS:
         for topic in _TOPICS:
             yield {"prompt": opening.format(topic), "metadata": {"task": "words"}}

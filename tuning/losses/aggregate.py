@@ -23,9 +23,7 @@ import jax.numpy as jnp
 
 from tuning.losses.masks import masked, segment_total, sequence_sum
 
-Aggregation = Literal[
-    "token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant", "token-sum"
-]
+Aggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant", "token-sum"]
 Count = jax.Array | int | float
 
 

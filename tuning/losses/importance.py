@@ -154,9 +154,7 @@ def off_policy_sequence_mask(
     return ((advantages_B[:, None] >= 0) | (kl <= threshold)).astype(logps_BT.dtype)
 
 
-def mismatch_metrics(
-    old_logps_BT: jax.Array, rollout_logps_BT: jax.Array, mask_BT: jax.Array
-) -> dict[str, jax.Array]:
+def mismatch_metrics(old_logps_BT: jax.Array, rollout_logps_BT: jax.Array, mask_BT: jax.Array) -> dict[str, jax.Array]:
     """Sums over valid tokens that describe the gap between sampler and trainer; divide by `n_tokens` last.
 
     `mismatch_kl` sums k1 = -l and `mismatch_k3` sums e^l - 1 - l, estimates of KL(mu || pi_old); `mismatch_abs` sums
@@ -176,5 +174,3 @@ def mismatch_metrics(
 def effective_sample_size(weight_sum: jax.Array, weight_sq_sum: jax.Array) -> jax.Array:
     """Kish's effective sample size (sum w)^2 / sum w^2, from sums over the step."""
     return weight_sum**2 / jnp.where(weight_sq_sum > 0, weight_sq_sum, 1)
-
-

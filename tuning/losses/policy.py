@@ -108,9 +108,7 @@ def clipped_surrogate(
         capped = (adv < 0) & (loss > cap)
         loss = jnp.where(adv < 0, jnp.minimum(loss, cap), loss)
     is_clipped = clipped > plain
-    sums = metric_sums(
-        z, mask_BT, clip_high=is_clipped & (adv > 0), clip_low=is_clipped & (adv < 0), dual_clip=capped
-    )
+    sums = metric_sums(z, mask_BT, clip_high=is_clipped & (adv > 0), clip_low=is_clipped & (adv < 0), dual_clip=capped)
     return loss, sums
 
 

@@ -8,7 +8,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'][0] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'][0] }}\n"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>a\n{% endif %}"
 )
 

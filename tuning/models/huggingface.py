@@ -141,7 +141,7 @@ def load_scalar_head(folder: Path) -> tuple[DecoderConfig, Any]:
 def scalar_head_params(config: DecoderConfig, decoder: Any, score: jax.Array | None = None) -> Any:
     """Parameters of a ScalarHead over given decoder parameters; a new head starts at zero."""
     shapes = nnx.state(nnx.eval_shape(lambda: ScalarHead(config, rngs=nnx.Rngs(0))), nnx.Param)
-    values = {"decoder": nnx.to_pure_dict(decoder)}
+    values: dict[str, Any] = {"decoder": nnx.to_pure_dict(decoder)}
     values["score"] = jnp.zeros(config.hidden_size) if score is None else score
     nnx.replace_by_pure_dict(shapes, values)
     return shapes

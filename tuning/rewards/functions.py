@@ -48,7 +48,12 @@ def token_share(
 
 
 def length_at_most(
-    prompts: Sequence[str], completions: Sequence[str], *, completion_ids: Sequence[Sequence[int]], tokens: int, **_: Any
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    *,
+    completion_ids: Sequence[Sequence[int]],
+    tokens: int,
+    **_: Any,
 ) -> list[float]:
     """0 up to `tokens` tokens, then falling by 1 for each further `tokens`."""
     return [-max(0.0, len(ids) / tokens - 1.0) for ids in completion_ids]

@@ -49,7 +49,9 @@ def _attend(q: jax.Array, parts: Sequence[tuple[jax.Array, jax.Array, jax.Array]
     scores = []
     for k, _, mask in parts:
         shared = k.ndim == 4
-        s = jnp.einsum("pgkah,pskh->pgkas" if shared else "pgkah,pgskh->pgkas", q, k, preferred_element_type=jnp.float32)
+        s = jnp.einsum(
+            "pgkah,pskh->pgkas" if shared else "pgkah,pgskh->pgkas", q, k, preferred_element_type=jnp.float32
+        )
         visible = (mask[:, None] if shared else mask)[:, :, None, None, :]
         scores.append(jnp.where(visible, s * h**-0.5, -1e30))
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)

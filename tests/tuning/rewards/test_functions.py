@@ -6,7 +6,12 @@ from tuning.rewards import functions as f
 
 
 def test_exact_match_is_exact_but_for_surrounding_space():
-    assert f.exact_match(["p"] * 4, ["12", " 12\n", "12.", "x"], answer=["12", "12", "12", None]) == [1.0, 1.0, 0.0, None]
+    assert f.exact_match(["p"] * 4, ["12", " 12\n", "12.", "x"], answer=["12", "12", "12", None]) == [
+        1.0,
+        1.0,
+        0.0,
+        None,
+    ]
 
 
 def test_number_match_reads_the_last_number():

@@ -42,7 +42,10 @@ def test_peak_memory_does_not_grow_with_positions_times_vocabulary():
         def f(h, w):
             return token_logps(h, jnp.zeros(positions, jnp.int32), w, chunk=128)[0].sum()
 
-        shapes = jax.ShapeDtypeStruct((positions, hidden), jnp.float32), jax.ShapeDtypeStruct((vocabulary, hidden), jnp.float32)
+        shapes = (
+            jax.ShapeDtypeStruct((positions, hidden), jnp.float32),
+            jax.ShapeDtypeStruct((vocabulary, hidden), jnp.float32),
+        )
         return jax.jit(jax.grad(f, (0, 1))).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
 
     full = 4096 * vocabulary * 4
