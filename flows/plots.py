@@ -143,6 +143,31 @@ def when(text: str) -> str:
     return datetime.datetime.fromisoformat(text).astimezone(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
+def alarms_of(
+    record: Mapping[str, Any], series: Mapping[str, list[Any]], evaluations: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What the numbers warn of: None, or the numbers to quote, by name. The template has the words."""
+    known = {k: [v for v in values if v is not None] for k, values in series.items()}
+    entropy, kl, length, flat = (known.get(k, []) for k in ("entropy", "kl", "mean_length", "zero_variance"))
+    mismatch = max(known.get("mismatch_kl", []), default=0.0)
+    limit = (((record.get("recipe") or {}).get("rl") or {}).get("update") or {}).get("max_mismatch_kl") or 0.1
+    early = sorted(kl[:3])[len(kl[:3]) // 2] if kl else 0.0
+    scores = [e.get("metrics") or {} for n, e in record.get("nodes", {}).items() if n.endswith(".score")]
+    failed = max((m.get("failed") or 0.0 for m in scores), default=0.0)
+    before, last = [None, None, *evaluations.values()][-2:]
+    return {
+        "entropy": (entropy[0], entropy[-1]) if len(entropy) > 1 and entropy[-1] < 0.1 * entropy[0] else None,
+        "saturation": flat[-1] if len(flat) >= 3 and min(flat[-3:]) > 0.9 else None,
+        "kl": (early, kl[-1]) if len(kl) > 1 and kl[-1] > max(0.5, 10 * early) else None,
+        "length": (length[0], length[-1]) if len(length) > 1 and length[-1] >= 2 * length[0] else None,
+        "mismatch": (mismatch, limit) if mismatch > limit / 10 else None,
+        "rewards": failed if failed > 0.01 else None,
+        "judge": {label: m["judge_failures"] for label, m in evaluations.items() if m.get("judge_failures")} or None,
+        "baseline": last if last and last["score_low"] <= (last.get("constant_score") or -1.0) else None,
+        "worse": last["score"] - before["score"] if before and last["score_high"] < before["score_low"] else None,
+    }
+
+
 def round_table(series: Mapping[str, list[Any]], most: int = 400) -> dict[str, Any]:
     """The numbers behind the curves as rows; of very long runs, every so many rounds."""
     columns = [k for k, values in series.items() if k != "round" and any(v is not None for v in values)]
@@ -360,10 +385,7 @@ def curves_png_data(record: Mapping[str, Any]) -> str | None:
             axes.grid(alpha=0.25)
             if m.share:
                 axes.set_ylim(-0.02, 1.02)
-        for dpi in (100, 72, 50):
-            out = io.BytesIO()
-            figure.savefig(out, format="png", dpi=dpi)
-            data = "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
-            if len(data) < PNG_LIMIT:
-                return data
-    return None
+        out = io.BytesIO()
+        figure.savefig(out, format="png", dpi=80)
+    data = "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
+    return data if len(data) < PNG_LIMIT else None

@@ -16,6 +16,7 @@ from typing import Any
 
 from flows.plots import (
     PHASES,
+    alarms_of,
     duration,
     graph_places,
     round_curves,
@@ -235,42 +236,6 @@ def _summary(run: Run, stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def alarms_of(
-    record: Mapping[str, Any], series: Mapping[str, list[Any]], evaluations: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What the numbers warn of, by name, with the numbers to quote; the template has the words."""
-    found: dict[str, Any] = {}
-
-    def known(key: str) -> list[float]:
-        return [v for v in series.get(key, []) if v is not None]
-
-    entropy, kl, length, flat = known("entropy"), known("kl"), known("mean_length"), known("zero_variance")
-    if len(entropy) > 1 and entropy[-1] < 0.1 * entropy[0]:
-        found["entropy"] = (entropy[0], entropy[-1])
-    if len(flat) >= 3 and min(flat[-3:]) > 0.9:
-        found["saturation"] = flat[-1]
-    early = sorted(kl[:3])[len(kl[:3]) // 2] if kl else 0.0
-    if len(kl) > 1 and kl[-1] > 0.5 and kl[-1] > 10 * early:
-        found["kl"] = (early, kl[-1])
-    if len(length) > 1 and length[-1] >= 2 * length[0]:
-        found["length"] = (length[0], length[-1])
-    limit = (((record.get("recipe") or {}).get("rl") or {}).get("update") or {}).get("max_mismatch_kl") or 0.1
-    if max(known("mismatch_kl"), default=0.0) > limit / 10:
-        found["mismatch"] = (max(known("mismatch_kl")), limit)
-    scores = [e.get("metrics") or {} for n, e in record.get("nodes", {}).items() if n.endswith(".score")]
-    if max((m.get("failed") or 0.0 for m in scores), default=0.0) > 0.01:
-        found["rewards"] = max(m.get("failed") or 0.0 for m in scores)
-    judge = {label: m["judge_failures"] for label, m in evaluations.items() if m.get("judge_failures")}
-    if judge:
-        found["judge"] = judge
-    policies = list(evaluations.values())
-    if policies and policies[-1].get("constant_score") is not None:
-        found |= {"baseline": policies[-1]} if policies[-1]["score_low"] <= policies[-1]["constant_score"] else {}
-    if len(policies) > 1 and policies[-1]["score_high"] < policies[-2]["score_low"]:
-        found["worse"] = policies[-1]["score"] - policies[-2]["score"]
-    return found
-
-
 def _evaluation(run: Run, evaluations: Mapping[str, Any]) -> dict[str, Any] | None:
     if not evaluations:
         return None
@@ -405,11 +370,7 @@ def _provenance(run: Run) -> dict[str, Any]:
         "manifests": manifests,
         "devices": {k: v for k, v in gather(lambda m: m.get("device", "none")).items() if k != "none"},
         "hosts": gather(lambda m: m.get("host", "unknown")),
-        "versions": gather(
-            lambda m: ", ".join(
-                f"{k} {v}" for k, v in ({"python": m.get("python", "?")} | m.get("versions", {})).items()
-            )
-        ),
+        "versions": gather(_versions),
         "sources": {
             n: m["key_parts"]["sources"] for n, m in manifests.items() if m.get("key_parts", {}).get("sources")
         },
@@ -418,6 +379,11 @@ def _provenance(run: Run) -> dict[str, Any]:
         "seed": recipe.get("seed"),
         "store": redacted(run.store.url),
     }
+
+
+def _versions(manifest: dict[str, Any]) -> str:
+    versions = {"python": manifest.get("python", "?")} | manifest.get("versions", {})
+    return ", ".join(f"{k} {v}" for k, v in versions.items())
 
 
 # -- texts -------------------------------------------------------------------------------------

@@ -29,7 +29,14 @@ def evaluations_of(session: Session) -> dict[str, dict[str, Any]]:
 def close(session: Session, status: str) -> str | None:
     """Ends a session and writes its report; returns the report's place."""
     session.finish(status)
-    return write_report(session.store, session.name) if session.made else None
+    if not session.made:
+        return None
+    try:
+        return write_report(session.store, session.name)
+    except Exception as e:
+        # The work is done and kept; a page about it must not turn a finished run into a failed one.
+        session.reporter.line(f"the report could not be written ({type(e).__name__}: {e}); `rlhf report` tries again")
+        return None
 
 
 def run_plain(recipe: Recipe, *, name: str | None = None, force: set[str] | None = None, only: set[str] | None = None) -> Session:

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 from flows.graph import build
-from flows.plots import PNG_LIMIT, curves_png_data, duration, judged_reward, round_series
+from flows.plots import PNG_LIMIT, alarms_of, curves_png_data, duration, judged_reward, round_series
 from flows.recipe import Recipe
 from flows.report import chosen_samples, redacted, visible, write_report
 from flows.runs import UnknownRun
@@ -340,7 +340,7 @@ def test_run_that_failed_at_once(tmp_path):
     maker.run(until="base")
     page = Page(written(write_report(store, "demo-first")))
     assert "base failed:" in page.text and "No round of reinforcement learning was finished" in page.text
-    assert curves_png_data(maker.record) is None
+    assert curves_png_data(maker.record) is None and "warn" not in page.ids
     with pytest.raises(UnknownRun, match="did you mean demo-first"):
         write_report(store, "demo-frist")
 
@@ -407,6 +407,9 @@ def test_warnings_name_what_went_wrong(tmp_path):
     for word in ("Entropy collapse", "Reward saturation", "KL blow-up", "Length", "Mismatch", "Rewards failed"):
         assert f"{word}: " in text
     assert "Not above the baseline: " in text and "Worse than before: " in text
+    only = {"rl": {"score": 0.5, "score_low": 0.4, "score_high": 0.6, "judge_failures": 3}}
+    assert {k: v for k, v in alarms_of({}, {}, only).items() if v is not None} == {"judge": {"rl": 3}}
+    assert not any(alarms_of({}, {}, {}).values())
 
 
 def test_round_series_has_gaps_where_rounds_lack_numbers(whole):

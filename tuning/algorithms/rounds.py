@@ -50,12 +50,17 @@ class RoundData:
         )
 
     def steps(self, keep_N: np.ndarray, prompts_per_step: int) -> list[list[Group]]:
-        """Kept completions as groups, `prompts_per_step` of them a step, in table order."""
+        """Kept completions as groups, at most `prompts_per_step` of them a step, in table order.
+
+        Steps are even: a last step of few groups would move the weights as far, on little evidence.
+        """
         members: dict[int, list[int]] = {}
         for i in np.flatnonzero(keep_N):
             members.setdefault(int(self.groups_N[i]), []).append(int(i))
         groups = [Group(self.prompts[m[0]], [self.completions[i] for i in m], m) for m in members.values()]
-        return [groups[i : i + prompts_per_step] for i in range(0, len(groups), prompts_per_step)]
+        count = -(-len(groups) // prompts_per_step)
+        bounds = [len(groups) * i // count for i in range(count + 1)] if count else []
+        return [groups[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
 
 
 @functools.lru_cache(maxsize=8)

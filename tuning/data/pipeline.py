@@ -1,9 +1,9 @@
 """The Beam graph that turns raw records into tokenised, split and sharded Parquet.
 
 `run_chunk` sends a bounded number of records through Beam and leaves sorted pieces; `merge` makes the final shards
-out of the pieces of all chunks. FnApiRunner keeps about twelve times its input in memory, so chunks bound the memory, and the
-result does not depend on where they are cut: a record's split and shard follow from its content alone, and merging
-keeps the first of equal rows in the order of the source.
+out of the pieces of all chunks. FnApiRunner keeps about twelve times its input in memory, so chunks bound the memory,
+and the result does not depend on where they are cut: a record's split and shard follow from its content alone, and
+merging keeps the first of equal rows in the order of the source.
 
 Every record has one fate: kept (at least one row), duplicate, dropped (reason) or dead (reason). The ledger has a line
 for each distinct content, so that the fates can be added up.

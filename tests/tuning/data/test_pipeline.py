@@ -60,7 +60,7 @@ def decoded(plan, ids):
 def test_rows_of_every_split(plan, tmp_path):
     pair = {"prompt": "p", "completion": "good", "rejected": ["bad", "worse"], "answer": "a", "margin": 0.5}
     records = [{**pair, "id": split, "group": split, "split": split} for split in plan.splits]
-    for record, letter in zip(records, "wxyz"):
+    for record, letter in zip(records, "wxyz", strict=False):
         record["prompt"] = letter
     system = dataclasses.replace(plan, system_prompt="sys")
     pipeline.run_chunk(items(*records), system, tmp_path)
@@ -85,7 +85,8 @@ def test_bad_records_are_dead_letters_with_reasons(plan, tmp_path):
     letters = [json.loads(line) for line in (tmp_path / "dead.jsonl").read_text().splitlines()]
     assert [(letter["number"], letter["copies"]) for letter in letters] == [(2, 1), (3, 1), (4, 1), (5, 2)]
     assert [letter["record"] for letter in letters][:2] == ["{", '{"prompt": "q", "anwser": "4"}']
-    for letter, part in zip(letters, ["one JSON object", "did you mean `answer`", "no thanks", "control token '</s>'"]):
+    reasons = ["one JSON object", "did you mean `answer`", "no thanks", "control token '</s>'"]
+    for letter, part in zip(letters, reasons, strict=True):
         assert part in letter["reason"] and f"record {letter['number']}" in letter["reason"]
     assert len(rows(plan, "ledger", tmp_path)) == 1
 
@@ -115,7 +116,7 @@ def test_equal_records_and_prompts_merge_within_and_across_chunks(plan, tmp_path
     second = items({**pair, "id": "three"}, prompts[1], start=3)
     whole, cut = tmp_path / "whole", (tmp_path / "cut1", tmp_path / "cut2")
     pipeline.run_chunk(first + second, plan, whole)
-    for chunk, folder in zip((first, second), cut):
+    for chunk, folder in zip((first, second), cut, strict=False):
         pipeline.run_chunk(chunk, plan, folder)
     for output in ("preference", "prompts"):
         [row] = rows(plan, output, whole)
@@ -156,5 +157,5 @@ def test_groups_go_whole_and_by_hash(plan):
 
 def test_uniform_is_uniform():
     values = [pipeline.uniform(0, "heldout", str(i)) for i in range(4000)]
-    assert sum(values) / 4000 == pytest.approx(0.5, abs=0.02) and 0 <= min(values) and max(values) < 1
+    assert sum(values) / 4000 == pytest.approx(0.5, abs=0.02) and min(values) >= 0 and max(values) < 1
     assert pipeline.uniform(0, "sft", "1") != pipeline.uniform(0, "heldout", "1")

@@ -1,0 +1,91 @@
+"""Fixtures of several rooms: the command line as a process, one smoke run that is made once, an S3 server."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages.artifacts import Store
+
+RLHF = str(Path(sys.executable).with_name("rlhf"))
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def environment(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Workers share what is compiled with each other and with the last session; nothing touches the home folder."""
+    values = {
+        "RLHF_SCRATCH": str(tmp_path_factory.mktemp("scratch")),
+        "RLHF_COMPILE_CACHE": str(request.config.cache.mkdir("jax")),
+        "COLUMNS": "200",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in values.items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(scope="session")
+def rlhf() -> Command:
+    """Runs `rlhf ARGS` as a process; `code` is the exit status that it must have."""
+
+    def run(*args: Any, code: int = 0, **options: Any) -> subprocess.CompletedProcess[str]:
+        command = [RLHF, *map(str, args)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
+        assert done.returncode == code, f"{command} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+        return done
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def smoke_store(rlhf: Command, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The store after `rlhf run smoke --name first`. Read only: tests that change a store take `store`."""
+    folder = tmp_path_factory.mktemp("smoke") / "store"
+    rlhf("run", "smoke", "--no-prefect", "--name", "first", "--set", f"store={folder}")
+    return folder
+
+
+@pytest.fixture
+def store(smoke_store: Path, tmp_path: Path) -> Path:
+    """A copy of the smoke run's store."""
+    return Path(shutil.copytree(smoke_store, tmp_path / "store"))
+
+
+@pytest.fixture(scope="session")
+def record() -> Callable[..., dict[str, Any]]:
+    """Reads `run.json` of a run."""
+
+    def read(store: Path | str, name: str) -> dict[str, Any]:
+        found = Store(str(store)).read_json("runs", name, "run.json")
+        assert found is not None
+        return found
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[str]:
+    """URL of a bucket on a real S3 server of this machine."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        patch.setenv("AWS_ACCESS_KEY_ID", "test")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        import boto3
+
+        boto3.client("s3").create_bucket(Bucket="bucket")
+        yield "s3://bucket"
+    server.stop()

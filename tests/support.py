@@ -1,0 +1,47 @@
+"""What tests of several rooms share: files, processes and manifests."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from stages.artifacts import Store
+
+
+def manifest_of(store: Path | str, entry: dict[str, Any]) -> dict[str, Any]:
+    """The manifest of a node of a run."""
+    artifact = Store(str(store)).get(entry["stage"], entry["key"])
+    assert artifact is not None
+    return artifact.manifest
+
+
+def write_files(folder: Path, **contents: str) -> Path:
+    """A folder of small files; `__` in a name is a slash."""
+    for name, text in contents.items():
+        path = folder / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def python(code: str, *args: Any, **options: Any) -> subprocess.Popen[str]:
+    """A Python process that runs `code` with this process's environment."""
+    command = [sys.executable, "-c", code, *map(str, args)]
+    env = os.environ | options.pop("env", {})
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, **options)
+
+
+def finish(process: subprocess.Popen[str], timeout: float = 120) -> str:
+    """Its standard output, once it has ended well."""
+    out, err = process.communicate(timeout=timeout)
+    assert process.returncode == 0, err
+    return out
+
+
+def lines_json(text: str) -> list[Any]:
+    """The JSON lines of a text."""
+    return [json.loads(line) for line in text.splitlines()]
