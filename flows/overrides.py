@@ -10,7 +10,7 @@ import functools
 import json
 import types
 import typing
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
@@ -47,7 +47,7 @@ def _partial_type(kind: Any) -> Any:
     if origin in (typing.Union, types.UnionType):
         return functools.reduce(lambda a, b: a | b, [_partial_type(a) for a in arguments])
     if origin is dict:
-        return dict[arguments[0], _partial_type(arguments[1])]  # type: ignore[valid-type]
+        return types.GenericAlias(dict, (arguments[0], _partial_type(arguments[1])))
     return kind
 
 
@@ -55,7 +55,7 @@ def parameter(name: str) -> Any:
     """The type of the flow's parameter for one field of the recipe."""
     field = Recipe.model_fields[name]
     kind = _partial_type(field.annotation) | None
-    bounded = Annotated[(kind, *field.metadata)] if field.metadata else kind
+    bounded: Any = Annotated[(kind, *field.metadata)] if field.metadata else kind
     adapter: TypeAdapter[Any] = TypeAdapter(bounded, config=ConfigDict(strict=True))
 
     def check(value: Any) -> Any:
@@ -76,7 +76,7 @@ def _explain(parameter: str, error: Any) -> str:
     return f"{place}: {'unknown key' if error['type'] == 'extra_forbidden' else error['msg']}"
 
 
-def told(parameters: dict[str, Any]) -> dict[str, Any]:
+def told(**parameters: Any) -> dict[str, Any]:
     """Values to lay on a recipe: only what was set."""
     return {
         name: value.model_dump(mode="json", exclude_unset=True) if isinstance(value, BaseModel) else value
@@ -86,9 +86,17 @@ def told(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 if TYPE_CHECKING:
-    Seed = Retries = int | None
-    StoreUrl = str | None
-    Base = Data = SFT = Reward = RL = Evaluate = Export = dict[str, Any] | None
+    Seed: TypeAlias = int | None
+    Retries: TypeAlias = int | None
+    StoreUrl: TypeAlias = str | None
+    Section: TypeAlias = dict[str, Any] | None
+    Base: TypeAlias = Section
+    Data: TypeAlias = Section
+    SFT: TypeAlias = Section
+    Reward: TypeAlias = Section
+    RL: TypeAlias = Section
+    Evaluate: TypeAlias = Section
+    Export: TypeAlias = Section
 else:
     Seed, StoreUrl, Retries = parameter("seed"), parameter("store"), parameter("retries")
     Base, Data, SFT = parameter("base"), parameter("data"), parameter("sft")

@@ -211,10 +211,20 @@ def rlhf_pipeline(
         evaluate: Evaluation on held-out problems.
         export: The Hugging Face folder.
     """
-    sections = {"base": base, "data": data, "sft": sft, "reward": reward, "rl": rl, "evaluate": evaluate, "export": export}
-    fields = {"seed": seed, "store": store, "retries": retries}
+    over = told(
+        seed=seed,
+        store=store,
+        retries=retries,
+        base=base,
+        data=data,
+        sft=sft,
+        reward=reward,
+        rl=rl,
+        evaluate=evaluate,
+        export=export,
+    )
     given = _resolved.get()
-    resolved = given or load_recipe(recipe, told(fields | sections) | dict.fromkeys(skip or []))
+    resolved = given or load_recipe(recipe, over | dict.fromkeys(skip or []))
     session = Session(resolved, PrefectReporter(silent=given is None), free_name(resolved, run_name), None)
     return _run(session, force or [], only or [])
 
@@ -320,5 +330,7 @@ def wait_until_recorded(flow_run: UUID) -> None:
     open_runs = filters.TaskRunFilter(state=filters.TaskRunFilterState(type=unfinished))
     deadline = time.monotonic() + RECORD_SECONDS
     with get_client(sync_client=True) as client:
-        while client.read_task_runs(flow_run_filter=mine, task_run_filter=open_runs, limit=1) and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
+            if not client.read_task_runs(flow_run_filter=mine, task_run_filter=open_runs, limit=1):
+                break
             time.sleep(0.1)

@@ -265,7 +265,7 @@ def graph_places(stages: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 # -- drawing -----------------------------------------------------------------------------------
 
 
-def _style() -> dict[str, Any]:
+def _style() -> Any:
     return {
         "svg.fonttype": "none", "font.size": 8.5, "text.color": INK, "axes.edgecolor": INK, "axes.labelcolor": INK,
         "axes.linewidth": 0.6, "xtick.color": INK, "ytick.color": INK, "xtick.major.width": 0.6,
@@ -373,7 +373,8 @@ def curves_png_data(record: Mapping[str, Any]) -> str | None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+    style: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    with matplotlib.rc_context(style):
         figure = Figure(figsize=(8, 4.6), layout="constrained", facecolor="white")
         FigureCanvasAgg(figure)
         for place, m in enumerate(chosen):

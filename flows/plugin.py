@@ -24,7 +24,7 @@ def setup_environment(*, ctx: Any) -> None:
 
 
 def resolve_bare_names(logger: logging.Logger) -> None:
-    """Teaches the client's look-up by name a flow's name; a client that has changed is left as it is, with a warning."""
+    """Teaches the client's look-up flow names. A client that has changed is left as it is, with a warning."""
     try:
         from prefect.client.orchestration import PrefectClient
         from prefect.client.schemas.filters import FlowFilter, FlowFilterName
@@ -52,4 +52,5 @@ def choose(flow: str, deployments: list[str]) -> str:
         return deployments[0]
     if "default" in deployments or not deployments:
         return "default"
-    raise SystemExit(f"flow {flow} has several deployments: write {' or '.join(f'{flow}/{d}' for d in sorted(deployments))}")
+    names = " or ".join(f"{flow}/{d}" for d in sorted(deployments))
+    raise SystemExit(f"flow {flow} has several deployments: write {names}")

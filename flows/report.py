@@ -7,6 +7,7 @@ be written.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections import Counter
@@ -109,7 +110,8 @@ class Run:
             entry = self.nodes.get(name, {})
             manifest = None
             if entry.get("state") in ("hit", "made"):
-                manifest = self.store.read_json("artifacts", entry["stage"], entry["key"], MANIFEST)
+                with contextlib.suppress(ArtifactError, OSError):
+                    manifest = self.store.read_json("artifacts", entry["stage"], entry["key"], MANIFEST)
             self._artifacts[name] = Artifact(self.store, manifest) if manifest else None
         return self._artifacts[name]
 
@@ -294,25 +296,15 @@ def _samples(run: Run, labels: Sequence[str]) -> dict[str, Any] | None:
         pairs = list(zip(first[prompt], last[prompt], strict=False))
         shown = next((i for i, (a, b) in enumerate(pairs) if a != b), 0)
         row = texts[labels[-1]][prompt, shown]
-        card: dict[str, Any] = {
-            "prompt": row["prompt"],
-            "answer": row["answer"],
-            "change": change[prompt],
-            "policies": [],
-        }
+        card: dict[str, Any] = {"prompt": row["prompt"], "answer": row["answer"], "policies": []}
         for label in labels:
             mine, marks = texts[label][prompt, shown], scores[label][prompt]
             mean = sum(marks) / len(marks)
             more = {"label": label, "score": marks[shown], "mean": mean, "count": len(marks)}
             card["policies"].append({"text": mine["text"], "stop": mine["stop"]} | more)
         cards.append(card)
-    return {
-        "cards": cards,
-        "gained": len(gained),
-        "lost": len(lost),
-        "same": len(same),
-        "ends": (labels[0], labels[-1]),
-    }
+    counts = {"gained": len(gained), "lost": len(lost), "same": len(same)}
+    return {"cards": cards, "ends": (labels[0], labels[-1])} | counts
 
 
 def chosen_samples(gained: Sequence[str], lost: Sequence[str], same: Sequence[str], count: int = SAMPLES) -> list[str]:
@@ -371,9 +363,7 @@ def _provenance(run: Run) -> dict[str, Any]:
         "devices": {k: v for k, v in gather(lambda m: m.get("device", "none")).items() if k != "none"},
         "hosts": gather(lambda m: m.get("host", "unknown")),
         "versions": gather(_versions),
-        "sources": {
-            n: m["key_parts"]["sources"] for n, m in manifests.items() if m.get("key_parts", {}).get("sources")
-        },
+        "sources": {n: found for n, m in manifests.items() if (found := m.get("key_parts", {}).get("sources"))},
         "code": {k: code[k] for k in sorted(code)},
         "recipe": yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=100),
         "seed": recipe.get("seed"),

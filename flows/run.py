@@ -66,7 +66,9 @@ def summary(session: Session, reporter: ConsoleReporter, report: str | None) -> 
         reporter.console.print(f"report  {report}", soft_wrap=True)
 
 
-def run_with_prefect(recipe: Recipe, *, name: str | None = None, force: set[str] | None = None, only: set[str] | None = None) -> None:
+def run_with_prefect(
+    recipe: Recipe, *, name: str | None = None, force: set[str] | None = None, only: set[str] | None = None
+) -> None:
     """Runs the flow here, beside the server that Prefect is set to or else a private one that ends with the run."""
     for setting, value in QUIET.items():
         os.environ.setdefault(setting, value)

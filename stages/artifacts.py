@@ -147,10 +147,11 @@ class Store:
         return None
 
     def _sizes_fault(self, artifact: Artifact) -> str | None:
+        # One listing: a request for each file would make a hit slow on an object store.
+        found = {path[len(artifact.url) + 1 :]: i["size"] for path, i in self.fs.find(artifact.url, detail=True).items()}
         for f in artifact.manifest["files"]:
-            try:
-                size = self.fs.info(f"{artifact.url}/{f['path']}")["size"]
-            except FileNotFoundError:
+            size = found.get(f["path"])
+            if size is None:
                 return f"{f['path']} is missing"
             if size != f["size"]:
                 return f"{f['path']} has {size} bytes, the manifest says {f['size']}"
@@ -234,10 +235,10 @@ class Store:
         if existing is not None:
             self.set_aside(stage, key)
         target = self.join("artifacts", stage, key)
-        self.fs.makedirs(target, exist_ok=True)
+        for parent in sorted({f"{target}/{f['path']}".rsplit("/", 1)[0] for f in files}):
+            self.fs.makedirs(parent, exist_ok=True)
         for f in files:
             destination = f"{target}/{f['path']}"
-            self.fs.makedirs(destination.rsplit("/", 1)[0], exist_ok=True)
             if self.is_local:
                 os.replace(folder / f["path"], destination)
             else:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import matplotlib.image
 import pyarrow as pa
@@ -30,24 +31,11 @@ SECTIONS = ("evaluation", "curves", "training", "samples", "rollouts", "stages",
 
 
 def recipe_of(store, **more):
-    values = {
-        "name": "demo",
-        "description": "Addition on a laptop.",
-        "seed": 7,
-        "store": store,
-        "reward": {},
-        "rl": {
-            "rounds": 8,
-            "rollout": {"prompts": 4, "completions": 4, "max_tokens": 8},
-            "score": {
-                "rewards": {
-                    "exact": {"function": "exact_match"},
-                    "model": {"function": "reward_model", "weight": 0.2, "squash": "sigmoid"},
-                }
-            },
-        },
-        "evaluate": {"problems": 40, "samples": 4},
-    }
+    exact, model = {"function": "exact_match"}, {"function": "reward_model", "weight": 0.2, "squash": "sigmoid"}
+    sampling = {"prompts": 4, "completions": 4, "max_tokens": 8}
+    values = {"name": "demo", "description": "Addition on a laptop.", "seed": 7, "store": store, "reward": {}}
+    values["rl"] = {"rounds": 8, "rollout": sampling, "score": {"rewards": {"exact": exact, "model": model}}}
+    values["evaluate"] = {"problems": 40, "samples": 4}
     return Recipe.model_validate_json(json.dumps(values | more))
 
 
@@ -57,15 +45,8 @@ class Maker:
     def __init__(self, store, recipe, tmp, name):
         self.store, self.recipe, self.tmp, self.name = store, recipe, tmp, name
         self.clock = BEGIN
-        self.record = {
-            "name": name,
-            "recipe": recipe.model_dump(mode="json"),
-            "status": "finished",
-            "started": self.clock.isoformat(),
-            "host": "laptop",
-            "pid": 4321,
-            "nodes": {},
-        }
+        self.record = {"name": name, "recipe": recipe.model_dump(mode="json"), "status": "finished", "host": "laptop"}
+        self.record |= {"started": self.clock.isoformat(), "pid": 4321, "nodes": {}}
         self.seconds = {"base": 3.4, "prepare": 6.1, "sft": 41.0, "reward": 38.5, "rollout": 9.5, "score": 1.5}
         self.seconds |= {"update": 12.0, "evaluate": 8.0, "export": 2.2}
 
@@ -81,16 +62,10 @@ class Maker:
             made[node.name] = self.artifact(node, made)
             seconds = self.seconds[node.stage]
             hit = node.name in cached or node.stage in cached
-            self.record["nodes"][node.name] = {
-                "stage": node.stage,
-                "key": made[node.name].key,
-                "started": self.clock.isoformat(),
-                "state": "hit" if hit else "made",
-                "digest": made[node.name].digest,
-                "metrics": made[node.name].metrics,
-                "seconds": 0.02 if hit else seconds,
-                "made_seconds": seconds,
-            }
+            entry = {"stage": node.stage, "key": made[node.name].key, "started": self.clock.isoformat()}
+            entry |= {"digest": made[node.name].digest, "metrics": made[node.name].metrics, "made_seconds": seconds}
+            entry |= {"state": "hit" if hit else "made", "seconds": 0.02 if hit else seconds}
+            self.record["nodes"][node.name] = entry
             self.clock += datetime.timedelta(seconds=0 if hit else seconds)
         self.record |= {"ended": self.clock.isoformat(), "worker_starts": 1}
         self.save()
@@ -106,45 +81,32 @@ class Maker:
         metrics = getattr(self, f"make_{node.stage}")(node, out)
         sources = {"model.gguf": "a1b2c3d4e5f60718" * 4} if node.stage == "base" else {}
         code = {f"stages.{node.stage}": digest(node.stage)[:16], "tuning.device": "0123456789abcdef"}
-        return self.store.commit(
-            out,
-            {
-                "stage": node.stage,
-                "key": digest([node.name, node.seed]),
-                "key_parts": {"stage": node.stage, "code": code, "sources": sources, "seed": node.seed},
-                "config": node.config.model_dump(mode="json"),
-                "inputs": {n: {"stage": made[i.node].stage, "key": made[i.node].key} for n, i in node.inputs.items()},
-                "seed": node.seed,
-                "versions": {"jax": "0.10.2", "numpy": "2.4.6"},
-                "python": "3.11.7",
-                "device": "cpu:cpu x1" if node.stage != "prepare" else "none",
-                "host": "laptop",
-                "run": self.name,
-                "metrics": metrics,
-                "started": self.clock.isoformat(),
-                "seconds": self.seconds[node.stage],
-            },
-        )
+        parts = {"stage": node.stage, "code": code, "sources": sources, "seed": node.seed}
+        inputs = {n: {"stage": made[i.node].stage, "key": made[i.node].key} for n, i in node.inputs.items()}
+        manifest = {"stage": node.stage, "key": digest([node.name, node.seed]), "key_parts": parts, "inputs": inputs}
+        manifest |= {"config": node.config.model_dump(mode="json"), "seed": node.seed, "metrics": metrics}
+        manifest |= {"versions": {"jax": "0.10.2", "numpy": "2.4.6"}, "python": "3.11.7", "host": "laptop"}
+        manifest |= {"device": "cpu:cpu x1" if node.stage != "prepare" else "none", "run": self.name}
+        manifest |= {"started": self.clock.isoformat(), "seconds": self.seconds[node.stage]}
+        return self.store.commit(out, manifest)
 
     def make_base(self, node, out):
         return {"parameters": 134_500_000}
 
-    def make_prepare(self, node, out):
-        return {"rows": {"sft": 200, "prompts": 400, "heldout": 40}}
+    make_prepare = make_export = make_base
 
-    def make_export(self, node, out):
-        return {"bytes": 538_000_000}
+    def log(self, out, lines):
+        (out / "logs").mkdir()
+        (out / "logs" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     def make_sft(self, node, out):
-        (out / "logs").mkdir()
         lines = [{"step": i, "loss": 0.3 + 2 / (1 + i), "grad_norm": 1.5 + 1 / (1 + i)} for i in range(24)]
-        (out / "logs" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        self.log(out, lines)
         return {"steps": 24, "loss": 0.383, "tokens_per_second": 812.4, "examples": 200}
 
     def make_reward(self, node, out):
-        (out / "logs").mkdir()
         lines = [{"step": i, "loss": 0.69 - 0.02 * i, "accuracy": min(1.0, 0.5 + 0.03 * i)} for i in range(18)]
-        (out / "logs" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        self.log(out, lines)
         return {"steps": 18, "loss": 0.33, "heldout_accuracy": 0.94, "calibration_error": 0.041, "pairs": 360}
 
     def completion(self, prompt, sample, text, **more):
@@ -163,17 +125,12 @@ class Maker:
 
     def make_score(self, node, out):
         names = sorted(node.config.rewards)
-        rows = [
-            {
-                "prompt_id": f"p{p:03d}",
-                "sample": s,
-                "rewards": {k: 0.7 if k == "model" else float(s % 2 == 0) for k in names},
-                "total": float(s % 2 == 0) + 0.14,
-                "failure": None,
-            }
-            for p in range(4)
-            for s in range(4)
-        ]
+        rows = []
+        for row in (self.completion(p, s, "") for p in range(4) for s in range(4)):
+            right = float(row["sample"] % 2 == 0)
+            rewards = {k: 0.7 if k == "model" else right for k in names}
+            rows.append({"rewards": rewards, "total": right + 0.14, "failure": None, **row})
+        rows = [{k: row[k] for k in score.schema(names).names} for row in rows]
         rows[5] |= {"total": None, "failure": "exact: TimeoutError: longer than 10 s"}
         write_rows(out / "scores" / "part-00000-of-00001.parquet", rows, score.schema(names))
         n = int(re.findall(r"\d+", node.name)[0])
@@ -209,8 +166,7 @@ class Page(html.parser.HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.tags, self.ids, self.references, self.words = [], [], [], []
-        self.unnamed = []
+        self.tags, self.ids, self.references, self.words, self.unnamed = [], [], [], [], []
         self.feed(text)
         self.text = " ".join(" ".join(self.words).split())
 
@@ -227,7 +183,7 @@ class Page(html.parser.HTMLParser):
 
 
 def written(path):
-    return open(path, encoding="utf-8").read()
+    return Path(path).read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -299,19 +255,17 @@ def test_report_is_quick_and_small(whole):
 
 def test_importing_the_report_does_not_load_matplotlib():
     code = "import sys, flows.report; print([m for m in ('matplotlib', 'jax', 'numpy', 'tuning') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
 @pytest.mark.parametrize("width", [400, 1200])
 def test_browser_shows_the_page(whole, tmp_path, width):
-    text = written(whole[2])
     script = """[doc.title, doc.documentElement.scrollWidth, view.innerWidth,
         [...doc.querySelectorAll("main > section")].map(s => s.id).join(" "),
         [...doc.querySelectorAll("section")].every(s => s.getBoundingClientRect().height > 60),
         [...doc.querySelectorAll(".curves svg")].every(s => s.getBoundingClientRect().width > 150),
         doc.querySelectorAll(".curves svg").length, doc.scripts.length].join("|")"""
-    title, scroll, inner, ids, tall, drawn, count, scripts = measure(text, script, width).split("|")
+    title, scroll, inner, ids, tall, drawn, count, scripts = measure(written(whole[2]), script, width).split("|")
     assert title == "Run demo-brave-otter" and scripts == "0"
     assert int(inner) == width and int(scroll) <= width, "the page scrolls sideways"
     assert tuple(ids.split()) == SECTIONS
@@ -377,6 +331,7 @@ def test_cached_run_and_artifacts_that_are_gone(tmp_path):
     for name in ("evaluate.rl", "round-007.rollout", "sft"):
         entry = record["nodes"][name]
         store.fs.rm(store.join("artifacts", entry["stage"], entry["key"]), recursive=True)
+    store.fs.pipe_file(store.join("artifacts", "base", record["nodes"]["base"]["key"], "manifest.json"), b"{")
     page = Page(written(write_report(store, "demo-again")))
     assert "The samples are left out: ArtifactError: the artifact of evaluate.rl is not in the store." in page.text
     assert "The rollouts are left out" in page.text and "The curves are left out" in page.text

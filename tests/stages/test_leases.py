@@ -14,7 +14,7 @@ import pytest
 from stages import leases
 from stages.artifacts import Store
 from stages.leases import lease
-from support import finish, python
+from tests.support import finish, python
 
 # Makes one artifact under the lease, unless it is there; counts in a file how often it really did.
 MAKER = """
@@ -25,10 +25,10 @@ from stages.leases import lease
 url, folder, seconds = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
 store = Store(url)
 with lease(store, "sft", "k" * 64, lambda line: print(line, flush=True)):
-    print("held", flush=True)
     if store.get("sft", "k" * 64) is None:
         with (folder / "made").open("a") as f:
             f.write("x")
+        print("held", flush=True)
         out = folder / f"out-{time.time_ns()}"
         out.mkdir()
         time.sleep(seconds)

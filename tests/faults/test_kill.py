@@ -1,0 +1,224 @@
+"""kill -9 at every kind of moment: the same command goes on, and ends with the same bits as a run that nobody disturbed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from stages.artifacts import Store
+from tests.conftest import RLHF
+
+# Many small shards and steps, so that there is a middle to be killed in. Weights are stored every third round.
+SETTINGS = {
+    "sft.checkpoint_every": 1,
+    "rl.rollout.prompts": 32,
+    "rl.rollout.completions": 4,
+    "rl.rollout.shard_prompts": 2,
+    "rl.score.shard_completions": 8,
+    "rl.update.prompts_per_step": 1,
+    "rl.checkpoint_every": 3,
+    "evaluate": "null",
+}
+
+
+class Run:
+    """`rlhf run smoke` as a process group of its own, with its output in a file."""
+
+    def __init__(self, store: Path, name: str, retries: int = 0):
+        self.store, self.name = store, name
+        self.log = store.with_name(f"{store.name}-{name}.log")
+        sets = [f"{k}={v}" for k, v in (SETTINGS | {"store": store, "retries": retries}).items()]
+        command = [RLHF, "run", "smoke", "--no-prefect", "--name", name]
+        command += [word for item in sets for word in ("--set", item)]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+
+    def record(self) -> dict[str, Any]:
+        return Store(str(self.store)).read_json("runs", self.name, "run.json") or {"nodes": {}}
+
+    def state(self, node: str) -> str:
+        return self.record()["nodes"].get(node, {}).get("state", "")
+
+    def until(self, reached: Callable[[], bool]) -> None:
+        """Waits for a moment of the run."""
+        deadline = time.monotonic() + 120
+        while not reached():
+            assert self.process.poll() is None, f"the run ended too early:\n{self.log.read_text()}"
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.002)
+
+    def family(self) -> list[psutil.Process]:
+        """The worker and what it has started."""
+        (worker,) = [c for c in psutil.Process(self.process.pid).children() if "stages.worker" in c.cmdline()]
+        return [worker, *worker.children(recursive=True)]
+
+    def kill_worker(self) -> int:
+        worker, *others = self.family()
+        worker.kill()
+        # What it had started (reward functions) must not live on without it.
+        _, alive = psutil.wait_procs(others, timeout=10)
+        assert alive == []
+        return worker.pid
+
+    def ends(self, code: int) -> str:
+        """Its output, once it has ended with this status."""
+        found = self.process.wait(timeout=180)
+        assert found == code, self.log.read_text()
+        return self.log.read_text()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The store of a run that nobody disturbs."""
+    store = tmp_path_factory.mktemp("undisturbed") / "store"
+    Run(store, "run").ends(0)
+    return store
+
+
+@pytest.fixture
+def store(undisturbed, tmp_path):
+    """Makes a store in which only some stages are done."""
+
+    def make(*done: str) -> Path:
+        for stage in done:
+            shutil.copytree(undisturbed / "artifacts" / stage, tmp_path / "store" / "artifacts" / stage)
+        return tmp_path / "store"
+
+    return make
+
+
+def digests(store: Path, run: str = "run") -> dict[str, str]:
+    record = Store(str(store)).read_json("runs", run, "run.json")
+    assert record is not None
+    return {name: entry["digest"] for name, entry in record["nodes"].items()}
+
+
+def check(run: Run, undisturbed: Path) -> None:
+    """Every node of a finished run has the bits of the undisturbed one; nothing is left over."""
+    assert run.record()["status"] == "finished"
+    assert digests(run.store, run.name) == digests(undisturbed)
+    store = Store(str(run.store))
+    assert all(store.verify(a) is None for a in (store.get(*key) for key in store.all_keys()) if a is not None)
+    assert store.fs.find(store.join("leases")) == []
+    assert store.fs.find(store.join("damaged")) == []
+    assert store.fs.find(store.join("work")) == []
+
+
+def shards(store: Path, stage: str, name: str) -> int:
+    return len(list((store / "work" / stage).glob(f"*/{name}-*/*.parquet")))
+
+
+def test_training_goes_on_from_its_checkpoint(store, undisturbed):
+    place = store("base", "prepare")
+    first = Run(place, "first")
+    first.until(lambda: any((place / "work" / "sft").glob("*/checkpoints/2")))
+    pid = first.kill_worker()
+    output = first.ends(1)
+    assert f"failed: the worker (pid {pid}) was ended by signal SIGKILL" in output
+    assert "in stage sft" in output
+    assert "the same command goes on from there" in output
+    assert first.record()["status"] == "failed"
+    assert first.state("sft") == "failed"
+    # What is done from here on is not this test's business.
+    for stage in ("reward", "rollout", "score", "update", "export"):
+        shutil.copytree(undisturbed / "artifacts" / stage, place / "artifacts" / stage)
+    second = Run(place, "second")
+    output = second.ends(0)
+    resumed = next(line for line in output.splitlines() if "sft: resumed at step" in line)
+    assert int(resumed.split("step ")[1].split(" of ")[0]) >= 2
+    states = {name: entry["state"] for name, entry in second.record()["nodes"].items()}
+    assert [name for name, state in states.items() if state == "made"] == ["sft"]
+    check(second, undisturbed)
+    # The curve of the whole training is there, not only the part after the kill.
+    key = second.record()["nodes"]["sft"]["key"]
+    lines = (place / "artifacts" / "sft" / key / "logs" / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == second.record()["nodes"]["sft"]["metrics"]["steps"]
+
+
+def test_a_round_goes_on_from_its_shards_and_a_lost_policy_is_made_again(store, undisturbed):
+    place = store("base", "prepare", "sft", "reward")
+    first = Run(place, "first")
+    first.until(lambda: shards(place, "rollout", "rollouts") >= 3)
+    first.kill_worker()
+    assert "in stage rollout" in first.ends(1)
+    kept = shards(place, "rollout", "rollouts")
+    assert 3 <= kept < 16
+
+    second = Run(place, "second")
+    second.until(lambda: second.state("round-001.update") == "running")
+    time.sleep(0.05)
+    second.kill_worker()
+    output = second.ends(1)
+    assert f"round-000.rollout: resumed: {kept} of 16 shards of rollouts were there" in output
+    assert "in stage update" in output
+    assert second.state("round-001.update") == "failed"
+    states = [second.state(n) for n in ("base", "prepare", "sft", "reward", "round-000.rollout", "round-000.update")]
+    assert states == ["hit", "hit", "hit", "hit", "made", "made"]
+
+    # Rounds 0 and 1 store no weights: a fresh worker has to make round 0's policy again, bit for bit.
+    third = Run(place, "third")
+    output = third.ends(0)
+    assert "replaying the update of round 0 from its stored rollouts" in output
+    assert [third.state(f"round-000.{n}") for n in ("rollout", "score", "update")] == ["hit"] * 3
+    assert [third.state(f"round-001.{n}") for n in ("rollout", "score", "update")] == ["hit", "hit", "made"]
+    check(third, undisturbed)
+
+
+def test_with_a_retry_the_run_goes_on_by_itself(store, undisturbed):
+    place = store("base", "prepare", "sft", "reward")
+    run = Run(place, "first", retries=1)
+    run.until(lambda: shards(place, "score", "scores") >= 2)
+    pid = run.kill_worker()
+    output = run.ends(0)
+    assert f"the worker (pid {pid}) was ended by signal SIGKILL" in output
+    assert "try 2 of 2 with a fresh worker" in output
+    assert "shards of scores were there" in output
+    assert run.record()["worker_starts"] == 2
+    check(run, undisturbed)
+
+
+@pytest.mark.parametrize("moment", ["rollout", "update"])
+def test_the_whole_run_is_killed(store, undisturbed, moment):
+    place = store("base", "prepare", "sft", "reward")
+    first = Run(place, "first")
+    if moment == "rollout":
+        first.until(lambda: shards(place, "rollout", "rollouts") >= 2)
+    else:
+        first.until(lambda: first.state("round-000.update") == "running")
+        time.sleep(0.3)
+    family = first.family()
+    os.killpg(first.process.pid, signal.SIGKILL)
+    first.process.wait()
+    assert psutil.wait_procs(family, timeout=5)[1] == []
+    assert first.record()["status"] == "running"
+    assert len(list((place / "leases").iterdir())) == 1
+    started = time.monotonic()
+    second = Run(place, "second")
+    output = second.ends(0)
+    assert "waiting for it" not in output
+    assert time.monotonic() - started < 100
+    if moment == "rollout":
+        assert "shards of rollouts were there" in output
+    else:
+        assert second.state("round-000.score") == "hit"
+    check(second, undisturbed)
+
+
+def test_the_flow_alone_is_killed(store, undisturbed):
+    """Its worker leaves within two seconds; nothing goes on computing for nobody."""
+    place = store("base", "prepare", "sft", "reward")
+    first = Run(place, "first")
+    first.until(lambda: shards(place, "rollout", "rollouts") >= 1)
+    family = first.family()
+    first.process.kill()
+    first.process.wait()
+    assert psutil.wait_procs(family, timeout=2)[1] == []

@@ -1,0 +1,133 @@
+"""A real Prefect server and worker for tests: own home, loopback only, ended by whoever started them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+
+PROJECT = Path(__file__).resolve().parents[2]
+
+T = TypeVar("T")
+
+
+def wait_for(look: Callable[[], T | None], seconds: float, what: str) -> T:
+    """What `look` returns as soon as that is true."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        found = look()
+        if found:
+            return found
+        time.sleep(0.3)
+    raise AssertionError(f"waited {seconds:.0f} s for {what}")
+
+
+class Prefect:
+    """A server's place and the commands that use it."""
+
+    def __init__(self, folder: Path):
+        with socket.create_server(("127.0.0.1", 0)) as s:
+            self.port = s.getsockname()[1]
+        self.folder = folder
+        self.ui = f"http://127.0.0.1:{self.port}"
+        self.env = os.environ | {
+            "PREFECT_HOME": str(folder / "home"),
+            "PREFECT_API_URL": f"{self.ui}/api",
+            "PREFECT_UI_STATIC_DIRECTORY": str(folder / "ui"),
+            "PREFECT_WORKER_QUERY_SECONDS": "1",
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "DO_NOT_TRACK": "1",
+            # The tests start processes from a checkout, whichever one is installed.
+            "PYTHONPATH": str(PROJECT),
+        }
+        self.http = httpx.Client(base_url=f"{self.ui}/api", timeout=30)
+
+    def command(self, *args: str, code: int = 0, cwd: Path = PROJECT) -> str:
+        """Output of `prefect ARGS` in the project's folder."""
+        command = [sys.executable, "-m", "prefect", "--no-prompt", *args]
+        done = subprocess.run(command, cwd=cwd, env=self.env, capture_output=True, text=True, timeout=180)
+        output = done.stdout + done.stderr
+        assert done.returncode == code, f"prefect {' '.join(args)} ended with {done.returncode}:\n{output}"
+        return output
+
+    @contextlib.contextmanager
+    def running(self, name: str, *args: str) -> Iterator[subprocess.Popen[bytes]]:
+        """`prefect ARGS` in the background, with all its children in a group that ends here."""
+        with (self.folder / f"{name}.log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "prefect", *args],
+                cwd=PROJECT,
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            yield process
+        finally:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=20)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def post(self, path: str, **body: Any) -> Any:
+        answer = self.http.post(path, json=body)
+        assert answer.is_success, f"{path}: {answer.status_code} {answer.text}"
+        return answer.json() if answer.content else None
+
+    def get(self, path: str) -> Any:
+        return self.http.get(path).raise_for_status().json()
+
+    def healthy(self) -> bool:
+        try:
+            return self.http.get("/health").is_success
+        except httpx.TransportError:
+            return False
+
+    def flow_run(self, name: str) -> dict[str, Any]:
+        """A flow run by its name."""
+        found = self.post("/flow_runs/filter", flow_runs={"name": {"any_": [name]}})
+        assert len(found) == 1, f"{len(found)} flow runs are called {name}"
+        return found[0]
+
+    def ended(self, name: str, seconds: float) -> dict[str, Any]:
+        """A flow run once it is over."""
+        over = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
+
+        def look() -> dict[str, Any] | None:
+            run = self.flow_run(name)
+            return run if run["state_type"] in over else None
+
+        return wait_for(look, seconds, f"the end of {name}")
+
+    def task_runs(self, flow_run: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        """The task runs of a flow run by their names."""
+        found = self.post("/task_runs/filter", flow_runs={"id": {"any_": [flow_run["id"]]}})
+        return {t["name"]: t for t in found}
+
+    def artifacts(self, flow_run: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        """The artifacts of a flow run by their keys."""
+        found = self.post("/artifacts/filter", flow_runs={"id": {"any_": [flow_run["id"]]}})
+        return {a["key"]: a for a in found}
+
+
+@contextlib.contextmanager
+def prefect_server(folder: Path) -> Iterator[Prefect]:
+    """A server that is ready for requests."""
+    prefect = Prefect(folder)
+    with prefect.running("server", "server", "start", "--host", "127.0.0.1", "--port", str(prefect.port)):
+        wait_for(prefect.healthy, 120, "the Prefect server")
+        yield prefect
+    prefect.http.close()

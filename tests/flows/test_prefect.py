@@ -1,0 +1,291 @@
+"""The flow on a real Prefect server with a real worker: deployment, cache, retries, schedule, artifacts, UI."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from flows import plugin
+from flows.overrides import told
+from stages.artifacts import Store
+from tests.browser import dump_dom, screenshot
+from tests.flows.prefect_server import PROJECT, Prefect, prefect_server, wait_for
+
+FLOW = "rlhf-pipeline"
+NODES = {"base", "prepare", "sft", "reward", "evaluate.base", "evaluate.sft", "evaluate.rl", "export"} | {
+    f"round-{i:03}.{part}" for i in range(3) for part in ("rollout", "score", "update")
+}
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("prefect")
+
+
+@pytest.fixture(scope="session")
+def prefect(folder: Path) -> Iterator[Prefect]:
+    """A server with the project's deployment and one that is due every minute."""
+    with prefect_server(folder) as server:
+        server.command("work-pool", "create", "local", "--type", "process")
+        server.command("deploy", "--name", "default")
+        due = [
+            "--cron",
+            "* * * * *",
+            "--timezone",
+            "UTC",
+            "--concurrency-limit",
+            "1",
+            "--collision-strategy",
+            "CANCEL_NEW",
+        ]
+        params = {"recipe": "smoke", "store": str(folder / "scheduled"), "only": ["base"]}
+        every = ["--name", "every-minute", "--pool", "local", *due, "--params", json.dumps(params)]
+        server.command("deploy", "flows/pipeline.py:rlhf_pipeline", *every)
+        yield server
+
+
+@pytest.fixture(scope="session")
+def worker(prefect: Prefect) -> Iterator[psutil.Process]:
+    with prefect.running("worker", "worker", "start", "--pool", "local") as process:
+        yield psutil.Process(process.pid)
+
+
+@pytest.fixture(scope="session")
+def made(prefect: Prefect, worker: psutil.Process, folder: Path) -> dict[str, Any]:
+    """A run started by the flow's name alone, whose stage worker is killed once and which another run collides with."""
+    options = ["--param", "recipe=smoke", "--param", f"store={folder / 'store'}", "--flow-run-name", "smoke-made"]
+    prefect.command("deployment", "run", FLOW, *options)
+    started = prefect.flow_run("smoke-made")
+    wait_for(lambda: stage_worker(worker, started), 60, "a stage at work").kill()
+    create(prefect, "smoke-too-many", {"recipe": "smoke", "store": str(folder / "store")})
+    return prefect.ended("smoke-made", 180)
+
+
+@pytest.fixture(scope="session")
+def cached(prefect: Prefect, made: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The same run once more, started by the full name from a folder that is not the project's."""
+    options = ["--param", "recipe=smoke", "--param", f"store={folder / 'store'}", "--flow-run-name", "smoke-cached"]
+    prefect.command("deployment", "run", f"{FLOW}/default", *options, cwd=folder)
+    return prefect.ended("smoke-cached", 90)
+
+
+def create(prefect: Prefect, name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    deployment = prefect.get(f"/deployments/name/{FLOW}/default")["id"]
+    return prefect.post(f"/deployments/{deployment}/create_flow_run", name=name, parameters=parameters)
+
+
+def stage_worker(worker: psutil.Process, flow_run: dict[str, Any]) -> psutil.Process | None:
+    """The process that runs the stages of a flow run."""
+    for process in worker.children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            mine = process.environ().get("PREFECT__FLOW_RUN_ID") == flow_run["id"]
+            if mine and "stages.worker" in process.cmdline():
+                return process
+    return None
+
+
+def record(folder: Path, name: str) -> dict[str, Any]:
+    found = Store(str(folder)).read_json("runs", name, "run.json")
+    assert found is not None
+    return found
+
+
+def test_the_deployment_is_listed_with_its_schedule(prefect: Prefect) -> None:
+    assert f"{FLOW}/default" in prefect.command("deployment", "ls")
+    found = prefect.get(f"/deployments/name/{FLOW}/default")
+    assert [s["schedule"] for s in found["schedules"]] == [{"cron": "0 2 * * *", "timezone": "UTC", "day_or": True}]
+    assert found["schedules"][0]["active"] and not found["paused"]
+    assert found["global_concurrency_limit"]["limit"] == 1
+    assert found["concurrency_options"]["collision_strategy"] == "CANCEL_NEW"
+    assert found["pull_steps"] == [{"prefect.deployments.steps.set_working_directory": {"directory": str(PROJECT)}}]
+    assert found["parameters"] == {"recipe": "demo"}
+
+
+def test_the_form_describes_every_field_of_the_recipe(prefect: Prefect) -> None:
+    schema = prefect.get(f"/deployments/name/{FLOW}/default")["parameter_openapi_schema"]
+    sections = {"base", "data", "sft", "reward", "rl", "evaluate", "export", "seed", "store", "retries"}
+    assert sections <= set(schema["properties"])
+    assert all(p["description"] for p in schema["properties"].values())
+    models = schema["definitions"]
+    assert all(f.get("description") for m in models.values() for f in m["properties"].values())
+    assert not any("required" in m for m in models.values())
+    assert all(m["additionalProperties"] is False for m in models.values())
+
+
+def test_a_flows_name_alone_starts_its_default_deployment(prefect: Prefect, made: dict[str, Any], folder: Path) -> None:
+    assert made["state_name"] == "Completed", made["state"]
+    tasks = prefect.task_runs(made)
+    assert set(tasks) == NODES
+    assert {t["state_name"] for t in tasks.values()} == {"Completed"}
+    assert record(folder / "store", "smoke-made")["status"] == "finished"
+
+
+def test_a_killed_worker_is_a_retry_of_the_task(prefect: Prefect, made: dict[str, Any], folder: Path) -> None:
+    task = prefect.task_runs(made)["base"]
+    history = prefect.get(f"/task_run_states/?task_run_id={task['id']}")
+    names = [s["name"] for s in sorted(history, key=lambda s: s["timestamp"])]
+    assert names[-3:] == ["AwaitingRetry", "Retrying", "Completed"], names
+    assert record(folder / "store", "smoke-made")["worker_starts"] == 2
+
+
+def test_a_run_that_would_overlap_is_cancelled(prefect: Prefect, made: dict[str, Any]) -> None:
+    refused = prefect.ended("smoke-too-many", 60)
+    assert refused["state_type"] == "CANCELLED"
+    assert "concurrency" in refused["state"]["message"].lower()
+
+
+def test_a_run_leaves_artifacts_to_look_at(prefect: Prefect, made: dict[str, Any], folder: Path) -> None:
+    found = prefect.artifacts(made)
+    assert {
+        k: found[k]["type"] for k in ("sft-metrics", "round-001-rollout-sample", "evaluation", "curves", "report")
+    } == {
+        "sft-metrics": "table",
+        "round-001-rollout-sample": "markdown",
+        "evaluation": "table",
+        "curves": "markdown",
+        "report": "markdown",
+    }
+    assert [r["policy"] for r in json.loads(found["evaluation"]["data"])] == ["base", "sft", "rl"]
+    assert found["curves"]["data"].startswith("![curves](data:image/png;base64,")
+    assert f"file://{folder / 'store' / 'runs' / 'smoke-made' / 'report.html'}" in found["report"]["data"]
+    assert {f"{n.replace('.', '-')}-metrics" for n in NODES} <= set(found)
+
+
+def test_a_second_run_is_cached_and_starts_no_worker(prefect: Prefect, cached: dict[str, Any], folder: Path) -> None:
+    assert cached["state_name"] == "Completed", cached["state"]
+    tasks = prefect.task_runs(cached)
+    assert set(tasks) == NODES
+    assert {t["state_name"] for t in tasks.values()} == {"Cached"}
+    assert {t["state_type"] for t in tasks.values()} == {"COMPLETED"}
+    assert record(folder / "store", "smoke-cached")["worker_starts"] == 0
+
+
+@pytest.mark.parametrize(
+    ("parameter", "told"),
+    [
+        ('sft={"optimizer": {"lr": 1}}', "'lr' was unexpected"),
+        ('rl={"rounds": 0}', "less than the minimum"),
+        ("learning_rate=1", "not found on the deployment: 'learning_rate'"),
+    ],
+)
+def test_a_wrong_parameter_is_refused_before_there_is_a_run(prefect: Prefect, parameter: str, told: str) -> None:
+    before = prefect.post("/flow_runs/count")
+    output = prefect.command("deployment", "run", FLOW, "--param", "recipe=smoke", "--param", parameter, code=1)
+    assert told in " ".join(output.split())
+    assert prefect.post("/flow_runs/count") - before in (0, 1)  # a minute may have come round
+
+
+def test_cancelling_a_run_ends_its_stage_worker(
+    prefect: Prefect, made: Any, worker: psutil.Process, folder: Path
+) -> None:
+    run = create(prefect, "smoke-cancelled", {"recipe": "smoke", "store": str(folder / "store"), "force": ["base"]})
+    process = wait_for(lambda: stage_worker(worker, run), 60, "a stage at work")
+    prefect.post(f"/flow_runs/{run['id']}/set_state", state={"type": "CANCELLING", "name": "Cancelling"})
+    ended = prefect.ended("smoke-cancelled", 60)
+    assert ended["state_type"] == "CANCELLED", ended["state"]
+    wait_for(lambda: not process.is_running(), 10, "the end of the stage worker")
+    assert record(folder / "store", "smoke-cancelled")["status"] == "failed"
+
+
+def test_cron_fires(prefect: Prefect, worker: psutil.Process) -> None:
+    deployment = prefect.get(f"/deployments/name/{FLOW}/every-minute")["id"]
+    query = {"deployments": {"id": {"any_": [deployment]}}, "flow_runs": {"state": {"type": {"any_": ["COMPLETED"]}}}}
+    done = wait_for(lambda: prefect.post("/flow_runs/filter", **query), 100, "a scheduled run")
+    prefect.http.delete(f"/deployments/{deployment}").raise_for_status()
+    assert all(run["auto_scheduled"] for run in done)
+    assert {t for run in done for t in prefect.task_runs(run)} == {"base"}
+
+
+def test_the_page_of_a_cached_run_says_so(prefect: Prefect, cached: dict[str, Any], folder: Path) -> None:
+    page = f"{prefect.ui}/runs/flow-run/{cached['id']}"
+    text = dump_dom(f"{page}?tab=Task%20Runs", width=1400, height=1600)
+    assert "evaluate.rl" in text and "Cached" in text
+    assert screenshot(page, folder / "run.png", 1400, 1200).stat().st_size > 20_000
+
+
+def test_rlhf_run_needs_no_server_and_is_quiet(made: dict[str, Any], folder: Path) -> None:
+    home = folder / "fresh"
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT")} | {"PREFECT_HOME": str(home)}
+    command = [
+        sys.executable,
+        "-m",
+        "flows.cli",
+        "run",
+        "smoke",
+        "--name",
+        "alone",
+        "--set",
+        f"store={folder / 'store'}",
+    ]
+    done = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "prefect" not in done.stdout.lower()
+    assert record(folder / "store", "alone")["worker_starts"] == 0
+    with contextlib.closing(sqlite3.connect(home / "prefect.db")) as database:
+        assert database.execute("select name, state_name from flow_run").fetchall() == [("alone", "Completed")]
+        assert set(database.execute("select name, state_name from task_run")) == {(n, "Cached") for n in NODES}
+
+
+def test_parameters_are_strict_and_keep_only_what_was_said() -> None:
+    from prefect.exceptions import ParameterTypeError
+
+    from flows.pipeline import rlhf_pipeline
+
+    logging.getLogger("prefect.flows").disabled = True
+    for section, wrong, words in [
+        ("sft", {"optimizer": {"lr": 1}}, "sft.optimizer.lr: unknown key"),
+        ("sft", {"epochs": "2"}, "sft.epochs: Input should be a valid integer"),
+        ("rl", {"rounds": 0}, "rl.rounds: Input should be greater"),
+        ("seed", 1.5, "seed: Input should be a valid integer"),
+    ]:
+        with pytest.raises(ParameterTypeError, match=words):
+            rlhf_pipeline.validate_parameters({section: wrong})
+    rewards = {"score": {"rewards": {"exact": {"weight": 2.0}}}}
+    said = {"data": {"system_prompt": None}, "rl": rewards, "sft": {"optimizer": {"learning_rate": 1}}}
+    assert told(**rlhf_pipeline.validate_parameters(said)) == said
+
+
+def test_the_plugin_leaves_a_client_alone_that_it_does_not_know(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from prefect.client.orchestration import PrefectClient
+
+    def changed(self: Any, name: str, flow: str) -> None: ...
+
+    monkeypatch.setattr(PrefectClient, "read_deployment_by_name", changed)
+    plugin.resolve_bare_names(logging.getLogger("plugin"))
+    assert PrefectClient.read_deployment_by_name is changed
+    assert "write rlhf-pipeline/default" in caplog.text
+
+
+def test_the_plugin_touches_no_other_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[Any] = []
+    monkeypatch.setattr(plugin, "resolve_bare_names", called.append)
+
+    class Context:
+        logger_factory = staticmethod(logging.getLogger)
+
+    for command, wanted in (["worker", "start"], 0), (["deployment", "run", "rlhf-pipeline"], 1):
+        monkeypatch.setattr(sys, "argv", ["prefect", *command])
+        plugin.setup_environment(ctx=Context())
+        assert len(called) == wanted
+
+
+def test_a_bare_name_means_the_only_deployment_or_the_default() -> None:
+    assert plugin.choose("f", ["nightly"]) == "nightly"
+    assert plugin.choose("f", ["nightly", "default"]) == "default"
+    assert plugin.choose("f", []) == "default"
+    with pytest.raises(SystemExit, match="write f/a or f/b"):
+        plugin.choose("f", ["b", "a"])

@@ -1,0 +1,106 @@
+"""A round of RL on real rollouts of a small model."""
+
+import json
+
+import numpy as np
+import pytest
+
+from stages.training import counted, optimizer_of
+from stages.update import Config
+from tests.tuning.training.test_batch import CONFIG, PARAMS
+from tuning.algorithms import grpo
+from tuning.algorithms.rounds import RoundData, run_round
+from tuning.models.huggingface import scalar_head_params
+from tuning.rollout.engine import Engine
+from tuning.rollout.sampling import Sampling
+from tuning.training.step import copy
+
+PROMPTS = [np.random.default_rng(i).integers(0, 97, 4 + i).tolist() for i in range(6)]
+WANTED = 42
+
+
+def rollouts(params, seed):
+    found = Engine(CONFIG).generate(
+        params, PROMPTS, samples=8, max_tokens=6, sampling=Sampling(), eos_ids=(1,), seed=seed,
+        counters=range(6), rows=64,
+    )  # fmt: skip
+    rows = [
+        {"prompt_id": str(p), "sample": s, "prompt_ids": PROMPTS[p], "token_ids": c.tokens, "logprobs": c.logps}
+        for p, completions in enumerate(found)
+        for s, c in enumerate(completions)
+    ]
+    scores = [{"total": float(sum(t % 2 == 0 for t in r["token_ids"]) / len(r["token_ids"]))} for r in rows]
+    return rows, scores
+
+
+def play(config, rounds, reference=None):
+    optimizers = optimizer_of(config.optimizer, 1), optimizer_of(config.critic.optimizer, 1)
+    params = copy(PARAMS)
+    critic = scalar_head_params(CONFIG, copy(PARAMS)) if config.algorithm == "ppo" else None
+    trainer = (params, optimizers[0].init(params), critic, optimizers[1].init(critic) if critic else None)
+    rewards, metrics = [], []
+    for r in range(rounds):
+        rows, scores = rollouts(trainer[0], r)
+        rewards.append(np.mean([s["total"] for s in scores]))
+        *trainer, found = run_round(
+            RoundData.from_rows(rows, scores), settings=config, model=CONFIG, optimizers=optimizers,
+            trainer=tuple(trainer), reference=reference, counted=counted,
+            progress=lambda *a, **k: None, record=lambda **k: None,
+        )  # fmt: skip
+        metrics.append(found)
+    return rewards, metrics
+
+
+def settings(**changes):
+    base = {"prompts_per_step": 3, "kl_coef": 0.0, "optimizer": {"learning_rate": 0.003}}
+    return Config.model_validate_json(json.dumps(base | changes))
+
+
+@pytest.mark.parametrize("normalisation", ["std", "none"])
+def test_grpo_raises_the_reward(normalisation):
+    rewards, metrics = play(settings(normalisation=normalisation), 8)
+    assert np.mean(rewards[-2:]) > np.mean(rewards[:2]) + 0.15
+    assert all(abs(m["mismatch_kl"]) < 1e-5 for m in metrics)
+    assert metrics[0]["steps"] == 2
+
+
+def test_ppo_raises_the_reward_and_its_critic_learns():
+    critic = {"optimizer": {"learning_rate": 0.01}, "kl_in_reward": 0.0}
+    rewards, metrics = play(settings(algorithm="ppo", critic=critic), 8)
+    assert np.mean(rewards[-2:]) > np.mean(rewards[:2]) + 0.1
+    assert metrics[-1]["value_loss"] < metrics[0]["value_loss"]
+
+
+def test_a_strong_kl_holds_the_policy_near_the_reference():
+    _, free = play(settings(), 4, reference=PARAMS)
+    _, held = play(settings(kl_coef=5.0), 4, reference=PARAMS)
+    assert held[-1]["kl"] < free[-1]["kl"] / 2
+
+
+def test_groups_without_variance_and_failed_samples_leave_the_update():
+    totals = np.asarray([1, 1, 1, 0, 1, np.nan, 0.5, np.nan], np.float32)
+    groups = np.asarray([0, 0, 1, 1, 2, 2, 3, 3])
+    valid = np.isfinite(totals)
+    kept = grpo.kept(totals, groups, valid)
+    assert kept.tolist() == [False, False, True, True, False, False, False, False]
+    found = grpo.advantages(totals, groups, valid, "std")
+    assert found[5] == 0 and np.isfinite(found).all() and found[2] == -found[3] > 0
+
+
+def test_a_round_without_any_signal_changes_nothing():
+    rows, scores = rollouts(PARAMS, 0)
+    config = settings()
+    opt = optimizer_of(config.optimizer, 1)
+    params = copy(PARAMS)
+    data = RoundData.from_rows(rows, [{"total": 1.0} for _ in scores])
+    after, *_, metrics = run_round(
+        data, settings=config, model=CONFIG, optimizers=(opt, opt), trainer=(params, opt.init(params), None, None),
+        reference=None, counted=counted, progress=lambda *a, **k: None, record=lambda **k: None,
+    )  # fmt: skip
+    assert metrics["steps"] == 0 and after is params
+
+
+def test_steps_are_even():
+    data = RoundData([[1]] * 9, [[2]] * 9, [[0.0]] * 9, np.arange(9), np.ones(9, np.float32), np.ones(9, bool))
+    assert [len(s) for s in data.steps(np.ones(9, bool), 8)] == [4, 5]
+    assert data.steps(np.zeros(9, bool), 8) == []

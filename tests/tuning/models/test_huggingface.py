@@ -1,0 +1,162 @@
+"""Folders that transformers and this project read alike."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tuning.models import huggingface as hf
+from tuning.models.attention import packed_attention
+from tuning.models.config import DecoderConfig, UnsupportedModel, from_hugging_face, to_hugging_face
+from tuning.training.forward import decoder_graph, scalar_graph
+
+torch = pytest.importorskip("torch", reason="parity needs torch")
+
+
+def config(tied: bool) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=101,
+        hidden_size=48,
+        intermediate_size=80,
+        num_layers=3,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=16,
+        rope_theta=5000.0,
+        norm_eps=1e-4,
+        tie_embeddings=tied,
+        max_positions=128,
+    )
+
+
+def transformers_model(tied: bool):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    values = to_hugging_face(config(tied))
+    model = LlamaForCausalLM(LlamaConfig(**values | {"initializer_range": 0.3})).eval()
+    for name, p in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(p, 0.5, 1.5)
+    return model
+
+
+TOKENS = np.random.default_rng(0).integers(0, 101, (2, 17))
+
+
+def forward(graph, params, tokens):
+    decoder = nnx.merge(graph, params)
+    ones = jnp.ones_like(tokens)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    hidden, _ = decoder(tokens, positions, packed_attention(ones, 0 * ones))
+    return hidden @ decoder.head_weight().T
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_and_gradients_equal_transformers(tied, tmp_path):
+    model = transformers_model(tied)
+    model.save_pretrained(tmp_path)
+    cfg, params = hf.load_decoder(tmp_path)
+    assert cfg == config(tied)
+    ids = torch.tensor(TOKENS)
+    out = model(ids, labels=ids)
+    out.loss.backward()
+    graph = decoder_graph(cfg)
+
+    def loss(p):
+        logits = forward(graph, p, jnp.asarray(TOKENS))
+        logps = jax.nn.log_softmax(logits[:, :-1])
+        picked = jnp.take_along_axis(logps, jnp.asarray(TOKENS)[:, 1:, None], -1)
+        return -picked.mean(), logits
+
+    (value, logits), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    np.testing.assert_allclose(logits, out.logits.detach().numpy(), atol=1e-4)
+    np.testing.assert_allclose(value, out.loss.item(), rtol=1e-5)
+    theirs = {n: p.grad.numpy() for n, p in model.named_parameters()}
+    ours = dict(hf.tensors_from_params(nnx.to_pure_dict(grads)))
+    assert ours.keys() == theirs.keys()
+    for name in theirs:
+        np.testing.assert_allclose(ours[name], theirs[name], atol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_saved_folder_loads_back_equal_here_and_in_transformers(tied, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    params = hf.random_params(config(tied), 1)
+    hf.save_decoder(tmp_path, config(tied), params, {"eos_token_id": 2})
+    cfg, again = hf.load_decoder(tmp_path)
+    assert hf.fingerprint(again) == hf.fingerprint(params)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32")
+    with torch.no_grad():
+        theirs = model(torch.tensor(TOKENS)).logits.numpy()
+    np.testing.assert_allclose(forward(decoder_graph(cfg), params, jnp.asarray(TOKENS)), theirs, atol=1e-4)
+
+
+def test_a_reward_model_folder_is_a_sequence_classifier(tmp_path):
+    from transformers import AutoModelForSequenceClassification
+
+    decoder = hf.random_params(config(True), 2)
+    score = jax.random.normal(jax.random.key(0), (48,))
+    params = hf.scalar_head_params(config(True), decoder, score)
+    hf.save_decoder(tmp_path, config(True), params, {"pad_token_id": 100})
+    cfg, again = hf.load_scalar_head(tmp_path)
+    assert hf.fingerprint(again) == hf.fingerprint(params)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype="float32")
+    ids = TOKENS.copy()
+    ids[ids == 100] = 5
+    with torch.no_grad():
+        theirs = model(torch.tensor(ids)).logits[:, 0].numpy()
+    head = nnx.merge(scalar_graph(cfg), params)
+    ones = jnp.ones_like(jnp.asarray(ids))
+    positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+    hidden, _ = head.decoder(jnp.asarray(ids), positions, packed_attention(ones, 0 * ones))
+    np.testing.assert_allclose(head.scores(hidden[:, -1]), theirs, atol=1e-4)
+
+
+def test_the_fingerprint_sees_one_changed_weight():
+    params = hf.random_params(config(True), 1)
+    changed = jax.tree.map(lambda x: x, params)
+    pure = nnx.to_pure_dict(changed)
+    pure["norm"] = pure["norm"].at[0].add(1e-7)
+    nnx.replace_by_pure_dict(changed, pure)
+    assert hf.fingerprint(changed) != hf.fingerprint(params)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "qwen9"}, "config.json: model_type is 'qwen9'"),
+        ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope scaling"),
+    ],
+)
+def test_values_that_would_be_guessed_are_refused(change, message):
+    with pytest.raises(UnsupportedModel, match=message):
+        from_hugging_face(to_hugging_face(config(True)) | change, "config.json")
+
+
+def test_missing_and_foreign_tensors_are_named(tmp_path):
+    params = hf.random_params(config(True), 1)
+    tensors = dict(hf.tensors_from_params(nnx.to_pure_dict(params)))
+    gone = {k: v for k, v in tensors.items() if "layers.1.mlp.up" not in k}
+    with pytest.raises(UnsupportedModel, match="1 tensors missing, first model.layers.1.mlp.up_proj.weight"):
+        hf.params_from_tensors(config(True), gone.items(), "here")
+    with pytest.raises(UnsupportedModel, match="unexpected tensor model.layers.0.extra"):
+        hf.params_from_tensors(config(True), (tensors | {"model.layers.0.extra": np.ones(2)}).items(), "here")
+    bent = tensors | {"model.norm.weight": np.ones(3, np.float32)}
+    with pytest.raises(UnsupportedModel, match=r"model.norm.weight has shape \(3,\)"):
+        hf.params_from_tensors(config(True), bent.items(), "here")
+
+
+def test_a_folder_without_a_model_says_what_it_lacks(tmp_path):
+    with pytest.raises(FileNotFoundError, match="config.json is missing"):
+        hf.load_decoder(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(to_hugging_face(config(True))))
+    with pytest.raises(FileNotFoundError, match="holds no"):
+        hf.load_decoder(tmp_path)

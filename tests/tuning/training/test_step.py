@@ -1,0 +1,116 @@
+"""The train step: exact under micro-batching (R1), safe against non-finite gradients, restored bit for bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests.tuning.training.test_batch import CONFIG, PARAMS, ragged_groups
+from tuning.models.huggingface import fingerprint
+from tuning.training.batch import Layout, micro_batches
+from tuning.training.checkpoint import Checkpoints, load_tree, save_tree
+from tuning.training.forward import Compute, decoder_graph, logps_and_entropy
+from tuning.training.step import NonFinite, copy, make_optimizer, make_schedule, make_step
+
+GRAPH = decoder_graph(CONFIG)
+
+
+def loss_fn(params, batch):
+    logps, _ = logps_and_entropy(GRAPH, params, batch, 1.0, Compute())
+    return -jnp.sum(logps) / batch["n_tokens"], {"tokens": jnp.sum(batch["mask_CT"])}
+
+
+def optimizer():
+    return make_optimizer(
+        make_schedule("constant", 1e-2, 0, 10), b1=0.9, b2=0.95, weight_decay=0.1, clip_norm=1.0, max_skipped=2
+    )
+
+
+def batches_of(layout):
+    groups = ragged_groups(7, count=8)
+    n = np.float32(sum(len(c) for g in groups for c in g.completions))
+    return [p.arrays() | {"n_tokens": n} for p in micro_batches(groups, layout=layout, completion_tokens=8)]
+
+
+def sgd_step(layout):
+    # SGD keeps the update proportional to the gradient; Adam would hide a wrong scale.
+    sgd = optax.apply_if_finite(optax.sgd(1.0), 3)
+    params = copy(PARAMS)
+    return make_step(loss_fn, sgd, 2)(params, sgd.init(params), batches_of(layout))
+
+
+@pytest.mark.parametrize("layout", [Layout(64, 1), Layout(64, 3), Layout(128, 1)])
+def test_every_split_into_micro_batches_gives_the_same_step(layout):
+    whole, _, sums = sgd_step(Layout(64, 100))
+    split, _, split_sums = sgd_step(layout)
+    assert len(batches_of(layout)) > len(batches_of(Layout(64, 100))) == 1
+    assert split_sums["tokens"] == sums["tokens"]
+    assert split_sums["loss"] == pytest.approx(sums["loss"], rel=1e-6)
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(split), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_a_non_finite_step_changes_nothing_and_too_many_stop():
+    def poisoned(params, batch):
+        value, sums = loss_fn(params, batch)
+        return value * batch["poison"], sums
+
+    opt = optimizer()
+    step = make_step(poisoned, opt, max_skipped=2)
+    params = copy(PARAMS)
+    state = opt.init(params)
+    (batch,) = batches_of(Layout(64, 100))
+    before = fingerprint(params)
+    for _ in range(2):
+        params, state, metrics = step(params, state, [batch | {"poison": np.float32("nan")}])
+        assert metrics["skipped"] == 1.0 and fingerprint(params) == before
+    params, state, metrics = step(params, state, [batch | {"poison": np.float32(1)}])
+    assert metrics["skipped"] == 0.0 and fingerprint(params) != before
+    with pytest.raises(NonFinite, match="3 steps in a row"):
+        for _ in range(3):
+            params, state, _ = step(params, state, [batch | {"poison": np.float32("inf")}])
+
+
+def test_resuming_from_a_checkpoint_gives_the_same_bits(tmp_path):
+    opt = optimizer()
+    step = make_step(loss_fn, opt, 2)
+    batches = batches_of(Layout(64, 3))
+    params = copy(PARAMS)
+    state = opt.init(params)
+    checkpoints = Checkpoints(tmp_path / "c")
+    for i in range(4):
+        params, state, _ = step(params, state, batches)
+        if i == 1:
+            checkpoints.save(2, (params, state), {"step": 2})
+            checkpoints.wait()
+    checkpoints.close()
+    fresh = copy(PARAMS)
+    again = Checkpoints(tmp_path / "c")
+    (other, other_state), position = again.restore((fresh, opt.init(fresh)))
+    again.close()
+    assert position == {"step": 2}
+    for _ in range(2):
+        other, other_state, _ = step(other, other_state, batches)
+    assert fingerprint(other) == fingerprint(params)
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(other_state), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_checkpoint_of_another_shape_is_an_error(tmp_path):
+    save_tree(tmp_path / "t", {"a": jnp.ones((3, 4))})
+    np.testing.assert_array_equal(load_tree(tmp_path / "t", {"a": jnp.zeros((3, 4))})["a"], np.ones((3, 4)))
+    with pytest.raises(ValueError, match=r"leaf|shape"):
+        load_tree(tmp_path / "t", {"a": jnp.zeros((4, 3))})
+
+
+@pytest.mark.parametrize(
+    ("kind", "at_warmup", "at_end"), [("constant", 1.0, 1.0), ("linear", 1.0, 0.0), ("cosine", 1.0, 0.0)]
+)
+def test_schedules_warm_up_and_end_where_they_say(kind, at_warmup, at_end):
+    schedule = make_schedule(kind, 1.0, 4, 20)
+    assert float(schedule(0)) == pytest.approx(0.2)
+    assert float(schedule(4)) == pytest.approx(at_warmup)
+    assert float(schedule(20)) == pytest.approx(at_end, abs=1e-6)
+    with pytest.raises(ValueError, match="there are constant, linear, cosine"):
+        make_schedule("step", 1.0, 0, 10)
