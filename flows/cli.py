@@ -18,7 +18,7 @@ from flows.runs import UnknownRun, all_runs, find_run
 from stages.artifacts import Artifact, Store
 
 app = typer.Typer(
-    help="Post-training as explicit, cached, resumable stages: prepare, SFT, reward model, RL rounds, evaluate, export.",
+    help="Post-training as explicit, cached, resumable stages: data, SFT, reward model, RL rounds, evaluation, export.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -27,8 +27,12 @@ app = typer.Typer(
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
-RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A built-in recipe's name or the path of a YAML file.")]
-Sets = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="Set one field of the recipe; repeatable.")]
+RecipeName = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A built-in recipe's name or the path of a YAML file.")
+]
+Sets = Annotated[
+    list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="Set one field of the recipe; repeatable.")
+]
 StoreUrl = Annotated[str, typer.Option("--store", help="Folder or fsspec URL of the artifacts.")]
 RunName = Annotated[str | None, typer.Argument(metavar="[RUN]", help="A run's name; the newest if left out.")]
 NoPrefect = Annotated[bool, typer.Option("--no-prefect", help="Run the stages without Prefect: no server, no UI.")]
@@ -94,7 +98,9 @@ def run(
     recipe: RecipeName,
     sets: Sets = None,
     name: Annotated[str | None, typer.Option(help="Name of the run; two words are chosen if left out.")] = None,
-    force: Annotated[list[str] | None, typer.Option(help="Make this stage or node again although it is cached.")] = None,
+    force: Annotated[
+        list[str] | None, typer.Option(help="Make this stage or node again although it is cached.")
+    ] = None,
     no_prefect: NoPrefect = False,
 ) -> None:
     """Run a recipe. Stages whose inputs, settings and code did not change are taken from the store."""
@@ -170,7 +176,9 @@ def rerun(
     after = find_run(Store(store), None)
     changed = [n for n in chosen if before.get(n) not in (None, after["nodes"][n]["digest"])]
     if changed:
-        out.print(f"{', '.join(sorted(changed))}: the output differs; `rlhf run` makes what follows again", markup=False)
+        out.print(
+            f"{', '.join(sorted(changed))}: the output differs; `rlhf run` makes what follows again", markup=False
+        )
     else:
         out.print("the output is the same as before; nothing that follows needs to be made again", markup=False)
 
@@ -248,7 +256,14 @@ def chat(
     record = _record(store, run_name)
     artifact = _artifact(place, record, node)
     command = [sys.executable, "-m", "stages.chat", store, artifact.stage, artifact.key]
-    command += ["--base", record["nodes"]["base"]["key"], "--temperature", str(temperature), "--max-tokens", str(max_tokens)]
+    command += [
+        "--base",
+        record["nodes"]["base"]["key"],
+        "--temperature",
+        str(temperature),
+        "--max-tokens",
+        str(max_tokens),
+    ]
     system = record["recipe"]["data"].get("system_prompt")
     raise typer.Exit(subprocess.call(command + (["--system", system] if system else [])))
 
@@ -258,7 +273,9 @@ def export(
     run_name: RunName = None,
     store: StoreUrl = ".rlhf",
     to: Annotated[str | None, typer.Option(help="Copy the folder here.")] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Check that transformers (torch) gives equal logits.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Check that transformers (torch) gives equal logits.")
+    ] = False,
 ) -> None:
     """Show, copy or verify a run's exported Hugging Face folder."""
     import shutil

@@ -109,7 +109,11 @@ def headline(stage: str, metrics: dict[str, Any]) -> str:
             return f"loss {metrics['loss']:.4f}  {metrics['steps']} steps  {metrics['tokens_per_second']:.0f} tok/s"
         case "reward":
             held = metrics.get("heldout_accuracy")
-            shown = "" if held is None else f"  held-out accuracy {held:.3f}  calibration error {metrics['calibration_error']:.3f}"
+            shown = (
+                ""
+                if held is None
+                else f"  held-out accuracy {held:.3f}  calibration error {metrics['calibration_error']:.3f}"
+            )
             return f"loss {metrics['loss']:.4f}{shown}"
         case "evaluate":
             return f"score {metrics['score']:.3f} [{metrics['score_low']:.3f}, {metrics['score_high']:.3f}]"

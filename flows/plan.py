@@ -76,4 +76,6 @@ def _reasons(store: Store, node: Node, parts: dict[str, Any], key: str, before: 
 
 
 def _recipe_name(node: Node) -> str:
-    return {"prepare": "data", "rollout": "rl.rollout", "score": "rl.score", "update": "rl.update"}.get(node.stage, node.stage)
+    return {"prepare": "data", "rollout": "rl.rollout", "score": "rl.score", "update": "rl.update"}.get(
+        node.stage, node.stage
+    )

@@ -39,7 +39,9 @@ def close(session: Session, status: str) -> str | None:
         return None
 
 
-def run_plain(recipe: Recipe, *, name: str | None = None, force: set[str] | None = None, only: set[str] | None = None) -> Session:
+def run_plain(
+    recipe: Recipe, *, name: str | None = None, force: set[str] | None = None, only: set[str] | None = None
+) -> Session:
     """Runs all nodes in this process and a worker, without Prefect."""
     reporter = ConsoleReporter()
     session = Session(recipe, reporter, name, force)

@@ -50,9 +50,7 @@ def sha256_file(path: Path) -> str:
 def content_digest(files: list[dict[str, Any]], parts: tuple[str, ...] = ("",)) -> str:
     """Digest of names and checksums of the files below any of `parts`, without what is not content."""
     chosen = [
-        [f["path"], f["sha256"]]
-        for f in files
-        if f["path"].startswith(parts) and not f["path"].startswith(NOT_CONTENT)
+        [f["path"], f["sha256"]] for f in files if f["path"].startswith(parts) and not f["path"].startswith(NOT_CONTENT)
     ]
     if not chosen:
         raise ArtifactError(f"no content below {parts}; the artifact holds {[f['path'] for f in files]}")
@@ -148,7 +146,9 @@ class Store:
 
     def _sizes_fault(self, artifact: Artifact) -> str | None:
         # One listing: a request for each file would make a hit slow on an object store.
-        found = {path[len(artifact.url) + 1 :]: i["size"] for path, i in self.fs.find(artifact.url, detail=True).items()}
+        found = {
+            path[len(artifact.url) + 1 :]: i["size"] for path, i in self.fs.find(artifact.url, detail=True).items()
+        }
         for f in artifact.manifest["files"]:
             size = found.get(f["path"])
             if size is None:
@@ -214,7 +214,7 @@ class Store:
         `folder` is used up. What is complete under the key stays, or is set aside with `replace`.
         """
         stage, key = manifest["stage"], manifest["key"]
-        files = []
+        files: list[dict[str, Any]] = []
         for path in sorted(p for p in folder.rglob("*") if p.is_file()):
             files.append(
                 {

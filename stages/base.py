@@ -21,7 +21,9 @@ from stages.keys import EXECUTION
 class StageConfig(BaseModel):
     """Base of every stage's settings: strict, closed, immutable, canonical as JSON."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 def execution_setting(default: Any, **constraints: Any) -> Any:

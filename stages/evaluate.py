@@ -75,9 +75,7 @@ def run(ctx: Context) -> dict[str, Any]:
         }
         for r in rows
     ]
-    outcomes = evaluate(
-        config.judge, config.judge_arguments, samples, seconds=config.seconds, workers=config.workers
-    )
+    outcomes = evaluate(config.judge, config.judge_arguments, samples, seconds=config.seconds, workers=config.workers)
     verdicts = [
         {"prompt_id": r["prompt_id"], "sample": r["sample"], "score": o.value, "failure": o.failure}
         for r, o in zip(rows, outcomes, strict=True)

@@ -30,7 +30,9 @@ def lineage(artifact: Artifact) -> list[dict[str, Any]]:
         if current.key in found:
             continue
         m = current.manifest
-        found[current.key] = {k: m[k] for k in ("stage", "key", "digest", "seed", "config", "inputs", "versions", "device")}
+        found[current.key] = {
+            k: m[k] for k in ("stage", "key", "digest", "seed", "config", "inputs", "versions", "device")
+        }
         for ref in m["inputs"].values():
             parent = current.store.get(ref["stage"], ref["key"])
             if parent is not None:

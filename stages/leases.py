@@ -105,7 +105,13 @@ def lease(store: Store, stage: str, key: str, on_wait: Callable[[str], None]) ->
 
 
 def _record(token: str) -> bytes:
-    record = {"token": token, "pid": os.getpid(), "started": _started(os.getpid()), "host": _host(), "beat": time.time()}
+    record = {
+        "token": token,
+        "pid": os.getpid(),
+        "started": _started(os.getpid()),
+        "host": _host(),
+        "beat": time.time(),
+    }
     return json.dumps(record).encode()
 
 

@@ -279,7 +279,7 @@ def _check_leak(out: Path, outputs: list[str]) -> tuple[float | None, str | None
         answers.update(answer for answer in table["answer"].to_pylist() if answer is not None)
     for name in outputs:
         for table in _tables(out, name, ["id", "prompt"]) if not name.startswith("heldout") else ():
-            for id, prompt in zip(table["id"].to_pylist(), table["prompt"].to_pylist()):
+            for id, prompt in zip(table["id"].to_pylist(), table["prompt"].to_pylist(), strict=True):
                 if prompt in heldout:
                     raise PrepareError(
                         f"a held-out prompt is in `{name}` too (record {id!r}): {prompt[:80]!r}. Give its records the "

@@ -36,7 +36,7 @@ class Config(StageConfig):
 
 
 def prompt_numbers(count: int, total: int, round_number: int, seed: int) -> list[int]:
-    """Which of `total` prompts round `round_number` uses: passes over shuffled orders, none skipped or repeated early."""
+    """Which of `total` prompts round `round_number` uses: passes over shuffled orders, none skipped."""
     import grain.python as grain
 
     chosen = []

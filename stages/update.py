@@ -169,9 +169,10 @@ def _state(ctx: Context, artifact: Artifact) -> State:
     found = fingerprint(state.params)
     if found != wanted:
         raise ReplayDiffers(
-            f"replaying {artifact.url} gave policy {found[:12]}, recorded is {wanted[:12]}: other hardware or libraries "
-            f"than {artifact.manifest['device']} with jax {artifact.manifest['versions']['jax']}; go on from the newest "
-            "stored state with `rlhf run RECIPE --force` for the rounds after it, or set rl.checkpoint_every to 1"
+            f"replaying {artifact.url} gave policy {found[:12]}, recorded is {wanted[:12]}: other hardware or "
+            f"libraries than {artifact.manifest['device']} with jax {artifact.manifest['versions']['jax']}; "
+            f"`rlhf run RECIPE --force round-{artifact.manifest['config']['round']:03d}.update` makes it again here, "
+            "and rl.checkpoint_every: 1 stores every policy"
         )
     return state
 
@@ -224,7 +225,9 @@ def _advance(ctx: Context) -> tuple[State, dict[str, Any]]:
         raise RuntimeError("rollouts and scores do not list the same completions in the same order")
     wrong = [r for r in rollouts if r["policy"] != parent.digest]
     if wrong:
-        raise RuntimeError(f"rollouts come from policy {wrong[0]['policy'][:12]}, the update starts at {parent.digest[:12]}")
+        raise RuntimeError(
+            f"rollouts come from policy {wrong[0]['policy'][:12]}, the update starts at {parent.digest[:12]}"
+        )
     reference = load_policy(ctx, ctx.inputs["reference"])[1] if config.needs_reference else None
     started = time.monotonic()
     state.params, state.opt_state, state.critic, state.critic_opt, metrics = run_round(

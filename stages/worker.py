@@ -63,7 +63,7 @@ def configure_jax() -> None:
 
     folder = os.environ.get(COMPILE_CACHE, str(Path.home() / ".cache" / "rlhf-pipeline" / "jax"))
     jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
@@ -123,11 +123,11 @@ def run_request(request: dict[str, Any], memory: dict[str, Any], events: Events)
         "started": datetime.datetime.fromtimestamp(started, datetime.UTC).isoformat(),
         "seconds": round(time.time() - started, 3),
     }
-    artifact: Artifact = store.commit(out, manifest, replace=bool(request.get("force")))
+    committed: Artifact = store.commit(out, manifest, replace=bool(request.get("force")))
     for name in [n for n in memory if n.endswith(":new")]:
-        memory[name.removesuffix("new") + artifact.digest] = memory.pop(name)
+        memory[name.removesuffix("new") + committed.digest] = memory.pop(name)
     store.drop_work(request["stage"], work_key)
-    return artifact.manifest
+    return committed.manifest
 
 
 def _device() -> str:

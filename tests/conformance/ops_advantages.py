@@ -71,9 +71,7 @@ def opo(case: Case) -> dict[str, Any]:
 @op("advantages_group", "gpg")
 def gpg(case: Case) -> dict[str, Any]:
     case.known("alpha", "batch_size / count_nonzero(rewards)")
-    out = adv.gpg_advantages(
-        case["rewards"], case["group_ids"], f_norm=case.param("f_norm"), singleton=singleton(case)
-    )
+    out = adv.gpg_advantages(case["rewards"], case["group_ids"], f_norm=case.param("f_norm"), singleton=singleton(case))
     return {"advantages": out}
 
 

@@ -100,7 +100,7 @@ def surrogate(case: Case, arrays: dict[str, Any], logps: jax.Array) -> tuple[jax
             return policy_variants.sapo(*given, **taus, log_ratio_clamp=bounds)
         case "vespo", "sequence_sum":
             return policy_variants.vespo(*given, **vespo_parameters(case))
-        case ("dppo_tv" | "dppo_kl"), "token":
+        case (("dppo_tv" | "dppo_kl"), "token"):
             return policy_variants.dppo(
                 *given, divergence=name.removeprefix("dppo_"), limit_low=case.param("div_low"),
                 limit_high=case.param("div_high"), ratio_max=case.param("ratio_max"), log_ratio_clamp=bounds,

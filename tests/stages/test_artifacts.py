@@ -13,9 +13,9 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from tests.support import finish, python, write_files
 
 from stages.artifacts import MANIFEST, Artifact, ArtifactError, Store, content_digest
+from tests.support import finish, python, write_files
 
 KEY = "k" * 64
 FILES = {"model__weights.bin": "w" * 100, "config.json": "{}", "logs__metrics.jsonl": "1\n", "state__adam": "m"}

@@ -28,14 +28,16 @@ def run(ctx):
 
 @pytest.fixture
 def pkg(tmp_path):
-    """A small project: pkg.stage reaches pkg.middle and, inside its function, pkg.core.loss; nothing reaches pkg.far."""
+    """A small project: pkg.stage reaches pkg.middle and, inside a function, pkg.core.loss; none reaches pkg.far."""
     files = {
         "pkg/__init__.py": "",
         "pkg/stage.py": STAGE,
         "pkg/middle.py": "from .helper import two\n\n\ndef one():\n    return two() - 1\n",
         "pkg/helper.py": "def two():\n    return 2\n",
         "pkg/core/__init__.py": "# nothing here\n",
-        "pkg/core/loss.py": "class Config:\n    rate: float = 0.1\n    '''Doc of a field.'''\n\n\ndef loss(x):\n    return x * 2\n",
+        "pkg/core/loss.py": (
+            "class Config:\n    rate: float = 0.1\n    '''Doc of a field.'''\n\n\ndef loss(x):\n    return x * 2\n"
+        ),
         "pkg/far.py": "def far():\n    return 9\n",
     }
     for name, text in files.items():
@@ -154,7 +156,9 @@ def test_every_stage_names_its_own_module_and_no_infrastructure():
 
 
 def test_a_reward_function_of_the_user_is_content(tmp_path, monkeypatch):
-    (tmp_path / "myreward.py").write_text("import json\nimport myhelper\n\n\ndef f(prompts, completions, **_):\n    return [1.0]\n")
+    (tmp_path / "myreward.py").write_text(
+        "import json\nimport myhelper\n\n\ndef f(prompts, completions, **_):\n    return [1.0]\n"
+    )
     (tmp_path / "myhelper.py").write_text("LIMIT = 3\n")
     (tmp_path / "other.py").write_text("LIMIT = 3\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -90,7 +90,8 @@ def test_order_of_mappings_does_not_matter_and_order_of_lists_does():
 
 
 @pytest.mark.parametrize(
-    ("one", "other"), [(1, True), (0, False), (1, 1.0), ("1", 1), (None, "null"), ("", None), ({}, []), ("\u00e9", "e\u0301")]
+    ("one", "other"),
+    [(1, True), (0, False), (1, 1.0), ("1", 1), (None, "null"), ("", None), ({}, []), ("\u00e9", "e\u0301")],
 )
 def test_different_values_have_different_digests(one, other):
     assert digest({"x": one}) != digest({"x": other})

@@ -172,5 +172,3 @@ def test_the_lease_is_given_back_when_the_work_fails(tmp_path):
     with pytest.raises(ZeroDivisionError), lease(store, "sft", "k" * 64, lambda line: None):
         raise ZeroDivisionError
     assert record(store) is None
-
-

@@ -141,7 +141,10 @@ def test_every_record_is_accounted_for(run, pairs, tmp_path):
         {"prompt": "Unused?", "split": "heldout", "answer": "1"},
     ]
     config = Config(
-        source=write(tmp_path / "data.jsonl", records), splits=["sft", "preference"], max_completion_tokens=20, sft_fraction=1.0
+        source=write(tmp_path / "data.jsonl", records),
+        splits=["sft", "preference"],
+        max_completion_tokens=20,
+        sft_fraction=1.0,
     )  # fmt: skip
     metrics, out = run(config)
     assert metrics["records"] == {"read": 67, "kept": 60, "duplicates": 3, "dropped": 2, "dead": 2}

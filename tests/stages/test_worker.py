@@ -13,12 +13,12 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.support import python
 
 from stages import client
 from stages.artifacts import Store
 from stages.client import StageFailed, Worker, WorkerDied
 from stages.registry import stage
+from tests.support import python
 
 
 def request(store: Path, name: str = "base", **config: Any) -> dict[str, Any]:
