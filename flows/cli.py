@@ -109,15 +109,12 @@ def run(
 
 
 def _nodes(recipe: Any, names: list[str]) -> set[str]:
-    from flows.graph import build
+    from flows.graph import build, select
 
-    nodes = build(recipe)
-    found = {n.name for n in nodes for name in names if name in (n.name, n.stage)}
-    missing = [name for name in names if not any(name in (n.name, n.stage) for n in nodes)]
-    if missing:
-        known = list(dict.fromkeys(n.stage for n in nodes))
-        raise usage_error(f"no stage or node {missing[0]!r} in this recipe; stages are {', '.join(known)}")
-    return found
+    try:
+        return select({n.name: n for n in build(recipe)}, names)
+    except ValueError as e:
+        raise usage_error(str(e)) from e
 
 
 @app.command()
@@ -160,7 +157,7 @@ def rerun(
     no_prefect: NoPrefect = False,
 ) -> None:
     """Make one stage of a run again, and that stage alone."""
-    from flows.graph import build
+    from flows.graph import build, with_inputs
     from flows.recipe import Recipe
 
     record = _record(store, run_name)
@@ -170,7 +167,7 @@ def rerun(
     # The record may have been written where the store had another address.
     recipe = recipe.model_copy(update={"store": store})
     chosen = _nodes(recipe, stage)
-    needed = _upstream(build(recipe), chosen)
+    needed = with_inputs({n.name: n for n in build(recipe)}, chosen)
     before = {n: e.get("digest") for n, e in record["nodes"].items()}
     _go(recipe, no_prefect, force=chosen, only=needed)
     after = find_run(Store(store), None)
@@ -181,18 +178,6 @@ def rerun(
         )
     else:
         out.print("the output is the same as before; nothing that follows needs to be made again", markup=False)
-
-
-def _upstream(nodes: list[Any], chosen: set[str]) -> set[str]:
-    by_name = {n.name: n for n in nodes}
-    found: set[str] = set()
-    queue = list(chosen)
-    while queue:
-        name = queue.pop()
-        if name not in found:
-            found.add(name)
-            queue.extend(i.node for i in by_name[name].inputs.values())
-    return found
 
 
 def _record(store: str, name: str | None) -> dict[str, Any]:

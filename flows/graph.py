@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flows.recipe import Recipe
@@ -101,6 +101,28 @@ def _rounds(recipe: Recipe, add: Any, words: Input, data: str, start: str, rewar
             **more,
         )
     return policy
+
+
+def select(nodes: Mapping[str, Node], names: Iterable[str]) -> set[str]:
+    """Nodes by name or by stage. Raises ValueError naming what there is."""
+    found: set[str] = set()
+    for name in names:
+        mine = {n.name for n in nodes.values() if name in (n.name, n.stage)}
+        if not mine:
+            known = dict.fromkeys(n.stage for n in nodes.values())
+            raise ValueError(f"no stage or node {name!r} in this recipe; stages are {', '.join(known)}")
+        found |= mine
+    return found
+
+
+def with_inputs(nodes: Mapping[str, Node], names: set[str]) -> set[str]:
+    """The nodes and all that they are made from."""
+    found, queue = set(names), list(names)
+    while queue:
+        before = {i.node for i in nodes[queue.pop()].inputs.values()} - found
+        found |= before
+        queue.extend(before)
+    return found
 
 
 def key_parts(node: Node, made: Mapping[str, Artifact]) -> dict[str, Any]:

@@ -35,7 +35,8 @@ def partial(model: type[BaseModel]) -> type[BaseModel]:
             kind = Annotated[(kind, *field.metadata)] if field.metadata else kind
             fields[name] = (kind, Field(default=None, description=field.description, json_schema_extra=_no_default))
     room = model.__module__.rsplit(".", 1)[-1]
-    config = ConfigDict(extra="forbid", strict=True, title=f"{room.replace('_', ' ')} {model.__name__.lower()}")
+    title = room if model.__name__ == "Config" else model.__name__
+    config = ConfigDict(extra="forbid", strict=True, title=title.replace("_", " ").lower())
     return create_model(f"{room.title().replace('_', '')}{model.__name__}", __config__=config, **fields)
 
 

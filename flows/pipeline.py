@@ -33,7 +33,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from rich.console import Console
 
 from flows.console import ConsoleReporter, headline
-from flows.graph import Node
+from flows.graph import Node, select, with_inputs
 from flows.overrides import RL, SFT, Base, Data, Evaluate, Export, Retries, Reward, Seed, StoreUrl, told
 from flows.plots import curves_png_data
 from flows.recipe import Recipe, load_recipe
@@ -243,8 +243,8 @@ def _run(session: Session, force: list[str], only: list[str]) -> dict[str, Any]:
     _sessions[session.name] = session
     reporter.console.print(f"run {session.name}  store {recipe.store}")
     try:
-        session.force = select(session, force)
-        chosen = with_inputs(session, select(session, only)) if only else set(session.nodes)
+        session.force = select(session.nodes, force)
+        chosen = with_inputs(session.nodes, select(session.nodes, only)) if only else set(session.nodes)
         for node in session.nodes.values():
             if node.name in chosen:
                 stage_task.with_options(retries=recipe.retries, retry_condition_fn=only_dead_workers)(
@@ -260,28 +260,6 @@ def _run(session: Session, force: list[str], only: list[str]) -> dict[str, Any]:
         publish(session, report)
     summary(session, reporter, report)
     return {"run": session.name, "evaluations": {k: v["score"] for k, v in evaluations_of(session).items()}}
-
-
-def select(session: Session, names: list[str]) -> set[str]:
-    """Nodes by name or by stage. Raises ValueError naming what there is."""
-    found: set[str] = set()
-    for name in names:
-        mine = {n.name for n in session.nodes.values() if name in (n.name, n.stage)}
-        if not mine:
-            known = dict.fromkeys([n.stage for n in session.nodes.values()])
-            raise ValueError(f"no stage or node {name!r} in this recipe; stages are {', '.join(known)}")
-        found |= mine
-    return found
-
-
-def with_inputs(session: Session, names: set[str]) -> set[str]:
-    """The nodes and all that they are made from."""
-    found, queue = set(names), list(names)
-    while queue:
-        before = {i.node for i in session.nodes[queue.pop()].inputs.values()} - found
-        found |= before
-        queue.extend(before)
-    return found
 
 
 def publish(session: Session, report: str | None) -> None:

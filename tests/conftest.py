@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -49,8 +51,16 @@ def rlhf() -> Command:
 @pytest.fixture(scope="session")
 def smoke_store(rlhf: Command, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The store after `rlhf run smoke --name first`. Read only: tests that change a store take `store`."""
-    folder = tmp_path_factory.mktemp("smoke") / "store"
-    rlhf("run", "smoke", "--no-prefect", "--name", "first", "--set", f"store={folder}")
+    base = tmp_path_factory.getbasetemp()
+    # Test processes of one session (pytest-xdist) share it; the first that asks makes it.
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder = shared / "smoke" / "store"
+    folder.parent.mkdir(exist_ok=True)
+    with (folder.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder.parent / "done").exists():
+            rlhf("run", "smoke", "--no-prefect", "--name", "first", "--set", f"store={folder}")
+            (folder.parent / "done").touch()
     return folder
 
 

@@ -82,16 +82,16 @@ class Prefect:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
-    def post(self, path: str, **body: Any) -> Any:
-        answer = self.http.post(path, json=body)
+    def post(self, url: str, /, **body: Any) -> Any:
+        answer = self.http.post(url, json=body)
         while answer.status_code == 503:  # the database was busy for too long; Prefect's own client asks again too
             time.sleep(1)
-            answer = self.http.post(path, json=body)
-        assert answer.is_success, f"{path}: {answer.status_code} {answer.text}"
+            answer = self.http.post(url, json=body)
+        assert answer.is_success, f"{url}: {answer.status_code} {answer.text}"
         return answer.json() if answer.content else None
 
-    def get(self, path: str) -> Any:
-        return self.http.get(path).raise_for_status().json()
+    def get(self, url: str) -> Any:
+        return self.http.get(url).raise_for_status().json()
 
     def healthy(self) -> bool:
         try:
