@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.recipe import RecipeError, load_recipe
-from flows.runs import UnknownRun, all_runs, find_run
+from flows.runs import UnknownRun, all_runs, find_run, status_of
 from stages.artifacts import Artifact, Store
 
 app = typer.Typer(
@@ -82,7 +82,7 @@ def _go(recipe: Any, no_prefect: bool, **options: Any) -> None:
 
     try:
         (run_plain if no_prefect else run_with_prefect)(recipe, **options)
-    except FileExistsError as e:
+    except (FileExistsError, RecipeError) as e:
         raise usage_error(str(e)) from e
     except (StageFailed, WorkerDied) as e:
         err.print(f"failed: {e}", markup=False, soft_wrap=True)
@@ -197,7 +197,7 @@ def runs(store: StoreUrl = ".rlhf") -> None:
         states = [e.get("state") for e in record["nodes"].values()]
         score = record["nodes"].get("evaluate.rl", {}).get("metrics", {}).get("score")
         shown = "" if score is None else f"{score:.3f}"
-        cells = [record["name"], record["status"], record["started"], states.count("made"), states.count("hit"), shown]
+        cells = [record["name"], status_of(record), record["started"], states.count("made"), states.count("hit"), shown]
         table.add_row(*[str(c) for c in cells])
     out.print(table)
 
@@ -208,7 +208,7 @@ def show(run_name: RunName = None, store: StoreUrl = ".rlhf") -> None:
     from flows.console import headline
 
     record = _record(store, run_name)
-    out.print(f"{record['name']}  {record['status']}  {record['started']}", markup=False)
+    out.print(f"{record['name']}  {status_of(record)}  {record['started']}", markup=False)
     for name, e in record["nodes"].items():
         first = headline(e["stage"], e["metrics"]) if "metrics" in e else e.get("error", "")
         seconds = f"{e.get('seconds', 0):.1f} s"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 
@@ -18,7 +19,8 @@ class ConsoleReporter:
     """Live bars on a terminal, a line every ten seconds elsewhere."""
 
     def __init__(self, console: Console | None = None):
-        self.console = console or Console(highlight=False)
+        # Rich takes 80 columns where there is no terminal; a log has room for a round in one line.
+        self.console = console or Console(highlight=False, width=None if sys.stdout.isatty() else 160)
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._started = 0.0

@@ -29,7 +29,6 @@ from prefect.context import FlowRunContext, TaskRunContext
 from prefect.events.worker import EventsWorker
 from prefect.logging.handlers import APILogWorker
 from prefect.states import Completed, State
-from prefect.task_runners import ThreadPoolTaskRunner
 from rich.console import Console
 
 from flows.console import ConsoleReporter, headline
@@ -173,7 +172,6 @@ def cell(value: Any) -> Any:
     description="Data preparation, SFT, reward model, rounds of RL, evaluation and export; cached and resumable.",
     validate_parameters=True,
     persist_result=False,
-    task_runner=ThreadPoolTaskRunner(max_workers=1),  # type: ignore[arg-type]
 )
 def rlhf_pipeline(
     recipe: str = "demo",

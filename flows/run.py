@@ -74,31 +74,30 @@ def run_with_prefect(
     """Runs the flow here, beside the server that Prefect is set to or else a private one that ends with the run."""
     for setting, value in QUIET.items():
         os.environ.setdefault(setting, value)
-    from prefect.settings import get_current_settings
+    from flows.server import PrivateServer, ServerFailed, may_be_set
 
-    if get_current_settings().api.url is not None:
-        from flows.pipeline import run_recipe
-
-        run_recipe(recipe, name=name, force=force, only=only)
-        return
-    from flows.server import PrivateServer, ServerFailed
-
-    server = PrivateServer()
+    # A server takes longest to come up: it starts first, and Prefect is asked only where it may know one.
+    server = None if may_be_set() else PrivateServer()
     try:
-        # These imports take a while, and so does the server.
         from prefect.context import refresh_global_settings_context
+        from prefect.settings import get_current_settings
 
+        private = get_current_settings().api.url is None
+        if private:
+            server = server or PrivateServer()
+            os.environ["PREFECT_API_URL"] = server.url
+            refresh_global_settings_context()
         from flows.pipeline import run_recipe
 
-        os.environ["PREFECT_API_URL"] = server.url
-        refresh_global_settings_context()
-        server.wait()
+        if private and server:
+            server.wait()
         run_recipe(recipe, name=name, force=force, only=only)
     except ServerFailed as e:
         raise SystemExit(f"failed: {e}") from None
     finally:
-        os.environ.pop("PREFECT_API_URL", None)
-        server.stop()
+        if server:
+            os.environ.pop("PREFECT_API_URL", None)
+            server.stop()
 
 
 def local_path(url: str) -> Path:

@@ -6,6 +6,7 @@ import difflib
 from typing import Any
 
 from stages.artifacts import Store
+from stages.leases import is_gone
 
 
 class UnknownRun(KeyError):
@@ -23,6 +24,12 @@ def all_runs(store: Store) -> list[dict[str, Any]]:
         if record is not None:
             found.append(record)
     return sorted(found, key=lambda r: r["started"])
+
+
+def status_of(record: dict[str, Any]) -> str:
+    """`running`, `finished` or `failed`; `killed` where the record says running but its process has gone."""
+    gone = record["status"] == "running" and is_gone(record["process"])
+    return "killed" if gone else record["status"]
 
 
 def find_run(store: Store, name: str | None) -> dict[str, Any]:

@@ -18,12 +18,19 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 START_SECONDS = 120.0
 
 
 class ServerFailed(RuntimeError):
     """The private server did not come up."""
+
+
+def may_be_set() -> bool:
+    """Whether Prefect may have been told of a server, as far as can be seen without importing it for two seconds."""
+    home = Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser()
+    return "PREFECT_API_URL" in os.environ or (home / "profiles.toml").exists()
 
 
 class PrivateServer:

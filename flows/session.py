@@ -6,18 +6,17 @@ Knows nothing of Prefect; the flow and the plain runner both drive it.
 from __future__ import annotations
 
 import datetime
-import os
-import socket
+import re
 import time
 from typing import Any, Protocol
 
 from coolname import generate_slug
 
 from flows.graph import Node, build, key_of, key_parts
-from flows.recipe import Recipe
+from flows.recipe import Recipe, RecipeError
 from stages.artifacts import Artifact, Store
 from stages.client import Worker, WorkerDied
-from stages.leases import lease
+from stages.leases import lease, this_process
 
 
 class Reporter(Protocol):
@@ -40,6 +39,8 @@ class Session:
         self.recipe = recipe
         self.store = Store(recipe.store)
         self.reporter = reporter
+        if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+            raise RecipeError(f"run name {name!r}: expected letters, digits, dots and dashes")
         self.name = name or self._free_name()
         if name is not None and self.store.read_json("runs", name, "run.json") is not None:
             raise FileExistsError(f"run {name} exists in {recipe.store}; runs never overwrite each other")
@@ -53,8 +54,7 @@ class Session:
             "recipe": recipe.model_dump(mode="json"),
             "status": "running",
             "started": now(),
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
+            "process": this_process(),
             "nodes": {},
         }
         self.save()

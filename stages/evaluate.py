@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -11,7 +10,7 @@ from stages.base import Context, StageConfig, execution_setting
 from stages.code import function_digests
 from stages.rollout import sample_rows
 from stages.settings import Compute
-from stages.tables import read_rows, write_rows
+from stages.tables import read_rows, reward_samples, write_rows
 
 NAME = "evaluate"
 VERSION = 1
@@ -65,16 +64,7 @@ def run(ctx: Context) -> dict[str, Any]:
         sampling=Sampling(temperature=config.temperature),
         shard=config.shard_prompts,
     )
-    samples = [
-        {
-            "prompt": r["prompt"],
-            "completion": r["text"],
-            "completion_ids": r["token_ids"],
-            "answer": r["answer"],
-            "metadata": json.loads(r["metadata"] or "{}"),
-        }
-        for r in rows
-    ]
+    samples = reward_samples(rows)
     outcomes = evaluate(config.judge, config.judge_arguments, samples, seconds=config.seconds, workers=config.workers)
     verdicts = [
         {"prompt_id": r["prompt_id"], "sample": r["sample"], "score": o.value, "failure": o.failure}

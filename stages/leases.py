@@ -104,15 +104,21 @@ def lease(store: Store, stage: str, key: str, on_wait: Callable[[str], None]) ->
                 store.fs.rm(path)
 
 
+def this_process() -> dict[str, Any]:
+    """What tells this process from every other."""
+    return {"pid": os.getpid(), "started": _started(os.getpid()), "host": _host()}
+
+
+def is_gone(process: dict[str, Any]) -> bool | None:
+    """Whether a process, as it described itself, has ended; None where that cannot be seen from this host."""
+    if process["host"] != _host():
+        return None
+    started = _started(process["pid"])
+    return started is None or abs(started - process["started"]) >= 1
+
+
 def _record(token: str) -> bytes:
-    record = {
-        "token": token,
-        "pid": os.getpid(),
-        "started": _started(os.getpid()),
-        "host": _host(),
-        "beat": time.time(),
-    }
-    return json.dumps(record).encode()
+    return json.dumps({"token": token, "beat": time.time()} | this_process()).encode()
 
 
 def _holder(store: Store, name: str) -> dict[str, Any] | None:
@@ -151,8 +157,6 @@ def _link(path: str, data: bytes) -> bool:
 
 
 def _dead(holder: dict[str, Any]) -> bool:
-    if holder["host"] == _host():
-        # Here the system knows: a stopped or sleeping process still holds what it holds.
-        started = _started(holder["pid"])
-        return started is None or abs(started - holder["started"]) >= 1
-    return time.time() - holder["beat"] > DEAD_AFTER_SECONDS
+    # Where the system knows it counts: a stopped or sleeping process still holds what it holds.
+    gone = is_gone(holder)
+    return time.time() - holder["beat"] > DEAD_AFTER_SECONDS if gone is None else gone

@@ -10,7 +10,7 @@ from stages.artifacts import Artifact
 from stages.base import Context
 from stages.registry import MODULES
 
-MEMORY_SHARE = 0.4
+MEMORY_SHARE = 0.35
 
 
 def remember(ctx: Context, name: str, value: Any) -> Any:

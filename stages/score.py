@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -11,7 +10,7 @@ from stages.base import Context, StageConfig, execution_setting
 from stages.code import function_digests
 from stages.models import load_scorer
 from stages.settings import Compute
-from stages.tables import by_shard, read_rows
+from stages.tables import by_shard, read_rows, reward_samples
 
 NAME = "score"
 VERSION = 1
@@ -103,16 +102,7 @@ def _column(ctx: Context, reward: Reward, rows: list[dict[str, Any]]) -> list[tu
         return [(v, None) for v in _learned(ctx, rows)]
     from tuning.rewards.processes import evaluate
 
-    samples = [
-        {
-            "prompt": r["prompt"],
-            "completion": r["text"],
-            "completion_ids": r["token_ids"],
-            "answer": r["answer"],
-            "metadata": json.loads(r["metadata"] or "{}"),
-        }
-        for r in rows
-    ]
+    samples = reward_samples(rows)
     found = evaluate(reward.function, reward.arguments, samples, seconds=reward.seconds, workers=ctx.config.workers)
     return [(o.value, o.failure) for o in found]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,6 +27,20 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]], schema: pa.Schema) ->
     partial = path.with_name(f".{path.name}.part")
     pq.write_table(pa.Table.from_pylist(list(rows), schema=schema), partial, compression="zstd")
     partial.rename(path)
+
+
+def reward_samples(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of the rollout table as reward functions take them."""
+    return [
+        {
+            "prompt": r["prompt"],
+            "completion": r["text"],
+            "completion_ids": r["token_ids"],
+            "answer": r["answer"],
+            "metadata": json.loads(r["metadata"] or "{}"),
+        }
+        for r in rows
+    ]
 
 
 def by_shard(

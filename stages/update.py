@@ -215,10 +215,14 @@ def _advance(ctx: Context) -> tuple[State, dict[str, Any]]:
 
     config: Config = ctx.config
     parent = ctx.inputs["policy"]
-    # The step donates what it is given: the parent's optimizer leaves the memory, its weights are copied.
+    # The step donates what it is given: the parent's trainer state leaves the memory.
     state = _state(ctx, parent)
     ctx.memory.pop(f"trainer:{parent.digest}", None)
-    state = dataclasses.replace(state, params=copy(state.params))
+    if parent.stage == NAME:
+        # Nobody needs the last round's policy again; a copy beside the new one would only fill the memory.
+        ctx.memory.pop(f"decoder:{parent.digest}", None)
+    else:
+        state = dataclasses.replace(state, params=copy(state.params))
     rollouts = read_rows(ctx.inputs["rollouts"], "rollouts/")
     scores = read_rows(ctx.inputs["scores"], "scores/")
     if [(r["prompt_id"], r["sample"]) for r in rollouts] != [(s["prompt_id"], s["sample"]) for s in scores]:

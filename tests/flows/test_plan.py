@@ -149,8 +149,8 @@ def project(tmp_path_factory):
 @pytest.mark.parametrize(
     ("file", "old", "new", "expected"),
     [
-        ("stages/sft.py", "    config, base = ", "    # A remark.\n    config, base = ", "16 hit, 0 miss"),
-        ("stages/sft.py", '"""Supervised fine-tuning of all parameters."""', '"""SFT."""', "16 hit, 0 miss"),
+        ("stages/sft.py", "    config, base = ", "    # A remark.\n    config, base = ", " 0 miss, 0 wait"),
+        ("stages/sft.py", '"""Supervised fine-tuning of all parameters."""', '"""SFT."""', " 0 miss, 0 wait"),
         ("stages/sft.py", "return metrics |", "return {} | metrics |", "code stages.sft changed"),
         ("tuning/losses/sft.py", "\n\n\ndef ", "\n\n\nX = 1\n\n\ndef ", "code tuning.losses.sft changed"),
     ],

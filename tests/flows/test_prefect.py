@@ -175,7 +175,7 @@ def test_a_second_run_is_cached_and_starts_no_worker(prefect: Prefect, cached: d
 def test_a_wrong_parameter_is_refused_before_there_is_a_run(prefect: Prefect, made: dict[str, Any]) -> None:
     before = prefect.post("/flow_runs/count")
     unknown = {
-        'sft={"optimizer": {"lr": 1}}': "field 'sft.optimizer'. Failure reason: Additional properties are not allowed ('lr'",
+        'sft={"optimizer": {"lr": 1}}': "'sft.optimizer'. Failure reason: Additional properties are not allowed ('lr'",
         "learning_rate=1": "not found on the deployment: 'learning_rate'",
     }
     for parameter, words in unknown.items():
