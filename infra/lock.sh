@@ -3,7 +3,7 @@
 set -euo pipefail
 uv=${1:-uv}
 cd "$(dirname "$0")/.."
-compile() { "$uv" pip compile --quiet --generate-hashes --no-header --no-annotate --no-emit-index-url \
+compile() { "$uv" pip compile --quiet --generate-hashes --no-header --no-annotate --no-strip-extras --no-emit-index-url \
   --no-emit-find-links --python-version 3.11 "$@"; }
 { cat; } <<< "setuptools>=77" > infra/.build.in
 compile pyproject.toml infra/.build.in -o infra/requirements.txt
