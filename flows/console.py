@@ -15,12 +15,16 @@ from flows.graph import Node
 LINE_SECONDS = 10.0
 
 
+def log_width() -> int | None:
+    """Columns where there is no terminal: Rich takes 80, which cuts the line of a round; None on a terminal."""
+    return None if sys.stdout.isatty() else 160
+
+
 class ConsoleReporter:
     """Live bars on a terminal, a line every ten seconds elsewhere."""
 
     def __init__(self, console: Console | None = None):
-        # Rich takes 80 columns where there is no terminal; a log has room for a round in one line.
-        self.console = console or Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+        self.console = console or Console(highlight=False, width=log_width())
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._started = 0.0

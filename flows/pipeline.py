@@ -31,7 +31,7 @@ from prefect.logging.handlers import APILogWorker
 from prefect.states import Completed, State
 from rich.console import Console
 
-from flows.console import ConsoleReporter, headline
+from flows.console import ConsoleReporter, headline, log_width
 from flows.graph import Node, select, with_inputs
 from flows.overrides import RL, SFT, Base, Data, Evaluate, Export, Retries, Reward, Seed, StoreUrl, told
 from flows.plots import curves_png_data
@@ -55,7 +55,7 @@ class LoggedConsole(Console):
     """A console whose lines also go to the run's log; `silent` where that log is printed anyway."""
 
     def __init__(self, silent: bool):
-        super().__init__(highlight=False, width=160 if silent else None)
+        super().__init__(highlight=False, width=log_width() or (160 if silent else None))
         self._silent = silent
 
     def print(self, *objects: Any, **options: Any) -> None:

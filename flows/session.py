@@ -6,7 +6,9 @@ Knows nothing of Prefect; the flow and the plain runner both drive it.
 from __future__ import annotations
 
 import datetime
+import os
 import re
+import socket
 import time
 from typing import Any, Protocol
 
@@ -54,6 +56,8 @@ class Session:
             "recipe": recipe.model_dump(mode="json"),
             "status": "running",
             "started": now(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
             "process": this_process(),
             "nodes": {},
         }

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
+from typer.testing import CliRunner
 
+from flows.cli import app
 from stages.artifacts import Store
 from tests.conftest import RLHF
 
@@ -26,7 +28,9 @@ def test_help_names_every_verb(rlhf):
     verbs = ["run", "plan", "rerun", "runs", "show", "chat", "export", "verify", "report", "doctor"]
     for verb in verbs:
         assert re.search(rf"^\W*{verb}\s+\w", text, re.MULTILINE), verb
-        assert "--help" in rlhf(verb, "--help").stdout
+        shown = CliRunner().invoke(app, [verb, "--help"])
+        assert shown.exit_code == 0
+        assert "--help" in shown.output
 
 
 def test_no_command_shows_the_help(rlhf):
@@ -120,14 +124,14 @@ def test_rerun_says_what_there_is(rlhf, smoke_store):
 
 def test_a_stage_that_fails_ends_with_status_1_and_what_was_done_is_kept(rlhf, store, record):
     sets = ["--set", f"store={store}", "--set", "reward.optimizer.learning_rate=1e30", "--set", "rl=null"]
-    sets += ["--set", "reward.optimizer.clip_norm=1e30", "--set", "sft.optimizer.learning_rate=0.002"]
+    sets += ["--set", "reward.optimizer.clip_norm=1e30"]
     done = rlhf("run", "smoke", "--no-prefect", "--name", "fails", *sets, code=1)
     assert "failed: NonFinite" in done.stderr
     assert "traceback in" in done.stderr
     assert "the same command goes on from there" in done.stderr
     failed = record(store, "fails")
     assert failed["status"] == "failed"
-    assert state(failed, "sft", "reward") == {"sft": "made", "reward": "failed"}
+    assert state(failed, "sft", "reward") == {"sft": "hit", "reward": "failed"}
     assert "NonFinite" in rlhf("show", "fails", "--store", store).stdout
 
 
@@ -214,15 +218,12 @@ def test_export_verify_compares_with_transformers(rlhf, smoke_store):
 
 @pytest.mark.parametrize("node", ["export", "round-000.update"])
 def test_chat_answers_each_line(rlhf, store, node):
-    """round-000 stores no weights: its policy is made again from its rollouts."""
+    """Round 0 stores no weights: its policy is made again from its rollouts."""
     options = ["--store", store, "--node", node, "--max-tokens", "4", "--temperature", "0"]
     done = rlhf("chat", "first", *options, input="1 + 1 = ?\n2 + 2 = ?\n")
-    again = rlhf("chat", "first", *options, input="1 + 1 = ?\n") if node == "export" else None
+    assert done.stdout.count("\n") >= 2
     assert "Traceback" not in done.stderr
-    if again is not None:
-        assert done.stdout.startswith(again.stdout)
-    if node != "export":
-        assert "replaying the update of round 0" in done.stderr
+    assert ("replaying the update of round 0" in done.stderr) == (node != "export")
 
 
 def test_chat_with_a_node_that_is_not_there(rlhf, smoke_store):
@@ -236,19 +237,14 @@ def test_doctor_shows_the_device_and_versions(rlhf):
         assert re.search(rf"^{word} +\S", out, re.MULTILINE), word
 
 
-def test_a_store_that_has_moved_is_as_good(rlhf, store, record, tmp_path):
+def test_a_store_that_has_moved_is_as_good_and_may_be_named_from_the_current_folder(rlhf, store, record):
     """Records hold the address that a store had; what is in it does not depend on that."""
-    moved = tmp_path / "elsewhere"
-    store.rename(moved)
-    out = rlhf("run", "smoke", "--no-prefect", "--name", "moved", "--set", f"store={moved}").stdout
-    assert record(moved, "moved")["worker_starts"] == 0
-    assert str(moved) in out
-
-
-def test_a_store_may_be_given_relative_to_the_folder(rlhf, store, record):
-    rlhf("run", "smoke", "--no-prefect", "--name", "near", "--set", "store=store", cwd=store.parent)
-    assert record(store, "near")["worker_starts"] == 0
-    assert "near" in rlhf("runs", "--store", "store", cwd=store.parent).stdout
+    store.rename(store.with_name("elsewhere"))
+    options = ["--no-prefect", "--name", "moved", "--set", "store=elsewhere"]
+    out = rlhf("run", "smoke", *options, cwd=store.parent).stdout
+    assert record(store.with_name("elsewhere"), "moved")["worker_starts"] == 0
+    assert "store elsewhere" in out
+    assert "moved" in rlhf("runs", "--store", "elsewhere", cwd=store.parent).stdout
 
 
 def test_a_reward_function_in_the_current_folder_is_found(rlhf, store, record):
