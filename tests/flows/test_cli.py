@@ -138,7 +138,9 @@ def test_a_stage_that_fails_ends_with_status_1_and_what_was_done_is_kept(rlhf, s
 def test_ctrl_c_ends_a_run_and_its_worker(store, record, rlhf):
     sets = ["--set", f"store={store}", "--set", "sft.optimizer.learning_rate=0.002", "--set", "sft.epochs=500"]
     command = [RLHF, "run", "smoke", "--no-prefect", "--name", "stopped", *sets]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     folder = store / "work" / "sft"
     deadline = time.monotonic() + 60
     while not list(folder.glob("*/checkpoints/*")) and time.monotonic() < deadline:
