@@ -55,25 +55,40 @@ def test_an_empty_file_is_a_recipe_of_defaults_with_the_file_s_name(recipe):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("name: x\nsft:\n  epochs: 1\n  learnin_rate: 3\n", "mine.yaml:4: sft.learnin_rate: unknown key; there are epochs,"),
+        (
+            "name: x\nsft:\n  epochs: 1\n  learnin_rate: 3\n",
+            "mine.yaml:4: sft.learnin_rate: unknown key; there are epochs,",
+        ),
         ("rl:\n  rolout: {prompts: 3}\n", "mine.yaml:2: rl.rolout: unknown key; did you mean rollout?"),
-        ("sft:\n  optimizer:\n    learning_rat: 0.1\n", "mine.yaml:3: sft.optimizer.learning_rat: unknown key; did you mean learning_rate?"),
-        ("rl:\n  score:\n    rewards:\n      a: {function: contains, wieght: 2}\n", "mine.yaml:4: rl.score.rewards.a.wieght: unknown key; did you mean weight?"),
+        (
+            "sft:\n  optimizer:\n    learning_rat: 0.1\n",
+            "mine.yaml:3: sft.optimizer.learning_rat: unknown key; did you mean learning_rate?",
+        ),
+        (
+            "rl:\n  score:\n    rewards:\n      a: {function: contains, wieght: 2}\n",
+            "mine.yaml:4: rl.score.rewards.a.wieght: unknown key; did you mean weight?",
+        ),
         ("evalute: null\n", "mine.yaml:1: evalute: unknown key; did you mean evaluate?"),
         ("sft:\n  epochs: two\n", "mine.yaml:2: sft.epochs: Input should be a valid integer (found 'two')"),
         ("sft:\n  epochs: 1.5\n", "mine.yaml:2: sft.epochs: Input should be a valid integer"),
         ("sft:\n  epochs: 0\n", "mine.yaml:2: sft.epochs: Input should be greater than or equal to 1 (found 0)"),
         ("sft: 3\n", "mine.yaml:1: sft: Input should be an object (found 3)"),
         ("seed: true\n", "mine.yaml:1: seed: Input should be a valid integer"),
-        ("sft:\n  optimizer: {learning_rate: .inf}\n", "mine.yaml:2: sft.optimizer.learning_rate: Input should be a finite number"),
-        ("sft:\n  optimizer: {schedule: cosin}\n", "mine.yaml:2: sft.optimizer.schedule: Input should be 'constant', 'linear' or 'cosine'"),
+        (
+            "sft:\n  optimizer: {learning_rate: .inf}\n",
+            "mine.yaml:2: sft.optimizer.learning_rate: Input should be a finite number",
+        ),
+        (
+            "sft:\n  optimizer: {schedule: cosin}\n",
+            "mine.yaml:2: sft.optimizer.schedule: Input should be 'constant', 'linear' or 'cosine'",
+        ),
         ("name: Not A Name\n", "mine.yaml:1: name: String should match pattern"),
         ("- a\n- b\n", "mine.yaml: a recipe is a mapping of sections, found list"),
         ("sft: [1\n", "mine.yaml: not YAML: "),
         ("sft: {epochs: 1}\nseed: 1\nsft: {epochs: 2}\n", "the key 'sft' is there twice"),
         ("data: {source_args: {day: 2026-01-01}}\n", "mine.yaml: Object of type date is not JSON serializable"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_named_with_its_place(recipe, text, message):
     assert message in refused(recipe(text))
 
@@ -87,9 +102,18 @@ def test_all_mistakes_are_told_at_once(recipe):
     ("text", "message"),
     [
         ("sft: null\nrl: null\n", "both sft and rl are null: nothing would be trained"),
-        ("rl: {score: {rewards: {m: {function: reward_model}}}}\n", "rl.score.rewards.m asks for a reward model, but the section reward is null"),
-        ("rl: {update: {algorithm: ppo}}\n", "rl.update.algorithm is ppo, whose critic starts from the reward model: add reward"),
-        ("rl: {rollout: {temperature: 0.7}, update: {temperature: 1.0}}\n", "update.temperature 1.0 differs from rollout.temperature 0.7"),
+        (
+            "rl: {score: {rewards: {m: {function: reward_model}}}}\n",
+            "rl.score.rewards.m asks for a reward model, but the section reward is null",
+        ),
+        (
+            "rl: {update: {algorithm: ppo}}\n",
+            "rl.update.algorithm is ppo, whose critic starts from the reward model: add reward",
+        ),
+        (
+            "rl: {rollout: {temperature: 0.7}, update: {temperature: 1.0}}\n",
+            "update.temperature 1.0 differs from rollout.temperature 0.7",
+        ),
         ("data: {splits: [prompts, heldout]}\n", "data.splits lacks 'sft', which a later section reads"),
         ("data: {splits: [sft, prompts]}\n", "data.splits lacks 'heldout'"),
         ("rl: {update: {aggregation: constant}}\n", "aggregation `constant` and a value for `constant` go together"),
@@ -97,7 +121,7 @@ def test_all_mistakes_are_told_at_once(recipe):
         ("rl: {rollout: {round: 3}}\n", "rollout.round is counted by the pipeline: leave it out"),
         ("rl: {update: {store_state: true}}\n", "update.store_state follows from rl.checkpoint_every: leave it out"),
     ],
-)  # fmt: skip
+)
 def test_combinations_that_cannot_run_are_refused(recipe, text, message):
     found = refused(recipe(text))
     assert message in found
@@ -193,10 +217,13 @@ def test_merge_keeps_what_it_is_given():
         (["data.source=/no/such/file.jsonl"], "data.source: source '/no/such/file.jsonl': no such file"),
         (["data.source=adition"], "data.source: unknown source 'adition' (did you mean 'addition'?)"),
         (["base.source=/no/such/model.gguf"], "base.source: /no/such/model.gguf does not exist"),
-        (["rl.score.rewards.exact.function=exact_mach"], "rl.score.rewards.exact.function: no reward function 'exact_mach'; did you mean exact_match?"),
+        (
+            ["rl.score.rewards.exact.function=exact_mach"],
+            "rl.score.rewards.exact.function: no reward function 'exact_mach'; did you mean exact_match?",
+        ),
         (["evaluate.judge=nothing_here:f"], "evaluate.judge: no module 'nothing_here' can be imported"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("verb", ["run", "plan"])
 def test_a_recipe_that_cannot_run_ends_with_status_2_and_no_work(rlhf, tmp_path, verb, sets, message):
     words = [w for item in [*sets, f"store={tmp_path / 'store'}"] for w in ("--set", item)]
