@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from stages.base import Context, StageConfig, execution_setting
+from stages.base import Context, execution_setting
 from stages.models import load_policy, remember, token_ids
-from stages.settings import Compute, Optimizer
+from stages.settings import Compute, Optimizer, Trained
 from stages.tables import read_rows, write_rows
 from stages.training import Task, fit
 
@@ -16,7 +16,7 @@ NAME = "reward"
 VERSION = 1
 
 
-class Config(StageConfig):
+class Config(Trained):
     """A reward model over all parameters of the base model."""
 
     epochs: Annotated[int, Field(ge=1)] = 1

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from stages.base import StageConfig, execution_setting
 
@@ -30,6 +30,24 @@ class Optimizer(StageConfig):
     """Largest global norm of the gradient."""
     max_skipped: Annotated[int, Field(ge=0)] = 3
     """Non-finite steps in a row that are skipped before the stage stops."""
+
+
+class Trained(StageConfig):
+    """Base of what has an `optimizer`: its settings may be written one level up, `sft.learning_rate` for short."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        short = {k: v for k, v in values.items() if k in Optimizer.model_fields and k not in cls.model_fields}
+        optimizer = values.get("optimizer", {})
+        if not short or not isinstance(optimizer, dict):
+            return values
+        # Only what the stage's own default leaves open is changed: the other fields keep that default.
+        default = cls.model_fields["optimizer"].default
+        base = optimizer if optimizer else default.model_dump(mode="json")
+        return {k: v for k, v in values.items() if k not in short} | {"optimizer": base | short}
 
 
 class Compute(StageConfig):

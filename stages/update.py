@@ -16,9 +16,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from stages.artifacts import Artifact
-from stages.base import Context, StageConfig, execution_setting
+from stages.base import Context, execution_setting
 from stages.models import load_policy, load_scorer, recall, remember, token_ids
-from stages.settings import Compute, Fraction, Optimizer
+from stages.settings import Compute, Fraction, Optimizer, Trained
 from stages.tables import read_rows
 from stages.training import counted, optimizer_of
 
@@ -26,7 +26,7 @@ NAME = "update"
 VERSION = 1
 
 
-class CriticSettings(StageConfig):
+class CriticSettings(Trained):
     """The critic of PPO; it starts from the reward model."""
 
     optimizer: Optimizer = Optimizer(learning_rate=5e-5)
@@ -41,7 +41,7 @@ class CriticSettings(StageConfig):
     """Weight of k1 to the reference in the token reward."""
 
 
-class Config(StageConfig):
+class Config(Trained):
     """The update of one round."""
 
     algorithm: Literal["grpo", "ppo"] = "grpo"

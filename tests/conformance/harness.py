@@ -51,6 +51,10 @@ class Case:
         self._used_inputs.add(name)
         return as_array(self._inputs[name])
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """An input, or `default` where the case has none."""
+        return self[name] if name in self else default
+
     def param(self, name: str, default: Any = None) -> Any:
         """The parameter, or `default` where the case does not have it."""
         self._used_params.add(name)

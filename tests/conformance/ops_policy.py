@@ -51,7 +51,7 @@ def aggregator(
 @op("aggregation", "aggregate")
 @op("aggregation", "aggregate_packed")
 def aggregation(case: Case) -> dict[str, Any]:
-    segment_ids = case.get("segment_ids", None)
+    segment_ids = case.get("segment_ids")
     reduce = aggregator(case, case.param("mode"), case["mask"], segment_ids)
     loss, grad = jax.value_and_grad(reduce)(case["per_token"])
     return {"loss": loss, "grad_per_token": grad}
@@ -178,13 +178,13 @@ def policy_metrics(sums: dict[str, jax.Array], mean_kl: jax.Array | None) -> dic
 @op("polgrad_goldens", "policy_loss")
 def policy_loss(case: Case) -> dict[str, Any]:
     mask = case["mask"]
-    segments = case.get("segment_ids", None)
+    segments = case.get("segment_ids")
     kind = case.known("advantages", "token", "sequence", "zero") or "sequence"
     advantages = case["advantages_token" if kind == "token" else "advantages"]
     arrays: dict[str, Any] = {
         "logps": case["logps"],
         "old_logps": case["old_logps"],
-        "ref_logps": case.get("ref_logps", None),
+        "ref_logps": case.get("ref_logps"),
         "advantages": jnp.zeros_like(advantages) if kind == "zero" else advantages,
         "mask": mask,
         "segment_ids": segments,
@@ -192,7 +192,7 @@ def policy_loss(case: Case) -> dict[str, Any]:
     for name, junk in (case.param("junk_padding") or {}).items():
         target = "advantages" if name == "advantages_token" else name
         arrays[target] = masked(arrays[target], mask, junk)
-    entropy = case.get("entropy", None)
+    entropy = case.get("entropy")
     reduce = aggregator(case, case.param("agg"), mask, segments)
     kl_params, entropy_coef = case.param("kl"), case.param("entropy_coef")
     entropy_agg = case.param("entropy_agg", case.param("agg"))
