@@ -53,7 +53,7 @@ class Case:
 
     def get(self, name: str, default: Any = None) -> Any:
         """An input, or `default` where the case has none."""
-        return self[name] if name in self else default
+        return self[name] if name in self else default  # noqa: SIM401 (this is `get`)
 
     def param(self, name: str, default: Any = None) -> Any:
         """The parameter, or `default` where the case does not have it."""
