@@ -180,7 +180,12 @@ def rerun(
         out.print("the output is the same as before; nothing that follows needs to be made again", markup=False)
 
 
-def _record(store: str, name: str | None) -> dict[str, Any]:
+def _record(store: str, name: str | None, node: str | None = None) -> dict[str, Any]:
+    """The named run, or the newest; with `node`, the newest in which that node is finished."""
+    if name is None and node is not None:
+        for record in reversed(all_runs(Store(store))):
+            if "digest" in record["nodes"].get(node, {}):
+                return record
     try:
         return find_run(Store(store), name)
     except UnknownRun as e:
@@ -238,7 +243,7 @@ def chat(
 ) -> None:
     """Talk to the policy of a run."""
     place = Store(store)
-    record = _record(store, run_name)
+    record = _record(store, run_name, node)
     artifact = _artifact(place, record, node)
     command = [sys.executable, "-m", "stages.chat", store, artifact.stage, artifact.key]
     command += [
@@ -266,7 +271,7 @@ def export(
     import shutil
     from pathlib import Path
 
-    artifact = _artifact(Store(store), _record(store, run_name), "export")
+    artifact = _artifact(Store(store), _record(store, run_name, "export"), "export")
     folder = artifact.local()
     if to is not None:
         target = Path(to)
