@@ -237,13 +237,10 @@ def _pairs(winners: list[str], losers: list[str], count: int, rng: random.Random
     pairs: dict[tuple[str, str], None] = {}
     count = min(count, len(winners) * len(losers))
     while len(pairs) < count:
-        pairs.update(dict.fromkeys(_shuffled_pairs(winners, losers, rng)))
+        # The longer side loses its rest: the next shuffle brings it back.
+        shuffled = rng.sample(winners, len(winners)), rng.sample(losers, len(losers))
+        pairs.update(dict.fromkeys(zip(*shuffled, strict=False)))
     return list(pairs)[:count]
-
-
-def _shuffled_pairs(winners: list[str], losers: list[str], rng: random.Random) -> Iterator[tuple[str, str]]:
-    # The longer side loses its rest: the next shuffle brings it back.
-    return zip(rng.sample(winners, len(winners)), rng.sample(losers, len(losers)), strict=False)
 
 
 def _critics_file() -> Path:
