@@ -14,28 +14,30 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tuning.models.config import DecoderConfig
+from tuning.models.linear import Linear
 
 # attention(q_BLNH, k_BLKH, v_BLKH, cache of this layer) -> (out_BLNH, new cache of this layer)
 Attention = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """Root-mean-square normalisation in float32 (Zhang and Sennrich, 2019)."""
-    x32 = x.astype(jnp.float32)
+    """Root-mean-square normalisation in at least float32 (Zhang and Sennrich, 2019)."""
+    x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     return x32.astype(x.dtype) * scale.astype(x.dtype)
 
 
 def rope_tables(positions_BL: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines [B, L, 1, H/2] of rotary position embedding (Su et al., 2021)."""
-    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    angles = positions_BL[..., None, None].astype(jnp.float32) * frequencies
+    # The type is float32, or float64 where the caller has enabled it.
+    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=float) / head_dim)
+    angles = positions_BL[..., None, None].astype(frequencies.dtype) * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 
 
 def rotate(x_BLNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotates the halves of each head (the Hugging Face convention: pairs are i and i + H/2)."""
-    x32 = x_BLNH.astype(jnp.float32)
+    x32 = x_BLNH.astype(jnp.promote_types(x_BLNH.dtype, jnp.float32))
     left, right = jnp.split(x32, 2, axis=-1)
     return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x_BLNH.dtype)
 
@@ -45,21 +47,16 @@ class Layer(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         d, f, h = config.hidden_size, config.intermediate_size, config.head_dim
-        init = nnx.initializers.normal(0.02)
-
-        def weight(*shape: int) -> nnx.Param:
-            return nnx.Param(init(rngs.params(), shape, jnp.float32))
-
         self.config = config
         self.attention_norm = nnx.Param(jnp.ones(d))
-        self.q = weight(d, config.num_heads * h)
-        self.k = weight(d, config.num_kv_heads * h)
-        self.v = weight(d, config.num_kv_heads * h)
-        self.o = weight(config.num_heads * h, d)
+        self.q = Linear(d, config.num_heads * h, rngs=rngs)
+        self.k = Linear(d, config.num_kv_heads * h, rngs=rngs)
+        self.v = Linear(d, config.num_kv_heads * h, rngs=rngs)
+        self.o = Linear(config.num_heads * h, d, rngs=rngs)
         self.mlp_norm = nnx.Param(jnp.ones(d))
-        self.gate = weight(d, f)
-        self.up = weight(d, f)
-        self.down = weight(f, d)
+        self.gate = Linear(d, f, rngs=rngs)
+        self.up = Linear(d, f, rngs=rngs)
+        self.down = Linear(f, d, rngs=rngs)
 
     def __call__(
         self, x_BLD: jax.Array, rope: tuple[jax.Array, jax.Array], attention: Attention, cache: Any
@@ -67,18 +64,15 @@ class Layer(nnx.Module):
         c = self.config
         heads = x_BLD.shape[:2]
 
-        def project(x: jax.Array, weight: nnx.Param) -> jax.Array:
-            return x @ weight[...].astype(x.dtype)
-
         normed = rms_norm(x_BLD, self.attention_norm[...], c.norm_eps)
-        q = rotate(project(normed, self.q).reshape(*heads, c.num_heads, c.head_dim), *rope)
-        k = rotate(project(normed, self.k).reshape(*heads, c.num_kv_heads, c.head_dim), *rope)
-        v = project(normed, self.v).reshape(*heads, c.num_kv_heads, c.head_dim)
+        q = rotate(self.q(normed).reshape(*heads, c.num_heads, c.head_dim), *rope)
+        k = rotate(self.k(normed).reshape(*heads, c.num_kv_heads, c.head_dim), *rope)
+        v = self.v(normed).reshape(*heads, c.num_kv_heads, c.head_dim)
         out, cache = attention(q, k, v, cache)
-        x_BLD = x_BLD + project(out.reshape(*heads, -1), self.o)
+        x_BLD = x_BLD + self.o(out.reshape(*heads, -1))
         normed = rms_norm(x_BLD, self.mlp_norm[...], c.norm_eps)
-        gated = jax.nn.silu(project(normed, self.gate)) * project(normed, self.up)
-        return x_BLD + project(gated, self.down), cache
+        gated = jax.nn.silu(self.gate(normed)) * self.up(normed)
+        return x_BLD + self.down(gated), cache
 
 
 class Decoder(nnx.Module):

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -20,17 +21,17 @@ from tuning.models.decoder import Decoder, ScalarHead
 
 SCORE = "score.weight"
 
-# our name in a layer -> (Hugging Face name in a layer, transposed)
+# our path in a layer -> (Hugging Face name in a layer, transposed)
 _LAYER = {
-    "attention_norm": ("input_layernorm", False),
-    "q": ("self_attn.q_proj", True),
-    "k": ("self_attn.k_proj", True),
-    "v": ("self_attn.v_proj", True),
-    "o": ("self_attn.o_proj", True),
-    "mlp_norm": ("post_attention_layernorm", False),
-    "gate": ("mlp.gate_proj", True),
-    "up": ("mlp.up_proj", True),
-    "down": ("mlp.down_proj", True),
+    ("attention_norm",): ("input_layernorm", False),
+    ("q", "kernel"): ("self_attn.q_proj", True),
+    ("k", "kernel"): ("self_attn.k_proj", True),
+    ("v", "kernel"): ("self_attn.v_proj", True),
+    ("o", "kernel"): ("self_attn.o_proj", True),
+    ("mlp_norm",): ("post_attention_layernorm", False),
+    ("gate", "kernel"): ("mlp.gate_proj", True),
+    ("up", "kernel"): ("mlp.up_proj", True),
+    ("down", "kernel"): ("mlp.down_proj", True),
 }
 _TOP = {"embedding": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
 _FROM_LAYER = {hf: (ours, transposed) for ours, (hf, transposed) in _LAYER.items()}
@@ -55,7 +56,7 @@ def params_from_tensors(config: DecoderConfig, tensors: Iterable[tuple[str, np.n
     _, shapes = abstract_decoder(config)
     pure = nnx.to_pure_dict(shapes)
     top = {k: np.empty(v.shape, np.float32) for k, v in pure.items() if k != "layers"}
-    layers = {k: np.empty(v.shape, np.float32) for k, v in pure["layers"].items()}
+    layers = {k: np.empty(v.shape, np.float32) for k, v in flatten_dict(pure["layers"]).items()}
     wanted = {_TOP[k] for k in top} | {
         f"model.layers.{i}.{hf}.weight" for i in range(config.num_layers) for hf, _ in _LAYER.values()
     }
@@ -77,7 +78,7 @@ def params_from_tensors(config: DecoderConfig, tensors: Iterable[tuple[str, np.n
         target[...] = value
     if wanted:
         raise UnsupportedModel(f"{source}: {len(wanted)} tensors missing, first {sorted(wanted)[0]}")
-    arrays = jax.tree.map(jnp.asarray, top | {"layers": layers})
+    arrays = jax.tree.map(jnp.asarray, top | {"layers": unflatten_dict(layers)})
     nnx.replace_by_pure_dict(shapes, arrays)
     return shapes
 
@@ -87,7 +88,7 @@ def tensors_from_params(pure: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]
     for ours, value in pure.items():
         if ours != "layers":
             yield _TOP[ours], np.asarray(value, np.float32)
-    for ours, value in pure["layers"].items():
+    for ours, value in flatten_dict(pure["layers"]).items():
         hf, transposed = _LAYER[ours]
         stacked = np.asarray(value, np.float32)
         for i in range(stacked.shape[0]):
