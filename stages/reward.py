@@ -67,7 +67,7 @@ def run(ctx: Context) -> dict[str, Any]:
         ctx.log("pairs carry margins, but this stage trains without them")
 
     def make_loss(compute: Any) -> Any:
-        def loss(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+        def loss(params: Any, batch: dict[str, jax.Array], frozen: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
             chosen, rejected = scores(graph, params, batch, compute).reshape(-1, 2).T
             valid = batch["mask_CT"][::2, 0] > 0
             # Empty slots read position 0 twice: their difference is 0 and finite, then masked.

@@ -49,7 +49,7 @@ def run(ctx: Context) -> dict[str, Any]:
         return [Group(rows[i]["prompt_ids"], [rows[i]["completion_ids"]], [k]) for k, i in enumerate(examples)]
 
     def make_loss(compute: Any) -> Any:
-        def loss(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+        def loss(params: Any, batch: dict[str, jax.Array], frozen: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
             logps, _ = logps_and_entropy(graph, params, batch, 1.0, compute)
             mask, n = batch["mask_CT"], batch["n_tokens"]
             value = aggregate(nll(logps), mask, "token-mean", n_tokens=n, n_sequences=jnp.ones(()))

@@ -54,11 +54,11 @@ def counted(groups: list[Any], packed: list[Any]) -> list[dict[str, Any]]:
     return [p.arrays() | sizes for p in packed]
 
 
-def fit(ctx: Context, task: Task, params: Any, config: Any) -> tuple[Any, dict[str, Any]]:
+def fit(ctx: Context, task: Task, params: Any, config: Any, frozen: Any = None) -> tuple[Any, dict[str, Any]]:
     """Trains a copy of `params`; resumes from the newest checkpoint in `ctx.work`.
 
-    `config` has epochs, examples_per_step, optimizer, compute and checkpoint_every. Returns the
-    parameters and the manifest's metrics.
+    `config` has epochs, examples_per_step, optimizer, compute and checkpoint_every; `frozen` is
+    handed to the loss as it is. Returns the parameters and the manifest's metrics.
     """
     import grain.python as grain
     import jax
@@ -105,7 +105,7 @@ def fit(ctx: Context, task: Task, params: Any, config: Any) -> tuple[Any, dict[s
         for step in range(first, total):
             groups = task.groups(examples(step))
             packed = micro_batches(groups, layout=layout, completion_tokens=width)
-            params, opt_state, sums = step_fn(params, opt_state, counted(groups, packed))
+            params, opt_state, sums = step_fn(params, opt_state, counted(groups, packed), frozen)
             last = task.summary(sums)
             tokens = sum(g.size for g in groups)
             seen += tokens

@@ -42,7 +42,7 @@ def policy_loss(graph: Any, objective: Objective, compute: Compute) -> LossFn:
     Without `old_CT` the batch gets one update and pi_old is stop_gradient(pi) (R4).
     """
 
-    def loss(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(params: Any, batch: dict[str, jax.Array], frozen: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         mask = batch["mask_CT"]
         logps, entropy = logps_and_entropy(graph, params, batch, objective.temperature, compute)
         old = batch.get("old_CT", jax.lax.stop_gradient(logps))

@@ -49,7 +49,7 @@ def token_advantages(
 def critic_loss(graph: Any, critic: Critic, compute: Compute) -> LossFn:
     """Clipped value loss of a micro-batch with `returns_CT` and `old_values_CT`, token mean over the step."""
 
-    def loss(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(params: Any, batch: dict[str, jax.Array], frozen: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         mask = batch["mask_CT"]
         found, sums = value_loss(
             values(graph, params, batch, compute),

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-# loss(params, batch) -> (share of the step's loss, sums for metrics)
-LossFn = Callable[[Any, dict[str, jax.Array]], tuple[jax.Array, dict[str, jax.Array]]]
-StepFn = Callable[[Any, Any, Sequence[dict[str, Any]]], tuple[Any, Any, dict[str, float]]]
+# loss(params, batch, frozen) -> (share of the step's loss, sums for metrics)
+LossFn = Callable[[Any, dict[str, jax.Array], Any], tuple[jax.Array, dict[str, jax.Array]]]
+StepFn = Callable[..., tuple[Any, Any, dict[str, float]]]
 
 
 class NonFinite(RuntimeError):
@@ -61,35 +61,47 @@ def make_optimizer(
 
 
 def make_step(loss_fn: LossFn, optimizer: optax.GradientTransformation, max_skipped: int) -> StepFn:
-    """A step over a list of micro-batches: `step(params, opt_state, batches) -> params, opt_state, sums`.
+    """A step over a list of micro-batches: `step(params, opt_state, batches, frozen=None) -> params, opt_state, sums`.
 
-    `params` and `opt_state` are donated. Raises NonFinite after more than `max_skipped` skipped
+    `params` and `opt_state` are donated; `frozen` is a pytree that the loss reads and nothing
+    changes (the base under an adapter). Raises NonFinite after more than `max_skipped` skipped
     steps in a row.
     """
-
-    @jax.jit
-    def first(params: Any, batch: dict[str, jax.Array]) -> Any:
-        (loss, sums), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
-        return grads, sums | {"loss": loss}
-
-    def more(grads: Any, sums: Any, params: Any, batch: dict[str, jax.Array]) -> Any:
-        (loss, new_sums), new = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
-        return jax.tree.map(jnp.add, (grads, sums), (new, new_sums | {"loss": loss}))
-
-    more = jax.jit(more, donate_argnums=(0, 1))
+    gradient = jax.value_and_grad(loss_fn, has_aux=True)
 
     def apply(params: Any, opt_state: Any, grads: Any) -> Any:
         norm = optax.global_norm(grads)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, norm
 
-    apply = jax.jit(apply, donate_argnums=(0, 1))
+    def whole(params: Any, opt_state: Any, batch: dict[str, jax.Array], frozen: Any) -> Any:
+        (loss, sums), grads = gradient(params, batch, frozen)
+        return *apply(params, opt_state, grads), sums | {"loss": loss}
 
-    def step(params: Any, opt_state: Any, batches: Sequence[dict[str, Any]]) -> tuple[Any, Any, dict[str, float]]:
-        grads, sums = first(params, batches[0])
-        for batch in batches[1:]:
-            grads, sums = more(grads, sums, params, batch)
-        params, opt_state, norm = apply(params, opt_state, grads)
+    def add(grads: Any, sums: Any, params: Any, batch: dict[str, jax.Array], frozen: Any) -> Any:
+        (loss, new_sums), new = gradient(params, batch, frozen)
+        return jax.tree.map(jnp.add, (grads, sums), (new, new_sums | {"loss": loss}))
+
+    # One micro-batch needs one program, several need two, whatever their number.
+    whole = jax.jit(whole, donate_argnums=(0, 1))
+    add = jax.jit(add, donate_argnums=(0, 1))
+    apply_sum = jax.jit(apply, donate_argnums=(0, 1))
+
+    @jax.jit
+    def zeros(params: Any, batch: dict[str, Any], frozen: Any) -> Any:
+        loss, sums = jax.eval_shape(loss_fn, params, batch, frozen)
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (params, sums | {"loss": loss}))
+
+    def step(
+        params: Any, opt_state: Any, batches: Sequence[dict[str, Any]], frozen: Any = None
+    ) -> tuple[Any, Any, dict[str, float]]:
+        if len(batches) == 1:
+            params, opt_state, norm, sums = whole(params, opt_state, batches[0], frozen)
+        else:
+            grads, sums = zeros(params, batches[0], frozen)
+            for batch in batches:
+                grads, sums = add(grads, sums, params, batch, frozen)
+            params, opt_state, norm = apply_sum(params, opt_state, grads)
         skipped = int(opt_state.notfinite_count)
         if skipped > max_skipped:
             raise NonFinite(

@@ -16,7 +16,7 @@ from tuning.training.step import NonFinite, copy, make_optimizer, make_schedule,
 GRAPH = decoder_graph(CONFIG)
 
 
-def loss_fn(params, batch):
+def loss_fn(params, batch, frozen):
     logps, _ = logps_and_entropy(GRAPH, params, batch, 1.0, Compute())
     return -jnp.sum(logps) / batch["n_tokens"], {"tokens": jnp.sum(batch["mask_CT"])}
 
@@ -52,8 +52,8 @@ def test_every_split_into_micro_batches_gives_the_same_step(layout):
 
 
 def test_a_non_finite_step_changes_nothing_and_too_many_stop():
-    def poisoned(params, batch):
-        value, sums = loss_fn(params, batch)
+    def poisoned(params, batch, frozen):
+        value, sums = loss_fn(params, batch, frozen)
         return value * batch["poison"], sums
 
     opt = optimizer()
