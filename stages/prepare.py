@@ -2,10 +2,12 @@
 
 Outputs, each as `<name>/part-00000-of-0000N.parquet`, sorted by id within a shard:
 
-    sft                 id, prompt_ids, completion_ids, prompt, completion
+    sft                 id, prompt_ids, completion_ids, completion_mask, prompt, completion
     preference          id, prompt_ids, chosen_ids, rejected_ids, prompt, chosen, rejected, margin
     prompts, heldout    id, prompt_ids, prompt, answer, metadata (JSON text)
+    labelled            id, prompt_ids, completion_ids, label, prompt, completion
     heldout_preference  as preference, of held-out groups; only where the source has such pairs
+    heldout_labelled    likewise
 
 and `dead/dead.jsonl`, the records that could not be read, each with the reason. Token ids are int32; completions end
 with EOS. The files are byte for byte the same for any number of workers and any size of chunk.
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 NAME = "prepare"
 VERSION = 1
 
-Split = Literal["sft", "preference", "prompts", "heldout"]
+Split = Literal["sft", "preference", "labelled", "prompts", "heldout"]
 Scalar = str | int | float | bool | None
 
 # What a record costs in Beam beside its text, so that chunks of short records stay bounded too.
@@ -66,7 +68,7 @@ class Config(StageConfig):
     sft_fraction: float = Field(default=0.33, ge=0, le=1)
     """Share of the training groups that feeds `sft`."""
     preference: Literal["sft", "all-training"] = "all-training"
-    """Training groups whose pairs are used."""
+    """Training groups whose pairs, or completions with a label, are used."""
     prompts: Literal["rest", "all-training"] = "rest"
     """Training groups whose prompts are used for RL: those outside `sft`, or all."""
     max_prompt_tokens: int = Field(default=512, ge=1)
@@ -244,8 +246,8 @@ def _write_outputs(out: Path, chunks: list[Path], config: Config) -> dict[str, i
     from tuning.data import pipeline
 
     written: dict[str, int] = {}
-    pairs_held_out = any((chunk / "heldout_preference").is_dir() for chunk in chunks)
-    for output in [*config.splits, *(["heldout_preference"] if pairs_held_out else [])]:
+    more = [o for o in ("heldout_preference", "heldout_labelled") if any((chunk / o).is_dir() for chunk in chunks)]
+    for output in [*config.splits, *more]:
         written[output] = 0
         for shard in range(config.shards):
             table = pipeline.merge(chunks, output, shard)
@@ -326,4 +328,6 @@ def _advice(split: str, config: Config) -> str:
         return f"it needs records with a completion, and sft_fraction is {config.sft_fraction}."
     if split == "preference":
         return "it needs records with `completion` (or `chosen`) and `rejected`."
+    if split == "labelled":
+        return "it needs records with `completion` and `label`."
     return f"prompts is {config.prompts!r} and sft_fraction is {config.sft_fraction}; use 'all-training' or lower it."

@@ -59,3 +59,18 @@ class Compute(StageConfig):
     """Row tokens of one forward and backward pass; 0: the device decides."""
     rollout_rows: int = execution_setting(0, ge=0)
     """Completions decoded side by side; 0: the device decides."""
+
+
+class Fitted(Trained):
+    """Base of the stages that pass over a table of examples (`stages.training.fit`)."""
+
+    epochs: Annotated[int, Field(ge=1)] = 1
+    """Passes over the examples."""
+    examples_per_step: Annotated[int, Field(ge=1)] = 16
+    """Examples of one optimizer step."""
+    optimizer: Optimizer = Optimizer()
+    """The optimizer."""
+    compute: Compute = Compute()
+    """How to compute."""
+    checkpoint_every: int = execution_setting(8, ge=1)
+    """Steps between checkpoints."""

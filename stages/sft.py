@@ -1,14 +1,16 @@
-"""Supervised fine-tuning: the likelihood of completions given prompts, token mean over each step."""
+"""Supervised fine-tuning: the likelihood of completions given prompts, token mean over each step.
+
+Of a conversation every assistant turn is trained, its end-of-turn token included; the data's masks say which tokens.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
-
-from stages.base import Context, execution_setting
+from stages.base import Context
 from stages.models import load_policy, remember, token_ids
-from stages.settings import Compute, Optimizer, Trained
+from stages.pairs import completion_groups, sizes
+from stages.settings import Fitted, Optimizer
 from stages.tables import read_rows
 from stages.training import Task, fit
 
@@ -16,19 +18,11 @@ NAME = "sft"
 VERSION = 1
 
 
-class Config(Trained):
+class Config(Fitted):
     """Supervised fine-tuning of all parameters."""
 
-    epochs: Annotated[int, Field(ge=1)] = 1
-    """Passes over the examples."""
-    examples_per_step: Annotated[int, Field(ge=1)] = 16
-    """Examples of one optimizer step."""
     optimizer: Optimizer = Optimizer(learning_rate=1e-4, schedule="linear", warmup_steps=2)
     """The optimizer."""
-    compute: Compute = Compute()
-    """How to compute."""
-    checkpoint_every: int = execution_setting(8, ge=1)
-    """Steps between checkpoints."""
 
 
 def run(ctx: Context) -> dict[str, Any]:
@@ -38,15 +32,11 @@ def run(ctx: Context) -> dict[str, Any]:
     from tuning.losses.aggregate import aggregate
     from tuning.losses.sft import nll
     from tuning.models import huggingface
-    from tuning.training.batch import Group
     from tuning.training.forward import decoder_graph, logps_and_entropy
 
     config, base = load_policy(ctx, ctx.inputs["base"])
     graph = decoder_graph(config)
     rows = read_rows(ctx.inputs["data"], "sft/")
-
-    def groups(examples: list[int]) -> list[Group]:
-        return [Group(rows[i]["prompt_ids"], [rows[i]["completion_ids"]], [k]) for k, i in enumerate(examples)]
 
     def make_loss(compute: Any) -> Any:
         def loss(params: Any, batch: dict[str, jax.Array], frozen: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -59,9 +49,8 @@ def run(ctx: Context) -> dict[str, Any]:
 
     task = Task(
         make_loss=make_loss,
-        groups=groups,
-        size=len(rows),
-        longest=max(len(r["completion_ids"]) for r in rows),
+        groups=lambda examples: completion_groups([rows[i] for i in examples]),
+        **sizes(completion_groups(rows)),
         summary=lambda s: {"loss": s["nll"] / s["tokens"], "tokens": s["tokens"]},
     )
     params, metrics = fit(ctx, task, base, ctx.config)

@@ -25,8 +25,14 @@ class Task:
     """Number of examples."""
     longest: int
     """Tokens of the longest completion."""
+    largest: int
+    """Tokens of the largest group: none is split, so the completions of a group lie in neighbouring slots."""
     summary: Callable[[dict[str, float]], dict[str, float]]
     """Sums of a step -> metrics to show."""
+    sample: Callable[[Any, int, list[Any]], list[Any]] | None = None
+    """(parameters, step, groups) -> the groups to train on, for completions that the model itself writes."""
+    columns: Callable[[Any, list[int], list[Any]], list[dict[str, Any]]] | None = None
+    """(parameters, example numbers, micro-batches) -> what the loss needs of each beside its tokens."""
 
 
 def optimizer_of(settings: Optimizer, total_steps: int) -> Any:
@@ -48,7 +54,7 @@ def counted(groups: list[Any], packed: list[Any]) -> list[dict[str, Any]]:
     """Device arrays of micro-batches with the counts of the whole step beside them (R1)."""
     import numpy as np
 
-    tokens = np.float32(sum(len(c) for g in groups for c in g.completions))
+    tokens = np.float32(sum(p.mask_CT.sum() for p in packed))
     completions = np.float32(sum(len(g.completions) for g in groups))
     sizes = {"n_tokens": tokens, "n_completions": completions, "n_groups": np.float32(len(groups))}
     return [p.arrays() | sizes for p in packed]
@@ -86,7 +92,7 @@ def fit(ctx: Context, task: Task, params: Any, config: Any, frozen: Any = None) 
 
     width = bucket(task.longest)
     budget = config.compute.tokens_per_micro_batch or device.row_tokens_per_step
-    layout = choose_rows([task.groups(examples(s)) for s in range(min(total, SHAPE_STEPS))], budget)
+    layout = choose_rows([task.groups(examples(s)) for s in range(min(total, SHAPE_STEPS))], budget, task.largest)
 
     params = copy(params)
     opt_state = jax.jit(optimizer.init)(params)
@@ -104,8 +110,14 @@ def fit(ctx: Context, task: Task, params: Any, config: Any, frozen: Any = None) 
         seen, started, last = 0.0, time.monotonic(), {}
         for step in range(first, total):
             groups = task.groups(examples(step))
+            if task.sample is not None:
+                groups = task.sample(params, step, groups)
             packed = micro_batches(groups, layout=layout, completion_tokens=width)
-            params, opt_state, sums = step_fn(params, opt_state, counted(groups, packed), frozen)
+            batches = counted(groups, packed)
+            if task.columns is not None:
+                more = task.columns(params, examples(step), packed)
+                batches = [a | b for a, b in zip(batches, more, strict=True)]
+            params, opt_state, sums = step_fn(params, opt_state, batches, frozen)
             last = task.summary(sums)
             tokens = sum(g.size for g in groups)
             seen += tokens

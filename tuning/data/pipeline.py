@@ -34,8 +34,9 @@ from apache_beam.options.pipeline_options import PipelineOptions
 from apache_beam.pvalue import TaggedOutput
 from jinja2 import TemplateError
 
-from tuning.data.records import Record, RecordError, digest, parse_line
-from tuning.models.tokenizer import chat_prompt_ids, completion_ids, load_tokenizer
+from tuning.data.conversations import ConversationError, conversation_ids, prompt_ids
+from tuning.data.records import Message, Record, RecordError, canonical_json, digest, parse_line
+from tuning.models.tokenizer import completion_ids, load_tokenizer
 
 IDS = pa.list_(pa.int32())
 _PROMPTS = {"id": pa.string(), "prompt_ids": IDS, "prompt": pa.string(), "answer": pa.string(), "metadata": pa.string()}
@@ -49,20 +50,33 @@ _PAIRS = {
     "rejected": pa.string(),
     "margin": pa.float64(),
 }
+_LABELLED = {
+    "id": pa.string(),
+    "prompt_ids": IDS,
+    "completion_ids": IDS,
+    "label": pa.bool_(),
+    "prompt": pa.string(),
+    "completion": pa.string(),
+}
 SCHEMAS: dict[str, dict[str, pa.DataType]] = {
     "sft": {
         "id": pa.string(),
         "prompt_ids": IDS,
         "completion_ids": IDS,
+        "completion_mask": pa.list_(pa.int8()),
         "prompt": pa.string(),
         "completion": pa.string(),
     },
     "preference": _PAIRS,
+    "labelled": _LABELLED,
     "prompts": _PROMPTS,
     "heldout": _PROMPTS,
     "heldout_preference": _PAIRS,
+    "heldout_labelled": _LABELLED,
 }
-"""Columns of each output; `heldout_preference` holds the pairs of held-out groups."""
+"""Columns of each output; `heldout_preference` holds the pairs of held-out groups, and `heldout_labelled` likewise.
+
+`completion_mask` is 1 for the tokens that SFT trains; null: all of them."""
 
 _LEDGER = {
     "id": pa.string(),
@@ -118,12 +132,15 @@ def splits_of(record: Record, plan: Plan) -> list[str]:
         planned = ["heldout"]
     else:
         in_sft = uniform(plan.seed, "sft", record.group) < (plan.sft_fraction if "sft" in plan.splits else 0.0)
-        planned = ["sft"] if in_sft and record.completion is not None else []
+        planned = ["sft"] if in_sft and record.completion is not None and record.label is not False else []
         planned += ["preference"] if pairs and (in_sft or plan.preference_all) else []
+        planned += ["labelled"] if record.label is not None and (in_sft or plan.preference_all) else []
         planned += ["prompts"] if plan.prompts_all or not in_sft else []
     planned = [split for split in planned if split in plan.splits]
     if planned == ["heldout"] and pairs and "preference" in plan.splits:
         planned.append("heldout_preference")
+    if planned == ["heldout"] and record.label is not None and "labelled" in plan.splits:
+        planned.append("heldout_labelled")
     return planned
 
 
@@ -173,29 +190,26 @@ class Encode(beam.DoFn):
             reason = f"{label}, record {number}: text holds the control token {found!r}; remove it or escape it"
             yield TaggedOutput("dead", _dead(position, label, number, line, reason, copies))
             return
-        system = [{"role": "system", "content": self.plan.system_prompt}] if self.plan.system_prompt else []
-        messages = list(record.prompt) if record.prompt[0]["role"] == "system" else [*system, *record.prompt]
+        outputs = splits_of(record, self.plan)
         try:
-            prompt_ids = chat_prompt_ids(self.tokenizer, messages)
-        except TemplateError as error:
+            found_rows = [(output, row) for output in outputs for row in self._rows(output, record)]
+        except (TemplateError, ConversationError) as error:
             reason = f"{label}, record {number}: the chat template refuses the messages ({error})"
             yield TaggedOutput("dead", _dead(position, label, number, line, reason, copies))
             return
         rows: list[str] = []
         dropped: list[str] = []
-        outputs = splits_of(record, self.plan)
         if not outputs:
             dropped.append("no_split_wants_it")
-        for output in outputs:
-            for row in self._rows(output, record, prompt_ids):
-                lengths = [len(row[name]) for name in ("completion_ids", "chosen_ids", "rejected_ids") if name in row]
-                if len(prompt_ids) > self.plan.max_prompt_tokens:
-                    dropped.append(f"{output}:prompt_too_long")
-                elif lengths and max(lengths) > self.plan.max_completion_tokens:
-                    dropped.append(f"{output}:completion_too_long")
-                else:
-                    rows.append(output)
-                    yield self._keyed(output, position, row)
+        for output, row in found_rows:
+            lengths = [len(row[name]) for name in ("completion_ids", "chosen_ids", "rejected_ids") if name in row]
+            if len(row["prompt_ids"]) > self.plan.max_prompt_tokens:
+                dropped.append(f"{output}:prompt_too_long")
+            elif lengths and max(lengths) > self.plan.max_completion_tokens:
+                dropped.append(f"{output}:completion_too_long")
+            else:
+                rows.append(output)
+                yield self._keyed(output, position, row)
         heldout = any(output.startswith("heldout") for output in outputs)
         ledger = {"id": record.id, "group": record.group, "heldout": heldout, "copies": copies}
         ledger |= {"rows": rows, "dropped": dropped, "key": record.content}
@@ -203,16 +217,30 @@ class Encode(beam.DoFn):
 
     def _control_token(self, record: Record) -> str | None:
         texts = [message["content"] for message in record.prompt] + [record.completion or "", *record.rejected]
+        # What a template may print beside the contents: tools, calls and names.
+        texts.append(canonical_json([record.prompt, record.conversation, record.tools]))
         found = next(filter(None, map(self.special.search, texts)), None)
         return found.group() if found else None
 
-    def _rows(self, output: str, record: Record, prompt_ids: list[int]) -> Iterator[dict[str, Any]]:
+    def _messages(self, turns: Sequence[Message]) -> list[Message]:
+        """The turns, after the system prompt where they bring none of their own."""
+        own = not self.plan.system_prompt or turns[0]["role"] == "system"
+        return list(turns) if own else [{"role": "system", "content": self.plan.system_prompt}, *turns]
+
+    def _rows(self, output: str, record: Record) -> Iterator[dict[str, Any]]:
         """Rows with the columns of the output and `key`, by which equal rows of different records are merged."""
-        row: dict[str, Any] = {"id": record.id, "prompt_ids": _pack(prompt_ids), "prompt": record.prompt_text}
-        if output == "sft":
+        row: dict[str, Any] = {"id": record.id, "prompt": record.prompt_text}
+        if output == "sft" and record.conversation is not None:
+            ids, mask = conversation_ids(self.tokenizer, self._messages(record.conversation), record.tools)
+            first = mask.index(1)
+            row |= {"prompt_ids": _pack(ids[:first]), "completion_ids": _pack(ids[first:])}
+            yield row | {"completion": record.completion, "completion_mask": mask[first:], "key": record.content}
+            return
+        row["prompt_ids"] = _pack(prompt_ids(self.tokenizer, self._messages(record.prompt), record.tools))
+        if output in ("sft", "labelled", "heldout_labelled"):
             assert record.completion is not None
             row |= {"completion": record.completion, "completion_ids": self._completion(record.completion)}
-            yield row | {"key": record.content}
+            yield row | {"completion_mask": None, "label": record.label, "key": record.content}
         elif output in ("preference", "heldout_preference"):
             assert record.completion is not None
             row |= {"chosen": record.completion, "chosen_ids": self._completion(record.completion)}

@@ -6,14 +6,20 @@ A raw record is a JSON object:
     prompt      str, or a list of messages {"role", "content"} that ends before the assistant's turn.
     completion  str, optional: the wanted (for a pair: the preferred) answer of the assistant.
     rejected    str or list of str, optional: answers that lose against `completion`.
+    label       bool, optional: whether `completion` is a good answer, where there is no other to compare it with.
     answer      str, optional: what a verifier compares with.
     margin      float, optional: how much better `completion` is than `rejected`.
-    split       "sft" | "preference" | "prompts" | "heldout", optional: the only split that may use the record.
+    tools       list of objects, optional: the functions that the chat template tells the assistant about.
+    split       "sft" | "preference" | "labelled" | "prompts" | "heldout", optional: the only one to use the record.
     group       str, optional: records of one group never straddle training and held-out. Default: the prompt.
     metadata    object, optional: passed through to rewards and reports.
 
 The layouts of TRL datasets are read as well: `messages`; `chosen` in place of `completion`; `completion`, `chosen` and
 `rejected` as a list of one assistant message; `chosen` and `rejected` as whole conversations without `prompt`.
+
+Of `messages` that end with the assistant's turn, SFT trains every turn of the assistant; the last one is the completion
+everywhere else. A message has `role` and `content`, an assistant's optionally `tool_calls` (and then no content), a
+tool's `name` and `tool_call_id`.
 """
 
 from __future__ import annotations
@@ -26,12 +32,16 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-SPLITS = ("sft", "preference", "prompts", "heldout")
+SPLITS = ("sft", "preference", "labelled", "prompts", "heldout")
 ROLES = ("system", "user", "assistant", "tool")
-FIELDS = ("id", "prompt", "completion", "rejected", "answer", "margin", "split", "group", "metadata")
+FIELDS = (
+    "id", "prompt", "completion", "rejected", "label", "answer", "margin", "tools", "split", "group", "metadata",
+)  # fmt: skip
 ALIASES = ("messages", "chosen")
+OPTIONAL = {"assistant": {"tool_calls"}, "tool": {"name", "tool_call_id"}}
+"""Keys that messages of a role may have beside `role` and `content`."""
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 
 class RecordError(ValueError):
@@ -63,6 +73,10 @@ class Record:
     prompt: tuple[Message, ...]
     completion: str | None = None
     rejected: tuple[str, ...] = ()
+    label: bool | None = None
+    conversation: tuple[Message, ...] | None = None
+    """All turns, where SFT trains more of them than the completion, or one that calls tools."""
+    tools: tuple[dict[str, Any], ...] = ()
     answer: str | None = None
     margin: float | None = None
     split: str | None = None
@@ -138,6 +152,14 @@ class _Parser:
             raise self.error(name, f"no such field ({advice})", _kind(unknown[name]))
 
         prompt, completion, rejected = self.turns(values)
+        conversation = self.conversation(values)
+        label, tools = values.get("label"), values.get("tools", [])
+        if label is not None and not isinstance(label, bool):
+            raise self.error("label", "true or false", _kind(label))
+        if label is not None and (completion is None or rejected):
+            raise self.error("label", "a completion and no `rejected` beside it", "rejected" if rejected else "neither")
+        if tools and not _is_list_of_objects(tools):
+            raise self.error("tools", "a list of objects", _kind(tools))
         margin = values.get("margin")
         if margin is not None and (
             isinstance(margin, bool) or not isinstance(margin, (int, float)) or not math.isfinite(margin)
@@ -146,15 +168,22 @@ class _Parser:
         split = values.get("split")
         if split is not None and split not in SPLITS:
             raise self.error("split", f"one of {', '.join(SPLITS)}", _kind(split))
-        if split in ("sft", "preference") and completion is None:
+        if split in ("sft", "preference", "labelled") and completion is None:
             raise self.error("completion", f"a completion, since split is {split!r}", "none")
         if split == "preference" and not rejected:
             raise self.error("rejected", "at least one, since split is 'preference'", "none")
+        if split == "labelled" and label is None:
+            raise self.error("label", "true or false, since split is 'labelled'", "none")
+        if split == "sft" and label is False:
+            raise self.error("label", "no bad completion, since split is 'sft'", "false")
 
         content: dict[str, Any] = {
             "prompt": prompt,
             "completion": completion,
             "rejected": rejected,
+            "label": label,
+            "messages": conversation,
+            "tools": tools or None,
             "answer": self.optional_text("answer", values),
             "margin": None if margin is None else float(margin),
             "split": split,
@@ -173,6 +202,9 @@ class _Parser:
             prompt=tuple(prompt),
             completion=completion,
             rejected=tuple(rejected),
+            label=label,
+            conversation=None if conversation is None else tuple(conversation),
+            tools=tuple(tools),
             answer=content["answer"],
             margin=content["margin"],
             split=split,
@@ -191,7 +223,8 @@ class _Parser:
             messages = self.messages("messages", values["messages"])
             if messages[-1]["role"] != "assistant":
                 return self.prompt("messages", messages), None, []
-            return self.prompt("messages", messages[:-1]), messages[-1]["content"], []
+            last = messages[-1]
+            return self.prompt("messages", messages[:-1]), last["content"] or canonical_json(last["tool_calls"]), []
         if "prompt" not in values and _is_list_of_objects(chosen) and _is_list_of_objects(rejected):
             chosen, rejected = self.messages(chosen_name, chosen), self.messages("rejected", rejected)
             if chosen[:-1] != rejected[:-1]:
@@ -214,6 +247,18 @@ class _Parser:
             raise self.error("rejected", "answers that differ from the completion and from each other", "equal ones")
         return prompt, completion, losers
 
+    def conversation(self, values: dict[str, Any]) -> list[Message] | None:
+        """The turns of `messages` where more than the text of the last one is the assistant's."""
+        if "messages" not in values:
+            return None
+        messages = self.messages("messages", values["messages"])
+        if messages[-1]["role"] != "assistant":
+            return None
+        if next(m["role"] for m in messages if m["role"] != "system") == "assistant":
+            raise self.error("messages", "a user's turn before the assistant's first one", "none")
+        earlier = any(m["role"] == "assistant" for m in messages[:-1])
+        return messages if earlier or "tool_calls" in messages[-1] else None
+
     def prompt(self, field: str, value: Any) -> list[Message]:
         if isinstance(value, str):
             return [{"role": "user", "content": self.text(field, value)}]
@@ -227,12 +272,20 @@ class _Parser:
             raise self.error(field, "a string or a non-empty list of messages", _kind(value))
         messages: list[Message] = []
         for message in value:
-            keys = {name for name, item in message.items() if item is not None}
-            if keys != {"role", "content"}:
-                raise self.error(field, "messages of exactly `role` and `content`", f"one with {sorted(keys)}")
-            if message["role"] not in ROLES:
-                raise self.error(field, f"a role out of {', '.join(ROLES)}", _kind(message["role"]))
-            messages.append({"role": message["role"], "content": self.text(f"{field}.content", message["content"])})
+            kept = {name: item for name, item in message.items() if item is not None}
+            calls = kept.get("tool_calls")
+            if calls is not None and not _is_list_of_objects(calls):
+                raise self.error(f"{field}.tool_calls", "a non-empty list of objects", _kind(calls))
+            if calls is not None and not kept.get("content"):
+                kept["content"] = ""
+            more = OPTIONAL.get(kept.get("role", ""), set())
+            if set(kept) - more != {"role", "content"}:
+                raise self.error(field, "messages of exactly `role` and `content`", f"one with {sorted(kept)}")
+            if kept["role"] not in ROLES:
+                raise self.error(field, f"a role out of {', '.join(ROLES)}", _kind(kept["role"]))
+            if calls is None or kept["content"]:
+                kept["content"] = self.text(f"{field}.content", kept["content"])
+            messages.append(kept)
         return messages
 
     def completion(self, field: str, value: Any) -> str:

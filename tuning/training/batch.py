@@ -24,6 +24,13 @@ class Group:
     prompt: Sequence[int]
     completions: Sequence[Sequence[int]]
     ids: Sequence[int]
+    masks: Sequence[Sequence[int]] | None = None
+    """1 for each completion token that counts, as in a conversation whose user turns do not; None: all count."""
+
+    def part(self, start: int, stop: int | None = None) -> Group:
+        """The prompt with some of the completions."""
+        masks = None if self.masks is None else self.masks[start:stop]
+        return Group(self.prompt, self.completions[start:stop], self.ids[start:stop], masks)
 
     @property
     def size(self) -> int:
@@ -95,10 +102,10 @@ def split_group(group: Group, row_tokens: int) -> list[Group]:
                 f"prompt of {len(group.prompt)} and completion of {len(completion)} tokens exceed rows of {row_tokens}"
             )
         if used + len(completion) > row_tokens:
-            pieces.append(Group(group.prompt, group.completions[start:i], group.ids[start:i]))
+            pieces.append(group.part(start, i))
             start, used = i, len(group.prompt)
         used += len(completion)
-    pieces.append(Group(group.prompt, group.completions[start:], group.ids[start:]))
+    pieces.append(group.part(start))
     return pieces
 
 
@@ -127,15 +134,15 @@ class Layout:
     rows: int
 
 
-def choose_rows(steps: Sequence[Sequence[Group]], budget: int) -> Layout:
+def choose_rows(steps: Sequence[Sequence[Group]], budget: int, least: int = 0) -> Layout:
     """The row length that wastes least over some steps, with at most `budget` row tokens a micro-batch.
 
     Groups stay whole where they fit 1024 tokens, so that a shared prompt is computed once; longer
-    ones are split by completion.
+    ones are split by completion. Rows hold `least` tokens or more: no group of up to that size is split.
     """
     whole = max(g.size for groups in steps for g in groups)
     path = max(len(g.prompt) + max(len(c) for c in g.completions) for groups in steps for g in groups)
-    least = round_up(whole if whole <= 1024 else path, 64)
+    least = round_up(max(least, whole if whole <= 1024 else path), 64)
     best: tuple[int, int] | None = None
     for length in range(least, max(least, 512) + 1, 64):
         most = max(1, budget // length)
@@ -177,7 +184,8 @@ def pack_rows(rows: Sequence[Sequence[Group]], shape: Shape) -> Packed:
                 first = row * length + column
                 # The prompt's last position predicts the first token, each token the one after it.
                 at[slot, :m] = [prompt_end, *range(first, first + m - 1)]
-                targets[slot, :m], mask[slot, :m] = completion, 1
+                targets[slot, :m] = completion
+                mask[slot, :m] = 1 if member.masks is None else member.masks[arm - 1]
                 last[slot], ids[slot] = first + m - 1, caller
                 column += m
                 slot += 1

@@ -81,7 +81,7 @@ def test_text_of_a_conversation():
         ({"prompt": "a", "completion": "x", "chosen": "x"}, "chosen", "either"),
         ({"prompt": "a", "margin": float("nan")}, "margin", "a finite number"),
         ({"prompt": "a", "margin": True}, "margin", "a finite number"),
-        ({"prompt": "a", "split": "train"}, "split", "one of sft, preference, prompts, heldout"),
+        ({"prompt": "a", "split": "train"}, "split", "one of sft, preference, labelled, prompts, heldout"),
         ({"prompt": "a", "split": "sft"}, "completion", "since split is 'sft'"),
         ({"prompt": "a", "metadata": [1]}, "metadata", "an object"),
         ({"prompt": "a", "metadata": {"x": float("inf")}}, "metadata", "finite numbers"),

@@ -118,3 +118,30 @@ def test_layout_holds_whole_groups_and_stays_in_the_budget():
 def test_buckets_hold_their_value_and_waste_at_most_a_third(value):
     size = bucket(value)
     assert size >= value and (size == 8 or value > size * 2 / 3 - 1)
+
+
+def test_masked_tokens_are_read_and_not_counted():
+    group = Group([1, 2], [[3, 4, 5], [6, 7]], [0, 1], [[1, 0, 1], [0, 1]])
+    batch = micro_batches([group], layout=Layout(64, 1), completion_tokens=8)[0]
+    assert batch.tokens_BL[0, :7].tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert batch.mask_CT[:2, :4].tolist() == [[1, 0, 1, 0], [0, 1, 0, 0]]
+    assert [p.masks for p in split_group(group, 5)] == [[[1, 0, 1]], [[0, 1]]]
+    logps = logps_by_completion([group], Layout(64, 1))
+    unmasked = logps_by_completion([Group([1, 2], group.completions, [0, 1])], Layout(64, 1))
+    np.testing.assert_array_equal(logps[0], unmasked[0][[0, 2]])
+
+
+def test_pairs_longer_than_a_row_of_others_stay_in_neighbouring_slots():
+    rng = np.random.default_rng(0)
+    pairs = [
+        Group([1] * 40, [[2] * int(n), [3] * int(m)], [2 * i, 2 * i + 1])
+        for i, (n, m) in enumerate(rng.integers(300, 700, (6, 2)))
+    ]
+    largest = max(g.size for g in pairs)
+    assert largest > 1024
+    layout = choose_rows([pairs], 2048, largest)
+    batches = micro_batches(pairs, layout=layout, completion_tokens=bucket(700))
+    slots = [b.ids_C[b.ids_C >= 0].reshape(-1, 2) for b in batches]
+    assert sorted(np.concatenate(slots).tolist()) == [[2 * i, 2 * i + 1] for i in range(6)]
+    split = micro_batches(pairs, layout=choose_rows([pairs], 2048), completion_tokens=bucket(700))
+    assert any(b.ids_C[0] % 2 or b.ids_C[1] != b.ids_C[0] + 1 for b in split)

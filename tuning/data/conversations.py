@@ -1,0 +1,113 @@
+"""Conversations under a chat template: token ids, and which of them the assistant wrote."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tuning.models.tokenizer import chat_prompt_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class ConversationError(ValueError):
+    """A conversation whose assistant turns have no certain place in the text that the template makes of it."""
+
+
+def prompt_ids(
+    tokenizer: PreTrainedTokenizerFast, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()
+) -> list[int]:
+    """Token ids of the messages under the chat template, ending in the header of the assistant's turn."""
+    if not tools:
+        return chat_prompt_ids(tokenizer, messages)
+    ids: Any = tokenizer.apply_chat_template(
+        [dict(m) for m in messages], tools=list(tools), add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    return [int(i) for i in ids]
+
+
+def conversation_ids(
+    tokenizer: PreTrainedTokenizerFast, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()
+) -> tuple[list[int], list[int]]:
+    """Token ids up to the end of the last assistant turn, and 1 for each that SFT trains, else 0.
+
+    Trained is what the assistant writes in every one of its turns: content, calls of tools and the end-of-turn token
+    (R10), not the headers, which the template writes. Where the template marks it with `{% generation %}`, the marks
+    say what that is; else the text of a turn is what it adds to the text before it, header included.
+
+    Raises ConversationError where a turn changes the text before it, or there is no assistant turn.
+    """
+    turns, functions = [dict(m) for m in messages], list(tools) or None
+    if _MARKERS.search(str(tokenizer.chat_template)):
+        marked: Any = tokenizer.apply_chat_template(
+            turns, tools=functions, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids, mask = list(marked["input_ids"]), list(marked["assistant_masks"])
+    else:
+        ids, mask = _by_prefixes(tokenizer, turns, functions)
+    if 1 not in mask:
+        raise ConversationError("the chat template renders no turn of the assistant")
+    return _with_ends(tokenizer, ids, mask)
+
+
+def _by_prefixes(tokenizer: PreTrainedTokenizerFast, turns: list[Any], tools: Any) -> tuple[list[int], list[int]]:
+    """Ids and mask of the whole text, from the texts before and after each assistant turn."""
+
+    def render(count: int, header: bool = False) -> str:
+        text: Any = tokenizer.apply_chat_template(
+            turns[:count], tools=tools, tokenize=False, add_generation_prompt=header
+        )
+        return str(text)
+
+    whole = render(len(turns))
+    encoded: Any = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+    ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
+    control, mask = _control(tokenizer), [0] * len(ids)
+    for number, turn in enumerate(turns):
+        if turn["role"] != "assistant":
+            continue
+        before, after = render(number, header=True), render(number + 1)
+        if not (whole.startswith(before) and whole.startswith(after)):
+            which = "before" if not whole.startswith(before) else "up to the end of"
+            raise ConversationError(
+                f"the chat template writes the text {which} message {number + 1} otherwise when more messages follow, "
+                "so the turn has no certain place: use a template with {% generation %} marks, or one record a turn"
+            )
+        first = next(i for i, (_, stop) in enumerate(offsets) if stop > len(before))
+        end = next((i for i, (start, _) in enumerate(offsets) if start >= len(after)), len(ids))
+        # What the template writes behind the end-of-turn token, such as a newline, nobody generates.
+        ends = [i for i in range(first, end) if ids[i] in control]
+        if ends and not whole[offsets[ends[-1]][1] : len(after)].strip():
+            end = ends[-1] + 1
+        mask[first:end] = [1] * (end - first)
+    return ids, mask
+
+
+def _with_ends(tokenizer: PreTrainedTokenizerFast, ids: list[int], mask: list[int]) -> tuple[list[int], list[int]]:
+    """Trains the end-of-turn token behind each turn as well, and leaves out what follows the last turn."""
+    control = _control(tokenizer)
+    for end in _run_ends(mask):
+        if ids[end - 1] in control:
+            continue
+        if end < len(ids) and ids[end] in control:
+            mask[end] = 1
+        elif 1 not in mask[end:] and tokenizer.eos_token_id is not None:
+            # The template writes no end of turn: the last one gets the token that stops generation.
+            ids, mask = [*ids[:end], int(tokenizer.eos_token_id)], [*mask[:end], 1]
+    last = len(mask) - mask[::-1].index(1)
+    return ids[:last], mask[:last]
+
+
+def _run_ends(mask: Sequence[int]) -> Iterator[int]:
+    """The positions behind each run of ones."""
+    return iter([i + 1 for i, m in enumerate(mask) if m and not any(mask[i + 1 : i + 2])])
+
+
+def _control(tokenizer: PreTrainedTokenizerFast) -> set[int]:
+    return {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
