@@ -49,7 +49,7 @@ def completion_groups(rows: list[Row]) -> list[Group]:
     ]
 
 
-def sizes(groups: list[Group]) -> dict[str, int]:
+def sizes(groups: list[Group]) -> dict[str, Any]:
     """The sizes that `stages.training.Task` asks for."""
     longest = max(len(c) for g in groups for c in g.completions)
     return {"size": len(groups), "longest": longest, "largest": max(g.size for g in groups)}

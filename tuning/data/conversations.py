@@ -27,7 +27,11 @@ def prompt_ids(
     if not tools:
         return chat_prompt_ids(tokenizer, messages)
     ids: Any = tokenizer.apply_chat_template(
-        [dict(m) for m in messages], tools=list(tools), add_generation_prompt=True, tokenize=True, return_dict=False
+        [dict(m) for m in messages],
+        tools=[dict(t) for t in tools],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=False,
     )
     return [int(i) for i in ids]
 
@@ -43,7 +47,8 @@ def conversation_ids(
 
     Raises ConversationError where a turn changes the text before it, or there is no assistant turn.
     """
-    turns, functions = [dict(m) for m in messages], list(tools) or None
+    turns: Any = [dict(m) for m in messages]
+    functions: Any = [dict(t) for t in tools] or None
     if _MARKERS.search(str(tokenizer.chat_template)):
         marked: Any = tokenizer.apply_chat_template(
             turns, tools=functions, tokenize=True, return_dict=True, return_assistant_tokens_mask=True

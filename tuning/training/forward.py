@@ -65,6 +65,12 @@ def logps_and_entropy(
     return jnp.where(mask, logps.reshape(mask.shape), 0.0), jnp.where(mask, entropy.reshape(mask.shape), 0.0)
 
 
+def response_hidden(graph: Any, params: Any, batch: Batch, compute: Compute) -> tuple[jax.Array, jax.Array]:
+    """Hidden states that predict the completion tokens [C, T, D], and the head's weight [V, D]."""
+    decoder = nnx.merge(graph, params)
+    return _hidden(decoder, batch, compute)[batch["at_CT"]], decoder.head_weight()
+
+
 def values(graph: Any, params: Any, batch: Batch, compute: Compute) -> jax.Array:
     """Critic values [C, T] of the states in which each completion token was chosen, 0 where masked."""
     model = nnx.merge(graph, params)

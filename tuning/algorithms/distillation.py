@@ -1,0 +1,57 @@
+"""Distillation from a teacher's next-token distributions, on given completions or on the student's own (GKD).
+
+GKD: Agarwal et al., arXiv:2306.13649. Axes: C completions of a micro-batch, T completion tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tuning.losses.aggregate import aggregate
+from tuning.losses.distillation_head import token_divergences
+from tuning.models.config import DecoderConfig
+from tuning.training.forward import Compute, decoder_graph, response_hidden
+from tuning.training.step import LossFn
+
+
+def divergences(
+    graphs: tuple[Any, Any], student: Any, teacher: Any, batch: Any, beta: float, temperature: float, compute: Compute
+) -> jax.Array:
+    """Divergence at every completion token, [C, T]; 0 where masked. `graphs`: of student and teacher."""
+    hidden, head = response_hidden(graphs[0], student, batch, compute)
+    taught, teacher_head = response_hidden(graphs[1], jax.lax.stop_gradient(teacher), batch, compute)
+    found = token_divergences(
+        hidden.reshape(-1, hidden.shape[-1]),
+        head,
+        taught.reshape(-1, taught.shape[-1]),
+        teacher_head,
+        beta=beta,
+        temperature=temperature,
+    )
+    mask = batch["mask_CT"]
+    return jnp.where(mask > 0, found.reshape(mask.shape), 0.0)
+
+
+def distillation_loss(graphs: tuple[Any, Any], beta: float, temperature: float, compute: Compute) -> LossFn:
+    """Mean divergence over the step's tokens; the teacher's parameters are the frozen ones."""
+
+    def loss(params: Any, batch: dict[str, jax.Array], frozen: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        found = divergences(graphs, params, frozen, batch, beta, temperature, compute)
+        mask = batch["mask_CT"]
+        value = aggregate(found, mask, "token-mean", n_tokens=batch["n_tokens"], n_sequences=jnp.ones(()))
+        return value, {"divergence": jnp.sum(found), "tokens": jnp.sum(mask)}
+
+    return loss
+
+
+@functools.lru_cache(maxsize=8)
+def summed_divergence(
+    student: DecoderConfig, teacher: DecoderConfig, beta: float, temperature: float, compute: Compute
+) -> Any:
+    """A compiled (student parameters, teacher parameters, batch) -> divergence summed over each completion, [C]."""
+    graphs = decoder_graph(student), decoder_graph(teacher)
+    return jax.jit(lambda p, t, batch: jnp.sum(divergences(graphs, p, t, batch, beta, temperature, compute), axis=1))
