@@ -59,7 +59,8 @@ def run(ctx: Context) -> dict[str, Any]:
 
     from tuning.models import huggingface, tokenizer
     from tuning.models.byte_tokenizer import byte_tokenizer
-    from tuning.models.config import from_hugging_face, tiny
+    from tuning.models.config import tiny
+    from tuning.models.config_json import from_hugging_face
 
     path = locate(ctx.config.source)
     model, words = ctx.out / "model", ctx.out / "tokenizer"

@@ -55,7 +55,7 @@ def run(ctx: Context) -> dict[str, Any]:
     (ctx.out / "README.md").write_text(_card(ctx.config.name, policy, history))
     for stray in ctx.out.glob(".*.part"):
         shutil.rmtree(stray, ignore_errors=True)
-    size = (ctx.out / "model.safetensors").stat().st_size
+    size = sum(file.stat().st_size for file in ctx.out.glob("*.safetensors"))
     ctx.log(f"exported {ctx.config.name}: {size / 1e6:.0f} MB of safetensors")
     return {"bytes": size, "fingerprint": huggingface.fingerprint(params)}
 

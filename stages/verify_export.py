@@ -53,7 +53,7 @@ def compare(folder: Path, torch: object, model_class: object, tokenizer_class: o
         ones = jnp.ones_like(tokens_BL)
         positions = jnp.broadcast_to(jnp.arange(tokens_BL.shape[1]), tokens_BL.shape)
         hidden, _ = decoder(tokens_BL, positions, packed_attention(ones, jnp.zeros_like(ones)))
-        return hidden @ decoder.head_weight().T
+        return decoder.logits(hidden)
 
     worst = 0.0
     for prompt in PROMPTS:

@@ -1,18 +1,22 @@
-"""The architecture of a decoder, read from and written to Hugging Face `config.json` values."""
+"""The architecture of a decoder: one dataclass for all families. `config_json` reads and writes it for each family."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+
+import numpy as np
+
+from tuning.models.rope import RopeScaling, frequencies
 
 
 class UnsupportedModel(ValueError):
-    """A config value that this code would have to guess about."""
+    """A config value or tensor that this code would have to guess about."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """A Llama-family decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+    """A decoder with RMSNorm, rotary positions, grouped-query attention and a gated MLP; what follows
+    `max_positions` is off in the plain Llama."""
 
     vocab_size: int
     hidden_size: int
@@ -25,71 +29,68 @@ class DecoderConfig:
     norm_eps: float
     tie_embeddings: bool
     max_positions: int
+    family: str = "llama"
+    """The `model_type` under which it is saved."""
+    activation: str = "silu"
+    """Of the MLP's gate: `silu` or `gelu_tanh`."""
+    rope_scaling: RopeScaling | None = None
+    """Of layers that see everything and, unless `local_rope_theta` is set, of windowed ones too."""
+    local_rope_theta: float | None = None
+    """Theta of windowed layers, unscaled, where it is another (Gemma 3)."""
+    rope_layers: tuple[bool, ...] = ()
+    """Which layers rotate queries and keys; empty for all (SmolLM3 leaves some without positions)."""
+    sliding_window: int | None = None
+    """How many positions a query of a windowed layer sees, its own included."""
+    sliding_layers: tuple[bool, ...] = ()
+    """Which layers are windowed; empty for all where `sliding_window` is set."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    """Bias of the attention's output projection."""
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """RMSNorm over each head of queries and keys, before rotation (Qwen 3, Gemma 3)."""
+    post_norms: bool = False
+    """Another RMSNorm on the output of attention and of the MLP, before each is added (Gemma)."""
+    norm_offset: float = 0.0
+    """Added to every norm's weight; Gemma stores weights around 0 and multiplies by 1 + w in float32."""
+    embed_scale: float | None = None
+    """Factor of the embeddings (Gemma)."""
+    query_scale: float | None = None
+    """Factor of the attention logits; head_dim ** -0.5 where None."""
+    attention_softcap: float | None = None
+    """Attention logits z become c * tanh(z / c) (Gemma 2)."""
+    final_softcap: float | None = None
+    """The same for the logits of the LM head."""
 
+    def __post_init__(self) -> None:
+        for name in ("rope_layers", "sliding_layers"):
+            flags = getattr(self, name)
+            if flags and len(flags) != self.num_layers:
+                raise ValueError(f"DecoderConfig.{name} has {len(flags)} entries for {self.num_layers} layers")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        if self.activation not in ("silu", "gelu_tanh"):
+            raise ValueError(f"DecoderConfig.activation is {self.activation!r}; supported: silu, gelu_tanh")
 
-# Values that the decoder implements in one way only; anything else is refused by name.
-_FIXED: dict[str, tuple[Any, ...]] = {
-    "model_type": ("llama",),
-    "hidden_act": ("silu",),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "pretraining_tp": (1,),
-    "attention_dropout": (0, 0.0),
-    "rope_interleaved": (False,),
-}
+    def slides(self, layer: int) -> bool:
+        """Whether the layer is windowed."""
+        return self.sliding_window is not None and (not self.sliding_layers or self.sliding_layers[layer])
 
+    def frequencies(self) -> tuple[np.ndarray, np.ndarray]:
+        """Distinct rotary frequencies [U, H/2], and which of them each layer uses [layers].
 
-def from_hugging_face(values: dict[str, Any], source: str) -> DecoderConfig:
-    """The config in `values` (the content of a `config.json`), or UnsupportedModel naming `source` and the field."""
-    for name, allowed in _FIXED.items():
-        if name in values and values[name] not in allowed:
-            raise UnsupportedModel(f"{source}: {name} is {values[name]!r}, supported is {allowed[0]!r}")
-    rope = dict(values.get("rope_parameters") or {})
-    scaling = values.get("rope_scaling")
-    kind = rope.get("rope_type", "default")
-    if kind != "default" or (scaling and scaling.get("rope_type", scaling.get("type")) != "default"):
-        raise UnsupportedModel(f"{source}: rope scaling {scaling or rope!r} is not supported")
-    required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    missing = [name for name in required if name not in values]
-    if missing:
-        raise UnsupportedModel(f"{source}: {', '.join(missing)} missing")
-    heads = values["num_attention_heads"]
-    return DecoderConfig(
-        vocab_size=values["vocab_size"],
-        hidden_size=values["hidden_size"],
-        intermediate_size=values["intermediate_size"],
-        num_layers=values["num_hidden_layers"],
-        num_heads=heads,
-        num_kv_heads=values.get("num_key_value_heads") or heads,
-        head_dim=values.get("head_dim") or values["hidden_size"] // heads,
-        rope_theta=float(values.get("rope_theta") or rope.get("rope_theta") or 10000.0),
-        norm_eps=float(values.get("rms_norm_eps", 1e-6)),
-        tie_embeddings=bool(values.get("tie_word_embeddings", False)),
-        max_positions=values.get("max_position_embeddings", 2048),
-    )
-
-
-def to_hugging_face(config: DecoderConfig, **token_ids: Any) -> dict[str, Any]:
-    """The values of a `config.json` that transformers loads; `token_ids` adds bos, eos and pad ids."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "rope_theta": config.rope_theta,
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tie_embeddings,
-        "max_position_embeddings": config.max_positions,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "torch_dtype": "float32",
-    } | token_ids
+        A layer without positions has frequencies of zero: it rotates by nothing.
+        """
+        rows = []
+        for layer in range(self.num_layers):
+            if self.rope_layers and not self.rope_layers[layer]:
+                rows.append(np.zeros(self.head_dim // 2))
+            elif self.local_rope_theta is not None and self.slides(layer):
+                rows.append(frequencies(self.head_dim, self.local_rope_theta))
+            else:
+                rows.append(frequencies(self.head_dim, self.rope_theta, self.rope_scaling))
+        distinct, row_of_layer = np.unique(np.stack(rows), axis=0, return_inverse=True)
+        return distinct, row_of_layer.reshape(-1)
 
 
 def tiny(vocab_size: int) -> DecoderConfig:

@@ -1,78 +1,123 @@
 """The decoder: mathematics only. Layers are stacked and scanned, so compile time does not grow with depth.
 
+What differs from layer to layer (window, rotary frequencies) is scanned beside the weights; what a model does not
+have leaves no trace in its program.
+
 Axes: B rows, L tokens of a row, D hidden, F feed-forward, N query heads, K key-value heads,
 H head size, V vocabulary. Weights are stored (in, out).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from tuning.models.config import DecoderConfig
 from tuning.models.linear import Linear
+from tuning.models.rope import rope_tables, rotate
 
-# attention(q_BLNH, k_BLKH, v_BLKH, cache of this layer) -> (out_BLNH, new cache of this layer)
-Attention = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+UNLIMITED = np.iinfo(np.int32).max
+"""The window of a layer that sees everything, in a model where other layers do not."""
+
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """Root-mean-square normalisation in at least float32 (Zhang and Sennrich, 2019)."""
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """What a layer asks of attention beside queries, keys and values."""
+
+    scale: float
+    """Factor of the logits."""
+    softcap: float | None
+    """Logits z become c * tanh(z / c), after the scale and before the mask."""
+    window: int | jax.Array | None
+    """A query sees keys less than `window` positions before it; None for all; an array where layers differ."""
+    positions_BL: jax.Array
+    """Positions of the queries."""
+
+
+# attention(q_BLNH, k_BLKH, v_BLKH, spec, cache of this layer) -> (out_BLNH, new cache of this layer)
+Attention = Callable[[jax.Array, jax.Array, jax.Array, AttentionSpec, Any], tuple[jax.Array, Any]]
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0) -> jax.Array:
+    """Root-mean-square normalisation in at least float32 (Zhang and Sennrich, 2019).
+
+    With an offset the factor is weight + offset, applied before rounding to the type of x (Gemma).
+    """
     x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return x32.astype(x.dtype) * scale.astype(x.dtype)
+    if offset:
+        return (x32 * (weight.astype(x32.dtype) + offset)).astype(x.dtype)
+    return x32.astype(x.dtype) * weight.astype(x.dtype)
 
 
-def rope_tables(positions_BL: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines [B, L, 1, H/2] of rotary position embedding (Su et al., 2021)."""
-    # The type is float32, or float64 where the caller has enabled it.
-    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=float) / head_dim)
-    angles = positions_BL[..., None, None].astype(frequencies.dtype) * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def rotate(x_BLNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates the halves of each head (the Hugging Face convention: pairs are i and i + H/2)."""
-    x32 = x_BLNH.astype(jnp.promote_types(x_BLNH.dtype, jnp.float32))
-    left, right = jnp.split(x32, 2, axis=-1)
-    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x_BLNH.dtype)
+def soft_cap(logits: jax.Array, cap: float | None) -> jax.Array:
+    """cap * tanh(logits / cap); the logits themselves without a cap."""
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 class Layer(nnx.Module):
-    """Pre-norm attention and SwiGLU."""
+    """Attention and a gated MLP, each on a normalised residual stream and added to it."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
-        d, f, h = config.hidden_size, config.intermediate_size, config.head_dim
+        c, d, f, h = config, config.hidden_size, config.intermediate_size, config.head_dim
         self.config = config
-        self.attention_norm = nnx.Param(jnp.ones(d))
-        self.q = Linear(d, config.num_heads * h, rngs=rngs)
-        self.k = Linear(d, config.num_kv_heads * h, rngs=rngs)
-        self.v = Linear(d, config.num_kv_heads * h, rngs=rngs)
-        self.o = Linear(config.num_heads * h, d, rngs=rngs)
-        self.mlp_norm = nnx.Param(jnp.ones(d))
-        self.gate = Linear(d, f, rngs=rngs)
-        self.up = Linear(d, f, rngs=rngs)
-        self.down = Linear(f, d, rngs=rngs)
+
+        def norm(size: int) -> nnx.Param:
+            return nnx.Param(jnp.full(size, 1.0 - c.norm_offset))
+
+        self.attention_norm = norm(d)
+        self.q = Linear(d, c.num_heads * h, bias=c.qkv_bias, rngs=rngs)
+        self.k = Linear(d, c.num_kv_heads * h, bias=c.qkv_bias, rngs=rngs)
+        self.v = Linear(d, c.num_kv_heads * h, bias=c.qkv_bias, rngs=rngs)
+        self.o = Linear(c.num_heads * h, d, bias=c.output_bias, rngs=rngs)
+        self.mlp_norm = norm(d)
+        self.gate = Linear(d, f, bias=c.mlp_bias, rngs=rngs)
+        self.up = Linear(d, f, bias=c.mlp_bias, rngs=rngs)
+        self.down = Linear(f, d, bias=c.mlp_bias, rngs=rngs)
+        if c.qk_norm:
+            self.q_norm, self.k_norm = norm(h), norm(h)
+        if c.post_norms:
+            self.attention_post_norm, self.mlp_post_norm = norm(d), norm(d)
 
     def __call__(
-        self, x_BLD: jax.Array, rope: tuple[jax.Array, jax.Array], attention: Attention, cache: Any
+        self,
+        x_BLD: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        attention: Attention,
+        spec: AttentionSpec,
+        cache: Any,
     ) -> tuple[jax.Array, Any]:
         c = self.config
-        heads = x_BLD.shape[:2]
+        rows = x_BLD.shape[:2]
 
-        normed = rms_norm(x_BLD, self.attention_norm[...], c.norm_eps)
-        q = rotate(self.q(normed).reshape(*heads, c.num_heads, c.head_dim), *rope)
-        k = rotate(self.k(normed).reshape(*heads, c.num_kv_heads, c.head_dim), *rope)
-        v = self.v(normed).reshape(*heads, c.num_kv_heads, c.head_dim)
-        out, cache = attention(q, k, v, cache)
-        x_BLD = x_BLD + self.o(out.reshape(*heads, -1))
-        normed = rms_norm(x_BLD, self.mlp_norm[...], c.norm_eps)
-        gated = jax.nn.silu(self.gate(normed)) * self.up(normed)
-        return x_BLD + self.down(gated), cache
+        normed = self._norm(x_BLD, self.attention_norm)
+        q = self.q(normed).reshape(*rows, c.num_heads, c.head_dim)
+        k = self.k(normed).reshape(*rows, c.num_kv_heads, c.head_dim)
+        v = self.v(normed).reshape(*rows, c.num_kv_heads, c.head_dim)
+        if c.qk_norm:
+            q, k = self._norm(q, self.q_norm), self._norm(k, self.k_norm)
+        out, cache = attention(rotate(q, *rope), rotate(k, *rope), v, spec, cache)
+        out = self.o(out.reshape(*rows, -1))
+        x_BLD = x_BLD + (self._norm(out, self.attention_post_norm) if c.post_norms else out)
+
+        normed = self._norm(x_BLD, self.mlp_norm)
+        out = self.down(_ACTIVATIONS[c.activation](self.gate(normed)) * self.up(normed))
+        return x_BLD + (self._norm(out, self.mlp_post_norm) if c.post_norms else out), cache
+
+    def _norm(self, x: jax.Array, weight: nnx.Param) -> jax.Array:
+        return rms_norm(x, weight[...], self.config.norm_eps, self.config.norm_offset)
 
 
 class Decoder(nnx.Module):
@@ -89,13 +134,23 @@ class Decoder(nnx.Module):
             return Layer(config, rngs=rngs)
 
         self.layers = stack(rngs)
-        self.norm = nnx.Param(jnp.ones(config.hidden_size))
+        self.norm = nnx.Param(jnp.full(config.hidden_size, 1.0 - config.norm_offset))
         if not config.tie_embeddings:
             self.head = nnx.Param(init(rngs.params(), (config.vocab_size, config.hidden_size), jnp.float32))
 
     def head_weight(self) -> jax.Array:
-        """The LM head, [V, D]."""
+        """The LM head, [V, D]. Its products are logits after `config.final_softcap` only."""
         return (self.embedding if self.config.tie_embeddings else self.head)[...]
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Logits [..., V] of final hidden states [..., D], accumulated in at least float32.
+
+        For a few positions: losses go through `token_logps` in chunks (R13).
+        """
+        weight = self.head_weight().astype(hidden.dtype)
+        accumulate = jnp.promote_types(hidden.dtype, jnp.float32)
+        logits = jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=accumulate)
+        return soft_cap(logits, self.config.final_softcap)
 
     def __call__(
         self,
@@ -108,18 +163,34 @@ class Decoder(nnx.Module):
         remat: bool = False,
     ) -> tuple[jax.Array, Any]:
         """Hidden states after the last norm [B, L, D] in `dtype`, and the new cache (leading axis: layers)."""
+        c = self.config
         x_BLD = self.embedding[...][tokens_BL].astype(dtype)
-        rope = rope_tables(positions_BL, self.config.head_dim, self.config.rope_theta)
+        if c.embed_scale is not None:
+            x_BLD = x_BLD * jnp.asarray(c.embed_scale, dtype)
+
+        # One set of frequencies and one window are constants of the scan; several are picked layer by layer.
+        distinct, row_of_layer = c.frequencies()
+        tables = rope_tables(positions_BL, distinct)
+        slides = [c.slides(layer) for layer in range(c.num_layers)]
+        window = c.sliding_window if all(slides) else None
+        differs = {}
+        if len(distinct) > 1:
+            differs["rope"] = jnp.asarray(row_of_layer, jnp.int32)
+        if any(slides) and not all(slides):
+            differs["window"] = jnp.asarray([c.sliding_window if s else UNLIMITED for s in slides], jnp.int32)
         graph, state = nnx.split(self.layers)
 
-        def body(x: jax.Array, scanned: tuple[Any, Any]) -> tuple[jax.Array, Any]:
-            layer_state, layer_cache = scanned
-            return nnx.merge(graph, layer_state)(x, rope, attention, layer_cache)
+        def body(x: jax.Array, scanned: tuple[Any, dict[str, jax.Array], Any]) -> tuple[jax.Array, Any]:
+            layer_state, mine, layer_cache = scanned
+            cos, sin = (table[mine.get("rope", 0)] for table in tables)
+            scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
+            spec = AttentionSpec(scale, c.attention_softcap, mine.get("window", window), positions_BL)
+            return nnx.merge(graph, layer_state)(x, (cos, sin), attention, spec, layer_cache)
 
         if remat:
             body = jax.checkpoint(body)
-        x_BLD, cache = jax.lax.scan(body, x_BLD, (state, cache))
-        return rms_norm(x_BLD, self.norm[...], self.config.norm_eps), cache
+        x_BLD, cache = jax.lax.scan(body, x_BLD, (state, differs, cache))
+        return rms_norm(x_BLD, self.norm[...], c.norm_eps, c.norm_offset), cache
 
 
 class ScalarHead(nnx.Module):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +18,14 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from tuning.models.config import DecoderConfig, UnsupportedModel, from_hugging_face, to_hugging_face
+from tuning.models.config import DecoderConfig, UnsupportedModel
+from tuning.models.config_json import from_hugging_face, to_hugging_face
 from tuning.models.decoder import Decoder, ScalarHead
+from tuning.models.mapping import SCORE, tensor_names
 
-SCORE = "score.weight"
-
-# our path in a layer -> (Hugging Face name in a layer, transposed)
-_LAYER = {
-    ("attention_norm",): ("input_layernorm", False),
-    ("q", "kernel"): ("self_attn.q_proj", True),
-    ("k", "kernel"): ("self_attn.k_proj", True),
-    ("v", "kernel"): ("self_attn.v_proj", True),
-    ("o", "kernel"): ("self_attn.o_proj", True),
-    ("mlp_norm",): ("post_attention_layernorm", False),
-    ("gate", "kernel"): ("mlp.gate_proj", True),
-    ("up", "kernel"): ("mlp.up_proj", True),
-    ("down", "kernel"): ("mlp.down_proj", True),
-}
-_TOP = {"embedding": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
-_FROM_LAYER = {hf: (ours, transposed) for ours, (hf, transposed) in _LAYER.items()}
-_FROM_TOP = {hf: ours for ours, hf in _TOP.items()}
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 5_000_000_000
+"""The largest file that is written, unless one tensor is larger."""
 
 
 def abstract_decoder(config: DecoderConfig) -> tuple[Any, Any]:
@@ -48,51 +38,72 @@ def random_params(config: DecoderConfig, seed: int) -> Any:
     return nnx.state(Decoder(config, rngs=nnx.Rngs(seed)), nnx.Param)
 
 
-def params_from_tensors(config: DecoderConfig, tensors: Iterable[tuple[str, np.ndarray]], source: str) -> Any:
+def params_from_tensors(
+    config: DecoderConfig, tensors: Iterable[tuple[str, np.ndarray]], source: str, shardings: Any = None
+) -> Any:
     """Decoder parameters (an nnx State, float32) from named Hugging Face tensors, taken one at a time.
+
+    A parameter is collected on the host, layer by layer, and goes to the device when its last tensor has come: in the
+    order that `read_tensors` gives them, no more than one parameter is on the host. `shardings` is a pytree of
+    the parameters' structure (a state or a pure dict) with a `jax.sharding.Sharding` for each.
 
     Raises UnsupportedModel for a tensor that is unknown, missing or of another shape.
     """
-    _, shapes = abstract_decoder(config)
-    pure = nnx.to_pure_dict(shapes)
-    top = {k: np.empty(v.shape, np.float32) for k, v in pure.items() if k != "layers"}
-    layers = {k: np.empty(v.shape, np.float32) for k, v in flatten_dict(pure["layers"]).items()}
-    wanted = {_TOP[k] for k in top} | {
-        f"model.layers.{i}.{hf}.weight" for i in range(config.num_layers) for hf, _ in _LAYER.values()
-    }
+    _, state = abstract_decoder(config)
+    shapes = flatten_dict(nnx.to_pure_dict(state))
+    placed = {} if shardings is None else flatten_dict(_pure(shardings))
+    names = tensor_names(shapes, config.num_layers)
+    wanted = {tensor: (path, i) for path, found in names.items() for i, tensor in enumerate(found.tensors)}
+    left = {path: len(found.tensors) for path, found in names.items()}
+    host: dict[tuple[str, ...], np.ndarray] = {}
+    done: dict[tuple[str, ...], jax.Array] = {}
     for name, tensor in tensors:
         if name not in wanted:
             tied_copy = name == "lm_head.weight" and config.tie_embeddings
             if tied_copy or name == SCORE or name.endswith("rotary_emb.inv_freq"):
                 continue
             raise UnsupportedModel(f"{source}: unexpected tensor {name} {tensor.shape}")
-        wanted.discard(name)
-        if name in _FROM_TOP:
-            target, value = top[_FROM_TOP[name]], tensor
-        else:
-            _, _, index, rest = name.split(".", 3)
-            ours, transposed = _FROM_LAYER[rest.removesuffix(".weight")]
-            target, value = layers[ours][int(index)], tensor.T if transposed else tensor
+        path, layer = wanted.pop(name)
+        whole = host.setdefault(path, np.empty(shapes[path].shape, np.float32))
+        target = whole[layer] if names[path].stacked else whole
+        value = tensor.T if names[path].transposed else tensor
         if target.shape != value.shape:
             raise UnsupportedModel(f"{source}: {name} has shape {tensor.shape}, the config asks for {target.shape}")
         target[...] = value
+        left[path] -= 1
+        if not left[path]:
+            done[path] = jax.device_put(host.pop(path), placed.get(path))
+            del whole, target
     if wanted:
         raise UnsupportedModel(f"{source}: {len(wanted)} tensors missing, first {sorted(wanted)[0]}")
-    arrays = jax.tree.map(jnp.asarray, top | {"layers": unflatten_dict(layers)})
-    nnx.replace_by_pure_dict(shapes, arrays)
-    return shapes
+    nnx.replace_by_pure_dict(state, unflatten_dict(done))
+    return state
 
 
-def tensors_from_params(pure: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """Named Hugging Face tensors (float32) of decoder parameters, given as a pure dict."""
-    for ours, value in pure.items():
-        if ours != "layers":
-            yield _TOP[ours], np.asarray(value, np.float32)
-    for ours, value in flatten_dict(pure["layers"]).items():
-        hf, transposed = _LAYER[ours]
-        stacked = np.asarray(value, np.float32)
-        for i in range(stacked.shape[0]):
-            yield f"model.layers.{i}.{hf}.weight", np.ascontiguousarray(stacked[i].T if transposed else stacked[i])
+def _pure(tree: Any) -> dict[str, Any]:
+    return nnx.to_pure_dict(tree) if isinstance(tree, nnx.State) else tree
+
+
+def tensors_from_params(pure: dict[str, Any], dtype: Any = np.float32) -> Iterator[tuple[str, np.ndarray]]:
+    """Named Hugging Face tensors of decoder parameters, given as a pure dict, one at a time."""
+    for name, _, make in _lazy_tensors(pure, dtype):
+        yield name, make()
+
+
+def _lazy_tensors(pure: dict[str, Any], dtype: Any) -> Iterator[tuple[str, int, Callable[[], np.ndarray]]]:
+    """Name, bytes and maker of each tensor: nothing leaves the device before it is asked for."""
+    flat = flatten_dict(pure)
+    layers = max((leaf.shape[0] for path, leaf in flat.items() if path[0] == "layers"), default=0)
+    for path, found in tensor_names(flat, layers).items():
+        leaf, transposed = flat[path], found.transposed
+        size = leaf.size // len(found.tensors) * np.dtype(dtype).itemsize
+        for layer, name in enumerate(found.tensors):
+            yield name, size, functools.partial(_tensor, leaf, layer if found.stacked else None, transposed, dtype)
+
+
+def _tensor(leaf: Any, layer: int | None, transposed: bool, dtype: Any) -> np.ndarray:
+    value = np.asarray(leaf if layer is None else leaf[layer])
+    return np.ascontiguousarray((value.T if transposed else value).astype(dtype))
 
 
 def read_config(folder: Path) -> DecoderConfig:
@@ -103,22 +114,44 @@ def read_config(folder: Path) -> DecoderConfig:
     return from_hugging_face(json.loads(path.read_text()), str(path))
 
 
-def read_tensors(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """All tensors of a folder, single or sharded safetensors, one at a time, as float32."""
-    paths = sorted(folder.glob("*.safetensors"))
+def read_tensors(folder: Path, first: Iterable[str] = ()) -> Iterator[tuple[str, np.ndarray]]:
+    """All tensors of a folder, one at a time, in their own type: those named in `first` in that order, then the rest.
+
+    The files are those of `model.safetensors.index.json`, else `model.safetensors`, else all `*.safetensors`.
+    """
+    index, single = folder / INDEX, folder / "model.safetensors"
+    if index.is_file():
+        paths = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        missing = [path.name for path in paths if not path.is_file()]
+        if missing:
+            raise FileNotFoundError(f"{index} names {missing[0]}, which is not there; {len(missing)} files missing")
+    else:
+        paths = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not paths:
         raise FileNotFoundError(f"{folder} holds no *.safetensors")
-    for path in paths:
-        # The numpy reader of safetensors has no bfloat16; the flax one gives jax arrays of any type.
-        with safe_open(path, framework="flax") as f:
-            for name in f.keys():  # noqa: SIM118 (no mapping)
-                yield name, np.asarray(f.get_tensor(name).astype(jnp.float32))
+    with contextlib.ExitStack() as stack:
+        place: dict[str, tuple[Path, Any]] = {}
+        for path in paths:
+            file = stack.enter_context(safe_open(path, framework="numpy"))
+            place |= dict.fromkeys(file.keys(), (path, file))
+        for name in dict.fromkeys([*(n for n in first if n in place), *place]):
+            path, file = place[name]
+            kind = file.get_slice(name).get_dtype()
+            if kind not in ("F64", "F32", "F16", "BF16"):
+                raise UnsupportedModel(f"{path}: {name} is of type {kind}, supported are F64, F32, F16 and BF16")
+            yield name, file.get_tensor(name)
 
 
-def load_decoder(folder: Path) -> tuple[DecoderConfig, Any]:
-    """Config and parameters of a model folder."""
+def _in_order(config: DecoderConfig) -> list[str]:
+    """Names of all tensors, those of one parameter together."""
+    shapes = flatten_dict(nnx.to_pure_dict(abstract_decoder(config)[1]))
+    return [name for found in tensor_names(shapes, config.num_layers).values() for name in found.tensors]
+
+
+def load_decoder(folder: Path, shardings: Any = None) -> tuple[DecoderConfig, Any]:
+    """Config and parameters (float32) of a model folder; `shardings` as in `params_from_tensors`."""
     config = read_config(folder)
-    return config, params_from_tensors(config, read_tensors(folder), str(folder))
+    return config, params_from_tensors(config, read_tensors(folder, _in_order(config)), str(folder), shardings)
 
 
 def load_scalar_head(folder: Path) -> tuple[DecoderConfig, Any]:
@@ -127,9 +160,9 @@ def load_scalar_head(folder: Path) -> tuple[DecoderConfig, Any]:
     score: dict[str, np.ndarray] = {}
 
     def decoder_tensors() -> Iterator[tuple[str, np.ndarray]]:
-        for name, tensor in read_tensors(folder):
+        for name, tensor in read_tensors(folder, _in_order(config)):
             if name == SCORE:
-                score["value"] = tensor
+                score["value"] = tensor.astype(np.float32)
             else:
                 yield name, tensor
 
@@ -148,19 +181,53 @@ def scalar_head_params(config: DecoderConfig, decoder: Any, score: jax.Array | N
     return shapes
 
 
-def save_decoder(folder: Path, config: DecoderConfig, params: Any, token_ids: dict[str, Any]) -> None:
-    """Writes config.json and model.safetensors; a ScalarHead becomes a sequence classifier of one label."""
+def save_decoder(
+    folder: Path,
+    config: DecoderConfig,
+    params: Any,
+    token_ids: dict[str, Any],
+    *,
+    dtype: str = "float32",
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Writes config.json and safetensors of the given type; a ScalarHead becomes a sequence classifier of one label.
+
+    What exceeds `shard_bytes` goes into several files with an index, each made and written before the next.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    values = to_hugging_face(config, **token_ids)
-    pure = nnx.to_pure_dict(params)
-    if "decoder" in pure:
-        tensors = dict(tensors_from_params(pure["decoder"]))
-        tensors[SCORE] = np.asarray(pure["score"], np.float32)[None]
-        values |= {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
-    else:
-        tensors = dict(tensors_from_params(pure))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    kind = jnp.dtype(dtype)
+    pure = _pure(params)
+    scalar = "decoder" in pure
+    tensors = list(_lazy_tensors(pure["decoder"] if scalar else pure, kind))
+    if scalar:
+        score = np.asarray(pure["score"])[None].astype(kind)
+        tensors.append((SCORE, score.nbytes, lambda: score))
+    for stale in [*folder.glob("model*.safetensors"), *folder.glob(INDEX)]:
+        stale.unlink()
+    shards = _shards(tensors, shard_bytes)
+    where: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
+        save_file({tensor: make() for tensor, _, make in shard}, folder / name, metadata={"format": "pt"})
+        where |= {tensor: name for tensor, _, _ in shard}
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(size for _, size, _ in tensors)}, "weight_map": where}
+        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    values = to_hugging_face(config, scalar=scalar, **token_ids | {"torch_dtype": dtype})
     (folder / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
+
+
+def _shards(tensors: list[Any], limit: int) -> list[list[Any]]:
+    """The (name, bytes, maker) of each file, in order."""
+    shards: list[list[Any]] = [[]]
+    used = 0
+    for entry in tensors:
+        if shards[-1] and used + entry[1] > limit:
+            shards.append([])
+            used = 0
+        shards[-1].append(entry)
+        used += entry[1]
+    return shards
 
 
 def fingerprint(params: Any) -> str:

@@ -19,7 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from tuning.models.attention import packed_attention
 from tuning.models.config import DecoderConfig
+from tuning.models.decoder import AttentionSpec, soft_cap
 from tuning.rollout.sampling import Sampling, completion_keys, sample
 from tuning.training.batch import bucket
 from tuning.training.forward import decoder_graph
@@ -37,7 +39,7 @@ class Completion:
     """`eos`, or `length` when `max_tokens` cut it off."""
 
 
-def _attend(q: jax.Array, parts: Sequence[tuple[jax.Array, jax.Array, jax.Array]]) -> jax.Array:
+def _attend(q: jax.Array, parts: Sequence[tuple[jax.Array, jax.Array, jax.Array]], spec: AttentionSpec) -> jax.Array:
     """Attention of one query a row over several caches.
 
     q [P, G, N, H]; each part (k, v, mask) is shared by a prompt's rows (k [P, S, K, H], mask [P, S])
@@ -53,7 +55,7 @@ def _attend(q: jax.Array, parts: Sequence[tuple[jax.Array, jax.Array, jax.Array]
             "pgkah,pskh->pgkas" if shared else "pgkah,pgskh->pgkas", q, k, preferred_element_type=jnp.float32
         )
         visible = (mask[:, None] if shared else mask)[:, :, None, None, :]
-        scores.append(jnp.where(visible, s * h**-0.5, -1e30))
+        scores.append(jnp.where(visible, soft_cap(s * spec.scale, spec.softcap), -1e30))
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
     out, start = jnp.zeros((p, g, kv_heads, n // kv_heads, h), q.dtype), 0
     for k, v, _ in parts:
@@ -85,22 +87,20 @@ def _generate(
     positions = jnp.broadcast_to(jnp.arange(s), (p, s))
     prompt_mask = positions < lengths_P[:, None]
 
-    def prefill(q: jax.Array, k: jax.Array, v: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, key_value_seq_lengths=lengths_P), (k, v)
+    whole_prompts = packed_attention(prompt_mask.astype(jnp.int32), jnp.zeros((p, s), jnp.int32))
+
+    def prefill(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, cache: Any) -> tuple[jax.Array, Any]:
+        return whole_prompts(q, k, v, spec, cache)[0], (k, v)
 
     hidden, prompt_cache = model(tokens_PS, positions, prefill, dtype=jnp.dtype(dtype))
     last_PD = jnp.take_along_axis(hidden, (lengths_P - 1)[:, None, None], axis=1)[:, 0]
-
-    def logits_of(hidden_RD: jax.Array) -> jax.Array:
-        weight = model.head_weight().astype(hidden_RD.dtype)
-        return jnp.einsum("rd,vd->rv", hidden_RD, weight, preferred_element_type=jnp.float32)
 
     def draw(logits: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
         return sample(logits, jax.vmap(lambda k: jax.random.fold_in(k, step))(keys_R), sampling)
 
     own_shape = (config.num_layers, p, samples, max_tokens, config.num_kv_heads, config.head_dim)
     own = (jnp.zeros(own_shape, dtype), jnp.zeros(own_shape, dtype))
-    token, logp = draw(jnp.repeat(logits_of(last_PD), samples, axis=0), jnp.asarray(0))
+    token, logp = draw(jnp.repeat(model.logits(last_PD), samples, axis=0), jnp.asarray(0))
     out = jnp.zeros((rows, max_tokens), jnp.int32).at[:, 0].set(token)
     logps = jnp.zeros((rows, max_tokens), jnp.float32).at[:, 0].set(logp)
     done = jnp.isin(token, eos) | ~jnp.repeat(live_P, samples)
@@ -111,20 +111,28 @@ def _generate(
 
     def decode(state: Any) -> Any:
         step, done, lengths, token, out, logps, own = state
+        written = jnp.arange(max_tokens)
 
-        def attention(q: jax.Array, k: jax.Array, v: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+        def attention(
+            q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, cache: Any
+        ) -> tuple[jax.Array, Any]:
             (prompt_k, prompt_v), (own_k, own_v) = cache
             k, v = (x.reshape(p, samples, 1, *x.shape[2:]) for x in (k, v))
             own_k = jax.lax.dynamic_update_slice_in_dim(own_k, k, step - 1, axis=2)
             own_v = jax.lax.dynamic_update_slice_in_dim(own_v, v, step - 1, axis=2)
-            own_mask = jnp.broadcast_to(jnp.arange(max_tokens) < step, (p, samples, max_tokens))
+            near_prompt, near_own = prompt_mask, jnp.broadcast_to(written < step, (p, samples, max_tokens))
+            if spec.window is not None:
+                # The query of every row of a prompt is at the same position, and so are its keys.
+                at_P = spec.positions_BL.reshape(p, samples)[:, 0]
+                near_prompt &= at_P[:, None] - positions < spec.window
+                near_own &= step - 1 - written < spec.window
             grouped = q.reshape(p, samples, *q.shape[2:])
-            attended = _attend(grouped, [(prompt_k, prompt_v, prompt_mask), (own_k, own_v, own_mask)])
+            attended = _attend(grouped, [(prompt_k, prompt_v, near_prompt), (own_k, own_v, near_own)], spec)
             return attended.reshape(q.shape), ((), (own_k, own_v))
 
         at = (jnp.repeat(lengths_P, samples) + step - 1)[:, None]
         hidden, (_, own) = model(token[:, None], at, attention, cache=(prompt_cache, own), dtype=jnp.dtype(dtype))
-        token, logp = draw(logits_of(hidden[:, 0]), step)
+        token, logp = draw(model.logits(hidden[:, 0]), step)
         out = out.at[:, step].set(jnp.where(done, 0, token))
         logps = logps.at[:, step].set(jnp.where(done, 0.0, logp))
         lengths = lengths + ~done

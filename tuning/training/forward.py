@@ -14,7 +14,7 @@ from flax import nnx
 
 from tuning.losses.head import token_logps
 from tuning.models.attention import packed_attention
-from tuning.models.config import DecoderConfig
+from tuning.models.config import DecoderConfig, UnsupportedModel
 from tuning.models.decoder import Decoder, ScalarHead
 
 Batch = dict[str, jax.Array]
@@ -54,6 +54,8 @@ def logps_and_entropy(
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of each completion token and entropy at its position, both [C, T] float32, 0 where masked."""
     decoder = nnx.merge(graph, params)
+    if decoder.config.final_softcap is not None:
+        raise UnsupportedModel("final_logit_softcapping: the chunked LM head has no softcap; such a model cannot train")
     hidden = _hidden(decoder, batch, compute)
     logps, entropy = token_logps(
         hidden[batch["at_CT"].reshape(-1)],

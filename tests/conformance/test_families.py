@@ -1,0 +1,240 @@
+"""Every model family against transformers (torch, float32, eager attention), with every odd feature switched on."""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tuning.models import huggingface as hf
+from tuning.models.attention import packed_attention
+from tuning.models.config import UnsupportedModel
+from tuning.models.config_json import from_hugging_face, to_hugging_face
+from tuning.rollout.engine import Engine
+from tuning.rollout.sampling import Sampling
+from tuning.training.batch import Group, Layout, micro_batches
+from tuning.training.forward import decoder_graph
+
+torch = pytest.importorskip("torch", reason="parity needs torch")
+
+VOCAB, LENGTH, WINDOW = 61, 23, 5
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+SLIDING, FULL = "sliding_attention", "full_attention"
+# A size that no default gives; heads of 10 are not hidden / heads, and 6 query heads share 2 key-value heads.
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-4,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("Llama", {"rope_theta": 500.0}),
+    "llama3": ("Llama", {"rope_theta": 5e3, "rope_scaling": LLAMA3, "tie_word_embeddings": True}),
+    "llama_biased": (
+        "Llama",
+        {"attention_bias": True, "mlp_bias": True, "rope_scaling": {"type": "linear", "factor": 3.0}},
+    ),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1, 0], "tie_word_embeddings": True, "attention_bias": True}),
+    "smollm3_windows": ("SmolLM3", {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": WINDOW}),
+    "mistral": ("Mistral", {"sliding_window": WINDOW, "rope_theta": 1e3}),
+    "mistral_full": ("Mistral", {"sliding_window": None, "tie_word_embeddings": True}),
+    "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
+    "qwen2_full": ("Qwen2", {"tie_word_embeddings": True, "rope_theta": 1e6}),
+    "qwen3": (
+        "Qwen3",
+        {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": [FULL, SLIDING] * 2}
+        | {"attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "gemma2": (
+        "Gemma2",
+        {"sliding_window": WINDOW, "query_pre_attn_scalar": 13, "hidden_activation": "gelu_pytorch_tanh"}
+        | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "tie_word_embeddings": False},
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        {"sliding_window": WINDOW, "query_pre_attn_scalar": 13, "attention_bias": True}
+        | {"rope_theta": 2e3, "rope_local_base_freq": 50.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+        | {"layer_types": [SLIDING, SLIDING, FULL, SLIDING], "final_logit_softcapping": 5.0},
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    """In place of the rooms' fixture of this name: these comparisons are in float32."""
+    quick = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", quick)
+
+
+def torch_model(name: str) -> Any:
+    """A tiny model in which every parameter is random: what starts at zero or one would hide a mistake."""
+    import transformers
+
+    prefix, changes = FAMILIES[name]
+    torch.set_num_threads(1)
+    torch.manual_seed(len(name))
+    config = getattr(transformers, f"{prefix}Config")(**SIZES | json.loads(json.dumps(changes)))
+    classes = {"Gemma3Text": "Gemma3ForCausalLM"}
+    config._attn_implementation = "eager"
+    model = getattr(transformers, classes.get(prefix, f"{prefix}ForCausalLM"))(config).eval()
+    for parameter_name, p in model.named_parameters():
+        spread = 0.5 if "norm" in parameter_name or "bias" in parameter_name else 0.35
+        torch.nn.init.normal_(p, 1.0 if "norm" in parameter_name and "emma" not in prefix else 0.0, spread)
+    return model
+
+
+@functools.cache
+def case(name: str, folder: Path) -> SimpleNamespace:
+    """The torch model of a family, and what this project loads from the folder that it saves."""
+    model = torch_model(name)
+    model.save_pretrained(folder)
+    config, params = hf.load_decoder(folder)
+    return SimpleNamespace(model=model, config=config, params=params, graph=decoder_graph(config), folder=folder)
+
+
+@pytest.fixture(params=FAMILIES, scope="module")
+def family(request, tmp_path_factory):
+    return case(request.param, tmp_path_factory.getbasetemp() / f"family-{request.param}")
+
+
+TOKENS = np.random.default_rng(3).integers(3, VOCAB, (2, LENGTH))
+
+
+def run(graph, params, tokens, positions=None, group=None, branch=None, **options):
+    """Logits [B, L, V] of rows; unpacked where no groups are given."""
+    decoder = nnx.merge(graph, params)
+    tokens = jnp.asarray(tokens, jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape) if positions is None else positions
+    group = jnp.ones_like(tokens) if group is None else group
+    branch = jnp.zeros_like(tokens) if branch is None else branch
+    hidden, _ = decoder(tokens, jnp.asarray(positions), packed_attention(group, branch), **options)
+    return decoder.logits(hidden)
+
+
+def test_logits_and_gradients_equal_transformers(family):
+    ids = torch.tensor(TOKENS)
+    family.model.zero_grad()
+    out = family.model(ids, labels=ids, use_cache=False)
+    out.loss.backward()
+
+    def loss(params):
+        logits = run(family.graph, params, TOKENS, remat=True)
+        logps = jax.nn.log_softmax(logits[:, :-1])
+        return -jnp.take_along_axis(logps, jnp.asarray(TOKENS)[:, 1:, None], -1).mean(), logits
+
+    (value, logits), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(family.params)
+    theirs = out.logits.detach().numpy()
+    assert theirs.std() > 0.5
+    np.testing.assert_allclose(logits, theirs, atol=1e-4)
+    np.testing.assert_allclose(value, out.loss.item(), rtol=1e-5)
+    expected = {n: p.grad.numpy() for n, p in family.model.named_parameters()}
+    ours = dict(hf.tensors_from_params(nnx.to_pure_dict(grads)))
+    assert ours.keys() == expected.keys()
+    for name in expected:
+        assert np.abs(expected[name]).max() > 0, f"{name} has no gradient to compare"
+        np.testing.assert_allclose(ours[name], expected[name], atol=1e-4, err_msg=name)
+
+
+def test_packed_rows_equal_rows_of_their_own(family):
+    draw = np.random.default_rng(4).integers
+    # Prompts and completions longer than the window, so that a window by column would be seen.
+    groups = [
+        Group(draw(3, VOCAB, 9).tolist(), [draw(3, VOCAB, n).tolist() for n in (8, 3, 11)], [0, 1, 2]),
+        Group(draw(3, VOCAB, 4).tolist(), [draw(3, VOCAB, n).tolist() for n in (12, 7)], [3, 4]),
+    ]
+    (batch,) = micro_batches(groups, layout=Layout(64, 1), completion_tokens=16)
+    rows = [[*g.prompt, *c] for g in groups for c in g.completions]
+    # All but the softmax is in float64: random weights of this size amplify float32's rounding beyond 1e-5.
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), family.params)
+        forward = jax.jit(lambda *arrays: run(family.graph, params, *arrays, dtype=jnp.float64))
+        packed = forward(batch.tokens_BL, batch.positions_BL, batch.group_BL, batch.branch_BL).reshape(-1, VOCAB)
+        alone = np.asarray(forward(np.asarray([row + [3] * (32 - len(row)) for row in rows])))
+    prompts = [len(g.prompt) for g in groups for _ in g.completions]
+    for slot, (caller, mask) in enumerate(zip(batch.ids_C, batch.mask_CT, strict=True)):
+        count = int(mask.sum())
+        if caller >= 0:
+            own = alone[caller, prompts[caller] - 1 : prompts[caller] - 1 + count]
+            np.testing.assert_allclose(packed[batch.at_CT[slot, :count]], own, atol=1e-5)
+    assert (batch.ids_C >= 0).sum() == len(rows)
+
+
+def test_a_saved_folder_loads_back_bitwise_and_in_transformers(family, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    hf.save_decoder(tmp_path, family.config, family.params, {"pad_token_id": 0, "eos_token_id": 2}, shard_bytes=20_000)
+    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 1
+    config, params = hf.load_decoder(tmp_path)
+    assert config == family.config
+    assert hf.fingerprint(params) == hf.fingerprint(family.params)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32", attn_implementation="eager")
+    with torch.no_grad():
+        again, first = (m(torch.tensor(TOKENS)).logits.numpy() for m in (model, family.model))
+    np.testing.assert_allclose(again, first, atol=1e-6)
+
+
+def test_greedy_rollouts_equal_transformers_generate(family):
+    draw = np.random.default_rng(5).integers
+    prompts = [draw(3, VOCAB, n).tolist() for n in (3, 9, 14)]
+    found = Engine(family.config).generate(
+        family.params, prompts, samples=2, max_tokens=12, sampling=Sampling(0.0), eos_ids=(2,), seed=0,
+        counters=(0, 1, 2), rows=64,
+    )  # fmt: skip
+    options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": 2, "pad_token_id": 0, "use_cache": False}
+    for prompt, completions in zip(prompts, found, strict=True):
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            whole = family.model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        expected = whole[0, len(prompt) :].tolist()
+        assert [c.tokens for c in completions] == [expected] * 2
+
+
+def test_both_layouts_of_config_json_mean_the_same(family):
+    """What transformers 5 writes (`rope_parameters`) and what it was made from or release 4 would write."""
+    new = json.loads((family.folder / "config.json").read_text())
+    assert "rope_parameters" in new
+    written = to_hugging_face(family.config)
+    assert "rope_parameters" not in written
+    assert from_hugging_face(written, "old") == from_hugging_face(new, "new") == family.config
+
+
+def test_a_score_head_is_a_sequence_classifier(family, tmp_path):
+    from transformers import AutoModelForSequenceClassification
+
+    from tuning.training.forward import scalar_graph
+
+    params = hf.scalar_head_params(family.config, family.params, jax.random.normal(jax.random.key(0), (24,)))
+    hf.save_decoder(tmp_path, family.config, params, {"pad_token_id": 0})
+    config, again = hf.load_scalar_head(tmp_path)
+    assert hf.fingerprint(again) == hf.fingerprint(params)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype="float32", attn_implementation="eager")
+    with torch.no_grad():
+        theirs = model(torch.tensor(TOKENS)).logits[:, 0].numpy()
+    head = nnx.merge(scalar_graph(config), params)
+    ones = jnp.ones_like(jnp.asarray(TOKENS))
+    positions = jnp.broadcast_to(jnp.arange(LENGTH), TOKENS.shape)
+    hidden, _ = head.decoder(jnp.asarray(TOKENS), positions, packed_attention(ones, 0 * ones))
+    np.testing.assert_allclose(head.scores(hidden[:, -1]), theirs, atol=1e-4)

@@ -1,0 +1,291 @@
+"""Reads and writes the `config.json` of the families in `families`.
+
+Keys that a family's config class in transformers does not read are ignored, as it ignores them; values that this
+decoder does not implement are refused by name. Read are both layouts: `rope_theta` with `rope_scaling`, and
+transformers 5's `rope_parameters`; written is the first, which releases 4 and 5 both read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Final
+
+from tuning.models.config import DecoderConfig, UnsupportedModel
+from tuning.models.families import EVERYWHERE, FAMILIES, Family
+from tuning.models.rope import RopeScaling
+
+_LLAMA3_FIELDS: Final = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+class _File:
+    """The values of one `config.json` with the family's defaults; every error names the file and the field."""
+
+    def __init__(self, values: Mapping[str, Any], source: str):
+        self.source = source
+        self.values = values
+        kind = self.read("model_type", {})
+        if kind not in FAMILIES:
+            raise self.refusal("model_type", kind, ", ".join(FAMILIES))
+        self.family = FAMILIES[kind]
+        for name, allowed in (EVERYWHERE | dict(self.family.fixed)).items():
+            if name in values and values[name] not in allowed:
+                raise self.refusal(name, values[name], repr(allowed[0]))
+
+    def refusal(self, name: str, value: Any, supported: str) -> UnsupportedModel:
+        return UnsupportedModel(f"{self.source}: {name} is {value!r}, supported is {supported}")
+
+    def read(self, name: str, defaults: Mapping[str, Any] | None = None) -> Any:
+        """The value as it stands in the file, else the family's default, else an error."""
+        defaults = self.family.defaults if defaults is None else defaults
+        if name in self.values:
+            return self.values[name]
+        if name in defaults:
+            return defaults[name]
+        raise UnsupportedModel(f"{self.source}: {name} missing")
+
+    def positive(self, name: str) -> int:
+        value = self.read(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.refusal(name, value, "a positive integer")
+        return value
+
+    def number(self, name: str, value: Any) -> float:
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+            raise self.refusal(name, value, "a positive number")
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        value = self.read(name)
+        if not isinstance(value, bool):
+            raise self.refusal(name, value, "true or false")
+        return value
+
+    def cap(self, name: str) -> float | None:
+        value = self.read(name, {name: None} | dict(self.family.defaults))
+        return None if value is None else self.number(name, value)
+
+
+def from_hugging_face(values: Mapping[str, Any], source: str) -> DecoderConfig:
+    """The config in `values`, the content of a `config.json`.
+
+    Raises UnsupportedModel, naming `source` and the field, for a model_type outside FAMILIES, for a value that the
+    decoder does not implement, and for a field that is missing and has no default in transformers.
+    """
+    file = _File(values, source)
+    family = file.family
+    hidden, heads, layers = (file.positive(n) for n in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    kv_heads = heads if file.read("num_key_value_heads") is None else file.positive("num_key_value_heads")
+    if heads % kv_heads:
+        raise file.refusal("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads, {heads}")
+    derived = values.get("head_dim", family.defaults.get("head_dim")) is None
+    head_dim = hidden // heads if derived else file.positive("head_dim")
+    bias = {name: name in family.biases and bool(values.get(name)) for name in ("attention_bias", "mlp_bias")}
+    traits: dict[str, Any] = {
+        "qkv_bias": bias["attention_bias"],
+        "output_bias": bias["attention_bias"],
+        "mlp_bias": bias["mlp_bias"],
+        **_rope(file),
+        **_windows(file, layers),
+        **_rope_layers(file, layers),
+    }
+    if family.softcaps:
+        traits["query_scale"] = file.number("query_pre_attn_scalar", file.read("query_pre_attn_scalar")) ** -0.5
+        traits["embed_scale"] = hidden**0.5
+        traits["attention_softcap"] = file.cap("attn_logit_softcapping")
+        traits["final_softcap"] = file.cap("final_logit_softcapping")
+    return DecoderConfig(
+        vocab_size=file.positive("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=file.positive("intermediate_size"),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        norm_eps=file.number("rms_norm_eps", values.get("rms_norm_eps", 1e-6)),
+        tie_embeddings=file.flag("tie_word_embeddings"),
+        max_positions=file.positive("max_position_embeddings"),
+        family=values["model_type"],
+        **traits | dict(family.traits),
+    )
+
+
+def _rope(file: _File) -> dict[str, Any]:
+    """Theta and scaling, from either layout; Gemma 3 has a second, unscaled theta for its windowed layers."""
+    new, old = file.values.get("rope_parameters"), file.values.get("rope_scaling")
+    theta = file.read("rope_theta")
+    local = {}
+    if "rope_local_base_freq" in file.family.defaults:
+        new = dict(new or {})
+        stray = sorted(set(new) - {"full_attention", "sliding_attention"})
+        if stray:
+            raise file.refusal(f"rope_parameters.{stray[0]}", new[stray[0]], "one entry for each layer type")
+        name, windowed = "rope_parameters.sliding_attention", new.get("sliding_attention") or {}
+        base, scaling = _rope_entry(file, name, windowed, file.read("rope_local_base_freq"))
+        if scaling is not None:
+            raise file.refusal(name, windowed, "rope_type 'default'")
+        local = {"local_rope_theta": base}
+        new = new.get("full_attention")
+    if new and old:
+        found = [_rope_entry(file, *pair, theta) for pair in (("rope_parameters", new), ("rope_scaling", old))]
+        if found[0] != found[1]:
+            raise file.refusal("rope_scaling", old, f"what rope_parameters says beside it, {new!r}")
+    name = "rope_parameters" if new else "rope_scaling"
+    base, scaling = _rope_entry(file, name, new or old or {}, theta)
+    return local | {"rope_theta": base, "rope_scaling": scaling}
+
+
+def _rope_entry(file: _File, name: str, entry: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling | None]:
+    """Theta and scaling of one dictionary of rotary parameters; `theta` is what holds where it has none."""
+    kind = entry.get("rope_type", entry.get("type", "default"))
+    wanted = {"default": (), "linear": ("factor",), "llama3": _LLAMA3_FIELDS}.get(kind)
+    if wanted is None:
+        raise file.refusal(f"{name}.rope_type", kind, "default, linear or llama3")
+    # transformers falls back to the model's context length for the original one.
+    given = {"original_max_position_embeddings": file.read("max_position_embeddings")} | dict(entry)
+    for field, value in entry.items():
+        if field == "partial_rotary_factor" and value in (1, 1.0):
+            continue
+        if field not in ("rope_type", "type", "rope_theta", *wanted) and value is not None:
+            raise file.refusal(f"{name}.{field}", value, f"absence, with rope_type {kind!r}")
+    missing = [field for field in wanted if given.get(field) is None]
+    if missing:
+        raise UnsupportedModel(f"{file.source}: {name}.{missing[0]} missing, with rope_type {kind!r}")
+    base = file.number(f"{name}.rope_theta", entry.get("rope_theta", theta))
+    if kind == "default":
+        return base, None
+    factor, *rest = (file.number(f"{name}.{field}", given[field]) for field in wanted)
+    if kind == "linear":
+        return base, RopeScaling(kind, factor)
+    low, high, original = rest
+    if low >= high:
+        raise file.refusal(f"{name}.low_freq_factor", low, f"a number below high_freq_factor, {high}")
+    return base, RopeScaling(kind, factor, low, high, int(original))
+
+
+def _windows(file: _File, layers: int) -> dict[str, Any]:
+    """The window and the layers that have it."""
+    how = file.family.windows
+    if how == "none" or (how == "switch" and not file.values.get("use_sliding_window", False)):
+        if "sliding_attention" in (file.values.get("layer_types") or ()) and how != "none":
+            raise file.refusal("layer_types", file.values["layer_types"], "full_attention, without use_sliding_window")
+        return {}
+    if how == "all":
+        return {} if file.read("sliding_window") is None else {"sliding_window": file.positive("sliding_window")}
+    slides = _sliding_layers(file, layers)
+    if not any(slides):
+        return {}
+    return {"sliding_window": file.positive("sliding_window"), "sliding_layers": () if all(slides) else tuple(slides)}
+
+
+def _sliding_layers(file: _File, layers: int) -> list[bool]:
+    """Which layers are windowed: as `layer_types` says, else by the family's rule."""
+    kinds = file.values.get("layer_types")
+    if kinds is not None:
+        strange = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+        if strange or len(kinds) != layers:
+            raise file.refusal("layer_types", kinds, f"{layers} of full_attention and sliding_attention")
+        return [kind == "sliding_attention" for kind in kinds]
+    if file.family.windows == "pattern":
+        # Gemma 2 alternates; Gemma 3 lets every n-th layer see everything.
+        every = file.positive("sliding_window_pattern") if "sliding_window_pattern" in file.family.defaults else 2
+        return [(layer + 1) % every != 0 for layer in range(layers)]
+    if file.values.get("sliding_window", file.family.defaults.get("sliding_window")) is None:
+        return [False] * layers
+    if "no_rope_layer_interval" in file.family.defaults:
+        return [not rotates for rotates in _rope_pattern(file, layers)]
+    return [layer >= file.read("max_window_layers") for layer in range(layers)]
+
+
+def _rope_layers(file: _File, layers: int) -> dict[str, Any]:
+    if "no_rope_layer_interval" not in file.family.defaults:
+        return {}
+    rotates = _rope_pattern(file, layers)
+    return {} if all(rotates) else {"rope_layers": tuple(rotates)}
+
+
+def _rope_pattern(file: _File, layers: int) -> list[bool]:
+    """Which layers of SmolLM3 have positions: as `no_rope_layers` says (1 for rotation), else all but every n-th."""
+    listed = file.values.get("no_rope_layers")
+    if listed is None:
+        every = file.positive("no_rope_layer_interval")
+        return [(layer + 1) % every != 0 for layer in range(layers)]
+    if len(listed) < layers or any(value not in (0, 1) for value in listed):
+        raise file.refusal("no_rope_layers", listed, f"{layers} of 0 and 1")
+    return [bool(value) for value in listed[:layers]]
+
+
+def to_hugging_face(config: DecoderConfig, *, scalar: bool = False, **extra: Any) -> dict[str, Any]:
+    """The values of a `config.json` that transformers 4 and 5 load and `from_hugging_face` reads back equal.
+
+    `scalar` names the sequence classifier of one label; `extra` adds values such as bos, eos and pad ids.
+    """
+    family = FAMILIES[config.family]
+    classes = family.classes + ("Text" if scalar and config.family == "gemma3_text" else "")
+    values: dict[str, Any] = {
+        "architectures": [classes + ("ForSequenceClassification" if scalar else "ForCausalLM")],
+        "model_type": config.family,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "max_position_embeddings": config.max_positions,
+        "attention_dropout": 0.0,
+        "torch_dtype": "float32",
+    }
+    values |= {name: allowed[0] for name, allowed in family.fixed.items() if allowed[0] is not None}
+    values |= {
+        name: {"attention_bias": config.output_bias, "mlp_bias": config.mlp_bias}[name] for name in family.biases
+    }
+    values |= _write_rope(config) | _write_windows(config, family)
+    if "no_rope_layer_interval" in family.defaults:
+        values["no_rope_layers"] = [int(r) for r in config.rope_layers] or [1] * config.num_layers
+    if family.softcaps:
+        scale = config.head_dim**-0.5 if config.query_scale is None else config.query_scale
+        values["query_pre_attn_scalar"] = _tidy(scale**-2)
+        values["attn_logit_softcapping"] = config.attention_softcap
+        values["final_logit_softcapping"] = config.final_softcap
+    if scalar:
+        values["num_labels"] = 1
+    values |= extra
+    again = from_hugging_face(values, "config.json to be written")
+    if again != config:
+        names = [f.name for f in dataclasses.fields(config) if getattr(again, f.name) != getattr(config, f.name)]
+        raise UnsupportedModel(f"family {config.family} cannot express {', '.join(names)} of {config}")
+    return values
+
+
+def _tidy(value: float) -> float | int:
+    """An integer where rounding made almost one of it."""
+    return round(value) if abs(value - round(value)) < 1e-9 * value else value
+
+
+def _write_rope(config: DecoderConfig) -> dict[str, Any]:
+    values: dict[str, Any] = {"rope_theta": config.rope_theta}
+    if config.local_rope_theta is not None:
+        values["rope_local_base_freq"] = config.local_rope_theta
+    scaling = config.rope_scaling
+    if scaling is not None:
+        numbers = (scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_positions)
+        named = dict(zip(_LLAMA3_FIELDS, numbers, strict=True))
+        values["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor}
+        if scaling.kind == "llama3":
+            values["rope_scaling"] |= named
+    return values
+
+
+def _write_windows(config: DecoderConfig, family: Family) -> dict[str, Any]:
+    if family.windows == "none":
+        return {}
+    values: dict[str, Any] = {"sliding_window": config.sliding_window}
+    if family.windows == "switch":
+        values["use_sliding_window"] = config.sliding_window is not None
+    if family.windows != "all":
+        kinds = ("full_attention", "sliding_attention")
+        values["layer_types"] = [kinds[config.slides(layer)] for layer in range(config.num_layers)]
+    return values

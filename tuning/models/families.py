@@ -1,0 +1,129 @@
+"""The model families, one table each: what differs between them in `config.json`, and what that means.
+
+What holds where a file is silent is what the family's config class in transformers 5.23 assumes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Final
+
+# What no supported family implements but some checkpoints ask for, and the values that ask for nothing.
+EVERYWHERE: Final[dict[str, tuple[Any, ...]]] = {
+    "attention_dropout": (0, 0.0, None),
+    "partial_rotary_factor": (1, 1.0, None),
+    "quantization_config": (None,),
+    "use_bidirectional_attention": (False, None),
+}
+_SILU: Final[dict[str, tuple[Any, ...]]] = {"hidden_act": ("silu",)}
+_GELU: Final[dict[str, tuple[Any, ...]]] = {"hidden_activation": ("gelu_pytorch_tanh",)}
+# Of DecoderConfig, for both Gemmas.
+_GEMMA: Final[dict[str, Any]] = {"activation": "gelu_tanh", "post_norms": True, "norm_offset": 1.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One `model_type`."""
+
+    classes: str
+    """Prefix of the class names in transformers: `...ForCausalLM`, `...ForSequenceClassification`."""
+    fixed: Mapping[str, tuple[Any, ...]]
+    """Fields implemented in one way only, with the allowed values; the first is written."""
+    defaults: Mapping[str, Any]
+    """What transformers assumes for a field that the file does not have."""
+    traits: Mapping[str, Any]
+    """Fields of DecoderConfig that are the same for every member."""
+    biases: tuple[str, ...] = ()
+    """`attention_bias` and `mlp_bias`, as far as the family has them."""
+    windows: str = "none"
+    """`all`: every layer where `sliding_window` is set; `switch`: with `use_sliding_window`; `pattern`: some."""
+    softcaps: bool = False
+    """Reads `attn_logit_softcapping` and `final_logit_softcapping`."""
+
+
+FAMILIES: Final[dict[str, Family]] = {
+    "llama": Family(
+        "Llama",
+        _SILU | {"pretraining_tp": (1,), "rope_interleaved": (False,)},
+        {
+            "rope_theta": 10_000.0,
+            "tie_word_embeddings": False,
+            "num_key_value_heads": None,
+            "max_position_embeddings": 2048,
+        },
+        {},
+        biases=("attention_bias", "mlp_bias"),
+    ),
+    "smollm3": Family(
+        "SmolLM3",
+        _SILU,
+        {"rope_theta": 2_000_000.0, "tie_word_embeddings": True, "no_rope_layer_interval": 4},
+        {},
+        biases=("attention_bias", "mlp_bias"),
+        windows="switch",
+    ),
+    "mistral": Family(
+        "Mistral",
+        _SILU | {"layer_types": (None,)},
+        {"rope_theta": 10_000.0, "tie_word_embeddings": False, "sliding_window": 4096},
+        {},
+        windows="all",
+    ),
+    "qwen2": Family(
+        "Qwen2",
+        _SILU,
+        {"rope_theta": 10_000.0, "tie_word_embeddings": False, "sliding_window": 4096, "max_window_layers": 28},
+        {"qkv_bias": True},
+        windows="switch",
+    ),
+    "qwen3": Family(
+        "Qwen3",
+        _SILU,
+        {
+            "rope_theta": 10_000.0,
+            "tie_word_embeddings": False,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+            "head_dim": 128,
+        },
+        {"qk_norm": True},
+        biases=("attention_bias",),
+        windows="switch",
+    ),
+    "gemma2": Family(
+        "Gemma2",
+        _GELU,
+        {
+            "rope_theta": 10_000.0,
+            "tie_word_embeddings": True,
+            "sliding_window": 4096,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        _GEMMA,
+        biases=("attention_bias",),
+        windows="pattern",
+        softcaps=True,
+    ),
+    "gemma3_text": Family(
+        "Gemma3",
+        # transformers' attention of this family does not apply the cap that its config can hold.
+        _GELU | {"attn_logit_softcapping": (None,)},
+        {
+            "rope_theta": 1_000_000.0,
+            "rope_local_base_freq": 10_000.0,
+            "tie_word_embeddings": True,
+            "sliding_window": 4096,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "sliding_window_pattern": 6,
+        },
+        _GEMMA | {"qk_norm": True},
+        biases=("attention_bias",),
+        windows="pattern",
+        softcaps=True,
+    ),
+}
