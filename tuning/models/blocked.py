@@ -1,0 +1,197 @@
+"""Attention in blocks of queries: little more than half the work of a square, memory of one block.
+
+For backends without a fused kernel. A row is cut into a few stripes of queries, each of which meets
+the keys up to its own end; a stripe goes block by block. Probabilities are made again in the
+backward pass from the saved log-normalisers (Dao et al., 2022).
+
+Axes: B rows, L tokens, N query heads, K key-value heads, G = N / K, Q queries of a block, S keys, H head size.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+BLOCK = 128
+STRIPES = 4
+
+
+class Segments(NamedTuple):
+    """Where each token of packed rows belongs, [B, L] each: group (0 is padding), branch, position in the group."""
+
+    group_BL: jax.Array
+    branch_BL: jax.Array
+    positions_BL: jax.Array
+
+
+def visible(
+    segments: Segments, window: jax.Array | int | None, start: jax.Array | int, count: int, stop: int
+) -> jax.Array:
+    """Which keys [0, stop) the queries [start, start + count) see, [B, Q, S].
+
+    A token sees earlier tokens of its own group that belong to the prompt (branch 0) or to its own
+    branch, and with a window those less than `window` positions before it.
+    """
+    (group_q, group_k), (branch_q, branch_k), (position_q, position_k) = (
+        (jax.lax.dynamic_slice_in_dim(x, start, count, axis=1)[:, :, None], x[:, None, :stop]) for x in segments
+    )
+    earlier = start + jnp.arange(count)[:, None] >= jnp.arange(stop)[None, :]
+    seen = earlier & (group_q == group_k) & ((branch_q == branch_k) | (branch_k == 0))
+    return seen if window is None else seen & (position_q - position_k < window)
+
+
+def blocked_attention(
+    q_BLNH: jax.Array,
+    k_BLKH: jax.Array,
+    v_BLKH: jax.Array,
+    segments: Segments,
+    window: jax.Array | int | None,
+    scale: float,
+    softcap: float | None,
+) -> jax.Array:
+    """softmax(mask(cap(scale * q k))) v, [B, L, N, H] in the type of v; logits and sums in float32."""
+    length = q_BLNH.shape[1]
+    padding = -length % BLOCK
+
+    def pad(x: jax.Array, value: int = 0) -> jax.Array:
+        return jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2), constant_values=value) if padding else x
+
+    # Padding is a group of its own, so that every query has something to sum over.
+    padded = Segments(pad(segments.group_BL, -1), pad(segments.branch_BL), pad(segments.positions_BL))
+    out = _attention(pad(q_BLNH), pad(k_BLKH), pad(v_BLKH), padded, window, scale, softcap)
+    return out[:, :length]
+
+
+def _stripes(length: int) -> list[tuple[int, int, int]]:
+    """(first query, blocks, keys) of each stripe."""
+    blocks = length // BLOCK
+    each = -(-blocks // STRIPES)
+    return [(i * BLOCK, min(each, blocks - i), min(i + each, blocks) * BLOCK) for i in range(0, blocks, each)]
+
+
+def _dot(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
+    """A product over one axis of each, batched over rows and key-value heads."""
+    return jax.lax.dot_general(a, b, (((axis_a,), (axis_b,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
+
+
+def _by_head(x_BLNH: jax.Array, heads: int) -> jax.Array:
+    """[B, L, N, H] -> [B, K, G, L, H]."""
+    b, length, n, h = x_BLNH.shape
+    return x_BLNH.reshape(b, length, heads, n // heads, h).transpose(0, 2, 3, 1, 4)
+
+
+def _by_token(x_BKGLH: jax.Array) -> jax.Array:
+    """[B, K, G, L, H] -> [B, L, N, H]."""
+    b, k, g, length, h = x_BKGLH.shape
+    return x_BKGLH.transpose(0, 3, 1, 2, 4).reshape(b, length, k * g, h)
+
+
+def _logits(q_rows: jax.Array, keys: jax.Array, groups: int, scale: float, softcap: float | None) -> jax.Array:
+    """[B, K, G, Q, S] in float32."""
+    z = _dot(q_rows, keys, 3, 3) * scale
+    z = z if softcap is None else softcap * jnp.tanh(z / softcap)
+    b, k, rows, s = z.shape
+    return z.reshape(b, k, groups, rows // groups, s)
+
+
+def _block(x: jax.Array, start: jax.Array | int) -> jax.Array:
+    """The block of [B, K, G, L, H] that begins at `start`, the heads of a group in turn: [B, K, G * Q, H]."""
+    b, k, g, _, h = x.shape
+    return jax.lax.dynamic_slice_in_dim(x, start, BLOCK, axis=3).reshape(b, k, g * BLOCK, h)
+
+
+def _joined(blocks: list[jax.Array]) -> jax.Array:
+    """Stripes of stacked blocks, [blocks, B, K, G, Q, H] each, as one [B, K, G, L, H]."""
+    stacked = jnp.concatenate(blocks)
+    n, b, k, g, q, h = stacked.shape
+    return stacked.transpose(1, 2, 3, 0, 4, 5).reshape(b, k, g, n * q, h)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _attention(
+    q_BLNH: jax.Array,
+    k_BLKH: jax.Array,
+    v_BLKH: jax.Array,
+    segments: Segments,
+    window: jax.Array | int | None,
+    scale: float,
+    softcap: float | None,
+) -> jax.Array:
+    return _forward(q_BLNH, k_BLKH, v_BLKH, segments, window, scale, softcap)[0]
+
+
+def _forward(
+    q_BLNH: jax.Array,
+    k_BLKH: jax.Array,
+    v_BLKH: jax.Array,
+    segments: Segments,
+    window: jax.Array | int | None,
+    scale: float,
+    softcap: float | None,
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    heads = k_BLKH.shape[2]
+    groups = q_BLNH.shape[2] // heads
+    q, k, v = _by_head(q_BLNH, heads), k_BLKH.transpose(0, 2, 1, 3), v_BLKH.transpose(0, 2, 1, 3)
+
+    def block(start: jax.Array | int, stop: int) -> tuple[jax.Array, jax.Array]:
+        z = _logits(_block(q, start), k[:, :, :stop], groups, scale, softcap)
+        z = jnp.where(visible(segments, window, start, BLOCK, stop)[:, None, None], z, -jnp.inf)
+        # Every token sees itself, so the maximum is finite.
+        top = jnp.max(z, axis=-1, keepdims=True)
+        e = jnp.exp(z - top)
+        total = jnp.sum(e, axis=-1, keepdims=True)
+        weights = e.astype(v.dtype).reshape(*e.shape[:2], -1, stop)
+        out = _dot(weights, v[:, :, :stop], 3, 2).reshape(*e.shape[:4], -1) / total
+        return out.astype(v.dtype), top + jnp.log(total)
+
+    outs, normalisers = [], []
+    for first, count, stop in _stripes(q.shape[3]):
+        starts = first + BLOCK * jnp.arange(count)
+        out, normaliser = jax.lax.map(functools.partial(block, stop=stop), starts)
+        outs.append(out)
+        normalisers.append(normaliser)
+    out = _joined(outs)
+    return _by_token(out), (q, k, v, segments, window, out, _joined(normalisers))
+
+
+def _backward(
+    scale: float, softcap: float | None, saved: tuple[Any, ...], g_BLNH: jax.Array
+) -> tuple[jax.Array | None, ...]:
+    q, k, v, segments, window, out, normaliser = saved
+    heads, groups = q.shape[1], q.shape[2]
+    g = _by_head(g_BLNH, heads)
+    # The sum over keys of p * dp equals g . out.
+    shared = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
+
+    def block(sums: tuple[jax.Array, jax.Array], start: jax.Array | int, stop: int) -> Any:
+        rows, g_rows = _block(q, start), _block(g, start)
+        z = _logits(rows, k[:, :, :stop], groups, scale, softcap)
+        seen = visible(segments, window, start, BLOCK, stop)[:, None, None]
+        norm, dot = (jax.lax.dynamic_slice_in_dim(x, start, BLOCK, axis=3) for x in (normaliser, shared))
+        p = jnp.where(seen, jnp.exp(z - norm), 0.0)
+        dz = p * (_dot(g_rows, v[:, :, :stop], 3, 3).reshape(p.shape) - dot) * scale
+        if softcap is not None:
+            dz = dz * (1.0 - jnp.square(z / softcap))
+        flat = (*p.shape[:2], -1, stop)
+        p_rows, dz_rows = p.astype(v.dtype).reshape(flat), dz.astype(k.dtype).reshape(flat)
+        dq = _dot(dz_rows, k[:, :, :stop], 3, 2).reshape(*p.shape[:4], -1)
+        dk, dv = sums
+        return (dk + _dot(rows, dz_rows, 2, 2), dv + _dot(g_rows, p_rows, 2, 2)), dq
+
+    # Gradients of keys and values as [B, K, H, L]: then the small operand of their products is the transposed one.
+    dqs, dk, dv = [], *(jnp.zeros(x.swapaxes(2, 3).shape, jnp.float32) for x in (k, v))
+    for first, count, stop in _stripes(q.shape[3]):
+        starts = first + BLOCK * jnp.arange(count)
+        zeros = tuple(jnp.zeros((*x.shape[:3], stop), jnp.float32) for x in (dk, dv))
+        (dk_stripe, dv_stripe), dq = jax.lax.scan(functools.partial(block, stop=stop), zeros, starts)
+        dk, dv = dk.at[..., :stop].add(dk_stripe), dv.at[..., :stop].add(dv_stripe)
+        dqs.append(dq)
+    dq_BLNH = _by_token(_joined(dqs)).astype(q.dtype)
+    dk_BLKH, dv_BLKH = (x.transpose(0, 3, 1, 2).astype(k.dtype) for x in (dk, dv))
+    return dq_BLNH, dk_BLKH, dv_BLKH, None, None
+
+
+_attention.defvjp(_forward, _backward)

@@ -1,0 +1,31 @@
+"""Matrix products whose gradients suit the backend."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.custom_vjp
+def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x [..., in] @ weight [in, out] -> [..., out] in the type of x; the weight's gradient accumulates in float32.
+
+    JAX derives the weight's gradient as the transpose of g^T x. XLA on CPU then writes a
+    transposed copy of g, and computes what led to g twice; x^T g needs neither.
+    """
+    return x @ weight.astype(x.dtype)
+
+
+def _forward(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return matmul(x, weight), (x, weight)
+
+
+def _backward(saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, weight = saved
+    leading = tuple(range(x.ndim - 1))
+    dx = jax.lax.dot_general(g, weight.astype(g.dtype), (((g.ndim - 1,), (1,)), ((), ())))
+    dw = jax.lax.dot_general(x, g, ((leading, leading), ((), ())), preferred_element_type=jnp.float32)
+    return dx, dw.astype(weight.dtype)
+
+
+matmul.defvjp(_forward, _backward)
