@@ -10,7 +10,11 @@ _INIT = nnx.initializers.normal(0.02)
 
 
 class Linear(nnx.Module):
-    """x [..., in] -> [..., out] in the type of x; float32 master weights."""
+    """x [..., in] -> [..., out] in the type of x; float32 master weights.
+
+    `kernel` is a parameter, or a module that holds it in another form and applies it (`quantize`). A module under
+    the name `adapter` adds its output (`lora`). Both are put there after construction.
+    """
 
     def __init__(self, size_in: int, size_out: int, *, bias: bool = False, rngs: nnx.Rngs):
         self.kernel = nnx.Param(_INIT(rngs.params(), (size_in, size_out), jnp.float32))
@@ -18,5 +22,8 @@ class Linear(nnx.Module):
             self.bias = nnx.Param(jnp.zeros(size_out))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        out = x @ self.kernel[...].astype(x.dtype)
-        return out + self.bias[...].astype(x.dtype) if hasattr(self, "bias") else out
+        dense = isinstance(self.kernel, nnx.Variable)
+        out = x @ self.kernel[...].astype(x.dtype) if dense else self.kernel(x)
+        if hasattr(self, "bias"):
+            out = out + self.bias[...].astype(x.dtype)
+        return out + self.adapter(x) if hasattr(self, "adapter") else out

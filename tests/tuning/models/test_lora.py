@@ -1,0 +1,208 @@
+"""Adapters: exact where they start, the chain rule, merging, and a base that nothing changes."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.tuning.training.test_batch import CONFIG, ragged_groups
+from tuning.models.huggingface import fingerprint, random_params, scalar_head_params
+from tuning.models.lora import PROJECTIONS, LoraConfig, join, linears, merge, trainable_shapes, tune, tuned_graph
+from tuning.training.batch import Layout, micro_batches
+from tuning.training.forward import Compute, logps_and_entropy, scores
+from tuning.training.step import make_optimizer, make_schedule, make_step
+
+# Weights of the size that training gives them: with those of a fresh model, nearly nothing depends on the layers.
+PARAMS = jax.tree.map(lambda x: 3 * x if x.ndim > 2 or x.size > 200 else x, random_params(CONFIG, 3))
+BATCH = micro_batches(ragged_groups(), layout=Layout(64, 8), completion_tokens=8)[0].arrays()
+KINDS = ("none", "int8", "nf4")
+
+
+def moved(trainable, size=0.05):
+    """The tree with noise on every leaf, B included."""
+    leaves, tree = jax.tree.flatten(trainable)
+    keys = jax.random.split(jax.random.key(7), len(leaves))
+    noisy = [x + size * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(tree, noisy)
+
+
+@functools.cache
+def program(lora, dtype="float32"):
+    graph = tuned_graph(CONFIG, "decoder", lora)
+
+    def run(trainable, frozen):
+        found, _ = logps_and_entropy(graph, join(trainable, frozen), BATCH, 1.0, Compute(dtype))
+        return found.mean(), found
+
+    return jax.jit(jax.grad(run, has_aux=True))
+
+
+def logps(lora, trainable, frozen, dtype="float32"):
+    return program(lora, dtype)(trainable, frozen)[1]
+
+
+def gradient(lora, trainable, frozen):
+    return nnx.to_pure_dict(program(lora)(trainable, frozen)[0])["layers"]
+
+
+def kernels(layers):
+    return {name: np.asarray(layers[name]["kernel"]) for name in PROJECTIONS}
+
+
+def layers_of(tree):
+    return nnx.to_pure_dict(tree)["layers"]
+
+
+def test_a_new_adapter_changes_no_bit():
+    lora = LoraConfig(rank=4)
+    np.testing.assert_array_equal(
+        logps(lora, *tune(CONFIG, "decoder", PARAMS, lora, seed=1)), logps(None, PARAMS, None)
+    )
+    head = scalar_head_params(CONFIG, PARAMS, jax.random.normal(jax.random.key(0), (CONFIG.hidden_size,)))
+    trainable, frozen = tune(CONFIG, "scalar", head, lora, seed=1)
+    tuned = scores(tuned_graph(CONFIG, "scalar", lora), join(trainable, frozen), BATCH, Compute())
+    np.testing.assert_array_equal(tuned, scores(tuned_graph(CONFIG, "scalar", None), head, BATCH, Compute()))
+    assert "score" in trainable and "score" not in frozen
+
+
+def test_kernels_kept_in_the_type_of_computation_change_no_bit():
+    lora = LoraConfig(rank=4)
+    trainable, frozen = tune(CONFIG, "decoder", PARAMS, lora, seed=1, dtype="bfloat16")
+    assert all(k.dtype == jnp.bfloat16 for k in kernels(layers_of(frozen)).values())
+    wide = tune(CONFIG, "decoder", PARAMS, lora, seed=1)[1]
+    trainable = moved(trainable)
+    np.testing.assert_array_equal(logps(lora, trainable, frozen, "bfloat16"), logps(lora, trainable, wide, "bfloat16"))
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        LoraConfig(rank=4, alpha=3.0),
+        LoraConfig(rank=4, alpha=8.0, use_rslora=True, targets=("q", "down")),
+        LoraConfig(rank=2, quantize="int8"),
+        LoraConfig(rank=2, quantize="nf4", targets=("v", "up")),
+    ],
+)
+def test_merged_and_unmerged_agree(lora):
+    trainable, frozen = tune(CONFIG, "decoder", PARAMS, lora, seed=1)
+    trainable = moved(trainable)
+    merged = merge(CONFIG, "decoder", PARAMS, trainable, lora)
+    assert jax.tree.structure(merged) == jax.tree.structure(PARAMS)
+    apart, together = logps(lora, trainable, frozen), logps(None, merged, None)
+    np.testing.assert_allclose(apart, together, atol=1e-4)
+    assert np.abs(together - logps(None, PARAMS, None)).max() > 0.05
+    if lora.quantize == "none":
+        before, after = kernels(layers_of(PARAMS)), kernels(layers_of(merged))
+        factors = layers_of(trainable)
+        for name in PROJECTIONS:
+            gain = 0.0
+            if name in lora.targets:
+                adapter = factors[name]["adapter"]
+                gain = lora.scale * np.einsum("lir,lro->lio", np.float64(adapter["a"]), np.float64(adapter["b"]))
+            np.testing.assert_allclose(after[name], before[name] + gain, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gradient_is_that_of_the_merged_weights_by_the_chain_rule(kind):
+    lora = LoraConfig(rank=4, alpha=6.0, quantize=kind)
+    trainable, frozen = tune(CONFIG, "decoder", PARAMS, lora, seed=1)
+    trainable = moved(trainable)
+    merged = merge(CONFIG, "decoder", PARAMS, trainable, lora)
+    mine, whole = gradient(lora, trainable, frozen), kernels(gradient(None, merged, None))
+    factors = layers_of(trainable)
+    for name in PROJECTIONS:
+        a, b = (np.asarray(factors[name]["adapter"][x]) for x in "ab")
+        want_a = lora.scale * np.einsum("lio,lro->lir", whole[name], b)
+        want_b = lora.scale * np.einsum("lir,lio->lro", a, whole[name])
+        assert np.abs(want_a).max() > 1e-3 and np.abs(want_b).max() > 1e-3
+        np.testing.assert_allclose(mine[name]["adapter"]["a"], want_a, atol=1e-5)
+        np.testing.assert_allclose(mine[name]["adapter"]["b"], want_b, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_lowers_the_loss_and_leaves_the_base_as_it_is(kind):
+    lora = LoraConfig(rank=4, quantize=kind)
+    graph = tuned_graph(CONFIG, "decoder", lora)
+    trainable, frozen = tune(CONFIG, "decoder", PARAMS, lora, seed=1)
+    before, base = fingerprint(frozen), fingerprint(PARAMS)
+
+    def loss(params, batch, frozen):
+        found, _ = logps_and_entropy(graph, join(params, frozen), batch, 1.0, Compute())
+        return -jnp.sum(found) / jnp.sum(batch["mask_CT"]), {}
+
+    optimizer = make_optimizer(
+        make_schedule("constant", 2e-2, 0, 10), b1=0.9, b2=0.95, weight_decay=0.0, clip_norm=1.0, max_skipped=0
+    )
+    step, state = make_step(loss, optimizer, 0), optimizer.init(trainable)
+
+    def size(tree):
+        return sum(x.nbytes for x in jax.tree.leaves(tree))
+
+    assert 2 * size(trainable) <= size(state) <= 2 * size(trainable) + 64
+    losses = []
+    for _ in range(12):
+        trainable, state, sums = step(trainable, state, [BATCH], frozen)
+        losses.append(sums["loss"])
+    assert losses[-1] < 0.8 * losses[0]
+    assert fingerprint(frozen) == before and fingerprint(PARAMS) == base
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_base_is_an_argument_of_the_program_and_not_a_constant_in_it(kind):
+    lora = LoraConfig(rank=4, quantize=kind)
+    graph = tuned_graph(CONFIG, "decoder", lora)
+    trainable, frozen = tune(CONFIG, "decoder", PARAMS, lora, seed=1)
+
+    def loss(t, f, batch):
+        return jnp.sum(logps_and_entropy(graph, join(t, f), batch, 1.0, Compute())[0])
+
+    program = jax.make_jaxpr(jax.grad(loss))(trainable, frozen, BATCH)
+    assert sum(np.size(c) for c in program.consts) < 100
+
+
+def test_factors_start_uniform_within_bounds_each_on_its_own_stream():
+    lora = LoraConfig(rank=8)
+    found = layers_of(tune(CONFIG, "decoder", PARAMS, lora, seed=1)[0])
+    for name, size_in in (("q", CONFIG.hidden_size), ("down", CONFIG.intermediate_size)):
+        a, bound = np.asarray(found[name]["adapter"]["a"]), size_in**-0.5
+        assert 0.97 * bound < np.abs(a).max() <= bound
+        assert np.std(a) == pytest.approx(bound / 3**0.5, rel=0.05)
+        assert not found[name]["adapter"]["b"].any()
+    assert not np.array_equal(found["q"]["adapter"]["a"], found["k"]["adapter"]["a"])
+    assert not np.array_equal(found["q"]["adapter"]["a"][0], found["q"]["adapter"]["a"][1])
+    # Which others are targets does not matter, the seed does.
+    alone = tune(CONFIG, "decoder", PARAMS, dataclasses.replace(lora, targets=("down",)), seed=1)[0]
+    np.testing.assert_array_equal(layers_of(alone)["down"]["adapter"]["a"], found["down"]["adapter"]["a"])
+    other = layers_of(tune(CONFIG, "decoder", PARAMS, lora, seed=2)[0])
+    assert not np.array_equal(other["q"]["adapter"]["a"], found["q"]["adapter"]["a"])
+    normal = tune(CONFIG, "decoder", PARAMS, LoraConfig(rank=8, init="gaussian"), seed=1)[0]
+    a = np.asarray(layers_of(normal)["gate"]["adapter"]["a"])
+    assert np.std(a) == pytest.approx(1 / 8, rel=0.1) and np.abs(a).max() > 0.3
+
+
+def test_shapes_are_known_without_making_arrays():
+    lora = LoraConfig(rank=4, targets=("q", "o"))
+    shapes = trainable_shapes(CONFIG, "decoder", lora)
+    arrays = tune(CONFIG, "decoder", PARAMS, lora, seed=1)[0]
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(lambda x: (x.shape, x.dtype), arrays)
+    assert sorted(layers_of(shapes)) == ["o", "q"]
+    model = nnx.merge(tuned_graph(CONFIG, "decoder", None), PARAMS)
+    assert [name for name, _ in linears(model)] == sorted(PROJECTIONS)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"targets": ("q", "query")}, "targets are .* name some of q, k, v, o, gate, up, down"),
+        ({"targets": ()}, "name some of"),
+        ({"rank": 0}, "rank is 0"),
+        ({"alpha": -1.0}, "alpha -1.0"),
+    ],
+)
+def test_settings_without_a_meaning_are_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        LoraConfig(**values)

@@ -1,0 +1,169 @@
+"""Low-rank adapters (Hu et al., 2021) on the projections of a frozen, possibly quantised (Dettmers et al., 2023) model.
+
+A tuned model is a decoder, or a scalar head over one, in two trees: `trainable` holds the adapters and a score head,
+`frozen` all else. Gradients and optimizer state are of the first alone; the second goes into jit as an argument.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from tuning.models.config import DecoderConfig
+from tuning.models.decoder import Decoder, ScalarHead
+from tuning.models.linear import Linear
+from tuning.models.quantize import FORMATS
+
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+Role = Literal["decoder", "scalar"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """What is added to a model, and how the rest of it is kept."""
+
+    rank: int = 16
+    """Columns of A and rows of B."""
+    alpha: float = 32.0
+    """The adapter's output is scaled by alpha / rank."""
+    targets: tuple[str, ...] = PROJECTIONS
+    """Projections that get an adapter."""
+    use_rslora: bool = False
+    """Scale by alpha / sqrt(rank) (Kalajdzievski, 2023)."""
+    init: Literal["kaiming", "gaussian"] = "kaiming"
+    """A uniform in +-1/sqrt(in), or normal with deviation 1/rank; B is zero."""
+    quantize: Literal["none", "int8", "nf4"] = "none"
+    """How the frozen kernels of the layers are stored; embedding, norms and head stay as they are."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or self.alpha <= 0:
+            raise ValueError(f"rank is {self.rank} and alpha {self.alpha}; both must be positive")
+        unknown = set(self.targets) - set(PROJECTIONS)
+        if unknown or not self.targets:
+            raise ValueError(f"targets are {self.targets}; name some of {', '.join(PROJECTIONS)}")
+
+    @property
+    def scale(self) -> float:
+        """The factor of the adapter's output."""
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+
+class Factor(nnx.Variable):
+    """A low-rank factor: the trainable kind of variable."""
+
+
+class LowRank(nnx.Module):
+    """x [..., in] -> scale * (x A) B [..., out]; a [layers, in, r], b [layers, r, out] where layers are stacked."""
+
+    def __init__(self, a: jax.Array, b: jax.Array, scale: float):
+        self.a, self.b, self.scale = Factor(a), Factor(b), scale
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return (x @ self.a[...].astype(x.dtype)) @ self.b[...].astype(x.dtype) * self.scale
+
+    def dense(self) -> jax.Array:
+        """What a merged kernel gains, [layers, in, out]."""
+        return jnp.matmul(self.a[...], self.b[...], precision="highest") * self.scale
+
+
+def linears(model: Any) -> list[tuple[str, Linear]]:
+    """The projections of a model's layers by name, in a fixed order; stacked layers are one Linear."""
+    found = [(path, node) for path, node in nnx.iter_graph(model) if isinstance(node, Linear) and "layers" in path]
+    return [(str(path[-1]), node) for path, node in sorted(found, key=lambda item: tuple(map(str, item[0])))]
+
+
+def _model(config: DecoderConfig, role: Role) -> Any:
+    return {"decoder": Decoder, "scalar": ScalarHead}[role](config, rngs=nnx.Rngs(0))
+
+
+def _graph(config: DecoderConfig, role: Role) -> Any:
+    return nnx.split(nnx.eval_shape(lambda: _model(config, role)))[0]
+
+
+def _tuned(model: Any, lora: LoraConfig, seed: int, dtype: str) -> tuple[Any, Any, Any]:
+    """Puts adapters beside the kernels and the kernels into their frozen form; (graph, trainable, frozen)."""
+    key = jax.random.key(seed)
+    for number, (name, linear) in enumerate(linears(model)):
+        *layers, size_in, size_out = linear.kernel.shape
+        if lora.quantize == "none":
+            linear.kernel = nnx.Param(linear.kernel[...].astype(dtype))
+        else:
+            linear.kernel = FORMATS[lora.quantize](linear.kernel[...])
+        if name in lora.targets:
+            shape, own = (*layers, size_in, lora.rank), jax.random.fold_in(key, number)
+            if lora.init == "kaiming":
+                a = jax.random.uniform(own, shape, minval=-1.0, maxval=1.0) / math.sqrt(size_in)
+            else:
+                a = jax.random.normal(own, shape) / lora.rank
+            linear.adapter = LowRank(a, jnp.zeros((*layers, lora.rank, size_out)), lora.scale)
+    return nnx.split(model, lambda path, value: isinstance(value, Factor) or path == ("score",), ...)
+
+
+@functools.lru_cache(maxsize=16)
+def _abstract(config: DecoderConfig, role: Role, lora: LoraConfig) -> tuple[Any, Any]:
+    graph: list[Any] = []
+
+    def shapes() -> Any:
+        found = _tuned(_model(config, role), lora, 0, "float32")
+        graph.append(found[0])
+        return found[1]
+
+    trainable = jax.eval_shape(shapes)
+    return graph[0], trainable
+
+
+def tuned_graph(config: DecoderConfig, role: Role, lora: LoraConfig | None) -> Any:
+    """The static half of a tuned model (hashable), to be merged with `join(trainable, frozen)` inside jit.
+
+    Without `lora` it is that of the plain model.
+    """
+    return _graph(config, role) if lora is None else _abstract(config, role, lora)[0]
+
+
+def trainable_shapes(config: DecoderConfig, role: Role, lora: LoraConfig) -> Any:
+    """The trainable tree with shapes in place of arrays."""
+    return _abstract(config, role, lora)[1]
+
+
+def tune(
+    config: DecoderConfig, role: Role, params: Any, lora: LoraConfig, *, seed: int, dtype: str = "float32"
+) -> tuple[Any, Any]:
+    """(trainable, frozen) of dense parameters; the tuned model computes what the frozen one does until B moves.
+
+    `dtype` is the type of computation: kernels that stay dense are kept in it, as they are cast to it anyway. The
+    arrays of embedding, norms and head are shared with `params`.
+    """
+    return _tuned(nnx.merge(_graph(config, role), params), lora, seed, dtype)[1:]
+
+
+def join(trainable: Any, frozen: Any) -> Any:
+    """Both trees as one, for `nnx.merge`; `frozen` is None where all parameters are trained."""
+    return trainable if frozen is None else nnx.merge_state(trainable, frozen)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _merged(graph: Any, tuned: Any) -> Any:
+    model = nnx.merge(graph, tuned)
+    for _, linear in linears(model):
+        dense = isinstance(linear.kernel, nnx.Variable)
+        kernel = linear.kernel[...] if dense else linear.kernel.dense()
+        if hasattr(linear, "adapter"):
+            kernel = kernel + linear.adapter.dense()
+            del linear.adapter
+        linear.kernel = nnx.Param(kernel)
+    return nnx.state(model)
+
+
+def merge(config: DecoderConfig, role: Role, params: Any, trainable: Any, lora: LoraConfig) -> Any:
+    """Dense float32 parameters W + scale * A B of the dense `params` that `tune` got and what was trained since.
+
+    With quantisation W is what the layers computed with, the dequantised kernel: the merged model is the trained one.
+    """
+    frozen = tune(config, role, params, lora, seed=0)[1]
+    return _merged(tuned_graph(config, role, lora), join(trainable, frozen))
