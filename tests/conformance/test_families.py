@@ -1,6 +1,5 @@
 """Every model family against transformers (torch, float32, eager attention), with every odd feature switched on."""
 
-import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -15,7 +14,6 @@ from flax import nnx
 
 from tuning.models import huggingface as hf
 from tuning.models.attention import packed_attention
-from tuning.models.config import UnsupportedModel
 from tuning.models.config_json import from_hugging_face, to_hugging_face
 from tuning.rollout.engine import Engine
 from tuning.rollout.sampling import Sampling

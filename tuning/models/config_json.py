@@ -80,7 +80,7 @@ def from_hugging_face(values: Mapping[str, Any], source: str) -> DecoderConfig:
         raise file.refusal("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads, {heads}")
     derived = values.get("head_dim", family.defaults.get("head_dim")) is None
     head_dim = hidden // heads if derived else file.positive("head_dim")
-    bias = {name: name in family.biases and bool(values.get(name)) for name in ("attention_bias", "mlp_bias")}
+    bias = {n: n in family.biases and n in values and file.flag(n) for n in ("attention_bias", "mlp_bias")}
     traits: dict[str, Any] = {
         "qkv_bias": bias["attention_bias"],
         "output_bias": bias["attention_bias"],

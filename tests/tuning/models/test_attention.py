@@ -1,0 +1,119 @@
+"""Implementations of attention agree, forward and backward; long rows never hold all their logits."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tuning.models import attention as att
+from tuning.models import huggingface as hf
+from tuning.models.config import tiny
+from tuning.models.decoder import AttentionSpec
+
+LENGTH = 384
+
+
+def packed(length: int = LENGTH):
+    """One row of two groups with branches, and padding; and a row that is one group."""
+    group, branch, position = (np.zeros((2, length), np.int32) for _ in range(3))
+    column = 0
+    for number, (prompt, *completions) in enumerate([(70, 40, 90), (33, 101)], start=1):
+        for arm, size in enumerate([prompt, *completions]):
+            here = slice(column, column + size)
+            group[0, here], branch[0, here] = number, arm
+            position[0, here] = (prompt if arm else 0) + np.arange(size)
+            column += size
+    group[1], position[1] = 1, np.arange(length)
+    return jnp.asarray(group), jnp.asarray(branch), jnp.asarray(position)
+
+
+def qkv(length: int = LENGTH, head_dim: int = 16):
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = [(2, length, n, head_dim) for n in (4, 2, 2)]
+    return [jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)]
+
+
+def value_and_grads(implementation, spec, length=LENGTH):
+    group, branch, _ = packed(length)
+    attention = att.packed_attention(group, branch, implementation)
+    weight = jax.random.normal(jax.random.key(1), (2, length, 4, 16))
+    real = (group > 0)[..., None, None]
+
+    def loss(arrays):
+        out = attention(*arrays, spec, None)[0]
+        return jnp.sum(jnp.where(real, out * weight, 0)), jnp.where(real, out, 0)
+
+    (_, out), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(qkv(length))
+    return out, grads
+
+
+@pytest.mark.parametrize("implementation", ["blocked", "splash"])
+@pytest.mark.parametrize(("softcap", "window"), [(None, None), (3.0, 20)])
+def test_implementations_agree(implementation, softcap, window):
+    spec = AttentionSpec(0.3, softcap, window, packed()[2])
+    out, grads = value_and_grads(implementation, spec)
+    expected, expected_grads = value_and_grads("plain", spec)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    for ours, theirs in zip(grads, expected_grads, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_long_rows_never_hold_their_logits():
+    """Forward and backward of a row of 4096 tokens, as `choose` picks; its logits alone would be 268 MB."""
+    length = 4096
+    group = jnp.ones((1, length), jnp.int32)
+    q, k, v = (jax.ShapeDtypeStruct((1, length, n, 16), jnp.float32) for n in (4, 2, 2))
+
+    def loss(q, k, v):
+        spec = AttentionSpec(0.25, None, 1000, jnp.arange(length)[None])
+        return att.packed_attention(group, 0 * group)(q, k, v, spec, None)[0].sum()
+
+    memory = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(q, k, v).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 100e6 < 4 * length * length * 4
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "length", "head_dim", "softcap", "expected"),
+    [
+        ("cpu", "float32", 1024, 64, None, "plain"),
+        ("cpu", "float32", 1088, 64, None, "blocked"),
+        ("gpu", "bfloat16", 4096, 64, None, "cudnn"),
+        ("gpu", "bfloat16", 4096, 64, 50.0, "blocked"),
+        ("gpu", "bfloat16", 512, 256, None, "plain"),
+        ("gpu", "float32", 4096, 64, None, "blocked"),
+        ("gpu", "bfloat16", 4097, 64, None, "blocked"),
+        ("tpu", "bfloat16", 4096, 64, 50.0, "splash"),
+        ("tpu", "bfloat16", 64, 64, None, "plain"),
+    ],
+)
+def test_the_choice_of_an_implementation(platform, dtype, length, head_dim, softcap, expected):
+    q = jax.ShapeDtypeStruct((1, length, 4, head_dim), jnp.dtype(dtype))
+    assert att.choose(q, softcap, platform) == expected
+
+
+def test_a_model_without_windows_and_caps_does_not_compute_any():
+    plain = tiny(97)
+    odd = dataclasses.replace(
+        plain, sliding_window=8, sliding_layers=(True, False), attention_softcap=9.0, local_rope_theta=5.0
+    )
+    tokens = jax.ShapeDtypeStruct((1, 16), jnp.int32)
+
+    def scan_of(config):
+        """The layers' scan: its scanned inputs and the operations of its body."""
+        graph, shapes = hf.abstract_decoder(config)
+
+        def forward(params, tokens):
+            ones = jnp.ones_like(tokens)
+            attention = att.packed_attention(ones, 0 * ones)
+            return nnx.merge(graph, params)(tokens, jnp.arange(16)[None], attention)[0]
+
+        (scan,) = (e for e in jax.make_jaxpr(forward)(shapes, tokens).eqns if e.primitive.name == "scan")
+        body = str(scan.params["jaxpr"])
+        inputs = len(scan.invars) - scan.params["num_consts"] - scan.params["num_carry"]
+        return inputs, [word in body for word in ("tanh", "lt", "dynamic_slice")]
+
+    assert scan_of(plain) == (9, [False, False, False])
+    assert scan_of(odd) == (11, [True, True, True])

@@ -1,0 +1,131 @@
+"""`config.json` of every family: transformers' defaults, both layouts, and a refusal by name of what is not known."""
+
+import pytest
+
+from tuning.models.config import DecoderConfig, UnsupportedModel
+from tuning.models.config_json import from_hugging_face, to_hugging_face
+from tuning.models.rope import RopeScaling
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+CLASSES = {
+    "llama": "Llama", "smollm3": "SmolLM3", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3",
+    "gemma2": "Gemma2", "gemma3_text": "Gemma3Text",
+}  # fmt: skip
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def read(family: str, **changes) -> DecoderConfig:
+    return from_hugging_face(SIZES | {"model_type": family} | changes, "here/config.json")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        *((family, {}) for family in CLASSES),
+        ("llama", {"rope_scaling": LLAMA3, "rope_theta": 5e5}),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 3}),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 3}),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 9}),
+        ("gemma3_text", {"sliding_window_pattern": 3}),
+        (
+            "gemma3_text",
+            {"rope_theta": 7e5, "rope_local_base_freq": 99.0, "rope_scaling": {"rope_type": "linear", "factor": 8}},
+        ),
+        ("gemma3_text", {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}}),
+    ],
+)
+def test_what_a_file_leaves_out_is_what_transformers_assumes(family, changes):
+    """A short old file, and the whole of what transformers makes of it, mean the same."""
+    transformers = pytest.importorskip("transformers")
+    whole = getattr(transformers, f"{CLASSES[family]}Config")(**SIZES, **changes).to_dict()
+    assert read(family, **changes) == from_hugging_face(whole, "whole")
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_written_values_read_back_equal(family):
+    config = read(family)
+    assert from_hugging_face(to_hugging_face(config, bos_token_id=1), "again") == config
+
+
+def test_gemma3_of_the_hub():
+    """The values that differ from layer to layer, as google/gemma-3-270m and -1b have them."""
+    config = read(
+        "gemma3_text", head_dim=256, num_hidden_layers=12, sliding_window=512, sliding_window_pattern=6,
+        rope_theta=1000000, rope_local_base_freq=10000, rope_scaling=None, query_pre_attn_scalar=256,
+        attn_logit_softcapping=None, final_logit_softcapping=None, hidden_activation="gelu_pytorch_tanh",
+        cache_implementation="hybrid", torch_dtype="bfloat16", eos_token_id=[1, 106],
+    )  # fmt: skip
+    assert config.sliding_layers == (True,) * 5 + (False,) + (True,) * 5 + (False,)
+    assert (config.rope_theta, config.local_rope_theta, config.sliding_window) == (1e6, 1e4, 512)
+    assert (config.query_scale, config.final_softcap, config.tie_embeddings) == (1 / 16, None, True)
+
+
+def test_llama3_falls_back_to_the_models_context():
+    assert read("llama", rope_scaling=LLAMA3).rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 64)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("mamba", {}, "here/config.json: model_type is 'mamba', supported is llama, smollm3, mistral"),
+        ("llama", {"hidden_act": "gelu"}, "here/config.json: hidden_act is 'gelu'"),
+        ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation is 'gelu'"),
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
+        ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping is -1.0, supported is a positive number"),
+        ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type is 'yarn'"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters.rope_type is 'dynamic'"),
+        ("llama", {"rope_scaling": LLAMA3 | {"beta": 2}}, "rope_scaling.beta is 2"),
+        ("llama", {"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor missing, with rope_type 'linear'"),
+        ("llama", {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "rope_scaling.low_freq_factor is 4.0"),
+        (
+            "llama",
+            {"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "default"}},
+            "rope_scaling is .* supported is what rope_parameters says",
+        ),
+        ("gemma3_text", {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters.rope_theta is 10000.0"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rope_parameters.sliding_attention is",
+        ),
+        ("qwen3", {"layer_types": ["chunked_attention"] * 7, "use_sliding_window": True}, "layer_types is"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 6, "use_sliding_window": True}, "layer_types is"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 7}, "layer_types is .* without use_sliding_window"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 1}, "sliding_window is 0"),
+        ("mistral", {"layer_types": ["full_attention"] * 7}, "layer_types is"),
+        ("smollm3", {"no_rope_layers": [1, 2, 1, 1, 1, 1, 1]}, "no_rope_layers is"),
+        ("llama", {"num_key_value_heads": 4}, "num_key_value_heads is 4, supported is a divisor"),
+        ("llama", {"vocab_size": "many"}, "vocab_size is 'many', supported is a positive integer"),
+        ("llama", {"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'"),
+        ("llama", {"attention_bias": "no"}, "attention_bias is 'no'"),
+    ],
+)
+def test_what_would_be_guessed_is_refused_by_file_and_field(family, changes, message):
+    with pytest.raises(UnsupportedModel, match=message):
+        read(family, **changes)
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "num_hidden_layers", "vocab_size", "model_type"])
+def test_a_missing_field_is_named(name):
+    values = {k: v for k, v in (SIZES | {"model_type": "qwen2"}).items() if k != name}
+    with pytest.raises(UnsupportedModel, match=f"^here: {name} missing"):
+        from_hugging_face(values, "here")
+
+
+def test_a_config_that_its_family_cannot_express_is_not_written():
+    import dataclasses
+
+    with pytest.raises(UnsupportedModel, match="family llama cannot express sliding_window"):
+        to_hugging_face(dataclasses.replace(read("llama"), sliding_window=4))
