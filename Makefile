@@ -30,7 +30,7 @@ $(VENV)/.ready: $(REQUIREMENTS) infra/requirements-model.txt pyproject.toml
 
 $(VENV)/.ready-dev: $(VENV)/.ready $(DEV_REQUIREMENTS)
 	$(BIN)/pip install --quiet --no-deps --require-hashes -r $(DEV_REQUIREMENTS)
-	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet torch==2.13.0 peft==0.21.2
 	touch $@
 
 # Writes the pinned requirement files again from pyproject.toml; `uv` is fetched for this alone.

@@ -98,10 +98,11 @@ def _tuned(model: Any, lora: LoraConfig, seed: int, dtype: str) -> tuple[Any, An
         if name in lora.targets:
             shape, own = (*layers, size_in, lora.rank), jax.random.fold_in(key, number)
             if lora.init == "kaiming":
-                a = jax.random.uniform(own, shape, minval=-1.0, maxval=1.0) / math.sqrt(size_in)
+                a = jax.random.uniform(own, shape, jnp.float32, minval=-1.0, maxval=1.0) / math.sqrt(size_in)
             else:
-                a = jax.random.normal(own, shape) / lora.rank
-            linear.adapter = LowRank(a, jnp.zeros((*layers, lora.rank, size_out)), lora.scale)
+                a = jax.random.normal(own, shape, jnp.float32) / lora.rank
+            b = jnp.zeros((*layers, lora.rank, size_out), jnp.float32)
+            linear.adapter = LowRank(a, b, lora.scale)
     return nnx.split(model, lambda path, value: isinstance(value, Factor) or path == ("score",), ...)
 
 

@@ -15,7 +15,7 @@ SCORE: Final = "score.weight"
 """The head of a sequence classifier of one label, [1, D]."""
 
 _TOP: Final = {"embedding": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
-_PROJECTIONS: Final = {
+PROJECTIONS: Final = {
     "q": "self_attn.q_proj",
     "k": "self_attn.k_proj",
     "v": "self_attn.v_proj",
@@ -59,7 +59,7 @@ def tensor_names(paths: Iterable[Path], num_layers: int) -> dict[Path, Names]:
         if len(path) == 2:
             suffix = f"{norms[path[1]]}.weight"
         else:
-            suffix = f"{_PROJECTIONS[path[1]]}.{ {'kernel': 'weight', 'bias': 'bias'}[path[2]] }"
+            suffix = f"{PROJECTIONS[path[1]]}.{ {'kernel': 'weight', 'bias': 'bias'}[path[2]] }"
         tensors = tuple(f"model.layers.{layer}.{suffix}" for layer in range(num_layers))
         names[path] = Names(tensors, stacked=True, transposed=path[-1] == "kernel")
     return names

@@ -20,12 +20,12 @@ from safetensors.numpy import save_file
 
 from tuning.models.config import DecoderConfig, UnsupportedModel
 from tuning.models.lora import PROJECTIONS, LoraConfig, Role, trainable_shapes
+from tuning.models.mapping import PROJECTIONS as MODULES
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _SCORE = f"{_PREFIX}score.weight"
-_MODULES = {name: f"{'self_attn' if name in 'qkvo' else 'mlp'}.{name}_proj" for name in PROJECTIONS}
-_NAMES = {module: name for name, module in _MODULES.items()}
+_NAMES = {module: name for name, module in MODULES.items()}
 _KEY = re.compile(rf"{re.escape(_PREFIX)}model\.layers\.(\d+)\.(\w+\.\w+)\.lora_(A|B)\.weight")
 
 # Fields of adapter_config.json that change what an adapter computes, with the values of an ordinary one.
@@ -59,7 +59,7 @@ def save_adapter(folder: Path, trainable: Any, lora: LoraConfig, base: str | Non
             continue
         name, factor = path[-3], path[-1].upper()
         for i, matrix in enumerate(np.asarray(value, np.float32)):
-            key = f"{_PREFIX}model.layers.{i}.{_MODULES[name]}.lora_{factor}.weight"
+            key = f"{_PREFIX}model.layers.{i}.{MODULES[name]}.lora_{factor}.weight"
             tensors[key] = np.ascontiguousarray(matrix.T)
     values = {
         "base_model_name_or_path": base,
@@ -72,7 +72,7 @@ def save_adapter(folder: Path, trainable: Any, lora: LoraConfig, base: str | Non
         "modules_to_save": ["score"] if scalar else None,
         "peft_type": "LORA",
         "r": lora.rank,
-        "target_modules": [_MODULES[name].split(".")[1] for name in PROJECTIONS if name in lora.targets],
+        "target_modules": [MODULES[name].split(".")[1] for name in PROJECTIONS if name in lora.targets],
         "task_type": "SEQ_CLS" if scalar else "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": lora.use_rslora,
@@ -123,7 +123,7 @@ def _trainable(
             continue
         layers = []
         for i in range(shape.shape[0]):
-            key = f"{_PREFIX}model.layers.{i}.{_MODULES[ours[-3]]}.lora_{ours[-1].upper()}.weight"
+            key = f"{_PREFIX}model.layers.{i}.{MODULES[ours[-3]]}.lora_{ours[-1].upper()}.weight"
             if key not in tensors:
                 raise UnsupportedModel(f"{path}: {key} is missing")
             layers.append(tensors.pop(key).T)
