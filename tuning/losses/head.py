@@ -1,42 +1,125 @@
-"""The LM head in chunks: log-probabilities and entropies without ever holding [tokens, vocabulary].
+"""The LM head without the logits: log-probabilities and entropies, forward and backward in slices of the vocabulary.
 
-Axes: M positions, D hidden, V vocabulary.
+Axes: M positions, D hidden, V vocabulary, W tokens of a slice.
 """
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-CHUNK = 256
+ELEMENTS = 2**25
+"""Logits of a slice; in float32 128 MiB."""
+KEPT = 2**26
+"""Logits that are kept for the backward pass, which then need not be made again; in float32 256 MiB."""
 
 
 def token_logps(
-    hidden_MD: jax.Array, targets_M: jax.Array, weight_VD: jax.Array, *, temperature: float = 1.0, chunk: int = CHUNK
+    hidden_MD: jax.Array,
+    targets_M: jax.Array,
+    weight_VD: jax.Array,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    elements: int = ELEMENTS,
+    kept: int = KEPT,
 ) -> tuple[jax.Array, jax.Array]:
     """log softmax(z / T) of the targets and the entropy of that distribution, both [M] in float32.
 
-    z = hidden @ weight.T accumulates in float32. Positions are taken `chunk` at a time and
-    recomputed in the backward pass, so memory is chunk * V for any M. A temperature of 0 is greedy
-    decoding and leaves logits unscaled.
+    z = hidden @ weight.T accumulates in float32; with a softcap c it becomes c * tanh(z / c). The
+    normaliser is summed slice by slice of the vocabulary (Milakov and Gimelshein, 2018) and each
+    slice is made again in the backward pass (Wijmans et al., 2024), so about `elements` logits are
+    held, `kept` of them where all are that few, and every row of the weight's gradient is written
+    once. A temperature of 0 is greedy decoding and leaves logits unscaled.
     """
     scale = 1.0 / temperature if temperature > 0 else 1.0
-    size = min(chunk, hidden_MD.shape[0])
-    padding = -hidden_MD.shape[0] % size
-    hidden = jnp.pad(hidden_MD, ((0, padding), (0, 0))).reshape(-1, size, hidden_MD.shape[1])
-    targets = jnp.pad(targets_M, (0, padding)).reshape(-1, size)
+    positions, vocabulary = hidden_MD.shape[0], weight_VD.shape[0]
+    slices = -(-vocabulary // max(128, elements // max(1, positions)))
+    size = min(vocabulary, -(-vocabulary // (slices * 128)) * 128)
+    return _head(hidden_MD, weight_VD, targets_M, scale, softcap, size, positions * vocabulary <= kept)
 
-    @jax.checkpoint
-    def one(args: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        h, t = args
-        logits = jnp.einsum("md,vd->mv", h, weight_VD.astype(h.dtype), preferred_element_type=jnp.float32) * scale
-        logz = jax.nn.logsumexp(logits, axis=-1)
-        logp = jnp.take_along_axis(logits, t[:, None], axis=-1)[:, 0] - logz
-        entropy = logz - jnp.sum(jnp.exp(logits - logz[:, None]) * logits, axis=-1)
-        return logp, entropy
 
-    if hidden.shape[0] == 1:
-        logps, entropies = one((hidden[0], targets[0]))
-    else:
-        logps, entropies = jax.lax.map(one, (hidden, targets))
-    return logps.reshape(-1)[: targets_M.shape[0]], entropies.reshape(-1)[: targets_M.shape[0]]
+def _slice(weight_VD: jax.Array, number: jax.Array, size: int, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The slice's first token, its weights [W, D], and which of its tokens are new [W].
+
+    The last slice ends at the vocabulary's end and may repeat tokens of the one before.
+    """
+    start = jnp.minimum(number * size, weight_VD.shape[0] - size)
+    weight = jax.lax.dynamic_slice_in_dim(weight_VD, start, size).astype(dtype)
+    return start, weight, start + jnp.arange(size) >= number * size
+
+
+def _logits(hidden: jax.Array, weight: jax.Array, scale: float, softcap: float | None) -> jax.Array:
+    z = jax.lax.dot_general(hidden, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    z = z if softcap is None else softcap * jnp.tanh(z / softcap)
+    return z * scale
+
+
+def _targeted(targets: jax.Array, start: jax.Array, fresh: jax.Array) -> jax.Array:
+    """Where the slice's tokens are the targets, [M, W]."""
+    return (targets[:, None] - start == jnp.arange(fresh.shape[0])) & fresh
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+def _head(
+    hidden: jax.Array, weight: jax.Array, targets: jax.Array, scale: float, softcap: float | None, size: int, keep: bool
+) -> tuple[jax.Array, jax.Array]:
+    # Without a gradient nothing is kept.
+    return _forward(hidden, weight, targets, scale, softcap, size, False)[0]
+
+
+def _forward(
+    hidden: jax.Array, weight: jax.Array, targets: jax.Array, scale: float, softcap: float | None, size: int, keep: bool
+) -> Any:
+    def one(carry: Any, number: jax.Array) -> Any:
+        top, total, weighted, chosen = carry
+        start, part, fresh = _slice(weight, number, size, hidden.dtype)
+        z = _logits(hidden, part, scale, softcap)
+        new_top = jnp.maximum(top, jnp.max(z, axis=-1))
+        e = jnp.where(fresh, jnp.exp(z - new_top[:, None]), 0.0)
+        shrink = jnp.exp(top - new_top)
+        total = total * shrink + jnp.sum(e, axis=-1)
+        weighted = weighted * shrink + jnp.sum(e * z, axis=-1)
+        chosen = chosen + jnp.sum(jnp.where(_targeted(targets, start, fresh), z, 0.0), axis=-1)
+        return (new_top, total, weighted, chosen), z if keep else None
+
+    zeros = jnp.zeros(hidden.shape[0], jnp.float32)
+    numbers = jnp.arange(-(-weight.shape[0] // size))
+    (top, total, weighted, chosen), logits = jax.lax.scan(one, (zeros - jnp.inf, zeros, zeros, zeros), numbers)
+    logz = top + jnp.log(total)
+    mean = weighted / total
+    return (chosen - logz, logz - mean), (hidden, weight, targets, logz, mean, logits)
+
+
+def _backward(scale: float, softcap: float | None, size: int, keep: bool, saved: Any, cotangents: Any) -> Any:
+    hidden, weight, targets, logz, mean, logits = saved
+    g_logp, g_entropy = cotangents
+    d = (((0,), (0,)), ((), ()))
+
+    def one(carry: Any, scanned: Any) -> Any:
+        dhidden, dweight = carry
+        number, z = scanned
+        start, part, fresh = _slice(weight, number, size, hidden.dtype)
+        z = z if keep else _logits(hidden, part, scale, softcap)
+        p = jnp.exp(z - logz[:, None])
+        # d logp = onehot - p; d entropy = -p (z - mean).
+        dz = jnp.where(_targeted(targets, start, jnp.ones_like(fresh)), g_logp[:, None], 0.0)
+        dz = (dz - p * (g_logp[:, None] + g_entropy[:, None] * (z - mean[:, None]))) * scale
+        if softcap is not None:
+            dz = dz * (1.0 - jnp.square(z / (scale * softcap)))
+        dweight_part = jax.lax.dot_general(dz.astype(hidden.dtype), hidden, d, preferred_element_type=jnp.float32)
+        dweight = jax.lax.dynamic_update_slice_in_dim(dweight, dweight_part.astype(weight.dtype), start, axis=0)
+        # Tokens that the slice before has had would count twice in the sum, though not in the slices.
+        dz = jnp.where(fresh, dz, 0.0).astype(hidden.dtype)
+        dhidden = dhidden + jnp.matmul(dz, part, preferred_element_type=jnp.float32)
+        return (dhidden, dweight), None
+
+    zeros = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros_like(weight)
+    (dhidden, dweight), _ = jax.lax.scan(one, zeros, (jnp.arange(-(-weight.shape[0] // size)), logits))
+    return dhidden.astype(hidden.dtype), dweight, None
+
+
+_head.defvjp(_forward, _backward)

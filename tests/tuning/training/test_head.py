@@ -8,27 +8,30 @@ import pytest
 from tuning.losses.head import token_logps
 
 
-def naive(hidden, targets, weight, temperature):
-    logits = hidden @ weight.T / temperature
+def naive(hidden, targets, weight, temperature, softcap=None):
+    logits = hidden @ weight.T
+    logits = (logits if softcap is None else softcap * jnp.tanh(logits / softcap)) / temperature
     logp = jax.nn.log_softmax(logits)
     entropy = -(jnp.exp(logp) * logp).sum(-1)
     return jnp.take_along_axis(logp, targets[:, None], -1)[:, 0], entropy
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
-@pytest.mark.parametrize("positions", [1, 7, 16, 33])
-def test_values_and_gradients_equal_the_naive_head(temperature, positions):
+@pytest.mark.parametrize("kept", [0, 10**6])
+@pytest.mark.parametrize("elements", [1, 5 * 128, 10**6])
+@pytest.mark.parametrize("temperature, softcap, positions", [(0.7, None, 1), (1.0, 2.0, 7), (1.3, 2.0, 33)])
+def test_values_and_gradients_equal_the_naive_head(temperature, softcap, positions, elements, kept):
+    # 300 tokens: the last slice of 128 repeats part of the one before.
     k = jax.random.split(jax.random.key(positions), 3)
-    hidden, weight = jax.random.normal(k[0], (positions, 12)), jax.random.normal(k[1], (50, 12))
-    targets = jax.random.randint(k[2], (positions,), 0, 50)
+    hidden, weight = jax.random.normal(k[0], (positions, 12)), jax.random.normal(k[1], (300, 12))
+    targets = jax.random.randint(k[2], (positions,), 0, 300).at[-1].set(299).at[0].set(200)
 
     def ours(h, w):
-        lp, en = token_logps(h, targets, w, temperature=temperature, chunk=8)
-        return (lp * jnp.arange(positions)).sum() + 0.3 * en.sum()
+        lp, en = token_logps(h, targets, w, temperature=temperature, softcap=softcap, elements=elements, kept=kept)
+        return (lp * (1 + jnp.arange(positions))).sum() + 0.3 * en.sum()
 
     def theirs(h, w):
-        lp, en = naive(h, targets, w, temperature)
-        return (lp * jnp.arange(positions)).sum() + 0.3 * en.sum()
+        lp, en = naive(h, targets, w, temperature, softcap)
+        return (lp * (1 + jnp.arange(positions))).sum() + 0.3 * en.sum()
 
     np.testing.assert_allclose(ours(hidden, weight), theirs(hidden, weight), rtol=1e-5)
     for a, b in zip(jax.grad(ours, (0, 1))(hidden, weight), jax.grad(theirs, (0, 1))(hidden, weight), strict=True):
@@ -40,7 +43,7 @@ def test_peak_memory_does_not_grow_with_positions_times_vocabulary():
 
     def peak(positions):
         def f(h, w):
-            return token_logps(h, jnp.zeros(positions, jnp.int32), w, chunk=128)[0].sum()
+            return token_logps(h, jnp.zeros(positions, jnp.int32), w, elements=2**18, kept=0)[0].sum()
 
         shapes = (
             jax.ShapeDtypeStruct((positions, hidden), jnp.float32),
