@@ -121,6 +121,12 @@ def headline(stage: str, metrics: dict[str, Any]) -> str:
                 else f"  held-out accuracy {held:.3f}  calibration error {metrics['calibration_error']:.3f}"
             )
             return f"loss {metrics['loss']:.4f}{shown}"
+        case "distill":
+            return f"loss {metrics['loss']:.4f}{_before_and_after(metrics, 'divergence')}"
+        case "preference":
+            held = metrics.get("heldout_accuracy")
+            more = "" if held is None else f"  held-out accuracy {held:.3f}  margin {metrics['heldout_margin']:.3f}"
+            return f"loss {metrics['loss']:.4f}{more}{_before_and_after(metrics, 'ranking')}"
         case "evaluate":
             return f"score {metrics['score']:.3f} [{metrics['score_low']:.3f}, {metrics['score_high']:.3f}]"
         case "export":
@@ -128,14 +134,19 @@ def headline(stage: str, metrics: dict[str, Any]) -> str:
     return ""
 
 
+def _before_and_after(metrics: dict[str, Any], name: str) -> str:
+    before, after = metrics.get(f"heldout_{name}_before"), metrics.get(f"heldout_{name}")
+    return "" if before is None or after is None else f"  held-out {name} {before:.3f} -> {after:.3f}"
+
+
 def closing_table(evaluations: dict[str, dict[str, Any]]) -> Table:
-    """base / SFT / RL side by side, with intervals and the constant-answer baseline."""
+    """The policies side by side, with intervals and the constant-answer baseline."""
     table = Table(title="Held-out problems", title_justify="left")
     for column in ("policy", "score", "95 % interval", "truncated", "mean length"):
         table.add_column(column, justify="left" if column == "policy" else "right")
     for name, m in evaluations.items():
         interval = f"{m['score_low']:.3f} to {m['score_high']:.3f}"
-        label = {"base": "base", "sft": "SFT", "rl": "RL"}.get(name, name)
+        label = {"sft": "SFT", "distill": "distilled", "rl": "RL"}.get(name, name)
         table.add_row(label, f"{m['score']:.3f}", interval, f"{m['truncated']:.2f}", f"{m['mean_length']:.1f}")
     first = next(iter(evaluations.values()))
     if "constant_score" in first:

@@ -39,7 +39,7 @@ def build(recipe: Recipe) -> list[Node]:
     """The nodes of a recipe in an order in which they can run."""
     nodes: list[Node] = []
 
-    def add(name: str, stage: str, config: StageConfig, seed_names: tuple[str | int, ...] = (), **inputs: Input) -> str:
+    def add(name: str, stage: str, config: Any, seed_names: tuple[str | int, ...] = (), **inputs: Input) -> str:
         seed = derive_seed(recipe.seed, stage, *seed_names)
         nodes.append(Node(name, stage, config, inputs, seed))
         return name
@@ -47,27 +47,63 @@ def build(recipe: Recipe) -> list[Node]:
     base = add("base", "base", recipe.base)
     data = add("prepare", "prepare", recipe.data, base=Input(base, ("tokenizer/",)))
     words = Input(base, TOKENIZER)
-    policy = sft = base
-    if recipe.sft is not None:
-        policy = sft = add("sft", "sft", recipe.sft, base=Input(base), data=Input(data, ("sft/",)), tokenizer=words)
-    reward = None
-    if recipe.reward is not None:
-        pairs = Input(data, ("preference/", "heldout_preference/"))
-        reward = add("reward", "reward", recipe.reward, base=Input(base), data=pairs, tokenizer=words)
-    if recipe.rl is not None:
-        policy = _rounds(recipe, add, words, data, sft, reward)
+    policies = {"base": base}
+    last, reward = base, None
+    for name in _ways(recipe):
+        match name:
+            case "sft":
+                last = add(name, name, recipe.sft, base=Input(last), data=Input(data, ("sft/",)), tokenizer=words)
+            case "reward":
+                pairs = Input(data, ("preference/", "heldout_preference/"))
+                reward = add(name, name, recipe.reward, base=Input(base), data=pairs, tokenizer=words)
+            case "distill":
+                last = _distill(recipe, add, words, data, policies, last)
+            case "preference":
+                last = _preference(recipe, add, words, data, last)
+            case "rl":
+                last = _rounds(recipe, add, words, data, last, reward)
+        if name != "reward":
+            policies[name] = last
     if recipe.evaluate is not None:
-        judged = dict.fromkeys([("base", base), ("sft", sft), ("rl", policy)])
-        seen = set()
-        for label, node in judged:
-            if node in seen:
-                continue
-            seen.add(node)
+        for label, node in policies.items():
             held = Input(data, ("heldout/",))
             add(f"evaluate.{label}", "evaluate", recipe.evaluate, policy=Input(node), data=held, tokenizer=words)
     if recipe.export is not None:
-        add("export", "export", recipe.export, policy=Input(policy), tokenizer=words)
+        add("export", "export", recipe.export, policy=Input(last), tokenizer=words)
     return nodes
+
+
+def _ways(recipe: Recipe) -> list[str]:
+    """The sections that train, in order; each policy starts from the last one."""
+    ways = [n for n in ("sft", "distill", "preference", "reward", "rl") if getattr(recipe, n) is not None]
+    teacher = recipe.distill.teacher if recipe.distill is not None else None
+    if teacher in ways:
+        # A policy of this run teaches when it is done.
+        ways.remove("distill")
+        ways.insert(ways.index(teacher) + 1, "distill")
+    return ways
+
+
+def _distill(recipe: Recipe, add: Any, words: Input, data: str, policies: Mapping[str, str], last: str) -> str:
+    settings = recipe.distill
+    assert settings is not None
+    teacher = policies.get(settings.teacher)
+    if teacher is None:
+        teacher = add("teacher", "base", recipe.base.model_copy(update={"source": settings.teacher}), ("teacher",))
+    # Nobody learns from himself: what the last policy can do goes into the base model.
+    inputs = {"policy": Input(policies["base"] if teacher == last else last), "teacher": Input(teacher)}
+    return str(add("distill", "distill", settings, data=Input(data, ("sft/",)), tokenizer=words, **inputs))
+
+
+def _preference(recipe: Recipe, add: Any, words: Input, data: str, last: str) -> str:
+    settings = recipe.preference
+    assert settings is not None
+    part = "labelled" if settings.unpaired and "labelled" in recipe.data.splits else "preference"
+    name = "labelled" if part == "labelled" else "data"
+    inputs = {"policy": Input(last), name: Input(data, (f"{part}/", f"heldout_{part}/"))}
+    if settings.needs_reference:
+        inputs["reference"] = Input(last)
+    return str(add("preference", "preference", settings, tokenizer=words, **inputs))
 
 
 def _rounds(recipe: Recipe, add: Any, words: Input, data: str, start: str, reward: str | None) -> str:

@@ -92,6 +92,8 @@ if TYPE_CHECKING:
     StoreUrl: TypeAlias = str | None
     Section: TypeAlias = dict[str, Any] | None
     Base: TypeAlias = Section
+    Distill: TypeAlias = Section
+    Preference: TypeAlias = Section
     Data: TypeAlias = Section
     SFT: TypeAlias = Section
     Reward: TypeAlias = Section
@@ -101,5 +103,6 @@ if TYPE_CHECKING:
 else:
     Seed, StoreUrl, Retries = parameter("seed"), parameter("store"), parameter("retries")
     Base, Data, SFT = parameter("base"), parameter("data"), parameter("sft")
+    Distill, Preference = parameter("distill"), parameter("preference")
     Reward, RL = parameter("reward"), parameter("rl")
     Evaluate, Export = parameter("evaluate"), parameter("export")

@@ -33,7 +33,21 @@ from rich.console import Console
 
 from flows.console import ConsoleReporter, headline, log_width
 from flows.graph import Node, select, with_inputs
-from flows.overrides import RL, SFT, Base, Data, Evaluate, Export, Retries, Reward, Seed, StoreUrl, told
+from flows.overrides import (
+    RL,
+    SFT,
+    Base,
+    Data,
+    Distill,
+    Evaluate,
+    Export,
+    Preference,
+    Retries,
+    Reward,
+    Seed,
+    StoreUrl,
+    told,
+)
 from flows.plots import curves_png_data
 from flows.recipe import Recipe, load_recipe
 from flows.run import close, evaluations_of, summary
@@ -169,7 +183,7 @@ def cell(value: Any) -> Any:
 
 @flow(
     name=NAME,
-    description="Data preparation, SFT, reward model, rounds of RL, evaluation and export; cached and resumable.",
+    description="Data, SFT, distillation, preference, reward model, RL, evaluation, export; cached and resumable.",
     validate_parameters=True,
     persist_result=False,
 )
@@ -178,13 +192,15 @@ def rlhf_pipeline(
     run_name: str | None = None,
     force: list[str] | None = None,
     only: list[str] | None = None,
-    skip: list[Literal["sft", "reward", "rl", "evaluate", "export"]] | None = None,
+    skip: list[Literal["sft", "distill", "preference", "reward", "rl", "evaluate", "export"]] | None = None,
     seed: Seed = None,
     store: StoreUrl = None,
     retries: Retries = None,
     base: Base = None,
     data: Data = None,
     sft: SFT = None,
+    distill: Distill = None,
+    preference: Preference = None,
     reward: Reward = None,
     rl: RL = None,
     evaluate: Evaluate = None,
@@ -204,6 +220,8 @@ def rlhf_pipeline(
         base: The model to start from.
         data: Data preparation.
         sft: Supervised fine-tuning.
+        distill: Distillation from a teacher.
+        preference: Preference optimisation: DPO and its relatives.
         reward: The reward model.
         rl: Rounds of rollouts, scores and policy updates.
         evaluate: Evaluation on held-out problems.
@@ -216,6 +234,8 @@ def rlhf_pipeline(
         base=base,
         data=data,
         sft=sft,
+        distill=distill,
+        preference=preference,
         reward=reward,
         rl=rl,
         evaluate=evaluate,

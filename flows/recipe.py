@@ -13,8 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from stages.base import StageConfig
 from stages.base_model import Config as BaseConfig
+from stages.distill import POLICIES
+from stages.distill import Config as DistillConfig
 from stages.evaluate import Config as EvaluateConfig
 from stages.export import Config as ExportConfig
+from stages.preference import Config as PreferenceConfig
 from stages.prepare import Config as DataConfig
 from stages.reward import Config as RewardConfig
 from stages.rollout import Config as RolloutConfig
@@ -109,20 +112,30 @@ class Recipe(BaseModel):
     data: DataConfig = DataConfig()
     """Data preparation."""
     sft: SFTConfig | None = SFTConfig()
-    """Supervised fine-tuning; null starts RL from the base model."""
+    """Supervised fine-tuning; null: what follows starts from the base model."""
+    distill: DistillConfig | None = None
+    """Distillation from a teacher into the policy after SFT; from a later policy of the run, into the base model."""
+    preference: PreferenceConfig | None = None
+    """Preference optimisation without a reward model: DPO, IPO, ORPO, SimPO, KTO and others."""
     reward: RewardConfig | None = None
     """The reward model; needed by a reward with function reward_model, and by PPO."""
     rl: RL | None = RL()
-    """Reinforcement learning; null stops after SFT."""
+    """Reinforcement learning; null leaves it out."""
     evaluate: EvaluateConfig | None = EvaluateConfig()
-    """Evaluation of base, SFT and RL policy on held-out problems."""
+    """Evaluation on held-out problems of the base model and the policy after each way to tune it."""
     export: ExportConfig | None = ExportConfig()
     """The Hugging Face folder."""
 
     @model_validator(mode="after")
     def _possible(self) -> Recipe:
-        if self.sft is None and self.rl is None:
-            raise ValueError("both sft and rl are null: nothing would be trained")
+        trained = {"sft": self.sft, "distill": self.distill, "preference": self.preference, "rl": self.rl}
+        if not any(trained.values()):
+            raise ValueError(f"{', '.join(trained)} are all null: nothing would be trained")
+        teacher = self.distill.teacher if self.distill is not None else "base"
+        if teacher in POLICIES[1:] and trained[teacher] is None:
+            raise ValueError(f"distill.teacher is {teacher}, but the section {teacher} is null")
+        if self.distill is not None and teacher == "base" and self.sft is None:
+            raise ValueError("distill.teacher is base, which is the policy itself where sft is null")
         if self.rl is not None:
             learned = [n for n, r in self.rl.score.rewards.items() if r.function == MODEL]
             if learned and self.reward is None:
@@ -132,7 +145,13 @@ class Recipe(BaseModel):
             if self.rl.update.algorithm == "ppo" and self.reward is None:
                 raise ValueError("rl.update.algorithm is ppo, whose critic starts from the reward model: add reward")
         wanted = set(self.data.splits)
-        needs = {"sft": self.sft, "preference": self.reward, "prompts": self.rl, "heldout": self.evaluate}
+        labels = self.preference is not None and self.preference.unpaired and "labelled" in wanted
+        needs = {
+            "sft": self.sft or self.distill,
+            "preference": self.reward or (None if labels else self.preference),
+            "prompts": self.rl,
+            "heldout": self.evaluate,
+        }
         for split, section in needs.items():
             if section is not None and split not in wanted:
                 raise ValueError(f"data.splits lacks {split!r}, which a later section reads")

@@ -31,7 +31,8 @@ from flows.plots import (
 from flows.runs import find_run
 from stages.artifacts import MANIFEST, Artifact, ArtifactError, Store
 
-LABELS = {"base": "base", "sft": "SFT", "rl": "RL"}
+LABELS = {"base": "base", "sft": "SFT", "distill": "distilled", "preference": "preference", "rl": "RL"}
+TRAINED = {"sft": "SFT", "distill": "Distillation", "preference": "Preference", "reward": "Reward model"}
 STATES = {"hit": "cached", "made": "made", "failed": "failed", "running": "unfinished"}
 SAMPLES = 12
 LONGEST = 1200
@@ -78,7 +79,7 @@ def view(store: Store, record: dict[str, Any]) -> dict[str, Any]:
         "evaluation": _evaluation(run, evaluations),
         "curves": round_curves(series) if series["round"] else [],
         "numbers": round_table(series),
-        "training": [t for t in (run.training("sft", "SFT"), run.training("reward", "Reward model")) if t],
+        "training": [t for name, title in TRAINED.items() if (t := run.training(name, title))],
         "samples": _optional(lambda: _samples(run, list(evaluations))),
         "rollouts": _optional(lambda: _rollouts(run, series["round"])),
         "stages": stages,
@@ -126,7 +127,7 @@ class Run:
         return [row for path in files for row in pq.read_table(path, columns=list(columns)).to_pylist()]
 
     def evaluations(self) -> dict[str, dict[str, Any]]:
-        """Metrics by label, in the order base, sft, rl."""
+        """Metrics by label, in the order of `LABELS`."""
         found = {n.removeprefix("evaluate."): e for n, e in self.nodes.items() if n.startswith("evaluate.")}
         ordered = sorted(found, key=lambda k: list(LABELS).index(k) if k in LABELS else len(LABELS))
         return {k: found[k]["metrics"] for k in ordered if "score" in (found[k].get("metrics") or {})}

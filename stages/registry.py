@@ -11,6 +11,8 @@ MODULES = {
     "base": "stages.base_model",
     "prepare": "stages.prepare",
     "sft": "stages.sft",
+    "distill": "stages.distill",
+    "preference": "stages.preference",
     "reward": "stages.reward",
     "rollout": "stages.rollout",
     "score": "stages.score",

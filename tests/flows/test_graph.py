@@ -86,6 +86,59 @@ def test_without_sft_the_rounds_start_from_the_base_model():
     assert inputs(nodes["round-000.update"])["reference"] == "base"
 
 
+JUDGED = "preference={loss: dpo}"
+
+
+def test_the_policy_that_is_judged_and_exported_is_the_last_one_trained():
+    nodes = graph("rl=null", "reward=null", JUDGED)
+    assert [n for n in nodes if n not in ("base", "prepare")] == [
+        "sft", "preference", "evaluate.base", "evaluate.sft", "evaluate.preference", "export",
+    ]  # fmt: skip
+    assert inputs(nodes["preference"]) == {"policy": "sft", "reference": "sft", "data": "prepare", "tokenizer": "base"}
+    assert inputs(nodes["evaluate.preference"])["policy"] == inputs(nodes["export"])["policy"] == "preference"
+
+
+def test_rl_starts_from_the_policy_before_it():
+    nodes = graph(JUDGED)
+    assert inputs(nodes["round-000.rollout"])["policy"] == "preference"
+    assert inputs(nodes["round-000.update"])["reference"] == "preference"
+    nodes = graph("sft=null", JUDGED)
+    assert inputs(nodes["preference"])["policy"] == "base"
+
+
+def test_a_loss_without_a_reference_loads_none():
+    assert "reference" not in inputs(graph("preference={loss: orpo}")["preference"])
+
+
+def test_kto_reads_labels_where_the_data_has_them():
+    kto = "preference={loss: kto}"
+    assert inputs(graph(kto)["preference"])["data"] == "prepare"
+    nodes = graph(kto, "data.splits=[sft,preference,labelled,prompts,heldout]")
+    assert "data" not in inputs(nodes["preference"])
+    assert nodes["preference"].inputs["labelled"].parts == ("labelled/", "heldout_labelled/")
+
+
+@pytest.mark.parametrize(
+    ("teacher", "policy", "source"),
+    [
+        ("sft", "base", "sft"),
+        ("base", "sft", "base"),
+        ("random:tiny", "sft", "teacher"),
+        ("rl", "base", "round-002.update"),
+    ],
+)
+def test_teachers_and_their_students(teacher, policy, source):
+    nodes = graph(f"distill={{teacher: '{teacher}'}}")
+    found = inputs(nodes["distill"])
+    assert (found["policy"], found["teacher"]) == (policy, source)
+    last = "distill" if teacher == "rl" else "round-002.update"
+    assert inputs(nodes["export"])["policy"] == last
+    assert inputs(nodes["round-000.rollout"])["policy"] == ("sft" if teacher == "rl" else "distill")
+    if source == "teacher":
+        assert nodes["teacher"].config.source == teacher
+        assert nodes["teacher"].seed != nodes["base"].seed
+
+
 def test_without_a_kl_there_is_no_reference():
     assert "reference" not in inputs(graph("rl.update.kl_coef=0")["round-000.update"])
 

@@ -43,7 +43,11 @@ def test_there_are_built_in_recipes():
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_a_recipe_that_was_written_down_reads_back(name):
-    for sets in ([], ["rl.rollout.temperature=0.7"]):
+    rounds = load_recipe(name).rl is not None
+    for sets in (
+        [],
+        ["rl.rollout.temperature=0.7"] if rounds else ["preference.loss=simpo", "data.splits=[sft,preference,heldout]"],
+    ):
         loaded = load_recipe(name, sets=sets)
         assert Recipe.model_validate_json(json.dumps(loaded.model_dump(mode="json"))) == loaded
 
@@ -101,7 +105,16 @@ def test_all_mistakes_are_told_at_once(recipe):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("sft: null\nrl: null\n", "both sft and rl are null: nothing would be trained"),
+        ("sft: null\nrl: null\n", "sft, distill, preference, rl are all null: nothing would be trained"),
+        ("distill: {teacher: preference}\n", "distill.teacher is preference, but the section preference is null"),
+        ("sft: null\ndistill: {teacher: sft}\n", "distill.teacher is sft, but the section sft is null"),
+        ("sft: null\ndistill: {teacher: base}\n", "distill.teacher is base, which is the policy itself"),
+        ("distill: {beta: 0.3}\n", "beta has no meaning with divergence forward-kl; it belongs to jsd"),
+        ("preference: {gamma: 1.0}\n", "gamma has no meaning with loss dpo; it belongs to simpo"),
+        ("preference: {loss: ipo, label_smoothing: 0.1}\n", "label_smoothing has no meaning with loss ipo"),
+        ("preference: {loss: kto, examples_per_step: 1}\n", "examples_per_step must be 2 or more"),
+        ("preference: {}\ndata: {splits: [sft, prompts, heldout]}\n", "data.splits lacks 'preference'"),
+        ("preference: {}\ndata: {splits: [sft, labelled, prompts, heldout]}\n", "data.splits lacks 'preference'"),
         (
             "rl: {score: {rewards: {m: {function: reward_model}}}}\n",
             "rl.score.rewards.m asks for a reward model, but the section reward is null",
@@ -126,6 +139,14 @@ def test_combinations_that_cannot_run_are_refused(recipe, text, message):
     found = refused(recipe(text))
     assert message in found
     assert "mine.yaml" in found
+
+
+def test_a_loss_brings_its_defaults(recipe):
+    loaded = load_recipe(recipe("preference: {loss: simpo, gamma: 0.4}\n"))
+    assert (loaded.preference.beta, loaded.preference.gamma) == (2.0, 0.4)
+    assert load_recipe(recipe("preference: {}\n")).preference.beta == 0.1
+    kto = load_recipe(recipe("preference: {loss: kto}\ndata: {splits: [sft, labelled, prompts, heldout]}\n"))
+    assert kto.preference.unpaired
 
 
 def test_the_update_takes_the_temperature_of_its_rollouts(recipe):

@@ -1,0 +1,159 @@
+"""Distillation: the policy learns a teacher's next-token distributions, on given completions and on its own.
+
+Generalised knowledge distillation (Agarwal et al., arXiv:2306.13649): of the steps, a share `on_policy` samples the
+completions from the policy as it is; the others take those of the SFT data. Prompts are those of the SFT data in both.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from stages.base import Context
+from stages.models import load_policy, load_tokenizer, remember, stop_ids, token_ids
+from stages.pairs import completion_groups, sizes, train_and_heldout
+from stages.settings import Fitted, Fraction, Optimizer
+from stages.training import Task, fit
+
+if TYPE_CHECKING:
+    from tuning.training.batch import Group
+
+NAME = "distill"
+VERSION = 1
+
+POLICIES = ("base", "sft", "preference", "rl")
+"""Teachers that the run itself makes."""
+
+
+class TokenizersDiffer(ValueError):
+    """Teacher and student do not number the same tokens alike."""
+
+
+class Config(Fitted):
+    """Distillation into all parameters of the policy."""
+
+    teacher: str = "sft"
+    """A policy of this run (base, sft, preference, rl), or another model, named as in base.source."""
+    divergence: Literal["forward-kl", "reverse-kl", "jsd"] = "forward-kl"
+    """KL(teacher || policy) covers all that the teacher does, KL(policy || teacher) seeks a mode; jsd lies between."""
+    beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Weight of the teacher in the mixture of jsd; near 0 like forward-kl, near 1 like reverse-kl."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Divides the logits of both sides."""
+    on_policy: Fraction = 0.5
+    """Share of the steps whose completions the policy samples itself (lambda of GKD)."""
+    max_tokens: Annotated[int, Field(ge=1)] = 64
+    """Longest sampled completion in tokens, EOS included."""
+    sampling_temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Temperature of sampling."""
+    heldout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Share of the examples kept out of training to measure the divergence on."""
+    optimizer: Optimizer = Optimizer(learning_rate=2e-5, schedule="linear", warmup_steps=2)
+    """The optimizer."""
+
+    @model_validator(mode="after")
+    def _meaningful(self) -> Config:
+        if self.divergence != "jsd" and self.beta != type(self).model_fields["beta"].default:
+            raise ValueError(f"beta has no meaning with divergence {self.divergence}; it belongs to jsd")
+        return self
+
+    @property
+    def weight(self) -> float:
+        """beta of the generalised Jensen-Shannon divergence."""
+        return {"forward-kl": 0.0, "reverse-kl": 1.0, "jsd": self.beta}[self.divergence]
+
+
+def run(ctx: Context) -> dict[str, Any]:
+    from tuning.algorithms.distillation import distillation_loss, summed_divergence
+    from tuning.device import choose
+    from tuning.models import huggingface
+    from tuning.training.completions import per_completion
+    from tuning.training.forward import decoder_graph
+
+    config: Config = ctx.config
+    check_tokenizers(ctx)
+    model, start = load_policy(ctx, ctx.inputs["policy"])
+    teacher_model, teacher = load_policy(ctx, ctx.inputs["teacher"])
+    train, held = train_and_heldout(ctx.inputs["data"], "sft", config.heldout_fraction)
+    groups, held_groups = completion_groups(train), completion_groups(held)
+    device = choose(config.compute.dtype)
+    budget = config.compute.tokens_per_micro_batch or device.row_tokens_per_step
+
+    def measure(params: Any) -> float:
+        """Mean divergence of a held-out token."""
+        forward = summed_divergence(model, teacher_model, config.weight, config.temperature, device.compute)
+        found = per_completion(lambda batch: forward(params, teacher, batch), held_groups, budget)
+        masks = [g.masks[0] if g.masks else [1] * len(g.completions[0]) for g in held_groups]
+        return float(found.sum() / sum(map(sum, masks)))
+
+    graphs = decoder_graph(model), decoder_graph(teacher_model)
+    found = sizes(groups)
+    if config.on_policy > 0:
+        prompt = max(len(g.prompt) for g in groups)
+        found["longest"] = max(found["longest"], config.max_tokens)
+        found["largest"] = max(found["largest"], prompt + config.max_tokens)
+    task = Task(
+        make_loss=lambda compute: distillation_loss(graphs, config.weight, config.temperature, compute),
+        groups=lambda examples: completion_groups([train[i] for i in examples]),
+        summary=lambda s: {"loss": s["divergence"] / s["tokens"], "tokens": s["tokens"]},
+        sample=_sampler(ctx, model, device, groups) if config.on_policy > 0 else None,
+        **found,
+    )
+    heldout = {"heldout_divergence_before": measure(start)} if held else {}
+    params, metrics = fit(ctx, task, start, config, frozen=teacher)
+    huggingface.save_decoder(ctx.out / "model", model, params, token_ids(ctx.inputs["tokenizer"]))
+    remember(ctx, "decoder:new", (model, params))
+    heldout |= {"heldout_divergence": measure(params)} if held else {}
+    return metrics | {"examples": len(train)} | heldout
+
+
+def _sampler(ctx: Context, model: Any, device: Any, groups: list[Group]) -> Any:
+    """(parameters, step, groups) -> the groups, in steps on policy with completions that the policy samples."""
+    import numpy as np
+
+    from tuning.rollout.engine import Engine
+    from tuning.rollout.sampling import Sampling
+    from tuning.training.batch import Group, bucket
+
+    config: Config = ctx.config
+    engine = Engine(model, device.compute.dtype)
+    eos = stop_ids(ctx, ctx.inputs["tokenizer"])
+    width = bucket(max(len(g.prompt) for g in groups), 16)
+
+    def sample(params: Any, step: int, groups: list[Group]) -> list[Group]:
+        if np.random.default_rng((ctx.seed, step)).random() >= config.on_policy:
+            return groups
+        found = engine.generate(
+            params,
+            [g.prompt for g in groups],
+            samples=1,
+            max_tokens=config.max_tokens,
+            sampling=Sampling(temperature=config.sampling_temperature),
+            eos_ids=eos,
+            seed=ctx.seed,
+            counters=[step * config.examples_per_step + i for i in range(len(groups))],
+            rows=config.compute.rollout_rows or device.rollout_rows,
+            width=width,
+        )
+        return [Group(g.prompt, [c.tokens], g.ids) for g, (c,) in zip(groups, found, strict=True)]
+
+    return sample
+
+
+def check_tokenizers(ctx: Context) -> None:
+    """Raises TokenizersDiffer where the teacher brings a tokenizer of its own that numbers tokens otherwise."""
+    teacher = ctx.inputs["teacher"]
+    if not teacher.has("tokenizer/"):
+        return
+    mine = load_tokenizer(ctx, ctx.inputs["tokenizer"]).get_vocab()
+    others = load_tokenizer(ctx, teacher).get_vocab()
+    if mine == others:
+        return
+    token = min(t for t in mine.keys() | others.keys() if mine.get(t) != others.get(t))
+    name = (teacher.manifest.get("config") or {}).get("source", teacher.url)
+    raise TokenizersDiffer(
+        f"distill.teacher {name} has another tokenizer than the policy: {len(others)} and {len(mine)} tokens, and "
+        f"{token!r} is number {others.get(token)} and {mine.get(token)}. Distributions over tokens can be compared "
+        "only within one vocabulary: take a teacher of the same model family"
+    )

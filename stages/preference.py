@@ -1,0 +1,302 @@
+"""Preference optimisation: the policy learns from judged completions without a reward model (DPO and its relatives).
+
+Pairs lie side by side behind their prompt, which is computed once. Log-probabilities of the reference, the policy
+before this stage, are computed once, before training; ORPO, SimPO and CPO need none. KTO learns from completions that
+are labelled good or bad, or from pairs taken apart; its reference point is the step's mean log-ratio on completions of
+other prompts (Ethayarajh et al., arXiv:2402.01306).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from stages.base import Context
+from stages.models import load_policy, remember, token_ids
+from stages.pairs import completion_groups, pair_groups, sizes, train_and_heldout
+from stages.settings import Fitted, Fraction, Optimizer
+from stages.training import Task, fit
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from tuning.training.batch import Group
+
+NAME = "preference"
+VERSION = 1
+
+Scorer = Callable[..., "np.ndarray"]
+
+REFERENCE_FREE = ("orpo", "simpo", "cpo")
+UNPAIRED = ("kto", "apo-zero-unpaired")
+SUMMED = ("dpo", "ipo", "hinge", "robust", "exo-pair", "nca-pair", "sppo-hard", "apo-zero", "apo-down", "discopop")
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "simpo": {"beta": 2.0, "gamma": 1.0},
+    "orpo": {"sft_weight": 1.0},
+    "cpo": {"sft_weight": 1.0},
+    "exo-pair": {"label_smoothing": 0.001},
+}
+"""What a loss's authors use where it differs from the field's default."""
+
+USES: dict[str, tuple[str, ...]] = {
+    "gamma": ("simpo",),
+    "label_smoothing": ("dpo", "robust", "exo-pair", "orpo", "simpo", "cpo"),
+    "divergence": SUMMED,
+    "average": SUMMED,
+    "ld_alpha": (*SUMMED, "cpo"),
+    "sft_weight": (*SUMMED, *REFERENCE_FREE),
+    "desirable_weight": UNPAIRED,
+    "undesirable_weight": UNPAIRED,
+}
+"""Losses for which a setting has a meaning."""
+
+
+class Config(Fitted):
+    """Preference optimisation of all parameters; an example is a pair, for KTO a completion."""
+
+    loss: Literal[
+        "dpo", "ipo", "hinge", "robust", "exo-pair", "nca-pair", "sppo-hard", "apo-zero", "apo-down", "discopop",
+        "orpo", "simpo", "cpo", "kto", "apo-zero-unpaired",
+    ] = "dpo"  # fmt: skip
+    """The loss; formulas and papers are in tuning/losses/preference.py."""
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """Strength of the pull to the reference; of orpo the weight of its odds ratio. 2 with simpo unless given."""
+    gamma: Annotated[float, Field(ge=0)] = 0.0
+    """Target margin of simpo, where it is 1 unless given."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Chance that a preference is wrong: with dpo conservative DPO; robust corrects for it without bias."""
+    divergence: Literal["reverse-kl", "forward-kl", "js"] = "reverse-kl"
+    """Divergence to the reference that the policy pays for (f-DPO)."""
+    average: bool = False
+    """Divide log-ratios by the completion's length."""
+    ld_alpha: Fraction = 1.0
+    """Weight of tokens past the length of the other completion; below 1 length gains less (LD-DPO)."""
+    sft_weight: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the chosen completion's mean token loss; 1 with orpo and cpo unless given."""
+    desirable_weight: Annotated[float, Field(ge=0)] = 1.0
+    """Weight of good completions with kto."""
+    undesirable_weight: Annotated[float, Field(ge=0)] = 1.0
+    """Weight of bad completions with kto."""
+    heldout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Share of the examples kept out of training to measure on, where the data holds out none."""
+    optimizer: Optimizer = Optimizer(learning_rate=1e-6, schedule="linear", warmup_steps=2)
+    """The optimizer."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_the_loss(cls, values: Any) -> Any:
+        loss = values.get("loss") if isinstance(values, dict) else None
+        return DEFAULTS.get(loss, {}) | values if isinstance(loss, str) else values
+
+    @model_validator(mode="after")
+    def _meaningful(self) -> Config:
+        for name, losses in USES.items():
+            if self.loss not in losses and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} has no meaning with loss {self.loss}; it belongs to {', '.join(losses)}")
+        if self.loss == "exo-pair" and self.label_smoothing == 0:
+            raise ValueError("exo-pair needs a label_smoothing above 0")
+        if self.loss == "kto" and self.examples_per_step < 2:
+            raise ValueError("kto takes its reference point from the step: examples_per_step must be 2 or more")
+        return self
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares with the policy before this stage."""
+        return self.loss not in REFERENCE_FREE
+
+    @property
+    def unpaired(self) -> bool:
+        """Whether examples are single completions with a label."""
+        return self.loss in UNPAIRED
+
+
+def run(ctx: Context) -> dict[str, Any]:
+    from tuning.algorithms.preference import Preference, scorer
+    from tuning.device import choose
+    from tuning.models import huggingface
+    from tuning.training.completions import per_completion
+
+    config: Config = ctx.config
+    model, start = load_policy(ctx, ctx.inputs["policy"])
+    reference = load_policy(ctx, ctx.inputs["reference"])[1] if config.needs_reference else None
+    device = choose(config.compute.dtype)
+    budget = config.compute.tokens_per_micro_batch or device.row_tokens_per_step
+    forward = scorer(model, config.ld_alpha, device.compute)
+
+    def logps(params: Any, groups: list[Group], like: list[Group] | None = None) -> np.ndarray:
+        return per_completion(lambda batch: forward(params, batch), groups, budget, like=like, whole=True)
+
+    settings = Preference(**config.model_dump(include=set(Preference.__dataclass_fields__)))
+    make = _labelled if config.unpaired else _pairs
+    task, measure = make(ctx, model, settings, logps, reference)
+    before = measure(start)
+    params, metrics = fit(ctx, task, start, config)
+    huggingface.save_decoder(ctx.out / "model", model, params, token_ids(ctx.inputs["tokenizer"]))
+    remember(ctx, "decoder:new", (model, params))
+    heldout = {f"heldout_{k}": v for k, v in measure(params).items()}
+    heldout |= {f"heldout_{k}_before": v for k, v in before.items() if k in ("loss", "ranking")}
+    return metrics | {"examples": task.size} | heldout
+
+
+def _device(values: Any) -> Any:
+    """A host array as the losses take it; None stays."""
+    import jax.numpy as jnp
+
+    return None if values is None else jnp.asarray(values)
+
+
+def _kept(ctx: Context, name: str, make: Callable[[], np.ndarray]) -> np.ndarray:
+    """An array that an earlier try left in `ctx.work`, or a new one."""
+    import numpy as np
+
+    path = ctx.work / name / "values.npy"
+    if path.is_file():
+        ctx.log(f"resumed: the {name.replace('-', ' ')} were there")
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(".values.npy")
+        np.save(partial, make())
+        partial.rename(path)
+        ctx.saved()
+    return np.asarray(np.load(path))
+
+
+def _pairs(ctx: Context, model: Any, settings: Any, logps: Scorer, reference: Any) -> tuple[Task, Callable[..., Any]]:
+    """The task on pairs, and what measures parameters on the held-out ones."""
+    import numpy as np
+
+    from tuning.algorithms.preference import pair_losses, pair_summary, preference_loss
+    from tuning.training.forward import decoder_graph
+
+    train, held = train_and_heldout(ctx.inputs["data"], "preference", ctx.config.heldout_fraction)
+    groups, held_groups = pair_groups(train), pair_groups(held)
+    known = held_known = None
+    if reference is not None:
+        known = _kept(ctx, "reference-logps", lambda: logps(reference, groups)).reshape(-1, 2)
+        held_known = logps(reference, held_groups) if held else None
+
+    def columns(params: Any, examples: list[int], packed: list[Any]) -> list[dict[str, Any]]:
+        assert known is not None
+        return [{"reference_C": p.gather(known[examples].reshape(-1))} for p in packed]
+
+    def measure(params: Any) -> dict[str, float]:
+        if not held:
+            return {}
+        found = logps(params, held_groups)
+        lengths = np.asarray([len(c) for g in held_groups for c in g.completions], np.float32)
+        judged = pair_losses(settings, *map(_device, (found, lengths, held_known)))
+        losses, chosen, rejected = map(np.asarray, judged)
+        pairs = found.reshape(-1, 2)
+        return {
+            "pairs": len(held),
+            "loss": float(losses.mean()),
+            "accuracy": float((chosen > rejected).mean()),
+            "margin": float((chosen - rejected).mean()),
+            "chosen_logps": float(pairs[:, 0].mean()),
+            "rejected_logps": float(pairs[:, 1].mean()),
+            "ranking": float((pairs[:, 0] > pairs[:, 1]).mean()),
+        }
+
+    task = Task(
+        make_loss=lambda compute: preference_loss(decoder_graph(model), settings, compute),
+        groups=lambda examples: pair_groups([train[i] for i in examples]),
+        columns=None if reference is None else columns,
+        summary=pair_summary,
+        **sizes(groups),
+    )
+    return task, measure
+
+
+def _labelled(
+    ctx: Context, model: Any, settings: Any, logps: Scorer, reference: Any
+) -> tuple[Task, Callable[..., Any]]:
+    """The task on completions with a label, and what measures parameters on the held-out ones."""
+    import numpy as np
+
+    from tuning.algorithms.preference import chance_above, unpaired_loss, unpaired_losses, unpaired_summary
+    from tuning.training.forward import decoder_graph
+
+    given = "labelled" in ctx.inputs
+    rows = train_and_heldout(
+        ctx.inputs["labelled" if given else "data"], "labelled" if given else "preference", ctx.config.heldout_fraction
+    )
+    train, held = rows if given else (_apart(rows[0]), _apart(rows[1]))
+    groups, other = completion_groups(train), _mismatched(train)
+    labels = np.asarray([r["label"] for r in train], np.float32)
+    if len(set(labels)) < 2:
+        raise ValueError(
+            f"all {len(train)} labels are {bool(labels[0])}: {settings.loss} needs completions of both kinds"
+        )
+    known = _kept(ctx, "reference-logps", lambda: logps(reference, groups))
+    other_known = _kept(ctx, "mismatched-reference-logps", lambda: logps(reference, other))
+
+    def reference_point(params: Any, groups: list[Group], known: np.ndarray, like: list[Group]) -> np.float32:
+        if settings.loss != "kto":
+            return np.float32(0)
+        return np.float32(max(0.0, float((logps(params, groups, like) - known).mean())))
+
+    def columns(params: Any, examples: list[int], packed: list[Any]) -> list[dict[str, Any]]:
+        step = _numbered([other[i] for i in examples])
+        kl = reference_point(params, step, other_known[examples], other)
+        mine = {"reference_C": known[examples], "label_C": labels[examples]}
+        return [{k: p.gather(v) for k, v in mine.items()} | {"kl": kl} for p in packed]
+
+    if held:
+        held_groups, held_other = completion_groups(held), _mismatched(held)
+        held_labels = np.asarray([r["label"] for r in held])
+        held_known, held_other_known = logps(reference, held_groups), logps(reference, held_other)
+
+    def measure(params: Any) -> dict[str, float]:
+        if not held or len(set(held_labels)) < 2:
+            return {}
+        kl = reference_point(params, held_other, held_other_known, held_other)
+        found = logps(params, held_groups)
+        judged = unpaired_losses(settings, *map(_device, (found, held_known, held_labels, kl)))
+        losses, rewards = map(np.asarray, judged)
+        good, bad = rewards[held_labels], rewards[~held_labels]
+        return {
+            "completions": len(held),
+            "loss": float(losses.mean()),
+            "accuracy": chance_above(good, bad),
+            "margin": float(good.mean() - bad.mean()),
+            "kl": float(kl),
+            "ranking": chance_above(found[held_labels], found[~held_labels]),
+        }
+
+    task = Task(
+        make_loss=lambda compute: unpaired_loss(decoder_graph(model), settings, compute),
+        groups=lambda examples: completion_groups([train[i] for i in examples]),
+        columns=columns,
+        summary=unpaired_summary,
+        **sizes(groups),
+    )
+    return task, measure
+
+
+def _apart(pairs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each pair as a good and a bad completion."""
+    return [
+        {"prompt_ids": r["prompt_ids"], "completion_ids": r[f"{kind}_ids"], "label": kind == "chosen"}
+        for r in pairs
+        for kind in ("chosen", "rejected")
+    ]
+
+
+def _mismatched(rows: list[dict[str, Any]]) -> list[Group]:
+    """Each prompt with the completion of another one."""
+    from tuning.algorithms.preference import mismatched
+
+    partners = mismatched([r["prompt_ids"] for r in rows])
+    return completion_groups(
+        [r | {"completion_ids": rows[j]["completion_ids"]} for r, j in zip(rows, partners, strict=True)]
+    )
+
+
+def _numbered(groups: list[Group]) -> list[Group]:
+    """The groups as the only ones of a step."""
+    import dataclasses
+
+    return [dataclasses.replace(g, ids=[i]) for i, g in enumerate(groups)]

@@ -1,0 +1,200 @@
+"""Losses of preference learning on packed rows: pairs side by side behind their prompt, or single judged completions.
+
+The formulas are in `tuning.losses.preference`; here they get their log-probabilities, lengths and references.
+Axes: C completions of a micro-batch, T completion tokens, B pairs; completions 2b and 2b + 1 are pair b.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tuning.losses.preference import (
+    Divergence,
+    PairLoss,
+    cpo,
+    dpo,
+    kto,
+    ld_weights,
+    mean_rows,
+    orpo,
+    sequence_logps,
+)
+from tuning.losses.sft import nll
+from tuning.models.config import DecoderConfig
+from tuning.training.forward import Compute, decoder_graph, logps_and_entropy
+from tuning.training.step import LossFn
+
+# A completion that is all but certain has infinite odds.
+LARGEST_MEAN_LOGP = -1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Preference:
+    """A loss by name and what it takes; options that a loss has no use for keep their defaults."""
+
+    loss: str = "dpo"
+    """dpo, orpo, simpo, cpo, kto, apo-zero-unpaired, or a `DPOLoss` of `tuning.losses.preference`."""
+    beta: float = 0.1
+    gamma: float = 0.0
+    label_smoothing: float = 0.0
+    divergence: Divergence = "reverse-kl"
+    average: bool = False
+    ld_alpha: float = 1.0
+    sft_weight: float = 0.0
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+
+def completion_logps(logps_CT: jax.Array, mask_CT: jax.Array, ld_alpha: float = 1.0) -> jax.Array:
+    """log p of each completion, [C]. ld_alpha < 1 is the weight of tokens past the length of the pair's other side."""
+    if ld_alpha < 1:
+        other_CT = mask_CT.reshape(-1, 2, mask_CT.shape[1])[:, ::-1].reshape(mask_CT.shape)
+        logps_CT = logps_CT * ld_weights(mask_CT, other_CT, ld_alpha)
+    return sequence_logps(logps_CT, mask_CT)
+
+
+@functools.lru_cache(maxsize=8)
+def scorer(model: DecoderConfig, ld_alpha: float, compute: Compute) -> Any:
+    """A compiled (parameters, batch) -> `completion_logps`, [C]."""
+    graph = decoder_graph(model)
+
+    def score(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
+        logps, _ = logps_and_entropy(graph, params, batch, 1.0, compute)
+        return completion_logps(logps, batch["mask_CT"], ld_alpha)
+
+    return jax.jit(score)
+
+
+def pair_losses(p: Preference, logps_C: jax.Array, lengths_C: jax.Array, reference_C: jax.Array | None) -> PairLoss:
+    """Losses and implicit rewards of the pairs, [B], `sft_weight` times the mean token loss of the chosen included."""
+    chosen, rejected = logps_C.reshape(-1, 2).T
+    lengths = jnp.maximum(lengths_C, 1).reshape(-1, 2).T
+    means = chosen / lengths[0], rejected / lengths[1]
+    match p.loss:
+        case "orpo":
+            found = orpo(*means, beta=p.beta, label_smoothing=p.label_smoothing, logp_max=LARGEST_MEAN_LOGP)
+        case "simpo":
+            found = cpo(*means, beta=p.beta, loss="simpo", gamma=p.gamma, label_smoothing=p.label_smoothing)
+        case "cpo":
+            found = cpo(chosen, rejected, beta=p.beta, loss="sigmoid", label_smoothing=p.label_smoothing)
+        case name:
+            assert reference_C is not None
+            found = dpo(
+                chosen,
+                rejected,
+                *reference_C.reshape(-1, 2).T,
+                beta=p.beta,
+                loss="sigmoid" if name == "dpo" else name,  # type: ignore[arg-type]
+                label_smoothing=p.label_smoothing,
+                divergence=p.divergence,
+                chosen_lengths_B=lengths[0] if p.average else None,
+                rejected_lengths_B=lengths[1] if p.average else None,
+            )
+    return found._replace(loss_B=found.loss_B + p.sft_weight * nll(means[0])) if p.sft_weight else found
+
+
+def preference_loss(graph: Any, p: Preference, compute: Compute) -> LossFn:
+    """Mean over the step's pairs. The batch has `reference_C`, the reference's `completion_logps`, where p needs it."""
+
+    def loss(params: Any, batch: dict[str, jax.Array], frozen: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        mask = batch["mask_CT"]
+        logps, _ = logps_and_entropy(graph, params, batch, 1.0, compute)
+        logps_C = completion_logps(logps, mask, p.ld_alpha)
+        lengths_C = jnp.sum(mask, axis=1)
+        found = pair_losses(p, logps_C, lengths_C, batch.get("reference_C"))
+        valid = (lengths_C.reshape(-1, 2)[:, 0] > 0).astype(jnp.float32)
+        margins = found.chosen_rewards_B - found.rejected_rewards_B
+        chosen, rejected = logps_C.reshape(-1, 2).T
+        each = {"losses": found.loss_B, "right": margins > 0, "margin": margins, "chosen": chosen, "rejected": rejected}
+        sums = {k: jnp.sum(jnp.where(valid > 0, v, 0.0)) for k, v in each.items()}
+        return mean_rows(found.loss_B, batch["n_groups"], valid), sums | {"pairs": jnp.sum(valid)}
+
+    return loss
+
+
+def pair_summary(sums: dict[str, float]) -> dict[str, float]:
+    """Metrics of a step from the sums of `preference_loss`."""
+    n = sums["pairs"]
+    return {
+        "loss": sums["losses"] / n,
+        "accuracy": sums["right"] / n,
+        "margin": sums["margin"] / n,
+        "chosen_logps": sums["chosen"] / n,
+        "rejected_logps": sums["rejected"] / n,
+    }
+
+
+def unpaired_losses(
+    p: Preference, logps_C: jax.Array, reference_C: jax.Array, label_C: jax.Array, kl: jax.Array | float
+) -> tuple[jax.Array, jax.Array]:
+    """KTO's losses and implicit rewards, both [C]."""
+    return kto(
+        logps_C,
+        reference_C,
+        label_C,
+        kl,
+        beta=p.beta,
+        loss="kto" if p.loss == "kto" else "apo-zero-unpaired",
+        desirable_weight=p.desirable_weight,
+        undesirable_weight=p.undesirable_weight,
+    )
+
+
+def unpaired_loss(graph: Any, p: Preference, compute: Compute) -> LossFn:
+    """Mean over the step's completions. The batch has `reference_C`, `label_C` (1: desirable) and the step's `kl`."""
+
+    def loss(params: Any, batch: dict[str, jax.Array], frozen: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        mask, good = batch["mask_CT"], batch["label_C"] > 0
+        logps, _ = logps_and_entropy(graph, params, batch, 1.0, compute)
+        losses, rewards = unpaired_losses(
+            p, completion_logps(logps, mask), batch["reference_C"], batch["label_C"], batch["kl"]
+        )
+        valid = mask.any(axis=1)
+
+        def total(x_C: jax.Array, where: jax.Array) -> jax.Array:
+            return jnp.sum(jnp.where(where, x_C, 0.0))
+
+        ones = jnp.ones_like(losses)
+        sums = {"losses": total(losses, valid), "completions": total(ones, valid), "kl": total(batch["kl"], valid)}
+        for name, mine in {"good": valid & good, "bad": valid & ~good}.items():
+            sums |= {name: total(rewards, mine), f"n_{name}": total(ones, mine)}
+        return mean_rows(losses, batch["n_completions"], valid), sums
+
+    return loss
+
+
+def unpaired_summary(sums: dict[str, float]) -> dict[str, float]:
+    """Metrics of a step from the sums of `unpaired_loss`; a kind that the step lacks has reward 0."""
+    n = sums["completions"]
+    good, bad = (sums[k] / max(sums[f"n_{k}"], 1.0) for k in ("good", "bad"))
+    return {
+        "loss": sums["losses"] / n,
+        "margin": good - bad,
+        "desirable_reward": good,
+        "undesirable_reward": bad,
+        "kl": sums["kl"] / n,
+    }
+
+
+def mismatched(prompts: list[list[int]]) -> list[int]:
+    """For each prompt the number of a later one that differs from it, whose completion serves KTO's reference point.
+
+    Raises ValueError where all prompts are equal.
+    """
+    n = len(prompts)
+    if all(p == prompts[0] for p in prompts):
+        raise ValueError("KTO's reference point needs completions of other prompts, but all prompts of the data agree")
+    return [next((i + k) % n for k in range(1, n) if prompts[(i + k) % n] != prompts[i]) for i in range(n)]
+
+
+def chance_above(good: np.ndarray, bad: np.ndarray) -> float:
+    """The chance that one of `good` is larger than one of `bad`, ties half (the area under the ROC curve)."""
+    ordered = np.sort(bad)
+    below = np.searchsorted(ordered, good, "left") + np.searchsorted(ordered, good, "right")
+    return float(below.mean() / (2 * len(ordered)))
