@@ -14,7 +14,8 @@ from stages.base import Context
 from stages.models import load_policy, load_tokenizer, remember, stop_ids, token_ids
 from stages.pairs import completion_groups, sizes, train_and_heldout
 from stages.settings import Fitted, Fraction, Optimizer
-from stages.training import Task, fit
+from stages.training import Task
+from stages.tuned import fit
 
 if TYPE_CHECKING:
     from tuning.training.batch import Group
@@ -31,7 +32,7 @@ class TokenizersDiffer(ValueError):
 
 
 class Config(Fitted):
-    """Distillation into all parameters of the policy."""
+    """Distillation into the policy."""
 
     teacher: str = "sft"
     """A policy of this run (base, sft, preference, rl), or another model, named as in base.source."""
@@ -101,7 +102,7 @@ def run(ctx: Context) -> dict[str, Any]:
         **found,
     )
     heldout = {"heldout_divergence_before": measure(start)} if held else {}
-    params, metrics = fit(ctx, task, start, config, frozen=teacher)
+    params, metrics = fit(ctx, task, model, start, config, frozen=teacher)
     huggingface.save_decoder(ctx.out / "model", model, params, token_ids(ctx.inputs["tokenizer"]))
     remember(ctx, "decoder:new", (model, params))
     heldout |= {"heldout_divergence": measure(params)} if held else {}

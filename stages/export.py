@@ -9,6 +9,7 @@ from typing import Any
 from stages.artifacts import Artifact
 from stages.base import Context, StageConfig
 from stages.models import load_policy, load_tokenizer, stop_ids, token_ids
+from stages.tuned import ADAPTER
 
 NAME = "export"
 VERSION = 1
@@ -50,6 +51,8 @@ def run(ctx: Context) -> dict[str, Any]:
     tokenizer.save_tokenizer(load_tokenizer(ctx, base), ctx.out)
     generation = {k: v for k, v in ids.items() if v is not None} | {"eos_token_id": list(stop_ids(ctx, base))}
     (ctx.out / "generation_config.json").write_text(json.dumps(generation, indent=2, sort_keys=True) + "\n")
+    if policy.has(f"{ADAPTER}/"):
+        shutil.copytree(policy.local(f"{ADAPTER}/"), ctx.out / ADAPTER)
     history = lineage(policy)
     (ctx.out / "provenance.json").write_text(json.dumps(history, indent=1, sort_keys=True) + "\n")
     (ctx.out / "README.md").write_text(_card(ctx.config.name, policy, history))

@@ -17,7 +17,8 @@ from stages.base import Context
 from stages.models import load_policy, remember, token_ids
 from stages.pairs import completion_groups, pair_groups, sizes, train_and_heldout
 from stages.settings import Fitted, Fraction, Optimizer
-from stages.training import Task, fit
+from stages.training import Task
+from stages.tuned import fit
 
 if TYPE_CHECKING:
     import numpy as np
@@ -55,7 +56,7 @@ USES: dict[str, tuple[str, ...]] = {
 
 
 class Config(Fitted):
-    """Preference optimisation of all parameters; an example is a pair, for KTO a completion."""
+    """Preference optimisation; an example is a pair, for KTO a completion."""
 
     loss: Literal[
         "dpo", "ipo", "hinge", "robust", "exo-pair", "nca-pair", "sppo-hard", "apo-zero", "apo-down", "discopop",
@@ -133,7 +134,7 @@ def run(ctx: Context) -> dict[str, Any]:
     make = _labelled if config.unpaired else _pairs
     task, measure = make(ctx, model, settings, logps, reference)
     before = measure(start)
-    params, metrics = fit(ctx, task, start, config)
+    params, metrics = fit(ctx, task, model, start, config)
     huggingface.save_decoder(ctx.out / "model", model, params, token_ids(ctx.inputs["tokenizer"]))
     remember(ctx, "decoder:new", (model, params))
     heldout = {f"heldout_{k}": v for k, v in measure(params).items()}

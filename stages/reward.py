@@ -11,14 +11,15 @@ from stages.models import load_policy, remember, token_ids
 from stages.pairs import pair_groups, sizes, train_and_heldout
 from stages.settings import Fitted, Optimizer
 from stages.tables import write_rows
-from stages.training import Task, fit
+from stages.training import Task
+from stages.tuned import fit
 
 NAME = "reward"
 VERSION = 1
 
 
 class Config(Fitted):
-    """A reward model over all parameters of the base model; an example is a pair."""
+    """A reward model over the base model; an example is a pair."""
 
     margin_weight: Annotated[float, Field(ge=0)] = 1.0
     """Factor on the margins that pairs bring; 0 trains without them."""
@@ -70,7 +71,8 @@ def run(ctx: Context) -> dict[str, Any]:
         **sizes(pair_groups(train)),
         summary=lambda s: {"loss": s["bt"] / s["pairs"], "accuracy": s["right"] / s["pairs"]},
     )
-    params, metrics = fit(ctx, task, huggingface.scalar_head_params(config, base), ctx.config)
+    start = huggingface.scalar_head_params(config, base)
+    params, metrics = fit(ctx, task, config, start, ctx.config, role="scalar")
     huggingface.save_decoder(ctx.out / "model", config, params, token_ids(ctx.inputs["tokenizer"]))
     metrics |= {"pairs": len(train), "heldout_pairs": len(held)}
     if held:

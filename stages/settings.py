@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from stages.base import StageConfig, execution_setting
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Projection = Literal["q", "k", "v", "o", "gate", "up", "down"]
 
 
 class Optimizer(StageConfig):
@@ -61,6 +62,23 @@ class Compute(StageConfig):
     """Completions decoded side by side; 0: the device decides."""
 
 
+class Lora(StageConfig):
+    """A low-rank adapter that is trained in place of all parameters."""
+
+    rank: Annotated[int, Field(ge=1)] = 16
+    """Rank of the update of each kernel."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """The update is scaled by alpha / rank."""
+    targets: Literal["all-linear"] | Annotated[list[Projection], Field(min_length=1)] = "all-linear"
+    """Projections that get an adapter."""
+    use_rslora: bool = False
+    """Scale by alpha / sqrt(rank)."""
+    init: Literal["kaiming", "gaussian"] = "kaiming"
+    """How the first factor starts; the second starts at zero."""
+    quantize: Literal["none", "int8", "nf4"] = "none"
+    """How the frozen kernels are stored; with nf4 this is QLoRA. The policy is then the quantised model's."""
+
+
 class Fitted(Trained):
     """Base of the stages that pass over a table of examples (`stages.training.fit`)."""
 
@@ -70,6 +88,8 @@ class Fitted(Trained):
     """Examples of one optimizer step."""
     optimizer: Optimizer = Optimizer()
     """The optimizer."""
+    lora: Lora | None = None
+    """Train an adapter over frozen parameters; null: train all of them."""
     compute: Compute = Compute()
     """How to compute."""
     checkpoint_every: int = execution_setting(8, ge=1)

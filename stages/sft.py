@@ -12,14 +12,15 @@ from stages.models import load_policy, remember, token_ids
 from stages.pairs import completion_groups, sizes
 from stages.settings import Fitted, Optimizer
 from stages.tables import read_rows
-from stages.training import Task, fit
+from stages.training import Task
+from stages.tuned import fit
 
 NAME = "sft"
 VERSION = 1
 
 
 class Config(Fitted):
-    """Supervised fine-tuning of all parameters."""
+    """Supervised fine-tuning."""
 
     optimizer: Optimizer = Optimizer(learning_rate=1e-4, schedule="linear", warmup_steps=2)
     """The optimizer."""
@@ -53,7 +54,7 @@ def run(ctx: Context) -> dict[str, Any]:
         **sizes(completion_groups(rows)),
         summary=lambda s: {"loss": s["nll"] / s["tokens"], "tokens": s["tokens"]},
     )
-    params, metrics = fit(ctx, task, base, ctx.config)
+    params, metrics = fit(ctx, task, config, base, ctx.config)
     huggingface.save_decoder(ctx.out / "model", config, params, token_ids(ctx.inputs["tokenizer"]))
     remember(ctx, "decoder:new", (config, params))
     return metrics | {"examples": len(rows)}

@@ -3,11 +3,15 @@
 The artifact's content is `policy.json`, the fingerprint of the new policy. Weights and optimizer
 lie under `state/` where `checkpoint_every` asks for them; between, a policy is made again from
 its parent, rollouts and scores, and must come out with the same fingerprint.
+
+With `lora` the rounds train one adapter over the policy before the first of them, and PPO's critic is one over the
+reward model. An adapter is small: every round keeps it, as content under `adapter/` and with its moments in `state/`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import time
 from pathlib import Path
@@ -18,9 +22,10 @@ from pydantic import Field, model_validator
 from stages.artifacts import Artifact
 from stages.base import Context, execution_setting
 from stages.models import load_policy, load_scorer, recall, remember, token_ids
-from stages.settings import Compute, Fraction, Optimizer, Trained
+from stages.settings import Compute, Fraction, Lora, Optimizer, Trained
 from stages.tables import read_rows
 from stages.training import counted, optimizer_of
+from stages.tuned import ADAPTER, based, lora_config
 
 NAME = "update"
 VERSION = 1
@@ -80,6 +85,8 @@ class Config(Trained):
     """The policy's optimizer; its state lives through all rounds."""
     critic: CriticSettings = CriticSettings()
     """For PPO."""
+    lora: Lora | None = None
+    """Train an adapter over frozen parameters, of policy and critic; null: train all of them."""
     compute: Compute = Compute()
     """How to compute."""
     store_state: bool = execution_setting(False)
@@ -99,17 +106,21 @@ class Config(Trained):
 
 @dataclasses.dataclass
 class State:
-    """A policy under training."""
+    """A policy under training: dense parameters, and with `lora` the adapter that is merged in them.
+
+    The critic then is a trainable tree of `tuning.models.lora`, not dense.
+    """
 
     config: Any
     params: Any
     opt_state: Any
     critic: Any = None
     critic_opt: Any = None
+    adapter: Any = None
 
     @property
     def trainer(self) -> Any:
-        return (self.opt_state, self.critic, self.critic_opt)
+        return (self.opt_state, self.critic, self.critic_opt, self.adapter)
 
 
 class ReplayDiffers(RuntimeError):
@@ -117,12 +128,14 @@ class ReplayDiffers(RuntimeError):
 
 
 def run(ctx: Context) -> dict[str, Any]:
-    from tuning.models import huggingface
+    from tuning.models.peft import save_adapter
 
     state, metrics = _advance(ctx)
-    mark = huggingface.fingerprint(state.params)
-    (ctx.out / "policy.json").write_text(json.dumps({"fingerprint": mark, "round": ctx.config.round}) + "\n")
-    if ctx.config.store_state:
+    content = {"fingerprint": _mark(state), "round": ctx.config.round}
+    (ctx.out / "policy.json").write_text(json.dumps(content) + "\n")
+    if ctx.config.lora is not None:
+        save_adapter(ctx.out / ADAPTER, state.adapter, lora_config(ctx.config.lora))
+    if ctx.config.store_state or ctx.config.lora is not None:
         _store(ctx, state)
     remember(ctx, "decoder:new", (state.config, state.params))
     remember(ctx, "trainer:new", state.trainer)
@@ -136,37 +149,80 @@ def restore(ctx: Context, artifact: Artifact) -> tuple[Any, Any]:
     return remember(ctx, f"decoder:{artifact.digest}", (state.config, state.params))
 
 
+def _mark(state: State) -> str:
+    """The fingerprint of a policy: of its parameters and, where there is one, of the adapter among them."""
+    from tuning.models.huggingface import fingerprint
+
+    whole = fingerprint(state.params)
+    if state.adapter is None:
+        return whole
+    return hashlib.sha256(f"{whole}{fingerprint(state.adapter)}".encode()).hexdigest()
+
+
 def _store(ctx: Context, state: State) -> None:
     from tuning.models import huggingface
     from tuning.training.checkpoint import save_tree
 
     folder = ctx.out / "state"
-    huggingface.save_decoder(folder / "model", state.config, state.params, token_ids(ctx.inputs["tokenizer"]))
+    if state.adapter is None:
+        huggingface.save_decoder(folder / "model", state.config, state.params, token_ids(ctx.inputs["tokenizer"]))
     save_tree(folder / "trainer", state.trainer)
 
 
+def _continues(config: Config, artifact: Artifact) -> bool:
+    """Whether an update of `config` goes on with the trainer of `artifact`, and not afresh from its policy."""
+    return artifact.stage == NAME and artifact.manifest["config"].get("lora") == config.model_dump(mode="json")["lora"]
+
+
+def _start(config: Config, policy: Artifact) -> Artifact:
+    """The artifact whose policy was the first that this run of updates, ending in `policy`, began with."""
+    while _continues(config, policy):
+        policy = _input(policy, "policy")
+    return policy
+
+
+def _bases(ctx: Context) -> tuple[Any, Any]:
+    """What lies frozen under the adapters of policy and critic; None where all parameters are trained."""
+    config: Config = ctx.config
+    if config.lora is None:
+        return None, None
+    start = _start(config, ctx.inputs["policy"])
+    policy = based(ctx, start.digest, "decoder", lambda: load_policy(ctx, start), config)
+    if config.algorithm != "ppo":
+        return policy, None
+    reward = ctx.inputs["reward"]
+    return policy, based(ctx, reward.digest, "scalar", lambda: load_scorer(ctx, reward), config)
+
+
+def _merged(ctx: Context, adapter: Any) -> tuple[Any, Any]:
+    """(DecoderConfig, dense parameters) of an adapter that was trained in the context `ctx`."""
+    from tuning.models.lora import merge
+
+    config, params = load_policy(ctx, _start(ctx.config, ctx.inputs["policy"]))
+    return config, merge(config, "decoder", params, adapter, lora_config(ctx.config.lora))
+
+
 def _state(ctx: Context, artifact: Artifact) -> State:
-    """The training state after `artifact`; an SFT or base model starts afresh."""
+    """The training state after the update `artifact`."""
     kept, trainer = recall(ctx, f"decoder:{artifact.digest}"), recall(ctx, f"trainer:{artifact.digest}")
-    if artifact.stage != NAME:
-        config, params = load_policy(ctx, artifact)
-        return _fresh(ctx, config, params)
     if kept is not None and trainer is not None:
         return State(kept[0], kept[1], *trainer)
+    own = _context_of(ctx, artifact)
     if artifact.has("state/"):
         from tuning.models.huggingface import load_decoder
         from tuning.training.checkpoint import load_tree
 
         folder: Path = artifact.local("state/")
-        config, params = load_decoder(folder / "model")
-        like = _fresh(_context_of(ctx, artifact), config, params)
-        return State(config, params, *load_tree(folder / "trainer", like.trainer))
+        if own.config.lora is None:
+            config, params = load_decoder(folder / "model")
+            return State(config, params, *load_tree(folder / "trainer", _fresh(own, config, params).trainer))
+        start = load_policy(ctx, _start(own.config, artifact))
+        trainer = load_tree(folder / "trainer", _fresh(own, *start).trainer)
+        return State(*_merged(own, trainer[-1]), *trainer)
     ctx.log(f"replaying the update of round {artifact.manifest['config']['round']} from its stored rollouts")
-    from tuning.models.huggingface import fingerprint
-
-    state, _ = _advance(_context_of(ctx, artifact))
+    state, _ = _advance(own)
     wanted = json.loads(artifact.local("policy.json").read_text())["fingerprint"]
-    found = fingerprint(state.params)
+    found = _mark(state)
     if found != wanted:
         raise ReplayDiffers(
             f"replaying {artifact.url} gave policy {found[:12]}, recorded is {wanted[:12]}: other hardware or "
@@ -179,16 +235,19 @@ def _state(ctx: Context, artifact: Artifact) -> State:
 
 def _context_of(ctx: Context, artifact: Artifact) -> Context:
     """The context in which `artifact` was made, within the worker of `ctx`."""
-    inputs = {}
-    for name, ref in artifact.manifest["inputs"].items():
-        found = artifact.store.get(ref["stage"], ref["key"])
-        if found is None:
-            raise RuntimeError(f"{artifact.url} cannot be replayed: its input {name} ({ref['stage']}) is gone")
-        inputs[name] = found
+    inputs = {name: _input(artifact, name) for name in artifact.manifest["inputs"]}
     config = Config.model_validate_json(json.dumps(artifact.manifest["config"]))
     return dataclasses.replace(
         ctx, config=config, inputs=inputs, seed=artifact.manifest["seed"], out=ctx.work / "replay", progress=_silent
     )
+
+
+def _input(artifact: Artifact, name: str) -> Artifact:
+    ref = artifact.manifest["inputs"][name]
+    found = artifact.store.get(ref["stage"], ref["key"])
+    if found is None:
+        raise RuntimeError(f"{artifact.url} cannot be replayed: its input {name} ({ref['stage']}) is gone")
+    return found
 
 
 def _silent(done: int, total: int, unit: str, **metrics: float) -> None:
@@ -196,14 +255,25 @@ def _silent(done: int, total: int, unit: str, **metrics: float) -> None:
 
 
 def _fresh(ctx: Context, config: Any, params: Any) -> State:
+    """The state before the first update: new optimizers and, with `lora`, new adapters."""
     import jax
 
+    from tuning.models.lora import tune
     from tuning.training.step import copy
 
-    state = State(config, params, jax.jit(optimizer_of(ctx.config.optimizer, 1).init)(params))
+    lora = ctx.config.lora
+    # The adapter is the same over any form of the frozen kernels.
+    plain = None if lora is None else dataclasses.replace(lora_config(lora), quantize="none")
+
+    def trainable(role: Any, model: Any, weights: Any) -> Any:
+        # What is trained is donated; all else stays shared with what the worker keeps.
+        return copy(weights if plain is None else tune(model, role, weights, plain, seed=ctx.seed)[0])
+
+    trained = trainable("decoder", config, params)
+    opt_state = jax.jit(optimizer_of(ctx.config.optimizer, 1).init)(trained)
+    state = State(config, trained, opt_state) if lora is None else State(config, params, opt_state, adapter=trained)
     if ctx.config.algorithm == "ppo":
-        _, critic = load_scorer(ctx, ctx.inputs["reward"])
-        state.critic = copy(critic)
+        state.critic = trainable("scalar", *load_scorer(ctx, ctx.inputs["reward"]))
         state.critic_opt = jax.jit(optimizer_of(ctx.config.critic.optimizer, 1).init)(state.critic)
     return state
 
@@ -211,18 +281,15 @@ def _fresh(ctx: Context, config: Any, params: Any) -> State:
 def _advance(ctx: Context) -> tuple[State, dict[str, Any]]:
     """The state after this round, and the round's metrics."""
     from tuning.algorithms.rounds import RoundData, run_round
-    from tuning.training.step import copy
 
     config: Config = ctx.config
     parent = ctx.inputs["policy"]
+    state = _state(ctx, parent) if _continues(config, parent) else _fresh(ctx, *load_policy(ctx, parent))
     # The step donates what it is given: the parent's trainer state leaves the memory.
-    state = _state(ctx, parent)
     ctx.memory.pop(f"trainer:{parent.digest}", None)
     if parent.stage == NAME:
         # Nobody needs the last round's policy again; a copy beside the new one would only fill the memory.
         ctx.memory.pop(f"decoder:{parent.digest}", None)
-    else:
-        state = dataclasses.replace(state, params=copy(state.params))
     rollouts = read_rows(ctx.inputs["rollouts"], "rollouts/")
     scores = read_rows(ctx.inputs["scores"], "scores/")
     if [(r["prompt_id"], r["sample"]) for r in rollouts] != [(s["prompt_id"], s["sample"]) for s in scores]:
@@ -234,17 +301,28 @@ def _advance(ctx: Context) -> tuple[State, dict[str, Any]]:
         )
     reference = load_policy(ctx, ctx.inputs["reference"])[1] if config.needs_reference else None
     started = time.monotonic()
-    state.params, state.opt_state, state.critic, state.critic_opt, metrics = run_round(
+    trained, state.opt_state, state.critic, state.critic_opt, metrics = run_round(
         RoundData.from_rows(rollouts, scores),
         settings=config,
         model=state.config,
         optimizers=(optimizer_of(config.optimizer, 1), optimizer_of(config.critic.optimizer, 1)),
-        trainer=(state.params, state.opt_state, state.critic, state.critic_opt),
+        trainer=(
+            state.params if state.adapter is None else state.adapter,
+            state.opt_state,
+            state.critic,
+            state.critic_opt,
+        ),
+        bases=_bases(ctx),
         reference=reference,
         counted=counted,
         progress=ctx.progress,
         record=ctx.metrics_line,
     )
+    if config.lora is None:
+        state.params = trained
+    else:
+        state.adapter = trained
+        _, state.params = _merged(ctx, trained)
     if metrics.get("mismatch_kl", 0.0) > config.max_mismatch_kl:
         raise RuntimeError(
             f"sampler and trainer disagree: mismatch KL {metrics['mismatch_kl']:.4f} is above "

@@ -4,11 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from tuning.models import huggingface as hf
 from tuning.models.attention import packed_attention
-from tuning.models.lora import PROJECTIONS, LoraConfig, join, merge, tune, tuned_graph
+from tuning.models.lora import PROJECTIONS, LoraConfig, assemble, join, merge, tune, tuned_graph
 from tuning.models.peft import load_adapter, save_adapter
 
 torch = pytest.importorskip("torch", reason="parity needs torch")
@@ -52,7 +51,7 @@ def base(request, tmp_path):
 
 
 def ours(config, lora, trainable, frozen):
-    decoder = nnx.merge(tuned_graph(config, "decoder", lora), join(trainable, frozen))
+    decoder = assemble(None, join(tuned_graph(config, "decoder", lora), trainable, frozen))
     tokens = jnp.asarray(TOKENS)
     ones = jnp.ones_like(tokens)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -118,7 +117,7 @@ def test_a_reward_model_and_its_adapter(base, tmp_path):
     save_adapter(tmp_path / "adapter", trainable, lora, str(folder))
     model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, pad_token_id=100, dtype="float32")
     tuned = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
-    head = nnx.merge(tuned_graph(config, "scalar", lora), join(trainable, frozen))
+    head = assemble(None, join(tuned_graph(config, "scalar", lora), trainable, frozen))
     tokens = jnp.asarray(np.where(TOKENS == 100, 5, TOKENS))
     ones = jnp.ones_like(tokens)
     hidden, _ = head.decoder(tokens, jnp.broadcast_to(jnp.arange(17), tokens.shape), packed_attention(ones, 0 * ones))

@@ -18,6 +18,7 @@ from tuning.algorithms import grpo, ppo
 from tuning.algorithms.objective import Objective, policy_loss, summarise
 from tuning.device import choose
 from tuning.models.config import DecoderConfig
+from tuning.models.lora import Base, join, over
 from tuning.training.batch import Group, Layout, Packed, bucket, choose_rows, micro_batches
 from tuning.training.forward import Compute, decoder_graph, logps_and_entropy, scalar_graph, values
 from tuning.training.step import make_step
@@ -85,6 +86,18 @@ def _step(key: Any, make: Callable[[], Any]) -> Any:
     return _steps[key]
 
 
+def _whole(base: Base | None, params: Any) -> Any:
+    return params if base is None else join(base.graph, params, base.frozen)
+
+
+def _loss(base: Base | None, loss: Any) -> Any:
+    return loss if base is None else over(base.graph, loss)
+
+
+def _frozen(base: Base | None) -> Any:
+    return None if base is None else (base.frozen, None)
+
+
 def _collect(batches: Sequence[Packed], found: Sequence[np.ndarray], shape: tuple[int, int]) -> np.ndarray:
     """[C, T] arrays of micro-batches as one [N, T] array of the round."""
     out = np.zeros(shape, np.float32)
@@ -101,6 +114,7 @@ def run_round(
     model: DecoderConfig,
     optimizers: tuple[Any, Any],
     trainer: tuple[Any, Any, Any, Any],
+    bases: tuple[Base | None, Base | None] = (None, None),
     reference: Any,
     counted: Callable[[list[Any], list[Any]], list[dict[str, Any]]],
     progress: Callable[..., None],
@@ -108,9 +122,11 @@ def run_round(
 ) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
     """Updates (params, opt_state, critic, critic_opt), which are donated; returns them and the round's metrics.
 
-    `settings` has the fields of the update stage's config.
+    `settings` has the fields of the update stage's config. Where policy or critic have a base, their parameters are
+    the trainable tree over it.
     """
     params, opt_state, critic, critic_opt = trainer
+    policy_base, critic_base = bases
     device = choose(settings.compute.dtype)
     compute = device.compute
     is_ppo = settings.algorithm == "ppo"
@@ -149,7 +165,7 @@ def run_round(
     done = 0
     columns: dict[str, np.ndarray] = {"mu_CT": mu_NT}
     if several or is_ppo:
-        columns["old_CT"] = pass_over(forward, params, done)
+        columns["old_CT"] = pass_over(forward, _whole(policy_base, params), done)
         done += len(flat)
     if reference is not None:
         columns["ref_CT"] = pass_over(forward, reference, done)
@@ -157,7 +173,7 @@ def run_round(
     c = settings.critic
     critic_settings = ppo.Critic(c.gamma, c.lam, c.value_clip, c.kl_in_reward)
     if is_ppo:
-        old_values = pass_over(_values(model, compute), critic, done)
+        old_values = pass_over(_values(model, compute), _whole(critic_base, critic), done)
         done += len(flat)
         advantages, returns = ppo.token_advantages(
             np.where(data.valid_N, data.totals_N, 0.0).astype(np.float32),
@@ -187,8 +203,10 @@ def run_round(
     )
     skipped = settings.optimizer.max_skipped
     policy_step = _step(
-        ("policy", model, objective, compute, settings.optimizer.model_dump_json()),
-        lambda: make_step(policy_loss(decoder_graph(model), objective, compute), optimizers[0], skipped),
+        ("policy", model, objective, compute, settings.optimizer.model_dump_json(), policy_base and policy_base.graph),
+        lambda: make_step(
+            _loss(policy_base, policy_loss(decoder_graph(model), objective, compute)), optimizers[0], skipped
+        ),
     )
     sums: Counter[str] = Counter()
     norms, value_sums, tokens = [], Counter[str](), 0
@@ -198,17 +216,26 @@ def run_round(
                 a | {k: b.gather(v) for k, v in columns.items()}
                 for a, b in zip(counted(groups, batches), batches, strict=True)
             ]
-            params, opt_state, found = policy_step(params, opt_state, arrays)
+            params, opt_state, found = policy_step(params, opt_state, arrays, _frozen(policy_base))
             norms.append(found.pop("grad_norm"))
             sums.update(found)
             if is_ppo:
                 critic_step = _step(
-                    ("critic", model, critic_settings, compute, settings.critic.optimizer.model_dump_json()),
+                    (
+                        "critic",
+                        model,
+                        critic_settings,
+                        compute,
+                        settings.critic.optimizer.model_dump_json(),
+                        critic_base and critic_base.graph,
+                    ),
                     lambda: make_step(
-                        ppo.critic_loss(scalar_graph(model), critic_settings, compute), optimizers[1], skipped
+                        _loss(critic_base, ppo.critic_loss(scalar_graph(model), critic_settings, compute)),
+                        optimizers[1],
+                        skipped,
                     ),
                 )
-                critic, critic_opt, found_values = critic_step(critic, critic_opt, arrays)
+                critic, critic_opt, found_values = critic_step(critic, critic_opt, arrays, _frozen(critic_base))
                 value_sums.update(found_values)
             tokens += sum(g.size for g in groups)
             done += len(batches)

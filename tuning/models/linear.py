@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -15,6 +17,9 @@ class Linear(nnx.Module):
     `kernel` is a parameter, or a module that holds it in another form and applies it (`quantize`). A module under
     the name `adapter` adds its output (`lora`). Both are put there after construction.
     """
+
+    kernel: Any
+    adapter: Any
 
     def __init__(self, size_in: int, size_out: int, *, bias: bool = False, rngs: nnx.Rngs):
         self.kernel = nnx.Param(_INIT(rngs.params(), (size_in, size_out), jnp.float32))

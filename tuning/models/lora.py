@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -22,6 +23,8 @@ from tuning.models.quantize import FORMATS
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 Role = Literal["decoder", "scalar"]
+# loss(params, batch, frozen), as in `tuning.training.step`
+Loss = Callable[[Any, Any, Any], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +85,7 @@ def _model(config: DecoderConfig, role: Role) -> Any:
     return {"decoder": Decoder, "scalar": ScalarHead}[role](config, rngs=nnx.Rngs(0))
 
 
+@functools.lru_cache(maxsize=16)
 def _graph(config: DecoderConfig, role: Role) -> Any:
     return nnx.split(nnx.eval_shape(lambda: _model(config, role)))[0]
 
@@ -91,10 +95,8 @@ def _tuned(model: Any, lora: LoraConfig, seed: int, dtype: str) -> tuple[Any, An
     key = jax.random.key(seed)
     for number, (name, linear) in enumerate(linears(model)):
         *layers, size_in, size_out = linear.kernel.shape
-        if lora.quantize == "none":
-            linear.kernel = nnx.Param(linear.kernel[...].astype(dtype))
-        else:
-            linear.kernel = FORMATS[lora.quantize](linear.kernel[...])
+        kernel, stored = linear.kernel[...], FORMATS.get(lora.quantize)
+        linear.kernel = nnx.Param(kernel.astype(dtype)) if stored is None else stored(kernel)
         if name in lora.targets:
             shape, own = (*layers, size_in, lora.rank), jax.random.fold_in(key, number)
             if lora.init == "kaiming":
@@ -103,7 +105,8 @@ def _tuned(model: Any, lora: LoraConfig, seed: int, dtype: str) -> tuple[Any, An
                 a = jax.random.normal(own, shape, jnp.float32) / lora.rank
             b = jnp.zeros((*layers, lora.rank, size_out), jnp.float32)
             linear.adapter = LowRank(a, b, lora.scale)
-    return nnx.split(model, lambda path, value: isinstance(value, Factor) or path == ("score",), ...)
+    found: Any = nnx.split(model, lambda path, v: isinstance(v, Factor) or path == ("score",), ...)
+    return found
 
 
 @functools.lru_cache(maxsize=16)
@@ -119,12 +122,9 @@ def _abstract(config: DecoderConfig, role: Role, lora: LoraConfig) -> tuple[Any,
     return graph[0], trainable
 
 
-def tuned_graph(config: DecoderConfig, role: Role, lora: LoraConfig | None) -> Any:
-    """The static half of a tuned model (hashable), to be merged with `join(trainable, frozen)` inside jit.
-
-    Without `lora` it is that of the plain model.
-    """
-    return _graph(config, role) if lora is None else _abstract(config, role, lora)[0]
+def tuned_graph(config: DecoderConfig, role: Role, lora: LoraConfig) -> Any:
+    """The static half of a tuned model (hashable)."""
+    return _abstract(config, role, lora)[0]
 
 
 def trainable_shapes(config: DecoderConfig, role: Role, lora: LoraConfig) -> Any:
@@ -143,14 +143,45 @@ def tune(
     return _tuned(nnx.merge(_graph(config, role), params), lora, seed, dtype)[1:]
 
 
-def join(trainable: Any, frozen: Any) -> Any:
-    """Both trees as one, for `nnx.merge`; `frozen` is None where all parameters are trained."""
-    return trainable if frozen is None else nnx.merge_state(trainable, frozen)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("state",), meta_fields=("graph",))
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """A tuned model inside or outside jit; it stands wherever parameters of the plain model may."""
+
+    graph: Any
+    state: Any
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _merged(graph: Any, tuned: Any) -> Any:
-    model = nnx.merge(graph, tuned)
+@dataclasses.dataclass(frozen=True)
+class Base:
+    """What lies under a trainable tree."""
+
+    graph: Any
+    frozen: Any
+
+
+def join(graph: Any, trainable: Any, frozen: Any) -> Tuned:
+    """Both trees of `tune` as one model; `graph` is from `tuned_graph`."""
+    return Tuned(graph, nnx.merge_state(trainable, frozen))
+
+
+def assemble(graph: Any, params: Any) -> Any:
+    """The module of `params`, inside jit: a tuned model, or parameters of the plain `graph`."""
+    return nnx.merge(params.graph, params.state) if isinstance(params, Tuned) else nnx.merge(graph, params)
+
+
+def over(graph: Any, loss: Loss) -> Loss:
+    """A loss of the trainable tree, from one of all parameters; `frozen` becomes (frozen tree, the loss's own)."""
+
+    def tuned(params: Any, batch: Any, frozen: Any) -> Any:
+        return loss(join(graph, params, frozen[0]), batch, frozen[1])
+
+    return tuned
+
+
+@jax.jit
+def _merged(tuned: Tuned) -> Any:
+    model = nnx.merge(tuned.graph, tuned.state)
     for _, linear in linears(model):
         dense = isinstance(linear.kernel, nnx.Variable)
         kernel = linear.kernel[...] if dense else linear.kernel.dense()
@@ -167,4 +198,4 @@ def merge(config: DecoderConfig, role: Role, params: Any, trainable: Any, lora: 
     With quantisation W is what the layers computed with, the dequantised kernel: the merged model is the trained one.
     """
     frozen = tune(config, role, params, lora, seed=0)[1]
-    return _merged(tuned_graph(config, role, lora), join(trainable, frozen))
+    return _merged(join(tuned_graph(config, role, lora), trainable, frozen))

@@ -11,9 +11,9 @@ from flax import nnx
 
 from tests.tuning.training.test_batch import CONFIG, ragged_groups
 from tuning.models.huggingface import fingerprint, random_params, scalar_head_params
-from tuning.models.lora import PROJECTIONS, LoraConfig, join, linears, merge, trainable_shapes, tune, tuned_graph
+from tuning.models.lora import PROJECTIONS, LoraConfig, join, linears, merge, over, trainable_shapes, tune, tuned_graph
 from tuning.training.batch import Layout, micro_batches
-from tuning.training.forward import Compute, logps_and_entropy, scores
+from tuning.training.forward import Compute, decoder_graph, logps_and_entropy, scalar_graph, scores
 from tuning.training.step import make_optimizer, make_schedule, make_step
 
 # Weights of the size that training gives them: with those of a fresh model, nearly nothing depends on the layers.
@@ -32,10 +32,11 @@ def moved(trainable, size=0.05):
 
 @functools.cache
 def program(lora, dtype="float32"):
-    graph = tuned_graph(CONFIG, "decoder", lora)
+    plain = decoder_graph(CONFIG)
 
     def run(trainable, frozen):
-        found, _ = logps_and_entropy(graph, join(trainable, frozen), BATCH, 1.0, Compute(dtype))
+        params = trainable if lora is None else join(tuned_graph(CONFIG, "decoder", lora), trainable, frozen)
+        found, _ = logps_and_entropy(plain, params, BATCH, 1.0, Compute(dtype))
         return found.mean(), found
 
     return jax.jit(jax.grad(run, has_aux=True))
@@ -64,8 +65,9 @@ def test_a_new_adapter_changes_no_bit():
     )
     head = scalar_head_params(CONFIG, PARAMS, jax.random.normal(jax.random.key(0), (CONFIG.hidden_size,)))
     trainable, frozen = tune(CONFIG, "scalar", head, lora, seed=1)
-    tuned = scores(tuned_graph(CONFIG, "scalar", lora), join(trainable, frozen), BATCH, Compute())
-    np.testing.assert_array_equal(tuned, scores(tuned_graph(CONFIG, "scalar", None), head, BATCH, Compute()))
+    tuned = join(tuned_graph(CONFIG, "scalar", lora), trainable, frozen)
+    score = jax.jit(lambda params: scores(scalar_graph(CONFIG), params, BATCH, Compute()))
+    np.testing.assert_array_equal(score(tuned), score(head))
     assert "score" in trainable and "score" not in frozen
 
 
@@ -126,17 +128,17 @@ def test_the_gradient_is_that_of_the_merged_weights_by_the_chain_rule(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_lowers_the_loss_and_leaves_the_base_as_it_is(kind):
     lora = LoraConfig(rank=4, quantize=kind)
-    graph = tuned_graph(CONFIG, "decoder", lora)
     trainable, frozen = tune(CONFIG, "decoder", PARAMS, lora, seed=1)
     before, base = fingerprint(frozen), fingerprint(PARAMS)
 
     def loss(params, batch, frozen):
-        found, _ = logps_and_entropy(graph, join(params, frozen), batch, 1.0, Compute())
-        return -jnp.sum(found) / jnp.sum(batch["mask_CT"]), {}
+        found, _ = logps_and_entropy(decoder_graph(CONFIG), params, batch, 1.0, Compute())
+        return frozen * -jnp.sum(found) / jnp.sum(batch["mask_CT"]), {}
 
     optimizer = make_optimizer(
         make_schedule("constant", 2e-2, 0, 10), b1=0.9, b2=0.95, weight_decay=0.0, clip_norm=1.0, max_skipped=0
     )
+    loss = over(tuned_graph(CONFIG, "decoder", lora), loss)
     step, state = make_step(loss, optimizer, 0), optimizer.init(trainable)
 
     def size(tree):
@@ -145,7 +147,7 @@ def test_training_lowers_the_loss_and_leaves_the_base_as_it_is(kind):
     assert 2 * size(trainable) <= size(state) <= 2 * size(trainable) + 64
     losses = []
     for _ in range(12):
-        trainable, state, sums = step(trainable, state, [BATCH], frozen)
+        trainable, state, sums = step(trainable, state, [BATCH], (frozen, np.float32(1)))
         losses.append(sums["loss"])
     assert losses[-1] < 0.8 * losses[0]
     assert fingerprint(frozen) == before and fingerprint(PARAMS) == base
@@ -158,7 +160,7 @@ def test_the_base_is_an_argument_of_the_program_and_not_a_constant_in_it(kind):
     trainable, frozen = tune(CONFIG, "decoder", PARAMS, lora, seed=1)
 
     def loss(t, f, batch):
-        return jnp.sum(logps_and_entropy(graph, join(t, f), batch, 1.0, Compute())[0])
+        return jnp.sum(logps_and_entropy(None, join(graph, t, f), batch, 1.0, Compute())[0])
 
     program = jax.make_jaxpr(jax.grad(loss))(trainable, frozen, BATCH)
     assert sum(np.size(c) for c in program.consts) < 100
@@ -190,7 +192,7 @@ def test_shapes_are_known_without_making_arrays():
     arrays = tune(CONFIG, "decoder", PARAMS, lora, seed=1)[0]
     assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(lambda x: (x.shape, x.dtype), arrays)
     assert sorted(layers_of(shapes)) == ["o", "q"]
-    model = nnx.merge(tuned_graph(CONFIG, "decoder", None), PARAMS)
+    model = nnx.merge(decoder_graph(CONFIG), PARAMS)
     assert [name for name, _ in linears(model)] == sorted(PROJECTIONS)
 
 
