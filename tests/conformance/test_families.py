@@ -18,7 +18,7 @@ from tuning.models.config_json import from_hugging_face, to_hugging_face
 from tuning.rollout.engine import Engine
 from tuning.rollout.sampling import Sampling
 from tuning.training.batch import Group, Layout, micro_batches
-from tuning.training.forward import decoder_graph
+from tuning.training.forward import Compute, decoder_graph, logps_and_entropy, scalar_graph
 
 torch = pytest.importorskip("torch", reason="parity needs torch")
 
@@ -210,6 +210,31 @@ def test_greedy_rollouts_equal_transformers_generate(family):
         assert [c.tokens for c in completions] == [expected] * 2
 
 
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_sampler_trainer_and_transformers_agree_on_logprobs(family, temperature):
+    draw = np.random.default_rng(6).integers
+    prompts = [draw(3, VOCAB, n).tolist() for n in (4, 11)]
+    found = Engine(family.config).generate(
+        family.params, prompts, samples=2, max_tokens=9, sampling=Sampling(temperature), eos_ids=(2,), seed=1,
+        counters=(0, 1), rows=64,
+    )  # fmt: skip
+    groups = [Group(prompts[i], [c.tokens for c in found[i]], [2 * i, 2 * i + 1]) for i in range(2)]
+    (batch,) = micro_batches(groups, layout=Layout(64, 1), completion_tokens=9)
+    arrays = jax.tree.map(jnp.asarray, batch.arrays())
+    trainer = logps_and_entropy(family.graph, family.params, arrays, temperature, Compute())[0]
+    for slot, caller in enumerate(batch.ids_C):
+        if caller < 0:
+            continue
+        prompt, completion = prompts[caller // 2], found[caller // 2][caller % 2]
+        count = len(completion.tokens)
+        with torch.no_grad():
+            logits = family.model(torch.tensor([prompt + completion.tokens]), use_cache=False).logits[0]
+        logps = torch.log_softmax(logits[len(prompt) - 1 : -1] / temperature, -1)
+        theirs = logps[torch.arange(count), torch.tensor(completion.tokens)].numpy()
+        np.testing.assert_allclose(trainer[slot, :count], theirs, atol=1e-4)
+        np.testing.assert_allclose(completion.logps, theirs, atol=1e-4)
+
+
 def test_both_layouts_of_config_json_mean_the_same(family):
     """What transformers 5 writes (`rope_parameters`) and what it was made from or release 4 would write."""
     new = json.loads((family.folder / "config.json").read_text())
@@ -221,8 +246,6 @@ def test_both_layouts_of_config_json_mean_the_same(family):
 
 def test_a_score_head_is_a_sequence_classifier(family, tmp_path):
     from transformers import AutoModelForSequenceClassification
-
-    from tuning.training.forward import scalar_graph
 
     params = hf.scalar_head_params(family.config, family.params, jax.random.normal(jax.random.key(0), (24,)))
     hf.save_decoder(tmp_path, family.config, params, {"pad_token_id": 0})

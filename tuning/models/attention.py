@@ -20,6 +20,8 @@ Implementation = Literal["plain", "blocked", "cudnn", "splash"]
 
 PLAIN_TOKENS = 1024
 """The longest row whose logits [B, N, L, L] are held whole."""
+PLAIN_TOKENS_CPU = 255
+"""The longest row for which blocks are no faster on a CPU; two blocks skip a quarter of the logits."""
 _LANES = 128
 """Splash's blocks and head sizes are multiples of it."""
 
@@ -34,7 +36,7 @@ def choose(q: jax.Array, softcap: float | None, platform: str | None = None) -> 
         return "cudnn"
     if platform == "tpu" and length % _LANES == 0:
         return "splash"
-    return "plain" if length <= PLAIN_TOKENS else "blocked"
+    return "plain" if length <= (PLAIN_TOKENS_CPU if platform == "cpu" else PLAIN_TOKENS) else "blocked"
 
 
 def packed_attention(
@@ -59,10 +61,9 @@ def packed_attention(
         if how == "blocked":
             segments = Segments(group_BL, branch_BL, spec.positions_BL)
             return blocked_attention(q, k, v, segments, spec.window, spec.scale, spec.softcap), cache
-        if shared is None or spec.window is not None:
+        mask = shared
+        if mask is None or spec.window is not None:
             mask = mask_of(spec.positions_BL, spec.window)
-        else:
-            mask = shared
         if how == "splash":
             return _splash(q, k, v, mask, spec), cache
         if how == "cudnn":

@@ -14,7 +14,7 @@ from flax import nnx
 
 from tuning.losses.head import token_logps
 from tuning.models.attention import packed_attention
-from tuning.models.config import DecoderConfig, UnsupportedModel
+from tuning.models.config import DecoderConfig
 from tuning.models.decoder import Decoder, ScalarHead
 from tuning.models.lora import assemble
 
