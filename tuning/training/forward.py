@@ -14,7 +14,7 @@ from flax import nnx
 
 from tuning.losses.head import token_logps
 from tuning.models.attention import packed_attention
-from tuning.models.config import DecoderConfig, UnsupportedModel
+from tuning.models.config import DecoderConfig
 from tuning.models.decoder import Decoder, ScalarHead
 
 Batch = dict[str, jax.Array]
@@ -54,14 +54,13 @@ def logps_and_entropy(
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of each completion token and entropy at its position, both [C, T] float32, 0 where masked."""
     decoder = nnx.merge(graph, params)
-    if decoder.config.final_softcap is not None:
-        raise UnsupportedModel("final_logit_softcapping: the chunked LM head has no softcap; such a model cannot train")
     hidden = _hidden(decoder, batch, compute)
     logps, entropy = token_logps(
         hidden[batch["at_CT"].reshape(-1)],
         batch["targets_CT"].reshape(-1),
         decoder.head_weight(),
         temperature=temperature,
+        softcap=decoder.config.final_softcap,
     )
     mask = batch["mask_CT"] > 0
     return jnp.where(mask, logps.reshape(mask.shape), 0.0), jnp.where(mask, entropy.reshape(mask.shape), 0.0)
