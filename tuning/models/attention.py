@@ -53,7 +53,7 @@ def packed_attention(
     def mask_of(positions_BL: jax.Array, window: int | jax.Array | None) -> jax.Array:
         return visible(Segments(group_BL, branch_BL, positions_BL), window, 0, length, length)[:, None]
 
-    # One mask for all layers, unless it differs by layer or is too large to keep.
+    # One mask for all layers, unless it differs by layer or is too large to keep; blocked attention makes its own.
     shared = mask_of(group_BL, None) if length <= PLAIN_TOKENS else None
 
     def attention(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, cache: Any) -> tuple[jax.Array, Any]:

@@ -52,7 +52,7 @@ def blocked_attention(
     scale: float,
     softcap: float | None,
 ) -> jax.Array:
-    """softmax(mask(cap(scale * q k))) v, [B, L, N, H] in the type of v; logits and sums in float32."""
+    """softmax(mask(cap(scale * q k))) v, [B, L, N, H] in the type of v; logits and sums in at least float32."""
     length = q_BLNH.shape[1]
     padding = -length % BLOCK
 
@@ -74,7 +74,11 @@ def _stripes(length: int) -> list[tuple[int, int, int]]:
 
 def _dot(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
     """A product over one axis of each, batched over rows and key-value heads."""
-    return jax.lax.dot_general(a, b, (((axis_a,), (axis_b,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(a, b, (((axis_a,), (axis_b,)), ((0, 1), (0, 1))), preferred_element_type=_accumulator(a))
+
+
+def _accumulator(x: jax.Array) -> jnp.dtype:
+    return jnp.promote_types(x.dtype, jnp.float32)
 
 
 def _by_head(x_BLNH: jax.Array, heads: int) -> jax.Array:
@@ -90,7 +94,7 @@ def _by_token(x_BKGLH: jax.Array) -> jax.Array:
 
 
 def _logits(q_rows: jax.Array, keys: jax.Array, groups: int, scale: float, softcap: float | None) -> jax.Array:
-    """[B, K, G, Q, S] in float32."""
+    """[B, K, G, Q, S] in at least float32."""
     z = _dot(q_rows, keys, 3, 3) * scale
     z = z if softcap is None else softcap * jnp.tanh(z / softcap)
     b, k, rows, s = z.shape
@@ -164,7 +168,7 @@ def _backward(
     heads, groups = q.shape[1], q.shape[2]
     g = _by_head(g_BLNH, heads)
     # The sum over keys of p * dp equals g . out.
-    shared = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
+    shared = jnp.sum(g.astype(_accumulator(g)) * out.astype(_accumulator(out)), axis=-1, keepdims=True)
 
     def block(sums: tuple[jax.Array, jax.Array], start: jax.Array | int, stop: int) -> Any:
         rows, g_rows = _block(q, start), _block(g, start)
@@ -182,10 +186,10 @@ def _backward(
         return (dk + _dot(rows, dz_rows, 2, 2), dv + _dot(g_rows, p_rows, 2, 2)), dq
 
     # Gradients of keys and values as [B, K, H, L]: then the small operand of their products is the transposed one.
-    dqs, dk, dv = [], *(jnp.zeros(x.swapaxes(2, 3).shape, jnp.float32) for x in (k, v))
+    dqs, dk, dv = [], *(jnp.zeros(x.swapaxes(2, 3).shape, _accumulator(x)) for x in (k, v))
     for first, count, stop in _stripes(q.shape[3]):
         starts = first + BLOCK * jnp.arange(count)
-        zeros = tuple(jnp.zeros((*x.shape[:3], stop), jnp.float32) for x in (dk, dv))
+        zeros = tuple(jnp.zeros((*x.shape[:3], stop), x.dtype) for x in (dk, dv))
         (dk_stripe, dv_stripe), dq = jax.lax.scan(functools.partial(block, stop=stop), zeros, starts)
         dk, dv = dk.at[..., :stop].add(dk_stripe), dv.at[..., :stop].add(dv_stripe)
         dqs.append(dq)

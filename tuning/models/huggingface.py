@@ -64,7 +64,9 @@ def params_from_tensors(
                 continue
             raise UnsupportedModel(f"{source}: unexpected tensor {name} {tensor.shape}")
         path, layer = wanted.pop(name)
-        whole = host.setdefault(path, np.empty(shapes[path].shape, np.float32))
+        if path not in host:
+            host[path] = np.empty(shapes[path].shape, np.float32)
+        whole = host[path]
         target = whole[layer] if names[path].stacked else whole
         value = tensor.T if names[path].transposed else tensor
         if target.shape != value.shape:

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from tuning.models.matmul import matmul
+
 _INIT = nnx.initializers.normal(0.02)
 
 
@@ -28,7 +30,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         dense = isinstance(self.kernel, nnx.Variable)
-        out = x @ self.kernel[...].astype(x.dtype) if dense else self.kernel(x)
+        out = matmul(x, self.kernel[...]) if dense else self.kernel(x)
         if hasattr(self, "bias"):
             out = out + self.bias[...].astype(x.dtype)
         return out + self.adapter(x) if hasattr(self, "adapter") else out

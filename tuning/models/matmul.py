@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 @jax.custom_vjp
 def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x [..., in] @ weight [in, out] -> [..., out] in the type of x; the weight's gradient accumulates in float32.
+    """x [..., in] @ weight [in, out] -> [..., out] in the type of x; the weight's gradient accumulates in its own.
 
     JAX derives the weight's gradient as the transpose of g^T x. XLA on CPU then writes a
     transposed copy of g, and computes what led to g twice; x^T g needs neither.
@@ -24,7 +24,8 @@ def _backward(saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Arr
     x, weight = saved
     leading = tuple(range(x.ndim - 1))
     dx = jax.lax.dot_general(g, weight.astype(g.dtype), (((g.ndim - 1,), (1,)), ((), ())))
-    dw = jax.lax.dot_general(x, g, ((leading, leading), ((), ())), preferred_element_type=jnp.float32)
+    accumulate = jnp.promote_types(x.dtype, weight.dtype)
+    dw = jax.lax.dot_general(x, g, ((leading, leading), ((), ())), preferred_element_type=accumulate)
     return dx, dw.astype(weight.dtype)
 
 

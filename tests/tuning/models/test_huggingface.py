@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import save_file
 
 from tuning.models import huggingface as hf
 from tuning.models.attention import packed_attention
@@ -153,6 +154,83 @@ def test_missing_and_foreign_tensors_are_named(tmp_path):
     bent = tensors | {"model.norm.weight": np.ones(3, np.float32)}
     with pytest.raises(UnsupportedModel, match=r"model.norm.weight has shape \(3,\)"):
         hf.params_from_tensors(config(True), bent.items(), "here")
+
+
+def test_another_type_is_saved_rounded_once_and_loads_in_transformers(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    params = hf.random_params(config(False), 1)
+    hf.save_decoder(tmp_path, config(False), params, {}, dtype="bfloat16")
+    _, again = hf.load_decoder(tmp_path)
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params)
+    assert hf.fingerprint(again) == hf.fingerprint(rounded)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    kernel = nnx.to_pure_dict(rounded)["layers"]["q"]["kernel"][2]
+    np.testing.assert_array_equal(model.model.layers[2].self_attn.q_proj.weight.float().detach().numpy().T, kernel)
+
+
+def test_saving_again_replaces_shards_of_before(tmp_path):
+    params = hf.random_params(config(True), 1)
+    hf.save_decoder(tmp_path, config(True), params, {}, shard_bytes=30_000)
+    assert (tmp_path / hf.INDEX).is_file()
+    hf.save_decoder(tmp_path, config(True), params, {})
+    assert [p.name for p in sorted(tmp_path.iterdir())] == ["config.json", "model.safetensors"]
+
+
+def test_a_shard_that_is_missing_is_named(tmp_path):
+    hf.save_decoder(tmp_path, config(True), hf.random_params(config(True), 1), {}, shard_bytes=30_000)
+    gone = sorted(tmp_path.glob("model-00002-*"))[0]
+    gone.unlink()
+    with pytest.raises(FileNotFoundError, match=f"names {gone.name}, which is not there"):
+        hf.load_decoder(tmp_path)
+
+
+def test_files_beside_the_model_are_not_read(tmp_path):
+    """Some repositories hold the weights twice, the second time under another layout's names."""
+    params = hf.random_params(config(True), 1)
+    hf.save_decoder(tmp_path, config(True), params, {})
+    save_file({"tok_embeddings.weight": np.ones(2, np.float32)}, tmp_path / "consolidated.safetensors")
+    assert hf.fingerprint(hf.load_decoder(tmp_path)[1]) == hf.fingerprint(params)
+
+
+def test_quantised_tensors_are_refused(tmp_path):
+    hf.save_decoder(tmp_path, config(True), hf.random_params(config(True), 1), {})
+    save_file({"model.norm.weight": np.ones(48, np.int8)}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModel, match="model.norm.weight is of type I8"):
+        hf.load_decoder(tmp_path)
+
+
+def test_parameters_land_where_shardings_say(tmp_path):
+    params = hf.random_params(config(False), 1)
+    hf.save_decoder(tmp_path, config(False), params, {})
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("data",))
+    shardings = jax.tree.map(
+        lambda x: jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*[None] * (x.ndim - 1), "data")), params
+    )
+    _, placed = hf.load_decoder(tmp_path, shardings)
+    assert jax.tree.leaves(jax.tree.map(lambda x: x.sharding, placed)) == jax.tree.leaves(shardings)
+    assert hf.fingerprint(placed) == hf.fingerprint(params)
+
+
+def test_loading_holds_one_parameter_on_the_host(tmp_path, monkeypatch):
+    hf.save_decoder(tmp_path, config(False), hf.random_params(config(False), 1), {}, shard_bytes=30_000)
+    held, most = set(), []
+
+    def empty(shape, dtype):
+        array = np.zeros(shape, dtype)
+        held.add(id(array))
+        most.append(len(held))
+        return array
+
+    def put(array, sharding):
+        held.remove(id(array))
+        return jnp.array(array)
+
+    monkeypatch.setattr(hf.np, "empty", empty)
+    monkeypatch.setattr(hf.jax, "device_put", put)
+    hf.load_decoder(tmp_path)
+    assert len(most) == 12 and max(most) == 1
 
 
 def test_a_folder_without_a_model_says_what_it_lacks(tmp_path):
