@@ -1,0 +1,36 @@
+"""`make bench`: every measurement in a process of its own, one JSON line each.
+
+`python -m tests.bench W2 W4 --model smol135 --repeats 5`
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+WORKS = {"W2": "training", "W4": "training", "W4c": "training", "W6": "training", "reward": "training"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
+    parser.add_argument("works", nargs="*", choices=[*WORKS, []], default=[], help="all by default")
+    parser.add_argument("--model", default="smol135", choices=["smol135", "tiny"])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--here", action="store_true", help="in this process")
+    args = parser.parse_args()
+    if args.here:
+        from importlib import import_module
+
+        for work in args.works:
+            import_module(f"tests.bench.{WORKS[work]}").run(work, args.model, args.repeats)
+        return
+    failed = 0
+    for work in args.works or WORKS:
+        command = [sys.executable, "-m", "tests.bench", work, "--model", args.model, "--repeats", str(args.repeats)]
+        failed += subprocess.call([*command, "--here"]) != 0
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Timing, memory and the machine's own rates, taken in the process that is measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def peak_memory_mb() -> float:
+    """The device's peak where it tells, else the highest resident size of this process."""
+    stats = jax.devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in stats:
+        return float(stats["peak_bytes_in_use"]) / 2**20
+    with open("/proc/self/status") as f:
+        return next(int(line.split()[1]) for line in f if line.startswith("VmHWM")) / 1024
+
+
+def timed(function: Callable[[], Any], repeats: int) -> dict[str, Any]:
+    """Seconds of the first call (compilation included), then medians of the rest, wall and CPU, and the load."""
+
+    def once() -> tuple[float, float]:
+        wall, cpu = time.perf_counter(), time.process_time()
+        jax.block_until_ready(function())
+        return time.perf_counter() - wall, time.process_time() - cpu
+
+    first = once()[0]
+    rest = [once() for _ in range(repeats)]
+    return {
+        "first_s": round(first, 3),
+        "median_s": round(statistics.median(w for w, _ in rest), 4),
+        "min_s": round(min(w for w, _ in rest), 4),
+        "max_s": round(max(w for w, _ in rest), 4),
+        "cpu_s": round(statistics.median(c for _, c in rest), 4),
+        "load": round(os.getloadavg()[0], 2),
+    }
+
+
+def _rate(function: Callable[..., Any], *args: Any, work: float, repeats: int = 7) -> float:
+    program = jax.jit(function)
+    jax.block_until_ready(program(*args))
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(program(*args))
+        times.append(time.perf_counter() - start)
+    return work / statistics.median(times)
+
+
+def gemm_flops(hidden: int, inner: int, rows: int = 2048, dtype: Any = jnp.float32) -> float:
+    """FLOP/s of the model's own kind of product, [rows, hidden] x [hidden, inner]."""
+    a, b = jnp.ones((rows, hidden), dtype), jnp.ones((hidden, inner), dtype)
+    return _rate(jnp.matmul, a, b, work=2.0 * rows * hidden * inner)
+
+
+def memory_bandwidth() -> float:
+    """Bytes/s of reading 512 MiB once: what decoding one token at a time does with the weights."""
+    a = jnp.ones(2**27, jnp.float32)
+    return _rate(lambda x: jnp.sum(x), a, work=float(a.nbytes))
+
+
+def emit(work: str, model: str, **values: Any) -> None:
+    """One JSON line."""
+    device = jax.devices()[0]
+    head = {"work": work, "model": model, "device": f"{device.platform} {device.device_kind}", "jax": jax.__version__}
+    print(json.dumps(head | values), flush=True)

@@ -1,0 +1,154 @@
+"""Train steps and scoring: W2 (SFT), W2lora, W4 and W4c (log-probabilities), W6 (DPO), and a reward-model step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from tests.bench import inputs
+from tests.bench.measure import emit, gemm_flops, peak_memory_mb, timed
+from tuning.device import choose
+from tuning.losses.preference import bradley_terry, dpo
+from tuning.models.config import DecoderConfig
+from tuning.models.huggingface import random_params, scalar_head_params
+from tuning.training.batch import Group, choose_rows, micro_batches
+from tuning.training.forward import decoder_graph, logps_and_entropy, scalar_graph, scores
+from tuning.training.step import make_step
+
+
+def config_of(model: str) -> DecoderConfig:
+    s = inputs.SHAPES[model]
+    return DecoderConfig(
+        vocab_size=s["vocabulary"],
+        hidden_size=s["hidden"],
+        intermediate_size=s["inner"],
+        num_layers=s["layers"],
+        num_heads=s["heads"],
+        num_kv_heads=s["kv_heads"],
+        head_dim=s["head_dim"],
+        rope_theta=s["theta"],
+        norm_eps=1e-5,
+        tie_embeddings=True,
+        max_positions=8192,
+    )
+
+
+def optimizer() -> Any:
+    return optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4)), 3)
+
+
+def forward_flops(config: DecoderConfig, row_tokens: int, head_tokens: int, row_length: int) -> float:
+    """FLOPs of a forward pass: projections, the causal half of attention, and the LM head's positions."""
+    c = config
+    layer = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads) + 3 * c.hidden_size * c.intermediate_size
+    attention = c.num_heads * c.head_dim * row_length
+    return 2.0 * (c.num_layers * (layer + attention) * row_tokens + c.hidden_size * c.vocab_size * head_tokens)
+
+
+def batches_of(groups: list[Group], row_tokens: int = 0) -> list[dict[str, Any]]:
+    budget = row_tokens or choose().row_tokens_per_step
+    layout = choose_rows([groups], budget)
+    width = max(len(c) for g in groups for c in g.completions)
+    sizes = {
+        "n_tokens": np.float32(sum(len(c) for g in groups for c in g.completions)),
+        "n_groups": np.float32(len(groups)),
+    }
+    return [p.arrays() | sizes for p in micro_batches(groups, layout=layout, completion_tokens=width)]
+
+
+def sft_groups(config: DecoderConfig) -> list[Group]:
+    """8 rows of 256 tokens, all but the first trained."""
+    ids = inputs.tokens(8, 256, config.vocab_size)
+    return [Group(row[:1].tolist(), [row[1:].tolist()], [i]) for i, row in enumerate(ids)]
+
+
+def pair_groups(config: DecoderConfig) -> list[Group]:
+    """4 pairs that share a prompt of 128 tokens, with two answers of 128."""
+    ids = inputs.tokens(4, 384, config.vocab_size)
+    return [
+        Group(r[:128].tolist(), [r[128:256].tolist(), r[256:].tolist()], [2 * i, 2 * i + 1]) for i, r in enumerate(ids)
+    ]
+
+
+def run(work: str, model: str, repeats: int) -> None:
+    config = config_of(model)
+    compute = choose().compute
+    graph = decoder_graph(config)
+    params = random_params(config, 0)
+    tokens, head, times, length = 0, 0, 3, 256
+    if work == "W2":
+        groups = sft_groups(config)
+        tokens, head = 8 * 256, 8 * 255
+        batches = batches_of(groups)
+
+        def sft_loss(params: Any, batch: Any, frozen: Any) -> Any:
+            logps, _ = logps_and_entropy(graph, params, batch, 1.0, compute)
+            return -jnp.sum(logps) / batch["n_tokens"], {}
+
+        function = _stepper(sft_loss, params, batches)
+    elif work in ("W4", "W4c"):
+        ids = inputs.tokens(16, 128, config.vocab_size)
+        split = 1 if work == "W4" else 64
+        groups = [Group(r[:split].tolist(), [r[split:].tolist()], [i]) for i, r in enumerate(ids)]
+        tokens, head, times, length = 16 * 128, 16 * (128 - split), 1, 128
+        batches = batches_of(groups, 2048)
+        program = jax.jit(lambda p, b: logps_and_entropy(graph, p, b, 1.0, compute)[0])
+        function = lambda: [program(params, b) for b in batches]  # noqa: E731
+    elif work == "W6":
+        groups = pair_groups(config)
+        tokens, head, times = 4 * 384, 4 * 256, 4
+        batches = batches_of(groups)
+        program = jax.jit(lambda p, b: logps_and_entropy(graph, p, b, 1.0, compute)[0].sum(-1))
+
+        def dpo_loss(params: Any, batch: Any, frozen: Any) -> Any:
+            chosen, rejected = logps_and_entropy(graph, params, batch, 1.0, compute)[0].sum(-1).reshape(-1, 2).T
+            losses = dpo(chosen, rejected, *batch["reference_C"].reshape(-1, 2).T, beta=0.1)
+            return jnp.sum(losses) / batch["n_groups"], {}
+
+        reference = jax.tree.map(jnp.copy, params)
+        step = _stepper(dpo_loss, params, None)
+        function = lambda: step([b | {"reference_C": program(reference, b)} for b in batches])  # noqa: E731
+    elif work == "reward":
+        groups = pair_groups(config)
+        tokens = 4 * 384
+        batches = batches_of(groups)
+        head_graph = scalar_graph(config)
+
+        def reward_loss(params: Any, batch: Any, frozen: Any) -> Any:
+            chosen, rejected = scores(head_graph, params, batch, compute).reshape(-1, 2).T
+            return jnp.sum(bradley_terry(chosen, rejected)) / batch["n_groups"], {}
+
+        function = _stepper(reward_loss, scalar_head_params(config, params), batches)
+    else:
+        raise SystemExit(f"no work {work!r}")
+    found = timed(function, repeats)
+    peak = peak_memory_mb()
+    flops = times * forward_flops(config, tokens, head, length)
+    gemm = gemm_flops(config.hidden_size, config.intermediate_size)
+    emit(
+        work,
+        model,
+        **found,
+        tokens=tokens,
+        tokens_per_s=round(tokens / found["median_s"], 1),
+        peak_memory_mb=round(peak),
+        gflop=round(flops / 1e9),
+        gemm_gflops=round(gemm / 1e9),
+        share_of_gemm=round(flops / found["median_s"] / gemm, 3),
+    )
+
+
+def _stepper(loss: Any, params: Any, batches: Any) -> Any:
+    opt = optimizer()
+    state = {"params": params, "opt": jax.jit(opt.init)(params)}
+    step = make_step(loss, opt, 3)
+
+    def once(given: Any = batches) -> Any:
+        state["params"], state["opt"], sums = step(state["params"], state["opt"], given)
+        return sums
+
+    return once
