@@ -14,8 +14,9 @@ from flax import nnx
 
 from tuning.losses.head import token_logps
 from tuning.models.attention import packed_attention
-from tuning.models.config import DecoderConfig, UnsupportedModel
+from tuning.models.config import DecoderConfig
 from tuning.models.decoder import Decoder, ScalarHead
+from tuning.models.lora import assemble
 
 Batch = dict[str, jax.Array]
 
@@ -53,15 +54,14 @@ def logps_and_entropy(
     graph: Any, params: Any, batch: Batch, temperature: float, compute: Compute
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of each completion token and entropy at its position, both [C, T] float32, 0 where masked."""
-    decoder = nnx.merge(graph, params)
-    if decoder.config.final_softcap is not None:
-        raise UnsupportedModel("final_logit_softcapping: the chunked LM head has no softcap; such a model cannot train")
+    decoder = assemble(graph, params)
     hidden = _hidden(decoder, batch, compute)
     logps, entropy = token_logps(
         hidden[batch["at_CT"].reshape(-1)],
         batch["targets_CT"].reshape(-1),
         decoder.head_weight(),
         temperature=temperature,
+        softcap=decoder.config.final_softcap,
     )
     mask = batch["mask_CT"] > 0
     return jnp.where(mask, logps.reshape(mask.shape), 0.0), jnp.where(mask, entropy.reshape(mask.shape), 0.0)
@@ -71,19 +71,19 @@ def response_hidden(
     graph: Any, params: Any, batch: Batch, compute: Compute
 ) -> tuple[jax.Array, jax.Array, float | None]:
     """Hidden states that predict the completion tokens [C, T, D], and the head: its weight [V, D] and softcap."""
-    decoder = nnx.merge(graph, params)
+    decoder = assemble(graph, params)
     return _hidden(decoder, batch, compute)[batch["at_CT"]], decoder.head_weight(), decoder.config.final_softcap
 
 
 def values(graph: Any, params: Any, batch: Batch, compute: Compute) -> jax.Array:
     """Critic values [C, T] of the states in which each completion token was chosen, 0 where masked."""
-    model = nnx.merge(graph, params)
+    model = assemble(graph, params)
     hidden = _hidden(model.decoder, batch, compute)
     return jnp.where(batch["mask_CT"] > 0, model.scores(hidden[batch["at_CT"]]), 0.0)
 
 
 def scores(graph: Any, params: Any, batch: Batch, compute: Compute) -> jax.Array:
     """Reward-model scores [C], read at the recorded last token (R12)."""
-    model = nnx.merge(graph, params)
+    model = assemble(graph, params)
     hidden = _hidden(model.decoder, batch, compute)
     return model.scores(hidden[batch["last_C"]])
