@@ -44,7 +44,9 @@ def optimizer() -> Any:
 def forward_flops(config: DecoderConfig, row_tokens: int, head_tokens: int, row_length: int) -> float:
     """FLOPs of a forward pass: projections, the causal half of attention, and the LM head's positions."""
     c = config
-    layer = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads) + 3 * c.hidden_size * c.intermediate_size
+    layer = (
+        c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads) + 3 * c.hidden_size * c.intermediate_size
+    )
     attention = c.num_heads * c.head_dim * row_length
     return 2.0 * (c.num_layers * (layer + attention) * row_tokens + c.hidden_size * c.vocab_size * head_tokens)
 

@@ -192,15 +192,16 @@ def pack_rows(rows: Sequence[Sequence[Group]], shape: Shape) -> Packed:
     return Packed(tokens, positions, group, branch, at, targets, mask, last, ids)
 
 
-def micro_batches(groups: Sequence[Group], *, layout: Layout, completion_tokens: int) -> list[Packed]:
+def micro_batches(groups: Sequence[Group], *, layout: Layout, completion_tokens: int, shards: int = 1) -> list[Packed]:
     """Packs groups into equal micro-batches of at most `layout.rows` rows.
 
-    `completion_tokens` is the width T; every completion fits it.
+    `completion_tokens` is the width T; every completion fits it. Rows and completion slots are
+    multiples of `shards`.
     """
     planned = plan_rows(groups, layout.row_tokens)
-    rows = _even(len(planned), layout.rows)
+    rows = round_up(_even(len(planned), max(layout.rows, shards)), shards)
     chunks = [planned[i : i + rows] for i in range(0, len(planned), rows)]
-    slots = bucket(max(sum(len(g.completions) for row in chunk for g in row) for chunk in chunks))
+    slots = round_up(bucket(max(sum(len(g.completions) for row in chunk for g in row) for chunk in chunks)), shards)
     shape = Shape(rows, layout.row_tokens, slots, completion_tokens)
     return [pack_rows(chunk, shape) for chunk in chunks]
 

@@ -34,7 +34,7 @@ class Checkpoints:
         if step is None:
             return None
         wanted, tree = jax.tree.flatten(like)
-        shapes = {str(i): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for i, leaf in enumerate(wanted)}
+        shapes = {str(i): _abstract(leaf) for i, leaf in enumerate(wanted)}
         restored = self._manager.restore(
             step, args=ocp.args.Composite(state=ocp.args.StandardRestore(shapes), position=ocp.args.JsonRestore())
         )
@@ -60,12 +60,17 @@ def save_tree(folder: Path, tree: Any) -> None:
 def load_tree(folder: Path, like: Any) -> Any:
     """Reads what `save_tree` wrote into the structure of `like`; ValueError where a shape differs."""
     wanted, tree = jax.tree.flatten(like)
-    shapes = {str(i): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for i, leaf in enumerate(wanted)}
+    shapes = {str(i): _abstract(leaf) for i, leaf in enumerate(wanted)}
     with ocp.StandardCheckpointer() as checkpointer:
         restored = checkpointer.restore(folder.absolute(), shapes)
     leaves = [restored[str(i)] for i in range(len(wanted))]
     _check(folder, leaves, wanted)
     return jax.tree.unflatten(tree, leaves)
+
+
+def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    """What to restore: an array is restored to where `leaf` lies, whatever mesh it was saved from."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))
 
 
 def _check(where: Path, leaves: list[Any], wanted: list[Any]) -> None:

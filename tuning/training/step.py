@@ -12,6 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tuning.training.mesh import put_batch, state_shardings
 
 # loss(params, batch, frozen) -> (share of the step's loss, sums for metrics)
 LossFn = Callable[[Any, dict[str, jax.Array], Any], tuple[jax.Array, dict[str, jax.Array]]]
@@ -60,11 +63,14 @@ def make_optimizer(
     return optax.apply_if_finite(chain, max_consecutive_errors=max_skipped + 1)
 
 
-def make_step(loss_fn: LossFn, optimizer: optax.GradientTransformation, max_skipped: int) -> StepFn:
+def make_step(
+    loss_fn: LossFn, optimizer: optax.GradientTransformation, max_skipped: int, mesh: Mesh | None = None
+) -> StepFn:
     """A step over a list of micro-batches: `step(params, opt_state, batches, frozen=None) -> params, opt_state, sums`.
 
     `params` and `opt_state` are donated; `frozen` is a pytree that the loss reads and nothing
-    changes (the base under an adapter). Raises NonFinite after more than `max_skipped` skipped
+    changes (the base under an adapter). On a mesh all three lie where `tuning.training.mesh` puts
+    them, and parameters and state stay there. Raises NonFinite after more than `max_skipped` skipped
     steps in a row.
     """
     gradient = jax.value_and_grad(loss_fn, has_aux=True)
@@ -82,26 +88,38 @@ def make_step(loss_fn: LossFn, optimizer: optax.GradientTransformation, max_skip
         (loss, new_sums), new = gradient(params, batch, frozen)
         return jax.tree.map(jnp.add, (grads, sums), (new, new_sums | {"loss": loss}))
 
-    # One micro-batch needs one program, several need two, whatever their number.
-    whole = jax.jit(whole, donate_argnums=(0, 1))
-    add = jax.jit(add, donate_argnums=(0, 1))
-    apply_sum = jax.jit(apply, donate_argnums=(0, 1))
-
-    @jax.jit
     def zeros(params: Any, batch: dict[str, Any], frozen: Any) -> Any:
         loss, sums = jax.eval_shape(loss_fn, params, batch, frozen)
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (params, sums | {"loss": loss}))
 
+    # One micro-batch needs one program, several need three, whatever their number.
+    functions: dict[str, Callable[..., Any]] = {"whole": whole, "zeros": zeros, "add": add, "apply": apply}
+    programs: dict[str, Any] = {}
+
+    def program(name: str, params: Any) -> Any:
+        if name not in programs:
+            options: dict[str, Any] = {} if name == "zeros" else {"donate_argnums": (0, 1)}
+            if mesh is not None:
+                of_params, of_state = state_shardings(optimizer, params, mesh)
+                everywhere = NamedSharding(mesh, PartitionSpec())
+                sums, after = (of_params, everywhere), (of_params, of_state, everywhere)
+                outs = {"whole": (*after, everywhere), "zeros": sums, "add": sums, "apply": after}
+                options["out_shardings"] = outs[name]
+            programs[name] = jax.jit(functions[name], **options)
+        return programs[name]
+
     def step(
         params: Any, opt_state: Any, batches: Sequence[dict[str, Any]], frozen: Any = None
     ) -> tuple[Any, Any, dict[str, float]]:
+        if mesh is not None:
+            batches = [put_batch(b, mesh) for b in batches]
         if len(batches) == 1:
-            params, opt_state, norm, sums = whole(params, opt_state, batches[0], frozen)
+            params, opt_state, norm, sums = program("whole", params)(params, opt_state, batches[0], frozen)
         else:
-            grads, sums = zeros(params, batches[0], frozen)
+            grads, sums = program("zeros", params)(params, batches[0], frozen)
             for batch in batches:
-                grads, sums = add(grads, sums, params, batch, frozen)
-            params, opt_state, norm = apply_sum(params, opt_state, grads)
+                grads, sums = program("add", params)(grads, sums, params, batch, frozen)
+            params, opt_state, norm = program("apply", params)(params, opt_state, grads)
         skipped = int(opt_state.notfinite_count)
         if skipped > max_skipped:
             raise NonFinite(

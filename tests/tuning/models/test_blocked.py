@@ -62,7 +62,7 @@ def test_a_long_row_needs_a_twentieth_of_the_plain_forms_memory():
 
     def temporary(function):
         def two_layers(q, k, v, s):
-            # In a scan, as in the decoder: in one straight program XLA keeps the forward pass's blocks for the backward.
+            # In a scan, as in the decoder: in a straight program XLA keeps the forward pass's blocks.
             return jax.lax.scan(lambda q, _: (function(q, k, v, s, None, 0.25, None), None), q, length=2)[0].sum()
 
         loss = jax.grad(two_layers, argnums=(0, 1, 2))

@@ -1,0 +1,98 @@
+"""Trains a few steps on meshes of this program's devices and prints what it found; run by `test_mesh`.
+
+Usage: mesh_program.py FOLDER [PROCESS COUNT PORT]
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+
+if len(sys.argv) > 2:
+    jax.distributed.initialize(f"127.0.0.1:{sys.argv[4]}", num_processes=int(sys.argv[3]), process_id=int(sys.argv[2]))
+
+import jax.numpy as jnp
+import numpy as np
+
+from tests.tuning.training.test_batch import CONFIG, PARAMS, ragged_groups
+from tuning.models.huggingface import fingerprint
+from tuning.training.batch import Layout, micro_batches
+from tuning.training.checkpoint import Checkpoints
+from tuning.training.forward import Compute, decoder_graph, logps_and_entropy
+from tuning.training.mesh import Axes, gather, init_state, make_mesh, put_params, row_shards
+from tuning.training.step import copy, make_optimizer, make_schedule, make_step
+
+GRAPH = decoder_graph(CONFIG)
+MESHES = [(2, Axes()), (4, Axes(2, 1, 2)), (8, Axes(2, 2, 2))]
+
+
+def loss_fn(params, batch, frozen):
+    logps, _ = logps_and_entropy(GRAPH, params, batch, 1.0, Compute())
+    return -jnp.sum(logps) / batch["n_tokens"], {"tokens": jnp.sum(batch["mask_CT"])}
+
+
+def batches(shards, rows):
+    groups = ragged_groups(7, count=24)
+    n = np.float32(sum(len(c) for g in groups for c in g.completions))
+    packed = micro_batches(groups, layout=Layout(64, rows), completion_tokens=8, shards=shards)
+    assert (len(packed) > 1) == (rows < 64) and all(
+        p.tokens_BL.shape[0] % shards == 0 == p.at_CT.shape[0] % shards for p in packed
+    )
+    return [p.arrays() | {"n_tokens": n} for p in packed]
+
+
+def optimizer():
+    return make_optimizer(
+        make_schedule("constant", 1e-2, 0, 10), b1=0.9, b2=0.95, weight_decay=0.1, clip_norm=1.0, max_skipped=2
+    )
+
+
+class Run:
+    """A model in training on a mesh."""
+
+    def __init__(self, mesh, rows=64):
+        self.mesh, self.rows = mesh, rows
+        self.params = copy(PARAMS) if mesh is None else put_params(PARAMS, mesh)
+        self.state = init_state(optimizer(), self.params, mesh)
+        self.step = make_step(loss_fn, optimizer(), 2, mesh)
+
+    def train(self, steps):
+        losses = []
+        for _ in range(steps):
+            given = batches(row_shards(self.mesh), self.rows)
+            self.params, self.state, sums = self.step(self.params, self.state, given)
+            losses.append(sums["loss"])
+        return losses
+
+
+def several_processes():
+    run = Run(make_mesh(Axes(1, 2, 2)))
+    losses = run.train(3)
+    return {"losses": losses, "fingerprint": fingerprint(gather(run.params)), "devices": jax.device_count()}
+
+
+def one_process(folder):
+    found = {"plain": Run(None).train(3)}
+    checkpoints = Checkpoints(folder / "c")
+    for count, axes in MESHES:
+        # Two devices take several micro-batches a step.
+        run = Run(make_mesh(axes, jax.devices()[:count]), 8 if count == 2 else 64)
+        found[f"{count} {axes}"] = run.train(3)
+        if count == 4:
+            checkpoints.save(3, (run.params, run.state), {"step": 3})
+            checkpoints.wait()
+            saved = jax.tree.map(np.asarray, (run.params, run.state))
+            found["fourth"] = run.train(1)
+    kernel = run.params["layers"]["gate"]["kernel"][...]
+    found["share"] = kernel.addressable_shards[0].data.size / kernel.size
+    (run.params, run.state), _ = checkpoints.restore((run.params, run.state))
+    checkpoints.close()
+    restored = jax.tree.leaves((run.params, run.state))
+    found["restored"] = all(np.array_equal(a, b) for a, b in zip(restored, jax.tree.leaves(saved), strict=True))
+    found["restored_on"] = len(restored[0].sharding.device_set)
+    found["resumed"] = run.train(1)
+    return found
+
+
+print(json.dumps(several_processes() if len(sys.argv) > 2 else one_process(Path(sys.argv[1]))))

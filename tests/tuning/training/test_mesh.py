@@ -1,0 +1,66 @@
+"""One model on 1, 2, 4 and 8 devices, and on two processes: the same losses; checkpoints move between meshes."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tuning.training.mesh import Axes, make_mesh
+
+PROGRAM = "tests.tuning.training.mesh_program"
+
+
+def start(devices, *args):
+    environment = os.environ | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "JAX_PLATFORMS": "cpu",
+    }
+    command = [sys.executable, "-m", PROGRAM, *map(str, args)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def result(process):
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err[-3000:]
+    return json.loads(out.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return result(start(8, tmp_path_factory.mktemp("mesh")))
+
+
+def test_losses_agree_on_every_mesh(found):
+    meshes = {k: v for k, v in found.items() if "Axes" in k}
+    assert len(meshes) == 3
+    for name, losses in meshes.items():
+        assert losses == pytest.approx(found["plain"], abs=1e-5), name
+    assert found["plain"][2] < found["plain"][0] - 0.1
+
+
+def test_parameters_are_cut_by_fsdp_and_tensor(found):
+    assert found["share"] == pytest.approx(1 / 4)
+
+
+def test_a_checkpoint_of_four_devices_goes_on_on_eight(found):
+    assert found["restored"] and found["restored_on"] == 8
+    assert found["resumed"] == pytest.approx(found["fourth"], abs=1e-5)
+
+
+def test_two_processes_train_one_model(found, tmp_path):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    both = [result(p) for p in [start(2, tmp_path, i, 2, port) for i in range(2)]]
+    assert both[0] == both[1] and both[0]["devices"] == 4
+    assert both[0]["losses"] == pytest.approx(found["plain"], abs=1e-5)
+
+
+def test_a_mesh_that_does_not_fit_the_devices_is_refused():
+    with pytest.raises(ValueError, match="asks for 3 devices, there are 1"):
+        make_mesh(Axes(3, 1, 1))
+    with pytest.raises(ValueError, match="one of them may be -1"):
+        make_mesh(Axes(-1, -1, 1))

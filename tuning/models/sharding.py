@@ -1,0 +1,46 @@
+"""How the parameters of a model lie on a mesh: rules by name, beside the mathematics.
+
+Mesh axes: `data` holds copies, `fsdp` cuts parameters and gathers them layer by layer (Zhao et al.,
+2023), `tensor` cuts heads, feed-forward and vocabulary (Shoeybi et al., 2019).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+_INTO = {"q", "k", "v", "gate", "up"}
+"""Projections out of the residual stream: cut by output for `tensor`."""
+_BACK = {"o", "down"}
+"""Projections back into it: cut by input."""
+
+
+def _rule(names: tuple[str, ...]) -> tuple[str | None, ...]:
+    """Mesh axes of the last dimensions of the parameter with this path."""
+    if names[-1] in ("embedding", "head"):
+        return ("tensor", "fsdp")
+    linear = next((n for n in names if n in _INTO | _BACK), None)
+    if linear is None:
+        return ()
+    size_in, size_out = ("fsdp", "tensor") if linear in _INTO else ("tensor", "fsdp")
+    return {
+        "kernel": (size_in, size_out),
+        "bias": (size_out,) if linear in _INTO else (),
+        "a": (size_in, None),
+        "b": (None, size_out),
+    }.get(names[-1], ())
+
+
+def shardings(params: Any, mesh: Mesh) -> Any:
+    """A NamedSharding for each parameter; what an axis does not divide evenly is not cut along it."""
+
+    def one(path: Any, leaf: Any) -> NamedSharding:
+        names = tuple(str(getattr(k, "key", getattr(k, "name", k))) for k in path)
+        rule = _rule(tuple(n for n in names if n != "value"))
+        dims = leaf.shape[len(leaf.shape) - len(rule) :]
+        cut = [a if a and size % mesh.shape[a] == 0 else None for a, size in zip(rule, dims, strict=True)]
+        return NamedSharding(mesh, PartitionSpec(*[None] * (len(leaf.shape) - len(rule)), *cut))
+
+    return jax.tree_util.tree_map_with_path(one, params)

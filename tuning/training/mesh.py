@@ -1,0 +1,101 @@
+"""Training on several devices, of one process or of several: the mesh, and what lies where on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tuning.models.sharding import shardings
+
+ROWS = ("data", "fsdp")
+"""Axes that cut a batch: by rows, and by completions."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """Devices along each axis; -1 takes what the others leave."""
+
+    data: int = 1
+    fsdp: int = -1
+    tensor: int = 1
+
+
+def make_mesh(axes: Axes, devices: list[Any] | None = None) -> Mesh:
+    """A mesh over the given devices (by default all, of all processes), `tensor` innermost.
+
+    Raises ValueError where the sizes do not multiply to the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = dataclasses.asdict(axes)
+    known = math.prod(s for s in sizes.values() if s > 0)
+    open_axes = [name for name, s in sizes.items() if s == -1]
+    if len(open_axes) > 1 or any(s == 0 or s < -1 for s in sizes.values()):
+        raise ValueError(f"mesh {sizes}: sizes are positive, and one of them may be -1")
+    if open_axes:
+        sizes[open_axes[0]] = max(1, len(devices) // known)
+    if math.prod(sizes.values()) != len(devices):
+        raise ValueError(f"mesh {sizes} asks for {math.prod(sizes.values())} devices, there are {len(devices)}")
+    return Mesh(np.array(devices).reshape(tuple(sizes.values())), tuple(sizes))
+
+
+def row_shards(mesh: Mesh | None) -> int:
+    """Into how many parts a batch is cut; its rows and its completions are multiples of this."""
+    return 1 if mesh is None else math.prod(mesh.shape[a] for a in ROWS)
+
+
+def put(value: Any, sharding: NamedSharding) -> jax.Array:
+    """A copy of an array on its devices. Every process holds the whole value and hands over its own part."""
+    if isinstance(value, jax.Array) and value.is_fully_addressable and sharding.is_fully_addressable:
+        # A shard may share memory with what it was put from, and donation would take that away.
+        return jax.device_put(jnp.copy(value), sharding)
+    host = np.asarray(value)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index].copy())
+
+
+def put_params(params: Any, mesh: Mesh) -> Any:
+    """Parameters, adapters or frozen trees on the mesh by the model's rules."""
+    return jax.tree.map(put, params, shardings(params, mesh))
+
+
+def put_batch(batch: dict[str, Any], mesh: Mesh) -> dict[str, jax.Array]:
+    """A micro-batch cut along its first axis; counts are on every device."""
+
+    def one(value: Any) -> jax.Array:
+        value = np.asarray(value)
+        return put(value, NamedSharding(mesh, PartitionSpec(ROWS) if value.ndim else PartitionSpec()))
+
+    return {name: one(value) for name, value in batch.items()}
+
+
+def state_shardings(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh) -> tuple[Any, Any]:
+    """Where parameters and optimizer state lie: moments beside their parameters."""
+    of_params = shardings(params, mesh)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    shapes = jax.eval_shape(optimizer.init, params)
+    of_state = optax.tree_utils.tree_map_params(
+        optimizer, lambda _, sharding: sharding, shapes, of_params, transform_non_params=lambda _: everywhere
+    )
+    return of_params, of_state
+
+
+def init_state(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh | None) -> Any:
+    """The optimizer's first state, on the mesh where there is one."""
+    if mesh is None:
+        return jax.jit(optimizer.init)(params)
+    return jax.jit(optimizer.init, out_shardings=state_shardings(optimizer, params, mesh)[1])(params)
+
+
+def gather(tree: Any) -> Any:
+    """The tree with whole arrays on this process: numpy where arrays are spread over several processes."""
+    if all(x.is_fully_addressable for x in jax.tree.leaves(tree)):
+        return tree
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.process_allgather(tree, tiled=True)
