@@ -67,4 +67,9 @@ def _card(name: str, policy: Artifact, history: list[dict[str, Any]]) -> str:
     lines = [f"# {name}", "", "Made by rlhf-pipeline. `provenance.json` holds configs, seeds and versions.", ""]
     lines += ["| stage | key | output digest |", "|---|---|---|"]
     lines += [f"| {h['stage']} | {h['key'][:12]} | {h['digest'][:12]} |" for h in reversed(history)]
+    if policy.has(f"{ADAPTER}/"):
+        lines += [
+            "",
+            f"`{ADAPTER}/` holds in PEFT's format what the last stage trained; it is merged in the weights here.",
+        ]
     return "\n".join([*lines, "", f"Policy digest: {policy.digest}", ""])

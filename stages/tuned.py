@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from stages import training
+from stages.artifacts import Artifact
 from stages.base import Context
 from stages.models import recall, remember
 from stages.settings import Lora
@@ -66,8 +67,13 @@ def fit(
         sample=None if sample is None else lambda p, *rest: sample(merge(model, role, params, p, lora), *rest),
     )
     trained, metrics = training.fit(ctx, adapted, trainable, config, (base, frozen))
-    save_adapter(ctx.out / ADAPTER, trained, lora)
+    save_adapter(ctx.out / ADAPTER, trained, lora, name_of(ctx.inputs["policy" if "policy" in ctx.inputs else "base"]))
     return merge(model, role, params, trained, lora), metrics | sizes(trained, base)
+
+
+def name_of(artifact: Artifact) -> str:
+    """What an adapter calls the model below it: an artifact of the store, by content."""
+    return f"{artifact.stage}-{artifact.digest[:12]}"
 
 
 def based(ctx: Context, digest: str, role: Role, load: Callable[[], tuple[Any, Any]], config: Any) -> Base:

@@ -25,7 +25,7 @@ from stages.models import load_policy, load_scorer, recall, remember, token_ids
 from stages.settings import Compute, Fraction, Lora, Optimizer, Trained
 from stages.tables import read_rows
 from stages.training import counted, optimizer_of
-from stages.tuned import ADAPTER, based, lora_config
+from stages.tuned import ADAPTER, based, lora_config, name_of
 
 NAME = "update"
 VERSION = 1
@@ -134,7 +134,8 @@ def run(ctx: Context) -> dict[str, Any]:
     content = {"fingerprint": _mark(state), "round": ctx.config.round}
     (ctx.out / "policy.json").write_text(json.dumps(content) + "\n")
     if ctx.config.lora is not None:
-        save_adapter(ctx.out / ADAPTER, state.adapter, lora_config(ctx.config.lora))
+        below = name_of(_start(ctx.config, ctx.inputs["policy"]))
+        save_adapter(ctx.out / ADAPTER, state.adapter, lora_config(ctx.config.lora), below)
     if ctx.config.store_state or ctx.config.lora is not None:
         _store(ctx, state)
     remember(ctx, "decoder:new", (state.config, state.params))

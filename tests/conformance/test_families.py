@@ -47,7 +47,6 @@ SIZES = {
     "eos_token_id": 2,
 }
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama2": ("Llama", {"rope_theta": 500.0}),
     "llama3": ("Llama", {"rope_theta": 5e3, "rope_scaling": LLAMA3, "tie_word_embeddings": True}),
     "llama_biased": (
         "Llama",
@@ -56,9 +55,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1, 0], "tie_word_embeddings": True, "attention_bias": True}),
     "smollm3_windows": ("SmolLM3", {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": WINDOW}),
     "mistral": ("Mistral", {"sliding_window": WINDOW, "rope_theta": 1e3}),
-    "mistral_full": ("Mistral", {"sliding_window": None, "tie_word_embeddings": True}),
     "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
-    "qwen2_full": ("Qwen2", {"tie_word_embeddings": True, "rope_theta": 1e6}),
     "qwen3": (
         "Qwen3",
         {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": [FULL, SLIDING] * 2}
@@ -210,8 +207,8 @@ def test_greedy_rollouts_equal_transformers_generate(family):
         assert [c.tokens for c in completions] == [expected] * 2
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.3])
-def test_sampler_trainer_and_transformers_agree_on_logprobs(family, temperature):
+def test_sampler_trainer_and_transformers_agree_on_logprobs(family):
+    temperature = 0.7
     draw = np.random.default_rng(6).integers
     prompts = [draw(3, VOCAB, n).tolist() for n in (4, 11)]
     found = Engine(family.config).generate(
@@ -221,7 +218,8 @@ def test_sampler_trainer_and_transformers_agree_on_logprobs(family, temperature)
     groups = [Group(prompts[i], [c.tokens for c in found[i]], [2 * i, 2 * i + 1]) for i in range(2)]
     (batch,) = micro_batches(groups, layout=Layout(64, 1), completion_tokens=9)
     arrays = jax.tree.map(jnp.asarray, batch.arrays())
-    trainer = logps_and_entropy(family.graph, family.params, arrays, temperature, Compute())[0]
+    forward = jax.jit(lambda params, batch: logps_and_entropy(family.graph, params, batch, temperature, Compute())[0])
+    trainer = forward(family.params, arrays)
     for slot, caller in enumerate(batch.ids_C):
         if caller < 0:
             continue
@@ -257,5 +255,5 @@ def test_a_score_head_is_a_sequence_classifier(family, tmp_path):
     head = nnx.merge(scalar_graph(config), params)
     ones = jnp.ones_like(jnp.asarray(TOKENS))
     positions = jnp.broadcast_to(jnp.arange(LENGTH), TOKENS.shape)
-    hidden, _ = head.decoder(jnp.asarray(TOKENS), positions, packed_attention(ones, 0 * ones))
-    np.testing.assert_allclose(head.scores(hidden[:, -1]), theirs, atol=1e-4)
+    score = jax.jit(lambda t: head.scores(head.decoder(t, positions, packed_attention(ones, 0 * ones))[0][:, -1]))
+    np.testing.assert_allclose(score(jnp.asarray(TOKENS)), theirs, atol=1e-4)

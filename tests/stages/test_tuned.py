@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from stages import reward, sft
+from stages import distill, preference, reward, sft
 from stages.settings import Lora
 from stages.tuned import lora_config
 from tests.stages.test_ways import FAST, base, compiled, data, judged, memory, perform, rows_of, settings  # noqa: F401
@@ -61,6 +61,26 @@ def test_a_reward_model_trains_its_adapter_and_its_head(base, memory, judged, tm
     assert np.abs(trained["score"][...]).max() > 1e-3
     start = huggingface.scalar_head_params(model, huggingface.load_decoder(base.path / "model")[1])
     assert huggingface.fingerprint(merge(model, "scalar", start, trained, lora)) == huggingface.fingerprint(after)
+
+
+@pytest.mark.parametrize("stage", ["kto", "distill"])
+def test_what_a_stage_computes_or_samples_on_the_way_is_of_the_tuned_model(stage, base, memory, judged, tmp_path):  # noqa: F811
+    values = {"optimizer": QUICK, "lora": LORA}
+    inputs = {"policy": base, "data": judged, "tokenizer": base}
+    if stage == "kto":
+        config = settings(preference, loss="kto", beta=2.0, heldout_fraction=0.0, **values)
+        metrics, made = perform(preference, config, tmp_path / "kto", memory, **inputs, reference=base)
+        # The reference point is the policy's distance from where it started: 0 while the adapter is.
+        lines = [json.loads(line) for line in (made.path / "logs" / "metrics.jsonl").read_text().splitlines()]
+        assert lines[0]["kl"] == 0.0 and metrics["kl"] > 1e-3
+    else:
+        table = data(tmp_path / "d", sft=rows_of("sft", 32))
+        teacher = perform(sft, settings(sft), tmp_path / "teacher", memory, base=base, data=table, tokenizer=base)[1]
+        config = settings(distill, on_policy=1.0, max_tokens=4, heldout_fraction=0.25, **values)
+        metrics, made = perform(distill, config, tmp_path / "distill", memory, **inputs, teacher=teacher)
+        assert metrics["heldout_divergence"] < 0.9 * metrics["heldout_divergence_before"]
+    assert (made.path / "adapter" / "adapter_model.safetensors").is_file()
+    assert metrics["trained_parameters"] < 20_000
 
 
 def test_a_killed_stage_goes_on_with_its_adapter(base, memory, tmp_path):  # noqa: F811

@@ -136,29 +136,25 @@ def test_preference_on_pairs(loss, base, memory, judged, tmp_path):
     assert (made.path / "model" / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("source", ["pairs", "labels"])
-def test_kto(source, base, memory, judged, tmp_path):
-    name = {"pairs": "data", "labels": "labelled"}[source]
-    inputs = {"policy": base, "reference": base, "tokenizer": base, name: judged}
-    metrics, _ = perform(preference, settings(preference, loss="kto"), tmp_path / "all", memory, **inputs)
-    assert metrics["examples"] == {"pairs": 64, "labels": 48}[source]
-    assert metrics["heldout_completions"] == 24
+def test_kto_on_pairs_taken_apart(base, memory, judged, tmp_path):
+    inputs = {"policy": base, "reference": base, "tokenizer": base, "data": judged}
+    metrics, _ = perform(preference, settings(preference, loss="kto"), tmp_path / "kto", memory, **inputs)
+    assert (metrics["examples"], metrics["heldout_completions"]) == (64, 24)
     assert metrics["heldout_loss_before"] == pytest.approx(0.5, rel=1e-5)
     assert metrics["heldout_loss"] < 0.49
     assert metrics["heldout_accuracy"] > 0.95 and metrics["heldout_margin"] > 0.02
 
 
-def test_micro_batches_change_nothing(base, memory, tmp_path):
-    inputs = {"policy": base, "reference": base, "tokenizer": base}
-    inputs["labelled"] = data(tmp_path / "data", labelled=rows_of("labelled", 16))
+def test_kto_on_labels_and_that_micro_batches_change_nothing(base, memory, judged, tmp_path):
+    inputs = {"policy": base, "reference": base, "tokenizer": base, "labelled": judged}
     found = []
     for tokens in (64, 512):
-        config = settings(
-            preference, loss="kto", heldout_fraction=0.0, beta=2.0, compute={"tokens_per_micro_batch": tokens}
-        )
+        config = settings(preference, loss="kto", beta=2.0, compute={"tokens_per_micro_batch": tokens})
         found.append(perform(preference, config, tmp_path / str(tokens), memory, **inputs)[0])
+    assert (found[0]["examples"], found[0]["heldout_completions"]) == (48, 24)
     assert found[0]["kl"] > 0.01
-    for key in ("loss", "kl", "margin"):
+    assert found[0]["heldout_accuracy"] > 0.95
+    for key in ("loss", "kl", "margin", "heldout_loss"):
         assert found[0][key] == pytest.approx(found[1][key], rel=1e-4, abs=1e-6), key
 
 
@@ -182,14 +178,14 @@ def test_long_pairs_stay_pairs_in_reward_and_preference(base, memory, tmp_path):
         judged = {"chosen_ids": [*good, 2], "rejected_ids": [*bad, 2], "chosen": "c", "rejected": "r", "margin": None}
         return {"id": str(i), "prompt_ids": [20 + i] * 300, "prompt": "p", **judged}
 
-    rows = [pair(i) for i in range(8)]
+    rows = [pair(i) for i in range(4)]
     assert min(len(r["prompt_ids"]) + len(r["chosen_ids"]) + len(r["rejected_ids"]) for r in rows) > 1024
     found = data(tmp_path / "data", preference=rows, heldout_preference=rows[:2])
     inputs = {"data": found, "tokenizer": base}
     config = settings(reward, examples_per_step=4, epochs=2)
     metrics, _ = perform(reward, config, tmp_path / "reward", memory, base=base, **inputs)
     assert metrics["accuracy"] == metrics["heldout_accuracy"] == 1.0
-    config = settings(preference, loss="simpo", examples_per_step=4)
+    config = settings(preference, loss="simpo", examples_per_step=4, epochs=2)
     metrics, _ = perform(preference, config, tmp_path / "preference", memory, policy=base, **inputs)
     assert metrics["accuracy"] == metrics["heldout_accuracy"] == 1.0
 
@@ -216,18 +212,16 @@ def teacher(tmp_path_factory, base, memory) -> Folder:
     return made
 
 
-@pytest.mark.parametrize(("divergence", "share"), [("forward-kl", 0.0), ("jsd", 1.0)])
-def test_distillation_lowers_the_divergence(divergence, share, base, memory, teacher, judged, tmp_path):
-    config = settings(distill, divergence=divergence, on_policy=share, max_tokens=6, epochs=2)
+def test_distillation_lowers_the_divergence(base, memory, teacher, judged, tmp_path):
+    config = settings(distill, divergence="jsd", on_policy=0.5, max_tokens=12, epochs=2)
     inputs = {"policy": base, "teacher": teacher, "data": judged, "tokenizer": base}
     metrics, made = perform(distill, config, tmp_path / "distill", memory, **inputs)
     assert metrics["heldout_divergence"] < 0.7 * metrics["heldout_divergence_before"]
     lines = [json.loads(line) for line in (made.path / "logs" / "metrics.jsonl").read_text().splitlines()]
-    if share:
-        # A model that knows nothing seldom stops: its own completions have all the tokens that they may have.
-        assert lines[0]["tokens"] > 0.8 * 8 * 6
-    else:
-        assert sum(line["tokens"] for line in lines[:4]) < sum(len(r["completion_ids"]) for r in rows_of("sft", 32))
+    # A model that knows little seldom stops: its own completions are longer than those of the data.
+    longest = 8 * max(len(r["completion_ids"]) for r in rows_of("sft", 32))
+    kinds = {line["tokens"] > longest for line in lines}
+    assert kinds == {True, False}
 
 
 def test_a_teacher_with_other_tokens_is_refused_by_name(base, memory, judged, tmp_path):

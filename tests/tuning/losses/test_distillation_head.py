@@ -26,6 +26,7 @@ def whole(student, head, teacher, teacher_head, beta, temperature):
 
 @pytest.mark.parametrize(("beta", "chunk"), [(0.0, 4), (0.3, 7), (1.0, 64)])
 def test_chunks_change_nothing(beta, chunk):
+    @jax.jit
     def chunked(student, head):
         return token_divergences(student, head, TEACHER, TEACHER_HEAD, beta=beta, temperature=1.7, chunk=chunk)
 

@@ -1,0 +1,128 @@
+"""Named losses of preference learning: which way they push, and what a step is made of."""
+
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stages.preference import REFERENCE_FREE, SUMMED, UNPAIRED, USES, Config
+from tuning.algorithms.preference import (
+    Preference,
+    chance_above,
+    completion_logps,
+    mismatched,
+    pair_losses,
+    preference_loss,
+    unpaired_losses,
+)
+from tuning.losses.preference import dpo
+from tuning.models.config import tiny
+from tuning.models.huggingface import random_params
+from tuning.training.batch import Group, Layout, micro_batches
+from tuning.training.forward import Compute, decoder_graph
+
+PAIRED = (*SUMMED, *REFERENCE_FREE)
+LENGTHS = jnp.asarray([3.0, 5.0, 4.0, 2.0])
+LOGPS = jnp.asarray([-2.0, -3.0, -6.0, -1.5])
+REFERENCE = jnp.asarray([-1.5, -3.5, -5.0, -2.0])
+
+
+def of(loss: str, **values) -> Preference:
+    """The settings that the stage makes of a loss's name."""
+    config = Config.model_validate({"loss": loss} | values)
+    return Preference(**config.model_dump(include=set(Preference.__dataclass_fields__)))
+
+
+def test_every_name_of_the_recipe_is_known():
+    assert set(get_args(Config.model_fields["loss"].annotation)) == {*PAIRED, *UNPAIRED}
+    assert set(USES) < set(Config.model_fields)
+
+
+@pytest.mark.parametrize("loss", PAIRED)
+def test_a_step_down_the_loss_widens_the_gap(loss):
+    reference = None if loss in REFERENCE_FREE else REFERENCE
+    # With a gap of a nat or more: DiscoPOP is not convex, near zero it pushes the other way.
+    p = of(loss, beta=1.0)
+    value, gradient = jax.value_and_grad(lambda x: pair_losses(p, x, LENGTHS, reference).loss_B.sum())(LOGPS)
+    chosen, rejected = -gradient.reshape(-1, 2).T
+    assert np.isfinite(value)
+    assert (chosen - rejected > 0).all()
+    assert (rejected < 0).all()
+
+
+@pytest.mark.parametrize("loss", UNPAIRED)
+def test_good_completions_rise_and_bad_ones_fall(loss):
+    labels = jnp.asarray([1.0, 0.0, 1.0, 0.0])
+    gradient = jax.grad(lambda x: unpaired_losses(of(loss), x, REFERENCE, labels, 0.1)[0].sum())(LOGPS)
+    assert (jnp.sign(-gradient) == jnp.asarray([1, -1, 1, -1])).all()
+
+
+def test_settings_reach_the_formula():
+    plain, reference = LOGPS.reshape(-1, 2).T, REFERENCE.reshape(-1, 2).T
+    lengths = LENGTHS.reshape(-1, 2).T
+    p = of("dpo", beta=0.3, label_smoothing=0.2, divergence="js", average=True, sft_weight=0.5)
+    expected = dpo(
+        *plain, *reference, beta=0.3, label_smoothing=0.2, divergence="js",
+        chosen_lengths_B=lengths[0], rejected_lengths_B=lengths[1],
+    ).loss_B - 0.5 * plain[0] / lengths[0]  # fmt: skip
+    np.testing.assert_allclose(pair_losses(p, LOGPS, LENGTHS, REFERENCE).loss_B, expected, rtol=1e-6)
+    # SimPO as its paper writes it: beta times the gap of mean log-probabilities, less the margin gamma.
+    gap = 2.0 * (plain[0] / lengths[0] - plain[1] / lengths[1]) - 1.0
+    np.testing.assert_allclose(
+        pair_losses(of("simpo"), LOGPS, LENGTHS, None).loss_B, jnp.log1p(jnp.exp(-gap)), rtol=1e-5
+    )
+    # IPO asks for a gap of 1 / (2 beta).
+    ipo = pair_losses(of("ipo", beta=0.25), LOGPS, LENGTHS, REFERENCE).loss_B
+    np.testing.assert_allclose(ipo, ((plain - reference)[0] - (plain - reference)[1] - 2.0) ** 2, rtol=1e-5)
+
+
+def test_tokens_past_the_other_side_weigh_less():
+    logps, mask = -jnp.ones((2, 5)), jnp.asarray([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
+    np.testing.assert_allclose(completion_logps(logps, mask), [-5, -2])
+    np.testing.assert_allclose(completion_logps(logps, mask, 0.5), [-3.5, -2])
+
+
+def test_the_likelihood_of_a_certain_completion_has_a_gradient_under_orpo():
+    gradient = jax.grad(lambda x: pair_losses(of("orpo"), x, LENGTHS, None).loss_B.sum())(jnp.zeros(4))
+    assert np.isfinite(gradient).all()
+
+
+def test_every_split_into_micro_batches_gives_the_same_step():
+    model = tiny(97)
+    params, p = random_params(model, 0), of("dpo", beta=2.0, ld_alpha=0.5)
+    rng = np.random.default_rng(0)
+
+    def text(low, high):
+        return rng.integers(0, 97, rng.integers(low, high)).tolist()
+
+    groups = [Group(text(3, 9), [text(2, 9), text(2, 9)], [2 * i, 2 * i + 1]) for i in range(6)]
+    reference = rng.normal(-20, 3, 12).astype(np.float32)
+    step = jax.jit(jax.value_and_grad(preference_loss(decoder_graph(model), p, Compute()), has_aux=True))
+    found = []
+    for layout in (Layout(64, 8), Layout(64, 1)):
+        total = None
+        for batch in micro_batches(groups, layout=layout, completion_tokens=8):
+            arrays = batch.arrays() | {"n_groups": np.float32(6), "reference_C": batch.gather(reference)}
+            part = step(params, arrays, None)
+            total = part if total is None else jax.tree.map(jnp.add, total, part)
+        found.append(total)
+    ((one, sums), gradient), ((other, other_sums), other_gradient) = found
+    np.testing.assert_allclose(one, other, rtol=1e-5)
+    assert float(sums["pairs"]) == float(other_sums["pairs"]) == 6
+    for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(other_gradient), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6 * float(jnp.abs(a).max()) + 1e-6)
+
+
+def test_mismatched_completions_answer_other_prompts():
+    assert mismatched([[1], [1], [2], [3]]) == [2, 2, 3, 0]
+    with pytest.raises(ValueError, match="all prompts of the data agree"):
+        mismatched([[1], [1]])
+
+
+def test_chance_that_a_good_one_is_above_a_bad_one():
+    rng = np.random.default_rng(0)
+    good, bad = rng.integers(0, 9, 40), rng.integers(0, 7, 30)
+    by_hand = np.mean([(g > b) + 0.5 * (g == b) for g in good for b in bad])
+    assert chance_above(good, bad) == pytest.approx(by_hand)
