@@ -45,14 +45,8 @@ def usage_error(message: str) -> typer.Exit:
 
 
 def read_recipe(name: str, sets: list[str] | None) -> Any:
-    from flows.graph import build, key_parts
-
     try:
         recipe = load_recipe(name, sets=sets)
-        # What the first stages read must be there before any work starts.
-        for node in build(recipe):
-            if not node.inputs:
-                key_parts(node, {})
         _check_sources(recipe)
         return recipe
     except (RecipeError, FileNotFoundError) as e:
@@ -60,9 +54,17 @@ def read_recipe(name: str, sets: list[str] | None) -> Any:
 
 
 def _check_sources(recipe: Any) -> None:
-    """Data files, reward functions and the judge must be there too."""
+    """What the first stages read must be there before any work starts: models, data, reward functions, the judge."""
+    from flows.graph import build, key_parts
     from stages import evaluate, prepare, score
 
+    for node in build(recipe):
+        if not node.inputs:
+            try:
+                key_parts(node, {})
+            except FileNotFoundError as e:
+                field = "distill.teacher" if node.name == "teacher" else "base.source"
+                raise RecipeError(str(e).replace("base.source", field, 1)) from e
     try:
         prepare.source_digests(recipe.data)
     except (ValueError, OSError) as e:

@@ -238,6 +238,7 @@ def test_merge_keeps_what_it_is_given():
         (["data.source=/no/such/file.jsonl"], "data.source: source '/no/such/file.jsonl': no such file"),
         (["data.source=adition"], "data.source: unknown source 'adition' (did you mean 'addition'?)"),
         (["base.source=/no/such/model.gguf"], "base.source: /no/such/model.gguf does not exist"),
+        (["distill={teacher: /no/such/model}"], "distill.teacher: /no/such/model does not exist"),
         (
             ["rl.score.rewards.exact.function=exact_mach"],
             "rl.score.rewards.exact.function: no reward function 'exact_mach'; did you mean exact_match?",
