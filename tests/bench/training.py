@@ -108,7 +108,7 @@ def run(work: str, model: str, repeats: int) -> None:
 
         def dpo_loss(params: Any, batch: Any, frozen: Any) -> Any:
             chosen, rejected = logps_and_entropy(graph, params, batch, 1.0, compute)[0].sum(-1).reshape(-1, 2).T
-            losses = dpo(chosen, rejected, *batch["reference_C"].reshape(-1, 2).T, beta=0.1)
+            losses = dpo(chosen, rejected, *batch["reference_C"].reshape(-1, 2).T, beta=0.1).loss_B
             return jnp.sum(losses) / batch["n_groups"], {}
 
         reference = jax.tree.map(jnp.copy, params)

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from tuning.models.remat import keep
+
 BLOCK = 128
 STRIPES = 4
 
@@ -157,8 +159,8 @@ def _forward(
         out, normaliser = jax.lax.map(functools.partial(block, stop=stop), starts)
         outs.append(out)
         normalisers.append(normaliser)
-    out = _joined(outs)
-    return _by_token(out), (q, k, v, segments, window, out, _joined(normalisers))
+    out, normaliser = keep(_joined(outs)), keep(_joined(normalisers))
+    return _by_token(out), (q, k, v, segments, window, out, normaliser)
 
 
 def _backward(

@@ -21,6 +21,7 @@ from flax import nnx
 
 from tuning.models.config import DecoderConfig
 from tuning.models.linear import Linear
+from tuning.models.remat import KEPT, keep
 from tuning.models.rope import rope_tables, rotate
 
 UNLIMITED = np.iinfo(np.int32).max
@@ -103,18 +104,18 @@ class Layer(nnx.Module):
         rows = x_BLD.shape[:2]
 
         normed = self._norm(x_BLD, self.attention_norm)
-        q = self.q(normed).reshape(*rows, c.num_heads, c.head_dim)
-        k = self.k(normed).reshape(*rows, c.num_kv_heads, c.head_dim)
-        v = self.v(normed).reshape(*rows, c.num_kv_heads, c.head_dim)
+        q = keep(self.q(normed)).reshape(*rows, c.num_heads, c.head_dim)
+        k = keep(self.k(normed)).reshape(*rows, c.num_kv_heads, c.head_dim)
+        v = keep(self.v(normed)).reshape(*rows, c.num_kv_heads, c.head_dim)
         if c.qk_norm:
             q, k = self._norm(q, self.q_norm), self._norm(k, self.k_norm)
         out, cache = attention(rotate(q, *rope), rotate(k, *rope), v, spec, cache)
         out = self.o(out.reshape(*rows, -1))
-        x_BLD = x_BLD + (self._norm(out, self.attention_post_norm) if c.post_norms else out)
+        x_BLD = keep(x_BLD + (self._norm(keep(out), self.attention_post_norm) if c.post_norms else out))
 
         normed = self._norm(x_BLD, self.mlp_norm)
-        out = self.down(_ACTIVATIONS[c.activation](self.gate(normed)) * self.up(normed))
-        return x_BLD + (self._norm(out, self.mlp_post_norm) if c.post_norms else out), cache
+        out = self.down(_ACTIVATIONS[c.activation](keep(self.gate(normed))) * keep(self.up(normed)))
+        return x_BLD + (self._norm(keep(out), self.mlp_post_norm) if c.post_norms else out), cache
 
     def _norm(self, x: jax.Array, weight: nnx.Param) -> jax.Array:
         return rms_norm(x, weight[...], self.config.norm_eps, self.config.norm_offset)
@@ -162,7 +163,10 @@ class Decoder(nnx.Module):
         dtype: Any = jnp.float32,
         remat: bool = False,
     ) -> tuple[jax.Array, Any]:
-        """Hidden states after the last norm [B, L, D] in `dtype`, and the new cache (leading axis: layers)."""
+        """Hidden states after the last norm [B, L, D] in `dtype`, and the new cache (leading axis: layers).
+
+        A gradient keeps each layer's products and makes the rest again; with `remat` it keeps the layer's input alone.
+        """
         c = self.config
         x_BLD = self.embedding[...][tokens_BL].astype(dtype)
         if c.embed_scale is not None:
@@ -187,8 +191,9 @@ class Decoder(nnx.Module):
             spec = AttentionSpec(scale, c.attention_softcap, mine.get("window", window), positions_BL)
             return nnx.merge(graph, layer_state)(x, (cos, sin), attention, spec, layer_cache)
 
-        if remat:
-            body = jax.checkpoint(body)
+        # Scans keep no common subexpressions across their bodies, so nothing needs to stop XLA from finding them.
+        kept = None if remat else jax.checkpoint_policies.save_only_these_names(KEPT)
+        body = jax.checkpoint(body, policy=kept, prevent_cse=False)
         x_BLD, cache = jax.lax.scan(body, x_BLD, (state, differs, cache))
         return rms_norm(x_BLD, self.norm[...], c.norm_eps, c.norm_offset), cache
 
