@@ -36,6 +36,11 @@ class Group:
     def size(self) -> int:
         return len(self.prompt) + sum(len(c) for c in self.completions)
 
+    @property
+    def trained(self) -> int:
+        """Completion tokens that count."""
+        return sum(map(len, self.completions) if self.masks is None else map(sum, self.masks))
+
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
@@ -45,6 +50,7 @@ class Shape:
     row_tokens: int
     completions: int
     completion_tokens: int
+    trained_tokens: int
 
 
 @dataclasses.dataclass
@@ -59,6 +65,9 @@ class Packed:
     """Flat index (row * L + column) of the position whose hidden state predicts the token."""
     targets_CT: np.ndarray
     mask_CT: np.ndarray
+    where_M: np.ndarray
+    """Flat index (completion * T + token) of each token with a mask of 1; past the end (C * T) where there is none.
+    The LM head sees these positions only."""
     last_C: np.ndarray
     """Flat index of the completion's last token (R12)."""
     ids_C: np.ndarray
@@ -189,7 +198,10 @@ def pack_rows(rows: Sequence[Sequence[Group]], shape: Shape) -> Packed:
                 last[slot], ids[slot] = first + m - 1, caller
                 column += m
                 slot += 1
-    return Packed(tokens, positions, group, branch, at, targets, mask, last, ids)
+    where = np.full(shape.trained_tokens, c * t, np.int32)
+    trained = np.flatnonzero(mask)
+    where[: len(trained)] = trained
+    return Packed(tokens, positions, group, branch, at, targets, mask, where, last, ids)
 
 
 def micro_batches(groups: Sequence[Group], *, layout: Layout, completion_tokens: int, shards: int = 1) -> list[Packed]:
@@ -201,8 +213,10 @@ def micro_batches(groups: Sequence[Group], *, layout: Layout, completion_tokens:
     planned = plan_rows(groups, layout.row_tokens)
     rows = round_up(_even(len(planned), max(layout.rows, shards)), shards)
     chunks = [planned[i : i + rows] for i in range(0, len(planned), rows)]
-    slots = round_up(bucket(max(sum(len(g.completions) for row in chunk for g in row) for chunk in chunks)), shards)
-    shape = Shape(rows, layout.row_tokens, slots, completion_tokens)
+    members = [[g for row in chunk for g in row] for chunk in chunks]
+    slots = round_up(bucket(max(sum(len(g.completions) for g in chunk) for chunk in members), 1), shards)
+    trained = round_up(bucket(max(sum(g.trained for g in chunk) for chunk in members)), shards)
+    shape = Shape(rows, layout.row_tokens, slots, completion_tokens, trained)
     return [pack_rows(chunk, shape) for chunk in chunks]
 
 

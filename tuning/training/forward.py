@@ -56,15 +56,17 @@ def logps_and_entropy(
     """Log-probability of each completion token and entropy at its position, both [C, T] float32, 0 where masked."""
     decoder = assemble(graph, params)
     hidden = _hidden(decoder, batch, compute)
+    where, shape = batch["where_M"], batch["mask_CT"].shape
+    # Past the end a gather reads anything and a scatter writes nothing.
+    at, targets = (batch[name].reshape(-1).at[where].get(mode="clip") for name in ("at_CT", "targets_CT"))
     logps, entropy = token_logps(
-        hidden[batch["at_CT"].reshape(-1)],
-        batch["targets_CT"].reshape(-1),
-        decoder.head_weight(),
-        temperature=temperature,
-        softcap=decoder.config.final_softcap,
+        hidden[at], targets, decoder.head_weight(), temperature=temperature, softcap=decoder.config.final_softcap
     )
-    mask = batch["mask_CT"] > 0
-    return jnp.where(mask, logps.reshape(mask.shape), 0.0), jnp.where(mask, entropy.reshape(mask.shape), 0.0)
+
+    def by_completion(values_M: jax.Array) -> jax.Array:
+        return jnp.zeros(shape[0] * shape[1], values_M.dtype).at[where].set(values_M, mode="drop").reshape(shape)
+
+    return by_completion(logps), by_completion(entropy)
 
 
 def response_hidden(
