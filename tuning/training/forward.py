@@ -58,7 +58,7 @@ def logps_and_entropy(
     hidden = _hidden(decoder, batch, compute)
     where, shape = batch["where_M"], batch["mask_CT"].shape
     # Past the end a gather reads anything and a scatter writes nothing.
-    at, targets = (batch[name].reshape(-1).at[where].get(mode="clip") for name in ("at_CT", "targets_CT"))
+    at, targets = (jnp.take(batch[name], where, mode="clip") for name in ("at_CT", "targets_CT"))
     logps, entropy = token_logps(
         hidden[at], targets, decoder.head_weight(), temperature=temperature, softcap=decoder.config.final_softcap
     )
