@@ -7,7 +7,6 @@ A stage lives in one module, `stages/<name>.py`. The module imports nothing heav
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -58,12 +57,23 @@ class Context:
     saved: Callable[[], None] = lambda: None
     """Call after each finished folder in `work`: a remote store gets its copy."""
 
+    name: str = "stage"
+    """What the metrics are filed under."""
+    _metrics: Any = dataclasses.field(default=None, init=False, repr=False)
+
     def metrics_line(self, **values: Any) -> None:
-        """Appends one JSON line to `logs/metrics.jsonl` of the artifact (timings allowed: logs are no content)."""
-        path = self.out / "logs" / "metrics.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as f:
-            f.write(json.dumps(values) + "\n")
+        """Adds a row of metrics (`stages.metrics`); timings are allowed: logs are no content."""
+        if self._metrics is None:
+            from stages.metrics import Metrics
+
+            self._metrics = Metrics(self.out / "logs", self.name)
+        self._metrics.write(values)
+
+    def close(self) -> None:
+        """Ends what `metrics_line` began."""
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +83,17 @@ def source_digests(config: Config) -> dict[str, str]:
     return {p.name if path.is_file() else p.relative_to(path).as_posix(): sha256_file(p) for p in files}
 
 
+def token_ids_of(folder: Path) -> dict[str, Any]:
+    """bos, eos and pad ids of a model folder; eos holds every id that config.json or generation_config.json names."""
+    values = json.loads((folder / "config.json").read_text())
+    generation = folder / "generation_config.json"
+    named = [values, json.loads(generation.read_text()) if generation.is_file() else {}]
+    ends = [v["eos_token_id"] for v in named if v.get("eos_token_id") is not None]
+    every = sorted({i for end in ends for i in (end if isinstance(end, list) else [end])})
+    ids = {k: values[k] for k in ("bos_token_id", "pad_token_id") if values.get(k) is not None}
+    return ids | ({"eos_token_id": every[0] if len(every) == 1 else every} if every else {})
+
+
 def run(ctx: Context) -> dict[str, Any]:
     import jax
 
@@ -112,12 +122,7 @@ def run(ctx: Context) -> dict[str, Any]:
     else:
         config, params = huggingface.load_decoder(path)
         tok = tokenizer.load_tokenizer(path)
-        values = json.loads((path / "config.json").read_text())
-        ids = {k: values[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if k in values}
-        for name in ("generation_config.json",):
-            if (path / name).is_file():
-                model.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path / name, model / name)
+        ids = token_ids_of(path)
     huggingface.save_decoder(model, config, params, ids)
     tokenizer.save_tokenizer(tok, words)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))

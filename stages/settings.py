@@ -51,6 +51,17 @@ class Trained(StageConfig):
         return {k: v for k, v in values.items() if k not in short} | {"optimizer": base | short}
 
 
+class Mesh(StageConfig):
+    """Devices along each axis of the mesh; -1 takes what the others leave. One device needs none of it."""
+
+    data: Annotated[int, Field(ge=-1)] = 1
+    """Copies of the model, each with its part of a batch."""
+    fsdp: Annotated[int, Field(ge=-1)] = -1
+    """Parts that parameters, optimizer and batch are cut into."""
+    tensor: Annotated[int, Field(ge=-1)] = 1
+    """Parts that heads, feed-forward and vocabulary are cut into."""
+
+
 class Compute(StageConfig):
     """How to compute. `dtype` is chosen by the device where it says auto; the rest cannot change a result."""
 
@@ -60,6 +71,8 @@ class Compute(StageConfig):
     """Row tokens of one forward and backward pass; 0: the device decides."""
     rollout_rows: int = execution_setting(0, ge=0)
     """Completions decoded side by side; 0: the device decides."""
+    mesh: Mesh = execution_setting(Mesh())
+    """How several devices share the training."""
 
 
 class Lora(StageConfig):

@@ -67,18 +67,19 @@ def fit(ctx: Context, task: Task, params: Any, config: Any, frozen: Any = None) 
     handed to the loss as it is. Returns the parameters and the manifest's metrics.
     """
     import grain.python as grain
-    import jax
 
     from tuning.device import choose
     from tuning.training.batch import bucket, choose_rows, micro_batches
     from tuning.training.checkpoint import Checkpoints
+    from tuning.training.mesh import init_state, over_devices, put_params, row_shards
     from tuning.training.step import copy, make_step
 
     device = choose(config.compute.dtype)
     steps_an_epoch = -(-task.size // config.examples_per_step)
     total = steps_an_epoch * config.epochs
     optimizer = optimizer_of(config.optimizer, total)
-    step_fn = make_step(task.make_loss(device.compute), optimizer, config.optimizer.max_skipped)
+    mesh = over_devices(config.compute.mesh)
+    step_fn = make_step(task.make_loss(device.compute), optimizer, config.optimizer.max_skipped, mesh)
 
     def epoch(number: int) -> Any:
         return grain.MapDataset.range(task.size).seed(ctx.seed).shuffle(seed=(ctx.seed + number) % 2**31)
@@ -94,8 +95,8 @@ def fit(ctx: Context, task: Task, params: Any, config: Any, frozen: Any = None) 
     budget = config.compute.tokens_per_micro_batch or device.row_tokens_per_step
     layout = choose_rows([task.groups(examples(s)) for s in range(min(total, SHAPE_STEPS))], budget, task.largest)
 
-    params = copy(params)
-    opt_state = jax.jit(optimizer.init)(params)
+    params, frozen = put_params(copy(params), mesh), put_params(frozen, mesh)
+    opt_state = init_state(optimizer, params, mesh)
     checkpoints = Checkpoints(ctx.work / "checkpoints")
     first = 0
     lines: list[dict[str, Any]] = []
@@ -112,7 +113,7 @@ def fit(ctx: Context, task: Task, params: Any, config: Any, frozen: Any = None) 
             groups = task.groups(examples(step))
             if task.sample is not None:
                 groups = task.sample(params, step, groups)
-            packed = micro_batches(groups, layout=layout, completion_tokens=width)
+            packed = micro_batches(groups, layout=layout, completion_tokens=width, shards=row_shards(mesh))
             batches = counted(groups, packed)
             if task.columns is not None:
                 more = task.columns(params, examples(step), packed)

@@ -221,7 +221,10 @@ def _state(ctx: Context, artifact: Artifact) -> State:
         trainer = load_tree(folder / "trainer", _fresh(own, *start).trainer)
         return State(*_merged(own, trainer[-1]), *trainer)
     ctx.log(f"replaying the update of round {artifact.manifest['config']['round']} from its stored rollouts")
-    state, _ = _advance(own)
+    try:
+        state, _ = _advance(own)
+    finally:
+        own.close()
     wanted = json.loads(artifact.local("policy.json").read_text())["fingerprint"]
     found = _mark(state)
     if found != wanted:

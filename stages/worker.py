@@ -105,8 +105,12 @@ def run_request(request: dict[str, Any], memory: dict[str, Any], events: Events)
         log=lambda line: events.send("log", line=str(line)),
         memory=memory,
         saved=lambda: store.mirror_work(request["stage"], work_key),
+        name=f"{request['run']}.{request['stage']}",
     )
-    metrics = stage.run(context)
+    try:
+        metrics = stage.run(context)
+    finally:
+        context.close()
     manifest = {
         "stage": request["stage"],
         "key": key,

@@ -21,6 +21,7 @@ from tuning.models.config import DecoderConfig
 from tuning.models.lora import Base, join, over
 from tuning.training.batch import Group, Layout, Packed, bucket, choose_rows, micro_batches
 from tuning.training.forward import Compute, decoder_graph, logps_and_entropy, scalar_graph, values
+from tuning.training.mesh import over_devices, put_batch, put_params, put_state, row_shards
 from tuning.training.step import make_step
 
 
@@ -126,9 +127,8 @@ def run_round(
     the trainable tree over it.
     """
     params, opt_state, critic, critic_opt = trainer
-    policy_base, critic_base = bases
     device = choose(settings.compute.dtype)
-    compute = device.compute
+    compute, mesh = device.compute, over_devices(settings.compute.mesh)
     is_ppo = settings.algorithm == "ppo"
     keep = data.valid_N if is_ppo else grpo.kept(data.totals_N, data.groups_N, data.valid_N)
     steps = data.steps(keep, settings.prompts_per_step)
@@ -139,9 +139,15 @@ def run_round(
     }
     if not steps:
         return params, opt_state, critic, critic_opt, metrics | {"steps": 0}
+    params, opt_state = put_state(optimizers[0], params, opt_state, mesh)
+    reference = put_params(reference, mesh)
+    policy_base, critic_base = (b and dataclasses.replace(b, frozen=put_params(b.frozen, mesh)) for b in bases)
+    if is_ppo:
+        critic, critic_opt = put_state(optimizers[1], critic, critic_opt, mesh)
     width = bucket(max(len(c) for c in data.completions))
     layout: Layout = choose_rows(steps, settings.compute.tokens_per_micro_batch or device.row_tokens_per_step)
-    packed = [micro_batches(groups, layout=layout, completion_tokens=width) for groups in steps]
+    shards = row_shards(mesh)
+    packed = [micro_batches(groups, layout=layout, completion_tokens=width, shards=shards) for groups in steps]
     flat = [p for step in packed for p in step]
     shape = (len(data.completions), width)
     lengths = np.asarray([len(c) for c in data.completions])
@@ -155,7 +161,7 @@ def run_round(
     def pass_over(program: Any, weights: Any, done: int) -> np.ndarray:
         found = []
         for i, batch in enumerate(flat):
-            found.append(np.asarray(program(weights, batch.arrays())))
+            found.append(np.asarray(program(weights, put_batch(batch.arrays(), mesh))))
             progress(done + i + 1, total_work, "micro-batch")
         return _collect(flat, found, shape)
 
@@ -203,9 +209,17 @@ def run_round(
     )
     skipped = settings.optimizer.max_skipped
     policy_step = _step(
-        ("policy", model, objective, compute, settings.optimizer.model_dump_json(), policy_base and policy_base.graph),
+        (
+            "policy",
+            model,
+            objective,
+            compute,
+            settings.optimizer.model_dump_json(),
+            policy_base and policy_base.graph,
+            mesh,
+        ),
         lambda: make_step(
-            _loss(policy_base, policy_loss(decoder_graph(model), objective, compute)), optimizers[0], skipped
+            _loss(policy_base, policy_loss(decoder_graph(model), objective, compute)), optimizers[0], skipped, mesh
         ),
     )
     sums: Counter[str] = Counter()
@@ -228,11 +242,13 @@ def run_round(
                         compute,
                         settings.critic.optimizer.model_dump_json(),
                         critic_base and critic_base.graph,
+                        mesh,
                     ),
                     lambda: make_step(
                         _loss(critic_base, ppo.critic_loss(scalar_graph(model), critic_settings, compute)),
                         optimizers[1],
                         skipped,
+                        mesh,
                     ),
                 )
                 critic, critic_opt, found_values = critic_step(critic, critic_opt, arrays, _frozen(critic_base))

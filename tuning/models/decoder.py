@@ -76,7 +76,7 @@ class Layer(nnx.Module):
         self.config = config
 
         def norm(size: int) -> nnx.Param:
-            return nnx.Param(jnp.full(size, 1.0 - c.norm_offset))
+            return nnx.Param(jnp.full(size, 1.0 - c.norm_offset, jnp.float32))
 
         self.attention_norm = norm(d)
         self.q = Linear(d, c.num_heads * h, bias=c.qkv_bias, rngs=rngs)
@@ -135,7 +135,7 @@ class Decoder(nnx.Module):
             return Layer(config, rngs=rngs)
 
         self.layers = stack(rngs)
-        self.norm = nnx.Param(jnp.full(config.hidden_size, 1.0 - config.norm_offset))
+        self.norm = nnx.Param(jnp.full(config.hidden_size, 1.0 - config.norm_offset, jnp.float32))
         if not config.tie_embeddings:
             self.head = nnx.Param(init(rngs.params(), (config.vocab_size, config.hidden_size), jnp.float32))
 

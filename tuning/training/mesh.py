@@ -45,6 +45,11 @@ def make_mesh(axes: Axes, devices: list[Any] | None = None) -> Mesh:
     return Mesh(np.array(devices).reshape(tuple(sizes.values())), tuple(sizes))
 
 
+def over_devices(axes: Any) -> Mesh | None:
+    """The mesh of all devices for settings with `data`, `fsdp` and `tensor`; None for a single device."""
+    return None if jax.device_count() == 1 else make_mesh(Axes(axes.data, axes.fsdp, axes.tensor))
+
+
 def row_shards(mesh: Mesh | None) -> int:
     """Into how many parts a batch is cut; its rows and its completions are multiples of this."""
     return 1 if mesh is None else math.prod(mesh.shape[a] for a in ROWS)
@@ -59,13 +64,27 @@ def put(value: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index].copy())
 
 
-def put_params(params: Any, mesh: Mesh) -> Any:
-    """Parameters, adapters or frozen trees on the mesh by the model's rules."""
-    return jax.tree.map(put, params, shardings(params, mesh))
+def put_params(params: Any, mesh: Mesh | None) -> Any:
+    """Parameters, adapters or frozen trees on the mesh by the model's rules; what lies there stays as it is."""
+    return params if mesh is None else _lay(params, shardings(params, mesh))
 
 
-def put_batch(batch: dict[str, Any], mesh: Mesh) -> dict[str, jax.Array]:
+def put_state(optimizer: optax.GradientTransformation, params: Any, state: Any, mesh: Mesh | None) -> tuple[Any, Any]:
+    """Parameters and their optimizer's state on the mesh."""
+    if mesh is None:
+        return params, state
+    of_params, of_state = state_shardings(optimizer, params, mesh)
+    return _lay(params, of_params), _lay(state, of_state)
+
+
+def _lay(tree: Any, where: Any) -> Any:
+    return jax.tree.map(lambda x, s: x if getattr(x, "sharding", None) == s else put(x, s), tree, where)
+
+
+def put_batch(batch: dict[str, Any], mesh: Mesh | None) -> dict[str, Any]:
     """A micro-batch cut along its first axis; counts are on every device."""
+    if mesh is None:
+        return batch
 
     def one(value: Any) -> jax.Array:
         value = np.asarray(value)

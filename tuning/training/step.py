@@ -111,8 +111,7 @@ def make_step(
     def step(
         params: Any, opt_state: Any, batches: Sequence[dict[str, Any]], frozen: Any = None
     ) -> tuple[Any, Any, dict[str, float]]:
-        if mesh is not None:
-            batches = [put_batch(b, mesh) for b in batches]
+        batches = [put_batch(b, mesh) for b in batches]
         if len(batches) == 1:
             params, opt_state, norm, sums = program("whole", params)(params, opt_state, batches[0], frozen)
         else:

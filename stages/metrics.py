@@ -1,0 +1,53 @@
+"""Where the numbers of a running stage go: JSON lines, TensorBoard, and Weights & Biases where it is asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+class Metrics:
+    """One row after the other, under `logs/` of the artifact (logs are no content).
+
+    `metrics.jsonl` has every value, `tensorboard/` the numbers, with the count of rows as the step. With
+    WANDB_PROJECT set (extra `wandb`) the numbers also go to a run of that project.
+    """
+
+    def __init__(self, folder: Path, name: str):
+        from tensorboardX import SummaryWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lines = (folder / "metrics.jsonl").open("a")
+        self._board = SummaryWriter(str(folder / "tensorboard"), filename_suffix=f".{name}", write_to_disk=True)
+        self._wandb = _wandb_run(folder, name) if os.environ.get("WANDB_PROJECT") else None
+        self._rows = 0
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Writes a row; it is on disk when this returns."""
+        self._lines.write(json.dumps(values) + "\n")
+        self._lines.flush()
+        numbers = {k: float(v) for k, v in values.items() if isinstance(v, int | float)}
+        for name, value in numbers.items():
+            self._board.add_scalar(name, value, self._rows)
+        self._board.flush()
+        if self._wandb is not None:
+            self._wandb.log(numbers, step=self._rows)
+        self._rows += 1
+
+    def close(self) -> None:
+        self._lines.close()
+        self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def _wandb_run(folder: Path, name: str) -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise RuntimeError(
+            "WANDB_PROJECT is set, but wandb is not installed: pip install 'rlhf-pipeline[wandb]', or unset it"
+        ) from error
+    return wandb.init(project=os.environ["WANDB_PROJECT"], name=name, dir=str(folder), reinit="create_new")
