@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 REQUIREMENTS := infra/requirements.txt
 DEV_REQUIREMENTS := infra/requirements-dev.txt
 
-.PHONY: demo test lint lock clean
+.PHONY: demo test lint bench lock clean
 
 demo: $(VENV)/.ready
 	$(BIN)/rlhf run demo $(ARGS)
@@ -32,6 +32,10 @@ $(VENV)/.ready-dev: $(VENV)/.ready $(DEV_REQUIREMENTS)
 	$(BIN)/pip install --quiet --no-deps --require-hashes -r $(DEV_REQUIREMENTS)
 	$(BIN)/pip install --quiet torch==2.13.0 peft==0.21.2
 	touch $@
+
+# One JSON line each: python -m tests.bench --help
+bench: $(VENV)/.ready
+	$(BIN)/python -m tests.bench $(ARGS)
 
 # Writes the pinned requirement files again from pyproject.toml; `uv` is fetched for this alone.
 lock: $(VENV)/.ready

@@ -9,7 +9,7 @@ import argparse
 import subprocess
 import sys
 
-WORKS = {"W2": "training", "W4": "training", "W4c": "training", "W6": "training", "reward": "training"}
+WORKS = dict.fromkeys(["W2", "W2lora", "W4", "W4c", "W6", "reward"], "training")
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from tuning.device import choose
 from tuning.losses.preference import bradley_terry, dpo
 from tuning.models.config import DecoderConfig
 from tuning.models.huggingface import random_params, scalar_head_params
+from tuning.models.lora import LoraConfig, over, tune, tuned_graph
 from tuning.training.batch import Group, choose_rows, micro_batches
 from tuning.training.forward import decoder_graph, logps_and_entropy, scalar_graph, scores
 from tuning.training.step import make_step
@@ -82,7 +83,7 @@ def run(work: str, model: str, repeats: int) -> None:
     graph = decoder_graph(config)
     params = random_params(config, 0)
     tokens, head, times, length = 0, 0, 3, 256
-    if work == "W2":
+    if work in ("W2", "W2lora"):
         groups = sft_groups(config)
         tokens, head = 8 * 256, 8 * 255
         batches = batches_of(groups)
@@ -91,7 +92,14 @@ def run(work: str, model: str, repeats: int) -> None:
             logps, _ = logps_and_entropy(graph, params, batch, 1.0, compute)
             return -jnp.sum(logps) / batch["n_tokens"], {}
 
-        function = _stepper(sft_loss, params, batches)
+        if work == "W2lora":
+            # The base gets no gradient: forward, and the backward pass through it.
+            lora = LoraConfig(rank=16, alpha=32.0)
+            trainable, frozen = tune(config, "decoder", params, lora, seed=0, dtype=compute.dtype)
+            sft_loss = over(tuned_graph(config, "decoder", lora), sft_loss)
+            function, times = _stepper(sft_loss, trainable, batches, (frozen, None)), 2
+        else:
+            function = _stepper(sft_loss, params, batches)
     elif work in ("W4", "W4c"):
         ids = inputs.tokens(16, 128, config.vocab_size)
         split = 1 if work == "W4" else 64
@@ -144,13 +152,13 @@ def run(work: str, model: str, repeats: int) -> None:
     )
 
 
-def _stepper(loss: Any, params: Any, batches: Any) -> Any:
+def _stepper(loss: Any, params: Any, batches: Any, frozen: Any = None) -> Any:
     opt = optimizer()
     state = {"params": params, "opt": jax.jit(opt.init)(params)}
     step = make_step(loss, opt, 3)
 
     def once(given: Any = batches) -> Any:
-        state["params"], state["opt"], sums = step(state["params"], state["opt"], given)
+        state["params"], state["opt"], sums = step(state["params"], state["opt"], given, frozen)
         return sums
 
     return once

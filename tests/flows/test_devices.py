@@ -9,7 +9,7 @@ def test_four_devices_find_what_one_finds(rlhf, smoke_store, tmp_path, record):
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     rlhf("run", "smoke", "--no-prefect", "--name", "four", "--set", f"store={tmp_path}", env=environment)
     one, four = record(smoke_store, "first")["nodes"], record(tmp_path, "four")["nodes"]
-    assert one.keys() == four.keys() and all(node["state"] == "done" for node in four.values())
+    assert one.keys() == four.keys() and all(node["state"] == "made" for node in four.values())
     assert one["sft"]["key"] == four["sft"]["key"]
     for name, metric in [("sft", "loss"), ("reward", "loss"), ("reward", "heldout_accuracy")]:
         assert four[name]["metrics"][metric] == pytest.approx(one[name]["metrics"][metric], abs=1e-4), name

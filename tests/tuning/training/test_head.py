@@ -54,3 +54,24 @@ def test_peak_memory_does_not_grow_with_positions_times_vocabulary():
     full = 4096 * vocabulary * 4
     assert peak(4096) < full / 4
     assert peak(4096) - peak(1024) < (full - 1024 * vocabulary * 4) / 8
+
+
+def test_a_train_step_needs_no_more_memory_for_a_larger_vocabulary():
+    # 4,096 packed tokens, all trained.
+    hidden, positions = 128, 4096
+
+    def beyond_the_embedding(vocabulary):
+        def f(h, w, targets):
+            return token_logps(h, targets, w)[0].sum()
+
+        shapes = (
+            jax.ShapeDtypeStruct((positions, hidden), jnp.float32),
+            jax.ShapeDtypeStruct((vocabulary, hidden), jnp.float32),
+            jax.ShapeDtypeStruct((positions,), jnp.int32),
+        )
+        step = jax.jit(jax.value_and_grad(f, (0, 1))).lower(*shapes).compile().memory_analysis()
+        return step.temp_size_in_bytes
+
+    small, large = beyond_the_embedding(32_000), beyond_the_embedding(262_144)
+    assert large < 1.3 * small
+    assert large < positions * 262_144 * 4 / 8
