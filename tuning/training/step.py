@@ -84,13 +84,12 @@ def make_step(
         (loss, sums), grads = gradient(params, batch, frozen)
         return *apply(params, opt_state, grads), sums | {"loss": loss}
 
-    def add(grads: Any, sums: Any, params: Any, batch: dict[str, jax.Array], frozen: Any) -> Any:
-        (loss, new_sums), new = gradient(params, batch, frozen)
-        return jax.tree.map(jnp.add, (grads, sums), (new, new_sums | {"loss": loss}))
+    def add(grads: Any, params: Any, batch: dict[str, jax.Array], frozen: Any) -> Any:
+        (loss, sums), new = gradient(params, batch, frozen)
+        return jax.tree.map(jnp.add, grads, new), sums | {"loss": loss}
 
-    def zeros(params: Any, batch: dict[str, Any], frozen: Any) -> Any:
-        loss, sums = jax.eval_shape(loss_fn, params, batch, frozen)
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (params, sums | {"loss": loss}))
+    def zeros(params: Any) -> Any:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
 
     # One micro-batch needs one program, several need three, whatever their number.
     functions: dict[str, Callable[..., Any]] = {"whole": whole, "zeros": zeros, "add": add, "apply": apply}
@@ -98,12 +97,18 @@ def make_step(
 
     def program(name: str, params: Any) -> Any:
         if name not in programs:
-            options: dict[str, Any] = {} if name == "zeros" else {"donate_argnums": (0, 1)}
+            donated = {"whole": (0, 1), "zeros": (), "add": (0,), "apply": (0, 1)}[name]
+            options: dict[str, Any] = {"donate_argnums": donated}
             if mesh is not None:
                 of_params, of_state = state_shardings(optimizer, params, mesh)
                 everywhere = NamedSharding(mesh, PartitionSpec())
-                sums, after = (of_params, everywhere), (of_params, of_state, everywhere)
-                outs = {"whole": (*after, everywhere), "zeros": sums, "add": sums, "apply": after}
+                after = (of_params, of_state, everywhere)
+                outs = {
+                    "whole": (*after, everywhere),
+                    "zeros": of_params,
+                    "add": (of_params, everywhere),
+                    "apply": after,
+                }
                 options["out_shardings"] = outs[name]
             programs[name] = jax.jit(functions[name], **options)
         return programs[name]
@@ -115,9 +120,11 @@ def make_step(
         if len(batches) == 1:
             params, opt_state, norm, sums = program("whole", params)(params, opt_state, batches[0], frozen)
         else:
-            grads, sums = program("zeros", params)(params, batches[0], frozen)
+            grads = program("zeros", params)(params)
+            sums = None
             for batch in batches:
-                grads, sums = program("add", params)(grads, sums, params, batch, frozen)
+                grads, more = program("add", params)(grads, params, batch, frozen)
+                sums = more if sums is None else jax.tree.map(jnp.add, sums, more)
             params, opt_state, norm = program("apply", params)(params, opt_state, grads)
         skipped = int(opt_state.notfinite_count)
         if skipped > max_skipped:
