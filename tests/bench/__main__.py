@@ -9,6 +9,8 @@ import argparse
 import subprocess
 import sys
 
+from stages.client import worker_environment
+
 WORKS = dict.fromkeys(["W2", "W2lora", "W4", "W4c", "W6", "reward"], "training")
 
 
@@ -28,7 +30,7 @@ def main() -> None:
     failed = 0
     for work in args.works or WORKS:
         command = [sys.executable, "-m", "tests.bench", work, "--model", args.model, "--repeats", str(args.repeats)]
-        failed += subprocess.call([*command, "--here"]) != 0
+        failed += subprocess.call([*command, "--here"], env=worker_environment()) != 0
     sys.exit(failed > 0)
 
 

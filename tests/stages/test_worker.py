@@ -16,7 +16,7 @@ import pytest
 
 from stages import client
 from stages.artifacts import Store
-from stages.client import StageFailed, Worker, WorkerDied
+from stages.client import StageFailed, Worker, WorkerDied, worker_environment
 from stages.registry import stage
 from tests.support import python
 
@@ -260,3 +260,12 @@ def test_stages_import_nothing_heavy_at_the_top():
 def test_an_unknown_stage_names_the_known_ones():
     with pytest.raises(KeyError, match="no stage 'stf'; there are base, prepare, sft, reward"):
         stage("stf")
+
+
+def test_the_worker_lies_on_huge_pages_unless_the_user_decides(monkeypatch):
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    assert worker_environment()["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=1")
+    assert worker_environment()["GLIBC_TUNABLES"] == "glibc.malloc.check=1:glibc.malloc.hugetlb=1"
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=0")
+    assert worker_environment()["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=0"
