@@ -15,8 +15,12 @@ def main() -> None:
     print(f"device        {device.platform} ({device.kind}) x {device.count}, {os.cpu_count()} cores")
     print(f"memory        {device.memory_bytes / 2**30:.1f} GiB")
     print(f"dtype         {device.compute.dtype} activations, float32 weights and moments")
-    print("attention     one masked XLA kernel for packed rows")
-    print(f"remat         {'each layer' if device.compute.remat else 'none'}")
+    half = device.compute.dtype == "bfloat16"
+    fused = {"gpu": "cuDNN" if half else None, "tpu": "splash"}.get(device.platform)
+    print(f"attention     {fused or 'blocks of queries'} (plain XLA where rows are short or a feature is missing)")
+    print(f"remat         {'a layer keeps its input' if device.compute.remat else 'a layer keeps its products'}")
+    if device.count > 1:
+        print(f"mesh          parameters cut over {device.count} devices, unless compute.mesh says otherwise")
     print(f"micro-batch   {device.row_tokens_per_step} row tokens")
     print(f"rollout rows  {device.rollout_rows} side by side")
     print(f"python        {sys.version.split()[0]}")
