@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 REQUIREMENTS := infra/requirements.txt
 DEV_REQUIREMENTS := infra/requirements-dev.txt
 
-.PHONY: demo test lint bench lock clean
+.PHONY: demo test test-slow lint bench lock clean
 
 demo: $(VENV)/.ready
 	$(BIN)/rlhf run demo $(ARGS)
@@ -13,6 +13,10 @@ demo: $(VENV)/.ready
 test: $(VENV)/.ready-dev lint
 	$(BIN)/pytest --cov --cov-report= $(ARGS)
 	$(BIN)/coverage report | tail -n 1
+
+# What takes a minute or more: kills during checkpoints, several devices, adapters through rounds of RL.
+test-slow: $(VENV)/.ready-dev
+	$(BIN)/pytest -m slow $(ARGS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .

@@ -8,8 +8,7 @@ from typing import Any
 
 from stages.artifacts import Artifact
 from stages.base import Context, StageConfig
-from stages.models import load_policy, load_tokenizer, stop_ids, token_ids
-from stages.tuned import ADAPTER
+from stages.models import ADAPTER, load_policy, load_tokenizer, stop_ids, token_ids
 
 NAME = "export"
 VERSION = 1

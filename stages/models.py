@@ -11,6 +11,8 @@ from stages.base import Context
 from stages.registry import MODULES
 
 MEMORY_SHARE = 0.35
+ADAPTER = "adapter"
+"""The folder of an artifact that holds an adapter, as PEFT loads it."""
 
 
 def remember(ctx: Context, name: str, value: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from stages import training
 from stages.artifacts import Artifact
 from stages.base import Context
-from stages.models import recall, remember
+from stages.models import ADAPTER, recall, remember
 from stages.settings import Lora
 from stages.training import Task
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from tuning.models.lora import Base, LoraConfig
 
 Role = Literal["decoder", "scalar"]
-
-ADAPTER = "adapter"
 
 
 def lora_config(settings: Lora) -> LoraConfig:

@@ -21,11 +21,11 @@ from pydantic import Field, model_validator
 
 from stages.artifacts import Artifact
 from stages.base import Context, execution_setting
-from stages.models import load_policy, load_scorer, recall, remember, token_ids
+from stages.models import ADAPTER, load_policy, load_scorer, recall, remember, token_ids
 from stages.settings import Compute, Fraction, Lora, Optimizer, Trained
 from stages.tables import read_rows
 from stages.training import counted, optimizer_of
-from stages.tuned import ADAPTER, based, lora_config, name_of
+from stages.tuned import based, lora_config, name_of
 
 NAME = "update"
 VERSION = 1

@@ -10,6 +10,8 @@ from tuning.models.attention import packed_attention
 from tuning.models.lora import PROJECTIONS, LoraConfig, assemble, join, merge, tune, tuned_graph
 from tuning.models.peft import load_adapter, save_adapter
 
+pytestmark = pytest.mark.slow
+
 torch = pytest.importorskip("torch", reason="parity needs torch")
 peft = pytest.importorskip("peft", reason="parity needs peft")
 

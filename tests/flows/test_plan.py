@@ -150,7 +150,7 @@ def project(tmp_path_factory):
     ("file", "old", "new", "expected"),
     [
         ("stages/sft.py", "    config, base = ", "    # A remark.\n    config, base = ", " 0 miss, 0 wait"),
-        ("stages/sft.py", '"""Supervised fine-tuning of all parameters."""', '"""SFT."""', " 0 miss, 0 wait"),
+        ("stages/sft.py", '"""Supervised fine-tuning."""', '"""SFT."""', " 0 miss, 0 wait"),
         ("stages/sft.py", "return metrics |", "return {} | metrics |", "code stages.sft changed"),
         ("tuning/losses/sft.py", "\n\n\ndef ", "\n\n\nX = 1\n\n\ndef ", "code tuning.losses.sft changed"),
     ],

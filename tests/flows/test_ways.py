@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from tests.support import manifest_of
+
+pytestmark = pytest.mark.slow
 
 STEP = "examples_per_step: 16, learning_rate: 0.003"
 SETS = [

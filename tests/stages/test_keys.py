@@ -16,15 +16,22 @@ from stages.keys import NotCanonical, canonical, config_content, derive_seed, di
 from stages.registry import MODULES, stage
 
 # How a stage computes, not what. Everything else of its config is in the key.
+COMPUTE = {
+    *("compute.tokens_per_micro_batch", "compute.rollout_rows"),
+    *("compute.mesh.data", "compute.mesh.fsdp", "compute.mesh.tensor"),
+}
+FITTED = COMPUTE | {"checkpoint_every"}
 EXECUTION = {
     "base": set(),
     "prepare": {"workers", "chunk_megabytes"},
-    "sft": {"checkpoint_every", "compute.tokens_per_micro_batch", "compute.rollout_rows"},
-    "reward": {"checkpoint_every", "compute.tokens_per_micro_batch", "compute.rollout_rows"},
-    "rollout": {"compute.tokens_per_micro_batch", "compute.rollout_rows"},
-    "score": {"workers", "compute.tokens_per_micro_batch", "compute.rollout_rows"},
-    "update": {"store_state", "compute.tokens_per_micro_batch", "compute.rollout_rows"},
-    "evaluate": {"workers", "compute.tokens_per_micro_batch", "compute.rollout_rows"},
+    "sft": FITTED,
+    "preference": FITTED,
+    "distill": FITTED,
+    "reward": FITTED,
+    "rollout": COMPUTE,
+    "score": COMPUTE | {"workers"},
+    "update": COMPUTE | {"store_state"},
+    "evaluate": COMPUTE | {"workers"},
     "export": set(),
 }
 

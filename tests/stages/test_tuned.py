@@ -14,6 +14,8 @@ from tuning.models import huggingface
 from tuning.models.lora import PROJECTIONS, merge
 from tuning.models.peft import load_adapter
 
+pytestmark = pytest.mark.slow
+
 LORA = {"rank": 4, "alpha": 8.0, "targets": ["down", "q", "v"]}
 # An adapter starts at zero and is small: it takes larger steps than all parameters.
 QUICK = FAST | {"learning_rate": 3e-2}

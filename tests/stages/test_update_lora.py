@@ -22,6 +22,8 @@ from tuning.models.config import tiny
 from tuning.models.lora import merge
 from tuning.models.peft import load_adapter
 
+pytestmark = pytest.mark.slow
+
 CONFIG = tiny(61)
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 

@@ -136,6 +136,7 @@ def test_preference_on_pairs(loss, base, memory, judged, tmp_path):
     assert (made.path / "model" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_kto_on_pairs_taken_apart(base, memory, judged, tmp_path):
     inputs = {"policy": base, "reference": base, "tokenizer": base, "data": judged}
     metrics, _ = perform(preference, settings(preference, loss="kto"), tmp_path / "kto", memory, **inputs)
@@ -212,6 +213,7 @@ def teacher(tmp_path_factory, base, memory) -> Folder:
     return made
 
 
+@pytest.mark.slow
 def test_distillation_lowers_the_divergence(base, memory, teacher, judged, tmp_path):
     config = settings(distill, divergence="jsd", on_policy=0.5, max_tokens=12, epochs=2)
     inputs = {"policy": base, "teacher": teacher, "data": judged, "tokenizer": base}

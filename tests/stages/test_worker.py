@@ -258,7 +258,7 @@ def test_stages_import_nothing_heavy_at_the_top():
 
 
 def test_an_unknown_stage_names_the_known_ones():
-    with pytest.raises(KeyError, match="no stage 'stf'; there are base, prepare, sft, reward"):
+    with pytest.raises(KeyError, match="no stage 'stf'; there are base, prepare, sft, distill, preference, reward"):
         stage("stf")
 
 

@@ -50,6 +50,7 @@ def test_a_checkpoint_of_four_devices_goes_on_on_eight(found):
     assert found["resumed"] == pytest.approx(found["fourth"], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_two_processes_train_one_model(found, tmp_path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
