@@ -37,16 +37,20 @@ class Task:
 
 def optimizer_of(settings: Optimizer, total_steps: int) -> Any:
     """The optax transformation that the settings describe."""
-    from tuning.training.step import make_optimizer, make_schedule
+    from tuning.training.optimizers import make_optimizer, make_schedule
 
-    schedule = make_schedule(settings.schedule, settings.learning_rate, settings.warmup_steps, total_steps)
+    s = settings
+    end = s.learning_rate * s.end_fraction
     return make_optimizer(
-        schedule,
-        b1=settings.beta1,
-        b2=settings.beta2,
-        weight_decay=settings.weight_decay,
-        clip_norm=settings.clip_norm,
-        max_skipped=settings.max_skipped,
+        make_schedule(s.schedule, s.learning_rate, s.warmup_steps, s.decay_steps or total_steps, end),
+        name=s.name,
+        b1=s.beta1,
+        b2=s.beta2,
+        eps=s.epsilon,
+        weight_decay=s.weight_decay,
+        decay_all=s.decay == "all",
+        clip_norm=s.clip_norm,
+        max_skipped=s.max_skipped,
     )
 
 

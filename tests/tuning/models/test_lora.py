@@ -14,7 +14,8 @@ from tuning.models.huggingface import fingerprint, random_params, scalar_head_pa
 from tuning.models.lora import PROJECTIONS, LoraConfig, join, linears, merge, over, trainable_shapes, tune, tuned_graph
 from tuning.training.batch import Layout, micro_batches
 from tuning.training.forward import Compute, decoder_graph, logps_and_entropy, scalar_graph, scores
-from tuning.training.step import make_optimizer, make_schedule, make_step
+from tuning.training.optimizers import make_optimizer, make_schedule
+from tuning.training.step import make_step
 
 # Weights of the size that training gives them: with those of a fresh model, nearly nothing depends on the layers.
 PARAMS = jax.tree.map(lambda x: 3 * x if x.ndim > 2 or x.size > 200 else x, random_params(CONFIG, 3))

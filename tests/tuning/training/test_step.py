@@ -11,7 +11,8 @@ from tuning.models.huggingface import fingerprint
 from tuning.training.batch import Layout, micro_batches
 from tuning.training.checkpoint import Checkpoints, load_tree, save_tree
 from tuning.training.forward import Compute, decoder_graph, logps_and_entropy
-from tuning.training.step import NonFinite, copy, make_optimizer, make_schedule, make_step
+from tuning.training.optimizers import make_optimizer, make_schedule
+from tuning.training.step import NonFinite, copy, make_step
 
 GRAPH = decoder_graph(CONFIG)
 
@@ -102,15 +103,3 @@ def test_a_checkpoint_of_another_shape_is_an_error(tmp_path):
     np.testing.assert_array_equal(load_tree(tmp_path / "t", {"a": jnp.zeros((3, 4))})["a"], np.ones((3, 4)))
     with pytest.raises(ValueError, match=r"leaf|shape"):
         load_tree(tmp_path / "t", {"a": jnp.zeros((4, 3))})
-
-
-@pytest.mark.parametrize(
-    ("kind", "at_warmup", "at_end"), [("constant", 1.0, 1.0), ("linear", 1.0, 0.0), ("cosine", 1.0, 0.0)]
-)
-def test_schedules_warm_up_and_end_where_they_say(kind, at_warmup, at_end):
-    schedule = make_schedule(kind, 1.0, 4, 20)
-    assert float(schedule(0)) == pytest.approx(0.2)
-    assert float(schedule(4)) == pytest.approx(at_warmup)
-    assert float(schedule(20)) == pytest.approx(at_end, abs=1e-6)
-    with pytest.raises(ValueError, match="there are constant, linear, cosine"):
-        make_schedule("step", 1.0, 0, 10)
