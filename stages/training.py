@@ -101,7 +101,7 @@ def fit(ctx: Context, task: Task, params: Any, config: Any, frozen: Any = None) 
 
     params, frozen = put_params(copy(params), mesh), put_params(frozen, mesh)
     opt_state = init_state(optimizer, params, mesh)
-    checkpoints = Checkpoints(ctx.work / "checkpoints")
+    checkpoints = Checkpoints(ctx.work / "checkpoints", ctx.saved)
     first = 0
     lines: list[dict[str, Any]] = []
     try:
@@ -132,9 +132,6 @@ def fit(ctx: Context, task: Task, params: Any, config: Any, frozen: Any = None) 
             ctx.progress(step + 1, total, "step", loss=last["loss"], tokens_per_second=rate)
             if (step + 1) % config.checkpoint_every == 0 and step + 1 < total:
                 checkpoints.save(step + 1, (params, opt_state), {"step": step + 1, "lines": lines})
-                # The next step donates these arrays: the copy to host memory must be done.
-                checkpoints.wait()
-                ctx.saved()
     finally:
         checkpoints.close()
     metrics: dict[str, Any] = {"steps": total} | {k: float(v) for k, v in last.items()}
