@@ -71,6 +71,7 @@ def run(ctx: Context) -> dict[str, Any]:
     from tuning.models import huggingface
     from tuning.training.completions import per_completion
     from tuning.training.forward import decoder_graph
+    from tuning.training.speed import forward_flops
 
     config: Config = ctx.config
     check_tokenizers(ctx)
@@ -98,6 +99,7 @@ def run(ctx: Context) -> dict[str, Any]:
         make_loss=lambda compute: distillation_loss(graphs, config.weight, config.temperature, compute),
         groups=lambda examples: completion_groups([train[i] for i in examples]),
         summary=lambda s: {"loss": s["divergence"] / s["tokens"], "tokens": s["tokens"]},
+        flops=lambda groups: forward_flops(teacher_model, groups),
         sample=_sampler(ctx, model, device, groups) if config.on_policy > 0 else None,
         **found,
     )

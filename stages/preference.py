@@ -219,6 +219,7 @@ def _labelled(
 
     from tuning.algorithms.preference import chance_above, unpaired_loss, unpaired_losses, unpaired_summary
     from tuning.training.forward import decoder_graph
+    from tuning.training.speed import forward_flops
 
     given = "labelled" in ctx.inputs
     rows = train_and_heldout(
@@ -271,6 +272,8 @@ def _labelled(
         make_loss=lambda compute: unpaired_loss(decoder_graph(model), settings, compute),
         groups=lambda examples: completion_groups([train[i] for i in examples]),
         columns=columns,
+        # The reference point of KTO is a forward pass over as many completions of other prompts.
+        flops=lambda groups: forward_flops(model, groups) if settings.loss == "kto" else 0.0,
         summary=unpaired_summary,
         **sizes(groups),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +30,8 @@ class Task:
     """Sums of a step -> metrics to show."""
     sample: Callable[[Any, int, list[Any]], list[Any]] | None = None
     """(parameters, step, groups) -> the groups to train on, for completions that the model itself writes."""
+    flops: Callable[[list[Any]], float] = lambda groups: 0.0
+    """Groups -> FLOPs of a step on them, or of what a step computes beside the policy itself (`stages.tuned`)."""
     columns: Callable[[Any, list[int], list[Any]], list[dict[str, Any]]] | None = None
     """(parameters, example numbers, micro-batches) -> what the loss needs of each beside its tokens."""
 
@@ -76,6 +77,7 @@ def fit(ctx: Context, task: Task, params: Any, config: Any, frozen: Any = None) 
     from tuning.training.batch import bucket, choose_rows, micro_batches
     from tuning.training.checkpoint import Checkpoints
     from tuning.training.mesh import init_state, over_devices, put_params, row_shards
+    from tuning.training.speed import Meter
     from tuning.training.step import copy, make_step
 
     device = choose(config.compute.dtype)
@@ -112,7 +114,7 @@ def fit(ctx: Context, task: Task, params: Any, config: Any, frozen: Any = None) 
             for line in lines:
                 ctx.metrics_line(**line)
             ctx.log(f"resumed at step {first} of {total}")
-        seen, started, last = 0.0, time.monotonic(), {}
+        meter, last = Meter(device.compute.dtype), {}
         for step in range(first, total):
             groups = task.groups(examples(step))
             if task.sample is not None:
@@ -125,14 +127,14 @@ def fit(ctx: Context, task: Task, params: Any, config: Any, frozen: Any = None) 
             params, opt_state, sums = step_fn(params, opt_state, batches, frozen)
             last = task.summary(sums)
             tokens = sum(g.size for g in groups)
-            seen += tokens
-            rate = seen / (time.monotonic() - started)
-            lines.append({"step": step, "grad_norm": float(sums["grad_norm"]), "row_tokens": tokens, **last})
+            speed = meter.step(tokens, task.flops(groups))
+            lines.append({"step": step, "grad_norm": float(sums["grad_norm"]), "row_tokens": tokens, **last, **speed})
             ctx.metrics_line(**lines[-1])
-            ctx.progress(step + 1, total, "step", loss=last["loss"], tokens_per_second=rate)
+            shown = {k: v for k, v in meter.whole().items() if k != "peak_memory_mb"}
+            ctx.progress(step + 1, total, "step", loss=last["loss"], **shown)
             if (step + 1) % config.checkpoint_every == 0 and step + 1 < total:
                 checkpoints.save(step + 1, (params, opt_state), {"step": step + 1, "lines": lines})
     finally:
         checkpoints.close()
     metrics: dict[str, Any] = {"steps": total} | {k: float(v) for k, v in last.items()}
-    return params, metrics | {"tokens_per_second": round(seen / max(1e-9, time.monotonic() - started), 1)}
+    return params, metrics | meter.whole()

@@ -96,10 +96,10 @@ class Checkpoints:
 def _held(leaf: Any) -> Any:
     """What a save may read while training goes on.
 
-    Orbax copies what lies on an accelerator to the host before it returns. Arrays of the CPU it reads where they lie, in
-    memory that is donated to the next step.
+    Orbax copies what lies on an accelerator to the host before it returns. Arrays of the CPU it reads where they lie,
+    in memory that is donated to the next step.
     """
-    on_cpu = isinstance(leaf, jax.Array) and all(d.platform == "cpu" for d in leaf.sharding.device_set)
+    on_cpu = isinstance(leaf, jax.Array) and {d.platform for d in leaf.devices()} == {"cpu"}
     return jnp.copy(leaf) if on_cpu else leaf
 
 
