@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from stages.base import Context
-from stages.models import load_policy, load_tokenizer, remember, stop_ids, token_ids
+from stages.models import load_policy, load_rounded, load_tokenizer, remember, stop_ids, token_ids
 from stages.pairs import completion_groups, sizes, train_and_heldout
-from stages.settings import Fitted, Fraction, Optimizer
+from stages.settings import Fitted, Fraction, Optimizer, stored_as
 from stages.training import Task
 from stages.tuned import fit
 
@@ -103,7 +103,8 @@ def run(ctx: Context) -> dict[str, Any]:
         sample=_sampler(ctx, model, device, groups) if config.on_policy > 0 else None,
         **found,
     )
-    heldout = {"heldout_divergence_before": measure(start)} if held else {}
+    seen = load_rounded(ctx, ctx.inputs["policy"], stored_as(config.lora))[1] if held else None
+    heldout = {"heldout_divergence_before": measure(seen)} if held else {}
     params, metrics = fit(ctx, task, model, start, config, frozen=teacher)
     huggingface.save_decoder(ctx.out / "model", model, params, token_ids(ctx.inputs["tokenizer"]))
     remember(ctx, "decoder:new", (model, params))

@@ -150,7 +150,13 @@ class Lora(StageConfig):
     init: Literal["kaiming", "gaussian"] = "kaiming"
     """How the first factor starts; the second starts at zero."""
     quantize: Literal["none", "int8", "nf4"] = "none"
-    """How the frozen kernels are stored; with nf4 this is QLoRA. The policy is then the quantised model's."""
+    """How the frozen kernels are stored; with nf4 this is QLoRA. The policy is the quantised model's from the start:
+    the first round is sampled from it, and it is the reference."""
+
+
+def stored_as(lora: Lora | None) -> Literal["none", "int8", "nf4"]:
+    """How training keeps the kernels below."""
+    return "none" if lora is None else lora.quantize
 
 
 class Fitted(Trained):
