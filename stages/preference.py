@@ -1,9 +1,9 @@
 """Preference optimisation: the policy learns from judged completions without a reward model (DPO and its relatives).
 
-Pairs lie side by side behind their prompt, which is computed once. Log-probabilities of the reference are computed once,
-before training; ORPO, SimPO and CPO need none. The reference is the policy before this stage, with `lora.quantize` that
-of the quantised kernels. KTO learns from completions that are labelled good or bad, or from pairs taken apart; its
-reference point is the step's mean log-ratio on completions of other prompts (Ethayarajh et al., arXiv:2402.01306).
+Pairs lie side by side behind their prompt, which is computed once. So are log-probabilities of the reference, before
+training; ORPO, SimPO and CPO need none. The reference is the policy before this stage, with `lora.quantize` that of the
+quantised kernels. KTO learns from completions that are labelled good or bad, or from pairs taken apart; its reference
+point is the step's mean log-ratio on completions of other prompts (Ethayarajh et al., arXiv:2402.01306).
 """
 
 from __future__ import annotations
