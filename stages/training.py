@@ -130,8 +130,7 @@ def fit(ctx: Context, task: Task, params: Any, config: Any, frozen: Any = None) 
             speed = meter.step(tokens, task.flops(groups))
             lines.append({"step": step, "grad_norm": float(sums["grad_norm"]), "row_tokens": tokens, **last, **speed})
             ctx.metrics_line(**lines[-1])
-            shown = {k: v for k, v in meter.whole().items() if k != "peak_memory_mb"}
-            ctx.progress(step + 1, total, "step", loss=last["loss"], **shown)
+            ctx.progress(step + 1, total, "step", loss=last["loss"], **meter.rates())
             if (step + 1) % config.checkpoint_every == 0 and step + 1 < total:
                 checkpoints.save(step + 1, (params, opt_state), {"step": step + 1, "lines": lines})
     finally:

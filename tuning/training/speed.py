@@ -7,6 +7,7 @@ the causal half of attention, and of windowed layers the window; no recomputatio
 from __future__ import annotations
 
 import functools
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -76,20 +77,20 @@ class Meter:
     def __init__(self, dtype: str):
         self._peak = measured_peak(dtype)
         self._last = time.monotonic()
-        self._steps: list[tuple[float, float, float]] = []
+        self._steps: list[dict[str, float]] = []
 
     def step(self, tokens: float, flops: float) -> dict[str, float]:
         """Numbers of the step that ends now; `tokens` and `flops` are what it did."""
         now = time.monotonic()
-        self._steps.append((max(now - self._last, 1e-9), tokens, flops))
-        self._last = now
-        return {"seconds": self._steps[-1][0]} | self._rates(self._steps[-1:])
+        seconds, self._last = max(now - self._last, 1e-9), now
+        rates = {"tokens_per_second": round(tokens / seconds, 1), "mfu": round(flops / seconds / self._peak, 4)}
+        self._steps.append(rates)
+        return {"seconds": seconds} | rates
+
+    def rates(self) -> dict[str, float]:
+        """Medians of the steps so far: what a few spend on compilation does not count."""
+        return {n: statistics.median_high(s[n] for s in self._steps) for n in (self._steps or [{}])[0]}
 
     def whole(self) -> dict[str, float]:
-        """Numbers of all steps so far but the first, which compiles, and the peak memory of this process in MB."""
-        found = self._rates(self._steps[1:] or self._steps) if self._steps else {}
-        return found | {"peak_memory_mb": round(peak_memory_bytes() / 2**20)}
-
-    def _rates(self, steps: list[tuple[float, float, float]]) -> dict[str, float]:
-        seconds, tokens, flops = map(sum, zip(*steps, strict=True))
-        return {"tokens_per_second": round(tokens / seconds, 1), "mfu": round(flops / seconds / self._peak, 4)}
+        """`rates`, and the peak memory of this process in MB."""
+        return self.rates() | {"peak_memory_mb": round(peak_memory_bytes() / 2**20)}
