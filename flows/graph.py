@@ -12,6 +12,7 @@ from stages.base import StageConfig
 from stages.code import NUMERIC_LIBRARIES, library_versions, module_hashes
 from stages.keys import config_content, derive_seed, digest
 from stages.registry import stage as find_stage
+from stages.settings import stored_as
 
 TOKENIZER = ("tokenizer/", "model/config.json", "model/generation_config.json")
 
@@ -112,7 +113,9 @@ def _rounds(recipe: Recipe, add: Any, words: Input, data: str, start: str, rewar
     policy = start
     for i in range(rl.rounds):
         name = f"round-{i:03d}"
-        sampling = rl.rollout.model_copy(update={"round": i})
+        # Later policies have the rounded kernels in them.
+        quantize = stored_as(rl.update.lora) if i == 0 else "none"
+        sampling = rl.rollout.model_copy(update={"round": i, "quantize": quantize})
         prompts = Input(data, ("prompts/",))
         rollouts = add(
             f"{name}.rollout", "rollout", sampling, (i,), policy=Input(policy), data=prompts, tokenizer=words

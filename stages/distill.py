@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from stages.base import Context
-from stages.models import load_policy, load_tokenizer, remember, stop_ids, token_ids
+from stages.models import load_policy, load_rounded, load_tokenizer, remember, stop_ids, token_ids
 from stages.pairs import completion_groups, sizes, train_and_heldout
-from stages.settings import Fitted, Fraction, Optimizer
+from stages.settings import Fitted, Fraction, Optimizer, stored_as
 from stages.training import Task
 from stages.tuned import fit
 
@@ -71,6 +71,7 @@ def run(ctx: Context) -> dict[str, Any]:
     from tuning.models import huggingface
     from tuning.training.completions import per_completion
     from tuning.training.forward import decoder_graph
+    from tuning.training.speed import forward_flops
 
     config: Config = ctx.config
     check_tokenizers(ctx)
@@ -98,10 +99,12 @@ def run(ctx: Context) -> dict[str, Any]:
         make_loss=lambda compute: distillation_loss(graphs, config.weight, config.temperature, compute),
         groups=lambda examples: completion_groups([train[i] for i in examples]),
         summary=lambda s: {"loss": s["divergence"] / s["tokens"], "tokens": s["tokens"]},
+        flops=lambda groups: forward_flops(teacher_model, groups),
         sample=_sampler(ctx, model, device, groups) if config.on_policy > 0 else None,
         **found,
     )
-    heldout = {"heldout_divergence_before": measure(start)} if held else {}
+    seen = load_rounded(ctx, ctx.inputs["policy"], stored_as(config.lora))[1] if held else None
+    heldout = {"heldout_divergence_before": measure(seen)} if held else {}
     params, metrics = fit(ctx, task, model, start, config, frozen=teacher)
     huggingface.save_decoder(ctx.out / "model", model, params, token_ids(ctx.inputs["tokenizer"]))
     remember(ctx, "decoder:new", (model, params))

@@ -62,6 +62,20 @@ def load_policy(ctx: Context, artifact: Artifact) -> tuple[Any, Any]:
     return importlib.import_module(MODULES[artifact.stage]).restore(ctx, artifact)
 
 
+def load_rounded(ctx: Context, artifact: Artifact, kind: str) -> tuple[Any, Any]:
+    """As `load_policy`, with kernels as an adapter over them stored as `kind` (`lora.quantize`) sees them."""
+    from tuning.models.lora import rounded
+
+    if kind == "none":
+        return load_policy(ctx, artifact)
+    name = f"decoder:{artifact.digest}:{kind}"
+    kept = recall(ctx, name)
+    if kept is not None:
+        return kept
+    config, params = load_policy(ctx, artifact)
+    return remember(ctx, name, (config, rounded(config, "decoder", params, kind)))
+
+
 def load_scorer(ctx: Context, artifact: Artifact) -> tuple[Any, Any]:
     """(DecoderConfig, ScalarHead parameters) of a reward artifact."""
     from tuning.models.huggingface import load_scalar_head

@@ -1,9 +1,9 @@
 """Preference optimisation: the policy learns from judged completions without a reward model (DPO and its relatives).
 
-Pairs lie side by side behind their prompt, which is computed once. Log-probabilities of the reference, the policy
-before this stage, are computed once, before training; ORPO, SimPO and CPO need none. KTO learns from completions that
-are labelled good or bad, or from pairs taken apart; its reference point is the step's mean log-ratio on completions of
-other prompts (Ethayarajh et al., arXiv:2402.01306).
+Pairs lie side by side behind their prompt, which is computed once. So are log-probabilities of the reference, before
+training; ORPO, SimPO and CPO need none. The reference is the policy before this stage, with `lora.quantize` that of the
+quantised kernels. KTO learns from completions that are labelled good or bad, or from pairs taken apart; its reference
+point is the step's mean log-ratio on completions of other prompts (Ethayarajh et al., arXiv:2402.01306).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from stages.base import Context
-from stages.models import load_policy, remember, token_ids
+from stages.models import load_policy, load_rounded, remember, token_ids
 from stages.pairs import completion_groups, pair_groups, sizes, train_and_heldout
-from stages.settings import Fitted, Fraction, Optimizer
+from stages.settings import Fitted, Fraction, Optimizer, stored_as
 from stages.training import Task
 from stages.tuned import fit
 
@@ -122,7 +122,8 @@ def run(ctx: Context) -> dict[str, Any]:
 
     config: Config = ctx.config
     model, start = load_policy(ctx, ctx.inputs["policy"])
-    reference = load_policy(ctx, ctx.inputs["reference"])[1] if config.needs_reference else None
+    kind = stored_as(config.lora)
+    reference = load_rounded(ctx, ctx.inputs["reference"], kind)[1] if config.needs_reference else None
     device = choose(config.compute.dtype)
     budget = config.compute.tokens_per_micro_batch or device.row_tokens_per_step
     forward = scorer(model, config.ld_alpha, device.compute)
@@ -133,7 +134,7 @@ def run(ctx: Context) -> dict[str, Any]:
     settings = Preference(**config.model_dump(include=set(Preference.__dataclass_fields__)))
     make = _labelled if config.unpaired else _pairs
     task, measure = make(ctx, model, settings, logps, reference)
-    before = measure(start)
+    before = measure(load_rounded(ctx, ctx.inputs["policy"], kind)[1])
     params, metrics = fit(ctx, task, model, start, config)
     huggingface.save_decoder(ctx.out / "model", model, params, token_ids(ctx.inputs["tokenizer"]))
     remember(ctx, "decoder:new", (model, params))
@@ -219,6 +220,7 @@ def _labelled(
 
     from tuning.algorithms.preference import chance_above, unpaired_loss, unpaired_losses, unpaired_summary
     from tuning.training.forward import decoder_graph
+    from tuning.training.speed import forward_flops
 
     given = "labelled" in ctx.inputs
     rows = train_and_heldout(
@@ -271,6 +273,8 @@ def _labelled(
         make_loss=lambda compute: unpaired_loss(decoder_graph(model), settings, compute),
         groups=lambda examples: completion_groups([train[i] for i in examples]),
         columns=columns,
+        # The reference point of KTO is a forward pass over as many completions of other prompts.
+        flops=lambda groups: forward_flops(model, groups) if settings.loss == "kto" else 0.0,
         summary=unpaired_summary,
         **sizes(groups),
     )

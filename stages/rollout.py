@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from stages.base import Context, StageConfig
-from stages.models import load_policy, load_tokenizer, stop_ids
+from stages.models import load_rounded, load_tokenizer, stop_ids
 from stages.settings import Compute
 from stages.tables import by_shard, read_rows
 
@@ -29,6 +29,9 @@ class Config(StageConfig):
     """Longest completion in tokens, EOS included."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature; training uses the same."""
+    quantize: Literal["none", "int8", "nf4"] = "none"
+    """How the policy's kernels are rounded before sampling; the recipe takes it from rl.update.lora, for the round
+    that begins with a policy which is not of that adapter yet."""
     shard_prompts: Annotated[int, Field(ge=1)] = 32
     """Prompts of one shard: what is kept when a round is interrupted."""
     compute: Compute = Compute()
@@ -72,7 +75,14 @@ def schema() -> Any:
 
 
 def sample_rows(
-    ctx: Context, prompts: list[dict[str, Any]], *, samples: int, max_tokens: int, sampling: Any, shard: int
+    ctx: Context,
+    prompts: list[dict[str, Any]],
+    *,
+    samples: int,
+    max_tokens: int,
+    sampling: Any,
+    shard: int,
+    quantize: str = "none",
 ) -> list[dict[str, Any]]:
     """Samples completions of prompt rows in resumable shards and returns the rollout table's rows."""
     from tuning.device import choose
@@ -83,7 +93,7 @@ def sample_rows(
     policy = ctx.inputs["policy"]
     tokenizer = load_tokenizer(ctx, ctx.inputs["tokenizer"])
     eos = stop_ids(ctx, ctx.inputs["tokenizer"])
-    config, params = load_policy(ctx, policy)
+    config, params = load_rounded(ctx, policy, quantize)
     engine = Engine(config, device.compute.dtype)
     width = bucket(max(len(p["prompt_ids"]) for p in prompts), 16)
     control = set(tokenizer.all_special_ids) | set(eos)
@@ -139,6 +149,7 @@ def run(ctx: Context) -> dict[str, Any]:
         max_tokens=config.max_tokens,
         sampling=Sampling(temperature=config.temperature),
         shard=config.shard_prompts,
+        quantize=config.quantize,
     )
     seconds = time.monotonic() - started
     tokens = sum(len(r["token_ids"]) for r in rows)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -31,22 +30,28 @@ class Task:
     """Sums of a step -> metrics to show."""
     sample: Callable[[Any, int, list[Any]], list[Any]] | None = None
     """(parameters, step, groups) -> the groups to train on, for completions that the model itself writes."""
+    flops: Callable[[list[Any]], float] = lambda groups: 0.0
+    """Groups -> FLOPs of a step on them, or of what a step computes beside the policy itself (`stages.tuned`)."""
     columns: Callable[[Any, list[int], list[Any]], list[dict[str, Any]]] | None = None
     """(parameters, example numbers, micro-batches) -> what the loss needs of each beside its tokens."""
 
 
 def optimizer_of(settings: Optimizer, total_steps: int) -> Any:
     """The optax transformation that the settings describe."""
-    from tuning.training.step import make_optimizer, make_schedule
+    from tuning.training.optimizers import make_optimizer, make_schedule
 
-    schedule = make_schedule(settings.schedule, settings.learning_rate, settings.warmup_steps, total_steps)
+    s = settings
+    end = s.learning_rate * s.end_fraction
     return make_optimizer(
-        schedule,
-        b1=settings.beta1,
-        b2=settings.beta2,
-        weight_decay=settings.weight_decay,
-        clip_norm=settings.clip_norm,
-        max_skipped=settings.max_skipped,
+        make_schedule(s.schedule, s.learning_rate, s.warmup_steps, s.decay_steps or total_steps, end),
+        name=s.name,
+        b1=s.beta1,
+        b2=s.beta2,
+        eps=s.epsilon,
+        weight_decay=s.weight_decay,
+        decay_all=s.decay == "all",
+        clip_norm=s.clip_norm,
+        max_skipped=s.max_skipped,
     )
 
 
@@ -72,6 +77,7 @@ def fit(ctx: Context, task: Task, params: Any, config: Any, frozen: Any = None) 
     from tuning.training.batch import bucket, choose_rows, micro_batches
     from tuning.training.checkpoint import Checkpoints
     from tuning.training.mesh import init_state, over_devices, put_params, row_shards
+    from tuning.training.speed import Meter
     from tuning.training.step import copy, make_step
 
     device = choose(config.compute.dtype)
@@ -97,7 +103,7 @@ def fit(ctx: Context, task: Task, params: Any, config: Any, frozen: Any = None) 
 
     params, frozen = put_params(copy(params), mesh), put_params(frozen, mesh)
     opt_state = init_state(optimizer, params, mesh)
-    checkpoints = Checkpoints(ctx.work / "checkpoints")
+    checkpoints = Checkpoints(ctx.work / "checkpoints", ctx.saved)
     first = 0
     lines: list[dict[str, Any]] = []
     try:
@@ -108,7 +114,7 @@ def fit(ctx: Context, task: Task, params: Any, config: Any, frozen: Any = None) 
             for line in lines:
                 ctx.metrics_line(**line)
             ctx.log(f"resumed at step {first} of {total}")
-        seen, started, last = 0.0, time.monotonic(), {}
+        meter, last = Meter(device.compute.dtype), {}
         for step in range(first, total):
             groups = task.groups(examples(step))
             if task.sample is not None:
@@ -121,17 +127,13 @@ def fit(ctx: Context, task: Task, params: Any, config: Any, frozen: Any = None) 
             params, opt_state, sums = step_fn(params, opt_state, batches, frozen)
             last = task.summary(sums)
             tokens = sum(g.size for g in groups)
-            seen += tokens
-            rate = seen / (time.monotonic() - started)
-            lines.append({"step": step, "grad_norm": float(sums["grad_norm"]), "row_tokens": tokens, **last})
+            speed = meter.step(tokens, task.flops(groups))
+            lines.append({"step": step, "grad_norm": float(sums["grad_norm"]), "row_tokens": tokens, **last, **speed})
             ctx.metrics_line(**lines[-1])
-            ctx.progress(step + 1, total, "step", loss=last["loss"], tokens_per_second=rate)
+            ctx.progress(step + 1, total, "step", loss=last["loss"], **meter.rates())
             if (step + 1) % config.checkpoint_every == 0 and step + 1 < total:
                 checkpoints.save(step + 1, (params, opt_state), {"step": step + 1, "lines": lines})
-                # The next step donates these arrays: the copy to host memory must be done.
-                checkpoints.wait()
-                ctx.saved()
     finally:
         checkpoints.close()
     metrics: dict[str, Any] = {"steps": total} | {k: float(v) for k, v in last.items()}
-    return params, metrics | {"tokens_per_second": round(seen / max(1e-9, time.monotonic() - started), 1)}
+    return params, metrics | meter.whole()

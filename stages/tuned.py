@@ -47,6 +47,7 @@ def fit(
     `model` is the DecoderConfig of `params`. The task's loss and columns see a tuned model in place of parameters,
     its `sample` gets merged ones.
     """
+    task = dataclasses.replace(task, flops=_flops(task, model, role, config))
     if config.lora is None:
         return training.fit(ctx, task, params, config, frozen)
     from tuning.device import choose
@@ -67,6 +68,14 @@ def fit(
     trained, metrics = training.fit(ctx, adapted, trainable, config, (base, frozen))
     save_adapter(ctx.out / ADAPTER, trained, lora, name_of(ctx.inputs["policy" if "policy" in ctx.inputs else "base"]))
     return merge(model, role, params, trained, lora), metrics | sizes(trained, base)
+
+
+def _flops(task: Task, model: Any, role: Role, config: Any) -> Callable[[list[Any]], float]:
+    """FLOPs of a step on groups: forward and backward through the policy, and what the task computes beside it."""
+    from tuning.training.speed import ADAPTER, FULL, forward_flops
+
+    times = FULL if config.lora is None else ADAPTER
+    return lambda groups: times * forward_flops(model, groups, head=role == "decoder") + task.flops(groups)
 
 
 def name_of(artifact: Artifact) -> str:

@@ -21,8 +21,8 @@ from pydantic import Field, model_validator
 
 from stages.artifacts import Artifact
 from stages.base import Context, execution_setting
-from stages.models import ADAPTER, load_policy, load_scorer, recall, remember, token_ids
-from stages.settings import Compute, Fraction, Lora, Optimizer, Trained
+from stages.models import ADAPTER, load_policy, load_rounded, load_scorer, recall, remember, token_ids
+from stages.settings import Compute, Fraction, Lora, Optimizer, Trained, stored_as
 from stages.tables import read_rows
 from stages.training import counted, optimizer_of
 from stages.tuned import based, lora_config, name_of
@@ -303,7 +303,10 @@ def _advance(ctx: Context) -> tuple[State, dict[str, Any]]:
         raise RuntimeError(
             f"rollouts come from policy {wrong[0]['policy'][:12]}, the update starts at {parent.digest[:12]}"
         )
-    reference = load_policy(ctx, ctx.inputs["reference"])[1] if config.needs_reference else None
+    # The distance to it is 0 while the adapter is.
+    reference = (
+        load_rounded(ctx, ctx.inputs["reference"], stored_as(config.lora))[1] if config.needs_reference else None
+    )
     started = time.monotonic()
     trained, state.opt_state, state.critic, state.critic_opt, metrics = run_round(
         RoundData.from_rows(rollouts, scores),

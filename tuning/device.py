@@ -39,6 +39,21 @@ def memory_bytes() -> int:
         return total
 
 
+def peak_memory_bytes() -> int:
+    """The device's peak where it tells, else the highest resident size of this process so far."""
+    stats = jax.devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in stats:
+        return int(stats["peak_bytes_in_use"])
+    try:
+        with open("/proc/self/status") as f:
+            return next(int(line.split()[1]) for line in f if line.startswith("VmHWM")) * 1024
+    except OSError:
+        import resource
+
+        # Without /proc this is a Mac, where the unit is a byte.
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
 def choose(dtype: str = "auto") -> Device:
     """The choices for this process's devices. `dtype` overrides `auto` (float32 on CPU, bfloat16 elsewhere)."""
     device = jax.devices()[0]

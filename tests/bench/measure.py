@@ -12,14 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tuning.device import peak_memory_bytes
+from tuning.training.speed import rate
+
 
 def peak_memory_mb() -> float:
     """The device's peak where it tells, else the highest resident size of this process."""
-    stats = jax.devices()[0].memory_stats() or {}
-    if "peak_bytes_in_use" in stats:
-        return float(stats["peak_bytes_in_use"]) / 2**20
-    with open("/proc/self/status") as f:
-        return next(int(line.split()[1]) for line in f if line.startswith("VmHWM")) / 1024
+    return peak_memory_bytes() / 2**20
 
 
 def timed(function: Callable[[], Any], repeats: int) -> dict[str, Any]:
@@ -42,27 +41,16 @@ def timed(function: Callable[[], Any], repeats: int) -> dict[str, Any]:
     }
 
 
-def _rate(function: Callable[..., Any], *args: Any, work: float, repeats: int = 7) -> float:
-    program = jax.jit(function)
-    jax.block_until_ready(program(*args))
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(program(*args))
-        times.append(time.perf_counter() - start)
-    return work / statistics.median(times)
-
-
 def gemm_flops(hidden: int, inner: int, rows: int = 2048, dtype: Any = jnp.float32) -> float:
     """FLOP/s of the model's own kind of product, [rows, hidden] x [hidden, inner]."""
     a, b = jnp.ones((rows, hidden), dtype), jnp.ones((hidden, inner), dtype)
-    return _rate(jnp.matmul, a, b, work=2.0 * rows * hidden * inner)
+    return statistics.median(rate(jnp.matmul, a, b, work=2.0 * rows * hidden * inner))
 
 
 def memory_bandwidth() -> float:
     """Bytes/s of reading 512 MiB once: what decoding one token at a time does with the weights."""
     a = jnp.ones(2**27, jnp.float32)
-    return _rate(lambda x: jnp.sum(x), a, work=float(a.nbytes))
+    return statistics.median(rate(lambda x: jnp.sum(x), a, work=float(a.nbytes)))
 
 
 def emit(work: str, model: str, **values: Any) -> None:

@@ -18,6 +18,7 @@ from tuning.models.huggingface import random_params, scalar_head_params
 from tuning.models.lora import LoraConfig, over, tune, tuned_graph
 from tuning.training.batch import Group, choose_rows, micro_batches
 from tuning.training.forward import decoder_graph, logps_and_entropy, scalar_graph, scores
+from tuning.training.speed import ADAPTER, FULL, forward_flops
 from tuning.training.step import make_step
 
 
@@ -40,16 +41,6 @@ def config_of(model: str) -> DecoderConfig:
 
 def optimizer() -> Any:
     return optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4)), 3)
-
-
-def forward_flops(config: DecoderConfig, row_tokens: int, head_tokens: int, row_length: int) -> float:
-    """FLOPs of a forward pass: projections, the causal half of attention, and the LM head's positions."""
-    c = config
-    layer = (
-        c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads) + 3 * c.hidden_size * c.intermediate_size
-    )
-    attention = c.num_heads * c.head_dim * row_length
-    return 2.0 * (c.num_layers * (layer + attention) * row_tokens + c.hidden_size * c.vocab_size * head_tokens)
 
 
 def batches_of(groups: list[Group], row_tokens: int = 0) -> list[dict[str, Any]]:
@@ -82,10 +73,9 @@ def run(work: str, model: str, repeats: int) -> None:
     compute = choose().compute
     graph = decoder_graph(config)
     params = random_params(config, 0)
-    tokens, head, times, length = 0, 0, 3, 256
+    times = FULL
     if work in ("W2", "W2lora"):
         groups = sft_groups(config)
-        tokens, head = 8 * 256, 8 * 255
         batches = batches_of(groups)
 
         def sft_loss(params: Any, batch: Any, frozen: Any) -> Any:
@@ -97,20 +87,20 @@ def run(work: str, model: str, repeats: int) -> None:
             lora = LoraConfig(rank=16, alpha=32.0)
             trainable, frozen = tune(config, "decoder", params, lora, seed=0, dtype=compute.dtype)
             sft_loss = over(tuned_graph(config, "decoder", lora), sft_loss)
-            function, times = _stepper(sft_loss, trainable, batches, (frozen, None)), 2
+            function, times = _stepper(sft_loss, trainable, batches, (frozen, None)), ADAPTER
         else:
             function = _stepper(sft_loss, params, batches)
     elif work in ("W4", "W4c"):
         ids = inputs.tokens(16, 128, config.vocab_size)
         split = 1 if work == "W4" else 64
         groups = [Group(r[:split].tolist(), [r[split:].tolist()], [i]) for i, r in enumerate(ids)]
-        tokens, head, times, length = 16 * 128, 16 * (128 - split), 1, 128
+        times = 1
         batches = batches_of(groups, 2048)
         program = jax.jit(lambda p, b: logps_and_entropy(graph, p, b, 1.0, compute)[0])
         function = lambda: [program(params, b) for b in batches]  # noqa: E731
     elif work == "W6":
         groups = pair_groups(config)
-        tokens, head, times = 4 * 384, 4 * 256, 4
+        times = FULL + 1
         batches = batches_of(groups)
         program = jax.jit(lambda p, b: logps_and_entropy(graph, p, b, 1.0, compute)[0].sum(-1))
 
@@ -124,7 +114,6 @@ def run(work: str, model: str, repeats: int) -> None:
         function = lambda: step([b | {"reference_C": program(reference, b)} for b in batches])  # noqa: E731
     elif work == "reward":
         groups = pair_groups(config)
-        tokens = 4 * 384
         batches = batches_of(groups)
         head_graph = scalar_graph(config)
 
@@ -137,7 +126,8 @@ def run(work: str, model: str, repeats: int) -> None:
         raise SystemExit(f"no work {work!r}")
     found = timed(function, repeats)
     peak = peak_memory_mb()
-    flops = times * forward_flops(config, tokens, head, length)
+    tokens = sum(g.size for g in groups)
+    flops = times * forward_flops(config, groups, head=work != "reward")
     gemm = gemm_flops(config.hidden_size, config.intermediate_size)
     emit(
         work,

@@ -44,6 +44,12 @@ def test_the_order_is_one_in_which_every_input_is_made_before():
         seen.add(name)
 
 
+def test_the_first_round_is_sampled_from_the_kernels_that_an_adapter_is_trained_over():
+    nodes = graph("rl.update.lora.quantize=nf4", "rl.rounds=2")
+    assert [nodes[f"round-00{i}.rollout"].config.quantize for i in range(2)] == ["nf4", "none"]
+    assert graph("rl.update.lora.rank=4")["round-000.rollout"].config.quantize == "none"
+
+
 def test_what_each_stage_reads():
     nodes = graph()
     assert list(nodes)[:4] == ["base", "prepare", "sft", "reward"]

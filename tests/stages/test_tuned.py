@@ -106,3 +106,14 @@ def test_settings_of_an_adapter():
         Lora(targets=["query"])
     with pytest.raises(ValueError, match="rank"):
         Lora(rank=0)
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_with_quantised_kernels_the_reference_is_the_quantised_model(kind, base, memory, judged, tmp_path):  # noqa: F811
+    inputs = {"policy": base, "data": judged, "tokenizer": base, "reference": base}
+    config = settings(preference, optimizer=QUICK, lora=LORA | {"quantize": kind})
+    metrics, made = perform(preference, config, tmp_path / "dpo", memory, **inputs)
+    lines = [json.loads(line) for line in (made.path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    # Before the first step the policy is the reference: every margin is 0.
+    assert metrics["heldout_loss_before"] == pytest.approx(np.log(2), rel=1e-5)
+    assert lines[0]["loss"] == pytest.approx(np.log(2), rel=1e-5) and abs(lines[0]["margin"]) < 1e-5

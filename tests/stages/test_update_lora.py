@@ -14,6 +14,7 @@ from flax import nnx
 from stages import update
 from stages.artifacts import Store
 from stages.base import Context
+from stages.models import load_rounded
 from stages.rollout import schema
 from stages.tuned import lora_config
 from tests.stages.test_ways import compiled  # noqa: F401
@@ -21,6 +22,8 @@ from tuning.models import huggingface
 from tuning.models.config import tiny
 from tuning.models.lora import merge
 from tuning.models.peft import load_adapter
+from tuning.training.batch import Group, Layout, micro_batches
+from tuning.training.forward import Compute, decoder_graph, logps_and_entropy
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +57,7 @@ class Rounds:
         about = {"device": "cpu", "versions": {"jax": jax.__version__}, "metrics": {}}
         return self.store.commit(folder, manifest | about)
 
-    def tables(self, policy, number):
+    def tables(self, policy, number, logprobs=lambda prompt, tokens: [-4.0] * len(tokens)):
         """Made-up rollouts of a round and their scores."""
         rng = np.random.default_rng(number)
         rollouts, scores = [], []
@@ -63,7 +66,7 @@ class Rounds:
             for sample in range(3):
                 tokens = [*rng.integers(3, 61, rng.integers(2, 6)).tolist(), 2]
                 row = dict.fromkeys(schema().names) | {"prompt_id": str(prompt), "sample": sample, "seed": 0}
-                row |= {"prompt_ids": prompt_ids, "token_ids": tokens, "logprobs": [-4.0] * len(tokens)}
+                row |= {"prompt_ids": prompt_ids, "token_ids": tokens, "logprobs": logprobs(prompt_ids, tokens)}
                 rollouts.append(row | {"policy": policy.digest})
                 scores.append({"prompt_id": str(prompt), "sample": sample, "total": float(sample == prompt % 3)})
         found = {}
@@ -157,3 +160,23 @@ def test_the_fingerprint_of_a_policy_sees_its_adapter():
     # Twice A and half B merge to the same weights and train on otherwise.
     adapters = [None, *(nnx.State({"a": jnp.full(2, x), "b": jnp.full(2, 1 / x)}) for x in (1.0, 2.0))]
     assert len({update._mark(update.State(CONFIG, params, None, adapter=a)) for a in adapters}) == 3
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_the_first_round_starts_at_the_reference_and_at_what_was_sampled(kind, tmp_path):
+    rounds, memory = Rounds(tmp_path), {}
+    config = settings(0, {"rank": 4, "quantize": kind}, prompts_per_step=4)
+    inputs = rounds.inputs(config, rounds.base)
+    model, params = load_rounded(rounds.context(config, inputs, memory), rounds.base, kind)
+    program = jax.jit(lambda batch: logps_and_entropy(decoder_graph(model), params, batch, 1.0, Compute())[0])
+
+    def sampled(prompt, tokens):
+        """What a sampler of the rounded kernels records."""
+        (batch,) = micro_batches([Group(prompt, [tokens], [0])], layout=Layout(64, 1), completion_tokens=8)
+        return np.asarray(program(batch.arrays()))[0, : len(tokens)].tolist()
+
+    inputs |= rounds.tables(rounds.base, 9, sampled)
+    metrics = update.run(rounds.context(config, inputs, memory))
+    # One step: both are those of the policy before it.
+    assert metrics["steps"] == 1
+    assert abs(metrics["kl"]) < 1e-6 and abs(metrics["mismatch_kl"]) < 1e-6

@@ -132,6 +132,9 @@ def test_preference_on_pairs(loss, base, memory, judged, tmp_path):
     assert (tmp_path / loss / "work" / "reference-logps").exists() == (loss == "dpo")
     lines = [json.loads(line) for line in (made.path / "logs" / "metrics.jsonl").read_text().splitlines()]
     assert {"loss", "accuracy", "margin", "chosen_logps", "rejected_logps", "grad_norm"} <= set(lines[0])
+    assert all(line["seconds"] > 0 and line["tokens_per_second"] > 0 and line["mfu"] >= 0 for line in lines)
+    # A tiny model is far from what the device can do, but it does work.
+    assert 0 < metrics["mfu"] < 1 and metrics["tokens_per_second"] > 0 and metrics["peak_memory_mb"] > 100
     assert lines[-1]["margin"] > lines[0]["margin"]
     assert (made.path / "model" / "model.safetensors").is_file()
 

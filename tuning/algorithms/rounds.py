@@ -22,6 +22,7 @@ from tuning.models.lora import Base, join, over
 from tuning.training.batch import Group, Layout, Packed, bucket, choose_rows, micro_batches
 from tuning.training.forward import Compute, decoder_graph, logps_and_entropy, scalar_graph, values
 from tuning.training.mesh import over_devices, put_batch, put_params, put_state, row_shards
+from tuning.training.speed import ADAPTER, FULL, Meter, forward_flops
 from tuning.training.step import make_step
 
 
@@ -224,6 +225,7 @@ def run_round(
     )
     sums: Counter[str] = Counter()
     norms, value_sums, tokens = [], Counter[str](), 0
+    meter = Meter(compute.dtype)
     for epoch in range(settings.epochs):
         for number, (groups, batches) in enumerate(zip(steps, packed, strict=True)):
             arrays = [
@@ -256,7 +258,13 @@ def run_round(
             tokens += sum(g.size for g in groups)
             done += len(batches)
             progress(done, total_work, "micro-batch")
-            record(epoch=epoch, step=number, grad_norm=norms[-1], **summarise(found))
+            flops = sum(
+                (FULL if base is None else ADAPTER) * forward_flops(model, groups, head=head)
+                for base, head in [(policy_base, True), (critic_base, False)][: 1 + is_ppo]
+            )
+            speed = meter.step(sum(g.size for g in groups), flops)
+            record(epoch=epoch, step=number, grad_norm=norms[-1], **summarise(found), **speed)
+    metrics |= meter.whole()
     metrics |= summarise(sums) | {
         "loss": sums["loss"] / len(norms),
         "grad_norm": float(np.mean(norms)),

@@ -42,7 +42,8 @@ class LoraConfig:
     init: Literal["kaiming", "gaussian"] = "kaiming"
     """A uniform in +-1/sqrt(in), or normal with deviation 1/rank; B is zero."""
     quantize: Literal["none", "int8", "nf4"] = "none"
-    """How the frozen kernels of the layers are stored; embedding, norms and head stay as they are."""
+    """How the frozen kernels of the layers are stored; embedding, norms and head stay as they are. What the adapter
+    starts from, and is compared with, is then the model of the stored kernels (`rounded`)."""
 
     def __post_init__(self) -> None:
         if self.rank < 1 or self.alpha <= 0:
@@ -190,6 +191,19 @@ def _merged(tuned: Tuned) -> Any:
             del linear.adapter
         linear.kernel = nnx.Param(kernel)
     return nnx.state(model)
+
+
+def rounded(config: DecoderConfig, role: Role, params: Any, kind: str) -> Any:
+    """Dense parameters as the tuned model computes with them before B moves: kernels stored as `kind` and read back.
+
+    `params` as they are for "none". The same bits as `merge` with a new adapter.
+    """
+    if kind == "none":
+        return params
+    model = nnx.merge(_graph(config, role), params)
+    for _, linear in linears(model):
+        linear.kernel = FORMATS[kind](linear.kernel[...])
+    return _merged(Tuned(*nnx.split(model)))
 
 
 def merge(config: DecoderConfig, role: Role, params: Any, trainable: Any, lora: LoraConfig) -> Any:

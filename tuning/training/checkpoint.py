@@ -2,28 +2,58 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
 
-class Checkpoints:
-    """Saves asynchronously, keeps the newest step, restores bit for bit."""
+class SaveFailed(RuntimeError):
+    """A checkpoint could not be written or copied."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+
+class Checkpoints:
+    """Saves while training goes on, keeps the newest step, restores bit for bit.
+
+    `committed` is called after each save that is whole on disk and before the next begins, from another thread. What
+    goes wrong in a save is raised, as SaveFailed, by what is called next.
+    """
+
+    def __init__(self, folder: Path, committed: Callable[[], None] = lambda: None):
+        self.folder, self._committed = folder, committed
         self._manager = ocp.CheckpointManager(
             folder.absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=1, create=True)
         )
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._saving: Future[None] | None = None
 
     def save(self, step: int, state: Any, position: dict[str, Any]) -> None:
-        """Starts a save of `state` (a pytree of arrays) and `position` (JSON: step, data iterator)."""
-        leaves = {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(state))}
+        """Starts a save of `state` (a pytree of arrays) and `position` (JSON: step, data iterator).
+
+        Waits for the save before, then for a copy of the state in host memory: on return the arrays may be donated.
+        """
+        self.wait()
+        leaves = {str(i): _held(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
         args = ocp.args.Composite(state=ocp.args.StandardSave(leaves), position=ocp.args.JsonSave(position))
         self._manager.save(step, args=args)
+        self._saving = self._thread.submit(self._commit, step)
+
+    def _commit(self, step: int) -> None:
+        try:
+            self._manager.wait_until_finished()
+            self._manager.check_for_errors()
+            self._committed()
+        except Exception as error:
+            raise SaveFailed(
+                f"checkpoint {self.folder / str(step)} was not saved ({type(error).__name__}: {error}); the one before "
+                "it is kept: make room or give access there, and the same command goes on from it"
+            ) from error
 
     def restore(self, like: Any) -> tuple[Any, dict[str, Any]] | None:
         """The newest state, shaped as `like` (arrays or shapes), and its position; None where there is none.
@@ -43,11 +73,34 @@ class Checkpoints:
         return jax.tree.unflatten(tree, leaves), restored.position
 
     def wait(self) -> None:
-        """Returns when every started save is whole on disk."""
-        self._manager.wait_until_finished()
+        """Returns when every started save is whole on disk and `committed` has seen it; raises SaveFailed."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
 
     def close(self) -> None:
-        self._manager.close()
+        """As `wait`, then lets go of the folder."""
+        try:
+            self.wait()
+        except SaveFailed:
+            # Orbax would raise again what is told already.
+            with contextlib.suppress(Exception):
+                self._manager.close()
+            raise
+        else:
+            self._manager.close()
+        finally:
+            self._thread.shutdown()
+
+
+def _held(leaf: Any) -> Any:
+    """What a save may read while training goes on.
+
+    Orbax copies what lies on an accelerator to the host before it returns. Arrays of the CPU it reads where they lie,
+    in memory that is donated to the next step.
+    """
+    on_cpu = isinstance(leaf, jax.Array) and {d.platform for d in leaf.devices()} == {"cpu"}
+    return jnp.copy(leaf) if on_cpu else leaf
 
 
 def save_tree(folder: Path, tree: Any) -> None:

@@ -94,14 +94,20 @@ def put_batch(batch: dict[str, Any], mesh: Mesh | None) -> dict[str, Any]:
 
 
 def state_shardings(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh) -> tuple[Any, Any]:
-    """Where parameters and optimizer state lie: moments beside their parameters."""
+    """Where parameters and optimizer state lie: moments beside their parameters, all else on every device.
+
+    A moment is what has the path of a parameter as the end of its own, and its shape; Adafactor's factors do not.
+    """
     of_params = shardings(params, mesh)
     everywhere = NamedSharding(mesh, PartitionSpec())
-    shapes = jax.eval_shape(optimizer.init, params)
-    of_state = optax.tree_utils.tree_map_params(
-        optimizer, lambda _, sharding: sharding, shapes, of_params, transform_non_params=lambda _: everywhere
-    )
-    return of_params, of_state
+    leaves = zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(of_params), strict=True)
+    known = {(path, leaf.shape): sharding for (path, leaf), sharding in leaves}
+
+    def one(path: Any, leaf: Any) -> NamedSharding:
+        ends = ((path[start:], leaf.shape) for start in range(len(path)))
+        return next((known[end] for end in ends if end in known), everywhere)
+
+    return of_params, jax.tree_util.tree_map_with_path(one, jax.eval_shape(optimizer.init, params))
 
 
 def init_state(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh | None) -> Any:

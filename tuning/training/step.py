@@ -25,44 +25,6 @@ class NonFinite(RuntimeError):
     """Gradients stayed non-finite for too many steps in a row."""
 
 
-def make_schedule(kind: str, learning_rate: float, warmup_steps: int, total_steps: int) -> optax.Schedule:
-    """`constant`, `linear` or `cosine` decay to zero after a linear warm-up."""
-    after = max(1, total_steps - warmup_steps)
-    bodies: dict[str, optax.Schedule] = {
-        "constant": optax.constant_schedule(learning_rate),
-        "linear": optax.linear_schedule(learning_rate, 0.0, after),
-        "cosine": optax.cosine_decay_schedule(learning_rate, after),
-    }
-    if kind not in bodies:
-        raise ValueError(f"schedule {kind!r} is unknown; there are {', '.join(bodies)}")
-    if warmup_steps == 0:
-        return bodies[kind]
-    warmup = optax.linear_schedule(learning_rate / (warmup_steps + 1), learning_rate, warmup_steps)
-    return optax.join_schedules([warmup, bodies[kind]], [warmup_steps])
-
-
-def decays(params: Any) -> Any:
-    """Which parameters weight decay applies to: matrices, not norms or scalar heads."""
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: not _is_vector(path, leaf), params)
-
-
-def _is_vector(path: Any, leaf: Any) -> bool:
-    name = jax.tree_util.keystr(path)
-    return "norm" in name or "score" in name or leaf.ndim < 2
-
-
-def make_optimizer(
-    schedule: optax.Schedule, *, b1: float, b2: float, weight_decay: float, clip_norm: float, max_skipped: int
-) -> optax.GradientTransformation:
-    """AdamW after clipping by global norm; a step with non-finite gradients is skipped and counted."""
-    chain = optax.chain(
-        optax.clip_by_global_norm(clip_norm),
-        optax.adamw(schedule, b1=b1, b2=b2, eps=1e-8, weight_decay=weight_decay, mask=decays),
-    )
-    # optax would apply the update after `max_consecutive_errors`; `make_step` stops before that.
-    return optax.apply_if_finite(chain, max_consecutive_errors=max_skipped + 1)
-
-
 def make_step(
     loss_fn: LossFn, optimizer: optax.GradientTransformation, max_skipped: int, mesh: Mesh | None = None
 ) -> StepFn:

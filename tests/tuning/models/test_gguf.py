@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
@@ -227,8 +228,9 @@ def test_absent_keys_take_the_default(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"architecture": "gemma3"}, "general.architecture is 'gemma3'; supported: llama"),
-        ({"add_rope_scaling_type": gguf.RopeScalingType.LINEAR}, "llama.rope.scaling.type is 'linear'"),
+        ({"architecture": "falcon"}, "general.architecture is 'falcon'; supported: llama, smollm3, qwen2"),
+        ({"add_rope_scaling_type": gguf.RopeScalingType.YARN}, "llama.rope.scaling.type is 'yarn'"),
+        ({"add_rope_scaling_type": gguf.RopeScalingType.LINEAR}, "llama.rope.scaling.factor is missing"),
         ({"add_expert_count": 8}, "llama.expert_count is 8"),
         ({"add_rope_dimension_count": 4}, "llama.rope.dimension_count is 4"),
         ({"add_head_count_kv": 3}, "not a multiple of head_count_kv 3"),
@@ -245,7 +247,7 @@ def test_refused_metadata(tmp_path: Path, metadata: dict[str, Any], message: str
         GGUFCheckpoint(path)
 
 
-@pytest.mark.parametrize("name", ["rope_freqs.weight", "blk.0.attn_q.bias", "blk.0.ffn_gate_exps.weight"])
+@pytest.mark.parametrize("name", ["rope_factors_long.weight", "blk.0.attn_q.bias", "blk.0.ffn_gate_exps.weight"])
 def test_refused_tensor(tmp_path: Path, name: str) -> None:
     path = write_tiny(tmp_path / "m.gguf", tiny_tensors() | {name: np.ones(4, np.float32)})
     with pytest.raises(ValueError, match=f"m.gguf: .*{name}.*support"):
@@ -269,3 +271,108 @@ def test_not_a_gguf_file(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(ValueError, match=f"{name}.gguf: not a readable GGUF file"):
             GGUFFile(path)
+
+
+LLAMA3_FACTORS = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-4,
+    "rope_theta": 5e5,
+}
+# Of a family: values of config.json, and metadata of the file that says the same.
+WRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama": (
+        {"num_hidden_layers": 2, "rope_scaling": LLAMA3_FACTORS | {"original_max_position_embeddings": 8192}},
+        {},
+    ),
+    "smollm3": ({"num_hidden_layers": 5, "tie_word_embeddings": True}, {}),
+    "qwen2": (
+        {"num_hidden_layers": 2, "rope_scaling": {"rope_type": "linear", "factor": 3.0}},
+        {"add_rope_scaling_type": gguf.RopeScalingType.LINEAR, "add_rope_scaling_factor": 3.0},
+    ),
+    "qwen3": ({"num_hidden_layers": 2, "tie_word_embeddings": True}, {}),
+    "gemma2": (
+        {"num_hidden_layers": 3, "query_pre_attn_scalar": 10, "sliding_window": 5}
+        | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+        {"add_attn_logit_softcapping": 2.0, "add_final_logit_softcapping": 3.0, "add_sliding_window": 5},
+    ),
+    "gemma3": (
+        {"num_hidden_layers": 7, "query_pre_attn_scalar": 10, "sliding_window": 5}
+        | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 10000.0},
+        {"add_sliding_window": 5, "add_rope_scaling_type": gguf.RopeScalingType.LINEAR, "add_rope_scaling_factor": 8.0},
+    ),
+    "gemma3-27b": (
+        {"num_hidden_layers": 62, "query_pre_attn_scalar": 4, "sliding_window": 5, "sliding_window_pattern": 6},
+        {"add_sliding_window": 5},
+    ),
+}
+
+
+def write_family(path: Path, name: str) -> tuple[Any, dict[str, np.ndarray]]:
+    """A file as llama.cpp's converter makes it of a random model: the model's config and its Hugging Face tensors."""
+    import jax
+
+    from tuning.models import huggingface
+    from tuning.models.config_json import from_hugging_face
+
+    values, metadata = WRITTEN[name]
+    architecture = name.partition("-")[0]
+    model_type = {"gemma3": "gemma3_text"}.get(architecture, architecture)
+    config = from_hugging_face(SIZES | values | {"model_type": model_type}, name)
+    params = huggingface.random_params(config, 0)
+    leaves, tree = jax.tree.flatten(params)
+    rng = np.random.default_rng(1)
+    params = jax.tree.unflatten(tree, [rng.normal(size=x.shape).astype(np.float32) for x in leaves])
+    weights = dict(huggingface.tensors_from_params(huggingface._pure(params)))
+    arch = next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == architecture)
+    names = gguf.get_tensor_name_map(arch, config.num_layers)
+    tensors = {}
+    for hf_name, weight in weights.items():
+        if architecture in ("llama", "smollm3") and ("q_proj" in hf_name or "k_proj" in hf_name):
+            weight = permute(weight, config.num_heads if "q_proj" in hf_name else config.num_kv_heads)
+        shift = 1.0 if "gemma" in name and hf_name.endswith("norm.weight") else 0.0
+        tensors[names.get_name(hf_name, try_suffixes=(".weight", ".bias"))] = weight + np.float32(shift)
+    if config.rope_scaling is not None and config.rope_scaling.kind == "llama3":
+        plain = dataclasses.replace(config, rope_scaling=None).frequencies()[0]
+        tensors["rope_freqs.weight"] = (plain / config.frequencies()[0])[0].astype(np.float32)
+    sizes = {
+        "add_context_length": config.max_positions,
+        "add_embedding_length": config.hidden_size,
+        "add_block_count": config.num_layers,
+        "add_feed_forward_length": config.intermediate_size,
+        "add_head_count": config.num_heads,
+        "add_head_count_kv": config.num_kv_heads,
+        "add_layer_norm_rms_eps": config.norm_eps,
+        "add_key_length": config.head_dim,
+        "add_rope_freq_base": config.rope_theta,
+    }
+    write_tiny(path, tensors, architecture=architecture, **sizes | metadata)
+    return config, weights
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_every_family_is_read_as_it_was(name: str, tmp_path: Path) -> None:
+    from tuning.models.config_json import from_hugging_face
+
+    config, weights = write_family(tmp_path / "m.gguf", name)
+    checkpoint = GGUFCheckpoint(tmp_path / "m.gguf")
+    assert from_hugging_face(checkpoint.config(), "m.gguf") == config
+    read = dict(checkpoint.tensors())
+    assert read.keys() == weights.keys()
+    for key, weight in weights.items():
+        # Adding one to a norm and taking it away again rounds.
+        np.testing.assert_allclose(read[key], weight, rtol=0, atol=3e-7 if "norm" in key else 0, err_msg=key)
+
+
+def test_other_rope_factors_and_windows_are_refused(tmp_path: Path) -> None:
+    tensors = tiny_tensors() | {"rope_freqs.weight": np.asarray([1.0, 1.0, 7.0, 8.0], np.float32)}
+    with pytest.raises(ValueError, match=r"rope_freqs.weight is not the scaling of Llama 3.1"):
+        GGUFCheckpoint(write_tiny(tmp_path / "f.gguf", tensors))
+    with pytest.raises(ValueError, match=r"llama.attention.sliding_window is 7; supported: files without it"):
+        GGUFCheckpoint(write_tiny(tmp_path / "w.gguf", add_sliding_window=7))

@@ -11,10 +11,22 @@ from flax import nnx
 
 from tests.tuning.training.test_batch import CONFIG, ragged_groups
 from tuning.models.huggingface import fingerprint, random_params, scalar_head_params
-from tuning.models.lora import PROJECTIONS, LoraConfig, join, linears, merge, over, trainable_shapes, tune, tuned_graph
+from tuning.models.lora import (
+    PROJECTIONS,
+    LoraConfig,
+    join,
+    linears,
+    merge,
+    over,
+    rounded,
+    trainable_shapes,
+    tune,
+    tuned_graph,
+)
 from tuning.training.batch import Layout, micro_batches
 from tuning.training.forward import Compute, decoder_graph, logps_and_entropy, scalar_graph, scores
-from tuning.training.step import make_optimizer, make_schedule, make_step
+from tuning.training.optimizers import make_optimizer, make_schedule
+from tuning.training.step import make_step
 
 # Weights of the size that training gives them: with those of a fresh model, nearly nothing depends on the layers.
 PARAMS = jax.tree.map(lambda x: 3 * x if x.ndim > 2 or x.size > 200 else x, random_params(CONFIG, 3))
@@ -208,3 +220,14 @@ def test_shapes_are_known_without_making_arrays():
 def test_settings_without_a_meaning_are_refused(values, message):
     with pytest.raises(ValueError, match=message):
         LoraConfig(**values)
+
+
+@pytest.mark.parametrize("kind", ["none", "int8", "nf4"])
+def test_what_an_adapter_starts_from_is_the_model_of_the_stored_kernels(kind):
+    lora = LoraConfig(rank=2, quantize=kind)
+    trainable, frozen = tune(CONFIG, "decoder", PARAMS, lora, seed=1)
+    start = rounded(CONFIG, "decoder", PARAMS, kind)
+    merged = merge(CONFIG, "decoder", PARAMS, trainable, lora)
+    assert fingerprint(start) == fingerprint(merged)
+    assert (fingerprint(start) == fingerprint(PARAMS)) == (kind == "none")
+    np.testing.assert_allclose(logps(lora, trainable, frozen), logps(None, start, None), atol=1e-5)

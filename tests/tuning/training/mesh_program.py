@@ -21,7 +21,8 @@ from tuning.training.batch import Layout, micro_batches
 from tuning.training.checkpoint import Checkpoints
 from tuning.training.forward import Compute, decoder_graph, logps_and_entropy
 from tuning.training.mesh import Axes, gather, init_state, make_mesh, put_params, row_shards
-from tuning.training.step import copy, make_optimizer, make_schedule, make_step
+from tuning.training.optimizers import make_optimizer, make_schedule
+from tuning.training.step import copy, make_step
 
 GRAPH = decoder_graph(CONFIG)
 MESHES = [(2, Axes()), (4, Axes(2, 1, 2)), (8, Axes(2, 2, 2))]
@@ -66,6 +67,32 @@ class Run:
         return losses
 
 
+def other_rules(name):
+    """Steps of another optimizer on a mesh and without one: the largest gap, and whether moments lie as parameters."""
+    rule = make_optimizer(
+        make_schedule("constant", 1e-2, 0, 10), name=name, b1=0.9, b2=0.95, weight_decay=0.1, clip_norm=1.0,
+        max_skipped=2,
+    )  # fmt: skip
+
+    def pull(params, batch, frozen):
+        return sum(jnp.sum(jnp.sin(3 * x) * batch["weight"]) for x in jax.tree.leaves(params)), {}
+
+    found = []
+    for mesh in (None, make_mesh(Axes(1, 2, 2), jax.devices()[:4])):
+        params = copy(PARAMS) if mesh is None else put_params(PARAMS, mesh)
+        state, step = init_state(rule, params, mesh), make_step(pull, rule, 2, mesh)
+        for weight in (1.0, 0.5):
+            params, state, _ = step(params, state, [{"weight": np.float32(weight)}])
+        found.append(params)
+    gaps = jax.tree.map(lambda a, b: float(np.abs(np.asarray(a) - np.asarray(b)).max()), *found)
+    names = {jax.tree_util.keystr(p): x for p, x in jax.tree_util.tree_leaves_with_path(params)}
+    beside = []
+    for path, moment in jax.tree_util.tree_leaves_with_path(state):
+        mine = [x for name, x in names.items() if jax.tree_util.keystr(path).endswith(name) and x.shape == moment.shape]
+        beside += [moment.sharding.spec == mine[0].sharding.spec] if mine else []
+    return {"gap": max(jax.tree.leaves(gaps)), "beside": beside}
+
+
 def several_processes():
     run = Run(make_mesh(Axes(1, 2, 2)))
     losses = run.train(3)
@@ -92,6 +119,7 @@ def one_process(folder):
     found["restored"] = all(np.array_equal(a, b) for a, b in zip(restored, jax.tree.leaves(saved), strict=True))
     found["restored_on"] = len(restored[0].sharding.device_set)
     found["resumed"] = run.train(1)
+    found["rules"] = {name: other_rules(name) for name in ("adafactor", "muon")}
     return found
 
 

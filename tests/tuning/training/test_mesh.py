@@ -50,6 +50,13 @@ def test_a_checkpoint_of_four_devices_goes_on_on_eight(found):
     assert found["resumed"] == pytest.approx(found["fourth"], abs=1e-5)
 
 
+@pytest.mark.parametrize(("name", "moments"), [("adafactor", 0), ("muon", 10)])
+def test_other_optimizers_keep_their_moments_beside_the_parameters(found, name, moments):
+    rule = found["rules"][name]
+    assert rule["gap"] < 1e-6
+    assert all(rule["beside"]) and len(rule["beside"]) >= moments
+
+
 @pytest.mark.slow
 def test_two_processes_train_one_model(found, tmp_path):
     with socket.socket() as s:

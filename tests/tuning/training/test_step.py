@@ -9,9 +9,10 @@ import pytest
 from tests.tuning.training.test_batch import CONFIG, PARAMS, ragged_groups
 from tuning.models.huggingface import fingerprint
 from tuning.training.batch import Layout, micro_batches
-from tuning.training.checkpoint import Checkpoints, load_tree, save_tree
+from tuning.training.checkpoint import Checkpoints
 from tuning.training.forward import Compute, decoder_graph, logps_and_entropy
-from tuning.training.step import NonFinite, copy, make_optimizer, make_schedule, make_step
+from tuning.training.optimizers import make_optimizer, make_schedule
+from tuning.training.step import NonFinite, copy, make_step
 
 GRAPH = decoder_graph(CONFIG)
 
@@ -83,7 +84,6 @@ def test_resuming_from_a_checkpoint_gives_the_same_bits(tmp_path):
         params, state, _ = step(params, state, batches)
         if i == 1:
             checkpoints.save(2, (params, state), {"step": 2})
-            checkpoints.wait()
     checkpoints.close()
     fresh = copy(PARAMS)
     again = Checkpoints(tmp_path / "c")
@@ -95,22 +95,3 @@ def test_resuming_from_a_checkpoint_gives_the_same_bits(tmp_path):
     assert fingerprint(other) == fingerprint(params)
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(other_state), strict=True):
         np.testing.assert_array_equal(a, b)
-
-
-def test_a_checkpoint_of_another_shape_is_an_error(tmp_path):
-    save_tree(tmp_path / "t", {"a": jnp.ones((3, 4))})
-    np.testing.assert_array_equal(load_tree(tmp_path / "t", {"a": jnp.zeros((3, 4))})["a"], np.ones((3, 4)))
-    with pytest.raises(ValueError, match=r"leaf|shape"):
-        load_tree(tmp_path / "t", {"a": jnp.zeros((4, 3))})
-
-
-@pytest.mark.parametrize(
-    ("kind", "at_warmup", "at_end"), [("constant", 1.0, 1.0), ("linear", 1.0, 0.0), ("cosine", 1.0, 0.0)]
-)
-def test_schedules_warm_up_and_end_where_they_say(kind, at_warmup, at_end):
-    schedule = make_schedule(kind, 1.0, 4, 20)
-    assert float(schedule(0)) == pytest.approx(0.2)
-    assert float(schedule(4)) == pytest.approx(at_warmup)
-    assert float(schedule(20)) == pytest.approx(at_end, abs=1e-6)
-    with pytest.raises(ValueError, match="there are constant, linear, cosine"):
-        make_schedule("step", 1.0, 0, 10)

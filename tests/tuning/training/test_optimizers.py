@@ -1,0 +1,143 @@
+"""Optimizers by name: each goes down, resumes bit for bit, and decays what it should."""
+
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from stages.settings import Optimizer
+from stages.training import optimizer_of
+from tests.tuning.training.test_batch import PARAMS
+from tuning.training.checkpoint import Checkpoints
+from tuning.training.optimizers import MUON_RMS, OPTIMIZERS, SCHEDULES, decays, make_optimizer, make_schedule
+from tuning.training.step import make_step
+
+# Wide enough for Adafactor to factor its second moments.
+SHAPES = {
+    "embedding": (160, 128),
+    "layers": {"q": {"kernel": (2, 128, 136), "bias": (2, 136)}, "mlp_norm": (2, 128)},
+    "score": (128,),
+}
+IS_SHAPE = {"is_leaf": lambda x: isinstance(x, tuple)}
+
+
+def normal(seed):
+    keys = iter(jax.random.split(jax.random.key(seed), 8))
+    return jax.tree.map(lambda shape: jax.random.normal(next(keys), shape), SHAPES, **IS_SHAPE)
+
+
+def distance(params, batch, frozen):
+    """Half the squared distance to a target, noisy from step to step."""
+    gaps = jax.tree.map(lambda p, t: jnp.sum((p - batch["noise"] * t) ** 2), params, frozen)
+    return sum(jax.tree.leaves(gaps)) / 2, {}
+
+
+def noise(step):
+    return [{"noise": np.float32(1 + 0.1 * (-1) ** step)}]
+
+
+def settings(name, **values):
+    rate = {"sgd": 0.1, "adafactor": 0.05, "rmsprop": 0.02}.get(name, 0.05)
+    return Optimizer(**{"name": name, "learning_rate": rate, "clip_norm": None} | values)
+
+
+def run(name, steps, state=None, start=0):
+    optimizer = optimizer_of(settings(name), steps)
+    step = make_step(distance, optimizer, 3)
+    target = normal(1)
+    params, opt_state = state or (normal(0), optimizer.init(normal(0)))
+    losses = []
+    for i in range(start, steps):
+        params, opt_state, sums = step(params, opt_state, noise(i), target)
+        losses.append(sums["loss"])
+    return (params, opt_state), losses
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_rule_goes_down(name):
+    _, losses = run(name, 12)
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon", "lion"])
+def test_a_run_that_was_cut_goes_on_bit_for_bit(name, tmp_path):
+    whole, _ = run(name, 4)
+    half, _ = run(name, 2)
+    with_orbax = Checkpoints(tmp_path / "c")
+    with_orbax.save(2, half, {"step": 2})
+    with_orbax.close()
+    again = Checkpoints(tmp_path / "c")
+    restored, position = again.restore(jax.tree.map(jnp.zeros_like, half))
+    again.close()
+    resumed, _ = run(name, 4, restored, position["step"])
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(resumed), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_adamw_is_that_of_optax():
+    params, gradients = normal(0), normal(1)
+    schedule = make_schedule("cosine", 1e-2, 2, 10)
+    mine = make_optimizer(schedule, b1=0.9, b2=0.95, weight_decay=0.1, clip_norm=1.0, max_skipped=3)
+    clip = optax.clip_by_global_norm(1.0)
+    theirs = optax.chain(clip, optax.adamw(schedule, 0.9, 0.95, 1e-8, weight_decay=0.1, mask=decays))
+    found = []
+    for optimizer in (mine, theirs):
+        state, now = optimizer.init(params), params
+        for _ in range(3):
+            updates, state = jax.jit(optimizer.update)(gradients, state, now)
+            now = optax.apply_updates(now, updates)
+        found.append(now)
+    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_muon_turns_kernels_into_rotations_and_leaves_the_rest_to_adam():
+    optimizer = optimizer_of(settings("muon", learning_rate=1.0), 1)
+    updates, _ = optimizer.update(normal(1), optimizer.init(normal(0)), normal(0))
+    spectra = np.linalg.svd(updates["layers"]["q"]["kernel"], compute_uv=False) / (MUON_RMS * np.sqrt(136))
+    assert spectra.shape == (2, 128) and spectra.min() > 0.5 and spectra.max() < 1.3
+    for leaf in (updates["embedding"], updates["layers"]["q"]["bias"], updates["layers"]["mlp_norm"]):
+        np.testing.assert_allclose(np.abs(leaf), 1.0, rtol=1e-3)
+
+
+def test_decay_is_of_matrices_unless_all_are_asked_for():
+    marks = decays(SHAPES_AS_ARRAYS := jax.tree.map(jnp.zeros, SHAPES, **IS_SHAPE))
+    assert marks == {
+        "embedding": True,
+        "layers": {"q": {"kernel": True, "bias": False}, "mlp_norm": False},
+        "score": False,
+    }
+    ones, still = jax.tree.map(jnp.ones_like, SHAPES_AS_ARRAYS), SHAPES_AS_ARRAYS
+    for decay in ("matrices", "all"):
+        optimizer = optimizer_of(settings("sgd", learning_rate=0.5, weight_decay=0.1, decay=decay), 1)
+        updates, _ = optimizer.update(still, optimizer.init(ones), ones)
+        wanted = jax.tree.map(lambda x, m: jnp.full_like(x, -0.05 * (m or decay == "all")), ones, marks)  # noqa: B023
+        jax.tree.map(np.testing.assert_allclose, updates, wanted)
+    # The names of a real model's parameters say the same.
+    real = {jax.tree_util.keystr(p): m for p, m in jax.tree_util.tree_leaves_with_path(decays(PARAMS))}
+    assert {p for p, m in real.items() if not m} == {p for p in real if "norm" in p}
+
+
+@pytest.mark.parametrize(
+    ("kind", "at_warmup", "late", "at_end"),
+    [("constant", 1.0, 1.0, 1.0), ("linear", 1.0, 0.45, 0.1), ("cosine", 1.0, 0.41, 0.1), ("wsd", 1.0, 1.0, 0.1)],
+)
+def test_schedules_warm_up_and_end_where_they_say(kind, at_warmup, late, at_end):
+    schedule = make_schedule(kind, 1.0, 4, 24, 0.1)
+    assert float(schedule(0)) == pytest.approx(0.2)
+    assert float(schedule(4)) == pytest.approx(at_warmup)
+    assert float(schedule(16)) == pytest.approx(late, abs=0.02)
+    assert float(schedule(24)) == pytest.approx(at_end, abs=1e-6)
+
+
+def test_the_recipe_names_what_there_is():
+    hints = typing.get_type_hints(Optimizer)
+    assert set(typing.get_args(hints["name"])) == set(OPTIMIZERS)
+    assert set(typing.get_args(hints["schedule"])) == set(SCHEDULES)
+    with pytest.raises(ValueError, match="optimizer 'adan' is unknown; there are adamw, adam,"):
+        make_optimizer(optax.constant_schedule(1), name="adan", b1=0, b2=0, weight_decay=0, clip_norm=1, max_skipped=0)
+    with pytest.raises(ValueError, match="there are constant, linear, cosine, wsd"):
+        make_schedule("step", 1.0, 0, 10)

@@ -1,0 +1,137 @@
+"""Optimizers and learning-rate schedules by name, from Optax.
+
+Every optimizer is the same chain: clipping, the direction of its rule, decoupled weight decay (Loshchilov and Hutter,
+2019), the scheduled learning rate; and a guard around it that skips a step with non-finite gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from optax.contrib import MuonDimensionNumbers, scale_by_muon
+
+Rule = Callable[[float, float, float], optax.GradientTransformation]
+
+MUON_RMS = 0.2
+"""Root mean square of Muon's updates: that of AdamW's, so learning rates carry over (Liu et al., arXiv:2502.16982)."""
+
+
+def _sgd(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
+    return optax.trace(b1) if b1 else optax.identity()
+
+
+def _rmsprop(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
+    return optax.chain(optax.scale_by_rms(b2, eps, eps_in_sqrt=False), _sgd(b1, b2, eps))
+
+
+def _adafactor(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
+    momentum = [optax.ema(b1, debias=False)] if b1 else []
+    return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), *momentum)
+
+
+def _muon(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
+    def axes(tree: Any) -> Any:
+        # Layers are stacked: the last two axes are a kernel's, what stands before them is a batch.
+        return jax.tree.map(lambda _: MuonDimensionNumbers(-2, -1), tree)
+
+    def kinds(params: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(lambda path, leaf: "muon" if _is_kernel(path, leaf) else "adam", params)
+
+    def to_rms(updates: Any, params: Any) -> Any:
+        return jax.tree.map(lambda x: MUON_RMS * math.sqrt(max(x.shape[-2:])) * x, updates)
+
+    matrices = optax.chain(scale_by_muon(beta=b1, weight_dimension_numbers=axes), optax.stateless(to_rms))
+    return optax.partition({"muon": matrices, "adam": optax.scale_by_adam(0.9, b2, eps)}, kinds)
+
+
+OPTIMIZERS: dict[str, Rule] = {
+    "adamw": optax.scale_by_adam,
+    "adam": optax.scale_by_adam,
+    "nadamw": lambda b1, b2, eps: optax.scale_by_adam(b1, b2, eps, nesterov=True),
+    "radam": optax.scale_by_radam,
+    "amsgrad": optax.scale_by_amsgrad,
+    "rmsprop": _rmsprop,
+    "sgd": _sgd,
+    "lion": lambda b1, b2, eps: optax.scale_by_lion(b1, b2),
+    "adafactor": _adafactor,
+    "muon": _muon,
+}
+"""Rules by name, of (b1, b2, eps): the decay of the first moment or the momentum, of the second moment, and what is
+added to its root. Adafactor (Shazeer and Stern, 2018) keeps the learning rate as it is, unscaled by the parameter's
+norm; Muon (Jordan et al., 2024) moves kernels of layers, and Adam with 0.9 and b2 all else."""
+
+SCHEDULES: dict[str, Callable[[float, float, int], optax.Schedule]] = {
+    "constant": lambda peak, end, steps: optax.constant_schedule(peak),
+    "linear": lambda peak, end, steps: optax.linear_schedule(peak, end, steps),
+    "cosine": lambda peak, end, steps: optax.cosine_decay_schedule(peak, steps, end / peak),
+    # Warm-up, stable, decay (Hu et al., arXiv:2404.06395): the last fifth goes down.
+    "wsd": lambda peak, end, steps: optax.linear_schedule(peak, end, max(1, steps // 5), steps - max(1, steps // 5)),
+}
+"""Schedules by name, of (peak, end, steps after the warm-up)."""
+
+
+def make_schedule(
+    kind: str, learning_rate: float, warmup_steps: int, total_steps: int, end: float = 0.0
+) -> optax.Schedule:
+    """A linear warm-up over `warmup_steps`, then one of SCHEDULES down to `end` at `total_steps`.
+
+    Raises ValueError with the names there are for an unknown one.
+    """
+    after = max(1, total_steps - warmup_steps)
+    body = _named(SCHEDULES, "schedule", kind)(learning_rate, end, after)
+    if warmup_steps == 0:
+        return body
+    warmup = optax.linear_schedule(learning_rate / (warmup_steps + 1), learning_rate, warmup_steps)
+    return optax.join_schedules([warmup, body], [warmup_steps])
+
+
+def decays(params: Any) -> Any:
+    """Which parameters weight decay applies to: matrices, not norms, biases or scalar heads."""
+    return jax.tree_util.tree_map_with_path(_is_matrix, params)
+
+
+def _is_matrix(path: Any, leaf: Any) -> bool:
+    # Layers are stacked, so a norm's or a bias's weights have two axes as well.
+    name = jax.tree_util.keystr(path)
+    return leaf.ndim >= 2 and not any(word in name for word in ("norm", "bias", "score"))
+
+
+def _is_kernel(path: Any, leaf: Any) -> bool:
+    return "layers" in jax.tree_util.keystr(path) and _is_matrix(path, leaf)
+
+
+def make_optimizer(
+    schedule: optax.Schedule,
+    *,
+    name: str = "adamw",
+    b1: float,
+    b2: float,
+    eps: float = 1e-8,
+    weight_decay: float,
+    decay_all: bool = False,
+    clip_norm: float | None,
+    max_skipped: int,
+) -> optax.GradientTransformation:
+    """One of OPTIMIZERS behind clipping by global norm; a step with non-finite gradients is skipped and counted.
+
+    `weight_decay` times the learning rate shrinks what `decays` names, or with `decay_all` all parameters. Raises
+    ValueError with the names there are for an unknown one.
+    """
+    chain = optax.chain(
+        optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm),
+        _named(OPTIMIZERS, "optimizer", name)(b1, b2, eps),
+        optax.add_decayed_weights(weight_decay, None if decay_all else decays),
+        optax.scale_by_learning_rate(schedule),
+    )
+    # optax would apply the update after `max_consecutive_errors`; `make_step` stops before that.
+    return optax.apply_if_finite(chain, max_consecutive_errors=max_skipped + 1)
+
+
+def _named(table: dict[str, Any], what: str, name: str) -> Any:
+    if name not in table:
+        raise ValueError(f"{what} {name!r} is unknown; there are {', '.join(table)}")
+    return table[name]

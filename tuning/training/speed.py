@@ -1,0 +1,96 @@
+"""How fast training is: tokens a second, and the model's FLOPs as a share of what this device can do (MFU).
+
+The count is of the mathematics alone, as in Chowdhery et al. (arXiv:2204.02311, appendix B): real tokens, not padding;
+the causal half of attention, and of windowed layers the window; no recomputation.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tuning.device import peak_memory_bytes
+from tuning.models.config import DecoderConfig
+from tuning.training.batch import Group
+
+FULL = 3
+"""Forward passes that a step costs: the backward pass computes gradients of activations and of weights."""
+ADAPTER = 2
+"""The same where the large matrices are frozen and get no gradient."""
+
+
+def forward_flops(config: DecoderConfig, groups: Sequence[Group], *, head: bool = True) -> float:
+    """FLOPs of a forward pass over groups; with `head` the LM head sees the tokens that count."""
+    c = config
+    kernels = c.hidden_size * (c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads) + 3 * c.intermediate_size)
+    tokens = sum(g.size for g in groups)
+    windows = [c.sliding_window if c.slides(layer) else None for layer in range(c.num_layers)]
+    pairs = {w: sum(map(functools.partial(_pairs, window=w), groups)) for w in set(windows)}
+    # A pair of positions is a product for its logit, and one for its value.
+    attention = 2 * c.num_heads * c.head_dim * sum(pairs[w] for w in windows)
+    trained = sum(g.trained for g in groups) if head else 0
+    return 2.0 * (c.num_layers * kernels * tokens + attention + c.hidden_size * c.vocab_size * trained)
+
+
+def _pairs(group: Group, window: int | None) -> int:
+    """Pairs of a position and one that it sees; the prompt's own are counted once."""
+
+    def until(length: int) -> int:
+        full = min(length, window or length)
+        return full * (full + 1) // 2 + (length - full) * full
+
+    prompt = until(len(group.prompt))
+    return prompt + sum(until(len(group.prompt) + len(c)) - prompt for c in group.completions)
+
+
+def rate(function: Callable[..., Any], *args: Any, work: float, repeats: int = 7) -> list[float]:
+    """`work` a second of each of some calls of a jitted function, slowest first."""
+    program = jax.jit(function)
+    jax.block_until_ready(program(*args))
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(program(*args))
+        times.append(time.perf_counter() - start)
+    return sorted(work / t for t in times)
+
+
+@functools.lru_cache
+def measured_peak(dtype: str) -> float:
+    """FLOP/s of all devices of this process at a large square product, the best of some; measured once."""
+    on_cpu = jax.devices()[0].platform == "cpu"
+    size = 1024 if on_cpu else 8192
+    x = jnp.ones((size, size), dtype)
+    # Devices of the CPU are parts of one.
+    return rate(jnp.matmul, x, x, work=2.0 * size**3)[-1] * (1 if on_cpu else jax.device_count())
+
+
+class Meter:
+    """The clock of a training loop."""
+
+    def __init__(self, dtype: str):
+        self._peak = measured_peak(dtype)
+        self._last = time.monotonic()
+        self._steps: list[dict[str, float]] = []
+
+    def step(self, tokens: float, flops: float) -> dict[str, float]:
+        """Numbers of the step that ends now; `tokens` and `flops` are what it did."""
+        now = time.monotonic()
+        seconds, self._last = max(now - self._last, 1e-9), now
+        rates = {"tokens_per_second": round(tokens / seconds, 1), "mfu": round(flops / seconds / self._peak, 4)}
+        self._steps.append(rates)
+        return {"seconds": seconds} | rates
+
+    def rates(self) -> dict[str, float]:
+        """Medians of the steps so far: what a few spend on compilation does not count."""
+        return {n: statistics.median_high(s[n] for s in self._steps) for n in (self._steps or [{}])[0]}
+
+    def whole(self) -> dict[str, float]:
+        """`rates`, and the peak memory of this process in MB."""
+        return self.rates() | {"peak_memory_mb": round(peak_memory_bytes() / 2**20)}
