@@ -38,6 +38,8 @@ class Update:
     logps: list[float]
     completion: Completion | None
     """The whole of it, when it has ended."""
+    top: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
+    """For each of the tokens, as in `Completion.top`."""
 
 
 class Engine:
@@ -236,7 +238,7 @@ class Engine:
             stop = "string"
             del run.tokens[kept:], run.logps[kept:], run.top[kept:]
         completion = self._leave(slot, stop) if stop else None
-        return Update(run.number, run.sample, run.tokens[before:], run.logps[before:], completion)
+        return Update(run.number, run.sample, run.tokens[before:], run.logps[before:], completion, run.top[before:])
 
     def _leave(self, slot: Slot, stop: str) -> Completion:
         run = slot.run
