@@ -261,6 +261,25 @@ def chat(
 
 
 @app.command()
+def serve(
+    run_name: RunName = None,
+    store: StoreUrl = ".rlhf",
+    node: Annotated[str, typer.Option(help="Which policy: export, sft, base or round-003.update.")] = "export",
+    host: Annotated[str, typer.Option(help="Address to listen at; the default is this machine alone.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    context: Annotated[int, typer.Option(min=0, help="Longest prompt with its answer in tokens; 0: 4,096.")] = 0,
+    slots: Annotated[int, typer.Option(min=0, help="Answers made side by side; 0: the device decides.")] = 0,
+) -> None:
+    """Serve the policy of a run as an OpenAI-compatible endpoint (chat and completions, streaming, logprobs)."""
+    record = _record(store, run_name, node)
+    artifact = _artifact(Store(store), record, node)
+    command = [sys.executable, "-m", "stages.serve", store, artifact.stage, artifact.key]
+    command += ["--base", record["nodes"]["base"]["key"], "--name", f"{record['name']}:{node}", "--host", host]
+    command += ["--port", str(port), "--context", str(context), "--slots", str(slots)]
+    raise typer.Exit(subprocess.call(command))
+
+
+@app.command()
 def export(
     run_name: RunName = None,
     store: StoreUrl = ".rlhf",

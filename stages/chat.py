@@ -73,7 +73,6 @@ def talk(ctx: Context, artifact: Any, base: Any, args: argparse.Namespace) -> No
             eos_ids=eos,
             seed=0,
             counters=[turn],
-            rows=1,
         )
         reply = tokenizer.decode([t for t in answer.tokens if t not in eos])
         messages.append({"role": "assistant", "content": reply})

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from stages.base import Context
-from stages.models import load_policy, load_rounded, load_tokenizer, remember, stop_ids, token_ids
+from stages.models import limits_of, load_policy, load_rounded, load_tokenizer, remember, stop_ids, token_ids
 from stages.pairs import completion_groups, sizes, train_and_heldout
 from stages.settings import Fitted, Fraction, Optimizer, stored_as
 from stages.training import Task
@@ -118,12 +118,11 @@ def _sampler(ctx: Context, model: Any, device: Any, groups: list[Group]) -> Any:
 
     from tuning.rollout.engine import Engine
     from tuning.rollout.sampling import Sampling
-    from tuning.training.batch import Group, bucket
+    from tuning.training.batch import Group
 
     config: Config = ctx.config
-    engine = Engine(model, device.compute.dtype)
+    engine = Engine(model, device.compute.dtype, limits_of(config.compute, device))
     eos = stop_ids(ctx, ctx.inputs["tokenizer"])
-    width = bucket(max(len(g.prompt) for g in groups), 16)
 
     def sample(params: Any, step: int, groups: list[Group]) -> list[Group]:
         if np.random.default_rng((ctx.seed, step)).random() >= config.on_policy:
@@ -137,8 +136,6 @@ def _sampler(ctx: Context, model: Any, device: Any, groups: list[Group]) -> Any:
             eos_ids=eos,
             seed=ctx.seed,
             counters=[step * config.examples_per_step + i for i in range(len(groups))],
-            rows=config.compute.rollout_rows or device.rollout_rows,
-            width=width,
         )
         return [Group(g.prompt, [c.tokens], g.ids) for g, (c,) in zip(groups, found, strict=True)]
 

@@ -58,7 +58,7 @@ def run(ctx: Context) -> dict[str, Any]:
     problems = read_rows(ctx.inputs["data"], "heldout/")[: config.problems or None]
     rows = sample_rows(
         ctx,
-        problems,
+        list(enumerate(problems)),
         samples=config.samples,
         max_tokens=config.max_tokens,
         sampling=Sampling(temperature=config.temperature),

@@ -85,6 +85,13 @@ def load_scorer(ctx: Context, artifact: Artifact) -> tuple[Any, Any]:
     return kept if kept is not None else remember(ctx, name, load_scalar_head(artifact.local("model/")))
 
 
+def limits_of(compute: Any, device: Any) -> Any:
+    """How large the engine is, as settings and device say."""
+    from tuning.rollout.pool import Limits
+
+    return Limits(slots=compute.rollout_rows or device.rollout_rows, cache_bytes=device.cache_bytes)
+
+
 def load_tokenizer(ctx: Context, artifact: Artifact) -> Any:
     """The tokenizer of a base artifact."""
     from tuning.models.tokenizer import load_tokenizer as load

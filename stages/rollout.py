@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from stages.base import Context, StageConfig
-from stages.models import load_rounded, load_tokenizer, stop_ids
+from stages.models import limits_of, load_rounded, load_tokenizer, stop_ids
 from stages.settings import Compute
-from stages.tables import by_shard, read_rows
+from stages.tables import as_finished, read_rows, write_rows
 
 NAME = "rollout"
-VERSION = 1
+VERSION = 2
 
 
 class Config(StageConfig):
@@ -74,9 +75,18 @@ def schema() -> Any:
     )
 
 
+def too_long(prompts: Sequence[dict[str, Any]], max_tokens: int, positions: int) -> dict[str, str]:
+    """Why prompts are refused, by prompt id."""
+    return {
+        p["id"]: f"{len(p['prompt_ids'])} tokens and {max_tokens} new ones exceed the model's {positions} positions"
+        for p in prompts
+        if len(p["prompt_ids"]) + max_tokens > positions
+    }
+
+
 def sample_rows(
     ctx: Context,
-    prompts: list[dict[str, Any]],
+    prompts: Sequence[tuple[int, dict[str, Any]]],
     *,
     samples: int,
     max_tokens: int,
@@ -84,67 +94,70 @@ def sample_rows(
     shard: int,
     quantize: str = "none",
 ) -> list[dict[str, Any]]:
-    """Samples completions of prompt rows in resumable shards and returns the rollout table's rows."""
+    """Samples completions of (place in the random stream, prompt row) in resumable shards; the rollout table's rows."""
     from tuning.device import choose
     from tuning.rollout.engine import Engine
-    from tuning.training.batch import bucket
+    from tuning.rollout.requests import Request
 
     device = choose(ctx.config.compute.dtype)
     policy = ctx.inputs["policy"]
     tokenizer = load_tokenizer(ctx, ctx.inputs["tokenizer"])
     eos = stop_ids(ctx, ctx.inputs["tokenizer"])
     config, params = load_rounded(ctx, policy, quantize)
-    engine = Engine(config, device.compute.dtype)
-    width = bucket(max(len(p["prompt_ids"]) for p in prompts), 16)
+    engine = Engine(config, device.compute.dtype, limits_of(ctx.config.compute, device))
+    engine.load(params)
     control = set(tokenizer.all_special_ids) | set(eos)
 
-    def make(chunk: Any) -> list[dict[str, Any]]:
-        found = engine.generate(
-            params,
-            [p["prompt_ids"] for _, p in chunk],
-            samples=samples,
-            max_tokens=max_tokens,
-            sampling=sampling,
-            eos_ids=eos,
-            seed=ctx.seed,
-            counters=[number for number, _ in chunk],
-            rows=ctx.config.compute.rollout_rows or device.rollout_rows,
-            width=width,
-        )
-        return [
-            {
-                "prompt_id": row["id"],
-                "sample": s,
-                "prompt": row["prompt"],
-                "answer": row["answer"],
-                "metadata": row["metadata"],
-                "prompt_ids": row["prompt_ids"],
-                "token_ids": completion.tokens,
-                "logprobs": completion.logps,
-                "text": tokenizer.decode([t for t in completion.tokens if t not in control]),
-                "stop": completion.stop,
-                "policy": policy.digest,
-                "seed": ctx.seed,
-                "counter": number,
-                "temperature": sampling.temperature,
-            }
-            for (number, row), completions in zip(chunk, found, strict=True)
-            for s, completion in enumerate(completions)
-        ]
+    def record(number: int, row: dict[str, Any], sample: int, completion: Any) -> dict[str, Any]:
+        return {
+            "prompt_id": row["id"],
+            "sample": sample,
+            "prompt": row["prompt"],
+            "answer": row["answer"],
+            "metadata": row["metadata"],
+            "prompt_ids": row["prompt_ids"],
+            "token_ids": completion.tokens,
+            "logprobs": completion.logps,
+            "text": tokenizer.decode([t for t in completion.tokens if t not in control]),
+            "stop": completion.stop,
+            "policy": policy.digest,
+            "seed": ctx.seed,
+            "counter": number,
+            "temperature": sampling.temperature,
+        }
 
-    return by_shard(ctx, "rollouts", list(enumerate(prompts)), shard, schema(), make, "prompts")
+    def make(pending: Sequence[tuple[int, dict[str, Any]]]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+        requests = [
+            Request(row["prompt_ids"], max_tokens, sampling, eos, ctx.seed, number, samples, name=row["id"])
+            for number, row in pending
+        ]
+        for index, completions in engine.run(requests):
+            yield index, [record(*pending[index], s, c) for s, c in enumerate(completions)]
+
+    return as_finished(ctx, "rollouts", prompts, shard, schema(), make, "prompts")
 
 
 def run(ctx: Context) -> dict[str, Any]:
+    import pyarrow as pa
+
     from tuning.rollout.sampling import Sampling
 
     config = ctx.config
     table = read_rows(ctx.inputs["data"], "prompts/")
     numbers = prompt_numbers(config.prompts, len(table), config.round, ctx.seed)
+    chosen = [table[i] for i in numbers]
+    refused = too_long(chosen, config.max_tokens, load_policy(ctx, ctx.inputs["policy"])[0].max_positions)
+    for prompt, reason in refused.items():
+        ctx.log(f"prompt {prompt} is refused: {reason}; shorten it, or rl.rollout.max_tokens")
+    if len(refused) == len(chosen):
+        raise ValueError(f"every prompt of the round is too long, as {next(iter(refused))}: {refused.popitem()[1]}")
+    columns = [("prompt_id", pa.string()), ("reason", pa.string())]
+    rejects = [{"prompt_id": p, "reason": r} for p, r in refused.items()]
+    write_rows(ctx.out / "refused" / "part-00000.parquet", rejects, pa.schema(columns))
     started = time.monotonic()
     rows = sample_rows(
         ctx,
-        [table[i] for i in numbers],
+        [(number, p) for number, p in enumerate(chosen) if p["id"] not in refused],
         samples=config.completions,
         max_tokens=config.max_tokens,
         sampling=Sampling(temperature=config.temperature),
@@ -153,9 +166,11 @@ def run(ctx: Context) -> dict[str, Any]:
     )
     seconds = time.monotonic() - started
     tokens = sum(len(r["token_ids"]) for r in rows)
-    if len(rows) != config.prompts * config.completions:
-        raise RuntimeError(f"{len(rows)} completions for {config.prompts} prompts x {config.completions}")
+    sampled = sum(p["id"] not in refused for p in chosen)
+    if len(rows) != sampled * config.completions:
+        raise RuntimeError(f"{len(rows)} completions for {sampled} prompts x {config.completions}")
     return {
+        "refused_prompts": len(chosen) - sampled,
         "completions": len(rows),
         "tokens": tokens,
         "mean_length": tokens / len(rows),

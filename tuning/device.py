@@ -9,6 +9,9 @@ import jax
 
 from tuning.training.forward import Compute
 
+CACHE_SHARE = 0.25
+"""Of a device's memory, for what attention caches while sampling."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Device:
@@ -23,6 +26,8 @@ class Device:
     """Tokens of one micro-batch in training."""
     rollout_rows: int
     """Completions decoded side by side."""
+    cache_bytes: int
+    """Memory for their keys and values."""
 
 
 def memory_bytes() -> int:
@@ -69,5 +74,6 @@ def choose(dtype: str = "auto") -> Device:
         memory_bytes=memory,
         compute=Compute(dtype=dtype, remat=not on_cpu),
         row_tokens_per_step=1024 if on_cpu else 16384,
-        rollout_rows=256 if on_cpu else 1024,
+        rollout_rows=64 if on_cpu else 1024,
+        cache_bytes=int(CACHE_SHARE * memory),
     )

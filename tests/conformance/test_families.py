@@ -196,7 +196,7 @@ def test_greedy_rollouts_equal_transformers_generate(family):
     prompts = [draw(3, VOCAB, n).tolist() for n in (3, 9, 14)]
     found = Engine(family.config).generate(
         family.params, prompts, samples=2, max_tokens=12, sampling=Sampling(0.0), eos_ids=(2,), seed=0,
-        counters=(0, 1, 2), rows=64,
+        counters=(0, 1, 2),
     )  # fmt: skip
     options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": 2, "pad_token_id": 0, "use_cache": False}
     for prompt, completions in zip(prompts, found, strict=True):
@@ -213,7 +213,7 @@ def test_sampler_trainer_and_transformers_agree_on_logprobs(family):
     prompts = [draw(3, VOCAB, n).tolist() for n in (4, 11)]
     found = Engine(family.config).generate(
         family.params, prompts, samples=2, max_tokens=9, sampling=Sampling(temperature), eos_ids=(2,), seed=1,
-        counters=(0, 1), rows=64,
+        counters=(0, 1),
     )  # fmt: skip
     groups = [Group(prompts[i], [c.tokens for c in found[i]], [2 * i, 2 * i + 1]) for i in range(2)]
     (batch,) = micro_batches(groups, layout=Layout(64, 1), completion_tokens=9)

@@ -72,6 +72,11 @@ class DecoderConfig:
         if self.activation not in ("silu", "gelu_tanh"):
             raise ValueError(f"DecoderConfig.activation is {self.activation!r}; supported: silu, gelu_tanh")
 
+    @property
+    def attention_scale(self) -> float:
+        """Factor of the attention logits."""
+        return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
+
     def slides(self, layer: int) -> bool:
         """Whether the layer is windowed."""
         return self.sliding_window is not None and (not self.sliding_layers or self.sliding_layers[layer])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -103,19 +103,24 @@ class Layer(nnx.Module):
         c = self.config
         rows = x_BLD.shape[:2]
 
-        normed = self._norm(x_BLD, self.attention_norm)
-        q = keep(self.q(normed)).reshape(*rows, c.num_heads, c.head_dim)
-        k = keep(self.k(normed)).reshape(*rows, c.num_kv_heads, c.head_dim)
-        v = keep(self.v(normed)).reshape(*rows, c.num_kv_heads, c.head_dim)
+        q, k, v = (keep(x) for x in self._into_heads(self._norm(x_BLD, self.attention_norm)))
+        q = q.reshape(*rows, c.num_heads, c.head_dim)
+        k, v = (x.reshape(*rows, c.num_kv_heads, c.head_dim) for x in (k, v))
         if c.qk_norm:
             q, k = self._norm(q, self.q_norm), self._norm(k, self.k_norm)
         out, cache = attention(rotate(q, *rope), rotate(k, *rope), v, spec, cache)
         out = self.o(out.reshape(*rows, -1))
         x_BLD = keep(x_BLD + (self._norm(keep(out), self.attention_post_norm) if c.post_norms else out))
 
-        normed = self._norm(x_BLD, self.mlp_norm)
-        out = self.down(_ACTIVATIONS[c.activation](keep(self.gate(normed))) * keep(self.up(normed)))
+        gate, up = (keep(x) for x in self._into_mlp(self._norm(x_BLD, self.mlp_norm)))
+        out = self.down(_ACTIVATIONS[c.activation](gate) * up)
         return x_BLD + (self._norm(keep(out), self.mlp_post_norm) if c.post_norms else out), cache
+
+    def _into_heads(self, normed: jax.Array) -> Sequence[jax.Array]:
+        return self.q(normed), self.k(normed), self.v(normed)
+
+    def _into_mlp(self, normed: jax.Array) -> Sequence[jax.Array]:
+        return self.gate(normed), self.up(normed)
 
     def _norm(self, x: jax.Array, weight: nnx.Param) -> jax.Array:
         return rms_norm(x, weight[...], self.config.norm_eps, self.config.norm_offset)
@@ -143,6 +148,11 @@ class Decoder(nnx.Module):
         """The LM head, [V, D]. Its products are logits after `config.final_softcap` only."""
         return (self.embedding if self.config.tie_embeddings else self.head)[...]
 
+    def embed(self, tokens: jax.Array, dtype: Any) -> jax.Array:
+        """What the first layer reads, [..., D]."""
+        x = self.embedding[...][tokens].astype(dtype)
+        return x if self.config.embed_scale is None else x * jnp.asarray(self.config.embed_scale, dtype)
+
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Logits [..., V] of final hidden states [..., D], accumulated in at least float32.
 
@@ -168,9 +178,7 @@ class Decoder(nnx.Module):
         A gradient keeps each layer's products and makes the rest again; with `remat` it keeps the layer's input alone.
         """
         c = self.config
-        x_BLD = self.embedding[...][tokens_BL].astype(dtype)
-        if c.embed_scale is not None:
-            x_BLD = x_BLD * jnp.asarray(c.embed_scale, dtype)
+        x_BLD = self.embed(tokens_BL, dtype)
 
         # One set of frequencies and one window are constants of the scan; several are picked layer by layer.
         distinct, row_of_layer = c.frequencies()
@@ -187,8 +195,7 @@ class Decoder(nnx.Module):
         def body(x: jax.Array, scanned: tuple[Any, dict[str, jax.Array], Any]) -> tuple[jax.Array, Any]:
             layer_state, mine, layer_cache = scanned
             cos, sin = (table[mine.get("rope", 0)] for table in tables)
-            scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
-            spec = AttentionSpec(scale, c.attention_softcap, mine.get("window", window), positions_BL)
+            spec = AttentionSpec(c.attention_scale, c.attention_softcap, mine.get("window", window), positions_BL)
             return nnx.merge(graph, layer_state)(x, (cos, sin), attention, spec, layer_cache)
 
         # Scans keep no common subexpressions across their bodies, so nothing needs to stop XLA from finding them.

@@ -1,154 +1,151 @@
-"""Batched generation with the trainer's own model code.
+"""Continuous batching with the trainer's own model code: a slot whose completion has ended takes the next one.
 
-A prompt is prefilled once for its G completions and its cache is shared; decoding runs on the
-device until every row has stopped. Token ids in, token ids out: text is made elsewhere.
-
-Axes: P prompts, S prompt tokens, G completions a prompt, R = P * G rows, T new tokens,
-N query heads, K key-value heads, H head size.
+A prompt is prefilled once for all its samples (and for a later prompt that begins with it); decoding runs on the device
+for several tokens at a time. The shapes of the programs come from two short ladders (`pool`); nothing that a request
+asks for is in a shape, so nothing that it asks for compiles.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from jax.sharding import Mesh
 
-from tuning.models.attention import packed_attention
 from tuning.models.config import DecoderConfig
-from tuning.models.decoder import AttentionSpec, soft_cap
-from tuning.rollout.sampling import Sampling, completion_keys, sample
-from tuning.training.batch import bucket
+from tuning.rollout import programs
+from tuning.rollout.cache import KV
+from tuning.rollout.placement import put_weights
+from tuning.rollout.pool import Limits, Pool
+from tuning.rollout.requests import Completion, Request
+from tuning.rollout.sampling import Sampling, completion_keys
+from tuning.rollout.slots import Run, Slot, pack, row_arrays
+from tuning.rollout.unrolled import Weights, unroll
 from tuning.training.forward import decoder_graph
 
 
 @dataclasses.dataclass(frozen=True)
-class Completion:
-    """One sampled completion, as recorded (R3)."""
+class Update:
+    """What one step brought to one sample of one request."""
 
+    number: int
+    sample: int
     tokens: list[int]
-    """Token ids, the EOS that ended it included."""
     logps: list[float]
-    """log mu of each token, under the distribution sampled from."""
-    stop: str
-    """`eos`, or `length` when `max_tokens` cut it off."""
-
-
-def _attend(q: jax.Array, parts: Sequence[tuple[jax.Array, jax.Array, jax.Array]], spec: AttentionSpec) -> jax.Array:
-    """Attention of one query a row over several caches.
-
-    q [P, G, N, H]; each part (k, v, mask) is shared by a prompt's rows (k [P, S, K, H], mask [P, S])
-    or a row's own (k [P, G, T, K, H], mask [P, G, T]).
-    """
-    kv_heads = parts[0][0].shape[-2]
-    p, g, n, h = q.shape
-    q = q.reshape(p, g, kv_heads, n // kv_heads, h)
-    scores = []
-    for k, _, mask in parts:
-        shared = k.ndim == 4
-        s = jnp.einsum(
-            "pgkah,pskh->pgkas" if shared else "pgkah,pgskh->pgkas", q, k, preferred_element_type=jnp.float32
-        )
-        visible = (mask[:, None] if shared else mask)[:, :, None, None, :]
-        scores.append(jnp.where(visible, soft_cap(s * spec.scale, spec.softcap), -1e30))
-    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
-    out, start = jnp.zeros((p, g, kv_heads, n // kv_heads, h), q.dtype), 0
-    for k, v, _ in parts:
-        w = weights[..., start : start + k.shape[-3]].astype(v.dtype)
-        out += jnp.einsum("pgkas,pskh->pgkah" if k.ndim == 4 else "pgkas,pgskh->pgkah", w, v)
-        start += k.shape[-3]
-    return out.reshape(p, g, n, h)
-
-
-@functools.partial(jax.jit, static_argnames=("graph", "samples", "max_tokens", "sampling", "dtype"))
-def _generate(
-    graph: Any,
-    params: Any,
-    tokens_PS: jax.Array,
-    lengths_P: jax.Array,
-    keys_R: jax.Array,
-    live_P: jax.Array,
-    eos: jax.Array,
-    *,
-    samples: int,
-    max_tokens: int,
-    sampling: Sampling,
-    dtype: str,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    model = nnx.merge(graph, params)
-    config: DecoderConfig = model.config
-    p, s = tokens_PS.shape
-    rows = p * samples
-    positions = jnp.broadcast_to(jnp.arange(s), (p, s))
-    prompt_mask = positions < lengths_P[:, None]
-
-    whole_prompts = packed_attention(prompt_mask.astype(jnp.int32), jnp.zeros((p, s), jnp.int32))
-
-    def prefill(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, cache: Any) -> tuple[jax.Array, Any]:
-        return whole_prompts(q, k, v, spec, cache)[0], (k, v)
-
-    hidden, prompt_cache = model(tokens_PS, positions, prefill, dtype=jnp.dtype(dtype))
-    last_PD = jnp.take_along_axis(hidden, (lengths_P - 1)[:, None, None], axis=1)[:, 0]
-
-    def draw(logits: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return sample(logits, jax.vmap(lambda k: jax.random.fold_in(k, step))(keys_R), sampling)
-
-    own_shape = (config.num_layers, p, samples, max_tokens, config.num_kv_heads, config.head_dim)
-    own = (jnp.zeros(own_shape, dtype), jnp.zeros(own_shape, dtype))
-    token, logp = draw(jnp.repeat(model.logits(last_PD), samples, axis=0), jnp.asarray(0))
-    out = jnp.zeros((rows, max_tokens), jnp.int32).at[:, 0].set(token)
-    logps = jnp.zeros((rows, max_tokens), jnp.float32).at[:, 0].set(logp)
-    done = jnp.isin(token, eos) | ~jnp.repeat(live_P, samples)
-    lengths = jnp.ones(rows, jnp.int32)
-
-    def running(state: Any) -> jax.Array:
-        return (state[0] < max_tokens) & ~jnp.all(state[1])
-
-    def decode(state: Any) -> Any:
-        step, done, lengths, token, out, logps, own = state
-        written = jnp.arange(max_tokens)
-
-        def attention(
-            q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, cache: Any
-        ) -> tuple[jax.Array, Any]:
-            (prompt_k, prompt_v), (own_k, own_v) = cache
-            k, v = (x.reshape(p, samples, 1, *x.shape[2:]) for x in (k, v))
-            own_k = jax.lax.dynamic_update_slice_in_dim(own_k, k, step - 1, axis=2)
-            own_v = jax.lax.dynamic_update_slice_in_dim(own_v, v, step - 1, axis=2)
-            near_prompt, near_own = prompt_mask, jnp.broadcast_to(written < step, (p, samples, max_tokens))
-            if spec.window is not None:
-                # The query of every row of a prompt is at the same position, and so are its keys.
-                at_P = spec.positions_BL.reshape(p, samples)[:, 0]
-                near_prompt &= at_P[:, None] - positions < spec.window
-                near_own &= step - 1 - written < spec.window
-            grouped = q.reshape(p, samples, *q.shape[2:])
-            attended = _attend(grouped, [(prompt_k, prompt_v, near_prompt), (own_k, own_v, near_own)], spec)
-            return attended.reshape(q.shape), ((), (own_k, own_v))
-
-        at = (jnp.repeat(lengths_P, samples) + step - 1)[:, None]
-        hidden, (_, own) = model(token[:, None], at, attention, cache=(prompt_cache, own), dtype=jnp.dtype(dtype))
-        token, logp = draw(model.logits(hidden[:, 0]), step)
-        out = out.at[:, step].set(jnp.where(done, 0, token))
-        logps = logps.at[:, step].set(jnp.where(done, 0.0, logp))
-        lengths = lengths + ~done
-        return step + 1, done | jnp.isin(token, eos), lengths, token, out, logps, own
-
-    state = jax.lax.while_loop(running, decode, (jnp.asarray(1), done, lengths, token, out, logps, own))
-    return state[4], state[5], state[2]
+    completion: Completion | None
+    """The whole of it, when it has ended."""
+    top: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
+    """For each of the tokens, as in `Completion.top`."""
 
 
 class Engine:
-    """Generates with one policy at a time; programs are compiled per bucket of shapes and kept."""
+    """Generates with one policy at a time. Not thread-safe: see `live`."""
 
-    def __init__(self, config: DecoderConfig, dtype: str = "float32"):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        dtype: str = "float32",
+        limits: Limits | None = None,
+        *,
+        kv: KV | None = None,
+        weights: Weights = "dense",
+        top: int = 0,
+        mesh: Mesh | None = None,
+    ):
+        """`kv` is the type of cached keys and values (that of `dtype` by default), `top` how many of the most probable
+        tokens are recorded, `mesh` devices other than those that hold the parameters."""
+        self.config = config
+        self._dtype, self._weights, self._top, self._mesh = dtype, weights, top, mesh
+        self._kv = cast(KV, kv or dtype)
+        self._limits = limits or Limits()
         self._graph = decoder_graph(config)
-        self._config = config
-        self._dtype = dtype
+        self._decoding: tuple[Any, Any] | None = None
+        self._waiting: collections.deque[Run] = collections.deque()
+        self._pool = Pool(config, self._limits, self._kv, mesh)
+        self._numbers = 0
+        self._clock = 0
+        self._cancelled: set[int] = set()
+        self._compiled: set[tuple[str, ...]] = set()
+
+    def load(self, params: Any) -> None:
+        """Samples from these parameters from now on; runs in progress go on with them. Compiles nothing new."""
+        join = self._mesh is None or self._mesh.shape.get("tensor", 1) == 1
+        self._decoding = None
+        graph, state = unroll(self._graph, params, join=join, weights=self._weights, dtype=self._dtype)
+        self._decoding = graph, put_weights(state, self._mesh)
+        self._pool.forget()
+
+    @property
+    def programs(self) -> list[str]:
+        """Names and shapes of the programs that this engine has used."""
+        return [" ".join(p) for p in sorted(self._compiled)]
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits or runs."""
+        return not self._waiting and not self._pool.live
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of keys and values that are held now."""
+        return self._pool.bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that a step reads of the weights."""
+        return sum(x.nbytes for x in jax.tree.leaves(self._decoding))
+
+    def submit(self, request: Request, keys: np.ndarray | None = None) -> int:
+        """Queues a request and gives its number; `keys` [samples, 2] are its samples' key data, where already made.
+
+        Raises RefusedRequest, with the request's name, where it exceeds the model's positions or this engine's memory.
+        """
+        self._pool.check(request)
+        if keys is None:
+            keys = completion_keys(request.seed, [request.counter], request.samples)
+        self._numbers += 1
+        self._waiting.extend(Run(self._numbers, s, request, keys[s]) for s in range(request.samples))
+        return self._numbers
+
+    def cancel(self, number: int) -> None:
+        """Ends a request with the next step; what it has becomes a completion `cancelled`."""
+        self._cancelled.add(number)
+
+    def step(self) -> list[Update]:
+        """Lets waiting runs into free slots, prefills, decodes some tokens; what came of it, one entry a sample."""
+        if self._decoding is None:
+            raise RuntimeError("the engine has no weights; call load(params) first")
+        updates = self._end_cancelled()
+        for _ in self._pool.admit(list(self._waiting)):
+            self._waiting.popleft()
+        self._prefill()
+        return updates + self._decode()
+
+    def run(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[Completion]]]:
+        """(index, completions) of each request, as soon as the last of its samples has ended."""
+        index: dict[int, int] = {}
+        found: dict[int, dict[int, Completion]] = {}
+        self._pool.widen(requests)
+        try:
+            for i, (request, keys) in enumerate(zip(requests, _keys(requests), strict=True)):
+                index[self.submit(request, keys)] = i
+            while not self.idle:
+                for update in self.step():
+                    if update.completion is None or update.number not in index:
+                        continue
+                    mine = found.setdefault(update.number, {})
+                    mine[update.sample] = update.completion
+                    number = index[update.number]
+                    if len(mine) == requests[number].samples:
+                        yield number, [mine[s] for s in range(len(mine))]
+        finally:
+            # A caller that leaves early leaves nothing behind.
+            self._cancelled.update(index)
+            self._end_cancelled()
 
     def generate(
         self,
@@ -161,53 +158,123 @@ class Engine:
         eos_ids: Sequence[int],
         seed: int,
         counters: Sequence[int],
-        rows: int,
-        width: int | None = None,
     ) -> list[list[Completion]]:
-        """`samples` completions of each prompt.
+        """`samples` completions of each prompt, which has its place `counters` in the random stream.
 
-        `counters` gives each prompt its place in the random stream; `rows` bounds how many
-        completions run side by side; `width` fixes the padded prompt length. A sample depends on
-        seed, counter and sample number only. Raises ValueError when a prompt with `max_tokens`
-        exceeds the model's positions.
+        Raises RefusedRequest where a prompt with `max_tokens` exceeds the model's positions.
         """
-        longest = max(len(p) for p in prompts)
-        if longest + max_tokens > self._config.max_positions:
-            raise ValueError(
-                f"a prompt of {longest} tokens and {max_tokens} new ones exceed the model's "
-                f"{self._config.max_positions} positions; shorten prompts or max_tokens"
-            )
-        per_call = max(1, rows // samples)
-        width = width or bucket(longest, 16)
-        results: list[list[Completion]] = []
-        for start in range(0, len(prompts), per_call):
-            chunk = list(prompts[start : start + per_call])
-            spare = per_call - len(chunk) if len(prompts) > per_call else bucket(len(chunk), 1) - len(chunk)
-            numbers = [*counters[start : start + per_call], *[0] * spare]
-            tokens = np.zeros((len(chunk) + spare, width), np.int32)
-            lengths = np.ones(len(chunk) + spare, np.int32)
-            for i, prompt in enumerate(chunk):
-                tokens[i, : len(prompt)], lengths[i] = prompt, len(prompt)
-            out, logps, counts = _generate(
-                self._graph,
-                params,
-                jnp.asarray(tokens),
-                jnp.asarray(lengths),
-                completion_keys(seed, numbers, samples),
-                jnp.arange(len(chunk) + spare) < len(chunk),
-                jnp.asarray(list(eos_ids), jnp.int32),
-                samples=samples,
-                max_tokens=max_tokens,
-                sampling=sampling,
-                dtype=self._dtype,
-            )
-            out, logps, counts = np.asarray(out), np.asarray(logps), np.asarray(counts)
-            for i in range(len(chunk)):
-                mine = range(i * samples, (i + 1) * samples)
-                results.append([_record(out[r], logps[r], int(counts[r]), eos_ids) for r in mine])
-        return results
+        self.load(params)
+        stops = tuple(dict.fromkeys(eos_ids))
+        requests = [
+            Request(p, max_tokens, sampling, stops, seed, c, samples) for p, c in zip(prompts, counters, strict=True)
+        ]
+        found = dict(self.run(requests))
+        return [found[i] for i in range(len(requests))]
+
+    def _use(self, name: str, *shape: str) -> tuple[Any, Any]:
+        assert self._decoding is not None
+        self._compiled.add((name, f"slots={len(self._pool.slots)}", f"tokens={self._pool.capacity}", *shape))
+        return self._decoding
+
+    def _prefill(self) -> None:
+        done = 0
+        while any(s.run and not s.decoding for s in self._pool.slots):
+            left = sum(s.run.prefilled - len(s.held) for s in self._pool.slots if s.run and s.run.leader is None)
+            size = next((n for n in self._limits.chunks if n >= left), self._limits.chunks[-1])
+            if size > self._limits.chunks[0] and left < size * 3 // 4:
+                size = self._limits.chunks[self._limits.chunks.index(size) - 1]
+            self._prefill_chunk(size)
+            self._pool.prefilled()
+            done += 1
+            if done == self._limits.prefill_chunks:
+                return
+
+    def _prefill_chunk(self, size: int) -> None:
+        chunk, pieces, prefixed = pack(self._pool.slots, size)
+        graph, weights = self._use("prefill", f"chunk={size}", "behind a prefix" if prefixed else "from the start")
+        state = self._pool.state
+        state["cache"] = programs.prefill(
+            graph, weights, state["cache"], chunk, prefixed=prefixed, kv=self._kv, dtype=self._dtype
+        )
+        for i, count in pieces:
+            run = self._pool.slots[i].run
+            assert run is not None
+            at = len(self._pool.slots[i].held)
+            self._pool.slots[i].held.extend(run.request.prompt[at : at + count])
+
+    def _decode(self) -> list[Update]:
+        live = [s for s in self._pool.slots if s.decoding]
+        if not live:
+            return []
+        steps = self._limits.steps
+        self._pool.resize(len(self._pool.slots), max(len(s.held) for s in live) + steps)
+        # Where others wait, a few ended rows are worth a look; where none does, a quarter of them is (fewer slots).
+        wake = max(1, len(live) // 8) if self._waiting else max(1, len(live) - len(live) // 4)
+        graph, weights = self._use("decode")
+        self._pool.state, found = programs.decode(
+            graph, weights, self._pool.state, row_arrays(self._pool.slots, self._pool.capacity, steps), np.int32(wake),
+            steps=steps, top=self._top, kv=self._kv, dtype=self._dtype,
+        )  # fmt: skip
+        arrays = {n: np.asarray(x) for n, x in found.items()}
+        return [
+            self._advance(s, {n: x[i] for n, x in arrays.items()}) for i, s in enumerate(self._pool.slots) if s.decoding
+        ]
+
+    def _advance(self, slot: Slot, found: dict[str, np.ndarray]) -> Update:
+        run = slot.run
+        assert run is not None
+        made = int(found["made"])
+        before = len(run.tokens)
+        fed = [run.tokens[-1] if run.tokens else int(run.request.prompt[-1])]
+        run.tokens += found["tokens"][:made].tolist()
+        run.logps += found["logps"][:made].tolist()
+        if self._top:
+            pairs = zip(found["top_ids"][:made].tolist(), found["top_logps"][:made].tolist(), strict=True)
+            run.top += [list(zip(ids, logps, strict=True)) for ids, logps in pairs]
+        slot.held += fed + run.tokens[before:-1]
+        stop = None if found["live"] else ("eos" if run.tokens[-1] in run.request.stop_ids else "length")
+        kept = run.request.find_stop(run.tokens) if run.request.find_stop and made else None
+        if kept is not None:
+            stop = "string"
+            del run.tokens[kept:], run.logps[kept:], run.top[kept:]
+        completion = self._leave(slot, stop) if stop else None
+        return Update(run.number, run.sample, run.tokens[before:], run.logps[before:], completion, run.top[before:])
+
+    def _leave(self, slot: Slot, stop: str) -> Completion:
+        run = slot.run
+        assert run is not None
+        self._clock += 1
+        slot.run, slot.used = None, self._clock
+        return Completion(run.tokens, run.logps, stop, run.top)
+
+    def _end_cancelled(self) -> list[Update]:
+        if not self._cancelled:
+            return []
+        ended = []
+        for run in [r for r in self._waiting if r.number in self._cancelled]:
+            self._waiting.remove(run)
+            ended.append(Update(run.number, run.sample, [], [], Completion([], [], "cancelled")))
+        gone = [s for s in self._pool.slots if s.run and s.run.number in self._cancelled]
+        for slot in self._pool.slots:
+            # Whoever waited for a prefill that ends here does it alone.
+            if slot.run and slot.run.leader in gone:
+                slot.run.leader = None
+        for slot in gone:
+            assert slot.run is not None
+            number, sample = slot.run.number, slot.run.sample
+            ended.append(Update(number, sample, [], [], self._leave(slot, "cancelled")))
+        self._cancelled.clear()
+        return ended
 
 
-def _record(tokens: np.ndarray, logps: np.ndarray, count: int, eos_ids: Sequence[int]) -> Completion:
-    ids = tokens[:count].tolist()
-    return Completion(ids, logps[:count].tolist(), "eos" if ids[-1] in set(eos_ids) else "length")
+def _keys(requests: Sequence[Request]) -> Iterator[np.ndarray]:
+    """Key data [samples, 2] of each request; those that differ by counter only are made together."""
+    start = 0
+    while start < len(requests):
+        first = requests[start]
+        alike = start
+        while alike < len(requests) and (requests[alike].seed, requests[alike].samples) == (first.seed, first.samples):
+            alike += 1
+        data = completion_keys(first.seed, [r.counter for r in requests[start:alike]], first.samples)
+        yield from data.reshape(alike - start, first.samples, -1)
+        start = alike

@@ -1,41 +1,73 @@
-"""Sampling of one token a row. Randomness is counter-based (R15): a draw depends on its key alone."""
+"""Sampling of one token a row. Randomness is counter-based (R15): a draw depends on its key alone.
+
+Every row has its own settings, as arrays: what is asked for does not change the program.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 BLOCK = 256
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen; temperature 0 is greedy."""
+    """How tokens are chosen. Restrictions apply in this order, as in transformers: repetition penalty, temperature,
+    top_k, top_p, min_p."""
 
     temperature: float = 1.0
+    """0 is greedy."""
     top_p: float = 1.0
+    """The fewest most probable tokens that hold this much probability (Holtzman et al., 2020)."""
     top_k: int = 0
+    """The most probable tokens; 0 for all."""
+    min_p: float = 0.0
+    """Tokens at least this probable, as a share of the most probable one (Nguyen et al., 2024)."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens in prompt or completion are divided by it where positive, else multiplied
+    (Keskar et al., 2019)."""
+
+    def __post_init__(self) -> None:
+        found = {
+            "temperature": self.temperature >= 0,
+            "top_p": 0 < self.top_p <= 1,
+            "top_k": self.top_k >= 0,
+            "min_p": 0 <= self.min_p <= 1,
+            "repetition_penalty": self.repetition_penalty > 0,
+        }
+        for name, good in found.items():
+            if not good:
+                raise ValueError(f"Sampling.{name} is {getattr(self, name)}, out of its range")
 
 
-def completion_keys(seed: int, prompt_counters: list[int], samples: int) -> jax.Array:
-    """Keys [P * samples]: fold_in(fold_in(key(seed), prompt), sample); neighbours do not matter."""
+def completion_keys(seed: int, prompt_counters: Sequence[int], samples: int) -> np.ndarray:
+    """Key data [P * samples, 2] of fold_in(fold_in(key(seed), prompt), sample); neighbours do not matter."""
     root = jax.random.key(seed)
     prompts = jnp.asarray(prompt_counters, jnp.uint32)
     per_prompt = jax.vmap(lambda p: jax.random.fold_in(root, p))(prompts)
     keys = jax.vmap(lambda k: jax.vmap(lambda s: jax.random.fold_in(k, s))(jnp.arange(samples)))(per_prompt)
-    return keys.reshape(-1)
+    return np.asarray(jax.random.key_data(keys)).reshape(len(prompt_counters) * samples, -1)
 
 
-def inverse_cdf(logps_RV: jax.Array, uniform_R: jax.Array) -> jax.Array:
-    """The token at which the cumulative probability passes `uniform_R`, [R] int32.
+def uniforms(key_data_R2: jax.Array, step_R: jax.Array) -> jax.Array:
+    """One number in [0, 1) a row, of its key and the number of its token."""
+    keys = jax.random.wrap_key_data(key_data_R2)
+    return jax.vmap(lambda k, n: jax.random.uniform(jax.random.fold_in(k, n)))(keys, step_R)
+
+
+def inverse_cdf(weights_RV: jax.Array, uniform_R: jax.Array) -> jax.Array:
+    """The token at which the cumulative share of non-negative weights passes `uniform_R`, [R] int32.
 
     One uniform a row in place of V Gumbels. Blocks of 256 are summed first, so the scan is over
     V / 256 + 256 numbers.
     """
-    rows, vocab = logps_RV.shape
-    padded = jnp.pad(jnp.exp(logps_RV), ((0, 0), (0, -vocab % BLOCK)))
+    rows, vocab = weights_RV.shape
+    padded = jnp.pad(weights_RV, ((0, 0), (0, -vocab % BLOCK)))
     blocks = padded.reshape(rows, -1, BLOCK)
     totals = jnp.cumsum(blocks.sum(-1), axis=-1)
     target = uniform_R * totals[:, -1]
@@ -50,27 +82,52 @@ def inverse_cdf(logps_RV: jax.Array, uniform_R: jax.Array) -> jax.Array:
     return (block * BLOCK + jnp.minimum(offset, last)).astype(jnp.int32)
 
 
-def restrict(logits_RV: jax.Array, sampling: Sampling) -> jax.Array:
-    """Tempered logits with everything outside top_k and top_p at -inf."""
-    if sampling.top_k > 0:
-        threshold = jax.lax.top_k(logits_RV, sampling.top_k)[0][:, -1:]
-        logits_RV = jnp.where(logits_RV >= threshold, logits_RV, -jnp.inf)
-    if sampling.top_p < 1.0:
-        ordered = -jnp.sort(-logits_RV, axis=-1)
-        probabilities = jax.nn.softmax(ordered, axis=-1)
-        kept = jnp.cumsum(probabilities, axis=-1) - probabilities < sampling.top_p
-        threshold = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
-        logits_RV = jnp.where(logits_RV >= threshold, logits_RV, -jnp.inf)
-    return logits_RV
+def penalise(logits_RV: jax.Array, seen_RV: jax.Array, penalty_R: jax.Array) -> jax.Array:
+    """Logits with those of seen tokens moved down by the repetition penalty."""
+    penalty = penalty_R[:, None]
+    moved = jnp.where(logits_RV > 0, logits_RV / penalty, logits_RV * penalty)
+    return jnp.where(seen_RV, moved, logits_RV)
 
 
-def sample(logits_RV: jax.Array, keys_R: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
-    """Tokens [R] and their log-probabilities [R] under the distribution that was sampled (R2, R3)."""
+def restrict(logits_RV: jax.Array, top_k_R: jax.Array, top_p_R: jax.Array, min_p_R: jax.Array) -> jax.Array:
+    """Tempered logits with everything outside top_k, top_p and min_p at -inf."""
+    vocab = logits_RV.shape[-1]
+    ordered = -jnp.sort(-logits_RV, axis=-1)
+    counts = jnp.where(top_k_R > 0, jnp.minimum(top_k_R, vocab), vocab)
+    kept = jnp.arange(vocab) < counts[:, None]
+    probabilities = jax.nn.softmax(jnp.where(kept, ordered, -jnp.inf), axis=-1)
+    kept &= (jnp.cumsum(probabilities, axis=-1) - probabilities < top_p_R[:, None]) | (top_p_R >= 1)[:, None]
+    kept &= ordered >= ordered[:, :1] + jnp.log(min_p_R)[:, None]
+    threshold = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(logits_RV >= threshold, logits_RV, -jnp.inf)
+
+
+def sample(
+    logits_RV: jax.Array, uniform_R: jax.Array, settings: dict[str, jax.Array], seen_RV: jax.Array, top: int = 0
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
+    """Tokens [R], their log-probabilities [R] under the distribution that was sampled (R2, R3), and the `top` most
+    probable ids and log-probabilities [R, top].
+
+    `settings` has the fields of `Sampling`, [R] each. A greedy row's log-probabilities are those at temperature 1.
+    """
+    s = settings
     logits = logits_RV.astype(jnp.float32)
-    if sampling.temperature == 0:
-        logps = jax.nn.log_softmax(logits, axis=-1)
-        tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    else:
-        logps = jax.nn.log_softmax(restrict(logits / sampling.temperature, sampling), axis=-1)
-        tokens = inverse_cdf(logps, jax.vmap(jax.random.uniform)(keys_R))
-    return tokens, jnp.take_along_axis(logps, tokens[:, None], axis=-1)[:, 0]
+    penalised = jnp.any(s["repetition_penalty"] != 1)
+    logits = jax.lax.cond(penalised, lambda x: penalise(x, seen_RV, s["repetition_penalty"]), lambda x: x, logits)
+    greedy = s["temperature"] == 0
+    logits = logits / jnp.where(greedy, 1.0, s["temperature"])[:, None]
+    restricted = ~greedy & ((s["top_k"] > 0) | (s["top_p"] < 1) | (s["min_p"] > 0))
+
+    def limited(x: jax.Array) -> jax.Array:
+        return jnp.where(restricted[:, None], restrict(x, s["top_k"], s["top_p"], s["min_p"]), x)
+
+    logits = jax.lax.cond(jnp.any(restricted), limited, lambda x: x, logits)
+    most = jnp.max(logits, axis=-1, keepdims=True)
+    weights = jnp.exp(logits - most)
+    norm = most[:, 0] + jnp.log(jnp.sum(weights, axis=-1))
+    tokens = jnp.where(greedy, jnp.argmax(logits, axis=-1).astype(jnp.int32), inverse_cdf(weights, uniform_R))
+    logps = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - norm
+    if not top:
+        return tokens, logps, (jnp.zeros((len(tokens), 0), jnp.int32), jnp.zeros((len(tokens), 0), jnp.float32))
+    values, ids = jax.lax.top_k(logits, top)
+    return tokens, logps, (ids.astype(jnp.int32), values - norm[:, None])

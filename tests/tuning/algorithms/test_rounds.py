@@ -22,7 +22,7 @@ WANTED = 42
 def rollouts(params, seed):
     found = Engine(CONFIG).generate(
         params, PROMPTS, samples=8, max_tokens=6, sampling=Sampling(), eos_ids=(1,), seed=seed,
-        counters=range(6), rows=64,
+        counters=range(6),
     )  # fmt: skip
     rows = [
         {"prompt_id": str(p), "sample": s, "prompt_ids": PROMPTS[p], "token_ids": c.tokens, "logprobs": c.logps}

@@ -1,0 +1,105 @@
+"""Generation: W1 (16 prompts, 64 tokens each), W1b (64 prompts, lengths that vary), shared prompts, and decoding alone.
+
+`first_s` of a measurement holds loading of the weights into the engine, compilation and the whole first run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from tests.bench import inputs
+from tests.bench.measure import emit, gemm_flops, memory_bandwidth, peak_memory_mb, timed
+from tests.bench.training import config_of
+from tuning.device import choose
+from tuning.models.huggingface import random_params
+from tuning.rollout.engine import Engine
+from tuning.rollout.pool import Limits
+from tuning.rollout.requests import Request
+
+
+def requests_of(work: str, vocabulary: int) -> list[Request]:
+    """What each measurement asks for. Nothing stops by itself: lengths are forced."""
+    if work == "W1":
+        return [Request(p, 64, counter=i) for i, p in enumerate(inputs.prompts(16, 16, 64, vocabulary))]
+    if work == "W1b":
+        prompts = inputs.prompts(64, 16, 64, vocabulary, seed=3)
+        lengths = inputs.stop_lengths(64, 64, 256).tolist()
+        return [Request(p, n, counter=i) for i, (p, n) in enumerate(zip(prompts, lengths, strict=True))]
+    if work == "shared":
+        prompts = inputs.prompts(8, 256, 256, vocabulary)
+        return [Request(p, 32, counter=i, samples=8) for i, p in enumerate(prompts)]
+    rows = int(work.removeprefix("decode"))
+    return [Request(p, 64, counter=i) for i, p in enumerate(inputs.prompts(rows, 2, 2, vocabulary))]
+
+
+def run(work: str, model: str, repeats: int) -> None:
+    started = time.perf_counter()
+    config = config_of(model)
+    params = random_params(config, 0)
+    requests = requests_of(work, config.vocab_size)
+    dtype = choose().compute.dtype
+    engine = Engine(config, dtype, Limits(slots=32 if work == "W1b" else 64))
+    compiled = _CompileTime()
+
+    def once() -> Any:
+        engine.load(params)
+        return sum(len(c.tokens) for _, found in engine.run(requests) for c in found)
+
+    first = _first_token(engine, params, requests)
+    found = timed(once, repeats)
+    tokens = once()
+    seconds = found["median_s"]
+    extra: dict[str, Any] = {}
+    if work.startswith("decode"):
+        weights = engine.weight_bytes
+        steps = tokens / len(requests)
+        extra["share_of_bandwidth"] = round(weights * steps / seconds / memory_bandwidth(), 3)
+        flops = 2.0 * (weights / 4) * tokens
+        extra["share_of_gemm"] = round(
+            flops / seconds / gemm_flops(config.hidden_size, config.intermediate_size, len(requests)), 3
+        )
+    emit(
+        work,
+        model,
+        **found,
+        tokens=tokens,
+        tokens_per_s=round(tokens / seconds, 1),
+        first_token_s=round(first, 3),
+        since_start_s=round(time.perf_counter() - started, 1),
+        compile_s=round(compiled.seconds, 2),
+        peak_memory_mb=round(peak_memory_mb()),
+        cache_mb=round(engine.cache_bytes / 2**20),
+        programs=engine.programs,
+        **extra,
+    )
+
+
+def _first_token(engine: Engine, params: Any, requests: Sequence[Request]) -> float:
+    """Seconds from weights in memory to the first sampled tokens, compilation included; then the rest is cancelled."""
+    start = time.perf_counter()
+    engine.load(params)
+    for request in requests:
+        engine.submit(request)
+    while not any(update.tokens for update in engine.step()):
+        pass
+    seconds = time.perf_counter() - start
+    for number in range(1, len(requests) + 1):
+        engine.cancel(number)
+    engine.step()
+    return seconds
+
+
+class _CompileTime:
+    """Seconds that XLA has compiled since this was made."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        jax.monitoring.register_event_duration_secs_listener(self._add)
+
+    def _add(self, event: str, seconds: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            self.seconds += seconds

@@ -1,0 +1,178 @@
+"""Keys and values of the slots of an engine: their layout, and attention over them.
+
+Axes: R slots, K key-value heads, A query heads a key-value head, H head size, S cached tokens (the capacity),
+C new tokens, N query heads. A layer's cache is {"k": [R, K, H, S], "v": [R, K, S, H]}, so that both products of
+attention read it as it lies; in int8 there are "k_scale" and "v_scale" [R, K, S] beside them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tuning.models.config import DecoderConfig
+from tuning.models.decoder import AttentionSpec, soft_cap
+
+KV = Literal["float32", "bfloat16", "float16", "int8"]
+Layer = dict[str, jax.Array]
+TOKEN_AXIS = {"k": 3, "v": 2, "k_scale": 2, "v_scale": 2}
+"""Which axis of each array counts tokens."""
+
+
+def token_bytes(config: DecoderConfig, kv: KV) -> int:
+    """Bytes of one token's keys and values in all layers."""
+    per_head = config.head_dim + 4 if kv == "int8" else config.head_dim * np.dtype(jnp.dtype(kv)).itemsize
+    return 2 * config.num_layers * config.num_kv_heads * per_head
+
+
+def make(config: DecoderConfig, slots: int, capacity: int, kv: KV) -> list[Layer]:
+    """Empty caches, one a layer."""
+    k, h = config.num_kv_heads, config.head_dim
+
+    def layer() -> Layer:
+        found = {"k": jnp.zeros((slots, k, h, capacity), kv), "v": jnp.zeros((slots, k, capacity, h), kv)}
+        if kv == "int8":
+            found |= {name: jnp.zeros((slots, k, capacity), jnp.float32) for name in ("k_scale", "v_scale")}
+        return found
+
+    return [layer() for _ in range(config.num_layers)]
+
+
+def capacity_of(cache: list[Layer]) -> int:
+    """Tokens that a slot can hold."""
+    return cache[0]["k"].shape[3]
+
+
+def stored(k_RCKH: jax.Array, v_RCKH: jax.Array, kv: KV) -> Layer:
+    """New keys and values in the layout and type of the cache, C in place of S."""
+    k, v = jnp.transpose(k_RCKH, (0, 2, 3, 1)), jnp.transpose(v_RCKH, (0, 2, 1, 3))
+    if kv != "int8":
+        return {"k": k.astype(kv), "v": v.astype(kv)}
+
+    def coded(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+        scale = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=axis, keepdims=True) / 127
+        codes = jnp.round(x / jnp.where(scale > 0, scale, 1.0))
+        return codes.astype(jnp.int8), jnp.squeeze(scale, axis)
+
+    (k, k_scale), (v, v_scale) = coded(k, 2), coded(v, 3)
+    return {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
+
+
+def attend(
+    q_RCNH: jax.Array, parts: list[tuple[Layer, jax.Array]], spec: AttentionSpec, accumulate: Any = jnp.float32
+) -> jax.Array:
+    """Attention of C queries a row over cached parts, each with its mask [R, C, S of the part]; out [R, C, N, H]."""
+    r, c, n, h = q_RCNH.shape
+    heads = parts[0][0]["k"].shape[1]
+    # One axis for the queries of a key head: with two, XLA on CPU copies the keys into another layout.
+    q = q_RCNH.reshape(r, c, heads, n // heads, h).transpose(0, 2, 1, 3, 4).reshape(r, heads, -1, h)
+    scores = []
+    for part, mask in parts:
+        s = jnp.einsum("rkqh,rkhs->rkqs", q, part["k"].astype(q.dtype), preferred_element_type=accumulate)
+        if "k_scale" in part:
+            s = s * part["k_scale"][:, :, None]
+        s = soft_cap(s * spec.scale, spec.softcap).reshape(r, heads, c, -1, s.shape[-1])
+        scores.append(jnp.where(mask[:, None, :, None], s, -1e30).reshape(r, heads, -1, s.shape[-1]))
+    most = functools.reduce(jnp.maximum, [s.max(axis=-1, keepdims=True) for s in scores])
+    out, norm = jnp.zeros((), accumulate), jnp.zeros((), accumulate)
+    for s, (part, _) in zip(scores, parts, strict=True):
+        w = jnp.exp(s - most)
+        norm = norm + w.sum(axis=-1, keepdims=True)
+        if "v_scale" in part:
+            w = w * part["v_scale"][:, :, None]
+        out = out + jnp.einsum(
+            "rkqs,rksh->rkqh", w.astype(q.dtype), part["v"].astype(q.dtype), preferred_element_type=accumulate
+        )
+    out = (out / norm).astype(q.dtype).reshape(r, heads, c, -1, h)
+    return out.transpose(0, 2, 1, 3, 4).reshape(r, c, n, h)
+
+
+def near_enough(mask: jax.Array, query: jax.Array, key: jax.Array, spec: AttentionSpec) -> jax.Array:
+    """The mask without keys that lie `window` positions or more before their query."""
+    return mask if spec.window is None else mask & (query - key < spec.window)
+
+
+def append(cache: list[Layer], new: list[Layer], at_R: jax.Array) -> list[Layer]:
+    """Caches with each row's new tokens written from `at_R` on; there must be room for all of them."""
+
+    def row(r: jax.Array, cache: list[Layer]) -> list[Layer]:
+        def write(name: str, whole: jax.Array, part: jax.Array) -> jax.Array:
+            start: list[jax.Array | int] = [r, *[0] * (whole.ndim - 1)]
+            start[TOKEN_AXIS[name]] = at_R[r]
+            return jax.lax.dynamic_update_slice(whole, jax.lax.dynamic_slice_in_dim(part, r, 1), start)
+
+        return [{n: write(n, layer[n], near[n]) for n in layer} for layer, near in zip(cache, new, strict=True)]
+
+    return jax.lax.fori_loop(0, at_R.shape[0], row, cache)
+
+
+def insert(cache: list[Layer], chunk: list[Layer], entries: dict[str, jax.Array]) -> list[Layer]:
+    """Caches with pieces of a chunk (one row) written into slots.
+
+    Entry i of the first `entries["count"]` puts `tokens[i]` tokens of the chunk, from `start[i]` on, into slot
+    `slot[i]` from cached token `at[i]` on.
+    """
+    capacity = capacity_of(cache)
+
+    def widened(name: str, x: jax.Array) -> jax.Array:
+        pads = [(0, 0)] * x.ndim
+        pads[TOKEN_AXIS[name]] = (capacity, capacity)
+        return jnp.pad(x, pads)
+
+    wide = [{n: widened(n, x) for n, x in layer.items()} for layer in chunk]
+
+    def entry(i: jax.Array, cache: list[Layer]) -> list[Layer]:
+        slot, start, at, tokens = (entries[n][i] for n in ("slot", "start", "at", "tokens"))
+        column = jnp.arange(capacity)
+        mine = (column >= at) & (column < at + tokens)
+
+        def write(name: str, whole: jax.Array, part: jax.Array) -> jax.Array:
+            axis = TOKEN_AXIS[name]
+            moved = jax.lax.dynamic_slice_in_dim(part, capacity + start - at, capacity, axis)
+            old = jax.lax.dynamic_slice_in_dim(whole, slot, 1)
+            shape = [1] * whole.ndim
+            shape[axis] = capacity
+            return jax.lax.dynamic_update_slice_in_dim(whole, jnp.where(mine.reshape(shape), moved, old), slot, 0)
+
+        return [{n: write(n, layer[n], part[n]) for n in layer} for layer, part in zip(cache, wide, strict=True)]
+
+    return jax.lax.fori_loop(0, entries["count"], entry, cache)
+
+
+@functools.partial(jax.jit, static_argnames="capacity")
+def _resized(layer: Layer, slots: jax.Array, capacity: int) -> Layer:
+    def one(name: str, x: jax.Array) -> jax.Array:
+        axis = TOKEN_AXIS[name]
+        x = jnp.take(jax.lax.slice_in_dim(x, 0, min(capacity, x.shape[axis]), axis=axis), slots, axis=0)
+        pads = [(0, 0)] * x.ndim
+        pads[axis] = (0, capacity - x.shape[axis])
+        return jnp.pad(x, pads)
+
+    return {n: one(n, x) for n, x in layer.items()}
+
+
+def resize(cache: list[Layer], slots: Sequence[int], capacity: int) -> None:
+    """Makes the caches those of the named slots, in this order, at another capacity; more tokens than fit are cut.
+
+    In place and layer by layer: no more than one layer is there twice.
+    """
+    numbers = jnp.asarray(slots, jnp.int32)
+    for i, layer in enumerate(cache):
+        cache[i] = _resized(layer, numbers, capacity)
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def clone(cache: list[Layer], pairs_R2: jax.Array, count: jax.Array) -> list[Layer]:
+    """Caches after the first `count` copies (source, target) of whole slots, one after the other."""
+
+    def copy(i: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(
+            x, jax.lax.dynamic_slice_in_dim(x, pairs_R2[i, 0], 1), pairs_R2[i, 1], 0
+        )
+
+    return jax.lax.fori_loop(0, count, lambda i, cache: jax.tree.map(functools.partial(copy, i), cache), cache)

@@ -1,0 +1,32 @@
+"""Where an engine's weights and caches lie on a mesh of its own: heads over `tensor`, slots over the other axes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tuning.models.sharding import shardings
+
+
+def put_weights(state: Any, mesh: Mesh | None) -> Any:
+    """Weights on the mesh by the model's rules, from wherever they lie; without one they stay."""
+    return state if mesh is None else jax.device_put(state, shardings(state, mesh))
+
+
+def put_cache(cache: list[dict[str, jax.Array]], mesh: Mesh | None) -> list[dict[str, jax.Array]]:
+    """Caches on the mesh; an axis that does not divide slots or heads evenly does not cut them."""
+    if mesh is None:
+        return cache
+
+    def one(x: jax.Array) -> jax.Array:
+        rows = tuple(a for a in ("data", "fsdp") if mesh.shape.get(a, 1) > 1)
+        across = 1
+        for axis in rows:
+            across *= mesh.shape[axis]
+        heads = mesh.shape.get("tensor", 1)
+        spec = (rows if rows and x.shape[0] % across == 0 else None, "tensor" if x.shape[1] % heads == 0 else None)
+        return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    return jax.tree.map(one, cache)

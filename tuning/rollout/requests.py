@@ -1,0 +1,86 @@
+"""What is asked of an engine and what it gives: token ids in, token ids out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from tuning.rollout.sampling import Sampling
+
+MAX_STOP_IDS = 16
+"""Token ids that can end one request."""
+
+
+class RefusedRequest(ValueError):
+    """A request that no engine of this size can serve; the others are not touched."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """One sampled completion, as recorded (R3)."""
+
+    tokens: list[int]
+    """Token ids, the EOS that ended it included."""
+    logps: list[float]
+    """log mu of each token, under the distribution sampled from."""
+    stop: str
+    """`eos`; `length` when `max_tokens` cut it off; `string`; `cancelled`."""
+    top: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
+    """For each token the most probable ids with their log-probabilities, where the engine was told to keep them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """`samples` completions of one prompt.
+
+    Raises RefusedRequest for what has no meaning for any engine.
+    """
+
+    prompt: Sequence[int]
+    max_tokens: int
+    """The longest completion in tokens, EOS included."""
+    sampling: Sampling = Sampling()
+    """How tokens are chosen."""
+    stop_ids: tuple[int, ...] = ()
+    """Token ids that end a completion, and are its last."""
+    seed: int = 0
+    """With `counter` and the number of the sample, all that randomness depends on (R15)."""
+    counter: int = 0
+    samples: int = 1
+    find_stop: Callable[[Sequence[int]], int | None] | None = None
+    """Tokens so far -> how many of them stay where the text holds a stop string, or None."""
+    name: str = ""
+    """Of the prompt, in errors."""
+
+    def __post_init__(self) -> None:
+        who = f"request {self.name or self.counter}"
+        if not len(self.prompt):
+            raise RefusedRequest(f"{who} has an empty prompt; a model needs at least one token, such as its BOS")
+        if self.max_tokens < 1 or self.samples < 1:
+            raise RefusedRequest(f"{who}: max_tokens is {self.max_tokens}, samples {self.samples}; both are 1 or more")
+        if len(self.stop_ids) > MAX_STOP_IDS:
+            raise RefusedRequest(f"{who} has {len(self.stop_ids)} stop ids; at most {MAX_STOP_IDS}: use find_stop")
+
+
+def stop_strings(
+    decode: Callable[[Sequence[int]], str], strings: Sequence[str]
+) -> Callable[[Sequence[int]], int | None]:
+    """A `find_stop` for texts: the tokens that stay are the fewest whose text holds one of `strings`.
+
+    `decode` turns token ids into text; the string itself is in that text, for the caller to cut.
+    """
+
+    def find(tokens: Sequence[int]) -> int | None:
+        def holds(count: int) -> bool:
+            text = decode(tokens[:count])
+            return any(s in text for s in strings)
+
+        if not holds(len(tokens)):
+            return None
+        low, high = 1, len(tokens)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if holds(middle) else (middle + 1, high)
+        return low
+
+    return find

@@ -1,0 +1,114 @@
+"""The trainer's decoder as decoding reads it fastest: a layer's weights beside each other, no scan.
+
+A scan over stacked weights copies each layer out of the stack, which costs a step of few rows as much as reading them;
+one product for queries, keys and values reads its input once. Mathematics are those of `Layer`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from tuning.models.decoder import Attention, AttentionSpec, Decoder, Layer, rms_norm
+from tuning.models.linear import Linear
+from tuning.models.quantize import Int8
+from tuning.models.rope import rope_tables
+
+Weights = Literal["dense", "int8"]
+_PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+class JoinedLayer(Layer):
+    """A layer whose projections of one input are one product."""
+
+    qkv: Linear
+    gate_up: Linear
+
+    def _into_heads(self, normed: jax.Array) -> Sequence[jax.Array]:
+        c = self.config
+        ends = np.cumsum([c.num_heads, c.num_kv_heads]) * c.head_dim
+        return jnp.split(self.qkv(normed), ends.tolist(), axis=-1)
+
+    def _into_mlp(self, normed: jax.Array) -> Sequence[jax.Array]:
+        return jnp.split(self.gate_up(normed), 2, axis=-1)
+
+
+def _join(layer: Layer) -> None:
+    for name, parts in (("qkv", ("q", "k", "v")), ("gate_up", ("gate", "up"))):
+        first, *rest = (getattr(layer, part) for part in parts)
+        for weight in ("kernel", "bias"):
+            if hasattr(first, weight):
+                values = [getattr(linear, weight)[...] for linear in (first, *rest)]
+                setattr(first, weight, nnx.Param(jnp.concatenate(values, axis=-1)))
+        setattr(layer, name, first)
+        for part in parts:
+            delattr(layer, part)
+    layer.__class__ = JoinedLayer
+
+
+class UnrolledDecoder(nnx.Module):
+    """A Decoder with a list of layers. For decoding only: nothing of it is trained."""
+
+    def __init__(self, decoder: Decoder, *, join: bool, weights: Weights, dtype: Any):
+        self.config = decoder.config
+        graph, stacked = nnx.split(decoder.layers)
+        layers = []
+        for i in range(self.config.num_layers):
+            layer = nnx.merge(graph, jax.tree.map(lambda x: x[i].astype(dtype), stacked))  # noqa: B023
+            if join:
+                _join(layer)
+            if weights == "int8":
+                for name in (*_PROJECTIONS, "qkv", "gate_up"):
+                    if hasattr(layer, name):
+                        linear = getattr(layer, name)
+                        linear.kernel = Int8(linear.kernel[...])
+            layers.append(layer)
+        self.layers = nnx.List(layers)
+        del decoder.layers
+        self.rest = decoder
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Logits [..., V] in at least float32 of final hidden states [..., D]."""
+        return self.rest.logits(hidden)
+
+    def __call__(
+        self, tokens_BL: jax.Array, positions_BL: jax.Array, attention: Attention, *, cache: Sequence[Any], dtype: Any
+    ) -> tuple[jax.Array, list[Any]]:
+        """Hidden states after the last norm [B, L, D], and what attention gave as each layer's new cache."""
+        c = self.config
+        x = self.rest.embed(tokens_BL, dtype)
+        distinct, row_of_layer = c.frequencies()
+        cos, sin = rope_tables(positions_BL, distinct)
+        changed = []
+        for i, layer in enumerate(self.layers):
+            window = c.sliding_window if c.slides(i) else None
+            spec = AttentionSpec(c.attention_scale, c.attention_softcap, window, positions_BL)
+            row = int(row_of_layer[i])
+            x, mine = layer(x, (cos[row], sin[row]), attention, spec, cache[i])
+            changed.append(mine)
+        return rms_norm(x, self.rest.norm[...], c.norm_eps, c.norm_offset), changed
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "join", "weights", "dtype"))
+def _state(graph: Any, params: Any, *, join: bool, weights: Weights, dtype: str) -> Any:
+    return nnx.split(_unrolled(graph, params, join, weights, dtype))[1]
+
+
+def _unrolled(graph: Any, params: Any, join: bool, weights: Weights, dtype: str) -> UnrolledDecoder:
+    return UnrolledDecoder(nnx.merge(graph, params), join=join, weights=weights, dtype=jnp.dtype(dtype))
+
+
+def unroll(graph: Any, params: Any, *, join: bool, weights: Weights, dtype: str) -> tuple[Any, Any]:
+    """(graph, state) of an `UnrolledDecoder` with the values of a Decoder's parameters, cast to `dtype`.
+
+    `join` makes one kernel of those that share an input; cutting it over a `tensor` axis would part heads from their
+    devices, so it is for whole kernels. `int8` keeps the projections in one byte a weight.
+    """
+    made = nnx.eval_shape(lambda p: _unrolled(graph, p, join, weights, dtype), params)
+    return nnx.split(made)[0], _state(graph, params, join=join, weights=weights, dtype=dtype)
