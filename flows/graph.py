@@ -122,7 +122,8 @@ def _rounds(recipe: Recipe, add: Any, words: Input, data: str, start: str, rewar
     """The nodes of all rounds; the last policy. A round's rollouts follow as soon as their policy is made."""
     rl = recipe.rl
     assert rl is not None
-    policies, sampled = [start], []
+    policies = [start]
+    sampled: list[dict[str, Input]] = []
     for i in range(rl.rounds):
         while len(sampled) < rl.rounds and len(sampled) - rl.staleness <= i:
             number = len(sampled)
@@ -211,7 +212,7 @@ def key_parts(node: Node, made: Mapping[str, Artifact]) -> dict[str, Any]:
 
 
 def taken_artifact(store: Store, node: Node) -> Artifact | None:
-    """The artifact that the node takes from another run. Raises ArtifactError where that run has none, or it is gone."""
+    """The artifact that the node takes from another run. Raises ArtifactError where that has none, or it is gone."""
     if node.taken is None:
         return None
     record = store.read_json("runs", node.taken, "run.json")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -198,7 +198,7 @@ class _Round:
         self.steps = data.steps(self.keep, settings.prompts_per_step)
         self.columns: dict[str, np.ndarray] = {"mu_CT": data.mu_NT}
         self.done = self.total_work = 0
-        self.seconds: Counter[str] = Counter()
+        self.seconds: dict[str, float] = defaultdict(float)
 
     def pack(self, passes: int) -> None:
         """Lays the steps out in micro-batches; `passes` forward passes come before the updates."""
