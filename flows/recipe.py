@@ -205,9 +205,14 @@ def load_recipe(name: str, overrides: dict[str, Any] | None = None, sets: list[s
     if not isinstance(values, dict):
         raise RecipeError(f"{path}: a recipe is a mapping of sections, found {type(values).__name__}")
     values.setdefault("name", path.stem)
-    values = merge(values, overrides or {})
+    values, told = with_sets(merge(values, overrides or {}), sets or [])
+    return checked(values, path, node, told)
+
+
+def with_sets(values: dict[str, Any], sets: list[str]) -> tuple[dict[str, Any], set[str]]:
+    """A recipe's values with `a.b=value` laid on them, and the places that were set."""
     told = set()
-    for item in sets or []:
+    for item in sets:
         place, equals, value = item.partition("=")
         if not equals or not place:
             raise RecipeError(f"--set {item}: expected a.b=value")
@@ -216,6 +221,11 @@ def load_recipe(name: str, overrides: dict[str, Any] | None = None, sets: list[s
             values = merge(values, _nested(place.split("."), _load(value)))
         except yaml.YAMLError as e:
             raise RecipeError(f"--set {item}: the value is not YAML: {e}") from e
+    return values, told
+
+
+def checked(values: dict[str, Any], path: Path, node: Any, told: set[str]) -> Recipe:
+    """The recipe of these values; `path` and `node`, its YAML, say where a mistake stands."""
     try:
         # Through JSON: strict JSON input may give lists and floats as YAML writes them.
         return Recipe.model_validate_json(json.dumps(values))

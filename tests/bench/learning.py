@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -164,13 +165,20 @@ def main() -> None:
             "learned": float(np.mean(gains)) >= MARGIN and min(gains) >= MARGIN / 2,
         }
         print(json.dumps({"algorithm": name} | found[name]), flush=True)
-    if not args.algorithms:
-        RESULTS.mkdir(exist_ok=True)
-        task = {"rounds": ROUNDS, "prompts": PROMPTS, "completions": COMPLETIONS, "margin": MARGIN}
-        about = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
-        text = json.dumps({"task": task, **about, "algorithms": found}, indent=1)
-        (RESULTS / "learning.json").write_text(text + "\n")
-        plot(found, RESULTS / "learning.png")
+        if not args.algorithms:
+            write(found)
+
+
+def write(found: dict[str, dict[str, Any]]) -> None:
+    """The results so far, as numbers and as curves."""
+    RESULTS.mkdir(exist_ok=True)
+    task = {"rounds": ROUNDS, "prompts": PROMPTS, "completions": COMPLETIONS, "tokens": TOKENS, "margin": MARGIN}
+    about = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
+    text = json.dumps({"task": task, **about, "algorithms": found}, indent=1)
+    # A curve is one line, so that a change of results reads as one.
+    text = re.sub(r"\[[\s\d.,]+\]", lambda m: re.sub(r"\s+", " ", m[0]).replace("[ ", "[").replace(" ]", "]"), text)
+    (RESULTS / "learning.json").write_text(text + "\n")
+    plot(found, RESULTS / "learning.png")
 
 
 if __name__ == "__main__":

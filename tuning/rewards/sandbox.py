@@ -33,12 +33,15 @@ def code_of(text: str) -> str:
 
 def run_python(code: str, stdin: str = "", *, seconds: float, megabytes: int) -> tuple[int, str]:
     """(exit status, standard output, cut at 64 KiB) of a Python program; status -9 where it was killed."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out:
+        given.write(stdin.encode())
+        given.seek(0)
+        # Files, not pipes: whatever the program starts may hold a pipe open and never end.
         process = subprocess.Popen(
             # Isolated: no user site, no environment, no folder of the caller on the path.
             [sys.executable, "-I", "-c", code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdin=given,
+            stdout=out,
             stderr=subprocess.DEVNULL,
             cwd=folder,
             env={"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "OPENBLAS_NUM_THREADS": "1"},
@@ -46,12 +49,16 @@ def run_python(code: str, stdin: str = "", *, seconds: float, megabytes: int) ->
             preexec_fn=lambda: _confine(seconds, megabytes),
         )
         try:
-            out, _ = process.communicate(stdin.encode(), timeout=seconds)
-            return process.returncode, out[:OUTPUT_BYTES].decode(errors="replace")
+            status = process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
-            return -signal.SIGKILL, ""
+            status = -signal.SIGKILL
         finally:
-            _end(process)
+            # With all that it started.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        out.seek(0)
+        return status, out.read(OUTPUT_BYTES).decode(errors="replace")
 
 
 def _confine(seconds: float, megabytes: int) -> None:
@@ -70,13 +77,6 @@ def _confine(seconds: float, megabytes: int) -> None:
     }
     for which, value in limits.items():
         resource.setrlimit(which, (value, value))
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kills the program with all that it started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
 
 
 def code_passes(
