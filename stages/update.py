@@ -22,8 +22,8 @@ from pydantic import Field, model_validator
 from stages.artifacts import Artifact
 from stages.base import Context, execution_setting
 from stages.code import algorithm_digests
+from stages.groups import chosen_groups
 from stages.models import ADAPTER, load_policy, load_scorer, recall, remember, token_ids
-from stages.refill import chosen_groups
 from stages.settings import Compute, Fraction, Lora, Optimizer, Trained
 from stages.tables import read_rows
 from stages.training import counted, optimizer_of

@@ -173,8 +173,8 @@ def mismatch_metrics(old_logps_BT: jax.Array, rollout_logps_BT: jax.Array, mask_
 
 
 RATIO_EDGES = (
-    *(-2.0, -1.0, -0.5, -0.2, -0.1, -0.05, -0.02, -0.01, -0.005, -0.002, -0.001),
-    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0),
+    *(-2.0, -1.0, -0.7, -0.5, -0.3, -0.2, -0.15, -0.1, -0.07, -0.05, -0.03, -0.02, -0.01, -0.003, -0.001),
+    *(0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 2.0),
 )
 """Borders of the bins in which log rho is counted: quantiles of a step are made from counts, which add up (R19)."""
 
