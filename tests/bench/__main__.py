@@ -12,6 +12,7 @@ import sys
 from stages.client import worker_environment
 
 WORKS = dict.fromkeys(["W2", "W2lora", "W4", "W4c", "W6", "reward"], "training")
+WORKS |= dict.fromkeys(["W3", "W3lora", "W5"], "rl")
 
 
 def main() -> None:
