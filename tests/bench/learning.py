@@ -45,8 +45,8 @@ OWN: dict[str, dict[str, Any]] = {
     "dr-grpo": {"constant": float(TOKENS)},
 }
 
-LONGER = {"remax": 90}
-"""Rounds where they are others. The greedy completion is better than a sampled one at first: ReMax sees few gains."""
+LONGER = {"remax": 90, "online-dpo": 60}
+"""Rounds where they are others: at first a greedy completion beats most sampled ones, and a pair is 2 of a group's 16."""
 
 
 def settings_of(algorithm: str, **more: Any) -> Config:
