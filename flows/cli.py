@@ -182,6 +182,29 @@ def rerun(
         out.print("the output is the same as before; nothing that follows needs to be made again", markup=False)
 
 
+@app.command()
+def rescore(
+    run_name: RunName = None,
+    reward: Annotated[
+        list[str] | None, typer.Option("--reward", help="FUNCTION or NAME=FUNCTION, in place of all; repeatable.")
+    ] = None,
+    sets: Sets = None,
+    name: Annotated[str | None, typer.Option(help="Name of the new run.")] = None,
+    store: StoreUrl = ".rlhf",
+    no_prefect: NoPrefect = False,
+) -> None:
+    """Score a run's rollouts by other rewards and train on them again. No rollouts are sampled."""
+    from flows.rescore import rescored
+
+    record = _record(store, run_name)
+    try:
+        recipe = rescored(record, reward or [], sets or [], store)
+        _check_sources(recipe)
+    except RecipeError as e:
+        raise usage_error(str(e)) from e
+    _go(recipe, no_prefect, name=name)
+
+
 def _record(store: str, name: str | None, node: str | None = None) -> dict[str, Any]:
     """The named run, or the newest; with `node`, the newest in which that node is finished."""
     if name is None and node is not None:

@@ -10,7 +10,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from flows.diagnostics import round_warnings
 from flows.graph import Node
+from flows.plots import round_series
 
 LINE_SECONDS = 10.0
 
@@ -30,6 +32,8 @@ class ConsoleReporter:
         self._started = 0.0
         self._last = 0.0
         self._rounds: dict[str, dict[str, Any]] = {}
+        self._nodes: dict[str, dict[str, Any]] = {}
+        self._told: set[str] = set()
         self._tried: set[str] = set()
 
     def stage_started(self, node: Node) -> None:
@@ -80,8 +84,20 @@ class ConsoleReporter:
         found[part] = manifest["metrics"]
         found["seconds"] += seconds
         found["hits"] += state == "hit"
+        found["nodes"] = found.get("nodes", 0) + 1
+        self._nodes[node.name] = manifest
         if part == "update":
             self.console.print(round_line(name, found))
+            self._warn(name, manifest["config"])
+
+    def _warn(self, name: str, update: dict[str, Any]) -> None:
+        """Each warning once, in the round in which it comes up."""
+        scored = self._nodes.get(f"{name}.score", {}).get("config", {})
+        series = round_series({"nodes": self._nodes, "recipe": {"rl": {"score": scored}}})
+        for warning in round_warnings(series, update):
+            if warning.title not in self._told:
+                self._told.add(warning.title)
+                self.console.print(f"! {warning.title}: {warning.text}", style="yellow", markup=False)
 
 
 def round_line(name: str, found: dict[str, Any]) -> str:
@@ -99,8 +115,9 @@ def round_line(name: str, found: dict[str, Any]) -> str:
         ("tok/s", sampled.get("tokens_per_second"), "{:.0f}"),
     ]
     text = "  ".join(f"{n} {form.format(v)}" for n, v, form in cells if v is not None)
-    took = "cached" if found["hits"] == 3 else f"{found['seconds']:.1f} s"
-    mark = "[green]=[/green]" if found["hits"] == 3 else "[green]+[/green]"
+    cached = found["hits"] == found["nodes"]
+    took = "cached" if cached else f"{found['seconds']:.1f} s"
+    mark = "[green]=[/green]" if cached else "[green]+[/green]"
     return f"{mark} {name:<18} {took:>9}  {text}"
 
 

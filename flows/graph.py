@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flows.recipe import Recipe
-from stages.artifacts import Artifact
+from stages.artifacts import Artifact, ArtifactError, Store
 from stages.base import StageConfig
 from stages.code import NUMERIC_LIBRARIES, library_versions, module_hashes
+from stages.greedy import Config as GreedyConfig
 from stages.keys import config_content, derive_seed, digest
+from stages.refill import Config as RefillConfig
 from stages.registry import stage as find_stage
 from stages.settings import stored_as
 
@@ -34,15 +37,24 @@ class Node:
     config: StageConfig
     inputs: Mapping[str, Input]
     seed: int
+    taken: str | None = None
+    """A run whose artifact of this name is taken as it is, in place of making one."""
 
 
 def build(recipe: Recipe) -> list[Node]:
     """The nodes of a recipe in an order in which they can run."""
     nodes: list[Node] = []
 
-    def add(name: str, stage: str, config: Any, seed_names: tuple[str | int, ...] = (), **inputs: Input) -> str:
+    def add(
+        name: str,
+        stage: str,
+        config: Any,
+        seed_names: tuple[str | int, ...] = (),
+        taken: str | None = None,
+        **inputs: Input,
+    ) -> str:
         seed = derive_seed(recipe.seed, stage, *seed_names)
-        nodes.append(Node(name, stage, config, inputs, seed))
+        nodes.append(Node(name, stage, config, inputs, seed, taken))
         return name
 
     base = add("base", "base", recipe.base)
@@ -108,38 +120,59 @@ def _preference(recipe: Recipe, add: Any, words: Input, data: str, last: str) ->
 
 
 def _rounds(recipe: Recipe, add: Any, words: Input, data: str, start: str, reward: str | None) -> str:
+    """The nodes of all rounds; the last policy. A round's rollouts follow as soon as their policy is made."""
     rl = recipe.rl
     assert rl is not None
-    policy = start
+    policies = [start]
+    sampled: list[dict[str, Input]] = []
     for i in range(rl.rounds):
-        name = f"round-{i:03d}"
-        # Later policies have the rounded kernels in them.
-        quantize = stored_as(rl.update.lora) if i == 0 else "none"
-        sampling = rl.rollout.model_copy(update={"round": i, "quantize": quantize})
-        prompts = Input(data, ("prompts/",))
-        rollouts = add(
-            f"{name}.rollout", "rollout", sampling, (i,), policy=Input(policy), data=prompts, tokenizer=words
-        )
-        scorers = {"reward": Input(reward)} if reward is not None and rl.score.learned else {}
-        scores = add(f"{name}.score", "score", rl.score, (), rollouts=Input(rollouts), **scorers)
+        while len(sampled) < rl.rounds and len(sampled) - rl.staleness <= i:
+            number = len(sampled)
+            sampled.append(_scored(recipe, add, words, data, policies[max(0, number - rl.staleness)], reward, number))
         due = (i + 1) % rl.checkpoint_every == 0 or i + 1 == rl.rounds
         change = {"round": i, "temperature": rl.rollout.temperature, "store_state": due}
+        if rl.rollouts_from is not None or (rl.staleness and i):
+            change["off_policy"] = True
         settings = rl.update.model_copy(update=change)
         more = {"reference": Input(start)} if settings.needs_reference else {}
-        if settings.algorithm == "ppo" and reward is not None:
+        if settings.needs_critic and reward is not None:
             more["reward"] = Input(reward)
-        policy = add(
-            f"{name}.update",
-            "update",
-            settings,
-            (i,),
-            policy=Input(policy),
-            rollouts=Input(rollouts),
-            scores=Input(scores),
-            tokenizer=words,
-            **more,
+        inputs = {"policy": Input(policies[-1]), **sampled[i], "tokenizer": words, **more}
+        policies.append(add(f"round-{i:03d}.update", "update", settings, (i,), **inputs))
+    return policies[-1]
+
+
+def _scored(
+    recipe: Recipe, add: Any, words: Input, data: str, policy: str, reward: str | None, number: int
+) -> dict[str, Input]:
+    """A round's rollouts with their scores, refills and baselines, as the update's inputs."""
+    rl = recipe.rl
+    assert rl is not None
+    name = f"round-{number:03d}"
+    scorers = {"reward": Input(reward)} if reward is not None and rl.score.learned else {}
+    sampler = {"policy": Input(policy), "tokenizer": words}
+    prompts = {"data": Input(data, ("prompts/",))}
+    # Later policies than the first have the rounded kernels in them.
+    quantize = stored_as(rl.update.lora) if number <= rl.staleness else "none"
+    sampling = rl.rollout.model_copy(update={"round": number, "quantize": quantize})
+
+    def scores(of: str, place: str) -> Input:
+        return Input(add(place, "score", rl.score, (), rollouts=Input(of), **scorers))
+
+    made = add(f"{name}.rollout", "rollout", sampling, (number,), rl.rollouts_from, **sampler, **prompts)
+    found = {"rollouts": Input(made), "scores": scores(made, f"{name}.score")}
+    for i in range(1, rl.refills + 1):
+        settings = RefillConfig.model_validate_json(json.dumps(sampling.model_dump(mode="json") | {"number": i}))
+        more = add(
+            f"{name}.refill-{i}", "refill", settings, (number, i), rl.rollouts_from, **sampler, **prompts, **found
         )
-    return policy
+        found |= {f"refill_{i}": Input(more), f"refill_{i}_scores": scores(more, f"{name}.refill-{i}-score")}
+    if rl.update.needs_greedy:
+        same = ("max_tokens", "shard_prompts", "quantize", "compute")
+        greedy = GreedyConfig(**{n: getattr(sampling, n) for n in same})
+        best = add(f"{name}.greedy", "greedy", greedy, (number,), rl.rollouts_from, **sampler, rollouts=Input(made))
+        found["greedy_scores"] = scores(best, f"{name}.greedy-score")
+    return found
 
 
 def select(nodes: Mapping[str, Node], names: Iterable[str]) -> set[str]:
@@ -179,6 +212,18 @@ def key_parts(node: Node, made: Mapping[str, Artifact]) -> dict[str, Any]:
         "sources": sources(node.config) if sources is not None else {},
         "versions": library_versions(libraries),
     }
+
+
+def taken_artifact(store: Store, node: Node) -> Artifact | None:
+    """The artifact that the node takes from another run. Raises ArtifactError where that has none, or it is gone."""
+    if node.taken is None:
+        return None
+    record = store.read_json("runs", node.taken, "run.json")
+    entry = (record or {"nodes": {}})["nodes"].get(node.name, {})
+    artifact = store.get(entry["stage"], entry["key"], repair=False) if "digest" in entry else None
+    if artifact is None:
+        raise ArtifactError(f"rl.rollouts_from: run {node.taken} has no finished {node.name} in {store.url}")
+    return artifact
 
 
 def key_of(parts: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from flows.graph import Node, build, key_of, key_parts
+from flows.graph import Node, build, key_of, key_parts, taken_artifact
 from flows.recipe import Recipe
 from flows.runs import all_runs, latest_with
 from stages.artifacts import Artifact, Store
@@ -31,6 +31,11 @@ def plan(recipe: Recipe, force: set[str] | None = None) -> list[Planned]:
     made: dict[str, Artifact] = {}
     found = []
     for node in build(recipe):
+        taken = taken_artifact(store, node)
+        if taken is not None:
+            made[node.name] = taken
+            found.append(Planned(node, "hit", [], taken.manifest["seconds"]))
+            continue
         waiting = sorted({i.node for i in node.inputs.values() if i.node not in made})
         before = latest_with(runs, recipe.name, node.name)
         seconds = before.get("made_seconds") if before else None

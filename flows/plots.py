@@ -19,6 +19,7 @@ from typing import Any
 
 PHASES = ("rollout", "score", "update")
 PNG_LIMIT = 120_000
+PASSED = ("few", "some", "most")
 
 # Stand-ins that matplotlib writes into the SVG; the page's own colours take their place, light or dark.
 INK = "#010203"
@@ -66,8 +67,18 @@ MEASURES = (
         "zero_variance", "Zero-variance prompts", "share", "score", "zero_variance",
         "prompts whose completions all score alike: no signal", True,
     ),
+    Measure("clip_high", "Clipped above", "share", "update", "clip_high", "tokens with a gain past the range"),
+    Measure("clip_low", "Clipped below", "share", "update", "clip_low", "tokens with a loss past the range"),
+    Measure("effective_sample_size", "Effective sample size", "share", "update", "effective_sample_size",
+            "what the weights between sampler and trainer leave", True),
+    Measure("ratio_p99", "Ratio, 99 %", "ratio", "update", "ratio_p99", "trainer to sampler, 99 % of the tokens below"),
+    Measure("ratio_p01", "Ratio, 1 %", "ratio", "update", "ratio_p01", "trainer to sampler, 1 % of the tokens below"),
+    Measure("advantage_spread", "Advantage spread", "std", "update", "advantage_spread", "over the tokens trained on"),
+    Measure("value_explained", "Value, explained", "share", "update", "value_explained", "variance of the returns"),
     Measure("grad_norm", "Gradient norm", "norm", "update", "grad_norm", "mean over the steps, before clipping"),
     Measure("tokens_per_second", "Sampling speed", "tokens / s", "rollout", "tokens_per_second", "generated tokens"),
+    Measure("train_tokens_per_second", "Training speed", "tokens / s", "update", "tokens_per_second",
+            "tokens of prompts and completions, forward passes left out"),
 )  # fmt: skip
 
 
@@ -108,7 +119,15 @@ def round_series(record: Mapping[str, Any]) -> dict[str, list[Any]]:
         series[name] = column("score", name)
     for phase in PHASES:
         series[f"seconds_{phase}"] = column(phase, "made_seconds", inside=False)
+    for place, name in enumerate(PASSED):
+        rows = [found[n].get("update", {}).get("metrics", {}).get("pass_histogram") for n in numbers]
+        series[f"prompts_{name}"] = [None if not r else _share_of_bins(r, place) for r in rows]
     return series
+
+
+def _share_of_bins(counts: Sequence[int], place: int) -> float:
+    """Prompts in the first bin of a histogram of pass rates, in those between, or in the last."""
+    return float((counts[0], sum(counts[1:-1]), counts[-1])[place])
 
 
 def _number(value: Any) -> float | None:
@@ -143,31 +162,6 @@ def when(text: str) -> str:
     return datetime.datetime.fromisoformat(text).astimezone(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def alarms_of(
-    record: Mapping[str, Any], series: Mapping[str, list[Any]], evaluations: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What the numbers warn of: None, or the numbers to quote, by name. The template has the words."""
-    known = {k: [v for v in values if v is not None] for k, values in series.items()}
-    entropy, kl, length, flat = (known.get(k, []) for k in ("entropy", "kl", "mean_length", "zero_variance"))
-    mismatch = max(known.get("mismatch_kl", []), default=0.0)
-    limit = (((record.get("recipe") or {}).get("rl") or {}).get("update") or {}).get("max_mismatch_kl") or 0.1
-    early = sorted(kl[:3])[len(kl[:3]) // 2] if kl else 0.0
-    scores = [e.get("metrics") or {} for n, e in record.get("nodes", {}).items() if n.endswith(".score")]
-    failed = max((m.get("failed") or 0.0 for m in scores), default=0.0)
-    before, last = [None, None, *evaluations.values()][-2:]
-    return {
-        "entropy": (entropy[0], entropy[-1]) if len(entropy) > 1 and entropy[-1] < 0.1 * entropy[0] else None,
-        "saturation": flat[-1] if len(flat) >= 3 and min(flat[-3:]) > 0.9 else None,
-        "kl": (early, kl[-1]) if len(kl) > 1 and kl[-1] > max(0.5, 10 * early) else None,
-        "length": (length[0], length[-1]) if len(length) > 1 and length[-1] >= 2 * length[0] else None,
-        "mismatch": (mismatch, limit) if mismatch > limit / 10 else None,
-        "rewards": failed if failed > 0.01 else None,
-        "judge": {label: m["judge_failures"] for label, m in evaluations.items() if m.get("judge_failures")} or None,
-        "baseline": last if last and last["score_low"] <= (last.get("constant_score") or -1.0) else None,
-        "worse": last["score"] - before["score"] if before and last["score_high"] < before["score_low"] else None,
-    }
-
-
 def round_table(series: Mapping[str, list[Any]], most: int = 400) -> dict[str, Any]:
     """The numbers behind the curves as rows; of very long runs, every so many rounds."""
     columns = [k for k, values in series.items() if k != "round" and any(v is not None for v in values)]
@@ -189,6 +183,12 @@ def round_curves(series: Mapping[str, list[Any]]) -> list[Curve]:
         values = series.get(m.key, [])
         if any(v is not None for v in values):
             curves.append(curve(m.title, rounds, values, "round", m.unit, m.note, share=m.share))
+    passed = {n: series.get(f"prompts_{n}", []) for n in PASSED}
+    if any(v is not None for values in passed.values() for v in values):
+        label = f"Stacked bars of prompts by the share of their completions that are right over {len(rounds)} rounds."
+        note = "under a fifth of a prompt's completions right, between, over four fifths"
+        svg = _bars("passed", rounds, passed, "prompts")
+        curves.append(Curve("Prompts by pass rate", label, note, svg, legend=tuple(passed)))
     stacks = {p: series[f"seconds_{p}"] for p in PHASES if any(v is not None for v in series[f"seconds_{p}"])}
     if stacks:
         totals = [sum(v or 0.0 for v in column) for column in zip(*stacks.values(), strict=True)]
@@ -314,11 +314,11 @@ def _line(name: str, x: Sequence[int], y: Sequence[float | None], over: str, uni
         return _inline(figure, name)
 
 
-def _bars(name: str, x: Sequence[int], stacks: Mapping[str, Sequence[float | None]]) -> str:
+def _bars(name: str, x: Sequence[int], stacks: Mapping[str, Sequence[float | None]], unit: str = "seconds") -> str:
     import matplotlib
 
     with matplotlib.rc_context(_style()):
-        figure, axes = _axes("round", "seconds")
+        figure, axes = _axes("round", unit)
         floor = [0.0] * len(x)
         for colour, values in zip(SERIES, stacks.values(), strict=False):
             heights = [v or 0.0 for v in values]

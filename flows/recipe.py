@@ -25,6 +25,7 @@ from stages.score import MODEL
 from stages.score import Config as ScoreConfig
 from stages.sft import Config as SFTConfig
 from stages.update import Config as UpdateConfig
+from stages.update import aggregation_of, needs_groups
 
 RECIPES = Path(__file__).parent / "recipes"
 
@@ -65,17 +66,27 @@ class RL(StageConfig):
     """The policy update of each round."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 5
     """Rounds between stored weights; the policies between are made again from their rollouts when needed."""
+    staleness: Annotated[int, Field(ge=0)] = 0
+    """Rollouts of a round come from the policy of so many rounds before; importance weights account for it."""
+    refills: Annotated[int, Field(ge=0, le=20)] = 0
+    """Most times that a round samples other prompts in place of those whose completions all score alike."""
+    rollouts_from: str | None = None
+    """Name of a run whose rollouts are scored and trained on again: nothing is sampled."""
 
     @model_validator(mode="before")
     @classmethod
-    def _one_temperature(cls, values: Any) -> Any:
-        """An update without a temperature of its own takes the rollout's, so that a written recipe reads back."""
+    def _from_the_rollouts(cls, values: Any) -> Any:
+        """What an update leaves out and takes from the rollouts, so that a written recipe reads back."""
         if not isinstance(values, dict):
             return values
-        rollout, update = values.get("rollout"), values.get("update", {})
-        if isinstance(rollout, dict) and isinstance(update, dict) and "temperature" in rollout:
-            return values | {"update": {"temperature": rollout["temperature"]} | update}
-        return values
+        rollout, update = values.get("rollout", {}), values.get("update", {})
+        if not isinstance(rollout, dict) or not isinstance(update, dict):
+            return values
+        found = {"temperature": rollout["temperature"]} if "temperature" in rollout else {}
+        if aggregation_of(update) == "constant" and update.get("constant") is None:
+            update = {k: v for k, v in update.items() if k != "constant"}
+            found["constant"] = rollout.get("max_tokens", RolloutConfig.model_fields["max_tokens"].default)
+        return values | {"update": found | update} if found else values
 
     @model_validator(mode="after")
     def _possible(self) -> RL:
@@ -89,6 +100,11 @@ class RL(StageConfig):
                 raise ValueError(f"{name}.round is counted by the pipeline: leave it out")
         if self.update.store_state:
             raise ValueError("update.store_state follows from rl.checkpoint_every: leave it out")
+        if self.refills and not needs_groups(self.update.algorithm):
+            raise ValueError(
+                f"refills replace groups whose completions score alike, and {self.update.algorithm} learns from those "
+                "too: leave refills out"
+            )
         return self
 
 
@@ -142,7 +158,7 @@ class Recipe(BaseModel):
                 raise ValueError(
                     f"rl.score.rewards.{learned[0]} asks for a reward model, but the section reward is null"
                 )
-            if self.rl.update.algorithm == "ppo" and self.reward is None:
+            if self.rl.update.needs_critic and self.reward is None:
                 raise ValueError("rl.update.algorithm is ppo, whose critic starts from the reward model: add reward")
         wanted = set(self.data.splits)
         labels = self.preference is not None and self.preference.unpaired and "labelled" in wanted
@@ -189,9 +205,14 @@ def load_recipe(name: str, overrides: dict[str, Any] | None = None, sets: list[s
     if not isinstance(values, dict):
         raise RecipeError(f"{path}: a recipe is a mapping of sections, found {type(values).__name__}")
     values.setdefault("name", path.stem)
-    values = merge(values, overrides or {})
+    values, told = with_sets(merge(values, overrides or {}), sets or [])
+    return checked(values, path, node, told)
+
+
+def with_sets(values: dict[str, Any], sets: list[str]) -> tuple[dict[str, Any], set[str]]:
+    """A recipe's values with `a.b=value` laid on them, and the places that were set."""
     told = set()
-    for item in sets or []:
+    for item in sets:
         place, equals, value = item.partition("=")
         if not equals or not place:
             raise RecipeError(f"--set {item}: expected a.b=value")
@@ -200,6 +221,11 @@ def load_recipe(name: str, overrides: dict[str, Any] | None = None, sets: list[s
             values = merge(values, _nested(place.split("."), _load(value)))
         except yaml.YAMLError as e:
             raise RecipeError(f"--set {item}: the value is not YAML: {e}") from e
+    return values, told
+
+
+def checked(values: dict[str, Any], path: Path, node: Any, told: set[str]) -> Recipe:
+    """The recipe of these values; `path` and `node`, its YAML, say where a mistake stands."""
     try:
         # Through JSON: strict JSON input may give lists and floats as YAML writes them.
         return Recipe.model_validate_json(json.dumps(values))

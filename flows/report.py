@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flows.diagnostics import alarms_of
 from flows.plots import (
     PHASES,
-    alarms_of,
     duration,
     graph_places,
     round_curves,

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from coolname import generate_slug
 
-from flows.graph import Node, build, key_of, key_parts
+from flows.graph import Node, build, key_of, key_parts, taken_artifact
 from flows.recipe import Recipe, RecipeError
 from stages.artifacts import Artifact, Store
 from stages.client import Worker, WorkerDied
@@ -78,7 +78,10 @@ class Session:
         parts = key_parts(node, self.made)
         key = key_of(parts)
         forced = node.name in self.force
-        artifact = None if forced else self.store.get(node.stage, key)
+        taken = taken_artifact(self.store, node)
+        if taken is not None:
+            key = taken.key
+        artifact = taken if taken is not None else None if forced else self.store.get(node.stage, key)
         started = time.monotonic()
         entry: dict[str, Any] = {"stage": node.stage, "key": key, "started": now(), "state": "running"}
         self.record["nodes"][name] = entry

@@ -73,17 +73,34 @@ def function_digests(name: str, where: str) -> dict[str, str]:
     Empty for a built-in, whose code the stage reaches by import. Raises ValueError, naming `where`,
     for a function that is not there; nothing is executed.
     """
-    from tuning.rewards.functions import BUILT_IN
+    from tuning.rewards.functions import BUILT_IN, PACKAGES
 
-    if name == "reasoning_gym_score":
-        return {"package:reasoning-gym": library_versions(("reasoning-gym",))["reasoning-gym"]}
+    if name in PACKAGES:
+        return {f"package:{n}": v for n, v in library_versions(PACKAGES[name]).items()}
     if name in BUILT_IN:
         return {}
-    module, colon, function = name.partition(":")
-    if not colon:
+    if ":" not in name:
         near = difflib.get_close_matches(name, list(BUILT_IN), 1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(BUILT_IN)}, or module:function"
         raise ValueError(f"{where}: no reward function {name!r}; {hint}")
+    return _user_digests(name, where)
+
+
+def algorithm_digests(name: str, where: str) -> dict[str, str]:
+    """Hashes of the code of an algorithm, which is found by name: of its module and what that reaches.
+
+    Raises ValueError, naming `where`, for one that is not there; nothing is executed.
+    """
+    from tuning.algorithms.registry import find
+
+    entry = find(name)
+    if entry is None:
+        return _user_digests(name, where)
+    return {f"module:{k}": v for k, v in module_hashes(f"tuning.algorithms.{entry.module}").items()}
+
+
+def _user_digests(name: str, where: str) -> dict[str, str]:
+    module = name.partition(":")[0]
     top = _spec(module.split(".")[0])
     places = [*(top.submodule_search_locations or []), top.origin] if top is not None else []
     found = module_hashes(module, Path(places[0]).parent) if places and places[0] else {}

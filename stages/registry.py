@@ -15,6 +15,8 @@ MODULES = {
     "preference": "stages.preference",
     "reward": "stages.reward",
     "rollout": "stages.rollout",
+    "refill": "stages.refill",
+    "greedy": "stages.greedy",
     "score": "stages.score",
     "update": "stages.update",
     "evaluate": "stages.evaluate",

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from stages.base import Context, StageConfig
-from stages.models import limits_of, load_rounded, load_tokenizer, stop_ids
+from stages.models import limits_of, load_policy, load_rounded, load_tokenizer, stop_ids
 from stages.settings import Compute
 from stages.tables import as_finished, read_rows, write_rows
 

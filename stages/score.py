@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -10,7 +12,7 @@ from stages.base import Context, StageConfig, execution_setting
 from stages.code import function_digests
 from stages.models import load_scorer
 from stages.settings import Compute
-from stages.tables import by_shard, read_rows, reward_samples
+from stages.tables import by_shard, read_rows, reward_samples, write_rows
 
 NAME = "score"
 VERSION = 1
@@ -28,9 +30,23 @@ class Reward(StageConfig):
     arguments: dict[str, str | int | float | bool] = {}
     """Keyword arguments of the function."""
     squash: Literal["none", "sigmoid"] = "none"
-    """Applied to the value before the weight."""
+    """Applied to the value first."""
+    clip: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
+    """Range to which the value is limited then."""
+    normalise: Literal["none", "group", "batch"] = "none"
+    """Centre and scale the values of a prompt's completions, or of the round, before the weight."""
+    on_failure: Literal["drop", "zero", "stop"] = "drop"
+    """What a timeout, an error or NaN does: the completion leaves the round, the reward counts as 0, the run ends."""
     seconds: Annotated[float, Field(gt=0)] = 10.0
     """Wall-clock limit of one sample."""
+    megabytes: Annotated[int, Field(ge=16)] = 2048
+    """Memory that one sample may take, beyond what the function's process holds before it."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Reward:
+        if self.clip is not None and self.clip[0] >= self.clip[1]:
+            raise ValueError(f"clip {self.clip}: the first number must be below the second")
+        return self
 
 
 class Config(StageConfig):
@@ -85,26 +101,73 @@ def schema(names: list[str]) -> Any:
 
 
 def run(ctx: Context) -> dict[str, Any]:
+    import shutil
+
     config: Config = ctx.config
     rollouts = read_rows(ctx.inputs["rollouts"], "rollouts/")
     names = sorted(config.rewards)
+    journals = {n: Journal(ctx, n) for n in names if config.rewards[n].function != MODEL}
 
     def make(chunk: Any) -> list[dict[str, Any]]:
-        columns = {name: _column(ctx, config.rewards[name], list(chunk)) for name in names}
-        return [_row(config, row, {n: columns[n][i] for n in names}) for i, row in enumerate(chunk)]
+        columns = {name: _column(ctx, name, list(chunk), journals.get(name)) for name in names}
+        return [_row(row, {n: columns[n][i] for n in names}) for i, row in enumerate(chunk)]
 
-    rows = by_shard(ctx, "scores", rollouts, config.shard_completions, schema(names), make, "completions")
+    columns = schema(names)
+    values = by_shard(ctx, "scores", rollouts, config.shard_completions, columns, make, "completions")
+    # Shards hold what each reward said; totals may need the whole round.
+    rows = with_totals(config, rollouts, values)
+    shutil.rmtree(ctx.out / "scores", ignore_errors=True)
+    write_rows(ctx.out / "scores" / "part-00000.parquet", rows, columns)
     return summarise(rows, names)
 
 
-def _column(ctx: Context, reward: Reward, rows: list[dict[str, Any]]) -> list[tuple[float | None, str | None]]:
-    if reward.function == MODEL:
+class Journal:
+    """Finished scores of a reward function, one line each, so that a kill costs those under way alone."""
+
+    def __init__(self, ctx: Context, name: str):
+        self._path = ctx.work / f"journal-{name}.jsonl"
+        self._known: dict[str, tuple[float | None, str | None]] = {}
+        if self._path.exists():
+            for line in self._path.read_text().splitlines():
+                # The last line may have been cut off by the kill.
+                with contextlib.suppress(ValueError):
+                    place, value, failure = json.loads(line)
+                    self._known[place] = (value, failure)
+            ctx.log(f"reward {name}: {len(self._known)} finished scores are reused")
+
+    @staticmethod
+    def _place(row: dict[str, Any]) -> str:
+        return f"{row['prompt_id']}/{row['sample']}"
+
+    def get(self, row: dict[str, Any]) -> tuple[float | None, str | None] | None:
+        """The finished score of a completion; None where there is none."""
+        return self._known.get(self._place(row))
+
+    def add(self, row: dict[str, Any], value: float | None, failure: str | None) -> None:
+        self._known[self._place(row)] = (value, failure)
+        with self._path.open("a") as f:
+            f.write(json.dumps([self._place(row), value, failure]) + "\n")
+
+
+def _column(
+    ctx: Context, name: str, rows: list[dict[str, Any]], journal: Journal | None
+) -> list[tuple[float | None, str | None]]:
+    reward: Reward = ctx.config.rewards[name]
+    if journal is None:
         return [(v, None) for v in _learned(ctx, rows)]
     from tuning.rewards.processes import evaluate
 
-    samples = reward_samples(rows)
-    found = evaluate(reward.function, reward.arguments, samples, seconds=reward.seconds, workers=ctx.config.workers)
-    return [(o.value, o.failure) for o in found]
+    todo = [r for r in rows if journal.get(r) is None]
+    evaluate(
+        reward.function,
+        reward.arguments,
+        reward_samples(todo),
+        seconds=reward.seconds,
+        megabytes=reward.megabytes,
+        workers=ctx.config.workers,
+        finished=lambda number, outcome: journal.add(todo[number], outcome.value, outcome.failure),
+    )
+    return [journal.get(r) or (None, None) for r in rows]
 
 
 def _learned(ctx: Context, rows: list[dict[str, Any]]) -> list[float]:
@@ -129,35 +192,48 @@ def _learned(ctx: Context, rows: list[dict[str, Any]]) -> list[float]:
     return [float(found[s]) for s in slot_of]
 
 
-def _row(config: Config, row: dict[str, Any], found: dict[str, tuple[float | None, str | None]]) -> dict[str, Any]:
-    import math
+def _row(row: dict[str, Any], found: dict[str, tuple[float | None, str | None]]) -> dict[str, Any]:
+    failures = json.dumps({n: f for n, (_, f) in found.items() if f is not None})
+    values = {n: v for n, (v, _) in found.items()}
+    return {"prompt_id": row["prompt_id"], "sample": row["sample"], "rewards": values, "failure": failures}
 
-    total, failures = 0.0, []
-    values: dict[str, float | None] = {}
-    for name, (value, failure) in found.items():
-        reward = config.rewards[name]
-        if value is not None and reward.squash == "sigmoid":
-            value = 1 / (1 + math.exp(-value))
-        values[name] = value
-        if failure is not None:
-            failures.append(f"{name}: {failure}")
-        elif value is not None:
-            total += reward.weight * value
-    if config.truncated == "zero" and row["stop"] == "length":
-        total = 0.0
-    return {
-        "prompt_id": row["prompt_id"],
-        "sample": row["sample"],
-        "rewards": values,
-        "total": None if failures else total,
-        "failure": "; ".join(failures) or None,
-    }
+
+def with_totals(config: Config, rollouts: list[dict[str, Any]], values: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The score table: shaped rewards, their weighted sum and the failures, in the order of the rollouts."""
+    import numpy as np
+
+    from tuning.rewards.totals import Part, shaped, totals
+
+    parts = []
+    for name, r in sorted(config.rewards.items()):
+        clip = None if r.clip is None else (r.clip[0], r.clip[1])
+        parts.append(Part(name, r.weight, r.squash, clip, r.normalise, r.on_failure))
+    failed = [json.loads(v["failure"]) for v in values]
+    columns = [
+        [
+            (None if v["rewards"][p.name] is None else shaped(v["rewards"][p.name], p), f.get(p.name))
+            for v, f in zip(values, failed, strict=True)
+        ]
+        for p in parts
+    ]
+    numbers: dict[str, int] = {}
+    groups = [numbers.setdefault(r["prompt_id"], len(numbers)) for r in rollouts]
+    sums, failures = totals(columns, parts, groups)
+    rows = []
+    for i, (row, value, rollout) in enumerate(zip(values, sums.tolist(), rollouts, strict=True)):
+        total = 0.0 if config.truncated == "zero" and rollout["stop"] == "length" else value
+        rewards = {p.name: c[i][0] for p, c in zip(parts, columns, strict=True)}
+        kept = np.isfinite(value)
+        rows.append(row | {"rewards": rewards, "total": total if kept else None, "failure": failures[i]})
+    return rows
 
 
 def summarise(rows: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
     """Means by reward, share of failed samples, share of groups whose totals do not vary."""
     import numpy as np
 
+    if not rows:
+        return {"completions": 0}
     totals = [r["total"] for r in rows if r["total"] is not None]
     groups: dict[str, list[float]] = {}
     for r in rows:

@@ -21,6 +21,8 @@ from pydantic import Field, model_validator
 
 from stages.artifacts import Artifact
 from stages.base import Context, execution_setting
+from stages.code import algorithm_digests
+from stages.groups import chosen_groups
 from stages.models import ADAPTER, load_policy, load_rounded, load_scorer, recall, remember, token_ids
 from stages.settings import Compute, Fraction, Lora, Optimizer, Trained, stored_as
 from stages.tables import read_rows
@@ -42,15 +44,22 @@ class CriticSettings(Trained):
     """Lambda of generalised advantage estimation."""
     value_clip: Annotated[float, Field(gt=0)] | None = 0.2
     """Range of the clipped value loss; null: plain."""
-    kl_in_reward: Annotated[float, Field(ge=0)] = 0.02
-    """Weight of k1 to the reference in the token reward."""
+    whiten_rewards: bool = False
+    """Divide the token rewards of a round by their spread."""
+    bootstrap_truncated: bool = False
+    """A completion that max_tokens cut off goes on with the value of its last state."""
+    pretrain_epochs: Annotated[int, Field(ge=0)] = 0
+    """Passes over the first round's rollouts that train the critic alone, before the policy moves."""
 
 
 class Config(Trained):
-    """The update of one round."""
+    """The update of one round. What is left out is as the algorithm's authors have it."""
 
-    algorithm: Literal["grpo", "ppo"] = "grpo"
-    """GRPO (no critic) or PPO (critic and GAE)."""
+    algorithm: str = "grpo"
+    """grpo, dr-grpo, dapo, gspo, gspo-token, cispo, rloo, reinforce-pp, reinforce-pp-baseline, remax, ppo, online-dpo,
+    or `module:function` of one's own."""
+    algorithm_arguments: dict[str, str | int | float | bool] = {}
+    """Keyword arguments of an algorithm of one's own."""
     round: Annotated[int, Field(ge=0)] = 0
     """Number of the round."""
     prompts_per_step: Annotated[int, Field(ge=1)] = 8
@@ -60,11 +69,11 @@ class Config(Trained):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """The rollouts' temperature."""
     normalisation: Literal["std", "batch-std", "none"] = "std"
-    """Scale of GRPO's advantages; none is Dr. GRPO's."""
-    aggregation: Literal["token-mean", "sequence-mean-token-mean", "constant"] = "token-mean"
+    """Scale of group-relative advantages."""
+    aggregation: Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant"] = "token-mean"
     """How token losses become one number; constant divides by completions x `constant`."""
     constant: Annotated[float, Field(gt=0)] | None = None
-    """Token budget of the aggregation `constant`."""
+    """Token budget of the aggregation `constant`; by default the rollout's max_tokens."""
     clip_low: Annotated[float, Field(gt=0)] = 0.2
     """Ratios below 1 - clip_low stop paying."""
     clip_high: Annotated[float, Field(gt=0)] = 0.2
@@ -73,14 +82,43 @@ class Config(Trained):
     """Bound c of the loss where the advantage is negative."""
     kl_coef: Annotated[float, Field(ge=0)] = 0.01
     """Weight of the KL to the reference in the loss; 0 for both KL weights loads no reference."""
-    kl_kind: Literal["k2", "k3"] = "k3"
-    """Estimator of that KL; k1 has no gradient in expectation and is not on offer here."""
+    kl_kind: Literal["k1", "k2", "k3", "k3-k2"] = "k3"
+    """Estimator of that KL; k3-k2 has the value of k3 and the gradient of k2. k1 has no gradient in expectation."""
+    kl_in_reward: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL to the reference in the reward."""
+    kl_in_reward_kind: Literal["k1", "k2", "k3"] = "k1"
+    """Estimator of the KL in the reward."""
+    kl_clamp: Annotated[float, Field(gt=0)] | None = None
+    """Largest size of either estimate on one token."""
+    kl_target: Annotated[float, Field(gt=0)] | None = None
+    """KL per token towards which both weights are scaled from round to round; null: they stay."""
+    kl_horizon: Annotated[float, Field(gt=0)] = 10000.0
+    """Completions over which the scale follows kl_target."""
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the entropy bonus."""
-    importance_max: Annotated[float, Field(ge=1)] | None = 2.0
-    """Truncation of the weights between sampler and trainer; null: none."""
+    """Weight of the entropy bonus; the first one where there is a target."""
+    entropy_target: Annotated[float, Field(gt=0)] | None = None
+    """Entropy per token below which the bonus grows by entropy_step a round, and above which it shrinks."""
+    entropy_step: Annotated[float, Field(gt=0)] = 0.001
+    """Step of the adaptive entropy bonus."""
+    correction: Literal["none", "truncate", "mask", "sequence", "sequence-mask"] = "truncate"
+    """Importance weights between sampler and trainer: of tokens, limited or dropped outside the range; of whole
+    completions, limited; of tokens, in completions whose mean ratio is in the range."""
+    importance_min: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Lower end of the range, for mask and sequence-mask."""
+    importance_max: Annotated[float, Field(ge=1)] = 2.0
+    """Upper end of the range."""
     max_mismatch_kl: Annotated[float, Field(gt=0)] = 0.1
     """Mean KL between sampler and trainer past which the run stops."""
+    truncated: Literal["keep", "mask"] = "keep"
+    """Whether completions cut off at max_tokens are trained on."""
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """Strength of online-dpo's pull to the reference."""
+    load_reference: bool = False
+    """Load the reference although no KL asks for it: for an algorithm of one's own that uses it."""
+    off_policy: bool = False
+    """Rollouts may come from another policy than the one that is updated; importance weights account for it."""
+    short_of_groups: Literal["stop", "train"] = "stop"
+    """What follows when all refills leave fewer informative groups than prompts."""
     optimizer: Optimizer = Optimizer(learning_rate=2e-5)
     """The policy's optimizer; its state lives through all rounds."""
     critic: CriticSettings = CriticSettings()
@@ -92,16 +130,91 @@ class Config(Trained):
     store_state: bool = execution_setting(False)
     """Whether this round's weights and optimizer are stored; the recipe's checkpoint_every decides."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _presets_of_the_algorithm(cls, values: Any) -> Any:
+        name = values.get("algorithm") if isinstance(values, dict) else None
+        return {**_presets(name), **values} if isinstance(name, str) else values
+
     @model_validator(mode="after")
     def _consistent(self) -> Config:
+        from tuning.algorithms import registry
+
+        entry = registry.find(self.algorithm)
+        if self.kl_kind == "k1":
+            raise ValueError(
+                "kl_kind k1 in the loss has a gradient of zero in expectation: it would add noise and hold nothing; "
+                "use k3-k2 or k2, or kl_in_reward, where k1 is right"
+            )
         if (self.aggregation == "constant") != (self.constant is not None):
             raise ValueError("aggregation `constant` and a value for `constant` go together")
+        if self.correction in ("mask", "sequence-mask") and self.importance_min >= self.importance_max:
+            raise ValueError("importance_min must be below importance_max")
+        if self.kl_target is not None and self.kl_coef == self.kl_in_reward == 0:
+            raise ValueError("kl_target scales kl_coef and kl_in_reward, and both are 0")
+        if entry is None:
+            return self
+        registry.check_aggregation(entry.ratio, self.aggregation)
+        if self.algorithm_arguments:
+            raise ValueError(f"algorithm_arguments are for an algorithm of one's own; {self.algorithm} takes none")
+        for name, algorithms in registry.USES.items():
+            preset = entry.presets.get(name, type(self).model_fields[name].default)
+            if self.algorithm not in algorithms and getattr(self, name) != preset:
+                raise ValueError(
+                    f"{name} has no meaning with algorithm {self.algorithm}; it belongs to {', '.join(algorithms)}"
+                )
         return self
 
     @property
     def needs_reference(self) -> bool:
         """Whether a reference model takes part."""
-        return self.kl_coef > 0 or (self.algorithm == "ppo" and self.critic.kl_in_reward > 0)
+        from tuning.algorithms import registry
+
+        entry = registry.find(self.algorithm)
+        asked = self.load_reference or (entry is not None and entry.reference)
+        return asked or self.kl_coef > 0 or self.kl_in_reward > 0
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether a critic takes part, which starts from the reward model."""
+        from tuning.algorithms import registry
+
+        entry = registry.find(self.algorithm)
+        return entry is not None and entry.critic
+
+    @property
+    def needs_greedy(self) -> bool:
+        """Whether the reward of a greedy completion of each prompt takes part."""
+        from tuning.algorithms import registry
+
+        entry = registry.find(self.algorithm)
+        return entry is not None and entry.greedy
+
+
+def _presets(name: str) -> dict[str, Any]:
+    from tuning.algorithms import registry
+
+    entry = registry.ALGORITHMS.get(name)
+    return dict(entry.presets) if entry is not None else {}
+
+
+def aggregation_of(values: dict[str, Any]) -> Any:
+    """The aggregation that settings as they are written come to."""
+    presets = _presets(values["algorithm"]) if isinstance(values.get("algorithm"), str) else {}
+    return values.get("aggregation", presets.get("aggregation"))
+
+
+def needs_groups(algorithm: str) -> bool:
+    """Whether a group of completions that score alike teaches nothing."""
+    from tuning.algorithms import registry
+
+    entry = registry.find(algorithm)
+    return entry is None or entry.groups
+
+
+def source_digests(config: Config) -> dict[str, str]:
+    """Hashes of the algorithm's code, which is found by name."""
+    return algorithm_digests(config.algorithm, "rl.update.algorithm")
 
 
 @dataclasses.dataclass
@@ -117,6 +230,8 @@ class State:
     critic: Any = None
     critic_opt: Any = None
     adapter: Any = None
+    coefficients: Any = None
+    """`tuning.algorithms.diagnostics.Coefficients` of the next round; None: as the settings have them."""
 
     @property
     def trainer(self) -> Any:
@@ -132,6 +247,8 @@ def run(ctx: Context) -> dict[str, Any]:
 
     state, metrics = _advance(ctx)
     content = {"fingerprint": _mark(state), "round": ctx.config.round}
+    if ctx.config.kl_target is not None or ctx.config.entropy_target is not None:
+        content |= dataclasses.asdict(state.coefficients)
     (ctx.out / "policy.json").write_text(json.dumps(content) + "\n")
     if ctx.config.lora is not None:
         below = name_of(_start(ctx.config, ctx.inputs["policy"]))
@@ -189,7 +306,7 @@ def _bases(ctx: Context) -> tuple[Any, Any]:
         return None, None
     start = _start(config, ctx.inputs["policy"])
     policy = based(ctx, start.digest, "decoder", lambda: load_policy(ctx, start), config)
-    if config.algorithm != "ppo":
+    if not config.needs_critic:
         return policy, None
     reward = ctx.inputs["reward"]
     return policy, based(ctx, reward.digest, "scalar", lambda: load_scorer(ctx, reward), config)
@@ -276,7 +393,7 @@ def _fresh(ctx: Context, config: Any, params: Any) -> State:
     trained = trainable("decoder", config, params)
     opt_state = jax.jit(optimizer_of(ctx.config.optimizer, 1).init)(trained)
     state = State(config, trained, opt_state) if lora is None else State(config, params, opt_state, adapter=trained)
-    if ctx.config.algorithm == "ppo":
+    if ctx.config.needs_critic:
         state.critic = trainable("scalar", *load_scorer(ctx, ctx.inputs["reward"]))
         state.critic_opt = jax.jit(optimizer_of(ctx.config.critic.optimizer, 1).init)(state.critic)
     return state
@@ -284,32 +401,27 @@ def _fresh(ctx: Context, config: Any, params: Any) -> State:
 
 def _advance(ctx: Context) -> tuple[State, dict[str, Any]]:
     """The state after this round, and the round's metrics."""
-    from tuning.algorithms.rounds import RoundData, run_round
+    from tuning.algorithms.algorithm import Objective
+    from tuning.algorithms.diagnostics import Coefficients
+    from tuning.algorithms.rounds import run_round
 
     config: Config = ctx.config
     parent = ctx.inputs["policy"]
+    data, about = _rollouts(ctx)
     state = _state(ctx, parent) if _continues(config, parent) else _fresh(ctx, *load_policy(ctx, parent))
     # The step donates what it is given: the parent's trainer state leaves the memory.
     ctx.memory.pop(f"trainer:{parent.digest}", None)
     if parent.stage == NAME:
         # Nobody needs the last round's policy again; a copy beside the new one would only fill the memory.
         ctx.memory.pop(f"decoder:{parent.digest}", None)
-    rollouts = read_rows(ctx.inputs["rollouts"], "rollouts/")
-    scores = read_rows(ctx.inputs["scores"], "scores/")
-    if [(r["prompt_id"], r["sample"]) for r in rollouts] != [(s["prompt_id"], s["sample"]) for s in scores]:
-        raise RuntimeError("rollouts and scores do not list the same completions in the same order")
-    wrong = [r for r in rollouts if r["policy"] != parent.digest]
-    if wrong:
-        raise RuntimeError(
-            f"rollouts come from policy {wrong[0]['policy'][:12]}, the update starts at {parent.digest[:12]}"
-        )
+    coefficients = _coefficients(config, parent) or Coefficients(entropy_coef=config.entropy_coef)
     # The distance to it is 0 while the adapter is.
     reference = (
         load_rounded(ctx, ctx.inputs["reference"], stored_as(config.lora))[1] if config.needs_reference else None
     )
     started = time.monotonic()
     trained, state.opt_state, state.critic, state.critic_opt, metrics = run_round(
-        RoundData.from_rows(rollouts, scores),
+        data,
         settings=config,
         model=state.config,
         optimizers=(optimizer_of(config.optimizer, 1), optimizer_of(config.critic.optimizer, 1)),
@@ -324,15 +436,49 @@ def _advance(ctx: Context) -> tuple[State, dict[str, Any]]:
         counted=counted,
         progress=ctx.progress,
         record=ctx.metrics_line,
+        coefficients=coefficients,
     )
     if config.lora is None:
         state.params = trained
     else:
         state.adapter = trained
         _, state.params = _merged(ctx, trained)
-    if metrics.get("mismatch_kl", 0.0) > config.max_mismatch_kl:
-        raise RuntimeError(
-            f"sampler and trainer disagree: mismatch KL {metrics['mismatch_kl']:.4f} is above "
-            f"max_mismatch_kl {config.max_mismatch_kl}; compare dtypes, or raise the limit knowingly"
-        )
-    return state, metrics | {"seconds_update": round(time.monotonic() - started, 2)}
+    state.coefficients = coefficients.next(Objective.of(config), config, metrics)
+    return state, metrics | about | {"seconds_update": round(time.monotonic() - started, 2)}
+
+
+def _coefficients(config: Config, parent: Artifact) -> Any:
+    """What the last round adapted; None where this is the first or nothing is adapted."""
+    from tuning.algorithms.diagnostics import Coefficients
+
+    if not _continues(config, parent):
+        return None
+    kept = json.loads(parent.local("policy.json").read_text())
+    names = {f.name for f in dataclasses.fields(Coefficients)}
+    return Coefficients(**{n: kept[n] for n in names}) if names <= kept.keys() else None
+
+
+def _rollouts(ctx: Context) -> tuple[Any, dict[str, Any]]:
+    """The round's scored rollouts, those of its refills behind them, and what became of each prompt."""
+    from tuning.algorithms.rounds import RoundData
+
+    config: Config = ctx.config
+    pairs = [("rollouts", "scores")]
+    pairs += [(f"refill_{i}", f"refill_{i}_scores") for i in range(1, 100) if f"refill_{i}" in ctx.inputs]
+    rollouts, scores = [], []
+    for names in pairs:
+        rows, marks = (read_rows(ctx.inputs[n], f"{p}/") for n, p in zip(names, ("rollouts", "scores"), strict=True))
+        if [(r["prompt_id"], r["sample"]) for r in rows] != [(s["prompt_id"], s["sample"]) for s in marks]:
+            raise RuntimeError(f"{names[0]} and {names[1]} do not list the same completions in the same order")
+        rollouts += rows
+        scores += marks
+    digest = ctx.inputs["policy"].digest
+    wrong = [] if config.off_policy else [r for r in rollouts if r["policy"] != digest]
+    if wrong:
+        raise RuntimeError(f"rollouts come from policy {wrong[0]['policy'][:12]}, the update starts at {digest[:12]}")
+    about: dict[str, Any] = {}
+    if len(pairs) > 1:
+        wanted = len({r["prompt_id"] for r in read_rows(ctx.inputs["rollouts"], "rollouts/")})
+        rollouts, scores, about = chosen_groups(rollouts, scores, wanted, config.short_of_groups)
+    greedy = read_rows(ctx.inputs["greedy_scores"], "scores/") if config.needs_greedy else None
+    return RoundData.from_rows(rollouts, scores, greedy), about

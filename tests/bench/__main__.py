@@ -13,6 +13,7 @@ from stages.client import worker_environment
 
 WORKS = dict.fromkeys(["W2", "W2lora", "W4", "W4c", "W6", "reward"], "training")
 WORKS |= dict.fromkeys(["W1", "W1b", "shared", "decode1", "decode8", "decode32"], "rollouts")
+WORKS |= dict.fromkeys(["W3", "W3lora", "W5"], "rl")
 
 
 def main() -> None:

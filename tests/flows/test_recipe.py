@@ -129,7 +129,11 @@ def test_all_mistakes_are_told_at_once(recipe):
         ),
         ("data: {splits: [prompts, heldout]}\n", "data.splits lacks 'sft', which a later section reads"),
         ("data: {splits: [sft, prompts]}\n", "data.splits lacks 'heldout'"),
-        ("rl: {update: {aggregation: constant}}\n", "aggregation `constant` and a value for `constant` go together"),
+        ("rl: {update: {constant: 5.0}}\n", "aggregation `constant` and a value for `constant` go together"),
+        ("rl: {update: {algorithm: gspo, aggregation: token-mean}}\n", "ratio 'sequence' weighs a sequence once"),
+        ("rl: {update: {kl_kind: k1}}\n", "rl.update: kl_kind k1 in the loss has a gradient of zero"),
+        ("rl: {update: {algorithm: remax}, refills: 2}\n", "remax learns from those too: leave refills out"),
+        ("rl: {score: {rewards: {a: {clip: [1.0, 0.0]}}}}\n", "the first number must be below the second"),
         ("rl: {score: {rewards: {}}}\n", "rewards is empty: name at least one reward"),
         ("rl: {rollout: {round: 3}}\n", "rollout.round is counted by the pipeline: leave it out"),
         ("rl: {update: {store_state: true}}\n", "update.store_state follows from rl.checkpoint_every: leave it out"),
@@ -147,6 +151,16 @@ def test_a_loss_brings_its_defaults(recipe):
     assert load_recipe(recipe("preference: {}\n")).preference.beta == 0.1
     kto = load_recipe(recipe("preference: {loss: kto}\ndata: {splits: [sft, labelled, prompts, heldout]}\n"))
     assert kto.preference.unpaired
+
+
+def test_an_algorithm_brings_its_settings(recipe):
+    loaded = load_recipe(recipe("rl: {update: {algorithm: dr-grpo}, rollout: {max_tokens: 32}}\n")).rl.update
+    assert (loaded.normalisation, loaded.aggregation, loaded.constant) == ("none", "constant", 32.0)
+    assert load_recipe(recipe("rl: {update: {algorithm: dapo}}\n")).rl.update.needs_reference is False
+    again = Recipe.model_validate_json(
+        json.dumps(load_recipe("smoke", sets=["rl.update={algorithm: dr-grpo}"]).model_dump(mode="json"))
+    )
+    assert again.rl.update.constant == 8.0
 
 
 def test_the_update_takes_the_temperature_of_its_rollouts(recipe):

@@ -29,6 +29,8 @@ EXECUTION = {
     "distill": FITTED,
     "reward": FITTED,
     "rollout": COMPUTE,
+    "refill": COMPUTE,
+    "greedy": COMPUTE,
     "score": COMPUTE | {"workers"},
     "update": COMPUTE | {"store_state"},
     "evaluate": COMPUTE | {"workers"},

@@ -5,47 +5,67 @@ Axes: C completions of a micro-batch, T completion tokens.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from tuning.losses.aggregate import Aggregation, aggregate
-from tuning.losses.importance import importance_weights, mismatch_metrics
-from tuning.losses.kl import KLKind, kl_per_token
-from tuning.losses.policy import clipped_surrogate
+from tuning.algorithms.algorithm import Algorithm, Objective, Terms
+from tuning.losses.aggregate import aggregate
+from tuning.losses.importance import gated_weights, importance_weights, log_ratio_bins, mismatch_metrics
+from tuning.losses.kl import kl_per_token
+from tuning.losses.masks import masked
 from tuning.training.forward import Compute, logps_and_entropy
 from tuning.training.step import LossFn
 
 
-@dataclasses.dataclass(frozen=True)
-class Objective:
-    """What is maximised."""
+def correction_weights(objective: Objective, old_CT: jax.Array, mu_CT: jax.Array, mask_CT: jax.Array) -> jax.Array:
+    """Weights rho = pi_old / mu of sampled tokens, [C, T], 0 where masked; no gradient (R4).
 
-    temperature: float = 1.0
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
-    aggregation: Aggregation = "token-mean"
-    constant: float | None = None
-    kl_coef: float = 0.0
-    kl_kind: KLKind = "k3"
-    entropy_coef: float = 0.0
-    importance_max: float | None = 2.0
+    truncate: min(rho, max). mask: rho within [min, max], else 0 (IcePop, arXiv:2510.18855). sequence: the product over
+    the completion, at most max. sequence-mask: rho where the completion's geometric mean lies within [min, max],
+    else 0.
+    """
+    low, high = objective.importance_min, objective.importance_max
+    match objective.correction:
+        case "none":
+            return masked(jnp.ones_like(old_CT), mask_CT)
+        case "truncate":
+            return importance_weights(old_CT, mu_CT, mask_CT, weight_max=high)
+        case "mask":
+            return importance_weights(old_CT, mu_CT, mask_CT, weight_min=low, weight_max=high, outside="zero")
+        case "sequence":
+            return importance_weights(old_CT, mu_CT, mask_CT, level="sequence", weight_max=high)
+        case "sequence-mask":
+            return gated_weights(old_CT, mu_CT, mask_CT, level="sequence-mean", band=(low, high))
 
 
-def policy_loss(graph: Any, objective: Objective, compute: Compute) -> LossFn:
+def kl_loss(objective: Objective, logps_CT: jax.Array, ref_CT: jax.Array, mask_CT: jax.Array) -> jax.Array:
+    """KL to the reference of every token, [C, T]; k3-k2 has the value of k3 and the gradient of k2 (R8)."""
+    kind = "k3" if objective.kl_kind == "k3-k2" else objective.kl_kind
+    limit = objective.kl_clamp
+    return kl_per_token(
+        logps_CT,
+        ref_CT,
+        kind,
+        mask_BT=mask_CT,
+        value_clamp=None if limit is None else (-limit, limit),
+        straight_through="k2" if objective.kl_kind == "k3-k2" else None,
+    )
+
+
+def policy_loss(graph: Any, algorithm: Algorithm, objective: Objective, compute: Compute) -> LossFn:
     """The loss of a micro-batch with `advantages_CT`, `mu_CT` (sampler) and, where present, `old_CT` and `ref_CT`.
 
-    Without `old_CT` the batch gets one update and pi_old is stop_gradient(pi) (R4).
+    Without `old_CT` the batch gets one update and pi_old is stop_gradient(pi) (R4). The scalars `kl_scale` and
+    `entropy_coef` of the batch, 1 and the objective's own where absent, let a run adapt both without compiling again.
     """
 
     def loss(params: Any, batch: dict[str, jax.Array], frozen: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         mask = batch["mask_CT"]
         logps, entropy = logps_and_entropy(graph, params, batch, objective.temperature, compute)
         old = batch.get("old_CT", jax.lax.stop_gradient(logps))
+        terms = Terms(logps, old, batch["advantages_CT"], mask, batch.get("ref_CT"))
 
         def total(x_CT: jax.Array) -> jax.Array:
             return aggregate(
@@ -57,41 +77,18 @@ def policy_loss(graph: Any, objective: Objective, compute: Compute) -> LossFn:
                 constant=objective.constant,
             )
 
-        surrogate, sums = clipped_surrogate(
-            logps,
-            old,
-            batch["advantages_CT"],
-            mask,
-            clip_low=objective.clip_low,
-            clip_high=objective.clip_high,
-            dual_clip=objective.dual_clip,
-        )
-        weights = importance_weights(old, batch["mu_CT"], mask, weight_max=objective.importance_max)
-        value = total(surrogate * weights)
+        surrogate, sums = algorithm.surrogate(terms)
+        value = total(surrogate * correction_weights(objective, old, batch["mu_CT"], mask))
         sums = dict(sums) | {f"old_{k}": v for k, v in mismatch_metrics(old, batch["mu_CT"], mask).items()}
-        sums["entropy"] = jnp.sum(jnp.where(mask > 0, entropy, 0.0))
+        sums |= log_ratio_bins(old, batch["mu_CT"], mask)
+        sums["entropy"] = masked(entropy, mask).sum()
         if "ref_CT" in batch:
-            kl = kl_per_token(logps, batch["ref_CT"], objective.kl_kind, mask_BT=mask)
-            sums["ref_kl"] = jnp.sum(jnp.where(mask > 0, kl, 0.0))
+            kl = kl_loss(objective, logps, batch["ref_CT"], mask)
+            sums["ref_kl"] = masked(kl, mask).sum()
             if objective.kl_coef > 0:
-                value = value + objective.kl_coef * total(kl)
-        if objective.entropy_coef > 0:
-            value = value - objective.entropy_coef * total(entropy)
+                value = value + objective.kl_coef * batch.get("kl_scale", 1.0) * total(kl)
+        if objective.entropy_coef > 0 or objective.entropy_target is not None:
+            value = value - batch.get("entropy_coef", objective.entropy_coef) * total(entropy)
         return value, {k: jnp.asarray(v, jnp.float32) for k, v in sums.items()}
 
     return loss
-
-
-def summarise(sums: Mapping[str, float]) -> dict[str, float]:
-    """Per-token means of a round's summed metrics (R19)."""
-    n = max(sums["n_tokens"], 1.0)
-    found = {
-        "clip_fraction": (sums["clip_low"] + sums["clip_high"]) / n,
-        "approx_kl": sums["approx_kl"] / n,
-        "entropy": sums["entropy"] / n,
-        "mismatch_kl": sums["old_mismatch_k3"] / n,
-        "effective_sample_size": sums["old_weight"] ** 2 / max(sums["old_weight_sq"], 1e-12) / n,
-    }
-    if "ref_kl" in sums:
-        found["kl"] = sums["ref_kl"] / n
-    return found

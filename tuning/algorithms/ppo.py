@@ -1,4 +1,7 @@
-"""PPO for language models (Schulman et al., 2017; Ouyang et al., 2022): token advantages from a critic by GAE."""
+"""PPO for language models (Schulman et al., 2017; Ouyang et al., 2022): token advantages from a critic by GAE.
+
+Axes: N completions of the round, C completions of a micro-batch, T completion tokens.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tuning.algorithms.advantages import gae, whiten
+from tuning.algorithms.algorithm import Algorithm, Objective, Scored, clipped, every_valid
 from tuning.losses.aggregate import aggregate
-from tuning.losses.rewards import kl_in_reward
 from tuning.losses.value import value_loss
 from tuning.training.forward import Compute, values
 from tuning.training.step import LossFn
@@ -24,26 +27,60 @@ class Critic:
     gamma: float = 1.0
     lam: float = 0.95
     value_clip: float | None = 0.2
-    kl_in_reward: float = 0.0
+    whiten_rewards: bool = False
+    bootstrap_truncated: bool = False
+    pretrain_epochs: int = 0
+
+    @classmethod
+    def of(cls, settings: Any) -> Critic:
+        """From an object with fields of these names."""
+        return cls(**{f.name: getattr(settings, f.name) for f in dataclasses.fields(cls)})
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """What the critic says of a round before its update."""
+
+    values_NT: np.ndarray
+    """Value of the state in which each token was chosen."""
+    after_N: np.ndarray
+    """Value of the state after the last token."""
+    truncated_N: np.ndarray
+    """Completions that the limit cut off, [N] bool."""
+
+
+def algorithm(objective: Objective) -> Algorithm:
+    """The policy's half; the advantages come from `token_advantages`, which needs the critic's values."""
+
+    def advantages(scored: Scored) -> jax.Array:
+        raise TypeError("ppo takes its advantages from a critic")
+
+    return Algorithm(advantages, clipped(objective), keep=every_valid)
 
 
 def token_advantages(
-    totals_N: np.ndarray,
-    old_NT: np.ndarray,
-    ref_NT: np.ndarray,
-    values_NT: np.ndarray,
-    mask_NT: np.ndarray,
-    critic: Critic,
+    scored: Scored, judged: Judged, critic: Critic, lam: float | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Whitened advantages and returns, both [N, T].
+    """Whitened advantages and returns, both [N, T]; `lam` in place of the critic's own (1: Monte Carlo).
 
-    The reward is the score on the last token (R12) minus k1 to the reference on each.
+    The reward is the score on the last token (R12) less the KL on each. With `whiten_rewards` all token rewards of
+    the round are divided by their spread, the mean kept (Ziegler et al., arXiv:1909.08593). With `bootstrap_truncated`
+    a completion that was cut off goes on with the value of its last state: it has not ended (Pardo et al.,
+    arXiv:1712.00378).
     """
-    rewards, _ = kl_in_reward(
-        jnp.asarray(totals_N), jnp.asarray(old_NT), jnp.asarray(ref_NT), jnp.asarray(mask_NT), coef=critic.kl_in_reward
+    mask, rewards = jnp.asarray(scored.mask_NT), scored.rewards_NT
+    if critic.whiten_rewards:
+        rewards = whiten(rewards, mask, shift_mean=False)
+    after = np.where(judged.truncated_N, judged.after_N, 0.0).astype(np.float32)
+    raw, returns = gae(
+        rewards,
+        jnp.asarray(judged.values_NT),
+        mask,
+        gamma=critic.gamma,
+        lam=critic.lam if lam is None else lam,
+        bootstrap_B=jnp.asarray(after) if critic.bootstrap_truncated else None,
     )
-    raw, returns = gae(rewards, jnp.asarray(values_NT), jnp.asarray(mask_NT), gamma=critic.gamma, lam=critic.lam)
-    return np.asarray(whiten(raw, jnp.asarray(mask_NT)), np.float32), np.asarray(returns, np.float32)
+    return np.asarray(whiten(raw, mask), np.float32), np.asarray(returns, np.float32)
 
 
 def critic_loss(graph: Any, critic: Critic, compute: Compute) -> LossFn:

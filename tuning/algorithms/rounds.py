@@ -1,29 +1,40 @@
 """One round of RL on scored rollouts: advantages, then optimizer steps over packed groups.
 
-Axes: N completions of the round, C completions of a micro-batch, T completion tokens.
+The algorithm is found by name (`tuning.algorithms.algorithm`); nothing here depends on which one it is, but that PPO
+brings a critic. Axes: N completions of the round, C completions of a micro-batch, T completion tokens.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections import Counter
-from collections.abc import Callable, Sequence
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from tuning.algorithms import grpo, ppo
-from tuning.algorithms.objective import Objective, policy_loss, summarise
+from tuning.algorithms import ppo
+from tuning.algorithms.algorithm import Objective, Scored, find, informative
+from tuning.algorithms.diagnostics import Coefficients, pass_histogram, summarise
+from tuning.algorithms.objective import policy_loss
 from tuning.device import choose
+from tuning.losses.kl import kl_per_token
+from tuning.losses.policy import LOG_RATIO_CLAMP
 from tuning.models.config import DecoderConfig
 from tuning.models.lora import Base, join, over
-from tuning.training.batch import Group, Layout, Packed, bucket, choose_rows, micro_batches
-from tuning.training.forward import Compute, decoder_graph, logps_and_entropy, scalar_graph, values
+from tuning.training.batch import Group, Packed, bucket, choose_rows, micro_batches
+from tuning.training.forward import Compute, decoder_graph, logps_and_entropy, scalar_graph, values_and_last
 from tuning.training.mesh import over_devices, put_batch, put_params, put_state, row_shards
 from tuning.training.speed import ADAPTER, FULL, Meter, forward_flops
 from tuning.training.step import make_step
+
+
+class Mismatch(RuntimeError):
+    """Sampler and trainer disagree by more than the settings allow."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,13 +47,27 @@ class RoundData:
     groups_N: np.ndarray
     totals_N: np.ndarray
     valid_N: np.ndarray
+    truncated_N: np.ndarray
+    greedy_N: np.ndarray | None = None
 
     @classmethod
-    def from_rows(cls, rollouts: Sequence[dict[str, Any]], scores: Sequence[dict[str, Any]]) -> RoundData:
-        """From the rows of the rollout and score tables; a completion whose reward failed is not valid."""
+    def from_rows(
+        cls,
+        rollouts: Sequence[dict[str, Any]],
+        scores: Sequence[dict[str, Any]],
+        greedy: Sequence[dict[str, Any]] | None = None,
+    ) -> RoundData:
+        """From the rows of the rollout and score tables; a completion whose reward failed is not valid.
+
+        `greedy`: the score rows of one greedy completion of each prompt.
+        """
         numbers: dict[str, int] = {}
         groups = [numbers.setdefault(r["prompt_id"], len(numbers)) for r in rollouts]
-        totals = np.asarray([np.nan if s["total"] is None else s["total"] for s in scores], np.float32)
+        totals = _totals(scores)
+        baseline = None
+        if greedy is not None:
+            found = dict(zip([s["prompt_id"] for s in greedy], _totals(greedy), strict=True))
+            baseline = np.asarray([found.get(r["prompt_id"], np.nan) for r in rollouts], np.float32)
         return cls(
             prompts=[r["prompt_ids"] for r in rollouts],
             completions=[r["token_ids"] for r in rollouts],
@@ -50,7 +75,23 @@ class RoundData:
             groups_N=np.asarray(groups),
             totals_N=totals,
             valid_N=np.isfinite(totals),
+            truncated_N=np.asarray([r.get("stop") == "length" for r in rollouts]),
+            greedy_N=baseline,
         )
+
+    @functools.cached_property
+    def mu_NT(self) -> np.ndarray:
+        """The sampler's log-probabilities, [N, T] with T of few sizes; 0 past the end."""
+        out = np.zeros((len(self.mu), bucket(max(len(c) for c in self.completions))), np.float32)
+        for i, logps in enumerate(self.mu):
+            out[i, : len(logps)] = logps
+        return out
+
+    @functools.cached_property
+    def mask_NT(self) -> np.ndarray:
+        """1 on tokens whose sampler log-probability is finite: another leaves numerator and denominator (R5)."""
+        lengths = np.asarray([len(c) for c in self.completions])
+        return (np.arange(self.mu_NT.shape[1]) < lengths[:, None]) & np.isfinite(self.mu_NT)
 
     def steps(self, keep_N: np.ndarray, prompts_per_step: int) -> list[list[Group]]:
         """Kept completions as groups, at most `prompts_per_step` of them a step, in table order.
@@ -60,10 +101,21 @@ class RoundData:
         members: dict[int, list[int]] = {}
         for i in np.flatnonzero(keep_N):
             members.setdefault(int(self.groups_N[i]), []).append(int(i))
-        groups = [Group(self.prompts[m[0]], [self.completions[i] for i in m], m) for m in members.values()]
+        groups = [self._group(m) for m in members.values()]
         count = -(-len(groups) // prompts_per_step)
         bounds = [len(groups) * i // count for i in range(count + 1)] if count else []
         return [groups[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+
+    def _group(self, members: list[int]) -> Group:
+        lengths = [len(self.completions[i]) for i in members]
+        masks = [self.mask_NT[i, :n].astype(int).tolist() for i, n in zip(members, lengths, strict=True)]
+        whole = all(sum(m) == n for m, n in zip(masks, lengths, strict=True))
+        texts = [self.completions[i] for i in members]
+        return Group(self.prompts[members[0]], texts, members, None if whole else masks)
+
+
+def _totals(scores: Iterable[dict[str, Any]]) -> np.ndarray:
+    return np.asarray([np.nan if s["total"] is None else s["total"] for s in scores], np.float32)
 
 
 @functools.lru_cache(maxsize=8)
@@ -75,7 +127,7 @@ def _logps(model: DecoderConfig, temperature: float, compute: Compute) -> Any:
 @functools.lru_cache(maxsize=8)
 def _values(model: DecoderConfig, compute: Compute) -> Any:
     graph = scalar_graph(model)
-    return jax.jit(lambda params, batch: values(graph, params, batch, compute))
+    return jax.jit(lambda params, batch: values_and_last(graph, params, batch, compute))
 
 
 # Optimizers close over functions, so equal ones compare unequal; steps are kept by what made them.
@@ -88,25 +140,189 @@ def _step(key: Any, make: Callable[[], Any]) -> Any:
     return _steps[key]
 
 
-def _whole(base: Base | None, params: Any) -> Any:
-    return params if base is None else join(base.graph, params, base.frozen)
+@dataclasses.dataclass
+class Trainee:
+    """Parameters in training, what lies frozen under them, and their optimizer."""
+
+    params: Any
+    opt_state: Any
+    optimizer: Any
+    settings: Any
+    base: Base | None
+    step: Any = None
+
+    def placed(self, mesh: Any) -> Trainee:
+        """The same, on the mesh."""
+        self.params, self.opt_state = put_state(self.optimizer, self.params, self.opt_state, mesh)
+        if self.base is not None:
+            self.base = dataclasses.replace(self.base, frozen=put_params(self.base.frozen, mesh))
+        return self
+
+    @property
+    def whole(self) -> Any:
+        """Parameters as the model takes them."""
+        return self.params if self.base is None else join(self.base.graph, self.params, self.base.frozen)
+
+    def compiled(self, key: Any, loss: Callable[[], Any], mesh: Any) -> None:
+        graph = self.base and self.base.graph
+
+        def make() -> Any:
+            wrapped = loss() if graph is None else over(graph, loss())
+            return make_step(wrapped, self.optimizer, self.settings.max_skipped, mesh)
+
+        self.step = _step((key, self.settings.model_dump_json(), graph, mesh), make)
+
+    def train(self, arrays: list[dict[str, Any]]) -> dict[str, float]:
+        """One optimizer step; the sums of its metrics."""
+        frozen = None if self.base is None else (self.base.frozen, None)
+        self.params, self.opt_state, sums = self.step(self.params, self.opt_state, arrays, frozen)
+        return sums
 
 
-def _loss(base: Base | None, loss: Any) -> Any:
-    return loss if base is None else over(base.graph, loss)
+class _Round:
+    """A round under way."""
 
+    def __init__(self, data: RoundData, settings: Any, model: DecoderConfig, hooks: Any, coefficients: Coefficients):
+        self.data, self.settings, self.model = data, settings, model
+        self.counted, self.progress, self.record = hooks
+        self.coefficients = coefficients
+        self.objective = Objective.of(settings)
+        self.algorithm = find(self.objective)
+        self.device, self.mesh = choose(settings.compute.dtype), over_devices(settings.compute.mesh)
+        empty = np.zeros(data.mask_NT.shape, np.float32)
+        valid_NT = (data.mask_NT & data.valid_N[:, None]).astype(np.float32)
+        totals = np.where(data.valid_N, data.totals_N, 0.0).astype(np.float32)
+        self.scored = Scored(totals, data.groups_N, data.valid_N, valid_NT, empty, data.greedy_N)
+        self.keep = (self.algorithm.keep or informative)(self.scored)
+        if settings.truncated == "mask":
+            self.keep = self.keep & ~data.truncated_N
+        self.steps = data.steps(self.keep, settings.prompts_per_step)
+        self.columns: dict[str, np.ndarray] = {"mu_CT": data.mu_NT}
+        self.done = self.total_work = 0
+        self.seconds: dict[str, float] = defaultdict(float)
 
-def _frozen(base: Base | None) -> Any:
-    return None if base is None else (base.frozen, None)
+    def pack(self, passes: int) -> None:
+        """Lays the steps out in micro-batches; `passes` forward passes come before the updates."""
+        groups = [g for step in self.steps for g in step]
+        whole = max(g.size for g in groups) if self.algorithm.paired else 0
+        budget = self.settings.compute.tokens_per_micro_batch or self.device.row_tokens_per_step
+        layout = choose_rows(self.steps, budget, whole)
+        options = {"layout": layout, "completion_tokens": self.data.mu_NT.shape[1], "shards": row_shards(self.mesh)}
+        self.packed = [micro_batches(step, **options) for step in self.steps]
+        self.flat = [p for step in self.packed for p in step]
+        self.total_work = len(self.flat) * (passes + self.settings.epochs)
 
+    def forward(self, program: Any, weights: Any, name: str) -> list[np.ndarray]:
+        """Each micro-batch through a program."""
+        started, found = time.monotonic(), []
+        for batch in self.flat:
+            found.append(np.asarray(program(weights, put_batch(batch.arrays(), self.mesh))))
+            self._ticked(1)
+        self.seconds[name] += time.monotonic() - started
+        return found
 
-def _collect(batches: Sequence[Packed], found: Sequence[np.ndarray], shape: tuple[int, int]) -> np.ndarray:
-    """[C, T] arrays of micro-batches as one [N, T] array of the round."""
-    out = np.zeros(shape, np.float32)
-    for batch, values_CT in zip(batches, found, strict=True):
-        filled = batch.ids_C >= 0
-        out[batch.ids_C[filled]] = np.asarray(values_CT)[filled]
-    return out
+    def collect(self, found: Sequence[np.ndarray]) -> np.ndarray:
+        """[C, ...] arrays of the micro-batches as one [N, ...] array of the round."""
+        out = np.zeros((len(self.keep), *found[0].shape[1:]), np.float32)
+        for batch, values_CT in zip(self.flat, found, strict=True):
+            filled = batch.ids_C >= 0
+            out[batch.ids_C[filled]] = values_CT[filled]
+        return out
+
+    def _ticked(self, count: int) -> None:
+        self.done += count
+        self.progress(self.done, self.total_work, "micro-batch")
+
+    def penalise(self) -> None:
+        """The KL to the reference inside the reward (R8), from pi_old."""
+        o = self.objective
+        if o.kl_in_reward > 0:
+            old, ref, mask = (
+                jnp.asarray(x) for x in (self.columns["old_CT"], self.columns["ref_CT"], self.data.mask_NT)
+            )
+            limit = None if o.kl_clamp is None else (-o.kl_clamp, o.kl_clamp)
+            kl = kl_per_token(
+                old, ref, o.kl_in_reward_kind, mask_BT=mask, log_ratio_clamp=LOG_RATIO_CLAMP, value_clamp=limit
+            )
+            weight = o.kl_in_reward * self.coefficients.kl_scale
+            self.scored = dataclasses.replace(self.scored, penalty_NT=np.asarray(weight * kl * self.scored.mask_NT))
+
+    def check_mismatch(self, kl: float) -> None:
+        limit = self.settings.max_mismatch_kl
+        if kl > limit:
+            raise Mismatch(
+                f"sampler and trainer disagree: mismatch KL {kl:.4f} is above max_mismatch_kl {limit}; compare dtypes, "
+                "lower the staleness of the rollouts, or raise the limit knowingly"
+            )
+
+    def arrays(self, groups: list[Group], batches: list[Packed]) -> list[dict[str, Any]]:
+        """What a step is given: tokens, counts of the whole step, and the round's columns."""
+        scalars = {
+            "kl_scale": np.float32(self.coefficients.kl_scale),
+            "entropy_coef": np.float32(self.coefficients.entropy_coef),
+        }
+        return [
+            a | scalars | {k: b.gather(v) for k, v in self.columns.items()}
+            for a, b in zip(self.counted(groups, batches), batches, strict=True)
+        ]
+
+    def train(self, policy: Trainee, critic: Trainee | None) -> dict[str, Any]:
+        """All optimizer steps of the round; the metrics of policy and critic."""
+        sums, value_sums, norms, tokens = Counter[str](), Counter[str](), [], 0
+        started, meter = time.monotonic(), Meter(self.device.compute.dtype)
+        trained = [(policy, True), *([] if critic is None else [(critic, False)])]
+        for epoch in range(self.settings.epochs):
+            for number, (groups, batches) in enumerate(zip(self.steps, self.packed, strict=True)):
+                arrays = self.arrays(groups, batches)
+                found = policy.train(arrays)
+                norms.append(found.pop("grad_norm"))
+                sums.update(found)
+                if critic is not None:
+                    value_sums.update(critic.train(arrays))
+                size = sum(g.size for g in groups)
+                tokens += size
+                self._ticked(len(batches))
+                flops = sum(
+                    (FULL if t.base is None else ADAPTER) * forward_flops(self.model, groups, head=head)
+                    for t, head in trained
+                )
+                speed = meter.step(size, flops)
+                self.record(epoch=epoch, step=number, grad_norm=norms[-1], **summarise(found), **speed)
+        self.seconds["train"] += time.monotonic() - started
+        metrics = (
+            summarise(sums)
+            | meter.whole()
+            | {
+                "loss": sums["loss"] / len(norms),
+                "grad_norm": float(np.mean(norms)),
+                "steps": len(norms),
+                "skipped": sums["skipped"],
+                "row_tokens": tokens,
+            }
+        )
+        if critic is not None:
+            mask = (self.scored.mask_NT > 0) & self.keep[:, None]
+            n = max(value_sums["n_tokens"], 1.0)
+            spread = float(np.var(self.columns["returns_CT"][mask]))
+            metrics["value_loss"] = value_sums["loss"] / len(norms)
+            metrics["value_clipped"] = value_sums["value_clipped"] / n
+            metrics["value_explained"] = 1.0 - value_sums["value_error_sq"] / n / max(spread, 1e-12)
+        return metrics
+
+    def judge(self, critic: Trainee, settings: ppo.Critic, lam: float | None = None) -> None:
+        """Advantages and returns by the critic as it is now."""
+        found = self.collect(self.forward(_values(self.model, self.device.compute), critic.whole, "values"))
+        judged = ppo.Judged(found[:, :-1], found[:, -1], self.data.truncated_N)
+        advantages, returns = ppo.token_advantages(self.scored, judged, settings, lam)
+        self.columns |= {"old_values_CT": found[:, :-1], "returns_CT": returns, "advantages_CT": advantages}
+
+    def pretrain(self, critic: Trainee, settings: ppo.Critic) -> float:
+        """The critic alone, towards Monte-Carlo returns (VC-PPO, arXiv:2503.01491); its last mean loss."""
+        losses: list[float] = []
+        for _ in range(settings.pretrain_epochs):
+            self.judge(critic, settings, lam=1.0)
+            losses = [critic.train(self.arrays(g, b))["loss"] for g, b in zip(self.steps, self.packed, strict=True)]
+        return float(np.mean(losses))
 
 
 def run_round(
@@ -121,178 +337,71 @@ def run_round(
     counted: Callable[[list[Any], list[Any]], list[dict[str, Any]]],
     progress: Callable[..., None],
     record: Callable[..., None],
+    coefficients: Coefficients | None = None,
 ) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
     """Updates (params, opt_state, critic, critic_opt), which are donated; returns them and the round's metrics.
 
     `settings` has the fields of the update stage's config. Where policy or critic have a base, their parameters are
-    the trainable tree over it.
+    the trainable tree over it. Raises Mismatch past `settings.max_mismatch_kl`.
     """
-    params, opt_state, critic, critic_opt = trainer
-    device = choose(settings.compute.dtype)
-    compute, mesh = device.compute, over_devices(settings.compute.mesh)
-    is_ppo = settings.algorithm == "ppo"
-    keep = data.valid_N if is_ppo else grpo.kept(data.totals_N, data.groups_N, data.valid_N)
-    steps = data.steps(keep, settings.prompts_per_step)
+    coefficients = coefficients or Coefficients(entropy_coef=settings.entropy_coef)
+    r = _Round(data, settings, model, (counted, progress, record), coefficients)
+    critic_settings = ppo.Critic.of(settings.critic)
+    policy = Trainee(trainer[0], trainer[1], optimizers[0], settings.optimizer, bases[0])
+    critic = None
+    if trainer[2] is not None:
+        critic = Trainee(trainer[2], trainer[3], optimizers[1], settings.critic.optimizer, bases[1])
     metrics: dict[str, Any] = {
-        "kept": float(keep.mean()),
+        "kept": float(r.keep.mean()),
+        "completions": len(data.completions),
         "groups": len(set(data.groups_N.tolist())),
-        "pass_histogram": _histogram(data),
+        "pass_histogram": pass_histogram(data.totals_N, data.groups_N, data.valid_N),
+        **({"kl_scale": coefficients.kl_scale} if settings.kl_target is not None else {}),
+        **({"entropy_coef": coefficients.entropy_coef} if r.objective.entropy_target is not None else {}),
     }
-    if not steps:
-        return params, opt_state, critic, critic_opt, metrics | {"steps": 0}
-    params, opt_state = put_state(optimizers[0], params, opt_state, mesh)
-    reference = put_params(reference, mesh)
-    policy_base, critic_base = (b and dataclasses.replace(b, frozen=put_params(b.frozen, mesh)) for b in bases)
-    if is_ppo:
-        critic, critic_opt = put_state(optimizers[1], critic, critic_opt, mesh)
-    width = bucket(max(len(c) for c in data.completions))
-    layout: Layout = choose_rows(steps, settings.compute.tokens_per_micro_batch or device.row_tokens_per_step)
-    shards = row_shards(mesh)
-    packed = [micro_batches(groups, layout=layout, completion_tokens=width, shards=shards) for groups in steps]
-    flat = [p for step in packed for p in step]
-    shape = (len(data.completions), width)
-    lengths = np.asarray([len(c) for c in data.completions])
-    mask_NT = (np.arange(width) < lengths[:, None]) & keep[:, None]
-    mu_NT = np.zeros(shape, np.float32)
-    for i, logps in enumerate(data.mu):
-        mu_NT[i, : len(logps)] = logps
-
+    if not r.steps:
+        return *trainer, metrics | {"steps": 0}
+    policy.placed(r.mesh)
+    compute = r.device.compute
+    pretrains = critic is not None and settings.round == 0 and critic_settings.pretrain_epochs > 0
+    needs_old = len(r.steps) * settings.epochs > 1 or critic is not None or r.objective.kl_in_reward > 0
+    values_passes = int(critic is not None) + (critic_settings.pretrain_epochs if pretrains else 0)
+    r.pack(int(needs_old) + int(reference is not None) + values_passes)
     forward = _logps(model, settings.temperature, compute)
-
-    def pass_over(program: Any, weights: Any, done: int) -> np.ndarray:
-        found = []
-        for i, batch in enumerate(flat):
-            found.append(np.asarray(program(weights, put_batch(batch.arrays(), mesh))))
-            progress(done + i + 1, total_work, "micro-batch")
-        return _collect(flat, found, shape)
-
-    several = len(steps) * settings.epochs > 1
-    passes = int(several or is_ppo) + int(reference is not None) + int(is_ppo)
-    total_work = len(flat) * (passes + settings.epochs)
-    done = 0
-    columns: dict[str, np.ndarray] = {"mu_CT": mu_NT}
-    if several or is_ppo:
-        columns["old_CT"] = pass_over(forward, _whole(policy_base, params), done)
-        done += len(flat)
+    if needs_old:
+        old = r.columns["old_CT"] = r.collect(r.forward(forward, policy.whole, "old"))
+        mask = data.mask_NT & r.keep[:, None]
+        log_rho = np.where(mask, old - data.mu_NT, 0.0)
+        r.check_mismatch(float((np.expm1(log_rho) - log_rho).sum() / mask.sum()))
     if reference is not None:
-        columns["ref_CT"] = pass_over(forward, reference, done)
-        done += len(flat)
-    c = settings.critic
-    critic_settings = ppo.Critic(c.gamma, c.lam, c.value_clip, c.kl_in_reward)
-    if is_ppo:
-        old_values = pass_over(_values(model, compute), _whole(critic_base, critic), done)
-        done += len(flat)
-        advantages, returns = ppo.token_advantages(
-            np.where(data.valid_N, data.totals_N, 0.0).astype(np.float32),
-            columns["old_CT"],
-            columns.get("ref_CT", columns["old_CT"]),
-            old_values,
-            mask_NT.astype(np.float32),
-            critic_settings,
+        r.columns["ref_CT"] = r.collect(r.forward(forward, put_params(reference, r.mesh), "reference"))
+    r.penalise()
+    if critic is not None:
+        critic.placed(r.mesh)
+        critic.compiled(
+            ("critic", model, critic_settings, compute),
+            lambda: ppo.critic_loss(scalar_graph(model), critic_settings, compute),
+            r.mesh,
         )
-        columns |= {"old_values_CT": old_values, "returns_CT": returns}
+        if pretrains:
+            metrics["value_pretrain_loss"] = r.pretrain(critic, critic_settings)
+        r.judge(critic, critic_settings)
     else:
-        per_completion = grpo.advantages(data.totals_N, data.groups_N, data.valid_N, settings.normalisation)
-        advantages = np.where(mask_NT, per_completion[:, None], 0.0).astype(np.float32)
-    columns["advantages_CT"] = advantages
-
-    objective = Objective(
-        temperature=settings.temperature,
-        clip_low=settings.clip_low,
-        clip_high=settings.clip_high,
-        dual_clip=settings.dual_clip,
-        aggregation=settings.aggregation,
-        constant=settings.constant,
-        kl_coef=settings.kl_coef,
-        kl_kind=settings.kl_kind,
-        entropy_coef=settings.entropy_coef,
-        importance_max=settings.importance_max,
+        found = np.asarray(r.algorithm.advantages(r.scored), np.float32)
+        of_tokens = found if found.ndim == 2 else found[:, None]
+        r.columns["advantages_CT"] = np.where(r.scored.mask_NT > 0, of_tokens, 0.0).astype(np.float32)
+    policy.compiled(
+        ("policy", model, r.objective, compute),
+        lambda: policy_loss(decoder_graph(model), r.algorithm, r.objective, compute),
+        r.mesh,
     )
-    skipped = settings.optimizer.max_skipped
-    policy_step = _step(
-        (
-            "policy",
-            model,
-            objective,
-            compute,
-            settings.optimizer.model_dump_json(),
-            policy_base and policy_base.graph,
-            mesh,
-        ),
-        lambda: make_step(
-            _loss(policy_base, policy_loss(decoder_graph(model), objective, compute)), optimizers[0], skipped, mesh
-        ),
-    )
-    sums: Counter[str] = Counter()
-    norms, value_sums, tokens = [], Counter[str](), 0
-    meter = Meter(compute.dtype)
-    for epoch in range(settings.epochs):
-        for number, (groups, batches) in enumerate(zip(steps, packed, strict=True)):
-            arrays = [
-                a | {k: b.gather(v) for k, v in columns.items()}
-                for a, b in zip(counted(groups, batches), batches, strict=True)
-            ]
-            params, opt_state, found = policy_step(params, opt_state, arrays, _frozen(policy_base))
-            norms.append(found.pop("grad_norm"))
-            sums.update(found)
-            if is_ppo:
-                critic_step = _step(
-                    (
-                        "critic",
-                        model,
-                        critic_settings,
-                        compute,
-                        settings.critic.optimizer.model_dump_json(),
-                        critic_base and critic_base.graph,
-                        mesh,
-                    ),
-                    lambda: make_step(
-                        _loss(critic_base, ppo.critic_loss(scalar_graph(model), critic_settings, compute)),
-                        optimizers[1],
-                        skipped,
-                        mesh,
-                    ),
-                )
-                critic, critic_opt, found_values = critic_step(critic, critic_opt, arrays, _frozen(critic_base))
-                value_sums.update(found_values)
-            tokens += sum(g.size for g in groups)
-            done += len(batches)
-            progress(done, total_work, "micro-batch")
-            flops = sum(
-                (FULL if base is None else ADAPTER) * forward_flops(model, groups, head=head)
-                for base, head in [(policy_base, True), (critic_base, False)][: 1 + is_ppo]
-            )
-            speed = meter.step(sum(g.size for g in groups), flops)
-            record(epoch=epoch, step=number, grad_norm=norms[-1], **summarise(found), **speed)
-    metrics |= meter.whole()
-    metrics |= summarise(sums) | {
-        "loss": sums["loss"] / len(norms),
-        "grad_norm": float(np.mean(norms)),
-        "steps": len(norms),
-        "skipped": sums["skipped"],
-        "row_tokens": tokens,
-        "advantage_spread": float(advantages[mask_NT].std()),
-    }
-    if is_ppo:
-        n = max(value_sums["n_tokens"], 1.0)
-        spread = float(np.var(columns["returns_CT"][mask_NT]))
-        metrics["value_loss"] = value_sums["loss"] / len(norms)
-        metrics["value_explained"] = 1.0 - value_sums["value_error_sq"] / n / max(spread, 1e-12)
-    return params, opt_state, critic, critic_opt, {k: _plain(v) for k, v in metrics.items()}
-
-
-def _histogram(data: RoundData, bins: int = 5) -> list[int]:
-    """Prompts by share of their completions whose total is above the round's midpoint of totals."""
-    totals = data.totals_N[data.valid_N]
-    if not len(totals):
-        return [0] * bins
-    middle = (totals.min() + totals.max()) / 2
-    counts = [0] * bins
-    for group in np.unique(data.groups_N):
-        mine = data.totals_N[(data.groups_N == group) & data.valid_N]
-        if len(mine):
-            counts[min(bins - 1, int((mine > middle).mean() * bins))] += 1
-    return counts
+    metrics |= r.train(policy, critic)
+    r.check_mismatch(metrics["mismatch_kl"] if settings.epochs * len(r.steps) == 1 else 0.0)
+    mask = (r.scored.mask_NT > 0) & r.keep[:, None]
+    metrics["advantage_spread"] = float(r.columns["advantages_CT"][mask].std())
+    metrics |= {f"seconds_{name}": round(s, 3) for name, s in r.seconds.items()}
+    done = (policy.params, policy.opt_state, *((critic.params, critic.opt_state) if critic else trainer[2:]))
+    return *done, {k: _plain(v) for k, v in metrics.items()}
 
 
 def _plain(value: Any) -> Any:

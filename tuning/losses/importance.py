@@ -6,6 +6,7 @@ and are 0 where masked. Tokens whose sampler log-probability is not finite belon
 (`tuning.losses.masks.finite_mask`).
 """
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -169,6 +170,36 @@ def mismatch_metrics(old_logps_BT: jax.Array, rollout_logps_BT: jax.Array, mask_
     }
     sums |= {"weight": rho, "weight_sq": rho**2, "n_tokens": (mask_BT > 0).astype(log_rho.dtype)}
     return {name: x.sum() for name, x in sums.items()}
+
+
+RATIO_EDGES = (
+    *(-2.0, -1.0, -0.7, -0.5, -0.3, -0.2, -0.15, -0.1, -0.07, -0.05, -0.03, -0.02, -0.01, -0.003, -0.001),
+    *(0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 2.0),
+)
+"""Borders of the bins in which log rho is counted: quantiles of a step are made from counts, which add up (R19)."""
+
+
+def log_ratio_bins(old_logps_BT: jax.Array, rollout_logps_BT: jax.Array, mask_BT: jax.Array) -> dict[str, jax.Array]:
+    """Valid tokens by log(pi_old / mu): `ratio_bin_00` below the first of RATIO_EDGES, and so on to the last."""
+    log_rho = _log_rho(old_logps_BT, rollout_logps_BT, mask_BT)
+    bins = jnp.searchsorted(jnp.asarray(RATIO_EDGES, log_rho.dtype), log_rho)
+    counts = jnp.zeros(len(RATIO_EDGES) + 1, jnp.float32).at[bins].add((mask_BT > 0).astype(jnp.float32))
+    return {f"ratio_bin_{i:02d}": counts[i] for i in range(len(RATIO_EDGES) + 1)}
+
+
+def ratio_quantile(bins: Sequence[float], share: float) -> float:
+    """The ratio pi_old / mu below which `share` of the tokens lie, from the counts of `log_ratio_bins`.
+
+    Linear in log rho within a bin; the open bins at both ends count as their border.
+    """
+    edges = (RATIO_EDGES[0], *RATIO_EDGES, RATIO_EDGES[-1])
+    wanted, below = share * sum(bins), 0.0
+    for i, count in enumerate(bins):
+        if below + count >= wanted and count > 0:
+            low, high = edges[i], edges[i + 1]
+            return math.exp(low + (high - low) * (wanted - below) / count)
+        below += count
+    return 1.0
 
 
 def effective_sample_size(weight_sum: jax.Array, weight_sq_sum: jax.Array) -> jax.Array:

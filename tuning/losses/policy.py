@@ -15,7 +15,6 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from tuning.losses.aggregate import Aggregation
 from tuning.losses.kl import Clamp, clamp
 from tuning.losses.masks import masked, per_token, sequence_mean, sequence_sum
 
@@ -55,15 +54,6 @@ def log_ratio(
         case _:
             raise ValueError(f"unknown ratio {level!r}")
     return masked(clamp(jnp.broadcast_to(out, z.shape), log_ratio_clamp), mask_BT)
-
-
-def check_aggregation(ratio: Ratio, aggregation: Aggregation) -> None:
-    """Refuse pairs that change what an algorithm means: a sequence ratio is one term a sequence, long or short."""
-    if ratio != "token" and aggregation == "token-mean":
-        raise ValueError(
-            f"ratio {ratio!r} weighs a sequence once; 'token-mean' would weigh it by its length: "
-            "use 'sequence-mean-token-mean'"
-        )
 
 
 def metric_sums(z: jax.Array, mask: jax.Array, **extra: jax.Array) -> Metrics:

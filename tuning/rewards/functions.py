@@ -1,8 +1,8 @@
 """Reward functions by name. A user's own is `module:function` with the same signature.
 
 Signature, as TRL users know it: `f(prompts, completions, **columns) -> list[float | None]`; columns are
-`completion_ids`, `answer`, `metadata` (parsed) and the keyword arguments of the recipe. None means that the function
-does not apply to a sample.
+`completion_ids`, `answer`, `metadata` (parsed), the entries of the metadata by their names, and the keyword arguments
+of the recipe. None means that the function does not apply to a sample.
 """
 
 from __future__ import annotations
@@ -12,70 +12,161 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tuning.rewards.judge import judge
+from tuning.rewards.sandbox import code_passes
+
 RewardFn = Callable[..., Sequence[float | None]]
+Texts = Sequence[str]
+Answers = Sequence[str | None]
+
+NUMBER = r"-?\d+(?:\.\d+)?"
 
 
-def exact_match(prompts: Sequence[str], completions: Sequence[str], *, answer: Sequence[str | None], **_: Any) -> list:
-    """1 where the completion, without surrounding space, is the answer to the letter; else 0."""
-    return [None if a is None else float(c.strip() == a.strip()) for c, a in zip(completions, answer, strict=True)]
+def extracted(text: str, pattern: str | None) -> str:
+    """The last match of `pattern` in the text: its first group, or all of it; "" without a match."""
+    if pattern is None:
+        return text
+    found = list(re.finditer(pattern, text, re.DOTALL))
+    return found[-1][1 if found[-1].re.groups else 0] if found else ""
 
 
-def number_match(prompts: Sequence[str], completions: Sequence[str], *, answer: Sequence[str | None], **_: Any) -> list:
-    """1 where the last number in the completion equals the answer; else 0."""
+def exact_match(
+    prompts: Texts, completions: Texts, *, answer: Answers, extract: str | None = None, **_: Any
+) -> list[float | None]:
+    """1 where the completion, without surrounding space, is the answer to the letter; else 0.
+
+    `extract`: a regular expression whose last match (its first group, if it has one) is compared.
+    """
 
     def one(text: str, answer: str) -> float:
-        found = re.findall(r"-?\d+(?:\.\d+)?", text.replace(",", ""))
-        return float(bool(found) and float(found[-1]) == float(answer.replace(",", "")))
+        return float(extracted(text, extract).strip() == answer.strip())
 
     return [None if a is None else one(c, a) for c, a in zip(completions, answer, strict=True)]
 
 
-def matches(prompts: Sequence[str], completions: Sequence[str], *, pattern: str, **_: Any) -> list[float]:
+def number_match(
+    prompts: Texts,
+    completions: Texts,
+    *,
+    answer: Answers,
+    extract: str | None = None,
+    tolerance: float = 0.0,
+    **_: Any,
+) -> list[float | None]:
+    """1 where the last number of the completion (or of what `extract` finds) is the answer's; else 0.
+
+    `tolerance` is relative to the answer.
+    """
+
+    def one(text: str, answer: str) -> float:
+        found = re.findall(NUMBER, extracted(text, extract).replace(",", ""))
+        wanted = float(answer.replace(",", ""))
+        return float(bool(found) and abs(float(found[-1]) - wanted) <= tolerance * abs(wanted))
+
+    return [None if a is None else one(c, a) for c, a in zip(completions, answer, strict=True)]
+
+
+def math_equal(prompts: Texts, completions: Texts, *, answer: Answers, **_: Any) -> list[float | None]:
+    """1 where the completion's mathematical answer equals the reference; else 0 (package math-verify).
+
+    LaTeX and plain expressions are compared by value: fractions, sets, intervals, equations, units left out. An answer
+    that is no mathematics is None.
+    """
+    from math_verify import parse, verify
+
+    def one(text: str, answer: str) -> float | None:
+        # Its own time limits use signals; here the whole process has one.
+        gold = parse(answer if "$" in answer or "\\boxed" in answer else f"${answer}$", parsing_timeout=None)
+        if not gold:
+            return None
+        return float(verify(gold, parse(text, parsing_timeout=None), timeout_seconds=None))
+
+    return [None if a is None else one(c, a) for c, a in zip(completions, answer, strict=True)]
+
+
+def matches(prompts: Texts, completions: Texts, *, pattern: str, **_: Any) -> list[float]:
     """1 where the whole completion matches the regular expression `pattern`; else 0."""
     return [float(re.fullmatch(pattern, c, re.DOTALL) is not None) for c in completions]
 
 
-def contains(prompts: Sequence[str], completions: Sequence[str], *, text: str, **_: Any) -> list[float]:
+def tagged(prompts: Texts, completions: Texts, *, tags: str = "think,answer", **_: Any) -> list[float]:
+    """1 where the completion is nothing but <tag>...</tag> for each of `tags` in order, each tag once; else 0."""
+    names = [t.strip() for t in tags.split(",")]
+    pattern = r"\s*".join(rf"<{re.escape(n)}>.*?</{re.escape(n)}>" for n in names)
+
+    def one(text: str) -> float:
+        once = all(text.count(f"<{n}>") == text.count(f"</{n}>") == 1 for n in names)
+        return float(once and re.fullmatch(rf"\s*{pattern}\s*", text, re.DOTALL) is not None)
+
+    return [one(c) for c in completions]
+
+
+def contains(prompts: Texts, completions: Texts, *, text: str, **_: Any) -> list[float]:
     """1 where the completion contains `text`; else 0."""
     return [float(text in c) for c in completions]
 
 
 def token_share(
-    prompts: Sequence[str], completions: Sequence[str], *, completion_ids: Sequence[Sequence[int]], token: int, **_: Any
+    prompts: Texts, completions: Texts, *, completion_ids: Sequence[Sequence[int]], token: int, **_: Any
 ) -> list[float]:
     """Share of the completion's tokens that are `token`."""
     return [sum(t == token for t in ids) / max(1, len(ids)) for ids in completion_ids]
 
 
 def length_at_most(
-    prompts: Sequence[str],
-    completions: Sequence[str],
-    *,
-    completion_ids: Sequence[Sequence[int]],
-    tokens: int,
-    **_: Any,
+    prompts: Texts, completions: Texts, *, completion_ids: Sequence[Sequence[int]], tokens: int, **_: Any
 ) -> list[float]:
     """0 up to `tokens` tokens, then falling by 1 for each further `tokens`."""
     return [-max(0.0, len(ids) / tokens - 1.0) for ids in completion_ids]
 
 
-def reasoning_gym_score(
-    prompts: Sequence[str], completions: Sequence[str], *, metadata: Sequence[dict[str, Any]], **_: Any
+def overlong(
+    prompts: Texts,
+    completions: Texts,
+    *,
+    completion_ids: Sequence[Sequence[int]],
+    tokens: int,
+    buffer: int,
+    **_: Any,
 ) -> list[float]:
-    """The score of the task's own verifier; `metadata` holds `task` and `entry` as data preparation wrote them."""
+    """DAPO's soft punishment (arXiv:2503.14476): 0 up to `tokens - buffer` tokens, falling to -1 at `tokens`."""
+    return [-min(1.0, max(0, len(ids) - (tokens - buffer)) / buffer) for ids in completion_ids]
+
+
+def reasoning_gym_score(
+    prompts: Texts,
+    completions: Texts,
+    *,
+    answer: Answers,
+    metadata: Sequence[dict[str, Any]],
+    task: str | None = None,
+    **_: Any,
+) -> list[float]:
+    """The score of a reasoning-gym task's own verifier.
+
+    `metadata` holds `task` and, as `entry`, the problem's own metadata, as the data source reasoning_gym writes them;
+    `task` names one for problems of another source, whose metadata then is the entry's.
+    """
     import reasoning_gym
 
     scores = []
-    for completion, meta in zip(completions, metadata, strict=True):
-        verifier = reasoning_gym.get_score_answer_fn(meta["task"])
-        scores.append(float(verifier(completion.strip(), meta["entry"])))
+    for prompt, text, gold, meta in zip(prompts, completions, answer, metadata, strict=True):
+        verifier = reasoning_gym.get_score_answer_fn(task or meta["task"])
+        entry = {"question": prompt, "answer": gold, "metadata": meta.get("entry", meta)}
+        scores.append(float(verifier(text.strip(), entry)))
     return scores
 
 
 BUILT_IN: dict[str, RewardFn] = {
     f.__name__: f
-    for f in (exact_match, number_match, matches, contains, token_share, length_at_most, reasoning_gym_score)
-}
+    for f in (
+        exact_match, number_match, math_equal, matches, tagged, contains, token_share, length_at_most, overlong,
+        reasoning_gym_score, code_passes, judge,
+    )
+}  # fmt: skip
+
+PACKAGES = {"reasoning_gym_score": ("reasoning-gym",), "math_equal": ("math-verify", "sympy", "latex2sympy2-extended")}
+"""Packages that decide what a built-in gives: their versions are in the key."""
 
 
 def find(name: str) -> RewardFn:

@@ -84,6 +84,14 @@ def values(graph: Any, params: Any, batch: Batch, compute: Compute) -> jax.Array
     return jnp.where(batch["mask_CT"] > 0, model.scores(hidden[batch["at_CT"]]), 0.0)
 
 
+def values_and_last(graph: Any, params: Any, batch: Batch, compute: Compute) -> jax.Array:
+    """Critic values [C, T + 1]: before each completion token as in `values`, then of the state after the last one."""
+    model = assemble(graph, params)
+    hidden = _hidden(model.decoder, batch, compute)
+    before = jnp.where(batch["mask_CT"] > 0, model.scores(hidden[batch["at_CT"]]), 0.0)
+    return jnp.concatenate([before, model.scores(hidden[batch["last_C"]])[:, None]], axis=1)
+
+
 def scores(graph: Any, params: Any, batch: Batch, compute: Compute) -> jax.Array:
     """Reward-model scores [C], read at the recorded last token (R12)."""
     model = assemble(graph, params)

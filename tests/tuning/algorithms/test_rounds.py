@@ -8,7 +8,7 @@ import pytest
 from stages.training import counted, optimizer_of
 from stages.update import Config
 from tests.tuning.training.test_batch import CONFIG, PARAMS
-from tuning.algorithms import grpo
+from tuning.algorithms.algorithm import Scored, group_relative, informative
 from tuning.algorithms.rounds import RoundData, run_round
 from tuning.models.huggingface import scalar_head_params
 from tuning.rollout.engine import Engine
@@ -65,8 +65,8 @@ def test_grpo_raises_the_reward(normalisation):
 
 
 def test_ppo_raises_the_reward_and_its_critic_learns():
-    critic = {"optimizer": {"learning_rate": 0.01}, "kl_in_reward": 0.0}
-    rewards, metrics = play(settings(algorithm="ppo", critic=critic), 8)
+    critic = {"optimizer": {"learning_rate": 0.01}}
+    rewards, metrics = play(settings(algorithm="ppo", critic=critic, kl_in_reward=0.0), 8)
     assert np.mean(rewards[-2:]) > np.mean(rewards[:2]) + 0.1
     assert metrics[-1]["value_loss"] < metrics[0]["value_loss"]
 
@@ -81,9 +81,9 @@ def test_groups_without_variance_and_failed_samples_leave_the_update():
     totals = np.asarray([1, 1, 1, 0, 1, np.nan, 0.5, np.nan], np.float32)
     groups = np.asarray([0, 0, 1, 1, 2, 2, 3, 3])
     valid = np.isfinite(totals)
-    kept = grpo.kept(totals, groups, valid)
-    assert kept.tolist() == [False, False, True, True, False, False, False, False]
-    found = grpo.advantages(totals, groups, valid, "std")
+    scored = Scored(np.where(valid, totals, 0), groups, valid, np.ones((8, 1)), np.zeros((8, 1)))
+    assert informative(scored).tolist() == [False, False, True, True, False, False, False, False]
+    found = group_relative("std")(scored)
     assert found[5] == 0 and np.isfinite(found).all() and found[2] == -found[3] > 0
 
 
@@ -101,6 +101,7 @@ def test_a_round_without_any_signal_changes_nothing():
 
 
 def test_steps_are_even():
-    data = RoundData([[1]] * 9, [[2]] * 9, [[0.0]] * 9, np.arange(9), np.ones(9, np.float32), np.ones(9, bool))
+    ones = np.ones(9, np.float32)
+    data = RoundData([[1]] * 9, [[2]] * 9, [[0.0]] * 9, np.arange(9), ones, ones > 0, ones < 0)
     assert [len(s) for s in data.steps(np.ones(9, bool), 8)] == [4, 5]
     assert data.steps(np.zeros(9, bool), 8) == []

@@ -181,14 +181,6 @@ def test_dual_clip_acts_only_on_negative_advantages() -> None:
         policy.clipped_surrogate(*DATA.values(), MASK, clip_low=0.2, clip_high=0.2, dual_clip=0.5)
 
 
-def test_sequence_ratios_refuse_token_mean() -> None:
-    policy.check_aggregation("token", "token-mean")
-    policy.check_aggregation("sequence", "sequence-mean-token-mean")
-    for ratio in ("sequence", "sequence-token", "sequence-sum"):
-        with pytest.raises(ValueError, match="token-mean"):
-            policy.check_aggregation(ratio, "token-mean")
-
-
 def test_extreme_log_ratios_stay_finite() -> None:
     logps, old = jnp.array([[0.0, -1000.0]]), jnp.array([[-1000.0, 0.0]])
     for name, loss_fn in LOSSES.items():

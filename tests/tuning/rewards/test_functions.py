@@ -2,6 +2,7 @@
 
 import pytest
 
+from tuning.data.tasks import reasoning_gym
 from tuning.rewards import functions as f
 
 
@@ -26,12 +27,41 @@ def test_length_penalty_starts_at_the_limit():
     assert f.length_at_most(["p"] * 2, ["", ""], completion_ids=[[1] * 4, [1] * 6], tokens=4) == [0.0, -0.5]
 
 
-def test_reasoning_gym_scores_its_own_tasks():
-    import reasoning_gym
+def test_the_soft_punishment_of_length_grows_through_the_buffer():
+    ids = [[1] * n for n in (6, 8, 10, 12)]
+    assert f.overlong(["p"] * 4, [""] * 4, completion_ids=ids, tokens=10, buffer=4) == [0.0, -0.5, -1.0, -1.0]
 
-    entry = reasoning_gym.create_dataset("chain_sum", size=1, seed=3)[0]
-    meta = {"task": "chain_sum", "entry": entry}
-    assert f.reasoning_gym_score(["q", "q"], [entry["answer"], "wrong"], metadata=[meta, meta])[0] == 1.0
+
+@pytest.mark.parametrize("task", ["chain_sum", "number_sorting"])
+def test_reasoning_gym_scores_problems_as_the_data_source_writes_them(task):
+    record = next(iter(reasoning_gym(task, size=1, seed=3)))
+    given = {"answer": [record["answer"]] * 2, "metadata": [record["metadata"]] * 2}
+    right, wrong = f.reasoning_gym_score([record["prompt"]] * 2, [record["answer"], "wrong"], **given)
+    assert right == 1.0 and wrong < 1.0
+
+
+def test_reasoning_gym_takes_a_task_by_name():
+    (score,) = f.reasoning_gym_score(["2 + 3"], ["5"], answer=["5"], metadata=[{}], task="chain_sum")
+    assert score == 1.0
+
+
+def test_the_last_match_is_compared():
+    texts = ["so <answer>3</answer>, no: <answer> 4 </answer>", "4"]
+    pattern = "<answer>(.*?)</answer>"
+    assert f.exact_match(["p"] * 2, texts, answer=["4", "4"], extract=pattern) == [1.0, 0.0]
+    assert f.number_match(["p"] * 2, texts, answer=["4.04", "4"], extract=pattern, tolerance=0.01) == [1.0, 0.0]
+
+
+def test_mathematics_is_compared_by_value():
+    texts = ["thus $\\boxed{\\frac{1}{2}}$", "it is 0.5", "$\\frac{2}{3}$", "$\\{1, 2\\}$", "none"]
+    found = f.math_equal(["p"] * 5, texts, answer=["1/2", "\\frac{1}{2}", "1/2", "\\{2,1\\}", "7"])
+    assert found == [1.0, 1.0, 0.0, 1.0, 0.0]
+
+
+def test_tags_come_in_order_and_once():
+    good, bad = "<think>a</think>\n<answer>b</answer>", ["<answer>b</answer><think>a</think>", "x", "<think>a</think>"]
+    twice = "<think>a</think><answer>b</answer><answer>c</answer>"
+    assert f.tagged(["p"] * 5, [good, *bad, twice]) == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_an_unknown_name_lists_what_there_is():

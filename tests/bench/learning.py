@@ -1,0 +1,192 @@
+"""Does each algorithm learn? A tiny random model, a task of three tokens, three seeds, the pass rate before and after.
+
+`python -m tests.bench.learning` runs all and writes tests/bench/results/learning.json and .png; with names of
+algorithms as arguments it runs those and prints. The task: of a prompt of three letters say the last, three times.
+Reward is the share of right tokens, the pass rate that of wholly right completions on prompts never trained on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from stages.training import counted, optimizer_of
+from stages.update import Config
+from tuning.algorithms.diagnostics import Coefficients
+from tuning.algorithms.registry import ALGORITHMS
+from tuning.algorithms.rounds import RoundData, _steps, run_round
+from tuning.models.config import tiny
+from tuning.models.huggingface import random_params, scalar_head_params
+from tuning.rollout.engine import Engine
+from tuning.rollout.sampling import Sampling
+from tuning.training.step import copy
+
+RESULTS = Path(__file__).parent / "results"
+MARGIN = 0.5
+"""What every algorithm must gain in pass rate, on average over the seeds and with each of them by half."""
+EOS, LETTERS = 1, range(2, 12)
+MODEL = tiny(12)
+ROUNDS, PROMPTS, COMPLETIONS, HELDOUT = 30, 16, 16, 64
+TOKENS = 3
+
+OWN: dict[str, dict[str, Any]] = {
+    # Ratios near 1 to the fourth digit are for long sequences and many steps; here a round takes two.
+    "gspo": {"clip_low": 0.2, "clip_high": 0.2},
+    "gspo-token": {"clip_low": 0.2, "clip_high": 0.2},
+    "ppo": {"critic": {"optimizer": {"learning_rate": 0.003}, "pretrain_epochs": 2}},
+    "dr-grpo": {"constant": float(TOKENS)},
+}
+
+LONGER = {"remax": 90, "online-dpo": 60}
+"""Rounds where others are needed: greedy completions beat most sampled ones at first; a pair is 2 of a group's 16."""
+
+
+def settings_of(algorithm: str, **more: Any) -> Config:
+    """The update's settings: the algorithm's own, one learning rate, weak KL where it has one."""
+    values = {"algorithm": algorithm, "prompts_per_step": 8, "optimizer": {"learning_rate": 0.003}}
+    weak = {
+        n: 0.001
+        for n in ("kl_coef", "kl_in_reward")
+        if getattr(Config.model_validate(values | OWN.get(algorithm, {})), n)
+    }
+    return Config.model_validate_json(json.dumps(values | weak | OWN.get(algorithm, {}) | more))
+
+
+def right_share(prompt: list[int], tokens: list[int]) -> float:
+    return sum(t == prompt[-1] for t in tokens) / TOKENS
+
+
+@dataclasses.dataclass
+class Run:
+    """One algorithm from one seed."""
+
+    settings: Config
+    seed: int
+
+    def __post_init__(self) -> None:
+        params = random_params(MODEL, 1000 + self.seed)
+        self.reference, self.engine = params, Engine(MODEL)
+        self.optimizers = tuple(optimizer_of(s.optimizer, 1) for s in (self.settings, self.settings.critic))
+        critic = scalar_head_params(MODEL, copy(params)) if self.settings.needs_critic else None
+        params = copy(params)
+        states = [self.optimizers[0].init(params), None if critic is None else self.optimizers[1].init(critic)]
+        self.trainer: tuple[Any, ...] = (params, states[0], critic, states[1])
+        self.coefficients = Coefficients(entropy_coef=self.settings.entropy_coef)
+        rng = np.random.default_rng(self.seed)
+        letters = len(LETTERS)
+        numbers = rng.permutation(letters**3)
+        prompts = [[2 + n // letters**2, 2 + n // letters % letters, 2 + n % letters] for n in numbers.tolist()]
+        self.heldout, self.prompts = prompts[:HELDOUT], prompts[HELDOUT:]
+
+    def sample(self, prompts: list[list[int]], samples: int, seed: int, temperature: float = 1.0) -> Any:
+        rows = self.engine.generate(
+            self.trainer[0], prompts, samples=samples, max_tokens=TOKENS, sampling=Sampling(temperature=temperature),
+            eos_ids=(EOS,), seed=seed, counters=range(len(prompts)),
+        )  # fmt: skip
+        return [
+            {"prompt_id": str(p), "sample": s, "prompt_ids": prompts[p], "token_ids": c.tokens, "logprobs": c.logps}
+            | {"stop": c.stop}
+            for p, completions in enumerate(rows)
+            for s, c in enumerate(completions)
+        ]
+
+    def pass_rate(self) -> float:
+        rows = self.sample(self.heldout, 4, 7)
+        return float(np.mean([right_share(r["prompt_ids"], r["token_ids"]) == 1 for r in rows]))
+
+    def round(self, number: int) -> dict[str, Any]:
+        first = number * PROMPTS % (len(self.prompts) - PROMPTS)
+        prompts = self.prompts[first : first + PROMPTS]
+
+        def scores(rows: Any) -> list[dict[str, Any]]:
+            return [{"prompt_id": r["prompt_id"], "total": right_share(r["prompt_ids"], r["token_ids"])} for r in rows]
+
+        rows = self.sample(prompts, COMPLETIONS, 1000 * self.seed + number)
+        greedy = scores(self.sample(prompts, 1, 0, 0.0)) if self.settings.needs_greedy else None
+        settings = self.settings.model_copy(update={"round": number})
+        *trainer, metrics = run_round(
+            RoundData.from_rows(rows, scores(rows), greedy), settings=settings, model=MODEL,
+            optimizers=self.optimizers, trainer=self.trainer,
+            reference=self.reference if settings.needs_reference else None, counted=counted,
+            progress=lambda *a, **k: None, record=lambda **k: None, coefficients=self.coefficients,
+        )  # fmt: skip
+        self.trainer = tuple(trainer)
+        return metrics
+
+
+def learn(algorithm: str, seed: int, rounds: int = 0, every: int = 5) -> list[float]:
+    """Held-out pass rates before, after each `every` rounds and at the end."""
+    rounds = rounds or LONGER.get(algorithm, ROUNDS)
+    run = Run(settings_of(algorithm), seed)
+    rates = [run.pass_rate()]
+    for number in range(rounds):
+        run.round(number)
+        if (number + 1) % every == 0 or number + 1 == rounds:
+            rates.append(run.pass_rate())
+    return rates
+
+
+def plot(found: dict[str, dict[str, Any]], path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = 4
+    figure = Figure(figsize=(11, 2.4 * -(-len(found) // columns)), layout="constrained")
+    FigureCanvasAgg(figure)
+    for place, (name, of) in enumerate(found.items()):
+        axes = figure.add_subplot(-(-len(found) // columns), columns, place + 1)
+        for rates in of["pass_rates"]:
+            axes.plot([5 * i for i in range(len(rates))], rates, linewidth=1.3)
+        axes.set(title=name, ylim=(-0.02, 1.02), xlabel="round")
+        axes.grid(alpha=0.25)
+    figure.savefig(path, dpi=70)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.learning", description=__doc__)
+    parser.add_argument("algorithms", nargs="*", choices=[*ALGORITHMS, []], default=[])
+    parser.add_argument("--seeds", type=int, default=3)
+    args = parser.parse_args()
+    found: dict[str, dict[str, Any]] = {}
+    for name in args.algorithms or ALGORITHMS:
+        started = time.monotonic()
+        rates = [learn(name, seed) for seed in range(args.seeds)]
+        gains = [r[-1] - r[0] for r in rates]
+        # Each compiled program holds memory maps, of which a process may have so many.
+        jax.clear_caches()
+        _steps.clear()
+        found[name] = {
+            "rounds": LONGER.get(name, ROUNDS),
+            "pass_rates": [[round(x, 4) for x in r] for r in rates],
+            "gain": round(float(np.mean(gains)), 4),
+            "least_gain": round(min(gains), 4),
+            "seconds": round(time.monotonic() - started, 1),
+            "learned": float(np.mean(gains)) >= MARGIN and min(gains) >= MARGIN / 2,
+        }
+        print(json.dumps({"algorithm": name} | found[name]), flush=True)
+        if not args.algorithms:
+            write(found)
+
+
+def write(found: dict[str, dict[str, Any]]) -> None:
+    """The results so far, as numbers and as curves."""
+    RESULTS.mkdir(exist_ok=True)
+    task = {"rounds": ROUNDS, "prompts": PROMPTS, "completions": COMPLETIONS, "tokens": TOKENS, "margin": MARGIN}
+    about = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
+    text = json.dumps({"task": task, **about, "algorithms": found}, indent=1)
+    # A curve is one line, so that a change of results reads as one.
+    text = re.sub(r"\[[\s\d.,]+\]", lambda m: re.sub(r"\s+", " ", m[0]).replace("[ ", "[").replace(" ]", "]"), text)
+    (RESULTS / "learning.json").write_text(text + "\n")
+    plot(found, RESULTS / "learning.png")
+
+
+if __name__ == "__main__":
+    main()

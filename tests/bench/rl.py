@@ -1,0 +1,127 @@
+"""Steps of RL: W3 (GRPO, 4 prompts of 16 to 64 tokens x 4 completions of 64, beta 0.04), W3lora, W5 (PPO, 16 prompts).
+
+A step samples, computes the reference's log-probabilities and the reward, and updates; the line has each phase. No
+completion ends before its 64 tokens, the reward is the number of different tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections import defaultdict
+from typing import Any
+
+import jax
+import numpy as np
+
+from stages.training import counted, optimizer_of
+from stages.update import Config
+from tests.bench import inputs
+from tests.bench.measure import emit, gemm_flops, peak_memory_mb, timed
+from tests.bench.training import config_of, forward_flops
+from tuning.algorithms.rounds import RoundData, run_round
+from tuning.device import choose
+from tuning.models.huggingface import random_params, scalar_head_params
+from tuning.models.lora import Base, LoraConfig, merge, tune, tuned_graph
+from tuning.rollout.engine import Engine
+from tuning.rollout.sampling import Sampling
+from tuning.training.step import copy
+
+NEW_TOKENS = 64
+NO_EOS = -1
+LORA = LoraConfig(rank=16, alpha=32.0)
+
+
+def settings_of(work: str) -> Config:
+    """As the peers are measured: one epoch, one step, AdamW at 1e-6."""
+    optimizer = {"learning_rate": 1e-6}
+    values: dict[str, Any] = {"prompts_per_step": 16, "optimizer": optimizer, "kl_coef": 0.04}
+    if work == "W5":
+        values |= {"algorithm": "ppo", "kl_coef": 0.0, "kl_in_reward": 0.04, "critic": {"optimizer": optimizer}}
+    else:
+        values |= {"aggregation": "sequence-mean-token-mean"}
+    return Config.model_validate_json(json.dumps(values))
+
+
+class Steps:
+    """A policy with all that a step of it needs."""
+
+    def __init__(self, work: str, model: str):
+        self.settings, self.config = settings_of(work), config_of(model)
+        self.count, self.samples = (16, 1) if work == "W5" else (4, 4)
+        self.prompts = inputs.prompts(self.count, 16, 64, self.config.vocab_size)
+        self.reference = random_params(self.config, 0)
+        self.engine = Engine(self.config, choose().compute.dtype)
+        self.optimizers = tuple(optimizer_of(s.optimizer, 1) for s in (self.settings, self.settings.critic))
+        self.base, params = None, None
+        if work == "W3lora":
+            params, frozen = tune(self.config, "decoder", self.reference, LORA, seed=0, dtype=choose().compute.dtype)
+            self.base = Base(tuned_graph(self.config, "decoder", LORA), frozen)
+        else:
+            params = copy(self.reference)
+        critic = scalar_head_params(self.config, random_params(self.config, 1)) if work == "W5" else None
+        states = [
+            None if p is None else jax.jit(o.init)(p) for o, p in zip(self.optimizers, (params, critic), strict=True)
+        ]
+        self.trainer: tuple[Any, ...] = (params, states[0], critic, states[1])
+        self.phases: dict[str, list[float]] = defaultdict(list)
+        self.number = 0
+
+    def policy(self) -> Any:
+        """Dense parameters to sample from."""
+        return (
+            self.trainer[0]
+            if self.base is None
+            else merge(self.config, "decoder", self.reference, self.trainer[0], LORA)
+        )
+
+    def step(self) -> Any:
+        started = time.perf_counter()
+        found = self.engine.generate(
+            self.policy(), self.prompts, samples=self.samples, max_tokens=NEW_TOKENS, sampling=Sampling(),
+            eos_ids=(NO_EOS,), seed=self.number, counters=range(self.count),
+        )  # fmt: skip
+        self.phases["rollout"].append(time.perf_counter() - started)
+        rows = [
+            {"prompt_id": str(p), "prompt_ids": self.prompts[p], "token_ids": c.tokens, "logprobs": c.logps}
+            for p, completions in enumerate(found)
+            for c in completions
+        ]
+        assert all(len(r["token_ids"]) == NEW_TOKENS for r in rows)
+        # Groups of equal rewards would leave the step; a thousandth of the place tells them apart.
+        scores = [{"total": len(set(r["token_ids"])) + 1e-3 * i} for i, r in enumerate(rows)]
+        *trainer, metrics = run_round(
+            RoundData.from_rows(rows, scores), settings=self.settings, model=self.config, optimizers=self.optimizers,
+            trainer=self.trainer, bases=(self.base, None), reference=self.reference, counted=counted,
+            progress=lambda *a, **k: None, record=lambda **k: None,
+        )  # fmt: skip
+        assert metrics["steps"] == 1 and np.isfinite(metrics["loss"])
+        self.trainer = tuple(trainer)
+        for name in ("old", "reference", "values", "train"):
+            if f"seconds_{name}" in metrics:
+                self.phases[name].append(metrics[f"seconds_{name}"])
+        self.number += 1
+        return self.trainer[0]
+
+
+def run(work: str, model: str, repeats: int) -> None:
+    steps = Steps(work, model)
+    found = timed(steps.step, repeats)
+    tokens = steps.count * steps.samples * NEW_TOKENS
+    rows = sum(map(len, steps.prompts)) + tokens
+    passes = {"W3": 4, "W3lora": 3, "W5": 9}[work]
+    flops = passes * forward_flops(steps.config, rows, tokens, 128)
+    gemm = gemm_flops(steps.config.hidden_size, steps.config.intermediate_size)
+    emit(
+        work,
+        model,
+        **found,
+        phases_first_s={k: round(v[0], 3) for k, v in steps.phases.items()},
+        phases_s={k: round(statistics.median(v[1:]), 4) for k, v in steps.phases.items() if len(v) > 1},
+        tokens=tokens,
+        tokens_per_s=round(tokens / found["median_s"], 1),
+        peak_memory_mb=round(peak_memory_mb()),
+        gflop_without_decoding=round(flops / 1e9),
+        gemm_gflops=round(gemm / 1e9),
+    )

@@ -1,0 +1,66 @@
+"""A judge behind a real server of this machine that speaks as OpenAI's does."""
+
+import http.server
+import json
+import threading
+
+import pytest
+
+from tuning.rewards.judge import JudgeFailed, judge
+
+
+@pytest.fixture
+def server():
+    """(URL, list of requests, list of replies to give: a status or a text)."""
+    asked, replies = [], []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked.append((self.path, self.headers.get("Authorization"), body))
+            reply = replies.pop(0)
+            if isinstance(reply, int):
+                self.send_error(reply)
+                return
+            text = json.dumps({"choices": [{"message": {"role": "assistant", "content": reply}}]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as found:
+        threading.Thread(target=found.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{found.server_port}/v1", asked, replies
+        found.shutdown()
+
+
+def ask(url, **more):
+    return judge(["2 + 2?"], ["4"], url=url, model="m", answer=["four"], **more)
+
+
+def test_the_last_number_of_the_reply_counts(server, monkeypatch):
+    url, asked, replies = server
+    monkeypatch.setenv("MY_KEY", "k")
+    replies += [429, "Of 10 points: 7.5"]
+    assert ask(url, key_variable="MY_KEY") == [0.75]
+    (path, key, body) = asked[-1]
+    assert (path, key, body["model"], len(asked)) == ("/v1/chat/completions", "Bearer k", "m", 2)
+    assert all(t in body["messages"][0]["content"] for t in ("2 + 2?", "four", "from 0 to 10"))
+    replies.append("1")
+    assert ask(url, template="{completion}", low=-1.0, high=1.0) == [1.0]
+    assert asked[-1][2]["messages"][0]["content"] == "4"
+
+
+@pytest.mark.parametrize(("reply", "message"), [("no idea", "no number from 0"), ("11", "no number"), (400, "400")])
+def test_a_verdict_that_is_none_says_why(server, reply, message):
+    server[2].append(reply)
+    with pytest.raises(JudgeFailed, match=message):
+        ask(server[0])
+
+
+def test_an_endpoint_that_is_not_there():
+    with pytest.raises(JudgeFailed, match="cannot be reached"):
+        ask("http://127.0.0.1:9/v1", retries=0)

@@ -1,0 +1,45 @@
+"""How several rewards become one number."""
+
+import numpy as np
+import pytest
+
+from tuning.rewards.totals import Part, RewardFailed, shaped, totals
+
+GROUPS = [0, 0, 1, 1]
+
+
+def test_weighted_sums_skip_what_does_not_apply():
+    columns = [[(1.0, None), (0.0, None), (None, None), (1.0, None)], [(2.0, None)] * 4]
+    found, failures = totals(columns, [Part("a", 1.0), Part("b", 0.5)], GROUPS)
+    assert found.tolist() == [2.0, 1.0, 1.0, 2.0] and failures == [None] * 4
+    assert found.dtype == np.float32
+
+
+def test_a_failure_drops_counts_as_zero_or_stops():
+    column = [(1.0, None), (None, "timeout"), (1.0, None), (0.0, None)]
+    found, failures = totals([column], [Part("a")], GROUPS)
+    assert np.isnan(found[1]) and np.isfinite(found[[0, 2, 3]]).all() and failures[1] == "a: timeout"
+    assert totals([column], [Part("a", on_failure="zero")], GROUPS)[0].tolist() == [1.0, 0.0, 1.0, 0.0]
+    with pytest.raises(RewardFailed, match="reward a failed on completion 1 of the round: timeout"):
+        totals([column], [Part("a", on_failure="stop")], GROUPS)
+
+
+def test_a_reward_is_normalised_before_its_weight_over_the_group_or_the_round():
+    column = [(v, None) for v in (1.0, 3.0, 10.0, 14.0)]
+    group = totals([column], [Part("a", 2.0, normalise="group")], GROUPS)[0]
+    np.testing.assert_allclose(group, [-1.41421, 1.41421, -1.41421, 1.41421], rtol=2e-4)
+    batch = totals([column], [Part("a", normalise="batch")], GROUPS)[0]
+    np.testing.assert_allclose([batch.mean(), batch.std(ddof=1)], [0.0, 1.0], atol=1e-3)
+
+
+def test_a_failed_sample_leaves_the_statistics():
+    column = [(1.0, None), (3.0, None), (5.0, None), (None, "error")]
+    found = totals([column], [Part("a", normalise="batch")], GROUPS)[0]
+    np.testing.assert_allclose(found[:3], [-1.0, 0.0, 1.0], atol=1e-3)
+    assert np.isnan(found[3])
+
+
+def test_squash_comes_before_clip():
+    assert shaped(0.0, Part("a", squash="sigmoid", clip=(0.6, 1.0))) == 0.6
+    assert shaped(-1000.0, Part("a", squash="sigmoid")) == 0.0
+    assert shaped(7.0, Part("a", clip=(-5.0, 5.0))) == 5.0

@@ -1,0 +1,178 @@
+"""What an algorithm is: advantages of scored rollouts, and a loss of each token. The train step knows neither.
+
+Axes: N completions of the round, C completions of a micro-batch, T completion tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tuning.algorithms import registry
+from tuning.algorithms.advantages import Normalisation, group_advantages
+from tuning.losses.aggregate import Aggregation
+from tuning.losses.policy import Metrics, Ratio, clipped_surrogate
+from tuning.losses.rewards import terminal_rewards
+
+Correction = Literal["none", "truncate", "mask", "sequence", "sequence-mask"]
+KLLoss = Literal["k2", "k3", "k3-k2"]
+
+LEAST_SPREAD = 1e-6
+"""Rewards of a group that differ by less teach nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """Everything that decides the loss of a step; hashable, so compiled steps are kept by it."""
+
+    algorithm: str = "grpo"
+    algorithm_arguments: tuple[tuple[str, Any], ...] = ()
+    temperature: float = 1.0
+    normalisation: Normalisation = "std"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    aggregation: Aggregation = "token-mean"
+    constant: float | None = None
+    kl_coef: float = 0.0
+    kl_kind: KLLoss = "k3"
+    kl_clamp: float | None = None
+    kl_in_reward: float = 0.0
+    kl_in_reward_kind: Literal["k1", "k2", "k3"] = "k1"
+    entropy_coef: float = 0.0
+    entropy_target: float | None = None
+    correction: Correction = "truncate"
+    importance_min: float = 0.5
+    importance_max: float = 2.0
+    beta: float = 0.1
+
+    @classmethod
+    def of(cls, settings: Any) -> Objective:
+        """From an object with fields of these names, such as the update stage's config."""
+        values = {f.name: getattr(settings, f.name) for f in dataclasses.fields(cls)}
+        return cls(**values | {"algorithm_arguments": tuple(sorted(settings.algorithm_arguments.items()))})
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """The scored rollouts of a round on the host, as advantages are made from them."""
+
+    totals_N: np.ndarray
+    """Reward of each completion, 0 where it is not valid."""
+    groups_N: np.ndarray
+    """Number of the prompt."""
+    valid_N: np.ndarray
+    """False where a reward failed: such a completion leaves every statistic (R9)."""
+    mask_NT: np.ndarray
+    """1 on tokens of valid completions, all groups included."""
+    penalty_NT: np.ndarray
+    """The KL in the reward with its weight, to be subtracted; 0 where none is asked for."""
+    greedy_N: np.ndarray | None = None
+    """Reward of the greedy completion of the same prompt."""
+
+    @property
+    def rewards_N(self) -> jax.Array:
+        """One reward a completion: its total less the KL of all its tokens."""
+        return jnp.asarray(self.totals_N - self.penalty_NT.sum(-1), jnp.float32)
+
+    @property
+    def rewards_NT(self) -> jax.Array:
+        """Rewards token by token: less the KL on each, the total on the last (R12)."""
+        totals = jnp.asarray(self.totals_N, jnp.float32)
+        return terminal_rewards(totals, jnp.asarray(self.mask_NT)) - jnp.asarray(self.penalty_NT, jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """A micro-batch as a surrogate sees it, all [C, T]; `ref_CT` is there where a reference takes part."""
+
+    logps_CT: jax.Array
+    old_CT: jax.Array
+    advantages_CT: jax.Array
+    mask_CT: jax.Array
+    ref_CT: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm:
+    """How scored rollouts become a loss. The objective adds importance weights, KL and entropy to the surrogate."""
+
+    advantages: Callable[[Scored], jax.Array]
+    """Of every completion [N], or of every token [N, T]."""
+    surrogate: Callable[[Terms], tuple[jax.Array, Metrics]]
+    """Loss of every token [C, T], 0 where masked, and sums for the metrics, as in `tuning.losses.policy`."""
+    keep: Callable[[Scored], np.ndarray] | None = None
+    """Which completions are trained on, [N] bool; None: `informative`."""
+    paired: bool = False
+    """Whether `keep` leaves two completions of a prompt, which then lie in slots 2b and 2b + 1."""
+
+
+def find(objective: Objective) -> Algorithm:
+    """The objective's algorithm: built in, or what the user's `module:function` returns for the objective.
+
+    Raises ValueError for a name that is not there, or a function that returns something else.
+    """
+    entry = registry.find(objective.algorithm)
+    module, _, function = objective.algorithm.partition(":")
+    place = f"tuning.algorithms.{entry.module}" if entry else module
+    try:
+        make = getattr(importlib.import_module(place), "algorithm" if entry else function)
+    except (ImportError, AttributeError) as e:
+        raise ValueError(f"algorithm {objective.algorithm!r}: {e}") from e
+    found = make(objective, **dict(objective.algorithm_arguments))
+    if not isinstance(found, Algorithm):
+        raise ValueError(f"algorithm {objective.algorithm!r} returned {type(found).__name__}, not an Algorithm")
+    return found
+
+
+def informative(scored: Scored) -> np.ndarray:
+    """Completions that carry a signal, [N] bool: valid, in a group whose totals differ (R9)."""
+    keep = scored.valid_N.copy()
+    for group in np.unique(scored.groups_N):
+        mine = (scored.groups_N == group) & scored.valid_N
+        if mine.sum() < 2 or np.ptp(scored.totals_N[mine]) < LEAST_SPREAD:
+            keep[scored.groups_N == group] = False
+    return keep
+
+
+def every_valid(scored: Scored) -> np.ndarray:
+    """All valid completions: for algorithms whose baseline is not the group's."""
+    return scored.valid_N
+
+
+def group_relative(normalisation: Normalisation) -> Callable[[Scored], jax.Array]:
+    """Rewards against the mean of their group, [N]; statistics over whole groups, failed samples excluded (R9)."""
+
+    def advantages(scored: Scored) -> jax.Array:
+        return group_advantages(
+            scored.rewards_N,
+            jnp.asarray(scored.groups_N),
+            normalisation=normalisation,
+            valid=jnp.asarray(scored.valid_N),
+        )
+
+    return advantages
+
+
+def clipped(objective: Objective, ratio: Ratio = "token") -> Callable[[Terms], tuple[jax.Array, Metrics]]:
+    """PPO's clipped surrogate with the objective's range."""
+
+    def surrogate(t: Terms) -> tuple[jax.Array, Metrics]:
+        return clipped_surrogate(
+            t.logps_CT,
+            t.old_CT,
+            t.advantages_CT,
+            t.mask_CT,
+            clip_low=objective.clip_low,
+            clip_high=objective.clip_high,
+            dual_clip=objective.dual_clip,
+            ratio=ratio,
+        )
+
+    return surrogate

@@ -1,0 +1,25 @@
+"""CISPO (MiniMax, 2025, arXiv:2506.13585): the clipped ratio is a weight without gradient, so no token is left out."""
+
+from __future__ import annotations
+
+import jax
+
+from tuning.algorithms.algorithm import Algorithm, Objective, Terms, group_relative
+from tuning.losses.policy import Metrics, cispo
+
+
+def algorithm(objective: Objective) -> Algorithm:
+    """Weights lie within 1 - clip_low and 1 + clip_high; clip_low 1 is no lower bound."""
+
+    def surrogate(t: Terms) -> tuple[jax.Array, Metrics]:
+        low = 1 - objective.clip_low
+        return cispo(
+            t.logps_CT,
+            t.old_CT,
+            t.advantages_CT,
+            t.mask_CT,
+            weight_max=1 + objective.clip_high,
+            weight_min=low if low > 0 else None,
+        )
+
+    return Algorithm(group_relative(objective.normalisation), surrogate)

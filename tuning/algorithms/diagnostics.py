@@ -1,0 +1,81 @@
+"""What a round's sums say, as numbers that people watch; and coefficients that follow them from round to round.
+
+Sums and counts come first, one division last (R19).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tuning.algorithms.algorithm import Objective
+from tuning.losses.importance import RATIO_EDGES, ratio_quantile
+from tuning.losses.kl import adaptive_kl_coef
+
+QUANTILES = {"ratio_p01": 0.01, "ratio_p50": 0.5, "ratio_p99": 0.99}
+
+
+def summarise(sums: Mapping[str, float]) -> dict[str, float]:
+    """Per-token means of summed metrics, and the ratio's quantiles."""
+    n = max(sums["n_tokens"], 1.0)
+    found = {
+        "approx_kl": sums["approx_kl"] / n,
+        "entropy": sums["entropy"] / n,
+        "mismatch_kl": sums["old_mismatch_k3"] / n,
+        "effective_sample_size": sums["old_weight"] ** 2 / max(sums["old_weight_sq"], 1e-12) / n,
+    }
+    shares = {"clip_low": "clip_low", "clip_high": "clip_high", "dual_clip": "clip_dual"}
+    found |= {name: sums[key] / n for key, name in shares.items() if key in sums}
+    if "clip_low" in sums and "clip_high" in sums:
+        found["clip_fraction"] = (sums["clip_low"] + sums["clip_high"]) / n
+    if "ref_kl" in sums:
+        found["kl"] = sums["ref_kl"] / n
+    bins = [sums[f"ratio_bin_{i:02d}"] for i in range(len(RATIO_EDGES) + 1)]
+    return found | {name: ratio_quantile(bins, share) for name, share in QUANTILES.items()}
+
+
+def pass_histogram(totals_N: np.ndarray, groups_N: np.ndarray, valid_N: np.ndarray, bins: int = 5) -> list[int]:
+    """Prompts by the share of their completions whose total is above the round's midpoint of totals."""
+    counts = [0] * bins
+    totals = totals_N[valid_N]
+    if not len(totals):
+        return counts
+    middle = (totals.min() + totals.max()) / 2
+    for group in np.unique(groups_N):
+        mine = totals_N[(groups_N == group) & valid_N]
+        if len(mine):
+            counts[min(bins - 1, int((mine > middle).mean() * bins))] += 1
+    return counts
+
+
+@dataclasses.dataclass(frozen=True)
+class Coefficients:
+    """Weights that a run adapts: part of the policy's state, handed from round to round."""
+
+    kl_scale: float = 1.0
+    """Factor on the weights of the KL, in the loss and in the reward."""
+    entropy_coef: float = 0.0
+
+    def next(self, objective: Objective, settings: Any, metrics: Mapping[str, Any]) -> Coefficients:
+        """The coefficients of the next round, from this one's metrics and the settings `kl_target`, `kl_horizon` and
+        `entropy_step`.
+
+        KL: Ziegler et al., arXiv:1909.08593, in completions. Entropy: a step up below the target and a step down above
+        it, never below 0 (Skywork-OR1, arXiv:2505.22312).
+        """
+        scale, entropy = self.kl_scale, self.entropy_coef
+        if settings.kl_target is not None and "kl" in metrics:
+            scale = adaptive_kl_coef(
+                scale,
+                metrics["kl"],
+                target=settings.kl_target,
+                horizon=settings.kl_horizon,
+                n_steps=metrics["completions"],
+            )
+        if objective.entropy_target is not None and "entropy" in metrics:
+            below = metrics["entropy"] < objective.entropy_target
+            entropy = max(0.0, entropy + (settings.entropy_step if below else -settings.entropy_step))
+        return Coefficients(scale, entropy)

@@ -1,0 +1,14 @@
+"""GSPO (Zheng et al., 2025, arXiv:2507.18071): one clipped ratio a sequence, the geometric mean of its tokens' ratios.
+
+GSPO-token has the same value; each token's gradient is its own, which lets advantages differ within a sequence.
+"""
+
+from __future__ import annotations
+
+from tuning.algorithms.algorithm import Algorithm, Objective, clipped, group_relative
+from tuning.algorithms.registry import ALGORITHMS
+
+
+def algorithm(objective: Objective) -> Algorithm:
+    ratio = ALGORITHMS[objective.algorithm].ratio
+    return Algorithm(group_relative(objective.normalisation), clipped(objective, ratio))

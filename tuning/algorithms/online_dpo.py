@@ -1,0 +1,40 @@
+"""Online DPO (Guo et al., 2024, arXiv:2402.04792): of each group the best completion is preferred to the worst."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tuning.algorithms.algorithm import Algorithm, Objective, Scored, Terms, informative
+from tuning.losses.masks import masked
+from tuning.losses.policy import Metrics, log_ratio, metric_sums
+from tuning.losses.preference import dpo, sequence_logps
+
+
+def algorithm(objective: Objective) -> Algorithm:
+    """The loss of a pair is the value of every token of both, so that the mean over sequences is that over pairs."""
+
+    def surrogate(t: Terms) -> tuple[jax.Array, Metrics]:
+        if t.ref_CT is None:
+            raise ValueError("online-dpo needs the reference's log-probabilities")
+        logps, ref = (sequence_logps(x, t.mask_CT).reshape(-1, 2) for x in (t.logps_CT, t.ref_CT))
+        first_is_best = masked(t.advantages_CT, t.mask_CT).sum(-1).reshape(-1, 2)[:, 0] >= 0
+        chosen, ref_chosen = (jnp.where(first_is_best, x[:, 0], x[:, 1]) for x in (logps, ref))
+        rejected, ref_rejected = (jnp.where(first_is_best, x[:, 1], x[:, 0]) for x in (logps, ref))
+        losses = dpo(chosen, rejected, ref_chosen, ref_rejected, beta=objective.beta).loss_B
+        z = log_ratio(t.logps_CT, t.old_CT, t.mask_CT)
+        return masked(jnp.repeat(losses, 2)[:, None], t.mask_CT), metric_sums(z, t.mask_CT)
+
+    return Algorithm(_sides, surrogate, keep=lambda scored: np.asarray(_sides(scored)) != 0, paired=True)
+
+
+def _sides(scored: Scored) -> jax.Array:
+    """1 for the best of each informative group, -1 for the worst, 0 for the others; the first of equal ones."""
+    keep, found = informative(scored), np.zeros(len(scored.totals_N), np.float32)
+    rewards = np.asarray(scored.rewards_N)
+    for group in np.unique(scored.groups_N[keep]):
+        mine = np.flatnonzero((scored.groups_N == group) & keep)
+        found[mine[np.argmax(rewards[mine])]] = 1
+        found[mine[np.argmin(rewards[mine])]] = -1
+    return jnp.asarray(found)

@@ -1,0 +1,90 @@
+"""Algorithms of RL by name: where each lies, what it presets and which settings mean something with it.
+
+Loads nothing heavy, so that a recipe can be checked before any work. The formulas are in the modules named here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+Ratio = Literal["token", "sequence", "sequence-token", "sequence-sum"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """An algorithm as a recipe sees it."""
+
+    module: str
+    """Module below `tuning.algorithms` with a function `algorithm(objective, **arguments)`."""
+    presets: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What its authors use where that differs from the settings' own defaults."""
+    ratio: Ratio = "token"
+    groups: bool = True
+    """Whether a completion is judged against the others of its prompt, so that equal ones teach nothing."""
+    critic: bool = False
+    greedy: bool = False
+    """Whether it needs the reward of a greedy completion of each prompt."""
+    reference: bool = False
+    """Whether its loss compares with the reference whatever the weights of the KL."""
+
+
+SEQUENCE = {"aggregation": "sequence-mean-token-mean"}
+GSPO = SEQUENCE | {"clip_low": 3e-4, "clip_high": 4e-4, "kl_coef": 0.0}
+RLOO = SEQUENCE | {"kl_coef": 0.0, "kl_in_reward": 0.05, "correction": "sequence"}
+
+ALGORITHMS: dict[str, Entry] = {
+    "grpo": Entry("grpo"),
+    "dr-grpo": Entry("grpo", {"normalisation": "none", "aggregation": "constant", "kl_coef": 0.0}),
+    "dapo": Entry("dapo", {"clip_high": 0.28, "kl_coef": 0.0}),
+    "gspo": Entry("gspo", GSPO, ratio="sequence"),
+    "gspo-token": Entry("gspo", GSPO, ratio="sequence-token"),
+    "cispo": Entry("cispo", {"clip_low": 1.0, "clip_high": 4.0, "kl_coef": 0.0}),
+    "rloo": Entry("rloo", RLOO, ratio="sequence-sum"),
+    "reinforce-pp": Entry("reinforce_pp", {"kl_coef": 0.0, "kl_in_reward": 0.01}, groups=False),
+    "reinforce-pp-baseline": Entry("reinforce_pp", {"kl_kind": "k2"}),
+    "remax": Entry("remax", {"kl_coef": 0.0, "kl_in_reward": 0.01}, groups=False, greedy=True),
+    "ppo": Entry("ppo", {"kl_coef": 0.0, "kl_in_reward": 0.02}, groups=False, critic=True),
+    "online-dpo": Entry("online_dpo", SEQUENCE | {"kl_coef": 0.0, "correction": "none"}, reference=True),
+}
+
+GROUP_RELATIVE = ("grpo", "dapo", "gspo", "gspo-token", "cispo")
+NOT_PAIRED = tuple(name for name in ALGORITHMS if name != "online-dpo")
+CLIPPED = tuple(name for name in NOT_PAIRED if name != "cispo")
+
+USES: dict[str, tuple[str, ...]] = {
+    "normalisation": GROUP_RELATIVE,
+    "clip_low": NOT_PAIRED,
+    "clip_high": NOT_PAIRED,
+    "dual_clip": CLIPPED,
+    "kl_coef": NOT_PAIRED,
+    "kl_in_reward": NOT_PAIRED,
+    "entropy_coef": NOT_PAIRED,
+    "entropy_target": NOT_PAIRED,
+    "correction": NOT_PAIRED,
+    "beta": ("online-dpo",),
+    "critic": ("ppo",),
+}
+"""Algorithms with which a setting has a meaning; a setting that is not here has one with all."""
+
+
+def find(name: str) -> Entry | None:
+    """The entry of a built-in algorithm; None for `module:function`. Raises ValueError naming what there is."""
+    if name in ALGORITHMS:
+        return ALGORITHMS[name]
+    if ":" in name:
+        return None
+    near = difflib.get_close_matches(name, ALGORITHMS, 1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(ALGORITHMS)}, or module:function"
+    raise ValueError(f"no algorithm {name!r}; {hint}")
+
+
+def check_aggregation(ratio: Ratio, aggregation: str) -> None:
+    """Refuse pairs that change what an algorithm means: a sequence ratio is one term a sequence, long or short."""
+    if ratio != "token" and aggregation != "sequence-mean-token-mean":
+        raise ValueError(
+            f"ratio {ratio!r} weighs a sequence once; {aggregation!r} would weigh it by its length: "
+            "use 'sequence-mean-token-mean'"
+        )

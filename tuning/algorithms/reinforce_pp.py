@@ -1,0 +1,29 @@
+"""REINFORCE++ (Hu et al., 2025, arXiv:2501.03262): PPO's clipped loss, advantages whitened over the round, no critic.
+
+The global form whitens the reward-to-go of every token, the KL inside. The form with a baseline takes the group's
+mean off first, then whitens over tokens; its KL is a loss (k2).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from tuning.algorithms.advantages import reinforce_pp_baseline_advantages, reinforce_pp_token_advantages
+from tuning.algorithms.algorithm import Algorithm, Objective, Scored, clipped, every_valid
+
+
+def algorithm(objective: Objective) -> Algorithm:
+    if objective.algorithm == "reinforce-pp":
+        return Algorithm(_global, clipped(objective), keep=every_valid)
+    return Algorithm(_baseline, clipped(objective))
+
+
+def _global(scored: Scored) -> jax.Array:
+    return reinforce_pp_token_advantages(scored.rewards_NT, jnp.asarray(scored.mask_NT))[0]
+
+
+def _baseline(scored: Scored) -> jax.Array:
+    return reinforce_pp_baseline_advantages(
+        scored.rewards_N, jnp.asarray(scored.groups_N), jnp.asarray(scored.mask_NT), valid=jnp.asarray(scored.valid_N)
+    )

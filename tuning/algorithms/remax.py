@@ -1,0 +1,30 @@
+"""ReMax (Li et al., 2023, arXiv:2310.10505): REINFORCE against the reward of the prompt's greedy completion."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tuning.algorithms.advantages import remax_advantages
+from tuning.algorithms.algorithm import Algorithm, Objective, Scored, clipped
+
+
+def algorithm(objective: Objective) -> Algorithm:
+    """The clip matters only where a round takes several steps."""
+    return Algorithm(_advantages, clipped(objective), keep=_keep)
+
+
+def _greedy(scored: Scored) -> np.ndarray:
+    if scored.greedy_N is None:
+        raise ValueError("remax needs the reward of a greedy completion of each prompt: give `greedy` to the round")
+    return scored.greedy_N
+
+
+def _keep(scored: Scored) -> np.ndarray:
+    return scored.valid_N & np.isfinite(_greedy(scored))
+
+
+def _advantages(scored: Scored) -> jax.Array:
+    greedy = jnp.asarray(np.nan_to_num(_greedy(scored)), jnp.float32)
+    return remax_advantages(scored.rewards_NT, greedy, jnp.asarray(scored.mask_NT))[0]

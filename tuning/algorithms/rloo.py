@@ -1,0 +1,19 @@
+"""RLOO (Ahmadian et al., 2024, arXiv:2402.14740): a completion against the mean of the others, KL in the reward.
+
+A completion is one action: its ratio is the product over its tokens, and each completion weighs the same.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from tuning.algorithms.advantages import rloo_advantages
+from tuning.algorithms.algorithm import Algorithm, Objective, Scored, clipped
+
+
+def algorithm(objective: Objective) -> Algorithm:
+    def advantages(scored: Scored) -> jax.Array:
+        return rloo_advantages(scored.rewards_N, jnp.asarray(scored.groups_N), valid=jnp.asarray(scored.valid_N))
+
+    return Algorithm(advantages, clipped(objective, "sequence-sum"))
