@@ -59,7 +59,8 @@ another row has; they are one row.</p>{% endfor %}</section>
 {% endfor %}</table></section>
 <section><h2>Dead letters</h2>{% if letters %}<table><tr><th>source</th><th class="n">record</th><th>step</th>
 <th>reason</th></tr>{% for l in letters %}<tr><td>{{ l.source }}</td><td class="n">{{ l.record }}</td>
-<td>{{ l.step }}</td><td>{{ l.reason | short }}</td></tr>{% endfor %}</table><p class="soft">The first {{ letters | length }} of
+<td>{{ l.step }}</td><td>{{ l.reason | short }}</td></tr>{% endfor %}</table>
+<p class="soft">The first {{ letters | length }} of
 {{ metrics.records.dead }}; all of them, with their text, are in dead/dead.parquet.</p>{% else %}<p>None.</p>{% endif %}
 </section>
 <section><h2>Samples</h2>{% for name, rows in samples.items() %}<h3>{{ name }}</h3>{% for row in rows %}

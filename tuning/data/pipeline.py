@@ -16,11 +16,13 @@ memory does not grow with the input. A finished block has a receipt; a run that 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
 import json
 import os
+import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,6 +44,25 @@ from tuning.data.steps import STEPS, wanted_steps
 # A block of small records ends here, so that their objects stay bounded too.
 BLOCK_RECORDS = 8192
 RECEIPT = ".json"
+
+
+class BlockCoder(beam.coders.Coder):
+    """Pickles blocks where a runner moves them; their size is estimated, for Beam asks for it at each step."""
+
+    def encode(self, value: Block) -> bytes:
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+
+    def decode(self, encoded: bytes) -> Block:
+        return pickle.loads(encoded)  # type: ignore[no-any-return]
+
+    def estimate_size(self, value: Block) -> int:
+        return sum(len(entry.line) for entry in value.entries)
+
+    def is_deterministic(self) -> bool:
+        return False
+
+
+beam.coders.registry.register_coder(Block, BlockCoder)
 
 
 class Read(beam.DoFn):
@@ -216,12 +237,12 @@ def run(
         pipeline
         | "Parts" >> beam.Create(list(parts))
         | "Spread" >> beam.Reshuffle()
-        | "Read" >> beam.ParDo(Read(block_bytes))
+        | "Read" >> beam.ParDo(Read(block_bytes)).with_output_types(Block)
     )
     for name in wanted_steps(plan):
-        blocks = blocks | name >> beam.ParDo(Apply(name, plan))
+        blocks = blocks | name >> beam.ParDo(Apply(name, plan)).with_output_types(Block)
     _ = blocks | "Write" >> beam.ParDo(Write(folder, plan.shards))
-    with _importable_from_children(), _watched(folder, progress):
+    with _environment_of_workers(runner.workers), _watched(folder, progress):
         result = pipeline.run()
         result.wait_until_finish()
     counters = result.metrics().query()["counters"]
@@ -248,17 +269,22 @@ class _watched:
         self.thread.join()
 
 
-class _importable_from_children:
-    """Lets Beam's worker processes import what this process can: a checkout that is not installed, the user's rules."""
-
-    def __enter__(self) -> None:
-        self.before = os.environ.get("PYTHONPATH")
-        root = str(Path(__file__).resolve().parents[2])
-        paths = dict.fromkeys([root, *(path or os.getcwd() for path in sys.path)])
-        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-
-    def __exit__(self, *_: object) -> None:
-        if self.before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = self.before
+@contextlib.contextmanager
+def _environment_of_workers(workers: int) -> Iterator[None]:
+    """What Beam's worker processes inherit: they import what this process can (a checkout, the user's rules), and
+    several of them leave threads for the tokenizer alone, as each has a core already."""
+    root = str(Path(__file__).resolve().parents[2])
+    paths = dict.fromkeys([root, *(path or os.getcwd() for path in sys.path)])
+    values = {"PYTHONPATH": os.pathsep.join(paths)}
+    if workers > 1:
+        values["TOKENIZERS_PARALLELISM"] = "false"
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

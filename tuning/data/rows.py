@@ -67,6 +67,7 @@ def rows_of(tokenizer: Any, plan: Plan, output: str, record: Record) -> list[dic
     return [row | {"answer": record.answer, "metadata": record.metadata, "key": key}]
 
 
+_BATCH = 512
 IDS = ("prompt_ids", "completion_ids", "chosen_ids", "rejected_ids")
 
 
@@ -80,8 +81,12 @@ def tokenize(plan: Plan) -> Step:
         wanted = list({row[name]: None for row in rows for name in IDS if isinstance(row.get(name), str)})
         if wanted and eos is None:
             raise ValueError("the tokenizer has no eos_token; set tokenizer.eos_token before encoding completions")
-        encoded = tokenizer.backend_tokenizer.encode_batch_fast(wanted, add_special_tokens=False)
-        ids = {text: item.ids for text, item in zip(wanted, encoded, strict=True)}
+        ids: dict[str, list[int]] = {}
+        for start in range(0, len(wanted), _BATCH):
+            texts = wanted[start : start + _BATCH]
+            # What the tokenizer returns holds far more than ids, so not too much of it at once.
+            encoded = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            ids |= {text: item.ids for text, item in zip(texts, encoded, strict=True)}
         tokens = 0
         for row in rows:
             for name in IDS:
