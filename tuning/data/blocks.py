@@ -108,7 +108,8 @@ class Block:
                 letter = {"position": entry.position, "source": self.part.label, "record": entry.number, "step": step}
                 # Bytes that are no text stay readable, and can be told from each other.
                 raw = entry.line.decode("utf-8", "backslashreplace")
-                self.dead.append(letter | {"reason": reasons[entry.position], "raw": raw})
+                reason = reasons[entry.position].encode("utf-8", "backslashreplace").decode()
+                self.dead.append(letter | {"reason": reason, "raw": raw})
         self.entries = [entry for entry in self.entries if entry.position not in reasons]
 
 
