@@ -22,7 +22,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from tuning.data.remote import SourceError, again, filesystem, open_input, publish, read_range
+from tuning.data.remote import SourceError, again, filesystem, open_input, publish, read_range, type_of
 
 KINDS = {
     ".jsonl": "lines",
@@ -102,11 +102,13 @@ def expand(source: str) -> list[DataFile]:
     http = source.startswith(("http:", "https:"))
     marks = "*" if http else "*?["
     if any(mark in path for mark in marks):
-        found = again(lambda: [name for name in fs.glob(path) if fs.isfile(name)], source)
-    elif not http and again(lambda: fs.isdir(path), source):
-        found = _of_folder(fs, path.rstrip("/"), source)
+        listed = again(lambda: fs.glob(path, detail=True), source)
+        found = [name for name, info in listed.items() if info["type"] == "file"]
     else:
-        found = [path] if again(lambda: fs.isfile(path), source) else []
+        kind = type_of(fs, path, source)
+        # Over HTTP every address can be listed and read.
+        folder = kind == "directory" and not http
+        found = _of_folder(fs, path.rstrip("/"), source) if folder else [path] * (kind is not None)
     if not found:
         raise SourceError(f"source {source!r}: no such file")
     urls = sorted(fs.unstrip_protocol(name) if "://" in source else name for name in found)

@@ -36,7 +36,7 @@ from apache_beam.options.pipeline_options import PipelineOptions
 
 from tuning.data.blocks import Block, Entry, Plan
 from tuning.data.files import Part, read_part
-from tuning.data.remote import again, filesystem, publish
+from tuning.data.remote import again, filesystem, publish, type_of
 from tuning.data.runners import Runner, flags_of
 from tuning.data.schema import DEAD, LEDGER, ORDER, SCHEMAS, ipc_bytes, table_of
 from tuning.data.steps import STEPS, wanted_steps
@@ -190,7 +190,7 @@ def _fate(entry: Entry) -> dict[str, Any]:
 def receipts(folder: str) -> dict[str, dict[str, Any]]:
     """The receipts of finished blocks by name, in the order of their records."""
     fs, path = filesystem(folder)
-    if not again(lambda: fs.isdir(path), folder):
+    if type_of(fs, path, folder) is None:
         return {}
     names = sorted(n for n in again(lambda: fs.ls(path, detail=False), folder) if n.endswith(RECEIPT))
     texts = [again(functools.partial(fs.cat_file, name), name) for name in names]

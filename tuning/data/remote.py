@@ -20,7 +20,10 @@ T = TypeVar("T")
 
 TRIES = 6
 FIRST_WAIT_SECONDS = 0.2
-_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError)
+_FINAL = (
+    *(FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError),
+    *(TypeError, AttributeError),  # no fault of the network
+)
 _BUFFER_BYTES = 1 << 20
 
 
@@ -49,6 +52,14 @@ def again(action: Callable[[], T], what: str) -> T:
                 raise SourceError(f"{what}: no success in {TRIES} tries; the last error: {error!r}") from error
             time.sleep(FIRST_WAIT_SECONDS * 2**attempt)
     raise AssertionError
+
+
+def type_of(fs: Any, path: str, what: str) -> str | None:
+    """ "file", "directory" or None where there is nothing. fsspec's own questions take any error for a no."""
+    try:
+        return str(again(lambda: fs.info(path), what)["type"])
+    except FileNotFoundError:
+        return None
 
 
 class _Resuming(io.RawIOBase):
