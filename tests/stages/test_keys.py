@@ -23,7 +23,7 @@ COMPUTE = {
 FITTED = COMPUTE | {"checkpoint_every"}
 EXECUTION = {
     "base": set(),
-    "prepare": {"workers", "chunk_megabytes"},
+    "prepare": {"source", "workers", "chunk_megabytes", "runner.name", "runner.options", "runner.scratch"},
     "sft": FITTED,
     "preference": FITTED,
     "distill": FITTED,

@@ -1,3 +1,4 @@
+import gzip
 import hashlib
 import importlib.util
 import json
@@ -75,7 +76,7 @@ def test_addition(run, base):
     counts = metrics["rows"]
     assert counts == {"sft": 193, "preference": 1146, "prompts": 380, "heldout": 147, "heldout_preference": 294}
     assert {name: len(rows(out, name)) for name in counts} == counts
-    assert seen[-1] == (720, 720, "records")
+    assert seen[-1] == (1, 1, "block")
     problems = {name: {row["prompt"] for row in rows(out, name)} for name in counts}
     assert not problems["heldout"] & (problems["sft"] | problems["preference"] | problems["prompts"])
     assert not problems["sft"] & problems["prompts"]
@@ -98,35 +99,54 @@ def test_addition(run, base):
 
 def test_bytes_do_not_depend_on_workers_chunks_or_reruns(run, pairs, tmp_path):
     source = write(tmp_path / "data.jsonl", [*pairs, *pairs[:5], {"prompt": 3}, {"prompt": "x " * 600}])
-    settings = {"source": source, "shards": 3}
+    settings = {"source": source, "shards": 3, "near_duplicates": 0.9}
     metrics, out = run(Config(**settings))
     expected = digests(out)
-    assert len(expected) == 5 * 3 + 1
+    assert len(expected) == 5 * 3 + 3
     assert metrics["records"] == {"read": 67, "kept": 60, "duplicates": 5, "dropped": 1, "dead": 1}
-    for variant in ({}, {"chunk_megabytes": 0.01}, {"workers": 2}):
+    for variant in ({}, {"chunk_megabytes": 0.01}, {"chunk_megabytes": 1e-6}, {"workers": 2, "chunk_megabytes": 0.003}):
         again, other = run(Config(**settings, **variant))
         assert digests(other) == expected, variant
         assert again == metrics, variant
 
 
-def test_finished_chunks_are_reused_after_a_kill(run, pairs, tmp_path, monkeypatch):
+def test_the_same_records_in_every_kind_of_file_give_the_same_rows(run, pairs, tmp_path):
+    import pyarrow as pa
+
+    lines = write(tmp_path / "data.jsonl", pairs)
+    table = pa.Table.from_pylist(pairs)
+    pq.write_table(table, tmp_path / "data.parquet", row_group_size=7)
+    with pa.OSFile(str(tmp_path / "data.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+    (tmp_path / "data.jsonl.gz").write_bytes(gzip.compress(Path(lines).read_bytes()))
+    provenance = {"source"}
+    expected = None
+    for name in ("data.jsonl", "data.parquet", "data.arrow", "data.jsonl.gz"):
+        _, out = run(Config(source=str(tmp_path / name), chunk_megabytes=0.002))
+        found = [{k: v for k, v in row.items() if k not in provenance} for row in rows(out, "preference")]
+        assert {row["source"] for row in rows(out, "preference")} == {name}
+        expected = expected or found
+        assert found == expected and len(found) > 30, name
+
+
+def test_finished_blocks_are_reused_after_a_kill(run, pairs, tmp_path, monkeypatch):
     from tuning.data import pipeline
 
-    config = Config(source=write(tmp_path / "data.jsonl", pairs), chunk_megabytes=0.008)
-    original, calls = pipeline.run_chunk, []
+    config = Config(source=write(tmp_path / "data.jsonl", pairs), chunk_megabytes=0.002)
+    original, calls = pipeline.Write.process, []
 
-    def fail_at_second(items, plan, folder, workers):
-        calls.append(len(items))
-        original(items, plan, folder, workers)
+    def fail_at_second(self, block):
+        calls.append(len(block.entries))
         if len(calls) == 2:
-            raise KeyboardInterrupt
+            raise RuntimeError("killed")
+        return original(self, block)
 
-    monkeypatch.setattr(pipeline, "run_chunk", fail_at_second)
-    with pytest.raises(KeyboardInterrupt):
+    monkeypatch.setattr(pipeline.Write, "process", fail_at_second)
+    with pytest.raises(RuntimeError, match="killed"):
         run(config, work=tmp_path / "work")
     metrics, out = run(config, work=tmp_path / "work")
-    # The second chunk was not marked as done, so it is made again; the first one is not.
-    assert sum(calls) == len(pairs) + calls[1] and metrics["records"]["kept"] == len(pairs)
+    # The second block has no receipt, so it is made again; the first one is not.
+    assert len(calls) > 3 and sum(calls) == len(pairs) + calls[1] and metrics["records"]["kept"] == len(pairs)
     monkeypatch.undo()
     assert digests(run(config)[1]) == digests(out)
 
@@ -152,8 +172,19 @@ def test_every_record_is_accounted_for(run, pairs, tmp_path):
     assert metrics["dropped_rows"] == {"sft:completion_too_long": 1}
     assert metrics["rows"] == {"sft": 60, "preference": 60}
     assert metrics["constant_answer_baseline"] is None
-    reasons = [json.loads(line)["reason"] for line in (out / "dead" / "dead.jsonl").read_text().splitlines()]
+    reasons = [letter["reason"] for letter in rows(out, "dead")]
     assert "did you mean `answer`" in reasons[0] and "control token '<|im_end|>'" in reasons[1]
+    facts = json.loads((out / "statistics.json").read_text())
+    assert facts["metrics"] == metrics and facts["steps"]["Validate"]["dead"] == 2
+    assert sum(facts["histograms"]["sft"]["completion_ids"]["counts"]) == 60
+    card = (out / "card.html").read_text()
+    for part in (
+        "completion_too_long",
+        "did you mean `answer`",
+        "control token &#39;&lt;|im_end|&gt;&#39;",
+        "Question ",
+    ):
+        assert part in card, part
 
 
 @pytest.mark.parametrize(
@@ -162,7 +193,13 @@ def test_every_record_is_accounted_for(run, pairs, tmp_path):
         ([], {"max_completion_tokens": 1}, "no rows for `sft`.*sft:completion_too_long.*leave it out of `splits`"),
         ([], {"heldout_fraction": 0.0}, "no rows for `heldout`: heldout_fraction is 0.0"),
         ([], {"sft_fraction": 1.0}, "no rows for `prompts`.*use 'all-training'"),
-        ([{"promt": "x"}] * 20, {}, "20 of 80 records .*did you mean `prompt`"),
+        ([{"promt": "x"}] * 20, {}, "20 of 80 records .*dead.parquet.*did you mean `prompt`"),
+        ([{"promt": "x"}] * 2, {"max_dead_records": 1}, "2 of 62 records .*max_dead_records 1"),
+        (
+            [{"prompt": "x " * 600}],
+            {"too_long": "error"},
+            "longer than max_prompt_tokens 512.*prompt_too_long.*truncate",
+        ),
         ([{"id": "a", "prompt": "x"}, {"id": "a", "prompt": "y"}], {}, "two different records have the id 'a'"),
         (
             [{"prompt": "x", "group": "g", "split": split} for split in ("prompts", "heldout")],
@@ -186,7 +223,9 @@ def test_prompts_without_answers(run):
     metrics, out = run(Config(source="words", splits=["prompts", "heldout"]))
     assert metrics["rows"]["prompts"] + metrics["rows"]["heldout"] == metrics["records"]["read"]
     assert metrics["constant_answer_baseline"] is None
-    assert sorted(path.name for path in out.iterdir()) == ["dead", "heldout", "prompts"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        *("card.html", "dead", "heldout", "prompts", "statistics.json")
+    ]
 
 
 def test_edit_of_the_source_in_place_is_seen(tmp_path):
@@ -195,9 +234,9 @@ def test_edit_of_the_source_in_place_is_seen(tmp_path):
     before = prepare.source_digests(config)
     write(path, [{"prompt": "b"}])
     assert prepare.source_digests(config) != before
-    assert prepare.source_digests(Config()) == {}
+    assert prepare.source_digests(Config()) == {"source 1: task": "addition"}
 
 
 def test_execution_settings_are_marked():
     marked = {name for name, field in Config.model_fields.items() if field.json_schema_extra == {"execution": True}}
-    assert marked == {"workers", "chunk_megabytes"}
+    assert marked == {"source", "workers", "chunk_megabytes", "runner"}

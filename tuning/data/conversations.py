@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tuning.models.tokenizer import chat_prompt_ids
-
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
@@ -20,20 +18,23 @@ class ConversationError(ValueError):
     """A conversation whose assistant turns have no certain place in the text that the template makes of it."""
 
 
-def prompt_ids(
+def render_prompt(
     tokenizer: PreTrainedTokenizerFast, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()
-) -> list[int]:
-    """Token ids of the messages under the chat template, ending in the header of the assistant's turn."""
-    if not tools:
-        return chat_prompt_ids(tokenizer, messages)
-    ids: Any = tokenizer.apply_chat_template(
+) -> str:
+    """The text of the messages under the chat template, ending in the header of the assistant's turn.
+
+    Its ids, without special tokens added, are those of `tuning.models.tokenizer.chat_prompt_ids`.
+    Raises ValueError without a chat template.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError("the tokenizer has no chat_template; set tokenizer.chat_template before encoding chats")
+    text: Any = tokenizer.apply_chat_template(
         [dict(m) for m in messages],
-        tools=[dict(t) for t in tools],
+        tools=[dict(t) for t in tools] or None,
         add_generation_prompt=True,
-        tokenize=True,
-        return_dict=False,
+        tokenize=False,
     )
-    return [int(i) for i in ids]
+    return str(text)
 
 
 def conversation_ids(

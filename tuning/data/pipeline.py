@@ -1,12 +1,14 @@
-"""The Beam graph that turns raw records into tokenised, split and sharded Parquet.
+"""The Beam pipeline that turns raw records into tokenised pieces of the outputs.
 
-`run_chunk` sends a bounded number of records through Beam and leaves sorted pieces; `merge` makes the final shards
-out of the pieces of all chunks. FnApiRunner keeps about twelve times its input in memory, so chunks bound the memory,
-and the result does not depend on where they are cut: a record's split and shard follow from its content alone, and
-merging keeps the first of equal rows in the order of the source.
+    Parts -> Spread -> Read -> Validate -> Rules -> Decontaminate -> Split -> Render -> Tokenize -> Lengths -> Sign
+    -> Write
 
-Every record has one fate: kept (at least one row), duplicate, dropped (reason) or dead (reason). The ledger has a line
-for each distinct content, so that the fates can be added up.
+An element is a block of records: little Beam overhead, one call of the tokenizer for thousands of texts. A block is cut
+out of a part, a part out of a file, and everything about a record follows from its content and the plan, so neither the
+runner nor the size of blocks can change the result; `tuning.data.merge` makes the final files of the pieces.
+
+A worker reads its part itself, with fsspec, and holds one block at a time: no data passes through the runner, and
+memory does not grow with the input. A finished block has a receipt; a run that was killed does the parts without one.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -14,382 +16,275 @@ for each distinct content, so that the fates can be added up.
 
 from __future__ import annotations
 
-import array
-import dataclasses
+import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import os
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import apache_beam as beam
-import fsspec
-import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
+from apache_beam.metrics import Metrics
 from apache_beam.options.pipeline_options import PipelineOptions
-from apache_beam.pvalue import TaggedOutput
-from jinja2 import TemplateError
 
-from tuning.data.conversations import ConversationError, conversation_ids, prompt_ids
-from tuning.data.records import Message, Record, RecordError, canonical_json, digest, parse_line
-from tuning.models.tokenizer import completion_ids, load_tokenizer
+from tuning.data.blocks import Block, Entry, Plan
+from tuning.data.files import Part, read_part
+from tuning.data.remote import again, filesystem, publish, type_of
+from tuning.data.runners import Runner, flags_of
+from tuning.data.schema import DEAD, LEDGER, ORDER, SCHEMAS, ipc_bytes, table_of
+from tuning.data.steps import STEPS, wanted_steps
 
-IDS = pa.list_(pa.int32())
-_PROMPTS = {"id": pa.string(), "prompt_ids": IDS, "prompt": pa.string(), "answer": pa.string(), "metadata": pa.string()}
-_PAIRS = {
-    "id": pa.string(),
-    "prompt_ids": IDS,
-    "chosen_ids": IDS,
-    "rejected_ids": IDS,
-    "prompt": pa.string(),
-    "chosen": pa.string(),
-    "rejected": pa.string(),
-    "margin": pa.float64(),
-}
-_LABELLED = {
-    "id": pa.string(),
-    "prompt_ids": IDS,
-    "completion_ids": IDS,
-    "label": pa.bool_(),
-    "prompt": pa.string(),
-    "completion": pa.string(),
-}
-SCHEMAS: dict[str, dict[str, pa.DataType]] = {
-    "sft": {
-        "id": pa.string(),
-        "prompt_ids": IDS,
-        "completion_ids": IDS,
-        "completion_mask": pa.list_(pa.int8()),
-        "prompt": pa.string(),
-        "completion": pa.string(),
-    },
-    "preference": _PAIRS,
-    "labelled": _LABELLED,
-    "prompts": _PROMPTS,
-    "heldout": _PROMPTS,
-    "heldout_preference": _PAIRS,
-    "heldout_labelled": _LABELLED,
-}
-"""Columns of each output; `heldout_preference` holds the pairs of held-out groups, and `heldout_labelled` likewise.
-
-`completion_mask` is 1 for the tokens that SFT trains; null: all of them."""
-
-_LEDGER = {
-    "id": pa.string(),
-    "group": pa.string(),
-    "heldout": pa.bool_(),
-    "copies": pa.int64(),
-    "rows": pa.list_(pa.string()),
-    "dropped": pa.list_(pa.string()),
-}
-_ORDER = {"key": pa.string(), "position": pa.int64()}
-"""Columns of a piece that are gone after the merge: what makes rows equal, and the record's place in the source."""
-
-Item = tuple[int, str, int, bytes]
-"""(position over all sources, label of the source, number in it, JSON text)."""
+# A block of small records ends here, so that their objects stay bounded too.
+BLOCK_RECORDS = 8192
+RECEIPT = ".json"
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Everything that decides the output, beside the records."""
+class BlockCoder(beam.coders.Coder):
+    """Pickles blocks where a runner moves them; their size is estimated, for Beam asks for it at each step."""
 
-    tokenizer: str
-    """Folder of the tokenizer."""
-    system_prompt: str | None
-    rename: Mapping[str, str]
-    extra_fields: str
-    seed: int
-    """Of the split."""
-    heldout_fraction: float
-    sft_fraction: float
-    preference_all: bool
-    """Pairs from all training groups, not from those of `sft` alone."""
-    prompts_all: bool
-    """Prompts from all training groups, not only from those outside `sft`."""
-    splits: Sequence[str]
-    """The wanted ones."""
-    max_prompt_tokens: int
-    max_completion_tokens: int
-    shards: int
+    def encode(self, value: Block) -> bytes:
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+
+    def decode(self, encoded: bytes) -> Block:
+        return pickle.loads(encoded)  # type: ignore[no-any-return]
+
+    def estimate_size(self, value: Block) -> int:
+        return sum(len(entry.line) for entry in value.entries)
+
+    def is_deterministic(self) -> bool:
+        return False
 
 
-def uniform(seed: int, purpose: str, group: str) -> float:
-    """A number in [0, 1) that depends on its arguments alone: more data never moves a group to another split."""
-    bits = hashlib.sha256(f"{seed}\n{purpose}\n{group}".encode()).digest()[:8]
-    return int.from_bytes(bits, "big") / 2.0**64
+beam.coders.registry.register_coder(Block, BlockCoder)
 
 
-def splits_of(record: Record, plan: Plan) -> list[str]:
-    """The outputs that the record goes to, before any length filter; empty if no wanted one has a use for it."""
-    pairs = bool(record.rejected)
-    if record.split is not None:
-        planned = [record.split]
-    elif uniform(plan.seed, "heldout", record.group) < (plan.heldout_fraction if "heldout" in plan.splits else 0.0):
-        planned = ["heldout"]
-    else:
-        in_sft = uniform(plan.seed, "sft", record.group) < (plan.sft_fraction if "sft" in plan.splits else 0.0)
-        planned = ["sft"] if in_sft and record.completion is not None and record.label is not False else []
-        planned += ["preference"] if pairs and (in_sft or plan.preference_all) else []
-        planned += ["labelled"] if record.label is not None and (in_sft or plan.preference_all) else []
-        planned += ["prompts"] if plan.prompts_all or not in_sft else []
-    planned = [split for split in planned if split in plan.splits]
-    if planned == ["heldout"] and pairs and "preference" in plan.splits:
-        planned.append("heldout_preference")
-    if planned == ["heldout"] and record.label is not None and "labelled" in plan.splits:
-        planned.append("heldout_labelled")
-    return planned
+class Read(beam.DoFn):
+    """Part -> its blocks."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+
+    def process(self, part: Part) -> Iterator[Block]:
+        yield from blocks_of(part, self.block_bytes)
 
 
-@functools.lru_cache(maxsize=2)
-def _tokenizer(folder: str) -> Any:
-    # Setup runs for each thread and each chunk; the tokenizer is loaded once in a process.
-    return load_tokenizer(folder)
+def blocks_of(part: Part, block_bytes: int) -> Iterator[Block]:
+    """The records of a part, in blocks of at most `block_bytes` (but at least one record)."""
+    entries: list[Entry] = []
+    size, number = 0, itertools.count()
+    for place, line in read_part(part):
+        if entries and (size + len(line) > block_bytes or len(entries) == BLOCK_RECORDS):
+            yield Block(f"{name_of(part)}-{next(number):04d}", part, False, entries)
+            entries, size = [], 0
+        entries.append(Entry(part.position + place - part.number, place, line))
+        size += len(line)
+    yield Block(f"{name_of(part)}-{next(number):04d}", part, True, entries)
 
 
-class Parse(beam.DoFn):
-    """Item -> (content digest, (position, record, label, number)); `dead`: a line for the dead letters."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-
-    def process(self, item: Item) -> Iterator[Any]:
-        position, label, number, line = item
-        try:
-            record = parse_line(line, label, number, self.plan.rename, self.plan.extra_fields)
-        except RecordError as error:
-            yield TaggedOutput("dead", _dead(position, label, number, line, str(error), 1))
-        else:
-            yield record.content, (position, label, number, line, record)
+def name_of(part: Part) -> str:
+    """The part in names of pieces: parts of other sizes, of a try with other settings, have other names."""
+    return f"{part.position:012d}-{part.size:x}-{part.checksum:08x}"
 
 
-def first_of_equals(element: tuple[str, Iterable[Any]]) -> tuple[Any, int]:
-    """The occurrence that comes first in the source, and the number of occurrences."""
-    occurrences = list(element[1])
-    return min(occurrences, key=lambda occurrence: occurrence[0]), len(occurrences)
+class Apply(beam.DoFn):
+    """Block -> the block after a step; what the step counted is in the block and in Beam's counters."""
 
-
-class Encode(beam.DoFn):
-    """Splits, applies the chat template, tokenises and filters by length: ((output, shard), row); `dead` as above."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, name: str, plan: Plan) -> None:
+        self.name, self.plan = name, plan
 
     def setup(self) -> None:
-        self.tokenizer = _tokenizer(self.plan.tokenizer)
-        special = {token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special}
-        self.special = re.compile("|".join(re.escape(token) for token in sorted(special)) or r"(?!)")
+        self.step = STEPS[self.name](self.plan)
 
-    def process(self, element: tuple[Any, int]) -> Iterator[Any]:
-        (position, label, number, line, record), copies = element
-        found = self._control_token(record)
-        if found:
-            reason = f"{label}, record {number}: text holds the control token {found!r}; remove it or escape it"
-            yield TaggedOutput("dead", _dead(position, label, number, line, reason, copies))
-            return
-        outputs = splits_of(record, self.plan)
-        try:
-            found_rows = [(output, row) for output in outputs for row in self._rows(output, record)]
-        except (TemplateError, ConversationError) as error:
-            reason = f"{label}, record {number}: the chat template refuses the messages ({error})"
-            yield TaggedOutput("dead", _dead(position, label, number, line, reason, copies))
-            return
-        rows: list[str] = []
-        dropped: list[str] = []
-        if not outputs:
-            dropped.append("no_split_wants_it")
-        for output, row in found_rows:
-            lengths = [len(row[name]) for name in ("completion_ids", "chosen_ids", "rejected_ids") if name in row]
-            if len(row["prompt_ids"]) > self.plan.max_prompt_tokens:
-                dropped.append(f"{output}:prompt_too_long")
-            elif lengths and max(lengths) > self.plan.max_completion_tokens:
-                dropped.append(f"{output}:completion_too_long")
-            else:
-                rows.append(output)
-                yield self._keyed(output, position, row)
-        heldout = any(output.startswith("heldout") for output in outputs)
-        ledger = {"id": record.id, "group": record.group, "heldout": heldout, "copies": copies}
-        ledger |= {"rows": rows, "dropped": dropped, "key": record.content}
-        yield self._keyed("ledger", position, ledger)
+    def process(self, block: Block) -> Iterator[Block]:
+        counts = {"in": len(block.alive()), **self.step(block)}
+        block.counts[self.name] = counts
+        for name, count in counts.items():
+            Metrics.counter(self.name, name).inc(count)
+        yield block
 
-    def _control_token(self, record: Record) -> str | None:
-        texts = [message["content"] for message in record.prompt] + [record.completion or "", *record.rejected]
-        # What a template may print beside the contents: tools, calls and names.
-        texts.append(canonical_json([record.prompt, record.conversation, record.tools]))
-        found = next(filter(None, map(self.special.search, texts)), None)
-        return found.group() if found else None
 
-    def _messages(self, turns: Sequence[Message]) -> list[Message]:
-        """The turns, after the system prompt where they bring none of their own."""
-        own = not self.plan.system_prompt or turns[0]["role"] == "system"
-        return list(turns) if own else [{"role": "system", "content": self.plan.system_prompt}, *turns]
+class Write(beam.DoFn):
+    """Block -> its pieces, then its receipt, below a folder that all workers reach."""
 
-    def _rows(self, output: str, record: Record) -> Iterator[dict[str, Any]]:
-        """Rows with the columns of the output and `key`, by which equal rows of different records are merged."""
-        row: dict[str, Any] = {"id": record.id, "prompt": record.prompt_text}
-        if output == "sft" and record.conversation is not None:
-            ids, mask = conversation_ids(self.tokenizer, self._messages(record.conversation), record.tools)
-            first = mask.index(1)
-            row |= {"prompt_ids": _pack(ids[:first]), "completion_ids": _pack(ids[first:])}
-            yield row | {"completion": record.completion, "completion_mask": mask[first:], "key": record.content}
-            return
-        row["prompt_ids"] = _pack(prompt_ids(self.tokenizer, self._messages(record.prompt), record.tools))
-        if output in ("sft", "labelled", "heldout_labelled"):
-            assert record.completion is not None
-            row |= {"completion": record.completion, "completion_ids": self._completion(record.completion)}
-            yield row | {"completion_mask": None, "label": record.label, "key": record.content}
-        elif output in ("preference", "heldout_preference"):
-            assert record.completion is not None
-            row |= {"chosen": record.completion, "chosen_ids": self._completion(record.completion)}
-            for index, rejected in enumerate(record.rejected):
-                name = record.id if len(record.rejected) == 1 else f"{record.id}/{index}"
-                pair = {"rejected": rejected, "rejected_ids": self._completion(rejected), "margin": record.margin}
-                yield row | pair | {"id": name, "key": f"{record.content}/{index}"}
+    def __init__(self, folder: str, shards: int) -> None:
+        self.folder, self.shards = folder, shards
+
+    def process(self, block: Block) -> Iterator[str]:
+        pieces: dict[str, list[dict[str, Any]]] = {}
+        for entry in block.entries:
+            for output, row in entry.rows:
+                pieces.setdefault(output, []).extend(_placed(entry, row, block.part.label))
+        for output, rows in sorted(pieces.items()):
+            self.put(block, output, rows, {**SCHEMAS[output], **ORDER})
+        self.put(block, "ledger", [_fate(entry) for entry in block.entries], LEDGER)
+        block.dead.sort(key=lambda letter: letter["position"])
+        if block.dead:
+            columns = {**DEAD, "position": pa.int64()}
+            data = ipc_bytes([table_of(block.dead, columns)], columns)
+            publish(f"{self.folder}/{block.name}.dead.arrow", data)
+        receipt = {
+            "part": name_of(block.part),
+            "last": block.last,
+            "records": len(block.entries) + len(block.dead),
+            "dead": len(block.dead),
+            "reasons": [letter["reason"] for letter in block.dead[:3]],
+            "outputs": sorted(pieces),
+            "counts": block.counts,
+        }
+        publish(f"{self.folder}/{block.name}{RECEIPT}", json.dumps(receipt).encode())
+        Metrics.counter("Write", "records").inc(receipt["records"])
+        yield block.name
+
+    def put(self, block: Block, output: str, rows: list[dict[str, Any]], columns: dict[str, pa.DataType]) -> None:
+        """One file of rows, with a record batch for each shard."""
+        shards: list[list[dict[str, Any]]] = [[] for _ in range(self.shards)]
+        for row in rows:
+            shards[shard_of(row["key"], self.shards)].append(row)
+        data = ipc_bytes([table_of(shard, columns) for shard in shards], columns)
+        publish(f"{self.folder}/{block.name}.{output}.arrow", data)
+
+
+def shard_of(key: str, shards: int) -> int:
+    """The shard of all rows with this key."""
+    return _hash64(key) % shards
+
+
+def _hash64(text: str) -> int:
+    return int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
+
+
+def _placed(entry: Entry, row: dict[str, Any], label: str) -> Iterator[dict[str, Any]]:
+    """The row with its provenance, as often as its source's weight says."""
+    record = entry.record
+    row |= {"source": label, "record": entry.number, "content": record.content, "position": entry.position}
+    yield row
+    for copy in range(1, entry.times):
+        yield row | {"id": f"{row['id']}~{copy}", "key": f"{row['key']}~{copy}"}
+
+
+def _fate(entry: Entry) -> dict[str, Any]:
+    record = entry.record
+    return {
+        "id": record.id,
+        "group": record.group,
+        "fate": entry.fate,
+        "heldout": any(output.startswith("heldout") for output in entry.outputs),
+        "rows": [output for output, _ in entry.rows for _ in range(entry.times)],
+        "dropped": entry.dropped,
+        "id_hash": _hash64(record.id),
+        "group_hash": _hash64(record.group),
+        "prompt_hash": None if record.text is not None else _hash64(record.prompt_text),
+        "signature": None if entry.signature is None else entry.signature.tobytes(),
+        "key": record.content,
+        "position": entry.position,
+    }
+
+
+def receipts(folder: str) -> dict[str, dict[str, Any]]:
+    """The receipts of finished blocks by name, in the order of their records."""
+    fs, path = filesystem(folder)
+    if type_of(fs, path, folder) is None:
+        return {}
+    names = sorted(n for n in again(lambda: fs.ls(path, detail=False), folder) if n.endswith(RECEIPT))
+    texts = [again(functools.partial(fs.cat_file, name), name) for name in names]
+    stems = [name.rsplit("/", 1)[-1].removesuffix(RECEIPT) for name in names]
+    return {stem: json.loads(text) for stem, text in zip(stems, texts, strict=True)}
+
+
+def finished(parts: Iterable[Part], done: dict[str, dict[str, Any]]) -> tuple[list[Part], list[str]]:
+    """(parts that are still to do, blocks of those that are done): a part is done when all its blocks are."""
+    by_part: dict[str, list[str]] = {}
+    for name, receipt in done.items():
+        by_part.setdefault(receipt["part"], []).append(name)
+    todo, blocks = [], []
+    for part in parts:
+        names = by_part.get(name_of(part), [])
+        numbers = [int(name.rpartition("-")[2]) for name in names]
+        if names and done[names[-1]]["last"] and numbers == list(range(len(names))):
+            blocks += names
         else:
-            # Several pairs of one prompt are one prompt to sample from.
-            key = digest(json.dumps([record.prompt, record.answer], sort_keys=True))
-            yield row | {"answer": record.answer, "metadata": record.metadata, "key": key}
-
-    def _completion(self, text: str) -> array.array[int]:
-        return _pack(completion_ids(self.tokenizer, text))
-
-    def _keyed(self, output: str, position: int, row: dict[str, Any]) -> tuple[tuple[str, int], dict[str, Any]]:
-        shard = int(digest(row["key"])[:15], 16) % self.plan.shards
-        return (output, shard), {**row, "position": position}
+            todo.append(part)
+    return todo, blocks
 
 
-class WritePiece(beam.DoFn):
-    """((output, shard), rows) -> one Parquet file under the chunk's folder, in an order of its own making."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-
-    def process(self, element: tuple[tuple[str, int], Iterable[dict[str, Any]]]) -> Iterator[str]:
-        (output, shard), rows = element
-        path = f"{self.folder}/{output}/part-{shard:05d}.parquet"
-        columns = _LEDGER if output == "ledger" else SCHEMAS[output]
-        write_table(path, _table(sorted(rows, key=_order), {**columns, **_ORDER}))
-        yield path
-
-
-class WriteDead(beam.DoFn):
-    """(None, dead letters) -> one JSON Lines file, in the order of the source."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-
-    def process(self, element: tuple[None, Iterable[dict[str, Any]]]) -> Iterator[str]:
-        path = f"{self.folder}/dead.jsonl"
-        with fsspec.open(path, "w", encoding="utf-8", newline="\n", auto_mkdir=True) as file:
-            for letter in sorted(element[1], key=lambda letter: letter["position"]):
-                file.write(json.dumps({name: letter[name] for name in letter if name != "position"}) + "\n")
-        yield path
-
-
-def run_chunk(items: Sequence[Item], plan: Plan, folder: Path, workers: int = 1) -> None:
-    """Send one chunk of records through Beam; its pieces, ledger and dead letters appear under `folder`.
+def run(
+    parts: Sequence[Part],
+    plan: Plan,
+    folder: str,
+    block_bytes: int = 1 << 23,
+    runner: Runner | None = None,
+    progress: Callable[[int], None] = lambda blocks: None,
+) -> dict[str, int]:
+    """Send parts through the pipeline; pieces and receipts appear below `folder`, a path or URL all workers reach.
 
     Args:
-        items: the records; all in memory, about twelvefold while Beam runs.
-        plan: what to do. folder: an empty or missing local folder.
-        workers: 1 works in this process; more start that many processes (about 3 s for each chunk).
+        parts: of all sources. plan: what to do with their records.
+        block_bytes: raw bytes of a block; a worker holds about ten times as much.
+        runner: who executes. progress: called now and then with the number of finished blocks.
+    Returns:
+        Beam's counters, as step/name.
     """
-    # Without the explicit runner, Beam's default first tries to download a binary.
-    flags = ["--runner=FnApiRunner", "--default_sdk_harness_log_level=ERROR"]
-    if workers > 1:
-        flags += [f"--direct_num_workers={workers}", "--direct_running_mode=multi_processing"]
-    folder.mkdir(parents=True, exist_ok=True)
-    pipeline = beam.Pipeline(options=PipelineOptions(flags))
-    parsed = (
+    runner = runner or Runner()
+    pipeline = beam.Pipeline(options=PipelineOptions(flags_of(runner)))
+    blocks = (
         pipeline
-        | "Records" >> beam.Create(items)
+        | "Parts" >> beam.Create(list(parts))
         | "Spread" >> beam.Reshuffle()
-        | "Parse" >> beam.ParDo(Parse(plan)).with_outputs("dead", main="records")
+        | "Read" >> beam.ParDo(Read(block_bytes)).with_output_types(Block)
     )
-    encoded = (
-        parsed.records
-        | "Group equals" >> beam.GroupByKey()
-        | "First of equals" >> beam.Map(first_of_equals)
-        | "Encode" >> beam.ParDo(Encode(plan)).with_outputs("dead", main="rows")
-    )
-    _ = encoded.rows | "Group shards" >> beam.GroupByKey() | "Write pieces" >> beam.ParDo(WritePiece(str(folder)))
-    dead = (parsed.dead, encoded.dead) | "Dead letters" >> beam.Flatten() | "One key" >> beam.Map(_without_key)
-    _ = dead | "Group dead" >> beam.GroupByKey() | "Write dead" >> beam.ParDo(WriteDead(str(folder)))
-    with _importable_from_children():
-        pipeline.run().wait_until_finish()
+    for name in wanted_steps(plan):
+        blocks = blocks | name >> beam.ParDo(Apply(name, plan)).with_output_types(Block)
+    _ = blocks | "Write" >> beam.ParDo(Write(folder, plan.shards))
+    with _environment_of_workers(runner.workers), _watched(folder, progress):
+        result = pipeline.run()
+        result.wait_until_finish()
+    counters = result.metrics().query()["counters"]
+    return {f"{c.key.metric.namespace}/{c.key.metric.name}": c.committed or c.attempted for c in counters}
 
 
-def merge(chunks: Sequence[Path], output: str, shard: int) -> pa.Table:
-    """One final shard from the pieces of all chunks, sorted by id; of equal rows, the first in the source stays.
+class _watched:
+    """Reports the number of receipts, every second, while the runner is at work."""
 
-    For `ledger`, equal records of different chunks become one line that has all their copies.
-    """
-    columns = {**_LEDGER, **_ORDER} if output == "ledger" else SCHEMAS[output]
-    pieces = [path for chunk in chunks if (path := chunk / output / f"part-{shard:05d}.parquet").is_file()]
-    if not pieces:
-        return _table([], columns)
-    table = pa.concat_tables([pq.read_table(path) for path in pieces]).combine_chunks()
-    table = table.sort_by([("key", "ascending"), ("position", "ascending")])
-    keys = table["key"].to_numpy(zero_copy_only=False)
-    first = np.concatenate([[True], keys[1:] != keys[:-1]])
-    if output == "ledger":
-        copies = np.add.reduceat(table["copies"].to_numpy(), np.flatnonzero(first))
-        table = table.set_column(table.schema.get_field_index("copies"), "copies", _scatter(copies, first))
-    table = table.filter(pa.array(first)).sort_by([("id", "ascending"), ("position", "ascending")])
-    return table.select(list(columns))
+    def __init__(self, folder: str, progress: Callable[[int], None]) -> None:
+        self.folder, self.progress, self.stop = Path(folder), progress, threading.Event()
+        self.thread = threading.Thread(target=self._watch, daemon=True)
 
-
-def _scatter(values: np.ndarray, where: np.ndarray) -> pa.Array:
-    """The values at the true places of `where`, zero elsewhere."""
-    full = np.zeros(len(where), np.int64)
-    full[where] = values
-    return pa.array(full)
-
-
-def write_table(path: str, table: pa.Table) -> None:
-    """Write Parquet through fsspec; equal tables give equal bytes (of one pyarrow version, which the file names)."""
-    with fsspec.open(path, "wb", auto_mkdir=True) as file:
-        pq.write_table(table, file, compression="zstd", row_group_size=1 << 16)
-
-
-def _table(rows: Sequence[dict[str, Any]], columns: Mapping[str, pa.DataType]) -> pa.Table:
-    return pa.table(
-        {name: pa.array([row[name] for row in rows], type=kind) for name, kind in columns.items()},
-        schema=pa.schema(list(columns.items())),
-    )
-
-
-def _pack(ids: list[int]) -> array.array[int]:
-    # Beam moves one machine array in place of hundreds of Python integers.
-    return array.array("i", ids)
-
-
-def _order(row: dict[str, Any]) -> tuple[str, int]:
-    return row["key"], row["position"]
-
-
-def _without_key(letter: dict[str, Any]) -> tuple[None, dict[str, Any]]:
-    return None, letter
-
-
-def _dead(position: int, label: str, number: int, line: bytes, reason: str, copies: int) -> dict[str, Any]:
-    text = line.decode(errors="replace")
-    return {"position": position, "source": label, "number": number, "reason": reason, "copies": copies, "record": text}
-
-
-class _importable_from_children:
-    """Lets Beam's worker processes import this package from a checkout that is not installed."""
+    def _watch(self) -> None:
+        while not self.stop.wait(1.0):
+            if self.folder.is_dir():
+                self.progress(sum(name.endswith(RECEIPT) for name in os.listdir(self.folder)))
 
     def __enter__(self) -> None:
-        self.before = os.environ.get("PYTHONPATH")
-        root = str(Path(__file__).resolve().parents[2])
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, self.before]))
+        self.thread.start()
 
     def __exit__(self, *_: object) -> None:
-        if self.before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = self.before
+        self.stop.set()
+        self.thread.join()
+
+
+@contextlib.contextmanager
+def _environment_of_workers(workers: int) -> Iterator[None]:
+    """What Beam's worker processes inherit: they import what this process can (a checkout, the user's rules), and
+    several of them leave threads for the tokenizer alone, as each has a core already."""
+    root = str(Path(__file__).resolve().parents[2])
+    paths = dict.fromkeys([root, *(path or os.getcwd() for path in sys.path)])
+    values = {"PYTHONPATH": os.pathsep.join(paths)}
+    if workers > 1:
+        values["TOKENIZERS_PARALLELISM"] = "false"
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

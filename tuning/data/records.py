@@ -13,9 +13,11 @@ A raw record is a JSON object:
     split       "sft" | "preference" | "labelled" | "prompts" | "heldout", optional: the only one to use the record.
     group       str, optional: records of one group never straddle training and held-out. Default: the prompt.
     metadata    object, optional: passed through to rewards and reports.
+    text        str, alone: a document for SFT, every token of which is trained.
 
-The layouts of TRL datasets are read as well: `messages`; `chosen` in place of `completion`; `completion`, `chosen` and
-`rejected` as a list of one assistant message; `chosen` and `rejected` as whole conversations without `prompt`.
+Other tools' layouts are translated first (`tuning.data.layouts`). Those of TRL datasets are read as they are:
+`messages`; `chosen` in place of `completion`; `completion`, `chosen` and `rejected` as a list of one assistant message;
+`chosen` and `rejected` as whole conversations without `prompt`.
 
 Of `messages` that end with the assistant's turn, SFT trains every turn of the assistant; the last one is the completion
 everywhere else. A message has `role` and `content`, an assistant's optionally `tool_calls` (and then no content), a
@@ -32,11 +34,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from tuning.data import layouts
+
 SPLITS = ("sft", "preference", "labelled", "prompts", "heldout")
 ROLES = ("system", "user", "assistant", "tool")
 FIELDS = (
-    "id", "prompt", "completion", "rejected", "label", "answer", "margin", "tools", "split", "group", "metadata",
-)  # fmt: skip
+    *("id", "prompt", "completion", "rejected", "label", "answer", "margin", "tools", "split", "group", "metadata"),
+    "text",
+)
 ALIASES = ("messages", "chosen")
 OPTIONAL = {"assistant": {"tool_calls"}, "tool": {"name", "tool_call_id"}}
 """Keys that messages of a role may have beside `role` and `content`."""
@@ -82,10 +87,17 @@ class Record:
     split: str | None = None
     metadata: str = "{}"
     """Canonical JSON."""
+    text: str | None = None
+    """A document; such a record has no prompt and no completion."""
+    layout: str = "native"
+    """The layout that it came in."""
 
     @property
     def prompt_text(self) -> str:
-        """The prompt for people and verifiers: the bare text of a single user turn, else one line a message."""
+        """The prompt for people and verifiers: the bare text of a single user turn, else one line a message.
+
+        Empty for a document.
+        """
         if len(self.prompt) == 1 and self.prompt[0]["role"] == "user":
             return self.prompt[0]["content"]
         return "\n".join(f"{message['role']}: {message['content']}" for message in self.prompt)
@@ -102,32 +114,56 @@ def digest(text: str) -> str:
 
 
 def parse_line(
-    line: bytes | str, source: str, number: int, rename: Mapping[str, str] | None = None, extra: str = "error"
+    line: bytes | str,
+    source: str,
+    number: int,
+    rename: Mapping[str, str | None] | None = None,
+    extra: str = "error",
+    layout: str = "auto",
+    strings: bool = False,
 ) -> Record:
-    """A record from one line of JSON. Errors and other arguments as in `parse_record`."""
+    """A record from one line of JSON. `strings`: every value is text, as in CSV. Else as `parse_record`."""
     try:
         raw = json.loads(line.removeprefix(b"\xef\xbb\xbf") if isinstance(line, bytes) else line)
     except (ValueError, RecursionError) as error:
         raise RecordError(source, number, "(record)", "one JSON object on the line", f"{error}") from None
-    return parse_record(raw, source, number, rename, extra)
+    return parse_record(raw, source, number, rename, extra, layout, strings)
 
 
 def parse_record(
-    raw: Any, source: str, number: int, rename: Mapping[str, str] | None = None, extra: str = "error"
+    raw: Any,
+    source: str,
+    number: int,
+    rename: Mapping[str, str | None] | None = None,
+    extra: str = "error",
+    layout: str = "auto",
+    strings: bool = False,
 ) -> Record:
     """A checked record from a raw one.
 
     Args:
         raw: the object; fields that are None count as absent.
         source: file or task, and `number` the record's place in it (from 1): both only for error messages.
-        rename: the source's name of a field to the name in this layout, such as {"question": "prompt"}.
+        rename: the source's name of a field to the name in this layout, such as {"question": "prompt"}; to None: the
+            field is left out.
         extra: what to do with unknown fields: "error", or "metadata" to move them into `metadata`.
+        layout: one of `tuning.data.layouts.LAYOUTS`, or "auto" to go by the fields.
     Raises:
         RecordError: the first field that is wrong.
     """
     if not isinstance(raw, Mapping):
         raise RecordError(source, number, "(record)", "a JSON object", _kind(raw))
-    return _Parser(source, number, raw.get("id")).parse(raw, rename or {}, extra)
+    parser = _Parser(source, number, raw.get("id"))
+    names = rename or {}
+    kept = {name: value for name, value in raw.items() if value is not None and names.get(name, name) is not None}
+    renamed = {names.get(name) or name: value for name, value in kept.items()}
+    try:
+        native, found = layouts.translate(layouts.from_strings(renamed) if strings else renamed, layout)
+        return parser.parse(native, extra, found)
+    except layouts.LayoutError as error:
+        raise parser.error(error.field, error.expected, error.got) from None
+    except RecursionError:
+        raise parser.error("(record)", "less nesting", "values nested too deep") from None
 
 
 class _Parser:
@@ -139,8 +175,8 @@ class _Parser:
     def error(self, field: str, expected: str, got: str) -> RecordError:
         return RecordError(self.source, self.number, field, expected, got, self.id)
 
-    def parse(self, raw: Mapping[str, Any], rename: Mapping[str, str], extra: str) -> Record:
-        values = {rename.get(name, name): value for name, value in raw.items() if value is not None}
+    def parse(self, raw: Mapping[str, Any], extra: str, layout: str) -> Record:
+        values = {name: value for name, value in raw.items() if value is not None}
         metadata = values.get("metadata", {})
         if not isinstance(metadata, dict):
             raise self.error("metadata", "an object", _kind(metadata))
@@ -151,7 +187,8 @@ class _Parser:
             advice = f"did you mean `{near[0]}`?" if near else "move it into `metadata`, or set extra_fields: metadata"
             raise self.error(name, f"no such field ({advice})", _kind(unknown[name]))
 
-        prompt, completion, rejected = self.turns(values)
+        document = self.document(values)
+        prompt, completion, rejected = self.turns(values) if document is None else ([], None, [])
         conversation = self.conversation(values)
         label, tools = values.get("label"), values.get("tools", [])
         if label is not None and not isinstance(label, bool):
@@ -168,7 +205,9 @@ class _Parser:
         split = values.get("split")
         if split is not None and split not in SPLITS:
             raise self.error("split", f"one of {', '.join(SPLITS)}", _kind(split))
-        if split in ("sft", "preference", "labelled") and completion is None:
+        if document is not None and split not in (None, "sft"):
+            raise self.error("split", "'sft' or nothing beside `text`", _kind(split))
+        if split in ("sft", "preference", "labelled") and completion is None and document is None:
             raise self.error("completion", f"a completion, since split is {split!r}", "none")
         if split == "preference" and not rejected:
             raise self.error("rejected", "at least one, since split is 'preference'", "none")
@@ -183,6 +222,7 @@ class _Parser:
             "rejected": rejected,
             "label": label,
             "messages": conversation,
+            "text": document,
             "tools": tools or None,
             "answer": self.optional_text("answer", values),
             "margin": None if margin is None else float(margin),
@@ -198,7 +238,7 @@ class _Parser:
         return Record(
             id=self.optional_text("id", values) or digest(text),
             content=digest(text),
-            group=content["group"] or "prompt:" + digest(canonical_json(prompt)),
+            group=content["group"] or "prompt:" + digest(canonical_json(prompt if document is None else document)),
             prompt=tuple(prompt),
             completion=completion,
             rejected=tuple(rejected),
@@ -209,7 +249,18 @@ class _Parser:
             margin=content["margin"],
             split=split,
             metadata=canonical_json(content["metadata"]),
+            text=document,
+            layout=layout,
         )
+
+    def document(self, values: dict[str, Any]) -> str | None:
+        """The text of a record that is nothing else."""
+        if "text" not in values:
+            return None
+        beside = sorted(set(values) & {"prompt", "completion", "rejected", "answer", "label", "tools", *ALIASES})
+        if beside:
+            raise self.error("text", "a document has neither prompt nor completion", f"`{beside[0]}` beside it")
+        return self.text("text", values["text"])
 
     def turns(self, values: dict[str, Any]) -> tuple[list[Message], str | None, list[str]]:
         """Prompt, completion and rejected completions, whichever layout they came in."""

@@ -4,9 +4,9 @@ A source is named by a string:
 
     addition, reasoning_gym, critics, words     built-in tasks, with arguments as of the functions below
     package.module:function                     any function that returns an iterable of raw records
-    data/*.jsonl, s3://bucket/x.parquet, ...    files: path, glob or fsspec URL of .jsonl, .jsonl.gz or .parquet
+    data/*.jsonl, s3://bucket/x.parquet, ...    files: path, folder, glob or fsspec URL (`tuning.data.files`)
 
-Nothing here is imported at the top but the standard library: packages of data load when their task is asked for.
+Packages of data load when their task is asked for.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from __future__ import annotations
 import bz2
 import contextlib
 import csv
-import dataclasses
 import difflib
-import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -27,43 +25,48 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tuning.data import files
+from tuning.data.files import Part
+from tuning.data.remote import SourceError
+
 RawRecord = Mapping[str, Any]
 
-FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
-_READ_BYTES = 1 << 20
 
-
-class SourceError(ValueError):
-    """A source that cannot be found or read; the message says what to do."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """An opened source: `total` records, each as (label, number, JSON text); numbers count from 1 in each label."""
-
-    total: int
-    items: Iterator[tuple[str, int, bytes]]
-
-
-def open_source(source: str, arguments: Mapping[str, Any] | None = None, seed: int = 0) -> Source:
-    """Open a source by name.
+def parts_of_source(
+    source: str,
+    arguments: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    *,
+    part_bytes: int,
+    spool: str,
+    number: int = 0,
+    position: int = 0,
+) -> Iterator[Part]:
+    """Cut a source, the `number`-th of a recipe, into parts; `position` is the place of its first record.
 
     Args:
         source: see the module's docstring.
         arguments: keyword arguments of a task or function; files take none.
         seed: given to functions that have a `seed` parameter, unless the arguments hold one.
+        part_bytes: about the size of a part. spool: folder or URL for what has to be written down first.
     Raises:
         SourceError: unknown name, missing package or files, or arguments that do not fit.
     """
-    arguments = dict(arguments or {})
-    if _is_files(source):
+    if files.is_files(source) and source not in BUILTIN:
         if arguments:
             raise SourceError(f"source {source!r} is a set of files and takes no arguments, got {sorted(arguments)}")
-        paths = _expand(source)
-        names = [path.rsplit("/", 1)[-1] for path in paths]
-        labels = names if len(set(names)) == len(names) else paths
-        total = sum(_count(path) for path in paths)
-        return Source(total, (item for path, label in zip(paths, labels, strict=True) for item in _read(path, label)))
+        for file in files.expand(source):
+            for part in files.parts_of(file, part_bytes, spool, number, position):
+                yield part
+                position = part.position + part.count
+        return
+    lines = (_encode(source, i, raw) for i, raw in enumerate(generate(source, arguments, seed), start=1))
+    yield from files.spooled(lines, source, part_bytes, spool, number, position)
+
+
+def generate(source: str, arguments: Mapping[str, Any] | None = None, seed: int = 0) -> Iterable[RawRecord]:
+    """The raw records of a task or function; arguments and errors as above."""
+    arguments = dict(arguments or {})
     function = _function(source)
     parameters = inspect.signature(function).parameters
     if "seed" in parameters:
@@ -72,29 +75,29 @@ def open_source(source: str, arguments: Mapping[str, Any] | None = None, seed: i
         inspect.signature(function).bind(**arguments)
     except TypeError as error:
         raise SourceError(f"source {source!r}: {error}; its arguments are {', '.join(parameters)}") from None
-    records = list(function(**arguments))
-    return Source(len(records), ((source, i, _encode(source, i, raw)) for i, raw in enumerate(records, start=1)))
+    return function(**arguments)
 
 
 def source_digests(source: str) -> dict[str, str]:
-    """What the records depend on beside code and arguments, by content: file name to sha256, package to version.
+    """What the records depend on beside arguments, by content: task, code, version of a package, sha256 of files.
 
-    `addition` and `words` are code of this package, so have none. Of `module:function`, only that module's file counts.
+    Files are numbered in the order of their names, so that renaming or touching one changes nothing. The code of
+    `addition` and `words` is this module's. Of `module:function`, only that module's file counts.
     """
-    if _is_files(source):
-        paths = _expand(source)
-        return {f"file:{path}": _file_digest(path) for path in paths}
+    if files.is_files(source) and source not in BUILTIN:
+        found = files.expand(source)
+        return {f"file {i}": f"{file.suffix} {files.file_digest(file.url)}" for i, file in enumerate(found, start=1)}
     if source == "reasoning_gym":
-        return {"package:reasoning-gym": _version("reasoning-gym", "reasoning_gym")}
+        return {"task": source, "package:reasoning-gym": _version("reasoning-gym", "reasoning_gym")}
     if source == "critics":
-        return {"file:rotten_tomatoes_corpus_full.csv.bz2": _file_digest(str(_critics_file()))}
+        return {"task": source, "file 1": files.file_digest(str(_critics_file()))}
     if source in BUILTIN:
-        return {}
-    module, _, _ = _split_name(source)
+        return {"task": source}
+    module, _, function = _split_name(source)
     spec = _find_spec(source, module)
     if spec.origin is None or not Path(spec.origin).is_file():
         raise SourceError(f"source {source!r}: module {module} has no source file, so its content has no digest")
-    return {f"module:{module}": _file_digest(spec.origin)}
+    return {"task": function, f"module:{module}": files.file_digest(spec.origin)}
 
 
 def _version(distribution: str, module: str) -> str:
@@ -309,7 +312,7 @@ def _split_name(source: str) -> tuple[str, str, str]:
     if not parts[2]:
         raise SourceError(
             f"unknown source {source!r}{_nearest(source, BUILTIN)}; expected one of {', '.join(sorted(BUILTIN))}, "
-            f"module:function, or files ending in {', '.join(FILE_SUFFIXES)}"
+            f"module:function, or files ending in {', '.join(files.SUFFIXES)}"
         )
     return parts
 
@@ -331,70 +334,3 @@ def _encode(source: str, number: int, raw: Any) -> bytes:
         return json.dumps(raw).encode()
     except (TypeError, ValueError) as error:
         raise SourceError(f"source {source!r}, record {number} is not a JSON value: {error}") from None
-
-
-# Files.
-
-
-def _is_files(source: str) -> bool:
-    return source not in BUILTIN and ("://" in source or "/" in source or source.endswith(FILE_SUFFIXES))
-
-
-def _expand(source: str) -> list[str]:
-    """The files of a path, glob or URL, sorted."""
-    import fsspec
-
-    filesystem, path = fsspec.core.url_to_fs(source)
-    found = filesystem.glob(path) if any(mark in path for mark in "*?[") else [path]
-    paths = sorted(name for name in found if filesystem.isfile(name))
-    if not paths:
-        raise SourceError(f"source {source!r}: no such file")
-    for name in paths:
-        if not name.endswith(FILE_SUFFIXES):
-            raise SourceError(f"{name}: expected a file ending in {', '.join(FILE_SUFFIXES)}")
-    return [filesystem.unstrip_protocol(name) if "://" in source else name for name in paths]
-
-
-def _open(path: str) -> Any:
-    import fsspec
-
-    return fsspec.open(path, "rb", compression="gzip" if path.endswith(".gz") else None)
-
-
-def _file_digest(path: str) -> str:
-    import fsspec
-
-    sha = hashlib.sha256()
-    with fsspec.open(path, "rb") as file:
-        while block := file.read(_READ_BYTES):
-            sha.update(block)
-    return sha.hexdigest()
-
-
-def _count(path: str) -> int:
-    """Number of records, without parsing them."""
-    if path.endswith(".parquet"):
-        import pyarrow.parquet as pq
-
-        with _open(path) as file:
-            return int(pq.ParquetFile(file).metadata.num_rows)
-    with _open(path) as file:
-        return sum(1 for line in file if line.strip())
-
-
-def _read(path: str, label: str) -> Iterator[tuple[str, int, bytes]]:
-    if path.endswith(".parquet"):
-        import pyarrow.parquet as pq
-
-        number = 0
-        with _open(path) as file:
-            for batch in pq.ParquetFile(file).iter_batches(batch_size=1024):
-                for row in batch.to_pylist():
-                    number += 1
-                    # Dates and decimals have no JSON value of their own.
-                    yield label, number, json.dumps(row, default=str).encode()
-        return
-    with _open(path) as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield label, number, line.strip()

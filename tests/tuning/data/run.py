@@ -1,0 +1,48 @@
+"""Sends records through the pipeline's steps in this process, without a runner."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tuning.data import files, merge, pipeline
+from tuning.data.steps import STEPS, wanted_steps
+
+
+def run(plan: Any, folder: Path, *records: Any, block_bytes: int = 1 << 20) -> list[str]:
+    """Writes the records (objects, or bytes of a line) to a file, and its pieces below `folder`; returns the blocks."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "data.jsonl"
+    path.write_bytes(b"".join((r if isinstance(r, bytes) else json.dumps(r).encode()) + b"\n" for r in records))
+    write = pipeline.Write(str(folder / "pieces"), plan.shards)
+    steps = [(name, STEPS[name](plan)) for name in wanted_steps(plan)]
+    made = []
+    for part in files.parts_of(files.DataFile(str(path), path.name), 1 << 20, str(folder / "spool")):
+        for block in pipeline.blocks_of(part, block_bytes):
+            for name, step in steps:
+                block.counts[name] = {"in": len(block.alive()), **step(block)}
+            made += write.process(block)
+    return made
+
+
+def pieces(plan: Any, folder: Path) -> merge.Pieces:
+    found = pipeline.receipts(str(folder / "pieces"))
+    return merge.Pieces(str(folder / "pieces"), {name: r["outputs"] for name, r in found.items()}, plan.shards)
+
+
+def rows(plan: Any, output: str, folder: Path) -> list[dict[str, Any]]:
+    """Merged rows of all shards of an output; of the ledger, its lines."""
+    read = pieces(plan, folder)
+    if output == "ledger":
+        return [
+            line for shard in range(plan.shards) for line in merge.unique(read.read("ledger", shard))[0].to_pylist()
+        ]
+    return [row for shard in range(plan.shards) for row in merge.merged(read, output, shard).to_pylist()]
+
+
+def letters(folder: Path) -> list[dict[str, Any]]:
+    """Dead letters in the order of their records."""
+    found = pipeline.receipts(str(folder / "pieces"))
+    read = merge.Pieces(str(folder / "pieces"), {name: r["outputs"] for name, r in found.items()}, 1)
+    return [row for table in read.dead() for row in table.to_pylist()]

@@ -1,0 +1,67 @@
+"""Near duplicates and contaminated records are found, and only those."""
+
+import random
+
+import numpy as np
+import pytest
+
+from tuning.data import similar
+
+rng = random.Random(0)
+WORDS = ["".join(rng.choices("abcdefghij", k=6)) for _ in range(500)]
+
+
+def text(seed, words=120):
+    return " ".join(random.Random(seed).choices(WORDS, k=words))
+
+
+def changed(base, count, seed=1):
+    words = base.split()
+    for place in random.Random(seed).sample(range(len(words)), count):
+        words[place] = "changed"
+    return " ".join(words)
+
+
+def jaccard(a, b):
+    sets = [set(similar.ngrams(t, similar.SHINGLE_WORDS).tolist()) for t in (a, b)]
+    return len(sets[0] & sets[1]) / len(sets[0] | sets[1])
+
+
+def test_signatures_estimate_the_similarity():
+    base = text(0)
+    for count in (0, 1, 3, 6, 12):
+        other = changed(base, count)
+        estimate = np.mean(similar.signature(base) == similar.signature(other))
+        assert estimate == pytest.approx(jaccard(base, other), abs=0.13)
+    assert np.mean(similar.signature(base) == similar.signature(text(1))) == 0
+    assert (similar.signature("") == 0).all()
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_of_linked_records_the_first_by_rank_stays(order):
+    bases = [text(seed) for seed in range(30)]
+    texts = [*bases, *[changed(bases[i], 1, seed=i) for i in range(10)], bases[0].upper()]
+    ranks = np.arange(len(texts))
+    shuffled = np.random.default_rng(order).permutation(len(texts))
+    signatures = np.stack([similar.signature(texts[i]) for i in shuffled])
+    gone = similar.near_duplicates(signatures, ranks[shuffled], 0.8)
+    assert sorted(ranks[shuffled][gone]) == list(range(30, 41))
+
+
+def test_large_buckets_leave_one(seed=3):
+    signatures = np.repeat(similar.signature(text(seed))[None], 100, axis=0)
+    assert len(similar.near_duplicates(signatures, np.arange(100)[::-1], 1.0)) == 99
+    assert 99 not in similar.near_duplicates(signatures, np.arange(100)[::-1], 1.0)
+
+
+def test_contamination_by_word_runs():
+    prompts = [text(1, 40), "What is the capital of France?"]
+    known, lengths = similar.contamination(prompts, 13), similar.lengths_of(prompts, 13)
+    assert lengths == [6, 13]
+    part = " ".join(prompts[0].split()[5:18])
+    assert similar.is_contaminated(f"Look: {part.upper()}!", known, lengths)
+    assert similar.is_contaminated("so, what is the CAPITAL of france today", known, lengths)
+    assert not similar.is_contaminated(" ".join(prompts[0].split()[5:17]), known, lengths)
+    assert not similar.is_contaminated("What is the capital of Spain?", known, lengths)
+    assert not any(similar.is_contaminated(text(seed), known, lengths) for seed in range(50, 60))
+    assert not similar.is_contaminated("", known, lengths)

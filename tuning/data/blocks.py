@@ -1,0 +1,125 @@
+"""What the steps of `tuning.data.pipeline` work on: the plan, and blocks of records.
+
+A step is made from the plan once in each process and then called with blocks, which it changes; it returns what it
+counted. A record has one fate: kept (at least one row), dropped (`Entry.fate` says why), or dead (it moves to
+`Block.dead`, with a reason); duplicates are found when blocks are merged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tuning.data.files import Part
+from tuning.data.records import Record
+from tuning.data.remote import local_copy
+from tuning.models.tokenizer import load_tokenizer
+
+Counts = dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class SourcePlan:
+    """How the records of one source are read and weighed."""
+
+    rename: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+    layout: str = "auto"
+    weight: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything that decides the output, beside the records."""
+
+    tokenizer: str
+    """Folder of the tokenizer, or its URL."""
+    splits: Sequence[str]
+    """The wanted outputs."""
+    sources: Sequence[SourcePlan] = (SourcePlan(),)
+    system_prompt: str | None = None
+    extra_fields: str = "error"
+    seed: int = 0
+    """Of split and weights."""
+    heldout_fraction: float = 0.0
+    sft_fraction: float = 1.0
+    preference_all: bool = True
+    """Pairs from all training groups, not from those of `sft` alone."""
+    prompts_all: bool = True
+    """Prompts from all training groups, not only from those outside `sft`."""
+    max_prompt_tokens: int = 512
+    max_completion_tokens: int = 512
+    too_long: str = "drop"
+    """drop, or truncate: a prompt keeps its end, a completion its start, without EOS then (R10)."""
+    shards: int = 1
+    rules: Sequence[str] = ()
+    """`module:function` of the user's filters."""
+    contamination: str | None = None
+    """File of n-gram hashes of evaluation prompts (numpy), beside the lengths that they have."""
+    contamination_lengths: Sequence[int] = ()
+    signatures: bool = False
+    """Whether near duplicates are looked for."""
+
+
+@dataclasses.dataclass(slots=True)
+class Entry:
+    """A record on its way."""
+
+    position: int
+    number: int
+    line: bytes
+    record: Record = None  # type: ignore[assignment]
+    """Set by `validate`; what fails there is dead and reaches no other step."""
+    outputs: list[str] = dataclasses.field(default_factory=list)
+    times: int = 1
+    rows: list[tuple[str, dict[str, Any]]] = dataclasses.field(default_factory=list)
+    dropped: list[str] = dataclasses.field(default_factory=list)
+    """output:reason of each row that was dropped."""
+    fate: str = ""
+    """Why the record has no row."""
+    signature: np.ndarray | None = None
+
+
+@dataclasses.dataclass
+class Block:
+    """Records that are worked on together; `name` is unique and the same in each run over the same parts."""
+
+    name: str
+    part: Part
+    last: bool
+    """Whether it is the last one of its part."""
+    entries: list[Entry]
+    dead: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    counts: dict[str, Counts] = dataclasses.field(default_factory=dict)
+    """What each step counted."""
+
+    def alive(self) -> list[Entry]:
+        return [entry for entry in self.entries if not entry.fate]
+
+    def bury(self, reasons: Mapping[int, str], step: str) -> None:
+        """Move the entries with these positions to the dead letters."""
+        if not reasons:
+            return
+        for entry in self.entries:
+            if entry.position in reasons:
+                letter = {"position": entry.position, "source": self.part.label, "record": entry.number, "step": step}
+                # Bytes that are no text stay readable, and can be told from each other.
+                raw = entry.line.decode("utf-8", "backslashreplace")
+                reason = reasons[entry.position].encode("utf-8", "backslashreplace").decode()
+                self.dead.append(letter | {"reason": reason, "raw": raw})
+        self.entries = [entry for entry in self.entries if entry.position not in reasons]
+
+
+Step = Callable[[Block], Counts]
+
+
+@functools.lru_cache(maxsize=2)
+def tokenizer_of(folder: str) -> Any:
+    """The tokenizer, loaded once in a process: steps are made for each thread and bundle."""
+    tokenizer = load_tokenizer(local_copy(folder))
+    tokenizer.backend_tokenizer.no_padding()
+    tokenizer.backend_tokenizer.no_truncation()
+    return tokenizer

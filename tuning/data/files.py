@@ -1,0 +1,393 @@
+"""Files of records: finding them, cutting them into parts and reading a part.
+
+JSON Lines, JSON (a list of objects) and CSV, each also compressed, Parquet and Arrow (and folders of Hugging Face
+`datasets`), from a path, a folder, a glob or an fsspec URL. A part is what one worker reads at a time: a range of
+bytes or of row groups. What cannot be entered in the middle (compressed text, CSV, JSON lists, servers without ranges)
+is first cut into compressed pieces of JSON Lines in a folder for that.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import functools
+import hashlib
+import io
+import json
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from tuning.data.remote import SourceError, again, filesystem, open_input, publish, read_range, type_of
+
+KINDS = {
+    ".jsonl": "lines",
+    ".ndjson": "lines",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+SUFFIXES = (*KINDS, *(kind + packed for kind in (".jsonl", ".json", ".csv", ".tsv") for packed in COMPRESSIONS))
+# Others either have no ranges, or are not seen by another process.
+_RANGES = {"file", "local", "s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "hf"}
+_READ_BYTES = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class DataFile:
+    """One file of a source; `label` names it in messages and provenance."""
+
+    url: str
+    label: str
+
+    @property
+    def compression(self) -> str | None:
+        return COMPRESSIONS.get("." + self.url.rsplit(".", 1)[-1])
+
+    @property
+    def suffix(self) -> str:
+        name = self.url.rsplit("/", 1)[-1].lower()
+        return "." + name.split(".")[-2 if self.compression else -1]
+
+    @property
+    def kind(self) -> str:
+        return KINDS[self.suffix]
+
+    @property
+    def ranges(self) -> bool:
+        """Whether any process may start to read anywhere."""
+        return not self.compression and ("://" not in self.url or self.url.partition("://")[0] in _RANGES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A piece of a source that is read at once: bytes [start, stop) of lines, or row groups or batches."""
+
+    source: int
+    """Which of the recipe's sources."""
+    url: str
+    label: str
+    kind: str
+    start: int
+    stop: int
+    number: int
+    """Number of the first record in its file, from 1."""
+    position: int
+    """Place of the first record among all records of all sources, from 0."""
+    count: int
+    """Records, blank lines included."""
+    size: int
+    """Bytes, uncompressed."""
+    checksum: int
+    """CRC-32 of the bytes that follow from start and stop; of row groups, of the file's footer."""
+    strings: bool = False
+    """All values are text, as in CSV."""
+
+
+def is_files(source: str) -> bool:
+    """Whether a source is meant as files rather than as a task or function."""
+    return "://" in source or "/" in source or source.lower().endswith(SUFFIXES) or Path(source).is_dir()
+
+
+def expand(source: str) -> list[DataFile]:
+    """The files of a path, folder, glob or URL, in the order of their names. Raises SourceError where there is none."""
+    fs, path = filesystem(source)
+    http = source.startswith(("http:", "https:"))
+    marks = "*" if http else "*?["
+    if any(mark in path for mark in marks):
+        listed = again(lambda: fs.glob(path, detail=True), source)
+        found = [name for name, info in listed.items() if info["type"] == "file"]
+    else:
+        kind = type_of(fs, path, source)
+        # Over HTTP every address can be listed and read.
+        folder = kind == "directory" and not http
+        found = _of_folder(fs, path.rstrip("/"), source) if folder else [path] * (kind is not None)
+    if not found:
+        raise SourceError(f"source {source!r}: no such file")
+    urls = sorted(fs.unstrip_protocol(name) if "://" in source else name for name in found)
+    for url in urls:
+        if not url.lower().endswith(SUFFIXES):
+            raise SourceError(f"{url}: expected a file ending in {', '.join(SUFFIXES)}")
+    names = [url.rsplit("/", 1)[-1] for url in urls]
+    labels = names if len(set(names)) == len(names) else urls
+    return [DataFile(url, label) for url, label in zip(urls, labels, strict=True)]
+
+
+def _of_folder(fs: Any, folder: str, source: str) -> list[str]:
+    """Data files below a folder; of one that `datasets` saved, those that its state names."""
+    listed = again(lambda: fs.find(folder), source)
+    names = {name[len(folder) + 1 :]: name for name in listed}
+    if "dataset_dict.json" in names:
+        splits = json.loads(fs.cat_file(names["dataset_dict.json"]))["splits"]
+        if len(splits) > 1:
+            raise SourceError(
+                f"source {source!r} holds the splits {', '.join(splits)}: name one, as {source}/{splits[0]}"
+            )
+        return _of_folder(fs, f"{folder}/{splits[0]}", source)
+    if "state.json" in names:
+        state = json.loads(fs.cat_file(names["state.json"]))
+        if state.get("_indices_data_files"):
+            raise SourceError(f"source {source!r} has an index beside its data: save it after `flatten_indices()`")
+        return [f"{folder}/{entry['filename']}" for entry in state["_data_files"]]
+    hidden = (".", "_")
+    shown = [name for name in names if not any(step.startswith(hidden) for step in name.split("/"))]
+    return [names[name] for name in shown if name.lower().endswith(SUFFIXES) and name != "dataset_info.json"]
+
+
+def file_digest(url: str) -> str:
+    """sha256 of a file's bytes."""
+    sha = hashlib.sha256()
+    with open_input(url) as file:
+        while block := file.read(_READ_BYTES):
+            sha.update(block)
+    return sha.hexdigest()
+
+
+def parts_of(file: DataFile, part_bytes: int, spool: str, source: int = 0, position: int = 0) -> Iterator[Part]:
+    """Cut a file into parts of about `part_bytes`; `position` is the place of its first record.
+
+    Reads the file once. `spool` is the folder, or its URL, for pieces of what cannot be cut where it lies.
+    Raises SourceError, naming the file, where it cannot be read.
+    """
+    try:
+        if file.kind == "lines" and file.ranges:
+            yield from _cut_lines(file, part_bytes, source, position)
+        elif file.kind in ("parquet", "arrow") and file.ranges and (file.kind == "parquet" or "://" not in file.url):
+            yield from _cut_groups(file, part_bytes, source, position)
+        else:
+            lines = _PIECES[file.kind](file)
+            yield from spooled(lines, file.label, part_bytes, spool, source, position, file.kind == "csv")
+    except (OSError, EOFError, ValueError, pa.ArrowException) as error:
+        if isinstance(error, SourceError | FileNotFoundError):
+            raise
+        raise SourceError(f"{file.url} cannot be read as {file.suffix}: {error}") from error
+
+
+def _whole_lines(file: Any, part_bytes: int) -> Iterator[bytes]:
+    """The content of a binary file in blocks that end with a line, of about `part_bytes` or one longer line."""
+    pending: list[bytes] = []
+    while block := file.read(part_bytes):
+        cut = block.rfind(b"\n") + 1
+        if not cut:
+            pending.append(block)
+            continue
+        yield b"".join([*pending, block[:cut]])
+        pending = [block[cut:]] if cut < len(block) else []
+    if pending:
+        yield b"".join(pending)
+
+
+def _count(block: bytes) -> int:
+    return block.count(b"\n") + (not block.endswith(b"\n"))
+
+
+def _cut_lines(file: DataFile, part_bytes: int, source: int, position: int) -> Iterator[Part]:
+    start, number = 0, 1
+    with open_input(file.url) as stream:
+        for block in _whole_lines(stream, part_bytes):
+            count = _count(block)
+            yield Part(
+                *(source, file.url, file.label, "lines", start, start + len(block), number, position),
+                *(count, len(block), zlib.crc32(block)),
+            )
+            start, number, position = start + len(block), number + count, position + count
+
+
+def _groups(file: DataFile) -> tuple[list[tuple[int, int]], int]:
+    """(rows, bytes) of each row group or batch, and a checksum of what says so."""
+    import pyarrow.parquet as pq
+
+    if file.kind == "parquet":
+        with open_input(file.url) as stream:
+            metadata = pq.ParquetFile(stream).metadata
+            groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+            sizes = [(g.num_rows, g.total_byte_size) for g in groups]
+    else:
+        sizes = [(batch.num_rows, batch.nbytes) for batch in _arrow_batches(file.url)]
+    return sizes, zlib.crc32(repr(sizes).encode())
+
+
+def _cut_groups(file: DataFile, part_bytes: int, source: int, position: int) -> Iterator[Part]:
+    sizes, checksum = _groups(file)
+    number, start, rows, size = 1, 0, 0, 0
+    for i, (count, weight) in enumerate(sizes):
+        rows, size = rows + count, size + weight
+        if size >= part_bytes or i + 1 == len(sizes):
+            yield Part(
+                *(source, file.url, file.label, file.kind, start, i + 1, number, position, rows, size, checksum),
+            )
+            number, position, start, rows, size = number + rows, position + rows, i + 1, 0, 0
+
+
+def spooled(
+    lines: Iterable[bytes], label: str, part_bytes: int, spool: str, source: int, position: int, strings: bool = False
+) -> Iterator[Part]:
+    """Parts of records that come one after another: each is a compressed piece of JSON Lines below `spool`."""
+    number = 1
+    for piece, block in enumerate(_gather(lines, part_bytes)):
+        data, url = b"".join(block), f"{spool}/{source:03d}-{_name(label)}-{piece:05d}.jsonl.zst"
+        publish(url, pa.compress(data, codec="zstd", asbytes=True))
+        yield Part(
+            *(source, url, label, "spooled", 0, len(data), number, position),
+            *(len(block), len(data), zlib.crc32(data), strings),
+        )
+        number, position = number + len(block), position + len(block)
+
+
+def _gather(lines: Iterable[bytes], part_bytes: int) -> Iterator[list[bytes]]:
+    block: list[bytes] = []
+    size = 0
+    for line in lines:
+        block.append(line + b"\n")
+        size += len(line)
+        if size >= part_bytes:
+            yield block
+            block, size = [], 0
+    if block:
+        yield block
+
+
+def _name(label: str) -> str:
+    return hashlib.sha256(label.encode()).hexdigest()[:12]
+
+
+def _stream(file: DataFile) -> Any:
+    """The uncompressed bytes of a file."""
+    stream = open_input(file.url)
+    return io.BufferedReader(pa.CompressedInputStream(stream, file.compression)) if file.compression else stream
+
+
+def _lines(file: DataFile) -> Iterator[bytes]:
+    with _stream(file) as stream:
+        yield from _split_stream(stream)
+
+
+def _split_stream(stream: Any) -> Iterator[bytes]:
+    """Lines; a lone carriage return belongs to its line."""
+    for block in _whole_lines(stream, _READ_BYTES):
+        yield from block.removesuffix(b"\n").split(b"\n")
+
+
+def _json_list(file: DataFile) -> Iterator[bytes]:
+    """The elements of one JSON list; the file may hold JSON Lines as well."""
+    with _stream(file) as stream:
+        head = stream.peek(1 << 12).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+        if head != b"[":
+            yield from _split_stream(stream)
+            return
+        for element in json.loads(stream.read().decode("utf-8-sig")):
+            yield json.dumps(element).encode()
+
+
+def _csv_rows(file: DataFile) -> Iterator[bytes]:
+    """Rows as objects; one with more or fewer cells than the header as a list, which no record is."""
+    csv.field_size_limit(sys.maxsize)
+    delimiter = "\t" if file.suffix == ".tsv" else ","
+    with _stream(file) as stream:
+        text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+        rows = csv.reader(text, delimiter=delimiter)
+        header = next(rows, [])
+        if len(set(header)) < len(header):
+            raise SourceError(f"{file.url}: the first line names a column twice: {header}")
+        for cells in rows:
+            if cells:
+                row = dict(zip(header, cells, strict=True)) if len(cells) == len(header) else cells
+                yield json.dumps(row).encode()
+
+
+def _rows(file: DataFile) -> Iterator[bytes]:
+    if file.kind == "arrow":
+        batches = _arrow_batches(file.url)
+    else:
+        import pyarrow.parquet as pq
+
+        batches = pq.ParquetFile(open_input(file.url)).iter_batches(batch_size=1024)
+    return (row_bytes(row) for batch in batches for row in batch.to_pylist())
+
+
+_PIECES: dict[str, Callable[[DataFile], Iterator[bytes]]] = {
+    "lines": _lines,
+    "json": _json_list,
+    "csv": _csv_rows,
+    "parquet": _rows,
+    "arrow": _rows,
+}
+
+
+def row_bytes(row: dict[str, Any]) -> bytes:
+    """JSON of a row; dates and decimals, which have no JSON value of their own, as text."""
+    return json.dumps(row, default=str).encode()
+
+
+def _arrow_batches(url: str) -> Iterator[pa.RecordBatch]:
+    """Record batches of an Arrow file or stream; a local one is mapped, so that skipping costs nothing."""
+    source = open_input(url) if "://" in url else pa.memory_map(url)
+    with source:
+        head = source.read(6)
+        source.seek(0)
+        if head == b"ARROW1":
+            file = pa.ipc.open_file(source)
+            yield from (file.get_batch(i) for i in range(file.num_record_batches))
+        else:
+            yield from pa.ipc.open_stream(source)
+
+
+def read_part(part: Part) -> Iterator[tuple[int, bytes]]:
+    """(number in the file, JSON) of each record of a part; blank lines are none.
+
+    Raises SourceError where the file is not what it was when it was cut.
+    """
+    if part.kind in ("lines", "spooled"):
+        data = read_range(part.url, part.start, part.stop) if part.kind == "lines" else _spooled(part)
+        if zlib.crc32(data) != part.checksum:
+            raise SourceError(f"{part.url} was changed while it was read: run again")
+        for number, line in enumerate(data.removesuffix(b"\n").split(b"\n"), part.number):
+            if stripped := line.strip():
+                yield number, stripped
+        return
+    file = DataFile(part.url, part.label)
+    if _groups(file)[1] != part.checksum:
+        raise SourceError(f"{part.url} was changed while it was read: run again")
+    for number, row in enumerate(_group_rows(file, part.start, part.stop), part.number):
+        yield number, row_bytes(row)
+
+
+def _spooled(part: Part) -> bytes:
+    fs, path = filesystem(part.url)
+    return pa.decompress(again(lambda: fs.cat_file(path), part.url), part.stop, "zstd", asbytes=True)
+
+
+def _group_rows(file: DataFile, start: int, stop: int) -> Iterator[dict[str, Any]]:
+    import pyarrow.parquet as pq
+
+    if file.kind == "arrow":
+        for i, batch in enumerate(_arrow_batches(file.url)):
+            if start <= i < stop:
+                for offset in range(0, batch.num_rows, 1024):
+                    yield from batch.slice(offset, 1024).to_pylist()
+        return
+    with open_input(file.url) as stream:
+        for batch in pq.ParquetFile(stream).iter_batches(batch_size=1024, row_groups=range(start, stop)):
+            yield from batch.to_pylist()
+
+
+def upload(local: str, url: str) -> str:
+    """Put a local file or folder where other machines read it; returns `url`."""
+    fs, path = filesystem(url)
+    again(lambda: fs.put(local, path, recursive=True), url)
+    return url
+
+
+def download(url: str, local: str) -> None:
+    """Fetch all files of a folder into a local one."""
+    fs, path = filesystem(url)
+    Path(local).mkdir(parents=True, exist_ok=True)
+    for name in again(lambda: fs.ls(path, detail=False), url):
+        again(functools.partial(fs.get_file, name, f"{local}/{name.rsplit('/', 1)[-1]}"), name)

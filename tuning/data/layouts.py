@@ -1,0 +1,217 @@
+"""Layouts of records that other tools write, and their translation into the one of `tuning.data.records`.
+
+    native      prompt, completion, rejected, answer, label, messages, ...: TRL's layouts and KTO's labels among them
+    alpaca      instruction, optional input, output; optional system and history (pairs of earlier turns)
+    sharegpt    conversations: turns of {from, value}, from human, gpt, system, function_call, observation, ...
+    hh          chosen and rejected as texts with "\\n\\nHuman:" and "\\n\\nAssistant:" before the turns
+    verifiable  prompt (or question), and reward_model {style, ground_truth} or answer
+    text        text alone: a document for SFT, every token of which is trained
+
+Which one a record has follows from its fields, unless the source names it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Raw = dict[str, Any]
+
+
+class LayoutError(ValueError):
+    """A record that does not fit its layout: `field`, what was `expected` and what it `got`."""
+
+    def __init__(self, field: str, expected: str, got: str) -> None:
+        super().__init__(f"field `{field}`: expected {expected}, got {got}")
+        self.field, self.expected, self.got = field, expected, got
+
+
+def detect(raw: Mapping[str, Any]) -> str:
+    """The name of the layout that the fields of a record speak of; `native` where none other fits."""
+    names = {name for name, value in raw.items() if value is not None}
+    if "conversations" in names:
+        return "sharegpt"
+    if "instruction" in names and "prompt" not in names:
+        return "alpaca"
+    if isinstance(raw.get("reward_model"), Mapping) or ("question" in names and not names & {"prompt", "messages"}):
+        return "verifiable"
+    if "prompt" not in names and all(_is_hh(raw.get(name)) for name in ("chosen", "rejected")):
+        return "hh"
+    if "text" in names and not names & {"prompt", "messages", "completion", "chosen"}:
+        return "text"
+    return "native"
+
+
+def translate(raw: Mapping[str, Any], layout: str = "auto") -> tuple[Raw, str]:
+    """A record in the native layout, and the name of the one that it came in. Fields unknown to a layout stay.
+
+    Raises LayoutError where a field of the layout is missing or of another kind.
+    """
+    name = detect(raw) if layout == "auto" else layout
+    return _TRANSLATE[name](dict(raw)), name
+
+
+def _take(raw: Raw, name: str, kind: type, expected: str) -> Any:
+    value = raw.pop(name, None)
+    if not isinstance(value, kind):
+        raise LayoutError(name, expected, "nothing" if value is None else type(value).__name__)
+    return value
+
+
+def _native(raw: Raw) -> Raw:
+    return raw
+
+
+def _alpaca(raw: Raw) -> Raw:
+    instruction = _take(raw, "instruction", str, "the task as a string")
+    extra = raw.pop("input", None) or ""
+    if not isinstance(extra, str):
+        raise LayoutError("input", "a string", type(extra).__name__)
+    user = f"{instruction}\n\n{extra}" if extra.strip() else instruction
+    system, history = raw.pop("system", None), raw.pop("history", None) or []
+    turns: list[Raw] = [{"role": "system", "content": system}] if system else []
+    for pair in history:
+        if not (isinstance(pair, list) and len(pair) == 2):
+            raise LayoutError("history", "pairs of instruction and output", repr(pair)[:60])
+        turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    turns.append({"role": "user", "content": user})
+    output = raw.pop("output", None)
+    if history and output is not None:
+        return raw | {"messages": [*turns, {"role": "assistant", "content": output}]}
+    return raw | {"prompt": turns if len(turns) > 1 else user} | ({} if output is None else {"completion": output})
+
+
+_SHAREGPT = {
+    **dict.fromkeys(("human", "user", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"),
+    "system": "system",
+    **dict.fromkeys(("observation", "tool", "function_response"), "tool"),
+}
+
+
+def _sharegpt(raw: Raw) -> Raw:
+    conversations = _take(raw, "conversations", list, "a list of turns")
+    system, tools = raw.pop("system", None), raw.get("tools")
+    turns: list[Raw] = [{"role": "system", "content": system}] if system else []
+    turns += [_sharegpt_turn(turn) for turn in conversations]
+    if isinstance(tools, str):
+        raw["tools"] = _from_json("tools", tools) if tools.strip() else None
+    return raw | {"messages": turns}
+
+
+def _sharegpt_turn(turn: Any) -> Raw:
+    if not isinstance(turn, Mapping):
+        raise LayoutError("conversations", "turns of {from, value}", type(turn).__name__)
+    if "role" in turn:
+        return dict(turn)
+    source, value = turn.get("from"), turn.get("value")
+    if source == "function_call":
+        call = _from_json("conversations.value", value) if isinstance(value, str) else value
+        if not isinstance(call, Mapping):
+            raise LayoutError("conversations.value", "a call {name, arguments}", repr(call)[:60])
+        return {"role": "assistant", "tool_calls": [{"type": "function", "function": dict(call)}]}
+    if source not in _SHAREGPT:
+        raise LayoutError("conversations.from", f"one of {', '.join(_SHAREGPT)}, function_call", repr(source)[:60])
+    return {"role": _SHAREGPT[source], "content": value}
+
+
+_HH_TURN = re.compile(r"\n\n(Human|Assistant):[ \n]?")
+
+
+def _is_hh(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith("\n\nHuman:") and "\n\nAssistant:" in value
+
+
+def _hh(raw: Raw) -> Raw:
+    def turns(name: str) -> list[Raw]:
+        text = _take(raw, name, str, "a text with turns")
+        if not _is_hh(text):
+            raise LayoutError(
+                name, 'a text that starts with "\\n\\nHuman:" and has "\\n\\nAssistant:"', repr(text[:40])
+            )
+        parts = _HH_TURN.split(text)[1:]
+        roles = {"Human": "user", "Assistant": "assistant"}
+        return [{"role": roles[r], "content": c.strip()} for r, c in zip(parts[::2], parts[1::2], strict=True)]
+
+    return raw | {"chosen": turns("chosen"), "rejected": turns("rejected")}
+
+
+def _verifiable(raw: Raw) -> Raw:
+    if "prompt" not in raw:
+        raw["prompt"] = _take(raw, "question", str, "a string, as there is no `prompt`")
+    spec = raw.pop("reward_model", None)
+    metadata = dict(raw.pop("metadata", None) or {})
+    if isinstance(spec, Mapping):
+        answer = spec.get("ground_truth")
+        if answer is not None:
+            # Lists and objects are compared by verifiers that know them, which read their JSON.
+            raw["answer"] = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+        metadata |= {"reward": {k: v for k, v in spec.items() if k != "ground_truth" and v is not None}}
+    elif raw.get("answer") is None:
+        raise LayoutError("answer", "an answer, as there is no `reward_model`", "nothing")
+    answer = raw.get("answer")
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        raw["answer"] = json.dumps(answer)
+    for name in ("data_source", "ability", "extra_info", "info", "task"):
+        if raw.get(name) is not None:
+            metadata[name] = raw[name]
+        raw.pop(name, None)
+    return raw | {"metadata": metadata}
+
+
+def _text(raw: Raw) -> Raw:
+    _take(dict(raw), "text", str, "the document as a string")
+    return raw
+
+
+_TRANSLATE: dict[str, Callable[[Raw], Raw]] = {
+    "native": _native,
+    "alpaca": _alpaca,
+    "sharegpt": _sharegpt,
+    "hh": _hh,
+    "verifiable": _verifiable,
+    "text": _text,
+}
+LAYOUTS = tuple(_TRANSLATE)
+
+
+def from_strings(raw: Mapping[str, Any]) -> Raw:
+    """A row of CSV, whose values are all text, with the types that the record layout has.
+
+    Empty cells are absent; what starts like a list or object in a field that may hold one is read as JSON.
+    """
+    values: Raw = {}
+    for name, text in raw.items():
+        if not isinstance(text, str) or text == "":
+            continue
+        values[name] = text
+        if name == "label" and text.strip().lower() in _BOOLEANS:
+            values[name] = _BOOLEANS[text.strip().lower()]
+        elif name == "margin":
+            values[name] = _number(text)
+        elif name in _STRUCTURED and text.lstrip()[:1] in ("[", "{"):
+            values[name] = _from_json(name, text)
+    return values
+
+
+_BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+_STRUCTURED = {
+    *("messages", "conversations", "prompt", "chosen", "rejected", "completion", "tools", "metadata", "reward_model"),
+    *("history", "extra_info"),
+}
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _from_json(field: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise LayoutError(field, "JSON", f"{text[:40]!r} ({error})") from None

@@ -1,0 +1,218 @@
+"""Final files out of the pieces of all blocks: duplicates leave, fates are added up, shards are sorted.
+
+Everything is done shard by shard, on Arrow columns: equal records and equal rows share a key, and a key its shard.
+Beside one shard, memory holds some numbers (about 40 bytes) for each record.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tuning.data.schema import DEAD, LEDGER, ORDER, SCHEMAS, ipc_batch, table_of, write_parquet
+from tuning.data.similar import PERMUTATIONS, near_duplicates
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """The pieces of finished blocks in a local folder, and the outputs of each block, in the order of their records."""
+
+    folder: str
+    blocks: Mapping[str, Sequence[str]]
+    shards: int
+
+    def read(self, output: str, shard: int, columns: Sequence[str] | None = None) -> pa.Table:
+        """All rows of a shard of `output` or of the ledger, in no order to rely on."""
+        schema = {**(LEDGER if output == "ledger" else {**SCHEMAS[output], **ORDER})}
+        names = [name for name, outputs in self.blocks.items() if output == "ledger" or output in outputs]
+        tables = [ipc_batch(Path(self.folder, f"{name}.{output}.arrow"), shard) for name in names]
+        table = pa.concat_tables(tables) if tables else table_of([], schema)
+        return table.select(list(columns)) if columns is not None else table
+
+    def dead(self) -> Iterator[pa.Table]:
+        """Dead letters in the order of their records."""
+        for name in self.blocks:
+            path = Path(self.folder, f"{name}.dead.arrow")
+            if path.is_file():
+                yield ipc_batch(path, 0).select(list(DEAD))
+
+    @property
+    def outputs(self) -> set[str]:
+        """The outputs that any block has."""
+        return {output for outputs in self.blocks.values() for output in outputs}
+
+
+@dataclasses.dataclass
+class Fates:
+    """What became of the readable records."""
+
+    kept: int = 0
+    duplicates: int = 0
+    dropped: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Records without a row by reason, copies included."""
+    rows: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Planned rows by output."""
+    dropped_rows: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Dropped rows by output:reason."""
+    gone: pa.Array | None = None
+    """Contents of near duplicates; their rows are left out."""
+    clash: str | None = None
+    """What is wrong with ids or groups, in words."""
+
+
+def unique(table: pa.Table) -> tuple[pa.Table, np.ndarray]:
+    """Of rows with one key the first in the sources, sorted by key; and how many of each there were.
+
+    Of lines of the ledger the first with the most rows: sources may have other weights for one record.
+    """
+    order = [("key", "ascending"), ("position", "ascending")]
+    if "rows" in table.column_names:
+        table = table.append_column("count", pc.list_value_length(table["rows"]))
+        order.insert(1, ("count", "descending"))
+    table = table.combine_chunks().sort_by(order)
+    keys = table["key"].combine_chunks()
+    changes = pc.not_equal(keys[1:], keys[:-1]).to_numpy(zero_copy_only=False) if len(keys) > 1 else np.zeros(0, bool)
+    first = np.concatenate([[True], changes]) if len(keys) else np.zeros(0, bool)
+    starts = np.flatnonzero(first)
+    return table.filter(pa.array(first)), np.diff(np.append(starts, len(first)))
+
+
+def fates(pieces: Pieces, threshold: float | None = None) -> Fates:
+    """Adds up the ledger; with a threshold, near duplicates of that similarity are found first."""
+    found = Fates()
+    if threshold is not None:
+        found.gone = _similar(pieces, threshold)
+    hashes: list[tuple[np.ndarray, ...]] = []
+    for shard in range(pieces.shards):
+        ledger, copies = unique(pieces.read("ledger", shard))
+        near = None if found.gone is None else pc.is_in(ledger["key"], value_set=found.gone)
+        if near is not None:
+            ledger = ledger.set_column(
+                ledger.schema.get_field_index("fate"), "fate", pc.if_else(near, "near_duplicate", ledger["fate"])
+            )
+        kept = pc.equal(ledger["fate"], "").to_numpy()
+        found.kept += int(kept.sum())
+        found.duplicates += int((copies[kept] - 1).sum())
+        for reason, count in zip(ledger["fate"].to_pylist(), copies.tolist(), strict=True) if not kept.all() else ():
+            if reason:
+                found.dropped[reason] += count
+        mask = pa.array(kept)
+        found.rows.update(_counted(ledger["rows"].filter(mask)))
+        near_rows = pa.array(np.ones(len(ledger), bool)) if near is None else pc.invert(near)
+        found.dropped_rows.update(_counted(ledger["dropped"].filter(near_rows)))
+        live = ledger.filter(mask)
+        hashes.append((_uint64(ledger["id_hash"]), _uint64(live["group_hash"]), live["heldout"].to_numpy()))
+    found.clash = _clash(pieces, [np.concatenate(column) for column in zip(*hashes, strict=True)])
+    return found
+
+
+def _uint64(column: pa.ChunkedArray) -> np.ndarray:
+    return np.asarray(pc.fill_null(column, 0).to_numpy(), np.uint64)
+
+
+def _counted(lists: pa.ChunkedArray) -> dict[str, int]:
+    counts = pc.value_counts(pc.list_flatten(lists)).to_pylist()
+    return {entry["values"]: entry["counts"] for entry in counts}
+
+
+def _similar(pieces: Pieces, threshold: float) -> pa.Array:
+    """Contents to leave out. Of similar records a held-out one stays, else the first in the sources."""
+    signatures, ranks, keys = [], [], []
+    for shard in range(pieces.shards):
+        ledger, _ = unique(pieces.read("ledger", shard, ["key", "position", "fate", "heldout", "rows", "signature"]))
+        live = ledger.filter(pc.equal(ledger["fate"], ""))
+        data = b"".join(live["signature"].to_pylist())
+        signatures.append(np.frombuffer(data, np.uint32).reshape(len(live), PERMUTATIONS))
+        ranks.append(live["position"].to_numpy() + np.where(live["heldout"].to_numpy(), 0, 1 << 62))
+        keys += live["key"].chunks
+    gone = near_duplicates(np.concatenate(signatures), np.concatenate(ranks), threshold)
+    return pa.chunked_array(keys, pa.string()).take(pa.array(gone)).combine_chunks()
+
+
+def _clash(pieces: Pieces, columns: Sequence[np.ndarray]) -> str | None:
+    """Two records with one id, or a group on both sides of the held-out line; hashes first, then the texts."""
+    ids, groups, heldout = columns
+    for hash64 in _repeated(ids)[:8]:
+        names = [n for n, _ in _lines(pieces, "id", hash64)]
+        twice = [name for name, count in Counter(names).items() if count > 1]
+        if twice:
+            return (
+                f"two different records have the id {twice[0]!r}: make ids unique, or leave `id` out to use the digest "
+                "of the content"
+            )
+    both = np.intersect1d(groups[heldout], groups[~heldout])
+    for hash64 in both[:8]:
+        lines = list(_lines(pieces, "group", hash64))
+        sides: dict[str, set[bool]] = {}
+        for name, line in lines:
+            if not line["fate"]:
+                sides.setdefault(name, set()).add(line["heldout"])
+        for name, seen in sides.items():
+            if len(seen) == 2:
+                one = next(line["id"] for n, line in lines if n == name)
+                return (
+                    f"group {name!r} is both held out and used for training, since its records name different splits "
+                    f"(one is {one!r}): give all of them the same side"
+                )
+    return None
+
+
+def _repeated(values: np.ndarray) -> np.ndarray:
+    ordered = np.sort(values)
+    return np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+
+
+def _lines(pieces: Pieces, name: str, hash64: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Ledger lines of distinct records whose id or group has this hash."""
+    for shard in range(pieces.shards):
+        ledger, _ = unique(pieces.read("ledger", shard))
+        wanted = ledger.filter(pc.equal(ledger[f"{name}_hash"], pa.scalar(int(hash64), pa.uint64())))
+        for line in wanted.to_pylist():
+            yield line[name], line
+
+
+def merged(pieces: Pieces, output: str, shard: int, gone: pa.Array | None = None, seed: int | None = None) -> pa.Table:
+    """One final shard of an output: of rows with one key the first in the sources, sorted by id.
+
+    gone: contents whose rows are left out. seed: shuffle by it in place of sorting.
+    """
+    table = pieces.read(output, shard)
+    if gone is not None and len(gone):
+        table = table.filter(pc.invert(pc.is_in(table["content"], value_set=gone)))
+    rows, _ = unique(table)
+    columns = list(SCHEMAS[output])
+    if seed is not None:
+        rng = np.random.Generator(np.random.PCG64([abs(seed), shard]))
+        # Rows are in the order of their keys, so the new order follows from the content as well.
+        return rows.take(pa.array(rng.permutation(len(rows)))).select(columns)
+    return rows.sort_by([("id", "ascending"), ("position", "ascending")]).select(columns)
+
+
+def write_output(
+    pieces: Pieces, output: str, shard: int, path: Path, gone: pa.Array | None = None, seed: int | None = None
+) -> int:
+    """Write one final shard, as `merged` makes it; returns its rows."""
+    return write_parquet(path, [merged(pieces, output, shard, gone, seed)], SCHEMAS[output])
+
+
+def leaks(pieces: Pieces, found: Fates) -> bool:
+    """Whether the hash of a prompt is both held out and in training data; texts were not compared."""
+    held: list[np.ndarray] = []
+    trained: list[np.ndarray] = []
+    for shard in range(pieces.shards):
+        ledger, _ = unique(pieces.read("ledger", shard, ["key", "position", "fate", "heldout", "rows", "prompt_hash"]))
+        live = ledger.filter(pc.equal(ledger["fate"], ""))
+        live = live.filter(pc.is_valid(live["prompt_hash"]))
+        if found.gone is not None:
+            live = live.filter(pc.invert(pc.is_in(live["key"], value_set=found.gone)))
+        side, hashes = live["heldout"].to_numpy(), _uint64(live["prompt_hash"])
+        held.append(hashes[side])
+        trained.append(hashes[~side])
+    return len(np.intersect1d(np.concatenate(held), np.concatenate(trained))) > 0

@@ -1,0 +1,163 @@
+"""Reading from any fsspec file system, and going on after an error of the network.
+
+`open_input` reads through a file object that opens its file again where it stopped, so that everything on top of it
+(decompression, CSV, Parquet) sees one whole stream or one error that names the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import fsspec
+
+T = TypeVar("T")
+
+TRIES = 6
+FIRST_WAIT_SECONDS = 0.2
+_FINAL = (
+    *(FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError),
+    *(TypeError, AttributeError),  # no fault of the network
+)
+_BUFFER_BYTES = 1 << 20
+
+
+class SourceError(ValueError):
+    """A source that cannot be found or read; the message says what to do."""
+
+
+def filesystem(url: str) -> tuple[Any, str]:
+    """File system and path of a URL or local path. What another process writes is seen: listings are not kept."""
+    remote = "://" in url and not url.startswith(("file:", "local:", "memory:"))
+    try:
+        return fsspec.core.url_to_fs(url, **({"use_listings_cache": False} if remote else {}))  # type: ignore[no-any-return]
+    except (ImportError, ValueError) as error:
+        raise SourceError(f"{url}: {error}") from error
+
+
+def again(action: Callable[[], T], what: str) -> T:
+    """The result of `action`, which is tried up to TRIES times, with waits that double; errors name `what`."""
+    for attempt in range(TRIES):
+        try:
+            return action()
+        except _FINAL:
+            raise
+        except Exception as error:  # each file system has errors of its own
+            if attempt == TRIES - 1:
+                raise SourceError(f"{what}: no success in {TRIES} tries; the last error: {error!r}") from error
+            time.sleep(FIRST_WAIT_SECONDS * 2**attempt)
+    raise AssertionError
+
+
+def type_of(fs: Any, path: str, what: str) -> str | None:
+    """ "file", "directory" or None where there is nothing. fsspec's own questions take any error for a no."""
+    try:
+        return str(again(lambda: fs.info(path), what)["type"])
+    except FileNotFoundError:
+        return None
+
+
+class _Resuming(io.RawIOBase):
+    """A file of known size; after an error it is opened anew and read on from the same place."""
+
+    def __init__(self, fs: Any, path: str, url: str, size: int) -> None:
+        self.fs, self.path, self.url, self.size = fs, path, url, size
+        self.at = 0
+        self.file: Any = None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.size}[whence]
+        return self.at
+
+    def readinto(self, buffer: Any) -> int:
+        wanted = min(len(buffer), self.size - self.at)
+        if wanted <= 0:
+            return 0
+        data = again(functools.partial(self._read, wanted), self.url)
+        buffer[: len(data)] = data
+        self.at += len(data)
+        return len(data)
+
+    def _read(self, wanted: int) -> bytes:
+        try:
+            if self.file is None:
+                self.file = self.fs.open(self.path, "rb")
+            self.file.seek(self.at)
+            data: bytes = self.file.read(wanted)
+            if not data:
+                raise OSError(f"the file ends at byte {self.at} of {self.size}")
+            return data
+        except Exception:
+            self._drop()
+            raise
+
+    def _drop(self) -> None:
+        with contextlib.suppress(Exception):
+            if self.file is not None:
+                self.file.close()
+        self.file = None
+
+    def close(self) -> None:
+        self._drop()
+        super().close()
+
+
+def open_input(url: str) -> Any:
+    """A buffered, seekable file for reading bytes; one that cannot be entered in the middle where its size is unknown.
+
+    Raises FileNotFoundError, or SourceError after repeated errors.
+    """
+    fs, path = filesystem(url)
+    size = again(lambda: fs.size(path), url)
+    if size is None:
+        return again(lambda: fs.open(path, "rb"), url)
+    return io.BufferedReader(_Resuming(fs, path, url, int(size)), _BUFFER_BYTES)
+
+
+def read_range(url: str, start: int, stop: int) -> bytes:
+    """The bytes [start, stop) of a file. Raises SourceError where it has fewer."""
+    with open_input(url) as file:
+        file.seek(start)
+        data: bytes = file.read(stop - start)
+    if len(data) != stop - start:
+        raise SourceError(f"{url} has no bytes {start} to {stop}: it was changed while it was read")
+    return data
+
+
+def publish(url: str, data: bytes) -> None:
+    """Write a whole file; nobody sees a part of it."""
+    fs, path = filesystem(url)
+    if "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,)):
+        fs.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
+        partial = f"{path}.part"
+        with open(partial, "wb") as file:
+            file.write(data)
+        fs.mv(partial, path)
+        return
+    # Object stores show an object once all of it is there.
+    again(lambda: fs.pipe_file(path, data), url)
+
+
+@functools.lru_cache(maxsize=8)
+def local_copy(url: str) -> str:
+    """A local path of a file or folder: itself, or a copy that is fetched once in each process."""
+    if "://" not in url:
+        return url
+    fs, path = filesystem(url)
+    target = f"{tempfile.mkdtemp(prefix='rlhf-')}/{path.rstrip('/').rsplit('/', 1)[-1]}"
+    again(lambda: fs.get(path, target, recursive=True), url)
+    return target

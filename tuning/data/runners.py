@@ -1,0 +1,70 @@
+"""Who executes a Beam pipeline: this machine, or a cluster by its options. Runners found wrong are refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+LOCAL = "FnApiRunner"
+CLUSTERS = ("FlinkRunner", "SparkRunner", "DataflowRunner", "PortableRunner")
+REFUSED = {
+    "DaskRunner": "outputs beside the main one stay in it, reading text crashes and counters are missing",
+    "DirectRunner": "it tries to download another runner first; FnApiRunner is what it falls back to",
+    "PrismRunner": "it is a binary that Beam downloads when it is first used",
+    "RayRunner": "it is not part of Apache Beam",
+    "InteractiveRunner": "it keeps every collection for display",
+}
+# Set from other settings, so that they cannot say something else.
+_OWN = {"runner", "direct_num_workers", "direct_running_mode"}
+
+
+class RunnerError(ValueError):
+    """A runner that cannot be used, or options that it does not take; the message says what to change."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Runner:
+    """A Beam runner, the processes of the local one, and the pipeline options of a cluster's."""
+
+    name: str = LOCAL
+    workers: int = 1
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def check(runner: Runner, scratch: str | None) -> None:
+    """Raises RunnerError for a runner or options that cannot work, as far as that is known before a run.
+
+    scratch: the folder or URL that all workers write to; a cluster needs one.
+    """
+    if runner.name in REFUSED:
+        raise RunnerError(f"runner {runner.name} is refused: {REFUSED[runner.name]}. Use {LOCAL} (default)")
+    known = (LOCAL, *CLUSTERS)
+    if runner.name not in known:
+        near = difflib.get_close_matches(runner.name, known, 1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+        raise RunnerError(f"no runner {runner.name!r}; {hint}")
+    own = sorted(_OWN & set(runner.options))
+    if own:
+        raise RunnerError(f"runner option {own[0]} follows from `runner.name` and `workers`: leave it out")
+    if runner.name == LOCAL:
+        return
+    if runner.workers != 1:
+        raise RunnerError(f"`workers` counts processes of this machine; {runner.name} takes its number by its options")
+    if scratch is None or "://" not in scratch or scratch.startswith(("file:", "memory:")):
+        raise RunnerError(
+            f"{runner.name} runs on other machines: set runner.scratch to a URL that they reach, such as s3://bucket/scratch"
+        )
+
+
+def flags_of(runner: Runner) -> list[str]:
+    """The command-line form of the pipeline options."""
+    # Without an explicit runner, Beam's default first tries to download a binary.
+    flags = [f"--runner={runner.name}", "--default_sdk_harness_log_level=ERROR"]
+    if runner.name == LOCAL and runner.workers > 1:
+        flags += [f"--direct_num_workers={runner.workers}", "--direct_running_mode=multi_processing"]
+    for name, value in sorted(runner.options.items()):
+        for one in value if isinstance(value, list) else [value]:
+            flags.append(f"--{name}" if one is True else f"--{name}={one}")
+    return [flag for flag in flags if not flag.endswith("=False")]

@@ -1,0 +1,131 @@
+"""Columns of prepared data, and reading and writing it so that equal tables give equal bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+IDS = pa.list_(pa.int32())
+_FIRST = {"id": pa.string(), "prompt_ids": IDS}
+_PROVENANCE = {"source": pa.string(), "record": pa.int64(), "content": pa.string()}
+_PROMPTS = {**_FIRST, "prompt": pa.string(), "answer": pa.string(), "metadata": pa.string(), **_PROVENANCE}
+_PAIRS = {
+    **_FIRST,
+    "chosen_ids": IDS,
+    "rejected_ids": IDS,
+    "prompt": pa.string(),
+    "chosen": pa.string(),
+    "rejected": pa.string(),
+    "margin": pa.float64(),
+    **_PROVENANCE,
+}
+_LABELLED = {
+    **_FIRST,
+    "completion_ids": IDS,
+    "label": pa.bool_(),
+    "prompt": pa.string(),
+    "completion": pa.string(),
+    **_PROVENANCE,
+}
+SCHEMAS: dict[str, dict[str, pa.DataType]] = {
+    "sft": {
+        **_FIRST,
+        "completion_ids": IDS,
+        "completion_mask": pa.list_(pa.int8()),
+        "prompt": pa.string(),
+        "completion": pa.string(),
+        **_PROVENANCE,
+    },
+    "preference": _PAIRS,
+    "labelled": _LABELLED,
+    "prompts": _PROMPTS,
+    "heldout": _PROMPTS,
+    "heldout_preference": _PAIRS,
+    "heldout_labelled": _LABELLED,
+}
+"""Columns of each output; `heldout_preference` holds the pairs of held-out groups, and `heldout_labelled` likewise.
+
+`completion_mask` is 1 for the tokens that SFT trains; null: all of them. `source`, `record` and `content` say where the
+row came from: file or task, number in it (from 1), sha256 of all but the id."""
+
+DEAD: dict[str, pa.DataType] = {
+    **{"source": pa.string(), "record": pa.int64(), "step": pa.string(), "reason": pa.string(), "raw": pa.string()},
+}
+"""Columns of the dead letters."""
+
+ORDER = {"key": pa.string(), "position": pa.int64()}
+"""Columns of a piece that are gone after the merge: what makes rows equal, and the record's place in all sources."""
+
+LEDGER: dict[str, pa.DataType] = {
+    "id": pa.string(),
+    "group": pa.string(),
+    "fate": pa.string(),
+    "heldout": pa.bool_(),
+    "rows": pa.list_(pa.string()),
+    "dropped": pa.list_(pa.string()),
+    **dict.fromkeys(("id_hash", "group_hash", "prompt_hash"), pa.uint64()),
+    "signature": pa.binary(),
+    **ORDER,
+}
+"""What became of each readable record: a line for each, by which fates are added up."""
+
+# Rows of a group are read at once, by whoever wants some of them.
+ROW_GROUP = 1 << 13
+
+
+def table_of(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, pa.DataType]) -> pa.Table:
+    """A table of the columns; what a row lacks is null."""
+    return pa.table(
+        {name: pa.array([row.get(name) for row in rows], type=kind) for name, kind in columns.items()},
+        schema=pa.schema(list(columns.items())),
+    )
+
+
+def write_parquet(path: Path, tables: Iterable[pa.Table], columns: Mapping[str, pa.DataType]) -> int:
+    """Write tables one after another as one file, whose bytes do not depend on how the rows are cut into tables.
+
+    They do depend on the version of pyarrow, which the file names. Returns the number of rows.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    count = 0
+    with pq.ParquetWriter(path, pa.schema(list(columns.items())), compression="zstd") as writer:
+        for group in _regroup(tables, ROW_GROUP):
+            writer.write_table(group, row_group_size=ROW_GROUP)
+            count += group.num_rows
+    return count
+
+
+def _regroup(tables: Iterable[pa.Table], size: int) -> Iterator[pa.Table]:
+    """The same rows in tables of `size` rows, the last one smaller."""
+    pending: list[pa.Table] = []
+    held = 0
+    for table in tables:
+        pending.append(table)
+        held += table.num_rows
+        while held >= size:
+            whole = pa.concat_tables(pending)
+            yield whole.slice(0, size).combine_chunks()
+            pending, held = [whole.slice(size)], held - size
+    if held:
+        yield pa.concat_tables(pending).combine_chunks()
+
+
+def ipc_bytes(batches: Sequence[pa.Table], columns: Mapping[str, pa.DataType]) -> bytes:
+    """An Arrow file with one record batch for each table, empty ones included."""
+    schema = pa.schema(list(columns.items()))
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
+        for table in batches:
+            whole = table.combine_chunks().to_batches()
+            writer.write_batch(whole[0] if whole else pa.RecordBatch.from_pylist([], schema=schema))
+    return bytes(sink.getvalue())
+
+
+def ipc_batch(path: Path, number: int) -> pa.Table:
+    """One record batch of a local file of `ipc_bytes`; the others are not read."""
+    with pa.memory_map(str(path)) as file:
+        return pa.Table.from_batches([pa.ipc.open_file(file).get_batch(number)])

@@ -1,0 +1,122 @@
+"""Texts that are nearly the same: word n-grams, contamination with evaluation prompts, and MinHash.
+
+MinHash and its bands as in Broder, "On the resemblance and containment of documents" (1997) and Leskovec, Rajaraman and
+Ullman, "Mining of Massive Datasets", chapter 3; decontamination by n-grams as in Brown et al. (2020), appendix C.
+
+Axes: G n-grams of a text, P permutations, N records.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from collections.abc import Iterable
+
+import numpy as np
+
+PERMUTATIONS = 128
+BANDS = 16
+SHINGLE_WORDS = 5
+_WORD = re.compile(r"\w+")
+_PRIME = np.uint64(0x100000001B3)
+# Pairs of a band are all compared in buckets up to this size; in larger ones each with the first and the one before.
+_ALL_PAIRS = 16
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _word_hash(word: str) -> int:
+    return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "little")
+
+
+def ngrams(text: str, length: int) -> np.ndarray:
+    """Hashes [G] uint64 of the runs of `length` words (letters and digits, lower case); of all words where fewer."""
+    hashes = np.array([_word_hash(word) for word in _WORD.findall(text.lower())], np.uint64)
+    length = min(length, len(hashes))
+    if not length:
+        return hashes
+    count = len(hashes) - length + 1
+    total = np.zeros(count, np.uint64)
+    for i in range(length):
+        total = total * _PRIME + hashes[i : i + count]
+    return np.asarray(total * np.uint64(0x9E3779B97F4A7C15) ^ (total >> np.uint64(29)))
+
+
+def contamination(texts: Iterable[str], length: int) -> np.ndarray:
+    """Sorted hashes of all n-grams of the evaluation texts; a text of fewer words is one n-gram of its own."""
+    found = [ngrams(text, length) for text in texts]
+    return np.unique(np.concatenate(found)) if found else np.zeros(0, np.uint64)
+
+
+def lengths_of(texts: Iterable[str], length: int) -> list[int]:
+    """The lengths of n-grams that `contamination` holds: `length`, and those of shorter texts."""
+    return sorted({min(length, len(_WORD.findall(text))) for text in texts} - {0})
+
+
+def is_contaminated(text: str, known: np.ndarray, lengths: Iterable[int]) -> bool:
+    """Whether any n-gram of `text`, of any of the lengths, is in `known` (sorted)."""
+    for length in lengths:
+        if len(_WORD.findall(text)) < length:
+            continue
+        grams = ngrams(text, length)
+        at = np.searchsorted(known, grams)
+        if np.any(known[np.minimum(at, len(known) - 1)] == grams):
+            return True
+    return False
+
+
+@functools.lru_cache(maxsize=1)
+def _permutations() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.Generator(np.random.PCG64(20240229))
+    odd = rng.integers(0, 1 << 63, PERMUTATIONS, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+    return odd, rng.integers(0, 1 << 63, PERMUTATIONS, dtype=np.uint64)
+
+
+def signature(text: str) -> np.ndarray:
+    """MinHash signature [P] uint32 of the text's 5-word shingles; equal positions estimate the Jaccard similarity."""
+    grams = np.unique(ngrams(text, SHINGLE_WORDS))
+    if not len(grams):
+        return np.zeros(PERMUTATIONS, np.uint32)
+    multiply, add = _permutations()
+    return np.asarray(((grams[:, None] * multiply + add) >> np.uint64(32)).min(axis=0)).astype(np.uint32)
+
+
+def near_duplicates(signatures_NP: np.ndarray, rank_N: np.ndarray, threshold: float) -> np.ndarray:
+    """Numbers of the records to leave out, so that no two of the rest were found similar.
+
+    Records that share a band are compared; those with a similarity of at least `threshold` are linked, and of each
+    linked group the one with the smallest rank stays. The result does not depend on the order of the rows.
+    """
+    count = len(rank_N)
+    parent = np.arange(count)
+
+    def root(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    order_of = np.argsort(rank_N, kind="stable")
+    rows = PERMUTATIONS // BANDS
+    for band in range(BANDS):
+        keys = np.zeros(count, np.uint64)
+        for column in range(band * rows, (band + 1) * rows):
+            keys = keys * _PRIME + signatures_NP[:, column].astype(np.uint64)
+        order = order_of[np.argsort(keys[order_of], kind="stable")]
+        same = keys[order[1:]] == keys[order[:-1]]
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], same, [False]]).astype(np.int8)))
+        for start, stop in zip(edges[::2], edges[1::2], strict=True):
+            bucket = order[start : stop + 1]
+            for a, b in _pairs(bucket):
+                i, j = root(a), root(b)
+                if i != j and np.mean(signatures_NP[a] == signatures_NP[b]) >= threshold:
+                    first, second = (i, j) if rank_N[i] < rank_N[j] else (j, i)
+                    parent[second] = first
+    return np.flatnonzero(np.array([root(i) != i for i in range(count)], bool))
+
+
+def _pairs(bucket: np.ndarray) -> Iterable[tuple[int, int]]:
+    if len(bucket) <= _ALL_PAIRS:
+        return ((int(a), int(b)) for i, b in enumerate(bucket) for a in bucket[:i])
+    near = ((int(a), int(b)) for a, b in zip(bucket[:-1], bucket[1:], strict=True))
+    return (pair for a, b in near for pair in ((a, b), (int(bucket[0]), b)))

@@ -1,0 +1,204 @@
+"""The steps between a raw record and a row, on blocks of records; `tuning.data.pipeline` makes Beam transforms of them.
+
+Those here decide which records are used; `tuning.data.rows` makes rows of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tuning.data.blocks import Block, Counts, Plan, Step, tokenizer_of
+from tuning.data.records import Record, RecordError, canonical_json, parse_line
+from tuning.data.remote import local_copy
+from tuning.data.rows import lengths, render, tokenize
+from tuning.data.similar import is_contaminated, signature
+
+
+def uniform(seed: int, purpose: str, group: str) -> float:
+    """A number in [0, 1) that depends on its arguments alone: more data never moves a group to another split."""
+    bits = hashlib.sha256(f"{seed}\n{purpose}\n{group}".encode()).digest()[:8]
+    return int.from_bytes(bits, "big") / 2.0**64
+
+
+def splits_of(record: Record, plan: Plan) -> list[str]:
+    """The outputs that the record goes to, before any length filter; empty if no wanted one has a use for it."""
+    pairs = bool(record.rejected)
+    if record.text is not None:
+        return ["sft"] if "sft" in plan.splits else []
+    if record.split is not None:
+        planned = [record.split]
+    elif uniform(plan.seed, "heldout", record.group) < (plan.heldout_fraction if "heldout" in plan.splits else 0.0):
+        planned = ["heldout"]
+    else:
+        in_sft = uniform(plan.seed, "sft", record.group) < (plan.sft_fraction if "sft" in plan.splits else 0.0)
+        planned = ["sft"] if in_sft and record.completion is not None and record.label is not False else []
+        planned += ["preference"] if pairs and (in_sft or plan.preference_all) else []
+        planned += ["labelled"] if record.label is not None and (in_sft or plan.preference_all) else []
+        planned += ["prompts"] if plan.prompts_all or not in_sft else []
+    planned = [split for split in planned if split in plan.splits]
+    if planned == ["heldout"] and pairs and "preference" in plan.splits:
+        planned.append("heldout_preference")
+    if planned == ["heldout"] and record.label is not None and "labelled" in plan.splits:
+        planned.append("heldout_labelled")
+    return planned
+
+
+def validate(plan: Plan) -> Step:
+    """Raw JSON to a checked record of one schema; what has control tokens in its text is refused."""
+    special = {token.content for token in tokenizer_of(plan.tokenizer).added_tokens_decoder.values() if token.special}
+    search = re.compile("|".join(re.escape(token) for token in sorted(special)) or r"(?!)").search
+
+    def step(block: Block) -> Counts:
+        part, bad, layouts = block.part, {}, Counter[str]()
+        source = plan.sources[part.source]
+        for entry in block.entries:
+            try:
+                entry.record = parse_line(
+                    *(entry.line, part.label, entry.number, source.rename, plan.extra_fields, source.layout),
+                    strings=part.strings,
+                )
+            except RecordError as error:
+                bad[entry.position] = str(error)
+                continue
+            layouts[f"layout {entry.record.layout}"] += 1
+            found = next(filter(None, map(search, _texts(entry.record))), None)
+            if found:
+                bad[entry.position] = (
+                    f"{part.label}, record {entry.number}: text holds the control token {found.group()!r}; remove it "
+                    "or escape it"
+                )
+        block.bury(bad, "validate")
+        return {"dead": len(bad), **layouts}
+
+    return step
+
+
+def _texts(record: Record) -> list[str]:
+    """All texts of a record that a template may print."""
+    texts = [message["content"] for message in record.prompt] + [record.completion or "", *record.rejected]
+    texts.append(record.text or "")
+    if record.conversation or record.tools or any(len(message) > 2 for message in record.prompt):
+        texts.append(canonical_json([record.prompt, record.conversation, record.tools]))
+    return texts
+
+
+def rules(plan: Plan) -> Step:
+    """The user's functions: `f(record) -> bool | str | None`; False, or a reason, drops the record."""
+    functions = {name: _function(name) for name in plan.rules}
+
+    def step(block: Block) -> Counts:
+        bad, dropped = {}, Counter[str]()
+        for entry in block.alive():
+            view = view_of(entry.record, block.part.label)
+            for name, function in functions.items():
+                try:
+                    verdict = function(view)
+                except Exception as error:  # whatever the function raises is the record's reason
+                    where = f"{block.part.label}, record {entry.number}"
+                    bad[entry.position] = f"{where}: the rule {name} raised {type(error).__name__}: {error}"
+                    break
+                if verdict is not None and verdict is not True:
+                    entry.fate = verdict if isinstance(verdict, str) else name.rpartition(":")[2]
+                    dropped[entry.fate] += 1
+                    break
+        block.bury(bad, "rules")
+        return {"dead": len(bad), **dropped}
+
+    return step
+
+
+def _function(name: str) -> Callable[[dict[str, Any]], Any]:
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)  # type: ignore[no-any-return]
+
+
+def view_of(record: Record, source: str) -> dict[str, Any]:
+    """What a rule sees of a record."""
+    return {
+        "id": record.id,
+        "source": source,
+        "prompt": record.prompt_text,
+        "messages": [dict(message) for message in record.conversation or record.prompt],
+        "completion": record.completion,
+        "rejected": list(record.rejected),
+        "label": record.label,
+        "answer": record.answer,
+        "text": record.text,
+        "metadata": json.loads(record.metadata),
+    }
+
+
+def decontaminate(plan: Plan) -> Step:
+    """Drops records that share an n-gram with an evaluation prompt."""
+    known = np.load(local_copy(plan.contamination)) if plan.contamination else np.zeros(0, np.uint64)
+
+    def step(block: Block) -> Counts:
+        dropped = 0
+        for entry in block.alive() if len(known) else ():
+            if any(is_contaminated(text, known, plan.contamination_lengths) for text in _contents(entry.record)):
+                entry.fate = "contaminated"
+                dropped += 1
+        return {"contaminated": dropped}
+
+    return step
+
+
+def _contents(record: Record) -> list[str]:
+    turns = record.conversation or record.prompt
+    texts = [m["content"] for m in turns if m["role"] != "system"]
+    return [*texts, record.completion or "", *record.rejected, record.text or ""]
+
+
+def split(plan: Plan) -> Step:
+    """Which outputs a record goes to, and how often, by hashes of its group and content."""
+
+    def step(block: Block) -> Counts:
+        weight, found = plan.sources[block.part.source].weight, Counter[str]()
+        for entry in block.alive():
+            entry.outputs = splits_of(entry.record, plan)
+            if not entry.outputs:
+                entry.fate = "no_split_wants_it"
+            elif weight != 1.0 and not entry.outputs[0].startswith("heldout"):
+                entry.times = int(weight + uniform(plan.seed, "weight", entry.record.content))
+                entry.fate = "" if entry.times else "not_sampled"
+            found.update(entry.outputs if not entry.fate else [entry.fate])
+        return dict(found)
+
+    return step
+
+
+def sign(plan: Plan) -> Step:
+    """MinHash signatures, by which near duplicates are found when blocks are merged."""
+
+    def step(block: Block) -> Counts:
+        for entry in block.alive():
+            entry.signature = signature("\n".join(_contents(entry.record)))
+        return {"signed": len(block.alive())}
+
+    return step
+
+
+STEPS: dict[str, Callable[[Plan], Step]] = {
+    "Validate": validate,
+    "Rules": rules,
+    "Decontaminate": decontaminate,
+    "Split": split,
+    "Render": render,
+    "Tokenize": tokenize,
+    "Lengths": lengths,
+    "Sign": sign,
+}
+
+
+def wanted_steps(plan: Plan) -> list[str]:
+    """The steps that this plan needs, in order."""
+    needless = {"Rules": not plan.rules, "Decontaminate": not plan.contamination, "Sign": not plan.signatures}
+    return [name for name in STEPS if not needless.get(name, False)]
