@@ -6,12 +6,18 @@ import argparse
 import asyncio
 import contextlib
 import json
+import queue
 import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
+
+# Routes' annotations are text that is looked up in this module.
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
 
 from stages.artifacts import Store
 from stages.base import Context
@@ -110,8 +116,6 @@ class Server:
 
 
 def _next(stream: Any) -> Any:
-    import queue
-
     try:
         return None if stream.ended else stream.next(timeout=0)
     except queue.Empty:
@@ -119,16 +123,11 @@ def _next(stream: Any) -> Any:
 
 
 def _error(status: int, message: str, kind: str = "invalid_request_error", param: str | None = None) -> Any:
-    from fastapi.responses import JSONResponse
-
     return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": None}}, status)
 
 
 def make_app(server: Server) -> Any:
     """The web application."""
-    from fastapi import FastAPI, Request
-    from fastapi.exceptions import RequestValidationError
-
     app = FastAPI(title=server.name, docs_url=None, redoc_url=None)
 
     @app.exception_handler(RequestValidationError)
@@ -160,9 +159,6 @@ def make_app(server: Server) -> Any:
         shape = _Chat(bool(asked.logprobs), asked.top_logprobs or 0)
         return await _answer(server, asked, [server.chat_ids(asked)], limit, http, shape)
 
-    # A later import would be taken for a string that names a local: annotations of routes are read as text.
-    for route in (completions, chat):
-        route.__annotations__["http"] = Request
     return app
 
 
@@ -204,8 +200,6 @@ class _Chat:
 async def _answer(
     server: Server, asked: Asked, prompts: list[list[int]], max_tokens: int | None, http: Any, shape: Any
 ) -> Any:
-    from fastapi.responses import StreamingResponse
-
     if (shape.top or 0) > TOP_LOGPROBS:
         raise ValueError(f"at most {TOP_LOGPROBS} of the most probable tokens can be shown, {shape.top} were asked for")
     head = {"id": f"{shape.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": server.name}

@@ -84,7 +84,7 @@ def test_an_empty_file_is_a_recipe_of_defaults_with_the_file_s_name(recipe):
         ),
         (
             "sft:\n  optimizer: {schedule: cosin}\n",
-            "mine.yaml:2: sft.optimizer.schedule: Input should be 'constant', 'linear' or 'cosine'",
+            "mine.yaml:2: sft.optimizer.schedule: Input should be 'constant', 'linear', 'cosine' or 'wsd'",
         ),
         ("name: Not A Name\n", "mine.yaml:1: name: String should match pattern"),
         ("- a\n- b\n", "mine.yaml: a recipe is a mapping of sections, found list"),
