@@ -85,11 +85,12 @@ def load_scorer(ctx: Context, artifact: Artifact) -> tuple[Any, Any]:
     return kept if kept is not None else remember(ctx, name, load_scalar_head(artifact.local("model/")))
 
 
-def limits_of(compute: Any, device: Any) -> Any:
-    """How large the engine is, as settings and device say."""
+def limits_of(compute: Any, device: Any, context: int = 0) -> Any:
+    """How large the engine is, as settings and device say; `context` in tokens, where it is known beforehand."""
     from tuning.rollout.pool import Limits
 
-    return Limits(slots=compute.rollout_rows or device.rollout_rows, cache_bytes=device.cache_bytes)
+    slots = compute.rollout_rows or device.rollout_rows
+    return Limits(slots=slots, context=context, cache_bytes=device.cache_bytes)
 
 
 def load_tokenizer(ctx: Context, artifact: Artifact) -> Any:

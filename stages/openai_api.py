@@ -98,6 +98,8 @@ class CompletionRequest(Asked):
     def prompts(self) -> list[str] | list[list[int]]:
         """One text, or token ids, a prompt."""
         p: Any = self.prompt
+        if not len(p):
+            raise ValueError("the prompt is empty; a model needs at least one token, such as its BOS")
         return [p] if isinstance(p, str) or (p and isinstance(p[0], int)) else p
 
 
@@ -187,5 +189,14 @@ def completion_logprobs(
     """`choices[].logprobs` of a completion; offsets are in characters of the text."""
     pieces = [text.piece(t) for t in tokens]
     offsets = [offset + sum(map(len, pieces[:i])) for i in range(len(pieces))]
-    best = [{text.piece(t): v for t, v in row[:count]} for row in top] if count else None
+    best = [_by_text(text, row[:count]) for row in top] if count else None
     return {"tokens": pieces, "token_logprobs": logps, "top_logprobs": best, "text_offset": offsets}
+
+
+def _by_text(text: Text, row: list[tuple[int, float]]) -> dict[str, float]:
+    """Log-probabilities by token text; where two tokens have the same one, as halves of a character, by their ids."""
+    found: dict[str, float] = {}
+    for token, logp in row:
+        piece = text.piece(token)
+        found[f"token_id:{token}" if piece in found else piece] = logp
+    return found

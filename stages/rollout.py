@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -11,7 +11,7 @@ from pydantic import Field
 from stages.base import Context, StageConfig
 from stages.models import limits_of, load_policy, load_rounded, load_tokenizer, stop_ids
 from stages.settings import Compute
-from stages.tables import as_finished, read_rows, write_rows
+from stages.tables import by_shard, read_rows, write_rows
 
 NAME = "rollout"
 VERSION = 2
@@ -98,13 +98,16 @@ def sample_rows(
     from tuning.device import choose
     from tuning.rollout.engine import Engine
     from tuning.rollout.requests import Request
+    from tuning.training.batch import bucket
 
     device = choose(ctx.config.compute.dtype)
     policy = ctx.inputs["policy"]
     tokenizer = load_tokenizer(ctx, ctx.inputs["tokenizer"])
     eos = stop_ids(ctx, ctx.inputs["tokenizer"])
     config, params = load_rounded(ctx, policy, quantize)
-    engine = Engine(config, device.compute.dtype, limits_of(ctx.config.compute, device))
+    # A shard is sampled alone by an engine of the same size: what an earlier try left changes no bit of it.
+    context = min(bucket(max(len(p["prompt_ids"]) for _, p in prompts) + max_tokens, 64), config.max_positions)
+    engine = Engine(config, device.compute.dtype, limits_of(ctx.config.compute, device, context))
     engine.load(params)
     control = set(tokenizer.all_special_ids) | set(eos)
 
@@ -126,15 +129,15 @@ def sample_rows(
             "temperature": sampling.temperature,
         }
 
-    def make(pending: Sequence[tuple[int, dict[str, Any]]]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    def make(chunk: Sequence[tuple[int, dict[str, Any]]]) -> list[dict[str, Any]]:
         requests = [
             Request(row["prompt_ids"], max_tokens, sampling, eos, ctx.seed, number, samples, name=row["id"])
-            for number, row in pending
+            for number, row in chunk
         ]
-        for index, completions in engine.run(requests):
-            yield index, [record(*pending[index], s, c) for s, c in enumerate(completions)]
+        found = dict(engine.run(requests))
+        return [record(*chunk[i], s, c) for i in range(len(chunk)) for s, c in enumerate(found[i])]
 
-    return as_finished(ctx, "rollouts", prompts, shard, schema(), make, "prompts")
+    return by_shard(ctx, "rollouts", prompts, shard, schema(), make, "prompts")
 
 
 def run(ctx: Context) -> dict[str, Any]:

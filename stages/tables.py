@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,45 +41,6 @@ def reward_samples(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         }
         for r in rows
     ]
-
-
-def as_finished(
-    ctx: Context,
-    name: str,
-    items: Sequence[Any],
-    per_shard: int,
-    schema: pa.Schema,
-    make: Callable[[Sequence[Any]], Iterable[tuple[int, list[dict[str, Any]]]]],
-    unit: str,
-) -> list[dict[str, Any]]:
-    """As `by_shard`, for a `make` that gives (index into what it got, rows) of one item after the other, in any order.
-
-    A shard is written when the last of its items is there; items of shards that an earlier try wrote are not made.
-    """
-    shards = [items[i : i + per_shard] for i in range(0, len(items), per_shard)]
-    paths = [ctx.work / f"{name}-{n:05d}" / f"part-{n:05d}-of-{len(shards):05d}.parquet" for n in range(len(shards))]
-    open_shards = [n for n, path in enumerate(paths) if not path.exists()]
-    if len(open_shards) < len(shards):
-        ctx.log(f"resumed: {len(shards) - len(open_shards)} of {len(shards)} shards of {name} were there")
-    places = [(n, i) for n in open_shards for i in range(len(shards[n]))]
-    found: dict[int, dict[int, list[dict[str, Any]]]] = {n: {} for n in open_shards}
-    done = len(items) - len(places)
-    for index, rows in make([shards[n][i] for n, i in places]) if places else ():
-        shard, place = places[index]
-        found[shard][place] = rows
-        done += 1
-        if len(found[shard]) == len(shards[shard]):
-            mine = found.pop(shard)
-            write_rows(paths[shard], [row for i in sorted(mine) for row in mine[i]], schema)
-            ctx.saved()
-        ctx.progress(done, len(items), unit)
-    rows = []
-    for path in paths:
-        rows.extend(pq.read_table(path).to_pylist())
-        target = ctx.out / name / path.name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, target)
-    return rows
 
 
 def by_shard(

@@ -129,7 +129,8 @@ def test_a_stop_string_is_not_in_the_text_and_ends_it(client):
         ({"prompt": "x" * 300}, "the prompt has 300 tokens; the context is 200"),
         ({"prompt": [10**6]}, "token 1000000 is not one of the model's"),
         ({"prompt": "x", "logprobs": 9}, "at most 5"),
-        ({"prompt": []}, "empty prompt|prompt"),
+        ({"prompt": []}, "the prompt is empty"),
+        ({"prompt": [[]]}, "empty prompt"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(client, asked, message):

@@ -126,7 +126,12 @@ class Engine:
         return updates + self._decode()
 
     def run(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[Completion]]]:
-        """(index, completions) of each request, as soon as the last of its samples has ended."""
+        """(index, completions) of each request, as soon as the last of its samples has ended.
+
+        An engine that was idle gives the same bits whatever it did before.
+        """
+        if self.idle:
+            self._pool.clear()
         index: dict[int, int] = {}
         found: dict[int, dict[int, Completion]] = {}
         self._pool.widen(requests)

@@ -153,6 +153,10 @@ class Pool:
                 self._take_over(slot, leader, slot.run.prefilled)
         self._copy()
 
+    def clear(self) -> None:
+        """As if nothing had been before; nobody runs."""
+        self.slots = [Slot() for _ in self.slots]
+
     def forget(self) -> None:
         """Forgets what free slots hold: it was made by other weights."""
         for slot in self.slots:
