@@ -19,13 +19,15 @@ from stages.training import counted, optimizer_of
 from stages.update import Config
 from tests.bench import inputs
 from tests.bench.measure import emit, gemm_flops, peak_memory_mb, timed
-from tests.bench.training import config_of, forward_flops
+from tests.bench.training import config_of
 from tuning.algorithms.rounds import RoundData, run_round
 from tuning.device import choose
 from tuning.models.huggingface import random_params, scalar_head_params
 from tuning.models.lora import Base, LoraConfig, merge, tune, tuned_graph
 from tuning.rollout.engine import Engine
 from tuning.rollout.sampling import Sampling
+from tuning.training.batch import Group
+from tuning.training.speed import forward_flops
 from tuning.training.step import copy
 
 NEW_TOKENS = 64
@@ -109,9 +111,9 @@ def run(work: str, model: str, repeats: int) -> None:
     steps = Steps(work, model)
     found = timed(steps.step, repeats)
     tokens = steps.count * steps.samples * NEW_TOKENS
-    rows = sum(map(len, steps.prompts)) + tokens
+    groups = [Group(p, [[0] * NEW_TOKENS] * steps.samples, list(range(steps.samples))) for p in steps.prompts]
     passes = {"W3": 4, "W3lora": 3, "W5": 9}[work]
-    flops = passes * forward_flops(steps.config, rows, tokens, 128)
+    flops = passes * forward_flops(steps.config, groups)
     gemm = gemm_flops(steps.config.hidden_size, steps.config.intermediate_size)
     emit(
         work,
