@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -70,6 +71,8 @@ class Engine:
         self._clock = 0
         self._cancelled: set[int] = set()
         self._compiled: set[tuple[str, ...]] = set()
+        self._begun: tuple[str, ...] = ()
+        self._ahead: threading.Thread | None = None
 
     def load(self, params: Any) -> None:
         """Samples from these parameters from now on; runs in progress go on with them. Compiles nothing new."""
@@ -122,6 +125,7 @@ class Engine:
         updates = self._end_cancelled()
         for _ in self._pool.admit(list(self._waiting)):
             self._waiting.popleft()
+        self._compile_ahead()
         self._prefill()
         return updates + self._decode()
 
@@ -176,23 +180,28 @@ class Engine:
         found = dict(self.run(requests))
         return [found[i] for i in range(len(requests))]
 
+    def _key(self, name: str, *shape: str) -> tuple[str, ...]:
+        return (name, f"slots={len(self._pool.slots)}", f"tokens={self._pool.capacity}", *shape)
+
     def _use(self, name: str, *shape: str) -> tuple[Any, Any]:
         assert self._decoding is not None
-        self._compiled.add((name, f"slots={len(self._pool.slots)}", f"tokens={self._pool.capacity}", *shape))
+        self._compiled.add(self._key(name, *shape))
         return self._decoding
 
     def _prefill(self) -> None:
         done = 0
         while any(s.run and not s.decoding for s in self._pool.slots):
-            left = sum(s.run.prefilled - len(s.held) for s in self._pool.slots if s.run and s.run.leader is None)
-            size = next((n for n in self._limits.chunks if n >= left), self._limits.chunks[-1])
-            if size > self._limits.chunks[0] and left < size * 3 // 4:
-                size = self._limits.chunks[self._limits.chunks.index(size) - 1]
-            self._prefill_chunk(size)
+            self._prefill_chunk(self._chunk_size())
             self._pool.prefilled()
             done += 1
             if done == self._limits.prefill_chunks:
                 return
+
+    def _chunk_size(self) -> int:
+        """The smallest chunk that takes all that is left."""
+        open_slots = [s for s in self._pool.slots if s.run and s.run.leader is None and not s.decoding]
+        left = sum(s.run.prefilled - len(s.held) for s in open_slots if s.run)
+        return next((n for n in self._limits.chunks if n >= left), self._limits.chunks[-1])
 
     def _prefill_chunk(self, size: int) -> None:
         chunk, pieces, prefixed = pack(self._pool.slots, size)
@@ -216,14 +225,38 @@ class Engine:
         # Where others wait, a few ended rows are worth a look; where none does, a quarter of them is (fewer slots).
         wake = max(1, len(live) // 8) if self._waiting else max(1, len(live) - len(live) // 4)
         graph, weights = self._use("decode")
+        if self._ahead is not None:
+            self._ahead.join()
+            self._ahead = None
+        rows = row_arrays(self._pool.slots, self._pool.capacity, steps)
         self._pool.state, found = programs.decode(
-            graph, weights, self._pool.state, row_arrays(self._pool.slots, self._pool.capacity, steps), np.int32(wake),
-            steps=steps, top=self._top, kv=self._kv, dtype=self._dtype,
-        )  # fmt: skip
+            graph, weights, self._pool.state, rows, np.int32(wake), **self._decode_options
+        )
         arrays = {n: np.asarray(x) for n, x in found.items()}
         return [
             self._advance(s, {n: x[i] for n, x in arrays.items()}) for i, s in enumerate(self._pool.slots) if s.decoding
         ]
+
+    @property
+    def _decode_options(self) -> dict[str, Any]:
+        return {"steps": self._limits.steps, "top": self._top, "kv": self._kv, "dtype": self._dtype}
+
+    def _compile_ahead(self) -> None:
+        """Has a thread compile the decoding program while prompts are prefilled, where that is yet to be compiled."""
+        key = self._key("decode")
+        if self._mesh is not None or key in self._compiled or key == self._begun or not self._pool.live:
+            return
+        self._begun = key
+        assert self._decoding is not None
+        state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._pool.state)
+        rows = row_arrays(self._pool.slots, self._pool.capacity, self._limits.steps)
+        arguments = (*self._decoding, state, rows, np.int32(1))
+
+        def work() -> None:
+            programs.decode.lower(*arguments, **self._decode_options).compile()
+
+        self._ahead = threading.Thread(target=work, name="compile", daemon=True)
+        self._ahead.start()
 
     def _advance(self, slot: Slot, found: dict[str, np.ndarray]) -> Update:
         run = slot.run

@@ -171,7 +171,7 @@ class Pool:
 
     def _capacities(self, context: int) -> list[int]:
         """Cached tokens of a slot, from few to all: each half of the next, none under 128 unless it is the last."""
-        sizes = [bucket(context + self._limits.steps, 64)]
+        sizes = [-(-(context + self._limits.steps) // 32) * 32]
         while sizes[0] // 2 >= 128:
             sizes.insert(0, -(-sizes[0] // 2 // 16) * 16)
         return sizes

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tuning.models.attention import packed_attention
 from tuning.models.decoder import AttentionSpec
 from tuning.rollout.cache import KV, TOKEN_AXIS, Layer, append, attend, capacity_of, insert, near_enough, stored
 from tuning.rollout.sampling import sample, uniforms
@@ -34,22 +33,18 @@ def prefill(
     """
     model = nnx.merge(graph, weights)
     tokens, positions, group = (chunk[n][None] for n in ("tokens", "positions", "group"))
-    whole = packed_attention(group, jnp.zeros_like(group))
     length = tokens.shape[1]
 
     def attention(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, far: Any) -> tuple[jax.Array, Any]:
         near = stored(k, v, kv)
-        if not prefixed:
-            return whole(q, k, v, spec, None)[0], near
         query, key = positions[:, :, None], positions[:, None]
         causal = (group[:, :, None] == group[:, None]) & (jnp.arange(length)[:, None] >= jnp.arange(length))
-        cached = jnp.arange(capacity_of(cache))[None, None]
-        before = (group[:, :, None] == 1) & (cached < positions[0, 0])
-        far = {n: jax.lax.dynamic_slice_in_dim(x, chunk["prefix_slot"], 1) for n, x in far.items()}
-        parts = [
-            (far, near_enough(before, query, cached, spec)),
-            (near, near_enough(causal, query, key, spec)),
-        ]
+        parts = [(near, near_enough(causal, query, key, spec))]
+        if prefixed:
+            cached = jnp.arange(capacity_of(cache))[None, None]
+            before = (group[:, :, None] == 1) & (cached < positions[0, 0])
+            far = {n: jax.lax.dynamic_slice_in_dim(x, chunk["prefix_slot"], 1) for n, x in far.items()}
+            parts.append((far, near_enough(before, query, cached, spec)))
         return attend(q, parts, spec), near
 
     _, new = model(tokens, positions, attention, cache=cache, dtype=jnp.dtype(dtype))

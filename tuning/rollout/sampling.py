@@ -125,7 +125,12 @@ def sample(
     most = jnp.max(logits, axis=-1, keepdims=True)
     weights = jnp.exp(logits - most)
     norm = most[:, 0] + jnp.log(jnp.sum(weights, axis=-1))
-    tokens = jnp.where(greedy, jnp.argmax(logits, axis=-1).astype(jnp.int32), inverse_cdf(weights, uniform_R))
+    tokens = inverse_cdf(weights, uniform_R)
+
+    def best(tokens: jax.Array) -> jax.Array:
+        return jnp.where(greedy, jnp.argmax(logits, axis=-1).astype(jnp.int32), tokens)
+
+    tokens = jax.lax.cond(jnp.any(greedy), best, lambda tokens: tokens, tokens)
     logps = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - norm
     if not top:
         return tokens, logps, (jnp.zeros((len(tokens), 0), jnp.int32), jnp.zeros((len(tokens), 0), jnp.float32))

@@ -130,6 +130,9 @@ def pack(slots: list[Slot], size: int) -> tuple[dict[str, Any], list[tuple[int, 
         count = min(run.prefilled - at, size - start)
         if count <= 0:
             break
+        if start and count < run.prefilled - at <= size:
+            # Whole in the next chunk, it needs no program that looks behind.
+            continue
         here = slice(start, start + count)
         chunk["tokens"][here] = run.request.prompt[at : at + count]
         chunk["positions"][here] = np.arange(at, at + count)

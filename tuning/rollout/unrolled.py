@@ -55,20 +55,8 @@ def _join(layer: Layer) -> None:
 class UnrolledDecoder(nnx.Module):
     """A Decoder with a list of layers. For decoding only: nothing of it is trained."""
 
-    def __init__(self, decoder: Decoder, *, join: bool, weights: Weights, dtype: Any):
+    def __init__(self, decoder: Decoder, layers: Sequence[Layer]):
         self.config = decoder.config
-        graph, stacked = nnx.split(decoder.layers)
-        layers = []
-        for i in range(self.config.num_layers):
-            layer = nnx.merge(graph, jax.tree.map(lambda x: x[i].astype(dtype), stacked))  # noqa: B023
-            if join:
-                _join(layer)
-            if weights == "int8":
-                for name in (*_PROJECTIONS, "qkv", "gate_up"):
-                    if hasattr(layer, name):
-                        linear = getattr(layer, name)
-                        linear.kernel = Int8(linear.kernel[...])
-            layers.append(layer)
         self.layers = nnx.List(layers)
         del decoder.layers
         self.rest = decoder
@@ -86,29 +74,52 @@ class UnrolledDecoder(nnx.Module):
         distinct, row_of_layer = c.frequencies()
         cos, sin = rope_tables(positions_BL, distinct)
         changed = []
+
+        # A function of its own is traced once for all layers that are alike.
+        @functools.partial(jax.jit, static_argnums=(0, 1, 2))
+        def run(graph: Any, row: int, window: int | None, state: Any, x: jax.Array, mine: Any) -> Any:
+            spec = AttentionSpec(c.attention_scale, c.attention_softcap, window, positions_BL)
+            return nnx.merge(graph, state)(x, (cos[row], sin[row]), attention, spec, mine)
+
         for i, layer in enumerate(self.layers):
             window = c.sliding_window if c.slides(i) else None
-            spec = AttentionSpec(c.attention_scale, c.attention_softcap, window, positions_BL)
-            row = int(row_of_layer[i])
-            x, mine = layer(x, (cos[row], sin[row]), attention, spec, cache[i])
+            graph, state = nnx.split(layer)
+            x, mine = run(graph, int(row_of_layer[i]), window, state, x, cache[i])
             changed.append(mine)
         return rms_norm(x, self.rest.norm[...], c.norm_eps, c.norm_offset), changed
 
 
+def _prepared(graph: Any, stacked: Any, number: jax.Array | int, join: bool, weights: Weights, dtype: str) -> Any:
+    """One layer of a stack, as (graph, state)."""
+    layer = nnx.merge(graph, jax.tree.map(lambda x: x[number].astype(dtype), stacked))
+    if join:
+        _join(layer)
+    if weights == "int8":
+        for name in (*_PROJECTIONS, "qkv", "gate_up"):
+            if hasattr(layer, name):
+                linear = getattr(layer, name)
+                linear.kernel = Int8(linear.kernel[...])
+    return nnx.split(layer)
+
+
+# The number of the layer is an argument: one program, whatever the depth.
 @functools.partial(jax.jit, static_argnames=("graph", "join", "weights", "dtype"))
-def _state(graph: Any, params: Any, *, join: bool, weights: Weights, dtype: str) -> Any:
-    return nnx.split(_unrolled(graph, params, join, weights, dtype))[1]
-
-
-def _unrolled(graph: Any, params: Any, join: bool, weights: Weights, dtype: str) -> UnrolledDecoder:
-    return UnrolledDecoder(nnx.merge(graph, params), join=join, weights=weights, dtype=jnp.dtype(dtype))
+def _state(graph: Any, stacked: Any, number: jax.Array, *, join: bool, weights: Weights, dtype: str) -> Any:
+    return _prepared(graph, stacked, number, join, weights, dtype)[1]
 
 
 def unroll(graph: Any, params: Any, *, join: bool, weights: Weights, dtype: str) -> tuple[Any, Any]:
-    """(graph, state) of an `UnrolledDecoder` with the values of a Decoder's parameters, cast to `dtype`.
+    """(graph, state) of an `UnrolledDecoder` with the values of a Decoder's parameters, layers cast to `dtype`.
 
     `join` makes one kernel of those that share an input; cutting it over a `tensor` axis would part heads from their
     devices, so it is for whole kernels. `int8` keeps the projections in one byte a weight.
     """
-    made = nnx.eval_shape(lambda p: _unrolled(graph, p, join, weights, dtype), params)
-    return nnx.split(made)[0], _state(graph, params, join=join, weights=weights, dtype=dtype)
+    decoder = nnx.merge(graph, params)
+    stack, stacked = nnx.split(decoder.layers)
+    made = nnx.eval_shape(lambda s: nnx.merge(*_prepared(stack, s, 0, join, weights, dtype)), stacked)
+    like = nnx.split(made)[0]
+    layers = [
+        nnx.merge(like, _state(stack, stacked, np.int32(i), join=join, weights=weights, dtype=dtype))
+        for i in range(decoder.config.num_layers)
+    ]
+    return nnx.split(UnrolledDecoder(decoder, layers))

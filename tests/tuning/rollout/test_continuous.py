@@ -69,7 +69,7 @@ def test_shapes_come_from_two_ladders_whatever_is_asked_for():
     list(engine.run(requests_of(20, seed=1)))
     list(engine.run(requests_of(30, seed=2, sampling=Sampling(0.37, 0.77, 11, 0.02, 1.1), stop_ids=(1, 2, 3, 4))))
     list(engine.run([Request([1] * 280, 20)]))
-    slots, tokens = ("slots=1", "slots=4", "slots=6"), ("tokens=192", "tokens=384")
+    slots, tokens = ("slots=1", "slots=4", "slots=6"), ("tokens=160", "tokens=320")
     decodes = {f"decode {a} {b}" for a in slots for b in tokens}
     starts = ("behind a prefix", "from the start")
     chunks = ("chunk=8", "chunk=16")
