@@ -54,7 +54,6 @@ class Steps:
         self.count, self.samples = (16, 1) if work == "W5" else (4, 4)
         self.prompts = inputs.prompts(self.count, 16, 64, self.config.vocab_size)
         self.reference = random_params(self.config, 0)
-        self.engine = Engine(self.config, choose().compute.dtype)
         self.optimizers = tuple(optimizer_of(s.optimizer, 1) for s in (self.settings, self.settings.critic))
         self.base, params = None, None
         if work == "W3lora":
@@ -80,7 +79,8 @@ class Steps:
 
     def step(self) -> Any:
         started = time.perf_counter()
-        found = self.engine.generate(
+        # A stage's engine goes with the stage, and its copy of the weights with it.
+        found = Engine(self.config, choose().compute.dtype).generate(
             self.policy(), self.prompts, samples=self.samples, max_tokens=NEW_TOKENS, sampling=Sampling(),
             eos_ids=(NO_EOS,), seed=self.number, counters=range(self.count),
         )  # fmt: skip

@@ -76,7 +76,7 @@ def test_shapes_come_from_two_ladders_whatever_is_asked_for():
     prefills = {f"prefill {a} {b} {c} {d}" for a in slots for b in tokens for c in chunks for d in starts}
     used = set(engine.programs)
     assert used <= decodes | prefills
-    assert {"decode slots=6 tokens=192", "decode slots=1 tokens=384"} <= used
+    assert {"decode slots=6 tokens=160", "decode slots=1 tokens=320"} <= used
     assert programs.decode._cache_size() - before[0] <= len(used & decodes)
     assert programs.prefill._cache_size() - before[1] <= len(used & prefills)
 
