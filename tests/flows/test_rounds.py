@@ -1,0 +1,108 @@
+"""Rounds that do more than sample, score, update: other rewards on old rollouts, older policies, refills, baselines."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from flows.graph import build
+from flows.recipe import load_recipe
+from stages.artifacts import Store
+from stages.tables import read_rows
+
+
+def graph(*sets):
+    return {n.name: n for n in build(load_recipe("smoke", sets=[*sets]))}
+
+
+def states(record, *names):
+    return {n: record["nodes"][n]["state"] for n in names}
+
+
+def rows(store, record, node, part):
+    entry = record["nodes"][node]
+    artifact = Store(str(store)).get(entry["stage"], entry["key"])
+    assert artifact is not None
+    return read_rows(artifact, part)
+
+
+def test_a_stale_round_samples_from_the_policy_before_the_last_and_waits_for_no_update():
+    nodes = graph("rl.staleness=1", "rl.rounds=3")
+    assert [nodes[f"round-00{i}.rollout"].inputs["policy"].node for i in range(3)] == ["sft", "sft", "round-000.update"]
+    assert [nodes[f"round-00{i}.update"].config.off_policy for i in range(3)] == [False, True, True]
+    order = list(nodes)
+    assert order.index("round-001.rollout") < order.index("round-000.update") < order.index("round-002.rollout")
+
+
+def test_other_rewards_on_the_rollouts_of_a_run_sample_nothing(rlhf, store, record):
+    letters = ["--reward", "letters=matches", "--set", "rl.score.rewards.letters.arguments={pattern: '.*[a-m].*'}"]
+    rlhf("rescore", "first", *letters, "--no-prefect", "--name", "again", "--store", store)
+    first, again = record(store, "first"), record(store, "again")
+    for i in range(3):
+        name = f"round-00{i}"
+        assert again["nodes"][f"{name}.rollout"]["digest"] == first["nodes"][f"{name}.rollout"]["digest"]
+        expected = {f"{name}.rollout": "hit", f"{name}.score": "made", f"{name}.update": "made"}
+        assert states(again, *expected) == expected
+    assert again["worker_starts"] == 1
+    assert set(rows(store, again, "round-001.score", "scores/")[0]["rewards"]) == {"letters"}
+    # The policy of the second round is not the one that its rollouts came from; the first round's is.
+    assert again["nodes"]["round-000.update"]["metrics"]["mismatch_kl"] < 1e-6
+    assert again["nodes"]["round-001.update"]["metrics"]["mismatch_kl"] > 1e-6
+
+    heavier = ["--set", "rl.score.rewards.letters.weight=2"]
+    rlhf("rescore", "again", *heavier, "--no-prefect", "--name", "third", "--store", store)
+    third = record(store, "third")
+    assert states(third, "round-002.rollout", "round-000.score") == {
+        "round-002.rollout": "hit",
+        "round-000.score": "made",
+    }
+
+
+def test_what_cannot_be_scored_again_is_said(rlhf, store):
+    options = ["--no-prefect", "--store", store]
+    assert "nothing would change: name a --reward" in rlhf("rescore", "first", *options, code=2).stderr
+    assert "no reward" in rlhf("rescore", "first", "--reward", "nonesuch", *options, code=2).stderr
+
+
+def test_refills_find_prompts_that_teach_and_every_prompt_is_accounted_for(rlhf, store, record):
+    sets = ["rl.refills=2", "rl.rounds=2", "rl.update={algorithm: dapo, prompts_per_step: 4, short_of_groups: train}"]
+    # Of eight random bytes about a third have one; many pairs of completions agree.
+    sets += [
+        "rl.rollout.completions=2",
+        "rl.score.rewards={letters: {function: matches, arguments: {pattern: '.*[a-m].*'}}}",
+    ]
+    options = [x for s in [*sets, f"store={store}"] for x in ("--set", s)]
+    rlhf("run", "smoke", "--no-prefect", "--name", "refilled", *options)
+    run = record(store, "refilled")
+    for i in range(2):
+        name = f"round-00{i}"
+        metrics = run["nodes"][f"{name}.update"]["metrics"]
+        tables = [f"{name}.rollout", f"{name}.refill-1", f"{name}.refill-2"]
+        sampled = [{r["prompt_id"] for r in rows(store, run, t, "rollouts/")} for t in tables]
+        assert sum(map(len, sampled)) == len(set.union(*sampled)) == metrics["prompts_sampled"]
+        taught = metrics["prompts_sampled"] - metrics["prompts_without_signal"] - metrics["prompts_to_spare"]
+        assert taught == metrics["groups"] <= 8
+        assert sampled[1] or metrics["prompts_without_signal"] == 0
+    again = rlhf("plan", "smoke", *options).stdout
+    assert " 0 miss" in again
+
+
+def test_a_greedy_completion_of_each_prompt_is_remaxs_baseline(rlhf, store, record):
+    sets = ["rl.rounds=1", "rl.update={algorithm: remax, prompts_per_step: 4}", f"store={store}"]
+    rlhf("run", "smoke", "--no-prefect", "--name", "remax", *[x for s in sets for x in ("--set", s)])
+    run = record(store, "remax")
+    sampled = rows(store, run, "round-000.rollout", "rollouts/")
+    greedy = rows(store, run, "round-000.greedy", "rollouts/")
+    assert [r["prompt_id"] for r in greedy] == list(dict.fromkeys(r["prompt_id"] for r in sampled))
+    assert all(r["temperature"] == 0 for r in greedy)
+    assert run["nodes"]["round-000.greedy-score"]["metrics"]["completions"] == len(greedy)
+    assert run["nodes"]["round-000.update"]["metrics"]["steps"] > 0
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr-grpo", "gspo", "gspo-token", "cispo", "rloo", "reinforce-pp"])
+def test_the_graph_of_an_algorithm_without_more_inputs_is_grpos(name):
+    plain = {n: sorted(node.inputs) for n, node in graph().items()}
+    assert json.dumps(
+        {n: sorted(node.inputs) for n, node in graph(f"rl.update={{algorithm: {name}, kl_coef: 0.01}}").items()}
+    ) == json.dumps(plain)
