@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -29,18 +30,29 @@ SETTINGS = {
     "evaluate": "null",
 }
 
+# A byte a call in a file beside it.
+SLOW_REWARD = """
+import pathlib, time
+
+def slow(prompts, completions, **_):
+    time.sleep(0.1)
+    with (pathlib.Path(__file__).parent / "calls").open("a") as f:
+        f.write("." * len(completions))
+    return [float(len(c)) for c in completions]
+"""
+
 
 class Run:
     """`rlhf run smoke` as a process group of its own, with its output in a file."""
 
-    def __init__(self, store: Path, name: str, retries: int = 0):
+    def __init__(self, store: Path, name: str, retries: int = 0, folder: Path | None = None, **more: Any):
         self.store, self.name = store, name
         self.log = store.with_name(f"{store.name}-{name}.log")
-        sets = [f"{k}={v}" for k, v in (SETTINGS | {"store": store, "retries": retries}).items()]
+        sets = [f"{k}={v}" for k, v in (SETTINGS | {"store": store, "retries": retries} | more).items()]
         command = [RLHF, "run", "smoke", "--no-prefect", "--name", name]
         command += [word for item in sets for word in ("--set", item)]
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, cwd=folder)
 
     def record(self) -> dict[str, Any]:
         return Store(str(self.store)).read_json("runs", self.name, "run.json") or {"nodes": {}}
@@ -184,6 +196,30 @@ def test_with_a_retry_the_run_goes_on_by_itself(store, undisturbed):
     assert "shards of scores were there" in output
     assert run.record()["worker_starts"] == 2
     check(run, undisturbed)
+
+
+def test_a_score_that_is_finished_is_not_made_again(store, undisturbed, tmp_path):
+    place = store("base", "prepare", "sft", "reward", "rollout")
+    (tmp_path / "slow_reward.py").write_text(SLOW_REWARD)
+    calls = tmp_path / "calls"
+    rewards = {"rl.score.rewards": "{slow: {function: 'slow_reward:slow'}}", "rl.score.shard_completions": 64}
+    options = {"folder": tmp_path, "rl.rounds": 1, "export": "null", **rewards}
+
+    first = Run(place, "first", **options)
+    # The first shard is of all 64 completions: nothing but single scores can be kept.
+    first.until(lambda: calls.exists() and calls.stat().st_size >= 12)
+    first.kill_worker()
+    assert "in stage score" in first.ends(1)
+    assert shards(place, "score", "scores") == 0
+    before = calls.stat().st_size
+
+    second = Run(place, "second", **options)
+    output = second.ends(0)
+    (reused,) = re.findall(r"reward slow: (\d+) finished scores are reused", output)
+    # Two processes score at a time: what they had under way is made again, with what was done and not yet written.
+    assert before - 4 <= int(reused) <= before
+    assert calls.stat().st_size == before + 64 - int(reused)
+    assert second.record()["nodes"]["round-000.score"]["metrics"]["completions"] == 64
 
 
 @pytest.mark.parametrize("moment", ["rollout", "update"])
