@@ -84,7 +84,7 @@ class EngineSettings(StageConfig):
 
 
 def engine_digests(settings: EngineSettings) -> dict[str, str]:
-    """Hashes of the code that makes a rollout with another engine: of what is asked and read, not of who is asked."""
+    """Hashes of the code behind an engine that is not in the worker, which the stage loads by name."""
     if settings.kind == "native":
         return {}
-    return {f"module:{k}": v for k, v in module_hashes("tuning.rollout.protocols").items()}
+    return {f"module:{k}": v for k, v in module_hashes("stages.remote").items()}

@@ -44,7 +44,7 @@ class Config(StageConfig):
 
 
 def source_digests(config: Any) -> dict[str, str]:
-    """Hashes of the code of an engine that is not in the worker; it is loaded by name."""
+    """Hashes of the code of an engine that is not in the worker."""
     return engine_digests(config.engine)
 
 
