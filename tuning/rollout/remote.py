@@ -133,15 +133,19 @@ class Remote:
     async def _drive(
         self, server: Server, policy: Policy, bodies: Sequence[Any], jobs: asyncio.Queue[Job], results: Any
     ) -> None:
-        """Gives a server work until there is none or it is given up."""
+        """Gives a server work until it is given up; where there is no more, the caller ends it."""
+        barren = 0
+        """How often it was lost since it last answered."""
         while True:
             lost: list[Exception] = []
 
             async def work(client: httpx.AsyncClient, lost: list[Exception] = lost) -> None:
+                nonlocal barren
                 while not lost:
                     job = await jobs.get()
                     try:
                         results.put_nowait((job[0], await self._sample(client, server, policy, job[1], bodies[job[0]])))
+                        barren = 0
                     except asyncio.CancelledError:
                         jobs.put_nowait(job)
                         raise
@@ -162,7 +166,10 @@ class Remote:
                         task.cancel()
                     await asyncio.gather(*tasks, return_exceptions=True)
             self._log(f"{lost[0]}\n  its prompts go to the next free server")
+            barren += 1
             try:
+                if barren == self._options.tries:
+                    raise ServerLost(f"{server.url} was lost {barren} times without an answer; the last: {lost[0]}")
                 await asyncio.to_thread(self._prepare, server)
             except (ServerLost, ServerRefused, StalePolicy) as e:
                 self._dead[server] = e

@@ -5,6 +5,7 @@ SGLang's side is checked against its documented schema only: it has not run agai
 """
 
 import dataclasses
+import json
 import os
 import signal
 import sys
@@ -232,35 +233,56 @@ def test_another_version_is_refused(url, policy):
 
 @pytest.fixture
 def proxy(url):
-    """A proxy before the server that answers 503 to each third request for completions."""
-    app, count = FastAPI(), []
+    """Makes a proxy before the server that answers a status of its own to the requests for completions that `fails`
+    picks; it is given the number of the request and its body."""
+    ends = []
 
-    @app.api_route("/{path:path}", methods=["GET", "POST"])
-    async def forward(path: str, request: Request) -> Response:
-        if path == "v1/completions":
-            count.append(path)
-            if len(count) % 3 == 0:
-                return Response("the gateway is busy", 503)
-        async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
-            query = f"?{request.url.query}" if request.url.query else ""
-            headers = {"content-type": "application/json"}
+    def make(fails, status):
+        app, bodies = FastAPI(), []
+
+        @app.api_route("/{path:path}", methods=["GET", "POST"])
+        async def forward(path: str, request: Request) -> Response:
             body = await request.body()
-            found = await client.request(request.method, f"{url}/{path}{query}", content=body, headers=headers)
-        return Response(found.content, found.status_code, media_type="application/json")
+            if path == "v1/completions":
+                bodies.append(json.loads(body))
+                if fails(len(bodies), bodies[-1]):
+                    return Response("the gateway is busy", status)
+            async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
+                query = f"?{request.url.query}" if request.url.query else ""
+                headers = {"content-type": "application/json"}
+                found = await client.request(request.method, f"{url}/{path}{query}", content=body, headers=headers)
+            return Response(found.content, found.status_code, media_type="application/json")
 
-    server, thread, place = serve(app)
-    yield place, count
-    server.should_exit = True
-    thread.join()
+        server, thread, place = serve(app)
+        ends.append((server, thread))
+        return place, bodies
+
+    yield make
+    for server, thread in ends:
+        server.should_exit = True
+        thread.join()
 
 
 def test_a_busy_gateway_is_asked_again(proxy, policy, native):
-    place, count = proxy
+    place, bodies = proxy(lambda number, body: number % 3 == 0, 503)
     engine = remote(Server(place), concurrency=4)
     engine.load(policy("first"))
     same(run(engine, GREEDY), native["first"])
-    assert len(count) >= 14 * 3 // 2 - 3
-    assert not any("given up" in line for line in engine.lines)
+    # 12 requests and 2 of the probe, and a third of all were turned away.
+    assert len(bodies) == 14 + 6
+    assert len(engine.lines) == 1
+
+
+def test_a_server_that_fails_at_everything_is_given_up(proxy, policy):
+    """It is healthy and passes its probe, again and again."""
+    probes = [r.counter for r in policy("first").probe]
+    passed = {sample_seed(48, 7, counter) for counter in probes}
+    place, bodies = proxy(lambda number, body: body["seed"] not in passed, 500)
+    engine = remote(Server(place, retries=1), concurrency=3, tries=3)
+    engine.load(policy("first"))
+    with pytest.raises(ServerLost, match=r"was lost 3 times without an answer; the last: .* answered 500: the gateway"):
+        run(engine, GREEDY)
+    assert len(bodies) < 40
 
 
 def test_what_a_server_declines_ends_the_run_with_its_words(url, policy):
