@@ -34,8 +34,6 @@ class _Started:
     """Servers that this worker has started."""
 
     context: int
-    folder: Callable[[], Path]
-    """The folder of the policy that the next start is to have."""
     servers: list[Any]
 
 
@@ -54,7 +52,7 @@ def opened(ctx: Context, settings: EngineSettings, quantize: str, context: int, 
 
     names = ("sync", "concurrency", "tries", "start_seconds", "wait_seconds", "tolerance", "version")
     policy = _policy(ctx, settings, quantize, requests)
-    servers = _servers(ctx, settings, policy, context)
+    servers = _servers(ctx, settings, context)
     remote = Remote(ENGINES[settings.kind], servers, Options(**{n: getattr(settings, n) for n in names}), ctx.log)
     remote.load(policy)
     ctx.metrics_line(servers=len(remote.gaps), logprob_gap=max(remote.gaps.values()))
@@ -74,7 +72,7 @@ def _end(started: _Started) -> None:
         server.child.end()
 
 
-def _servers(ctx: Context, settings: EngineSettings, policy: Any, context: int) -> list[Any]:
+def _servers(ctx: Context, settings: EngineSettings, context: int) -> list[Any]:
     from tuning.rollout.server import Server
 
     key = "" if settings.key_variable is None else os.environ.get(settings.key_variable, "")
@@ -89,21 +87,21 @@ def _servers(ctx: Context, settings: EngineSettings, policy: Any, context: int) 
         _end(_started.pop(name))
     if wanted not in _started:
         most = load_rounded(ctx, ctx.inputs["policy"], "none")[0].max_positions
-        group = _started[wanted] = _Started(min(most, max(USUAL_CONTEXT, context)), policy.folder, [])
-        group.servers += [_server(ctx, settings, group, i, options) for i in range(settings.servers)]
-    _started[wanted].folder = policy.folder
+        room = min(most, max(USUAL_CONTEXT, context))
+        servers = [_server(ctx, settings, room, i, options) for i in range(settings.servers)]
+        _started[wanted] = _Started(room, servers)
     return _started[wanted].servers
 
 
-def _server(ctx: Context, settings: EngineSettings, group: _Started, number: int, options: dict[str, Any]) -> Any:
+def _server(ctx: Context, settings: EngineSettings, context: int, number: int, options: dict[str, Any]) -> Any:
     from tuning.rollout.child import Child
     from tuning.rollout.protocols import ENGINES, Start
     from tuning.rollout.server import Server
 
     engine = ENGINES[settings.kind]
 
-    def command(port: int) -> list[str]:
-        start = Start(group.folder(), settings.dtype, group.context, settings.sync == "adapter")
+    def command(folder: Path, port: int) -> list[str]:
+        start = Start(folder, settings.dtype, context, settings.sync == "adapter")
         return [*settings.words, *engine.arguments(start, port), *settings.arguments]
 
     log = _place(ctx, settings) / f"{settings.kind}-{number}.log"
@@ -172,6 +170,7 @@ def _below(artifact: Artifact) -> tuple[Artifact, str] | None:
 
 def _folder(ctx: Context, artifact: Artifact, quantize: str, dtype: str, place: Path) -> Path:
     """The policy as a Hugging Face folder; the last one's is removed."""
+    from tuning.device import choose
     from tuning.models import huggingface, tokenizer
 
     with _writing:
@@ -181,6 +180,10 @@ def _folder(ctx: Context, artifact: Artifact, quantize: str, dtype: str, place: 
         for old in place.glob("model-*"):
             shutil.rmtree(old)
         config, params = load_rounded(ctx, artifact, quantize)
+        if choose().platform == "cpu" and not config.family.startswith("gemma"):
+            # vLLM's CPU kernels keep a packed copy of the LM head, which a reload renews only where the head is no tied
+            # one. Its Gemma knows tied ones alone: there the probe finds the old head, and the server is restarted.
+            config, params = huggingface.untied(config, params)
         partial = place / "partial"
         shutil.rmtree(partial, ignore_errors=True)
         base = ctx.inputs["tokenizer"]

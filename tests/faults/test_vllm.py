@@ -24,7 +24,7 @@ from stages.tables import read_rows
 from tests.faults.test_kill import Run, shards
 from tuning.models.config_json import from_hugging_face
 from tuning.models.gguf import GGUFCheckpoint, GGUFFile
-from tuning.models.huggingface import params_from_tensors, save_decoder
+from tuning.models.huggingface import params_from_tensors, save_decoder, untied
 from tuning.models.lora import LoraConfig, merge, tune
 from tuning.models.peft import save_adapter
 from tuning.models.tokenizer import chat_prompt_ids, save_tokenizer, tokenizer_from_gguf
@@ -78,10 +78,10 @@ class Model:
         return (self.ids["eos_token_id"],)
 
     def place(self, name: str) -> Path:
-        """The Hugging Face folder of a policy."""
+        """The Hugging Face folder of a policy, as `stages.remote` writes it on a CPU."""
         target = self.folder / name
         if not target.exists():
-            save_decoder(target, self.config, self.params[name], self.ids)
+            save_decoder(target, *untied(self.config, self.params[name]), self.ids)
             save_tokenizer(self.tokenizer, target)
         return target
 
@@ -116,9 +116,9 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(model, tmp_path_factory):
-    def words(port: int) -> list[str]:
-        start = Start(model.place("first"), "float32", 1024, True)
+def server(tmp_path_factory):
+    def words(folder: Path, port: int) -> list[str]:
+        start = Start(folder, "float32", 1024, True)
         return [*command(), *ENGINES["vllm"].arguments(start, port), "--max-lora-rank", "8"]
 
     log = tmp_path_factory.mktemp("vllm") / "log"

@@ -17,8 +17,8 @@ from tuning.rollout import keeper
 class Child:
     """One server; each start has a port of its own."""
 
-    def __init__(self, command: Callable[[int], Sequence[str]], environment: Mapping[str, str], log: Path):
-        """`command` gives the words for a port; what the server prints goes to `log`."""
+    def __init__(self, command: Callable[[Path, int], Sequence[str]], environment: Mapping[str, str], log: Path):
+        """`command` gives the words for a model's folder and a port; what the server prints goes to `log`."""
         self.command, self.environment, self.log = command, dict(environment), log
         self._process: subprocess.Popen[bytes] | None = None
         self.starts = 0
@@ -33,14 +33,14 @@ class Child:
         """Whether its process runs."""
         return self._process is not None and self._process.poll() is None
 
-    def start(self) -> str:
-        """Starts it, ending one that runs; its URL. It answers later: see `Server.wait`."""
+    def start(self, folder: Path) -> str:
+        """Starts it on a model, ending one that runs; its URL. It answers later: see `Server.wait`."""
         self.end()
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        words = [sys.executable, "-S", str(Path(keeper.__file__)), *self.command(port)]
+        words = [sys.executable, "-S", str(Path(keeper.__file__)), *self.command(folder, port)]
         with self.log.open("ab") as log:
             log.write(f"$ {' '.join(words[3:])}\n".encode())
             log.flush()

@@ -234,9 +234,8 @@ class Remote:
         )
 
     def _start(self, server: Server, policy: Policy) -> None:
-        """Starts a child on the policy's folder, which `policy.folder` writes anew if need be."""
-        policy.folder()
-        server.start()
+        """Starts a child on the policy's folder."""
+        server.start(policy.folder())
         server.wait(self._options.start_seconds)
         server.given = server.started_on = policy.weights
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -51,10 +52,10 @@ class Server:
         """Where it is now."""
         return self._url or "a server that was not started"
 
-    def start(self) -> None:
-        """Starts the child, or starts it again."""
+    def start(self, folder: Path) -> None:
+        """Starts the child, or starts it again, on a model."""
         assert self.child is not None
-        self._url = self.child.start()
+        self._url = self.child.start(folder)
         self.adapter = self.given = self.started_on = None
 
     def answers(self) -> bool:

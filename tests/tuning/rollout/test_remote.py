@@ -341,12 +341,12 @@ def test_one_of_two_servers_is_enough(url, policy, native):
 
 
 @pytest.fixture
-def children(folders, tmp_path):
+def children(tmp_path):
     made = []
 
-    def make(number=0, folder="first"):
-        def command(port):
-            start = ServerStart(folders[folder], "float32", 256, False)
+    def make(number=0):
+        def command(folder, port):
+            start = ServerStart(folder, "float32", 256, False)
             words = [sys.executable, "-m", "tests.tuning.rollout.http_server", *ENGINES["vllm"].arguments(start, port)]
             return [*words, "--pids", str(tmp_path / f"pids-{number}")]
 
@@ -376,17 +376,23 @@ def test_a_started_server_that_is_killed_is_started_again_and_nothing_is_lost(ch
     same([found[20 + i] for i in range(12)], native["first"])
     assert child.starts == 2
     assert any("its prompts go to the next free server" in line for line in engine.lines)
-    # The next policy needs no start, and a restart serves where endpoints are not to be used.
+    # The next policy needs no start, unless the endpoints are not to be used.
     engine.load(policy("second"))
     same(run(engine, GREEDY), native["second"])
     assert child.starts == 2
+    again = remote(*engine._servers, sync="restart")
+    again.load(policy("first"))
+    same(run(again, GREEDY), native["first"])
+    assert child.starts == 3
     child.end()
     assert not any(psutil.pid_exists(p) for p in pids(tmp_path))
 
 
-def test_the_others_take_over_from_a_lost_server_and_its_owner_keeps_nothing(children, tmp_path, url, policy, native):
+def test_the_others_take_over_from_a_lost_server_and_its_owner_keeps_nothing(
+    children, tmp_path, folders, url, policy, native
+):
     child = children()
-    place = child.start()
+    place = child.start(folders["first"])
     lost = Server(place)
     lost.wait(120)
     engine = remote(lost, Server(url), concurrency=1, wait_seconds=0.5)
@@ -407,8 +413,8 @@ from tuning.rollout.child import Child
 script = "import os, signal, subprocess, sys, time; signal.signal(15, signal.SIG_IGN); "
 script += "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)']); "
 script += "open(sys.argv[1], 'w').write(f'{os.getpid()} {p.pid}'); time.sleep(100)"
-child = Child(lambda port: [sys.executable, "-c", script, sys.argv[1]], {}, Path(sys.argv[1] + ".log"))
-child.start()
+child = Child(lambda folder, port: [sys.executable, "-c", script, sys.argv[1]], {}, Path(sys.argv[1] + ".log"))
+child.start(None)
 time.sleep(100)
 """
 
@@ -432,7 +438,7 @@ def test_a_kill_leaves_nothing_behind(tmp_path, victim):
 
 
 def test_a_command_that_ends_at_once_is_told_with_its_log(tmp_path, policy):
-    def command(port):
+    def command(folder, port):
         return [sys.executable, "-c", "import sys; sys.exit('no such model')"]
 
     server = Server(child=Child(command, {}, tmp_path / "log"))
