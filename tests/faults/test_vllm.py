@@ -243,6 +243,33 @@ def test_killed_in_the_middle_nothing_is_lost(model, server, tmp_path):
     assert gap(model, "second", requests, [found[i] for i in range(24)], 0.8) < 5e-4
 
 
+def test_bfloat16_is_within_the_tolerance_and_other_weights_are_not(model, tmp_path):
+    def place(name: str) -> Path:
+        target = tmp_path / name
+        if not target.exists():
+            save_decoder(target, *untied(model.config, model.params[name]), model.ids, dtype="bfloat16")
+            save_tokenizer(model.tokenizer, target)
+        return target
+
+    def words(folder: Path, port: int) -> list[str]:
+        return [*command(), *ENGINES["vllm"].arguments(Start(folder, "bfloat16", 1024, False), port)]
+
+    child = Child(words, ENGINES["vllm"].environment() | ENVIRONMENT, tmp_path / "log")
+    server, requests = Server(child=child), model.requests(8, 0.8, samples=2, tokens=24)
+    try:
+        for name in ("first", "second"):
+            engine = Remote(ENGINES["vllm"], [server], Options())
+            engine.load(model.policy(name, folder=lambda name=name: place(name)))
+            found = run(engine, requests)
+            near, far = (gap(model, n, requests, found, 0.8) for n in (name, "third"))
+            print(f"bfloat16: {near:.2g} from its float32 trainer, {far:.2g} from another policy's")
+            assert near < Options().tolerance / 2
+            assert far > Options().tolerance
+        assert child.starts == 1
+    finally:
+        child.end()
+
+
 SETTINGS = {
     "base.source": BaseConfig().source,
     "data.source": "addition",

@@ -49,7 +49,7 @@ class Options:
     """For a started server to become healthy."""
     wait_seconds: float = 60.0
     """For a lost one to come back."""
-    tolerance: float = 0.05
+    tolerance: float = 0.1
     """Mean absolute difference between a server's log-probabilities and the trainer's that is let pass."""
     version: str | None = None
     """The version that servers must have, where they tell one."""
