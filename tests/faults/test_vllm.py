@@ -318,3 +318,22 @@ def test_rounds_of_rl_with_a_kill_of_the_server_in_the_first(tmp_path):
         metrics = nodes[f"round-{number:03d}.update"]["metrics"]
         print(f"round {number}: mismatch KL {metrics['mismatch_kl']:.2g}")
         assert metrics["mismatch_kl"] < 1e-4
+
+
+def test_rounds_of_rl_that_send_adapters_alone(tmp_path):
+    sets = SETTINGS | {
+        "rl.rounds": 3,
+        "rl.update.lora.rank": 8,
+        "rl.rollout.engine.sync": "adapter",
+        "rl.rollout.engine.arguments": "[--max-lora-rank, '8']",
+        "rl.rollout.engine.command": " ".join(command()),
+    }
+    one = Run(tmp_path / "store", "one", sets=sets)
+    output = one.ends(0, seconds=1500)
+    print(output)
+    assert output.count("has policy") == 3
+    assert "it is started again" not in output
+    for number in range(3):
+        metrics = one.record()["nodes"][f"round-{number:03d}.update"]["metrics"]
+        print(f"round {number}: mismatch KL {metrics['mismatch_kl']:.2g}")
+        assert metrics["mismatch_kl"] < 1e-4
