@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 REQUIREMENTS := infra/requirements.txt
 DEV_REQUIREMENTS := infra/requirements-dev.txt
+VLLM_VENV ?= .venv-vllm
 
-.PHONY: demo test test-slow lint bench lock clean
+.PHONY: demo test test-slow test-vllm lint bench lock clean
 
 demo: $(VENV)/.ready
 	$(BIN)/rlhf run demo $(ARGS)
@@ -17,6 +18,13 @@ test: $(VENV)/.ready-dev lint
 # What takes a minute or more: kills during checkpoints, several devices, adapters through rounds of RL.
 test-slow: $(VENV)/.ready-dev
 	$(BIN)/pytest -m slow $(ARGS)
+
+# Rollouts by a real vLLM server on the CPU, in an environment of its own.
+test-vllm: $(VENV)/.ready-dev $(VLLM_VENV)/.ready
+	VLLM_VENV=$(VLLM_VENV) $(BIN)/pytest -m vllm --numprocesses=0 -s $(ARGS)
+
+$(VLLM_VENV)/.ready: infra/vllm.sh
+	infra/vllm.sh $(VLLM_VENV) $(PYTHON)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .

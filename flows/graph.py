@@ -168,7 +168,7 @@ def _scored(
         )
         found |= {f"refill_{i}": Input(more), f"refill_{i}_scores": scores(more, f"{name}.refill-{i}-score")}
     if rl.update.needs_greedy:
-        same = ("max_tokens", "shard_prompts", "quantize", "compute")
+        same = ("max_tokens", "shard_prompts", "quantize", "engine", "compute")
         greedy = GreedyConfig(**{n: getattr(sampling, n) for n in same})
         best = add(f"{name}.greedy", "greedy", greedy, (number,), rl.rollouts_from, **sampler, rollouts=Input(made))
         found["greedy_scores"] = scores(best, f"{name}.greedy-score")

@@ -7,9 +7,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from stages.base import Context, StageConfig
-from stages.rollout import sample_rows
+from stages.engine_settings import EngineSettings
+from stages.rollout import sample_rows, source_digests
 from stages.settings import Compute
 from stages.tables import read_rows
+
+__all__ = ["Config", "run", "source_digests"]
 
 NAME = "greedy"
 VERSION = 1
@@ -23,6 +26,8 @@ class Config(StageConfig):
     shard_prompts: Annotated[int, Field(ge=1)] = 32
     """Prompts of one shard."""
     quantize: Literal["none", "int8", "nf4"] = "none"
+    """As of the round's rollouts."""
+    engine: EngineSettings = EngineSettings()
     """As of the round's rollouts."""
     compute: Compute = Compute()
     """How to compute."""
@@ -43,5 +48,6 @@ def run(ctx: Context) -> dict[str, Any]:
         sampling=Sampling(temperature=0.0),
         shard=config.shard_prompts,
         quantize=config.quantize,
+        engine=config.engine,
     )
     return {"completions": len(rows), "tokens": sum(len(r["token_ids"]) for r in rows)}

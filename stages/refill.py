@@ -14,8 +14,10 @@ from stages.base import Context
 from stages.groups import by_prompt, missing_prompts
 from stages.models import load_policy
 from stages.rollout import Config as RolloutConfig
-from stages.rollout import sample_rows, schema, too_long
+from stages.rollout import sample_rows, schema, source_digests, too_long
 from stages.tables import read_rows, write_rows
+
+__all__ = ["Config", "run", "source_digests"]
 
 NAME = "refill"
 VERSION = 1
@@ -56,6 +58,7 @@ def run(ctx: Context) -> dict[str, Any]:
         sampling=Sampling(temperature=config.temperature),
         shard=config.shard_prompts,
         quantize=config.quantize,
+        engine=config.engine,
     )
     tokens = sum(len(r["token_ids"]) for r in rows)
     return {"prompts": len(chosen), "completions": len(rows), "tokens": tokens}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -9,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from stages.base import Context, StageConfig
+from stages.engine_settings import EngineSettings, engine_digests
 from stages.models import limits_of, load_policy, load_rounded, load_tokenizer, stop_ids
 from stages.settings import Compute
 from stages.tables import by_shard, read_rows, write_rows
@@ -35,8 +37,15 @@ class Config(StageConfig):
     that begins with a policy which is not of that adapter yet."""
     shard_prompts: Annotated[int, Field(ge=1)] = 32
     """Prompts of one shard: what is kept when a round is interrupted."""
+    engine: EngineSettings = EngineSettings()
+    """What samples."""
     compute: Compute = Compute()
     """How to compute."""
+
+
+def source_digests(config: Any) -> dict[str, str]:
+    """Hashes of the code of an engine that is not in the worker."""
+    return engine_digests(config.engine)
 
 
 def prompt_numbers(count: int, total: int, round_number: int, seed: int) -> list[int]:
@@ -93,22 +102,18 @@ def sample_rows(
     sampling: Any,
     shard: int,
     quantize: str = "none",
+    engine: EngineSettings | None = None,
 ) -> list[dict[str, Any]]:
     """Samples completions of (place in the random stream, prompt row) in resumable shards; the rollout table's rows."""
-    from tuning.device import choose
-    from tuning.rollout.engine import Engine
     from tuning.rollout.requests import Request
     from tuning.training.batch import bucket
 
-    device = choose(ctx.config.compute.dtype)
     policy = ctx.inputs["policy"]
     tokenizer = load_tokenizer(ctx, ctx.inputs["tokenizer"])
     eos = stop_ids(ctx, ctx.inputs["tokenizer"])
-    config, params = load_rounded(ctx, policy, quantize)
     # A shard is sampled alone by an engine of the same size: what an earlier try left changes no bit of it.
-    context = min(bucket(max(len(p["prompt_ids"]) for _, p in prompts) + max_tokens, 64), config.max_positions)
-    engine = Engine(config, device.compute.dtype, limits_of(ctx.config.compute, device, context))
-    engine.load(params)
+    context = bucket(max((len(p["prompt_ids"]) for _, p in prompts), default=0) + max_tokens, 64)
+    opened: list[Any] = []
     control = set(tokenizer.all_special_ids) | set(eos)
 
     def record(number: int, row: dict[str, Any], sample: int, completion: Any) -> dict[str, Any]:
@@ -134,10 +139,28 @@ def sample_rows(
             Request(row["prompt_ids"], max_tokens, sampling, eos, ctx.seed, number, samples, name=row["id"])
             for number, row in chunk
         ]
-        found = dict(engine.run(requests))
+        if not opened:
+            opened.append(_opened(ctx, engine or EngineSettings(), quantize, context, requests))
+        found = dict(opened[0].run(requests))
         return [record(*chunk[i], s, c) for i in range(len(chunk)) for s, c in enumerate(found[i])]
 
     return by_shard(ctx, "rollouts", prompts, shard, schema(), make, "prompts")
+
+
+def _opened(ctx: Context, settings: EngineSettings, quantize: str, context: int, requests: Sequence[Any]) -> Any:
+    """The engine with the policy loaded."""
+    if settings.kind != "native":
+        # By name, not by import: what native rollouts do without is no part of their code.
+        return importlib.import_module("stages.remote").opened(ctx, settings, quantize, context, requests)
+    from tuning.device import choose
+    from tuning.rollout.engine import Engine
+
+    device = choose(ctx.config.compute.dtype)
+    config, params = load_rounded(ctx, ctx.inputs["policy"], quantize)
+    limits = limits_of(ctx.config.compute, device, min(context, config.max_positions))
+    engine = Engine(config, device.compute.dtype, limits)
+    engine.load(params)
+    return engine
 
 
 def run(ctx: Context) -> dict[str, Any]:
@@ -166,6 +189,7 @@ def run(ctx: Context) -> dict[str, Any]:
         sampling=Sampling(temperature=config.temperature),
         shard=config.shard_prompts,
         quantize=config.quantize,
+        engine=config.engine,
     )
     seconds = time.monotonic() - started
     tokens = sum(len(r["token_ids"]) for r in rows)

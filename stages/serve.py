@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib.metadata
 import json
 import queue
 import sys
@@ -40,7 +41,11 @@ TOP_LOGPROBS = 5
 class Server:
     """Turns requests of the API into the engine's and back."""
 
-    def __init__(self, live: Any, tokenizer: Any, name: str, stops: tuple[int, ...], context: int):
+    def __init__(
+        self, live: Any, tokenizer: Any, name: str, stops: tuple[int, ...], context: int, policy: str | None = None
+    ):
+        """`policy` is the digest of the artifact whose policy it is."""
+        self.policy = policy
         self._live, self._tokenizer, self.name, self._stops, self._context = live, tokenizer, name, stops, context
         self._special = set(tokenizer.all_special_ids) | set(stops)
 
@@ -143,6 +148,14 @@ def make_app(server: Server) -> Any:
     @app.get("/health")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": importlib.metadata.version("rlhf-pipeline")}
+
+    @app.get("/weight_info")
+    async def weight_info() -> dict[str, str | None]:
+        return {"weight_version": server.policy}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -294,7 +307,8 @@ def main() -> None:
     engine = Engine(config, device.compute.dtype, limits, top=TOP_LOGPROBS)
     engine.load(params)
     live = Live(engine)
-    server = Server(live, load_tokenizer(ctx, base), args.name, stop_ids(ctx, base), context)
+    exported = artifact.manifest["inputs"]["policy"]["digest"] if artifact.stage == "export" else artifact.digest
+    server = Server(live, load_tokenizer(ctx, base), args.name, stop_ids(ctx, base), context, exported)
     print(f"serving {args.name} at http://{args.host}:{args.port}/v1, {context} tokens of context", flush=True)
     try:
         uvicorn.run(make_app(server), host=args.host, port=args.port, log_level="warning")

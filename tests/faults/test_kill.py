@@ -45,10 +45,18 @@ def slow(prompts, completions, **_):
 class Run:
     """`rlhf run smoke` as a process group of its own, with its output in a file."""
 
-    def __init__(self, store: Path, name: str, retries: int = 0, folder: Path | None = None, **more: Any):
+    def __init__(
+        self,
+        store: Path,
+        name: str,
+        retries: int = 0,
+        sets: dict[str, Any] = SETTINGS,
+        folder: Path | None = None,
+        **more: Any,
+    ):
         self.store, self.name = store, name
         self.log = store.with_name(f"{store.name}-{name}.log")
-        sets = [f"{k}={v}" for k, v in (SETTINGS | {"store": store, "retries": retries} | more).items()]
+        sets = [f"{k}={v}" for k, v in (sets | {"store": store, "retries": retries} | more).items()]
         command = [RLHF, "run", "smoke", "--no-prefect", "--name", name]
         command += [word for item in sets for word in ("--set", item)]
         with self.log.open("w") as log:
@@ -60,9 +68,9 @@ class Run:
     def state(self, node: str) -> str:
         return self.record()["nodes"].get(node, {}).get("state", "")
 
-    def until(self, reached: Callable[[], bool]) -> None:
+    def until(self, reached: Callable[[], bool], seconds: float = 120) -> None:
         """Waits for a moment of the run."""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + seconds
         while not reached():
             assert self.process.poll() is None, f"the run ended too early:\n{self.log.read_text()}"
             assert time.monotonic() < deadline, self.log.read_text()
@@ -81,9 +89,9 @@ class Run:
         assert alive == []
         return worker.pid
 
-    def ends(self, code: int) -> str:
+    def ends(self, code: int, seconds: float = 180) -> str:
         """Its output, once it has ended with this status."""
-        found = self.process.wait(timeout=180)
+        found = self.process.wait(timeout=seconds)
         assert found == code, self.log.read_text()
         return self.log.read_text()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 import stages
 from stages.code import function_digests, library_versions, module_hashes
+from stages.engine_settings import EngineSettings, engine_digests
 from stages.registry import MODULES
 
 STAGE = '''"""A stage."""
@@ -143,6 +145,8 @@ def hashes(tree: Path) -> dict[str, dict[str, str]]:
             "\nX = 1\n\n\ndef ",
             {"distill", "rollout", "refill", "greedy", "evaluate"},
         ),
+        # Engines over HTTP are loaded by name, by those rollouts alone that use them.
+        ("tuning/rollout/protocols.py", "\nclass ", "\nX = 1\n\n\nclass ", set()),
         ("tuning/data/records.py", "\ndef ", "\nX = 1\n\n\ndef ", {"prepare"}),
     ],
     ids=lambda v: v.replace("/", ".") if isinstance(v, str) and v.endswith(".py") else "",
@@ -179,6 +183,17 @@ def test_a_reward_function_of_the_user_is_content(tmp_path, monkeypatch):
     assert function_digests("myreward:f", "here") == before
     (tmp_path / "myhelper.py").write_text("LIMIT = 44\n")
     assert function_digests("myreward:f", "here") != before
+
+
+def test_an_engine_over_http_is_content_where_it_is_used():
+    native, remote = (engine_digests(s) for s in (EngineSettings(), EngineSettings(kind="vllm", version="1", url="u")))
+    assert native == {}
+    reached = {"module:stages.remote", "module:tuning.rollout.protocols", "module:tuning.rollout.remote"}
+    assert reached <= set(remote)
+    for name in ("rollout", "refill", "greedy"):
+        module = importlib.import_module(MODULES[name])
+        assert module.source_digests(module.Config()) == {}
+        assert module.source_digests(module.Config(engine=EngineSettings(kind="vllm", version="1", url="u"))) == remote
 
 
 def test_a_builtin_reward_needs_no_digest_of_its_own():

@@ -21,6 +21,14 @@ COMPUTE = {
     *("compute.mesh.data", "compute.mesh.fsdp", "compute.mesh.tensor"),
 }
 FITTED = COMPUTE | {"checkpoint_every"}
+# Where servers are and how they are used; which engine it is, its version, type and arguments are content.
+ENGINE = {
+    f"engine.{name}"
+    for name in (
+        *("url", "command", "environment", "servers", "sync", "folder", "concurrency", "timeout"),
+        *("start_seconds", "wait_seconds", "tries", "tolerance", "key_variable"),
+    )
+}
 EXECUTION = {
     "base": set(),
     "prepare": {"source", "workers", "chunk_megabytes", "runner.name", "runner.options", "runner.scratch"},
@@ -28,9 +36,9 @@ EXECUTION = {
     "preference": FITTED,
     "distill": FITTED,
     "reward": FITTED,
-    "rollout": COMPUTE,
-    "refill": COMPUTE,
-    "greedy": COMPUTE,
+    "rollout": COMPUTE | ENGINE,
+    "refill": COMPUTE | ENGINE,
+    "greedy": COMPUTE | ENGINE,
     "score": COMPUTE | {"workers"},
     "update": COMPUTE | {"store_state"},
     "evaluate": COMPUTE | {"workers"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
@@ -230,6 +231,14 @@ def _shards(tensors: list[Any], limit: int) -> list[list[Any]]:
         shards[-1].append(entry)
         used += entry[1]
     return shards
+
+
+def untied(config: DecoderConfig, params: Any) -> tuple[DecoderConfig, Any]:
+    """The same decoder with an LM head of its own, as (config, pure dict); as it was where it has one."""
+    pure = _pure(params)
+    if not config.tie_embeddings:
+        return config, pure
+    return dataclasses.replace(config, tie_embeddings=False), pure | {"head": pure["embedding"]}
 
 
 def fingerprint(params: Any) -> str:

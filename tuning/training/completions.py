@@ -1,13 +1,17 @@
-"""One number for each completion, by a forward pass over packed groups."""
+"""One number for each completion, or for each of its tokens, by a forward pass over packed groups."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
+from tuning.models.config import DecoderConfig
 from tuning.training.batch import Group, bucket, choose_rows, micro_batches
+from tuning.training.forward import Compute, decoder_graph, logps_and_entropy
 
 
 def per_completion(
@@ -33,3 +37,32 @@ def per_completion(
         filled = batch.ids_C >= 0
         out[batch.ids_C[filled]] = found[filled]
     return out
+
+
+@functools.lru_cache(maxsize=8)
+def _forward(model: DecoderConfig, temperature: float, compute: Compute) -> Any:
+    graph = decoder_graph(model)
+    return jax.jit(lambda params, batch: logps_and_entropy(graph, params, batch, temperature, compute)[0])
+
+
+def token_logps(
+    model: DecoderConfig,
+    params: Any,
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    temperature: float,
+    compute: Compute,
+    budget: int,
+) -> list[list[float]]:
+    """Log-probabilities of each token of (prompt, completion) pairs, as training computes them (R14).
+
+    budget: row tokens of a micro-batch.
+    """
+    groups = [Group(list(prompt), [list(tokens)], [i]) for i, (prompt, tokens) in enumerate(pairs)]
+    layout, width = choose_rows([groups], budget), bucket(max(len(tokens) for _, tokens in pairs))
+    found: dict[int, list[float]] = {}
+    for batch in micro_batches(groups, layout=layout, completion_tokens=width):
+        logps_CT = np.asarray(_forward(model, temperature, compute)(params, batch.arrays()))
+        for i, row in zip(batch.ids_C.tolist(), logps_CT, strict=True):
+            if i >= 0:
+                found[i] = row[: len(pairs[i][1])].tolist()
+    return [found[i] for i in range(len(pairs))]

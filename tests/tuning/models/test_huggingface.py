@@ -99,6 +99,16 @@ def test_a_saved_folder_loads_back_equal_here_and_in_transformers(tied, tmp_path
     np.testing.assert_allclose(forward(decoder_graph(cfg), params, jnp.asarray(TOKENS)), theirs, atol=1e-4)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_folder_with_a_head_of_its_own_computes_the_same(tied, tmp_path):
+    params = hf.random_params(config(tied), 1)
+    hf.save_decoder(tmp_path, *hf.untied(config(tied), params), {})
+    cfg, again = hf.load_decoder(tmp_path)
+    assert cfg == config(False)
+    found = forward(decoder_graph(cfg), again, jnp.asarray(TOKENS))
+    np.testing.assert_array_equal(found, forward(decoder_graph(config(tied)), params, jnp.asarray(TOKENS)))
+
+
 def test_a_reward_model_folder_is_a_sequence_classifier(tmp_path):
     from transformers import AutoModelForSequenceClassification
 

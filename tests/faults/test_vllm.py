@@ -1,0 +1,339 @@
+"""Rollouts by a real vLLM server on the CPU: `make test-vllm`. SmolLM2-135M in float32, on loopback.
+
+One server, started once, gets one policy after the other. Figures are printed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import psutil
+import pytest
+
+from stages.artifacts import Store
+from stages.base_model import Config as BaseConfig
+from stages.base_model import locate
+from stages.tables import read_rows
+from tests.faults.test_kill import Run, shards
+from tuning.models.config_json import from_hugging_face
+from tuning.models.gguf import GGUFCheckpoint, GGUFFile
+from tuning.models.huggingface import params_from_tensors, save_decoder, untied
+from tuning.models.lora import LoraConfig, merge, tune
+from tuning.models.peft import save_adapter
+from tuning.models.tokenizer import chat_prompt_ids, save_tokenizer, tokenizer_from_gguf
+from tuning.rollout.child import Child
+from tuning.rollout.engine import Engine
+from tuning.rollout.pool import Limits
+from tuning.rollout.protocols import ENGINES, Policy, StalePolicy, Start
+from tuning.rollout.remote import Options, Remote
+from tuning.rollout.requests import Request
+from tuning.rollout.sampling import Sampling
+from tuning.rollout.server import Server
+from tuning.training.completions import token_logps
+from tuning.training.forward import Compute
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
+VERSION = "0.32.0"
+ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+OPTIONS = Options(tolerance=2e-3)
+LORA = LoraConfig(rank=8, alpha=16.0)
+
+
+def command() -> list[str]:
+    """The server's program in the environment of infra/vllm.sh."""
+    python = Path(os.environ.get("VLLM_VENV", ".venv-vllm")).absolute() / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"{python} is not there; `make test-vllm` makes it")
+    return [str(python), "-m", "vllm.entrypoints.openai.api_server"]
+
+
+def noisy(params: Any, seed: int, scale: float = 0.02) -> Any:
+    """Other weights: each matrix moved by a share of its size."""
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    moved = [x + scale * x.std() * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(tree, moved)
+
+
+@dataclasses.dataclass
+class Model:
+    """SmolLM2 and policies that differ from it."""
+
+    config: Any
+    params: dict[str, Any]
+    tokenizer: Any
+    ids: dict[str, Any]
+    folder: Path
+    prompts: list[list[int]]
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        return (self.ids["eos_token_id"],)
+
+    def place(self, name: str) -> Path:
+        """The Hugging Face folder of a policy, as `stages.remote` writes it on a CPU."""
+        target = self.folder / name
+        if not target.exists():
+            save_decoder(target, *untied(self.config, self.params[name]), self.ids)
+            save_tokenizer(self.tokenizer, target)
+        return target
+
+    def requests(self, count: int, temperature: float, samples: int, tokens: int) -> list[Request]:
+        return [
+            Request(p, tokens, Sampling(temperature), self.stops, 7, i, samples, name=f"p{i}")
+            for i, p in enumerate((self.prompts * count)[:count])
+        ]
+
+    def policy(self, name: str, temperature: float = 0.8, **changes: Any) -> Policy:
+        def logps(pairs: Any, t: float) -> Any:
+            return token_logps(self.config, self.params[name], pairs, t, Compute(), 512)
+
+        probe = [dataclasses.replace(r, counter=10**6 + r.counter) for r in self.requests(3, temperature, 1, 12)]
+        return dataclasses.replace(Policy(name, lambda: self.place(name), logps, probe), **changes)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = locate(BaseConfig().source)
+    file = GGUFFile(path)
+    checkpoint = GGUFCheckpoint(file)
+    values = checkpoint.config()
+    config = from_hugging_face(values, str(path))
+    params = params_from_tensors(config, checkpoint.tensors(), str(path))
+    tokenizer = tokenizer_from_gguf(file)
+    ids = {k: values[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    policies = {"first": params, "second": noisy(params, 1), "third": noisy(params, 2)}
+    questions = [f"Tell me about the number {n} in a sentence." for n in range(12)]
+    prompts = [chat_prompt_ids(tokenizer, [{"role": "user", "content": q}]) for q in questions]
+    return Model(config, policies, tokenizer, ids, tmp_path_factory.mktemp("models"), prompts)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    def words(folder: Path, port: int) -> list[str]:
+        start = Start(folder, "float32", 1024, True)
+        return [*command(), *ENGINES["vllm"].arguments(start, port), "--max-lora-rank", "8"]
+
+    log = tmp_path_factory.mktemp("vllm") / "log"
+    child = Child(words, ENGINES["vllm"].environment() | ENVIRONMENT, log)
+    yield Server(child=child)
+    child.end()
+
+
+def remote(server: Server, **changes: Any) -> Any:
+    return Remote(ENGINES["vllm"], [server], dataclasses.replace(OPTIONS, version=VERSION, **changes))
+
+
+def gap(model: Model, name: str, requests: Any, found: Any, temperature: float) -> float:
+    """Mean difference of recorded log-probabilities and those of a policy's trainer."""
+    pairs = [(r.prompt, c.tokens) for r, cs in zip(requests, found, strict=True) for c in cs]
+    ours = np.concatenate(token_logps(model.config, model.params[name], pairs, temperature, Compute(), 512))
+    theirs = np.concatenate([c.logps for cs in found for c in cs])
+    return float(np.abs(ours - theirs).mean())
+
+
+def run(engine: Any, requests: Any) -> list[Any]:
+    found = dict(engine.run(requests))
+    return [found[i] for i in range(len(requests))]
+
+
+def test_weights_follow_the_policy_and_log_probabilities_are_the_trainers(model, server):
+    engine = remote(server)
+    began = time.monotonic()
+    engine.load(model.policy("first"))
+    print(f"vLLM is healthy, and proven, after {time.monotonic() - began:.0f} s")
+    requests = model.requests(8, 0.8, samples=2, tokens=24)
+    before = run(engine, requests)
+    for name in ("second", "third", "first"):
+        began = time.monotonic()
+        engine.load(model.policy(name))
+        seconds = time.monotonic() - began
+        found = run(engine, requests)
+        near = gap(model, name, requests, found, 0.8)
+        others = {n: gap(model, n, requests, found, 0.8) for n in model.params if n != name}
+        print(f"{name}: in place after {seconds:.1f} s, {near:.2g} from its trainer, {others} from the others'")
+        assert near < 5e-4
+        assert min(others.values()) > 20 * near
+    assert server.child.starts == 1
+    # The same weights, seeds and prompts give the same samples, but for what is computed beside them.
+    equal = [a.tokens == b.tokens for x, y in zip(before, found, strict=True) for a, b in zip(x, y, strict=True)]
+    print(f"{sum(equal)} of {len(equal)} samples are as at first")
+    assert sum(equal) >= len(equal) * 3 // 4
+    assert all(len({tuple(c.tokens) for c in cs}) == 2 for cs in found)
+
+
+def test_greedy_completions_are_the_native_engines(model, server):
+    engine = remote(server)
+    engine.load(model.policy("first", 0.0))
+    requests = model.requests(8, 0.0, samples=2, tokens=32)
+    found = run(engine, requests)
+    native = Engine(model.config, limits=Limits(slots=8, context=256))
+    native.load(model.params["first"])
+    expected = run(native, requests)
+    equal = 0
+    for theirs, ours in zip(found, expected, strict=True):
+        assert [c.tokens for c in theirs] == [theirs[0].tokens] * 2
+        equal += theirs[0].tokens == ours[0].tokens
+        if theirs[0].tokens == ours[0].tokens:
+            np.testing.assert_allclose(theirs[0].logps, ours[0].logps, atol=2e-3)
+            assert theirs[0].stop == ours[0].stop
+    print(f"{equal} of 8 greedy completions are token for token the native engine's")
+    assert equal >= 7
+
+
+def test_stale_weights_are_refused(model, server):
+    remote(server).load(model.policy("first"))
+    with pytest.raises(StalePolicy, match="says that it has policy first, wanted is second"):
+        remote(server, sync="none").load(model.policy("second"))
+    server.post("/update_weight_version", {"new_version": "second"})
+    with pytest.raises(StalePolicy, match="wanted is second; .* from the trainer's on average"):
+        remote(server, sync="none").load(model.policy("second"))
+    server.post("/update_weight_version", {"new_version": "first"})
+
+
+def test_adapters_follow_the_policy(model, server):
+    trainable, _ = tune(model.config, "decoder", model.params["first"], LORA, seed=0)
+    engine = remote(server, sync="adapter")
+    for number in (1, 2):
+        # The second factor starts at zero: moved, the adapter does something.
+        leaves, tree = jax.tree.flatten(trainable)
+        keys = jax.random.split(jax.random.key(number), len(leaves))
+        moved = [x + 0.02 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
+        adapter = jax.tree.unflatten(tree, moved)
+        name = f"adapted-{number}"
+        save_adapter(model.folder / name, adapter, LORA, "first")
+        model.params[name] = merge(model.config, "decoder", model.params["first"], adapter, LORA)
+        began = time.monotonic()
+        engine.load(model.policy(name, base="first", adapter=model.folder / name, folder=lambda: model.place("first")))
+        seconds = time.monotonic() - began
+        requests = model.requests(6, 0.8, samples=2, tokens=16)
+        found = run(engine, requests)
+        near, far = gap(model, name, requests, found, 0.8), gap(model, "first", requests, found, 0.8)
+        print(f"{name}: in place after {seconds:.1f} s, {near:.2g} from its trainer, {far:.2g} from the base's")
+        assert near < 5e-4
+        assert far > 20 * near
+    assert server.child.starts == 1
+    names = [m["id"] for m in server.get("/v1/models")["data"]]
+    assert names == ["policy", "adapted-2"]
+
+
+def test_killed_in_the_middle_nothing_is_lost(model, server, tmp_path):
+    engine = remote(server, concurrency=4)
+    engine.load(model.policy("second"))
+    requests = model.requests(24, 0.8, samples=4, tokens=64)
+    stream = engine.run(requests)
+    found = dict([next(stream), next(stream)])
+    keeper = psutil.Process(server.child.pid)
+    (api,) = [p for p in keeper.children() if "vllm" in " ".join(p.cmdline())]
+    family = [api, *api.children(recursive=True)]
+    os.kill(api.pid, signal.SIGKILL)
+    began = time.monotonic()
+    found |= dict(stream)
+    print(f"killed after 2 of 24 prompts; all were there {time.monotonic() - began:.0f} s later")
+    assert psutil.wait_procs(family, timeout=1)[1] == []
+    assert server.child.starts == 2
+    assert set(found) == set(range(24))
+    assert gap(model, "second", requests, [found[i] for i in range(24)], 0.8) < 5e-4
+
+
+def test_bfloat16_is_within_the_tolerance_and_other_weights_are_not(model, tmp_path):
+    def place(name: str) -> Path:
+        target = tmp_path / name
+        if not target.exists():
+            save_decoder(target, *untied(model.config, model.params[name]), model.ids, dtype="bfloat16")
+            save_tokenizer(model.tokenizer, target)
+        return target
+
+    def words(folder: Path, port: int) -> list[str]:
+        return [*command(), *ENGINES["vllm"].arguments(Start(folder, "bfloat16", 1024, False), port)]
+
+    child = Child(words, ENGINES["vllm"].environment() | ENVIRONMENT, tmp_path / "log")
+    server, requests = Server(child=child), model.requests(8, 0.8, samples=2, tokens=24)
+    try:
+        for name in ("first", "second"):
+            engine = Remote(ENGINES["vllm"], [server], Options())
+            engine.load(model.policy(name, folder=lambda name=name: place(name)))
+            found = run(engine, requests)
+            near, far = (gap(model, n, requests, found, 0.8) for n in (name, "third"))
+            print(f"bfloat16: {near:.2g} from its float32 trainer, {far:.2g} from another policy's")
+            assert near < Options().tolerance / 2
+            assert far > Options().tolerance
+        assert child.starts == 1
+    finally:
+        child.end()
+
+
+SETTINGS = {
+    "base.source": BaseConfig().source,
+    "data.source": "addition",
+    "data.system_prompt": "Reply with the answer only.",
+    "sft": "null",
+    "rl.rounds": 2,
+    "rl.checkpoint_every": 2,
+    "rl.rollout.prompts": 16,
+    "rl.rollout.completions": 4,
+    "rl.rollout.max_tokens": 8,
+    "rl.rollout.shard_prompts": 2,
+    "rl.score.rewards.model": "{function: matches, weight: 1.0, arguments: {pattern: '.*s.*'}}",
+    "rl.update.optimizer.learning_rate": 0.0001,
+    "rl.rollout.engine.kind": "vllm",
+    "rl.rollout.engine.version": VERSION,
+    "rl.rollout.engine.dtype": "float32",
+    "rl.rollout.engine.tolerance": OPTIONS.tolerance,
+    "rl.rollout.engine.environment": "{VLLM_CPU_KVCACHE_SPACE: '1'}",
+    "reward": "null",
+    "evaluate": "null",
+    "export": "null",
+}
+
+
+def test_rounds_of_rl_with_a_kill_of_the_server_in_the_first(tmp_path):
+    store = tmp_path / "store"
+    sets = SETTINGS | {"rl.rollout.engine.command": " ".join(command())}
+    one = Run(store, "one", sets=sets)
+    one.until(lambda: shards(store, "rollout", "rollouts") >= 2, seconds=900)
+    (log,) = (store / "engines").glob("*/vllm-0.log")
+    (worker, *others) = one.family()
+    (api,) = [p for p in others if p.cmdline()[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]]
+    os.kill(api.pid, signal.SIGKILL)
+    output = one.ends(0, seconds=1500)
+    print(output)
+    assert "its prompts go to the next free server" in output
+    assert not psutil.pid_exists(api.pid)
+    assert psutil.wait_procs(others, timeout=1)[1] == []
+    assert not log.exists()
+    nodes, place = one.record()["nodes"], Store(str(store))
+    for number, policy in enumerate(("base", "round-000.update")):
+        entry = nodes[f"round-{number:03d}.rollout"]
+        rows = read_rows(place.get(entry["stage"], entry["key"]), "rollouts/")
+        assert sorted((r["counter"], r["sample"]) for r in rows) == [(p, s) for p in range(16) for s in range(4)]
+        assert {r["policy"] for r in rows} == {nodes[policy]["digest"]}
+        metrics = nodes[f"round-{number:03d}.update"]["metrics"]
+        print(f"round {number}: mismatch KL {metrics['mismatch_kl']:.2g}")
+        assert metrics["mismatch_kl"] < 1e-4
+
+
+def test_rounds_of_rl_that_send_adapters_alone(tmp_path):
+    sets = SETTINGS | {
+        "rl.rounds": 3,
+        "rl.update.lora.rank": 8,
+        "rl.rollout.engine.sync": "adapter",
+        "rl.rollout.engine.arguments": "[--max-lora-rank, '8']",
+        "rl.rollout.engine.command": " ".join(command()),
+    }
+    one = Run(tmp_path / "store", "one", sets=sets)
+    output = one.ends(0, seconds=1500)
+    print(output)
+    assert output.count("has policy") == 3
+    assert "it is started again" not in output
+    for number in range(3):
+        metrics = one.record()["nodes"][f"round-{number:03d}.update"]["metrics"]
+        print(f"round {number}: mismatch KL {metrics['mismatch_kl']:.2g}")
+        assert metrics["mismatch_kl"] < 1e-4
