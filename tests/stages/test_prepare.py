@@ -10,6 +10,7 @@ import pytest
 
 from stages import prepare
 from stages.base import Context
+from stages.keys import config_content, digest
 from stages.prepare import Config, PrepareError
 from tuning.models.tokenizer import load_tokenizer, save_tokenizer, tokenizer_from_gguf
 
@@ -228,13 +229,28 @@ def test_prompts_without_answers(run):
     ]
 
 
-def test_edit_of_the_source_in_place_is_seen(tmp_path):
+def test_edit_of_a_source_in_place_is_seen_and_another_name_is_not(tmp_path):
     path = tmp_path / "data.jsonl"
     config = Config(source=write(path, [{"prompt": "a"}]))
     before = prepare.source_digests(config)
     write(path, [{"prompt": "b"}])
-    assert prepare.source_digests(config) != before
+    edited = prepare.source_digests(config)
+    assert edited != before
+    path.touch()
+    assert prepare.source_digests(Config(source=str(path.rename(tmp_path / "other.jsonl")))) == edited
     assert prepare.source_digests(Config()) == {"source 1: task": "addition"}
+
+
+def test_evaluation_prompts_are_in_the_key_by_content(tmp_path):
+    path = tmp_path / "evaluation.jsonl"
+
+    def key(source):
+        config = Config(decontaminate={"sources": [source]})
+        return digest(config_content(config)), prepare.source_digests(config)
+
+    before = key(write(path, [{"prompt": "a"}]))
+    assert key(str(path.rename(tmp_path / "renamed.jsonl"))) == before
+    assert key(write(tmp_path / "renamed.jsonl", [{"prompt": "b"}]))[1] != before[1]
 
 
 def test_execution_settings_are_marked():
