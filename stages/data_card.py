@@ -29,6 +29,7 @@ h3 { font-size: 1rem; margin: .8rem 0 .2rem; }
 table { border-collapse: collapse; } th, td { text-align: left; padding: .15rem .9rem .15rem 0; vertical-align: top; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; } th { color: var(--soft); font-weight: 600; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .1rem 0 .5rem; font-size: .85em; }
+table.sample { border-left: 3px solid var(--line); padding-left: .8rem; margin-bottom: .8rem; }
 rect { fill: var(--bar); } .soft { color: var(--soft); } figure { display: inline-block; margin: 0 1.5rem .5rem 0; }
 </style></head><body>
 <h1>Data card</h1>
@@ -41,8 +42,8 @@ rect { fill: var(--bar); } .soft { color: var(--soft); } figure { display: inlin
 <th class="n">median</th><th class="n">95 %</th><th class="n">longest</th></tr>
 {% for name, n in metrics.rows.items() %}{% for column, t in metrics.tokens.get(name, {}).items() %}
 <tr><td>{{ name if loop.first }}</td><td class="n">{{ n if loop.first }}</td><td>{{ column }}</td>
-<td class="n">{{ t.mean }}</td><td class="n">{{ t.p50 }}</td><td class="n">{{ t.p95 }}</td>
-<td class="n">{{ t.max }}</td></tr>
+<td class="n">{{ t.mean | round(1) }}</td><td class="n">{{ t.p50 | round(1) }}</td>
+<td class="n">{{ t.p95 | round(1) }}</td><td class="n">{{ t.max | int }}</td></tr>
 {% else %}<tr><td>{{ name }}</td><td class="n">{{ n }}</td></tr>{% endfor %}{% endfor %}</table>
 {% if metrics.dropped_rows %}<h3>Dropped rows</h3><table>{% for reason, n in metrics.dropped_rows.items() %}
 <tr><td>{{ reason }}</td><td class="n">{{ n }}</td></tr>{% endfor %}</table>{% endif %}
@@ -64,7 +65,8 @@ another row has; they are one row.</p>{% endfor %}</section>
 {{ metrics.records.dead }}; all of them, with their text, are in dead/dead.parquet.</p>{% else %}<p>None.</p>{% endif %}
 </section>
 <section><h2>Samples</h2>{% for name, rows in samples.items() %}<h3>{{ name }}</h3>{% for row in rows %}
-<table>{% for column, text in row.items() %}<tr><th>{{ column }}</th><td><pre>{{ text | short }}</pre></td></tr>
+<table class="sample">{% for column, text in row.items() %}
+<tr><th>{{ column }}</th><td><pre>{{ text | short }}</pre></td></tr>
 {% endfor %}</table>{% endfor %}{% endfor %}</section>
 </body></html>
 """

@@ -12,7 +12,12 @@ if TYPE_CHECKING:
     from tuning.data.runners import Runner
 
 Split = Literal["sft", "preference", "labelled", "prompts", "heldout"]
-Layout = Literal["auto", "native", "alpaca", "sharegpt", "hh", "verifiable", "text"]
+# fmt: off
+Layout = Literal[
+    "auto", "native", "prompt", "prompt-completion", "messages", "preference", "labelled", "alpaca", "sharegpt", "hh",
+    "verifiable", "text",
+]
+# fmt: on
 Scalar = str | int | float | bool | None
 
 
@@ -26,7 +31,7 @@ class DataSource(StageConfig):
     rename: dict[str, str | None] = Field(default_factory=dict)
     """Field names of the source to those of the record layout, such as {question: prompt}; null leaves a field out."""
     layout: Layout = "auto"
-    """Layout of the records; auto goes by the fields of each."""
+    """Layout of the records, which those of another one fail; auto goes by the fields of each."""
     weight: Annotated[float, Field(ge=0, le=100)] = 1.0
     """How often each training record is used: 0.5 takes half of them, by a hash; 2 takes each twice."""
 
@@ -34,8 +39,8 @@ class DataSource(StageConfig):
 class Decontaminate(StageConfig):
     """Records that share words in a row with an evaluation prompt are dropped."""
 
-    sources: list[str] = Field(min_length=1)
-    """Tasks, functions or files with the evaluation prompts."""
+    sources: list[str] = execution_setting(..., min_length=1)
+    """Tasks, functions or files with the evaluation prompts; in the key by content, not by name."""
     rename: dict[str, str | None] = Field(default_factory=dict)
     """Field names of these sources, as in `data.rename`."""
     words: Annotated[int, Field(ge=1)] = 13

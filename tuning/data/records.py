@@ -198,9 +198,7 @@ class _Parser:
         if tools and not _is_list_of_objects(tools):
             raise self.error("tools", "a list of objects", _kind(tools))
         margin = values.get("margin")
-        if margin is not None and (
-            isinstance(margin, bool) or not isinstance(margin, (int, float)) or not math.isfinite(margin)
-        ):
+        if margin is not None and not _is_finite(margin):
             raise self.error("margin", "a finite number", _kind(margin))
         split = values.get("split")
         if split is not None and split not in SPLITS:
@@ -329,7 +327,7 @@ class _Parser:
                 raise self.error(f"{field}.tool_calls", "a non-empty list of objects", _kind(calls))
             if calls is not None and not kept.get("content"):
                 kept["content"] = ""
-            more = OPTIONAL.get(kept.get("role", ""), set())
+            more = OPTIONAL.get(str(kept.get("role")), set())
             if set(kept) - more != {"role", "content"}:
                 raise self.error(field, "messages of exactly `role` and `content`", f"one with {sorted(kept)}")
             if kept["role"] not in ROLES:
@@ -362,6 +360,13 @@ class _Parser:
 
 def _is_list_of_objects(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)
+    except OverflowError:
+        return False  # an integer beyond every float
 
 
 def _kind(value: Any) -> str:

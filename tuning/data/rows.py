@@ -25,7 +25,7 @@ def render(plan: Plan) -> Step:
                 entry.rows = [
                     (output, row) for output in entry.outputs for row in rows_of(tokenizer, plan, output, entry.record)
                 ]
-            except (TemplateError, ConversationError, TypeError) as error:
+            except (TemplateError, ConversationError, TypeError, AttributeError, LookupError) as error:
                 where = f"{block.part.label}, record {entry.number}"
                 bad[entry.position] = f"{where}: the chat template refuses the messages ({error})"
         block.bury(bad, "render")

@@ -48,6 +48,8 @@ def check(runner: Runner, scratch: str | None) -> None:
     own = sorted(_OWN & set(runner.options))
     if own:
         raise RunnerError(f"runner option {own[0]} follows from `runner.name` and `workers`: leave it out")
+    if runner.options:
+        _check_options(runner.options)
     if runner.name == LOCAL:
         return
     if runner.workers != 1:
@@ -56,6 +58,19 @@ def check(runner: Runner, scratch: str | None) -> None:
         raise RunnerError(
             f"{runner.name} runs on other machines: set runner.scratch to a URL that they reach, such as s3://bucket/scratch"
         )
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Beam only warns of an option that nothing reads, and takes the absence of a flag for False."""
+    from apache_beam.options.pipeline_options import PipelineOptions
+
+    known = PipelineOptions([]).get_all_options()
+    for name, value in sorted(options.items()):
+        if name not in known and name.removeprefix("no_") not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            raise RunnerError(f"Beam has no pipeline option {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
+        if value is False:
+            raise RunnerError(f"runner option {name}: leave it out in place of false, or set no_{name} to true")
 
 
 def flags_of(runner: Runner) -> list[str]:
@@ -67,4 +82,4 @@ def flags_of(runner: Runner) -> list[str]:
     for name, value in sorted(runner.options.items()):
         for one in value if isinstance(value, list) else [value]:
             flags.append(f"--{name}" if one is True else f"--{name}={one}")
-    return [flag for flag in flags if not flag.endswith("=False")]
+    return flags

@@ -1,9 +1,12 @@
 """Layouts of other tools, as their documentation shows them, become the same records as the native ones."""
 
+import random
+from collections import Counter
+
 import pytest
 
 from tuning.data.layouts import LAYOUTS, detect
-from tuning.data.records import RecordError, parse_record
+from tuning.data.records import FIELDS, RecordError, parse_record
 
 USER, BOT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]}
@@ -14,17 +17,22 @@ def parse(raw, **settings):
 
 
 CASES = {
-    "prompt only": ({"prompt": "q"}, "native", {"prompt": "q"}),
-    "prompt and completion": ({"prompt": [USER], "completion": [BOT]}, "native", {"prompt": "q", "completion": "a"}),
-    "messages": ({"messages": [USER, BOT]}, "native", {"prompt": "q", "completion": "a"}),
+    "prompt only": ({"prompt": "q"}, "prompt", {"prompt": "q"}),
+    "prompt and completion": (
+        {"prompt": [USER], "completion": [BOT]},
+        "prompt-completion",
+        {"prompt": "q", "completion": "a"},
+    ),
+    "messages": ({"messages": [USER, BOT]}, "messages", {"prompt": "q", "completion": "a"}),
+    "prompt and answer": ({"prompt": "q", "answer": 4}, "verifiable", {"prompt": "q", "answer": "4"}),
     "preference": (
         {"chosen": [USER, BOT], "rejected": [USER, {"role": "assistant", "content": "b"}]},
-        "native",
+        "preference",
         {"prompt": "q", "completion": "a", "rejected": "b"},
     ),
     "kto": (
         {"prompt": "q", "completion": "a", "label": False},
-        "native",
+        "labelled",
         {"prompt": "q", "completion": "a", "label": False},
     ),
     "alpaca": ({"instruction": "q", "input": "", "output": "a"}, "alpaca", {"prompt": "q", "completion": "a"}),
@@ -103,7 +111,7 @@ def test_a_layout_is_found_and_becomes_the_native_record(name):
 
 
 def test_every_layout_has_a_case():
-    assert {layout for _, layout, _ in CASES.values()} | {"text"} == set(LAYOUTS)
+    assert {layout for _, layout, _ in CASES.values()} | {"text", "native"} == set(LAYOUTS)
 
 
 def test_documents():
@@ -129,6 +137,13 @@ def test_documents():
         ({"question": "q"}, {}, "`answer`: expected an answer"),
         ({"prompt": "q"}, {"layout": "alpaca"}, "`instruction`: expected the task as a string, got nothing"),
         ({"text": "x"}, {"layout": "native"}, None),
+        ({"prompt": "q", "completion": "a"}, {"layout": "preference"}, "`rejected`: expected a value, as the layout"),
+        ({"prompt": "q"}, {"layout": "messages"}, "`messages`: expected a value, as the layout is messages"),
+        ({"question": "q", "answer": "a", "metadata": "x"}, {}, "`metadata`: expected an object, got str"),
+        ({"instruction": "q", "output": "a", "history": 1.5}, {}, "`history`: expected pairs"),
+        ({"conversations": [{"from": ["human"], "value": "q"}]}, {}, "`conversations.from`: expected one of human"),
+        ({"messages": [{"role": ["user"], "content": "q"}]}, {}, "`messages`: expected a role out of"),
+        ({"prompt": "q", "completion": "a", "rejected": "b", "margin": 10**400}, {}, "`margin`: expected a finite"),
         ({"text": "x", "prompt": "y"}, {}, "neither prompt nor completion"),
         ({"text": "x", "split": "prompts"}, {}, "'sft' or nothing"),
         ({"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "x"}, {"layout": "hh"}, "a text that starts with"),
@@ -158,3 +173,57 @@ def test_cells_of_csv_get_the_types_of_the_layout():
         parse({"prompt": "q", "completion": "a", "label": "maybe"}, strings=True)
     with pytest.raises(RecordError, match="`messages`: expected JSON"):
         parse({"messages": "[{"}, strings=True)
+
+
+def test_no_value_of_any_field_is_worse_than_an_error_that_names_it():
+    def turn(random):
+        fields = [("role", "from"), ("content", "value", "tool_calls")]
+        return {random.choice(names): random.choice(VALUES) for names in fields} if random.random() < 0.9 else 5
+
+    def value(random):
+        return [turn(random) for _ in range(random.randint(1, 3))] if random.random() < 0.4 else random.choice(VALUES)
+
+    fates = Counter()
+    for number in range(20_000):
+        rng = random.Random(number)
+        raw = {name: value(rng) for name in rng.sample(ALL_FIELDS, rng.randint(1, 5))}
+        try:
+            found = parse(raw, extra=rng.choice(["error", "metadata"]), layout=rng.choice(["auto", *LAYOUTS]))
+        except RecordError as error:
+            fates[error.field] += 1
+        else:
+            fates[found.layout] += 1
+    assert len(fates) > 30 and fates["(record)"] == 0
+
+
+HUMAN = "\n\nHuman: a\n\nAssistant: b"
+VALUES = [
+    *("x", "", "user", "assistant", "system", "human", "gpt", "function_call", HUMAN, "{", "[]", "\ud800", "sft"),
+    *(
+        None,
+        True,
+        5,
+        1.5,
+        float("nan"),
+        float("inf"),
+        10**400,
+        [],
+        {},
+        [5],
+        ["a", "b"],
+        [["a", "b"]],
+        [["a", 5]],
+        {"a": 1},
+    ),
+    *(
+        {"style": "rule", "ground_truth": "x"},
+        {"ground_truth": [1]},
+        {"style": None},
+        [{"role": "user", "content": "x"}],
+    ),
+]
+ALL_FIELDS = [
+    *FIELDS,
+    *("messages", "chosen", "conversations", "instruction", "input", "output", "system", "history", "question"),
+    *("reward_model", "data_source", "ability", "extra_info", "info", "task"),
+]

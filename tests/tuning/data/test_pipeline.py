@@ -170,7 +170,7 @@ def test_counters_of_beam_agree_with_receipts(plan, tmp_path):
     assert counters["Write/records"] == receipt["records"] == 3
     for step, counts in receipt["counts"].items():
         assert {name: counters[f"{step}/{name}"] for name in counts} == counts
-    assert receipt["counts"]["Validate"] == {"in": 3, "dead": 1, "layout native": 2}
+    assert receipt["counts"]["Validate"] == {"in": 3, "dead": 1, "layout prompt": 2}
 
 
 def test_groups_go_whole_and_by_hash(plan):

@@ -75,7 +75,7 @@ def test_text_of_a_conversation():
         ({"prompt": [{"role": "bot", "content": "x"}]}, "prompt", "a role out of system, user"),
         ({"prompt": [{"role": "user", "content": "x", "name": "Al"}]}, "prompt", "exactly `role` and `content`"),
         ({"prompt": "a\ud800"}, "prompt", "valid Unicode"),
-        ({"prompt": "a", "answer": 4}, "answer", "a non-empty string"),
+        ({"prompt": "a", "answer": [4]}, "answer", "a non-empty string"),
         ({"prompt": "a", "rejected": "x"}, "completion", "the preferred answer"),
         ({"prompt": "a", "completion": "x", "rejected": "x"}, "rejected", "differ from the completion"),
         ({"prompt": "a", "completion": "x", "chosen": "x"}, "chosen", "either"),
