@@ -103,9 +103,13 @@ class Record:
         return "\n".join(f"{message['role']}: {message['content']}" for message in self.prompt)
 
 
+# `json.dumps` would make an encoder for each record.
+_canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode
+
+
 def canonical_json(value: Any) -> str:
     """The one JSON text of a value: sorted keys, no spaces. Raises ValueError or TypeError where there is none."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return _canonical(value)
 
 
 def digest(text: str) -> str:
