@@ -6,14 +6,17 @@ REQUIREMENTS := infra/requirements.txt
 DEV_REQUIREMENTS := infra/requirements-dev.txt
 VLLM_VENV ?= .venv-vllm
 
-.PHONY: demo test test-slow test-vllm lint bench lock clean
+.PHONY: demo test coverage test-slow test-vllm lint bench lock clean
 
 demo: $(VENV)/.ready
 	$(BIN)/rlhf run demo $(ARGS)
 
 test: $(VENV)/.ready-dev lint
+	$(BIN)/pytest $(ARGS)
+
+coverage: $(VENV)/.ready-dev
 	$(BIN)/pytest --cov --cov-report= $(ARGS)
-	$(BIN)/coverage report | tail -n 1
+	$(BIN)/coverage report
 
 # What takes a minute or more: kills during checkpoints, several devices, adapters through rounds of RL.
 test-slow: $(VENV)/.ready-dev

@@ -16,6 +16,9 @@ import pytest
 
 from stages.artifacts import Store
 
+# Most of the tests' time would be LLVM's; programs are the same, their machine code is less polished. Before JAX loads.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
 RLHF = str(Path(sys.executable).with_name("rlhf"))
 
 Command = Callable[..., subprocess.CompletedProcess[str]]

@@ -230,6 +230,7 @@ def test_a_score_that_is_finished_is_not_made_again(store, undisturbed, tmp_path
     assert second.record()["nodes"]["round-000.score"]["metrics"]["completions"] == 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["rollout", "update"])
 def test_the_whole_run_is_killed(store, undisturbed, moment):
     place = store("base", "prepare", "sft", "reward")

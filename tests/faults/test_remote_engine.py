@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from stages.artifacts import Store
 from stages.tables import read_rows
@@ -36,6 +37,7 @@ def pids(folder: Path) -> list[int]:
     return [int(line) for line in path.read_text().split()] if path.exists() else []
 
 
+@pytest.mark.slow
 def test_servers_and_worker_are_killed_and_every_completion_is_there(tmp_path):
     store = tmp_path / "store"
     sets = SETTINGS | {"rl.rollout.engine.arguments": f"[--pids, {tmp_path / 'pids'}]"}

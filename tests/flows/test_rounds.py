@@ -65,6 +65,7 @@ def test_what_cannot_be_scored_again_is_said(rlhf, store):
     assert "no reward" in rlhf("rescore", "first", "--reward", "nonesuch", *options, code=2).stderr
 
 
+@pytest.mark.slow
 def test_refills_find_prompts_that_teach_and_every_prompt_is_accounted_for(rlhf, store, record):
     sets = ["rl.refills=2", "rl.rounds=2", "rl.update={algorithm: dapo, prompts_per_step: 4, short_of_groups: train}"]
     # Of eight random bytes about a third have one; many pairs of completions agree.
@@ -88,6 +89,7 @@ def test_refills_find_prompts_that_teach_and_every_prompt_is_accounted_for(rlhf,
     assert " 0 miss" in again
 
 
+@pytest.mark.slow
 def test_a_greedy_completion_of_each_prompt_is_remaxs_baseline(rlhf, store, record):
     sets = ["rl.rounds=1", "rl.update={algorithm: remax, prompts_per_step: 4}", f"store={store}"]
     rlhf("run", "smoke", "--no-prefect", "--name", "remax", *[x for s in sets for x in ("--set", s)])

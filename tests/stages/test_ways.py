@@ -149,6 +149,7 @@ def test_kto_on_pairs_taken_apart(base, memory, judged, tmp_path):
     assert metrics["heldout_accuracy"] > 0.95 and metrics["heldout_margin"] > 0.02
 
 
+@pytest.mark.slow
 def test_kto_on_labels_and_that_micro_batches_change_nothing(base, memory, judged, tmp_path):
     inputs = {"policy": base, "reference": base, "tokenizer": base, "labelled": judged}
     found = []
@@ -175,6 +176,7 @@ def test_kto_needs_both_kinds_and_several_prompts(base, memory, tmp_path):
             perform(preference, config, tmp_path / f"r{number}", memory, **inputs, labelled=found)
 
 
+@pytest.mark.slow
 def test_long_pairs_stay_pairs_in_reward_and_preference(base, memory, tmp_path):
     # The winner is the shorter one in some pairs and the longer one in others, so rows are filled in another order.
     def pair(i: int) -> dict[str, Any]:

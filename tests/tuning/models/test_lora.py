@@ -83,6 +83,7 @@ def test_a_new_adapter_changes_no_bit():
     assert "score" in trainable and "score" not in frozen
 
 
+@pytest.mark.slow
 def test_kernels_kept_in_the_type_of_computation_change_no_bit():
     lora = LoraConfig(rank=4)
     trainable, frozen = tune(CONFIG, "decoder", PARAMS, lora, seed=1, dtype="bfloat16")

@@ -362,6 +362,7 @@ def pids(tmp_path, number=0):
     return [int(line) for line in (tmp_path / f"pids-{number}").read_text().split()]
 
 
+@pytest.mark.slow
 def test_a_started_server_that_is_killed_is_started_again_and_nothing_is_lost(children, tmp_path, policy, native):
     child = children()
     engine = remote(Server(child=child), concurrency=2)
