@@ -193,6 +193,7 @@ def test_a_round_goes_on_from_its_shards_and_a_lost_policy_is_made_again(store, 
     check(third, undisturbed)
 
 
+@pytest.mark.slow
 def test_with_a_retry_the_run_goes_on_by_itself(store, undisturbed):
     place = store("base", "prepare", "sft", "reward")
     run = Run(place, "first", retries=1)

@@ -22,6 +22,7 @@ def start(url: str, name: str, scratch: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
 
 
+@pytest.mark.slow
 def test_another_machine_goes_on_from_the_bucket(s3, tmp_path, smoke_store, record):
     url = f"{s3}/{tmp_path.name}"
     store = Store(url)

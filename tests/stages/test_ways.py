@@ -241,6 +241,7 @@ def test_a_teacher_with_other_tokens_is_refused_by_name(base, memory, judged, tm
         perform(distill, settings(distill), tmp_path / "distill", memory, **inputs)
 
 
+@pytest.mark.slow
 def test_masked_tokens_are_not_trained(base, memory, tmp_path):
     rows = rows_of("sft", 16)
     for row in rows:

@@ -71,6 +71,7 @@ def test_ppo_raises_the_reward_and_its_critic_learns():
     assert metrics[-1]["value_loss"] < metrics[0]["value_loss"]
 
 
+@pytest.mark.slow
 def test_a_strong_kl_holds_the_policy_near_the_reference():
     _, free = play(settings(), 4, reference=PARAMS)
     _, held = play(settings(kl_coef=5.0), 4, reference=PARAMS)

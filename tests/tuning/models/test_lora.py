@@ -70,6 +70,7 @@ def layers_of(tree):
     return nnx.to_pure_dict(tree)["layers"]
 
 
+@pytest.mark.slow
 def test_a_new_adapter_changes_no_bit():
     lora = LoraConfig(rank=4)
     np.testing.assert_array_equal(

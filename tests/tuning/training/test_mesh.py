@@ -33,6 +33,7 @@ def found(tmp_path_factory):
     return result(start(8, tmp_path_factory.mktemp("mesh")))
 
 
+@pytest.mark.slow
 def test_losses_agree_on_every_mesh(found):
     meshes = {k: v for k, v in found.items() if "Axes" in k}
     assert len(meshes) == 3
@@ -41,15 +42,18 @@ def test_losses_agree_on_every_mesh(found):
     assert found["plain"][2] < found["plain"][0] - 0.1
 
 
+@pytest.mark.slow
 def test_parameters_are_cut_by_fsdp_and_tensor(found):
     assert found["share"] == pytest.approx(1 / 4)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_four_devices_goes_on_on_eight(found):
     assert found["restored"] and found["restored_on"] == 8
     assert found["resumed"] == pytest.approx(found["fourth"], abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "moments"), [("adafactor", 0), ("muon", 10)])
 def test_other_optimizers_keep_their_moments_beside_the_parameters(found, name, moments):
     rule = found["rules"][name]
