@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from stages.artifacts import Store
 from tests.conftest import RLHF
