@@ -24,8 +24,8 @@ from stages.rollout import Config as RolloutConfig
 from stages.score import MODEL
 from stages.score import Config as ScoreConfig
 from stages.sft import Config as SFTConfig
-from stages.update import Config as UpdateConfig
-from stages.update import aggregation_of, needs_groups
+from stages.update_settings import Config as UpdateConfig
+from stages.update_settings import aggregation_of, needs_groups
 
 RECIPES = Path(__file__).parent / "recipes"
 

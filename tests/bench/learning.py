@@ -19,10 +19,11 @@ import jax
 import numpy as np
 
 from stages.training import counted, optimizer_of
-from stages.update import Config
+from stages.update_settings import Config
 from tuning.algorithms.diagnostics import Coefficients
 from tuning.algorithms.registry import ALGORITHMS
-from tuning.algorithms.rounds import RoundData, _steps, run_round
+from tuning.algorithms.round_data import RoundData
+from tuning.algorithms.rounds import _steps, run_round
 from tuning.models.config import tiny
 from tuning.models.huggingface import random_params, scalar_head_params
 from tuning.rollout.engine import Engine

@@ -16,11 +16,12 @@ import jax
 import numpy as np
 
 from stages.training import counted, optimizer_of
-from stages.update import Config
+from stages.update_settings import Config
 from tests.bench import inputs
 from tests.bench.measure import emit, gemm_flops, peak_memory_mb, timed
 from tests.bench.training import config_of
-from tuning.algorithms.rounds import RoundData, run_round
+from tuning.algorithms.round_data import RoundData
+from tuning.algorithms.rounds import run_round
 from tuning.device import choose
 from tuning.models.huggingface import random_params, scalar_head_params
 from tuning.models.lora import Base, LoraConfig, merge, tune, tuned_graph

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from stages.training import counted, optimizer_of
-from stages.update import Config
+from stages.update_settings import Config
 from tests.tuning.training.test_batch import CONFIG, PARAMS
 from tuning.algorithms.algorithm import Scored, group_relative, informative
-from tuning.algorithms.rounds import RoundData, run_round
+from tuning.algorithms.round_data import RoundData
+from tuning.algorithms.rounds import run_round
 from tuning.models.huggingface import scalar_head_params
 from tuning.rollout.engine import Engine
 from tuning.rollout.sampling import Sampling
