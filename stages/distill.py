@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from stages.base import Context
 from stages.models import limits_of, load_policy, load_rounded, load_tokenizer, remember, stop_ids, token_ids
-from stages.pairs import completion_groups, sizes, train_and_heldout
+from stages.pairs import train_and_heldout
 from stages.settings import Fitted, Fraction, Optimizer, stored_as
 from stages.training import Task
 from stages.tuned import fit
@@ -66,6 +66,8 @@ class Config(Fitted):
 
 
 def run(ctx: Context) -> dict[str, Any]:
+    import numpy as np
+
     from tuning.algorithms.distillation import distillation_loss, summed_divergence
     from tuning.device import choose
     from tuning.models import huggingface
@@ -77,8 +79,8 @@ def run(ctx: Context) -> dict[str, Any]:
     check_tokenizers(ctx)
     model, start = load_policy(ctx, ctx.inputs["policy"])
     teacher_model, teacher = load_policy(ctx, ctx.inputs["teacher"])
-    train, held = train_and_heldout(ctx.inputs["data"], "sft", config.heldout_fraction)
-    groups, held_groups = completion_groups(train), completion_groups(held)
+    train, held = train_and_heldout(ctx, ctx.inputs["data"], "sft", config.heldout_fraction)
+    groups, held_groups = train.examples, held.examples
     device = choose(config.compute.dtype)
     budget = config.compute.tokens_per_micro_batch or device.row_tokens_per_step
 
@@ -90,18 +92,17 @@ def run(ctx: Context) -> dict[str, Any]:
         return float(found.sum() / sum(map(sum, masks)))
 
     graphs = decoder_graph(model), decoder_graph(teacher_model)
-    found = sizes(groups)
+    room: dict[str, Any] = {}
     if config.on_policy > 0:
-        prompt = max(len(g.prompt) for g in groups)
-        found["longest"] = max(found["longest"], config.max_tokens)
-        found["largest"] = max(found["largest"], prompt + config.max_tokens)
+        prompt = int(np.diff(groups.prompts_N2).max())
+        room = {"longest": config.max_tokens, "largest": prompt + config.max_tokens}
     task = Task(
         make_loss=lambda compute: distillation_loss(graphs, config.weight, config.temperature, compute),
-        groups=lambda examples: completion_groups([train[i] for i in examples]),
+        examples=groups,
         summary=lambda s: {"loss": s["divergence"] / s["tokens"], "tokens": s["tokens"]},
         flops=lambda groups: forward_flops(teacher_model, groups),
-        sample=_sampler(ctx, model, device, groups) if config.on_policy > 0 else None,
-        **found,
+        sample=_sampler(ctx, model, device) if config.on_policy > 0 else None,
+        **room,
     )
     seen = load_rounded(ctx, ctx.inputs["policy"], stored_as(config.lora))[1] if held else None
     heldout = {"heldout_divergence_before": measure(seen)} if held else {}
@@ -112,7 +113,7 @@ def run(ctx: Context) -> dict[str, Any]:
     return metrics | {"examples": len(train)} | heldout
 
 
-def _sampler(ctx: Context, model: Any, device: Any, groups: list[Group]) -> Any:
+def _sampler(ctx: Context, model: Any, device: Any) -> Any:
     """(parameters, step, groups) -> the groups, in steps on policy with completions that the policy samples."""
     import numpy as np
 

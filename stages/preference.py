@@ -8,14 +8,14 @@ point is the step's mean log-ratio on completions of other prompts (Ethayarajh e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from stages.base import Context
 from stages.models import load_policy, load_rounded, remember, token_ids
-from stages.pairs import completion_groups, pair_groups, sizes, train_and_heldout
+from stages.pairs import train_and_heldout
 from stages.settings import Fitted, Fraction, Optimizer, stored_as
 from stages.training import Task
 from stages.tuned import fit
@@ -23,6 +23,7 @@ from stages.tuned import fit
 if TYPE_CHECKING:
     import numpy as np
 
+    from tuning.data.reading import Examples
     from tuning.training.batch import Group
 
 NAME = "preference"
@@ -128,7 +129,7 @@ def run(ctx: Context) -> dict[str, Any]:
     budget = config.compute.tokens_per_micro_batch or device.row_tokens_per_step
     forward = scorer(model, config.ld_alpha, device.compute)
 
-    def logps(params: Any, groups: list[Group], like: list[Group] | None = None) -> np.ndarray:
+    def logps(params: Any, groups: Sequence[Group], like: Sequence[Group] | None = None) -> np.ndarray:
         return per_completion(lambda batch: forward(params, batch), groups, budget, like=like, whole=True)
 
     settings = Preference(**config.model_dump(include=set(Preference.__dataclass_fields__)))
@@ -140,7 +141,7 @@ def run(ctx: Context) -> dict[str, Any]:
     remember(ctx, "decoder:new", (model, params))
     heldout = {f"heldout_{k}": v for k, v in measure(params).items()}
     heldout |= {f"heldout_{k}_before": v for k, v in before.items() if k in ("loss", "ranking")}
-    return metrics | {"examples": task.size} | heldout
+    return metrics | {"examples": len(task.examples)} | heldout
 
 
 def _device(values: Any) -> Any:
@@ -173,8 +174,8 @@ def _pairs(ctx: Context, model: Any, settings: Any, logps: Scorer, reference: An
     from tuning.algorithms.preference import pair_losses, pair_summary, preference_loss
     from tuning.training.forward import decoder_graph
 
-    train, held = train_and_heldout(ctx.inputs["data"], "preference", ctx.config.heldout_fraction)
-    groups, held_groups = pair_groups(train), pair_groups(held)
+    train, held = train_and_heldout(ctx, ctx.inputs["data"], "preference", ctx.config.heldout_fraction)
+    groups, held_groups = train.examples, held.examples
     known = held_known = None
     if reference is not None:
         known = _kept(ctx, "reference-logps", lambda: logps(reference, groups)).reshape(-1, 2)
@@ -188,7 +189,7 @@ def _pairs(ctx: Context, model: Any, settings: Any, logps: Scorer, reference: An
         if not held:
             return {}
         found = logps(params, held_groups)
-        lengths = np.asarray([len(c) for g in held_groups for c in g.completions], np.float32)
+        lengths = held_groups.lengths_NC.reshape(-1).astype(np.float32)
         judged = pair_losses(settings, *map(_device, (found, lengths, held_known)))
         losses, chosen, rejected = map(np.asarray, judged)
         pairs = found.reshape(-1, 2)
@@ -204,10 +205,9 @@ def _pairs(ctx: Context, model: Any, settings: Any, logps: Scorer, reference: An
 
     task = Task(
         make_loss=lambda compute: preference_loss(decoder_graph(model), settings, compute),
-        groups=lambda examples: pair_groups([train[i] for i in examples]),
+        examples=groups,
         columns=None if reference is None else columns,
         summary=pair_summary,
-        **sizes(groups),
     )
     return task, measure
 
@@ -219,41 +219,41 @@ def _labelled(
     import numpy as np
 
     from tuning.algorithms.preference import chance_above, unpaired_loss, unpaired_losses, unpaired_summary
+    from tuning.training.batch import numbered
     from tuning.training.forward import decoder_graph
     from tuning.training.speed import forward_flops
 
     given = "labelled" in ctx.inputs
-    rows = train_and_heldout(
-        ctx.inputs["labelled" if given else "data"], "labelled" if given else "preference", ctx.config.heldout_fraction
-    )
-    train, held = rows if given else (_apart(rows[0]), _apart(rows[1]))
-    groups, other = completion_groups(train), _mismatched(train)
-    labels = np.asarray([r["label"] for r in train], np.float32)
+    source, part = ("labelled", "labelled") if given else ("data", "preference")
+    tables = train_and_heldout(ctx, ctx.inputs[source], part, ctx.config.heldout_fraction)
+    # A pair is a good and a bad completion.
+    groups, held_groups = (t.examples if given else t.examples.apart() for t in tables)
+    labels, held_labels = (np.asarray(t.column("label")) if given else np.tile([True, False], len(t)) for t in tables)
+    other = _mismatched(groups)
     if len(set(labels)) < 2:
         raise ValueError(
-            f"all {len(train)} labels are {bool(labels[0])}: {settings.loss} needs completions of both kinds"
+            f"all {len(groups)} labels are {bool(labels[0])}: {settings.loss} needs completions of both kinds"
         )
     known = _kept(ctx, "reference-logps", lambda: logps(reference, groups))
     other_known = _kept(ctx, "mismatched-reference-logps", lambda: logps(reference, other))
 
-    def reference_point(params: Any, groups: list[Group], known: np.ndarray, like: list[Group]) -> np.float32:
+    def reference_point(params: Any, groups: Sequence[Group], known: np.ndarray, like: Sequence[Group]) -> np.float32:
         if settings.loss != "kto":
             return np.float32(0)
         return np.float32(max(0.0, float((logps(params, groups, like) - known).mean())))
 
     def columns(params: Any, examples: list[int], packed: list[Any]) -> list[dict[str, Any]]:
-        step = _numbered([other[i] for i in examples])
+        step = numbered([other[i] for i in examples])
         kl = reference_point(params, step, other_known[examples], other)
-        mine = {"reference_C": known[examples], "label_C": labels[examples]}
+        mine = {"reference_C": known[examples], "label_C": labels[examples].astype(np.float32)}
         return [{k: p.gather(v) for k, v in mine.items()} | {"kl": kl} for p in packed]
 
-    if held:
-        held_groups, held_other = completion_groups(held), _mismatched(held)
-        held_labels = np.asarray([r["label"] for r in held])
+    if len(held_groups):
+        held_other = _mismatched(held_groups)
         held_known, held_other_known = logps(reference, held_groups), logps(reference, held_other)
 
     def measure(params: Any) -> dict[str, float]:
-        if not held or len(set(held_labels)) < 2:
+        if len(set(held_labels)) < 2:
             return {}
         kl = reference_point(params, held_other, held_other_known, held_other)
         found = logps(params, held_groups)
@@ -261,7 +261,7 @@ def _labelled(
         losses, rewards = map(np.asarray, judged)
         good, bad = rewards[held_labels], rewards[~held_labels]
         return {
-            "completions": len(held),
+            "completions": len(held_groups),
             "loss": float(losses.mean()),
             "accuracy": chance_above(good, bad),
             "margin": float(good.mean() - bad.mean()),
@@ -271,37 +271,17 @@ def _labelled(
 
     task = Task(
         make_loss=lambda compute: unpaired_loss(decoder_graph(model), settings, compute),
-        groups=lambda examples: completion_groups([train[i] for i in examples]),
+        examples=groups,
         columns=columns,
         # The reference point of KTO is a forward pass over as many completions of other prompts.
         flops=lambda groups: forward_flops(model, groups) if settings.loss == "kto" else 0.0,
         summary=unpaired_summary,
-        **sizes(groups),
     )
     return task, measure
 
 
-def _apart(pairs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each pair as a good and a bad completion."""
-    return [
-        {"prompt_ids": r["prompt_ids"], "completion_ids": r[f"{kind}_ids"], "label": kind == "chosen"}
-        for r in pairs
-        for kind in ("chosen", "rejected")
-    ]
-
-
-def _mismatched(rows: list[dict[str, Any]]) -> list[Group]:
+def _mismatched(examples: Examples) -> Examples:
     """Each prompt with the completion of another one."""
     from tuning.algorithms.preference import mismatched
 
-    partners = mismatched([r["prompt_ids"] for r in rows])
-    return completion_groups(
-        [r | {"completion_ids": rows[j]["completion_ids"]} for r, j in zip(rows, partners, strict=True)]
-    )
-
-
-def _numbered(groups: list[Group]) -> list[Group]:
-    """The groups as the only ones of a step."""
-    import dataclasses
-
-    return [dataclasses.replace(g, ids=[i]) for i, g in enumerate(groups)]
+    return examples.with_completions_of(mismatched(examples.prompt_bytes()))

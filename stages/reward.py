@@ -8,7 +8,7 @@ from pydantic import Field
 
 from stages.base import Context
 from stages.models import load_policy, remember, token_ids
-from stages.pairs import pair_groups, sizes, train_and_heldout
+from stages.pairs import train_and_heldout
 from stages.settings import Fitted, Optimizer
 from stages.tables import write_rows
 from stages.training import Task
@@ -45,8 +45,8 @@ def run(ctx: Context) -> dict[str, Any]:
 
     config, base = load_policy(ctx, ctx.inputs["base"])
     graph = scalar_graph(config)
-    train, held = train_and_heldout(ctx.inputs["data"], "preference", ctx.config.heldout_fraction)
-    margins = ctx.config.margin_weight * np.asarray([r["margin"] or 0.0 for r in train], np.float32)
+    train, held = train_and_heldout(ctx, ctx.inputs["data"], "preference", ctx.config.heldout_fraction)
+    margins = ctx.config.margin_weight * np.asarray([m or 0.0 for m in train.column("margin")], np.float32)
 
     def make_loss(compute: Any) -> Any:
         def loss(params: Any, batch: dict[str, jax.Array], frozen: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -66,9 +66,8 @@ def run(ctx: Context) -> dict[str, Any]:
 
     task = Task(
         make_loss=make_loss,
-        groups=lambda numbers: pair_groups([train[i] for i in numbers]),
+        examples=train.examples,
         columns=columns,
-        **sizes(pair_groups(train)),
         summary=lambda s: {"loss": s["bt"] / s["pairs"], "accuracy": s["right"] / s["pairs"]},
     )
     start = huggingface.scalar_head_params(config, base)
@@ -76,15 +75,15 @@ def run(ctx: Context) -> dict[str, Any]:
     huggingface.save_decoder(ctx.out / "model", config, params, token_ids(ctx.inputs["tokenizer"]))
     metrics |= {"pairs": len(train), "heldout_pairs": len(held)}
     if held:
-        found = score_groups(config, params, pair_groups(held), dtype=ctx.config.compute.dtype)
+        found = score_groups(config, params, held.examples, dtype=ctx.config.compute.dtype)
         gaps = found[::2] - found[1::2]
         metrics["heldout_accuracy"] = float((gaps > 0).mean())
         metrics["calibration_error"] = calibration_error(gaps)
         write_rows(
             ctx.out / "heldout" / "part-00000.parquet",
             [
-                {"id": r["id"], "chosen_score": float(found[2 * i]), "rejected_score": float(found[2 * i + 1])}
-                for i, r in enumerate(held)
+                {"id": name, "chosen_score": float(found[2 * i]), "rejected_score": float(found[2 * i + 1])}
+                for i, name in enumerate(held.column("id"))
             ],
             pa.schema([("id", pa.string()), ("chosen_score", pa.float32()), ("rejected_score", pa.float32())]),
         )

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import importlib.metadata
 import json
 import queue
-import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 # Routes' annotations are text that is looked up in this module.
@@ -20,9 +17,6 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from stages.artifacts import Store
-from stages.base import Context
-from stages.models import load_policy, load_tokenizer, stop_ids
 from stages.openai_api import (
     FINISH,
     Asked,
@@ -32,6 +26,7 @@ from stages.openai_api import (
     chat_logprobs,
     completion_logprobs,
 )
+from stages.opened import arguments, opened
 from stages.worker import configure_jax
 
 TOP_LOGPROBS = 5
@@ -265,11 +260,7 @@ def _event(value: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("store")
-    parser.add_argument("stage")
-    parser.add_argument("key")
-    parser.add_argument("--base", required=True)
+    parser = arguments(__doc__)
     parser.add_argument("--name", required=True)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
@@ -280,22 +271,14 @@ def main() -> None:
     import uvicorn
 
     from tuning.device import choose
-    from tuning.models.huggingface import load_decoder
     from tuning.rollout.engine import Engine
     from tuning.rollout.live import Live
     from tuning.rollout.pool import Limits
 
-    store = Store(args.store)
-    artifact, base = store.get(args.stage, args.key), store.get("base", args.base)
-    if artifact is None or base is None:
-        sys.exit(f"{args.stage}/{args.key[:12]} or its base model is gone from {args.store}; run the recipe again")
-    scratch = Path(store.scratch) / "serve"
-    ctx = Context(
-        config=None, inputs={}, out=scratch, work=scratch, seed=0, progress=lambda *a, **k: None, log=print, memory={}
-    )
-    config, params = load_decoder(artifact.local()) if artifact.stage == "export" else load_policy(ctx, artifact)
+    policy = opened(args)
+    artifact = policy.artifact
     device = choose()
-    context = min(args.context or 4096, config.max_positions)
+    context = min(args.context or 4096, policy.config.max_positions)
     # Prompts of others are prefilled a chunk at a time between steps, so that nobody's tokens stand still for long.
     limits = Limits(
         slots=args.slots or device.rollout_rows,
@@ -304,11 +287,11 @@ def main() -> None:
         steps=4,
         prefill_chunks=1,
     )
-    engine = Engine(config, device.compute.dtype, limits, top=TOP_LOGPROBS)
-    engine.load(params)
+    engine = Engine(policy.config, device.compute.dtype, limits, top=TOP_LOGPROBS)
+    engine.load(policy.params)
     live = Live(engine)
     exported = artifact.manifest["inputs"]["policy"]["digest"] if artifact.stage == "export" else artifact.digest
-    server = Server(live, load_tokenizer(ctx, base), args.name, stop_ids(ctx, base), context, exported)
+    server = Server(live, policy.tokenizer, args.name, policy.stop_ids, context, exported)
     print(f"serving {args.name} at http://{args.host}:{args.port}/v1, {context} tokens of context", flush=True)
     try:
         uvicorn.run(make_app(server), host=args.host, port=args.port, log_level="warning")

@@ -5,13 +5,14 @@ Of a conversation every assistant turn is trained, its end-of-turn token include
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
 
 from stages.base import Context
 from stages.models import load_policy, remember, token_ids
-from stages.pairs import completion_groups, sizes
+from stages.pairs import Table
 from stages.settings import Fitted, Optimizer
-from stages.tables import read_rows
 from stages.training import Task
 from stages.tuned import fit
 
@@ -22,8 +23,16 @@ VERSION = 1
 class Config(Fitted):
     """Supervised fine-tuning."""
 
+    tokens_per_step: Annotated[int, Field(ge=1)] | None = None
+    """Tokens of one optimizer step, prompts included, in place of examples_per_step: it takes the examples that fit."""
     optimizer: Optimizer = Optimizer(learning_rate=1e-4, schedule="linear", warmup_steps=2)
     """The optimizer."""
+
+    @model_validator(mode="after")
+    def _one_size(self) -> Config:
+        if self.tokens_per_step is not None and "examples_per_step" in self.model_fields_set:
+            raise ValueError("a step has examples_per_step examples or tokens_per_step tokens: leave out one of them")
+        return self
 
 
 def run(ctx: Context) -> dict[str, Any]:
@@ -37,7 +46,7 @@ def run(ctx: Context) -> dict[str, Any]:
 
     config, base = load_policy(ctx, ctx.inputs["base"])
     graph = decoder_graph(config)
-    rows = read_rows(ctx.inputs["data"], "sft/")
+    table = Table(ctx, ctx.inputs["data"], "sft")
 
     def make_loss(compute: Any) -> Any:
         def loss(params: Any, batch: dict[str, jax.Array], frozen: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -50,11 +59,11 @@ def run(ctx: Context) -> dict[str, Any]:
 
     task = Task(
         make_loss=make_loss,
-        groups=lambda examples: completion_groups([rows[i] for i in examples]),
-        **sizes(completion_groups(rows)),
+        examples=table.examples,
+        tokens_per_step=ctx.config.tokens_per_step,
         summary=lambda s: {"loss": s["nll"] / s["tokens"], "tokens": s["tokens"]},
     )
     params, metrics = fit(ctx, task, config, base, ctx.config)
     huggingface.save_decoder(ctx.out / "model", config, params, token_ids(ctx.inputs["tokenizer"]))
     remember(ctx, "decoder:new", (config, params))
-    return metrics | {"examples": len(rows)}
+    return metrics | {"examples": len(table)}

@@ -18,14 +18,9 @@ class Task:
 
     make_loss: Callable[[Any], Any]
     """Compute choices -> loss function of `tuning.training.step`; the batch holds `n_tokens` and `n_groups`."""
-    groups: Callable[[list[int]], list[Any]]
-    """Example numbers -> packed groups, one an example."""
-    size: int
-    """Number of examples."""
-    longest: int
-    """Tokens of the longest completion."""
-    largest: int
-    """Tokens of the largest group: none is split, so the completions of a group lie in neighbouring slots."""
+    examples: Any
+    """A sequence of groups with the sizes of all (`tuning.data.reading.Examples`); in a step their completions are
+    numbered from 0."""
     summary: Callable[[dict[str, float]], dict[str, float]]
     """Sums of a step -> metrics to show."""
     sample: Callable[[Any, int, list[Any]], list[Any]] | None = None
@@ -34,6 +29,12 @@ class Task:
     """Groups -> FLOPs of a step on them, or of what a step computes beside the policy itself (`stages.tuned`)."""
     columns: Callable[[Any, list[int], list[Any]], list[dict[str, Any]]] | None = None
     """(parameters, example numbers, micro-batches) -> what the loss needs of each beside its tokens."""
+    tokens_per_step: int | None = None
+    """Tokens of a step, in place of a number of examples."""
+    longest: int = 0
+    """Tokens of a completion for which there must be room, where the model writes some."""
+    largest: int = 0
+    """Tokens of a group for which there must be room, likewise."""
 
 
 def optimizer_of(settings: Optimizer, total_steps: int) -> Any:
@@ -71,35 +72,31 @@ def fit(ctx: Context, task: Task, params: Any, config: Any, frozen: Any = None) 
     `config` has epochs, examples_per_step, optimizer, compute and checkpoint_every; `frozen` is
     handed to the loss as it is. Returns the parameters and the manifest's metrics.
     """
-    import grain.python as grain
-
+    from tuning.data.reading import Steps
     from tuning.device import choose
-    from tuning.training.batch import bucket, choose_rows, micro_batches
+    from tuning.training.batch import bucket, choose_rows, micro_batches, numbered
     from tuning.training.checkpoint import Checkpoints
     from tuning.training.mesh import init_state, over_devices, put_params, row_shards
     from tuning.training.speed import Meter
     from tuning.training.step import copy, make_step
 
     device = choose(config.compute.dtype)
-    steps_an_epoch = -(-task.size // config.examples_per_step)
-    total = steps_an_epoch * config.epochs
+    if not len(task.examples):
+        raise ValueError("there are no examples to train on; the data's card.html says what was dropped and why")
+    table, per_step = task.examples, None if task.tokens_per_step else config.examples_per_step
+    steps = Steps(table.sizes_N, config.epochs, ctx.seed, per_step, task.tokens_per_step)
+    total = len(steps)
     optimizer = optimizer_of(config.optimizer, total)
     mesh = over_devices(config.compute.mesh)
     step_fn = make_step(task.make_loss(device.compute), optimizer, config.optimizer.max_skipped, mesh)
 
-    def epoch(number: int) -> Any:
-        return grain.MapDataset.range(task.size).seed(ctx.seed).shuffle(seed=(ctx.seed + number) % 2**31)
+    def groups_of(step: int) -> list[Any]:
+        return numbered([table[i] for i in steps[step]])
 
-    order = [epoch(e) for e in range(config.epochs)]
-
-    def examples(step: int) -> list[int]:
-        e, s = divmod(step, steps_an_epoch)
-        start = s * config.examples_per_step
-        return [int(order[e][i]) for i in range(start, min(start + config.examples_per_step, task.size))]
-
-    width = bucket(task.longest)
+    # No group is split: the completions of one lie in neighbouring slots.
+    width, largest = bucket(max(task.longest, table.longest)), max(task.largest, int(table.sizes_N.max()))
     budget = config.compute.tokens_per_micro_batch or device.row_tokens_per_step
-    layout = choose_rows([task.groups(examples(s)) for s in range(min(total, SHAPE_STEPS))], budget, task.largest)
+    layout = choose_rows([groups_of(s) for s in range(min(total, SHAPE_STEPS))], budget, largest)
 
     params, frozen = put_params(copy(params), mesh), put_params(frozen, mesh)
     opt_state = init_state(optimizer, params, mesh)
@@ -116,13 +113,13 @@ def fit(ctx: Context, task: Task, params: Any, config: Any, frozen: Any = None) 
             ctx.log(f"resumed at step {first} of {total}")
         meter, last = Meter(device.compute.dtype), {}
         for step in range(first, total):
-            groups = task.groups(examples(step))
+            groups = groups_of(step)
             if task.sample is not None:
                 groups = task.sample(params, step, groups)
             packed = micro_batches(groups, layout=layout, completion_tokens=width, shards=row_shards(mesh))
             batches = counted(groups, packed)
             if task.columns is not None:
-                more = task.columns(params, examples(step), packed)
+                more = task.columns(params, steps[step], packed)
                 batches = [a | b for a, b in zip(batches, more, strict=True)]
             params, opt_state, sums = step_fn(params, opt_state, batches, frozen)
             last = task.summary(sums)

@@ -20,6 +20,7 @@ from tuning.models.huggingface import random_params
 from tuning.rollout.engine import Engine
 from tuning.rollout.pool import Limits
 from tuning.rollout.requests import Request
+from tuning.training.batch import bucket
 
 
 def requests_of(work: str, vocabulary: int) -> list[Request]:
@@ -43,7 +44,10 @@ def run(work: str, model: str, repeats: int) -> None:
     params = random_params(config, 0)
     requests = requests_of(work, config.vocab_size)
     dtype = choose().compute.dtype
-    engine = Engine(config, dtype, Limits(slots=32 if work == "W1b" else min(64, sum(r.samples for r in requests))))
+    slots = 32 if work == "W1b" else min(64, sum(r.samples for r in requests))
+    # As a stage has it, which knows all prompts of its round.
+    context = bucket(max(len(r.prompt) + r.max_tokens for r in requests), 64)
+    engine = Engine(config, dtype, Limits(slots=slots, context=context))
     compiled = _CompileTime()
 
     def once() -> Any:

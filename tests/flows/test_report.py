@@ -13,7 +13,7 @@ import matplotlib.image
 import pyarrow as pa
 import pytest
 
-from flows.diagnostics import alarms_of, round_warnings
+from flows.diagnostics import alarms_of
 from flows.graph import build
 from flows.plots import PNG_LIMIT, curves_png_data, duration, judged_reward, round_series
 from flows.recipe import Recipe
@@ -366,26 +366,6 @@ def test_warnings_name_what_went_wrong(tmp_path):
     only = {"rl": {"score": 0.5, "score_low": 0.4, "score_high": 0.6, "judge_failures": 3}}
     assert {k: v for k, v in alarms_of({}, {}, only).items() if v is not None} == {"judge": {"rl": 3}}
     assert not any(alarms_of({}, {}, {}).values())
-
-
-HEALTHY = {"entropy": [1.0] * 3, "kl": [0.01] * 3, "mean_length": [5.0] * 3, "zero_variance": [0.3] * 3}
-
-
-@pytest.mark.parametrize(
-    ("change", "title"),
-    [
-        ({}, None),
-        ({"zero_variance": [0.6, 0.7, 0.8], "pass_rate": [0.0, 0.05, 0.0]}, "Dead groups"),
-        ({"zero_variance": [0.95, 0.96, 1.0], "pass_rate": [0.9, 0.95, 1.0]}, "Reward saturation"),
-        ({"mean_length": [5.0, 8.0, 12.0], "pass_rate": [0.4, 0.4, 0.3]}, "Length hacking"),
-        ({"mean_length": [5.0, 8.0, 12.0], "pass_rate": [0.1, 0.4, 0.8]}, "Length"),
-        ({"effective_sample_size": [0.99, 0.4, None]}, "Few effective samples"),
-        ({"grad_norm": [1.0, 1.1, 0.9, 40.0]}, "Gradient spike"),
-        ({"mismatch_kl": [1e-6, 0.02, 1e-6]}, "Mismatch"),
-    ],
-)
-def test_a_state_that_teaches_nothing_has_its_own_name(change, title):
-    assert [w.title for w in round_warnings(HEALTHY | change, {})] == ([] if title is None else [title])
 
 
 def test_round_series_has_gaps_where_rounds_lack_numbers(whole):

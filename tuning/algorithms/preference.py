@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -182,7 +183,7 @@ def unpaired_summary(sums: dict[str, float]) -> dict[str, float]:
     }
 
 
-def mismatched(prompts: list[list[int]]) -> list[int]:
+def mismatched(prompts: Sequence[Any]) -> list[int]:
     """For each prompt the number of a later one that differs from it, whose completion serves KTO's reference point.
 
     Raises ValueError where all prompts are equal.

@@ -177,10 +177,12 @@ class Pool:
         return sizes
 
     def _row_counts(self) -> list[int]:
-        """Numbers of slots, from few to all: powers of four, and all."""
+        """Numbers of slots, from few to all: 1, 4, 8, 16, ..., and all.
+
+        A step of few rows waits for the weights, whatever their number; of many, its time grows with them.
+        """
         most = self._room(self._context)
-        powers = [4**i for i in range(most.bit_length()) if 4**i < most]
-        return [*powers, most]
+        return [n for n in (1, *(2**i for i in range(2, most.bit_length()))) if n < most] + [most]
 
     def _seat(self, run: Run) -> None:
         leaders = (s for s in self.slots if s.run and s.run.request is run.request and not s.decoding)

@@ -15,12 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from tuning.models.decoder import Attention, AttentionSpec, Decoder, Layer, rms_norm
+from tuning.models.decoder import Attention, AttentionSpec, Decoder, Layer, rms_norm, soft_cap
 from tuning.models.linear import Linear
 from tuning.models.quantize import Int8
 from tuning.models.rope import rope_tables
 
 Weights = Literal["dense", "int8"]
+FEW_ROWS = 32
 _PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
@@ -61,9 +62,15 @@ class UnrolledDecoder(nnx.Module):
         del decoder.layers
         self.rest = decoder
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """Logits [..., V] in at least float32 of final hidden states [..., D]."""
-        return self.rest.logits(hidden)
+    def logits(self, hidden_RD: jax.Array) -> jax.Array:
+        """Logits [R, V] in at least float32 of final hidden states."""
+        if jax.default_backend() != "cpu" or len(hidden_RD) > FEW_ROWS:
+            return self.rest.logits(hidden_RD)
+        # XLA on CPU passes over a large matrix faster where it is the left operand; the barrier keeps it there.
+        weight = self.rest.head_weight().astype(hidden_RD.dtype)
+        accumulate = jnp.promote_types(hidden_RD.dtype, jnp.float32)
+        logits_VR = jnp.einsum("vd,rd->vr", weight, hidden_RD, preferred_element_type=accumulate)
+        return soft_cap(jax.lax.optimization_barrier(logits_VR).T, self.config.final_softcap)
 
     def __call__(
         self, tokens_BL: jax.Array, positions_BL: jax.Array, attention: Attention, *, cache: Sequence[Any], dtype: Any

@@ -98,6 +98,15 @@ def bucket(value: int, smallest: int = 8) -> int:
     return size
 
 
+def numbered(groups: Sequence[Group]) -> list[Group]:
+    """The groups with their completions numbered from 0, as the only ones of a step."""
+    found, first = [], 0
+    for group in groups:
+        found.append(dataclasses.replace(group, ids=range(first, first + len(group.completions))))
+        first += len(group.completions)
+    return found
+
+
 def split_group(group: Group, row_tokens: int) -> list[Group]:
     """The group in as many pieces as rows of `row_tokens` need; each piece repeats the prompt.
 

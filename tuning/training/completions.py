@@ -13,6 +13,9 @@ from tuning.models.config import DecoderConfig
 from tuning.training.batch import Group, bucket, choose_rows, micro_batches
 from tuning.training.forward import Compute, decoder_graph, logps_and_entropy
 
+AT_ONCE = 4096
+"""Groups that are packed together: those of a large table would not all fit memory."""
+
 
 def per_completion(
     forward: Callable[[dict[str, Any]], Any],
@@ -32,10 +35,12 @@ def per_completion(
     layout = choose_rows([like[:64]], budget, largest)
     width = bucket(max(len(c) for g in like for c in g.completions))
     out = np.zeros(max(i for g in groups for i in g.ids) + 1, np.float32)
-    for batch in micro_batches(groups, layout=layout, completion_tokens=width):
-        found = np.asarray(forward(batch.arrays()))
-        filled = batch.ids_C >= 0
-        out[batch.ids_C[filled]] = found[filled]
+    for start in range(0, len(groups), AT_ONCE):
+        part = [groups[i] for i in range(start, min(start + AT_ONCE, len(groups)))]
+        for batch in micro_batches(part, layout=layout, completion_tokens=width):
+            found = np.asarray(forward(batch.arrays()))
+            filled = batch.ids_C >= 0
+            out[batch.ids_C[filled]] = found[filled]
     return out
 
 

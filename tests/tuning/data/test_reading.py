@@ -1,202 +1,116 @@
-"""Batches of prepared examples: nothing lost, nothing mixed up, and the position exact with any number of hosts."""
-
-import itertools
-import json
-from collections import Counter
+"""Prepared examples as training takes them: each whole, each once an epoch, and a step known by its number."""
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tuning.data.reading import Batches, Examples, Reading
+from tuning.data.reading import Steps, read_examples
 from tuning.data.schema import SCHEMAS, table_of, write_parquet
 
 
-def shards(folder, examples, files=2):
-    """Writes (prompt, completion, mask) as an output of the stage; returns the paths."""
-    rows = [
-        {"id": str(i), "prompt_ids": p, "completion_ids": c, "completion_mask": m}
-        for i, (p, c, m) in enumerate(examples)
-    ]
+def shards(folder, rows, output="sft", files=2):
+    """Writes rows as an output of the stage; returns the paths."""
+    rows = [{"id": str(i)} | row for i, row in enumerate(rows)]
+    size = -(-len(rows) // files) or 1
     paths = []
     for number in range(files):
         paths.append(folder / f"part-{number:05d}-of-{files:05d}.parquet")
-        write_parquet(paths[-1], [table_of(rows[number::files], SCHEMAS["sft"])], SCHEMAS["sft"])
+        part = rows[number * size : (number + 1) * size]
+        write_parquet(
+            paths[-1], [table_of(part[:3], SCHEMAS[output]), table_of(part[3:], SCHEMAS[output])], SCHEMAS[output]
+        )
     return paths
 
 
-def made(count, start=0, longest=12):
-    """Examples that can be told from each other by their first token."""
-    rng = np.random.default_rng(start)
-    return [
-        ([start + i, *[1] * int(rng.integers(0, longest - 1))], [2] * int(rng.integers(1, longest)), None)
-        for i in range(count)
+IDS = st.lists(st.integers(0, 50_000), min_size=1, max_size=8)
+WIDE = {"max_examples": 40, "deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
+
+
+@settings(**WIDE)
+@given(st.lists(st.tuples(IDS, IDS, st.booleans()), max_size=20), st.booleans())
+def test_examples_are_what_was_written(tmp_path, drawn, mapped):
+    masks = [[i % 2 for i in range(len(c))] if masked else None for _, c, masked in drawn]
+    paths = shards(
+        tmp_path,
+        [
+            {"prompt_ids": p, "completion_ids": c, "completion_mask": m}
+            for (p, c, _), m in zip(drawn, masks, strict=True)
+        ],
+    )
+    found = read_examples(paths, folder=tmp_path if mapped else None)
+    assert isinstance(found.tokens, np.memmap) == (mapped and bool(drawn))
+    assert len(found) == len(drawn) and sorted(tmp_path.iterdir()) == paths
+    for i, (group, (prompt, completion, _), mask) in enumerate(zip(found, drawn, masks, strict=True)):
+        assert (group.prompt, group.completions, list(group.ids)) == (prompt, [completion], [i])
+        trained = [1] * len(completion) if mask is None else mask
+        assert group.trained == sum(trained)
+        assert group.masks == (None if all(m is None for m in masks) else [trained])
+    assert found.sizes_N.tolist() == [len(p) + len(c) for p, c, _ in drawn]
+    assert found.longest == max((len(c) for _, c, _ in drawn), default=0)
+
+
+@settings(**WIDE)
+@given(st.lists(st.tuples(IDS, IDS, IDS), min_size=2, max_size=20))
+def test_pairs_stand_together_and_can_be_taken_apart(tmp_path, drawn):
+    rows = [{"prompt_ids": p, "chosen_ids": c, "rejected_ids": r} for p, c, r in drawn]
+    found = read_examples(shards(tmp_path, rows, "preference"), ("chosen", "rejected"))
+    assert [(g.prompt, g.completions, list(g.ids)) for g in found] == [
+        (p, [c, r], [2 * i, 2 * i + 1]) for i, (p, c, r) in enumerate(drawn)
+    ]
+    alone = [(g.prompt, *g.completions, *g.ids) for g in found.apart()]
+    assert alone[::2] == [(p, c, 2 * i) for i, (p, c, _) in enumerate(drawn)]
+    assert alone[1::2] == [(p, r, 2 * i + 1) for i, (p, _, r) in enumerate(drawn)]
+    assert found.sizes_N.tolist() == [g.size for g in found]
+    part = found[1:]
+    assert [list(g.ids) for g in part] == [[2 * i, 2 * i + 1] for i in range(len(drawn) - 1)]
+    assert [g.completions for g in part] == [[c, r] for _, c, r in drawn[1:]]
+    turned = found.with_completions_of([*range(1, len(drawn)), 0])
+    assert [(g.prompt, g.completions[0]) for g in turned] == [
+        (p, drawn[(i + 1) % len(drawn)][1]) for i, (p, _, _) in enumerate(drawn)
     ]
 
 
-def taken_apart(batches):
-    """The (tokens, mask) of each example, row by row; positions must start again with each."""
-    for batch in batches:
-        for tokens, mask, segments, positions in zip(
-            batch["tokens"], batch["mask"], batch["segment_ids"], batch["positions"], strict=True
-        ):
-            assert not tokens[segments == 0].any() and not mask[segments == 0].any()
-            for segment in range(1, segments.max(initial=0) + 1):
-                where = np.flatnonzero(segments == segment)
-                assert np.array_equal(where, np.arange(where[0], where[-1] + 1))
-                assert np.array_equal(positions[where], np.arange(len(where)))
-                yield tuple(tokens[where].tolist()), tuple(mask[where].tolist())
+@pytest.mark.parametrize("size", [{"examples": 7}, {"tokens": 90}])
+def test_every_example_comes_once_an_epoch_in_an_order_of_its_own(size):
+    sizes = np.random.default_rng(0).integers(1, 40, 50)
+
+    def epochs(seed):
+        steps = Steps(sizes, 2, seed, **size)
+        order = [n for step in steps for n in step]
+        # No step has examples of two epochs.
+        bounds = np.cumsum([len(step) for step in steps])
+        assert 50 in bounds and bounds[-1] == 100
+        return order[:50], order[50:]
+
+    first, second = epochs(0)
+    assert sorted(first) == sorted(second) == list(range(50))
+    assert first not in (second, sorted(first), epochs(1)[0]) and epochs(0) == (first, second)
 
 
-def wanted(examples):
-    return Counter((tuple([*p, *c]), (*[0] * len(p), *(m or [1] * len(c)))) for p, c, m in examples)
+@settings(**WIDE)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(30, 100))
+def test_a_step_takes_the_examples_that_fit_its_tokens(sizes, most):
+    sizes = np.asarray(sizes)
+    steps = Steps(sizes, 1, 3, tokens=most)
+    for here, after in zip(steps, [*steps[1:], None], strict=True):
+        assert 0 < sizes[here].sum() <= most
+        assert after is None or sizes[here].sum() + sizes[after[0]] > most
 
 
-IDS = st.lists(st.integers(1, 9), min_size=1, max_size=8)
+@pytest.mark.parametrize("size", [{"examples": 7}, {"tokens": 90}])
+def test_a_step_is_known_by_its_number(size):
+    """A resumed run, on however many hosts, asks for the steps that are left and gets the same ones."""
+    sizes = np.random.default_rng(0).integers(1, 40, 50)
+    steps = Steps(sizes, 3, 5, **size)
+    whole = list(steps)
+    assert len(whole) == len(steps)
+    again = Steps(sizes, 3, 5, **size)
+    assert [again[i] for i in reversed(range(len(again)))] == whole[::-1] and again[4:] == whole[4:]
+    with pytest.raises(IndexError):
+        again[len(whole)]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    st.lists(st.tuples(IDS, IDS, st.booleans()), min_size=1, max_size=40),
-    st.sampled_from(["none", "first-fit", "best-fit"]),
-    st.integers(1, 5),
-)
-def test_every_example_comes_once_an_epoch_whole_and_alone_in_its_segment(tmp_path, drawn, packing, rows):
-    examples = [(p, c, [i % 2 for i in range(len(c))] if masked else None) for p, c, masked in drawn]
-    read = Examples(shards(tmp_path, examples))
-    batches = list(Batches([read], Reading(rows, 16, packing, bins=3, epochs=2)))
-    assert {batch["tokens"].shape for batch in batches} == {(rows, 16)}
-    found = Counter(taken_apart(batches))
-    assert found == Counter({key: 2 * count for key, count in wanted(examples).items()})
-
-
-def test_epochs_differ_in_order_and_a_seed_gives_one_order(tmp_path):
-    read = Examples(shards(tmp_path, made(50)))
-
-    def order(seed, epochs=2):
-        return [t[0] for t, _ in taken_apart(Batches([read], Reading(1, 24, "none", epochs=epochs, seed=seed)))]
-
-    first = order(0)
-    assert sorted(first[:50]) == sorted(first[50:]) == list(range(50))
-    assert first[:50] != first[50:] and first == order(0) != order(1)
-    assert order(0, epochs=1) == first[:50] != sorted(first[:50])
-
-
-@pytest.mark.parametrize("packing", ["none", "first-fit", "best-fit"])
-@pytest.mark.parametrize("at", [0, 1, 4, 9])
-def test_a_position_is_exact_with_another_number_of_hosts(tmp_path, packing, at):
-    reads = [Examples(shards(tmp_path / str(i), made(60, 100 * i))) for i in range(2)]
-    reading = Reading(batch_rows=4, row_tokens=32, packing=packing, bins=6, epochs=2)
-
-    def hosts(count):
-        return [Batches(reads, reading, [3, 1], host, count) for host in range(count)]
-
-    def joined(parts):
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-    whole = list(hosts(1)[0])
-    before = hosts(2)
-    for expected in whole[:at]:
-        found = joined([next(batches) for batches in before])
-        assert all(np.array_equal(found[name], expected[name]) for name in expected)
-    states = [json.dumps(batches.state()) for batches in before]
-    assert states[0] == states[1] and len(states[0]) < 600
-    for count in (1, 4):
-        after = hosts(count)
-        for batches in after:
-            batches.restore(json.loads(states[0]))
-        rest = [joined(parts) for parts in zip(*after, strict=True)]
-        assert len(rest) == len(whole) - at
-        for found, expected in zip(rest, whole[at:], strict=True):
-            assert all(np.array_equal(found[name], expected[name]) for name in expected)
-
-
-def test_a_position_goes_through_a_checkpoint(tmp_path):
-    from tuning.training.checkpoint import Checkpoints
-
-    read = Examples(shards(tmp_path, made(40)), folder=tmp_path)
-    batches = Batches([read], Reading(2, 32, epochs=None))
-    list(itertools.islice(batches, 7))
-    saved = Checkpoints(tmp_path / "checkpoints")
-    saved.save(7, {"w": np.zeros(2)}, {"data": batches.state()})
-    saved.close()
-    restored = Checkpoints(tmp_path / "checkpoints").restore({"w": np.zeros(2)})
-    again = Batches([read], Reading(2, 32, epochs=None), host=1, hosts=2)
-    again.restore(restored[1]["data"])
-    assert np.array_equal(next(again)["tokens"], next(batches)["tokens"][1:])
-
-
-def test_weights_are_kept_and_a_small_source_is_repeated(tmp_path):
-    large, small = (Examples(shards(tmp_path / str(n), made(n, 1000 * (n == 10)))) for n in (200, 10))
-    found = [t[0] for t, _ in taken_apart(Batches([large, small], Reading(8, 32), weights=[0.75, 0.25]))]
-    assert len(found) == 210 and abs(sum(t >= 1000 for t in found) - 52) <= 1
-    # Repeated evenly: each of the ten five or six times.
-    assert set(Counter(t for t in found if t >= 1000).values()) == {5, 6}
-
-
-def test_mapped_files_hold_the_same_and_leave_nothing_behind(tmp_path):
-    paths = shards(tmp_path / "data", made(300))
-    (tmp_path / "work").mkdir()
-    mapped, held = Examples(paths, folder=tmp_path / "work"), Examples(paths)
-    assert isinstance(mapped.tokens, np.memmap) and not list((tmp_path / "work").iterdir())
-    assert repr(mapped) == repr(held)
-    assert all(np.array_equal(mapped[i]["tokens"], held[i]["tokens"]) for i in range(300))
-
-
-def test_what_does_not_fit_is_refused(tmp_path):
-    read = Examples(shards(tmp_path, made(10)))
-    other = Examples(shards(tmp_path / "other", made(10, start=50)))
-    for arguments, words in [
-        (([read], Reading(4, 8)), "raise row_tokens"),
-        (([read], Reading(4, 32), None, 0, 3), "no equal part"),
-        (([read], Reading(4, 32), [1.0, 2.0]), "for each of 1"),
-        (([read], Reading(4, 32), [0.0]), "positive"),
-        (([read, Examples(shards(tmp_path / "none", []))], Reading(4, 32)), "no examples"),
-    ]:
-        with pytest.raises(ValueError, match=words):
-            Batches(*arguments)
-    state = Batches([read], Reading(4, 32)).state()
-    with pytest.raises(ValueError, match="other examples"):
-        Batches([other], Reading(4, 32)).restore(state)
-    with pytest.raises(ValueError, match="other reading"):
-        Batches([read], Reading(4, 32, seed=1)).restore(state)
-
-
-def test_packing_is_dense(tmp_path):
-    read = Examples(shards(tmp_path, made(3000, longest=60)))
-    fills = {}
-    for packing in ("none", "first-fit", "best-fit"):
-        segments = np.concatenate([b["segment_ids"] for b in Batches([read], Reading(16, 256, packing))])
-        fills[packing] = float((segments > 0).mean())
-    assert fills["none"] < 0.3 and fills["best-fit"] >= fills["first-fit"] - 0.02 and fills["best-fit"] > 0.93, fills
-
-
-def test_a_model_sees_no_other_example_of_a_row(tmp_path):
-    """Hidden states of a packed row are those of each example alone."""
-    import jax.numpy as jnp
-    from flax import nnx
-
-    from tuning.models.attention import packed_attention
-    from tuning.models.config import tiny
-    from tuning.models.decoder import Decoder
-
-    read = Examples(shards(tmp_path, made(12)))
-    model = Decoder(tiny(128), rngs=nnx.Rngs(0))
-
-    def hidden(packing):
-        found = {}
-        for batch in Batches([read], Reading(12, 48, packing, bins=2)):
-            segments = jnp.asarray(batch["segment_ids"])
-            attention = packed_attention(segments, jnp.zeros_like(segments))
-            out, _ = model(jnp.asarray(batch["tokens"]), jnp.asarray(batch["positions"]), attention)
-            for row, ids in enumerate(batch["segment_ids"]):
-                for segment in range(1, ids.max() + 1):
-                    where = ids == segment
-                    found[int(batch["tokens"][row][where][0])] = np.asarray(out)[row][where]
-        return found
-
-    packed, alone = hidden("best-fit"), hidden("none")
-    assert packed.keys() == alone.keys() and len(packed) == 12
-    for first, expected in alone.items():
-        np.testing.assert_allclose(packed[first], expected, atol=1e-5)
+def test_an_example_larger_than_a_step_is_refused():
+    with pytest.raises(ValueError, match="example 2 has 91 tokens, more than a step's 90: raise tokens_per_step"):
+        Steps(np.asarray([3, 90, 91]), 1, 0, tokens=90)

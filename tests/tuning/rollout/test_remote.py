@@ -6,30 +6,23 @@ SGLang's side is checked against its documented schema only: it has not run agai
 
 import dataclasses
 import json
-import os
-import signal
-import sys
 import threading
 import time
 
 import httpx
 import jax
 import numpy as np
-import psutil
 import pytest
 from fastapi import FastAPI, Request, Response
 
-from tests.support import python
 from tests.tuning.rollout.http_server import VERSION, State, make_app, serve
 from tuning.models.byte_tokenizer import byte_tokenizer
 from tuning.models.config import tiny
 from tuning.models.huggingface import random_params, save_decoder
 from tuning.models.tokenizer import save_tokenizer
-from tuning.rollout.child import Child
 from tuning.rollout.engine import Engine
 from tuning.rollout.pool import Limits
 from tuning.rollout.protocols import ENGINES, Policy, ServerLost, ServerRefused, StalePolicy, sample_seed
-from tuning.rollout.protocols import Start as ServerStart
 from tuning.rollout.remote import Options, Remote
 from tuning.rollout.requests import RefusedRequest
 from tuning.rollout.requests import Request as Asked
@@ -335,116 +328,6 @@ def test_one_of_two_servers_is_enough(url, policy, native):
     engine.load(policy("first"))
     same(run(engine, GREEDY), native["first"])
     assert any("going on without a server: http://127.0.0.1:9" in line for line in engine.lines)
-
-
-# -- servers in processes of their own -------------------------------------------------------
-
-
-@pytest.fixture
-def children(tmp_path):
-    made = []
-
-    def make(number=0):
-        def command(folder, port):
-            start = ServerStart(folder, "float32", 256, False)
-            words = [sys.executable, "-m", "tests.tuning.rollout.http_server", *ENGINES["vllm"].arguments(start, port)]
-            return [*words, "--pids", str(tmp_path / f"pids-{number}")]
-
-        made.append(Child(command, {}, tmp_path / f"server-{number}.log"))
-        return made[-1]
-
-    yield make
-    for child in made:
-        child.end()
-
-
-def pids(tmp_path, number=0):
-    return [int(line) for line in (tmp_path / f"pids-{number}").read_text().split()]
-
-
-@pytest.mark.slow
-def test_a_started_server_that_is_killed_is_started_again_and_nothing_is_lost(children, tmp_path, policy, native):
-    child = children()
-    engine = remote(Server(child=child), concurrency=2)
-    engine.load(policy("first"))
-    # Long samples, so that there is a middle.
-    requests = [*requests_of(20, temperature=1.0, samples=4, max_tokens=120), *GREEDY]
-    stream = engine.run(requests)
-    found = dict([next(stream), next(stream)])
-    os.kill(pids(tmp_path)[0], signal.SIGKILL)
-    found |= dict(stream)
-    assert set(found) == set(range(32))
-    same([found[20 + i] for i in range(12)], native["first"])
-    assert child.starts == 2
-    assert any("its prompts go to the next free server" in line for line in engine.lines)
-    # The next policy needs no start, unless the endpoints are not to be used.
-    engine.load(policy("second"))
-    same(run(engine, GREEDY), native["second"])
-    assert child.starts == 2
-    again = remote(*engine._servers, sync="restart")
-    again.load(policy("first"))
-    same(run(again, GREEDY), native["first"])
-    assert child.starts == 3
-    child.end()
-    assert not any(psutil.pid_exists(p) for p in pids(tmp_path))
-
-
-def test_the_others_take_over_from_a_lost_server_and_its_owner_keeps_nothing(
-    children, tmp_path, folders, url, policy, native
-):
-    child = children()
-    place = child.start(folders["first"])
-    lost = Server(place)
-    lost.wait(120)
-    engine = remote(lost, Server(url), concurrency=1, wait_seconds=0.5)
-    engine.load(policy("first"))
-    stream = engine.run([*requests_of(20, samples=4, max_tokens=100), *GREEDY])
-    found = dict([next(stream)])
-    os.kill(pids(tmp_path)[0], signal.SIGKILL)
-    found |= dict(stream)
-    assert set(found) == set(range(32))
-    same([found[20 + i] for i in range(12)], native["first"])
-    assert any("a server is given up" in line for line in engine.lines)
-
-
-KEPT = """
-import sys, time
-from pathlib import Path
-from tuning.rollout.child import Child
-script = "import os, signal, subprocess, sys, time; signal.signal(15, signal.SIG_IGN); "
-script += "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)']); "
-script += "open(sys.argv[1], 'w').write(f'{os.getpid()} {p.pid}'); time.sleep(100)"
-child = Child(lambda folder, port: [sys.executable, "-c", script, sys.argv[1]], {}, Path(sys.argv[1] + ".log"))
-child.start(None)
-time.sleep(100)
-"""
-
-
-@pytest.mark.parametrize("victim", ["owner", "server"])
-def test_a_kill_leaves_nothing_behind(tmp_path, victim):
-    """Neither the end of the owner nor that of the server leaves a process, though the server ignores SIGTERM."""
-    owner = python(KEPT, tmp_path / "pids")
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "pids").exists() or len((tmp_path / "pids").read_text().split()) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    server, below = (psutil.Process(int(p)) for p in (tmp_path / "pids").read_text().split())
-    if victim == "owner":
-        owner.kill()
-    else:
-        server.kill()
-    assert psutil.wait_procs([server, below], timeout=15)[1] == []
-    owner.kill()
-    owner.communicate()
-
-
-def test_a_command_that_ends_at_once_is_told_with_its_log(tmp_path, policy):
-    def command(folder, port):
-        return [sys.executable, "-c", "import sys; sys.exit('no such model')"]
-
-    server = Server(child=Child(command, {}, tmp_path / "log"))
-    with pytest.raises(ServerLost, match=r"(?s)is gone: it ended with status 1.*no such model"):
-        remote(server).load(policy("first"))
 
 
 def test_leaving_early_ends_what_runs(url, state, policy):
