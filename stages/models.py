@@ -90,7 +90,7 @@ def limits_of(compute: Any, device: Any, context: int = 0) -> Any:
     from tuning.rollout.pool import Limits
 
     slots = compute.rollout_rows or device.rollout_rows
-    return Limits(slots=slots, context=context, cache_bytes=device.cache_bytes)
+    return Limits(slots=slots, context=context, cache_bytes=device.cache_bytes, chunks=device.chunk_tokens)
 
 
 def load_tokenizer(ctx: Context, artifact: Artifact) -> Any:

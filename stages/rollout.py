@@ -154,11 +154,12 @@ def _opened(ctx: Context, settings: EngineSettings, quantize: str, context: int,
         return importlib.import_module("stages.remote").opened(ctx, settings, quantize, context, requests)
     from tuning.device import choose
     from tuning.rollout.engine import Engine
+    from tuning.rollout.placement import sampling_mesh
 
     device = choose(ctx.config.compute.dtype)
     config, params = load_rounded(ctx, ctx.inputs["policy"], quantize)
     limits = limits_of(ctx.config.compute, device, min(context, config.max_positions))
-    engine = Engine(config, device.compute.dtype, limits)
+    engine = Engine(config, device.compute.dtype, limits, mesh=sampling_mesh(ctx.config.compute.mesh))
     engine.load(params)
     return engine
 

@@ -284,6 +284,7 @@ def main() -> None:
         slots=args.slots or device.rollout_rows,
         context=context,
         cache_bytes=device.cache_bytes,
+        chunks=device.chunk_tokens,
         steps=4,
         prefill_chunks=1,
     )

@@ -133,7 +133,7 @@ class Compute(StageConfig):
     rollout_rows: int = execution_setting(0, ge=0)
     """Completions decoded side by side; 0: the device decides."""
     mesh: Mesh = execution_setting(Mesh())
-    """How several devices share the training."""
+    """How several devices share the work. Sampling has no `fsdp`: those devices are replicas."""
 
 
 class Lora(StageConfig):

@@ -28,6 +28,8 @@ class Device:
     """Completions decoded side by side."""
     cache_bytes: int
     """Memory for their keys and values."""
+    chunk_tokens: tuple[int, ...]
+    """Sizes of prefill chunks: large ones reach the device's rate, small ones pad less."""
 
 
 def memory_bytes() -> int:
@@ -76,4 +78,5 @@ def choose(dtype: str = "auto") -> Device:
         row_tokens_per_step=1024 if on_cpu else 16384,
         rollout_rows=64 if on_cpu else 1024,
         cache_bytes=int(CACHE_SHARE * memory),
+        chunk_tokens=(64, 320) if on_cpu else (128, 1024),
     )

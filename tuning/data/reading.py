@@ -176,10 +176,10 @@ class Steps(Sequence[list[int]]):
             )
         indices = grain.MapDataset.range(count).seed(seed)
         self._orders = [indices.shuffle(seed=(seed + epoch) % 2**31) for epoch in range(epochs)]
-        self._bounds = [
-            np.append(np.arange(0, count, examples), count) if examples else _cuts(sizes_N[np.asarray(order)], tokens)
-            for order in (self._orders if tokens else self._orders[:1] * epochs)
-        ]
+        if tokens is None:
+            self._bounds = [np.append(np.arange(0, count, examples), count)] * epochs
+        else:
+            self._bounds = [_cuts(sizes_N[[order[i] for i in range(count)]], tokens) for order in self._orders]
         self._first = np.cumsum([0, *(len(bounds) - 1 for bounds in self._bounds)])
 
     def __len__(self) -> int:
@@ -198,7 +198,7 @@ class Steps(Sequence[list[int]]):
         return [int(self._orders[epoch][int(i)]) for i in range(start, end)]
 
 
-def _cuts(sizes: np.ndarray, most: Any) -> np.ndarray:
+def _cuts(sizes: np.ndarray, most: int) -> np.ndarray:
     """Where steps begin and end, so that each takes as many as fit."""
     ends, bounds = np.cumsum(sizes), [0]
     while bounds[-1] < len(sizes):

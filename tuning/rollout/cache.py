@@ -22,6 +22,8 @@ KV = Literal["float32", "bfloat16", "float16", "int8"]
 Layer = dict[str, jax.Array]
 TOKEN_AXIS = {"k": 3, "v": 2, "k_scale": 2, "v_scale": 2}
 """Which axis of each array counts tokens."""
+WINDOW = 64
+"""Most tokens that `insert` moves at a time."""
 
 
 def token_bytes(config: DecoderConfig, kv: KV) -> int:
@@ -114,30 +116,35 @@ def append(cache: list[Layer], new: list[Layer], at_R: jax.Array) -> list[Layer]
 def insert(cache: list[Layer], chunk: list[Layer], entries: dict[str, jax.Array]) -> list[Layer]:
     """Caches with pieces of a chunk (one row) written into slots.
 
-    Entry i of the first `entries["count"]` puts `tokens[i]` tokens of the chunk, from `start[i]` on, into slot
-    `slot[i]` from cached token `at[i]` on.
+    Entry i of the first `entries["count"]` puts `tokens[i]` tokens of the chunk, at most `WINDOW`, from `start[i]` on,
+    into slot `slot[i]` from cached token `at[i]` on.
     """
     capacity = capacity_of(cache)
+    window = min(WINDOW, capacity)
 
     def widened(name: str, x: jax.Array) -> jax.Array:
         pads = [(0, 0)] * x.ndim
-        pads[TOKEN_AXIS[name]] = (capacity, capacity)
+        pads[TOKEN_AXIS[name]] = (window, window)
         return jnp.pad(x, pads)
 
     wide = [{n: widened(n, x) for n, x in layer.items()} for layer in chunk]
 
     def entry(i: jax.Array, cache: list[Layer]) -> list[Layer]:
         slot, start, at, tokens = (entries[n][i] for n in ("slot", "start", "at", "tokens"))
-        column = jnp.arange(capacity)
+        # A window at the end of a slot begins before its tokens.
+        first = jnp.minimum(at, capacity - window)
+        column = first + jnp.arange(window)
         mine = (column >= at) & (column < at + tokens)
 
         def write(name: str, whole: jax.Array, part: jax.Array) -> jax.Array:
             axis = TOKEN_AXIS[name]
-            moved = jax.lax.dynamic_slice_in_dim(part, capacity + start - at, capacity, axis)
-            old = jax.lax.dynamic_slice_in_dim(whole, slot, 1)
+            moved = jax.lax.dynamic_slice_in_dim(part, window + start - at + first, window, axis)
+            where: list[jax.Array | int] = [slot, *[0] * (whole.ndim - 1)]
+            where[axis] = first
+            old = jax.lax.dynamic_slice(whole, where, moved.shape)
             shape = [1] * whole.ndim
-            shape[axis] = capacity
-            return jax.lax.dynamic_update_slice_in_dim(whole, jnp.where(mine.reshape(shape), moved, old), slot, 0)
+            shape[axis] = window
+            return jax.lax.dynamic_update_slice(whole, jnp.where(mine.reshape(shape), moved, old), where)
 
         return [{n: write(n, layer[n], part[n]) for n in layer} for layer, part in zip(cache, wide, strict=True)]
 

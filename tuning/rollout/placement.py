@@ -8,6 +8,20 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tuning.models.sharding import shardings
+from tuning.training.mesh import Axes, make_mesh
+
+
+def sampling_mesh(axes: Any, devices: list[Any] | None = None) -> Mesh | None:
+    """The mesh that an engine takes from settings with `data`, `fsdp` and `tensor`; None for a single device.
+
+    Sampling has no optimizer to hold, and to gather weights anew for each token would cost more than copies of them:
+    what training cuts by `fsdp` are replicas here, each with its part of the slots.
+    """
+    devices = jax.devices() if devices is None else devices
+    if len(devices) == 1:
+        return None
+    sizes = make_mesh(Axes(axes.data, axes.fsdp, axes.tensor), devices).shape
+    return make_mesh(Axes(sizes["data"] * sizes["fsdp"], 1, sizes["tensor"]), devices)
 
 
 def put_weights(state: Any, mesh: Mesh | None) -> Any:

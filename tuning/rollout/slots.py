@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tuning.rollout.cache import WINDOW
 from tuning.rollout.requests import MAX_STOP_IDS, Request
 
 
@@ -121,7 +122,7 @@ def pack(slots: list[Slot], size: int) -> tuple[dict[str, Any], list[tuple[int, 
     first = begun[:1]
     order = first + [i for i in open_slots if i not in begun]
     chunk = {name: np.zeros(size, np.int32) for name in ("tokens", "positions", "group")}
-    entries = {name: np.zeros(len(slots), np.int32) for name in ("slot", "start", "at", "tokens")}
+    entries: list[tuple[int, int, int, int]] = []
     pieces: list[tuple[int, int]] = []
     start = 0
     for i in order:
@@ -137,10 +138,11 @@ def pack(slots: list[Slot], size: int) -> tuple[dict[str, Any], list[tuple[int, 
         chunk["tokens"][here] = run.request.prompt[at : at + count]
         chunk["positions"][here] = np.arange(at, at + count)
         chunk["group"][here] = len(pieces) + 1
-        for name, value in (("slot", i), ("start", start), ("at", at), ("tokens", count)):
-            entries[name][len(pieces)] = value
+        entries += [(i, start + n, at + n, min(WINDOW, count - n)) for n in range(0, count, WINDOW)]
         pieces.append((i, count))
         start += count
-    prefix_slot = np.int32(first[0] if first else 0)
-    whole = chunk | {"entries": entries | {"count": np.int32(len(pieces))}, "prefix_slot": prefix_slot}
+    table = np.zeros((4, len(slots) + size // WINDOW), np.int32)
+    table[:, : len(entries)] = np.asarray(entries, np.int32).reshape(-1, 4).T
+    columns = dict(zip(("slot", "start", "at", "tokens"), table, strict=True)) | {"count": np.int32(len(entries))}
+    whole = chunk | {"entries": columns, "prefix_slot": np.int32(first[0] if first else 0)}
     return whole, pieces, bool(first)
