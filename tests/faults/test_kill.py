@@ -137,6 +137,7 @@ def shards(store: Path, stage: str, name: str) -> int:
     return len(list((store / "work" / stage).glob(f"*/{name}-*/*.parquet")))
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_its_checkpoint(store, undisturbed):
     place = store("base", "prepare")
     first = Run(place, "first")

@@ -139,7 +139,13 @@ def test_ctrl_c_ends_a_run_and_its_worker(store, record, rlhf):
     sets = ["--set", f"store={store}", "--set", "sft.optimizer.learning_rate=0.002", "--set", "sft.epochs=500"]
     command = [RLHF, "run", "smoke", "--no-prefect", "--name", "stopped", *sets]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # A shell that runs the tests in the background lets its children ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     folder = store / "work" / "sft"
     deadline = time.monotonic() + 60
@@ -170,6 +176,7 @@ def test_a_run_whose_process_is_gone_is_shown_as_killed(rlhf, store):
     assert "running" in next(x for x in lines if "elsewhere" in x)
 
 
+@pytest.mark.slow
 def test_verify_finds_damage_and_the_next_run_repairs_it(rlhf, store, record):
     assert ", 0 damaged" in rlhf("verify", "--store", store).stdout
     entry = record(store, "first")["nodes"]
@@ -212,13 +219,14 @@ def test_an_export_names_everything_that_it_was_made_from(rlhf, smoke_store, rec
     assert all(h["versions"] and h["config"] and "seed" in h for h in history)
 
 
+@pytest.mark.slow
 def test_export_verify_compares_with_transformers(rlhf, smoke_store):
     pytest.importorskip("torch")
     out = rlhf("export", "--store", smoke_store, "--verify").stdout
     assert re.search(r"20 prompts: largest difference of logits in float64 \d\.\d+e-\d\d \(allowed 1e-04\)", out)
 
 
-@pytest.mark.parametrize("node", ["export", "round-000.update"])
+@pytest.mark.parametrize("node", ["export", pytest.param("round-000.update", marks=pytest.mark.slow)])
 def test_chat_answers_each_line(rlhf, store, node):
     """Round 0 stores no weights: its policy is made again from its rollouts."""
     options = ["--store", store, "--node", node, "--max-tokens", "4", "--temperature", "0"]
@@ -249,6 +257,7 @@ def test_a_store_that_has_moved_is_as_good_and_may_be_named_from_the_current_fol
     assert "moved" in rlhf("runs", "--store", "elsewhere", cwd=store.parent).stdout
 
 
+@pytest.mark.slow
 def test_a_reward_function_in_the_current_folder_is_found(rlhf, store, record):
     folder = store.parent
     code = "def short(prompts, completions, **_):\n    return [-float(len(c)) for c in completions]\n"

@@ -35,6 +35,7 @@ def test_a_stale_round_samples_from_the_policy_before_the_last_and_waits_for_no_
     assert order.index("round-001.rollout") < order.index("round-000.update") < order.index("round-002.rollout")
 
 
+@pytest.mark.slow
 def test_other_rewards_on_the_rollouts_of_a_run_sample_nothing(rlhf, store, record):
     letters = ["--reward", "letters=matches", "--set", "rl.score.rewards.letters.arguments={pattern: '.*[a-m].*'}"]
     rlhf("rescore", "first", *letters, "--no-prefect", "--name", "again", "--store", store)

@@ -12,12 +12,12 @@ from tuning.training.mesh import Axes, make_mesh
 
 
 def sampling_mesh(axes: Any, devices: list[Any] | None = None) -> Mesh | None:
-    """The mesh that an engine takes from settings with `data`, `fsdp` and `tensor`; None for a single device.
+    """The mesh of this process's devices that `data`, `fsdp` and `tensor` give an engine; None for a single one.
 
     Sampling has no optimizer to hold, and to gather weights anew for each token would cost more than copies of them:
     what training cuts by `fsdp` are replicas here, each with its part of the slots.
     """
-    devices = jax.devices() if devices is None else devices
+    devices = jax.local_devices() if devices is None else devices
     if len(devices) == 1:
         return None
     sizes = make_mesh(Axes(axes.data, axes.fsdp, axes.tensor), devices).shape

@@ -32,7 +32,7 @@ def inputs(length, seed=0):
     return q, k, v, Segments(*(jnp.asarray(x, jnp.int32) for x in (group, branch, positions)))
 
 
-@pytest.mark.parametrize("length", [40, 300, 1200])
+@pytest.mark.parametrize("length", [40, 300, pytest.param(1200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("window, softcap", [(None, None), (17, None), (None, 2.0), (17, 2.0)])
 def test_it_equals_the_plain_form(length, window, softcap):
     q, k, v, segments = inputs(length)

@@ -32,6 +32,7 @@ from tuning.training.step import make_step
 PARAMS = jax.tree.map(lambda x: 3 * x if x.ndim > 2 or x.size > 200 else x, random_params(CONFIG, 3))
 BATCH = micro_batches(ragged_groups(), layout=Layout(64, 8), completion_tokens=8)[0].arrays()
 KINDS = ("none", "int8", "nf4")
+ONE_AND_SLOW = ("nf4", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[:2]))
 
 
 def moved(trainable, size=0.05):
@@ -99,7 +100,7 @@ def test_kernels_kept_in_the_type_of_computation_change_no_bit():
     [
         LoraConfig(rank=4, alpha=3.0),
         LoraConfig(rank=4, alpha=8.0, use_rslora=True, targets=("q", "down")),
-        LoraConfig(rank=2, quantize="int8"),
+        pytest.param(LoraConfig(rank=2, quantize="int8"), marks=pytest.mark.slow),
         LoraConfig(rank=2, quantize="nf4", targets=("v", "up")),
     ],
 )
@@ -122,7 +123,7 @@ def test_merged_and_unmerged_agree(lora):
             np.testing.assert_allclose(after[name], before[name] + gain, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ONE_AND_SLOW)
 def test_the_gradient_is_that_of_the_merged_weights_by_the_chain_rule(kind):
     lora = LoraConfig(rank=4, alpha=6.0, quantize=kind)
     trainable, frozen = tune(CONFIG, "decoder", PARAMS, lora, seed=1)
@@ -139,7 +140,7 @@ def test_the_gradient_is_that_of_the_merged_weights_by_the_chain_rule(kind):
         np.testing.assert_allclose(mine[name]["adapter"]["b"], want_b, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ONE_AND_SLOW)
 def test_training_lowers_the_loss_and_leaves_the_base_as_it_is(kind):
     lora = LoraConfig(rank=4, quantize=kind)
     trainable, frozen = tune(CONFIG, "decoder", PARAMS, lora, seed=1)

@@ -79,6 +79,7 @@ def test_a_started_server_that_is_killed_is_started_again_and_nothing_is_lost(ch
     assert not any(psutil.pid_exists(p) for p in pids(tmp_path))
 
 
+@pytest.mark.slow
 def test_the_others_take_over_from_a_lost_server_and_its_owner_keeps_nothing(
     children, tmp_path, folders, url, policy, native
 ):

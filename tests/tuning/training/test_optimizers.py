@@ -62,7 +62,7 @@ def test_every_rule_goes_down(name):
     assert losses[-1] < 0.8 * losses[0]
 
 
-@pytest.mark.parametrize("name", ["adafactor", "muon", "lion"])
+@pytest.mark.parametrize("name", ["adafactor", *(pytest.param(n, marks=pytest.mark.slow) for n in ("muon", "lion"))])
 def test_a_run_that_was_cut_goes_on_bit_for_bit(name, tmp_path):
     whole, _ = run(name, 4)
     half, _ = run(name, 2)
