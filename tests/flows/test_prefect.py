@@ -200,7 +200,8 @@ def test_cron_fires(prefect: Prefect, due: dict[str, Any]) -> None:
     done = wait_for(lambda: prefect.post("/flow_runs/filter", **query), 120, "a scheduled run")
     assert [run["auto_scheduled"] for run in done] == [True]
     assert set(prefect.task_runs(done[0])) == {"base"}
-    prefect.http.delete(f"/deployments/{due['id']}").raise_for_status()
+    # A server that is busy with its database answers 503.
+    wait_for(lambda: prefect.http.delete(f"/deployments/{due['id']}").status_code in (204, 404), 60, "its end")
 
 
 def test_the_page_of_a_cached_run_says_so(prefect: Prefect, cached: dict[str, Any]) -> None:

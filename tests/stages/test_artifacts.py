@@ -188,7 +188,7 @@ Store(sys.argv[1]).commit(out, {"stage": "sft", "key": "k" * 64, "metrics": {}})
 """
 
 
-@pytest.mark.parametrize("kind", ["file", "s3"])
+@pytest.mark.parametrize("kind", ["file", pytest.param("s3", marks=pytest.mark.slow)])
 def test_a_commit_that_is_killed_leaves_nothing_or_everything(kind, tmp_path, request):
     count, tries = (300, 6) if kind == "file" else (15, 3)
     base = str(tmp_path) if kind == "file" else f"{request.getfixturevalue('s3')}/{tmp_path.name}"

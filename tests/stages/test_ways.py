@@ -117,7 +117,7 @@ def settings(module: Any, **values: Any) -> Any:
     return module.Config.model_validate_json(json.dumps(values))
 
 
-@pytest.mark.parametrize("loss", ["dpo", "orpo"])
+@pytest.mark.parametrize("loss", ["dpo", pytest.param("orpo", marks=pytest.mark.slow)])
 def test_preference_on_pairs(loss, base, memory, judged, tmp_path):
     inputs = {"policy": base, "data": judged, "tokenizer": base}
     inputs |= {"reference": base} if loss == "dpo" else {}

@@ -213,7 +213,7 @@ worker.close()
 """
 
 
-@pytest.mark.parametrize("started_in", ["main", "thread"])
+@pytest.mark.parametrize("started_in", ["main", pytest.param("thread", marks=pytest.mark.slow)])
 def test_it_is_gone_two_seconds_after_its_parent_is_killed(tmp_path, started_in):
     parent = python(PARENT, tmp_path, Path(__file__).parents[2], started_in, stdin=subprocess.PIPE)
     worker = psutil.Process(int(parent.stdout.readline()))

@@ -57,7 +57,7 @@ def settings(**changes):
     return Config.model_validate_json(json.dumps(base | changes))
 
 
-@pytest.mark.parametrize("normalisation", ["std", "none"])
+@pytest.mark.parametrize("normalisation", ["std", pytest.param("none", marks=pytest.mark.slow)])
 def test_grpo_raises_the_reward(normalisation):
     rewards, metrics = play(settings(normalisation=normalisation), 8)
     assert np.mean(rewards[-2:]) > np.mean(rewards[:2]) + 0.15
@@ -65,6 +65,7 @@ def test_grpo_raises_the_reward(normalisation):
     assert metrics[0]["steps"] == 2
 
 
+@pytest.mark.slow
 def test_ppo_raises_the_reward_and_its_critic_learns():
     critic = {"optimizer": {"learning_rate": 0.01}}
     rewards, metrics = play(settings(algorithm="ppo", critic=critic, kl_in_reward=0.0), 8)

@@ -101,7 +101,7 @@ def test_kernels_kept_in_the_type_of_computation_change_no_bit():
         LoraConfig(rank=4, alpha=3.0),
         LoraConfig(rank=4, alpha=8.0, use_rslora=True, targets=("q", "down")),
         pytest.param(LoraConfig(rank=2, quantize="int8"), marks=pytest.mark.slow),
-        LoraConfig(rank=2, quantize="nf4", targets=("v", "up")),
+        pytest.param(LoraConfig(rank=2, quantize="nf4", targets=("v", "up")), marks=pytest.mark.slow),
     ],
 )
 def test_merged_and_unmerged_agree(lora):

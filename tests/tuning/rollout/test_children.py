@@ -111,7 +111,7 @@ time.sleep(100)
 """
 
 
-@pytest.mark.parametrize("victim", ["owner", "server"])
+@pytest.mark.parametrize("victim", ["owner", pytest.param("server", marks=pytest.mark.slow)])
 def test_a_kill_leaves_nothing_behind(tmp_path, victim):
     """Neither the end of the owner nor that of the server leaves a process, though the server ignores SIGTERM."""
     owner = python(KEPT, tmp_path / "pids")
