@@ -18,7 +18,7 @@ coverage: $(VENV)/.ready-dev
 	$(BIN)/pytest --cov --cov-report= $(ARGS)
 	$(BIN)/coverage report
 
-# What takes a minute or more: kills during checkpoints, several devices, adapters through rounds of RL.
+# What takes long (kills during checkpoints, several devices, adapters through rounds of RL) and further variants.
 test-slow: $(VENV)/.ready-dev
 	$(BIN)/pytest -m slow $(ARGS)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from stages.base import Context
 from stages.models import load_policy, remember, token_ids
@@ -27,12 +27,6 @@ class Config(Fitted):
     """Tokens of one optimizer step, prompts included, in place of examples_per_step: it takes the examples that fit."""
     optimizer: Optimizer = Optimizer(learning_rate=1e-4, schedule="linear", warmup_steps=2)
     """The optimizer."""
-
-    @model_validator(mode="after")
-    def _one_size(self) -> Config:
-        if self.tokens_per_step is not None and "examples_per_step" in self.model_fields_set:
-            raise ValueError("a step has examples_per_step examples or tokens_per_step tokens: leave out one of them")
-        return self
 
 
 def run(ctx: Context) -> dict[str, Any]:

@@ -49,3 +49,10 @@ def test_rules_have_defaults_of_their_own():
     assert load_recipe("demo", sets=["sft.optimizer={name: muon, beta1: 0.9}"]).sft.optimizer.beta1 == 0.9
     found = load_recipe("demo", sets=["rl.update.optimizer={schedule: cosine, decay_steps: 96}"])
     assert found.rl.update.optimizer.decay_steps == 96
+
+
+def test_tokens_per_step_stands_beside_the_recipe_s_examples_per_step():
+    recipe = load_recipe("smoke", sets=["sft.tokens_per_step=256"])
+    assert recipe.sft.tokens_per_step == 256
+    # As a worker gets it: with every field written out.
+    assert type(recipe.sft).model_validate_json(recipe.sft.model_dump_json()) == recipe.sft

@@ -29,7 +29,7 @@ from tuning.training.batch import Group
 class Examples(Sequence[Group]):
     """Prompts with their completions, by number; completions are numbered through, C to an example.
 
-    Tokens lie in one array, which may be a file: a million examples need the memory of their spans (48 bytes each).
+    Tokens lie in one array, which may be a file: in memory is where each begins and ends (32 bytes, 48 for a pair).
     """
 
     tokens: np.ndarray

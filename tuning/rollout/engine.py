@@ -222,10 +222,8 @@ class Engine:
             return []
         steps = self._limits.steps
         self._pool.resize(len(self._pool.slots), max(len(s.held) for s in live) + steps)
-        # Where others wait, as many ended rows as their prompts take to fill a chunk, within limits; where none does, a
-        # quarter of them that is left (fewer slots).
-        least, most = max(1, len(live) // 8), max(1, len(live) // 4)
-        wake = min(max(least, self._runs_of_a_chunk()), most) if self._waiting else max(1, len(live) - len(live) // 4)
+        # Where others wait, a few ended rows are worth a look; where none does, a quarter of them is (fewer slots).
+        wake = max(1, len(live) // 8) if self._waiting else max(1, len(live) - len(live) // 4)
         graph, weights = self._use("decode")
         if self._ahead is not None:
             self._ahead.join()
@@ -238,16 +236,6 @@ class Engine:
         return [
             self._advance(s, {n: x[i] for n, x in arrays.items()}) for i, s in enumerate(self._pool.slots) if s.decoding
         ]
-
-    def _runs_of_a_chunk(self) -> int:
-        """How many of those that wait bring a chunk of prompt tokens; samples of one prompt bring it once."""
-        tokens, before = 0, None
-        for count, run in enumerate(self._waiting, start=1):
-            tokens += run.prefilled if run.request is not before else 0
-            before = run.request
-            if tokens >= self._limits.chunks[-1]:
-                return count
-        return 0
 
     @property
     def _decode_options(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from tuning.models.rope import rope_tables
 
 Weights = Literal["dense", "int8"]
 FEW_ROWS = 32
+"""Up to which the head on CPU is a product from the left (`UnrolledDecoder.logits`)."""
 _PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
