@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 REQUIREMENTS := infra/requirements.txt
 DEV_REQUIREMENTS := infra/requirements-dev.txt
 VLLM_VENV ?= .venv-vllm
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo test coverage test-slow test-vllm lint bench lock clean
 
