@@ -1,5 +1,7 @@
 """The fingerprint of a stage's code: the modules that it reaches by import, without comments and docstrings.
 
+A kernel in C that lies beside its module, under the same name, is part of it.
+
 The import graph is read from the syntax trees, functions included (stages import the core
 inside `run`), so nothing is executed and JAX is not loaded.
 """
@@ -13,6 +15,7 @@ import hashlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import re
 import sysconfig
 from pathlib import Path
 
@@ -60,7 +63,9 @@ def module_hashes(root: str, folder: Path | None = None) -> dict[str, str]:
             continue
         # Importing a.b.c runs a/__init__.py and a/b/__init__.py first.
         queue.extend(name.rsplit(".", n)[0] for n in range(1, name.count(".") + 1))
-        tree_hash, imports = _read(str(path), path.stat().st_mtime_ns, name)
+        kernel = path.with_suffix(".c")
+        changed = tuple(p.stat().st_mtime_ns for p in (path, kernel) if p.exists())
+        tree_hash, imports = _read(str(path), changed, name)
         queue.extend(imports)
         if tree_hash is not None:
             found[name] = tree_hash
@@ -134,7 +139,7 @@ def _source(name: str, folder: Path | None) -> Path | None:
 
 
 @functools.cache
-def _read(path: str, _mtime_ns: int, name: str) -> tuple[str | None, tuple[str, ...]]:
+def _read(path: str, _mtimes_ns: tuple[int, ...], name: str) -> tuple[str | None, tuple[str, ...]]:
     """(hash of the code, or None where there is none; names that it imports)."""
     tree = ast.parse(Path(path).read_text(), filename=path)
     inside = name.split(".") if Path(path).name == "__init__.py" else name.split(".")[:-1]
@@ -151,6 +156,9 @@ def _read(path: str, _mtime_ns: int, name: str) -> tuple[str | None, tuple[str, 
     if all(isinstance(s, ast.Pass) for s in tree.body):
         return None, ()
     text = ast.dump(tree, annotate_fields=False, include_attributes=False)
+    kernel = Path(path).with_suffix(".c")
+    if kernel.exists():
+        text += re.sub(r"\s*//.*", "", kernel.read_text())
     return hashlib.sha256(text.encode()).hexdigest()[:16], tuple(sorted(imports))
 
 

@@ -40,6 +40,7 @@ def pkg(tmp_path):
         "pkg/core/loss.py": (
             "class Config:\n    rate: float = 0.1\n    '''Doc of a field.'''\n\n\ndef loss(x):\n    return x * 2\n"
         ),
+        "pkg/core/loss.c": "// twice\nfloat loss(float x) { return x * 2; }\n",
         "pkg/far.py": "def far():\n    return 9\n",
     }
     for name, text in files.items():
@@ -68,10 +69,20 @@ def test_the_modules_that_are_reached(pkg):
         ("pkg/stage.py", '    """Runs."""\n', ""),
         ("pkg/core/loss.py", "Doc of a field.", "Better doc of a field."),
         ("pkg/core/loss.py", "x * 2", "(x  *  2)"),
+        ("pkg/core/loss.c", "// twice", "// two times"),
         ("pkg/core/__init__.py", "# nothing here", "# nothing at all"),
         ("pkg/far.py", "9", "10"),
     ],
-    ids=["comment", "module-doc", "function-doc", "field-doc", "layout", "empty-package", "unreached"],
+    ids=[
+        "comment",
+        "module-doc",
+        "function-doc",
+        "field-doc",
+        "layout",
+        "kernel-comment",
+        "empty-package",
+        "unreached",
+    ],
 )
 def test_what_does_not_run_changes_nothing(pkg, name, old, new):
     before = module_hashes("pkg.stage", pkg)
@@ -85,10 +96,11 @@ def test_what_does_not_run_changes_nothing(pkg, name, old, new):
         ("pkg/stage.py", "loss(1)", "loss(2)", "pkg.stage"),
         ("pkg/core/loss.py", "x * 2", "x * 3", "pkg.core.loss"),
         ("pkg/core/loss.py", "0.1", "0.2", "pkg.core.loss"),
+        ("pkg/core/loss.c", "x * 2", "x * 3", "pkg.core.loss"),
         ("pkg/helper.py", "return 2", "return 3", "pkg.helper"),
         ("pkg/core/__init__.py", "# nothing here", "import os; os.environ['X'] = '1'", "pkg.core"),
     ],
-    ids=["stage", "function-import", "default", "relative-import", "package-body"],
+    ids=["stage", "function-import", "default", "kernel", "relative-import", "package-body"],
 )
 def test_what_runs_changes_the_module_that_it_is_in(pkg, name, old, new, module):
     before = module_hashes("pkg.stage", pkg)

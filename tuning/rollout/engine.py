@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tuning.models.config import DecoderConfig
-from tuning.rollout import programs
+from tuning.rollout import cpu_attention, programs
 from tuning.rollout.cache import KV
 from tuning.rollout.placement import put_weights
 from tuning.rollout.pool import Limits, Pool
@@ -239,7 +239,11 @@ class Engine:
 
     @property
     def _decode_options(self) -> dict[str, Any]:
-        return {"steps": self._limits.steps, "top": self._top, "kv": self._kv, "dtype": self._dtype}
+        kernel = None
+        if self._mesh is None and cpu_attention.suits(self._dtype, self._kv, self.config.head_dim):
+            kernel = cpu_attention.kernel()
+        types = {"kv": self._kv, "dtype": self._dtype}
+        return {"steps": self._limits.steps, "top": self._top, "kernel": kernel, **types}
 
     def _compile_ahead(self) -> None:
         """Has a thread compile the decoding program while prompts are prefilled, where that is yet to be compiled."""

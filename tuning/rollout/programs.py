@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tuning.models.decoder import AttentionSpec
+from tuning.rollout import cpu_attention
 from tuning.rollout.cache import KV, TOKEN_AXIS, Layer, append, attend, capacity_of, insert, near_enough, stored
 from tuning.rollout.sampling import sample, uniforms
 
@@ -51,7 +52,7 @@ def prefill(
     return insert(cache, new, chunk["entries"])
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "steps", "top", "kv", "dtype"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames=("graph", "steps", "top", "kv", "dtype", "kernel"), donate_argnames="state")
 def decode(
     graph: Any,
     weights: Any,
@@ -63,12 +64,13 @@ def decode(
     top: int,
     kv: KV,
     dtype: str,
+    kernel: str | None,
 ) -> tuple[State, dict[str, jax.Array]]:
     """Up to `steps` tokens of every live row; ends early when no row is live, or `wake` have ended in this run.
 
     `rows` has, [R] each: `token` to feed, `length` of the cache before it, `left` tokens to make, `made` tokens,
     `live`, `key` [R, 2], `stops` [R, E] (padded with -1) and the fields of `Sampling`. Gives `tokens`, `logps` [R, T],
-    `top_ids`, `top_logps` [R, T, top], `made` [R] in this run, and `live`.
+    `top_ids`, `top_logps` [R, T, top], `made` [R] in this run, and `live`. `kernel` names that of `cpu_attention`.
     """
     model = nnx.merge(graph, weights)
     c = model.config
@@ -106,6 +108,8 @@ def decode(
             far, near = layer
             new = stored(k, v, kv)
             near = {n: jax.lax.dynamic_update_slice_in_dim(x, new[n], t, TOKEN_AXIS[n]) for n, x in near.items()}
+            if kernel:
+                return cpu_attention.attend(kernel, q, far, near, s["live"], length, t, spec), near
             query = at[:, None, None]
             older = (cached < length[:, None])[:, None]
             newer = jnp.broadcast_to(jnp.arange(steps) <= t, (count, 1, steps))

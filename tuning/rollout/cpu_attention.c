@@ -1,0 +1,273 @@
+// Attention of one query a row over the cached keys and values of an engine's slots, on all cores.
+//
+// Axes: R rows, K key-value heads, A query heads of each, H head size (a multiple of LANES), S cached tokens, T new ones.
+// Arguments: q [R, K, A, H], already scaled; keys [R, K, H, S] and values [R, K, S, H]; the same of the new tokens, T in
+// place of S; spans [R, 4], int32: first and end of the cached tokens that a row sees, then of the new ones, never empty
+// together. Attribute: softcap, float32, 0 for none. Result [R, K, A, H].
+#include <math.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "xla/ffi/api/c_api.h"
+
+enum {
+  LANES = 16,        // floats of a vector
+  VECTORS = 4,       // vectors that a tile spans
+  QUERIES = 4,       // query heads at a time: with VECTORS, the sums of a tile fit the registers
+  AHEAD = 16,        // rows to fetch ahead: the hardware does not foresee strides
+  FEW_NUMBERS = 1 << 16,  // keys of fewer numbers than this are read sooner than another core wakes
+};
+
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int32_t bits __attribute__((vector_size(4 * LANES), aligned(4)));
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE vec load(const float *p) { return *(const vec *)p; }
+INLINE void store(float *p, vec x) { *(vec *)p = x; }
+INLINE vec splat(float x) { return (vec){0} + x; }
+
+INLINE vec larger(vec a, vec b) {
+  bits mask = a > b;
+  return (vec)(((bits)a & mask) | ((bits)b & ~mask));
+}
+
+// e^x for x <= 0, to 2 units in the last place: Cody and Waite's reduction, the polynomial of Cephes' expf.
+INLINE vec exponential(vec x) {
+  x = larger(splat(-87.0f), x);  // in this order a NaN stays one
+  vec shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the integer nearest to x / ln 2 is in the low bits
+  vec n = shifted - 12582912.0f;
+  vec r = x - n * 0.693359375f - n * -2.12194440e-4f;
+  vec p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  return p * (vec)(((bits)shifted << 23) + (127 << 23));
+}
+
+// Scores of `queries` heads with the tokens of a tile. Calls with constants become loops without branches.
+INLINE void score_tile(int queries, int vectors, const float *q, int64_t size, const float *keys, int64_t tokens,
+                       float *scores, int64_t stride) {
+  vec sum[QUERIES][VECTORS];
+  for (int a = 0; a < queries; a++)
+    for (int t = 0; t < vectors; t++) sum[a][t] = splat(0);
+  for (int64_t h = 0; h < size; h++) {
+    const float *row = keys + h * tokens;
+    vec key[VECTORS];
+    for (int t = 0; t < vectors; t++) {
+      key[t] = load(row + t * LANES);
+      __builtin_prefetch(row + AHEAD * tokens + t * LANES);
+    }
+    for (int a = 0; a < queries; a++) {
+      vec x = splat(q[a * size + h]);
+      for (int t = 0; t < vectors; t++) sum[a][t] += x * key[t];
+    }
+  }
+  for (int a = 0; a < queries; a++)
+    for (int t = 0; t < vectors; t++) store(scores + a * stride + t * LANES, sum[a][t]);
+}
+
+INLINE void scores_of(int queries, const float *q, int64_t size, const float *keys, int64_t tokens, int64_t first,
+                      int64_t end, float *scores, int64_t stride) {
+  int64_t s = first;
+  // A tile may compute scores behind `end`, which are written over; it may not read behind the slot.
+  for (; s < end && s + VECTORS * LANES <= tokens && end - s > LANES; s += VECTORS * LANES)
+    score_tile(queries, VECTORS, q, size, keys + s, tokens, scores + s - first, stride);
+  for (; s < end && s + LANES <= tokens; s += LANES)
+    score_tile(queries, 1, q, size, keys + s, tokens, scores + s - first, stride);
+  for (; s < end; s++)
+    for (int a = 0; a < queries; a++) {
+      float sum = 0;
+      for (int64_t h = 0; h < size; h++) sum += q[a * size + h] * keys[h * tokens + s];
+      scores[a * stride + s - first] = sum;
+    }
+}
+
+INLINE void value_tile(int queries, int vectors, const float *weights, int64_t stride, const float *values,
+                       int64_t size, int64_t count, float *out) {
+  vec sum[QUERIES][VECTORS];
+  for (int a = 0; a < queries; a++)
+    for (int t = 0; t < vectors; t++) sum[a][t] = load(out + a * size + t * LANES);
+  for (int64_t s = 0; s < count; s++) {
+    const float *row = values + s * size;
+    vec value[VECTORS];
+    for (int t = 0; t < vectors; t++) {
+      value[t] = load(row + t * LANES);
+      __builtin_prefetch(row + AHEAD * size + t * LANES);
+    }
+    for (int a = 0; a < queries; a++) {
+      vec x = splat(weights[a * stride + s]);
+      for (int t = 0; t < vectors; t++) sum[a][t] += x * value[t];
+    }
+  }
+  for (int a = 0; a < queries; a++)
+    for (int t = 0; t < vectors; t++) store(out + a * size + t * LANES, sum[a][t]);
+}
+
+INLINE void values_of(int queries, const float *weights, int64_t stride, const float *values, int64_t size,
+                      int64_t count, float *out) {
+  int64_t h = 0;
+  for (; h + VECTORS * LANES <= size; h += VECTORS * LANES)
+    value_tile(queries, VECTORS, weights, stride, values + h, size, count, out + h);
+  for (; h < size; h += LANES) value_tile(queries, 1, weights, stride, values + h, size, count, out + h);
+}
+
+// Weights e^(s - max) in place of `count` scores, and their sum. What lies behind them up to a whole vector is lost.
+INLINE float soft_max(float *scores, int64_t count, float softcap) {
+  int64_t whole = (count + LANES - 1) / LANES * LANES;
+  if (softcap > 0)
+    for (int64_t i = 0; i < count; i++) scores[i] = softcap * tanhf(scores[i] / softcap);
+  for (int64_t i = count; i < whole; i++) scores[i] = -INFINITY;
+  vec most = load(scores);
+  for (int64_t i = LANES; i < whole; i += LANES) most = larger(most, load(scores + i));
+  float maximum = most[0];
+  for (int i = 1; i < LANES; i++) maximum = most[i] > maximum ? most[i] : maximum;
+  for (int64_t i = 0; i < whole; i += LANES) store(scores + i, exponential(load(scores + i) - maximum));
+  for (int64_t i = count; i < whole; i++) scores[i] = 0;
+  vec sums = splat(0);
+  for (int64_t i = 0; i < whole; i += LANES) sums += load(scores + i);
+  float sum = 0;
+  for (int i = 0; i < LANES; i++) sum += sums[i];
+  return sum;
+}
+
+typedef struct {
+  const float *q, *keys, *values, *new_keys, *new_values;
+  const int32_t *spans;
+  float *out;
+  float softcap;
+  int64_t rows, heads, group, size, capacity, steps;
+  int64_t stride;  // floats of the scores of one query head
+} Work;
+
+INLINE void queries_of(int queries, const Work *w, int64_t pair, const int32_t *span, int64_t first, float *scores) {
+  int64_t size = w->size, far = span[1] - span[0], count = far + span[3] - span[2];
+  int64_t cached = pair * size * w->capacity, new = pair * size * w->steps;
+  const float *q = w->q + (pair * w->group + first) * size;
+  float *out = w->out + (pair * w->group + first) * size;
+  scores_of(queries, q, size, w->keys + cached, w->capacity, span[0], span[1], scores, w->stride);
+  scores_of(queries, q, size, w->new_keys + new, w->steps, span[2], span[3], scores + far, w->stride);
+  float sum[QUERIES];
+  for (int a = 0; a < queries; a++) sum[a] = soft_max(scores + a * w->stride, count, w->softcap);
+  memset(out, 0, sizeof(float) * queries * size);
+  values_of(queries, scores, w->stride, w->values + cached + span[0] * size, size, far, out);
+  values_of(queries, scores + far, w->stride, w->new_values + new + span[2] * size, size, count - far, out);
+  for (int a = 0; a < queries; a++)
+    for (int64_t h = 0; h < size; h++) out[a * size + h] /= sum[a];
+}
+
+// All query heads of one key-value head of one row.
+static void attend(const Work *w, int64_t pair, float *scores) {
+  const int32_t *span = w->spans + 4 * (pair / w->heads);
+  for (int64_t first = 0; first < w->group; first += QUERIES) {
+    switch (w->group - first) {
+      case 1: queries_of(1, w, pair, span, first, scores); break;
+      case 2: queries_of(2, w, pair, span, first, scores); break;
+      case 3: queries_of(3, w, pair, span, first, scores); break;
+      default: queries_of(QUERIES, w, pair, span, first, scores);
+    }
+  }
+}
+
+// Threads take pairs of row and head from a common counter. XLA may run a scheduled task late, or on the thread that
+// waits for it: so nobody waits for a task to start, and the last holder frees the job.
+typedef struct {
+  Work work;
+  atomic_long next, done, workers, holders;
+  float scores[];
+} Job;
+
+static void take(Job *job) {
+  const Work *w = &job->work;
+  float *scores = job->scores + atomic_fetch_add(&job->workers, 1) * QUERIES * w->stride;
+  for (long pair; (pair = atomic_fetch_add(&job->next, 1)) < w->rows * w->heads;) {
+    attend(w, pair, scores);
+    atomic_fetch_add(&job->done, 1);
+  }
+}
+
+static void release(Job *job) {
+  if (atomic_fetch_sub(&job->holders, 1) == 1) free(job);
+}
+
+static void help(void *job) {
+  take(job);
+  release(job);
+}
+
+static int64_t threads_of(XLA_FFI_CallFrame *frame) {
+  int64_t threads = 1;
+  XLA_FFI_ThreadPool_NumThreads_Args ask = {XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE, NULL, frame->ctx, &threads};
+  XLA_FFI_Error *error = frame->api->XLA_FFI_ThreadPool_NumThreads(&ask);
+  if (error) {
+    XLA_FFI_Error_Destroy_Args drop = {XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, NULL, error};
+    frame->api->XLA_FFI_Error_Destroy(&drop);
+    return 1;
+  }
+  return threads;
+}
+
+static int schedule(XLA_FFI_CallFrame *frame, Job *job) {
+  XLA_FFI_ThreadPool_Schedule_Args ask = {XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE, NULL, frame->ctx, help, job};
+  XLA_FFI_Error *error = frame->api->XLA_FFI_ThreadPool_Schedule(&ask);
+  if (!error) return 1;
+  XLA_FFI_Error_Destroy_Args drop = {XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, NULL, error};
+  frame->api->XLA_FFI_Error_Destroy(&drop);
+  return 0;
+}
+
+XLA_FFI_Error *decode_attention(XLA_FFI_CallFrame *frame) {
+  if (frame->extension_start && frame->extension_start->type == XLA_FFI_Extension_Metadata) {
+    XLA_FFI_Metadata *about = ((XLA_FFI_Metadata_Extension *)frame->extension_start)->metadata;
+    about->api_version.major_version = XLA_FFI_API_MAJOR;
+    about->api_version.minor_version = XLA_FFI_API_MINOR;
+    return NULL;
+  }
+  XLA_FFI_Buffer **args = (XLA_FFI_Buffer **)frame->args.args;
+  XLA_FFI_Buffer *out = frame->rets.rets[0];
+  Work work = {
+      .q = args[0]->data,
+      .keys = args[1]->data,
+      .values = args[2]->data,
+      .new_keys = args[3]->data,
+      .new_values = args[4]->data,
+      .spans = args[5]->data,
+      .out = out->data,
+      .softcap = *(float *)((XLA_FFI_Scalar *)frame->attrs.attrs[0])->value,
+      .rows = args[1]->dims[0],
+      .heads = args[1]->dims[1],
+      .group = args[0]->dims[2],
+      .size = args[1]->dims[2],
+      .capacity = args[1]->dims[3],
+      .steps = args[3]->dims[3],
+  };
+  // Tiles write whole vectors behind the last score.
+  work.stride = (work.capacity + work.steps + 2 * VECTORS * LANES) / LANES * LANES;
+  int64_t numbers = 0;
+  for (int64_t r = 0; r < work.rows; r++) numbers += (work.spans[4 * r + 1] - work.spans[4 * r]) * work.heads * work.size;
+  int64_t threads = numbers < FEW_NUMBERS ? 1 : threads_of(frame);
+  if (threads > work.rows * work.heads) threads = work.rows * work.heads;
+  Job *job = malloc(sizeof(Job) + sizeof(float) * threads * QUERIES * work.stride);
+  if (!job) {
+    XLA_FFI_Error_Create_Args make = {XLA_FFI_Error_Create_Args_STRUCT_SIZE, NULL, "no memory for attention's scores",
+                                      XLA_FFI_Error_Code_RESOURCE_EXHAUSTED};
+    return frame->api->XLA_FFI_Error_Create(&make);
+  }
+  job->work = work;
+  atomic_init(&job->next, 0);
+  atomic_init(&job->done, 0);
+  atomic_init(&job->workers, 0);
+  atomic_init(&job->holders, threads);
+  for (int64_t helper = 1; helper < threads; helper++)
+    if (!schedule(frame, job)) release(job);
+  take(job);
+  while (atomic_load(&job->done) < work.rows * work.heads) sched_yield();
+  release(job);
+  return NULL;
+}
