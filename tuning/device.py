@@ -78,5 +78,5 @@ def choose(dtype: str = "auto") -> Device:
         row_tokens_per_step=1024 if on_cpu else 16384,
         rollout_rows=64 if on_cpu else 1024,
         cache_bytes=int(CACHE_SHARE * memory),
-        chunk_tokens=(64, 320) if on_cpu else (128, 1024),
+        chunk_tokens=(64, 192, 320) if on_cpu else (128, 1024),
     )

@@ -34,7 +34,7 @@ class Limits:
     """Memory for keys and values; fewer slots are used where it is too little for all."""
     steps: int = 16
     """Tokens a row between two looks of the host."""
-    chunks: tuple[int, ...] = (64, 320)
+    chunks: tuple[int, ...] = (64, 192, 320)
     """Sizes of prefill chunks, in tokens."""
     prefill_chunks: int = 0
     """Chunks between two runs of decoding, so that prompts do not hold up others' tokens; 0: as many as there are."""

@@ -112,16 +112,20 @@ def sample(
     """
     s = settings
     logits = logits_RV.astype(jnp.float32)
-    penalised = jnp.any(s["repetition_penalty"] != 1)
-    logits = jax.lax.cond(penalised, lambda x: penalise(x, seen_RV, s["repetition_penalty"]), lambda x: x, logits)
     greedy = s["temperature"] == 0
-    logits = logits / jnp.where(greedy, 1.0, s["temperature"])[:, None]
+    temperature = jnp.where(greedy, 1.0, s["temperature"])[:, None]
+    penalised = jnp.any(s["repetition_penalty"] != 1)
     restricted = ~greedy & ((s["top_k"] > 0) | (s["top_p"] < 1) | (s["min_p"] > 0))
 
     def limited(x: jax.Array) -> jax.Array:
         return jnp.where(restricted[:, None], restrict(x, s["top_k"], s["top_p"], s["min_p"]), x)
 
-    logits = jax.lax.cond(jnp.any(restricted), limited, lambda x: x, logits)
+    def adjusted(x: jax.Array) -> jax.Array:
+        moved = penalise(x, seen_RV, s["repetition_penalty"]) / temperature
+        return jax.lax.cond(jnp.any(restricted), limited, lambda x: x, moved)
+
+    # One branch for what few requests ask for: each that does nothing costs a copy of the logits.
+    logits = jax.lax.cond(penalised | jnp.any(restricted), adjusted, lambda x: x / temperature, logits)
     most = jnp.max(logits, axis=-1, keepdims=True)
     weights = jnp.exp(logits - most)
     norm = most[:, 0] + jnp.log(jnp.sum(weights, axis=-1))
