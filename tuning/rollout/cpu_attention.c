@@ -137,6 +137,25 @@ INLINE float soft_max(float *scores, int64_t count, float softcap) {
   return sum;
 }
 
+// One function for each number of query heads: constants in the loops above.
+#define FOR_QUERIES(n)                                                                                              \
+  static void scores_##n(const float *q, int64_t size, const float *keys, int64_t tokens, int64_t first,            \
+                         int64_t end, float *scores, int64_t stride) {                                              \
+    scores_of(n, q, size, keys, tokens, first, end, scores, stride);                                                \
+  }                                                                                                                 \
+  static void values_##n(const float *weights, int64_t stride, const float *values, int64_t size, int64_t count,    \
+                         float *out) {                                                                              \
+    values_of(n, weights, stride, values, size, count, out);                                                        \
+  }
+FOR_QUERIES(1)
+FOR_QUERIES(2)
+FOR_QUERIES(3)
+FOR_QUERIES(4)
+static void (*const scores_for[])(const float *, int64_t, const float *, int64_t, int64_t, int64_t, float *, int64_t) = {
+    scores_1, scores_2, scores_3, scores_4};
+static void (*const values_for[])(const float *, int64_t, const float *, int64_t, int64_t, float *) = {
+    values_1, values_2, values_3, values_4};
+
 typedef struct {
   const float *q, *keys, *values, *new_keys, *new_values;
   const int32_t *spans;
@@ -146,32 +165,24 @@ typedef struct {
   int64_t stride;  // floats of the scores of one query head
 } Work;
 
-INLINE void queries_of(int queries, const Work *w, int64_t pair, const int32_t *span, int64_t first, float *scores) {
-  int64_t size = w->size, far = span[1] - span[0], count = far + span[3] - span[2];
-  int64_t cached = pair * size * w->capacity, new = pair * size * w->steps;
-  const float *q = w->q + (pair * w->group + first) * size;
-  float *out = w->out + (pair * w->group + first) * size;
-  scores_of(queries, q, size, w->keys + cached, w->capacity, span[0], span[1], scores, w->stride);
-  scores_of(queries, q, size, w->new_keys + new, w->steps, span[2], span[3], scores + far, w->stride);
-  float sum[QUERIES];
-  for (int a = 0; a < queries; a++) sum[a] = soft_max(scores + a * w->stride, count, w->softcap);
-  memset(out, 0, sizeof(float) * queries * size);
-  values_of(queries, scores, w->stride, w->values + cached + span[0] * size, size, far, out);
-  values_of(queries, scores + far, w->stride, w->new_values + new + span[2] * size, size, count - far, out);
-  for (int a = 0; a < queries; a++)
-    for (int64_t h = 0; h < size; h++) out[a * size + h] /= sum[a];
-}
-
 // All query heads of one key-value head of one row.
 static void attend(const Work *w, int64_t pair, float *scores) {
   const int32_t *span = w->spans + 4 * (pair / w->heads);
+  int64_t size = w->size, far = span[1] - span[0], near = span[3] - span[2];
+  int64_t cached = pair * size * w->capacity, new = pair * size * w->steps;
   for (int64_t first = 0; first < w->group; first += QUERIES) {
-    switch (w->group - first) {
-      case 1: queries_of(1, w, pair, span, first, scores); break;
-      case 2: queries_of(2, w, pair, span, first, scores); break;
-      case 3: queries_of(3, w, pair, span, first, scores); break;
-      default: queries_of(QUERIES, w, pair, span, first, scores);
-    }
+    int queries = w->group - first < QUERIES ? w->group - first : QUERIES;
+    const float *q = w->q + (pair * w->group + first) * size;
+    float *out = w->out + (pair * w->group + first) * size;
+    scores_for[queries - 1](q, size, w->keys + cached, w->capacity, span[0], span[1], scores, w->stride);
+    scores_for[queries - 1](q, size, w->new_keys + new, w->steps, span[2], span[3], scores + far, w->stride);
+    float sum[QUERIES];
+    for (int a = 0; a < queries; a++) sum[a] = soft_max(scores + a * w->stride, far + near, w->softcap);
+    memset(out, 0, sizeof(float) * queries * size);
+    values_for[queries - 1](scores, w->stride, w->values + cached + span[0] * size, size, far, out);
+    values_for[queries - 1](scores + far, w->stride, w->new_values + new + span[2] * size, size, near, out);
+    for (int a = 0; a < queries; a++)
+      for (int64_t h = 0; h < size; h++) out[a * size + h] /= sum[a];
   }
 }
 

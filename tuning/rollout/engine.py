@@ -73,6 +73,10 @@ class Engine:
         self._compiled: set[tuple[str, ...]] = set()
         self._begun: tuple[str, ...] = ()
         self._ahead: threading.Thread | None = None
+        self._has_kernel = mesh is None and cpu_attention.suits(dtype, self._kv, config.head_dim)
+        if self._has_kernel:
+            # It is built while weights are loaded.
+            threading.Thread(target=cpu_attention.kernel, name="build", daemon=True).start()
 
     def load(self, params: Any) -> None:
         """Samples from these parameters from now on; runs in progress go on with them. Compiles nothing new."""
@@ -239,9 +243,7 @@ class Engine:
 
     @property
     def _decode_options(self) -> dict[str, Any]:
-        kernel = None
-        if self._mesh is None and cpu_attention.suits(self._dtype, self._kv, self.config.head_dim):
-            kernel = cpu_attention.kernel()
+        kernel = cpu_attention.kernel() if self._has_kernel else None
         types = {"kv": self._kv, "dtype": self._dtype}
         return {"steps": self._limits.steps, "top": self._top, "kernel": kernel, **types}
 
