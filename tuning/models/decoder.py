@@ -215,3 +215,14 @@ class ScalarHead(nnx.Module):
     def scores(self, hidden: jax.Array) -> jax.Array:
         """[..., D] -> [...] in float32."""
         return hidden.astype(jnp.float32) @ self.score[...]
+
+
+@functools.lru_cache(maxsize=8)
+def _abstract(config: DecoderConfig) -> tuple[Any, Any]:
+    return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+
+
+def abstract_decoder(config: DecoderConfig) -> tuple[Any, Any]:
+    """Graph (static, hashable) and parameter shapes of a decoder, without making the parameters."""
+    graph, shapes = _abstract(config)
+    return graph, jax.tree.map(lambda x: x, shapes)

@@ -21,17 +21,12 @@ from safetensors.numpy import save_file
 
 from tuning.models.config import DecoderConfig, UnsupportedModel
 from tuning.models.config_json import from_hugging_face, to_hugging_face
-from tuning.models.decoder import Decoder, ScalarHead
+from tuning.models.decoder import Decoder, ScalarHead, abstract_decoder
 from tuning.models.mapping import SCORE, tensor_names
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000
 """The largest file that is written, unless one tensor is larger."""
-
-
-def abstract_decoder(config: DecoderConfig) -> tuple[Any, Any]:
-    """Graph and parameter shapes of a decoder, without making the parameters."""
-    return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
 
 
 def random_params(config: DecoderConfig, seed: int) -> Any:

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from tuning.models.config import DecoderConfig
 from tuning.rollout import cpu_attention, programs
+from tuning.rollout.ahead import Ahead, abstract_weights
 from tuning.rollout.cache import KV
 from tuning.rollout.placement import put_weights
 from tuning.rollout.pool import Limits, Pool
@@ -71,8 +72,8 @@ class Engine:
         self._clock = 0
         self._cancelled: set[int] = set()
         self._compiled: set[tuple[str, ...]] = set()
-        self._begun: tuple[str, ...] = ()
-        self._ahead: threading.Thread | None = None
+        self._ahead = Ahead()
+        self._at_once = True
         self._has_kernel = mesh is None and cpu_attention.suits(dtype, self._kv, config.head_dim)
         if self._has_kernel:
             # It is built while weights are loaded.
@@ -80,11 +81,32 @@ class Engine:
 
     def load(self, params: Any) -> None:
         """Samples from these parameters from now on; runs in progress go on with them. Compiles nothing new."""
-        join = self._mesh is None or self._mesh.shape.get("tensor", 1) == 1
         self._decoding = None
-        graph, state = unroll(self._graph, params, join=join, weights=self._weights, dtype=self._dtype)
+        graph, state = unroll(self._graph, params, **self._unrolling)
         self._decoding = graph, put_weights(state, self._mesh)
         self._pool.forget()
+
+    def prepare(self) -> None:
+        """Begins to compile, in threads, what the requests that wait take first, so that weights are read meanwhile.
+
+        It is for parameters on one device, as a model folder gives them; with a mesh it does nothing.
+        """
+        if self._mesh is not None or not self._waiting:
+            return
+        self._pool.reserve(self._waiting)
+        graph, weights = abstract_weights(self._graph, self.config, **self._unrolling)
+        slots = [Slot() for _ in self._pool.slots]
+        prompts = {id(run.request): run.prefilled for run in self._waiting}
+        size = self._chunk_size(sum(prompts.values()))
+        chunk, _, prefixed = pack(slots, size)
+        state = self._state_shapes()
+        self._ahead.begin(
+            self._key("prefill", *_chunk_key(size, prefixed)),
+            lambda: programs.prefill.lower(
+                graph, weights, state["cache"], chunk, prefixed=prefixed, kv=self._kv, dtype=self._dtype
+            ),
+        )
+        self._decode_ahead(graph, weights)
 
     @property
     def programs(self) -> list[str]:
@@ -129,7 +151,7 @@ class Engine:
         updates = self._end_cancelled()
         for _ in self._pool.admit(list(self._waiting)):
             self._waiting.popleft()
-        self._compile_ahead()
+        self._decode_ahead(*self._decoding)
         self._prefill()
         return updates + self._decode()
 
@@ -140,6 +162,7 @@ class Engine:
         """
         if self.idle:
             self._pool.clear()
+        self._at_once = False
         index: dict[int, int] = {}
         found: dict[int, dict[int, Completion]] = {}
         self._pool.widen(requests)
@@ -157,6 +180,7 @@ class Engine:
                         yield number, [mine[s] for s in range(len(mine))]
         finally:
             # A caller that leaves early leaves nothing behind.
+            self._at_once = True
             self._cancelled.update(index)
             self._end_cancelled()
 
@@ -184,32 +208,41 @@ class Engine:
         found = dict(self.run(requests))
         return [found[i] for i in range(len(requests))]
 
+    @property
+    def _unrolling(self) -> dict[str, Any]:
+        join = self._mesh is None or self._mesh.shape.get("tensor", 1) == 1
+        return {"join": join, "weights": self._weights, "dtype": self._dtype}
+
     def _key(self, name: str, *shape: str) -> tuple[str, ...]:
         return (name, f"slots={len(self._pool.slots)}", f"tokens={self._pool.capacity}", *shape)
 
+    def _state_shapes(self) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._pool.state)
+
     def _use(self, name: str, *shape: str) -> tuple[Any, Any]:
         assert self._decoding is not None
-        self._compiled.add(self._key(name, *shape))
+        key = self._key(name, *shape)
+        self._ahead.wait(key)
+        self._compiled.add(key)
         return self._decoding
 
     def _prefill(self) -> None:
         done = 0
         while any(s.run and not s.decoding for s in self._pool.slots):
-            self._prefill_chunk(self._chunk_size())
+            open_slots = [s for s in self._pool.slots if s.run and s.run.leader is None and not s.decoding]
+            self._prefill_chunk(self._chunk_size(sum(s.run.prefilled - len(s.held) for s in open_slots if s.run)))
             self._pool.prefilled()
             done += 1
             if done == self._limits.prefill_chunks:
                 return
 
-    def _chunk_size(self) -> int:
-        """The smallest chunk that takes all that is left."""
-        open_slots = [s for s in self._pool.slots if s.run and s.run.leader is None and not s.decoding]
-        left = sum(s.run.prefilled - len(s.held) for s in open_slots if s.run)
+    def _chunk_size(self, left: int) -> int:
+        """The smallest chunk that takes all tokens that are left."""
         return next((n for n in self._limits.chunks if n >= left), self._limits.chunks[-1])
 
     def _prefill_chunk(self, size: int) -> None:
         chunk, pieces, prefixed = pack(self._pool.slots, size)
-        graph, weights = self._use("prefill", f"chunk={size}", "behind a prefix" if prefixed else "from the start")
+        graph, weights = self._use("prefill", *_chunk_key(size, prefixed))
         state = self._pool.state
         state["cache"] = programs.prefill(
             graph, weights, state["cache"], chunk, prefixed=prefixed, kv=self._kv, dtype=self._dtype
@@ -228,13 +261,12 @@ class Engine:
         self._pool.resize(len(self._pool.slots), max(len(s.held) for s in live) + steps)
         # Where others wait, a few ended rows are worth a look; where none does, a quarter of them is (fewer slots).
         wake = max(1, len(live) // 8) if self._waiting else max(1, len(live) - len(live) // 4)
+        # Who steps the engine hears a first token as soon as it is there.
+        most = 1 if self._at_once and any(s.run and not s.run.tokens for s in live) else steps
         graph, weights = self._use("decode")
-        if self._ahead is not None:
-            self._ahead.join()
-            self._ahead = None
         rows = row_arrays(self._pool.slots, self._pool.capacity, steps)
         self._pool.state, found = programs.decode(
-            graph, weights, self._pool.state, rows, np.int32(wake), **self._decode_options
+            graph, weights, self._pool.state, rows, np.int32(wake), np.int32(most), **self._decode_options
         )
         arrays = {n: np.asarray(x) for n, x in found.items()}
         return [
@@ -247,22 +279,14 @@ class Engine:
         types = {"kv": self._kv, "dtype": self._dtype}
         return {"steps": self._limits.steps, "top": self._top, "kernel": kernel, **types}
 
-    def _compile_ahead(self) -> None:
+    def _decode_ahead(self, graph: Any, weights: Any) -> None:
         """Has a thread compile the decoding program while prompts are prefilled, where that is yet to be compiled."""
         key = self._key("decode")
-        if self._mesh is not None or key in self._compiled or key == self._begun or not self._pool.live:
+        if self._mesh is not None or key in self._compiled or not self._pool.slots:
             return
-        self._begun = key
-        assert self._decoding is not None
-        state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._pool.state)
-        rows = row_arrays(self._pool.slots, self._pool.capacity, self._limits.steps)
-        arguments = (*self._decoding, state, rows, np.int32(1))
-
-        def work() -> None:
-            programs.decode.lower(*arguments, **self._decode_options).compile()
-
-        self._ahead = threading.Thread(target=work, name="compile", daemon=True)
-        self._ahead.start()
+        rows = row_arrays([Slot() for _ in self._pool.slots], self._pool.capacity, self._limits.steps)
+        arguments = (graph, weights, self._state_shapes(), rows, np.int32(1), np.int32(1))
+        self._ahead.begin(key, lambda: programs.decode.lower(*arguments, **self._decode_options))
 
     def _advance(self, slot: Slot, found: dict[str, np.ndarray]) -> Update:
         run = slot.run
@@ -309,6 +333,10 @@ class Engine:
             ended.append(Update(number, sample, [], [], self._leave(slot, "cancelled")))
         self._cancelled.clear()
         return ended
+
+
+def _chunk_key(size: int, prefixed: bool) -> tuple[str, str]:
+    return f"chunk={size}", "behind a prefix" if prefixed else "from the start"
 
 
 def _keys(requests: Sequence[Request]) -> Iterator[np.ndarray]:

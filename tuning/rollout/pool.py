@@ -109,8 +109,7 @@ class Pool:
             return []
         # A live engine gets requests one by one: then it must be ready for any.
         self._context = self._context or self._config.max_positions
-        counts = self._row_counts()
-        rows = next((n for n in counts if n >= self.live + len(waiting)), counts[-1])
+        rows = self._rows(self.live + len(waiting))
         left = max((s.run.left for s in self.slots if s.run), default=0)
         if rows < len(self.slots) and self.live and left <= WORTH_SHRINKING * self._limits.steps:
             rows = len(self.slots)
@@ -124,7 +123,7 @@ class Pool:
 
     def resize(self, rows: int, needed: int) -> None:
         """The smallest slots that hold `needed` tokens each; runs stay, and of what is free the latest used."""
-        capacity = next(s for s in self._capacities(self._context) if s >= needed)
+        capacity = self._capacity(needed)
         if not self.slots:
             self.slots = [Slot() for _ in range(rows)]
             cache = put_cache(kv_cache.make(self._config, rows, capacity, self._kv), self._mesh)
@@ -144,6 +143,12 @@ class Pool:
         self.slots = [self.slots[i] for i in kept] + [Slot() for _ in range(fresh)]
         for slot in self.slots:
             del slot.held[capacity:]
+
+    def reserve(self, waiting: Sequence[Run]) -> None:
+        """Makes the slots that those who wait will be given, where there are none yet."""
+        if not self.slots:
+            self._context = self._context or self._config.max_positions
+            self.resize(self._rows(len(waiting)), max(len(r.request.prompt) for r in waiting) + self._limits.steps)
 
     def prefilled(self) -> None:
         """Gives those who wait for another's prefill of their prompt a copy of it, where it is done."""
@@ -183,6 +188,13 @@ class Pool:
         """
         most = self._room(self._context)
         return [n for n in (1, *(2**i for i in range(2, most.bit_length()))) if n < most] + [most]
+
+    def _rows(self, runs: int) -> int:
+        counts = self._row_counts()
+        return next((n for n in counts if n >= runs), counts[-1])
+
+    def _capacity(self, needed: int) -> int:
+        return next(s for s in self._capacities(self._context) if s >= needed)
 
     def _seat(self, run: Run) -> None:
         leaders = (s for s in self.slots if s.run and s.run.request is run.request and not s.decoding)

@@ -59,6 +59,7 @@ def decode(
     state: State,
     rows: dict[str, jax.Array],
     wake: jax.Array,
+    most: jax.Array,
     *,
     steps: int,
     top: int,
@@ -66,7 +67,9 @@ def decode(
     dtype: str,
     kernel: str | None,
 ) -> tuple[State, dict[str, jax.Array]]:
-    """Up to `steps` tokens of every live row; ends early when no row is live, or `wake` have ended in this run.
+    """Up to `steps` tokens of every live row, and no more than `most`.
+
+    Ends early when no row is live, or `wake` have ended in this run.
 
     `rows` has, [R] each: `token` to feed, `length` of the cache before it, `left` tokens to make, `made` tokens,
     `live`, `key` [R, 2], `stops` [R, E] (padded with -1) and the fields of `Sampling`. Gives `tokens`, `logps` [R, T],
@@ -96,7 +99,7 @@ def decode(
 
     def running(s: dict[str, Any]) -> jax.Array:
         ended = jnp.sum(rows["live"]) - jnp.sum(s["live"])
-        return (s["t"] < steps) & jnp.any(s["live"]) & (ended < wake)
+        return (s["t"] < jnp.minimum(steps, most)) & jnp.any(s["live"]) & (ended < wake)
 
     def step(s: dict[str, Any]) -> dict[str, Any]:
         t = s["t"]

@@ -6,6 +6,7 @@ Every row has its own settings, as arrays: what is asked for does not change the
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -47,11 +48,16 @@ class Sampling:
 
 def completion_keys(seed: int, prompt_counters: Sequence[int], samples: int) -> np.ndarray:
     """Key data [P * samples, 2] of fold_in(fold_in(key(seed), prompt), sample); neighbours do not matter."""
+    data = _key_data(np.uint32(seed & 0xFFFFFFFF), np.asarray(prompt_counters, np.uint32), samples)
+    return np.asarray(data).reshape(len(prompt_counters) * samples, -1)
+
+
+@functools.partial(jax.jit, static_argnames="samples")
+def _key_data(seed: jax.Array, prompts: jax.Array, samples: int) -> jax.Array:
     root = jax.random.key(seed)
-    prompts = jnp.asarray(prompt_counters, jnp.uint32)
     per_prompt = jax.vmap(lambda p: jax.random.fold_in(root, p))(prompts)
     keys = jax.vmap(lambda k: jax.vmap(lambda s: jax.random.fold_in(k, s))(jnp.arange(samples)))(per_prompt)
-    return np.asarray(jax.random.key_data(keys)).reshape(len(prompt_counters) * samples, -1)
+    return jax.random.key_data(keys)
 
 
 def uniforms(key_data_R2: jax.Array, step_R: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ from flax import nnx
 from tuning.losses.head import token_logps
 from tuning.models.attention import packed_attention
 from tuning.models.config import DecoderConfig
-from tuning.models.decoder import Decoder, ScalarHead
+from tuning.models.decoder import Decoder, ScalarHead, abstract_decoder
 from tuning.models.lora import assemble
 
 Batch = dict[str, jax.Array]
@@ -31,7 +31,7 @@ class Compute:
 
 def decoder_graph(config: DecoderConfig) -> Any:
     """The static half of a Decoder (hashable), to be merged with parameters inside jit."""
-    return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))[0]
+    return abstract_decoder(config)[0]
 
 
 def scalar_graph(config: DecoderConfig) -> Any:

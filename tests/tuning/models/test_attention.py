@@ -9,9 +9,8 @@ import pytest
 from flax import nnx
 
 from tuning.models import attention as att
-from tuning.models import huggingface as hf
 from tuning.models.config import tiny
-from tuning.models.decoder import AttentionSpec
+from tuning.models.decoder import AttentionSpec, abstract_decoder
 
 LENGTH = 384
 
@@ -104,7 +103,7 @@ def test_a_model_without_windows_and_caps_does_not_compute_any():
 
     def scan_of(config):
         """The layers' scan: its scanned inputs and the operations of its body."""
-        graph, shapes = hf.abstract_decoder(config)
+        graph, shapes = abstract_decoder(config)
 
         def forward(params, tokens):
             ones = jnp.ones_like(tokens)

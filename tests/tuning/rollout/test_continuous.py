@@ -1,5 +1,6 @@
 """Continuous batching: what runs beside a request, before it or after it cannot be seen in what it gets."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -79,6 +80,41 @@ def test_shapes_come_from_two_ladders_whatever_is_asked_for():
     assert {"decode slots=12 tokens=160", "decode slots=1 tokens=320"} <= used
     assert programs.decode._cache_size() - before[0] <= len(used & decodes)
     assert programs.prefill._cache_size() - before[1] <= len(used & prefills)
+
+
+def test_programs_may_compile_before_there_are_weights():
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, seconds, **about: compiled.append(about.get("fun_name")) if "backend_compile" in event else None
+    )
+    # Shapes of this test alone.
+    limits = Limits(slots=5, context=96, steps=3, chunks=(24, 48))
+    requests = requests_of(4, seed=4)
+    engine = Engine(CONFIG, limits=limits)
+    number = {engine.submit(request): i for i, request in enumerate(requests)}
+    engine.prepare()
+    engine.load(PARAMS)
+    found = {}
+    while not engine.idle:
+        for update in engine.step():
+            if update.completion is not None:
+                found.setdefault(number[update.number], {})[update.sample] = update.completion
+    first = "prefill slots=5 tokens=128 chunk=48 from the start", "decode slots=5 tokens=128"
+    assert set(first) <= set(engine.programs)
+    decodes = [p for p in engine.programs if p.startswith("decode")]
+    assert compiled.count("jit(decode)") == len(decodes)
+    assert compiled.count("jit(prefill)") == len(engine.programs) - len(decodes)
+    for i, expected in loaded(limits).run(requests):
+        assert tokens_of(found[i][s] for s in range(requests[i].samples)) == tokens_of(expected)
+
+
+def test_who_steps_hears_a_first_token_at_once():
+    engine = loaded(Limits(slots=2, context=64, steps=8))
+    engine.submit(Request([1, 2, 3], 20))
+    assert [len(u.tokens) for u in engine.step()] == [1]
+    assert [len(u.tokens) for u in engine.step()] == [8]
+    engine.submit(Request([4, 5], 20))
+    assert sorted(len(u.tokens) for u in engine.step()) == [1, 1]
 
 
 def test_updates_are_the_completion_in_pieces():
