@@ -208,6 +208,7 @@ def test_with_a_retry_the_run_goes_on_by_itself(store, undisturbed):
     check(run, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_score_that_is_finished_is_not_made_again(store, undisturbed, tmp_path):
     place = store("base", "prepare", "sft", "reward", "rollout")
     (tmp_path / "slow_reward.py").write_text(SLOW_REWARD)

@@ -29,12 +29,12 @@ NODES = {"base", "prepare", "sft", "reward", "evaluate.base", "evaluate.sft", "e
 }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("prefect")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def prefect(folder: Path) -> Iterator[Prefect]:
     """A server with a work pool and the project's deployment."""
     with prefect_server(folder) as server:
@@ -43,13 +43,13 @@ def prefect(folder: Path) -> Iterator[Prefect]:
         yield server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def worker(prefect: Prefect) -> Iterator[psutil.Process]:
     with prefect.running("worker", "worker", "start", "--pool", "local") as process:
         yield psutil.Process(process.pid)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def due(prefect: Prefect, worker: psutil.Process, folder: Path) -> dict[str, Any]:
     """A deployment like the project's whose cron comes round within the next minute and a bit."""
     default = prefect.get(f"/deployments/name/{FLOW}/default")
@@ -62,7 +62,7 @@ def due(prefect: Prefect, worker: psutil.Process, folder: Path) -> dict[str, Any
     return prefect.post("/deployments/", **same, **more)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def made(prefect: Prefect, worker: psutil.Process, due: dict[str, Any], folder: Path) -> dict[str, Any]:
     """A run started by the flow's name alone, whose stage worker is killed once and which another run collides with."""
     options = ["--param", "recipe=smoke", "--param", f"store={folder / 'store'}", "--flow-run-name", "smoke-made"]
@@ -73,7 +73,7 @@ def made(prefect: Prefect, worker: psutil.Process, due: dict[str, Any], folder: 
     return prefect.ended("smoke-made", 180)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cached(prefect: Prefect, made: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The same run once more, started by the full name from a folder that is not the project's."""
     options = ["--param", "recipe=smoke", "--param", f"store={folder / 'store'}", "--flow-run-name", "smoke-cached"]

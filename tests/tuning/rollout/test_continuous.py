@@ -66,18 +66,18 @@ def test_two_hundred_mixed_requests_get_what_each_gets_alone():
 
 def test_shapes_come_from_two_ladders_whatever_is_asked_for():
     before = programs.decode._cache_size(), programs.prefill._cache_size()
-    engine = loaded(Limits(slots=12, context=300, steps=2, chunks=(8, 16)))
+    engine = loaded(Limits(slots=8, context=300, steps=2, chunks=(8, 16)))
     list(engine.run(requests_of(20, seed=1)))
     list(engine.run(requests_of(30, seed=2, sampling=Sampling(0.37, 0.77, 11, 0.02, 1.1), stop_ids=(1, 2, 3, 4))))
     list(engine.run([Request([1] * 280, 20)]))
-    slots, tokens = ("slots=1", "slots=4", "slots=8", "slots=12"), ("tokens=160", "tokens=320")
+    slots, tokens = ("slots=1", "slots=4", "slots=8"), ("tokens=160", "tokens=320")
     decodes = {f"decode {a} {b}" for a in slots for b in tokens}
     starts = ("behind a prefix", "from the start")
     chunks = ("chunk=8", "chunk=16")
     prefills = {f"prefill {a} {b} {c} {d}" for a in slots for b in tokens for c in chunks for d in starts}
     used = set(engine.programs)
     assert used <= decodes | prefills
-    assert {"decode slots=12 tokens=160", "decode slots=1 tokens=320"} <= used
+    assert {"decode slots=8 tokens=160", "decode slots=1 tokens=320"} <= used
     assert programs.decode._cache_size() - before[0] <= len(used & decodes)
     assert programs.prefill._cache_size() - before[1] <= len(used & prefills)
 

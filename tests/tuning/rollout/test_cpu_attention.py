@@ -52,9 +52,18 @@ def plain(q, far, near, length, t, spec):
     return cache.attend(q, parts, spec)
 
 
-@pytest.mark.parametrize(("softcap", "window"), [(None, None), (1.5, None), (None, 20), (None, 3)])
 @pytest.mark.parametrize(
-    ("group", "size", "capacity"), [(1, 16, 37), (2, 64, 80), (3, 64, 144), (4, 80, 64), (7, 128, 131), (9, 32, 208)]
+    ("group", "size", "capacity", "softcap", "window"),
+    [
+        (1, 16, 37, None, None),
+        (2, 64, 80, 1.5, None),
+        (3, 64, 144, None, None),
+        (3, 64, 144, None, 20),
+        (3, 64, 144, None, 3),
+        (4, 80, 64, None, 3),
+        (7, 128, 131, None, 20),
+        (9, 32, 208, 1.5, 20),
+    ],
 )
 def test_it_is_the_attention_of_the_plain_step(group, size, capacity, softcap, window):
     spec = AttentionSpec(size**-0.5, softcap, window, jnp.zeros((0, 0)))

@@ -333,6 +333,7 @@ def test_one_of_two_servers_is_enough(url, policy, native):
 def test_leaving_early_ends_what_runs(url, state, policy):
     engine = remote(Server(url), concurrency=2)
     engine.load(policy("first"))
+    before = threading.active_count()
     stream = engine.run(requests_of(8, samples=2, max_tokens=150))
     next(stream)
     stream.close()
@@ -340,4 +341,5 @@ def test_leaving_early_ends_what_runs(url, state, policy):
     while not state.live._engine.idle:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert threading.active_count() < 20
+    # The server may have made threads for the connections; of 16 samples none has one of its own.
+    assert threading.active_count() < before + 8
