@@ -49,7 +49,9 @@ class Prefect:
             # The tests start processes from a checkout, whichever one is installed.
             "PYTHONPATH": str(PROJECT),
         }
-        self.http = httpx.Client(base_url=f"{self.ui}/api", timeout=30)
+        # The server closes a connection that has been idle for 5 s, perhaps while it is being used again.
+        fresh = httpx.Limits(max_keepalive_connections=0)
+        self.http = httpx.Client(base_url=f"{self.ui}/api", timeout=30, limits=fresh)
 
     def command(self, *args: str, code: int = 0, cwd: Path = PROJECT) -> str:
         """Output of `prefect ARGS` in the project's folder."""
@@ -77,7 +79,7 @@ class Prefect:
         finally:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=20)
+                process.wait(timeout=5)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
