@@ -162,10 +162,10 @@ class Engine:
         """
         if self.idle:
             self._pool.clear()
-        self._at_once = False
         index: dict[int, int] = {}
         found: dict[int, dict[int, Completion]] = {}
         self._pool.widen(requests)
+        self._at_once = False
         try:
             for i, (request, keys) in enumerate(zip(requests, _keys(requests), strict=True)):
                 index[self.submit(request, keys)] = i

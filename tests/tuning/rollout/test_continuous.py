@@ -110,6 +110,8 @@ def test_programs_may_compile_before_there_are_weights():
 
 def test_who_steps_hears_a_first_token_at_once():
     engine = loaded(Limits(slots=2, context=64, steps=8))
+    with pytest.raises(RefusedRequest):
+        list(engine.run([Request([1] * 60, 20)]))
     engine.submit(Request([1, 2, 3], 20))
     assert [len(u.tokens) for u in engine.step()] == [1]
     assert [len(u.tokens) for u in engine.step()] == [8]
