@@ -16,6 +16,7 @@ from rich.table import Table
 from flows.recipe import RecipeError, load_recipe
 from flows.runs import UnknownRun, all_runs, find_run, status_of
 from stages.artifacts import Artifact, Store
+from stages.client import worker_environment
 
 app = typer.Typer(
     help="Post-training as explicit, cached, resumable stages: data, SFT, reward model, RL rounds, evaluation, export.",
@@ -280,7 +281,8 @@ def chat(
         str(max_tokens),
     ]
     system = record["recipe"]["data"].get("system_prompt")
-    raise typer.Exit(subprocess.call(command + (["--system", system] if system else [])))
+    command += ["--system", system] if system else []
+    raise typer.Exit(subprocess.call(command, env=worker_environment()))
 
 
 @app.command()
@@ -299,7 +301,7 @@ def serve(
     command = [sys.executable, "-m", "stages.serve", store, artifact.stage, artifact.key]
     command += ["--base", record["nodes"]["base"]["key"], "--name", f"{record['name']}:{node}", "--host", host]
     command += ["--port", str(port), "--context", str(context), "--slots", str(slots)]
-    raise typer.Exit(subprocess.call(command))
+    raise typer.Exit(subprocess.call(command, env=worker_environment()))
 
 
 @app.command()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
+from stages.openai_api import Text
 from stages.opened import Opened, arguments, opened
 from stages.worker import configure_jax
 
@@ -20,36 +22,64 @@ def main() -> None:
 
 
 def talk(policy: Opened, args: argparse.Namespace) -> None:
-    """Reads lines until the end of input; the whole conversation is the prompt."""
-    from tuning.models.tokenizer import chat_prompt_ids
-    from tuning.rollout.engine import Engine
+    """Reads lines until the end of input; the conversation is the prompt, as much of it as fits."""
+    from tuning.device import choose
+    from tuning.rollout.pool import Limits
+    from tuning.rollout.requests import Request
     from tuning.rollout.sampling import Sampling
 
-    tokenizer, eos = policy.tokenizer, policy.stop_ids
-    engine = Engine(policy.config)
-    messages = [{"role": "system", "content": args.system}] if args.system else []
+    device = choose()
+    limits = Limits(slots=1, context=policy.config.max_positions, chunks=device.chunk_tokens, steps=4)
+    engine = policy.engine(limits, device.compute.dtype)
+    # An answer as long as the context would leave no room for a question.
+    room = engine.context - min(args.max_tokens, engine.context // 2)
+    system = [{"role": "system", "content": args.system}] if args.system else []
+    turns: list[dict[str, str]] = []
+    terminal = sys.stdin.isatty()
+    special = set(policy.tokenizer.all_special_ids) | set(policy.stop_ids)
     print("An empty line or Ctrl-D ends the conversation.", file=sys.stderr)
-    for turn in range(10_000):
+    for number in range(10_000):
         try:
-            text = input("you> " if sys.stdin.isatty() else "")
+            question = input("you> " if terminal else "")
         except EOFError:
             break
-        if not text.strip():
+        if not question.strip():
             break
-        messages.append({"role": "user", "content": text})
-        [[answer]] = engine.generate(
-            policy.params,
-            [chat_prompt_ids(tokenizer, messages)],
-            samples=1,
-            max_tokens=args.max_tokens,
-            sampling=Sampling(temperature=args.temperature),
-            eos_ids=eos,
-            seed=0,
-            counters=[turn],
-        )
-        reply = tokenizer.decode([t for t in answer.tokens if t not in eos])
-        messages.append({"role": "assistant", "content": reply})
-        print(f"policy> {reply}" if sys.stdin.isatty() else reply, flush=True)
+        turns.append({"role": "user", "content": question})
+        prompt, left_out = _fitting(policy.tokenizer, system, turns, room)
+        if prompt is None:
+            turns.pop()
+            print(f"that is more than the {room} tokens for a conversation; ask less at once", file=sys.stderr)
+            continue
+        if left_out:
+            print(f"({left_out // 2} earlier exchanges no longer fit and are forgotten)", file=sys.stderr)
+        sampling = Sampling(temperature=args.temperature)
+        longest = min(args.max_tokens, engine.context - len(prompt))
+        engine.submit(Request(prompt, longest, sampling, policy.stop_ids, counter=number))
+        print("policy> " if terminal else "", end="", flush=True)
+        text = Text(policy.tokenizer, special, [])
+        while not engine.idle:
+            for update in engine.step():
+                print(text.add(update.tokens, update.completion is not None), end="", flush=True)
+        print(flush=True)
+        turns.append({"role": "assistant", "content": text.sent})
+
+
+def _fitting(
+    tokenizer: Any, system: list[dict[str, str]], turns: list[dict[str, str]], room: int
+) -> tuple[list[int] | None, int]:
+    """Token ids of the conversation in at most `room` tokens, and how many of the oldest turns had to leave for it.
+
+    What leaves is removed from `turns`, an exchange at a time; None where the last alone is too long.
+    """
+    from tuning.models.tokenizer import chat_prompt_ids
+
+    for start in range(0, len(turns), 2):
+        prompt = chat_prompt_ids(tokenizer, [*system, *turns[start:]])
+        if len(prompt) <= room:
+            del turns[:start]
+            return prompt, start
+    return None, 0
 
 
 if __name__ == "__main__":

@@ -12,17 +12,41 @@ from stages.artifacts import Artifact, Store
 from stages.base import Context
 from stages.models import load_policy, load_tokenizer, stop_ids
 
+TYPICAL_PROMPT = 64
+"""Tokens of a first question: programs for it compile while weights are read."""
+NO_POLICY = ("reward",)
+"""Stages whose model gives scores."""
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass
 class Opened:
-    """A policy with what turns text into its tokens."""
+    """A policy with what turns text into its tokens. Its weights are read when an engine is made of it."""
 
     artifact: Artifact
     config: Any
     """DecoderConfig."""
-    params: Any
     tokenizer: Any
     stop_ids: tuple[int, ...]
+    folder: Path | None
+    """Where its weights lie, a Hugging Face folder; None where they had to be made again."""
+    params: Any = None
+    """What was made again, until an engine has it."""
+
+    def engine(self, limits: Any, dtype: str, top: int = 0) -> Any:
+        """An engine with this policy. To be called once."""
+        from tuning.rollout.engine import Engine
+        from tuning.rollout.folder import load_folder
+        from tuning.rollout.requests import Request
+
+        engine = Engine(self.config, dtype, limits, top=top)
+        if self.folder is None:
+            engine.load(self.params)
+            self.params = None
+            return engine
+        context = limits.context or self.config.max_positions
+        engine.prepare([Request([0] * max(1, min(TYPICAL_PROMPT, context - 1)), 1)])
+        load_folder(engine, self.folder)
+        return engine
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
@@ -37,12 +61,16 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 
 def opened(args: argparse.Namespace) -> Opened:
     """The policy that the arguments name; ends the program where it is gone."""
-    from tuning.models.huggingface import load_decoder
+    from tuning.models.huggingface import read_config
 
     store = Store(args.store)
     artifact, base = store.get(args.stage, args.key), store.get("base", args.base)
     if artifact is None or base is None:
         sys.exit(f"{args.stage}/{args.key[:12]} or its base model is gone from {args.store}; run the recipe again")
+    if artifact.stage in NO_POLICY:
+        sys.exit(
+            f"{args.stage}/{args.key[:12]} gives scores, no tokens; name the node of a policy, such as sft or export"
+        )
     scratch = Path(store.scratch) / "opened"
     ctx = Context(
         config=None,
@@ -54,5 +82,7 @@ def opened(args: argparse.Namespace) -> Opened:
         log=lambda line: print(line, file=sys.stderr),
         memory={},
     )
-    config, params = load_decoder(artifact.local()) if artifact.stage == "export" else load_policy(ctx, artifact)
-    return Opened(artifact, config, params, load_tokenizer(ctx, base), stop_ids(ctx, base))
+    places = [""] if artifact.stage == "export" else [p for p in ("model/", "state/model/") if artifact.has(p)]
+    folder = artifact.local(places[0]) if places else None
+    config, params = load_policy(ctx, artifact) if folder is None else (read_config(folder), None)
+    return Opened(artifact, config, load_tokenizer(ctx, base), stop_ids(ctx, base), folder, params)

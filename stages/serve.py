@@ -29,6 +29,8 @@ from stages.openai_api import (
 from stages.opened import arguments, opened
 from stages.worker import configure_jax
 
+CONTEXT = 4096
+"""Tokens of a prompt with its answer, where nobody says otherwise and the model can."""
 TOP_LOGPROBS = 5
 """How many of the most probable tokens each answer can show."""
 
@@ -271,26 +273,23 @@ def main() -> None:
     import uvicorn
 
     from tuning.device import choose
-    from tuning.rollout.engine import Engine
     from tuning.rollout.live import Live
     from tuning.rollout.pool import Limits
 
     policy = opened(args)
     artifact = policy.artifact
     device = choose()
-    context = min(args.context or 4096, policy.config.max_positions)
     # Prompts of others are prefilled a chunk at a time between steps, so that nobody's tokens stand still for long.
     limits = Limits(
         slots=args.slots or device.rollout_rows,
-        context=context,
+        context=min(args.context or CONTEXT, policy.config.max_positions),
         cache_bytes=device.cache_bytes,
         chunks=device.chunk_tokens,
         steps=4,
         prefill_chunks=1,
     )
-    engine = Engine(policy.config, device.compute.dtype, limits, top=TOP_LOGPROBS)
-    engine.load(policy.params)
-    live = Live(engine)
+    engine = policy.engine(limits, device.compute.dtype, TOP_LOGPROBS)
+    live, context = Live(engine), engine.context
     exported = artifact.manifest["inputs"]["policy"]["digest"] if artifact.stage == "export" else artifact.digest
     server = Server(live, policy.tokenizer, args.name, policy.stop_ids, context, exported)
     print(f"serving {args.name} at http://{args.host}:{args.port}/v1, {context} tokens of context", flush=True)

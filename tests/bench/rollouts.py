@@ -89,10 +89,10 @@ def run(work: str, model: str, repeats: int) -> None:
 def _first_token(engine: Engine, params: Any, requests: Sequence[Request]) -> float:
     """Seconds from weights in memory to the first sampled tokens, compilation included; then the rest is cancelled."""
     start = time.perf_counter()
+    engine.prepare(requests)
+    engine.load(params)
     for request in requests:
         engine.submit(request)
-    engine.prepare()
-    engine.load(params)
     while not any(update.tokens for update in engine.step()):
         pass
     seconds = time.perf_counter() - start

@@ -97,10 +97,14 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """The store of a run that nobody disturbs."""
+def undisturbed(smoke_store, tmp_path_factory):
+    """The store of a run that nobody disturbs; the smoke run has made what its settings do not concern."""
     store = tmp_path_factory.mktemp("undisturbed") / "store"
-    Run(store, "run").ends(0)
+    for stage in ("base", "prepare", "sft", "reward"):
+        shutil.copytree(smoke_store / "artifacts" / stage, store / "artifacts" / stage)
+    run = Run(store, "run")
+    run.ends(0)
+    assert [run.state(node) for node in ("base", "prepare", "sft", "reward")] == ["hit"] * 4
     return store
 
 

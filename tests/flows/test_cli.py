@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import time
@@ -47,9 +48,11 @@ def test_the_first_run_makes_everything_with_one_worker(smoke_store, record):
 
 
 def test_the_second_run_is_all_cached_and_starts_no_worker(rlhf, store, record):
-    started = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     out = rlhf("run", "smoke", "--no-prefect", "--name", "second", "--set", f"store={store}").stdout
-    assert time.monotonic() - started < 10
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # Time of the processor: other tests run beside this one.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10
     second = record(store, "second")
     assert second["worker_starts"] == 0
     assert set(state(second).values()) == {"hit"}

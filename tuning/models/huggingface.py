@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,8 @@ from tuning.models.decoder import Decoder, ScalarHead, abstract_decoder
 from tuning.models.mapping import SCORE, tensor_names
 
 INDEX = "model.safetensors.index.json"
+ParamPath = tuple[Any, ...]
+"""The path of a parameter in a tree."""
 SHARD_BYTES = 5_000_000_000
 """The largest file that is written, unless one tensor is larger."""
 
@@ -34,48 +37,88 @@ def random_params(config: DecoderConfig, seed: int) -> Any:
     return nnx.state(Decoder(config, rngs=nnx.Rngs(seed)), nnx.Param)
 
 
+class Place(NamedTuple):
+    """Where a tensor of a checkpoint belongs."""
+
+    path: ParamPath
+    """The parameter."""
+    part: tuple[Any, ...] = ()
+    """What of it; all by default."""
+    transposed: bool = False
+
+
 def params_from_tensors(
     config: DecoderConfig, tensors: Iterable[tuple[str, np.ndarray]], source: str, shardings: Any = None
 ) -> Any:
     """Decoder parameters (an nnx State, float32) from named Hugging Face tensors, taken one at a time.
 
-    A parameter is collected on the host, layer by layer, and goes to the device when its last tensor has come: in the
-    order that `read_tensors` gives them, no more than one parameter is on the host. `shardings` is a pytree of
-    the parameters' structure (a state or a pure dict) with a `jax.sharding.Sharding` for each.
+    In the order that `read_tensors` gives them, no more than one parameter is on the host; else as `place_tensors`.
+    """
+    return place_tensors(config, tensors, source, abstract_decoder(config)[1], _places(config), shardings)
+
+
+def place_tensors(
+    config: DecoderConfig,
+    tensors: Iterable[tuple[str, np.ndarray]],
+    source: str,
+    state: Any,
+    places: Mapping[str, Place],
+    shardings: Any = None,
+) -> Any:
+    """`state`, an nnx State of shapes and types, with the values that named tensors have at their `places`.
+
+    A parameter is collected on the host and goes to the device when its last tensor has come. `shardings` is a pytree
+    of the parameters' structure (a state or a pure dict) with a `jax.sharding.Sharding` for each.
 
     Raises UnsupportedModel for a tensor that is unknown, missing or of another shape.
     """
-    _, state = abstract_decoder(config)
     shapes = flatten_dict(nnx.to_pure_dict(state))
     placed = {} if shardings is None else flatten_dict(_pure(shardings))
-    names = tensor_names(shapes, config.num_layers)
-    wanted = {tensor: (path, i) for path, found in names.items() for i, tensor in enumerate(found.tensors)}
-    left = {path: len(found.tensors) for path, found in names.items()}
-    host: dict[tuple[str, ...], np.ndarray] = {}
-    done: dict[tuple[str, ...], jax.Array] = {}
+    wanted = dict(places)
+    left = collections.Counter(place.path for place in places.values())
+    host: dict[ParamPath, np.ndarray] = {}
+    done: dict[ParamPath, jax.Array] = {}
     for name, tensor in tensors:
         if name not in wanted:
             tied_copy = name == "lm_head.weight" and config.tie_embeddings
             if tied_copy or name == SCORE or name.endswith("rotary_emb.inv_freq"):
                 continue
             raise UnsupportedModel(f"{source}: unexpected tensor {name} {tensor.shape}")
-        path, layer = wanted.pop(name)
+        path, part, transposed = wanted.pop(name)
         if path not in host:
-            host[path] = np.empty(shapes[path].shape, np.float32)
-        whole = host[path]
-        target = whole[layer] if names[path].stacked else whole
-        value = tensor.T if names[path].transposed else tensor
+            host[path] = _aligned(shapes[path])
+        target = host[path][part]
+        value = tensor.T if transposed else tensor
         if target.shape != value.shape:
-            raise UnsupportedModel(f"{source}: {name} has shape {tensor.shape}, the config asks for {target.shape}")
+            expected = target.T.shape if transposed else target.shape
+            raise UnsupportedModel(f"{source}: {name} has shape {tensor.shape}, the config asks for {expected}")
         target[...] = value
         left[path] -= 1
         if not left[path]:
             done[path] = jax.device_put(host.pop(path), placed.get(path))
-            del whole, target
+            del target
     if wanted:
         raise UnsupportedModel(f"{source}: {len(wanted)} tensors missing, first {sorted(wanted)[0]}")
     nnx.replace_by_pure_dict(state, unflatten_dict(done))
     return state
+
+
+def _aligned(like: Any) -> np.ndarray:
+    """An array of this shape and type where XLA on CPU takes it without a copy: at a multiple of 64 bytes."""
+    size = like.size * like.dtype.itemsize
+    raw = np.empty(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size].view(like.dtype).reshape(like.shape)
+
+
+def _places(config: DecoderConfig) -> dict[str, Place]:
+    """Places in a decoder's parameters; the tensors of one parameter follow each other."""
+    shapes = flatten_dict(nnx.to_pure_dict(abstract_decoder(config)[1]))
+    return {
+        tensor: Place(path, (layer,) if names.stacked else (), names.transposed)
+        for path, names in tensor_names(shapes, config.num_layers).items()
+        for layer, tensor in enumerate(names.tensors)
+    }
 
 
 def _pure(tree: Any) -> dict[str, Any]:
@@ -140,16 +183,10 @@ def read_tensors(folder: Path, first: Iterable[str] = ()) -> Iterator[tuple[str,
             yield name, file.get_tensor(name)
 
 
-def _in_order(config: DecoderConfig) -> list[str]:
-    """Names of all tensors, those of one parameter together."""
-    shapes = flatten_dict(nnx.to_pure_dict(abstract_decoder(config)[1]))
-    return [name for found in tensor_names(shapes, config.num_layers).values() for name in found.tensors]
-
-
 def load_decoder(folder: Path, shardings: Any = None) -> tuple[DecoderConfig, Any]:
     """Config and parameters (float32) of a model folder; `shardings` as in `params_from_tensors`."""
     config = read_config(folder)
-    return config, params_from_tensors(config, read_tensors(folder, _in_order(config)), str(folder), shardings)
+    return config, params_from_tensors(config, read_tensors(folder, _places(config)), str(folder), shardings)
 
 
 def load_scalar_head(folder: Path) -> tuple[DecoderConfig, Any]:
@@ -158,7 +195,7 @@ def load_scalar_head(folder: Path) -> tuple[DecoderConfig, Any]:
     score: dict[str, np.ndarray] = {}
 
     def decoder_tensors() -> Iterator[tuple[str, np.ndarray]]:
-        for name, tensor in read_tensors(folder, _in_order(config)):
+        for name, tensor in read_tensors(folder, _places(config)):
             if name == SCORE:
                 score["value"] = tensor.astype(np.float32)
             else:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import jax
@@ -83,28 +84,45 @@ class Engine:
         """Samples from these parameters from now on; runs in progress go on with them. Compiles nothing new."""
         self._decoding = None
         graph, state = unroll(self._graph, params, **self._unrolling)
-        self._decoding = graph, put_weights(state, self._mesh)
+        self._use_weights(graph, put_weights(state, self._mesh))
+
+    def load_unrolled(self, fill: Callable[[Any], Any]) -> None:
+        """As `load`, with the weights that `fill` gives for the shapes of an `UnrolledDecoder`'s state."""
+        self._decoding = None
+        graph, shapes = self._layout
+        self._use_weights(graph, fill(jax.tree.map(lambda x: x, shapes)))
+
+    def _use_weights(self, graph: Any, state: Any) -> None:
+        self._decoding = graph, state
         self._pool.forget()
 
-    def prepare(self) -> None:
-        """Begins to compile, in threads, what the requests that wait take first, so that weights are read meanwhile.
+    @functools.cached_property
+    def _layout(self) -> tuple[Any, Any]:
+        return abstract_weights(self._graph, self.config, **self._unrolling)
+
+    @property
+    def takes_unrolled(self) -> bool:
+        """Whether `load_unrolled` is for this engine: its weights are dense, and on one device."""
+        return self._mesh is None and self._weights == "dense"
+
+    def prepare(self, requests: Sequence[Request]) -> None:
+        """Begins to compile, in threads, what requests like these take first, so that weights are read meanwhile.
 
         It is for parameters on one device, as a model folder gives them; with a mesh it does nothing.
+
+        Raises RefusedRequest as `submit` does.
         """
-        if self._mesh is not None or not self._waiting:
+        if self._mesh is not None or not requests:
             return
-        self._pool.reserve(self._waiting)
-        graph, weights = abstract_weights(self._graph, self.config, **self._unrolling)
-        slots = [Slot() for _ in self._pool.slots]
-        prompts = {id(run.request): run.prefilled for run in self._waiting}
-        size = self._chunk_size(sum(prompts.values()))
-        chunk, _, prefixed = pack(slots, size)
+        self._pool.reserve(requests)
+        graph, weights = self._layout
+        size = self._chunk_size(sum(len(r.prompt) - 1 for r in requests))
+        chunk, _, prefixed = pack([Slot() for _ in self._pool.slots], size)
         state = self._state_shapes()
+        options = {"prefixed": prefixed, "kv": self._kv, "dtype": self._dtype}
         self._ahead.begin(
             self._key("prefill", *_chunk_key(size, prefixed)),
-            lambda: programs.prefill.lower(
-                graph, weights, state["cache"], chunk, prefixed=prefixed, kv=self._kv, dtype=self._dtype
-            ),
+            lambda: programs.prefill.lower(graph, weights, state["cache"], chunk, **options),
         )
         self._decode_ahead(graph, weights)
 
@@ -112,6 +130,11 @@ class Engine:
     def programs(self) -> list[str]:
         """Names and shapes of the programs that this engine has used."""
         return [" ".join(p) for p in sorted(self._compiled)]
+
+    @property
+    def context(self) -> int:
+        """Tokens of the longest prompt with its completion that this engine takes one by one."""
+        return self._pool.widest
 
     @property
     def idle(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -18,6 +19,8 @@ from tuning.rollout.requests import RefusedRequest, Request
 from tuning.rollout.slots import Run, Slot, longest_prefix
 from tuning.training.batch import bucket
 
+GRAIN = 32
+"""The most tokens that a slot can hold are a multiple of this."""
 WORTH_SHRINKING = 2
 """Runs of steps that must be left before slots that stand empty are given up: moving the others costs about one."""
 
@@ -56,7 +59,7 @@ class Pool:
         self.slots: list[Slot] = []
         self.state: programs.State = {"cache": [], "seen": jnp.zeros((0, config.vocab_size), bool)}
         self._config, self._limits, self._kv, self._mesh = config, limits, kv, mesh
-        self._context = limits.context
+        self._context = min(limits.context, self.widest)
         self._copies: list[tuple[int, int]] = []
 
     @property
@@ -69,6 +72,13 @@ class Pool:
         """Bytes of keys and values that are held now."""
         return sum(x.nbytes for x in jax.tree.leaves(self.state["cache"]))
 
+    @functools.cached_property
+    def widest(self) -> int:
+        """The longest context that model, limits and memory let a slot have."""
+        tokens = self._limits.cache_bytes // kv_cache.token_bytes(self._config, self._kv)
+        longest = self._limits.context or self._config.max_positions
+        return min(longest, self._config.max_positions, tokens // GRAIN * GRAIN - self._limits.steps)
+
     @property
     def live(self) -> int:
         """Slots with a run."""
@@ -77,7 +87,7 @@ class Pool:
     def check(self, request: Request) -> None:
         """Raises RefusedRequest, with the request's name, where it exceeds the model's positions or this memory."""
         who = f"request {request.name or request.counter}"
-        whole = len(request.prompt) + request.max_tokens
+        whole = request.whole
         size = f"a prompt of {len(request.prompt)} tokens and {request.max_tokens} new ones exceed"
         if whole > self._config.max_positions:
             raise RefusedRequest(
@@ -99,16 +109,21 @@ class Pool:
         """Makes ready for requests longer than any before. Raises RefusedRequest (see `check`)."""
         for request in requests:
             self.check(request)
-        longest = max((len(r.prompt) + r.max_tokens for r in requests), default=0)
+        longest = max((r.whole for r in requests), default=0)
         if not self._limits.context and longest > self._context:
-            self._context = min(bucket(longest, 64), self._config.max_positions)
+            self._context = min(bucket(longest, 64), self.widest)
 
     def admit(self, waiting: Sequence[Run]) -> list[Run]:
         """Gives slots to the first of those that wait, resizing for them, and says which."""
         if not self.live and not waiting:
             return []
-        # A live engine gets requests one by one: then it must be ready for any.
-        self._context = self._context or self._config.max_positions
+        longer = next((i for i, r in enumerate(waiting) if r.request.whole > self._context), None)
+        if longer is not None and self.live:
+            # Longer slots for all might be more than the memory: who needs one waits until those that run have ended.
+            waiting = waiting[:longer]
+        elif longer is not None:
+            # An engine that gets requests one by one must be ready for any.
+            self._context = self.widest
         rows = self._rows(self.live + len(waiting))
         left = max((s.run.left for s in self.slots if s.run), default=0)
         if rows < len(self.slots) and self.live and left <= WORTH_SHRINKING * self._limits.steps:
@@ -144,11 +159,12 @@ class Pool:
         for slot in self.slots:
             del slot.held[capacity:]
 
-    def reserve(self, waiting: Sequence[Run]) -> None:
-        """Makes the slots that those who wait will be given, where there are none yet."""
+    def reserve(self, requests: Sequence[Request]) -> None:
+        """Makes the slots that these requests would be given, where there are none yet. Raises RefusedRequest."""
+        self.widen(requests)
         if not self.slots:
-            self._context = self._context or self._config.max_positions
-            self.resize(self._rows(len(waiting)), max(len(r.request.prompt) for r in waiting) + self._limits.steps)
+            rows = self._rows(sum(r.samples for r in requests))
+            self.resize(rows, max(len(r.prompt) for r in requests) + self._limits.steps)
 
     def prefilled(self) -> None:
         """Gives those who wait for another's prefill of their prompt a copy of it, where it is done."""
@@ -176,7 +192,7 @@ class Pool:
 
     def _capacities(self, context: int) -> list[int]:
         """Cached tokens of a slot, from few to all: each half of the next, none under 128 unless it is the last."""
-        sizes = [-(-(context + self._limits.steps) // 32) * 32]
+        sizes = [-(-(context + self._limits.steps) // GRAIN) * GRAIN]
         while sizes[0] // 2 >= 128:
             sizes.insert(0, -(-sizes[0] // 2 // 16) * 16)
         return sizes

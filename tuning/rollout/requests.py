@@ -61,6 +61,11 @@ class Request:
         if len(self.stop_ids) > MAX_STOP_IDS:
             raise RefusedRequest(f"{who} has {len(self.stop_ids)} stop ids; at most {MAX_STOP_IDS}: use find_stop")
 
+    @property
+    def whole(self) -> int:
+        """Tokens of the prompt with its longest completion."""
+        return len(self.prompt) + self.max_tokens
+
 
 def stop_strings(
     decode: Callable[[Sequence[int]], str], strings: Sequence[str]

@@ -23,6 +23,8 @@ from tuning.models.rope import rope_tables
 Weights = Literal["dense", "int8"]
 FEW_ROWS = 32
 """Up to which the head on CPU is a product from the left (`UnrolledDecoder.logits`)."""
+JOINED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+"""Projections that are one product, in the order of their outputs."""
 _PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
@@ -42,7 +44,7 @@ class JoinedLayer(Layer):
 
 
 def _join(layer: Layer) -> None:
-    for name, parts in (("qkv", ("q", "k", "v")), ("gate_up", ("gate", "up"))):
+    for name, parts in JOINED.items():
         first, *rest = (getattr(layer, part) for part in parts)
         for weight in ("kernel", "bias"):
             if hasattr(first, weight):
@@ -103,7 +105,7 @@ def _prepared(graph: Any, stacked: Any, number: jax.Array | int, join: bool, wei
     if join:
         _join(layer)
     if weights == "int8":
-        for name in (*_PROJECTIONS, "qkv", "gate_up"):
+        for name in (*_PROJECTIONS, *JOINED):
             if hasattr(layer, name):
                 linear = getattr(layer, name)
                 linear.kernel = Int8(linear.kernel[...])

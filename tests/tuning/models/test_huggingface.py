@@ -161,8 +161,8 @@ def test_missing_and_foreign_tensors_are_named(tmp_path):
         hf.params_from_tensors(config(True), gone.items(), "here")
     with pytest.raises(UnsupportedModel, match="unexpected tensor model.layers.0.extra"):
         hf.params_from_tensors(config(True), (tensors | {"model.layers.0.extra": np.ones(2)}).items(), "here")
-    bent = tensors | {"model.norm.weight": np.ones(3, np.float32)}
-    with pytest.raises(UnsupportedModel, match=r"model.norm.weight has shape \(3,\)"):
+    bent = tensors | {"model.layers.1.mlp.up_proj.weight": np.ones((3, 5), np.float32)}
+    with pytest.raises(UnsupportedModel, match=r"up_proj.weight has shape \(3, 5\), the config asks for \(80, 48\)"):
         hf.params_from_tensors(config(True), bent.items(), "here")
 
 
@@ -227,8 +227,8 @@ def test_loading_holds_one_parameter_on_the_host(tmp_path, monkeypatch):
     hf.save_decoder(tmp_path, config(False), hf.random_params(config(False), 1), {}, shard_bytes=30_000)
     held, most = set(), []
 
-    def empty(shape, dtype):
-        array = np.zeros(shape, dtype)
+    def aligned(like):
+        array = np.zeros(like.shape, like.dtype)
         held.add(id(array))
         most.append(len(held))
         return array
@@ -237,10 +237,25 @@ def test_loading_holds_one_parameter_on_the_host(tmp_path, monkeypatch):
         held.remove(id(array))
         return jnp.array(array)
 
-    monkeypatch.setattr(hf.np, "empty", empty)
+    monkeypatch.setattr(hf, "_aligned", aligned)
     monkeypatch.setattr(hf.jax, "device_put", put)
     hf.load_decoder(tmp_path)
     assert len(most) == 12 and max(most) == 1
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="only memory of the host can be taken as it is")
+def test_what_is_read_is_not_copied_again_on_cpu(tmp_path, monkeypatch):
+    hf.save_decoder(tmp_path, config(False), hf.random_params(config(False), 1), {})
+    same, put = [], jax.device_put
+
+    def device_put(array, sharding):
+        placed = put(array, sharding)
+        same.append(placed.unsafe_buffer_pointer() == array.ctypes.data)
+        return placed
+
+    monkeypatch.setattr(hf.jax, "device_put", device_put)
+    hf.load_decoder(tmp_path)
+    assert same == [True] * 12
 
 
 def test_a_folder_without_a_model_says_what_it_lacks(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 
 from tests.tuning.rollout.test_engine import CONFIG, EOS, PARAMS, trainer_logps
 from tuning.rollout import programs
+from tuning.rollout.cache import token_bytes
 from tuning.rollout.engine import Engine
 from tuning.rollout.pool import Limits
 from tuning.rollout.requests import RefusedRequest, Request, stop_strings
@@ -91,9 +92,9 @@ def test_programs_may_compile_before_there_are_weights():
     limits = Limits(slots=5, context=96, steps=3, chunks=(24, 48))
     requests = requests_of(4, seed=4)
     engine = Engine(CONFIG, limits=limits)
-    number = {engine.submit(request): i for i, request in enumerate(requests)}
-    engine.prepare()
+    engine.prepare(requests)
     engine.load(PARAMS)
+    number = {engine.submit(request): i for i, request in enumerate(requests)}
     found = {}
     while not engine.idle:
         for update in engine.step():
@@ -106,6 +107,51 @@ def test_programs_may_compile_before_there_are_weights():
     assert compiled.count("jit(prefill)") == len(engine.programs) - len(decodes)
     for i, expected in loaded(limits).run(requests):
         assert tokens_of(found[i][s] for s in range(requests[i].samples)) == tokens_of(expected)
+
+
+def finished(engine):
+    found = []
+    while not engine.idle:
+        found += [u.completion for u in engine.step() if u.completion]
+    return found
+
+
+def test_an_engine_that_knows_no_context_takes_a_longer_request_than_any_before():
+    limits = Limits(slots=1, steps=4, chunks=(16,))
+    used, fresh = loaded(limits), loaded(limits)
+    list(used.run([Request([1, 2, 3], 8)]))
+    for engine in (used, fresh):
+        engine.submit(Request([1] * 150, 12))
+    assert tokens_of(finished(used)) == tokens_of(finished(fresh))
+
+
+def test_a_request_longer_than_the_slots_waits_for_those_that_run_where_memory_is_short():
+    room = 960 * token_bytes(CONFIG, "float32")
+    engine = loaded(Limits(slots=10, steps=4, chunks=(16,), cache_bytes=room))
+    short = [Request([1, 2, 3], 40, counter=i) for i in range(10)]
+    list(engine.run(short))
+    for request in short:
+        engine.submit(request)
+    engine.step()
+    engine.submit(Request([1] * 150, 12))
+    lengths, held = [], []
+    while not engine.idle:
+        lengths += [len(u.completion.tokens) for u in engine.step() if u.completion]
+        held.append(engine.cache_bytes)
+    assert sorted(lengths) == [12, *[40] * 10]
+    assert max(held) <= room
+
+
+@pytest.mark.parametrize("context", [0, CONFIG.max_positions])
+def test_memory_for_less_than_the_context_serves_what_fits(context):
+    room = 128 * token_bytes(CONFIG, "float32")
+    engine = loaded(Limits(slots=2, steps=4, chunks=(16,), context=context, cache_bytes=room))
+    assert engine.context == 124
+    with pytest.raises(RefusedRequest, match="keys and values of 125 tokens take"):
+        engine.submit(Request([1] * 100, 25))
+    engine.submit(Request([1] * 100, 24))
+    assert [len(c.tokens) for c in finished(engine)] == [24]
+    assert engine.cache_bytes <= room
 
 
 def test_who_steps_hears_a_first_token_at_once():

@@ -133,7 +133,16 @@ def test_without_a_compiler_the_engine_says_so_and_samples_the_same(monkeypatch,
         np.testing.assert_allclose(ours.logps, theirs.logps, atol=2e-5)
 
 
-def test_what_a_compiler_says_against_the_source_is_told(tmp_path, caplog):
+@pytest.fixture
+def cache_folder(tmp_path):
+    """JAX keeps what it compiles in a folder of the test's own."""
+    was = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    yield tmp_path
+    jax.config.update("jax_compilation_cache_dir", was)
+
+
+def test_what_a_compiler_says_against_the_source_is_told(cache_folder, tmp_path, caplog):
     compiler = tmp_path / "cc"
     compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exec cc --version\nexec cc "$@" -no-such-option\n')
     compiler.chmod(0o755)
@@ -142,15 +151,10 @@ def test_what_a_compiler_says_against_the_source_is_told(tmp_path, caplog):
     assert "no-such-option" in caplog.text
 
 
-def test_the_kernel_is_kept_with_what_jax_keeps(tmp_path):
-    was = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-    try:
-        name, _ = cpu_attention._built("cc")
-        (kept,) = (tmp_path / "kernels").iterdir()
-        assert kept.name == f"{name}.so"
-        built = kept.stat().st_mtime_ns
-        assert cpu_attention._built("cc")[0] == name
-        assert kept.stat().st_mtime_ns == built
-    finally:
-        jax.config.update("jax_compilation_cache_dir", was)
+def test_the_kernel_is_kept_with_what_jax_keeps(cache_folder):
+    name, _ = cpu_attention._built("cc")
+    (kept,) = (cache_folder / "kernels").iterdir()
+    assert kept.name == f"{name}.so"
+    built = kept.stat().st_mtime_ns
+    assert cpu_attention._built("cc")[0] == name
+    assert kept.stat().st_mtime_ns == built

@@ -1,0 +1,58 @@
+"""A model folder read into the layout of decoding, with no copy of the weights in the trainer's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from flax import nnx
+from flax.traverse_util import flatten_dict
+
+from tuning.models.config import DecoderConfig, UnsupportedModel
+from tuning.models.decoder import abstract_decoder
+from tuning.models.huggingface import ParamPath, Place, load_decoder, place_tensors, read_config, read_tensors
+from tuning.models.mapping import tensor_names
+from tuning.rollout.engine import Engine
+from tuning.rollout.unrolled import JOINED
+
+
+def load_folder(engine: Engine, folder: Path) -> None:
+    """As `Engine.load` of a Hugging Face folder's parameters; dense weights on one device are in memory once.
+
+    Raises UnsupportedModel where the folder's config is not the engine's, or a tensor is unknown, missing or of another
+    shape.
+    """
+    config = read_config(folder)
+    if config != engine.config:
+        raise UnsupportedModel(f"{folder} holds another model than this engine's: {config}, not {engine.config}")
+    if not engine.takes_unrolled:
+        engine.load(load_decoder(folder)[1])
+        return
+
+    def read(shapes: Any) -> Any:
+        places = _unrolled_places(config, shapes)
+        return place_tensors(config, read_tensors(folder, places), str(folder), shapes, places)
+
+    engine.load_unrolled(read)
+
+
+def _unrolled_places(config: DecoderConfig, shapes: Any) -> dict[str, Place]:
+    """Places in an `UnrolledDecoder`'s state; the tensors of one parameter follow each other."""
+    stacked = flatten_dict(nnx.to_pure_dict(abstract_decoder(config)[1]))
+    found: dict[ParamPath, dict[str, Place]] = {path: {} for path in flatten_dict(nnx.to_pure_dict(shapes))}
+    for path, names in tensor_names(stacked, config.num_layers).items():
+        for layer, tensor in enumerate(names.tensors):
+            target, part = _target(path, layer, stacked) if names.stacked else (("rest", *path), ())
+            found[target][tensor] = Place(target, part, names.transposed)
+    return {tensor: place for places in found.values() for tensor, place in places.items()}
+
+
+def _target(path: ParamPath, layer: int, stacked: dict[ParamPath, Any]) -> tuple[ParamPath, tuple[Any, ...]]:
+    """The parameter, and the part of it, that one layer of a stacked parameter is."""
+    _, name, *rest = path
+    for joined, parts in JOINED.items():
+        if name in parts:
+            widths = [stacked["layers", part, *rest].shape[-1] for part in parts]
+            at = parts.index(name)
+            return ("layers", layer, joined, *rest), (..., slice(sum(widths[:at]), sum(widths[: at + 1])))
+    return ("layers", layer, name, *rest), ()
