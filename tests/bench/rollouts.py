@@ -22,6 +22,9 @@ from tuning.rollout.pool import Limits
 from tuning.rollout.requests import Request
 from tuning.training.batch import bucket
 
+GEMM_ROWS = 32
+"""Of fewer rows a product alone is too short to be measured: its dispatch takes as long."""
+
 
 def requests_of(work: str, vocabulary: int) -> list[Request]:
     """What each measurement asks for. Nothing stops by itself: lengths are forced."""
@@ -65,10 +68,10 @@ def run(work: str, model: str, repeats: int) -> None:
         weights = engine.weight_bytes
         steps = tokens / len(requests)
         extra["share_of_bandwidth"] = round(weights * steps / seconds / memory_bandwidth(), 3)
-        flops = 2.0 * (weights / 4) * tokens
-        extra["share_of_gemm"] = round(
-            flops / seconds / gemm_flops(config.hidden_size, config.intermediate_size, len(requests)), 3
-        )
+        if len(requests) >= GEMM_ROWS:
+            flops = 2.0 * (weights / 4) * tokens
+            rate = gemm_flops(config.hidden_size, config.intermediate_size, len(requests))
+            extra["share_of_gemm"] = round(flops / seconds / rate, 3)
     emit(
         work,
         model,
