@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from typing import Any
 
@@ -18,7 +19,8 @@ def main() -> None:
     parser.add_argument("--system")
     args = parser.parse_args()
     configure_jax()
-    talk(opened(args), args)
+    with contextlib.suppress(KeyboardInterrupt):
+        talk(opened(args), args)
 
 
 def talk(policy: Opened, args: argparse.Namespace) -> None:
