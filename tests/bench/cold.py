@@ -6,6 +6,7 @@ weights are read. `python -m tests.bench.cold FOLDER STARTED` is the process.
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -78,7 +79,7 @@ def first_tokens(folder: Path, started: float) -> None:
         pass
     marks.append(time.time())
     names = ("import_s", "trace_s", "read_s", "rest_s")
-    parts = {name: after - before for name, before, after in zip(names, marks, marks[1:], strict=False)}
+    parts = {name: after - before for name, (before, after) in zip(names, itertools.pairwise(marks), strict=True)}
     print(json.dumps({"seconds": marks[-1] - started, "cpu_s": time.process_time(), "parts": parts}), flush=True)
 
 
