@@ -10,7 +10,7 @@ import jax
 
 from tuning.models.config import DecoderConfig
 from tuning.models.decoder import abstract_decoder
-from tuning.rollout.unrolled import Weights, unroll
+from tuning.rollout.unrolled import Form, unroll
 
 
 class Ahead:
@@ -32,12 +32,12 @@ class Ahead:
             self._threads[key].join()
 
 
-def abstract_weights(graph: Any, config: DecoderConfig, *, join: bool, weights: Weights, dtype: str) -> tuple[Any, Any]:
+def abstract_weights(graph: Any, config: DecoderConfig, *, join: bool, form: Form, dtype: str) -> tuple[Any, Any]:
     """(graph, shapes) as `unroll` gives of a decoder's float32 parameters, before there are any."""
     graphs = []
 
     def unrolled(params: Any) -> Any:
-        found, state = unroll(graph, params, join=join, weights=weights, dtype=dtype)
+        found, state = unroll(graph, params, join=join, form=form, dtype=dtype)
         graphs.append(found)
         return state
 

@@ -12,22 +12,24 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from tuning.models.config import DecoderConfig
-from tuning.rollout import cpu_attention, programs
+from tuning.rollout import programs
 from tuning.rollout.ahead import Ahead, abstract_weights
 from tuning.rollout.cache import KV
+from tuning.rollout.cpu import attention, products
+from tuning.rollout.cpu.kernels import Kernels, build
 from tuning.rollout.placement import put_weights
 from tuning.rollout.pool import Limits, Pool
 from tuning.rollout.requests import Completion, Request
 from tuning.rollout.sampling import Sampling, completion_keys
 from tuning.rollout.slots import Run, Slot, pack, row_arrays
-from tuning.rollout.unrolled import Weights, unroll
+from tuning.rollout.unrolled import Form, unroll
 from tuning.training.forward import decoder_graph
 
 
@@ -55,7 +57,7 @@ class Engine:
         limits: Limits | None = None,
         *,
         kv: KV | None = None,
-        weights: Weights = "dense",
+        weights: Literal["dense", "int8"] = "dense",
         top: int = 0,
         mesh: Mesh | None = None,
     ):
@@ -75,10 +77,13 @@ class Engine:
         self._compiled: set[tuple[str, ...]] = set()
         self._ahead = Ahead()
         self._at_once = True
-        self._has_kernel = mesh is None and cpu_attention.suits(dtype, self._kv, config.head_dim)
-        if self._has_kernel:
-            # It is built while weights are loaded.
-            threading.Thread(target=cpu_attention.kernel, name="build", daemon=True).start()
+        self._by_kernel = {
+            "attention": mesh is None and attention.suits(dtype, self._kv, config.head_dim),
+            "products": mesh is None and products.suits(dtype),
+        }
+        if any(self._by_kernel.values()):
+            # They are built while weights are loaded.
+            threading.Thread(target=build, name="build", daemon=True).start()
 
     def load(self, params: Any) -> None:
         """Samples from these parameters from now on; runs in progress go on with them. Compiles nothing new."""
@@ -122,7 +127,7 @@ class Engine:
         options = {"prefixed": prefixed, "kv": self._kv, "dtype": self._dtype}
         self._ahead.begin(
             self._key("prefill", *_chunk_key(size, prefixed)),
-            lambda: programs.prefill.lower(graph, weights, state["cache"], chunk, **options),
+            lambda: programs.prefill.lower(graph, weights, state["cache"], chunk, kernels=self._kernels, **options),
         )
         self._decode_ahead(graph, weights)
 
@@ -234,7 +239,14 @@ class Engine:
     @property
     def _unrolling(self) -> dict[str, Any]:
         join = self._mesh is None or self._mesh.shape.get("tensor", 1) == 1
-        return {"join": join, "weights": self._weights, "dtype": self._dtype}
+        form: Form = "rows" if self._weights == "dense" and self._by_kernel["products"] else self._weights
+        return {"join": join, "form": form, "dtype": self._dtype}
+
+    @functools.cached_property
+    def _kernels(self) -> Kernels:
+        if not any(self._by_kernel.values()):
+            return Kernels()
+        return Kernels(**{n: name if self._by_kernel[n] else None for n, name in build()._asdict().items()})
 
     def _key(self, name: str, *shape: str) -> tuple[str, ...]:
         return (name, f"slots={len(self._pool.slots)}", f"tokens={self._pool.capacity}", *shape)
@@ -268,7 +280,14 @@ class Engine:
         graph, weights = self._use("prefill", *_chunk_key(size, prefixed))
         state = self._pool.state
         state["cache"] = programs.prefill(
-            graph, weights, state["cache"], chunk, prefixed=prefixed, kv=self._kv, dtype=self._dtype
+            graph,
+            weights,
+            state["cache"],
+            chunk,
+            prefixed=prefixed,
+            kv=self._kv,
+            dtype=self._dtype,
+            kernels=self._kernels,
         )
         for i, count in pieces:
             run = self._pool.slots[i].run
@@ -298,9 +317,8 @@ class Engine:
 
     @property
     def _decode_options(self) -> dict[str, Any]:
-        kernel = cpu_attention.kernel() if self._has_kernel else None
         types = {"kv": self._kv, "dtype": self._dtype}
-        return {"steps": self._limits.steps, "top": self._top, "kernel": kernel, **types}
+        return {"steps": self._limits.steps, "top": self._top, "kernels": self._kernels, **types}
 
     def _decode_ahead(self, graph: Any, weights: Any) -> None:
         """Has a thread compile the decoding program while prompts are prefilled, where that is yet to be compiled."""

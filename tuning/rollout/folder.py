@@ -42,17 +42,21 @@ def _unrolled_places(config: DecoderConfig, shapes: Any) -> dict[str, Place]:
     found: dict[ParamPath, dict[str, Place]] = {path: {} for path in flatten_dict(nnx.to_pure_dict(shapes))}
     for path, names in tensor_names(stacked, config.num_layers).items():
         for layer, tensor in enumerate(names.tensors):
-            target, part = _target(path, layer, stacked) if names.stacked else (("rest", *path), ())
-            found[target][tensor] = Place(target, part, names.transposed)
+            target, part = _target(path, layer, stacked) if names.stacked else (("rest", *path), slice(None))
+            place = Place(target, (..., part), names.transposed)
+            if target not in found:
+                # `products.Rows` has outputs in front, as the file has.
+                place = Place((*target, "weight"), (part,), not names.transposed)
+            found[place.path][tensor] = place
     return {tensor: place for places in found.values() for tensor, place in places.items()}
 
 
-def _target(path: ParamPath, layer: int, stacked: dict[ParamPath, Any]) -> tuple[ParamPath, tuple[Any, ...]]:
-    """The parameter, and the part of it, that one layer of a stacked parameter is."""
+def _target(path: ParamPath, layer: int, stacked: dict[ParamPath, Any]) -> tuple[ParamPath, slice]:
+    """The parameter, and the outputs of it, that one layer of a stacked parameter is."""
     _, name, *rest = path
     for joined, parts in JOINED.items():
         if name in parts:
             widths = [stacked["layers", part, *rest].shape[-1] for part in parts]
             at = parts.index(name)
-            return ("layers", layer, joined, *rest), (..., slice(sum(widths[:at]), sum(widths[: at + 1])))
-    return ("layers", layer, name, *rest), ()
+            return ("layers", layer, joined, *rest), slice(sum(widths[:at]), sum(widths[: at + 1]))
+    return ("layers", layer, name, *rest), slice(None)

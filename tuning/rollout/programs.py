@@ -14,17 +14,26 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tuning.models.decoder import AttentionSpec
-from tuning.rollout import cpu_attention
 from tuning.rollout.cache import KV, TOKEN_AXIS, Layer, append, attend, capacity_of, insert, near_enough, stored
+from tuning.rollout.cpu import attention as cpu_attention
+from tuning.rollout.cpu.kernels import Kernels
 from tuning.rollout.sampling import sample, uniforms
 
 State = dict[str, Any]
 """{"cache": a Layer a layer, "seen": [R, V] bool, the tokens that a repetition penalty concerns}; donated."""
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "prefixed", "kv", "dtype"), donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames=("graph", "prefixed", "kv", "dtype", "kernels"), donate_argnames="cache")
 def prefill(
-    graph: Any, weights: Any, cache: list[Layer], chunk: dict[str, Any], *, prefixed: bool, kv: KV, dtype: str
+    graph: Any,
+    weights: Any,
+    cache: list[Layer],
+    chunk: dict[str, Any],
+    *,
+    prefixed: bool,
+    kv: KV,
+    dtype: str,
+    kernels: Kernels,
 ) -> list[Layer]:
     """The caches with those of a chunk of prompts.
 
@@ -33,6 +42,7 @@ def prefill(
     `positions[0]`.
     """
     model = nnx.merge(graph, weights)
+    model.multiply_by(kernels.products)
     tokens, positions, group = (chunk[n][None] for n in ("tokens", "positions", "group"))
     length = tokens.shape[1]
 
@@ -48,11 +58,13 @@ def prefill(
             parts.append((far, near_enough(before, query, cached, spec)))
         return attend(q, parts, spec), near
 
-    _, new = model(tokens, positions, attention, cache=cache, dtype=jnp.dtype(dtype))
+    _, new = model(tokens, positions, attention, live_BL=group > 0, cache=cache, dtype=jnp.dtype(dtype))
     return insert(cache, new, chunk["entries"])
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "steps", "top", "kv", "dtype", "kernel"), donate_argnames="state")
+@functools.partial(
+    jax.jit, static_argnames=("graph", "steps", "top", "kv", "dtype", "kernels"), donate_argnames="state"
+)
 def decode(
     graph: Any,
     weights: Any,
@@ -65,7 +77,7 @@ def decode(
     top: int,
     kv: KV,
     dtype: str,
-    kernel: str | None,
+    kernels: Kernels,
 ) -> tuple[State, dict[str, jax.Array]]:
     """Up to `steps` tokens of every live row, and no more than `most`.
 
@@ -73,9 +85,10 @@ def decode(
 
     `rows` has, [R] each: `token` to feed, `length` of the cache before it, `left` tokens to make, `made` tokens,
     `live`, `key` [R, 2], `stops` [R, E] (padded with -1) and the fields of `Sampling`. Gives `tokens`, `logps` [R, T],
-    `top_ids`, `top_logps` [R, T, top], `made` [R] in this run, and `live`. `kernel` names that of `cpu_attention`.
+    `top_ids`, `top_logps` [R, T, top], `made` [R] in this run, and `live`.
     """
     model = nnx.merge(graph, weights)
+    model.multiply_by(kernels.products)
     c = model.config
     cache = state["cache"]
     count = rows["token"].shape[0]
@@ -111,8 +124,8 @@ def decode(
             far, near = layer
             new = stored(k, v, kv)
             near = {n: jax.lax.dynamic_update_slice_in_dim(x, new[n], t, TOKEN_AXIS[n]) for n, x in near.items()}
-            if kernel:
-                return cpu_attention.attend(kernel, q, far, near, s["live"], length, t, spec), near
+            if kernels.attention:
+                return cpu_attention.attend(kernels.attention, q, far, near, s["live"], length, t, spec), near
             query = at[:, None, None]
             older = (cached < length[:, None])[:, None]
             newer = jnp.broadcast_to(jnp.arange(steps) <= t, (count, 1, steps))
@@ -126,6 +139,7 @@ def decode(
             s["token"][:, None],
             at[:, None],
             attention,
+            live_BL=s["live"][:, None],
             cache=list(zip(cache, s["near"], strict=True)),
             dtype=jnp.dtype(dtype),
         )

@@ -19,12 +19,13 @@ from tuning.models.decoder import Attention, AttentionSpec, Decoder, Layer, rms_
 from tuning.models.linear import Linear
 from tuning.models.quantize import Int8
 from tuning.models.rope import rope_tables
+from tuning.rollout.cpu import products
 
-Weights = Literal["dense", "int8"]
-FEW_ROWS = 32
-"""Up to which the head on CPU is a product from the left (`UnrolledDecoder.logits`)."""
+Form = Literal["dense", "int8", "rows"]
+"""How the projections of layers are held: (in, out), as `quantize.Int8`, or as `products.Rows`."""
 JOINED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 """Projections that are one product, in the order of their outputs."""
+FORMS: dict[str, type[Int8] | type[products.Rows]] = {"int8": Int8, "rows": products.Rows}
 _PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
@@ -64,23 +65,38 @@ class UnrolledDecoder(nnx.Module):
         self.layers = nnx.List(layers)
         del decoder.layers
         self.rest = decoder
+        self.kernel: str | None = None
+
+    def multiply_by(self, kernel: str | None) -> None:
+        """Has `products.product` use this kernel from now on."""
+        self.kernel = kernel
+        for _, module in nnx.iter_modules(self):
+            if isinstance(module, products.Rows):
+                module.kernel = kernel
 
     def logits(self, hidden_RD: jax.Array) -> jax.Array:
         """Logits [R, V] in at least float32 of final hidden states."""
-        if jax.default_backend() != "cpu" or len(hidden_RD) > FEW_ROWS:
+        if jax.default_backend() != "cpu":
             return self.rest.logits(hidden_RD)
-        # XLA on CPU passes over a large matrix faster where it is the left operand; the barrier keeps it there.
         weight = self.rest.head_weight().astype(hidden_RD.dtype)
-        accumulate = jnp.promote_types(hidden_RD.dtype, jnp.float32)
-        logits_VR = jnp.einsum("vd,rd->vr", weight, hidden_RD, preferred_element_type=accumulate)
-        return soft_cap(jax.lax.optimization_barrier(logits_VR).T, self.config.final_softcap)
+        return soft_cap(products.product(hidden_RD, weight, self.kernel), self.config.final_softcap)
 
     def __call__(
-        self, tokens_BL: jax.Array, positions_BL: jax.Array, attention: Attention, *, cache: Sequence[Any], dtype: Any
+        self,
+        tokens_BL: jax.Array,
+        positions_BL: jax.Array,
+        attention: Attention,
+        *,
+        live_BL: jax.Array,
+        cache: Sequence[Any],
+        dtype: Any,
     ) -> tuple[jax.Array, list[Any]]:
-        """Hidden states after the last norm [B, L, D], and what attention gave as each layer's new cache."""
+        """Hidden states after the last norm [B, L, D], and what attention gave as each layer's new cache.
+
+        Tokens that are not live are zeros all along (but for biases), which `products` does not compute.
+        """
         c = self.config
-        x = self.rest.embed(tokens_BL, dtype)
+        x = jnp.where(live_BL[..., None], self.rest.embed(tokens_BL, dtype), 0)
         distinct, row_of_layer = c.frequencies()
         cos, sin = rope_tables(positions_BL, distinct)
         changed = []
@@ -89,7 +105,11 @@ class UnrolledDecoder(nnx.Module):
         @functools.partial(jax.jit, static_argnums=(0, 1, 2))
         def run(graph: Any, row: int, window: int | None, state: Any, x: jax.Array, mine: Any) -> Any:
             spec = AttentionSpec(c.attention_scale, c.attention_softcap, window, positions_BL)
-            return nnx.merge(graph, state)(x, (cos[row], sin[row]), attention, spec, mine)
+            return nnx.merge(graph, state)(x, (cos[row], sin[row]), of_live, spec, mine)
+
+        def of_live(*arguments: Any) -> tuple[jax.Array, Any]:
+            out, mine = attention(*arguments)
+            return jnp.where(live_BL[..., None, None], out, 0), mine
 
         for i, layer in enumerate(self.layers):
             window = c.sliding_window if c.slides(i) else None
@@ -99,37 +119,37 @@ class UnrolledDecoder(nnx.Module):
         return rms_norm(x, self.rest.norm[...], c.norm_eps, c.norm_offset), changed
 
 
-def _prepared(graph: Any, stacked: Any, number: jax.Array | int, join: bool, weights: Weights, dtype: str) -> Any:
+def _prepared(graph: Any, stacked: Any, number: jax.Array | int, join: bool, form: Form, dtype: str) -> Any:
     """One layer of a stack, as (graph, state)."""
     layer = nnx.merge(graph, jax.tree.map(lambda x: x[number].astype(dtype), stacked))
     if join:
         _join(layer)
-    if weights == "int8":
+    if form in FORMS:
         for name in (*_PROJECTIONS, *JOINED):
             if hasattr(layer, name):
                 linear = getattr(layer, name)
-                linear.kernel = Int8(linear.kernel[...])
+                linear.kernel = FORMS[form](linear.kernel[...])
     return nnx.split(layer)
 
 
 # The number of the layer is an argument: one program, whatever the depth.
-@functools.partial(jax.jit, static_argnames=("graph", "join", "weights", "dtype"))
-def _state(graph: Any, stacked: Any, number: jax.Array, *, join: bool, weights: Weights, dtype: str) -> Any:
-    return _prepared(graph, stacked, number, join, weights, dtype)[1]
+@functools.partial(jax.jit, static_argnames=("graph", "join", "form", "dtype"))
+def _state(graph: Any, stacked: Any, number: jax.Array, *, join: bool, form: Form, dtype: str) -> Any:
+    return _prepared(graph, stacked, number, join, form, dtype)[1]
 
 
-def unroll(graph: Any, params: Any, *, join: bool, weights: Weights, dtype: str) -> tuple[Any, Any]:
+def unroll(graph: Any, params: Any, *, join: bool, form: Form, dtype: str) -> tuple[Any, Any]:
     """(graph, state) of an `UnrolledDecoder` with the values of a Decoder's parameters, layers cast to `dtype`.
 
     `join` makes one kernel of those that share an input; cutting it over a `tensor` axis would part heads from their
-    devices, so it is for whole kernels. `int8` keeps the projections in one byte a weight.
+    devices, so it is for whole kernels.
     """
     decoder = nnx.merge(graph, params)
     stack, stacked = nnx.split(decoder.layers)
-    made = nnx.eval_shape(lambda s: nnx.merge(*_prepared(stack, s, 0, join, weights, dtype)), stacked)
+    made = nnx.eval_shape(lambda s: nnx.merge(*_prepared(stack, s, 0, join, form, dtype)), stacked)
     like = nnx.split(made)[0]
     layers = [
-        nnx.merge(like, _state(stack, stacked, np.int32(i), join=join, weights=weights, dtype=dtype))
+        nnx.merge(like, _state(stack, stacked, np.int32(i), join=join, form=form, dtype=dtype))
         for i in range(decoder.config.num_layers)
     ]
     return nnx.split(UnrolledDecoder(decoder, layers))

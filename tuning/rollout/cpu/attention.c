@@ -5,13 +5,8 @@
 // place of S; spans [R, 4], int32: first and end of the cached tokens that a row sees, then of the new ones, never empty
 // together. Attribute: softcap, float32, 0 for none. Result [R, K, A, H].
 #include <math.h>
-#include <sched.h>
-#include <stdatomic.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
 
-#include "xla/ffi/api/c_api.h"
+#include "threads.h"
 
 enum {
   LANES = 16,        // floats of a vector
@@ -23,8 +18,6 @@ enum {
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t bits __attribute__((vector_size(4 * LANES), aligned(4)));
-
-#define INLINE static inline __attribute__((always_inline))
 
 INLINE vec load(const float *p) { return *(const vec *)p; }
 INLINE void store(float *p, vec x) { *(vec *)p = x; }
@@ -186,60 +179,12 @@ static void attend(const Work *w, int64_t pair, float *scores) {
   }
 }
 
-// Threads take pairs of row and head from a common counter. XLA may run a scheduled task late, or on the thread that
-// waits for it: so nobody waits for a task to start, and the last holder frees the job.
-typedef struct {
-  Work work;
-  atomic_long next, done, workers, holders;
-  float scores[];
-} Job;
-
-static void take(Job *job) {
-  const Work *w = &job->work;
-  float *scores = job->scores + atomic_fetch_add(&job->workers, 1) * QUERIES * w->stride;
-  for (long pair; (pair = atomic_fetch_add(&job->next, 1)) < w->rows * w->heads;) {
-    attend(w, pair, scores);
-    atomic_fetch_add(&job->done, 1);
-  }
+static void attend_pairs(const void *work, int64_t first, int64_t end, float *scores) {
+  for (int64_t pair = first; pair < end; pair++) attend(work, pair, scores);
 }
 
-static void release(Job *job) {
-  if (atomic_fetch_sub(&job->holders, 1) == 1) free(job);
-}
-
-static void help(void *job) {
-  take(job);
-  release(job);
-}
-
-static int64_t threads_of(XLA_FFI_CallFrame *frame) {
-  int64_t threads = 1;
-  XLA_FFI_ThreadPool_NumThreads_Args ask = {XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE, NULL, frame->ctx, &threads};
-  XLA_FFI_Error *error = frame->api->XLA_FFI_ThreadPool_NumThreads(&ask);
-  if (error) {
-    XLA_FFI_Error_Destroy_Args drop = {XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, NULL, error};
-    frame->api->XLA_FFI_Error_Destroy(&drop);
-    return 1;
-  }
-  return threads;
-}
-
-static int schedule(XLA_FFI_CallFrame *frame, Job *job) {
-  XLA_FFI_ThreadPool_Schedule_Args ask = {XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE, NULL, frame->ctx, help, job};
-  XLA_FFI_Error *error = frame->api->XLA_FFI_ThreadPool_Schedule(&ask);
-  if (!error) return 1;
-  XLA_FFI_Error_Destroy_Args drop = {XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, NULL, error};
-  frame->api->XLA_FFI_Error_Destroy(&drop);
-  return 0;
-}
-
-XLA_FFI_Error *decode_attention(XLA_FFI_CallFrame *frame) {
-  if (frame->extension_start && frame->extension_start->type == XLA_FFI_Extension_Metadata) {
-    XLA_FFI_Metadata *about = ((XLA_FFI_Metadata_Extension *)frame->extension_start)->metadata;
-    about->api_version.major_version = XLA_FFI_API_MAJOR;
-    about->api_version.minor_version = XLA_FFI_API_MINOR;
-    return NULL;
-  }
+XLA_FFI_Error *attention(XLA_FFI_CallFrame *frame) {
+  if (only_asks(frame)) return NULL;
   XLA_FFI_Buffer **args = (XLA_FFI_Buffer **)frame->args.args;
   XLA_FFI_Buffer *out = frame->rets.rets[0];
   Work work = {
@@ -262,23 +207,7 @@ XLA_FFI_Error *decode_attention(XLA_FFI_CallFrame *frame) {
   work.stride = (work.capacity + work.steps + 2 * VECTORS * LANES) / LANES * LANES;
   int64_t numbers = 0;
   for (int64_t r = 0; r < work.rows; r++) numbers += (work.spans[4 * r + 1] - work.spans[4 * r]) * work.heads * work.size;
-  int64_t threads = numbers < FEW_NUMBERS ? 1 : threads_of(frame);
-  if (threads > work.rows * work.heads) threads = work.rows * work.heads;
-  Job *job = malloc(sizeof(Job) + sizeof(float) * threads * QUERIES * work.stride);
-  if (!job) {
-    XLA_FFI_Error_Create_Args make = {XLA_FFI_Error_Create_Args_STRUCT_SIZE, NULL, "no memory for attention's scores",
-                                      XLA_FFI_Error_Code_RESOURCE_EXHAUSTED};
-    return frame->api->XLA_FFI_Error_Create(&make);
-  }
-  job->work = work;
-  atomic_init(&job->next, 0);
-  atomic_init(&job->done, 0);
-  atomic_init(&job->workers, 0);
-  atomic_init(&job->holders, threads);
-  for (int64_t helper = 1; helper < threads; helper++)
-    if (!schedule(frame, job)) release(job);
-  take(job);
-  while (atomic_load(&job->done) < work.rows * work.heads) sched_yield();
-  release(job);
-  return NULL;
+  // Lengths differ: one pair at a time.
+  int64_t pairs = work.rows * work.heads, threads = numbers < FEW_NUMBERS ? 1 : threads_of(frame);
+  return spread(frame, attend_pairs, &work, sizeof work, pairs, pairs + 1, threads, QUERIES * work.stride);
 }

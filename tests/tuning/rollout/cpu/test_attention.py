@@ -11,7 +11,9 @@ import pytest
 from tuning.models.config import tiny
 from tuning.models.decoder import AttentionSpec
 from tuning.models.huggingface import random_params
-from tuning.rollout import cache, cpu_attention
+from tuning.rollout import cache
+from tuning.rollout.cpu import attention as cpu_attention
+from tuning.rollout.cpu import kernels
 from tuning.rollout.engine import Engine
 from tuning.rollout.sampling import Sampling
 
@@ -33,8 +35,8 @@ def step(rows, group, size, capacity, seed=0):
 
 def kernel(q, far, near, length, t, spec, live=None):
     live = jnp.ones(len(q), bool) if live is None else live
-    name = cpu_attention.kernel()
-    assert name is not None, "this machine has no C compiler, or it cannot build the kernel"
+    name = kernels.build().attention
+    assert name is not None, "this machine has no C compiler, or it cannot build the kernels"
     run = functools.partial(cpu_attention.attend, name, spec=spec)
     return jax.jit(run)(q, far, near, live, jnp.asarray(length), t)
 
@@ -147,14 +149,14 @@ def test_what_a_compiler_says_against_the_source_is_told(cache_folder, tmp_path,
     compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exec cc --version\nexec cc "$@" -no-such-option\n')
     compiler.chmod(0o755)
     with caplog.at_level(logging.WARNING):
-        assert cpu_attention.kernel(str(compiler)) is None
+        assert kernels.build(str(compiler)) == kernels.Kernels()
     assert "no-such-option" in caplog.text
 
 
 def test_the_kernel_is_kept_with_what_jax_keeps(cache_folder):
-    name, _ = cpu_attention._built("cc")
+    name, _ = kernels.built("cc")
     (kept,) = (cache_folder / "kernels").iterdir()
     assert kept.name == f"{name}.so"
     built = kept.stat().st_mtime_ns
-    assert cpu_attention._built("cc")[0] == name
+    assert kernels.built("cc")[0] == name
     assert kept.stat().st_mtime_ns == built

@@ -1,0 +1,51 @@
+"""Attention of a decoding step by a kernel (`attention.c`).
+
+XLA on CPU runs the small products of attention on one core, over every slot to the capacity. The kernel takes all
+cores and reads what each row sees. For other types `cache.attend` does the same.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tuning.models.decoder import AttentionSpec
+from tuning.rollout.cache import Layer
+
+LANES = 16
+"""The kernel's vectors: a head's size must be a multiple."""
+
+
+def suits(dtype: str, kv: str, head_dim: int) -> bool:
+    """Whether the kernel is for this backend, these types and heads."""
+    return jax.default_backend() == "cpu" and (dtype, kv) == ("float32", "float32") and head_dim % LANES == 0
+
+
+def attend(
+    name: str,
+    q_RCNH: jax.Array,
+    far: Layer,
+    near: Layer,
+    live_R: jax.Array,
+    length_R: jax.Array,
+    t: jax.Array | int,
+    spec: AttentionSpec,
+) -> jax.Array:
+    """Attention of one query a row (C is 1) over the first `length_R` cached tokens and `t` + 1 new ones.
+
+    Layers as in `cache`, float32. The query's position is `length_R` + `t`. Rows that are not live see new tokens only;
+    nobody reads what comes of them. Out [R, 1, N, H].
+    """
+    r, _, n, h = q_RCNH.shape
+    heads = far["k"].shape[1]
+    end = jnp.where(live_R, length_R, 0)
+    first, first_new = jnp.zeros((2, r), jnp.int32)
+    if spec.window is not None:
+        oldest = length_R + t - spec.window + 1
+        first, first_new = jnp.clip(oldest, 0, end), jnp.clip(oldest - length_R, 0, t)
+    spans = jnp.stack([first, end, first_new, jnp.full(r, t + 1)], axis=-1).astype(jnp.int32)
+    call = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((r, heads, n // heads, h), jnp.float32))
+    q = (q_RCNH * spec.scale).reshape(r, heads, n // heads, h)
+    out = call(q, far["k"], far["v"], near["k"], near["v"], spans, softcap=np.float32(spec.softcap or 0))
+    return out.reshape(q_RCNH.shape)

@@ -1,0 +1,89 @@
+"""The C sources of this folder, built by the machine's own compiler and made known to XLA."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import subprocess
+import tempfile
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jaxlib
+
+SOURCES = sorted(p for p in Path(__file__).parent.iterdir() if p.suffix in (".c", ".h"))
+OPTIONS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-shared")
+_LOCK = threading.Lock()
+_REGISTERED: set[str] = set()
+_log = logging.getLogger(__name__)
+
+
+class Kernels(NamedTuple):
+    """The names under which XLA knows each kernel; None where XLA does that work itself."""
+
+    attention: str | None = None
+    products: str | None = None
+
+
+def build(compiler: str | None = None) -> Kernels:
+    """All kernels; none, with a warning that says why, where they cannot be built.
+
+    `compiler` is a command, by default that of the environment variable CC, or `cc`. Where JAX keeps what it compiles,
+    kernels stay there too, for these sources, compiler, processor and version of jaxlib; else they are this process's.
+    """
+    with _LOCK:
+        return _build(compiler or os.environ.get("CC") or "cc")
+
+
+@functools.cache
+def _build(compiler: str) -> Kernels:
+    try:
+        name, library = built(compiler)
+    except (OSError, subprocess.SubprocessError) as e:
+        said = getattr(e, "stderr", None) or e
+        _log.warning("decoding is left to XLA, which is slower: `%s` built no kernels: %s", compiler, said)
+        return Kernels()
+    # Programs that JAX keeps call a kernel by name: another kernel needs another.
+    names = {kernel: f"rlhf_{kernel}_{name}" for kernel in Kernels._fields}
+    for kernel, target in names.items():
+        if target not in _REGISTERED:
+            jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, kernel)), platform="cpu")
+            _REGISTERED.add(target)
+    return Kernels(**names)
+
+
+def built(compiler: str) -> tuple[str, ctypes.CDLL]:
+    """(what the build depends on, as a hash; the library). Raises OSError or SubprocessError."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+    texts = (source.read_text() for source in SOURCES)
+    parts = (*texts, *OPTIONS, version, jaxlib.__version__, _processor())
+    name = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    cache = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    with tempfile.TemporaryDirectory() as own:
+        folder = Path(cache) / "kernels" if cache and "://" not in cache else Path(own)
+        library = folder / f"{name}.so"
+        if not library.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            # Under its name it is whole, whoever else builds it at the same time.
+            with tempfile.TemporaryDirectory(dir=folder) as place:
+                made = Path(place) / library.name
+                sources = [str(source) for source in SOURCES if source.suffix == ".c"]
+                command = [compiler, *OPTIONS, f"-I{jax.ffi.include_dir()}", *sources, "-o", str(made), "-lm"]
+                subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+                os.replace(made, library)
+        return name, ctypes.CDLL(str(library))
+
+
+def _processor() -> str:
+    """What `-march=native` depends on: machines that share a folder may differ."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))

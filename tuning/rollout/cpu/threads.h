@@ -1,0 +1,108 @@
+// Work that XLA's own threads share, and the part of its calling convention that all handlers have in common.
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "xla/ffi/api/c_api.h"
+
+#define INLINE static inline __attribute__((always_inline))
+
+// Items `first` to `end` of some work. `scratch` is this thread's own.
+typedef void Part(const void *work, int64_t first, int64_t end, float *scratch);
+
+// Threads take items from a common counter. XLA may run a scheduled task late, or on the thread that waits for it: so
+// nobody waits for a task to start, and the last holder frees the job.
+typedef struct {
+  Part *part;
+  int64_t count, share, scratch_floats;
+  float *scratch;
+  atomic_long next, done, workers, holders;
+  char work[] __attribute__((aligned(64)));
+} Job;
+
+static void take(Job *job) {
+  float *scratch = job->scratch + atomic_fetch_add(&job->workers, 1) * job->scratch_floats;
+  for (;;) {
+    long first = atomic_load(&job->next), size;
+    do {
+      if (first >= job->count) return;
+      size = (job->count - first) / job->share;
+      if (size < 1) size = 1;
+    } while (!atomic_compare_exchange_weak(&job->next, &first, first + size));
+    job->part(job->work, first, first + size, scratch);
+    atomic_fetch_add(&job->done, size);
+  }
+}
+
+static void release(Job *job) {
+  if (atomic_fetch_sub(&job->holders, 1) == 1) free(job);
+}
+
+static void help(void *job) {
+  take(job);
+  release(job);
+}
+
+static int64_t threads_of(XLA_FFI_CallFrame *frame) {
+  int64_t threads = 1;
+  XLA_FFI_ThreadPool_NumThreads_Args ask = {XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE, NULL, frame->ctx, &threads};
+  XLA_FFI_Error *error = frame->api->XLA_FFI_ThreadPool_NumThreads(&ask);
+  if (error) {
+    XLA_FFI_Error_Destroy_Args drop = {XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, NULL, error};
+    frame->api->XLA_FFI_Error_Destroy(&drop);
+    return 1;
+  }
+  return threads;
+}
+
+static int schedule(XLA_FFI_CallFrame *frame, Job *job) {
+  XLA_FFI_ThreadPool_Schedule_Args ask = {XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE, NULL, frame->ctx, help, job};
+  XLA_FFI_Error *error = frame->api->XLA_FFI_ThreadPool_Schedule(&ask);
+  if (!error) return 1;
+  XLA_FFI_Error_Destroy_Args drop = {XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, NULL, error};
+  frame->api->XLA_FFI_Error_Destroy(&drop);
+  return 0;
+}
+
+static XLA_FFI_Error *no_memory(XLA_FFI_CallFrame *frame) {
+  XLA_FFI_Error_Create_Args make = {XLA_FFI_Error_Create_Args_STRUCT_SIZE, NULL, "no memory for a kernel's scratch",
+                                    XLA_FFI_Error_Code_RESOURCE_EXHAUSTED};
+  return frame->api->XLA_FFI_Error_Create(&make);
+}
+
+// Does `count` items of `work` (`bytes`, copied) on up to `threads` threads, this one included. A thread takes the part
+// 1 / `share` of what is left each time, at least one item.
+static XLA_FFI_Error *spread(XLA_FFI_CallFrame *frame, Part *part, const void *work, size_t bytes, int64_t count,
+                             int64_t share, int64_t threads, int64_t scratch_floats) {
+  if (threads > count) threads = count > 0 ? count : 1;
+  int64_t room = (bytes + 63) / 64 * 64;
+  Job *job = aligned_alloc(64, (sizeof(Job) + room + sizeof(float) * threads * scratch_floats + 63) / 64 * 64);
+  if (!job) return no_memory(frame);
+  job->part = part;
+  job->count = count;
+  job->share = share;
+  job->scratch_floats = scratch_floats;
+  job->scratch = (float *)(job->work + room);
+  memcpy(job->work, work, bytes);
+  atomic_init(&job->next, 0);
+  atomic_init(&job->done, 0);
+  atomic_init(&job->workers, 0);
+  atomic_init(&job->holders, threads);
+  for (int64_t helper = 1; helper < threads; helper++)
+    if (!schedule(frame, job)) release(job);
+  take(job);
+  while (atomic_load(&job->done) < count) sched_yield();
+  release(job);
+  return NULL;
+}
+
+// Whether XLA asks for the version of its interface instead of a result; it has the answer then.
+static int only_asks(XLA_FFI_CallFrame *frame) {
+  if (!frame->extension_start || frame->extension_start->type != XLA_FFI_Extension_Metadata) return 0;
+  XLA_FFI_Metadata *about = ((XLA_FFI_Metadata_Extension *)frame->extension_start)->metadata;
+  about->api_version.major_version = XLA_FFI_API_MAJOR;
+  about->api_version.minor_version = XLA_FFI_API_MINOR;
+  return 1;
+}
