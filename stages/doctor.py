@@ -20,7 +20,7 @@ def main() -> None:
     fused = {"gpu": "cuDNN" if half else None, "tpu": "splash"}.get(device.platform)
     print(f"attention     {fused or 'blocks of queries'} (plain XLA where rows are short or a feature is missing)")
     if device.platform == "cpu":
-        print(f"decoding      {'kernels in C' if any(build()) else 'XLA alone, which is slower: no C compiler'}")
+        print(f"decoding      {'kernels in C' if any(build()) else 'XLA alone, which is slower'}")
     print(f"remat         {'a layer keeps its input' if device.compute.remat else 'a layer keeps its products'}")
     if device.count > 1:
         print(f"mesh          parameters cut over {device.count} devices, unless compute.mesh says otherwise")

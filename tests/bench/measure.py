@@ -41,10 +41,10 @@ def timed(function: Callable[[], Any], repeats: int) -> dict[str, Any]:
     }
 
 
-def gemm_flops(hidden: int, inner: int, rows: int = 2048, dtype: Any = jnp.float32) -> float:
-    """FLOP/s of the model's own kind of product, [rows, hidden] x [hidden, inner]."""
-    a, b = jnp.ones((rows, hidden), dtype), jnp.ones((hidden, inner), dtype)
-    return statistics.median(rate(jnp.matmul, a, b, work=2.0 * rows * hidden * inner))
+def gemm_flops(hidden: int, inner: int) -> float:
+    """FLOP/s of the model's own kind of product, [2048, hidden] x [hidden, inner]."""
+    a, b = jnp.ones((2048, hidden)), jnp.ones((hidden, inner))
+    return statistics.median(rate(jnp.matmul, a, b, work=2.0 * a.size * inner))
 
 
 def memory_bandwidth() -> float:

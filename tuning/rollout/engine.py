@@ -239,7 +239,7 @@ class Engine:
     @property
     def _unrolling(self) -> dict[str, Any]:
         join = self._mesh is None or self._mesh.shape.get("tensor", 1) == 1
-        form: Form = "rows" if self._weights == "dense" and self._by_kernel["products"] else self._weights
+        form: Form = "out_in" if self._weights == "dense" and self._by_kernel["products"] else self._weights
         return {"join": join, "form": form, "dtype": self._dtype}
 
     @functools.cached_property

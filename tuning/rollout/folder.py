@@ -45,7 +45,7 @@ def _unrolled_places(config: DecoderConfig, shapes: Any) -> dict[str, Place]:
             target, part = _target(path, layer, stacked) if names.stacked else (("rest", *path), slice(None))
             place = Place(target, (..., part), names.transposed)
             if target not in found:
-                # `products.Rows` has outputs in front, as the file has.
+                # `products.OutIn` has outputs in front, as the file has.
                 place = Place((*target, "weight"), (part,), not names.transposed)
             found[place.path][tensor] = place
     return {tensor: place for places in found.values() for tensor, place in places.items()}

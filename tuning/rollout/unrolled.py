@@ -21,11 +21,11 @@ from tuning.models.quantize import Int8
 from tuning.models.rope import rope_tables
 from tuning.rollout.cpu import products
 
-Form = Literal["dense", "int8", "rows"]
-"""How the projections of layers are held: (in, out), as `quantize.Int8`, or as `products.Rows`."""
+Form = Literal["dense", "int8", "out_in"]
+"""How the projections of layers are held: (in, out), as `quantize.Int8`, or as `products.OutIn`."""
 JOINED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 """Projections that are one product, in the order of their outputs."""
-FORMS: dict[str, type[Int8] | type[products.Rows]] = {"int8": Int8, "rows": products.Rows}
+FORMS: dict[str, type[Int8] | type[products.OutIn]] = {"int8": Int8, "out_in": products.OutIn}
 _PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
@@ -65,21 +65,21 @@ class UnrolledDecoder(nnx.Module):
         self.layers = nnx.List(layers)
         del decoder.layers
         self.rest = decoder
-        self.kernel: str | None = None
+        self.target: str | None = None
 
-    def multiply_by(self, kernel: str | None) -> None:
-        """Has `products.product` use this kernel from now on."""
-        self.kernel = kernel
+    def multiply_by(self, target: str | None) -> None:
+        """Has all products be those of `products.product` with this target."""
+        self.target = target
         for _, module in nnx.iter_modules(self):
-            if isinstance(module, products.Rows):
-                module.kernel = kernel
+            if isinstance(module, products.OutIn):
+                module.target = target
 
     def logits(self, hidden_RD: jax.Array) -> jax.Array:
         """Logits [R, V] in at least float32 of final hidden states."""
         if jax.default_backend() != "cpu":
             return self.rest.logits(hidden_RD)
         weight = self.rest.head_weight().astype(hidden_RD.dtype)
-        return soft_cap(products.product(hidden_RD, weight, self.kernel), self.config.final_softcap)
+        return soft_cap(products.product(hidden_RD, weight, self.target), self.config.final_softcap)
 
     def __call__(
         self,

@@ -18,7 +18,8 @@ import jax
 import jaxlib
 
 SOURCES = sorted(p for p in Path(__file__).parent.iterdir() if p.suffix in (".c", ".h"))
-OPTIONS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-shared")
+_NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
+OPTIONS = ("-O3", _NATIVE, "-std=gnu11", "-fPIC", "-shared")
 _LOCK = threading.Lock()
 _REGISTERED: set[str] = set()
 _log = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ def built(compiler: str) -> tuple[str, ctypes.CDLL]:
 
 
 def _processor() -> str:
-    """What `-march=native` depends on: machines that share a folder may differ."""
+    """What `_NATIVE` depends on: machines that share a folder may differ."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

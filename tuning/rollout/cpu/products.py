@@ -1,7 +1,7 @@
 """Products of few rows with a large matrix, which decoding consists of, by a kernel (`products.c`).
 
 The matrix lies as [O, I], an output's weights beside each other: it is read once, from front to back. A row has the
-same results, to the bit, among whatever other rows it is, and a row of zeros costs nothing.
+same results, to the bit, among whatever other rows it is, and a row of zeros costs next to nothing.
 
 Axes: R rows, I in, O out.
 """
@@ -21,15 +21,17 @@ def suits(dtype: str) -> bool:
     return jax.default_backend() == "cpu" and dtype == "float32"
 
 
-def product(x: jax.Array, weight_OI: jax.Array, kernel: str | None) -> jax.Array:
+def product(x: jax.Array, weight_OI: jax.Array, target: str | None) -> jax.Array:
     """x [..., I] times the transpose of a matrix of its type -> [..., O] in at least float32.
 
-    `kernel` is the name of the kernel, for what it suits; None leaves it to XLA.
+    `target` is the name under which XLA knows the kernel, for what it suits; None leaves the product to XLA.
     """
     rows, outs = x.reshape(-1, x.shape[-1]), len(weight_OI)
     accumulate = jnp.promote_types(x.dtype, jnp.float32)
-    if kernel:
-        out = jax.ffi.ffi_call(kernel, jax.ShapeDtypeStruct((len(rows), outs), accumulate))(rows, weight_OI)
+    if target:
+        # The kernel takes this for granted.
+        assert x.dtype == weight_OI.dtype == jnp.float32 and x.shape[-1] == weight_OI.shape[1]
+        out = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((len(rows), outs), accumulate))(rows, weight_OI)
     elif len(rows) <= FEW_ROWS:
         out = jnp.einsum("oi,ri->or", weight_OI, rows, preferred_element_type=accumulate)
         # The barrier keeps the operands in this order.
@@ -39,12 +41,12 @@ def product(x: jax.Array, weight_OI: jax.Array, kernel: str | None) -> jax.Array
     return out.reshape(*x.shape[:-1], outs)
 
 
-class Rows(nnx.Module):
-    """A kernel of `linear.Linear` as [O, I]; `kernel` as in `product`."""
+class OutIn(nnx.Module):
+    """The kernel of a `linear.Linear` as [O, I]; `target` as in `product`."""
 
     def __init__(self, kernel_IO: jax.Array):
         self.weight = nnx.Param(kernel_IO.T)
-        self.kernel: str | None = None
+        self.target: str | None = None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return product(x, self.weight[...], self.kernel).astype(x.dtype)
+        return product(x, self.weight[...], self.target).astype(x.dtype)

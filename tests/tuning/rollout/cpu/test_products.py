@@ -1,16 +1,22 @@
 """The products of decoding in C: the same for a row whatever its neighbours, and none for rows of zeros."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from tests.tuning.rollout.test_engine import CONFIG
+from tuning.models.config import tiny
 from tuning.models.huggingface import random_params
 from tuning.rollout.cpu import kernels, products
 from tuning.rollout.engine import Engine
 from tuning.rollout.pool import Limits
 from tuning.rollout.requests import Request
+from tuning.rollout.unrolled import unroll
+from tuning.training.forward import decoder_graph
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="a kernel for the CPU")
 
@@ -69,6 +75,12 @@ def test_rows_of_zeros_are_zeros_and_others_stay():
     assert not by_kernel(jnp.zeros_like(x), weight).any()
 
 
+def test_rows_of_zeros_are_not_computed():
+    x, weight = operands(4, 80, 50)
+    found = by_kernel(x.at[1].set(0), jnp.full_like(weight, jnp.nan))
+    assert not found[1].any() and np.isnan(found[[0, 2, 3]]).all()
+
+
 def test_what_is_not_a_number_is_not_hidden():
     x, weight = operands(5, 80, 50)
     found = np.isnan(by_kernel(x.at[2, 79].set(jnp.nan), weight))
@@ -91,13 +103,44 @@ def test_it_is_the_product_with_shorter_vectors(tmp_path, options):
     np.testing.assert_array_equal(np.asarray(products.product(x[3:4], weight, name)), found[3:4])
 
 
-def test_a_sample_has_the_same_log_probabilities_alone_and_among_others():
-    params = random_params(CONFIG, 1)
-    requests = [Request([5 + i, 6, 7 + i], 4 + 5 * i, counter=i) for i in range(5)]
-    engine = Engine(CONFIG, limits=Limits(slots=4, chunks=(16,)))
-    engine.load(params)
-    together = dict(engine.run(requests))
-    for i, request in enumerate(requests):
-        ((_, alone),) = engine.run([request])
-        assert alone[0].tokens == together[i][0].tokens
-        assert alone[0].logps == together[i][0].logps
+@pytest.fixture
+def lowered(monkeypatch):
+    """The programs, prefill and decode, of an engine that prepares for some requests, before XLA has seen them."""
+    config = tiny(97)
+    engine = Engine(config, limits=Limits(slots=2, chunks=(16,)))
+    texts = []
+    monkeypatch.setattr(engine._ahead, "begin", lambda key, make: texts.append(make().as_text()))
+    engine.prepare([Request([5, 6, 7], 4, counter=i) for i in range(2)])
+    return texts
+
+
+def test_all_products_with_weights_are_the_kernels(lowered):
+    prefill, decode = (text.count(f"@{kernels.build().products}(") for text in lowered)
+    # Queries, keys and values; attention's output; gate and up; down: in one function for all layers. Then, for
+    # decoding, the head; a prompt's last layer ends with its keys and values, in a function of its own.
+    assert (prefill, decode) == (5, 5)
+    assert "dot_general" not in lowered[1]
+
+
+@pytest.mark.parametrize("family", [{}, {"family": "qwen2", "qkv_bias": True, "qk_norm": True}], ids=["plain", "qkv"])
+def test_tokens_that_are_not_live_stay_zeros(family):
+    config = dataclasses.replace(CONFIG, **family)
+    model = nnx.merge(*unroll(decoder_graph(config), biased(config), join=True, form="out_in", dtype="float32"))
+
+    def attention(q, k, v, spec, cache):
+        return jnp.ones_like(q), None
+
+    live = jnp.asarray([[True, False, True]])
+    hidden, _ = model(
+        jnp.asarray([[3, 4, 5]]),
+        jnp.arange(3)[None],
+        attention,
+        live_BL=live,
+        cache=[None] * config.num_layers,
+        dtype="float32",
+    )
+    assert not hidden[0, 1].any() and hidden[0, [0, 2]].all()
+
+
+def biased(config):
+    return jax.tree.map(lambda x: x + 0.1, random_params(config, 1))
