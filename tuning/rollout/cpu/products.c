@@ -34,6 +34,9 @@ enum { OUTS = 4 };
 enum {
   ROWS = 3,               // with OUTS, the sums of a tile fit the registers
   LINE = 16,              // floats of a cache line
+  DEPTH = 768,            // inputs of a block, at most: a tile's weights stay in a core's first cache,
+  BLOCK = 48,             // and its rows, with
+  GROUP = 8,              // the sums of as many tiles, in the second
   FEW_NUMBERS = 1 << 16,  // a W of fewer numbers than this is read sooner than another core wakes
 };
 
@@ -72,16 +75,31 @@ INLINE four sums_of(vec a, vec b, vec c, vec d) {
   return sum;
 }
 
-// `outs` results of each of `rows` rows. Calls with constants become loops without branches. `next` is what to fetch
-// meanwhile, as long as a row of W; NULL for nothing.
-INLINE void tile(int rows, int outs, const float *const *x, const float *w, int64_t size, float *const *y,
-                 const float *next) {
+// A piece of the work: results of some rows and outputs, over `count` of the `size` inputs. What was summed before is in
+// `sums` unless this is the `first` of the inputs; there it goes until the `last`. `next` is what to fetch meanwhile,
+// `count` numbers; NULL for nothing.
+typedef struct {
+  const float *x[ROWS], *w, *next;
+  float *y[ROWS], *sums;
+  int64_t size, count;
+  int first, last;
+} Piece;
+
+INLINE float *sums_for(const Piece *p, int row, int out) { return p->sums + (row * OUTS + out) * LANES; }
+
+// Calls with constants become loops without branches.
+INLINE void tile(int rows, int outs, const Piece *p) {
+  const float *w = p->w, *next = p->next;
+  int64_t size = p->size, count = p->count;
   vec sum[ROWS][OUTS] = {0};
+  if (!p->first)
+    for (int r = 0; r < rows; r++)
+      for (int o = 0; o < outs; o++) sum[r][o] = load(sums_for(p, r, o));
   int64_t i = 0;
-  for (; i + LANES <= size; i += LANES) {
+  for (; i + LANES <= count; i += LANES) {
     if (next && i % LINE == 0) __builtin_prefetch(next + i);
     vec in[ROWS];
-    for (int r = 0; r < rows; r++) in[r] = load(x[r] + i);
+    for (int r = 0; r < rows; r++) in[r] = load(p->x[r] + i);
     for (int o = 0; o < outs; o++) {
       vec weight = load(w + o * size + i);
       // Or GCC reads it again for each row.
@@ -89,65 +107,81 @@ INLINE void tile(int rows, int outs, const float *const *x, const float *w, int6
       for (int r = 0; r < rows; r++) ADD_PRODUCT(sum[r][o], in[r], weight);
     }
   }
-  if (i < size)
+  if (i < count)
     for (int o = 0; o < outs; o++)
       for (int r = 0; r < rows; r++)
-        ADD_PRODUCT(sum[r][o], load_some(x[r] + i, size - i), load_some(w + o * size + i, size - i));
+        ADD_PRODUCT(sum[r][o], load_some(p->x[r] + i, count - i), load_some(w + o * size + i, count - i));
   for (int r = 0; r < rows; r++) {
-    if (outs % 4 == 0)
+    if (!p->last)
+      for (int o = 0; o < outs; o++) *(vec *)sums_for(p, r, o) = sum[r][o];
+    else if (outs % 4 == 0)
       for (int o = 0; o < outs; o += 4)
-        *(four *)(y[r] + o) = sums_of(sum[r][o], sum[r][o + 1], sum[r][o + 2], sum[r][o + 3]);
+        *(four *)(p->y[r] + o) = sums_of(sum[r][o], sum[r][o + 1], sum[r][o + 2], sum[r][o + 3]);
     else
-      for (int o = 0; o < outs; o++) y[r][o] = sums_of(sum[r][o], sum[r][o], sum[r][o], sum[r][o])[0];
+      for (int o = 0; o < outs; o++) p->y[r][o] = sums_of(sum[r][o], sum[r][o], sum[r][o], sum[r][o])[0];
   }
 }
 
-#define FOR_ROWS(n)                                                                                                  \
-  static void tile_##n(const float *const *x, const float *w, int64_t size, float *const *y, const float *next) {    \
-    tile(n, OUTS, x, w, size, y, next);                                                                              \
-  }                                                                                                                  \
-  static void one_##n(const float *const *x, const float *w, int64_t size, float *const *y, const float *next) {     \
-    tile(n, 1, x, w, size, y, next);                                                                                 \
-  }
+#define FOR_ROWS(n)                                       \
+  static void tile_##n(const Piece *p) { tile(n, OUTS, p); } \
+  static void one_##n(const Piece *p) { tile(n, 1, p); }
 FOR_ROWS(1)
 FOR_ROWS(2)
 FOR_ROWS(3)
-typedef void Tile(const float *const *, const float *, int64_t, float *const *, const float *);
-static Tile *const tile_for[] = {tile_1, tile_2, tile_3}, *const one_for[] = {one_1, one_2, one_3};
+static void (*const tile_for[])(const Piece *) = {tile_1, tile_2, tile_3};
+static void (*const one_for[])(const Piece *) = {one_1, one_2, one_3};
 
 typedef struct {
   const float *x, *w;
   float *y;
   int64_t size, outs, live;
+  int64_t depth;        // inputs of a block
   const int64_t *rows;  // the numbers of those that are not zero
 } Work;
 
+// One tile for a block of rows and inputs.
+static void multiply_block(const Work *m, int64_t t, int has_next, int64_t row, int64_t rows, int64_t input,
+                           float *sums) {
+  int64_t from = t * OUTS, outs = m->outs - from < OUTS ? m->outs - from : OUTS, left = m->size - input;
+  Piece p = {.size = m->size,
+             .count = left < m->depth ? left : m->depth,
+             .first = input == 0,
+             .last = left <= m->depth};
+  for (int64_t r = 0; r < rows; r += ROWS) {
+    int now = rows - r < ROWS ? rows - r : ROWS;
+    for (int i = 0; i < now; i++) {
+      int64_t number = m->rows[row + r + i];
+      p.x[i] = m->x + number * m->size + input;
+      p.y[i] = m->y + number * m->outs + from;
+    }
+    p.w = m->w + from * m->size + input;
+    p.sums = sums + r * OUTS * LANES;
+    // Each pass over the rows fetches a row of the next tile.
+    int64_t ahead = OUTS + r / ROWS;
+    p.next = has_next && ahead < 2 * OUTS && from + ahead < m->outs ? p.w + ahead * m->size : NULL;
+    if (outs == OUTS) {
+      tile_for[now - 1](&p);
+    } else {
+      p.next = NULL;
+      for (int o = 0; o < outs; o++) {
+        one_for[now - 1](&p);
+        for (int i = 0; i < now; i++) p.y[i]++;
+        p.w += m->size;
+        p.sums += LANES;
+      }
+    }
+  }
+}
+
 static void multiply(const void *work, int64_t first, int64_t end, float *scratch) {
-  (void)scratch;
   const Work *m = work;
-  for (int64_t t = first; t < end; t++) {
-    int64_t from = t * OUTS, outs = m->outs - from < OUTS ? m->outs - from : OUTS;
-    for (int64_t r = 0; r < m->live; r += ROWS) {
-      const float *x[ROWS];
-      float *y[ROWS];
-      int rows = m->live - r < ROWS ? m->live - r : ROWS;
-      for (int i = 0; i < rows; i++) {
-        x[i] = m->x + m->rows[r + i] * m->size;
-        y[i] = m->y + m->rows[r + i] * m->outs + from;
-      }
-      const float *w = m->w + from * m->size;
-      // Each pass over the rows fetches a row of the next tile.
-      const float *next = t + 1 < end && from + OUTS + r / ROWS < m->outs && r / ROWS < OUTS
-                              ? w + (OUTS + r / ROWS) * m->size
-                              : NULL;
-      if (outs == OUTS) {
-        tile_for[rows - 1](x, w, m->size, y, next);
-      } else {
-        for (int o = 0; o < outs; o++) {
-          one_for[rows - 1](x, w + o * m->size, m->size, y, NULL);
-          for (int i = 0; i < rows; i++) y[i]++;
-        }
-      }
+  for (int64_t from = first; from < end; from += GROUP) {
+    int64_t until = from + GROUP < end ? from + GROUP : end;
+    for (int64_t row = 0; row < m->live; row += BLOCK) {
+      int64_t rows = m->live - row < BLOCK ? m->live - row : BLOCK;
+      for (int64_t input = 0; input < m->size; input += m->depth)
+        for (int64_t t = from; t < until; t++)
+          multiply_block(m, t, t + 1 < until, row, rows, input, scratch + (t - from) * BLOCK * OUTS * LANES);
     }
   }
 }
@@ -180,7 +214,10 @@ XLA_FFI_Error *products(XLA_FFI_CallFrame *frame) {
   work.rows = rows;
   int64_t threads = work.size * work.outs < FEW_NUMBERS ? 1 : threads_of(frame);
   int64_t tiles = work.live ? (work.outs + OUTS - 1) / OUTS : 0;
-  XLA_FFI_Error *error = spread(frame, multiply, &work, sizeof work, tiles, 2 * threads, threads, 0);
+  int64_t blocks = (work.size + DEPTH - 1) / DEPTH;
+  work.depth = ((work.size + blocks - 1) / blocks + LANES - 1) / LANES * LANES;
+  int64_t sums = blocks > 1 ? GROUP * BLOCK * OUTS * LANES : 0;
+  XLA_FFI_Error *error = spread(frame, multiply, &work, sizeof work, tiles, 2 * threads, threads, sums);
   free(rows);
   return error;
 }

@@ -14,6 +14,8 @@ from flax import nnx
 
 FEW_ROWS = 32
 """Up to which XLA on CPU passes over the matrix faster where it is the left operand."""
+MANY_ROWS = 192
+"""Above which XLA, which copies the matrix into its own order first, is faster than the kernel."""
 
 
 def suits(dtype: str) -> bool:
@@ -24,11 +26,11 @@ def suits(dtype: str) -> bool:
 def product(x: jax.Array, weight_OI: jax.Array, target: str | None) -> jax.Array:
     """x [..., I] times the transpose of a matrix of its type -> [..., O] in at least float32.
 
-    `target` is the name under which XLA knows the kernel, for what it suits; None leaves the product to XLA.
+    `target` is the name under which XLA knows the kernel, for what it suits; None leaves all to XLA.
     """
     rows, outs = x.reshape(-1, x.shape[-1]), len(weight_OI)
     accumulate = jnp.promote_types(x.dtype, jnp.float32)
-    if target:
+    if target and len(rows) <= MANY_ROWS:
         # The kernel takes this for granted.
         assert x.dtype == weight_OI.dtype == jnp.float32 and x.shape[-1] == weight_OI.shape[1]
         out = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((len(rows), outs), accumulate))(rows, weight_OI)

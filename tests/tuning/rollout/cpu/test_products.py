@@ -36,11 +36,11 @@ def exact(x, weight):
     return np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 32, 47])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 32, 47, 101])
 @pytest.mark.parametrize(
     ("size", "outs"),
-    # Less than a vector, a vector and a part of one, no whole tile, tiles and a rest; the last on all cores.
-    [(5, 3), (16, 8), (27, 9), (64, 192), (576, 577)],
+    # Less than a vector, a vector and a part of one, no whole tile, tiles and a rest; on all cores; blocks of inputs.
+    [(5, 3), (16, 8), (27, 9), (64, 192), (576, 577), (1601, 77)],
 )
 def test_it_is_the_product(rows, size, outs):
     x, weight = operands(rows, size, outs)
@@ -56,7 +56,7 @@ def test_leading_axes_stay():
     np.testing.assert_array_equal(found.reshape(6, 40), by_kernel(x, weight))
 
 
-@pytest.mark.parametrize(("size", "outs"), [(70, 45), (1536, 576)])
+@pytest.mark.parametrize(("size", "outs"), [(70, 45), (1536, 576), (2003, 91)])
 def test_a_row_has_the_same_bits_alone_and_among_others(size, outs):
     x, weight = operands(64, size, outs)
     together = by_kernel(x, weight)
