@@ -124,10 +124,10 @@ class Engine:
         size = self._chunk_size(sum(len(r.prompt) - 1 for r in requests))
         chunk, _, prefixed = pack([Slot() for _ in self._pool.slots], size)
         state = self._state_shapes()
-        options = {"prefixed": prefixed, "kv": self._kv, "dtype": self._dtype}
+        options = {"prefixed": prefixed, "kv": self._kv, "dtype": self._dtype, "kernels": self._prefill_kernels(size)}
         self._ahead.begin(
             self._key("prefill", *_chunk_key(size, prefixed)),
-            lambda: programs.prefill.lower(graph, weights, state["cache"], chunk, kernels=self._kernels, **options),
+            lambda: programs.prefill.lower(graph, weights, state["cache"], chunk, **options),
         )
         self._decode_ahead(graph, weights)
 
@@ -287,7 +287,7 @@ class Engine:
             prefixed=prefixed,
             kv=self._kv,
             dtype=self._dtype,
-            kernels=self._kernels,
+            kernels=self._prefill_kernels(size),
         )
         for i, count in pieces:
             run = self._pool.slots[i].run
@@ -314,6 +314,10 @@ class Engine:
         return [
             self._advance(s, {n: x[i] for n, x in arrays.items()}) for i, s in enumerate(self._pool.slots) if s.decoding
         ]
+
+    def _prefill_kernels(self, size: int) -> Kernels:
+        # What does without any need not wait until they are built.
+        return self._kernels if size <= products.MANY_ROWS else Kernels()
 
     @property
     def _decode_options(self) -> dict[str, Any]:
