@@ -1,7 +1,7 @@
 // x W^T of few rows, on all cores. Arguments: x [R, I] and W [O, I], float32; result [R, O].
 //
 // Each number is LANES sums over the input that are added in the end, in an order that depends on I alone: a row's
-// results have the same bits alone and among others. A row of zeros is not computed: slots that stand empty are free.
+// results have the same bits alone and among others. A row of zeros is not computed: empty slots take no time.
 #include "threads.h"
 
 // A fused product and sum is called by name: left to the compiler, it might be in one tile and not in another.
@@ -75,9 +75,9 @@ INLINE four sums_of(vec a, vec b, vec c, vec d) {
   return sum;
 }
 
-// A piece of the work: results of some rows and outputs, over `count` of the `size` inputs. What was summed before is in
-// `sums` unless this is the `first` of the inputs; there it goes until the `last`. `next` is what to fetch meanwhile,
-// `count` numbers; NULL for nothing.
+// A piece of the work: results of some rows and outputs, over `count` of the `size` inputs. What was summed before is
+// in `sums` unless this is the `first` of the inputs; there it goes until the `last`. `next` is what to fetch
+// meanwhile, `count` numbers; NULL for nothing.
 typedef struct {
   const float *x[ROWS], *w, *next;
   float *y[ROWS], *sums;
@@ -122,7 +122,7 @@ INLINE void tile(int rows, int outs, const Piece *p) {
   }
 }
 
-#define FOR_ROWS(n)                                       \
+#define FOR_ROWS(n)                                          \
   static void tile_##n(const Piece *p) { tile(n, OUTS, p); } \
   static void one_##n(const Piece *p) { tile(n, 1, p); }
 FOR_ROWS(1)
@@ -214,7 +214,7 @@ XLA_FFI_Error *products(XLA_FFI_CallFrame *frame) {
   work.rows = rows;
   int64_t threads = work.size * work.outs < FEW_NUMBERS ? 1 : threads_of(frame);
   int64_t tiles = work.live ? (work.outs + OUTS - 1) / OUTS : 0;
-  int64_t blocks = (work.size + DEPTH - 1) / DEPTH;
+  int64_t blocks = work.size > DEPTH ? (work.size + DEPTH - 1) / DEPTH : 1;
   work.depth = ((work.size + blocks - 1) / blocks + LANES - 1) / LANES * LANES;
   int64_t sums = blocks > 1 ? GROUP * BLOCK * OUTS * LANES : 0;
   XLA_FFI_Error *error = spread(frame, multiply, &work, sizeof work, tiles, 2 * threads, threads, sums);
