@@ -1,6 +1,6 @@
 """The fingerprint of a stage's code: the modules that it reaches by import, without comments and docstrings.
 
-A kernel in C that lies beside its module, under the same name, is part of it.
+What lies beside a module in C, under the same name, is part of it.
 
 The import graph is read from the syntax trees, functions included (stages import the core
 inside `run`), so nothing is executed and JAX is not loaded.
@@ -63,8 +63,7 @@ def module_hashes(root: str, folder: Path | None = None) -> dict[str, str]:
             continue
         # Importing a.b.c runs a/__init__.py and a/b/__init__.py first.
         queue.extend(name.rsplit(".", n)[0] for n in range(1, name.count(".") + 1))
-        kernel = path.with_suffix(".c")
-        changed = tuple(p.stat().st_mtime_ns for p in (path, kernel) if p.exists())
+        changed = tuple(p.stat().st_mtime_ns for p in (path, *_in_c(path)))
         tree_hash, imports = _read(str(path), changed, name)
         queue.extend(imports)
         if tree_hash is not None:
@@ -156,10 +155,13 @@ def _read(path: str, _mtimes_ns: tuple[int, ...], name: str) -> tuple[str | None
     if all(isinstance(s, ast.Pass) for s in tree.body):
         return None, ()
     text = ast.dump(tree, annotate_fields=False, include_attributes=False)
-    kernel = Path(path).with_suffix(".c")
-    if kernel.exists():
-        text += re.sub(r"\s*//.*", "", kernel.read_text())
+    for source in _in_c(Path(path)):
+        text += re.sub(r"\s*//.*", "", source.read_text())
     return hashlib.sha256(text.encode()).hexdigest()[:16], tuple(sorted(imports))
+
+
+def _in_c(path: Path) -> list[Path]:
+    return [p for p in (path.with_suffix(s) for s in (".c", ".h")) if p.exists()]
 
 
 def _strip_docstrings(tree: ast.AST) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import stages
-from stages.code import function_digests, library_versions, module_hashes
+from stages.code import OWN, function_digests, library_versions, module_hashes
 from stages.engine_settings import EngineSettings, engine_digests
 from stages.registry import MODULES
 
@@ -41,6 +41,7 @@ def pkg(tmp_path):
             "class Config:\n    rate: float = 0.1\n    '''Doc of a field.'''\n\n\ndef loss(x):\n    return x * 2\n"
         ),
         "pkg/core/loss.c": "// twice\nfloat loss(float x) { return x * 2; }\n",
+        "pkg/core/loss.h": "// how often\nenum { TIMES = 1 };\n",
         "pkg/far.py": "def far():\n    return 9\n",
     }
     for name, text in files.items():
@@ -70,6 +71,7 @@ def test_the_modules_that_are_reached(pkg):
         ("pkg/core/loss.py", "Doc of a field.", "Better doc of a field."),
         ("pkg/core/loss.py", "x * 2", "(x  *  2)"),
         ("pkg/core/loss.c", "// twice", "// two times"),
+        ("pkg/core/loss.h", "// how often", "// how many times"),
         ("pkg/core/__init__.py", "# nothing here", "# nothing at all"),
         ("pkg/far.py", "9", "10"),
     ],
@@ -80,6 +82,7 @@ def test_the_modules_that_are_reached(pkg):
         "field-doc",
         "layout",
         "kernel-comment",
+        "header-comment",
         "empty-package",
         "unreached",
     ],
@@ -97,16 +100,22 @@ def test_what_does_not_run_changes_nothing(pkg, name, old, new):
         ("pkg/core/loss.py", "x * 2", "x * 3", "pkg.core.loss"),
         ("pkg/core/loss.py", "0.1", "0.2", "pkg.core.loss"),
         ("pkg/core/loss.c", "x * 2", "x * 3", "pkg.core.loss"),
+        ("pkg/core/loss.h", "TIMES = 1", "TIMES = 2", "pkg.core.loss"),
         ("pkg/helper.py", "return 2", "return 3", "pkg.helper"),
         ("pkg/core/__init__.py", "# nothing here", "import os; os.environ['X'] = '1'", "pkg.core"),
     ],
-    ids=["stage", "function-import", "default", "kernel", "relative-import", "package-body"],
+    ids=["stage", "function-import", "default", "kernel", "header", "relative-import", "package-body"],
 )
 def test_what_runs_changes_the_module_that_it_is_in(pkg, name, old, new, module):
     before = module_hashes("pkg.stage", pkg)
     edit(pkg, name, old, new)
     after = module_hashes("pkg.stage", pkg)
     assert {m for m in after if after[m] != before.get(m)} == {module}
+
+
+def test_all_that_is_written_in_c_lies_beside_a_module():
+    sources = [p for top in OWN for p in (Path(stages.__file__).parents[1] / top).rglob("*.[ch]")]
+    assert sources and [p for p in sources if not p.with_suffix(".py").exists()] == []
 
 
 def test_a_new_import_brings_its_module_in(pkg):

@@ -6,7 +6,7 @@
 // together. Attribute: softcap, float32, 0 for none. Result [R, K, A, H].
 #include <math.h>
 
-#include "threads.h"
+#include "kernels.h"
 
 enum {
   LANES = 16,        // floats of a vector

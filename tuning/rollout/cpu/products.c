@@ -2,7 +2,7 @@
 //
 // Each number is LANES sums over the input that are added in the end, in an order that depends on I alone: a row's
 // results have the same bits alone and among others. A row of zeros is not computed: empty slots take no time.
-#include "threads.h"
+#include "kernels.h"
 
 // A fused product and sum is called by name: left to the compiler, it might be in one tile and not in another.
 #if defined(__AVX512F__)
