@@ -49,10 +49,10 @@ def requests_of(work: str, vocabulary: int) -> list[Request]:
 
 def _gemm_flops(config: DecoderConfig) -> float:
     """As `gemm_flops`, by whichever of XLA and decoding's kernel is faster."""
-    x, weight = jnp.ones((2048, config.hidden_size)), jnp.ones((config.intermediate_size, config.hidden_size))
+    x, weight = jnp.ones((2048, config.hidden_size)), jnp.ones((1, config.intermediate_size, config.hidden_size))
     by = {None, kernels.build().products if products.suits("float32") else None}
-    work = 2.0 * x.size * len(weight)
-    return max(statistics.median(rate(partial(products.product, target=k), x, weight, work=work)) for k in by)
+    work = 2.0 * len(x) * weight.size
+    return max(statistics.median(rate(partial(products.product, number=0, target=k), x, weight, work=work)) for k in by)
 
 
 def run(work: str, model: str, repeats: int) -> None:

@@ -180,29 +180,46 @@ class Decoder(nnx.Module):
         c = self.config
         x_BLD = self.embed(tokens_BL, dtype)
 
-        # One set of frequencies and one window are constants of the scan; several are picked layer by layer.
-        distinct, row_of_layer = c.frequencies()
-        tables = rope_tables(positions_BL, distinct)
-        slides = [c.slides(layer) for layer in range(c.num_layers)]
-        window = c.sliding_window if all(slides) else None
-        differs = {}
-        if len(distinct) > 1:
-            differs["rope"] = jnp.asarray(row_of_layer, jnp.int32)
-        if any(slides) and not all(slides):
-            differs["window"] = jnp.asarray([c.sliding_window if s else UNLIMITED for s in slides], jnp.int32)
+        differs, of_layer = by_layer(c, positions_BL)
         graph, state = nnx.split(self.layers)
 
         def body(x: jax.Array, scanned: tuple[Any, dict[str, jax.Array], Any]) -> tuple[jax.Array, Any]:
             layer_state, mine, layer_cache = scanned
-            cos, sin = (table[mine.get("rope", 0)] for table in tables)
-            spec = AttentionSpec(c.attention_scale, c.attention_softcap, mine.get("window", window), positions_BL)
-            return nnx.merge(graph, layer_state)(x, (cos, sin), attention, spec, layer_cache)
+            rope, spec = of_layer(mine)
+            return nnx.merge(graph, layer_state)(x, rope, attention, spec, layer_cache)
 
         # Scans keep no common subexpressions across their bodies, so nothing needs to stop XLA from finding them.
         kept = None if remat else jax.checkpoint_policies.save_only_these_names(KEPT)
         body = jax.checkpoint(body, policy=kept, prevent_cse=False)
         x_BLD, cache = jax.lax.scan(body, x_BLD, (state, differs, cache))
         return rms_norm(x_BLD, self.norm[...], c.norm_eps, c.norm_offset), cache
+
+
+def by_layer(
+    config: DecoderConfig, positions_BL: jax.Array
+) -> tuple[dict[str, jax.Array], Callable[[dict[str, jax.Array]], tuple[tuple[jax.Array, jax.Array], AttentionSpec]]]:
+    """What a loop over layers needs beside weights: values that differ by layer (leading axis: layers), and a function
+    from those of one layer to its rotary tables and `AttentionSpec`.
+
+    One set of frequencies and one window are constants of the loop; several are picked layer by layer.
+    """
+    c = config
+    distinct, row_of_layer = c.frequencies()
+    tables = rope_tables(positions_BL, distinct)
+    slides = [c.slides(layer) for layer in range(c.num_layers)]
+    window = c.sliding_window if all(slides) else None
+    differs = {}
+    if len(distinct) > 1:
+        differs["rope"] = jnp.asarray(row_of_layer, jnp.int32)
+    if any(slides) and not all(slides):
+        differs["window"] = jnp.asarray([c.sliding_window if s else UNLIMITED for s in slides], jnp.int32)
+
+    def of_layer(mine: dict[str, jax.Array]) -> tuple[tuple[jax.Array, jax.Array], AttentionSpec]:
+        cos, sin = (table[mine.get("rope", 0)] for table in tables)
+        spec = AttentionSpec(c.attention_scale, c.attention_softcap, mine.get("window", window), positions_BL)
+        return (cos, sin), spec
+
+    return differs, of_layer
 
 
 class ScalarHead(nnx.Module):

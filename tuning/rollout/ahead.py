@@ -10,7 +10,7 @@ import jax
 
 from tuning.models.config import DecoderConfig
 from tuning.models.decoder import abstract_decoder
-from tuning.rollout.unrolled import Form, unroll
+from tuning.rollout.layouts import Form, lay_out
 
 
 class Ahead:
@@ -33,13 +33,13 @@ class Ahead:
 
 
 def abstract_weights(graph: Any, config: DecoderConfig, *, join: bool, form: Form, dtype: str) -> tuple[Any, Any]:
-    """(graph, shapes) as `unroll` gives of a decoder's float32 parameters, before there are any."""
+    """(graph, shapes) as `lay_out` gives of a decoder's float32 parameters, before there are any."""
     graphs = []
 
-    def unrolled(params: Any) -> Any:
-        found, state = unroll(graph, params, join=join, form=form, dtype=dtype)
+    def laid_out(params: Any) -> Any:
+        found, state = lay_out(graph, params, join=join, form=form, dtype=dtype)
         graphs.append(found)
         return state
 
-    shapes = jax.eval_shape(unrolled, abstract_decoder(config)[1])
+    shapes = jax.eval_shape(laid_out, abstract_decoder(config)[1])
     return graphs[0], shapes

@@ -1,8 +1,9 @@
 """Keys and values of the slots of an engine: their layout, and attention over them.
 
-Axes: R slots, K key-value heads, A query heads a key-value head, H head size, S cached tokens (the capacity),
-C new tokens, N query heads. A layer's cache is {"k": [R, K, H, S], "v": [R, K, S, H]}, so that both products of
-attention read it as it lies; in int8 there are "k_scale" and "v_scale" [R, K, S] beside them.
+Axes: L layers, R slots, K key-value heads, A query heads a key-value head, H head size, S cached tokens (the
+capacity), C new tokens, N query heads. A layer's cache is {"k": [R, K, H, S], "v": [R, K, S, H]}, so that both products
+of attention read it as it lies; in int8 there are "k_scale" and "v_scale" [R, K, S] beside them. Layers are in stacks,
+with L in front: all in one where a loop runs over them, else each in its own.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from tuning.models.decoder import AttentionSpec, soft_cap
 
 KV = Literal["float32", "bfloat16", "float16", "int8"]
 Layer = dict[str, jax.Array]
-TOKEN_AXIS = {"k": 3, "v": 2, "k_scale": 2, "v_scale": 2}
-"""Which axis of each array counts tokens."""
+Stack = dict[str, jax.Array]
+SLOT_AXIS = 1
+"""Which axis of a stack's arrays counts slots."""
+TOKEN_AXIS = {"k": 4, "v": 3, "k_scale": 3, "v_scale": 3}
+"""Which axis of each of them counts tokens."""
 WINDOW = 64
 """Most tokens that `insert` moves at a time."""
 
@@ -32,22 +36,59 @@ def token_bytes(config: DecoderConfig, kv: KV) -> int:
     return 2 * config.num_layers * config.num_kv_heads * per_head
 
 
-def make(config: DecoderConfig, slots: int, capacity: int, kv: KV) -> list[Layer]:
-    """Empty caches, one a layer."""
-    k, h = config.num_kv_heads, config.head_dim
+def make(config: DecoderConfig, slots: int, capacity: int, kv: KV, *, rolled: bool) -> list[Stack]:
+    """Empty caches: one stack of all layers if `rolled`, else one a layer."""
+    n, k, h = config.num_layers, config.num_kv_heads, config.head_dim
 
-    def layer() -> Layer:
-        found = {"k": jnp.zeros((slots, k, h, capacity), kv), "v": jnp.zeros((slots, k, capacity, h), kv)}
+    def stack(layers: int) -> Stack:
+        first = layers, slots, k
+        found = {"k": jnp.zeros((*first, h, capacity), kv), "v": jnp.zeros((*first, capacity, h), kv)}
         if kv == "int8":
-            found |= {name: jnp.zeros((slots, k, capacity), jnp.float32) for name in ("k_scale", "v_scale")}
+            found |= {name: jnp.zeros((*first, capacity), jnp.float32) for name in ("k_scale", "v_scale")}
         return found
 
-    return [layer() for _ in range(config.num_layers)]
+    return [stack(n)] if rolled else [stack(1) for _ in range(n)]
 
 
-def capacity_of(cache: list[Layer]) -> int:
+def make_like(cache: list[Stack], slots: int, tokens: int) -> list[Stack]:
+    """Empty caches for the same layers, for these slots and tokens."""
+
+    def one(name: str, x: jax.Array) -> jax.Array:
+        shape = list(x.shape)
+        shape[SLOT_AXIS], shape[TOKEN_AXIS[name]] = slots, tokens
+        return jnp.zeros(shape, x.dtype)
+
+    return [{n: one(n, x) for n, x in stack.items()} for stack in cache]
+
+
+def capacity_of(cache: list[Stack]) -> int:
     """Tokens that a slot can hold."""
-    return cache[0]["k"].shape[3]
+    return cache[0]["k"].shape[TOKEN_AXIS["k"]]
+
+
+def layer_of(stack: Stack, number: jax.Array | int) -> Layer:
+    """One layer of a stack."""
+    return {n: x[number] for n, x in stack.items()}
+
+
+def slot_of(stack: Stack, number: jax.Array | int, slot: jax.Array) -> Layer:
+    """One layer of a stack, and one slot of it (R is 1)."""
+
+    def one(x: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice(x, [number, slot, *[0] * (x.ndim - 2)], (1, 1, *x.shape[2:]))[0]
+
+    return {n: one(x) for n, x in stack.items()}
+
+
+def write(stack: Stack, number: jax.Array | int, new: Layer, at: jax.Array | int) -> Stack:
+    """The stack with new tokens of one layer from token `at` on, in all slots."""
+
+    def one(name: str, whole: jax.Array) -> jax.Array:
+        start: list[jax.Array | int] = [number, *[0] * (whole.ndim - 1)]
+        start[TOKEN_AXIS[name]] = at
+        return jax.lax.dynamic_update_slice(whole, new[name][None], start)
+
+    return {n: one(n, x) for n, x in stack.items()}
 
 
 def stored(k_RCKH: jax.Array, v_RCKH: jax.Array, kv: KV) -> Layer:
@@ -99,21 +140,21 @@ def near_enough(mask: jax.Array, query: jax.Array, key: jax.Array, spec: Attenti
     return mask if spec.window is None else mask & (query - key < spec.window)
 
 
-def append(cache: list[Layer], new: list[Layer], at_R: jax.Array) -> list[Layer]:
+def append(cache: list[Stack], new: list[Stack], at_R: jax.Array) -> list[Stack]:
     """Caches with each row's new tokens written from `at_R` on; there must be room for all of them."""
 
-    def row(r: jax.Array, cache: list[Layer]) -> list[Layer]:
+    def row(r: jax.Array, cache: list[Stack]) -> list[Stack]:
         def write(name: str, whole: jax.Array, part: jax.Array) -> jax.Array:
-            start: list[jax.Array | int] = [r, *[0] * (whole.ndim - 1)]
-            start[TOKEN_AXIS[name]] = at_R[r]
-            return jax.lax.dynamic_update_slice(whole, jax.lax.dynamic_slice_in_dim(part, r, 1), start)
+            start: list[jax.Array | int] = [0] * whole.ndim
+            start[SLOT_AXIS], start[TOKEN_AXIS[name]] = r, at_R[r]
+            return jax.lax.dynamic_update_slice(whole, jax.lax.dynamic_slice_in_dim(part, r, 1, SLOT_AXIS), start)
 
-        return [{n: write(n, layer[n], near[n]) for n in layer} for layer, near in zip(cache, new, strict=True)]
+        return [{n: write(n, stack[n], near[n]) for n in stack} for stack, near in zip(cache, new, strict=True)]
 
     return jax.lax.fori_loop(0, at_R.shape[0], row, cache)
 
 
-def insert(cache: list[Layer], chunk: list[Layer], entries: dict[str, jax.Array]) -> list[Layer]:
+def insert(cache: list[Stack], chunk: list[Stack], entries: dict[str, jax.Array]) -> list[Stack]:
     """Caches with pieces of a chunk (one row) written into slots.
 
     Entry i of the first `entries["count"]` puts `tokens[i]` tokens of the chunk, at most `WINDOW`, from `start[i]` on,
@@ -127,9 +168,9 @@ def insert(cache: list[Layer], chunk: list[Layer], entries: dict[str, jax.Array]
         pads[TOKEN_AXIS[name]] = (window, window)
         return jnp.pad(x, pads)
 
-    wide = [{n: widened(n, x) for n, x in layer.items()} for layer in chunk]
+    wide = [{n: widened(n, x) for n, x in stack.items()} for stack in chunk]
 
-    def entry(i: jax.Array, cache: list[Layer]) -> list[Layer]:
+    def entry(i: jax.Array, cache: list[Stack]) -> list[Stack]:
         slot, start, at, tokens = (entries[n][i] for n in ("slot", "start", "at", "tokens"))
         # A window at the end of a slot begins before its tokens.
         first = jnp.minimum(at, capacity - window)
@@ -139,47 +180,46 @@ def insert(cache: list[Layer], chunk: list[Layer], entries: dict[str, jax.Array]
         def write(name: str, whole: jax.Array, part: jax.Array) -> jax.Array:
             axis = TOKEN_AXIS[name]
             moved = jax.lax.dynamic_slice_in_dim(part, window + start - at + first, window, axis)
-            where: list[jax.Array | int] = [slot, *[0] * (whole.ndim - 1)]
-            where[axis] = first
+            where: list[jax.Array | int] = [0] * whole.ndim
+            where[SLOT_AXIS], where[axis] = slot, first
             old = jax.lax.dynamic_slice(whole, where, moved.shape)
             shape = [1] * whole.ndim
             shape[axis] = window
             return jax.lax.dynamic_update_slice(whole, jnp.where(mine.reshape(shape), moved, old), where)
 
-        return [{n: write(n, layer[n], part[n]) for n in layer} for layer, part in zip(cache, wide, strict=True)]
+        return [{n: write(n, stack[n], part[n]) for n in stack} for stack, part in zip(cache, wide, strict=True)]
 
     return jax.lax.fori_loop(0, entries["count"], entry, cache)
 
 
 @functools.partial(jax.jit, static_argnames="capacity")
-def _resized(layer: Layer, slots: jax.Array, capacity: int) -> Layer:
+def _resized(stack: Stack, slots: jax.Array, capacity: int) -> Stack:
     def one(name: str, x: jax.Array) -> jax.Array:
         axis = TOKEN_AXIS[name]
-        x = jnp.take(jax.lax.slice_in_dim(x, 0, min(capacity, x.shape[axis]), axis=axis), slots, axis=0)
+        x = jnp.take(jax.lax.slice_in_dim(x, 0, min(capacity, x.shape[axis]), axis=axis), slots, axis=SLOT_AXIS)
         pads = [(0, 0)] * x.ndim
         pads[axis] = (0, capacity - x.shape[axis])
         return jnp.pad(x, pads)
 
-    return {n: one(n, x) for n, x in layer.items()}
+    return {n: one(n, x) for n, x in stack.items()}
 
 
-def resize(cache: list[Layer], slots: Sequence[int], capacity: int) -> None:
+def resize(cache: list[Stack], slots: Sequence[int], capacity: int) -> None:
     """Makes the caches those of the named slots, in this order, at another capacity; more tokens than fit are cut.
 
-    In place and layer by layer: no more than one layer is there twice.
+    In place and stack by stack: no more than one is there twice.
     """
     numbers = jnp.asarray(slots, jnp.int32)
-    for i, layer in enumerate(cache):
-        cache[i] = _resized(layer, numbers, capacity)
+    for i, stack in enumerate(cache):
+        cache[i] = _resized(stack, numbers, capacity)
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
-def clone(cache: list[Layer], pairs_R2: jax.Array, count: jax.Array) -> list[Layer]:
+def clone(cache: list[Stack], pairs_R2: jax.Array, count: jax.Array) -> list[Stack]:
     """Caches after the first `count` copies (source, target) of whole slots, one after the other."""
 
     def copy(i: jax.Array, x: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice_in_dim(
-            x, jax.lax.dynamic_slice_in_dim(x, pairs_R2[i, 0], 1), pairs_R2[i, 1], 0
-        )
+        moved = jax.lax.dynamic_slice_in_dim(x, pairs_R2[i, 0], 1, SLOT_AXIS)
+        return jax.lax.dynamic_update_slice_in_dim(x, moved, pairs_R2[i, 1], SLOT_AXIS)
 
     return jax.lax.fori_loop(0, count, lambda i, cache: jax.tree.map(functools.partial(copy, i), cache), cache)

@@ -23,13 +23,13 @@ from tuning.rollout import programs
 from tuning.rollout.ahead import Ahead, abstract_weights
 from tuning.rollout.cache import KV
 from tuning.rollout.cpu import attention, products
-from tuning.rollout.cpu.kernels import Kernels, build
+from tuning.rollout.cpu.kernels import Kernels, build, has_compiler
+from tuning.rollout.layouts import Form, lay_out
 from tuning.rollout.placement import put_weights
 from tuning.rollout.pool import Limits, Pool
 from tuning.rollout.requests import Completion, Request
 from tuning.rollout.sampling import Sampling, completion_keys
 from tuning.rollout.slots import Run, Slot, pack, row_arrays
-from tuning.rollout.unrolled import Form, unroll
 from tuning.training.forward import decoder_graph
 
 
@@ -70,7 +70,6 @@ class Engine:
         self._graph = decoder_graph(config)
         self._decoding: tuple[Any, Any] | None = None
         self._waiting: collections.deque[Run] = collections.deque()
-        self._pool = Pool(config, self._limits, self._kv, mesh)
         self._numbers = 0
         self._clock = 0
         self._cancelled: set[int] = set()
@@ -81,6 +80,9 @@ class Engine:
             "attention": mesh is None and attention.suits(dtype, self._kv, config.head_dim),
             "products": mesh is None and products.suits(dtype),
         }
+        rolled = self._by_kernel["products"] and weights == "dense" and has_compiler()
+        self._form: Form = "rolled" if rolled else weights
+        self._pool = Pool(config, self._limits, self._kv, mesh, rolled=rolled)
         if any(self._by_kernel.values()):
             # They are built while weights are loaded.
             threading.Thread(target=build, name="build", daemon=True).start()
@@ -88,11 +90,11 @@ class Engine:
     def load(self, params: Any) -> None:
         """Samples from these parameters from now on; runs in progress go on with them. Compiles nothing new."""
         self._decoding = None
-        graph, state = unroll(self._graph, params, **self._unrolling)
+        graph, state = lay_out(self._graph, params, **self._layout_options)
         self._use_weights(graph, put_weights(state, self._mesh))
 
-    def load_unrolled(self, fill: Callable[[Any], Any]) -> None:
-        """As `load`, with the weights that `fill` gives for the shapes of an `UnrolledDecoder`'s state."""
+    def load_laid_out(self, fill: Callable[[Any], Any]) -> None:
+        """As `load`, with the weights that `fill` gives for the shapes of a `DecodingDecoder`'s state."""
         self._decoding = None
         graph, shapes = self._layout
         self._use_weights(graph, fill(jax.tree.map(lambda x: x, shapes)))
@@ -103,11 +105,11 @@ class Engine:
 
     @functools.cached_property
     def _layout(self) -> tuple[Any, Any]:
-        return abstract_weights(self._graph, self.config, **self._unrolling)
+        return abstract_weights(self._graph, self.config, **self._layout_options)
 
     @property
-    def takes_unrolled(self) -> bool:
-        """Whether `load_unrolled` is for this engine: its weights are dense, and on one device."""
+    def takes_laid_out(self) -> bool:
+        """Whether `load_laid_out` is for this engine: its weights are dense, and on one device."""
         return self._mesh is None and self._weights == "dense"
 
     def prepare(self, requests: Sequence[Request]) -> None:
@@ -124,10 +126,11 @@ class Engine:
         size = self._chunk_size(sum(len(r.prompt) - 1 for r in requests))
         chunk, _, prefixed = pack([Slot() for _ in self._pool.slots], size)
         state = self._state_shapes()
-        options = {"prefixed": prefixed, "kv": self._kv, "dtype": self._dtype, "kernels": self._prefill_kernels(size)}
         self._ahead.begin(
             self._key("prefill", *_chunk_key(size, prefixed)),
-            lambda: programs.prefill.lower(graph, weights, state["cache"], chunk, **options),
+            lambda: programs.prefill.lower(
+                graph, weights, state["cache"], chunk, prefixed=prefixed, **self._program_options
+            ),
         )
         self._decode_ahead(graph, weights)
 
@@ -237,10 +240,9 @@ class Engine:
         return [found[i] for i in range(len(requests))]
 
     @property
-    def _unrolling(self) -> dict[str, Any]:
+    def _layout_options(self) -> dict[str, Any]:
         join = self._mesh is None or self._mesh.shape.get("tensor", 1) == 1
-        form: Form = "out_in" if self._weights == "dense" and self._by_kernel["products"] else self._weights
-        return {"join": join, "form": form, "dtype": self._dtype}
+        return {"join": join, "form": self._form, "dtype": self._dtype}
 
     @functools.cached_property
     def _kernels(self) -> Kernels:
@@ -280,14 +282,7 @@ class Engine:
         graph, weights = self._use("prefill", *_chunk_key(size, prefixed))
         state = self._pool.state
         state["cache"] = programs.prefill(
-            graph,
-            weights,
-            state["cache"],
-            chunk,
-            prefixed=prefixed,
-            kv=self._kv,
-            dtype=self._dtype,
-            kernels=self._prefill_kernels(size),
+            graph, weights, state["cache"], chunk, prefixed=prefixed, **self._program_options
         )
         for i, count in pieces:
             run = self._pool.slots[i].run
@@ -315,14 +310,13 @@ class Engine:
             self._advance(s, {n: x[i] for n, x in arrays.items()}) for i, s in enumerate(self._pool.slots) if s.decoding
         ]
 
-    def _prefill_kernels(self, size: int) -> Kernels:
-        # What does without any need not wait until they are built.
-        return self._kernels if size <= products.MANY_ROWS else Kernels()
+    @property
+    def _program_options(self) -> dict[str, Any]:
+        return {"kv": self._kv, "dtype": self._dtype, "kernels": self._kernels}
 
     @property
     def _decode_options(self) -> dict[str, Any]:
-        types = {"kv": self._kv, "dtype": self._dtype}
-        return {"steps": self._limits.steps, "top": self._top, "kernels": self._kernels, **types}
+        return {"steps": self._limits.steps, "top": self._top, **self._program_options}
 
     def _decode_ahead(self, graph: Any, weights: Any) -> None:
         """Has a thread compile the decoding program while prompts are prefilled, where that is yet to be compiled."""

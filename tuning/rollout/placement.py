@@ -40,7 +40,8 @@ def put_cache(cache: list[dict[str, jax.Array]], mesh: Mesh | None) -> list[dict
         for axis in rows:
             across *= mesh.shape[axis]
         heads = mesh.shape.get("tensor", 1)
-        spec = (rows if rows and x.shape[0] % across == 0 else None, "tensor" if x.shape[1] % heads == 0 else None)
+        _, slots, kv_heads, *_ = x.shape
+        spec = (None, rows if rows and slots % across == 0 else None, "tensor" if kv_heads % heads == 0 else None)
         return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
     return jax.tree.map(one, cache)

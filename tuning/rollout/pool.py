@@ -34,7 +34,8 @@ class Limits:
     context: int = 0
     """Tokens of the longest prompt with its completion; 0: those of the requests at hand, or the model's positions."""
     cache_bytes: int = 2**62
-    """Memory for keys and values; fewer slots are used where it is too little for all."""
+    """Memory for keys and values; fewer slots are used where it is too little for all. On CPU, while slots change in
+    number or length, both the former and the new ones are there."""
     steps: int = 16
     """Tokens a row between two looks of the host."""
     chunks: tuple[int, ...] = (64, 192, 320)
@@ -55,10 +56,11 @@ class Limits:
 class Pool:
     """Slots and caches. Shapes come from two short ladders, of slots and of cached tokens."""
 
-    def __init__(self, config: DecoderConfig, limits: Limits, kv: kv_cache.KV, mesh: Mesh | None):
+    def __init__(self, config: DecoderConfig, limits: Limits, kv: kv_cache.KV, mesh: Mesh | None, *, rolled: bool):
+        """`rolled` as in `cache.make`."""
         self.slots: list[Slot] = []
         self.state: programs.State = {"cache": [], "seen": jnp.zeros((0, config.vocab_size), bool)}
-        self._config, self._limits, self._kv, self._mesh = config, limits, kv, mesh
+        self._config, self._limits, self._kv, self._mesh, self._rolled = config, limits, kv, mesh, rolled
         self._context = min(limits.context, self.widest)
         self._copies: list[tuple[int, int]] = []
 
@@ -141,8 +143,9 @@ class Pool:
         capacity = self._capacity(needed)
         if not self.slots:
             self.slots = [Slot() for _ in range(rows)]
-            cache = put_cache(kv_cache.make(self._config, rows, capacity, self._kv), self._mesh)
-            self.state = {"cache": cache, "seen": jnp.zeros((rows, self._config.vocab_size), bool)}
+            cache = kv_cache.make(self._config, rows, capacity, self._kv, rolled=self._rolled)
+            seen = jnp.zeros((rows, self._config.vocab_size), bool)
+            self.state = {"cache": put_cache(cache, self._mesh), "seen": seen}
             return
         if self.live:
             capacity = max(capacity, self.capacity)

@@ -14,27 +14,40 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tuning.models.decoder import AttentionSpec
-from tuning.rollout.cache import KV, TOKEN_AXIS, Layer, append, attend, capacity_of, insert, near_enough, stored
+from tuning.rollout.cache import (
+    KV,
+    Stack,
+    append,
+    attend,
+    capacity_of,
+    insert,
+    layer_of,
+    make_like,
+    near_enough,
+    slot_of,
+    stored,
+    write,
+)
 from tuning.rollout.cpu import attention as cpu_attention
 from tuning.rollout.cpu.kernels import Kernels
 from tuning.rollout.sampling import sample, uniforms
 
 State = dict[str, Any]
-"""{"cache": a Layer a layer, "seen": [R, V] bool, the tokens that a repetition penalty concerns}; donated."""
+"""{"cache": as `cache.make` gives it, "seen": [R, V] bool, the tokens that a repetition penalty concerns}; donated."""
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "prefixed", "kv", "dtype", "kernels"), donate_argnames="cache")
 def prefill(
     graph: Any,
     weights: Any,
-    cache: list[Layer],
+    cache: list[Stack],
     chunk: dict[str, Any],
     *,
     prefixed: bool,
     kv: KV,
     dtype: str,
     kernels: Kernels,
-) -> list[Layer]:
+) -> list[Stack]:
     """The caches with those of a chunk of prompts.
 
     `chunk` has `tokens`, `positions` and `group` [C] (prompts 1, 2, ..., 0 is padding) and `entries` for `insert`.
@@ -42,23 +55,25 @@ def prefill(
     `positions[0]`.
     """
     model = nnx.merge(graph, weights)
-    model.multiply_by(kernels.products)
+    model.target = kernels.products
     tokens, positions, group = (chunk[n][None] for n in ("tokens", "positions", "group"))
     length = tokens.shape[1]
 
-    def attention(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, far: Any) -> tuple[jax.Array, Any]:
-        near = stored(k, v, kv)
+    def attention(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, mine: Any) -> tuple[jax.Array, Any]:
+        far, near, number = mine
+        new = stored(k, v, kv)
         query, key = positions[:, :, None], positions[:, None]
         causal = (group[:, :, None] == group[:, None]) & (jnp.arange(length)[:, None] >= jnp.arange(length))
-        parts = [(near, near_enough(causal, query, key, spec))]
+        parts = [(new, near_enough(causal, query, key, spec))]
         if prefixed:
             cached = jnp.arange(capacity_of(cache))[None, None]
             before = (group[:, :, None] == 1) & (cached < positions[0, 0])
-            far = {n: jax.lax.dynamic_slice_in_dim(x, chunk["prefix_slot"], 1) for n, x in far.items()}
-            parts.append((far, near_enough(before, query, cached, spec)))
-        return attend(q, parts, spec), near
+            prefix = slot_of(far, number, chunk["prefix_slot"])
+            parts.append((prefix, near_enough(before, query, cached, spec)))
+        return attend(q, parts, spec), (far, write(near, number, new, 0), number)
 
-    _, new = model(tokens, positions, attention, live_BL=group > 0, cache=cache, dtype=jnp.dtype(dtype))
+    empty = make_like(cache, 1, length)
+    _, new = model(tokens, positions, attention, live_BL=group > 0, cache=cache, new=empty, dtype=jnp.dtype(dtype))
     return insert(cache, new, chunk["entries"])
 
 
@@ -88,21 +103,19 @@ def decode(
     `top_ids`, `top_logps` [R, T, top], `made` [R] in this run, and `live`.
     """
     model = nnx.merge(graph, weights)
-    model.multiply_by(kernels.products)
-    c = model.config
+    model.target = kernels.products
     cache = state["cache"]
     count = rows["token"].shape[0]
     settings = {n: rows[n] for n in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
     penalised = jnp.any(settings["repetition_penalty"] != 1)
     length = rows["length"]
     cached = jnp.arange(capacity_of(cache))
-    empty = jnp.zeros((count, steps, c.num_kv_heads, c.head_dim), dtype)
     start = {
         "t": jnp.asarray(0),
         "token": rows["token"],
         "live": rows["live"],
         "made": jnp.zeros(count, jnp.int32),
-        "near": [stored(empty, empty, kv) for _ in cache],
+        "near": make_like(cache, count, steps),
         "seen": state["seen"],
         "tokens": jnp.zeros((count, steps), jnp.int32),
         "logps": jnp.zeros((count, steps), jnp.float32),
@@ -119,28 +132,30 @@ def decode(
         at = length + t
 
         def attention(
-            q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, layer: Any
-        ) -> tuple[jax.Array, Layer]:
-            far, near = layer
-            new = stored(k, v, kv)
-            near = {n: jax.lax.dynamic_update_slice_in_dim(x, new[n], t, TOKEN_AXIS[n]) for n, x in near.items()}
+            q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, mine: Any
+        ) -> tuple[jax.Array, Any]:
+            far, near, number = mine
+            near = write(near, number, stored(k, v, kv), t)
+            mine = far, near, number
             if kernels.attention:
-                return cpu_attention.attend(kernels.attention, q, far, near, s["live"], length, t, spec), near
+                out = cpu_attention.attend(kernels.attention, q, far, near, number, s["live"], length, t, spec)
+                return out, mine
             query = at[:, None, None]
             older = (cached < length[:, None])[:, None]
             newer = jnp.broadcast_to(jnp.arange(steps) <= t, (count, 1, steps))
             parts = [
-                (far, near_enough(older, query, cached, spec)),
-                (near, near_enough(newer, query, length[:, None, None] + jnp.arange(steps), spec)),
+                (layer_of(far, number), near_enough(older, query, cached, spec)),
+                (layer_of(near, number), near_enough(newer, query, length[:, None, None] + jnp.arange(steps), spec)),
             ]
-            return attend(q, parts, spec), near
+            return attend(q, parts, spec), mine
 
         hidden, near = model(
             s["token"][:, None],
             at[:, None],
             attention,
             live_BL=s["live"][:, None],
-            cache=list(zip(cache, s["near"], strict=True)),
+            cache=cache,
+            new=s["near"],
             dtype=jnp.dtype(dtype),
         )
         each = jnp.arange(count)

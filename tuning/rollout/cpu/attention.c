@@ -1,9 +1,10 @@
 // Attention of one query a row over the cached keys and values of an engine's slots, on all cores.
 //
-// Axes: R rows, K key-value heads, A query heads of each, H head size (a multiple of LANES), S cached tokens, T new ones.
-// Arguments: q [R, K, A, H], already scaled; keys [R, K, H, S] and values [R, K, S, H]; the same of the new tokens, T in
-// place of S; spans [R, 4], int32: first and end of the cached tokens that a row sees, then of the new ones, never empty
-// together. Attribute: softcap, float32, 0 for none. Result [R, K, A, H].
+// Axes: R rows, K key-value heads, A query heads of each, H head size (a multiple of LANES), S cached tokens, T new ones,
+// L layers. Arguments: q [R, K, A, H], already scaled; keys [L, R, K, H, S] and values [L, R, K, S, H]; the same of the new
+// tokens, T in place of S; the layer's number, a scalar, int32; spans [R, 4], int32: first and end of the cached tokens
+// that a row sees, then of the new ones, never empty together. Attribute: softcap, float32, 0 for none. Result
+// [R, K, A, H].
 #include <math.h>
 
 #include "kernels.h"
@@ -193,16 +194,21 @@ XLA_FFI_Error *attention(XLA_FFI_CallFrame *frame) {
       .values = args[2]->data,
       .new_keys = args[3]->data,
       .new_values = args[4]->data,
-      .spans = args[5]->data,
+      .spans = args[6]->data,
       .out = out->data,
       .softcap = *(float *)((XLA_FFI_Scalar *)frame->attrs.attrs[0])->value,
-      .rows = args[1]->dims[0],
-      .heads = args[1]->dims[1],
+      .rows = args[1]->dims[1],
+      .heads = args[1]->dims[2],
       .group = args[0]->dims[2],
-      .size = args[1]->dims[2],
-      .capacity = args[1]->dims[3],
-      .steps = args[3]->dims[3],
+      .size = args[1]->dims[3],
+      .capacity = args[1]->dims[4],
+      .steps = args[3]->dims[4],
   };
+  int64_t layer = *(const int32_t *)args[5]->data * work.rows * work.heads * work.size;
+  work.keys += layer * work.capacity;
+  work.values += layer * work.capacity;
+  work.new_keys += layer * work.steps;
+  work.new_values += layer * work.steps;
   // Tiles write whole vectors behind the last score.
   work.stride = (work.capacity + work.steps + 2 * VECTORS * LANES) / LANES * LANES;
   int64_t numbers = 0;

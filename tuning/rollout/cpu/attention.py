@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tuning.models.decoder import AttentionSpec
-from tuning.rollout.cache import Layer
+from tuning.rollout.cache import Stack
 
 LANES = 16
 """The kernel's vectors: a head's size must be a multiple."""
@@ -25,8 +25,9 @@ def suits(dtype: str, kv: str, head_dim: int) -> bool:
 def attend(
     name: str,
     q_RCNH: jax.Array,
-    far: Layer,
-    near: Layer,
+    far: Stack,
+    near: Stack,
+    number: jax.Array | int,
     live_R: jax.Array,
     length_R: jax.Array,
     t: jax.Array | int,
@@ -34,11 +35,11 @@ def attend(
 ) -> jax.Array:
     """Attention of one query a row (C is 1) over the first `length_R` cached tokens and `t` + 1 new ones.
 
-    Layers as in `cache`, float32. The query's position is `length_R` + `t`. Rows that are not live see new tokens only;
-    nobody reads what comes of them. Out [R, 1, N, H].
+    Stacks as in `cache`, float32; `number` is the layer's in them. The query's position is `length_R` + `t`.
+    Rows that are not live see new tokens only; nobody reads what comes of them. Out [R, 1, N, H].
     """
     r, _, n, h = q_RCNH.shape
-    heads = far["k"].shape[1]
+    heads = far["k"].shape[2]
     end = jnp.where(live_R, length_R, 0)
     first, first_new = jnp.zeros((2, r), jnp.int32)
     if spec.window is not None:
@@ -47,5 +48,6 @@ def attend(
     spans = jnp.stack([first, end, first_new, jnp.full(r, t + 1)], axis=-1).astype(jnp.int32)
     call = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((r, heads, n // heads, h), jnp.float32))
     q = (q_RCNH * spec.scale).reshape(r, heads, n // heads, h)
-    out = call(q, far["k"], far["v"], near["k"], near["v"], spans, softcap=np.float32(spec.softcap or 0))
+    stacks = far["k"], far["v"], near["k"], near["v"], jnp.asarray(number, jnp.int32)
+    out = call(q, *stacks, spans, softcap=np.float32(spec.softcap or 0))
     return out.reshape(q_RCNH.shape)

@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import platform
+import shutil
 import subprocess
 import tempfile
 import threading
@@ -39,7 +40,16 @@ def build(compiler: str | None = None) -> Kernels:
     kernels stay there too, for these sources, compiler, processor and version of jaxlib; else they are this process's.
     """
     with _LOCK:
-        return _build(compiler or os.environ.get("CC") or "cc")
+        return _build(compiler or _default())
+
+
+def has_compiler() -> bool:
+    """Whether there is the command that `build` takes by default."""
+    return shutil.which(_default()) is not None
+
+
+def _default() -> str:
+    return os.environ.get("CC") or "cc"
 
 
 @functools.cache

@@ -1,4 +1,5 @@
-// x W^T of few rows, on all cores. Arguments: x [R, I] and W [O, I], float32; result [R, O].
+// x W^T of few rows, on all cores. Arguments: x [R, I] and stacked W [L, O, I], float32; the number of the W to take, a
+// scalar, int32. Result [R, O].
 //
 // Each number is LANES sums over the input that are added in the end, in an order that depends on I alone: a row's
 // results have the same bits alone and among others. A row of zeros is not computed: empty slots take no time.
@@ -200,8 +201,9 @@ XLA_FFI_Error *products(XLA_FFI_CallFrame *frame) {
       .w = args[1]->data,
       .y = ((XLA_FFI_Buffer *)frame->rets.rets[0])->data,
       .size = args[0]->dims[1],
-      .outs = args[1]->dims[0],
+      .outs = args[1]->dims[1],
   };
+  work.w += *(const int32_t *)args[2]->data * work.outs * work.size;
   int64_t count = args[0]->dims[0];
   int64_t *rows = malloc(sizeof(int64_t) * (count + 1));
   if (!rows) return no_memory(frame);

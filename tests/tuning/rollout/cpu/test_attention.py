@@ -38,7 +38,12 @@ def kernel(q, far, near, length, t, spec, live=None):
     name = kernels.build().attention
     assert name is not None, "this machine has no C compiler, or it cannot build the kernels"
     run = functools.partial(cpu_attention.attend, name, spec=spec)
-    return jax.jit(run)(q, far, near, live, jnp.asarray(length), t)
+    return jax.jit(run)(q, among_others(far), among_others(near), 1, live, jnp.asarray(length), t)
+
+
+def among_others(layer):
+    """A stack of layers, of which this is number 1."""
+    return jax.tree.map(lambda x: jnp.stack([jnp.full_like(x, jnp.nan), x, jnp.full_like(x, jnp.inf)]), layer)
 
 
 def plain(q, far, near, length, t, spec):

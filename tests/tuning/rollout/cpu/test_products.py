@@ -1,22 +1,17 @@
 """The products of decoding in C: the same for a row whatever its neighbours, and none for rows of zeros."""
 
-import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-from tests.tuning.rollout.test_engine import CONFIG
 from tuning.models.config import tiny
-from tuning.models.huggingface import random_params
 from tuning.rollout.cpu import kernels, products
 from tuning.rollout.engine import Engine
 from tuning.rollout.pool import Limits
 from tuning.rollout.requests import Request
-from tuning.rollout.unrolled import unroll
-from tuning.training.forward import decoder_graph
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="a kernel for the CPU")
 
@@ -29,7 +24,13 @@ def operands(rows, size, outs, seed=0):
 def by_kernel(x, weight):
     name = kernels.build().products
     assert name is not None, "this machine has no C compiler, or it cannot build the kernels"
-    return np.asarray(jax.jit(lambda x, w: products.product(x, w, name))(x, weight))
+    run = functools.partial(products.product, target=name)
+    return np.asarray(jax.jit(run)(x, among_others(weight), 1))
+
+
+def among_others(weight):
+    """A stack of matrices, of which this is number 1."""
+    return jnp.stack([jnp.full_like(weight, jnp.nan), weight, jnp.full_like(weight, jnp.inf)])
 
 
 def exact(x, weight):
@@ -98,9 +99,10 @@ def test_it_is_the_product_with_shorter_vectors(tmp_path, options):
     name = kernels.build(str(compiler)).products
     assert name not in (None, kernels.build().products)
     x, weight = operands(7, 91, 45)
-    found = np.asarray(products.product(x, weight, name))
+    stack = among_others(weight)
+    found = np.asarray(products.product(x, stack, 1, name))
     np.testing.assert_allclose(found, exact(x, weight), atol=2e-5)
-    np.testing.assert_array_equal(np.asarray(products.product(x[3:4], weight, name)), found[3:4])
+    np.testing.assert_array_equal(np.asarray(products.product(x[3:4], stack, 1, name)), found[3:4])
 
 
 @pytest.fixture
@@ -115,32 +117,15 @@ def lowered(monkeypatch):
 
 
 def test_all_products_with_weights_are_the_kernels(lowered):
-    prefill, decode = (text.count(f"@{kernels.build().products}(") for text in lowered)
-    # Queries, keys and values; attention's output; gate and up; down: in one function for all layers. Then, for
-    # decoding, the head; a prompt's last layer ends with its keys and values, in a function of its own.
-    assert (prefill, decode) == (5, 5)
-    assert "dot_general" not in lowered[1]
+    # Queries, keys and values; attention's output; gate and up; down: in one loop over layers. Then, for decoding, the
+    # head. What prefill has beside is its attention.
+    found = [text.count(f"@{kernels.build().products}(") for text in lowered]
+    assert found == [4, 5]
+    assert [text.count("dot_general") for text in lowered] == [2, 0]
 
 
-@pytest.mark.parametrize("family", [{}, {"family": "qwen2", "qkv_bias": True, "qk_norm": True}], ids=["plain", "qkv"])
-def test_tokens_that_are_not_live_stay_zeros(family):
-    config = dataclasses.replace(CONFIG, **family)
-    model = nnx.merge(*unroll(decoder_graph(config), biased(config), join=True, form="out_in", dtype="float32"))
-
-    def attention(q, k, v, spec, cache):
-        return jnp.ones_like(q), None
-
-    live = jnp.asarray([[True, False, True]])
-    hidden, _ = model(
-        jnp.asarray([[3, 4, 5]]),
-        jnp.arange(3)[None],
-        attention,
-        live_BL=live,
-        cache=[None] * config.num_layers,
-        dtype="float32",
-    )
-    assert not hidden[0, 1].any() and hidden[0, [0, 2]].all()
-
-
-def biased(config):
-    return jax.tree.map(lambda x: x + 0.1, random_params(config, 1))
+@pytest.mark.parametrize("rows", [1, products.FEW_ROWS, products.FEW_ROWS + 1])
+def test_without_the_kernel_it_is_the_same_product(rows):
+    x, weight = operands(rows, 80, 50)
+    found = products.product(x, among_others(weight), 1, None)
+    np.testing.assert_allclose(found, by_kernel(x, weight), atol=2e-5)

@@ -1,0 +1,114 @@
+"""The layouts of decoding: the trainer's mathematics, layer by layer or in a loop."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.tuning.rollout.test_engine import CONFIG
+from tuning.models.huggingface import random_params
+from tuning.rollout import cache
+from tuning.rollout.cpu import kernels
+from tuning.rollout.engine import Engine
+from tuning.rollout.layouts import lay_out
+from tuning.rollout.pool import Limits
+from tuning.rollout.requests import Request
+from tuning.training.forward import decoder_graph
+
+EVERYTHING = dataclasses.replace(
+    CONFIG,
+    num_layers=3,
+    qkv_bias=True,
+    output_bias=True,
+    mlp_bias=True,
+    qk_norm=True,
+    post_norms=True,
+    attention_softcap=2.0,
+    final_softcap=3.0,
+    sliding_window=4,
+    sliding_layers=(True, False, True),
+    local_rope_theta=50.0,
+    tie_embeddings=False,
+)
+LENGTH = 9
+
+
+def parameters(config):
+    return jax.tree.map(lambda x: 3 * x + 0.1, random_params(config, 1))
+
+
+def attention(q, k, v, spec, mine):
+    """Plain causal attention that keeps what it is given as keys and values."""
+    positions = spec.positions_BL
+    mask = positions[:, :, None] >= positions[:, None]
+    part = cache.stored(k, v, "float32")
+    out = cache.attend(q, [(part, cache.near_enough(mask, positions[:, :, None], positions[:, None], spec))], spec)
+    if mine is None:
+        return out, part
+    far, near, number = mine
+    return out, (far, cache.write(near, number, part, 0), number)
+
+
+def trainers(config, params, tokens, positions):
+    """Logits and caches of the trainer's decoder."""
+    decoder = nnx.merge(decoder_graph(config), params)
+    hidden, parts = decoder(tokens, positions, attention)
+    return decoder.logits(hidden), parts
+
+
+@pytest.mark.parametrize("config", [CONFIG, EVERYTHING], ids=["plain", "everything"])
+@pytest.mark.parametrize(
+    ("form", "join", "by_kernel"),
+    [("dense", True, False), ("dense", False, False), ("rolled", True, True), ("rolled", True, False)],
+)
+def test_a_layout_is_the_trainers_decoder(config, form, join, by_kernel):
+    target = kernels.build().products if by_kernel else None
+    if by_kernel and (jax.default_backend() != "cpu" or target is None):
+        pytest.skip("a kernel for the CPU")
+    params = parameters(config)
+    rng = np.random.default_rng(0)
+    tokens, positions = jnp.asarray(rng.integers(0, 97, (2, LENGTH))), jnp.arange(LENGTH)[None].repeat(2, 0)
+    model = nnx.merge(*lay_out(decoder_graph(config), params, join=join, form=form, dtype="float32"))
+    model.target = target
+    empty = cache.make(config, 2, LENGTH, "float32", rolled=form == "rolled")
+    live = jnp.ones((2, LENGTH), bool)
+    hidden, new = model(tokens, positions, attention, live_BL=live, cache=empty, new=empty, dtype="float32")
+    logits, parts = trainers(config, params, tokens, positions)
+    found = model.logits(hidden.reshape(2 * LENGTH, -1)).reshape(logits.shape)
+    np.testing.assert_allclose(found, logits, atol=2e-5)
+    for name, expected in parts.items():
+        np.testing.assert_allclose(jnp.concatenate([stack[name] for stack in new]), expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("form", ["dense", "rolled"])
+@pytest.mark.parametrize("family", [{}, {"family": "qwen2", "qkv_bias": True, "qk_norm": True}], ids=["plain", "qkv"])
+def test_tokens_that_are_not_live_stay_zeros(family, form):
+    config = dataclasses.replace(CONFIG, **family)
+    model = nnx.merge(*lay_out(decoder_graph(config), parameters(config), join=True, form=form, dtype="float32"))
+    empty = cache.make(config, 1, 3, "float32", rolled=form == "rolled")
+
+    def ones(q, k, v, spec, mine):
+        return jnp.ones_like(q), mine
+
+    live = jnp.asarray([[True, False, True]])
+    tokens, positions = jnp.asarray([[3, 4, 5]]), jnp.arange(3)[None]
+    hidden, _ = model(tokens, positions, ones, live_BL=live, cache=empty, new=empty, dtype="float32")
+    assert not hidden[0, 1].any() and hidden[0, [0, 2]].all()
+
+
+def lowered(monkeypatch, layers):
+    """The programs of an engine that prepares for a request, before XLA has seen them."""
+    engine = Engine(dataclasses.replace(CONFIG, num_layers=layers), limits=Limits(slots=1, chunks=(16,)))
+    texts = []
+    monkeypatch.setattr(engine._ahead, "begin", lambda key, make: texts.append(make().as_text()))
+    engine.prepare([Request([5, 6, 7], 4)])
+    return texts
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="kernels for the CPU")
+def test_programs_of_many_layers_are_as_long_as_of_few(monkeypatch):
+    few, many = (lowered(monkeypatch, layers) for layers in (2, 20))
+    assert [len(text.splitlines()) for text in few] == [len(text.splitlines()) for text in many]
