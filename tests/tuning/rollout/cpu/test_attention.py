@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import os
 
 import jax
 import jax.numpy as jnp
@@ -129,12 +130,17 @@ def generate():
     return Engine(config).generate(params, prompts, counters=[0, 1, 2], **options)
 
 
-def test_without_a_compiler_the_engine_says_so_and_samples_the_same(monkeypatch, caplog):
+@pytest.mark.parametrize("command", ["no-such-compiler", "fails"])
+def test_without_a_compiler_the_engine_says_so_and_samples_the_same(command, tmp_path, monkeypatch, caplog):
     expected = generate()
-    monkeypatch.setenv("CC", "no-such-compiler")
+    failing = tmp_path / "fails"
+    failing.write_text('#!/bin/sh\n[ "$1" = --version ] && exec echo 1\nexit 1\n')
+    failing.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("CC", command)
     with caplog.at_level(logging.WARNING):
         found = generate()
-    assert "no-such-compiler" in caplog.text and "slower" in caplog.text
+    assert f"`{command}`" in caplog.text and "slower" in caplog.text
     for ours, theirs in zip(sum(expected, []), sum(found, []), strict=True):
         assert ours.tokens == theirs.tokens
         np.testing.assert_allclose(ours.logps, theirs.logps, atol=2e-5)
