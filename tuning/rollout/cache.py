@@ -144,12 +144,12 @@ def append(cache: list[Stack], new: list[Stack], at_R: jax.Array) -> list[Stack]
     """Caches with each row's new tokens written from `at_R` on; there must be room for all of them."""
 
     def row(r: jax.Array, cache: list[Stack]) -> list[Stack]:
-        def write(name: str, whole: jax.Array, part: jax.Array) -> jax.Array:
+        def put(name: str, whole: jax.Array, part: jax.Array) -> jax.Array:
             start: list[jax.Array | int] = [0] * whole.ndim
             start[SLOT_AXIS], start[TOKEN_AXIS[name]] = r, at_R[r]
             return jax.lax.dynamic_update_slice(whole, jax.lax.dynamic_slice_in_dim(part, r, 1, SLOT_AXIS), start)
 
-        return [{n: write(n, stack[n], near[n]) for n in stack} for stack, near in zip(cache, new, strict=True)]
+        return [{n: put(n, stack[n], near[n]) for n in stack} for stack, near in zip(cache, new, strict=True)]
 
     return jax.lax.fori_loop(0, at_R.shape[0], row, cache)
 
@@ -177,7 +177,7 @@ def insert(cache: list[Stack], chunk: list[Stack], entries: dict[str, jax.Array]
         column = first + jnp.arange(window)
         mine = (column >= at) & (column < at + tokens)
 
-        def write(name: str, whole: jax.Array, part: jax.Array) -> jax.Array:
+        def put(name: str, whole: jax.Array, part: jax.Array) -> jax.Array:
             axis = TOKEN_AXIS[name]
             moved = jax.lax.dynamic_slice_in_dim(part, window + start - at + first, window, axis)
             where: list[jax.Array | int] = [0] * whole.ndim
@@ -187,31 +187,28 @@ def insert(cache: list[Stack], chunk: list[Stack], entries: dict[str, jax.Array]
             shape[axis] = window
             return jax.lax.dynamic_update_slice(whole, jnp.where(mine.reshape(shape), moved, old), where)
 
-        return [{n: write(n, stack[n], part[n]) for n in stack} for stack, part in zip(cache, wide, strict=True)]
+        return [{n: put(n, stack[n], part[n]) for n in stack} for stack, part in zip(cache, wide, strict=True)]
 
     return jax.lax.fori_loop(0, entries["count"], entry, cache)
 
 
-@functools.partial(jax.jit, static_argnames="capacity")
-def _resized(stack: Stack, slots: jax.Array, capacity: int) -> Stack:
-    def one(name: str, x: jax.Array) -> jax.Array:
-        axis = TOKEN_AXIS[name]
-        x = jnp.take(jax.lax.slice_in_dim(x, 0, min(capacity, x.shape[axis]), axis=axis), slots, axis=SLOT_AXIS)
-        pads = [(0, 0)] * x.ndim
-        pads[axis] = (0, capacity - x.shape[axis])
-        return jnp.pad(x, pads)
-
-    return {n: one(n, x) for n, x in stack.items()}
+@functools.partial(jax.jit, static_argnames=("axis", "capacity"))
+def _resized(x: jax.Array, slots: jax.Array, axis: int, capacity: int) -> jax.Array:
+    x = jnp.take(jax.lax.slice_in_dim(x, 0, min(capacity, x.shape[axis]), axis=axis), slots, axis=SLOT_AXIS)
+    pads = [(0, 0)] * x.ndim
+    pads[axis] = (0, capacity - x.shape[axis])
+    return jnp.pad(x, pads)
 
 
 def resize(cache: list[Stack], slots: Sequence[int], capacity: int) -> None:
     """Makes the caches those of the named slots, in this order, at another capacity; more tokens than fit are cut.
 
-    In place and stack by stack: no more than one is there twice.
+    In place and array by array: no more than the keys or the values of one stack are there twice.
     """
     numbers = jnp.asarray(slots, jnp.int32)
-    for i, stack in enumerate(cache):
-        cache[i] = _resized(stack, numbers, capacity)
+    for stack in cache:
+        for name in stack:
+            stack[name] = _resized(stack[name], numbers, TOKEN_AXIS[name], capacity)
 
 
 @functools.partial(jax.jit, donate_argnames="cache")

@@ -2,8 +2,8 @@
 
 A scan over stacked weights copies each layer out of the stack, which costs a step of few rows as much as reading them.
 So layers stand one by one; or, where kernels for the CPU take a layer by its number, in stacks with a loop that copies
-nothing: then a program is no longer for many layers than for one. One product for queries, keys and values reads its
-input once.
+nothing: then a program is no longer for many layers than for one. (Attention that no kernel suits, and products of
+kernels that could not be built, copy a layer each time.) One product for queries, keys and values reads its input once.
 """
 
 from __future__ import annotations
@@ -61,14 +61,16 @@ def _join(layer: Layer) -> None:
 
 
 class DecodingDecoder(nnx.Module):
-    """A Decoder with other layers. For decoding only: nothing of it is trained."""
+    """A Decoder with other layers. For decoding only: nothing of it is trained.
+
+    `target`, to be set before use, is that of `products.product`, for the products that are its.
+    """
 
     def __init__(self, decoder: Decoder):
         self.config = decoder.config
         del decoder.layers
         self.rest = decoder
         self.target: str | None = None
-        """That of `products.product`, for the products that are its; to be set before use."""
 
     def logits(self, hidden_RD: jax.Array) -> jax.Array:
         """Logits [R, V] in at least float32 of final hidden states."""
@@ -153,11 +155,11 @@ class RolledDecoder(DecodingDecoder):
     ) -> tuple[jax.Array, list[Stack]]:
         (far,), (near,) = cache, new
         differs, of_layer = by_layer(self.config, positions)
-        graph, whole, *others = nnx.split(self.layers, products.InStack, ...)
+        graph, whole, *sliced = nnx.split(self.layers, products.InStack, ...)
 
         def body(number: jax.Array, carried: tuple[jax.Array, Stack]) -> tuple[jax.Array, Stack]:
             x, near = carried
-            mine, differences = jax.tree.map(lambda s: s[number], (others, differs))
+            mine, differences = jax.tree.map(lambda s: s[number], (sliced, differs))
             layer = nnx.merge(graph, whole, *mine)
             for _, module in nnx.iter_modules(layer):
                 if isinstance(module, products.OutIn):

@@ -34,8 +34,8 @@ class Limits:
     context: int = 0
     """Tokens of the longest prompt with its completion; 0: those of the requests at hand, or the model's positions."""
     cache_bytes: int = 2**62
-    """Memory for keys and values; fewer slots are used where it is too little for all. On CPU, while slots change in
-    number or length, both the former and the new ones are there."""
+    """Memory for keys and values; fewer slots are used where it is too little for all. Where layers are in one stack
+    (`layouts`), the keys or the values are there twice for as long as slots change in number or length."""
     steps: int = 16
     """Tokens a row between two looks of the host."""
     chunks: tuple[int, ...] = (64, 192, 320)

@@ -23,7 +23,10 @@ def saved(path, config, dtype="float32"):
     return path
 
 
-@pytest.mark.parametrize("config", [CONFIG, QWEN], ids=["tied", "with biases and a head"])
+LLAMA = dataclasses.replace(CONFIG, qkv_bias=True, output_bias=True, mlp_bias=True)
+
+
+@pytest.mark.parametrize("config", [CONFIG, QWEN, LLAMA], ids=["tied", "with a head", "with all biases"])
 @pytest.mark.parametrize(
     ("stored", "dtype"), [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")]
 )

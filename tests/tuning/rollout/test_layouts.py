@@ -27,7 +27,7 @@ EVERYTHING = dataclasses.replace(
     qk_norm=True,
     post_norms=True,
     attention_softcap=2.0,
-    final_softcap=3.0,
+    final_softcap=30.0,
     sliding_window=4,
     sliding_layers=(True, False, True),
     local_rope_theta=50.0,
@@ -37,7 +37,15 @@ LENGTH = 9
 
 
 def parameters(config):
-    return jax.tree.map(lambda x: 3 * x + 0.1, random_params(config, 1))
+    """Random ones in which every part matters."""
+    rng = np.random.default_rng(1)
+
+    def one(path, x):
+        matrix = any(name in jax.tree_util.keystr(path) for name in ("kernel", "embedding", "head"))
+        noise = jnp.asarray(rng.normal(size=x.shape), jnp.float32)
+        return 0.2 * noise if matrix else x + 0.3 * noise
+
+    return jax.tree_util.tree_map_with_path(one, random_params(config, 1))
 
 
 def attention(q, k, v, spec, mine):
@@ -77,6 +85,7 @@ def test_a_layout_is_the_trainers_decoder(config, form, join, by_kernel):
     live = jnp.ones((2, LENGTH), bool)
     hidden, new = model(tokens, positions, attention, live_BL=live, cache=empty, new=empty, dtype="float32")
     logits, parts = trainers(config, params, tokens, positions)
+    assert logits.std(axis=1).mean() > 0.3
     found = model.logits(hidden.reshape(2 * LENGTH, -1)).reshape(logits.shape)
     np.testing.assert_allclose(found, logits, atol=2e-5)
     for name, expected in parts.items():
@@ -99,16 +108,30 @@ def test_tokens_that_are_not_live_stay_zeros(family, form):
     assert not hidden[0, 1].any() and hidden[0, [0, 2]].all()
 
 
-def lowered(monkeypatch, layers):
-    """The programs of an engine that prepares for a request, before XLA has seen them."""
-    engine = Engine(dataclasses.replace(CONFIG, num_layers=layers), limits=Limits(slots=1, chunks=(16,)))
-    texts = []
-    monkeypatch.setattr(engine._ahead, "begin", lambda key, make: texts.append(make().as_text()))
-    engine.prepare([Request([5, 6, 7], 4)])
-    return texts
+def lowered(engine, monkeypatch):
+    """The programs, prefill and decode, of an engine that prepares for a request, before XLA has seen them."""
+    found = []
+    monkeypatch.setattr(engine._ahead, "begin", lambda key, make: found.append(make()))
+    engine.prepare([Request([5, 6, 7], 400)])
+    return found
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="kernels for the CPU")
 def test_programs_of_many_layers_are_as_long_as_of_few(monkeypatch):
-    few, many = (lowered(monkeypatch, layers) for layers in (2, 20))
-    assert [len(text.splitlines()) for text in few] == [len(text.splitlines()) for text in many]
+    limits = Limits(slots=1, chunks=(16,))
+    few, many = (Engine(dataclasses.replace(CONFIG, num_layers=layers), limits=limits) for layers in (2, 20))
+    lengths = [[len(p.as_text().splitlines()) for p in lowered(engine, monkeypatch)] for engine in (few, many)]
+    assert lengths[0] == lengths[1]
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="kernels for the CPU")
+def test_programs_copy_no_layer_and_no_cache(monkeypatch):
+    config = dataclasses.replace(CONFIG, hidden_size=256, intermediate_size=1024, num_layers=4)
+    engine = Engine(config, limits=Limits(slots=1, context=480, steps=4, chunks=(16,)))
+    programs = lowered(engine, monkeypatch)
+    weights = 4 * 3 * config.hidden_size * config.intermediate_size
+    assert len(programs) == 2
+    for program in programs:
+        memory = program.compile().memory_analysis()
+        assert memory.temp_size_in_bytes < weights / 3, "one of a layer's matrices has been copied"
+        assert memory.alias_size_in_bytes >= engine.cache_bytes

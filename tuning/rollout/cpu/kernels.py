@@ -44,7 +44,7 @@ def build(compiler: str | None = None) -> Kernels:
 
 
 def has_compiler() -> bool:
-    """Whether there is the command that `build` takes by default."""
+    """Whether there is the command that `build` takes by default. It may still fail."""
     return shutil.which(_default()) is not None
 
 

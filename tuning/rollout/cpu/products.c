@@ -1,4 +1,4 @@
-// x W^T of few rows, on all cores. Arguments: x [R, I] and stacked W [L, O, I], float32; the number of the W to take, a
+// x W^T on all cores, made for few rows. Arguments: x [R, I] and stacked W [L, O, I], float32; the number of the W to take, a
 // scalar, int32. Result [R, O].
 //
 // Each number is LANES sums over the input that are added in the end, in an order that depends on I alone: a row's

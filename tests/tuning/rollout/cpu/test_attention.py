@@ -1,5 +1,6 @@
 """The decoding step's attention in C: that of `cache.attend`, over what a row sees and nothing else."""
 
+import dataclasses
 import functools
 import logging
 import os
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from tuning.models.config import tiny
-from tuning.models.decoder import AttentionSpec
+from tuning.models.decoder import UNLIMITED, AttentionSpec
 from tuning.models.huggingface import random_params
 from tuning.rollout import cache
 from tuning.rollout.cpu import attention as cpu_attention
@@ -83,6 +84,16 @@ def test_it_is_the_attention_of_the_plain_step(group, size, capacity, softcap, w
         found = kernel(q, far, near, length, t, spec)
         assert found.shape == q.shape
         np.testing.assert_allclose(found, plain(q, far, near, length, t, spec), atol=2e-6)
+
+
+@pytest.mark.parametrize("window", [UNLIMITED, 40])
+def test_where_layers_differ_the_window_is_an_argument(window):
+    spec = AttentionSpec(0.125, None, window, jnp.zeros((0, 0)))
+    q, far, near = step(5, 3, 64, 144)
+    length = [0, 16, 39, 80, 144]
+    expected = plain(q, far, near, length, 3, spec)
+    found = jax.jit(lambda w: kernel(q, far, near, length, 3, dataclasses.replace(spec, window=w)))(jnp.int32(window))
+    np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
 def test_a_row_is_the_same_alone_and_among_others():
