@@ -25,8 +25,8 @@ def suits(dtype: str) -> bool:
 def product(x: jax.Array, weight_NOI: jax.Array, number: jax.Array | int, target: str | None) -> jax.Array:
     """x [..., I] times the transpose of one matrix of its type -> [..., O] in at least float32.
 
-    `target` is the name under which XLA knows the kernel, for what it suits; None leaves the product to XLA, which copies
-    the matrix first where a loop counts the number.
+    `target` is the name under which XLA knows the kernel, for what it suits; None leaves the product to XLA, which
+    copies the matrix first where a loop counts the number.
     """
     rows, outs = x.reshape(-1, x.shape[-1]), weight_NOI.shape[1]
     accumulate = jnp.promote_types(x.dtype, jnp.float32)
