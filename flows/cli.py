@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import warnings
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -300,13 +300,16 @@ def serve(
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     context: Annotated[int, typer.Option(min=0, help="Longest prompt with its answer in tokens; 0: 4,096.")] = 0,
     slots: Annotated[int, typer.Option(min=0, help="Answers made side by side; 0: the device decides.")] = 0,
+    weights: Annotated[Literal["dense", "int8"], typer.Option(help="How kernels of layers are held.")] = "dense",
+    kv: Annotated[Literal["auto", "float32", "bfloat16", "int8"], typer.Option(help="Type of keys, values.")] = "auto",
 ) -> None:
     """Serve the policy of a run as an OpenAI-compatible endpoint (chat and completions, streaming, logprobs)."""
     record = _record(store, run_name, node)
     artifact = _artifact(Store(store), record, node)
     command = [sys.executable, "-m", "stages.serve", store, artifact.stage, artifact.key]
     command += ["--base", record["nodes"]["base"]["key"], "--name", f"{record['name']}:{node}", "--host", host]
-    command += ["--port", str(port), "--context", str(context), "--slots", str(slots)]
+    command += ["--port", str(port), "--context", str(context), "--slots", str(slots), "--weights", weights]
+    command += ["--kv", kv] if kv != "auto" else []
     _become(command)
 
 

@@ -10,12 +10,20 @@ from pydantic import model_validator
 from stages.base import StageConfig, execution_setting
 from stages.code import module_hashes
 
+NATIVE = ("weights", "kv")
+"""Settings of the engine in the worker."""
+
 
 class EngineSettings(StageConfig):
     """The engine that samples rollouts: this project's own, or HTTP servers that are somewhere or are started here."""
 
     kind: Literal["native", "vllm", "sglang"] = "native"
     """native: in the worker, with the trainer's model code; vllm and sglang: their servers, and what speaks as they."""
+    weights: Literal["dense", "int8"] = "dense"
+    """How native sampling holds the kernels of layers. int8: a byte each; the update weighs what it samples by how far
+    that is from the policy."""
+    kv: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
+    """Type of its keys and values; auto: that of computation."""
     version: str | None = None
     """The servers' version, which is part of what a rollout is; they are asked for it. Needed but for native."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -56,10 +64,13 @@ class EngineSettings(StageConfig):
     def _meaningful(self) -> EngineSettings:
         if self.kind == "native":
             own = type(self).model_fields
-            told = [n for n in own if n != "kind" and getattr(self, n) != own[n].default]
+            told = [n for n in own if n not in ("kind", *NATIVE) and getattr(self, n) != own[n].default]
             if told:
                 raise ValueError(f"{told[0]} has no meaning with kind native; say kind: vllm or sglang")
             return self
+        for name in NATIVE:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} is of kind native; servers have arguments of their own")
         if (self.url is None) == (self.command is None):
             raise ValueError("say url, where servers are, or command, which starts one; not both")
         if self.version is None:

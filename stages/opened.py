@@ -32,13 +32,13 @@ class Opened:
     params: Any = None
     """What was made again, until an engine has it."""
 
-    def engine(self, limits: Any, dtype: str, top: int = 0) -> Any:
-        """An engine with this policy. To be called once."""
+    def engine(self, limits: Any, dtype: str, **options: Any) -> Any:
+        """An engine with this policy and these of `Engine`'s options. To be called once."""
         from tuning.rollout.engine import Engine
         from tuning.rollout.folder import load_folder
         from tuning.rollout.requests import Request
 
-        engine = Engine(self.config, dtype, limits, top=top)
+        engine = Engine(self.config, dtype, limits, **options)
         if self.folder is None:
             engine.load(self.params)
             self.params = None

@@ -159,7 +159,9 @@ def _opened(ctx: Context, settings: EngineSettings, quantize: str, context: int,
     device = choose(ctx.config.compute.dtype)
     config, params = load_rounded(ctx, ctx.inputs["policy"], quantize)
     limits = limits_of(ctx.config.compute, device, min(context, config.max_positions))
-    engine = Engine(config, device.compute.dtype, limits, mesh=sampling_mesh(ctx.config.compute.mesh))
+    kv = None if settings.kv == "auto" else settings.kv
+    mesh = sampling_mesh(ctx.config.compute.mesh)
+    engine = Engine(config, device.compute.dtype, limits, kv=kv, weights=settings.weights, mesh=mesh)
     engine.load(params)
     return engine
 

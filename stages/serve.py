@@ -268,6 +268,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--context", type=int, default=0)
     parser.add_argument("--slots", type=int, default=0)
+    parser.add_argument("--weights", default="dense")
+    parser.add_argument("--kv")
     args = parser.parse_args()
     configure_jax()
     import uvicorn
@@ -288,7 +290,7 @@ def main() -> None:
         steps=4,
         prefill_chunks=1,
     )
-    engine = policy.engine(limits, device.compute.dtype, TOP_LOGPROBS)
+    engine = policy.engine(limits, device.compute.dtype, top=TOP_LOGPROBS, kv=args.kv, weights=args.weights)
     live, context = Live(engine), engine.context
     exported = artifact.manifest["inputs"]["policy"]["digest"] if artifact.stage == "export" else artifact.digest
     server = Server(live, policy.tokenizer, args.name, policy.stop_ids, context, exported)

@@ -91,6 +91,18 @@ def test_refills_find_prompts_that_teach_and_every_prompt_is_accounted_for(rlhf,
 
 
 @pytest.mark.slow
+def test_a_round_may_be_sampled_with_smaller_numbers_and_the_update_knows(rlhf, store, record):
+    told = ["rl.rounds=1", "rl.rollout.engine.weights=int8", "rl.rollout.engine.kv=int8"]
+    options = [word for setting in [*told, f"store={store}"] for word in ("--set", setting)]
+    rlhf("run", "smoke", "--no-prefect", "--name", "small", *options)
+    first, small = record(store, "first"), record(store, "small")
+    names = ("sft", "round-000.rollout", "round-000.update")
+    assert states(small, *names) == dict(zip(names, ("hit", "made", "made"), strict=True))
+    exact, rounded = (r["nodes"]["round-000.update"]["metrics"]["mismatch_kl"] for r in (first, small))
+    assert exact < 1e-6 < rounded < 0.01
+
+
+@pytest.mark.slow
 def test_a_greedy_completion_of_each_prompt_is_remaxs_baseline(rlhf, store, record):
     sets = ["rl.rounds=1", "rl.update={algorithm: remax, prompts_per_step: 4}", f"store={store}"]
     rlhf("run", "smoke", "--no-prefect", "--name", "remax", *[x for s in sets for x in ("--set", s)])

@@ -26,6 +26,8 @@ def sets(**values):
         ([*URL, *sets(servers=2)], "servers is of servers that are started here: say command in place of url"),
         ([*URL, *sets(arguments="[--x]")], "arguments is of servers that are started here"),
         ([*URL, *sets(sync="restart")], "sync restart is for servers that are started here"),
+        ([*URL, *sets(weights="int8")], "weights is of kind native; servers have arguments of their own"),
+        ([*URL, *sets(kv="int8")], "kv is of kind native"),
         ([*URL, *sets(timout=5)], "unknown key; did you mean timeout?"),
     ],
 )
@@ -42,6 +44,13 @@ def test_where_servers_are_is_no_content_and_what_they_are_is():
     assert content(*sets(url="[http://a, http://b]", concurrency=3, tolerance=0.2)) == content()
     assert content(*sets(version="'1.1'")) != content()
     assert content(*sets(dtype="float32")) != content()
+
+
+def test_how_the_native_engine_holds_numbers_is_content():
+    def content(*told):
+        return config_content(load_recipe("smoke", sets=told).rl.rollout)
+
+    assert content(*sets(weights="int8")) != content() != content(*sets(kv="bfloat16"))
 
 
 def test_one_url_and_words_in_a_line_may_be_written_short():

@@ -10,7 +10,7 @@ import jax
 
 from tuning.models.config import DecoderConfig
 from tuning.models.decoder import abstract_decoder
-from tuning.rollout.layouts import Form, lay_out
+from tuning.rollout.layouts import lay_out
 
 
 class Ahead:
@@ -32,12 +32,12 @@ class Ahead:
             self._threads[key].join()
 
 
-def abstract_weights(graph: Any, config: DecoderConfig, *, join: bool, form: Form, dtype: str) -> tuple[Any, Any]:
-    """(graph, shapes) as `lay_out` gives of a decoder's float32 parameters, before there are any."""
+def abstract_weights(graph: Any, config: DecoderConfig, **options: Any) -> tuple[Any, Any]:
+    """(graph, shapes) as `lay_out` gives with these options of a decoder's float32 parameters, before there are any."""
     graphs = []
 
     def laid_out(params: Any) -> Any:
-        found, state = lay_out(graph, params, join=join, form=form, dtype=dtype)
+        found, state = lay_out(graph, params, **options)
         graphs.append(found)
         return state
 

@@ -42,12 +42,26 @@ def make(config: DecoderConfig, slots: int, capacity: int, kv: KV, *, rolled: bo
 
     def stack(layers: int) -> Stack:
         first = layers, slots, k
-        found = {"k": jnp.zeros((*first, h, capacity), kv), "v": jnp.zeros((*first, capacity, h), kv)}
+        kept = _bits(jnp.zeros((), kv)).dtype
+        found = {"k": jnp.zeros((*first, h, capacity), kept), "v": jnp.zeros((*first, capacity, h), kept)}
         if kv == "int8":
             found |= {name: jnp.zeros((*first, capacity), jnp.float32) for name in ("k_scale", "v_scale")}
         return found
 
     return [stack(n)] if rolled else [stack(1) for _ in range(n)]
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    """What is kept of these numbers: themselves; but XLA on CPU, to write a few of bfloat16, makes float32 of the whole
+    array and back, so there it is their bits, as uint16."""
+    as_bits = x.dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
+    return jax.lax.bitcast_convert_type(x, jnp.uint16) if as_bits else x
+
+
+def _numbers(kept: jax.Array, dtype: Any) -> jax.Array:
+    """The numbers that `_bits` kept, in this type."""
+    x = jax.lax.bitcast_convert_type(kept, jnp.bfloat16) if kept.dtype == jnp.uint16 else kept
+    return x.astype(dtype)
 
 
 def make_like(cache: list[Stack], slots: int, tokens: int) -> list[Stack]:
@@ -95,7 +109,7 @@ def stored(k_RCKH: jax.Array, v_RCKH: jax.Array, kv: KV) -> Layer:
     """New keys and values in the layout and type of the cache, C in place of S."""
     k, v = jnp.transpose(k_RCKH, (0, 2, 3, 1)), jnp.transpose(v_RCKH, (0, 2, 1, 3))
     if kv != "int8":
-        return {"k": k.astype(kv), "v": v.astype(kv)}
+        return {"k": _bits(k.astype(kv)), "v": _bits(v.astype(kv))}
 
     def coded(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
         scale = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=axis, keepdims=True) / 127
@@ -116,7 +130,7 @@ def attend(
     q = q_RCNH.reshape(r, c, heads, n // heads, h).transpose(0, 2, 1, 3, 4).reshape(r, heads, -1, h)
     scores = []
     for part, mask in parts:
-        s = jnp.einsum("rkqh,rkhs->rkqs", q, part["k"].astype(q.dtype), preferred_element_type=accumulate)
+        s = jnp.einsum("rkqh,rkhs->rkqs", q, _numbers(part["k"], q.dtype), preferred_element_type=accumulate)
         if "k_scale" in part:
             s = s * part["k_scale"][:, :, None]
         s = soft_cap(s * spec.scale, spec.softcap).reshape(r, heads, c, -1, s.shape[-1])
@@ -129,7 +143,7 @@ def attend(
         if "v_scale" in part:
             w = w * part["v_scale"][:, :, None]
         out = out + jnp.einsum(
-            "rkqs,rksh->rkqh", w.astype(q.dtype), part["v"].astype(q.dtype), preferred_element_type=accumulate
+            "rkqs,rksh->rkqh", w.astype(q.dtype), _numbers(part["v"], q.dtype), preferred_element_type=accumulate
         )
     out = (out / norm).astype(q.dtype).reshape(r, heads, c, -1, h)
     return out.transpose(0, 2, 1, 3, 4).reshape(r, c, n, h)

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -57,7 +57,7 @@ class Engine:
         limits: Limits | None = None,
         *,
         kv: KV | None = None,
-        weights: Literal["dense", "int8"] = "dense",
+        weights: Form = "dense",
         top: int = 0,
         mesh: Mesh | None = None,
     ):
@@ -77,15 +77,14 @@ class Engine:
         self._ahead = Ahead()
         self._at_once = True
         self._by_kernel = {
-            "attention": mesh is None and attention.suits(dtype, self._kv, config.head_dim),
+            "attention": mesh is None and attention.suits(self._kv, config.head_dim),
             "products": mesh is None and products.suits(dtype),
         }
-        rolled = self._by_kernel["products"] and weights == "dense" and has_compiler()
-        self._form: Form = "rolled" if rolled else weights
-        self._pool = Pool(config, self._limits, self._kv, mesh, rolled=rolled)
+        self._rolled = self._by_kernel["products"] and has_compiler()
+        self._pool = Pool(config, self._limits, self._kv, mesh, rolled=self._rolled)
         if any(self._by_kernel.values()):
             # They are built while weights are loaded.
-            threading.Thread(target=build, name="build", daemon=True).start()
+            threading.Thread(target=lambda: self._kernels, name="build", daemon=True).start()
 
     def load(self, params: Any) -> None:
         """Samples from these parameters from now on; runs in progress go on with them. Compiles nothing new."""
@@ -242,13 +241,14 @@ class Engine:
     @property
     def _layout_options(self) -> dict[str, Any]:
         join = self._mesh is None or self._mesh.shape.get("tensor", 1) == 1
-        return {"join": join, "form": self._form, "dtype": self._dtype}
+        return {"join": join, "rolled": self._rolled, "form": self._weights, "dtype": self._dtype}
 
     @functools.cached_property
     def _kernels(self) -> Kernels:
         if not any(self._by_kernel.values()):
             return Kernels()
-        return Kernels(**{n: name if self._by_kernel[n] else None for n, name in build()._asdict().items()})
+        names = build(self._kv if self._by_kernel["attention"] else "float32")._asdict()
+        return Kernels(**{n: name if self._by_kernel[n] else None for n, name in names.items()})
 
     def _key(self, name: str, *shape: str) -> tuple[str, ...]:
         return (name, f"slots={len(self._pool.slots)}", f"tokens={self._pool.capacity}", *shape)

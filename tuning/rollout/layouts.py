@@ -24,11 +24,10 @@ from tuning.models.rope import rope_tables
 from tuning.rollout.cache import Stack
 from tuning.rollout.cpu import products
 
-Form = Literal["dense", "int8", "rolled"]
-"""How the projections of layers are held: (in, out), as `quantize.Int8`, or as `products.OutIn` in stacks."""
+Form = Literal["dense", "int8"]
+"""How the weights of layers' projections are held; int8 as `quantize.Int8` has it."""
 JOINED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 """Projections that are one product, in the order of their outputs."""
-FORMS: dict[str, type[Int8] | type[products.OutIn]] = {"int8": Int8, "rolled": products.OutIn}
 _PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
@@ -172,44 +171,55 @@ class RolledDecoder(DecodingDecoder):
         return x, [near]
 
 
-def _prepared(graph: Any, stacked: Any, number: jax.Array | int, join: bool, form: Form, dtype: str) -> Any:
+def _prepared(
+    graph: Any, stacked: Any, number: jax.Array | int, join: bool, rolled: bool, form: Form, dtype: str
+) -> Any:
     """One layer of a stack, as (graph, state)."""
-    layer = nnx.merge(graph, jax.tree.map(lambda x: x[number].astype(dtype), stacked))
+    layer = nnx.merge(graph, jax.tree.map(lambda x: _cast(x[number], dtype), stacked))
     if join:
         _join(layer)
-    if form in FORMS:
+    if rolled or form == "int8":
+        held = functools.partial(products.OutIn, int8=form == "int8") if rolled else Int8
         for name in (*_PROJECTIONS, *JOINED):
             if hasattr(layer, name):
                 linear = getattr(layer, name)
-                linear.kernel = FORMS[form](linear.kernel[...])
+                linear.kernel = held(linear.kernel[...])
     return nnx.split(layer)
+
+
+def _cast(x: jax.Array, dtype: str) -> jax.Array:
+    """Matrices in the type that the trainer casts them to where it uses them."""
+    return x.astype(dtype) if x.ndim > 1 else x
 
 
 # The number of the layer is an argument: one program, whatever the depth.
 @functools.partial(jax.jit, static_argnames=("graph", "join", "form", "dtype"))
 def _state(graph: Any, stacked: Any, number: jax.Array, *, join: bool, form: Form, dtype: str) -> Any:
-    return _prepared(graph, stacked, number, join, form, dtype)[1]
+    return _prepared(graph, stacked, number, join, False, form, dtype)[1]
 
 
 # One after the other: temporaries of one layer, not of the stack.
 @functools.partial(jax.jit, static_argnames=("graph", "join", "form", "dtype", "layers"))
 def _states(graph: Any, stacked: Any, *, layers: int, join: bool, form: Form, dtype: str) -> Any:
-    return jax.lax.map(lambda i: _prepared(graph, stacked, i, join, form, dtype)[1], jnp.arange(layers))
+    return jax.lax.map(lambda i: _prepared(graph, stacked, i, join, True, form, dtype)[1], jnp.arange(layers))
 
 
-def lay_out(graph: Any, params: Any, *, join: bool, form: Form, dtype: str) -> tuple[Any, Any]:
-    """(graph, state) of a `DecodingDecoder` with the values of a Decoder's parameters, layers cast to `dtype`.
+def lay_out(graph: Any, params: Any, *, join: bool, rolled: bool, form: Form, dtype: str) -> tuple[Any, Any]:
+    """(graph, state) of a `DecodingDecoder` with the values of a Decoder's parameters, matrices cast to `dtype`.
 
-    It is a `RolledDecoder` for that form, else an `UnrolledDecoder`. `join` makes one kernel of those that share an
+    It is a `RolledDecoder` if `rolled`, else an `UnrolledDecoder`. `join` makes one kernel of those that share an
     input; cutting it over a `tensor` axis would part heads from their devices, so it is for whole kernels.
     """
     decoder = nnx.merge(graph, params)
     stack, stacked = nnx.split(decoder.layers)
     count = decoder.config.num_layers
+    for name in ("embedding", "head"):
+        if hasattr(decoder, name):
+            setattr(decoder, name, nnx.Param(_cast(getattr(decoder, name)[...], dtype)))
     options: dict[str, Any] = {"join": join, "form": form, "dtype": dtype}
-    made = nnx.eval_shape(lambda s: nnx.merge(*_prepared(stack, s, 0, **options)), stacked)
+    made = nnx.eval_shape(lambda s: nnx.merge(*_prepared(stack, s, 0, rolled=rolled, **options)), stacked)
     like = nnx.split(made)[0]
-    if form == "rolled":
+    if rolled:
         return nnx.split(RolledDecoder(decoder, nnx.merge(like, _states(stack, stacked, layers=count, **options))))
     layers = [nnx.merge(like, _state(stack, stacked, np.int32(i), **options)) for i in range(count)]
     return nnx.split(UnrolledDecoder(decoder, layers))

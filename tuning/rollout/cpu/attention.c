@@ -3,8 +3,9 @@
 // Axes: R rows, K key-value heads, A query heads of each, H head size (a multiple of LANES), S cached tokens, T new ones,
 // L layers. Arguments: q [R, K, A, H], already scaled; keys [L, R, K, H, S] and values [L, R, K, S, H]; the same of the new
 // tokens, T in place of S; the layer's number, a scalar, int32; spans [R, 4], int32: first and end of the cached tokens
-// that a row sees, then of the new ones, never empty together. Attribute: softcap, float32, 0 for none. Result
-// [R, K, A, H].
+// that a row sees, then of the new ones, never empty together; for keys and values in int8 what a token's are multiplied
+// by, [L, R, K, S], float32, in the order of the keys and values. Attribute: softcap, float32, 0 for none. Result
+// [R, K, A, H]. Keys and values are of the type KV that this is compiled for, all else is float32.
 #include <math.h>
 
 #include "kernels.h"
@@ -19,9 +20,19 @@ enum {
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t bits __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2)));
+typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1)));
 
 INLINE vec load(const float *p) { return *(const vec *)p; }
 INLINE void store(float *p, vec x) { *(vec *)p = x; }
+// Number `i` of keys or values, and a vector of them.
+INLINE const char *at(const char *p, int64_t i) { return p + i * bytes_of(KV); }
+INLINE vec load_kv(const char *p) {
+  if (KV == FLOAT) return load((const float *)p);
+  if (KV == INT8) return __builtin_convertvector(__builtin_convertvector(*(const bytes *)p, bits), vec);
+  return (vec)(__builtin_convertvector(*(const halves *)p, bits) << 16);
+}
+
 INLINE vec splat(float x) { return (vec){0} + x; }
 
 INLINE vec larger(vec a, vec b) {
@@ -46,17 +57,17 @@ INLINE vec exponential(vec x) {
 }
 
 // Scores of `queries` heads with the tokens of a tile. Calls with constants become loops without branches.
-INLINE void score_tile(int queries, int vectors, const float *q, int64_t size, const float *keys, int64_t tokens,
+INLINE void score_tile(int queries, int vectors, const float *q, int64_t size, const char *keys, int64_t tokens,
                        float *scores, int64_t stride) {
   vec sum[QUERIES][VECTORS];
   for (int a = 0; a < queries; a++)
     for (int t = 0; t < vectors; t++) sum[a][t] = splat(0);
   for (int64_t h = 0; h < size; h++) {
-    const float *row = keys + h * tokens;
+    const char *row = at(keys, h * tokens);
     vec key[VECTORS];
     for (int t = 0; t < vectors; t++) {
-      key[t] = load(row + t * LANES);
-      __builtin_prefetch(row + AHEAD * tokens + t * LANES);
+      key[t] = load_kv(at(row, t * LANES));
+      __builtin_prefetch(at(row, AHEAD * tokens + t * LANES));
     }
     for (int a = 0; a < queries; a++) {
       vec x = splat(q[a * size + h]);
@@ -67,33 +78,33 @@ INLINE void score_tile(int queries, int vectors, const float *q, int64_t size, c
     for (int t = 0; t < vectors; t++) store(scores + a * stride + t * LANES, sum[a][t]);
 }
 
-INLINE void scores_of(int queries, const float *q, int64_t size, const float *keys, int64_t tokens, int64_t first,
+INLINE void scores_of(int queries, const float *q, int64_t size, const char *keys, int64_t tokens, int64_t first,
                       int64_t end, float *scores, int64_t stride) {
   int64_t s = first;
   // A tile may compute scores behind `end`, which are written over; it may not read behind the slot.
   for (; s < end && s + VECTORS * LANES <= tokens && end - s > LANES; s += VECTORS * LANES)
-    score_tile(queries, VECTORS, q, size, keys + s, tokens, scores + s - first, stride);
+    score_tile(queries, VECTORS, q, size, at(keys, s), tokens, scores + s - first, stride);
   for (; s < end && s + LANES <= tokens; s += LANES)
-    score_tile(queries, 1, q, size, keys + s, tokens, scores + s - first, stride);
+    score_tile(queries, 1, q, size, at(keys, s), tokens, scores + s - first, stride);
   for (; s < end; s++)
     for (int a = 0; a < queries; a++) {
       float sum = 0;
-      for (int64_t h = 0; h < size; h++) sum += q[a * size + h] * keys[h * tokens + s];
+      for (int64_t h = 0; h < size; h++) sum += q[a * size + h] * number_of(KV, keys, h * tokens + s);
       scores[a * stride + s - first] = sum;
     }
 }
 
-INLINE void value_tile(int queries, int vectors, const float *weights, int64_t stride, const float *values,
-                       int64_t size, int64_t count, float *out) {
+INLINE void value_tile(int queries, int vectors, const float *weights, int64_t stride, const char *values, int64_t size,
+                       int64_t count, float *out) {
   vec sum[QUERIES][VECTORS];
   for (int a = 0; a < queries; a++)
     for (int t = 0; t < vectors; t++) sum[a][t] = load(out + a * size + t * LANES);
   for (int64_t s = 0; s < count; s++) {
-    const float *row = values + s * size;
+    const char *row = at(values, s * size);
     vec value[VECTORS];
     for (int t = 0; t < vectors; t++) {
-      value[t] = load(row + t * LANES);
-      __builtin_prefetch(row + AHEAD * size + t * LANES);
+      value[t] = load_kv(at(row, t * LANES));
+      __builtin_prefetch(at(row, AHEAD * size + t * LANES));
     }
     for (int a = 0; a < queries; a++) {
       vec x = splat(weights[a * stride + s]);
@@ -104,12 +115,12 @@ INLINE void value_tile(int queries, int vectors, const float *weights, int64_t s
     for (int t = 0; t < vectors; t++) store(out + a * size + t * LANES, sum[a][t]);
 }
 
-INLINE void values_of(int queries, const float *weights, int64_t stride, const float *values, int64_t size,
-                      int64_t count, float *out) {
+INLINE void values_of(int queries, const float *weights, int64_t stride, const char *values, int64_t size, int64_t count,
+                      float *out) {
   int64_t h = 0;
   for (; h + VECTORS * LANES <= size; h += VECTORS * LANES)
-    value_tile(queries, VECTORS, weights, stride, values + h, size, count, out + h);
-  for (; h < size; h += LANES) value_tile(queries, 1, weights, stride, values + h, size, count, out + h);
+    value_tile(queries, VECTORS, weights, stride, at(values, h), size, count, out + h);
+  for (; h < size; h += LANES) value_tile(queries, 1, weights, stride, at(values, h), size, count, out + h);
 }
 
 // Weights e^(s - max) in place of `count` scores, and their sum. What lies behind them up to a whole vector is lost.
@@ -132,49 +143,80 @@ INLINE float soft_max(float *scores, int64_t count, float softcap) {
 }
 
 // One function for each number of query heads: constants in the loops above.
-#define FOR_QUERIES(n)                                                                                              \
-  static void scores_##n(const float *q, int64_t size, const float *keys, int64_t tokens, int64_t first,            \
-                         int64_t end, float *scores, int64_t stride) {                                              \
-    scores_of(n, q, size, keys, tokens, first, end, scores, stride);                                                \
-  }                                                                                                                 \
-  static void values_##n(const float *weights, int64_t stride, const float *values, int64_t size, int64_t count,    \
-                         float *out) {                                                                              \
-    values_of(n, weights, stride, values, size, count, out);                                                        \
+#define FOR_QUERIES(n)                                                                                            \
+  static void scores_##n(const float *q, int64_t size, const char *keys, int64_t tokens, int64_t first,           \
+                         int64_t end, float *scores, int64_t stride) {                                            \
+    scores_of(n, q, size, keys, tokens, first, end, scores, stride);                                              \
+  }                                                                                                               \
+  static void values_##n(const float *weights, int64_t stride, const char *values, int64_t size, int64_t count,   \
+                         float *out) {                                                                            \
+    values_of(n, weights, stride, values, size, count, out);                                                      \
   }
 FOR_QUERIES(1)
 FOR_QUERIES(2)
 FOR_QUERIES(3)
 FOR_QUERIES(4)
-static void (*const scores_for[])(const float *, int64_t, const float *, int64_t, int64_t, int64_t, float *, int64_t) = {
+static void (*const scores_for[])(const float *, int64_t, const char *, int64_t, int64_t, int64_t, float *, int64_t) = {
     scores_1, scores_2, scores_3, scores_4};
-static void (*const values_for[])(const float *, int64_t, const float *, int64_t, int64_t, float *) = {
+static void (*const values_for[])(const float *, int64_t, const char *, int64_t, int64_t, float *) = {
     values_1, values_2, values_3, values_4};
 
+// Some tokens of all slots in one layer: cached ones or new ones, `tokens` in each. `span` is where a row's pair of first
+// and end is in its spans.
 typedef struct {
-  const float *q, *keys, *values, *new_keys, *new_values;
+  const char *keys, *values;
+  const float *key_scales, *value_scales;  // NULL but for int8
+  int64_t tokens;
+  int span;
+} Tokens;
+
+typedef struct {
+  Tokens cached, new;
+  const float *q;
   const int32_t *spans;
   float *out;
   float softcap;
-  int64_t rows, heads, group, size, capacity, steps;
+  int64_t rows, heads, group, size;
   int64_t stride;  // floats of the scores of one query head
 } Work;
+
+INLINE void multiply(float *numbers, int64_t stride, int queries, const float *by, int64_t count) {
+  for (int a = 0; a < queries; a++)
+    for (int64_t i = 0; i < count; i++) numbers[a * stride + i] *= by[i];
+}
+
+// `pair` counts key-value heads of rows.
+static void score(const Work *w, const Tokens *x, int64_t pair, int queries, const float *q, float *scores) {
+  const int32_t *span = w->spans + 4 * (pair / w->heads) + x->span;
+  const char *keys = at(x->keys, pair * w->size * x->tokens);
+  scores_for[queries - 1](q, w->size, keys, x->tokens, span[0], span[1], scores, w->stride);
+  if (x->key_scales)
+    multiply(scores, w->stride, queries, x->key_scales + pair * x->tokens + span[0], span[1] - span[0]);
+}
+
+static void add_values(const Work *w, const Tokens *x, int64_t pair, int queries, float *weights, float *out) {
+  const int32_t *span = w->spans + 4 * (pair / w->heads) + x->span;
+  const char *values = at(x->values, (pair * x->tokens + span[0]) * w->size);
+  if (x->value_scales)
+    multiply(weights, w->stride, queries, x->value_scales + pair * x->tokens + span[0], span[1] - span[0]);
+  values_for[queries - 1](weights, w->stride, values, w->size, span[1] - span[0], out);
+}
 
 // All query heads of one key-value head of one row.
 static void attend(const Work *w, int64_t pair, float *scores) {
   const int32_t *span = w->spans + 4 * (pair / w->heads);
   int64_t size = w->size, far = span[1] - span[0], near = span[3] - span[2];
-  int64_t cached = pair * size * w->capacity, new = pair * size * w->steps;
   for (int64_t first = 0; first < w->group; first += QUERIES) {
     int queries = w->group - first < QUERIES ? w->group - first : QUERIES;
     const float *q = w->q + (pair * w->group + first) * size;
     float *out = w->out + (pair * w->group + first) * size;
-    scores_for[queries - 1](q, size, w->keys + cached, w->capacity, span[0], span[1], scores, w->stride);
-    scores_for[queries - 1](q, size, w->new_keys + new, w->steps, span[2], span[3], scores + far, w->stride);
+    score(w, &w->cached, pair, queries, q, scores);
+    score(w, &w->new, pair, queries, q, scores + far);
     float sum[QUERIES];
     for (int a = 0; a < queries; a++) sum[a] = soft_max(scores + a * w->stride, far + near, w->softcap);
     memset(out, 0, sizeof(float) * queries * size);
-    values_for[queries - 1](scores, w->stride, w->values + cached + span[0] * size, size, far, out);
-    values_for[queries - 1](scores + far, w->stride, w->new_values + new + span[2] * size, size, near, out);
+    add_values(w, &w->cached, pair, queries, scores, out);
+    add_values(w, &w->new, pair, queries, scores + far, out);
     for (int a = 0; a < queries; a++)
       for (int64_t h = 0; h < size; h++) out[a * size + h] /= sum[a];
   }
@@ -184,16 +226,30 @@ static void attend_pairs(const void *work, int64_t first, int64_t end, float *sc
   for (int64_t pair = first; pair < end; pair++) attend(work, pair, scores);
 }
 
+// Layer `layer` of stacked keys and values, and of their scales, which follow each other.
+static Tokens tokens_of(XLA_FFI_Buffer **stacks, XLA_FFI_Buffer **scales, int64_t layer, int span) {
+  const int64_t *dims = stacks[0]->dims;
+  int64_t pairs = layer * dims[1] * dims[2], tokens = dims[4];
+  Tokens found = {.keys = at(stacks[0]->data, pairs * dims[3] * tokens),
+                  .values = at(stacks[1]->data, pairs * dims[3] * tokens),
+                  .tokens = tokens,
+                  .span = span};
+  if (KV == INT8) {
+    found.key_scales = (const float *)scales[0]->data + pairs * tokens;
+    found.value_scales = (const float *)scales[1]->data + pairs * tokens;
+  }
+  return found;
+}
+
 XLA_FFI_Error *attention(XLA_FFI_CallFrame *frame) {
   if (only_asks(frame)) return NULL;
   XLA_FFI_Buffer **args = (XLA_FFI_Buffer **)frame->args.args;
   XLA_FFI_Buffer *out = frame->rets.rets[0];
+  int64_t layer = *(const int32_t *)args[5]->data;
   Work work = {
+      .cached = tokens_of(args + 1, args + 7, layer, 0),
+      .new = tokens_of(args + 3, args + 9, layer, 2),
       .q = args[0]->data,
-      .keys = args[1]->data,
-      .values = args[2]->data,
-      .new_keys = args[3]->data,
-      .new_values = args[4]->data,
       .spans = args[6]->data,
       .out = out->data,
       .softcap = *(float *)((XLA_FFI_Scalar *)frame->attrs.attrs[0])->value,
@@ -201,16 +257,9 @@ XLA_FFI_Error *attention(XLA_FFI_CallFrame *frame) {
       .heads = args[1]->dims[2],
       .group = args[0]->dims[2],
       .size = args[1]->dims[3],
-      .capacity = args[1]->dims[4],
-      .steps = args[3]->dims[4],
   };
-  int64_t layer = *(const int32_t *)args[5]->data * work.rows * work.heads * work.size;
-  work.keys += layer * work.capacity;
-  work.values += layer * work.capacity;
-  work.new_keys += layer * work.steps;
-  work.new_values += layer * work.steps;
   // Tiles write whole vectors behind the last score.
-  work.stride = (work.capacity + work.steps + 2 * VECTORS * LANES) / LANES * LANES;
+  work.stride = (work.cached.tokens + work.new.tokens + 2 * VECTORS * LANES) / LANES * LANES;
   int64_t numbers = 0;
   for (int64_t r = 0; r < work.rows; r++) numbers += (work.spans[4 * r + 1] - work.spans[4 * r]) * work.heads * work.size;
   // Lengths differ: one pair at a time.

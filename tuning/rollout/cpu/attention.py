@@ -1,7 +1,7 @@
 """Attention of a decoding step by a kernel (`attention.c`).
 
 XLA on CPU runs the small products of attention on one core, over every slot to the capacity. The kernel takes all
-cores and reads what each row sees. For other types `cache.attend` does the same.
+cores and reads what each row sees. Where it does not suit, `cache.attend` does the same.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import numpy as np
 
 from tuning.models.decoder import AttentionSpec
 from tuning.rollout.cache import Stack
+from tuning.rollout.cpu.kernels import KV_TYPES
 
 LANES = 16
 """The kernel's vectors: a head's size must be a multiple."""
 
 
-def suits(dtype: str, kv: str, head_dim: int) -> bool:
-    """Whether the kernel is for this backend, these types and heads."""
-    return jax.default_backend() == "cpu" and (dtype, kv) == ("float32", "float32") and head_dim % LANES == 0
+def suits(kv: str, head_dim: int) -> bool:
+    """Whether the kernel is for this backend, this type of keys and values, and these heads."""
+    return jax.default_backend() == "cpu" and kv in KV_TYPES and head_dim % LANES == 0
 
 
 def attend(
@@ -35,8 +36,9 @@ def attend(
 ) -> jax.Array:
     """Attention of one query a row (C is 1) over the first `length_R` cached tokens and `t` + 1 new ones.
 
-    Stacks as in `cache`, float32; `number` is the layer's in them. The query's position is `length_R` + `t`.
-    Rows that are not live see new tokens only; nobody reads what comes of them. Out [R, 1, N, H].
+    Stacks as in `cache`, of the type that the kernel was built for; `number` is the layer's in them. The query's
+    position is `length_R` + `t`. Rows that are not live see new tokens only; nobody reads what comes of them. Out
+    [R, 1, N, H], in the type of the queries.
     """
     r, _, n, h = q_RCNH.shape
     heads = far["k"].shape[2]
@@ -47,7 +49,8 @@ def attend(
         first, first_new = jnp.clip(oldest, 0, end), jnp.clip(oldest - length_R, 0, t)
     spans = jnp.stack([first, end, first_new, jnp.full(r, t + 1)], axis=-1).astype(jnp.int32)
     call = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((r, heads, n // heads, h), jnp.float32))
-    q = (q_RCNH * spec.scale).reshape(r, heads, n // heads, h)
-    stacks = far["k"], far["v"], near["k"], near["v"], jnp.asarray(number, jnp.int32)
-    out = call(q, *stacks, spans, softcap=np.float32(spec.softcap or 0))
-    return out.reshape(q_RCNH.shape)
+    q = (q_RCNH.astype(jnp.float32) * spec.scale).reshape(r, heads, n // heads, h)
+    stacks = [part[name] for part in (far, near) for name in ("k", "v")]
+    scales = [part[name] for part in (far, near) for name in ("k_scale", "v_scale") if name in part]
+    out = call(q, *stacks, jnp.asarray(number, jnp.int32), spans, *scales, softcap=np.float32(spec.softcap or 0))
+    return out.reshape(q_RCNH.shape).astype(q_RCNH.dtype)

@@ -1,4 +1,5 @@
-// Work that XLA's own threads share, and the part of its calling convention that all handlers have in common.
+// Work that XLA's own threads share, the part of its calling convention that all handlers have in common, and the types
+// that weights, keys and values have in memory. All sums are in float32.
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -8,6 +9,21 @@
 #include "xla/ffi/api/c_api.h"
 
 #define INLINE static inline __attribute__((always_inline))
+
+// Types, by XLA's numbers.
+enum { FLOAT = XLA_FFI_DataType_F32, BFLOAT = XLA_FFI_DataType_BF16, INT8 = XLA_FFI_DataType_S8 };
+
+INLINE int64_t bytes_of(int type) { return type == FLOAT ? 4 : type == BFLOAT ? 2 : 1; }
+
+// Number `i` of those at `p`. A constant for `type` makes it a load.
+INLINE float number_of(int type, const void *p, int64_t i) {
+  if (type == FLOAT) return ((const float *)p)[i];
+  if (type == INT8) return ((const int8_t *)p)[i];
+  uint32_t bits = (uint32_t)((const uint16_t *)p)[i] << 16;
+  float number;
+  memcpy(&number, &bits, sizeof number);
+  return number;
+}
 
 // Items `first` to `end` of some work. `scratch` is this thread's own.
 typedef void Part(const void *work, int64_t first, int64_t end, float *scratch);

@@ -21,6 +21,8 @@ import jaxlib
 SOURCES = sorted(p for p in Path(__file__).parent.iterdir() if p.suffix in (".c", ".h"))
 _NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
 OPTIONS = ("-O3", _NATIVE, "-std=gnu11", "-fPIC", "-shared")
+KV_TYPES = {"float32": "FLOAT", "bfloat16": "BFLOAT", "int8": "INT8"}
+"""Types of keys and values that there are kernels for, by their names in C."""
 _LOCK = threading.Lock()
 _REGISTERED: set[str] = set()
 _log = logging.getLogger(__name__)
@@ -33,14 +35,16 @@ class Kernels(NamedTuple):
     products: str | None = None
 
 
-def build(compiler: str | None = None) -> Kernels:
+def build(kv: str = "float32", compiler: str | None = None) -> Kernels:
     """All kernels; none, with a warning that says why, where they cannot be built.
 
+    `kv`, of `KV_TYPES`, is what keys and values are: of all types at once, the build would take twice as long.
     `compiler` is a command, by default that of the environment variable CC, or `cc`. Where JAX keeps what it compiles,
-    kernels stay there too, for these sources, compiler, processor and version of jaxlib; else they are this process's.
+    kernels stay there too, for these sources, type, compiler, processor and version of jaxlib; else they are this
+    process's.
     """
     with _LOCK:
-        return _build(compiler or _default())
+        return _build(kv, compiler or _default())
 
 
 def has_compiler() -> bool:
@@ -53,9 +57,9 @@ def _default() -> str:
 
 
 @functools.cache
-def _build(compiler: str) -> Kernels:
+def _build(kv: str, compiler: str) -> Kernels:
     try:
-        name, library = built(compiler)
+        name, library = built(kv, compiler)
     except (OSError, subprocess.SubprocessError) as e:
         said = getattr(e, "stderr", None) or e
         _log.warning("decoding is left to XLA, which is slower: `%s` built no kernels: %s", compiler, said)
@@ -69,11 +73,12 @@ def _build(compiler: str) -> Kernels:
     return Kernels(**names)
 
 
-def built(compiler: str) -> tuple[str, ctypes.CDLL]:
+def built(kv: str, compiler: str) -> tuple[str, ctypes.CDLL]:
     """(what the build depends on, as a hash; the library). Raises OSError or SubprocessError."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
     texts = (source.read_text() for source in SOURCES)
-    parts = (*texts, *OPTIONS, version, jaxlib.__version__, _processor())
+    options = (*OPTIONS, f"-DKV={KV_TYPES[kv]}")
+    parts = (*texts, *options, version, jaxlib.__version__, _processor())
     name = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     cache = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory() as own:
@@ -85,7 +90,7 @@ def built(compiler: str) -> tuple[str, ctypes.CDLL]:
             with tempfile.TemporaryDirectory(dir=folder) as place:
                 made = Path(place) / library.name
                 sources = [str(source) for source in SOURCES if source.suffix == ".c"]
-                command = [compiler, *OPTIONS, f"-I{jax.ffi.include_dir()}", *sources, "-o", str(made), "-lm"]
+                command = [compiler, *options, f"-I{jax.ffi.include_dir()}", *sources, "-o", str(made), "-lm"]
                 subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
                 os.replace(made, library)
         return name, ctypes.CDLL(str(library))

@@ -1,8 +1,10 @@
-// x W^T on all cores, made for few rows. Arguments: x [R, I] and stacked W [L, O, I], float32; the number of the W to take, a
-// scalar, int32. Result [R, O].
+// x W^T on all cores, made for few rows. Arguments: x [R, I], float32; stacked W [L, O, I], float32, bfloat16 or int8; the
+// number of the W to take, a scalar, int32; for int8 what an output's weights are multiplied by, [O], float32. Result
+// [R, O], float32.
 //
 // Each number is LANES sums over the input that are added in the end, in an order that depends on I alone: a row's
-// results have the same bits alone and among others. A row of zeros is not computed: empty slots take no time.
+// results have the same bits alone and among others. A row of zeros is not computed: empty slots take no time. A tile's
+// weights of another type become float32 in a core's first cache, once for all rows of a block.
 #include "kernels.h"
 
 // A fused product and sum is called by name: left to the compiler, it might be in one tile and not in another.
@@ -77,12 +79,12 @@ INLINE four sums_of(vec a, vec b, vec c, vec d) {
 }
 
 // A piece of the work: results of some rows and outputs, over `count` of the `size` inputs. What was summed before is
-// in `sums` unless this is the `first` of the inputs; there it goes until the `last`. `next` is what to fetch
-// meanwhile, `count` numbers; NULL for nothing.
+// in `sums` unless this is the `first` of the inputs; there it goes until the `last`. From one output's weights to the
+// next are `stride` numbers. `next` is what to fetch meanwhile, `count` numbers; NULL for nothing.
 typedef struct {
   const float *x[ROWS], *w, *next;
   float *y[ROWS], *sums;
-  int64_t size, count;
+  int64_t stride, count;
   int first, last;
 } Piece;
 
@@ -91,7 +93,7 @@ INLINE float *sums_for(const Piece *p, int row, int out) { return p->sums + (row
 // Calls with constants become loops without branches.
 INLINE void tile(int rows, int outs, const Piece *p) {
   const float *w = p->w, *next = p->next;
-  int64_t size = p->size, count = p->count;
+  int64_t stride = p->stride, count = p->count;
   vec sum[ROWS][OUTS] = {0};
   if (!p->first)
     for (int r = 0; r < rows; r++)
@@ -102,7 +104,7 @@ INLINE void tile(int rows, int outs, const Piece *p) {
     vec in[ROWS];
     for (int r = 0; r < rows; r++) in[r] = load(p->x[r] + i);
     for (int o = 0; o < outs; o++) {
-      vec weight = load(w + o * size + i);
+      vec weight = load(w + o * stride + i);
       // Or GCC reads it again for each row.
       IN_REGISTER(weight);
       for (int r = 0; r < rows; r++) ADD_PRODUCT(sum[r][o], in[r], weight);
@@ -111,7 +113,7 @@ INLINE void tile(int rows, int outs, const Piece *p) {
   if (i < count)
     for (int o = 0; o < outs; o++)
       for (int r = 0; r < rows; r++)
-        ADD_PRODUCT(sum[r][o], load_some(p->x[r] + i, count - i), load_some(w + o * size + i, count - i));
+        ADD_PRODUCT(sum[r][o], load_some(p->x[r] + i, count - i), load_some(w + o * stride + i, count - i));
   for (int r = 0; r < rows; r++) {
     if (!p->last)
       for (int o = 0; o < outs; o++) *(vec *)sums_for(p, r, o) = sum[r][o];
@@ -133,21 +135,51 @@ static void (*const tile_for[])(const Piece *) = {tile_1, tile_2, tile_3};
 static void (*const one_for[])(const Piece *) = {one_1, one_2, one_3};
 
 typedef struct {
-  const float *x, *w;
+  int type;  // of `w`
+  const char *w;
+  const float *x, *scale;
   float *y;
   int64_t size, outs, live;
   int64_t depth;        // inputs of a block
   const int64_t *rows;  // the numbers of those that are not zero
 } Work;
 
-// One tile for a block of rows and inputs.
+INLINE const char *weights_of(const Work *m, int64_t out, int64_t input) {
+  return m->w + (out * m->size + input) * bytes_of(m->type);
+}
+
+INLINE void widen_as(int type, const void *from, int64_t count, float scale, float *to) {
+  for (int64_t i = 0; i < count; i++) to[i] = type == INT8 ? scale * number_of(type, from, i) : number_of(type, from, i);
+}
+
+// `count` inputs' weights of `outs` outputs in float32, `depth` numbers apart; those of as many outputs behind them are
+// fetched meanwhile.
+static void widen(const Work *m, int64_t from, int64_t outs, int64_t input, int64_t count, float *to) {
+  for (int64_t out = from; out < from + outs; out++, to += m->depth) {
+    const char *weights = weights_of(m, out, input), *next = weights_of(m, out + outs, input);
+    for (int64_t i = 0; i < count * bytes_of(m->type); i += 4 * LINE) __builtin_prefetch(next + i);
+    if (m->type == INT8)
+      widen_as(INT8, weights, count, m->scale[out], to);
+    else
+      widen_as(BFLOAT, weights, count, 1, to);
+  }
+}
+
+// One tile for a block of rows and inputs. `wide` is room for its weights.
 static void multiply_block(const Work *m, int64_t t, int has_next, int64_t row, int64_t rows, int64_t input,
-                           float *sums) {
+                           float *sums, float *wide) {
   int64_t from = t * OUTS, outs = m->outs - from < OUTS ? m->outs - from : OUTS, left = m->size - input;
-  Piece p = {.size = m->size,
+  Piece p = {.stride = m->size,
              .count = left < m->depth ? left : m->depth,
              .first = input == 0,
              .last = left <= m->depth};
+  const float *weights = (const float *)weights_of(m, from, input);
+  if (m->type != FLOAT) {
+    widen(m, from, outs, input, p.count, wide);
+    weights = wide;
+    p.stride = m->depth;
+    has_next = 0;
+  }
   for (int64_t r = 0; r < rows; r += ROWS) {
     int now = rows - r < ROWS ? rows - r : ROWS;
     for (int i = 0; i < now; i++) {
@@ -155,11 +187,11 @@ static void multiply_block(const Work *m, int64_t t, int has_next, int64_t row, 
       p.x[i] = m->x + number * m->size + input;
       p.y[i] = m->y + number * m->outs + from;
     }
-    p.w = m->w + from * m->size + input;
+    p.w = weights;
     p.sums = sums + r * OUTS * LANES;
     // Each pass over the rows fetches a row of the next tile.
     int64_t ahead = OUTS + r / ROWS;
-    p.next = has_next && ahead < 2 * OUTS && from + ahead < m->outs ? p.w + ahead * m->size : NULL;
+    p.next = has_next && ahead < 2 * OUTS && from + ahead < m->outs ? p.w + ahead * p.stride : NULL;
     if (outs == OUTS) {
       tile_for[now - 1](&p);
     } else {
@@ -167,7 +199,7 @@ static void multiply_block(const Work *m, int64_t t, int has_next, int64_t row, 
       for (int o = 0; o < outs; o++) {
         one_for[now - 1](&p);
         for (int i = 0; i < now; i++) p.y[i]++;
-        p.w += m->size;
+        p.w += p.stride;
         p.sums += LANES;
       }
     }
@@ -176,13 +208,14 @@ static void multiply_block(const Work *m, int64_t t, int has_next, int64_t row, 
 
 static void multiply(const void *work, int64_t first, int64_t end, float *scratch) {
   const Work *m = work;
+  float *sums = scratch + (m->type == FLOAT ? 0 : OUTS * m->depth);
   for (int64_t from = first; from < end; from += GROUP) {
     int64_t until = from + GROUP < end ? from + GROUP : end;
     for (int64_t row = 0; row < m->live; row += BLOCK) {
       int64_t rows = m->live - row < BLOCK ? m->live - row : BLOCK;
       for (int64_t input = 0; input < m->size; input += m->depth)
         for (int64_t t = from; t < until; t++)
-          multiply_block(m, t, t + 1 < until, row, rows, input, scratch + (t - from) * BLOCK * OUTS * LANES);
+          multiply_block(m, t, t + 1 < until, row, rows, input, sums + (t - from) * BLOCK * OUTS * LANES, scratch);
     }
   }
 }
@@ -197,13 +230,15 @@ XLA_FFI_Error *products(XLA_FFI_CallFrame *frame) {
   if (only_asks(frame)) return NULL;
   XLA_FFI_Buffer **args = (XLA_FFI_Buffer **)frame->args.args;
   Work work = {
-      .x = args[0]->data,
+      .type = args[1]->dtype,
       .w = args[1]->data,
+      .x = args[0]->data,
       .y = ((XLA_FFI_Buffer *)frame->rets.rets[0])->data,
       .size = args[0]->dims[1],
       .outs = args[1]->dims[1],
   };
-  work.w += *(const int32_t *)args[2]->data * work.outs * work.size;
+  if (work.type == INT8) work.scale = args[3]->data;
+  work.w = weights_of(&work, *(const int32_t *)args[2]->data * work.outs, 0);
   int64_t count = args[0]->dims[0];
   int64_t *rows = malloc(sizeof(int64_t) * (count + 1));
   if (!rows) return no_memory(frame);
@@ -218,8 +253,8 @@ XLA_FFI_Error *products(XLA_FFI_CallFrame *frame) {
   int64_t tiles = work.live ? (work.outs + OUTS - 1) / OUTS : 0;
   int64_t blocks = work.size > DEPTH ? (work.size + DEPTH - 1) / DEPTH : 1;
   work.depth = ((work.size + blocks - 1) / blocks + LANES - 1) / LANES * LANES;
-  int64_t sums = blocks > 1 ? GROUP * BLOCK * OUTS * LANES : 0;
-  XLA_FFI_Error *error = spread(frame, multiply, &work, sizeof work, tiles, 2 * threads, threads, sums);
+  int64_t scratch = (work.type == FLOAT ? 0 : OUTS * work.depth) + (blocks > 1 ? GROUP * BLOCK * OUTS * LANES : 0);
+  XLA_FFI_Error *error = spread(frame, multiply, &work, sizeof work, tiles, 2 * threads, threads, scratch);
   free(rows);
   return error;
 }

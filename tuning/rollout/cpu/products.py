@@ -13,18 +13,23 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from tuning.models.quantize import Stored, int8_decode, int8_encode
+
 FEW_ROWS = 32
 """Up to which XLA on CPU passes over the matrix faster where it is the left operand."""
 
 
 def suits(dtype: str) -> bool:
-    """Whether the kernel is for this backend and type."""
-    return jax.default_backend() == "cpu" and dtype == "float32"
+    """Whether the kernel is for this backend and type of computation; weights may be in int8."""
+    return jax.default_backend() == "cpu" and dtype in ("float32", "bfloat16")
 
 
-def product(x: jax.Array, weight_NOI: jax.Array, number: jax.Array | int, target: str | None) -> jax.Array:
-    """x [..., I] times the transpose of one matrix of its type -> [..., O] in at least float32.
+def product(
+    x: jax.Array, weight_NOI: jax.Array, number: jax.Array | int, target: str | None, scale_O: jax.Array | None = None
+) -> jax.Array:
+    """x [..., I] times the transpose of one matrix -> [..., O] in at least float32.
 
+    The matrix is of the type of x; or it is int8, and `scale_O` has what each output's weights are multiplied by.
     `target` is the name under which XLA knows the kernel, for what it suits; None leaves the product to XLA, which
     copies the matrix first where a loop counts the number.
     """
@@ -32,15 +37,20 @@ def product(x: jax.Array, weight_NOI: jax.Array, number: jax.Array | int, target
     accumulate = jnp.promote_types(x.dtype, jnp.float32)
     if target:
         # The kernel takes this for granted.
-        assert x.dtype == weight_NOI.dtype == jnp.float32 and x.shape[-1] == weight_NOI.shape[2]
-        call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((len(rows), outs), accumulate))
-        out = call(rows, weight_NOI, jnp.asarray(number, jnp.int32))
-    elif len(rows) <= FEW_ROWS:
-        out = jnp.einsum("oi,ri->or", weight_NOI[number], rows, preferred_element_type=accumulate)
+        assert weight_NOI.dtype == (x.dtype if scale_O is None else jnp.int8) and x.shape[-1] == weight_NOI.shape[2]
+        call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((len(rows), outs), jnp.float32))
+        scales = () if scale_O is None else (scale_O,)
+        out = call(rows.astype(jnp.float32), weight_NOI, jnp.asarray(number, jnp.int32), *scales)
+        return out.reshape(*x.shape[:-1], outs)
+    weight = weight_NOI[number]
+    if scale_O is not None:
+        weight = int8_decode((weight, scale_O[:, None]), x.dtype)
+    if len(rows) <= FEW_ROWS:
+        out = jnp.einsum("oi,ri->or", weight, rows, preferred_element_type=accumulate)
         # The barrier keeps the operands in this order.
         out = jax.lax.optimization_barrier(out).T
     else:
-        out = jnp.einsum("ri,oi->ro", rows, weight_NOI[number], preferred_element_type=accumulate)
+        out = jnp.einsum("ri,oi->ro", rows, weight, preferred_element_type=accumulate)
     return out.reshape(*x.shape[:-1], outs)
 
 
@@ -49,16 +59,21 @@ class InStack(nnx.Variable):
 
 
 class OutIn(nnx.Module):
-    """The kernel of a `linear.Linear` as [O, I]; stacked, [N, O, I], one of them at a time.
+    """The kernel of a `linear.Linear` as [O, I]; stacked, [N, O, I], one of them at a time. In int8 as `quantize.Int8`.
 
     `number` says which, `target` is as in `product`; both are set before use.
     """
 
     number: jax.Array | int = 0
     target: str | None = None
+    scale: Stored
 
-    def __init__(self, kernel_IO: jax.Array):
+    def __init__(self, kernel_IO: jax.Array, *, int8: bool = False):
+        if int8:
+            kernel_IO, scale = int8_encode(kernel_IO)
+            self.scale = Stored(scale[0])
         self.weight = InStack(kernel_IO.T)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return product(x, self.weight[...], self.number, self.target).astype(x.dtype)
+        scale = self.scale[...] if hasattr(self, "scale") else None
+        return product(x, self.weight[...], self.number, self.target, scale).astype(x.dtype)

@@ -23,21 +23,21 @@ pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="a kernel
 HEADS, STEPS = 2, 5
 
 
-def step(rows, group, size, capacity, seed=0):
+def step(rows, group, size, capacity, kv="float32"):
     """A step's queries [R, 1, N, H], its cached tokens and its new ones."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
 
     def layer(tokens):
-        keys = rng.normal(size=(rows, HEADS, size, tokens)), rng.normal(size=(rows, HEADS, tokens, size))
-        return dict(zip(("k", "v"), (jnp.asarray(x, jnp.float32) for x in keys), strict=True))
+        keys, values = (jnp.asarray(rng.normal(size=(rows, tokens, HEADS, size)), jnp.float32) for _ in "kv")
+        return cache.stored(keys, values, kv)
 
     q = jnp.asarray(rng.normal(size=(rows, 1, HEADS * group, size)), jnp.float32)
     return q, layer(capacity), layer(STEPS)
 
 
-def kernel(q, far, near, length, t, spec, live=None):
+def kernel(q, far, near, length, t, spec, live=None, kv="float32"):
     live = jnp.ones(len(q), bool) if live is None else live
-    name = kernels.build().attention
+    name = kernels.build(kv).attention
     assert name is not None, "this machine has no C compiler, or it cannot build the kernels"
     run = functools.partial(cpu_attention.attend, name, spec=spec)
     return jax.jit(run)(q, among_others(far), among_others(near), 1, live, jnp.asarray(length), t)
@@ -45,7 +45,14 @@ def kernel(q, far, near, length, t, spec, live=None):
 
 def among_others(layer):
     """A stack of layers, of which this is number 1."""
-    return jax.tree.map(lambda x: jnp.stack([jnp.full_like(x, jnp.nan), x, jnp.full_like(x, jnp.inf)]), layer)
+    # As bfloat16, these bits are no number, and an infinite one.
+    strange = {"float32": (jnp.nan, jnp.inf), "uint16": (0x7FC0, 0x7F80), "int8": (-128, 127)}
+
+    def one(x):
+        before, behind = strange[x.dtype.name]
+        return jnp.stack([jnp.full_like(x, before), x, jnp.full_like(x, behind)])
+
+    return jax.tree.map(one, layer)
 
 
 def plain(q, far, near, length, t, spec):
@@ -61,6 +68,7 @@ def plain(q, far, near, length, t, spec):
     return cache.attend(q, parts, spec)
 
 
+@pytest.mark.parametrize("kv", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize(
     ("group", "size", "capacity", "softcap", "window"),
     [
@@ -74,16 +82,16 @@ def plain(q, far, near, length, t, spec):
         (9, 32, 208, 1.5, 20),
     ],
 )
-def test_it_is_the_attention_of_the_plain_step(group, size, capacity, softcap, window):
+def test_it_is_the_attention_of_the_plain_step(group, size, capacity, softcap, window, kv):
     spec = AttentionSpec(size**-0.5, softcap, window, jnp.zeros((0, 0)))
     rows = 11
-    q, far, near = step(rows, group, size, capacity)
+    q, far, near = step(rows, group, size, capacity, kv)
     # None, one, about a vector, about a tile, all.
     length = [0, 1, 15, 16, 17, 33, capacity // 2, capacity - 17, capacity - 16, capacity - 1, capacity]
     for t in (0, STEPS - 1):
-        found = kernel(q, far, near, length, t, spec)
+        found = kernel(q, far, near, length, t, spec, kv=kv)
         assert found.shape == q.shape
-        np.testing.assert_allclose(found, plain(q, far, near, length, t, spec), atol=2e-6)
+        np.testing.assert_allclose(found, plain(q, far, near, length, t, spec), atol=4e-6)
 
 
 @pytest.mark.parametrize("window", [UNLIMITED, 40])
@@ -171,14 +179,14 @@ def test_what_a_compiler_says_against_the_source_is_told(cache_folder, tmp_path,
     compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exec cc --version\nexec cc "$@" -no-such-option\n')
     compiler.chmod(0o755)
     with caplog.at_level(logging.WARNING):
-        assert kernels.build(str(compiler)) == kernels.Kernels()
+        assert kernels.build(compiler=str(compiler)) == kernels.Kernels()
     assert "no-such-option" in caplog.text
 
 
 def test_the_kernel_is_kept_with_what_jax_keeps(cache_folder):
-    name, _ = kernels.built("cc")
+    name, _ = kernels.built("float32", "cc")
     (kept,) = (cache_folder / "kernels").iterdir()
     assert kept.name == f"{name}.so"
     built = kept.stat().st_mtime_ns
-    assert kernels.built("cc")[0] == name
+    assert kernels.built("float32", "cc")[0] == name
     assert kept.stat().st_mtime_ns == built
