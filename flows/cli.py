@@ -300,16 +300,18 @@ def serve(
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     context: Annotated[int, typer.Option(min=0, help="Longest prompt with its answer in tokens; 0: 4,096.")] = 0,
     slots: Annotated[int, typer.Option(min=0, help="Answers made side by side; 0: the device decides.")] = 0,
-    weights: Annotated[Literal["dense", "int8"], typer.Option(help="How kernels of layers are held.")] = "dense",
-    kv: Annotated[Literal["auto", "float32", "bfloat16", "int8"], typer.Option(help="Type of keys, values.")] = "auto",
+    quantization: Annotated[Literal["none", "int8"], typer.Option(help="Of the weight matrices of layers.")] = "none",
+    kv_cache_dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "int8"], typer.Option(help="Keys and values; auto: as computed.")
+    ] = "auto",
 ) -> None:
     """Serve the policy of a run as an OpenAI-compatible endpoint (chat and completions, streaming, logprobs)."""
     record = _record(store, run_name, node)
     artifact = _artifact(Store(store), record, node)
     command = [sys.executable, "-m", "stages.serve", store, artifact.stage, artifact.key]
     command += ["--base", record["nodes"]["base"]["key"], "--name", f"{record['name']}:{node}", "--host", host]
-    command += ["--port", str(port), "--context", str(context), "--slots", str(slots), "--weights", weights]
-    command += ["--kv", kv] if kv != "auto" else []
+    command += ["--port", str(port), "--context", str(context), "--slots", str(slots)]
+    command += ["--quantization", quantization, "--kv-cache-dtype", kv_cache_dtype]
     _become(command)
 
 

@@ -10,8 +10,8 @@ from pydantic import model_validator
 from stages.base import StageConfig, execution_setting
 from stages.code import module_hashes
 
-NATIVE = ("weights", "kv")
-"""Settings of the engine in the worker."""
+NATIVE = ("quantization", "kv_cache_dtype")
+"""Settings of the engine in the worker, and its arguments."""
 
 
 class EngineSettings(StageConfig):
@@ -19,11 +19,11 @@ class EngineSettings(StageConfig):
 
     kind: Literal["native", "vllm", "sglang"] = "native"
     """native: in the worker, with the trainer's model code; vllm and sglang: their servers, and what speaks as they."""
-    weights: Literal["dense", "int8"] = "dense"
-    """How native sampling holds the kernels of layers. int8: a byte each; the update weighs what it samples by how far
-    that is from the policy."""
-    kv: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
-    """Type of its keys and values; auto: that of computation."""
+    quantization: Literal["none", "int8"] = "none"
+    """How the native engine holds the weight matrices of layers. What it samples is a little off the policy, for which
+    rl.update.correction accounts."""
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
+    """Type of its cached keys and values, with the same effect; auto: that of computation."""
     version: str | None = None
     """The servers' version, which is part of what a rollout is; they are asked for it. Needed but for native."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from stages.base import Context, StageConfig
-from stages.engine_settings import EngineSettings, engine_digests
+from stages.engine_settings import NATIVE, EngineSettings, engine_digests
 from stages.models import limits_of, load_policy, load_rounded, load_tokenizer, stop_ids
 from stages.settings import Compute
 from stages.tables import by_shard, read_rows, write_rows
@@ -159,9 +159,9 @@ def _opened(ctx: Context, settings: EngineSettings, quantize: str, context: int,
     device = choose(ctx.config.compute.dtype)
     config, params = load_rounded(ctx, ctx.inputs["policy"], quantize)
     limits = limits_of(ctx.config.compute, device, min(context, config.max_positions))
-    kv = None if settings.kv == "auto" else settings.kv
     mesh = sampling_mesh(ctx.config.compute.mesh)
-    engine = Engine(config, device.compute.dtype, limits, kv=kv, weights=settings.weights, mesh=mesh)
+    smaller = {name: getattr(settings, name) for name in NATIVE}
+    engine = Engine(config, device.compute.dtype, limits, mesh=mesh, **smaller)
     engine.load(params)
     return engine
 

@@ -17,6 +17,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from stages.engine_settings import NATIVE
 from stages.openai_api import (
     FINISH,
     Asked,
@@ -268,8 +269,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--context", type=int, default=0)
     parser.add_argument("--slots", type=int, default=0)
-    parser.add_argument("--weights", default="dense")
-    parser.add_argument("--kv")
+    parser.add_argument("--quantization", default="none")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     args = parser.parse_args()
     configure_jax()
     import uvicorn
@@ -290,7 +291,8 @@ def main() -> None:
         steps=4,
         prefill_chunks=1,
     )
-    engine = policy.engine(limits, device.compute.dtype, top=TOP_LOGPROBS, kv=args.kv, weights=args.weights)
+    smaller = {name: getattr(args, name) for name in NATIVE}
+    engine = policy.engine(limits, device.compute.dtype, top=TOP_LOGPROBS, **smaller)
     live, context = Live(engine), engine.context
     exported = artifact.manifest["inputs"]["policy"]["digest"] if artifact.stage == "export" else artifact.digest
     server = Server(live, policy.tokenizer, args.name, policy.stop_ids, context, exported)

@@ -83,7 +83,7 @@ def run(work: str, model: str, repeats: int) -> None:
         steps = tokens / len(requests)
         extra["share_of_bandwidth"] = round(weights * steps / seconds / memory_bandwidth(), 3)
         if len(requests) >= GEMM_ROWS:
-            flops = 2.0 * (weights / 4) * tokens
+            flops = 2.0 * (weights / jnp.dtype(dtype).itemsize) * tokens
             extra["share_of_gemm"] = round(flops / seconds / _gemm_flops(config), 3)
     emit(
         work,

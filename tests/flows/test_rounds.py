@@ -92,7 +92,7 @@ def test_refills_find_prompts_that_teach_and_every_prompt_is_accounted_for(rlhf,
 
 @pytest.mark.slow
 def test_a_round_may_be_sampled_with_smaller_numbers_and_the_update_knows(rlhf, store, record):
-    told = ["rl.rounds=1", "rl.rollout.engine.weights=int8", "rl.rollout.engine.kv=int8"]
+    told = ["rl.rounds=1", "rl.rollout.engine.quantization=int8", "rl.rollout.engine.kv_cache_dtype=int8"]
     options = [word for setting in [*told, f"store={store}"] for word in ("--set", setting)]
     rlhf("run", "smoke", "--no-prefect", "--name", "small", *options)
     first, small = record(store, "first"), record(store, "small")

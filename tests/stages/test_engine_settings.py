@@ -26,8 +26,8 @@ def sets(**values):
         ([*URL, *sets(servers=2)], "servers is of servers that are started here: say command in place of url"),
         ([*URL, *sets(arguments="[--x]")], "arguments is of servers that are started here"),
         ([*URL, *sets(sync="restart")], "sync restart is for servers that are started here"),
-        ([*URL, *sets(weights="int8")], "weights is of kind native; servers have arguments of their own"),
-        ([*URL, *sets(kv="int8")], "kv is of kind native"),
+        ([*URL, *sets(quantization="int8")], "quantization is of kind native; servers have arguments of their own"),
+        ([*URL, *sets(kv_cache_dtype="int8")], "kv_cache_dtype is of kind native"),
         ([*URL, *sets(timout=5)], "unknown key; did you mean timeout?"),
     ],
 )
@@ -50,7 +50,7 @@ def test_how_the_native_engine_holds_numbers_is_content():
     def content(*told):
         return config_content(load_recipe("smoke", sets=told).rl.rollout)
 
-    assert content(*sets(weights="int8")) != content() != content(*sets(kv="bfloat16"))
+    assert content(*sets(quantization="int8")) != content() != content(*sets(kv_cache_dtype="bfloat16"))
 
 
 def test_one_url_and_words_in_a_line_may_be_written_short():

@@ -171,8 +171,8 @@ class _Round:
         limit = self.settings.max_mismatch_kl
         if kl > limit:
             raise Mismatch(
-                f"sampler and trainer disagree: mismatch KL {kl:.4f} is above max_mismatch_kl {limit}; compare dtypes, "
-                "lower the staleness of the rollouts, or raise the limit knowingly"
+                f"sampler and trainer disagree: mismatch KL {kl:.4f} is above max_mismatch_kl {limit}; compare dtypes "
+                "(those of rl.rollout.engine too), lower the staleness of the rollouts, or raise the limit knowingly"
             )
 
     def arrays(self, groups: list[Group], batches: list[Packed]) -> list[dict[str, Any]]:

@@ -83,9 +83,10 @@ class Int8(nnx.Module):
 
 def int8_encode(kernel_IO: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Codes [I, O] int8 and scales [1, O] float32."""
+    kernel_IO = kernel_IO.astype(jnp.float32)
     scale = jnp.max(jnp.abs(kernel_IO), axis=-2, keepdims=True) / 127
     codes = jnp.round(kernel_IO / jnp.where(scale > 0, scale, 1.0))
-    return codes.astype(jnp.int8), scale.astype(jnp.float32)
+    return codes.astype(jnp.int8), scale
 
 
 def int8_decode(stored: tuple[jax.Array, ...], dtype: Any) -> jax.Array:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 _INTO = {"q", "k", "v", "gate", "up"}
@@ -17,8 +18,8 @@ _BACK = {"o", "down"}
 """Projections back into it: cut by input."""
 
 
-def _rule(names: tuple[str, ...]) -> tuple[str | None, ...]:
-    """Mesh axes of the last dimensions of the parameter with this path."""
+def _rule(names: tuple[str, ...], dtype: Any) -> tuple[str | None, ...]:
+    """Mesh axes of the last dimensions of the parameter with this path and type."""
     if names[-1] in ("embedding", "head"):
         return ("tensor", "fsdp")
     linear = next((n for n in names if n in _INTO | _BACK), None)
@@ -27,6 +28,8 @@ def _rule(names: tuple[str, ...]) -> tuple[str | None, ...]:
     size_in, size_out = ("fsdp", "tensor") if linear in _INTO else ("tensor", "fsdp")
     return {
         "kernel": (size_in, size_out),
+        # Of `quantize.Int8`; those of NF4 are packed, in bytes without a sign.
+        "codes": (size_in, size_out) if dtype == jnp.int8 else (),
         "bias": (size_out,) if linear in _INTO else (),
         "a": (size_in, None),
         "b": (None, size_out),
@@ -38,7 +41,7 @@ def shardings(params: Any, mesh: Mesh) -> Any:
 
     def one(path: Any, leaf: Any) -> NamedSharding:
         names = tuple(str(getattr(k, "key", getattr(k, "name", k))) for k in path)
-        rule = _rule(tuple(n for n in names if n != "value"))
+        rule = _rule(tuple(n for n in names if n != "value"), leaf.dtype)
         dims = leaf.shape[len(leaf.shape) - len(rule) :]
         cut = [a if a and size % mesh.shape[a] == 0 else None for a, size in zip(rule, dims, strict=True)]
         return NamedSharding(mesh, PartitionSpec(*[None] * (len(leaf.shape) - len(rule)), *cut))

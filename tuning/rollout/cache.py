@@ -2,8 +2,9 @@
 
 Axes: L layers, R slots, K key-value heads, A query heads a key-value head, H head size, S cached tokens (the
 capacity), C new tokens, N query heads. A layer's cache is {"k": [R, K, H, S], "v": [R, K, S, H]}, so that both products
-of attention read it as it lies; in int8 there are "k_scale" and "v_scale" [R, K, S] beside them. Layers are in stacks,
-with L in front: all in one where a loop runs over them, else each in its own.
+of attention read it as it lies; in int8 there are "k_scale" and "v_scale" [R, K, S] beside them, and of bfloat16 there
+may be the bits (`_bits`). Layers are in stacks, with L in front: all in one where a loop runs over them, else each in
+its own.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
@@ -24,7 +24,7 @@ from tuning.rollout.ahead import Ahead, abstract_weights
 from tuning.rollout.cache import KV
 from tuning.rollout.cpu import attention, products
 from tuning.rollout.cpu.kernels import Kernels, build, has_compiler
-from tuning.rollout.layouts import Form, lay_out
+from tuning.rollout.layouts import Quantization, lay_out
 from tuning.rollout.placement import put_weights
 from tuning.rollout.pool import Limits, Pool
 from tuning.rollout.requests import Completion, Request
@@ -56,16 +56,16 @@ class Engine:
         dtype: str = "float32",
         limits: Limits | None = None,
         *,
-        kv: KV | None = None,
-        weights: Form = "dense",
+        kv_cache_dtype: KV | Literal["auto"] = "auto",
+        quantization: Quantization = "none",
         top: int = 0,
         mesh: Mesh | None = None,
     ):
-        """`kv` is the type of cached keys and values (that of `dtype` by default), `top` how many of the most probable
+        """`kv_cache_dtype` is the type of keys and values (auto: `dtype`), `top` how many of the most probable
         tokens are recorded, `mesh` devices other than those that hold the parameters."""
         self.config = config
-        self._dtype, self._weights, self._top, self._mesh = dtype, weights, top, mesh
-        self._kv = cast(KV, kv or dtype)
+        self._dtype, self._quantization, self._top, self._mesh = dtype, quantization, top, mesh
+        self._kv = cast(KV, dtype if kv_cache_dtype == "auto" else kv_cache_dtype)
         self._limits = limits or Limits()
         self._graph = decoder_graph(config)
         self._decoding: tuple[Any, Any] | None = None
@@ -108,8 +108,8 @@ class Engine:
 
     @property
     def takes_laid_out(self) -> bool:
-        """Whether `load_laid_out` is for this engine: its weights are dense, and on one device."""
-        return self._mesh is None and self._weights == "dense"
+        """Whether `load_laid_out` is for this engine: its weights are not quantised, and on one device."""
+        return self._mesh is None and self._quantization == "none"
 
     def prepare(self, requests: Sequence[Request]) -> None:
         """Begins to compile, in threads, what requests like these take first, so that weights are read meanwhile.
@@ -241,7 +241,7 @@ class Engine:
     @property
     def _layout_options(self) -> dict[str, Any]:
         join = self._mesh is None or self._mesh.shape.get("tensor", 1) == 1
-        return {"join": join, "rolled": self._rolled, "form": self._weights, "dtype": self._dtype}
+        return {"join": join, "rolled": self._rolled, "quantization": self._quantization, "dtype": self._dtype}
 
     @functools.cached_property
     def _kernels(self) -> Kernels:

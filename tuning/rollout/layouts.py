@@ -24,8 +24,8 @@ from tuning.models.rope import rope_tables
 from tuning.rollout.cache import Stack
 from tuning.rollout.cpu import products
 
-Form = Literal["dense", "int8"]
-"""How the weights of layers' projections are held; int8 as `quantize.Int8` has it."""
+Quantization = Literal["none", "int8"]
+"""Of the weight matrices of layers; int8 as `quantize.Int8` has it."""
 JOINED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 """Projections that are one product, in the order of their outputs."""
 _PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -172,14 +172,17 @@ class RolledDecoder(DecodingDecoder):
 
 
 def _prepared(
-    graph: Any, stacked: Any, number: jax.Array | int, join: bool, rolled: bool, form: Form, dtype: str
+    graph: Any, stacked: Any, number: jax.Array | int, join: bool, rolled: bool, quantization: Quantization, dtype: str
 ) -> Any:
     """One layer of a stack, as (graph, state)."""
-    layer = nnx.merge(graph, jax.tree.map(lambda x: _cast(x[number], dtype), stacked))
+    # What becomes int8 is rounded once.
+    layer = nnx.merge(
+        graph, jax.tree.map(lambda x: _cast(x[number], dtype if quantization == "none" else None), stacked)
+    )
     if join:
         _join(layer)
-    if rolled or form == "int8":
-        held = functools.partial(products.OutIn, int8=form == "int8") if rolled else Int8
+    if rolled or quantization == "int8":
+        held = functools.partial(products.OutIn, int8=quantization == "int8") if rolled else Int8
         for name in (*_PROJECTIONS, *JOINED):
             if hasattr(layer, name):
                 linear = getattr(layer, name)
@@ -187,25 +190,27 @@ def _prepared(
     return nnx.split(layer)
 
 
-def _cast(x: jax.Array, dtype: str) -> jax.Array:
+def _cast(x: jax.Array, dtype: str | None) -> jax.Array:
     """Matrices in the type that the trainer casts them to where it uses them."""
-    return x.astype(dtype) if x.ndim > 1 else x
+    return x.astype(dtype) if dtype and x.ndim > 1 else x
 
 
 # The number of the layer is an argument: one program, whatever the depth.
-@functools.partial(jax.jit, static_argnames=("graph", "join", "form", "dtype"))
-def _state(graph: Any, stacked: Any, number: jax.Array, *, join: bool, form: Form, dtype: str) -> Any:
-    return _prepared(graph, stacked, number, join, False, form, dtype)[1]
+@functools.partial(jax.jit, static_argnames=("graph", "join", "quantization", "dtype"))
+def _state(graph: Any, stacked: Any, number: jax.Array, *, join: bool, quantization: Quantization, dtype: str) -> Any:
+    return _prepared(graph, stacked, number, join, False, quantization, dtype)[1]
 
 
 # One after the other: temporaries of one layer, not of the stack.
-@functools.partial(jax.jit, static_argnames=("graph", "join", "form", "dtype", "layers"))
-def _states(graph: Any, stacked: Any, *, layers: int, join: bool, form: Form, dtype: str) -> Any:
-    return jax.lax.map(lambda i: _prepared(graph, stacked, i, join, True, form, dtype)[1], jnp.arange(layers))
+@functools.partial(jax.jit, static_argnames=("graph", "join", "quantization", "dtype", "layers"))
+def _states(graph: Any, stacked: Any, *, layers: int, join: bool, quantization: Quantization, dtype: str) -> Any:
+    return jax.lax.map(lambda i: _prepared(graph, stacked, i, join, True, quantization, dtype)[1], jnp.arange(layers))
 
 
-def lay_out(graph: Any, params: Any, *, join: bool, rolled: bool, form: Form, dtype: str) -> tuple[Any, Any]:
-    """(graph, state) of a `DecodingDecoder` with the values of a Decoder's parameters, matrices cast to `dtype`.
+def lay_out(
+    graph: Any, params: Any, *, join: bool, rolled: bool, quantization: Quantization, dtype: str
+) -> tuple[Any, Any]:
+    """(graph, state) of a `DecodingDecoder` with a Decoder's parameters, the matrices of layers cast to `dtype`.
 
     It is a `RolledDecoder` if `rolled`, else an `UnrolledDecoder`. `join` makes one kernel of those that share an
     input; cutting it over a `tensor` axis would part heads from their devices, so it is for whole kernels.
@@ -213,10 +218,7 @@ def lay_out(graph: Any, params: Any, *, join: bool, rolled: bool, form: Form, dt
     decoder = nnx.merge(graph, params)
     stack, stacked = nnx.split(decoder.layers)
     count = decoder.config.num_layers
-    for name in ("embedding", "head"):
-        if hasattr(decoder, name):
-            setattr(decoder, name, nnx.Param(_cast(getattr(decoder, name)[...], dtype)))
-    options: dict[str, Any] = {"join": join, "form": form, "dtype": dtype}
+    options: dict[str, Any] = {"join": join, "quantization": quantization, "dtype": dtype}
     made = nnx.eval_shape(lambda s: nnx.merge(*_prepared(stack, s, 0, rolled=rolled, **options)), stacked)
     like = nnx.split(made)[0]
     if rolled:

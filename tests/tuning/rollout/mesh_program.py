@@ -12,7 +12,16 @@ from tuning.rollout.pool import Limits
 from tuning.training.mesh import Axes, make_mesh, put_params
 
 LIMITS = Limits(slots=8, context=128, steps=4, chunks=(8, 32))
-MESHES = {"one": None, "replicas": Mesh(fsdp=-1), "tensor": Mesh(data=2, fsdp=1, tensor=-1), "both": Mesh(tensor=2)}
+TENSOR = Mesh(data=2, fsdp=1, tensor=-1)
+SMALL = {"quantization": "int8", "kv_cache_dtype": "bfloat16"}
+ENGINES = {
+    "one": (None, {}),
+    "replicas": (Mesh(fsdp=-1), {}),
+    "tensor": (TENSOR, {}),
+    "both": (Mesh(tensor=2), {}),
+    "small one": (None, SMALL),
+    "small tensor": (TENSOR, SMALL),
+}
 
 
 def share(arrays):
@@ -28,11 +37,11 @@ def tokens(engine, requests):
 def main() -> None:
     requests = requests_of(12, seed=5, max_tokens=12)
     found = {}
-    for name, axes in MESHES.items():
+    for name, (axes, options) in ENGINES.items():
         # The trainer has the first four devices, sampling the other four.
         trained = put_params(PARAMS, make_mesh(Axes(), jax.devices()[:4])) if axes else PARAMS
         mesh = sampling_mesh(axes, jax.devices()[4:]) if axes else None
-        engine = Engine(CONFIG, limits=LIMITS, mesh=mesh)
+        engine = Engine(CONFIG, limits=LIMITS, mesh=mesh, **options)
         engine.load(trained)
         numbers = [engine.submit(r) for r in requests_of(8)]
         engine.step()

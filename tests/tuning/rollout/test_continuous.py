@@ -274,7 +274,14 @@ def test_a_caller_that_leaves_early_leaves_the_engine_free():
 
 
 @pytest.mark.parametrize(
-    ("options", "gap"), [({"kv": "bfloat16"}, 0.05), ({"kv": "int8"}, 0.05), ({"weights": "int8"}, 0.1)]
+    ("options", "gap"),
+    [
+        ({"kv_cache_dtype": "bfloat16"}, 0.05),
+        ({"kv_cache_dtype": "int8"}, 0.05),
+        ({"quantization": "int8"}, 0.1),
+        ({"dtype": "bfloat16"}, 0.1),
+        ({"dtype": "bfloat16", "quantization": "int8"}, 0.2),
+    ],
 )
 def test_smaller_types_stay_near_the_exact_policy(options, gap):
     """Log-probabilities that the engine records against those of the exact weights, for the tokens it chose."""

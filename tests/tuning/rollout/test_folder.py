@@ -39,10 +39,10 @@ def test_the_weights_are_those_of_the_parameters(tmp_path, config, stored, dtype
     jax.tree.map(np.testing.assert_array_equal, read._decoding[1], loaded._decoding[1])
 
 
-@pytest.mark.parametrize("weights", ["dense", "int8"])
-def test_completions_are_those_of_the_parameters(tmp_path, weights):
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_completions_are_those_of_the_parameters(tmp_path, quantization):
     requests = [Request([5, 6, 7], 6, counter=0), Request([8] * 9, 6, counter=1)]
-    read, loaded = (Engine(CONFIG, limits=Limits(slots=2, chunks=(16,)), weights=weights) for _ in range(2))
+    read, loaded = (Engine(CONFIG, limits=Limits(slots=2, chunks=(16,)), quantization=quantization) for _ in range(2))
     folder.load_folder(read, saved(tmp_path, CONFIG))
     loaded.load(load_decoder(tmp_path)[1])
     assert dict(read.run(requests)) == dict(loaded.run(requests))

@@ -71,47 +71,54 @@ def attention(q, k, v, spec, mine):
     return out, (far, cache.write(near, number, part, 0), number)
 
 
-def trainers(config, params, tokens, positions):
+def trainers(config, params, tokens, positions, dtype):
     """Logits and caches of the trainer's decoder."""
     decoder = nnx.merge(decoder_graph(config), params)
-    hidden, parts = decoder(tokens, positions, attention)
+    hidden, parts = decoder(tokens, positions, attention, dtype=jnp.dtype(dtype))
     return decoder.logits(hidden), parts
 
 
 @pytest.mark.parametrize("config", [CONFIG, EVERYTHING], ids=["plain", "everything"])
-@pytest.mark.parametrize("form", ["dense", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("quantization", ["none", "int8"])
 @pytest.mark.parametrize(
     ("rolled", "join", "by_kernel"),
     [(False, True, False), (False, False, False), (True, True, True), (True, True, False)],
 )
-def test_a_layout_is_the_trainers_decoder(config, rolled, join, by_kernel, form):
+def test_a_layout_is_the_trainers_decoder(config, rolled, join, by_kernel, quantization, dtype):
     target = kernels.build().products if by_kernel else None
     if by_kernel and (jax.default_backend() != "cpu" or target is None):
         pytest.skip("a kernel for the CPU")
     params = parameters(config)
     rng = np.random.default_rng(0)
     tokens, positions = jnp.asarray(rng.integers(0, 97, (2, LENGTH))), jnp.arange(LENGTH)[None].repeat(2, 0)
-    options = {"join": join, "rolled": rolled, "form": form, "dtype": "float32"}
+    options = {"join": join, "rolled": rolled, "quantization": quantization, "dtype": dtype}
     model = nnx.merge(*lay_out(decoder_graph(config), params, **options))
     model.target = target
     empty = cache.make(config, 2, LENGTH, "float32", rolled=rolled)
     live = jnp.ones((2, LENGTH), bool)
-    hidden, new = model(tokens, positions, attention, live_BL=live, cache=empty, new=empty, dtype="float32")
-    if form == "int8":
+    hidden, new = model(tokens, positions, attention, live_BL=live, cache=empty, new=empty, dtype=dtype)
+    if quantization == "int8":
         params = as_int8(params)
-    logits, parts = trainers(config, params, tokens, positions)
+    logits, parts = trainers(config, params, tokens, positions, dtype)
     assert logits.std(axis=1).mean() > 0.3
-    found = model.logits(hidden.reshape(2 * LENGTH, -1)).reshape(logits.shape)
-    np.testing.assert_allclose(found, logits, atol=2e-5)
+    parts["logits"] = logits
+    found = {name: jnp.concatenate([stack[name] for stack in new]) for name in ("k", "v")}
+    found["logits"] = model.logits(hidden.reshape(2 * LENGTH, -1)).reshape(logits.shape)
     for name, expected in parts.items():
-        np.testing.assert_allclose(jnp.concatenate([stack[name] for stack in new]), expected, atol=2e-5)
+        if dtype == "float32":
+            np.testing.assert_allclose(found[name], expected, atol=2e-5)
+        else:
+            # The kernel does not round what int8 stands for to bfloat16; else nothing differs but the order of sums.
+            most = 0.03 if quantization == "int8" and by_kernel else 0.002
+            assert jnp.std(found[name] - expected) < most * jnp.std(expected)
 
 
 @pytest.mark.parametrize("rolled", [False, True])
 @pytest.mark.parametrize("family", [{}, {"family": "qwen2", "qkv_bias": True, "qk_norm": True}], ids=["plain", "qkv"])
 def test_tokens_that_are_not_live_stay_zeros(family, rolled):
     config = dataclasses.replace(CONFIG, **family)
-    options = {"join": True, "rolled": rolled, "form": "dense", "dtype": "float32"}
+    options = {"join": True, "rolled": rolled, "quantization": "none", "dtype": "float32"}
     model = nnx.merge(*lay_out(decoder_graph(config), parameters(config), **options))
     empty = cache.make(config, 1, 3, "float32", rolled=rolled)
 
@@ -133,7 +140,9 @@ def lowered(engine, monkeypatch):
 
 
 SMALLER = pytest.mark.parametrize(
-    "options", [{}, {"dtype": "bfloat16"}, {"weights": "int8", "kv": "int8"}, {"kv": "bfloat16"}], ids=str
+    "options",
+    [{}, {"dtype": "bfloat16"}, {"quantization": "int8", "kv_cache_dtype": "int8"}, {"kv_cache_dtype": "bfloat16"}],
+    ids=str,
 )
 
 
@@ -149,16 +158,18 @@ def test_programs_of_many_layers_are_as_long_as_of_few(options, monkeypatch):
 @SMALLER
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="kernels for the CPU")
 def test_programs_copy_no_layer_and_no_cache(options, monkeypatch):
-    config = dataclasses.replace(CONFIG, hidden_size=256, intermediate_size=1024, num_layers=4)
+    config = dataclasses.replace(CONFIG, vocab_size=8192, hidden_size=256, intermediate_size=1024, num_layers=4)
     engine = Engine(config, limits=Limits(slots=1, context=480, steps=4, chunks=(16,)), **options)
     programs = lowered(engine, monkeypatch)
-    size = {"dtype": 2, "weights": 1}.get(next(iter(options), ""), 4)
-    layer = size * 3 * config.hidden_size * config.intermediate_size
+    size = {"dtype": 2, "quantization": 1}.get(next(iter(options), ""), 4)
+    matrices = size * 3 * config.hidden_size * config.intermediate_size
+    # The head in another type than the parameters' is made once for a run of steps.
+    head = 2 * config.vocab_size * config.hidden_size if "dtype" in options else 0
     assert len(programs) == 2
     for program in programs:
         compiled = program.compile()
         memory = compiled.memory_analysis()
-        assert memory.temp_size_in_bytes < layer / 3, "one of a layer's matrices has been copied"
+        assert memory.temp_size_in_bytes < head + matrices / 3, "the head or one of a layer's matrices has been copied"
         assert memory.alias_size_in_bytes >= engine.cache_bytes
         # Only caches have five axes. XLA on CPU writes into bfloat16 by way of float32.
         assert not re.search(r"\[(\d+,){4}\d+\]\S* convert\(", compiled.as_text()), "a whole cache is converted"

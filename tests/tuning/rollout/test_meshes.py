@@ -22,22 +22,25 @@ def found():
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"),
+    ("name", "of", "shape"),
     [
-        ("replicas", {"data": 4, "fsdp": 1, "tensor": 1}),
-        ("tensor", {"data": 2, "fsdp": 1, "tensor": 2}),
-        ("both", {"data": 2, "fsdp": 1, "tensor": 2}),
+        ("replicas", "one", {"data": 4, "fsdp": 1, "tensor": 1}),
+        ("tensor", "one", {"data": 2, "fsdp": 1, "tensor": 2}),
+        ("both", "one", {"data": 2, "fsdp": 1, "tensor": 2}),
+        ("small tensor", "small one", {"data": 2, "fsdp": 1, "tensor": 2}),
     ],
 )
-def test_samples_are_those_of_one_device(found, name, shape):
-    one, other = found["one"], found[name]
+def test_samples_are_those_of_one_device(found, name, of, shape):
+    one, other = found[of], found[name]
     assert other["mesh"] == shape and other["devices"] == [4, 5, 6, 7]
     assert other["tokens"] == one["tokens"] and other["again"] and other["compiled"] == 0
     for mine, theirs in zip(other["logps"], one["logps"], strict=True):
         for a, b in zip(mine, theirs, strict=True):
-            np.testing.assert_allclose(a, b, atol=1e-4)
+            # Keys that differ in the last bit may differ in the last of bfloat16.
+            np.testing.assert_allclose(a, b, atol=1e-4 if of == "one" else 0.02)
 
 
 def test_replicas_share_slots_and_tensor_parallel_ones_share_weights_too(found):
     assert found["replicas"]["share_of_weights"] == 1.0 and found["replicas"]["share_of_cache"] == 0.25
-    assert found["tensor"]["share_of_weights"] < 0.6 and found["tensor"]["share_of_cache"] == 0.25
+    for name in ("tensor", "small tensor"):
+        assert found[name]["share_of_weights"] < 0.6 and found[name]["share_of_cache"] == 0.25

@@ -38,7 +38,7 @@ class Kernels(NamedTuple):
 def build(kv: str = "float32", compiler: str | None = None) -> Kernels:
     """All kernels; none, with a warning that says why, where they cannot be built.
 
-    `kv`, of `KV_TYPES`, is what keys and values are: of all types at once, the build would take twice as long.
+    `kv`, of `KV_TYPES`, is the type of keys and values: a build is for one.
     `compiler` is a command, by default that of the environment variable CC, or `cc`. Where JAX keeps what it compiles,
     kernels stay there too, for these sources, type, compiler, processor and version of jaxlib; else they are this
     process's.

@@ -78,7 +78,7 @@ INLINE four sums_of(vec a, vec b, vec c, vec d) {
   return sum;
 }
 
-// A piece of the work: results of some rows and outputs, over `count` of the `size` inputs. What was summed before is
+// A piece of the work: results of some rows and outputs, over `count` of the inputs. What was summed before is
 // in `sums` unless this is the `first` of the inputs; there it goes until the `last`. From one output's weights to the
 // next are `stride` numbers. `next` is what to fetch meanwhile, `count` numbers; NULL for nothing.
 typedef struct {

@@ -35,9 +35,9 @@ def step(rows, group, size, capacity, kv="float32"):
     return q, layer(capacity), layer(STEPS)
 
 
-def kernel(q, far, near, length, t, spec, live=None, kv="float32"):
+def kernel(q, far, near, length, t, spec, live=None, kv="float32", compiler=None):
     live = jnp.ones(len(q), bool) if live is None else live
-    name = kernels.build(kv).attention
+    name = kernels.build(kv, compiler).attention
     assert name is not None, "this machine has no C compiler, or it cannot build the kernels"
     run = functools.partial(cpu_attention.attend, name, spec=spec)
     return jax.jit(run)(q, among_others(far), among_others(near), 1, live, jnp.asarray(length), t)
@@ -92,6 +92,14 @@ def test_it_is_the_attention_of_the_plain_step(group, size, capacity, softcap, w
         found = kernel(q, far, near, length, t, spec, kv=kv)
         assert found.shape == q.shape
         np.testing.assert_allclose(found, plain(q, far, near, length, t, spec), atol=4e-6)
+
+
+@pytest.mark.parametrize("kv", ["float32", "bfloat16", "int8"])
+def test_it_is_that_with_shorter_vectors(shorter_vectors, kv):
+    spec = AttentionSpec(0.125, None, 60, jnp.zeros((0, 0)))
+    q, far, near = step(4, 3, 64, 99, kv)
+    given = q, far, near, [0, 17, 64, 99], 2, spec
+    np.testing.assert_allclose(kernel(*given, kv=kv, compiler=shorter_vectors), plain(*given), atol=4e-6)
 
 
 @pytest.mark.parametrize("window", [UNLIMITED, 40])
