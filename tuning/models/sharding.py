@@ -28,8 +28,9 @@ def _rule(names: tuple[str, ...], dtype: Any) -> tuple[str | None, ...]:
     size_in, size_out = ("fsdp", "tensor") if linear in _INTO else ("tensor", "fsdp")
     return {
         "kernel": (size_in, size_out),
-        # Of `quantize.Int8`; those of NF4 are packed, in bytes without a sign.
-        "codes": (size_in, size_out) if dtype == jnp.int8 else (),
+        # `quantize.Int8` has them in the kernel's order, `quantize.NF4`, whose bytes have no sign, as rows of outputs.
+        "codes": (size_in, size_out) if dtype == jnp.int8 else (size_out, size_in),
+        "absmax": (size_out, size_in),
         "bias": (size_out,) if linear in _INTO else (),
         "a": (size_in, None),
         "b": (None, size_out),

@@ -42,5 +42,6 @@ def test_samples_are_those_of_one_device(found, name, of, shape):
 
 def test_replicas_share_slots_and_tensor_parallel_ones_share_weights_too(found):
     assert found["replicas"]["share_of_weights"] == 1.0 and found["replicas"]["share_of_cache"] == 0.25
-    for name in ("tensor", "small tensor"):
-        assert found[name]["share_of_weights"] < 0.6 and found[name]["share_of_cache"] == 0.25
+    # Embeddings, which are whole on each device here, are more of a quantised model.
+    for name, most in (("tensor", 0.6), ("small tensor", 0.7)):
+        assert found[name]["share_of_weights"] < most and found[name]["share_of_cache"] == 0.25

@@ -15,8 +15,10 @@ if len(sys.argv) > 2:
 import jax.numpy as jnp
 import numpy as np
 
+from tests.tuning.models import test_lora as adapters
 from tests.tuning.training.test_batch import CONFIG, PARAMS, ragged_groups
 from tuning.models.huggingface import fingerprint
+from tuning.models.lora import LoraConfig, tune
 from tuning.training.batch import Layout, micro_batches
 from tuning.training.checkpoint import Checkpoints
 from tuning.training.forward import Compute, decoder_graph, logps_and_entropy
@@ -93,6 +95,22 @@ def other_rules(name):
     return {"gap": max(jax.tree.leaves(gaps)), "beside": beside}
 
 
+def adapter(kind):
+    """Gradient of an adapter over quantised kernels on a mesh and without one: the largest gap, and the first device's
+    part of the codes."""
+    lora = LoraConfig(rank=4, quantize=kind)
+    trainable, frozen = tune(adapters.CONFIG, "decoder", adapters.PARAMS, lora, seed=1)
+    trainable = adapters.moved(trainable)
+    mesh = make_mesh(Axes(2, 2, 2))
+    held = put_params(frozen, mesh)
+    one = adapters.gradient(lora, trainable, frozen)
+    other = adapters.gradient(lora, put_params(trainable, mesh), held)
+    gaps = jax.tree.map(lambda a, b: float(np.abs(np.asarray(a) - np.asarray(b)).max()), one, other)
+    codes = [x for p, x in jax.tree_util.tree_leaves_with_path(held) if "codes" in jax.tree_util.keystr(p)]
+    share = sum(x.addressable_shards[0].data.size for x in codes) / sum(x.size for x in codes)
+    return {"gap": max(jax.tree.leaves(gaps)), "share": share}
+
+
 def several_processes():
     run = Run(make_mesh(Axes(1, 2, 2)))
     losses = run.train(3)
@@ -119,6 +137,7 @@ def one_process(folder):
     found["restored"] = all(np.array_equal(a, b) for a, b in zip(restored, jax.tree.leaves(saved), strict=True))
     found["restored_on"] = len(restored[0].sharding.device_set)
     found["resumed"] = run.train(1)
+    found["adapters"] = {kind: adapter(kind) for kind in ("int8", "nf4")}
     found["rules"] = {name: other_rules(name) for name in ("adafactor", "muon")}
     return found
 

@@ -62,6 +62,13 @@ def test_other_optimizers_keep_their_moments_beside_the_parameters(found, name, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_quantised_kernels_are_cut_too_and_an_adapter_learns_the_same(found, kind):
+    assert found["adapters"][kind]["share"] == 1 / 4
+    assert found["adapters"][kind]["gap"] < 1e-6
+
+
+@pytest.mark.slow
 def test_two_processes_train_one_model(found, tmp_path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
