@@ -5,11 +5,13 @@ import pytest
 from tuning.rollout.cpu import kernels
 
 
-@pytest.fixture(params=["-mno-avx512f", "-mno-avx512f -mno-avx2 -mno-avx -mno-fma"], ids=["avx2", "sse"])
-def shorter_vectors(request, tmp_path):
+@pytest.fixture(
+    params=["-mno-avx512f", "-mno-avx512f -mno-avx2 -mno-avx -mno-fma"], ids=["avx2", "sse"], scope="session"
+)
+def shorter_vectors(request, tmp_path_factory):
     if "avx512f" not in kernels._processor():
         pytest.skip("this processor has no longer ones")
-    compiler = tmp_path / "cc"
+    compiler = tmp_path_factory.mktemp("compiler") / "cc"
     compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exec echo {request.param}\nexec cc "$@" {request.param}\n')
     compiler.chmod(0o755)
     return str(compiler)
