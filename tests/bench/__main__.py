@@ -12,7 +12,7 @@ import sys
 from stages.client import worker_environment
 
 WORKS = dict.fromkeys(["W2", "W2lora", "W4", "W4c", "W6", "reward"], "training")
-WORKS |= dict.fromkeys(["W1", "W1b", "shared", "decode1", "decode8", "decode32"], "rollouts")
+WORKS |= dict.fromkeys(["W1", "W1b", "shared", "decode1", "decode1int8", "decode8", "decode32"], "rollouts")
 WORKS["cold"] = "cold"
 WORKS |= dict.fromkeys(["W3", "W3lora", "W5"], "rl")
 WORKS |= dict.fromkeys(["data", "data1", "datasets"], "data")

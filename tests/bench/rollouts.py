@@ -1,4 +1,5 @@
-"""Generation: W1 (16 prompts, 64 tokens each), W1b (64 prompts, lengths that vary), shared prompts, and decoding alone.
+"""Generation: W1 (16 prompts, 64 tokens each), W1b (64 prompts, lengths that vary), shared prompts, and decoding alone,
+with int8 weights too.
 
 `load_s`: new weights into the engine, once a round; `first_token_s`: loading, compilation and prefill, from weights in
 memory; `since_start_s` counts from the start of the measurement.
@@ -23,6 +24,7 @@ from tuning.models.config import DecoderConfig
 from tuning.models.huggingface import random_params
 from tuning.rollout.cpu import kernels, products
 from tuning.rollout.engine import Engine
+from tuning.rollout.layouts import Quantization
 from tuning.rollout.pool import Limits
 from tuning.rollout.requests import Request
 from tuning.training.batch import bucket
@@ -43,7 +45,7 @@ def requests_of(work: str, vocabulary: int) -> list[Request]:
     if work == "shared":
         prompts = inputs.prompts(8, 256, 256, vocabulary)
         return [Request(p, 32, counter=i, samples=8) for i, p in enumerate(prompts)]
-    rows = int(work.removeprefix("decode"))
+    rows = int(work.removeprefix("decode").removesuffix("int8"))
     return [Request(p, 64, counter=i) for i, p in enumerate(inputs.prompts(rows, 2, 2, vocabulary))]
 
 
@@ -64,7 +66,8 @@ def run(work: str, model: str, repeats: int) -> None:
     slots = 32 if work == "W1b" else min(64, sum(r.samples for r in requests))
     # As a stage has it, which knows all prompts of its round.
     context = bucket(max(len(r.prompt) + r.max_tokens for r in requests), 64)
-    engine = Engine(config, dtype, Limits(slots=slots, context=context))
+    quantization: Quantization = "int8" if work.endswith("int8") else "none"
+    engine = Engine(config, dtype, Limits(slots=slots, context=context), quantization=quantization)
     compiled = _CompileTime()
 
     def once() -> Any:

@@ -54,8 +54,10 @@ def exact(*operands):
 KINDS = ["float32", "bfloat16", "int8"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 32, 47, 101])
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [("float32", n) for n in (1, 2, 3, 4, 32, 47, 101)] + [(kind, n) for kind in KINDS[1:] for n in (1, 5, 101)],
+)
 @pytest.mark.parametrize(
     ("size", "outs"),
     # Less than a vector, a vector and a part of one, no whole tile, tiles and a rest; on all cores; blocks of inputs.
