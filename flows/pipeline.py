@@ -31,9 +31,9 @@ from prefect.logging.handlers import APILogWorker
 from prefect.states import Completed, State
 from rich.console import Console
 
-from flows.console import ConsoleReporter, headline, log_width
-from flows.graph import Node, select, with_inputs
-from flows.overrides import (
+from flows.graph.build import Node, select, with_inputs
+from flows.recipe.model import Recipe, load_recipe
+from flows.recipe.overrides import (
     RL,
     SFT,
     Base,
@@ -48,12 +48,12 @@ from flows.overrides import (
     StoreUrl,
     told,
 )
-from flows.plots import curves_png_data
-from flows.recipe import Recipe, load_recipe
-from flows.run import close, evaluations_of, summary
-from flows.session import Session
-from stages.artifacts import Artifact
-from stages.client import WorkerDied
+from flows.report.console import ConsoleReporter, headline, log_width
+from flows.report.plots import curves_png_data
+from flows.running.plain import close, evaluations_of, summary
+from flows.running.session import Session
+from stages.store.artifacts import Artifact
+from stages.worker.client import WorkerDied
 
 NAME = "rlhf-pipeline"
 PROGRESS_SECONDS = 5.0
@@ -165,7 +165,7 @@ def show(node: str, artifact: Artifact) -> None:
     place = f"{artifact.stage} {artifact.key[:12]}"
     create_table_artifact(table=rows, key=artifact_key(node, "metrics"), description=place)
     if artifact.stage in ("rollout", "evaluate"):
-        from stages.tables import read_rows
+        from stages.common.tables import read_rows
 
         lines = ["| prompt | completion | stop |", "|---|---|---|"]
         for row in read_rows(artifact, "rollouts/")[:12]:

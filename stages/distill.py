@@ -10,18 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from stages.base import Context
-from stages.models import limits_of, load_policy, load_rounded, load_tokenizer, remember, stop_ids, token_ids
-from stages.pairs import train_and_heldout
-from stages.settings import Fitted, Fraction, Optimizer, stored_as
-from stages.training import Task
-from stages.tuned import fit
+from stages.common.models import limits_of, load_policy, load_rounded, load_tokenizer, remember, stop_ids, token_ids
+from stages.common.settings import Fitted, Fraction, Optimizer, stored_as
+from stages.contract.definition import Context, Stage
+from stages.training.adapters import fit
+from stages.training.examples import train_and_heldout
+from stages.training.fit import Task
 
 if TYPE_CHECKING:
     from tuning.training.batch import Group
 
-NAME = "distill"
-VERSION = 1
 
 POLICIES = ("base", "sft", "preference", "rl")
 """Teachers that the run itself makes."""
@@ -117,8 +115,8 @@ def _sampler(ctx: Context, model: Any, device: Any) -> Any:
     """(parameters, step, groups) -> the groups, in steps on policy with completions that the policy samples."""
     import numpy as np
 
-    from tuning.rollout.engine import Engine
-    from tuning.rollout.sampling import Sampling
+    from tuning.rollout.engine.engine import Engine
+    from tuning.rollout.engine.sampling import Sampling
     from tuning.training.batch import Group
 
     config: Config = ctx.config
@@ -159,3 +157,6 @@ def check_tokenizers(ctx: Context) -> None:
         f"{token!r} is number {others.get(token)} and {mine.get(token)}. Distributions over tokens can be compared "
         "only within one vocabulary: take a teacher of the same model family"
     )
+
+
+STAGE = Stage("distill", 1, Config, run)

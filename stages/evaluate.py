@@ -6,14 +6,11 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from stages.base import Context, StageConfig, execution_setting
-from stages.code import function_digests
+from stages.common.settings import Compute
+from stages.common.tables import read_rows, reward_samples, write_rows
+from stages.contract.definition import Context, Stage, StageConfig, execution_setting
+from stages.contract.sources import function_digests
 from stages.rollout import sample_rows
-from stages.settings import Compute
-from stages.tables import read_rows, reward_samples, write_rows
-
-NAME = "evaluate"
-VERSION = 1
 
 
 class Config(StageConfig):
@@ -52,7 +49,7 @@ def run(ctx: Context) -> dict[str, Any]:
 
     from tuning.evaluation.statistics import constant_baseline, mean_interval, pass_at_k
     from tuning.rewards.processes import evaluate
-    from tuning.rollout.sampling import Sampling
+    from tuning.rollout.engine.sampling import Sampling
 
     config: Config = ctx.config
     problems = read_rows(ctx.inputs["data"], "heldout/")[: config.problems or None]
@@ -90,3 +87,6 @@ def run(ctx: Context) -> dict[str, Any]:
     if answers:
         metrics["constant_answer"], metrics["constant_score"] = constant_baseline(answers)
     return metrics
+
+
+STAGE = Stage("evaluate", 1, Config, run, sources=source_digests)

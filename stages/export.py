@@ -6,12 +6,9 @@ import json
 import shutil
 from typing import Any
 
-from stages.artifacts import Artifact
-from stages.base import Context, StageConfig
-from stages.models import ADAPTER, load_policy, load_tokenizer, stop_ids, token_ids
-
-NAME = "export"
-VERSION = 1
+from stages.common.models import ADAPTER, load_policy, load_tokenizer, stop_ids, token_ids
+from stages.contract.definition import Context, Stage, StageConfig
+from stages.store.artifacts import Artifact
 
 
 class Config(StageConfig):
@@ -72,3 +69,6 @@ def _card(name: str, policy: Artifact, history: list[dict[str, Any]]) -> str:
             f"`{ADAPTER}/` holds in PEFT's format what the last stage trained; it is merged in the weights here.",
         ]
     return "\n".join([*lines, "", f"Policy digest: {policy.digest}", ""])
+
+
+STAGE = Stage("export", 1, Config, run)

@@ -6,16 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from stages.base import Context, StageConfig
-from stages.engine_settings import EngineSettings
-from stages.rollout import sample_rows, source_digests
-from stages.settings import Compute
-from stages.tables import read_rows
-
-__all__ = ["Config", "run", "source_digests"]
-
-NAME = "greedy"
-VERSION = 1
+from stages.common.settings import Compute
+from stages.common.tables import read_rows
+from stages.contract.definition import Context, Stage, StageConfig
+from stages.rollout import loads, sample_rows
+from stages.sampling.settings import EngineSettings
 
 
 class Config(StageConfig):
@@ -34,7 +29,7 @@ class Config(StageConfig):
 
 
 def run(ctx: Context) -> dict[str, Any]:
-    from tuning.rollout.sampling import Sampling
+    from tuning.rollout.engine.sampling import Sampling
 
     config: Config = ctx.config
     first = {r["prompt_id"]: r for r in reversed(read_rows(ctx.inputs["rollouts"], "rollouts/"))}
@@ -51,3 +46,6 @@ def run(ctx: Context) -> dict[str, Any]:
         engine=config.engine,
     )
     return {"completions": len(rows), "tokens": sum(len(r["token_ids"]) for r in rows)}
+
+
+STAGE = Stage("greedy", 1, Config, run, loads=loads)

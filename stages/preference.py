@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from stages.base import Context
-from stages.models import load_policy, load_rounded, remember, token_ids
-from stages.pairs import train_and_heldout
-from stages.settings import Fitted, Fraction, Optimizer, stored_as
-from stages.training import Task
-from stages.tuned import fit
+from stages.common.models import load_policy, load_rounded, remember, token_ids
+from stages.common.settings import Fitted, Fraction, Optimizer, stored_as
+from stages.contract.definition import Context, Stage
+from stages.training.adapters import fit
+from stages.training.examples import train_and_heldout
+from stages.training.fit import Task
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from tuning.data.reading import Examples
     from tuning.training.batch import Group
 
-NAME = "preference"
-VERSION = 1
 
 Scorer = Callable[..., "np.ndarray"]
 
@@ -285,3 +283,6 @@ def _mismatched(examples: Examples) -> Examples:
     from tuning.algorithms.preference import mismatched
 
     return examples.with_completions_of(mismatched(examples.prompt_bytes()))
+
+
+STAGE = Stage("preference", 1, Config, run)

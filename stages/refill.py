@@ -1,7 +1,7 @@
 """Further prompts of a round, in place of those whose completions all score alike (DAPO, arXiv:2503.14476).
 
 A refill samples as many new prompts as it expects to need and leaves its table empty where nothing is missing. The
-update takes the first informative groups in order and accounts for all others (`stages.groups`).
+update takes the first informative groups in order and accounts for all others (`stages.sampling.groups`).
 """
 
 from __future__ import annotations
@@ -10,17 +10,12 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from stages.base import Context
-from stages.groups import by_prompt, missing_prompts
-from stages.models import load_policy
+from stages.common.models import load_policy
+from stages.common.tables import read_rows, write_rows
+from stages.contract.definition import Context, Stage
 from stages.rollout import Config as RolloutConfig
-from stages.rollout import sample_rows, schema, source_digests, too_long
-from stages.tables import read_rows, write_rows
-
-__all__ = ["Config", "run", "source_digests"]
-
-NAME = "refill"
-VERSION = 1
+from stages.rollout import loads, sample_rows, schema, too_long
+from stages.sampling.groups import by_prompt, missing_prompts
 
 
 class Config(RolloutConfig):
@@ -33,7 +28,7 @@ class Config(RolloutConfig):
 def run(ctx: Context) -> dict[str, Any]:
     import numpy as np
 
-    from tuning.rollout.sampling import Sampling
+    from tuning.rollout.engine.sampling import Sampling
 
     config: Config = ctx.config
     rollouts, scores = read_rows(ctx.inputs["rollouts"], "rollouts/"), read_rows(ctx.inputs["scores"], "scores/")
@@ -62,3 +57,6 @@ def run(ctx: Context) -> dict[str, Any]:
     )
     tokens = sum(len(r["token_ids"]) for r in rows)
     return {"prompts": len(chosen), "completions": len(rows), "tokens": tokens}
+
+
+STAGE = Stage("refill", 1, Config, run, loads=loads)

@@ -6,16 +6,13 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from stages.base import Context
-from stages.models import load_policy, remember, token_ids
-from stages.pairs import train_and_heldout
-from stages.settings import Fitted, Optimizer
-from stages.tables import write_rows
-from stages.training import Task
-from stages.tuned import fit
-
-NAME = "reward"
-VERSION = 1
+from stages.common.models import load_policy, remember, token_ids
+from stages.common.settings import Fitted, Optimizer
+from stages.common.tables import write_rows
+from stages.contract.definition import Context, Stage
+from stages.training.adapters import fit
+from stages.training.examples import train_and_heldout
+from stages.training.fit import Task
 
 
 class Config(Fitted):
@@ -89,3 +86,6 @@ def run(ctx: Context) -> dict[str, Any]:
         )
     remember(ctx, "scorer:new", (config, params))
     return metrics
+
+
+STAGE = Stage("reward", 1, Config, run)

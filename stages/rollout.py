@@ -9,14 +9,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from stages.base import Context, StageConfig
-from stages.engine_settings import NATIVE, EngineSettings, engine_digests
-from stages.models import limits_of, load_policy, load_rounded, load_tokenizer, stop_ids
-from stages.settings import Compute
-from stages.tables import by_shard, read_rows, write_rows
-
-NAME = "rollout"
-VERSION = 2
+from stages.common.models import limits_of, load_policy, load_rounded, load_tokenizer, stop_ids
+from stages.common.settings import Compute
+from stages.common.tables import by_shard, read_rows, write_rows
+from stages.contract.definition import Context, Stage, StageConfig
+from stages.sampling.settings import NATIVE, SERVERS, EngineSettings, engine_modules
 
 
 class Config(StageConfig):
@@ -43,9 +40,9 @@ class Config(StageConfig):
     """How to compute."""
 
 
-def source_digests(config: Any) -> dict[str, str]:
-    """Hashes of the code of an engine that is not in the worker."""
-    return engine_digests(config.engine)
+def loads(config: Any) -> tuple[str, ...]:
+    """The modules of an engine that is not in the worker."""
+    return engine_modules(config.engine)
 
 
 def prompt_numbers(count: int, total: int, round_number: int, seed: int) -> list[int]:
@@ -151,10 +148,10 @@ def _opened(ctx: Context, settings: EngineSettings, quantize: str, context: int,
     """The engine with the policy loaded."""
     if settings.kind != "native":
         # By name, not by import: what native rollouts do without is no part of their code.
-        return importlib.import_module("stages.remote").opened(ctx, settings, quantize, context, requests)
+        return importlib.import_module(SERVERS).opened(ctx, settings, quantize, context, requests)
     from tuning.device import choose
-    from tuning.rollout.engine import Engine
-    from tuning.rollout.placement import sampling_mesh
+    from tuning.rollout.engine.engine import Engine
+    from tuning.rollout.engine.placement import sampling_mesh
 
     device = choose(ctx.config.compute.dtype)
     config, params = load_rounded(ctx, ctx.inputs["policy"], quantize)
@@ -169,7 +166,7 @@ def _opened(ctx: Context, settings: EngineSettings, quantize: str, context: int,
 def run(ctx: Context) -> dict[str, Any]:
     import pyarrow as pa
 
-    from tuning.rollout.sampling import Sampling
+    from tuning.rollout.engine.sampling import Sampling
 
     config = ctx.config
     table = read_rows(ctx.inputs["data"], "prompts/")
@@ -207,3 +204,6 @@ def run(ctx: Context) -> dict[str, Any]:
         "truncated": sum(r["stop"] == "length" for r in rows) / len(rows),
         "tokens_per_second": round(tokens / max(seconds, 1e-9), 1),
     }
+
+
+STAGE = Stage("rollout", 2, Config, run, loads=loads)

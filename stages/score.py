@@ -8,14 +8,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from stages.base import Context, StageConfig, execution_setting
-from stages.code import function_digests
-from stages.models import load_scorer
-from stages.settings import Compute
-from stages.tables import by_shard, read_rows, reward_samples, write_rows
-
-NAME = "score"
-VERSION = 1
+from stages.common.models import load_scorer
+from stages.common.settings import Compute
+from stages.common.tables import by_shard, read_rows, reward_samples, write_rows
+from stages.contract.definition import Context, Stage, StageConfig, execution_setting
+from stages.contract.sources import function_digests
 
 MODEL = "reward_model"
 
@@ -250,3 +247,6 @@ def summarise(rows: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
         values = [r["rewards"][name] for r in rows if r["rewards"][name] is not None]
         metrics[f"reward_{name}"] = float(np.mean(values)) if values else None
     return metrics
+
+
+STAGE = Stage("score", 1, Config, run, sources=source_digests)

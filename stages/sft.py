@@ -9,15 +9,12 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from stages.base import Context
-from stages.models import load_policy, remember, token_ids
-from stages.pairs import Table
-from stages.settings import Fitted, Optimizer
-from stages.training import Task
-from stages.tuned import fit
-
-NAME = "sft"
-VERSION = 1
+from stages.common.models import load_policy, remember, token_ids
+from stages.common.settings import Fitted, Optimizer
+from stages.contract.definition import Context, Stage
+from stages.training.adapters import fit
+from stages.training.examples import Table
+from stages.training.fit import Task
 
 
 class Config(Fitted):
@@ -61,3 +58,6 @@ def run(ctx: Context) -> dict[str, Any]:
     huggingface.save_decoder(ctx.out / "model", config, params, token_ids(ctx.inputs["tokenizer"]))
     remember(ctx, "decoder:new", (config, params))
     return metrics | {"examples": len(table)}
+
+
+STAGE = Stage("sft", 1, Config, run)

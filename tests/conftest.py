@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from stages.artifacts import Store
+from stages.store.artifacts import Store
 
 # Most of the tests' time would be LLVM's; programs are the same, their machine code is less polished. Before JAX loads.
 FLAGS = ["--xla_backend_optimization_level=0"]

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from stages.artifacts import Store
+from stages.store.artifacts import Store
 
 
 def manifest_of(store: Path | str, entry: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import argparse
 import subprocess
 import sys
 
-from stages.client import worker_environment
+from stages.worker.client import worker_environment
 
 WORKS = dict.fromkeys(["W2", "W2lora", "W4", "W4c", "W6", "reward"], "training")
 WORKS |= dict.fromkeys(["W1", "W1b", "shared", "decode1", "decode1int8", "decode8", "decode32"], "rollouts")

@@ -60,9 +60,9 @@ def first_tokens(folder: Path, started: float) -> None:
     from tests.bench import inputs
     from tuning.device import choose
     from tuning.models.huggingface import read_config
-    from tuning.rollout.engine import Engine
-    from tuning.rollout.folder import load_folder
-    from tuning.rollout.pool import Limits
+    from tuning.rollout.engine.engine import Engine
+    from tuning.rollout.engine.folder import load_folder
+    from tuning.rollout.engine.pool import Limits
     from tuning.rollout.requests import Request
 
     marks = [started, time.time()]

@@ -77,8 +77,8 @@ class Memory:
 
 def prepare(source: Path, base: Path, out: Path, workers: int) -> int:
     """The stage itself; returns the rows."""
-    from stages import prepare as stage
-    from stages.base import Context
+    from stages.contract.definition import Context
+    from stages.prepare import stage
 
     config = stage.Config(
         source=str(source), workers=workers, splits=["sft", "heldout"], sft_fraction=1.0, heldout_fraction=HELDOUT

@@ -18,16 +18,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from stages.training import counted, optimizer_of
-from stages.update_settings import Config
+from stages.training.fit import counted, optimizer_of
+from stages.update.settings import Config
 from tuning.algorithms.diagnostics import Coefficients
 from tuning.algorithms.registry import ALGORITHMS
 from tuning.algorithms.round_data import RoundData
 from tuning.algorithms.rounds import _steps, run_round
 from tuning.models.config import tiny
 from tuning.models.huggingface import random_params, scalar_head_params
-from tuning.rollout.engine import Engine
-from tuning.rollout.sampling import Sampling
+from tuning.rollout.engine.engine import Engine
+from tuning.rollout.engine.sampling import Sampling
 from tuning.training.step import copy
 
 RESULTS = Path(__file__).parent / "results"

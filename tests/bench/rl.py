@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from stages.training import counted, optimizer_of
-from stages.update_settings import Config
+from stages.training.fit import counted, optimizer_of
+from stages.update.settings import Config
 from tests.bench import inputs
 from tests.bench.measure import emit, gemm_flops, peak_memory_mb, timed
 from tests.bench.training import config_of
@@ -25,8 +25,8 @@ from tuning.algorithms.rounds import run_round
 from tuning.device import choose
 from tuning.models.huggingface import random_params, scalar_head_params
 from tuning.models.lora import Base, LoraConfig, merge, tune, tuned_graph
-from tuning.rollout.engine import Engine
-from tuning.rollout.sampling import Sampling
+from tuning.rollout.engine.engine import Engine
+from tuning.rollout.engine.sampling import Sampling
 from tuning.training.batch import Group
 from tuning.training.speed import forward_flops
 from tuning.training.step import copy

@@ -22,10 +22,10 @@ from tests.bench.training import config_of
 from tuning.device import choose
 from tuning.models.config import DecoderConfig
 from tuning.models.huggingface import random_params
-from tuning.rollout.cpu import kernels, products
-from tuning.rollout.engine import Engine
-from tuning.rollout.layouts import Quantization
-from tuning.rollout.pool import Limits
+from tuning.rollout.engine.cpu import kernels, products
+from tuning.rollout.engine.decoders import Quantization
+from tuning.rollout.engine.engine import Engine
+from tuning.rollout.engine.pool import Limits
 from tuning.rollout.requests import Request
 from tuning.training.batch import bucket
 from tuning.training.speed import rate

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from stages.artifacts import Store
+from stages.store.artifacts import Store
 from tests.conftest import RLHF
 
 # Many small shards and steps, so that there is a middle to be killed in. Weights are stored after the last round only.
@@ -78,7 +78,7 @@ class Run:
 
     def family(self) -> list[psutil.Process]:
         """The worker and what it has started."""
-        (worker,) = [c for c in psutil.Process(self.process.pid).children() if "stages.worker" in c.cmdline()]
+        (worker,) = [c for c in psutil.Process(self.process.pid).children() if "stages.worker.process" in c.cmdline()]
         return [worker, *worker.children(recursive=True)]
 
     def kill_worker(self) -> int:

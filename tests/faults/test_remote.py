@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stages.artifacts import Store
+from stages.store.artifacts import Store
 from tests.conftest import RLHF
 
 SECTIONS = ["reward=null", "rl=null", "evaluate=null", "sft.checkpoint_every=1"]
@@ -32,7 +32,7 @@ def test_another_machine_goes_on_from_the_bucket(s3, tmp_path, smoke_store, reco
     while not mirrored and first.poll() is None:
         time.sleep(0.05)
         mirrored = [p for p in store.fs.find(store.join("work", "sft")) if "/.mirrored/checkpoints/" in p]
-    (worker,) = [c for c in psutil.Process(first.pid).children() if "stages.worker" in c.cmdline()]
+    (worker,) = [c for c in psutil.Process(first.pid).children() if "stages.worker.process" in c.cmdline()]
     worker.kill()
     out, _ = first.communicate(timeout=60)
     assert first.returncode == 1, out

@@ -17,10 +17,10 @@ import numpy as np
 import psutil
 import pytest
 
-from stages.artifacts import Store
-from stages.base_model import Config as BaseConfig
-from stages.base_model import locate
-from stages.tables import read_rows
+from stages.base import Config as BaseConfig
+from stages.base import locate
+from stages.common.tables import read_rows
+from stages.store.artifacts import Store
 from tests.faults.test_kill import Run, shards
 from tuning.models.config_json import from_hugging_face
 from tuning.models.gguf import GGUFCheckpoint, GGUFFile
@@ -28,14 +28,14 @@ from tuning.models.huggingface import params_from_tensors, save_decoder, untied
 from tuning.models.lora import LoraConfig, merge, tune
 from tuning.models.peft import save_adapter
 from tuning.models.tokenizer import chat_prompt_ids, save_tokenizer, tokenizer_from_gguf
-from tuning.rollout.child import Child
-from tuning.rollout.engine import Engine
-from tuning.rollout.pool import Limits
-from tuning.rollout.protocols import ENGINES, Policy, StalePolicy, Start
-from tuning.rollout.remote import Options, Remote
+from tuning.rollout.engine.engine import Engine
+from tuning.rollout.engine.pool import Limits
+from tuning.rollout.engine.sampling import Sampling
 from tuning.rollout.requests import Request
-from tuning.rollout.sampling import Sampling
-from tuning.rollout.server import Server
+from tuning.rollout.servers.child import Child
+from tuning.rollout.servers.fleet import Options, Remote
+from tuning.rollout.servers.protocol import ENGINES, Policy, StalePolicy, Start
+from tuning.rollout.servers.server import Server
 from tuning.training.completions import token_logps
 from tuning.training.forward import Compute
 
@@ -78,7 +78,7 @@ class Model:
         return (self.ids["eos_token_id"],)
 
     def place(self, name: str) -> Path:
-        """The Hugging Face folder of a policy, as `stages.remote` writes it on a CPU."""
+        """The Hugging Face folder of a policy, as `stages.sampling.servers` writes it on a CPU."""
         target = self.folder / name
         if not target.exists():
             save_decoder(target, *untied(self.config, self.params[name]), self.ids)

@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 import pytest
 
-from flows import plugin
-from flows.overrides import told
-from stages.artifacts import Store
+from flows.orchestration import plugin
+from flows.recipe.overrides import told
+from stages.store.artifacts import Store
 from tests.browser import browse
 from tests.flows.prefect_server import PROJECT, Prefect, prefect_server, wait_for
 
@@ -91,7 +91,7 @@ def stage_worker(worker: psutil.Process, flow_run: dict[str, Any]) -> psutil.Pro
     for process in worker.children(recursive=True):
         with contextlib.suppress(psutil.Error):
             mine = process.environ().get("PREFECT__FLOW_RUN_ID") == flow_run["id"]
-            if mine and "stages.worker" in process.cmdline():
+            if mine and "stages.worker.process" in process.cmdline():
                 return process
     return None
 
@@ -219,7 +219,7 @@ def test_rlhf_run_needs_no_server_and_is_quiet(made: dict[str, Any], folder: Pat
     command = [
         sys.executable,
         "-m",
-        "flows.cli",
+        "flows.cli.app",
         "run",
         "smoke",
         "--name",

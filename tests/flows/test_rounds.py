@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from flows.graph import build
-from flows.recipe import load_recipe
-from stages.artifacts import Store
-from stages.tables import read_rows
+from flows.graph.build import build
+from flows.recipe.model import load_recipe
+from stages.common.tables import read_rows
+from stages.store.artifacts import Store
 
 
 def graph(*sets):

@@ -9,10 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 from markupsafe import escape
 
-from stages import prepare
-from stages.base import Context
-from stages.keys import config_content, digest
-from stages.prepare import Config, PrepareError
+from stages.contract.definition import Context
+from stages.prepare import stage as prepare
+from stages.prepare.stage import Config, PrepareError
+from stages.store.keys import config_content, digest
 from tests.tuning.data import packages
 from tuning.models.tokenizer import load_tokenizer, save_tokenizer, tokenizer_from_gguf
 

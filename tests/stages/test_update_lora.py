@@ -11,12 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 from flax import nnx
 
-from stages import update
-from stages.artifacts import Store
-from stages.base import Context
-from stages.models import load_rounded
+from stages.common.models import load_rounded
+from stages.contract.definition import Context
 from stages.rollout import schema
-from stages.tuned import lora_config
+from stages.store.artifacts import Store
+from stages.training.adapters import lora_config
+from stages.update import stage as update
 from tests.stages.test_ways import compiled  # noqa: F401
 from tuning.models import huggingface
 from tuning.models.config import tiny

@@ -12,10 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from stages import base_model, distill, preference, reward, sft
-from stages.base import Context
+from stages import base as base_model
+from stages import distill, preference, reward, sft
+from stages.contract.definition import Context
 from stages.distill import TokenizersDiffer
-from stages.worker import configure_jax
+from stages.worker.process import configure_jax
 from tuning.data.pipeline import SCHEMAS
 from tuning.models.byte_tokenizer import byte_tokenizer
 from tuning.models.tokenizer import save_tokenizer
@@ -51,7 +52,7 @@ def perform(module: Any, config: Any, folder: Path, memory: dict[str, Any], **in
         config=config, inputs=inputs, out=out, work=work, seed=3, progress=lambda *a, **k: None, log=logs.append,
         memory=memory,
     )  # fmt: skip
-    return module.run(ctx), Folder(out, str(folder), module.NAME, {"config": config.model_dump()})
+    return module.run(ctx), Folder(out, str(folder), module.STAGE.name, {"config": config.model_dump()})
 
 
 @pytest.fixture(scope="module", autouse=True)

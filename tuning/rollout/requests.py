@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from tuning.rollout.sampling import Sampling
+from tuning.rollout.engine.sampling import Sampling
 
 MAX_STOP_IDS = 16
 """Token ids that can end one request."""

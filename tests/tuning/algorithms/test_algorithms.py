@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stages.update_settings import Config
+from stages.update.settings import Config
 from tuning.algorithms import ppo, registry
 from tuning.algorithms.algorithm import Algorithm, Objective, Scored, Terms, find, group_relative, informative
 from tuning.algorithms.diagnostics import Coefficients, summarise

@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from stages.settings import Optimizer
-from stages.training import optimizer_of
+from stages.common.settings import Optimizer
+from stages.training.fit import optimizer_of
 from tests.tuning.training.test_batch import PARAMS
 from tuning.training.checkpoint import Checkpoints
 from tuning.training.optimizers import MUON_RMS, OPTIMIZERS, SCHEDULES, decays, make_optimizer, make_schedule

@@ -1,0 +1,97 @@
+"""What a run would do, before it does it: hit or miss for each stage, and why it misses."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from flows.graph.build import Node, build, key_of, key_parts, taken_artifact
+from flows.recipe.model import Recipe
+from flows.records import all_runs, latest_with
+from stages.store.artifacts import Artifact, Store
+from stages.store.keys import differences
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """One node's fate."""
+
+    node: Node
+    state: str
+    """`hit`, `miss`, or `waits`: an input is made again, and an equal output would stop the rerun here."""
+    reasons: list[str]
+    seconds: float | None
+    """What making it took last time."""
+
+
+def plan(recipe: Recipe, force: set[str] | None = None) -> list[Planned]:
+    """The fate of every node of a recipe against its store. Nothing is run and nothing written."""
+    store = Store(recipe.store)
+    runs = all_runs(store)
+    made: dict[str, Artifact] = {}
+    found = []
+    for node in build(recipe):
+        taken = taken_artifact(store, node)
+        if taken is not None:
+            made[node.name] = taken
+            found.append(Planned(node, "hit", [], taken.manifest["seconds"]))
+            continue
+        waiting = sorted({i.node for i in node.inputs.values() if i.node not in made})
+        before = latest_with(runs, recipe.name, node.name)
+        seconds = before.get("made_seconds") if before else None
+        if waiting:
+            found.append(Planned(node, "waits", [f"after {', '.join(waiting)}"], seconds))
+            continue
+        parts = key_parts(node, made)
+        key = key_of(parts)
+        artifact = store.get(node.stage, key, repair=False)
+        if artifact is not None and node.name not in (force or set()):
+            made[node.name] = artifact
+            found.append(Planned(node, "hit", [], artifact.manifest["seconds"]))
+        else:
+            reasons = ["forced"] if artifact is not None else _reasons(store, node, parts, key, before)
+            found.append(Planned(node, "miss", reasons, seconds))
+    return found
+
+
+def _reasons(store: Store, node: Node, parts: dict[str, Any], key: str, before: dict[str, Any] | None) -> list[str]:
+    work = store.scratch / "work" / node.stage / key
+    begun = [f"goes on from work in progress ({work})"] if work.exists() and any(work.iterdir()) else []
+    if before is None:
+        return ["never made", *begun]
+    if before["key"] == key:
+        gone = before["state"] in ("hit", "made")
+        return ["its artifact is gone or damaged" if gone else "was not finished last time", *begun]
+    manifest = store.get(node.stage, before["key"], repair=False)
+    if manifest is None:
+        return ["changed; the artifact that would say what is gone", *begun]
+    old = manifest.manifest["key_parts"]
+    lines = []
+    for line in differences(*_moves_left_out(old, parts)):
+        section, _, rest = line.partition(".")
+        if section == "inputs":
+            lines.append(f"input {rest.split(':')[0]} has other content")
+        elif section == "code":
+            lines.append(f"code {rest.split(':')[0]} changed")
+        elif section.startswith("imports:"):
+            lines.append("an import reaches another module")
+        elif section == "config":
+            lines.append(f"{_recipe_name(node)}.{rest}")
+        else:
+            lines.append(line)
+    return lines + begun
+
+
+def _moves_left_out(old: dict[str, Any], new: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two keys' parts without the modules that both have, under whatever name, and without what follows from others."""
+    both = set(old["code"].values()) & set(new["code"].values())
+    codes = [{name: content for name, content in p["code"].items() if content not in both} for p in (old, new)]
+    # Contents that changed have other links too: alone they say something.
+    hidden = {"imports": ""} if any(codes) else {}
+    return old | {"code": codes[0]} | hidden, new | {"code": codes[1]} | hidden
+
+
+def _recipe_name(node: Node) -> str:
+    return {"prepare": "data", "rollout": "rl.rollout", "score": "rl.score", "update": "rl.update"}.get(
+        node.stage, node.stage
+    )

@@ -1,0 +1,115 @@
+"""A Prefect server for one command: on this machine only, quiet, gone when the command ends.
+
+Prefect would start such a server too, but only after the client's imports, with the server's imports
+repeated in the client, and in reach of Ctrl-C: half the time of a cached run, and an interrupted run
+that nobody records. History lies in PREFECT_HOME as usual and shows in a later `prefect server start`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+START_SECONDS = 120.0
+
+
+class ServerFailed(RuntimeError):
+    """The private server did not come up."""
+
+
+def may_be_set() -> bool:
+    """Whether Prefect may have been told of a server, as far as can be seen without importing it for two seconds."""
+    home = Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser()
+    return "PREFECT_API_URL" in os.environ or (home / "profiles.toml").exists()
+
+
+class PrivateServer:
+    """A server process; it comes up while its starter does something else."""
+
+    def __init__(self) -> None:
+        # The socket listens before the process is ready: no port can be lost, and early requests wait.
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "flows.orchestration.server", str(listener.fileno()), str(os.getpid())],
+            pass_fds=[listener.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C ends the run; the server stays to record how it ended
+        )
+        listener.close()
+
+    def wait(self) -> None:
+        """Returns when the server answers. Raises ServerFailed with its last words."""
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline and self._process.poll() is None:
+            with contextlib.suppress(OSError):
+                with urllib.request.urlopen(f"{self.url}/health", timeout=START_SECONDS):
+                    return
+                time.sleep(0.1)
+        self.stop()
+        self._log.seek(0)
+        words = self._log.read().decode(errors="replace").strip()[-2000:]
+        raise ServerFailed(f"Prefect's local server did not start; `--no-prefect` runs without one\n{words}")
+
+    def stop(self) -> None:
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+
+@contextlib.contextmanager
+def one_at_a_time(path: str) -> Iterator[None]:
+    """Two servers that create one database at once get in each other's way."""
+    with open(path, "w") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        yield
+
+
+def end_without(parent: int) -> None:
+    """Ends this process when its parent is gone, however that came about."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def serve(descriptor: int, parent: int) -> None:
+    """Serves on an open socket until it is told to stop or its parent dies."""
+    threading.Thread(target=end_without, args=(parent,), daemon=True).start()
+    import uvicorn
+    from prefect.server.api.server import create_app
+    from prefect.settings import get_current_settings
+
+    starting = contextlib.ExitStack()
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            starting.close()
+
+    home = get_current_settings().home
+    home.mkdir(parents=True, exist_ok=True)
+    starting.enter_context(one_at_a_time(str(home / "rlhf-server.lock")))
+    app = create_app(ephemeral=True, final=True)
+    config = uvicorn.Config(app, log_level="error", lifespan="on", timeout_graceful_shutdown=2)
+    Server(config).run(sockets=[socket.socket(fileno=descriptor)])
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,43 @@
+"""A run again with other rewards: its rollouts are taken as they are, scores and what follows are made.
+
+The policies between come out otherwise, so from the second round on the rollouts are off-policy: importance weights
+account for it, and the limit on the mismatch says how far that goes.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from flows.recipe.model import Recipe, RecipeError, checked, with_sets
+
+MISMATCH = 1.0
+"""Mean KL between sampler and trainer up to which rescored rounds go on, unless it is set."""
+
+
+def rescored(record: dict[str, Any], rewards: list[str], sets: list[str], store: str) -> Recipe:
+    """The recipe of a run's record with these rewards in place of its own and its rollouts as they are.
+
+    rewards: FUNCTION or NAME=FUNCTION; none: the recipe's own, as `sets` changes them. Raises RecipeError.
+    """
+    values = copy.deepcopy(record["recipe"])
+    if not values.get("rl"):
+        raise RecipeError(f"run {record['name']} has no rounds of RL: there are no rollouts to score again")
+    if not rewards and not sets:
+        raise RecipeError("nothing would change: name a --reward, or --set a field of rl.score")
+    rl = values["rl"]
+    if rewards:
+        rl["score"]["rewards"] = dict(_named(r) for r in rewards)
+    # A chain of such runs still takes the rollouts of the first: they are in its record too.
+    rl["rollouts_from"] = record["name"]
+    rl["update"] |= {"max_mismatch_kl": MISMATCH, "short_of_groups": "train"}
+    values, told = with_sets(values, [*sets, f"store={store}"])
+    return checked(values, Path(f"run {record['name']}"), None, told)
+
+
+def _named(text: str) -> tuple[str, dict[str, Any]]:
+    name, equals, function = text.partition("=")
+    if not equals:
+        function, name = text, text.rpartition(":")[2]
+    return name, {"function": function}

@@ -1,0 +1,60 @@
+"""Records of runs in a store."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from stages.store.artifacts import Store
+from stages.store.leases import is_gone
+
+
+class UnknownRun(KeyError):
+    """No run of that name; the message lists the nearest."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def all_runs(store: Store) -> list[dict[str, Any]]:
+    """Every run's record, oldest first."""
+    found = []
+    for path in store.fs.glob(store.join("runs", "*", "run.json")):
+        record = store.read_json("runs", path.split("/")[-2], "run.json")
+        if record is not None:
+            found.append(record)
+    return sorted(found, key=lambda r: r["started"])
+
+
+def status_of(record: dict[str, Any]) -> str:
+    """`running`, `finished` or `failed`; `killed` where the record says running but its process has gone."""
+    gone = record["status"] == "running" and is_gone(record["process"])
+    return "killed" if gone else record["status"]
+
+
+def find_run(store: Store, name: str | None) -> dict[str, Any]:
+    """The record of a run, or of the newest where `name` is None or `latest`."""
+    if name in (None, "latest"):
+        runs = all_runs(store)
+        if not runs:
+            raise UnknownRun(f"no runs in {store.url}; `rlhf run demo` makes one")
+        return runs[-1]
+    assert name is not None
+    record = store.read_json("runs", name, "run.json")
+    if record is None:
+        names = [r["name"] for r in all_runs(store)]
+        near = difflib.get_close_matches(name, names, 1)
+        hint = f"did you mean {near[0]}?" if near else f"runs are {', '.join(names) or 'none'}"
+        raise UnknownRun(f"no run {name!r} in {store.url}; {hint}")
+    return record
+
+
+def latest_with(runs: list[dict[str, Any]], recipe: str, node: str) -> dict[str, Any] | None:
+    """The newest entry of a node that was made or found, or at least tried, in `runs` (oldest first) of a recipe."""
+    tried = None
+    for record in reversed(runs):
+        entry = record["nodes"].get(node) if record["recipe"]["name"] == recipe else None
+        if entry and entry["state"] in ("hit", "made"):
+            return entry
+        tried = tried or entry
+    return tried

@@ -1,0 +1,149 @@
+"""One run: resolves nodes to keys, asks the store, sends what is missing to the worker, keeps the record.
+
+Knows nothing of Prefect; the flow and the plain runner both drive it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import socket
+import time
+from typing import Any, Protocol
+
+from coolname import generate_slug
+
+from flows.graph.build import Node, build, key_of, key_parts, taken_artifact
+from flows.recipe.model import Recipe, RecipeError
+from stages.store.artifacts import Artifact, Store
+from stages.store.leases import lease, this_process
+from stages.worker.client import Worker, WorkerDied
+
+
+class Reporter(Protocol):
+    """Where progress goes."""
+
+    def stage_started(self, node: Node) -> None: ...
+    def progress(self, node: Node, event: dict[str, Any]) -> None: ...
+    def line(self, text: str) -> None: ...
+    def stage_ended(self, node: Node, state: str, manifest: dict[str, Any], seconds: float) -> None: ...
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+
+
+class Session:
+    """A run under way."""
+
+    def __init__(self, recipe: Recipe, reporter: Reporter, name: str | None = None, force: set[str] | None = None):
+        self.recipe = recipe
+        self.store = Store(recipe.store)
+        self.reporter = reporter
+        if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+            raise RecipeError(f"run name {name!r}: expected letters, digits, dots and dashes")
+        self.name = name or self._free_name()
+        if name is not None and self.store.read_json("runs", name, "run.json") is not None:
+            raise FileExistsError(f"run {name} exists in {recipe.store}; runs never overwrite each other")
+        self.nodes = {n.name: n for n in build(recipe)}
+        self.force = force or set()
+        self.made: dict[str, Artifact] = {}
+        log = self.store.scratch / "runs" / self.name / "worker.log"
+        self.worker = Worker(log)
+        self.record: dict[str, Any] = {
+            "name": self.name,
+            "recipe": recipe.model_dump(mode="json"),
+            "status": "running",
+            "started": now(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "process": this_process(),
+            "nodes": {},
+        }
+        self.save()
+
+    def _free_name(self) -> str:
+        while True:
+            name = f"{self.recipe.name}-{generate_slug(2)}"
+            if self.store.read_json("runs", name, "run.json") is None:
+                return name
+
+    def save(self) -> None:
+        self.store.write_json(self.record, "runs", self.name, "run.json")
+
+    def run_node(self, name: str) -> tuple[str, Artifact]:
+        """Makes or finds the artifact of one node: (`hit` or `made`, artifact). Its inputs have run before."""
+        node = self.nodes[name]
+        parts = key_parts(node, self.made)
+        key = key_of(parts)
+        forced = node.name in self.force
+        taken = taken_artifact(self.store, node)
+        if taken is not None:
+            key = taken.key
+        artifact = taken if taken is not None else None if forced else self.store.get(node.stage, key)
+        started = time.monotonic()
+        entry: dict[str, Any] = {"stage": node.stage, "key": key, "started": now(), "state": "running"}
+        self.record["nodes"][name] = entry
+        if artifact is not None:
+            state = "hit"
+        else:
+            self.save()
+            self.reporter.stage_started(node)
+            with lease(self.store, node.stage, key, self.reporter.line):
+                # Whoever held the lease before may have made it.
+                artifact = None if forced else self.store.get(node.stage, key)
+                state = "hit" if artifact is not None else "made"
+                if artifact is None:
+                    artifact = self._make(node, key, parts, forced, entry)
+        seconds = time.monotonic() - started
+        entry |= {"state": state, "digest": artifact.digest, "metrics": artifact.metrics, "seconds": round(seconds, 2)}
+        entry["made_seconds"] = artifact.manifest["seconds"]
+        self.made[name] = artifact
+        self.save()
+        self.reporter.stage_ended(node, state, artifact.manifest, seconds)
+        return state, artifact
+
+    def _make(self, node: Node, key: str, parts: dict[str, Any], forced: bool, entry: dict[str, Any]) -> Artifact:
+        request = {
+            "stage": node.stage,
+            "key": key,
+            "key_parts": parts,
+            "config": node.config.model_dump(mode="json"),
+            "inputs": {n: [self.made[i.node].stage, self.made[i.node].key] for n, i in node.inputs.items()},
+            "seed": node.seed,
+            "store": self.recipe.store,
+            "run": self.name,
+            "force": self.name if forced else None,  # another try of this run goes on, another run starts afresh
+        }
+
+        def on_event(event: dict[str, Any]) -> None:
+            if event["event"] == "progress":
+                self.reporter.progress(node, event)
+            elif event["event"] == "log":
+                self.reporter.line(f"{node.name}: {event['line']}")
+
+        try:
+            manifest = self.worker.run(request, on_event)
+        except BaseException as e:
+            entry |= {"state": "failed", "error": f"{type(e).__name__}: {e}"}
+            self.save()
+            raise
+        return Artifact(self.store, manifest)
+
+    def run_with_retries(self, name: str) -> tuple[str, Artifact]:
+        """`run_node`, tried again when the worker dies: a fresh worker resumes."""
+        for attempt in range(self.recipe.retries + 1):
+            try:
+                return self.run_node(name)
+            except WorkerDied as e:
+                if attempt == self.recipe.retries:
+                    raise
+                self.reporter.line(f"{name}: {e}\n  try {attempt + 2} of {self.recipe.retries + 1} with a fresh worker")
+        raise AssertionError("unreachable")
+
+    def finish(self, status: str) -> None:
+        """Ends the worker and closes the record."""
+        self.worker.close()
+        self.record |= {"status": status, "ended": now(), "worker_starts": self.worker.starts}
+        self.save()

@@ -1,0 +1,118 @@
+"""Models of artifacts, kept in the worker's memory by content."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from stages.contract.definition import Context
+from stages.contract.registry import stage
+from stages.store.artifacts import Artifact
+
+MEMORY_SHARE = 0.35
+ADAPTER = "adapter"
+"""The folder of an artifact that holds an adapter, as PEFT loads it."""
+
+
+def remember(ctx: Context, name: str, value: Any) -> Any:
+    """Keeps a value that holds arrays; the least recently used leave when the memory's share is full."""
+    import jax
+
+    from tuning.device import memory_bytes
+
+    limit = MEMORY_SHARE * memory_bytes()
+    ctx.memory.pop(name, None)
+    ctx.memory[name] = value
+
+    def size(tree: Any) -> int:
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(tree) if hasattr(leaf, "nbytes"))
+
+    total = sum(size(v) for v in ctx.memory.values())
+    for old in list(ctx.memory):
+        if total <= limit or old == name:
+            break
+        total -= size(ctx.memory.pop(old))
+    return value
+
+
+def recall(ctx: Context, name: str) -> Any | None:
+    """A kept value, now the most recently used; None where it has gone."""
+    if name not in ctx.memory:
+        return None
+    value = ctx.memory.pop(name)
+    ctx.memory[name] = value
+    return value
+
+
+def load_policy(ctx: Context, artifact: Artifact) -> tuple[Any, Any]:
+    """(DecoderConfig, parameters) of a base, SFT or update artifact.
+
+    An update without stored weights is made again from its parents (`restore` of its stage).
+    """
+    name = f"decoder:{artifact.digest}"
+    kept = recall(ctx, name)
+    if kept is not None:
+        return kept
+    if artifact.has("model/"):
+        from tuning.models.huggingface import load_decoder
+
+        return remember(ctx, name, load_decoder(artifact.local("model/")))
+    # By name, not by import: how a policy is restored is no part of what samples or scores it.
+    restore = stage(artifact.stage).restore
+    if restore is None:
+        raise RuntimeError(f"{artifact.url} has no folder model, and its stage cannot restore a policy")
+    return restore(ctx, artifact)
+
+
+def load_rounded(ctx: Context, artifact: Artifact, kind: str) -> tuple[Any, Any]:
+    """As `load_policy`, with kernels as an adapter over them stored as `kind` (`lora.quantize`) sees them."""
+    from tuning.models.lora import rounded
+
+    if kind == "none":
+        return load_policy(ctx, artifact)
+    name = f"decoder:{artifact.digest}:{kind}"
+    kept = recall(ctx, name)
+    if kept is not None:
+        return kept
+    config, params = load_policy(ctx, artifact)
+    return remember(ctx, name, (config, rounded(config, "decoder", params, kind)))
+
+
+def load_scorer(ctx: Context, artifact: Artifact) -> tuple[Any, Any]:
+    """(DecoderConfig, ScalarHead parameters) of a reward artifact."""
+    from tuning.models.huggingface import load_scalar_head
+
+    name = f"scorer:{artifact.digest}"
+    kept = recall(ctx, name)
+    return kept if kept is not None else remember(ctx, name, load_scalar_head(artifact.local("model/")))
+
+
+def limits_of(compute: Any, device: Any, context: int = 0) -> Any:
+    """How large the engine is, as settings and device say; `context` in tokens, where it is known beforehand."""
+    from tuning.rollout.engine.pool import Limits
+
+    slots = compute.rollout_rows or device.rollout_rows
+    return Limits(slots=slots, context=context, cache_bytes=device.cache_bytes, chunks=device.chunk_tokens)
+
+
+def load_tokenizer(ctx: Context, artifact: Artifact) -> Any:
+    """The tokenizer of a base artifact."""
+    from tuning.models.tokenizer import load_tokenizer as load
+
+    name = f"tokenizer:{artifact.part_digest(('tokenizer/',))}"
+    if name not in ctx.memory:
+        ctx.memory[name] = load(artifact.local("tokenizer/"))
+    return ctx.memory[name]
+
+
+def token_ids(base: Artifact) -> dict[str, Any]:
+    """bos, eos and pad ids of the base model's config, for the configs of its descendants."""
+    values = json.loads(base.local("model/config.json").read_text())
+    return {k: values[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if values.get(k) is not None}
+
+
+def stop_ids(ctx: Context, base: Artifact) -> tuple[int, ...]:
+    """Every id that ends a completion: the generation config's and the tokenizer's (R10)."""
+    from tuning.models.tokenizer import eos_ids
+
+    return eos_ids(load_tokenizer(ctx, base), token_ids(base))

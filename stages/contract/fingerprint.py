@@ -1,0 +1,212 @@
+"""The fingerprint of a stage's code: what the modules that it reaches by import do, not where they are.
+
+A module counts by its syntax tree without comments and docstrings, and with the names of this project's modules left
+out of its imports: moving a file changes no fingerprint. Which content each import reaches is hashed beside it
+(`Code.imports`), so that importing another module's function of the same name does change it. What lies beside a
+module in C, under the same name, is part of it.
+
+The import graph is read from the syntax trees, functions included (stages import the core inside `run`), so nothing is
+executed and JAX is not loaded.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import hashlib
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import itertools
+import json
+import re
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+OWN = ("stages", "tuning")
+
+# Rooms of which no module can change what a result is: only how it is described, found, stored and moved.
+INFRASTRUCTURE = ("stages.contract", "stages.store", "stages.worker")
+
+# Versions of libraries that change numbers or bytes.
+NUMERIC_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy", "tokenizers", "transformers", "pyarrow", "safetensors")
+
+_OWN_NAME = re.compile(rf"({'|'.join(OWN)})(\.\w+)+\.?")
+
+
+@functools.cache
+def library_versions(names: tuple[str, ...] = NUMERIC_LIBRARIES) -> dict[str, str]:
+    """Installed versions by name; a library that is not installed is `absent`."""
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "absent"
+    return versions
+
+
+@dataclasses.dataclass(frozen=True)
+class Code:
+    """The code that some modules reach by import."""
+
+    modules: dict[str, str]
+    """Short hash of each module's content, by the module's name. The names are for people: keys hold the hashes."""
+    imports: str
+    """Hash of which content each import statement reaches."""
+
+
+def reached(*roots: str, folder: Path | None = None) -> Code:
+    """The code of the modules `roots` and of every own module that they reach by import, infrastructure left out.
+
+    Own are the modules of this project and, where it is given, those that lie in `folder`; of a folder
+    of installed packages only those of the first root's package.
+    """
+    installed = str(folder) in {sysconfig.get_path(n) for n in ("stdlib", "purelib", "platlib")}
+    only = roots[0].split(".")[0] if installed else None
+    hashes: dict[str, str] = {}
+    links: list[tuple[str, str, str]] = []
+    seen: set[str] = set()
+    queue = list(roots)
+    while queue:
+        name = queue.pop()
+        if name in seen or _is_infrastructure(name):
+            continue
+        seen.add(name)
+        path = _source(name, folder, only)
+        if path is None:
+            continue
+        # Importing a.b.c runs a/__init__.py and a/b/__init__.py first.
+        queue.extend(name.rsplit(".", n)[0] for n in range(1, name.count(".") + 1))
+        changed = tuple(p.stat().st_mtime_ns for p in (path, *_in_c(path)))
+        content, imports = _read(str(path), changed, name, folder, only)
+        queue.extend(target for _, target in imports)
+        if content is not None:
+            hashes[name] = content
+            links.extend((content, bound, target) for bound, target in imports)
+    wiring = sorted({(content, bound, hashes.get(target, "")) for content, bound, target in links})
+    return Code(dict(sorted(hashes.items())), _short_hash(json.dumps(wiring)))
+
+
+def _is_infrastructure(name: str) -> bool:
+    return any(name == room or name.startswith(f"{room}.") for room in INFRASTRUCTURE)
+
+
+def find_spec(package: str) -> importlib.machinery.ModuleSpec | None:
+    """The spec of a top-level package or module; None where it cannot be imported."""
+    try:
+        return importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return None
+
+
+def _source(name: str, folder: Path | None, only: str | None) -> Path | None:
+    """The file of an own module; None for another's. `only`: the one package of `folder` that counts."""
+    package, *rest = name.split(".")
+    if package in OWN:
+        spec = find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            return None
+        base = Path(next(iter(spec.submodule_search_locations))).joinpath(*rest)
+    elif folder is not None and only in (None, package):
+        base = folder.joinpath(package, *rest)
+    else:
+        return None
+    for candidate in (base / "__init__.py", base.with_name(f"{base.name}.py")):
+        if candidate.is_file():
+            return candidate
+    return None
+
+
+@functools.cache
+def _read(
+    path: str, _mtimes_ns: tuple[int, ...], name: str, folder: Path | None, only: str | None
+) -> tuple[str | None, tuple[tuple[str, str], ...]]:
+    """(hash of the content, or None where there is no code; (what is bound, own module that it comes from))."""
+    tree = ast.parse(Path(path).read_text(), filename=path)
+    package = name.split(".") if Path(path).name == "__init__.py" else name.split(".")[:-1]
+    neutral = _Neutral(package, lambda module: _source(module, folder, only) is not None)
+    tree = neutral.visit(tree)
+    if all(isinstance(s, ast.Pass) for s in tree.body):
+        return None, ()
+    text = ast.dump(tree, annotate_fields=False, include_attributes=False)
+    for source in _in_c(Path(path)):
+        text += re.sub(r"\s*//.*", "", source.read_text())
+    return _short_hash(text), tuple(sorted(neutral.imports))
+
+
+class _Neutral(ast.NodeTransformer):
+    """A syntax tree without docstrings and names of own modules, its imports in an order that no name decides."""
+
+    def __init__(self, package: list[str], is_own: Callable[[str], bool]):
+        self._package = package
+        self._is_own = is_own
+        self.imports: set[tuple[str, str]] = set()
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        super().generic_visit(node)
+        for field in ("body", "orelse", "finalbody"):
+            statements = getattr(node, field, None)
+            if isinstance(statements, list) and statements:
+                setattr(node, field, _sorted_imports(_without_docstrings(statements)))
+        return node
+
+    def visit_Import(self, node: ast.Import) -> ast.AST:
+        for alias in node.names:
+            if not self._is_own(alias.name):
+                continue
+            self.imports.add((alias.asname or alias.name, alias.name))
+            if alias.asname:
+                alias.name = "own"
+        return node
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
+        above = self._package[: len(self._package) - node.level + 1] if node.level else []
+        module = ".".join([*above, *([node.module] if node.module else [])])
+        submodules = [alias for alias in node.names if self._is_own(f"{module}.{alias.name}")]
+        if not self._is_own(module) and not submodules:
+            return node
+        for alias in node.names:
+            bound = alias.asname or alias.name
+            if alias in submodules:
+                self.imports.add((bound, f"{module}.{alias.name}"))
+                alias.name, alias.asname = "own", bound
+            else:
+                self.imports.add((f"{alias.name} as {bound}", module))
+        node.module, node.level = "own", 0
+        return node
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        # A module that is loaded by name counts where a stage says so (`Stage.loads`).
+        if isinstance(node.value, str) and _OWN_NAME.fullmatch(node.value) and self._is_own(node.value.rstrip(".")):
+            node.value = "own"
+        return node
+
+
+def _without_docstrings(statements: list[ast.stmt]) -> list[ast.stmt]:
+    # Bare strings document a module, a function or a field; none of them runs.
+    kept = [
+        s
+        for s in statements
+        if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant) and isinstance(s.value.value, str))
+    ]
+    return kept or [ast.Pass()]
+
+
+def _sorted_imports(statements: list[ast.stmt]) -> list[ast.stmt]:
+    """Neighbouring imports in the order of their content: formatters sort them by names of modules."""
+    ordered: list[ast.stmt] = []
+    for is_import, group in itertools.groupby(statements, lambda s: isinstance(s, ast.Import | ast.ImportFrom)):
+        neighbours = list(group)
+        ordered.extend(sorted(neighbours, key=ast.dump) if is_import else neighbours)
+    return ordered
+
+
+def _in_c(path: Path) -> list[Path]:
+    return [p for p in (path.with_suffix(s) for s in (".c", ".h")) if p.exists()]
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

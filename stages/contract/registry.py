@@ -1,0 +1,30 @@
+"""The stages by name: each is a module `stages/NAME.py`, or a folder with `stages/NAME/stage.py`, that says `STAGE`."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from pathlib import Path
+
+from stages.contract.definition import Stage
+
+_ROOM = Path(__file__).parents[1]
+
+
+@functools.cache
+def modules() -> dict[str, str]:
+    """The module of each stage by the stage's name. None of them is imported."""
+    files = {p.stem: f"stages.{p.stem}" for p in _ROOM.glob("*.py") if p.stem != "__init__"}
+    folders = {p.parent.name: f"stages.{p.parent.name}.stage" for p in _ROOM.glob("*/stage.py")}
+    return dict(sorted((files | folders).items()))
+
+
+@functools.cache
+def stage(name: str) -> Stage:
+    """The stage called `name`; its module is imported now. Raises KeyError with the known names."""
+    if name not in modules():
+        raise KeyError(f"no stage {name!r}; there are {', '.join(modules())}")
+    found = importlib.import_module(modules()[name]).STAGE
+    if not isinstance(found, Stage) or found.name != name:
+        raise TypeError(f"{modules()[name]}.STAGE is {found!r}: expected a Stage named {name!r}")
+    return found

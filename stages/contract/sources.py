@@ -1,0 +1,48 @@
+"""Content that a stage reads from outside its inputs, as digests for its key: functions and algorithms by name."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from pathlib import Path
+
+from stages.contract.fingerprint import OWN, find_spec, library_versions, reached
+
+
+def function_digests(name: str, where: str) -> dict[str, str]:
+    """Hashes of the code behind a reward function: for `module:function` its module and the modules beside it.
+
+    Empty for a built-in, whose code the stage reaches by import. Raises ValueError, naming `where`,
+    for a function that is not there; nothing is executed.
+    """
+    from tuning.rewards.functions import BUILT_IN, PACKAGES
+
+    if name in PACKAGES:
+        return {f"package:{n}": v for n, v in library_versions(PACKAGES[name]).items()}
+    if name in BUILT_IN:
+        return {}
+    if ":" not in name:
+        near = difflib.get_close_matches(name, list(BUILT_IN), 1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(BUILT_IN)}, or module:function"
+        raise ValueError(f"{where}: no reward function {name!r}; {hint}")
+    return user_digests(name, where)
+
+
+def user_digests(name: str, where: str) -> dict[str, str]:
+    """Hashes of the code behind a user's `module:function`: of each of the user's modules, and of all that they reach.
+
+    Raises ValueError, naming `where`, for a module that is not there; nothing is executed.
+    """
+    module = name.partition(":")[0]
+    top = find_spec(module.split(".")[0])
+    places = [*(top.submodule_search_locations or []), top.origin] if top is not None else []
+    if not places or not places[0]:
+        raise ValueError(f"{where}: no module {module!r} can be imported from {Path.cwd()}")
+    code = reached(module, folder=Path(places[0]).parent)
+    if module not in code.modules:
+        raise ValueError(f"{where}: no module {module!r} can be imported from {Path.cwd()}")
+    theirs = {f"module:{k}": v for k, v in code.modules.items() if k.split(".")[0] not in OWN}
+    # Modules of this project among them count by content alone: they may move.
+    everything = json.dumps([sorted(set(code.modules.values())), code.imports])
+    return theirs | {f"reached from {module}": hashlib.sha256(everything.encode()).hexdigest()[:16]}

@@ -1,0 +1,143 @@
+"""Settings of the stage `prepare`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from stages.contract.definition import StageConfig, execution_setting
+
+if TYPE_CHECKING:
+    from tuning.data.runners import Runner
+
+Split = Literal["sft", "preference", "labelled", "prompts", "heldout"]
+# fmt: off
+Layout = Literal[
+    "auto", "native", "prompt", "prompt-completion", "messages", "preference", "labelled", "alpaca", "sharegpt", "hh",
+    "verifiable", "text",
+]
+# fmt: on
+Scalar = str | int | float | bool | None
+
+
+class DataSource(StageConfig):
+    """One of several sources."""
+
+    source: str = execution_setting("addition")
+    """Built-in task, `module:function`, or path, folder, glob or URL of files; in the key by content, not by name."""
+    source_args: dict[str, Scalar] = Field(default_factory=dict)
+    """Arguments of the task or function."""
+    rename: dict[str, str | None] = Field(default_factory=dict)
+    """Field names of the source to those of the record layout, such as {question: prompt}; null leaves a field out."""
+    layout: Layout = "auto"
+    """Layout of the records, which those of another one fail; auto goes by the fields of each."""
+    weight: Annotated[float, Field(ge=0, le=100)] = 1.0
+    """How often each training record is used: 0.5 takes half of them, by a hash; 2 takes each twice."""
+
+
+class Decontaminate(StageConfig):
+    """Records that share words in a row with an evaluation prompt are dropped."""
+
+    sources: list[str] = execution_setting(..., min_length=1)
+    """Tasks, functions or files with the evaluation prompts; in the key by content, not by name."""
+    rename: dict[str, str | None] = Field(default_factory=dict)
+    """Field names of these sources, as in `data.rename`."""
+    words: Annotated[int, Field(ge=1)] = 13
+    """Words in a row that make a match; a prompt of fewer words must be there whole."""
+
+
+class RunnerSettings(StageConfig):
+    """Who executes the Beam pipeline."""
+
+    name: str = "FnApiRunner"
+    """FnApiRunner is this machine; FlinkRunner, SparkRunner, DataflowRunner and PortableRunner are clusters."""
+    options: dict[str, Scalar | list[str]] = Field(default_factory=dict)
+    """Beam's pipeline options by name, such as {flink_master: "host:8081"}."""
+    scratch: str | None = None
+    """URL that all workers and this machine reach, for pieces of data; a cluster needs one."""
+
+
+class Config(StageConfig):
+    """Settings of the stage `prepare`."""
+
+    source: str = execution_setting("addition")
+    """Built-in task (addition, reasoning_gym, critics, words), `module:function`, or path, folder, glob or URL of
+    files; in the key by content, not by name."""
+    source_args: dict[str, Scalar] = Field(default_factory=dict)
+    """Arguments of the task or function."""
+    rename: dict[str, str | None] = Field(default_factory=dict)
+    """Field names of the source to those of the record layout, such as {question: prompt}; null leaves a field out."""
+    layout: Layout = "auto"
+    """Layout of the records; auto goes by the fields of each."""
+    sources: list[DataSource] = Field(default_factory=list)
+    """Several sources in place of `source` and its settings, each with a weight."""
+    extra_fields: Literal["error", "metadata"] = "error"
+    """Fields that the layout does not know: refuse the record, or move them into its metadata."""
+    system_prompt: str | None = None
+    """First message of every prompt that does not bring its own system message."""
+    seed: int = 0
+    """Of the source and of the split; apart from the run's seed, so that runs with other seeds are judged alike."""
+    splits: list[Split] = Field(default=["sft", "preference", "prompts", "heldout"], min_length=1)
+    """The wanted outputs; an empty one is an error."""
+    heldout_fraction: float = Field(default=0.2, ge=0, lt=1)
+    """Share of the groups that is held out; records that name their split are not counted and stay there."""
+    sft_fraction: float = Field(default=0.33, ge=0, le=1)
+    """Share of the training groups that feeds `sft`."""
+    preference: Literal["sft", "all-training"] = "all-training"
+    """Training groups whose pairs, or completions with a label, are used."""
+    prompts: Literal["rest", "all-training"] = "rest"
+    """Training groups whose prompts are used for RL: those outside `sft`, or all."""
+    rules: list[str] = Field(default_factory=list)
+    """Filters for quality or language, `module:function` of a record; False, or a text as the reason, drops it."""
+    near_duplicates: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Similarity (Jaccard, of 5-word runs) from which only one of several records stays; null: equal ones only."""
+    decontaminate: Decontaminate | None = None
+    """Evaluation prompts that training data must not hold."""
+    max_prompt_tokens: int = Field(default=512, ge=1)
+    """Most tokens of a prompt, with chat template."""
+    max_completion_tokens: int = Field(default=512, ge=1)
+    """Most tokens of a completion, with EOS."""
+    too_long: Literal["drop", "truncate", "error"] = "drop"
+    """Longer rows are dropped, cut (a prompt keeps its end, a completion its start and no EOS) or refused."""
+    order: Literal["id", "shuffled"] = "id"
+    """Order of the rows of a shard: by id, or shuffled by the seed."""
+    shards: int = Field(default=0, ge=0, le=10_000)
+    """Files of each output; 0: one for each 64 MB of raw data. A file is sorted in memory."""
+    max_dead_fraction: float = Field(default=0.1, ge=0, le=1)
+    """More unreadable records than this share of all are an error."""
+    max_dead_records: Annotated[int, Field(ge=0)] | None = None
+    """More unreadable records than this are an error; null: any number."""
+    workers: int = execution_setting(1, ge=1)
+    """Processes of this machine. More than one take 3 s to start, and pay off from tens of thousands of records."""
+    chunk_megabytes: float = execution_setting(8.0, gt=0)
+    """Raw data that a process works on at a time; memory is about twelve times as much."""
+    runner: RunnerSettings = execution_setting(RunnerSettings())
+    """Who executes the Beam pipeline."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        from tuning.data import runners
+
+        alone = ("source", "source_args", "rename", "layout")
+        given = [
+            n for n in alone if getattr(self, n) != type(self).model_fields[n].get_default(call_default_factory=True)
+        ]
+        if self.sources and given:
+            raise ValueError(f"`sources` stands in place of `{given[0]}`: give one of them")
+        runners.check(self.beam_runner(), self.runner.scratch)
+        return self
+
+    def all_sources(self) -> list[DataSource]:
+        """The sources, one or several."""
+        single = DataSource(
+            source=self.source, source_args=self.source_args, rename=self.rename, layout=self.layout, weight=1.0
+        )
+        return self.sources or [single]
+
+    def beam_runner(self) -> Runner:
+        """The runner as the pipeline takes it."""
+        from tuning.data.runners import Runner
+
+        options: dict[str, Any] = dict(self.runner.options)
+        return Runner(self.runner.name, self.workers, options)

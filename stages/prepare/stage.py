@@ -1,0 +1,333 @@
+"""Prepare data: raw records in; tokenised, split and sharded Parquet out.
+
+Outputs, each as `<name>/part-00000-of-0000N.parquet`, sorted by id within a shard (columns: `tuning.data.schema`):
+
+    sft                 completions to imitate; turns of conversations and documents among them
+    preference          a chosen and a rejected completion
+    labelled            a completion and whether it is good
+    prompts, heldout    prompts to sample from, with what a verifier needs
+    heldout_preference  as preference, of held-out groups; only where the source has such pairs
+    heldout_labelled    likewise
+
+with `dead/dead.parquet`, the records that could not be used, each with the reason; `statistics.json`; and the data
+card, `card.html`. Token ids are int32; completions end with EOS. The files are byte for byte the same for any runner,
+number of workers and size of chunk.
+
+A group of records (by default: those of one prompt) is either held out or used for training, by a hash of the split
+seed and the group. Held-out groups are in no other output. Of the training groups, a part feeds `sft`; pairs come
+from all of them or from that part; prompts for RL come from all of them or from the others.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stages.contract.definition import Context, Stage
+from stages.prepare.settings import Config
+
+if TYPE_CHECKING:
+    from tuning.data.blocks import Plan
+    from tuning.data.files import Part
+    from tuning.data.merge import Fates, Pieces
+
+
+# Raw bytes of a shard, where the settings name no number of shards: a shard is sorted in memory.
+SHARD_BYTES = 1 << 26
+
+
+class PrepareError(RuntimeError):
+    """The data cannot be used as configured; the message says what to change."""
+
+
+def source_digests(config: Config) -> dict[str, str]:
+    """Content digests of the sources' files, modules and packages and of the user's rules, for the key.
+
+    An edit in place is a miss; a file that was renamed or touched is a hit.
+    Raises ValueError if a source or rule does not exist.
+    """
+    from stages.contract.sources import function_digests
+    from tuning.data import tasks
+
+    found: dict[str, str] = {}
+    for i, source in enumerate(config.all_sources(), start=1):
+        found |= {f"source {i}: {name}": value for name, value in tasks.source_digests(source.source).items()}
+    for i, name in enumerate(config.decontaminate.sources if config.decontaminate else (), start=1):
+        found |= {f"decontaminate {i}: {k}": v for k, v in tasks.source_digests(name).items()}
+    for rule in config.rules:
+        found |= {f"{rule}: {name}": value for name, value in function_digests(rule, "data.rules").items()}
+    return found
+
+
+def run(ctx: Context) -> dict[str, Any]:
+    """Write the outputs under `ctx.out` and return counts, token lengths and the constant-answer baseline.
+
+    Inputs: `base`, with the tokenizer in its folder `tokenizer`. Blocks that a killed try has finished are reused.
+
+    Raises:
+        PrepareError: no rows for a wanted split, too many dead records, one id for two records, a group or prompt
+            both in training and held out, or records that are not accounted for.
+        SourceError: a source cannot be found or read.
+    """
+    from stages.prepare.card import write_card
+    from tuning.data import merge, statistics
+
+    config: Config = ctx.config
+    parts, plan, folder = _planned(ctx)
+    blocks, receipts = _run_blocks(ctx, config, parts, plan, folder)
+    pieces = merge.Pieces(folder, {name: receipts[name]["outputs"] for name in blocks}, plan.shards)
+    read = sum(receipts[name]["records"] for name in blocks)
+    dead = _write_dead(ctx, config, pieces, [receipts[name] for name in blocks], read)
+
+    found = merge.fates(pieces, config.near_duplicates)
+    if found.clash:
+        raise PrepareError(found.clash)
+    records = {"read": read, "kept": found.kept, "duplicates": found.duplicates}
+    records |= {"dropped": found.dropped.total(), "dead": dead}
+    _refuse_too_long(config, found)
+    written = _write_outputs(ctx.out, pieces, config, found)
+    _check_counts(records, found.rows, written)
+    for split in config.splits:
+        if not written[split]:
+            raise PrepareError(
+                f"no rows for `{split}`: {_advice(split, config)} Records: {records}; dropped: "
+                f"{dict(found.dropped + found.dropped_rows) or 'none'}. If {split} is not needed, leave it out of "
+                "`splits`."
+            )
+    _check_leak(ctx.out, list(written), merge.leaks(pieces, found))
+    baseline, constant = _constant_answer(ctx.out)
+    ctx.log(f"prepare: {found.kept} of {read} records kept; rows " + ", ".join(f"{k} {v}" for k, v in written.items()))
+    metrics = {
+        "records": records,
+        "dropped_records": dict(sorted(found.dropped.items())),
+        "rows": written,
+        "dropped_rows": dict(sorted(found.dropped_rows.items())),
+        "repeated_prompts": {n: found.rows[n] - written[n] for n in ("prompts", "heldout") if n in written},
+        "tokens": {name: statistics.token_lengths(ctx.out, name) for name in written},
+        "constant_answer_baseline": baseline,
+        "constant_answer": constant,
+    }
+    counts = statistics.added([receipts[name] for name in blocks])
+    facts = {"metrics": metrics, **counts, "histograms": {n: statistics.histograms(ctx.out, n) for n in written}}
+    (ctx.out / "statistics.json").write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n")
+    write_card(ctx.out, facts, config)
+    return metrics
+
+
+def _planned(ctx: Context) -> tuple[list[Part], Plan, str]:
+    """Parts of all sources, what to do with them, and the folder of the pieces."""
+    from tuning.data import blocks, files, tasks
+
+    config: Config = ctx.config
+    scratch = _scratch(ctx, config)
+    parts: list[Part] = []
+    for number, source in enumerate(config.all_sources()):
+        position = parts[-1].position + parts[-1].count if parts else 0
+        parts += tasks.parts_of_source(
+            *(source.source, source.source_args, config.seed),
+            part_bytes=int(config.chunk_megabytes * 1e6),
+            spool=f"{scratch}/spool",
+            number=number,
+            position=position,
+        )
+    size = sum(part.size for part in parts)
+    tokenizer = str(ctx.inputs["base"].local("tokenizer"))
+    grams, lengths = _contamination(ctx, config, scratch) if config.decontaminate is not None else (None, ())
+    if "://" in scratch:
+        tokenizer = files.upload(tokenizer, f"{scratch}/tokenizer")
+    plan = blocks.Plan(
+        tokenizer=tokenizer,
+        splits=tuple(config.splits),
+        sources=tuple(blocks.SourcePlan(s.rename, s.layout, s.weight) for s in config.all_sources()),
+        system_prompt=config.system_prompt,
+        extra_fields=config.extra_fields,
+        seed=config.seed,
+        heldout_fraction=config.heldout_fraction,
+        sft_fraction=config.sft_fraction,
+        preference_all=config.preference == "all-training",
+        prompts_all=config.prompts == "all-training",
+        max_prompt_tokens=config.max_prompt_tokens,
+        max_completion_tokens=config.max_completion_tokens,
+        too_long=config.too_long,
+        shards=config.shards or max(1, -(-size // SHARD_BYTES)),
+        rules=tuple(config.rules),
+        contamination=grams,
+        contamination_lengths=lengths,
+        signatures=config.near_duplicates is not None,
+    )
+    return parts, plan, f"{scratch}/pieces"
+
+
+def _scratch(ctx: Context, config: Config) -> str:
+    """Where workers leave their pieces: the work folder, or below the URL that a cluster reaches."""
+    return f"{config.runner.scratch.rstrip('/')}/{ctx.work.name}" if config.runner.scratch else str(ctx.work)
+
+
+def _contamination(ctx: Context, config: Config, scratch: str) -> tuple[str, tuple[int, ...]]:
+    """The file of n-gram hashes of the evaluation prompts, and the lengths of the n-grams."""
+    import numpy as np
+
+    from tuning.data import files, similar, tasks
+    from tuning.data.records import RecordError, parse_line
+
+    settings = config.decontaminate
+    assert settings is not None
+    texts: list[str] = []
+    for number, name in enumerate(settings.sources):
+        spool = str(ctx.work / "evaluation")
+        for part in tasks.parts_of_source(name, seed=config.seed, part_bytes=1 << 24, spool=spool, number=number):
+            for line_number, line in files.read_part(part):
+                try:
+                    record = parse_line(
+                        line, part.label, line_number, settings.rename, "metadata", strings=part.strings
+                    )
+                except RecordError as error:
+                    raise PrepareError(f"decontaminate: {error}") from error
+                texts += [m["content"] for m in record.prompt if m["role"] == "user"] + [record.text or ""]
+    path = ctx.work / "contamination.npy"
+    np.save(path, similar.contamination(texts, settings.words))
+    shared = files.upload(str(path), f"{scratch}/contamination.npy") if "://" in scratch else str(path)
+    return shared, tuple(similar.lengths_of(texts, settings.words))
+
+
+def _run_blocks(
+    ctx: Context, config: Config, parts: list[Part], plan: Plan, folder: str
+) -> tuple[list[str], dict[str, Any]]:
+    """Makes the pieces that are missing; returns the names of all blocks, in order, and the receipts."""
+    from tuning.data import files, pipeline
+
+    todo, done = pipeline.finished(parts, pipeline.receipts(folder))
+    if done:
+        ctx.log(f"resumed: {len(parts) - len(todo)} of {len(parts)} parts of the data were there")
+    total = max(1, len(parts))
+    if todo:
+        pipeline.run(
+            *(todo, plan, folder, int(config.chunk_megabytes * 1e6)),
+            runner=config.beam_runner(),
+            progress=lambda blocks: ctx.progress(min(blocks, total), max(blocks, total), "block"),
+        )
+    receipts = pipeline.receipts(folder)
+    missing, blocks = pipeline.finished(parts, receipts)
+    if missing:
+        raise PrepareError(f"{len(missing)} of {len(parts)} parts have no receipt, as of {missing[0].url}: run again")
+    ctx.progress(len(blocks), len(blocks), "block")
+    if "://" in folder:
+        files.download(folder, str(ctx.work / "pieces"))
+    return sorted(blocks), receipts
+
+
+def _write_dead(ctx: Context, config: Config, pieces: Pieces, receipts: list[dict[str, Any]], read: int) -> int:
+    """Write the dead letters; raises PrepareError where they are more than the settings allow."""
+    from tuning.data.schema import DEAD, write_parquet
+
+    dead = write_parquet(ctx.out / "dead" / "dead.parquet", pieces.dead(), DEAD)
+    limit = config.max_dead_records
+    if dead > config.max_dead_fraction * read or (limit is not None and dead > limit):
+        kept = ctx.work / "dead.parquet"
+        shutil.copyfile(ctx.out / "dead" / "dead.parquet", kept)
+        reasons = [reason for receipt in receipts for reason in receipt["reasons"]][:3]
+        raise PrepareError(
+            f"{dead} of {read} records of {', '.join(s.source for s in config.all_sources())} cannot be used "
+            f"(max_dead_fraction is {config.max_dead_fraction}, max_dead_records {limit}); all of them are in {kept}. "
+            "The first reasons:\n  " + "\n  ".join(reasons)
+        )
+    return dead
+
+
+def _refuse_too_long(config: Config, found: Fates) -> None:
+    if config.too_long == "error" and found.dropped_rows:
+        raise PrepareError(
+            f"rows are longer than max_prompt_tokens {config.max_prompt_tokens} or max_completion_tokens "
+            f"{config.max_completion_tokens}: {dict(found.dropped_rows)}. Raise the limit, or set too_long to drop or "
+            "truncate"
+        )
+
+
+def _write_outputs(out: Path, pieces: Pieces, config: Config, found: Fates) -> dict[str, int]:
+    """Merge the pieces into the final files, a thread for each of the workers; returns the rows written by output."""
+    from tuning.data import merge
+
+    more = [name for name in ("heldout_preference", "heldout_labelled") if name in pieces.outputs]
+    outputs = [*dict.fromkeys(config.splits), *more]
+    seed = config.seed if config.order == "shuffled" else None
+
+    def write(job: tuple[str, int]) -> int:
+        output, shard = job
+        path = out / output / f"part-{shard:05d}-of-{pieces.shards:05d}.parquet"
+        return merge.write_output(pieces, output, shard, path, found.gone, seed)
+
+    jobs = [(output, shard) for output in outputs for shard in range(pieces.shards)]
+    with ThreadPoolExecutor(config.workers) as pool:
+        counts = Counter[str](dict.fromkeys(outputs, 0))
+        for (output, _), count in zip(jobs, pool.map(write, jobs), strict=True):
+            counts[output] += count
+    return dict(counts)
+
+
+def _check_counts(records: Mapping[str, int], rows: Counter[str], written: Mapping[str, int]) -> None:
+    accounted = records["kept"] + records["duplicates"] + records["dropped"] + records["dead"]
+    if accounted != records["read"]:
+        raise PrepareError(f"{records['read']} records were read but {accounted} are accounted for: {records}")
+    for output, count in written.items():
+        # Equal prompts of several records are one row; rows of the other outputs are never merged.
+        lost = count > rows[output] if output in ("prompts", "heldout") else count != rows[output]
+        if lost or set(rows) - set(written):
+            raise PrepareError(f"rows do not add up: planned {dict(rows)}, written {written}")
+
+
+def _check_leak(out: Path, outputs: list[str], candidates: bool) -> None:
+    """Raise PrepareError if a held-out prompt is in training data; the texts are compared only if hashes were equal."""
+    if not candidates:
+        return
+    heldout: set[str] = set()
+    for name in outputs:
+        for table in _tables(out, name, ["prompt"]) if name.startswith("heldout") else ():
+            heldout.update(table["prompt"].to_pylist())
+    for name in outputs:
+        for table in _tables(out, name, ["id", "prompt"]) if not name.startswith("heldout") else ():
+            for id, prompt in zip(table["id"].to_pylist(), table["prompt"].to_pylist(), strict=True):
+                if prompt in heldout:
+                    raise PrepareError(
+                        f"a held-out prompt is in `{name}` too (record {id!r}): {prompt[:80]!r}. Give its records the "
+                        "same `group`, or name their `split`"
+                    )
+
+
+def _constant_answer(out: Path) -> tuple[float | None, str | None]:
+    """The share and text of the most common held-out answer: a policy that always gives it scores this share."""
+    answers: Counter[str] = Counter()
+    for table in _tables(out, "heldout", ["answer"]):
+        answers.update(answer for answer in table["answer"].to_pylist() if answer is not None)
+    if not answers:
+        return None, None
+    answer, count = min(answers.items(), key=lambda item: (-item[1], item[0]))
+    return count / answers.total(), answer
+
+
+def _tables(out: Path, output: str, columns: list[str]) -> Iterator[Any]:
+    import pyarrow.parquet as pq
+
+    for path in sorted((out / output).glob("part-*.parquet")):
+        yield pq.read_table(path, columns=columns)
+
+
+def _advice(split: str, config: Config) -> str:
+    if split == "heldout":
+        return f"heldout_fraction is {config.heldout_fraction}; raise it, or mark records with split 'heldout'."
+    if split == "sft":
+        return f"it needs records with a completion, and sft_fraction is {config.sft_fraction}."
+    if split == "preference":
+        return "it needs records with `completion` (or `chosen`) and `rejected`."
+    if split == "labelled":
+        return "it needs records with `completion` and `label`."
+    return f"prompts is {config.prompts!r} and sft_fraction is {config.sft_fraction}; use 'all-training' or lower it."
+
+
+STAGE = Stage(
+    "prepare", 2, Config, run, sources=source_digests, libraries=("tokenizers", "transformers", "pyarrow", "numpy")
+)

@@ -1,0 +1,209 @@
+"""Rollouts by HTTP servers (`tuning.rollout.servers`): which policy they get, as a folder or an adapter.
+
+Servers that are started here live as long as the worker: the next round gives them new weights.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import functools
+import json
+import os
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from stages.common.models import ADAPTER, load_rounded, load_tokenizer, stop_ids, token_ids
+from stages.contract.definition import Context
+from stages.sampling.settings import EngineSettings
+from stages.store.artifacts import Artifact
+from stages.store.keys import digest
+
+PROBES = 4
+PROBE_TOKENS = 16
+USUAL_CONTEXT = 4096
+"""Tokens of a started server's context, unless the model has fewer or a round needs more."""
+
+
+@dataclasses.dataclass
+class _Started:
+    """Servers that this worker has started."""
+
+    context: int
+    servers: list[Any]
+
+
+_started: dict[str, _Started] = {}
+"""By what was asked for; one entry at a time."""
+_writing = threading.Lock()
+"""Servers that start side by side want the same folder."""
+_places: set[Path] = set()
+"""Where this worker keeps weights for servers."""
+
+
+def opened(ctx: Context, settings: EngineSettings, quantize: str, context: int, requests: Sequence[Any]) -> Any:
+    """A `Remote` whose servers have the stage's policy; the first of `requests` are what it is proven on."""
+    from tuning.rollout.servers.fleet import Options, Remote
+    from tuning.rollout.servers.protocol import ENGINES
+
+    names = ("sync", "concurrency", "tries", "start_seconds", "wait_seconds", "tolerance", "version")
+    policy = _policy(ctx, settings, quantize, requests)
+    servers = _servers(ctx, settings, context)
+    remote = Remote(ENGINES[settings.kind], servers, Options(**{n: getattr(settings, n) for n in names}), ctx.log)
+    remote.load(policy)
+    ctx.metrics_line(servers=len(remote.gaps), logprob_gap=max(remote.gaps.values()))
+    return remote
+
+
+def end_all() -> None:
+    """Ends the servers that were started here and removes their weights; a kill of the worker ends them too."""
+    for name in list(_started):
+        _end(_started.pop(name))
+    for place in _places:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _end(started: _Started) -> None:
+    for server in started.servers:
+        server.child.end()
+
+
+def _servers(ctx: Context, settings: EngineSettings, context: int) -> list[Any]:
+    from tuning.rollout.servers.server import Server
+
+    key = "" if settings.key_variable is None else os.environ.get(settings.key_variable, "")
+    if settings.key_variable is not None and not key:
+        raise ValueError(f"rl.rollout.engine.key_variable: the environment has no {settings.key_variable}; export it")
+    options: dict[str, Any] = {"timeout": settings.timeout, "retries": settings.tries, "key": key}
+    if settings.command is None:
+        return [Server(url, **options) for url in settings.urls]
+    same = {"kind", "command", "arguments", "environment", "servers", "dtype"}
+    wanted = digest(settings.model_dump(mode="json", include=same) | {"adapters": settings.sync == "adapter"})
+    for name in [n for n, group in _started.items() if n != wanted or group.context < context]:
+        _end(_started.pop(name))
+    if wanted not in _started:
+        most = load_rounded(ctx, ctx.inputs["policy"], "none")[0].max_positions
+        room = min(most, max(USUAL_CONTEXT, context))
+        servers = [_server(ctx, settings, room, i, options) for i in range(settings.servers)]
+        _started[wanted] = _Started(room, servers)
+    return _started[wanted].servers
+
+
+def _server(ctx: Context, settings: EngineSettings, context: int, number: int, options: dict[str, Any]) -> Any:
+    from tuning.rollout.servers.child import Child
+    from tuning.rollout.servers.protocol import ENGINES, Start
+    from tuning.rollout.servers.server import Server
+
+    engine = ENGINES[settings.kind]
+
+    def command(folder: Path, port: int) -> list[str]:
+        start = Start(folder, settings.dtype, context, settings.sync == "adapter")
+        return [*settings.words, *engine.arguments(start, port), *settings.arguments]
+
+    log = _place(ctx, settings) / f"{settings.kind}-{number}.log"
+    return Server(child=Child(command, engine.environment() | settings.environment, log), **options)
+
+
+def _place(ctx: Context, settings: EngineSettings) -> Path:
+    """The folder of this worker's weights for servers; those of workers that are gone are removed."""
+    root = Path(settings.folder) if settings.folder else ctx.inputs["policy"].store.scratch / "engines"
+    host, pid = socket.gethostname(), os.getpid()
+    for old in root.glob(f"{host}-*"):
+        number = old.name.removeprefix(f"{host}-")
+        if number.isdigit() and int(number) != pid and not Path("/proc", number).exists() and Path("/proc").exists():
+            shutil.rmtree(old, ignore_errors=True)
+    place = (root / f"{host}-{pid}").absolute()
+    place.mkdir(parents=True, exist_ok=True)
+    if not _places:
+        atexit.register(end_all)
+    _places.add(place)
+    return place
+
+
+def _policy(ctx: Context, settings: EngineSettings, quantize: str, requests: Sequence[Any]) -> Any:
+    """The stage's policy as servers get it."""
+    from tuning.rollout.servers.protocol import Policy
+
+    artifact: Artifact = ctx.inputs["policy"]
+    place = _place(ctx, settings)
+    below = _below(artifact) if settings.sync == "adapter" else None
+    base, kind = below if below is not None else (artifact, quantize)
+    adapter = None
+    if below is not None:
+        adapter = place / f"{ADAPTER}-{artifact.digest[:16]}"
+        shutil.copytree(artifact.local(f"{ADAPTER}/"), adapter, dirs_exist_ok=True)
+    probe = [
+        dataclasses.replace(r, max_tokens=min(r.max_tokens, PROBE_TOKENS), samples=1, counter=2**31 + i)
+        for i, r in enumerate(requests[:PROBES])
+    ]
+    return Policy(
+        digest=_name(artifact, quantize),
+        folder=functools.partial(_folder, ctx, base, kind, settings.dtype, place),
+        logps=_logps(ctx, quantize),
+        probe=probe,
+        base=_name(base, kind) if below is not None else "",
+        adapter=adapter,
+    )
+
+
+def _name(artifact: Artifact, quantize: str) -> str:
+    return artifact.digest if quantize == "none" else f"{artifact.digest}-{quantize}"
+
+
+def _below(artifact: Artifact) -> tuple[Artifact, str] | None:
+    """What lies under the adapter that rounds of RL train, and how its kernels are stored; None where there is none."""
+    lora = artifact.manifest["config"].get("lora") if artifact.stage == "update" else None
+    if lora is None:
+        return None
+    while artifact.stage == "update" and artifact.manifest["config"].get("lora") == lora:
+        ref = artifact.manifest["inputs"]["policy"]
+        found = artifact.store.get(ref["stage"], ref["key"])
+        if found is None:
+            raise RuntimeError(f"{artifact.url} has an adapter over {ref['stage']}/{ref['key'][:12]}, which is gone")
+        artifact = found
+    return artifact, lora["quantize"]
+
+
+def _folder(ctx: Context, artifact: Artifact, quantize: str, dtype: str, place: Path) -> Path:
+    """The policy as a Hugging Face folder; the last one's is removed."""
+    from tuning.device import choose
+    from tuning.models import huggingface, tokenizer
+
+    with _writing:
+        target = place / f"model-{artifact.digest[:16]}-{quantize}"
+        if target.exists():
+            return target
+        for old in place.glob("model-*"):
+            shutil.rmtree(old)
+        config, params = load_rounded(ctx, artifact, quantize)
+        if choose().platform == "cpu" and not config.family.startswith("gemma"):
+            # vLLM's CPU kernels keep a packed copy of the LM head, which a reload renews only where the head is no tied
+            # one. Its Gemma knows tied ones alone: there the probe finds the old head, and the server is restarted.
+            config, params = huggingface.untied(config, params)
+        partial = place / "partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        base = ctx.inputs["tokenizer"]
+        huggingface.save_decoder(partial, config, params, token_ids(base), dtype=dtype)
+        tokenizer.save_tokenizer(load_tokenizer(ctx, base), partial)
+        generation = token_ids(base) | {"eos_token_id": list(stop_ids(ctx, base))}
+        (partial / "generation_config.json").write_text(json.dumps(generation, sort_keys=True) + "\n")
+        partial.rename(target)
+        return target
+
+
+def _logps(ctx: Context, quantize: str) -> Callable[[Sequence[tuple[Sequence[int], Sequence[int]]], float], Any]:
+    """The trainer's log-probabilities, for `Policy.logps`."""
+
+    def logps(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float) -> list[list[float]]:
+        from tuning.device import choose
+        from tuning.training.completions import token_logps
+
+        config, params = load_rounded(ctx, ctx.inputs["policy"], quantize)
+        device = choose(ctx.config.compute.dtype)
+        return token_logps(config, params, pairs, temperature, device.compute, device.row_tokens_per_step)
+
+    return logps

@@ -1,0 +1,101 @@
+"""Which engine samples, and where it is."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Literal
+
+from pydantic import model_validator
+
+from stages.contract.definition import StageConfig, execution_setting
+
+NATIVE = ("quantization", "kv_cache_dtype")
+"""Settings of the engine in the worker, and its arguments."""
+
+SERVERS = "stages.sampling.servers"
+"""The module that samples by HTTP servers."""
+
+
+class EngineSettings(StageConfig):
+    """The engine that samples rollouts: this project's own, or HTTP servers that are somewhere or are started here."""
+
+    kind: Literal["native", "vllm", "sglang"] = "native"
+    """native: in the worker, with the trainer's model code; vllm and sglang: their servers, and what speaks as they."""
+    quantization: Literal["none", "int8"] = "none"
+    """How the native engine holds the weight matrices of layers. What it samples is a little off the policy, for which
+    rl.update.correction accounts."""
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
+    """Type of its cached keys and values, with the same effect; auto: that of computation."""
+    version: str | None = None
+    """The servers' version, which is part of what a rollout is; they are asked for it. Needed but for native."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type that started servers compute in, and of the weights that all are given."""
+    arguments: list[str] = []
+    """More arguments of started servers (--tensor-parallel-size, 2)."""
+    url: str | list[str] | None = execution_setting(None)
+    """Where the servers are (http://host:8000), if they are not to be started."""
+    command: str | list[str] | None = execution_setting(None)
+    """What starts one, in an environment of its own (.venv-vllm/bin/python -m vllm.entrypoints.openai.api_server);
+    --model, --port and others are added."""
+    environment: dict[str, str] = execution_setting({})
+    """Variables of started servers."""
+    servers: int = execution_setting(1, ge=1)
+    """How many are started."""
+    sync: Literal["auto", "weights", "adapter", "restart", "none"] = execution_setting("auto")
+    """How they get a new policy: all weights by their endpoints for RL, the adapter alone, by a restart, or not from
+    here. auto: weights, and a restart where that fails."""
+    folder: str | None = execution_setting(None)
+    """A folder that this machine and the servers see alike, for the weights; null: beside the store, or its scratch."""
+    concurrency: int = execution_setting(64, ge=1)
+    """Prompts at one server at a time."""
+    timeout: float = execution_setting(600.0, gt=0)
+    """Seconds that an answer may take."""
+    start_seconds: float = execution_setting(900.0, gt=0)
+    """Seconds that a server may take to become healthy."""
+    wait_seconds: float = execution_setting(60.0, gt=0)
+    """Seconds in which a lost server may come back."""
+    tries: int = execution_setting(4, ge=1)
+    """How many servers, or starts of one, a prompt may lose."""
+    tolerance: float = execution_setting(0.1, gt=0)
+    """Mean difference between a server's log-probabilities and the trainer's from which on it counts as another
+    policy's. Seen with SmolLM2 on vLLM: 0.03 in bfloat16, 1e-5 in float32."""
+    key_variable: str | None = execution_setting(None)
+    """Environment variable that holds the servers' API key."""
+
+    @model_validator(mode="after")
+    def _meaningful(self) -> EngineSettings:
+        if self.kind == "native":
+            own = type(self).model_fields
+            told = [n for n in own if n not in ("kind", *NATIVE) and getattr(self, n) != own[n].default]
+            if told:
+                raise ValueError(f"{told[0]} has no meaning with kind native; say kind: vllm or sglang")
+            return self
+        for name in NATIVE:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} is of kind native; servers have arguments of their own")
+        if (self.url is None) == (self.command is None):
+            raise ValueError("say url, where servers are, or command, which starts one; not both")
+        if self.version is None:
+            found = "/version" if self.kind == "vllm" else "/server_info"
+            raise ValueError(f"version is missing; a server tells it at {found} (version: '0.32.0')")
+        for name, plain in (("servers", 1), ("arguments", []), ("environment", {})):
+            if self.command is None and getattr(self, name) != plain:
+                raise ValueError(f"{name} is of servers that are started here: say command in place of url")
+        if self.command is None and self.sync == "restart":
+            raise ValueError("sync restart is for servers that are started here: say command in place of url")
+        return self
+
+    @property
+    def urls(self) -> list[str]:
+        """Where the servers are."""
+        return [self.url] if isinstance(self.url, str) else list(self.url or [])
+
+    @property
+    def words(self) -> list[str]:
+        """The command in words."""
+        return shlex.split(self.command) if isinstance(self.command, str) else list(self.command or [])
+
+
+def engine_modules(settings: EngineSettings) -> tuple[str, ...]:
+    """The modules behind an engine that is not in the worker, which the stage loads by name."""
+    return () if settings.kind == "native" else (SERVERS,)

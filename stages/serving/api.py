@@ -1,0 +1,202 @@
+"""OpenAI's completions and chat completions over an engine: what a request may say, and how an answer looks.
+
+Source: the OpenAI API reference; `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids`, `ignore_eos` and
+`return_token_ids` are named as vLLM names them.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (None, 0, 0.0),
+    "presence_penalty": (None, 0, 0.0),
+    "logit_bias": (None, {}),
+    "suffix": (None, ""),
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "functions": (None, []),
+}
+"""Fields of the API that this server accepts only where they ask for nothing."""
+IGNORED = ("model", "user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier")
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+    include_usage: bool = False
+
+
+class Asked(BaseModel):
+    """What both endpoints share."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
+    top_k: Annotated[int, Field(ge=-1)] | None = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = 1.0
+    n: Annotated[int, Field(ge=1, le=128)] | None = 1
+    seed: int | None = None
+    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_what_is_offered(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        for name, allowed in NEUTRAL.items():
+            if name in values and values[name] not in allowed:
+                raise ValueError(f"{name} is not offered by this server; leave it out")
+        return {k: v for k, v in values.items() if k not in NEUTRAL and k not in IGNORED}
+
+    @property
+    def strings(self) -> list[str]:
+        """The stop strings."""
+        found = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+        return [s for s in found if s]
+
+    def sampling(self) -> Any:
+        """The engine's settings; what is null is the default."""
+        from tuning.rollout.engine.sampling import Sampling
+
+        def given(value: Any, default: Any) -> Any:
+            return default if value is None else value
+
+        return Sampling(
+            given(self.temperature, 1.0),
+            given(self.top_p, 1.0),
+            max(0, given(self.top_k, 0)),
+            given(self.min_p, 0.0),
+            given(self.repetition_penalty, 1.0),
+        )
+
+    def root(self) -> int:
+        """The seed of its samples: the one asked for, or one that nobody asked for."""
+        return int.from_bytes(os.urandom(4), "little") if self.seed is None else self.seed % 2**32
+
+
+class CompletionRequest(Asked):
+    """POST /v1/completions."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    max_tokens: Annotated[int, Field(ge=1)] | None = 16
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """One text, or token ids, a prompt."""
+        p: Any = self.prompt
+        if not len(p):
+            raise ValueError("the prompt is empty; a model needs at least one token, such as its BOS")
+        return [p] if isinstance(p, str) or (p and isinstance(p[0], int)) else p
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """The message for a chat template: text parts joined."""
+        content = self.content
+        if isinstance(content, list):
+            wrong = [p.get("type") for p in content if p.get("type") != "text"]
+            if wrong:
+                raise ValueError(f"messages: a part of type {wrong[0]!r} is not offered; this model reads text")
+            content = "".join(p.get("text", "") for p in content)
+        return {"role": self.role, "content": content or ""} | (self.model_extra or {})
+
+
+class ChatRequest(Asked):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+
+
+class Text:
+    """The text of one sample as its tokens come: no half characters, nothing that a stop string may still take back."""
+
+    def __init__(self, tokenizer: Any, special: set[int], strings: list[str]):
+        self._tokenizer, self._special, self._strings = tokenizer, special, strings
+        self._hold = max((len(s) for s in strings), default=1) - 1
+        self.tokens: list[int] = []
+        self.sent = ""
+
+    def decode(self, tokens: list[int]) -> str:
+        """Text without special tokens."""
+        return str(self._tokenizer.decode([t for t in tokens if t not in self._special]))
+
+    def piece(self, token: int) -> str:
+        """The text of one token, special or not."""
+        return str(self._tokenizer.decode([token]))
+
+    def add(self, tokens: list[int], ended: bool) -> str:
+        """What can be shown now and has not been."""
+        self.tokens += tokens
+        whole = self.decode(self.tokens)
+        at = min((i for i in (whole.find(s) for s in self._strings) if i >= 0), default=None)
+        if at is not None:
+            whole = whole[:at]
+        elif not ended:
+            whole = whole[: len(whole) - self._hold] if self._hold else whole
+            whole = whole.rstrip("\ufffd")
+        new = whole[len(self.sent) :]
+        self.sent = whole if len(whole) > len(self.sent) else self.sent
+        return new
+
+
+FINISH: dict[str, Literal["stop", "length"]] = {
+    "eos": "stop",
+    "string": "stop",
+    "cancelled": "stop",
+    "length": "length",
+}
+
+
+def chat_logprobs(text: Text, tokens: list[int], logps: list[float], top: list[Any], count: int) -> dict[str, Any]:
+    """`choices[].logprobs` of a chat completion."""
+
+    def entry(token: int, logp: float) -> dict[str, Any]:
+        piece = text.piece(token)
+        return {"token": piece, "logprob": logp, "bytes": list(piece.encode())}
+
+    rows = []
+    for i, (token, logp) in enumerate(zip(tokens, logps, strict=True)):
+        best = [entry(t, v) for t, v in (top[i][:count] if top else [])]
+        rows.append(entry(token, logp) | {"top_logprobs": best})
+    return {"content": rows, "refusal": None}
+
+
+def completion_logprobs(
+    text: Text, tokens: list[int], logps: list[float], top: list[Any], count: int, offset: int
+) -> dict[str, Any]:
+    """`choices[].logprobs` of a completion; offsets are in characters of the text."""
+    pieces = [text.piece(t) for t in tokens]
+    offsets = [offset + sum(map(len, pieces[:i])) for i in range(len(pieces))]
+    best = [_by_text(text, row[:count]) for row in top] if count else None
+    return {"tokens": pieces, "token_logprobs": logps, "top_logprobs": best, "text_offset": offsets}
+
+
+def _by_text(text: Text, row: list[tuple[int, float]]) -> dict[str, float]:
+    """Log-probabilities by token text; where two tokens have the same one, as halves of a character, by their ids."""
+    found: dict[str, float] = {}
+    for token, logp in row:
+        piece = text.piece(token)
+        found[f"token_id:{token}" if piece in found else piece] = logp
+    return found

@@ -1,0 +1,338 @@
+"""The artifact store: content-addressed folders in fsspec storage.
+
+    <root>/artifacts/<stage>/<key>/   data files, then manifest.json, written last
+    <root>/work/<stage>/<key>/        checkpoints and finished shards of a stage under way
+    <root>/damaged/                   artifacts that failed a check, set aside
+    <root>/runs/<run>/                what a run did
+    <root>/leases/                    who is making what
+
+An artifact exists when its manifest does. Files below `state/` (weights that can be replayed,
+optimizer moments) and `logs/` (timings) are stored and checked, but are no part of the content
+that downstream keys see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import uuid
+import warnings
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from stages.store.keys import digest
+
+MANIFEST = "manifest.json"
+NOT_CONTENT = ("state/", "logs/")
+
+# In a work folder: what is under way rather than done, what training saves, and what a remote store has of it.
+NOT_SAVED = ("out", "replay")
+CHECKPOINTS = "checkpoints"
+MIRRORED = ".mirrored"
+
+
+class ArtifactError(RuntimeError):
+    """An artifact that is missing, damaged or not what was asked for."""
+
+
+def sha256_file(path: Path) -> str:
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def content_digest(files: list[dict[str, Any]], parts: tuple[str, ...] = ("",)) -> str:
+    """Digest of names and checksums of the files below any of `parts`, without what is not content."""
+    chosen = [
+        [f["path"], f["sha256"]] for f in files if f["path"].startswith(parts) and not f["path"].startswith(NOT_CONTENT)
+    ]
+    if not chosen:
+        raise ArtifactError(f"no content below {parts}; the artifact holds {[f['path'] for f in files]}")
+    return digest(sorted(chosen))
+
+
+class Artifact:
+    """A committed artifact: its manifest, and its files as local paths."""
+
+    def __init__(self, store: Store, manifest: dict[str, Any]):
+        self.store = store
+        self.manifest = manifest
+
+    def __repr__(self) -> str:
+        return f"Artifact({self.stage}/{self.key[:12]})"
+
+    @property
+    def stage(self) -> str:
+        return self.manifest["stage"]
+
+    @property
+    def key(self) -> str:
+        return self.manifest["key"]
+
+    @property
+    def digest(self) -> str:
+        return self.manifest["digest"]
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        return self.manifest["metrics"]
+
+    @property
+    def url(self) -> str:
+        return self.store.join("artifacts", self.stage, self.key)
+
+    def part_digest(self, parts: tuple[str, ...] = ("",)) -> str:
+        """Digest of the files below any of `parts` (folders with their slash, or "" for all)."""
+        return self.digest if parts == ("",) else content_digest(self.manifest["files"], parts)
+
+    def has(self, part: str) -> bool:
+        return any(f["path"].startswith(part) for f in self.manifest["files"])
+
+    def local(self, part: str = "") -> Path:
+        """A local path of the artifact or of one folder or file in it, fetched first from a remote store."""
+        if part and not self.has(part):
+            raise ArtifactError(f"{self.url} has no {part!r}; it holds {[f['path'] for f in self.manifest['files']]}")
+        if self.store.is_local:
+            return Path(self.store.root, "artifacts", self.stage, self.key, part)
+        return self.store.fetch(self, part)
+
+
+class Store:
+    """A root URL of any fsspec file system, and the artifacts below it."""
+
+    def __init__(self, url: str, scratch: str | Path | None = None):
+        self.url = url
+        # Other processes write to the same store: a listing that is kept is a listing that is wrong.
+        options = {"use_listings_cache": False} if "://" in url and not url.startswith(("file:", "local:")) else {}
+        self.fs, root = fsspec.core.url_to_fs(url, **options)
+        self.is_local = "file" in (self.fs.protocol if isinstance(self.fs.protocol, tuple) else (self.fs.protocol,))
+        self.root = os.path.abspath(root) if self.is_local else root.rstrip("/")
+        name = hashlib.sha256(url.encode()).hexdigest()[:12]
+        default = Path(os.environ.get("RLHF_SCRATCH", Path.home() / ".cache" / "rlhf-pipeline" / "scratch")) / name
+        self.scratch = Path(self.root) if self.is_local else Path(scratch or default)
+
+    def join(self, *parts: str) -> str:
+        return "/".join((self.root, *parts))
+
+    # -- reading ---------------------------------------------------------------------------
+
+    def get(self, stage: str, key: str, repair: bool = True) -> Artifact | None:
+        """The artifact, or None. A damaged one (sizes differ from the manifest) is None too.
+
+        With `repair` a damaged one is set aside, with a warning.
+        """
+        try:
+            manifest = self.read_json("artifacts", stage, key, MANIFEST)
+        except ArtifactError as e:
+            fault: str | None = str(e)
+        else:
+            if manifest is None:
+                return None
+            artifact = Artifact(self, manifest)
+            fault = self._sizes_fault(artifact)
+            if fault is None:
+                return artifact
+        if repair:
+            aside = self.set_aside(stage, key)
+            place = self.join("artifacts", stage, key)
+            warnings.warn(f"artifact {place} is damaged ({fault}); moved to {aside}; made again", stacklevel=2)
+        return None
+
+    def _sizes_fault(self, artifact: Artifact) -> str | None:
+        # One listing: a request for each file would make a hit slow on an object store.
+        found = {
+            path[len(artifact.url) + 1 :]: i["size"] for path, i in self.fs.find(artifact.url, detail=True).items()
+        }
+        for f in artifact.manifest["files"]:
+            size = found.get(f["path"])
+            if size is None:
+                return f"{f['path']} is missing"
+            if size != f["size"]:
+                return f"{f['path']} has {size} bytes, the manifest says {f['size']}"
+        return None
+
+    def verify(self, artifact: Artifact) -> str | None:
+        """None when every checksum holds, else what is wrong."""
+        fault = self._sizes_fault(artifact)
+        if fault:
+            return fault
+        for f in artifact.manifest["files"]:
+            with self.fs.open(f"{artifact.url}/{f['path']}", "rb") as data:
+                found = hashlib.file_digest(data, "sha256").hexdigest()
+            if found != f["sha256"]:
+                return f"{f['path']} has checksum {found[:12]}, the manifest says {f['sha256'][:12]}"
+        return None
+
+    def set_aside(self, stage: str, key: str) -> str:
+        """Moves an artifact out of the way (never deletes it) and returns where to."""
+        place = self.join("artifacts", stage, key)
+        aside = self.join("damaged", stage, f"{key[:16]}-{uuid.uuid4().hex[:6]}")
+        # The manifest goes first: without it nothing reads the half-moved folder as whole.
+        for path in sorted(self.fs.find(place), key=lambda p: not p.endswith(f"/{MANIFEST}")):
+            target = aside + path[len(place) :]
+            self.fs.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # another process moves it too
+                self.fs.mv(path, target)
+        if self.is_local:
+            shutil.rmtree(place, ignore_errors=True)
+        return aside
+
+    def all_keys(self) -> list[tuple[str, str]]:
+        """(stage, key) of everything in the store that has a manifest."""
+        found = sorted(self.fs.glob(self.join("artifacts", "*", "*", MANIFEST)))
+        return [(stage, key) for stage, key in (path.split("/")[-3:-1] for path in found)]
+
+    def fetch(self, artifact: Artifact, part: str = "") -> Path:
+        """Downloads the files below `part` to scratch (complete files only) and returns the local path."""
+        # By content, not by key alone: a stage that was made again has other bytes under the same key.
+        content = digest([[f["path"], f["sha256"]] for f in artifact.manifest["files"]])[:12]
+        base = self.scratch / "fetched" / artifact.stage / f"{artifact.key}-{content}"
+        for f in artifact.manifest["files"]:
+            target = base / f["path"]
+            if not f["path"].startswith(part) or (target.exists() and target.stat().st_size == f["size"]):
+                continue
+            target.parent.mkdir(parents=True, exist_ok=True)
+            partial = target.with_name(target.name + f".{os.getpid()}.part")
+            self.fs.get_file(f"{artifact.url}/{f['path']}", str(partial))
+            if sha256_file(partial) != f["sha256"]:
+                partial.unlink()
+                raise ArtifactError(f"{artifact.url}/{f['path']} differs from its checksum; run `rlhf verify`")
+            partial.rename(target)
+        return base / part
+
+    # -- writing ---------------------------------------------------------------------------
+
+    def commit(self, folder: Path, manifest: dict[str, Any], replace: bool = False) -> Artifact:
+        """Makes the files of `folder` the artifact `manifest["stage"]/manifest["key"]`; the manifest is written last.
+
+        `folder` is used up. What is complete under the key stays, or is set aside with `replace`.
+        """
+        stage, key = manifest["stage"], manifest["key"]
+        files: list[dict[str, Any]] = []
+        for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+            files.append(
+                {
+                    "path": path.relative_to(folder).as_posix(),
+                    "size": path.stat().st_size,
+                    "sha256": sha256_file(path),
+                }
+            )
+        manifest = manifest | {
+            "files": files,
+            "digest": content_digest(files),
+            "committed": datetime.datetime.now(datetime.UTC).isoformat(),
+        }
+        existing = self.get(stage, key)
+        if existing is not None and not replace:
+            shutil.rmtree(folder)
+            return existing
+        if existing is not None:
+            self.set_aside(stage, key)
+        target = self.join("artifacts", stage, key)
+        for parent in sorted({f"{target}/{f['path']}".rsplit("/", 1)[0] for f in files}):
+            self.fs.makedirs(parent, exist_ok=True)
+        for f in files:
+            destination = f"{target}/{f['path']}"
+            if self.is_local:
+                os.replace(folder / f["path"], destination)
+            else:
+                self.fs.put_file(str(folder / f["path"]), destination)
+        # What a killed commit left under other names would look as if it belonged here.
+        names = {f["path"] for f in files}
+        for path in self.fs.find(target):
+            if path[len(target) + 1 :] not in names:
+                self.fs.rm(path)
+        self.write_json(manifest, "artifacts", stage, key, MANIFEST)
+        shutil.rmtree(folder, ignore_errors=True)
+        return Artifact(self, manifest)
+
+    def read_json(self, *parts: str) -> Any | None:
+        """The JSON value of a file, or None where there is no such file."""
+        try:
+            data = self.fs.cat_file(self.join(*parts))
+        except FileNotFoundError:
+            return None
+        try:
+            return json.loads(data)
+        except ValueError as e:
+            raise ArtifactError(f"{self.join(*parts)} is not JSON ({e}); move it away and run again") from e
+
+    def write_json(self, value: Any, *parts: str) -> None:
+        self.write_bytes(json.dumps(value, indent=1, ensure_ascii=False).encode(), *parts)
+
+    def write_bytes(self, data: bytes, *parts: str) -> None:
+        """Writes a file in one atomic step."""
+        path = self.join(*parts)
+        if not self.is_local:
+            self.fs.pipe_file(path, data)  # an object store shows an object only when it is whole
+            return
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        fd, temporary = tempfile.mkstemp(dir=Path(path).parent, prefix=".part-")
+        with os.fdopen(fd, "wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+
+    # -- work in progress --------------------------------------------------------------------
+
+    def work_folder(self, stage: str, key: str) -> Path:
+        """The local folder of a stage under way; on a remote store it starts from what was mirrored there."""
+        folder = self.scratch / "work" / stage / key
+        if not self.is_local and not folder.exists():
+            remote = self.join("work", stage, key)
+            # Into a folder of another name: half a download must not look like work that was done.
+            partial = folder.with_name(f"{key}.{os.getpid()}.part")
+            shutil.rmtree(partial, ignore_errors=True)
+            for marker in self.fs.find(f"{remote}/{MIRRORED}"):
+                unit = marker[len(f"{remote}/{MIRRORED}/") :]
+                for path in [*self.fs.find(f"{remote}/{unit}"), marker]:
+                    target = partial / path[len(remote) + 1 :]
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    self.fs.get_file(path, str(target))
+            if partial.exists():
+                partial.rename(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def mirror_work(self, stage: str, key: str) -> None:
+        """Copies finished units of the work folder to a remote store, a marker last. No-op on a local one.
+
+        A unit is a step below `checkpoints/`, or any other folder (a shard, a chunk); it never
+        changes once it is there. A step that a newer one has replaced leaves the mirror.
+        """
+        if self.is_local:
+            return
+        folder = self.scratch / "work" / stage / key
+        remote = self.join("work", stage, key)
+        units = [p for p in folder.iterdir() if p.is_dir() and p.name not in (MIRRORED, *NOT_SAVED, CHECKPOINTS)]
+        units += [p for p in (folder / CHECKPOINTS).glob("*") if p.name.isdigit()]
+        for unit in sorted(units):
+            name = unit.relative_to(folder).as_posix()
+            mark = folder / MIRRORED / name
+            if mark.exists():
+                continue
+            for path in sorted(p for p in unit.rglob("*") if p.is_file()):
+                self.fs.put_file(str(path), f"{remote}/{path.relative_to(folder).as_posix()}")
+            self.fs.pipe_file(f"{remote}/{MIRRORED}/{name}", b"{}")
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.write_bytes(b"{}")
+        for mark in list((folder / MIRRORED / CHECKPOINTS).glob("*")):
+            name = mark.relative_to(folder / MIRRORED).as_posix()
+            if not (folder / name).exists():
+                self.fs.rm(f"{remote}/{MIRRORED}/{name}")
+                self.fs.rm(f"{remote}/{name}", recursive=True)
+                mark.unlink()
+
+    def drop_work(self, stage: str, key: str) -> None:
+        """Forgets the work in progress of a key, once its artifact is committed."""
+        shutil.rmtree(self.scratch / "work" / stage / key, ignore_errors=True)
+        if not self.is_local and self.fs.exists(self.join("work", stage, key)):
+            self.fs.rm(self.join("work", stage, key), recursive=True)

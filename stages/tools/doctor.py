@@ -1,0 +1,37 @@
+"""Prints the device, the choices made for it and the versions in use."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from stages.contract.fingerprint import library_versions
+
+
+def main() -> None:
+    from tuning.device import choose
+    from tuning.rollout.engine.cpu.kernels import build
+
+    device = choose()
+    print(f"device        {device.platform} ({device.kind}) x {device.count}, {os.cpu_count()} cores")
+    print(f"memory        {device.memory_bytes / 2**30:.1f} GiB")
+    print(f"dtype         {device.compute.dtype} activations, float32 weights and moments")
+    half = device.compute.dtype == "bfloat16"
+    fused = {"gpu": "cuDNN" if half else None, "tpu": "splash"}.get(device.platform)
+    print(f"attention     {fused or 'blocks of queries'} (plain XLA where rows are short or a feature is missing)")
+    if device.platform == "cpu":
+        print(f"decoding      {'kernels in C' if any(build()) else 'XLA alone, which is slower'}")
+    print(f"remat         {'a layer keeps its input' if device.compute.remat else 'a layer keeps its products'}")
+    if device.count > 1:
+        print(f"mesh          parameters cut over {device.count} devices, unless compute.mesh says otherwise")
+    print(f"micro-batch   {device.row_tokens_per_step} row tokens")
+    print(f"rollout rows  {device.rollout_rows} side by side")
+    print(f"python        {sys.version.split()[0]}")
+    for name, version in library_versions().items():
+        print(f"{name:<13} {version}")
+    if device.memory_bytes < 6 * 2**30:
+        print("warning: less than 6 GiB of memory; the demo needs about that much")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Training of an adapter where a stage's settings ask for one, and of all parameters where they do not.
+
+A stage with an adapter keeps it under `adapter/`, as PEFT loads it, beside the merged model that later stages read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+from stages.common.models import ADAPTER, recall, remember
+from stages.common.settings import Lora
+from stages.contract.definition import Context
+from stages.store.artifacts import Artifact
+from stages.training import fit as training
+from stages.training.fit import Task
+
+if TYPE_CHECKING:
+    from tuning.models.lora import Base, LoraConfig
+
+Role = Literal["decoder", "scalar"]
+
+
+def lora_config(settings: Lora) -> LoraConfig:
+    """The settings as the core takes them."""
+    from tuning.models.lora import PROJECTIONS, LoraConfig
+
+    values = settings.model_dump()
+    chosen = PROJECTIONS if settings.targets == "all-linear" else settings.targets
+    # In one order: how the recipe lists them is no difference.
+    return LoraConfig(**values | {"targets": tuple(name for name in PROJECTIONS if name in chosen)})
+
+
+def fit(
+    ctx: Context,
+    task: Task,
+    model: Any,
+    params: Any,
+    config: Any,
+    *,
+    role: Role = "decoder",
+    frozen: Any = None,
+) -> tuple[Any, dict[str, Any]]:
+    """As `training.fit`, over what `config.lora` says; returns dense parameters either way.
+
+    `model` is the DecoderConfig of `params`. The task's loss and columns see a tuned model in place of parameters,
+    its `sample` gets merged ones.
+    """
+    task = dataclasses.replace(task, flops=_flops(task, model, role, config))
+    if config.lora is None:
+        return training.fit(ctx, task, params, config, frozen)
+    from tuning.device import choose
+    from tuning.models.lora import join, merge, over, tune, tuned_graph
+    from tuning.models.peft import save_adapter
+
+    lora = lora_config(config.lora)
+    graph = tuned_graph(model, role, lora)
+    dtype = choose(config.compute.dtype).compute.dtype
+    trainable, base = tune(model, role, params, lora, seed=ctx.seed, dtype=dtype)
+    columns, sample = task.columns, task.sample
+    adapted = dataclasses.replace(
+        task,
+        make_loss=lambda compute: over(graph, task.make_loss(compute)),
+        columns=None if columns is None else lambda p, *rest: columns(join(graph, p, base), *rest),
+        sample=None if sample is None else lambda p, *rest: sample(merge(model, role, params, p, lora), *rest),
+    )
+    trained, metrics = training.fit(ctx, adapted, trainable, config, (base, frozen))
+    save_adapter(ctx.out / ADAPTER, trained, lora, name_of(ctx.inputs["policy" if "policy" in ctx.inputs else "base"]))
+    return merge(model, role, params, trained, lora), metrics | sizes(trained, base)
+
+
+def _flops(task: Task, model: Any, role: Role, config: Any) -> Callable[[list[Any]], float]:
+    """FLOPs of a step on groups: forward and backward through the policy, and what the task computes beside it."""
+    from tuning.training.speed import ADAPTER, FULL, forward_flops
+
+    times = FULL if config.lora is None else ADAPTER
+    return lambda groups: times * forward_flops(model, groups, head=role == "decoder") + task.flops(groups)
+
+
+def name_of(artifact: Artifact) -> str:
+    """What an adapter calls the model below it: an artifact of the store, by content."""
+    return f"{artifact.stage}-{artifact.digest[:12]}"
+
+
+def based(ctx: Context, digest: str, role: Role, load: Callable[[], tuple[Any, Any]], config: Any) -> Base:
+    """What lies frozen under the adapters that `config.lora` asks for, kept in the worker's memory.
+
+    `load` gives (DecoderConfig, dense parameters) of the artifact with this digest.
+    """
+    from tuning.device import choose
+    from tuning.models.lora import Base, tune, tuned_graph
+
+    lora, dtype = lora_config(config.lora), choose(config.compute.dtype).compute.dtype
+    model, params = load()
+    name = f"frozen:{digest}:{lora.quantize}:{dtype}"
+    frozen = recall(ctx, name)
+    if frozen is None:
+        frozen = remember(ctx, name, tune(model, role, params, lora, seed=0, dtype=dtype)[1])
+    return Base(tuned_graph(model, role, lora), frozen)
+
+
+def sizes(trainable: Any, frozen: Any) -> dict[str, int]:
+    """Numbers of the manifest: parameters that are trained, bytes of those that are not."""
+    import jax
+
+    return {
+        "trained_parameters": sum(x.size for x in jax.tree.leaves(trainable)),
+        "frozen_bytes": sum(x.nbytes for x in jax.tree.leaves(frozen)),
+    }

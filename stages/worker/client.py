@@ -1,0 +1,163 @@
+"""The parent's side of the worker: starts it when first needed, sends requests, watches it live and die."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SILENCE_SECONDS = 600.0
+HUGE_PAGES = "glibc.malloc.hugetlb=1"
+
+
+def worker_environment() -> dict[str, str]:
+    """The environment of a process that computes: large arrays lie on huge pages.
+
+    A train step allocates and frees gigabytes; on pages of 4 KiB the kernel spends a quarter of it on page faults.
+    Linux with glibc 2.35 and newer; elsewhere the setting is not read.
+    """
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    if "glibc.malloc.hugetlb" in tunables:
+        return dict(os.environ)
+    return os.environ | {"GLIBC_TUNABLES": f"{tunables}:{HUGE_PAGES}".strip(":")}
+
+
+class StageFailed(RuntimeError):
+    """The stage raised; the worker lives on."""
+
+
+class WorkerDied(RuntimeError):
+    """The worker process ended under a stage; a new one resumes from what is saved."""
+
+
+class Worker:
+    """A worker process that is started by the first request and stays warm until `close`."""
+
+    def __init__(self, log: Path):
+        self.log = log
+        self.starts = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._requests: Any = None
+        self._events: int = -1
+        self._buffer = b""
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    def _start(self) -> None:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        request_read, request_write = os.pipe()
+        event_read, event_write = os.pipe()
+        command = [sys.executable, "-m", "stages.worker.process", "--parent", str(os.getpid())]
+        command += ["--requests", str(request_read), "--events", str(event_write)]
+        if threading.current_thread() is threading.main_thread():
+            command.append("--kernel-watches-parent")
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=(request_read, event_write),
+                env=worker_environment(),
+            )
+        os.close(request_read)
+        os.close(event_write)
+        self._requests = os.fdopen(request_write, "w")
+        self._events = event_read
+        self._buffer = b""
+        self.starts += 1
+
+    def run(self, request: dict[str, Any], on_event: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+        """Runs one stage and returns its manifest.
+
+        `on_event` sees progress and log events. Raises StageFailed with the stage's own error,
+        WorkerDied when the process ends or falls silent.
+        """
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            self._start()
+        try:
+            self._requests.write(json.dumps(request) + "\n")
+            self._requests.flush()
+            while True:
+                event = self._next_event()
+                if event["event"] == "done":
+                    return event["manifest"]
+                if event["event"] == "failed":
+                    raise StageFailed(event["error"] + f"\n  traceback in {self.log}")
+                if event["event"] != "heartbeat":
+                    on_event(event)
+        except (BrokenPipeError, EOFError) as e:
+            raise WorkerDied(self._obituary(request)) from e
+        except BaseException as e:
+            if not isinstance(e, StageFailed):
+                self.kill()  # an interrupted request leaves the pipes in the middle of a conversation
+            raise
+
+    def _next_event(self) -> dict[str, Any]:
+        deadline = time.monotonic() + SILENCE_SECONDS
+        while b"\n" not in self._buffer:
+            ready, _, _ = select.select([self._events], [], [], 1.0)
+            if ready:
+                chunk = os.read(self._events, 1 << 16)
+                if not chunk:
+                    raise EOFError
+                self._buffer += chunk
+            elif time.monotonic() > deadline:
+                self.kill()
+                raise EOFError
+        line, self._buffer = self._buffer.split(b"\n", 1)
+        return json.loads(line)
+
+    def _obituary(self, request: dict[str, Any]) -> str:
+        assert self._process is not None
+        try:
+            code = self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            code = -signal.SIGKILL
+        if code < 0:
+            cause = f"was ended by signal {signal.Signals(-code).name}"
+            if -code == signal.SIGKILL:
+                cause += " (the kernel does this when memory runs out; `dmesg` tells)"
+        else:
+            cause = f"exited with status {code}"
+        tail = ""
+        if self.log.exists():
+            with self.log.open(errors="replace") as f:
+                tail = "".join(f"\n    {line.rstrip()}" for line in deque(f, maxlen=5))
+        return (
+            f"the worker (pid {self._process.pid}) {cause} in stage {request['stage']}\n"
+            f"  finished stages, shards and checkpoints are kept; the same command goes on from there\n"
+            f"  log: {self.log}{tail}"
+        )
+
+    def kill(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+    def close(self) -> None:
+        """Ends the worker: it leaves when its request pipe closes."""
+        if self._process is None:
+            return
+        with contextlib.suppress(BrokenPipeError):
+            self._requests.close()
+        os.close(self._events)
+        try:
+            self._process.wait(timeout=15)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        self._process = None

@@ -1,0 +1,294 @@
+"""The command line as people use it: real processes on the store of a real run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.numpy import load_file
+from typer.testing import CliRunner
+
+from flows.cli.app import app
+from stages.store.artifacts import Store
+from tests.conftest import RLHF
+
+
+def state(record: dict, *names: str) -> dict[str, str]:
+    return {name: e["state"] for name, e in record["nodes"].items() if not names or name in names}
+
+
+def test_help_names_every_verb(rlhf):
+    text = rlhf("--help").stdout
+    verbs = ["run", "plan", "rerun", "rescore", "runs", "show", "chat", "serve", "export", "verify", "report", "doctor"]
+    for verb in verbs:
+        assert re.search(rf"^\W*{verb}\s+\w", text, re.MULTILINE), verb
+        shown = CliRunner().invoke(app, [verb, "--help"])
+        assert shown.exit_code == 0
+        assert "--help" in shown.output
+
+
+def test_no_command_shows_the_help(rlhf):
+    done = subprocess.run([RLHF], capture_output=True, text=True)
+    assert "Usage" in done.stdout + done.stderr
+
+
+def test_the_first_run_makes_everything_with_one_worker(smoke_store, record):
+    first = record(smoke_store, "first")
+    assert set(state(first).values()) == {"made"}
+    assert first["status"] == "finished"
+    assert first["worker_starts"] == 1
+    assert {"base", "prepare", "sft", "reward", "round-002.update", "evaluate.rl", "export"} <= set(first["nodes"])
+
+
+def test_the_second_run_is_all_cached_and_starts_no_worker(rlhf, store, record):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    out = rlhf("run", "smoke", "--no-prefect", "--name", "second", "--set", f"store={store}").stdout
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # Time of the processor: other tests run beside this one.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10
+    second = record(store, "second")
+    assert second["worker_starts"] == 0
+    assert set(state(second).values()) == {"hit"}
+    assert second["status"] == "finished"
+    assert out.count("cached") >= 10
+    digests = [{n: e["digest"] for n, e in record(store, name)["nodes"].items()} for name in ("first", "second")]
+    assert digests[0] == digests[1]
+
+
+def test_a_run_never_overwrites_another(rlhf, smoke_store):
+    before = (smoke_store / "runs" / "first" / "run.json").read_bytes()
+    done = rlhf("run", "smoke", "--no-prefect", "--name", "first", "--set", f"store={smoke_store}", code=2)
+    assert "run first exists" in done.stderr
+    assert (smoke_store / "runs" / "first" / "run.json").read_bytes() == before
+
+
+def test_a_run_s_name_is_no_path(rlhf, tmp_path):
+    sets = ["--set", f"store={tmp_path / 'store'}"]
+    assert "run name '../x'" in rlhf("run", "smoke", "--no-prefect", "--name", "../x", *sets, code=2).stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_and_show(rlhf, smoke_store):
+    line = next(x for x in rlhf("runs", "--store", smoke_store).stdout.splitlines() if "first" in x)
+    assert "finished" in line
+    shown = rlhf("show", "first", "--store", smoke_store).stdout
+    for name in ("base", "prepare", "sft", "round-001.score", "evaluate.rl", "export"):
+        assert re.search(rf"^  {re.escape(name)} +made ", shown, re.MULTILINE)
+    assert rlhf("show", "--store", smoke_store).stdout == shown
+    assert Path(re.search(r"^log +(.+)$", shown, re.MULTILINE).group(1)).is_file()
+
+
+def test_a_run_that_is_not_there(rlhf, smoke_store, tmp_path):
+    assert "did you mean first?" in rlhf("show", "frist", "--store", smoke_store, code=2).stderr
+    assert "no runs in" in rlhf("show", "--store", tmp_path, code=2).stderr
+
+
+def test_plan_tells_what_a_run_would_do(rlhf, smoke_store):
+    sets = ["--set", f"store={smoke_store}"]
+    assert " 0 miss, 0 wait" in rlhf("plan", "smoke", *sets).stdout
+    out = rlhf("plan", "smoke", *sets, "--set", "sft.optimizer.learning_rate=1e-3").stdout
+    assert re.search(r"^miss +sft\n +sft\.optimizer\.learning_rate: 0\.003 -> 0\.001$", out, re.MULTILINE)
+    assert re.search(r"^hit +reward$", out, re.MULTILINE)
+
+
+def test_a_run_does_what_the_plan_said_and_no_more(rlhf, store, record):
+    sets = ["--set", f"store={store}", "--set", "rl.score.rewards.digits.weight=0.25", "--set", "rl.rounds=1"]
+    out = rlhf("plan", "smoke", *sets).stdout
+    assert "rl.score.rewards.digits.weight: 0.5 -> 0.25" in out
+    rlhf("run", "smoke", "--no-prefect", "--name", "reweighted", *sets)
+    made = {n for n, s in state(record(store, "reweighted")).items() if s == "made"}
+    assert made == {"round-000.score", "round-000.update", "evaluate.rl", "export"}
+
+
+def test_rerun_makes_one_stage_again_and_that_stage_alone(rlhf, store, record):
+    out = rlhf("rerun", "first", "--stage", "evaluate", "--no-prefect", "--store", store).stdout
+    assert "the output is the same as before" in out
+    name = next(p.name for p in (store / "runs").iterdir() if p.name != "first")
+    again = record(store, name)
+    assert {n for n, s in state(again).items() if s == "made"} == {"evaluate.base", "evaluate.sft", "evaluate.rl"}
+    first = record(store, "first")
+    assert all(e["digest"] == first["nodes"][n]["digest"] for n, e in again["nodes"].items())
+    artifact = Store(str(store)).get("evaluate", again["nodes"]["evaluate.rl"]["key"])
+    assert artifact.manifest["run"] == name
+
+
+def test_rerun_says_what_there_is(rlhf, smoke_store):
+    options = ["--no-prefect", "--store", smoke_store]
+    assert "stages are base, prepare" in rlhf("rerun", "first", *options, code=2).stderr
+    assert "no stage or node 'evalute'" in rlhf("rerun", "first", "--stage", "evalute", *options, code=2).stderr
+
+
+def test_a_stage_that_fails_ends_with_status_1_and_what_was_done_is_kept(rlhf, store, record):
+    sets = ["--set", f"store={store}", "--set", "reward.optimizer.learning_rate=1e30", "--set", "rl=null"]
+    sets += ["--set", "reward.optimizer.clip_norm=1e30"]
+    done = rlhf("run", "smoke", "--no-prefect", "--name", "fails", *sets, code=1)
+    assert "failed: NonFinite" in done.stderr
+    assert "traceback in" in done.stderr
+    assert "the same command goes on from there" in done.stderr
+    failed = record(store, "fails")
+    assert failed["status"] == "failed"
+    assert state(failed, "sft", "reward") == {"sft": "hit", "reward": "failed"}
+    assert "NonFinite" in rlhf("show", "fails", "--store", store).stdout
+
+
+def test_ctrl_c_ends_a_run_and_its_worker(store, record, rlhf):
+    sets = ["--set", f"store={store}", "--set", "sft.optimizer.learning_rate=0.002", "--set", "sft.epochs=500"]
+    command = [RLHF, "run", "smoke", "--no-prefect", "--name", "stopped", *sets]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # A shell that runs the tests in the background lets its children ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    folder = store / "work" / "sft"
+    deadline = time.monotonic() + 60
+    while not list(folder.glob("*/checkpoints/*")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert "interrupted; what is finished is kept" in err
+    assert "Traceback" not in err
+    assert record(store, "stopped")["status"] == "failed"
+    assert list((store / "leases").iterdir()) == []
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+
+
+def test_a_run_whose_process_is_gone_is_shown_as_killed(rlhf, store):
+    place = Store(str(store))
+    first = place.read_json("runs", "first", "run.json")
+    process = subprocess.Popen(["true"])
+    process.wait()
+    gone = first | {"name": "gone", "status": "running", "process": first["process"] | {"pid": process.pid}}
+    elsewhere = gone | {"name": "elsewhere", "process": first["process"] | {"host": "another"}}
+    for run in (gone, elsewhere):
+        place.write_json(run, "runs", run["name"], "run.json")
+    lines = rlhf("runs", "--store", store).stdout.splitlines()
+    assert "killed" in next(x for x in lines if "gone" in x)
+    assert "running" in next(x for x in lines if "elsewhere" in x)
+
+
+@pytest.mark.slow
+def test_verify_finds_damage_and_the_next_run_repairs_it(rlhf, store, record):
+    assert ", 0 damaged" in rlhf("verify", "--store", store).stdout
+    entry = record(store, "first")["nodes"]
+    for name, damage in {"sft": "flip", "evaluate.sft": "manifest"}.items():
+        folder = store / "artifacts" / entry[name]["stage"] / entry[name]["key"]
+        if damage == "flip":
+            path = folder / "model" / "model.safetensors"
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(data)
+        else:
+            (folder / "manifest.json").write_text('{"stage":')
+    out = rlhf("verify", "--store", store, code=1).stdout
+    assert "model/model.safetensors has checksum" in out
+    assert "is not JSON" in out
+    assert ", 2 damaged; the next run makes them again" in out
+    rlhf("run", "smoke", "--no-prefect", "--name", "repaired", "--set", f"store={store}")
+    repaired = record(store, "repaired")
+    assert {n for n, s in state(repaired).items() if s == "made"} == {"sft", "evaluate.sft"}
+    assert {n: e["digest"] for n, e in repaired["nodes"].items()} == {n: e["digest"] for n, e in entry.items()}
+
+
+def test_export_shows_and_copies_a_folder_that_others_can_load(rlhf, smoke_store, tmp_path):
+    folder = Path(rlhf("export", "--store", smoke_store).stdout.strip())
+    assert (folder / "model.safetensors").is_file()
+    rlhf("export", "--store", smoke_store, "--to", tmp_path / "out")
+    copied = {p.name for p in (tmp_path / "out").iterdir()}
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "README.md"} <= copied
+    assert "manifest.json" not in copied
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == load_file(folder / "model.safetensors").keys()
+    assert "is not empty" in rlhf("export", "--store", smoke_store, "--to", tmp_path / "out", code=2).stderr
+
+
+def test_an_export_names_everything_that_it_was_made_from(rlhf, smoke_store, record):
+    folder = Path(rlhf("export", "--store", smoke_store).stdout.strip())
+    history = json.loads((folder / "provenance.json").read_text())
+    nodes = record(smoke_store, "first")["nodes"]
+    expected = {e["key"] for n, e in nodes.items() if not n.startswith("evaluate") and n != "export"}
+    assert {h["key"] for h in history} == expected
+    assert all(h["versions"] and h["config"] and "seed" in h for h in history)
+
+
+@pytest.mark.slow
+def test_export_verify_compares_with_transformers(rlhf, smoke_store):
+    pytest.importorskip("torch")
+    out = rlhf("export", "--store", smoke_store, "--verify").stdout
+    assert re.search(r"20 prompts: largest difference of logits in float64 \d\.\d+e-\d\d \(allowed 1e-04\)", out)
+
+
+@pytest.mark.parametrize("node", ["export", pytest.param("round-000.update", marks=pytest.mark.slow)])
+def test_chat_answers_each_line(rlhf, store, node):
+    """Round 0 stores no weights: its policy is made again from its rollouts."""
+    options = ["--store", store, "--node", node, "--max-tokens", "4", "--temperature", "0"]
+    done = rlhf("chat", "first", *options, input="1 + 1 = ?\n2 + 2 = ?\n")
+    assert done.stdout.count("\n") >= 2
+    assert "Traceback" not in done.stderr
+    assert ("replaying the update of round 0" in done.stderr) == (node != "export")
+
+
+def test_a_signal_ends_a_chat_and_leaves_nobody(smoke_store):
+    process = subprocess.Popen(
+        [RLHF, "chat", "first", "--store", smoke_store], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    while "ends the conversation" not in (line := process.stderr.readline()):
+        assert line, "it ended before it began"
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    process.terminate()
+    assert process.wait(timeout=20) == -signal.SIGTERM
+    assert psutil.wait_procs(family, timeout=10)[1] == []
+
+
+def test_chat_with_a_node_that_is_not_there(rlhf, smoke_store):
+    done = rlhf("chat", "first", "--store", smoke_store, "--node", "sfft", code=2)
+    assert "run first has no finished sfft; finished are base, prepare" in done.stderr
+
+
+def test_doctor_shows_the_device_and_versions(rlhf):
+    out = rlhf("doctor").stdout
+    for word in ("device", "memory", "dtype", "decoding", "micro-batch", "rollout rows", "jax"):
+        assert re.search(rf"^{word} +\S", out, re.MULTILINE), word
+
+
+def test_a_store_that_has_moved_is_as_good_and_may_be_named_from_the_current_folder(rlhf, store, record):
+    """Records hold the address that a store had; what is in it does not depend on that."""
+    store.rename(store.with_name("elsewhere"))
+    options = ["--no-prefect", "--name", "moved", "--set", "store=elsewhere"]
+    out = rlhf("run", "smoke", *options, cwd=store.parent).stdout
+    assert record(store.with_name("elsewhere"), "moved")["worker_starts"] == 0
+    assert "store elsewhere" in out
+    assert "moved" in rlhf("runs", "--store", "elsewhere", cwd=store.parent).stdout
+
+
+@pytest.mark.slow
+def test_a_reward_function_in_the_current_folder_is_found(rlhf, store, record):
+    folder = store.parent
+    code = "def short(prompts, completions, **_):\n    return [-float(len(c)) for c in completions]\n"
+    (folder / "my_rewards.py").write_text(code)
+    sets = ["store=store", "rl.rounds=1", "evaluate=null", "export=null"]
+    sets += ["rl.score.rewards={exact: null, mine: {function: 'my_rewards:short'}}"]
+    words = [w for item in sets for w in ("--set", item)]
+    assert "rl.score.rewards.exact" in rlhf("plan", "smoke", *words, cwd=folder, code=2).stderr
+    words[-1] = "rl.score.rewards.mine={function: 'my_rewards:short'}"
+    rlhf("run", "smoke", "--no-prefect", "--name", "mine", *words, cwd=folder)
+    mine = record(store, "mine")["nodes"]
+    assert mine["round-000.rollout"]["state"] == "hit"
+    assert mine["round-000.score"]["metrics"]["reward_mine"] < 0
+    assert mine["round-000.score"]["metrics"]["failed"] == 0
+    (folder / "my_rewards.py").write_text(code.replace("-float", "float"))
+    out = rlhf("plan", "smoke", *words, cwd=folder).stdout
+    assert re.search(r"^miss +round-000\.score\n +sources\.module:my_rewards: ", out, re.MULTILINE)

@@ -1,0 +1,263 @@
+"""The graph of a recipe: what is made from what, and which change reaches which key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.graph.build import build, key_of, key_parts
+from flows.recipe.model import load_recipe
+from stages.store.artifacts import Artifact, Store
+
+
+def graph(*sets: str) -> dict[str, Any]:
+    return {n.name: n for n in build(load_recipe("smoke", sets=list(sets)))}
+
+
+def inputs(node: Any) -> dict[str, str]:
+    return {name: i.node for name, i in node.inputs.items()}
+
+
+@pytest.fixture(scope="module")
+def made(smoke_store: Path) -> dict[str, Artifact]:
+    """The artifacts of the smoke run by node."""
+    store = Store(str(smoke_store))
+    record = store.read_json("runs", "first", "run.json")
+    found = {name: store.get(e["stage"], e["key"]) for name, e in record["nodes"].items()}
+    assert all(a is not None for a in found.values())
+    return found
+
+
+def changed(made: dict[str, Artifact], *sets: str) -> set[str]:
+    """Nodes whose key differs with these settings, were all their inputs as they are."""
+    nodes = graph(*sets)
+    old = [n for n in nodes if n in made and all(i.node in made for i in nodes[n].inputs.values())]
+    return {n for n in old if key_of(key_parts(nodes[n], made)) != made[n].key}
+
+
+def test_the_order_is_one_in_which_every_input_is_made_before():
+    seen: set[str] = set()
+    for name, node in graph().items():
+        assert {i.node for i in node.inputs.values()} <= seen
+        seen.add(name)
+
+
+def test_the_first_round_is_sampled_from_the_kernels_that_an_adapter_is_trained_over():
+    nodes = graph("rl.update.lora.quantize=nf4", "rl.rounds=2")
+    assert [nodes[f"round-00{i}.rollout"].config.quantize for i in range(2)] == ["nf4", "none"]
+    assert graph("rl.update.lora.rank=4")["round-000.rollout"].config.quantize == "none"
+
+
+def test_what_each_stage_reads():
+    nodes = graph()
+    assert list(nodes)[:4] == ["base", "prepare", "sft", "reward"]
+    assert inputs(nodes["sft"]) == {"base": "base", "data": "prepare", "tokenizer": "base"}
+    assert inputs(nodes["reward"]) == {"base": "base", "data": "prepare", "tokenizer": "base"}
+    assert inputs(nodes["round-000.rollout"]) == {"policy": "sft", "data": "prepare", "tokenizer": "base"}
+    assert inputs(nodes["round-000.score"]) == {"rollouts": "round-000.rollout", "reward": "reward"}
+    assert inputs(nodes["round-001.rollout"])["policy"] == "round-000.update"
+    assert inputs(nodes["round-001.update"]) == {
+        "policy": "round-000.update",
+        "rollouts": "round-001.rollout",
+        "scores": "round-001.score",
+        "tokenizer": "base",
+        "reference": "sft",
+    }
+    assert inputs(nodes["evaluate.base"])["policy"] == "base"
+    assert inputs(nodes["evaluate.rl"])["policy"] == inputs(nodes["export"])["policy"] == "round-002.update"
+
+
+@pytest.mark.parametrize(
+    ("sets", "gone"),
+    [
+        (["sft=null"], {"sft", "evaluate.sft"}),
+        (["evaluate=null"], {"evaluate.base", "evaluate.sft", "evaluate.rl"}),
+        (["export=null"], {"export"}),
+        (["rl.rounds=2"], {"round-002.rollout", "round-002.score", "round-002.update"}),
+        (
+            ["rl=null"],
+            {f"round-00{i}.{s}" for i in range(3) for s in ("rollout", "score", "update")} | {"evaluate.rl"},
+        ),
+    ],
+)
+def test_a_section_that_is_left_out_leaves_its_nodes_out(sets, gone):
+    assert set(graph()) - set(graph(*sets)) == gone
+
+
+def test_without_sft_the_rounds_start_from_the_base_model():
+    nodes = graph("sft=null")
+    assert inputs(nodes["round-000.rollout"])["policy"] == "base"
+    assert inputs(nodes["round-000.update"])["reference"] == "base"
+
+
+JUDGED = "preference={loss: dpo}"
+
+
+def test_the_policy_that_is_judged_and_exported_is_the_last_one_trained():
+    nodes = graph("rl=null", "reward=null", JUDGED)
+    assert [n for n in nodes if n not in ("base", "prepare")] == [
+        "sft", "preference", "evaluate.base", "evaluate.sft", "evaluate.preference", "export",
+    ]  # fmt: skip
+    assert inputs(nodes["preference"]) == {"policy": "sft", "reference": "sft", "data": "prepare", "tokenizer": "base"}
+    assert inputs(nodes["evaluate.preference"])["policy"] == inputs(nodes["export"])["policy"] == "preference"
+
+
+def test_rl_starts_from_the_policy_before_it():
+    nodes = graph(JUDGED)
+    assert inputs(nodes["round-000.rollout"])["policy"] == "preference"
+    assert inputs(nodes["round-000.update"])["reference"] == "preference"
+    nodes = graph("sft=null", JUDGED)
+    assert inputs(nodes["preference"])["policy"] == "base"
+
+
+def test_a_loss_without_a_reference_loads_none():
+    assert "reference" not in inputs(graph("preference={loss: orpo}")["preference"])
+
+
+def test_kto_reads_labels_where_the_data_has_them():
+    kto = "preference={loss: kto}"
+    assert inputs(graph(kto)["preference"])["data"] == "prepare"
+    nodes = graph(kto, "data.splits=[sft,preference,labelled,prompts,heldout]")
+    assert "data" not in inputs(nodes["preference"])
+    assert nodes["preference"].inputs["labelled"].parts == ("labelled/", "heldout_labelled/")
+
+
+@pytest.mark.parametrize(
+    ("teacher", "policy", "source"),
+    [
+        ("sft", "base", "sft"),
+        ("base", "sft", "base"),
+        ("random:tiny", "sft", "teacher"),
+        ("rl", "base", "round-002.update"),
+    ],
+)
+def test_teachers_and_their_students(teacher, policy, source):
+    nodes = graph(f"distill={{teacher: '{teacher}'}}")
+    found = inputs(nodes["distill"])
+    assert (found["policy"], found["teacher"]) == (policy, source)
+    last = "distill" if teacher == "rl" else "round-002.update"
+    assert inputs(nodes["export"])["policy"] == last
+    assert inputs(nodes["round-000.rollout"])["policy"] == ("sft" if teacher == "rl" else "distill")
+    if source == "teacher":
+        assert nodes["teacher"].config.source == teacher
+        assert nodes["teacher"].seed != nodes["base"].seed
+
+
+def test_without_a_kl_there_is_no_reference():
+    assert "reference" not in inputs(graph("rl.update.kl_coef=0")["round-000.update"])
+
+
+def test_ppo_reads_the_reward_model():
+    assert inputs(graph("rl.update.algorithm=ppo")["round-000.update"])["reward"] == "reward"
+
+
+def test_a_reward_model_that_no_reward_uses_is_no_input_of_scores():
+    rewards = "rl.score.rewards.model={function: exact_match, squash: none}"
+    assert "reward" not in inputs(graph(rewards)["round-000.score"])
+
+
+@pytest.mark.parametrize(
+    ("rounds", "every", "stored"), [(3, 2, [1, 2]), (4, 2, [1, 3]), (3, 1, [0, 1, 2]), (3, 9, [2])]
+)
+def test_weights_are_stored_every_so_many_rounds_and_after_the_last(rounds, every, stored):
+    nodes = graph(f"rl.rounds={rounds}", f"rl.checkpoint_every={every}")
+    assert [i for i in range(rounds) if nodes[f"round-{i:03d}.update"].config.store_state] == stored
+
+
+def test_seeds_differ_by_stage_and_round_and_follow_the_run_s():
+    one, two = graph(), graph("seed=1")
+    seeds = {name: node.seed for name, node in one.items()}
+    assert len({seeds["sft"], seeds["reward"], seeds["round-000.rollout"], seeds["round-001.rollout"]}) == 4
+    assert all(two[name].seed != seed for name, seed in seeds.items())
+    # All policies are judged on the same random numbers.
+    assert seeds["evaluate.base"] == seeds["evaluate.sft"] == seeds["evaluate.rl"]
+
+
+def test_the_keys_of_a_run_can_be_computed_again(made):
+    assert changed(made) == set()
+    assert set(made) == set(graph())
+
+
+ROUNDS = range(3)
+
+
+def rounds(stage: str) -> set[str]:
+    return {f"round-{i:03d}.{stage}" for i in ROUNDS}
+
+
+EVALUATIONS = {"evaluate.base", "evaluate.sft", "evaluate.rl"}
+
+
+@pytest.mark.parametrize(
+    ("sets", "reached"),
+    [
+        (["sft.optimizer.learning_rate=0.001"], {"sft"}),
+        (["reward.centering=0.1"], {"reward"}),
+        (["rl.score.rewards.digits.weight=0.25"], rounds("score")),
+        (["rl.update.clip_low=0.1"], rounds("update")),
+        (["rl.rollout.max_tokens=9"], rounds("rollout")),
+        (["rl.rollout.shard_prompts=2"], rounds("rollout")),
+        (["rl.rollout.temperature=0.9"], rounds("rollout") | rounds("update")),
+        (["evaluate.samples=3"], EVALUATIONS),
+        (["export.name=other"], {"export"}),
+        (["data.heldout_fraction=0.2"], {"prepare"}),
+        (["rl.rounds=9"], set()),
+        (["rl.checkpoint_every=1"], set()),
+        (["sft.checkpoint_every=1", "reward.checkpoint_every=1"], set()),
+        (["sft.compute.tokens_per_micro_batch=64", "rl.rollout.compute.rollout_rows=3"], set()),
+        (["data.workers=2", "data.chunk_megabytes=1.0", "rl.score.workers=1", "evaluate.workers=1"], set()),
+        (["name=other", "description=another", "retries=5", "store=/elsewhere"], set()),
+    ],
+    ids=lambda v: v[0] if isinstance(v, list) else "",
+)
+def test_a_setting_changes_the_keys_of_its_own_stage_alone(made, sets, reached):
+    assert changed(made, *sets) == reached
+
+
+def test_a_key_holds_the_content_of_the_parts_that_are_read(made):
+    parts = {name: key_parts(node, made) for name, node in graph().items()}
+    assert parts["sft"]["inputs"]["data"] == made["prepare"].part_digest(("sft/",))
+    assert parts["reward"]["inputs"]["data"] == made["prepare"].part_digest(("preference/", "heldout_preference/"))
+    assert parts["round-000.rollout"]["inputs"]["data"] == made["prepare"].part_digest(("prompts/",))
+    assert parts["evaluate.base"]["inputs"]["data"] == made["prepare"].part_digest(("heldout/",))
+    assert parts["evaluate.base"]["inputs"]["policy"] == made["base"].digest
+    assert parts["sft"]["versions"]["jax"][0].isdigit()
+
+
+def test_a_rollout_records_the_policy_that_made_it(made):
+    from stages.common.tables import read_rows
+
+    for number, policy in enumerate(["sft", "round-000.update", "round-001.update"]):
+        rows = read_rows(made[f"round-{number:03d}.rollout"], "rollouts/")
+        assert {r["policy"] for r in rows} == {made[policy].digest}
+        assert len(rows) == 8 * 4
+
+
+def test_a_data_file_that_is_edited_in_place_is_other_content(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "a", "answer": "b"}\n')
+    node = graph(f"data.source={path}")["prepare"]
+    base = Artifact(Store(str(tmp_path)), {"files": [{"path": "tokenizer/a", "sha256": "0"}], "digest": "d"})
+    before = key_of(key_parts(node, {"base": base}))
+    assert key_of(key_parts(node, {"base": base})) == before
+    path.write_text('{"prompt": "a", "answer": "c"}\n')
+    assert key_of(key_parts(node, {"base": base})) != before
+
+
+def test_a_reward_function_that_is_edited_in_place_is_other_content(made, tmp_path, monkeypatch):
+    path = tmp_path / "my_rewards.py"
+    path.write_text("def f(prompts, completions, **_):\n    return [1.0 for _ in prompts]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    sets = ["rl.score.rewards.exact.function='my_rewards:f'", "evaluate.judge='my_rewards:f'"]
+
+    def keys() -> dict[str, str]:
+        return {name: key_of(key_parts(node, made)) for name, node in graph(*sets).items()}
+
+    before = keys()
+    path.write_text("# a remark\n" + path.read_text())
+    assert keys() == before
+    path.write_text(path.read_text().replace("1.0", "2.0"))
+    after = keys()
+    assert {name for name in after if after[name] != before[name]} == rounds("score") | EVALUATIONS

@@ -1,0 +1,170 @@
+"""`plan` before `run`: hit or miss for each node, and why it misses; nothing is run and nothing written."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import stages
+from flows.graph.plan import Planned, plan
+from flows.recipe.model import load_recipe
+from stages.store.artifacts import Store
+from tests.conftest import RLHF
+
+
+def planned(store: Path, *sets: str, force: set[str] | None = None) -> dict[str, Planned]:
+    recipe = load_recipe("smoke", sets=[f"store={store}", *sets])
+    return {p.node.name: p for p in plan(recipe, force)}
+
+
+def states(found: dict[str, Planned], state: str) -> set[str]:
+    return {name for name, p in found.items() if p.state == state}
+
+
+def tree(store: Path) -> dict[str, int]:
+    return {str(p): p.stat().st_mtime_ns for p in sorted(store.rglob("*"))}
+
+
+def test_after_a_run_everything_is_a_hit(smoke_store):
+    found = planned(smoke_store)
+    assert states(found, "hit") == set(found)
+    assert all(p.seconds is not None for p in found.values())
+
+
+def test_in_an_empty_store_the_first_stage_is_missing_and_the_rest_waits(tmp_path):
+    found = planned(tmp_path / "store")
+    assert states(found, "miss") == {"base"}
+    assert found["base"].reasons == ["never made"]
+    assert found["sft"].reasons == ["after base, prepare"]
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_changed_setting_is_named_with_both_values_and_what_follows_waits(smoke_store):
+    before = tree(smoke_store)
+    found = planned(smoke_store, "sft.optimizer.learning_rate=0.001")
+    assert states(found, "hit") == {"base", "prepare", "reward", "evaluate.base"}
+    assert states(found, "miss") == {"sft"}
+    assert found["sft"].reasons == ["sft.optimizer.learning_rate: 0.003 -> 0.001"]
+    assert found["round-000.rollout"].reasons == ["after sft"]
+    assert states(found, "waits") == set(found) - states(found, "hit") - {"sft"}
+    assert tree(smoke_store) == before
+
+
+@pytest.mark.parametrize(
+    ("setting", "missing", "reason", "hits"),
+    [
+        (
+            "rl.score.rewards.digits.weight=0.25",
+            "round-000.score",
+            "rl.score.rewards.digits.weight: 0.5 -> 0.25",
+            {"round-000.rollout", "sft", "reward", "evaluate.base", "evaluate.sft"},
+        ),
+        (
+            "rl.rollout.shard_prompts=2",
+            "round-000.rollout",
+            "rl.rollout.shard_prompts: 4 -> 2",
+            {"sft", "reward", "evaluate.base", "evaluate.sft"},
+        ),
+        (
+            "rl.update.clip_high=0.3",
+            "round-000.update",
+            "rl.update.clip_high: 0.2 -> 0.3",
+            {"round-000.rollout", "round-000.score", "evaluate.sft"},
+        ),
+        ("data.sft_fraction=0.3", "prepare", "data.sft_fraction: 0.2 -> 0.3", {"base"}),
+    ],
+)
+def test_a_change_in_the_middle_keeps_what_comes_before(smoke_store, setting, missing, reason, hits):
+    found = planned(smoke_store, setting)
+    assert states(found, "miss") == {missing}
+    assert found[missing].reasons == [reason]
+    assert hits <= states(found, "hit")
+
+
+def test_an_evaluation_setting_misses_for_each_policy_at_once(smoke_store):
+    found = planned(smoke_store, "evaluate.samples=3")
+    assert states(found, "miss") == {"evaluate.base", "evaluate.sft", "evaluate.rl"}
+    assert found["evaluate.rl"].reasons == ["evaluate.samples: 2 -> 3"]
+    assert states(found, "waits") == set()
+
+
+def test_more_rounds_are_appended(smoke_store):
+    found = planned(smoke_store, "rl.rounds=4")
+    assert states(found, "miss") == {"round-003.rollout"}
+    assert found["round-003.rollout"].reasons == ["never made"]
+    assert "round-002.update" in states(found, "hit")
+
+
+def test_a_forced_node_is_a_miss(smoke_store):
+    found = planned(smoke_store, force={"reward"})
+    assert found["reward"].state == "miss"
+    assert found["reward"].reasons == ["forced"]
+
+
+def test_an_artifact_that_is_gone_or_damaged_is_a_miss_and_stays_where_it_is(store):
+    artifacts = Store(str(store))
+    entry = artifacts.read_json("runs", "first", "run.json")["nodes"]["sft"]
+    weights = Path(artifacts.get("sft", entry["key"]).local("model/model.safetensors"))
+    os.truncate(weights, 10)
+    before = tree(store)
+    found = planned(store)
+    assert found["sft"].reasons == ["its artifact is gone or damaged"]
+    assert tree(store) == before
+    shutil.rmtree(weights.parents[1])
+    assert planned(store)["sft"].reasons == ["its artifact is gone or damaged"]
+
+
+def test_work_in_progress_is_told(store):
+    entry = Store(str(store)).read_json("runs", "first", "run.json")["nodes"]["sft"]
+    shutil.rmtree(store / "artifacts" / "sft")
+    (store / "work" / "sft" / entry["key"] / "checkpoints").mkdir(parents=True)
+    assert any("goes on from work in progress" in r for r in planned(store)["sft"].reasons)
+
+
+def test_a_failed_try_does_not_hide_what_changed(store):
+    """The newest entry failed; the plan still compares with the newest that was made."""
+    artifacts = Store(str(store))
+    record = artifacts.read_json("runs", "first", "run.json")
+    later = record | {"name": "later", "started": "2999-01-01T00:00:00+00:00", "status": "failed"}
+    later["nodes"] = record["nodes"] | {"sft": {"stage": "sft", "key": "f" * 64, "state": "failed"}}
+    artifacts.write_json(later, "runs", "later", "run.json")
+    found = planned(store, "sft.optimizer.learning_rate=0.001")
+    assert found["sft"].reasons == ["sft.optimizer.learning_rate: 0.003 -> 0.001"]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A copy of this project's code, to be edited."""
+    folder = tmp_path_factory.mktemp("project")
+    root = Path(next(iter(stages.__path__))).parent
+    for name in ("flows", "stages", "tuning"):
+        shutil.copytree(root / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "expected"),
+    [
+        ("stages/sft.py", "    config, base = ", "    # A remark.\n    config, base = ", " 0 miss, 0 wait"),
+        ("stages/sft.py", '"""Supervised fine-tuning."""', '"""SFT."""', " 0 miss, 0 wait"),
+        ("stages/sft.py", "return metrics |", "return {} | metrics |", "code stages.sft changed"),
+        ("tuning/losses/sft.py", "\n\n\ndef ", "\n\n\nX = 1\n\n\ndef ", "code tuning.losses.sft changed"),
+    ],
+    ids=["comment", "docstring", "stage", "core"],
+)
+def test_an_edit_of_the_code_is_named_and_a_remark_is_none(smoke_store, project, file, old, new, expected):
+    path = project / file
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    try:
+        command = [RLHF, "plan", "smoke", "--set", f"store={smoke_store}"]
+        env = os.environ | {"PYTHONPATH": str(project)}
+        out = subprocess.check_output(command, cwd=project, env=env, text=True)
+    finally:
+        path.write_text(text)
+    assert expected in out

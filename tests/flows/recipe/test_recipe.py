@@ -1,0 +1,270 @@
+"""Recipes are strict: what is wrong is named with file, line and field, before any work is done."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flows.recipe.model import RECIPES, Recipe, RecipeError, find_recipe, load_recipe, merge
+
+BUILT_IN = sorted(p.stem for p in RECIPES.glob("*.yaml"))
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """Writes a recipe file and returns its path."""
+
+    def write(text: str) -> str:
+        path = tmp_path / "mine.yaml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def refused(name: str, **options) -> str:
+    with pytest.raises(RecipeError) as e:
+        load_recipe(name, **options)
+    return str(e.value)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_built_in_recipes_load(name):
+    loaded = load_recipe(name)
+    assert loaded.name == name
+    assert loaded.description
+
+
+def test_there_are_built_in_recipes():
+    assert {"demo", "smoke"} <= set(BUILT_IN)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_recipe_that_was_written_down_reads_back(name):
+    rounds = load_recipe(name).rl is not None
+    for sets in (
+        [],
+        ["rl.rollout.temperature=0.7"] if rounds else ["preference.loss=simpo", "data.splits=[sft,preference,heldout]"],
+    ):
+        loaded = load_recipe(name, sets=sets)
+        assert Recipe.model_validate_json(json.dumps(loaded.model_dump(mode="json"))) == loaded
+
+
+def test_an_empty_file_is_a_recipe_of_defaults_with_the_file_s_name(recipe):
+    assert load_recipe(recipe("")) == Recipe(name="mine")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "name: x\nsft:\n  epochs: 1\n  learnin_rate: 3\n",
+            "mine.yaml:4: sft.learnin_rate: unknown key; there are epochs,",
+        ),
+        ("rl:\n  rolout: {prompts: 3}\n", "mine.yaml:2: rl.rolout: unknown key; did you mean rollout?"),
+        (
+            "sft:\n  optimizer:\n    learning_rat: 0.1\n",
+            "mine.yaml:3: sft.optimizer.learning_rat: unknown key; did you mean learning_rate?",
+        ),
+        (
+            "rl:\n  score:\n    rewards:\n      a: {function: contains, wieght: 2}\n",
+            "mine.yaml:4: rl.score.rewards.a.wieght: unknown key; did you mean weight?",
+        ),
+        ("evalute: null\n", "mine.yaml:1: evalute: unknown key; did you mean evaluate?"),
+        ("sft:\n  epochs: two\n", "mine.yaml:2: sft.epochs: Input should be a valid integer (found 'two')"),
+        ("sft:\n  epochs: 1.5\n", "mine.yaml:2: sft.epochs: Input should be a valid integer"),
+        ("sft:\n  epochs: 0\n", "mine.yaml:2: sft.epochs: Input should be greater than or equal to 1 (found 0)"),
+        ("sft: 3\n", "mine.yaml:1: sft: Input should be an object (found 3)"),
+        ("seed: true\n", "mine.yaml:1: seed: Input should be a valid integer"),
+        (
+            "sft:\n  optimizer: {learning_rate: .inf}\n",
+            "mine.yaml:2: sft.optimizer.learning_rate: Input should be a finite number",
+        ),
+        (
+            "sft:\n  optimizer: {schedule: cosin}\n",
+            "mine.yaml:2: sft.optimizer.schedule: Input should be 'constant', 'linear', 'cosine' or 'wsd'",
+        ),
+        ("name: Not A Name\n", "mine.yaml:1: name: String should match pattern"),
+        ("- a\n- b\n", "mine.yaml: a recipe is a mapping of sections, found list"),
+        ("sft: [1\n", "mine.yaml: not YAML: "),
+        ("sft: {epochs: 1}\nseed: 1\nsft: {epochs: 2}\n", "the key 'sft' is there twice"),
+        ("data: {source_args: {day: 2026-01-01}}\n", "mine.yaml: Object of type date is not JSON serializable"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_place(recipe, text, message):
+    assert message in refused(recipe(text))
+
+
+def test_all_mistakes_are_told_at_once(recipe):
+    text = refused(recipe("sft: {epoch: 1}\nrl: {round: 3}\nseed: -1\n"))
+    assert [line.split(": ")[1] for line in text.splitlines()] == ["seed", "sft.epoch", "rl.round"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sft: null\nrl: null\n", "sft, distill, preference, rl are all null: nothing would be trained"),
+        ("distill: {teacher: preference}\n", "distill.teacher is preference, but the section preference is null"),
+        ("sft: null\ndistill: {teacher: sft}\n", "distill.teacher is sft, but the section sft is null"),
+        ("sft: null\ndistill: {teacher: base}\n", "distill.teacher is base, which is the policy itself"),
+        ("distill: {beta: 0.3}\n", "beta has no meaning with divergence forward-kl; it belongs to jsd"),
+        ("preference: {gamma: 1.0}\n", "gamma has no meaning with loss dpo; it belongs to simpo"),
+        ("preference: {loss: ipo, label_smoothing: 0.1}\n", "label_smoothing has no meaning with loss ipo"),
+        ("preference: {loss: kto, examples_per_step: 1}\n", "examples_per_step must be 2 or more"),
+        ("preference: {}\ndata: {splits: [sft, prompts, heldout]}\n", "data.splits lacks 'preference'"),
+        ("preference: {}\ndata: {splits: [sft, labelled, prompts, heldout]}\n", "data.splits lacks 'preference'"),
+        (
+            "rl: {score: {rewards: {m: {function: reward_model}}}}\n",
+            "rl.score.rewards.m asks for a reward model, but the section reward is null",
+        ),
+        (
+            "rl: {update: {algorithm: ppo}}\n",
+            "rl.update.algorithm is ppo, whose critic starts from the reward model: add reward",
+        ),
+        (
+            "rl: {rollout: {temperature: 0.7}, update: {temperature: 1.0}}\n",
+            "update.temperature 1.0 differs from rollout.temperature 0.7",
+        ),
+        ("data: {splits: [prompts, heldout]}\n", "data.splits lacks 'sft', which a later section reads"),
+        ("data: {splits: [sft, prompts]}\n", "data.splits lacks 'heldout'"),
+        ("rl: {update: {constant: 5.0}}\n", "aggregation `constant` and a value for `constant` go together"),
+        ("rl: {update: {algorithm: gspo, aggregation: token-mean}}\n", "ratio 'sequence' weighs a sequence once"),
+        ("rl: {update: {kl_kind: k1}}\n", "rl.update: kl_kind k1 in the loss has a gradient of zero"),
+        ("rl: {update: {algorithm: remax}, refills: 2}\n", "remax learns from those too: leave refills out"),
+        ("rl: {score: {rewards: {a: {clip: [1.0, 0.0]}}}}\n", "the first number must be below the second"),
+        ("rl: {score: {rewards: {}}}\n", "rewards is empty: name at least one reward"),
+        ("rl: {rollout: {round: 3}}\n", "rollout.round is counted by the pipeline: leave it out"),
+        ("rl: {update: {store_state: true}}\n", "update.store_state follows from rl.checkpoint_every: leave it out"),
+    ],
+)
+def test_combinations_that_cannot_run_are_refused(recipe, text, message):
+    found = refused(recipe(text))
+    assert message in found
+    assert "mine.yaml" in found
+
+
+def test_a_loss_brings_its_defaults(recipe):
+    loaded = load_recipe(recipe("preference: {loss: simpo, gamma: 0.4}\n"))
+    assert (loaded.preference.beta, loaded.preference.gamma) == (2.0, 0.4)
+    assert load_recipe(recipe("preference: {}\n")).preference.beta == 0.1
+    kto = load_recipe(recipe("preference: {loss: kto}\ndata: {splits: [sft, labelled, prompts, heldout]}\n"))
+    assert kto.preference.unpaired
+
+
+def test_an_algorithm_brings_its_settings(recipe):
+    loaded = load_recipe(recipe("rl: {update: {algorithm: dr-grpo}, rollout: {max_tokens: 32}}\n")).rl.update
+    assert (loaded.normalisation, loaded.aggregation, loaded.constant) == ("none", "constant", 32.0)
+    assert load_recipe(recipe("rl: {update: {algorithm: dapo}}\n")).rl.update.needs_reference is False
+    again = Recipe.model_validate_json(
+        json.dumps(load_recipe("smoke", sets=["rl.update={algorithm: dr-grpo}"]).model_dump(mode="json"))
+    )
+    assert again.rl.update.constant == 8.0
+
+
+def test_the_update_takes_the_temperature_of_its_rollouts(recipe):
+    assert load_recipe(recipe("rl: {rollout: {temperature: 0.7}}\n")).rl.update.temperature == 0.7
+
+
+@pytest.mark.parametrize("text", ["1e-4", "1.0e-4", "0.0001", "1E-4", "+1e-4"])
+def test_numbers_as_people_write_them(recipe, text):
+    loaded = load_recipe(recipe(f"sft: {{optimizer: {{learning_rate: {text}}}}}\n"))
+    assert loaded.sft.optimizer.learning_rate == 0.0001
+
+
+def test_a_section_that_is_null_is_left_out(recipe):
+    loaded = load_recipe(recipe("rl: null\nevaluate: null\nexport: null\n"))
+    assert loaded.rl is None
+    assert loaded.sft is not None
+
+
+def test_a_recipe_that_is_not_there(tmp_path):
+    assert refused("smok") == f"no recipe 'smok'; built in are {', '.join(BUILT_IN)}; did you mean smoke?"
+    assert refused(str(tmp_path / "x.yaml")) == f"recipe file {tmp_path}/x.yaml does not exist"
+    assert find_recipe("smoke") == Path(RECIPES / "smoke.yaml")
+
+
+def test_set_reaches_every_depth():
+    loaded = load_recipe(
+        "smoke",
+        sets=[
+            "seed=7",
+            "sft.optimizer.learning_rate=1e-4",
+            "rl.score.rewards.digits.arguments.pattern='[a-z]+'",
+            "rl.score.rewards.short={function: length_at_most, weight: 0.1, arguments: {tokens: 4}}",
+            "data.splits=[sft, prompts, heldout, preference]",
+            "evaluate=null",
+        ],
+    )
+    assert loaded.seed == 7
+    assert loaded.sft.optimizer.learning_rate == 0.0001
+    assert loaded.sft.epochs == load_recipe("smoke").sft.epochs
+    assert loaded.rl.score.rewards["digits"].arguments == {"pattern": "[a-z]+"}
+    assert loaded.rl.score.rewards["digits"].weight == 0.5
+    assert loaded.rl.score.rewards["short"].arguments == {"tokens": 4}
+    assert loaded.data.splits[-1] == "preference"
+    assert loaded.evaluate is None
+
+
+def test_set_opens_a_section_that_is_null(recipe):
+    assert load_recipe(recipe("sft: null\n"), sets=["sft.epochs=2"]).sft.epochs == 2
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ("sft.epoch=2", "--set sft.epoch: unknown key; did you mean epochs?"),
+        ("sft={epoch: 2}", "--set sft.epoch: unknown key; did you mean epochs?"),
+        ("stf.epochs=2", "--set stf: unknown key; did you mean sft?"),
+        ("sft.epochs=two", "--set sft.epochs: Input should be a valid integer (found 'two')"),
+        ("sft.epochs", "--set sft.epochs: expected a.b=value"),
+        ("=2", "--set =2: expected a.b=value"),
+        ("sft=[1", "--set sft=[1: the value is not YAML"),
+    ],
+)
+def test_a_wrong_set_is_named(item, message):
+    assert message in refused("smoke", sets=[item])
+
+
+def test_a_mistake_in_the_file_is_not_blamed_on_set(recipe):
+    text = refused(recipe("sft:\n  epochs: 1\n  lr: 3\n"), sets=["sft.epochs=2"])
+    assert "mine.yaml:3: sft.lr" in text
+    assert "--set" not in text
+
+
+def test_overrides_lie_below_sets():
+    loaded = load_recipe("smoke", {"sft": {"epochs": 2, "examples_per_step": 4}}, ["sft.epochs=3"])
+    assert (loaded.sft.epochs, loaded.sft.examples_per_step) == (3, 4)
+
+
+def test_merge_keeps_what_it_is_given():
+    base = {"a": {"b": 1, "c": 2}, "d": 3}
+    assert merge(base, {"a": {"b": 9}, "d": {"e": 1}}) == {"a": {"b": 9, "c": 2}, "d": {"e": 1}}
+    assert base == {"a": {"b": 1, "c": 2}, "d": 3}
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (["sft.epoch=2"], "--set sft.epoch: unknown key; did you mean epochs?"),
+        (["sft=null", "rl=null"], "nothing would be trained"),
+        (["data.source=/no/such/file.jsonl"], "data.source: source '/no/such/file.jsonl': no such file"),
+        (["data.source=adition"], "data.source: unknown source 'adition' (did you mean 'addition'?)"),
+        (["base.source=/no/such/model.gguf"], "base.source: /no/such/model.gguf does not exist"),
+        (["distill={teacher: /no/such/model}"], "distill.teacher: /no/such/model does not exist"),
+        (
+            ["rl.score.rewards.exact.function=exact_mach"],
+            "rl.score.rewards.exact.function: no reward function 'exact_mach'; did you mean exact_match?",
+        ),
+        (["evaluate.judge=nothing_here:f"], "evaluate.judge: no module 'nothing_here' can be imported"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["run", "plan"])
+def test_a_recipe_that_cannot_run_ends_with_status_2_and_no_work(rlhf, tmp_path, verb, sets, message):
+    words = [w for item in [*sets, f"store={tmp_path / 'store'}"] for w in ("--set", item)]
+    done = rlhf(verb, "smoke", *(["--no-prefect"] if verb == "run" else []), *words, code=2)
+    assert f"error: {message}" in done.stderr or message in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "store").exists()

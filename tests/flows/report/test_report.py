@@ -1,0 +1,396 @@
+"""The report of a run: its content, its safety, and how a real browser shows it."""
+
+import datetime
+import html.parser
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib.image
+import pyarrow as pa
+import pytest
+
+from flows.graph.build import build
+from flows.recipe.model import Recipe
+from flows.records import UnknownRun
+from flows.report.diagnostics import alarms_of
+from flows.report.page import chosen_samples, redacted, visible, write_report
+from flows.report.plots import PNG_LIMIT, curves_png_data, duration, judged_reward, round_series
+from stages import rollout, score
+from stages.common.tables import write_rows
+from stages.store.artifacts import Store
+from stages.store.keys import digest
+from tests.browser import measure, screenshot
+
+HOSTILE = "<script>document.title='owned'</script><img src=x onerror=alert(1)>\x00\x1b[31m \u202eevil"
+BEGIN = datetime.datetime(2026, 3, 1, 9, 30, tzinfo=datetime.UTC)
+VERDICTS = [("prompt_id", pa.string()), ("sample", pa.int32()), ("score", pa.float32()), ("failure", pa.string())]
+SECTIONS = ("evaluation", "curves", "training", "samples", "rollouts", "stages", "provenance")
+
+
+def recipe_of(store, **more):
+    exact, model = {"function": "exact_match"}, {"function": "reward_model", "weight": 0.2, "squash": "sigmoid"}
+    sampling = {"prompts": 4, "completions": 4, "max_tokens": 8}
+    values = {"name": "demo", "description": "Addition on a laptop.", "seed": 7, "store": store, "reward": {}}
+    values["rl"] = {"rounds": 8, "rollout": sampling, "score": {"rewards": {"exact": exact, "model": model}}}
+    values["evaluate"] = {"problems": 40, "samples": 4}
+    return Recipe.model_validate_json(json.dumps(values | more))
+
+
+class Maker:
+    """Makes the artifacts and the record that a run of a recipe leaves, with numbers that look like training."""
+
+    def __init__(self, store, recipe, tmp, name):
+        self.store, self.recipe, self.tmp, self.name = store, recipe, tmp, name
+        self.clock = BEGIN
+        self.record = {"name": name, "recipe": recipe.model_dump(mode="json"), "status": "finished", "host": "laptop"}
+        self.record |= {"started": self.clock.isoformat(), "pid": 4321, "nodes": {}}
+        self.seconds = {"base": 3.4, "prepare": 6.1, "sft": 41.0, "reward": 38.5, "rollout": 9.5, "score": 1.5}
+        self.seconds |= {"update": 12.0, "evaluate": 8.0, "export": 2.2}
+
+    def run(self, until=None, cached=(), error="StageFailed: RuntimeError: sampler and trainer disagree"):
+        made = {}
+        for node in build(self.recipe):
+            if node.name == until:
+                key = digest([node.name, node.seed])
+                entry = {"stage": node.stage, "key": key, "started": self.clock.isoformat()}
+                self.record["nodes"][node.name] = entry | {"state": "failed", "error": error}
+                self.record["status"] = "failed"
+                break
+            made[node.name] = self.artifact(node, made)
+            seconds = self.seconds[node.stage]
+            hit = node.name in cached or node.stage in cached
+            entry = {"stage": node.stage, "key": made[node.name].key, "started": self.clock.isoformat()}
+            entry |= {"digest": made[node.name].digest, "metrics": made[node.name].metrics, "made_seconds": seconds}
+            entry |= {"state": "hit" if hit else "made", "seconds": 0.02 if hit else seconds}
+            self.record["nodes"][node.name] = entry
+            self.clock += datetime.timedelta(seconds=0 if hit else seconds)
+        self.record |= {"ended": self.clock.isoformat(), "worker_starts": 1}
+        self.save()
+        return self.record
+
+    def save(self):
+        self.store.write_json(self.record, "runs", self.name, "run.json")
+
+    def artifact(self, node, made):
+        out = self.tmp / f"out-{self.name}-{node.name}"
+        out.mkdir(parents=True)
+        (out / "content.json").write_text(json.dumps([node.name, node.seed]))
+        metrics = getattr(self, f"make_{node.stage}")(node, out)
+        sources = {"model.gguf": "a1b2c3d4e5f60718" * 4} if node.stage == "base" else {}
+        code = {f"stages.{node.stage}": digest(node.stage)[:16], "tuning.device": "0123456789abcdef"}
+        parts = {"stage": node.stage, "code": code, "sources": sources, "seed": node.seed}
+        inputs = {n: {"stage": made[i.node].stage, "key": made[i.node].key} for n, i in node.inputs.items()}
+        manifest = {"stage": node.stage, "key": digest([node.name, node.seed]), "key_parts": parts, "inputs": inputs}
+        manifest |= {"config": node.config.model_dump(mode="json"), "seed": node.seed, "metrics": metrics}
+        manifest |= {"versions": {"jax": "0.10.2", "numpy": "2.4.6"}, "python": "3.11.7", "host": "laptop"}
+        manifest |= {"device": "cpu:cpu x1" if node.stage != "prepare" else "none", "run": self.name}
+        manifest |= {"started": self.clock.isoformat(), "seconds": self.seconds[node.stage]}
+        return self.store.commit(out, manifest)
+
+    def make_base(self, node, out):
+        return {"parameters": 134_500_000}
+
+    make_prepare = make_export = make_base
+
+    def log(self, out, lines):
+        (out / "logs").mkdir()
+        (out / "logs" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def make_sft(self, node, out):
+        lines = [{"step": i, "loss": 0.3 + 2 / (1 + i), "grad_norm": 1.5 + 1 / (1 + i)} for i in range(24)]
+        self.log(out, lines)
+        return {"steps": 24, "loss": 0.383, "tokens_per_second": 812.4, "examples": 200}
+
+    def make_reward(self, node, out):
+        lines = [{"step": i, "loss": 0.69 - 0.02 * i, "accuracy": min(1.0, 0.5 + 0.03 * i)} for i in range(18)]
+        self.log(out, lines)
+        return {"steps": 18, "loss": 0.33, "heldout_accuracy": 0.94, "calibration_error": 0.041, "pairs": 360}
+
+    def completion(self, prompt, sample, text, **more):
+        a, b = 17 + prompt, 5 + sample
+        row = {"prompt_id": f"p{prompt:03d}", "sample": sample, "prompt": f"{a} + 5 = ?", "answer": str(a + 5)}
+        row |= {"metadata": "{}", "prompt_ids": [1, 2, 3], "token_ids": [4, b], "logprobs": [-0.5, -0.1], "text": text}
+        return row | {"stop": "eos", "policy": "x", "seed": 1, "counter": prompt, "temperature": 1.0} | more
+
+    def make_rollout(self, node, out):
+        rows = [self.completion(p, s, str(22 + p + (s % 2))) for p in range(4) for s in range(4)]
+        rows[0]["text"] = HOSTILE
+        write_rows(out / "rollouts" / "part-00000-of-00001.parquet", rows, rollout.schema())
+        n = node.config.round
+        more = {"mean_length": 5.2 - 0.3 * n, "truncated": 0.3 / (1 + n), "tokens_per_second": 512.3 + 5 * n}
+        return {"completions": 16, "tokens": 80} | more
+
+    def make_score(self, node, out):
+        names = sorted(node.config.rewards)
+        rows = []
+        for row in (self.completion(p, s, "") for p in range(4) for s in range(4)):
+            right = float(row["sample"] % 2 == 0)
+            rewards = {k: 0.7 if k == "model" else right for k in names}
+            rows.append({"rewards": rewards, "total": right + 0.14, "failure": None, **row})
+        rows = [{k: row[k] for k in score.schema(names).names} for row in rows]
+        rows[5] |= {"total": None, "failure": "exact: TimeoutError: longer than 10 s"}
+        write_rows(out / "scores" / "part-00000-of-00001.parquet", rows, score.schema(names))
+        n = int(re.findall(r"\d+", node.name)[0])
+        exact, model = 0.31 + 0.07 * n, 0.5 + 0.03 * n
+        found = {"completions": 16, "failed": 0.0, "reward": exact + 0.2 * model, "reward_std": 0.4}
+        return found | {"zero_variance": 0.2 + 0.04 * n, "reward_exact": exact, "reward_model": model}
+
+    def make_update(self, node, out):
+        n = node.config.round
+        found = {"kl": 0.004 * n**1.5, "entropy": 0.8 / (1 + 0.2 * n), "mismatch_kl": 2.1e-5 + 1e-6 * n}
+        return found | {"clip_fraction": 0.01 + 0.002 * n, "grad_norm": 0.9, "steps": 4, "approx_kl": 0.001}
+
+    def make_evaluate(self, node, out):
+        right = {"evaluate.base": 6, "evaluate.sft": 16, "evaluate.rl": 33}[node.name]
+        rows, verdicts = [], []
+        for p in range(40):
+            # Two problems are lost on the way: reports must not show gains only.
+            good = p < right if node.name != "evaluate.rl" else 2 <= p < right + 2
+            for s in range(4):
+                text = str(22 + p) if good else f"{p + s} is the answer <b>!</b>"
+                rows.append(self.completion(p, s, text, stop="eos" if good else "length"))
+                verdicts.append({"prompt_id": f"p{p:03d}", "sample": s, "score": float(good), "failure": None})
+        write_rows(out / "rollouts" / "part-00000-of-00001.parquet", rows, rollout.schema())
+        write_rows(out / "verdicts" / "part-00000.parquet", verdicts, pa.schema(VERDICTS))
+        mean = right / 40
+        found = {"score": mean, "score_low": max(0.0, mean - 0.11), "score_high": min(1.0, mean + 0.11), "problems": 40}
+        more = {"samples": 4, "pass_at_4": mean, "mean_length": 4.4, "truncated": 1 - mean, "judge_failures": 0}
+        return found | more | {"constant_answer": "42", "constant_score": 0.075}
+
+
+class Page(html.parser.HTMLParser):
+    """What a test asks of a page: its elements, references and words."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.ids, self.references, self.words, self.unnamed = [], [], [], [], []
+        self.feed(text)
+        self.text = " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag, attrs):
+        values = dict(attrs)
+        self.tags.append(tag)
+        self.ids += [values["id"]] if "id" in values else []
+        self.references += [v for k, v in attrs if k.split(":")[-1] in ("href", "src", "action", "data", "srcset")]
+        if values.get("role") in ("img", "region") and not values.get("aria-label"):
+            self.unnamed.append(tag)
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def written(path):
+    return Path(path).read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A finished run with everything in it: (store, record, path of the report)."""
+    tmp = tmp_path_factory.mktemp("whole")
+    store = Store(str(tmp / "store"))
+    record = Maker(store, recipe_of(store.url), tmp, "demo-brave-otter").run(
+        cached=("base", "prepare", "round-000.rollout")
+    )
+    return store, record, write_report(store, "demo-brave-otter")
+
+
+def test_report_shows_every_section(whole):
+    store, record, path = whole
+    assert path == f"{store.root}/runs/demo-brave-otter/report.html"
+    page = Page(written(path))
+    assert set(SECTIONS) <= set(page.ids)
+    assert len(page.ids) == len(set(page.ids)), "ids repeat"
+    assert "demo-brave-otter finished" in page.text
+    assert "0.150 → 0.825" in page.text  # the held-out score, base to RL
+    assert "0.715 to 0.935" in page.text and "always 42" in page.text and "0.075" in page.text
+    for title in ("Reward “model”", "Pass rate", "KL to the reference", "Mismatch KL", "Entropy"):
+        assert title in page.text
+    for title in ("Completion length", "Clip fraction", "Zero-variance prompts", "Sampling speed", "Seconds by phase"):
+        assert title in page.text
+    assert "Supervised stages" in page.text and "heldout accuracy 0.94" in page.text and "Pair accuracy" in page.text
+    assert "29 problems gained, 2 lost and 9 stayed equal" in page.text
+    assert "Round 0" in page.text and "Round 7" in page.text and "exact: TimeoutError" in page.text
+    assert (
+        "3 cached" in page.text
+        and "8 of 8" in page.text
+        and "1 cached, 23 made" in page.text.replace("23 made, 1 cached", "1 cached, 23 made")
+    )
+    assert record["nodes"]["sft"]["key"][:16] in page.text and "jax 0.10.2" in page.text
+    assert "a1b2c3d4e5f60718" in page.text and "0123456789abcdef" in page.text
+    assert "max_tokens: 8" in page.text, "the recipe is shown"
+    assert "left out" not in page.text and "What the numbers warn of" not in page.text
+
+
+def test_report_refers_to_nothing_outside_and_runs_nothing(whole):
+    text = written(whole[2])
+    page = Page(text)
+    assert [r for r in page.references if not r.startswith(("#", "data:,"))] == []
+    assert not re.search(r"(?i)https?:|@import|//[a-z]", text)
+    assert not re.search(r"url\((?!#)", text)
+    assert not {"script", "iframe", "object", "embed", "form", "base", "b"} & set(page.tags)
+    assert page.tags.count("img") == 0, "a completion's markup became an element"
+    assert "<script>document.title='owned'</script>" in page.text and r"\x00\x1b[31m \u202eevil" in page.text
+    targets = [r[1:] for r in page.references if r.startswith("#")] + re.findall(r"url\(#([^)]+)\)", text)
+    assert set(targets) <= set(page.ids)
+
+
+def test_report_can_be_read_without_seeing_it(whole):
+    page = Page(written(whole[2]))
+    assert page.unnamed == []
+    assert page.tags.count("h1") == 1 and page.tags.count("h2") == len(SECTIONS)
+    assert page.tags.count("table") <= page.tags.count("tbody")
+    assert "KL to the reference in nats / token over 8 rounds: first 0, last 0.0741" in written(whole[2])
+
+
+def test_report_is_small(whole):
+    assert len(written(whole[2])) < 400_000
+
+
+def test_importing_the_report_does_not_load_matplotlib():
+    heavy = ("matplotlib", "jax", "numpy", "tuning")
+    code = f"import sys, flows.report.page; print([m for m in {heavy} if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+@pytest.mark.parametrize("width", [400, 1200])
+def test_browser_shows_the_page(whole, tmp_path, width):
+    script = """[doc.title, doc.documentElement.scrollWidth, view.innerWidth,
+        [...doc.querySelectorAll("main > section")].map(s => s.id).join(" "),
+        [...doc.querySelectorAll("section")].every(s => s.getBoundingClientRect().height > 60),
+        [...doc.querySelectorAll(".curves svg")].every(s => s.getBoundingClientRect().width > 150),
+        doc.querySelectorAll(".curves svg").length, doc.scripts.length].join("|")"""
+    title, scroll, inner, ids, tall, drawn, count, scripts = measure(written(whole[2]), script, width).split("|")
+    assert title == "Run demo-brave-otter" and scripts == "0"
+    assert int(inner) == width and int(scroll) <= width, "the page scrolls sideways"
+    assert tuple(ids.split()) == SECTIONS
+    assert (tall, drawn) == ("true", "true") and int(count) == 17
+    for dark in (False, True):
+        picture = matplotlib.image.imread(screenshot(whole[2], tmp_path / "page.png", width, 1600, dark))
+        seen = picture[:, :width, :3]
+        assert seen.std() > 0.05, "the picture is blank"
+        assert (seen.mean() < 0.4) == dark
+
+
+def test_failed_run_says_why_and_leaves_out_the_rest(tmp_path):
+    store = Store(str(tmp_path / "store"))
+    error = f"StageFailed: RuntimeError: {HOSTILE}"
+    Maker(store, recipe_of(store.url), tmp_path, "demo-sad-newt").run(until="round-002.update", error=error)
+    page = Page(written(write_report(store, "demo-sad-newt")))
+    assert "demo-sad-newt failed" in page.text and "round-002.update failed:" in page.text
+    assert "Not reached: evaluate.base, evaluate.sft, evaluate.rl, export." in page.text
+    assert "No policy was evaluated" in page.text and "no policy was evaluated" in page.text
+    assert "2 of 8" in page.text and "Reward “model”" in page.text and "script" not in page.tags
+
+
+def test_run_that_failed_at_once(tmp_path):
+    store = Store(str(tmp_path / "store"))
+    maker = Maker(store, recipe_of(store.url), tmp_path, "demo-first")
+    maker.run(until="base")
+    page = Page(written(write_report(store, "demo-first")))
+    assert "base failed:" in page.text and "No round of reinforcement learning was finished" in page.text
+    assert curves_png_data(maker.record) is None and "warn" not in page.ids
+    with pytest.raises(UnknownRun, match="did you mean demo-first"):
+        write_report(store, "demo-frist")
+
+
+def test_run_that_was_killed_has_a_report(tmp_path):
+    store = Store(str(tmp_path / "store"))
+    maker = Maker(store, recipe_of(store.url), tmp_path, "demo-killed")
+    maker.run(until="sft")
+    maker.record["nodes"]["sft"] = maker.record["nodes"]["sft"] | {"state": "running"}
+    del maker.record["ended"]
+    maker.record["status"] = "running"
+    maker.save()
+    page = Page(written(write_report(store, "demo-killed")))
+    assert "The run has not ended, or was stopped" in page.text and "last written: sft." in page.text
+
+
+def test_run_without_rounds_and_evaluation(tmp_path):
+    store = Store(str(tmp_path / "store"))
+    recipe = recipe_of(store.url, rl=None, evaluate=None, reward=None)
+    record = Maker(store, recipe, tmp_path, "demo-short").run()
+    assert curves_png_data(record) is None and round_series(record)["round"] == []
+    page = Page(written(write_report(store, "demo-short")))
+    assert "no reinforcement learning" in page.text and "Reward model" not in page.text
+    assert "What went wrong" not in page.text
+
+
+def test_cached_run_and_artifacts_that_are_gone(tmp_path):
+    store = Store(str(tmp_path / "store"))
+    maker = Maker(store, recipe_of(store.url), tmp_path, "demo-again")
+    every = ("base", "prepare", "sft", "reward", "rollout", "score", "update", "evaluate", "export")
+    record = maker.run(cached=every)
+    page = Page(written(write_report(store, "demo-again")))
+    assert "nothing was computed in this run" in page.text
+    for name in ("evaluate.rl", "round-007.rollout", "sft"):
+        entry = record["nodes"][name]
+        store.fs.rm(store.join("artifacts", entry["stage"], entry["key"]), recursive=True)
+    store.fs.pipe_file(store.join("artifacts", "base", record["nodes"]["base"]["key"], "manifest.json"), b"{")
+    page = Page(written(write_report(store, "demo-again")))
+    assert "The samples are left out: ArtifactError: the artifact of evaluate.rl is not in the store." in page.text
+    assert "The rollouts are left out" in page.text and "The curves are left out" in page.text
+    assert "0.150 → 0.825" in page.text, "numbers of the record stay"
+
+
+def test_remote_store(tmp_path):
+    store = Store("memory://bucket/report", scratch=tmp_path / "scratch")
+    Maker(store, recipe_of(store.url), tmp_path, "demo-far").run()
+    place = write_report(store, "demo-far")
+    assert place == "memory:///bucket/report/runs/demo-far/report.html"
+    page = Page(store.fs.cat_file(place).decode())
+    assert "29 problems gained" in page.text and "left out" not in page.text
+
+
+def test_warnings_name_what_went_wrong(tmp_path):
+    store = Store(str(tmp_path / "store"))
+    maker = Maker(store, recipe_of(store.url), tmp_path, "demo-ill")
+    maker.run()
+    for n in range(8):
+        nodes, metrics = maker.record["nodes"], f"round-{n:03d}"
+        nodes[f"{metrics}.rollout"]["metrics"]["mean_length"] = 5.0 * (1 + n)
+        nodes[f"{metrics}.score"]["metrics"] |= {"zero_variance": 0.97, "failed": 0.2}
+        nodes[f"{metrics}.update"]["metrics"] |= {"entropy": 0.9 / 2**n, "kl": 0.01 * 2**n, "mismatch_kl": 0.03}
+    maker.record["nodes"]["evaluate.rl"]["metrics"] |= {"score": 0.02, "score_low": 0.0, "score_high": 0.05}
+    maker.save()
+    text = Page(written(write_report(store, "demo-ill"))).text
+    for word in ("Entropy collapse", "Reward saturation", "KL blow-up", "Length", "Mismatch", "Rewards failed"):
+        assert f"{word}: " in text
+    assert "Not above the baseline: " in text and "Worse than before: " in text
+    only = {"rl": {"score": 0.5, "score_low": 0.4, "score_high": 0.6, "judge_failures": 3}}
+    assert {k: v for k, v in alarms_of({}, {}, only).items() if v is not None} == {"judge": {"rl": 3}}
+    assert not any(alarms_of({}, {}, {}).values())
+
+
+def test_round_series_has_gaps_where_rounds_lack_numbers(whole):
+    record = json.loads(json.dumps(whole[1]))
+    del record["nodes"]["round-003.update"]["metrics"]["kl"]
+    record["nodes"]["round-004.update"]["metrics"]["entropy"] = float("nan")
+    series = round_series(record)
+    assert series["round"] == list(range(8)) and {len(v) for v in series.values()} == {8}
+    assert series["kl"][3] is None and series["kl"][4] == pytest.approx(0.032)
+    assert series["entropy"][4] is None
+    assert series["pass_rate"] == series["reward_exact"] and series["seconds_update"] == [12.0] * 8
+
+
+def test_picture_of_the_curves_for_prefect(whole):
+    data = curves_png_data(whole[1])
+    assert data.startswith("data:image/png;base64,iVBOR") and 5_000 < len(data) < PNG_LIMIT
+
+
+def test_choices_and_texts():
+    assert (
+        judged_reward({"rl": {"score": {"rewards": {"a": {"function": "x"}, "b": {"function": "exact_match"}}}}}) == "b"
+    )
+    assert judged_reward({"rl": None}) is None
+    picked = chosen_samples([f"g{i}" for i in range(50)], ["l0"], [f"s{i}" for i in range(50)])
+    assert len(picked) == 12 and "l0" in picked and sum(p.startswith("s") for p in picked) == 3
+    assert chosen_samples([], [], ["s"] * 20) == ["s"] * 12
+    assert chosen_samples(["g"] * 20, [], []) == ["g"] * 12 and chosen_samples([], ["l"] * 3, ["s"]) == ["l"] * 3 + [
+        "s"
+    ]
+    assert redacted("ftp://me:secret@host/x") == "ftp://host/x" and redacted("s3://bucket/a@b") == "s3://bucket/a@b"
+    assert [duration(s) for s in (None, 0.31, 200, 3900)] == ["–", "0.3 s", "3 min 20 s", "1 h 05 min"]
+    assert visible("a\x00b\n") == "a\\x00b\n" and visible("x" * 1300).endswith("… (100 more characters)")

@@ -1,0 +1,343 @@
+"""The code part of a key: what runs, not what is written about it, and only what the stage reaches."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import stages
+from flows.graph.build import key_of
+from stages.contract.fingerprint import INFRASTRUCTURE, OWN, Code, library_versions, reached
+from stages.contract.registry import modules, stage
+from stages.contract.sources import function_digests
+from stages.sampling.settings import SERVERS, EngineSettings
+
+STAGE = '''"""A stage."""
+import json
+from pkg import middle
+
+
+def run(ctx):
+    """Runs."""
+    from pkg.core.loss import loss  # inside, as stages do
+    return loss(1) + middle.one()
+'''
+
+
+@pytest.fixture
+def pkg(tmp_path):
+    """A small project: pkg.stage reaches pkg.middle and, inside a function, pkg.core.loss; none reaches pkg.far."""
+    files = {
+        "pkg/__init__.py": "",
+        "pkg/stage.py": STAGE,
+        "pkg/middle.py": "from .helper import two\n\n\ndef one():\n    return two() - 1\n",
+        "pkg/helper.py": "def two():\n    return 2\n",
+        "pkg/core/__init__.py": "# nothing here\n",
+        "pkg/core/loss.py": (
+            "class Config:\n    rate: float = 0.1\n    '''Doc of a field.'''\n\n\ndef loss(x):\n    return x * 2\n"
+        ),
+        "pkg/core/loss.c": "// twice\nfloat loss(float x) { return x * 2; }\n",
+        "pkg/core/loss.h": "// how often\nenum { TIMES = 1 };\n",
+        "pkg/far.py": "def far():\n    return 9\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def edit(folder: Path, name: str, old: str, new: str) -> None:
+    path = folder / name
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+def identity(code: Code) -> tuple[list[str], str]:
+    """What a key has of code: contents without names, and their links."""
+    return sorted(set(code.modules.values())), code.imports
+
+
+def test_the_modules_that_are_reached(pkg):
+    found = reached("pkg.stage", folder=pkg)
+    assert set(found.modules) == {"pkg.stage", "pkg.middle", "pkg.helper", "pkg.core.loss"}
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("pkg/stage.py", "# inside, as stages do", "# inside"),
+        ("pkg/stage.py", '"""A stage."""', '"""Another text about the same stage."""'),
+        ("pkg/stage.py", '    """Runs."""\n', ""),
+        ("pkg/core/loss.py", "Doc of a field.", "Better doc of a field."),
+        ("pkg/core/loss.py", "x * 2", "(x  *  2)"),
+        ("pkg/core/loss.c", "// twice", "// two times"),
+        ("pkg/core/loss.h", "// how often", "// how many times"),
+        ("pkg/core/__init__.py", "# nothing here", "# nothing at all"),
+        ("pkg/far.py", "9", "10"),
+    ],
+    ids=[
+        "comment",
+        "module-doc",
+        "function-doc",
+        "field-doc",
+        "layout",
+        "kernel-comment",
+        "header-comment",
+        "empty-package",
+        "unreached",
+    ],
+)
+def test_what_does_not_run_changes_nothing(pkg, name, old, new):
+    before = reached("pkg.stage", folder=pkg)
+    edit(pkg, name, old, new)
+    assert reached("pkg.stage", folder=pkg) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "module"),
+    [
+        ("pkg/stage.py", "loss(1)", "loss(2)", "pkg.stage"),
+        ("pkg/core/loss.py", "x * 2", "x * 3", "pkg.core.loss"),
+        ("pkg/core/loss.py", "0.1", "0.2", "pkg.core.loss"),
+        ("pkg/core/loss.c", "x * 2", "x * 3", "pkg.core.loss"),
+        ("pkg/core/loss.h", "TIMES = 1", "TIMES = 2", "pkg.core.loss"),
+        ("pkg/helper.py", "return 2", "return 3", "pkg.helper"),
+        ("pkg/core/__init__.py", "# nothing here", "import os; os.environ['X'] = '1'", "pkg.core"),
+    ],
+    ids=["stage", "function-import", "default", "kernel", "header", "relative-import", "package-body"],
+)
+def test_what_runs_changes_the_module_that_it_is_in(pkg, name, old, new, module):
+    before = reached("pkg.stage", folder=pkg).modules
+    edit(pkg, name, old, new)
+    after = reached("pkg.stage", folder=pkg).modules
+    assert {m for m in after if after[m] != before.get(m)} == {module}
+
+
+def test_all_that_is_written_in_c_lies_beside_a_module():
+    sources = [p for top in OWN for p in (Path(stages.__file__).parents[1] / top).rglob("*.[ch]")]
+    assert sources and [p for p in sources if not p.with_suffix(".py").exists()] == []
+
+
+def test_a_new_import_brings_its_module_in(pkg):
+    edit(pkg, "pkg/stage.py", "from pkg import middle", "from pkg import middle, far")
+    assert "pkg.far" in reached("pkg.stage", folder=pkg).modules
+
+
+def move(folder: Path, old: str, new: str, *rewrites: tuple[str, str, str]) -> None:
+    """Moves a module and rewrites the imports of it."""
+    (folder / new).parent.mkdir(exist_ok=True)
+    (folder / "pkg/tools/__init__.py").touch()
+    (folder / old).rename(folder / new)
+    for name, before, after in rewrites:
+        edit(folder, name, before, after)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "rewrites"),
+    [
+        ("pkg/core/loss.py", "pkg/tools/loss.py", [("pkg/stage.py", "pkg.core.loss", "pkg.tools.loss")]),
+        ("pkg/helper.py", "pkg/tools/aid.py", [("pkg/middle.py", "from .helper", "from pkg.tools.aid")]),
+        ("pkg/middle.py", "pkg/tools/between.py", [
+            ("pkg/stage.py", "from pkg import middle", "from pkg.tools import between as middle"),
+            ("pkg/tools/between.py", "from .helper", "from pkg.helper"),
+        ]),
+    ],
+    ids=["another room", "another name", "a module that is imported as one"],
+)  # fmt: skip
+def test_a_module_that_moves_changes_nothing(pkg, old, new, rewrites):
+    before = reached("pkg.stage", folder=pkg)
+    for suffix in (".c", ".h"):
+        if (pkg / old).with_suffix(suffix).exists():
+            (pkg / new).parent.mkdir(exist_ok=True)
+            (pkg / old).with_suffix(suffix).rename((pkg / new).with_suffix(suffix))
+    move(pkg, old, new, *rewrites)
+    after = reached("pkg.stage", folder=pkg)
+    assert set(after.modules) != set(before.modules)
+    assert identity(after) == identity(before)
+
+
+def test_the_order_of_imports_is_no_content(pkg):
+    """Formatters sort them by the names of modules, which a move changes."""
+    before = reached("pkg.stage", folder=pkg)
+    edit(pkg, "pkg/stage.py", "import json\nfrom pkg import middle\n", "from pkg import middle\nimport json\n")
+    assert identity(reached("pkg.stage", folder=pkg)) == identity(before)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("from pkg import middle\n", "from pkg import middle\nfrom pkg.one import rate\n"),
+        ("from pkg.one import rate\n", "from pkg.two import rate\n"),
+        ("import rate\n", "import other as rate\n"),
+    ],
+    ids=["a new import", "of the same name in another module", "of another name in the same module"],
+)
+def test_another_import_of_code_that_is_reached_anyway_is_another_code(pkg, old, new):
+    for name, value in (("one", 1), ("two", 2)):
+        (pkg / f"pkg/{name}.py").write_text(f"rate, other = {value}, 9\n")
+    edit(pkg, "pkg/helper.py", "def two", "from pkg import one, two as second\n\n\ndef two")
+    if "middle" not in old:
+        edit(pkg, "pkg/stage.py", "from pkg import middle\n", "from pkg import middle\nfrom pkg.one import rate\n")
+    before = reached("pkg.stage", folder=pkg)
+    edit(pkg, "pkg/stage.py", old, new)
+    after = reached("pkg.stage", folder=pkg)
+    assert set(after.modules) == set(before.modules)
+    assert identity(after) != identity(before)
+
+
+def test_a_key_holds_contents_and_no_names_of_modules():
+    parts = {"stage": "sft", "imports": "links", "code": {"stages.sft": "a", "tuning.losses.sft": "b"}}
+    moved = parts | {"code": {"stages.tuning.sft": "b", "stages.sft": "a"}}
+    assert key_of(moved) == key_of(parts)
+    assert key_of(parts | {"code": {"stages.sft": "a", "tuning.losses.sft": "c"}}) != key_of(parts)
+    assert key_of(parts | {"imports": "other links"}) != key_of(parts)
+
+
+FITTED = {"sft", "distill", "preference", "reward"}
+HASHES = """
+import json
+from stages.contract.fingerprint import reached
+from stages.contract.registry import modules
+codes = {name: reached(module) for name, module in modules().items()}
+print(json.dumps({name: [sorted(set(code.modules.values())), code.imports] for name, code in codes.items()}))
+"""
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """A copy of this project's own code, to be edited."""
+    folder = tmp_path_factory.mktemp("tree")
+    root = Path(next(iter(stages.__path__))).parent
+    for name in ("stages", "tuning"):
+        shutil.copytree(root / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+def hashes(tree: Path) -> dict[str, list[object]]:
+    command = [sys.executable, "-P", "-c", HASHES]
+    return json.loads(subprocess.check_output(command, cwd=tree, env={"PYTHONPATH": str(tree)}, text=True))
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "touched"),
+    [
+        ("stages/worker/process.py", "HEARTBEAT_SECONDS = 2.0", "HEARTBEAT_SECONDS = 3.0", set()),
+        ("tuning/losses/sft.py", "import", "# a remark\nimport", set()),
+        ("stages/sft.py", "return metrics |", "return {} | metrics |", {"sft"}),
+        ("stages/score.py", '"completions": 0', '"completions": 1', {"score"}),
+        (
+            "stages/common/settings.py",
+            "= 0.95",
+            "= 0.96",
+            FITTED | {"rollout", "refill", "greedy", "score", "update", "evaluate"},
+        ),
+        (
+            "tuning/rollout/engine/engine.py",
+            "\ndef ",
+            "\nX = 1\n\n\ndef ",
+            {"distill", "rollout", "refill", "greedy", "evaluate"},
+        ),
+        # Engines over HTTP are loaded by name, by those rollouts alone that use them.
+        ("tuning/rollout/servers/protocol.py", "\nclass ", "\nX = 1\n\n\nclass ", set()),
+        ("tuning/data/records.py", "\ndef ", "\nX = 1\n\n\ndef ", {"prepare"}),
+    ],
+    ids=lambda v: v.replace("/", ".") if isinstance(v, str) and v.endswith(".py") else "",
+)
+def test_an_edit_of_the_project_reaches_these_stages_and_no_others(tree, file, old, new, touched):
+    before = hashes(tree)
+    path = tree / file
+    text = path.read_text()
+    edit(tree, file, old, new)
+    try:
+        after = hashes(tree)
+    finally:
+        path.write_text(text)
+    assert {name for name in modules() if after[name] != before[name]} == touched
+
+
+def test_a_module_of_the_project_that_moves_leaves_every_stage_as_it_was(tree):
+    before = hashes(tree)
+    moved = {"stages.common.tables": "stages.tables", "tuning.losses.kl": "tuning.kullback"}
+    texts = {p: p.read_text() for p in tree.rglob("*.py")}
+    for old, new in moved.items():
+        path = tree.joinpath(*new.split(".")).with_suffix(".py")
+        tree.joinpath(*old.split(".")).with_suffix(".py").rename(path)
+    try:
+        for path in tree.rglob("*.py"):
+            text = path.read_text()
+            for old, new in moved.items():
+                text = text.replace(old, new)
+            path.write_text(text)
+        after = hashes(tree)
+    finally:
+        for new in moved.values():
+            tree.joinpath(*new.split(".")).with_suffix(".py").unlink()
+        for path, text in texts.items():
+            path.write_text(text)
+    after.pop("tables", None)
+    assert after == before
+
+
+def test_every_stage_names_its_own_module_and_no_infrastructure():
+    for module in modules().values():
+        found = reached(module).modules
+        assert module in found
+        assert not [name for name in found for room in INFRASTRUCTURE if name.startswith(room)]
+
+
+def test_a_reward_function_of_the_user_is_content(tmp_path, monkeypatch):
+    (tmp_path / "myreward.py").write_text(
+        "import json\nimport myhelper\n\n\ndef f(prompts, completions, **_):\n    return [1.0]\n"
+    )
+    (tmp_path / "myhelper.py").write_text("LIMIT = 3\n")
+    (tmp_path / "other.py").write_text("LIMIT = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = function_digests("myreward:f", "here")
+    assert set(before) == {"module:myreward", "module:myhelper", "reached from myreward"}
+    (tmp_path / "other.py").write_text("LIMIT = 4\n")
+    assert function_digests("myreward:f", "here") == before
+    (tmp_path / "myhelper.py").write_text("LIMIT = 44\n")
+    assert function_digests("myreward:f", "here") != before
+
+
+def test_what_a_stage_loads_by_name_is_content_where_it_is_used():
+    remote = EngineSettings(kind="vllm", version="1", url="u")
+    for name in ("rollout", "refill", "greedy"):
+        loaded = stage(name).loads
+        assert loaded(stage(name).config()) == ()
+        assert loaded(stage(name).config(engine=remote)) == (SERVERS,)
+    code = reached(stage("rollout").module, SERVERS).modules
+    assert {SERVERS, "tuning.rollout.servers.protocol", "tuning.rollout.servers.fleet"} <= set(code)
+    assert SERVERS not in reached(stage("rollout").module).modules
+    update = stage("update")
+    assert update.loads(update.config(algorithm="rloo")) == ("tuning.algorithms.rloo",)
+    assert "tuning.algorithms.rloo" not in reached(update.module).modules
+
+
+def test_a_builtin_reward_needs_no_digest_of_its_own():
+    assert function_digests("exact_match", "here") == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("exact_mach", "rl.score.x: no reward function 'exact_mach'; did you mean exact_match?"),
+        ("no_such_module:f", "rl.score.x: no module 'no_such_module' can be imported"),
+    ],
+)
+def test_a_reward_function_that_is_not_there(name, message):
+    with pytest.raises(ValueError) as e:
+        function_digests(name, "rl.score.x")
+    assert message in str(e.value)
+
+
+def test_versions_of_libraries():
+    found = library_versions(("numpy", "no-such-library"))
+    assert found["no-such-library"] == "absent"
+    assert found["numpy"][0].isdigit()

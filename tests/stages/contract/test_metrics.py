@@ -1,0 +1,41 @@
+"""Metrics of a stage on disk: what was written is there at once, as JSON lines and for TensorBoard."""
+
+import json
+
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+
+from stages.contract.metrics import Metrics
+
+
+def scalars(folder):
+    """(tag, step, value) of a folder's event files."""
+    found = []
+    for path in sorted(folder.iterdir()):
+        data = path.read_bytes()
+        while data:
+            size = int.from_bytes(data[:8], "little")
+            event = Event.FromString(data[12 : 12 + size])
+            data = data[16 + size :]
+            found += [(v.tag, event.step, v.simple_value) for v in event.summary.value]
+    return found
+
+
+def test_rows_reach_both_files_before_the_next_is_written(tmp_path):
+    metrics = Metrics(tmp_path, "run.sft")
+    metrics.write({"step": 0, "loss": 2.5, "note": "first"})
+    metrics.write({"step": 1, "loss": float("nan")})
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0] == {"step": 0, "loss": 2.5, "note": "first"} and len(lines) == 2
+    metrics.close()
+    assert ("loss", 0, 2.5) in scalars(tmp_path / "tensorboard")
+    assert {(tag, step) for tag, step, _ in scalars(tmp_path / "tensorboard")} == {
+        ("step", 0), ("loss", 0), ("step", 1), ("loss", 1)
+    }  # fmt: skip
+
+
+def test_a_project_without_wandb_is_an_error_that_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_PROJECT", "tuning")
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    with pytest.raises(RuntimeError, match=r"pip install 'rlhf-pipeline\[wandb\]'"):
+        Metrics(tmp_path, "run.sft")

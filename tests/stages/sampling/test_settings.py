@@ -1,0 +1,68 @@
+"""What a recipe may say of the engine that samples."""
+
+import pytest
+
+from flows.graph.build import build
+from flows.recipe.model import RecipeError, load_recipe
+from stages.sampling.settings import EngineSettings
+from stages.store.keys import config_content
+
+URL = ["rl.rollout.engine.kind=vllm", "rl.rollout.engine.url=http://127.0.0.1:8000", "rl.rollout.engine.version='1.0'"]
+
+
+def sets(**values):
+    return [f"rl.rollout.engine.{k}={v}" for k, v in values.items()]
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        (sets(kind="vlm"), "'native', 'vllm' or 'sglang'"),
+        (sets(url="http://x"), "url has no meaning with kind native; say kind: vllm or sglang"),
+        (sets(kind="vllm", version="'1'"), "say url, where servers are, or command, which starts one"),
+        ([*URL, *sets(command="vllm serve")], "not both"),
+        (URL[:2], "version is missing; a server tells it at /version"),
+        (sets(kind="sglang", url="http://x"), "a server tells it at /server_info"),
+        ([*URL, *sets(servers=2)], "servers is of servers that are started here: say command in place of url"),
+        ([*URL, *sets(arguments="[--x]")], "arguments is of servers that are started here"),
+        ([*URL, *sets(sync="restart")], "sync restart is for servers that are started here"),
+        ([*URL, *sets(quantization="int8")], "quantization is of kind native; servers have arguments of their own"),
+        ([*URL, *sets(kv_cache_dtype="int8")], "kv_cache_dtype is of kind native"),
+        ([*URL, *sets(timout=5)], "unknown key; did you mean timeout?"),
+    ],
+)
+def test_what_cannot_be_meant_is_an_error_that_says_what_to_write(told, message):
+    with pytest.raises(RecipeError) as e:
+        load_recipe("smoke", sets=told)
+    assert message in str(e.value)
+
+
+def test_where_servers_are_is_no_content_and_what_they_are_is():
+    def content(*told):
+        return config_content(load_recipe("smoke", sets=[*URL, *told]).rl.rollout)
+
+    assert content(*sets(url="[http://a, http://b]", concurrency=3, tolerance=0.2)) == content()
+    assert content(*sets(version="'1.1'")) != content()
+    assert content(*sets(dtype="float32")) != content()
+
+
+def test_how_the_native_engine_holds_numbers_is_content():
+    def content(*told):
+        return config_content(load_recipe("smoke", sets=told).rl.rollout)
+
+    assert content(*sets(quantization="int8")) != content() != content(*sets(kv_cache_dtype="bfloat16"))
+
+
+def test_one_url_and_words_in_a_line_may_be_written_short():
+    assert EngineSettings(kind="vllm", version="1", url="http://a").urls == ["http://a"]
+    started = EngineSettings(kind="vllm", version="1", command="env/bin/python -m 'a b'")
+    assert started.words == ["env/bin/python", "-m", "a b"]
+
+
+def test_every_stage_that_samples_for_training_gets_the_engine():
+    told = [*URL, "rl.refills=1", "rl.update.algorithm=grpo", "rl.rounds=1"]
+    greedy = [*URL, "rl.update.algorithm=remax", "rl.rounds=1"]
+    found = {n.stage: n for recipe in (told, greedy) for n in build(load_recipe("smoke", sets=recipe))}
+    for name in ("rollout", "refill", "greedy"):
+        assert found[name].config.engine.kind == "vllm"
+    assert not hasattr(found["evaluate"].config, "engine")

@@ -1,0 +1,61 @@
+"""Conversations with a policy: what is said, and what of it is the next prompt."""
+
+import argparse
+import io
+
+import jax
+
+from stages.serving import chat
+from stages.serving.policy import Opened
+from tuning.models.byte_tokenizer import byte_tokenizer
+from tuning.models.config import tiny
+from tuning.models.huggingface import random_params
+from tuning.models.tokenizer import chat_prompt_ids
+from tuning.rollout.engine.engine import Engine
+from tuning.rollout.engine.sampling import Sampling
+from tuning.rollout.requests import Request
+
+TOKENIZER = byte_tokenizer()
+SYSTEM = [{"role": "system", "content": "Be brief."}]
+ARGS = argparse.Namespace(temperature=0.8, max_tokens=24, system="Be brief.")
+
+
+def said(*texts):
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def test_answers_are_the_engines_and_become_part_of_the_next_prompt(monkeypatch, capsys):
+    config = tiny(len(TOKENIZER))
+    params = jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, random_params(config, 3))
+    stops = (TOKENIZER.eos_token_id,)
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n" + "z" * 600 + "\ntwo\n"))
+    chat.talk(Opened(None, config, TOKENIZER, stops, None, params), ARGS)
+
+    engine, turns, answers = Engine(config), [], []
+    engine.load(params)
+    for number, question in ((0, "one"), (2, "two")):
+        turns.append({"role": "user", "content": question})
+        prompt = chat_prompt_ids(TOKENIZER, [*SYSTEM, *turns])
+        request = Request(prompt, ARGS.max_tokens, Sampling(ARGS.temperature), stops, counter=number)
+        ((_, [completion]),) = engine.run([request])
+        special = {*TOKENIZER.all_special_ids, *stops}
+        answers.append(TOKENIZER.decode([t for t in completion.tokens if t not in special]))
+        turns.append({"role": "assistant", "content": answers[-1]})
+    told = capsys.readouterr()
+    assert all(answers)
+    assert told.out == "".join(f"{answer}\n" for answer in answers)
+    assert told.err.count("ask less at once") == 1
+
+
+def test_the_oldest_exchanges_leave_for_the_newest():
+    turns = said("a" * 50, "b" * 50, "c" * 50, "d" * 50, "and now?")
+    expected = chat_prompt_ids(TOKENIZER, [*SYSTEM, *turns[2:]])
+    prompt, left_out = chat._fitting(TOKENIZER, SYSTEM, turns, len(expected))
+    assert (prompt, left_out) == (expected, 2)
+    assert [t["content"][:3] for t in turns] == ["ccc", "ddd", "and"]
+
+
+def test_a_question_that_is_too_long_alone_changes_nothing():
+    turns = said("a", "b", "c" * 100)
+    assert chat._fitting(TOKENIZER, SYSTEM, turns, 60) == (None, 0)
+    assert len(turns) == 3

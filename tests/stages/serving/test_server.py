@@ -1,0 +1,174 @@
+"""The OpenAI-compatible server, over HTTP on loopback with the real `openai` client."""
+
+import threading
+import time
+
+import jax
+import pytest
+
+from stages.serving.server import Server, make_app
+from tuning.models.byte_tokenizer import byte_tokenizer
+from tuning.models.config import tiny
+from tuning.models.huggingface import random_params
+from tuning.rollout.engine.engine import Engine
+from tuning.rollout.engine.live import EngineStopped, Live
+from tuning.rollout.engine.pool import Limits
+from tuning.rollout.requests import Request
+
+openai = pytest.importorskip("openai")
+TOKENIZER = byte_tokenizer()
+CONFIG = tiny(len(TOKENIZER))
+PARAMS = jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, random_params(CONFIG, 3))
+CONTEXT = 200
+CHAT = [{"role": "user", "content": "What is 2 + 2?"}]
+
+
+@pytest.fixture(scope="module")
+def live():
+    engine = Engine(CONFIG, limits=Limits(slots=4, context=CONTEXT, steps=4, chunks=(32,), prefill_chunks=1), top=5)
+    engine.load(PARAMS)
+    live = Live(engine)
+    yield live
+    live.close()
+
+
+@pytest.fixture(scope="module")
+def client(live):
+    import uvicorn
+
+    app = make_app(Server(live, TOKENIZER, "tiny", (TOKENIZER.eos_token_id,), CONTEXT))
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.02)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=120)
+    server.should_exit = True
+    thread.join()
+
+
+def test_it_names_its_model(client):
+    assert [m.id for m in client.models.list()] == ["tiny"]
+
+
+def test_a_completion_of_token_ids_is_the_engines(client, live):
+    prompt = TOKENIZER.encode("one two three", add_special_tokens=False)
+    asked = client.completions.create(
+        model="tiny", prompt=prompt, max_tokens=12, seed=5, n=2, logprobs=3, extra_body={"return_token_ids": True}
+    )
+    expected = live.submit(Request(prompt, 12, stop_ids=(TOKENIZER.eos_token_id,), seed=5, samples=2)).result()
+    for choice, completion in zip(asked.choices, expected, strict=True):
+        assert choice.token_ids == completion.tokens
+        assert choice.logprobs.token_logprobs == pytest.approx(completion.logps, abs=1e-5)
+        assert [len(row) for row in choice.logprobs.top_logprobs] == [3] * len(completion.tokens)
+        assert choice.finish_reason == ("stop" if completion.stop == "eos" else "length")
+    assert asked.usage.completion_tokens == sum(len(c.tokens) for c in expected)
+    assert asked.usage.prompt_tokens == len(prompt)
+
+
+def test_chat_goes_through_the_template_and_a_stream_is_the_answer_in_pieces(client):
+    whole = client.chat.completions.create(
+        model="tiny", messages=CHAT, max_completion_tokens=30, seed=7, logprobs=True, top_logprobs=2
+    )
+    stream = client.chat.completions.create(
+        model="tiny",
+        messages=CHAT,
+        max_completion_tokens=30,
+        seed=7,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    text = "".join(c.choices[0].delta.content for c in chunks if c.choices)
+    assert len(chunks) > 3
+    assert text == whole.choices[0].message.content
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert chunks[-1].usage == whole.usage
+    rows = whole.choices[0].logprobs.content
+    assert len(rows) == whole.usage.completion_tokens
+    assert all(len(r.top_logprobs) == 2 and r.logprob <= r.top_logprobs[0].logprob + 1e-5 for r in rows)
+
+
+def test_greedy_answers_do_not_depend_on_who_else_asks(client):
+    def ask(i):
+        answers[i] = (
+            client.completions.create(model="tiny", prompt=f"item {i % 3}", max_tokens=20, temperature=0)
+            .choices[0]
+            .text
+        )
+
+    answers = {}
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(9)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert [answers[i] for i in range(9)] == [answers[i % 3] for i in range(9)]
+
+
+def test_a_stop_string_is_not_in_the_text_and_ends_it(client):
+    free = client.completions.create(model="tiny", prompt="abc", max_tokens=30, seed=1, temperature=1.2)
+    whole = free.choices[0].text
+    wanted = whole[len(whole) // 2 :][:2]
+    for stream in (False, True):
+        found = client.completions.create(
+            model="tiny", prompt="abc", max_tokens=30, seed=1, temperature=1.2, stop=["\u2603", wanted], stream=stream
+        )
+        parts = list(found) if stream else [found]
+        assert "".join(p.choices[0].text for p in parts) == whole[: whole.index(wanted)]
+        assert parts[-1].choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"prompt": "x", "temperature": -1}, "temperature"),
+        ({"prompt": "x", "logit_bias": {"5": 3}}, "logit_bias is not offered"),
+        ({"prompt": "x", "extra_body": {"typo": 1}}, "typo"),
+        ({"prompt": "x" * 300}, "the prompt has 300 tokens; the context is 200"),
+        ({"prompt": [10**6]}, "token 1000000 is not one of the model's"),
+        ({"prompt": "x", "logprobs": 9}, "at most 5"),
+        ({"prompt": []}, "the prompt is empty"),
+        ({"prompt": [[]]}, "empty prompt"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(client, asked, message):
+    with pytest.raises(openai.BadRequestError, match=message):
+        client.completions.create(model="tiny", max_tokens=5, **asked)
+
+
+def test_a_client_that_leaves_frees_its_slots(client, live):
+    stream = client.completions.create(
+        model="tiny", prompt="abc", max_tokens=190, n=4, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    deadline = time.monotonic() + 20
+    while not live._engine.idle:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_weights_change_while_requests_run(live):
+    before = live.submit(Request([1, 2, 3], 40, seed=2)).result()
+    running = live.submit(Request([1, 2, 3], 190, seed=2))
+    running.next()
+    live.load(jax.tree.map(lambda x: x * 1.1, PARAMS))
+    assert len(running.result()[0].tokens) == 190
+    after = live.submit(Request([1, 2, 3], 40, seed=2)).result()
+    live.load(PARAMS)
+    assert after[0].logps != before[0].logps
+    assert live.submit(Request([1, 2, 3], 40, seed=2)).result()[0].tokens == before[0].tokens
+
+
+def test_a_closed_engine_says_so():
+    engine = Engine(CONFIG, limits=Limits(slots=1, context=CONTEXT))
+    live = Live(engine)
+    stream = live.submit(Request([1], 5))
+    with pytest.raises(EngineStopped) as failure:
+        stream.result()
+    assert "no weights" in str(failure.value.__cause__)
+    with pytest.raises(EngineStopped):
+        live.submit(Request([1], 5))
+    live.close()

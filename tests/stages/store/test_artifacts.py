@@ -1,0 +1,337 @@
+"""The artifact store on three file systems: an artifact is there when it is whole, and only then (R16)."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+import time
+import uuid
+import warnings
+from pathlib import Path
+
+import boto3
+import pytest
+
+from stages.store.artifacts import MANIFEST, Artifact, ArtifactError, Store, content_digest
+from tests.support import finish, python, write_files
+
+KEY = "k" * 64
+FILES = {"model__weights.bin": "w" * 100, "config.json": "{}", "logs__metrics.jsonl": "1\n", "state__adam": "m"}
+
+
+@pytest.fixture(params=["file", "memory", "s3"])
+def store(request, tmp_path):
+    """An empty store."""
+    name = uuid.uuid4().hex
+    url = {"file": str(tmp_path / name), "memory": f"memory://{name}"}.get(request.param)
+    return Store(url or f"{request.getfixturevalue('s3')}/{name}", scratch=tmp_path / "scratch")
+
+
+def make(store: Store, folder: Path, *, key: str = KEY, replace: bool = False, **files: str) -> Artifact:
+    out = write_files(folder / f"out-{uuid.uuid4().hex}", **(files or FILES))
+    return store.commit(out, {"stage": "sft", "key": key, "metrics": {"loss": 1.5}}, replace=replace)
+
+
+def overwrite(store: Store, artifact: Artifact, path: str, data: bytes) -> None:
+    store.fs.pipe_file(f"{artifact.url}/{path}", data)
+
+
+def damaged(store: Store) -> list[str]:
+    return [p[len(store.root) + 1 :].split("/", 3)[-1] for p in store.fs.find(store.join("damaged"))]
+
+
+def test_what_is_committed_is_read_back(store, tmp_path):
+    made = make(store, tmp_path)
+    found = store.get("sft", KEY)
+    assert found is not None
+    assert found.manifest == made.manifest
+    assert found.metrics == {"loss": 1.5}
+    assert [f["path"] for f in found.manifest["files"]] == sorted(p.replace("__", "/") for p in FILES)
+    assert {p.relative_to(found.local()).as_posix() for p in found.local().rglob("*") if p.is_file()} - {MANIFEST} == {
+        p.replace("__", "/") for p in FILES
+    }
+    assert found.local("model/weights.bin").read_text() == "w" * 100
+    assert store.verify(found) is None
+    assert store.all_keys() == [("sft", KEY)]
+
+
+def test_nothing_is_found_in_an_empty_store(store):
+    assert store.get("sft", KEY) is None
+    assert store.all_keys() == []
+    assert store.read_json("runs", "x", "run.json") is None
+
+
+def test_files_without_a_manifest_are_no_artifact(store, tmp_path):
+    artifact = make(store, tmp_path)
+    store.fs.rm(f"{artifact.url}/{MANIFEST}")
+    assert store.get("sft", KEY) is None
+    assert store.all_keys() == []
+
+
+@pytest.mark.parametrize("fault", ["truncated", "longer", "missing", "manifest"])
+def test_a_damaged_artifact_is_set_aside_with_a_warning_and_made_again(store, tmp_path, fault):
+    artifact = make(store, tmp_path)
+    match fault:
+        case "truncated":
+            overwrite(store, artifact, "model/weights.bin", b"w" * 99)
+        case "longer":
+            overwrite(store, artifact, "model/weights.bin", b"w" * 101)
+        case "missing":
+            store.fs.rm(f"{artifact.url}/model/weights.bin")
+        case "manifest":
+            overwrite(store, artifact, MANIFEST, b'{"stage": "sft", ')
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert store.get("sft", KEY, repair=False) is None  # a plan looks and changes nothing
+    assert damaged(store) == []
+    expected = {
+        "truncated": "weights.bin has 99 bytes, the manifest says 100",
+        "longer": "weights.bin has 101 bytes",
+        "missing": "weights.bin is missing",
+        "manifest": "is not JSON",
+    }[fault]
+    with pytest.warns(UserWarning, match=expected):
+        assert store.get("sft", KEY) is None
+    assert (MANIFEST in damaged(store)) and ("config.json" in damaged(store))
+    assert store.fs.find(store.join("artifacts")) == []
+    make(store, tmp_path)
+    again = store.get("sft", KEY)
+    assert again is not None
+    assert store.verify(again) is None
+
+
+def test_damage_of_the_same_size_is_found_by_the_checksums(store, tmp_path):
+    artifact = make(store, tmp_path)
+    overwrite(store, artifact, "model/weights.bin", b"v" + b"w" * 99)
+    found = store.get("sft", KEY)
+    assert found is not None
+    fault = store.verify(found)
+    assert fault is not None
+    assert fault.startswith("model/weights.bin has checksum ")
+
+
+def test_the_digest_is_that_of_the_content_alone(store, tmp_path):
+    first = make(store, tmp_path)
+    other_logs = make(store, tmp_path, key="b" * 64, **FILES | {"logs__metrics.jsonl": "2\n", "state__adam": "n"})
+    no_state = make(store, tmp_path, key="c" * 64, **{k: v for k, v in FILES.items() if not k.startswith("state")})
+    edited = make(store, tmp_path, key="d" * 64, **FILES | {"config.json": "[]"})
+    renamed = make(store, tmp_path, key="e" * 64, **{k.replace("config", "settings"): v for k, v in FILES.items()})
+    assert first.digest == other_logs.digest == no_state.digest
+    assert len({first.digest, edited.digest, renamed.digest}) == 3
+
+
+def test_the_digest_of_a_part_changes_with_that_part_alone(store, tmp_path):
+    first = make(store, tmp_path)
+    edited = make(store, tmp_path, key="b" * 64, **FILES | {"config.json": "[]"})
+    assert first.part_digest(("model/",)) == edited.part_digest(("model/",))
+    assert first.part_digest(("model/", "config.json")) != edited.part_digest(("model/", "config.json"))
+    assert first.part_digest() == first.digest != first.part_digest(("model/",))
+    with pytest.raises(ArtifactError, match="no content below"):
+        first.part_digest(("nowhere/",))
+
+
+def test_a_part_that_is_not_there(store, tmp_path):
+    artifact = make(store, tmp_path)
+    assert artifact.has("model/")
+    assert not artifact.has("tokenizer/")
+    with pytest.raises(ArtifactError, match="has no 'tokenizer/'"):
+        artifact.local("tokenizer/")
+
+
+def test_an_artifact_without_content_is_refused():
+    with pytest.raises(ArtifactError, match="no content"):
+        content_digest([{"path": "logs/a", "sha256": "0"}])
+
+
+def test_a_second_commit_keeps_the_first(store, tmp_path):
+    first = make(store, tmp_path)
+    second = make(store, tmp_path, **FILES | {"config.json": "[]"})
+    assert second.manifest == first.manifest
+    assert store.get("sft", KEY).local("config.json").read_text() == "{}"
+    assert damaged(store) == []
+
+
+def test_a_replacing_commit_sets_the_first_aside(store, tmp_path):
+    make(store, tmp_path)
+    second = make(store, tmp_path, replace=True, **FILES | {"config.json": "[]"})
+    found = store.get("sft", KEY)
+    assert found.manifest == second.manifest
+    assert found.local("config.json").read_text() == "[]"
+    assert store.verify(found) is None
+    aside = [p for p in store.fs.find(store.join("damaged")) if p.endswith("config.json")]
+    assert store.fs.cat_file(aside[0]) == b"{}"
+
+
+def test_what_a_killed_commit_left_is_no_part_of_the_next(store, tmp_path):
+    for name in ("model/old-part-of-weights", "config.json"):
+        place = store.join("artifacts", "sft", KEY, name)
+        store.fs.makedirs(place.rsplit("/", 1)[0], exist_ok=True)
+        store.fs.pipe_file(place, b"left over")
+    artifact = make(store, tmp_path)
+    assert store.verify(artifact) is None
+    names = {p[len(artifact.url) + 1 :] for p in store.fs.find(artifact.url)}
+    assert names == {p.replace("__", "/") for p in FILES} | {MANIFEST}
+
+
+COMMITTER = """
+import sys
+from pathlib import Path
+from stages.store.artifacts import Store
+out = Path(sys.argv[2])
+out.mkdir(parents=True)
+for i in range(int(sys.argv[3])):
+    (out / f"part-{i:03d}").write_text(f"{i}" * 50)
+print("go", flush=True)
+Store(sys.argv[1]).commit(out, {"stage": "sft", "key": "k" * 64, "metrics": {}})
+"""
+
+
+@pytest.mark.parametrize("kind", ["file", pytest.param("s3", marks=pytest.mark.slow)])
+def test_a_commit_that_is_killed_leaves_nothing_or_everything(kind, tmp_path, request):
+    count, tries = (300, 6) if kind == "file" else (15, 3)
+    base = str(tmp_path) if kind == "file" else f"{request.getfixturevalue('s3')}/{tmp_path.name}"
+    draw = random.Random(0)
+    halves = 0
+    for attempt in range(tries):
+        store = Store(f"{base}/{attempt}", scratch=tmp_path / "scratch")
+        place = store.join("artifacts", "sft", KEY)
+        process = python(COMMITTER, store.url, tmp_path / f"out-{attempt}", count)
+        process.stdout.readline()
+        enough = draw.randrange(1, count + 1)
+        while process.poll() is None and len(store.fs.find(place)) < enough:
+            time.sleep(0.0005)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        manifest = store.read_json("artifacts", "sft", KEY, MANIFEST)
+        halves += manifest is None and len(store.fs.find(place)) > 0
+        if manifest is not None:
+            assert len(manifest["files"]) == count
+            assert store.verify(Artifact(store, manifest)) is None
+        else:
+            assert store.get("sft", KEY) is None
+        finish(python(COMMITTER, store.url, tmp_path / f"again-{attempt}", count))
+        again = store.get("sft", KEY)
+        assert again is not None
+        assert store.verify(again) is None
+    assert halves > 0, "no kill hit the middle of a commit: this test shows nothing"
+
+
+@pytest.fixture
+def remote(s3, tmp_path):
+    return Store(f"{s3}/{tmp_path.name}-{uuid.uuid4().hex}", scratch=tmp_path / "scratch")
+
+
+def fresh(store: Store, tmp_path: Path) -> Store:
+    """The same store as another machine sees it."""
+    return Store(store.url, scratch=tmp_path / uuid.uuid4().hex)
+
+
+def test_a_fetch_brings_what_is_asked_for_and_keeps_it(remote, tmp_path):
+    make(remote, tmp_path)
+    artifact = fresh(remote, tmp_path).get("sft", KEY)
+    folder = artifact.local("model/")
+    assert {p.name for p in folder.parent.rglob("*") if p.is_file()} == {"weights.bin"}
+    remote.fs.rm(f"{artifact.url}/model/weights.bin")
+    assert artifact.local("model/weights.bin").read_text() == "w" * 100
+
+
+def test_a_fetch_checks_what_it_got(remote, tmp_path):
+    artifact = make(remote, tmp_path)
+    overwrite(remote, artifact, "model/weights.bin", b"v" + b"w" * 99)
+    other = fresh(remote, tmp_path).get("sft", KEY)
+    with pytest.raises(ArtifactError, match=r"model/weights\.bin differs from its checksum; run `rlhf verify`"):
+        other.local("model/")
+    assert not [p for p in tmp_path.rglob("weights.bin*") if "fetched" in p.parts]
+
+
+def test_a_fetch_that_was_cut_short_is_done_again(remote, tmp_path):
+    artifact = make(remote, tmp_path)
+    path = artifact.local("model/weights.bin")
+    path.write_bytes(b"w" * 40)
+    assert artifact.local("model/weights.bin").read_text() == "w" * 100
+
+
+def test_a_replaced_artifact_is_fetched_again(remote, tmp_path):
+    make(remote, tmp_path)
+    assert remote.get("sft", KEY).local("config.json").read_text() == "{}"
+    make(remote, tmp_path, replace=True, **FILES | {"config.json": "[]"})
+    assert remote.get("sft", KEY).local("config.json").read_text() == "[]"
+
+
+def test_work_in_progress_goes_on_on_another_machine(remote, tmp_path):
+    work = remote.work_folder("sft", KEY)
+    assert list(work.iterdir()) == []
+    write_files(work, **{"rollouts-00000__part.parquet": "a", "checkpoints__3__state": "three", "out__half": "h"})
+    remote.mirror_work("sft", KEY)
+    write_files(work, **{"rollouts-00001__part.parquet": "b", "checkpoints__6__deep__state": "six"})
+    shutil.rmtree(work / "checkpoints" / "3")
+    write_files(work, **{"checkpoints__9.orbax-checkpoint-tmp-1__state": "unfinished"})
+    remote.mirror_work("sft", KEY)
+    write_files(work, **{"rollouts-00002__part.parquet": "not mirrored"})
+    found = fresh(remote, tmp_path).work_folder("sft", KEY)
+    names = {p.relative_to(found).as_posix() for p in found.rglob("*") if p.is_file() and ".mirrored" not in p.parts}
+    assert names == {"rollouts-00000/part.parquet", "rollouts-00001/part.parquet", "checkpoints/6/deep/state"}
+    assert (found / "checkpoints/6/deep/state").read_text() == "six"
+
+
+def test_a_mirror_that_was_cut_short_is_not_used(remote, tmp_path):
+    work = remote.work_folder("sft", KEY)
+    write_files(work, **{"rollouts-00000__a": "a", "rollouts-00000__b": "b"})
+    remote.mirror_work("sft", KEY)
+    remote.fs.rm(next(p for p in remote.fs.find(remote.join("work")) if p.endswith(".mirrored/rollouts-00000")))
+    found = fresh(remote, tmp_path).work_folder("sft", KEY)
+    assert [p for p in found.rglob("*") if p.is_file()] == []
+
+
+def test_the_machine_that_has_the_work_does_not_fetch_it(remote, tmp_path):
+    work = remote.work_folder("sft", KEY)
+    write_files(work, **{"rollouts-00000__a": "a"})
+    remote.mirror_work("sft", KEY)
+    (work / "rollouts-00000" / "a").write_text("local")
+    assert (remote.work_folder("sft", KEY) / "rollouts-00000" / "a").read_text() == "local"
+
+
+def test_the_work_is_gone_after_the_commit(store, tmp_path):
+    write_files(store.work_folder("sft", KEY), **{"rollouts-00000__a": "a"})
+    store.mirror_work("sft", KEY)
+    store.drop_work("sft", KEY)
+    assert store.fs.find(store.join("work")) == []
+    assert list(store.work_folder("sft", KEY).iterdir()) == []
+
+
+def test_another_process_s_files_are_seen_at_once(remote):
+    remote.write_json({}, "runs", "a", "run.json")
+
+    def names() -> list[str]:
+        return [p.split("/")[-2] for p in remote.fs.glob(remote.join("runs", "*", "run.json"))]
+
+    assert names() == ["a"]
+    bucket, _, key = remote.join("runs", "b", "run.json").partition("/")
+    boto3.client("s3").put_object(Bucket=bucket, Key=key, Body=b"{}")
+    assert names() == ["a", "b"]
+
+
+def test_json_is_written_in_one_step(tmp_path):
+    store = Store(str(tmp_path))
+    code = (
+        "import sys; from stages.store.artifacts import Store; s = Store(sys.argv[1]); print('go', flush=True)\n"
+        "for i in range(10**6): s.write_json({'x': ['y'] * 20000, 'i': i}, 'runs', 'r', 'run.json')"
+    )
+    writer = python(code, tmp_path)
+    writer.stdout.readline()
+    while store.read_json("runs", "r", "run.json") is None:
+        time.sleep(0.01)
+    seen = {store.read_json("runs", "r", "run.json")["i"] for _ in range(100)}
+    writer.kill()
+    writer.communicate()
+    assert len(seen) > 1
+    assert len(json.loads((tmp_path / "runs/r/run.json").read_text())["x"]) == 20000
+
+
+def test_a_file_that_is_not_json_says_what_to_do(tmp_path):
+    store = Store(str(tmp_path))
+    store.write_bytes(b"{", "runs", "r", "run.json")
+    with pytest.raises(ArtifactError, match=r"run\.json is not JSON .*move it away"):
+        store.read_json("runs", "r", "run.json")

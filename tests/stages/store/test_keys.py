@@ -1,0 +1,170 @@
+"""Keys hold content (R17): one canonical form, every setting that can change a result, nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import BaseModel
+
+from flows.recipe.model import load_recipe
+from stages.contract.registry import modules, stage
+from stages.store.keys import NotCanonical, canonical, config_content, derive_seed, differences, digest
+
+# How a stage computes, not what. Everything else of its config is in the key.
+COMPUTE = {
+    *("compute.tokens_per_micro_batch", "compute.rollout_rows"),
+    *("compute.mesh.data", "compute.mesh.fsdp", "compute.mesh.tensor"),
+}
+FITTED = COMPUTE | {"checkpoint_every"}
+# Where servers are and how they are used; which engine it is, its version, type and arguments are content.
+ENGINE = {
+    f"engine.{name}"
+    for name in (
+        *("url", "command", "environment", "servers", "sync", "folder", "concurrency", "timeout"),
+        *("start_seconds", "wait_seconds", "tries", "tolerance", "key_variable"),
+    )
+}
+EXECUTION = {
+    "base": set(),
+    "prepare": {"source", "workers", "chunk_megabytes", "runner.name", "runner.options", "runner.scratch"},
+    "sft": FITTED,
+    "preference": FITTED,
+    "distill": FITTED,
+    "reward": FITTED,
+    "rollout": COMPUTE | ENGINE,
+    "refill": COMPUTE | ENGINE,
+    "greedy": COMPUTE | ENGINE,
+    "score": COMPUTE | {"workers"},
+    "update": COMPUTE | {"store_state"},
+    "evaluate": COMPUTE | {"workers"},
+    "export": set(),
+}
+
+
+def leaves(config: BaseModel, place: str = "") -> Iterator[str]:
+    """The dotted name of every setting of a config, nested ones and those of named entries included."""
+    for name in type(config).model_fields:
+        value = getattr(config, name)
+        if isinstance(value, BaseModel):
+            yield from leaves(value, f"{place}{name}.")
+        elif isinstance(value, dict) and value and all(isinstance(v, BaseModel) for v in value.values()):
+            for entry, inner in value.items():
+                yield from leaves(inner, f"{place}{name}.{entry}.")
+        else:
+            yield place + name
+
+
+def changed(config: Any, place: str) -> Any:
+    """A copy of `config` with another value at `place`."""
+    name, _, rest = place.partition(".")
+    if isinstance(config, dict):
+        return config | {name: changed(config[name], rest)}
+    value = changed(getattr(config, name), rest) if rest else "another value"
+    return config.model_copy(update={name: value})
+
+
+SETTINGS = [(name, place) for name in modules() for place in leaves(stage(name).config())]
+
+
+@pytest.mark.parametrize(("name", "place"), SETTINGS)
+def test_a_setting_is_in_the_key_unless_it_says_how_to_compute(name, place):
+    config = stage(name).config()
+    same = digest(config_content(config)) == digest(config_content(changed(config, place)))
+    assert same == (place in EXECUTION[name])
+
+
+def test_the_settings_above_are_all_there_are():
+    assert set(EXECUTION) == set(modules())
+    assert {(n, p) for n, places in EXECUTION.items() for p in places} <= set(SETTINGS)
+    assert len(SETTINGS) > 80
+
+
+@pytest.mark.parametrize("name", modules())
+def test_every_config_is_canonical_and_survives_json(name):
+    config = stage(name).config()
+    again = type(config).model_validate_json(json.dumps(config.model_dump(mode="json")))
+    assert digest(config_content(again)) == digest(config_content(config))
+
+
+def test_the_way_a_number_is_written_does_not_matter():
+    keys = {
+        digest(config_content(load_recipe("smoke", sets=[f"sft.optimizer.learning_rate={text}"]).sft))
+        for text in ("0.001", "1e-3", "1.0e-3", "0.0010")
+    }
+    assert len(keys) == 1
+    assert load_recipe("smoke", sets=["rl.update.clip_low=1"]) == load_recipe("smoke", sets=["rl.update.clip_low=1.0"])
+
+
+def test_order_of_mappings_does_not_matter_and_order_of_lists_does():
+    assert digest({"a": 1, "b": {"c": 2, "d": 3}}) == digest({"b": {"d": 3, "c": 2}, "a": 1})
+    assert digest([1, 2]) != digest([2, 1])
+    assert digest((1, 2)) == digest([1, 2])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(1, True), (0, False), (1, 1.0), ("1", 1), (None, "null"), ("", None), ({}, []), ("\u00e9", "e\u0301")],
+)
+def test_different_values_have_different_digests(one, other):
+    assert digest({"x": one}) != digest({"x": other})
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        float("nan"),
+        float("inf"),
+        float("-inf"),
+        {1, 2},
+        Path("/tmp"),
+        b"bytes",
+        object(),
+        np.int64(3),
+        np.zeros(2),
+        1j,
+        {1: "a"},
+        lambda: 0,
+    ],
+    ids=lambda v: type(v).__name__ + (str(v) if isinstance(v, float) else ""),
+)
+def test_a_value_without_one_form_is_refused_and_its_place_is_named(bad):
+    with pytest.raises(NotCanonical, match=r"value\.sft\.steps\[1\]"):
+        canonical({"sft": {"steps": [0, bad]}})
+
+
+def test_a_digest_is_the_same_in_every_process_and_version():
+    assert digest({"b": [1, 2.5, None, True], "a": "é"}) == (
+        "0b8cc543e984d4d7398f5f603a4b91d358a2565f1d6b6a058565d662854e37cf"
+    )
+
+
+def test_seeds_depend_on_their_names_alone():
+    seeds = [derive_seed(0, "rollout", i) for i in range(100)] + [derive_seed(1, "rollout", 0), derive_seed(0, "sft")]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= s < 2**32 for s in seeds)
+    assert derive_seed(0, "rollout", 7) == seeds[7]
+    assert derive_seed(0, "a", "bc") != derive_seed(0, "ab", "c")
+
+
+def test_differences_names_each_leaf_with_both_values():
+    old = {"config": {"optimizer": {"learning_rate": 0.003, "beta1": 0.9}, "epochs": 1}, "code": {"stages.sft": "a"}}
+    new = {"config": {"optimizer": {"learning_rate": 0.001, "beta1": 0.9}, "steps": 5}, "code": {"stages.sft": "b"}}
+    assert differences(old, new) == [
+        'code.stages.sft: "a" -> "b"',
+        "config.epochs: gone (was 1)",
+        "config.optimizer.learning_rate: 0.003 -> 0.001",
+        "config.steps: new, 5",
+    ]
+    assert differences(old, old) == []
+    assert differences({"a": [1, 2]}, {"a": [1, 3]}) == ["a: [1, 2] -> [1, 3]"]
+    assert differences({"a": {}}, {"a": 1}) == ["a: {} -> 1"]
+
+
+def test_long_values_are_shortened():
+    (line,) = differences({"a": "x" * 200}, {"a": "y" * 200})
+    assert len(line) < 140

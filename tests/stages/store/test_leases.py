@@ -1,0 +1,174 @@
+"""Two that want the same key do the work once; the lease of a dead holder is taken over."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from stages.store import leases
+from stages.store.artifacts import Store
+from stages.store.leases import lease
+from tests.support import finish, python
+
+# Makes one artifact under the lease, unless it is there; counts in a file how often it really did.
+MAKER = """
+import sys, time
+from pathlib import Path
+from stages.store.artifacts import Store
+from stages.store.leases import lease
+url, folder, seconds = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
+store = Store(url)
+with lease(store, "sft", "k" * 64, lambda line: print(line, flush=True)):
+    if store.get("sft", "k" * 64) is None:
+        with (folder / "made").open("a") as f:
+            f.write("x")
+        print("held", flush=True)
+        out = folder / f"out-{time.time_ns()}"
+        out.mkdir()
+        time.sleep(seconds)
+        (out / "data").write_text("1")
+        store.commit(out, {"stage": "sft", "key": "k" * 64, "metrics": {}})
+"""
+
+
+@pytest.fixture(params=["file", "s3"])
+def url(request, tmp_path):
+    if request.param == "file":
+        return str(tmp_path / "store")
+    return f"{request.getfixturevalue('s3')}/{tmp_path.name}"
+
+
+def record(store: Store) -> dict:
+    return store.read_json("leases", f"sft-{'k' * 64}.json")
+
+
+def hold(url: str, folder: Path, seconds: float = 60) -> subprocess.Popen[str]:
+    process = python(MAKER, url, folder, seconds)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line == "held\n", line + (process.stderr.read() if process.stderr else "")
+    return process
+
+
+def test_many_at_once_do_the_work_once(url, tmp_path):
+    count = 4 if url.startswith("s3") else 6
+    outs = [finish(p) for p in [python(MAKER, url, tmp_path, 1) for _ in range(count)]]
+    assert (tmp_path / "made").read_text() == "x"
+    assert sum("waiting for it" in out for out in outs) >= 1
+    assert Store(url).fs.find(Store(url).join("leases")) == []
+
+
+def test_the_waiting_one_says_for_whom(tmp_path):
+    holder = hold(str(tmp_path / "store"), tmp_path, 1.5)
+    out = finish(python(MAKER, str(tmp_path / "store"), tmp_path, 0))
+    assert out.splitlines()[0].startswith(f"sft is being made by process {holder.pid} on ")
+    assert out.count("waiting") == 1
+    finish(holder)
+
+
+@pytest.mark.parametrize("reaped", [True, False], ids=["reaped", "zombie"])
+def test_a_holder_that_was_killed_here_is_replaced_at_once(url, tmp_path, reaped):
+    holder = hold(url, tmp_path)
+    holder.kill()
+    if reaped:
+        holder.wait()
+    started = time.monotonic()
+    finish(python(MAKER, url, tmp_path, 0))
+    assert time.monotonic() - started < 10
+    assert (tmp_path / "made").read_text() == "xx"
+    holder.wait()
+
+
+def test_several_that_see_a_dead_holder_replace_it_once(tmp_path):
+    url = str(tmp_path / "store")
+    holder = hold(url, tmp_path)
+    holder.kill()
+    holder.wait()
+    for process in [python(MAKER, url, tmp_path, 1) for _ in range(6)]:
+        finish(process)
+    assert (tmp_path / "made").read_text() == "xx"
+
+
+def test_a_holder_that_is_stopped_is_not_dead(tmp_path, monkeypatch):
+    monkeypatch.setattr(leases, "DEAD_AFTER_SECONDS", 0.2)
+    holder = hold(str(tmp_path / "store"), tmp_path, 0.5)
+    holder.send_signal(signal.SIGSTOP)
+    time.sleep(1)
+    assert not leases._dead(record(Store(str(tmp_path / "store"))))
+    holder.send_signal(signal.SIGCONT)
+    finish(holder)
+
+
+def put(store: Store, **changes: object) -> None:
+    mine = json.loads(leases._record("another"))
+    store.write_json(mine | changes, "leases", f"sft-{'k' * 64}.json")
+
+
+@pytest.mark.parametrize(("age", "waits"), [(100.0, False), (0.0, True)], ids=["old-beat", "fresh-beat"])
+def test_a_holder_on_another_host_lives_by_its_beat(url, age, waits):
+    store = Store(url)
+    put(store, host="elsewhere", pid=1, beat=time.time() - age)
+    told: list[str] = []
+    entered = threading.Event()
+
+    def take() -> None:
+        with lease(store, "sft", "k" * 64, told.append):
+            entered.set()
+
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    assert entered.wait(2.5) != waits
+    assert bool(told) == waits
+    if waits:
+        assert "process 1 on elsewhere" in told[0]
+        put(store, host="elsewhere", pid=1, beat=0.0)
+    thread.join(10)
+    assert entered.is_set()
+
+
+def test_a_process_id_that_was_given_to_another_process_is_dead():
+    holder = json.loads(leases._record("t"))
+    assert not leases._dead(holder)
+    assert leases._dead(holder | {"started": holder["started"] - 500})
+
+
+def test_a_lease_that_was_cut_short_does_not_block(tmp_path):
+    store = Store(str(tmp_path))
+    for text in (b"", b'{"token": "abc'):
+        store.write_bytes(text, "leases", f"sft-{'k' * 64}.json")
+        with lease(store, "sft", "k" * 64, lambda line: pytest.fail(line)):
+            assert record(store)["pid"] > 0
+        assert record(store) is None
+
+
+def test_the_beat_is_renewed_and_stops_with_the_lease(tmp_path, monkeypatch):
+    monkeypatch.setattr(leases, "BEAT_SECONDS", 0.1)
+    store = Store(str(tmp_path))
+    with lease(store, "sft", "k" * 64, lambda line: None):
+        first = record(store)
+        time.sleep(0.5)
+        assert record(store)["beat"] > first["beat"]
+    time.sleep(0.3)
+    assert record(store) is None
+
+
+def test_a_lease_that_was_taken_over_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(leases, "BEAT_SECONDS", 0.1)
+    store = Store(str(tmp_path))
+    with lease(store, "sft", "k" * 64, lambda line: None):
+        put(store)
+        time.sleep(0.4)
+    assert record(store)["token"] == "another"
+
+
+def test_the_lease_is_given_back_when_the_work_fails(tmp_path):
+    store = Store(str(tmp_path))
+    with pytest.raises(ZeroDivisionError), lease(store, "sft", "k" * 64, lambda line: None):
+        raise ZeroDivisionError
+    assert record(store) is None

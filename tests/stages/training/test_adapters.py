@@ -1,0 +1,119 @@
+"""Stages that train an adapter: what they keep, and that the merged model is base and adapter together."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from stages import distill, preference, reward, sft
+from stages.common.settings import Lora
+from stages.training.adapters import lora_config
+from tests.stages.test_ways import FAST, base, compiled, data, judged, memory, perform, rows_of, settings  # noqa: F401
+from tuning.models import huggingface
+from tuning.models.lora import PROJECTIONS, merge
+from tuning.models.peft import load_adapter
+
+pytestmark = pytest.mark.slow
+
+LORA = {"rank": 4, "alpha": 8.0, "targets": ["down", "q", "v"]}
+# An adapter starts at zero and is small: it takes larger steps than all parameters.
+QUICK = FAST | {"learning_rate": 3e-2}
+
+
+def leaves(tree):
+    return [np.asarray(x) for x in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("kind", ["none", "nf4"])
+def test_sft_keeps_the_adapter_and_the_merged_model(kind, base, memory, tmp_path):  # noqa: F811
+    table = data(tmp_path / "data", sft=rows_of("sft", 32))
+    config = settings(sft, epochs=3, optimizer=QUICK, lora=LORA | {"quantize": kind})
+    metrics, made = perform(sft, config, tmp_path / "sft", memory, base=base, data=table, tokenizer=base)
+    lines = [json.loads(line) for line in (made.path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["loss"] < 0.9 * lines[0]["loss"]
+    model, start = huggingface.load_decoder(base.path / "model")
+    _, after = huggingface.load_decoder(made.path / "model")
+    lora, trained = load_adapter(made.path / "adapter", model)
+    assert (lora.rank, lora.scale, lora.targets) == (4, 2.0, ("q", "v", "down"))
+    wanted = merge(model, "decoder", start, trained, lora_config(config.lora))
+    assert huggingface.fingerprint(after) == huggingface.fingerprint(wanted)
+    assert (
+        metrics["trained_parameters"] == sum(x.size for x in leaves(trained)) < 0.2 * sum(x.size for x in leaves(start))
+    )
+    bytes_of_start = sum(x.nbytes for x in leaves(start))
+    assert (
+        metrics["frozen_bytes"] == bytes_of_start if kind == "none" else metrics["frozen_bytes"] < 0.6 * bytes_of_start
+    )
+    assert not (tmp_path / "sft" / "work" / "model").exists()
+    # Another seed starts another adapter; the same one gives the same bits.
+    again = perform(sft, config, tmp_path / "again", memory, base=base, data=table, tokenizer=base)[1]
+    assert (again.path / "adapter" / "adapter_model.safetensors").read_bytes() == (
+        made.path / "adapter" / "adapter_model.safetensors"
+    ).read_bytes()
+
+
+def test_a_reward_model_trains_its_adapter_and_its_head(base, memory, judged, tmp_path):  # noqa: F811
+    config = settings(reward, epochs=3, optimizer=QUICK, lora=LORA)
+    metrics, made = perform(reward, config, tmp_path / "reward", memory, base=base, data=judged, tokenizer=base)
+    assert metrics["heldout_accuracy"] > 0.9
+    model, after = huggingface.load_scalar_head(made.path / "model")
+    lora, trained = load_adapter(made.path / "adapter", model)
+    np.testing.assert_array_equal(trained["score"][...], after["score"][...])
+    assert np.abs(trained["score"][...]).max() > 1e-3
+    start = huggingface.scalar_head_params(model, huggingface.load_decoder(base.path / "model")[1])
+    assert huggingface.fingerprint(merge(model, "scalar", start, trained, lora)) == huggingface.fingerprint(after)
+
+
+@pytest.mark.parametrize("stage", ["kto", "distill"])
+def test_what_a_stage_computes_or_samples_on_the_way_is_of_the_tuned_model(stage, base, memory, judged, tmp_path):  # noqa: F811
+    values = {"optimizer": QUICK, "lora": LORA}
+    inputs = {"policy": base, "data": judged, "tokenizer": base}
+    if stage == "kto":
+        config = settings(preference, loss="kto", beta=2.0, heldout_fraction=0.0, **values)
+        metrics, made = perform(preference, config, tmp_path / "kto", memory, **inputs, reference=base)
+        # The reference point is the policy's distance from where it started: 0 while the adapter is.
+        lines = [json.loads(line) for line in (made.path / "logs" / "metrics.jsonl").read_text().splitlines()]
+        assert lines[0]["kl"] == 0.0 and metrics["kl"] > 1e-3
+    else:
+        table = data(tmp_path / "d", sft=rows_of("sft", 32))
+        teacher = perform(sft, settings(sft), tmp_path / "teacher", memory, base=base, data=table, tokenizer=base)[1]
+        config = settings(distill, on_policy=1.0, max_tokens=4, heldout_fraction=0.25, **values)
+        metrics, made = perform(distill, config, tmp_path / "distill", memory, **inputs, teacher=teacher)
+        assert metrics["heldout_divergence"] < 0.9 * metrics["heldout_divergence_before"]
+    assert (made.path / "adapter" / "adapter_model.safetensors").is_file()
+    assert metrics["trained_parameters"] < 20_000
+
+
+def test_a_killed_stage_goes_on_with_its_adapter(base, memory, tmp_path):  # noqa: F811
+    table = data(tmp_path / "data", sft=rows_of("sft", 32))
+    inputs = {"base": base, "data": table, "tokenizer": base}
+    config = settings(sft, optimizer=QUICK, lora=LORA, checkpoint_every=2)
+    whole = perform(sft, config, tmp_path / "whole", memory, **inputs)[1]
+    # Checkpoints of the first try; the second finds them under `work`.
+    second = tmp_path / "second"
+    second.mkdir()
+    (tmp_path / "whole" / "work").rename(second / "work")
+    resumed = perform(sft, config, second, memory, **inputs)[1]
+    names = ["adapter/adapter_model.safetensors", "model/model.safetensors"]
+    assert [(resumed.path / n).read_bytes() for n in names] == [(whole.path / n).read_bytes() for n in names]
+
+
+def test_settings_of_an_adapter():
+    assert lora_config(Lora()).targets == PROJECTIONS
+    assert lora_config(Lora(targets=["v", "q"], rank=9, use_rslora=True)).scale == pytest.approx(32 / 3)
+    with pytest.raises(ValueError, match="targets"):
+        Lora(targets=["query"])
+    with pytest.raises(ValueError, match="rank"):
+        Lora(rank=0)
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_with_quantised_kernels_the_reference_is_the_quantised_model(kind, base, memory, judged, tmp_path):  # noqa: F811
+    inputs = {"policy": base, "data": judged, "tokenizer": base, "reference": base}
+    config = settings(preference, optimizer=QUICK, lora=LORA | {"quantize": kind})
+    metrics, made = perform(preference, config, tmp_path / "dpo", memory, **inputs)
+    lines = [json.loads(line) for line in (made.path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    # Before the first step the policy is the reference: every margin is 0.
+    assert metrics["heldout_loss_before"] == pytest.approx(np.log(2), rel=1e-5)
+    assert lines[0]["loss"] == pytest.approx(np.log(2), rel=1e-5) and abs(lines[0]["margin"]) < 1e-5

@@ -1,0 +1,271 @@
+"""The worker holds the devices and dies alone; the process that asks never loads JAX."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from stages.contract.registry import stage
+from stages.store.artifacts import Store
+from stages.worker import client
+from stages.worker.client import StageFailed, Worker, WorkerDied, worker_environment
+from tests.support import python
+
+
+def request(store: Path, name: str = "base", **config: Any) -> dict[str, Any]:
+    """What a session sends for a stage without inputs."""
+    return {
+        "stage": name,
+        "key": "k" * 64,
+        "key_parts": {},
+        "config": {"source": "random:tiny"} | config,
+        "inputs": {},
+        "seed": 7,
+        "store": str(store),
+        "run": "test",
+        "force": None,
+    }
+
+
+def ignore(event: dict[str, Any]) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def doomed(tmp_path_factory):
+    """A worker that tests may end: the next one finds it as it was left, warm or dead."""
+    worker = Worker(tmp_path_factory.mktemp("doomed") / "worker.log")
+    yield worker
+    worker.close()
+
+
+@pytest.fixture
+def worker(doomed, tmp_path):
+    """The doomed worker, warm."""
+    doomed.run(request(tmp_path / "warm"), ignore)
+    return doomed
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory):
+    """A worker that several tests share; none of them ends it."""
+    worker = Worker(tmp_path_factory.mktemp("warm") / "worker.log")
+    yield worker
+    worker.close()
+
+
+def test_it_starts_with_the_first_request_and_makes_an_artifact(warm, tmp_path):
+    assert (warm.pid, warm.starts) == (None, 0)
+    events: list[dict[str, Any]] = []
+    manifest = warm.run(request(tmp_path), events.append)
+    assert warm.starts == 1
+    assert psutil.Process(warm.pid).ppid() == os.getpid()
+    store = Store(str(tmp_path))
+    artifact = store.get("base", "k" * 64)
+    assert artifact is not None
+    assert artifact.manifest == manifest
+    assert store.verify(artifact) is None
+    assert manifest["config"] == {"source": "random:tiny"}
+    assert (manifest["seed"], manifest["run"], manifest["inputs"]) == (7, "test", {})
+    assert manifest["versions"]["jax"][0].isdigit()
+    assert " x" in manifest["device"]
+    assert manifest["metrics"]["parameters"] > 0
+    assert any(e["event"] == "log" and "random:tiny" in e["line"] for e in events)
+    assert {e["event"] for e in events} <= {"log", "progress"}
+
+
+def test_it_stays_warm(warm, tmp_path):
+    pid = warm.pid
+    first = warm.run(request(tmp_path / "a"), ignore)
+    second = warm.run(request(tmp_path / "b"), ignore)
+    assert (warm.pid, warm.starts) == (pid, 1)
+    assert first["digest"] == second["digest"]
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        ({"name": "sfft"}, "no stage 'sfft'; there are base, distill, evaluate,"),
+        ({"source": "/no/such/model"}, "SourceMissing: base.source: /no/such/model does not exist"),
+        ({"sourcce": "x"}, "sourcce"),
+    ],
+    ids=["unknown stage", "stage raises", "unknown setting"],
+)
+def test_a_stage_that_fails_does_not_end_it(warm, tmp_path, ask, message):
+    pid = warm.pid
+    with pytest.raises(StageFailed) as e:
+        warm.run(request(tmp_path, **ask), ignore)
+    assert message in str(e.value)
+    assert f"traceback in {warm.log}" in str(e.value)
+    assert "Traceback (most recent call last)" in warm.log.read_text()
+    assert Store(str(tmp_path)).all_keys() == []
+    warm.run(request(tmp_path), ignore)
+    assert (warm.pid, warm.starts) == (pid, 1)
+
+
+def test_an_input_that_is_gone_is_named(warm, tmp_path):
+    ask = request(tmp_path) | {"inputs": {"data": ["prepare", "d" * 64]}}
+    with pytest.raises(StageFailed, match=r"input data \(prepare/dddddddddddd\) is gone from .*; run again"):
+        warm.run(ask, ignore)
+
+
+def test_a_forced_run_starts_from_nothing_and_replaces(warm, tmp_path):
+    store = Store(str(tmp_path))
+    warm.run(request(tmp_path), ignore)
+    (store.work_folder("base", "k" * 64) / "left-by-an-earlier-try").mkdir()
+    again = warm.run(request(tmp_path) | {"force": "run-two", "seed": 8}, ignore)
+    assert again["seed"] == 8
+    assert store.get("base", "k" * 64).manifest["seed"] == 8
+    assert len(store.fs.find(store.join("damaged"))) > 0
+    assert (store.work_folder("base", "k" * 64) / "left-by-an-earlier-try").exists()
+
+
+def test_a_worker_that_is_killed_at_work_says_how_it_died_and_what_is_left(doomed, tmp_path):
+    killed: list[int] = []
+
+    def kill() -> None:
+        while doomed.pid is None:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        killed.append(doomed.pid)
+        os.kill(doomed.pid, signal.SIGKILL)
+
+    assert doomed.starts == 0
+    threading.Thread(target=kill).start()
+    with pytest.raises(WorkerDied) as e:
+        doomed.run(request(tmp_path), ignore)
+    text = str(e.value)
+    assert f"the worker (pid {killed[0]}) was ended by signal SIGKILL" in text
+    assert "in stage base" in text
+    assert "finished stages, shards and checkpoints are kept; the same command goes on from there" in text
+    assert str(doomed.log) in text
+    assert Store(str(tmp_path)).all_keys() == []
+    # The next request gets a fresh one.
+    doomed.run(request(tmp_path), ignore)
+    assert doomed.starts == 2
+    assert doomed.pid != killed[0]
+
+
+def test_a_worker_that_was_killed_while_idle_is_replaced_in_silence(worker, tmp_path):
+    starts = worker.starts
+    os.kill(worker.pid, signal.SIGKILL)
+    time.sleep(0.2)
+    worker.run(request(tmp_path), ignore)
+    assert worker.starts == starts + 1
+
+
+def test_a_worker_that_falls_silent_is_ended(worker, tmp_path, monkeypatch):
+    monkeypatch.setattr(client, "SILENCE_SECONDS", 3.0)
+    os.kill(worker.pid, signal.SIGSTOP)
+    with pytest.raises(WorkerDied, match="SIGKILL"):
+        worker.run(request(tmp_path), ignore)
+
+
+def test_an_interrupted_request_ends_it(worker, tmp_path):
+    def interrupt(event: dict[str, Any]) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        worker.run(request(tmp_path), interrupt)
+    assert not psutil.pid_exists(worker.pid)
+
+
+def test_closing_ends_it_and_leaves_no_descriptors(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    worker = Worker(tmp_path / "worker.log")
+    worker.run(request(tmp_path), ignore)
+    pid = worker.pid
+    worker.close()
+    assert not psutil.pid_exists(pid)
+    assert len(os.listdir("/proc/self/fd")) == before
+    worker.close()  # twice is fine
+
+
+PARENT = """
+import sys, threading
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from tests.stages.worker.test_worker import request, ignore
+from stages.worker.client import Worker
+worker = Worker(Path(sys.argv[1]) / "worker.log")
+def go():
+    worker.run(request(Path(sys.argv[1])), ignore)
+    print(worker.pid, flush=True)
+if sys.argv[3] == "thread":
+    thread = threading.Thread(target=go)
+    thread.start()
+    thread.join()
+else:
+    go()
+sys.stdin.read()
+worker.run(request(Path(sys.argv[1]) / "b"), ignore)
+print(worker.starts, flush=True)
+worker.close()
+"""
+
+
+@pytest.mark.parametrize("started_in", ["main", pytest.param("thread", marks=pytest.mark.slow)])
+def test_it_is_gone_two_seconds_after_its_parent_is_killed(tmp_path, started_in):
+    parent = python(PARENT, tmp_path, Path(__file__).parents[3], started_in, stdin=subprocess.PIPE)
+    worker = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+    worker.wait(timeout=2)
+    parent.communicate()
+
+
+def test_it_outlives_the_thread_that_started_it(tmp_path):
+    parent = python(PARENT, tmp_path, Path(__file__).parents[3], "thread", stdin=subprocess.PIPE)
+    parent.stdout.readline()
+    time.sleep(1.0)
+    out, err = parent.communicate("go on")
+    assert out == "1\n", err
+
+
+HEAVY = ("jax", "flax", "optax", "orbax", "grain", "torch", "prefect", "transformers", "apache_beam")
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import flows.cli.app, flows.running.session, flows.running.plain, flows.graph.plan, flows.recipe.model",
+        "from flows.graph.plan import plan; from flows.recipe.model import load_recipe; "
+        "plan(load_recipe('smoke', sets=['store=/nonexistent']))",
+        "from flows.cli.app import read_recipe; read_recipe('smoke', None)",
+    ],
+    ids=["imports", "plan", "checks"],
+)
+def test_the_flow_process_loads_nothing_heavy(statement):
+    code = f"{statement}\nimport sys; print([m for m in {HEAVY} if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
+
+
+def test_stages_import_nothing_heavy_at_the_top():
+    code = (
+        "import sys\nfrom stages.contract.registry import modules, stage\n[stage(n) for n in modules()]\n"
+        f"print([m for m in {HEAVY} if m in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
+
+
+def test_an_unknown_stage_names_the_known_ones():
+    with pytest.raises(KeyError, match="no stage 'stf'; there are base, distill, evaluate, export, greedy"):
+        stage("stf")
+
+
+def test_the_worker_lies_on_huge_pages_unless_the_user_decides(monkeypatch):
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    assert worker_environment()["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=1")
+    assert worker_environment()["GLIBC_TUNABLES"] == "glibc.malloc.check=1:glibc.malloc.hugetlb=1"
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=0")
+    assert worker_environment()["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=0"

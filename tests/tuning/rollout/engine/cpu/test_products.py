@@ -1,0 +1,140 @@
+"""The products of decoding in C: the same for a row whatever its neighbours, and none for rows of zeros."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tuning.models.config import tiny
+from tuning.models.quantize import int8_decode, int8_encode
+from tuning.rollout.engine.cpu import kernels, products
+from tuning.rollout.engine.engine import Engine
+from tuning.rollout.engine.pool import Limits
+from tuning.rollout.requests import Request
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="a kernel for the CPU")
+
+
+def operands(rows, size, outs, kind="float32"):
+    """x, the weights and, for int8, what they are multiplied by."""
+    rng = np.random.default_rng(0)
+    x, weight = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((rows, size), (outs, size)))
+    if kind == "int8":
+        codes, scale = int8_encode(weight.T)
+        return x, codes.T, scale[0]
+    return x.astype(kind), weight.astype(kind), None
+
+
+def by_kernel(x, weight, scale=None, name=None):
+    name = name or kernels.build().products
+    assert name is not None, "this machine has no C compiler, or it cannot build the kernels"
+    run = functools.partial(products.product, target=name)
+    return np.asarray(jax.jit(run)(x, among_others(weight), 1, scale_O=scale))
+
+
+def among_others(weight):
+    """A stack of matrices, of which this is number 1."""
+    before, behind = (-128, 127) if weight.dtype == jnp.int8 else (jnp.nan, jnp.inf)
+    return jnp.stack([jnp.full_like(weight, before), weight, jnp.full_like(weight, behind)])
+
+
+def wide(x, weight, scale=None):
+    """Both in float64."""
+    dense = weight if scale is None else int8_decode((weight, scale[:, None]), jnp.float32)
+    return np.asarray(x, np.float64), np.asarray(dense, np.float64)
+
+
+def exact(*operands):
+    x, weight = wide(*operands)
+    return x @ weight.T
+
+
+KINDS = ["float32", "bfloat16", "int8"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [("float32", n) for n in (1, 2, 3, 4, 32, 47, 101)] + [(kind, n) for kind in KINDS[1:] for n in (1, 5, 101)],
+)
+@pytest.mark.parametrize(
+    ("size", "outs"),
+    # Less than a vector, a vector and a part of one, no whole tile, tiles and a rest; on all cores; blocks of inputs.
+    [(5, 3), (16, 8), (27, 9), (64, 192), (576, 577), (1601, 77)],
+)
+def test_it_is_the_product(rows, size, outs, kind):
+    given = operands(rows, size, outs, kind)
+    # Errors of float32 grow with the magnitudes that are added.
+    x, weight = map(np.abs, wide(*given))
+    assert np.all(np.abs(by_kernel(*given) - exact(*given)) <= 4e-7 * (x @ weight.T))
+
+
+def test_leading_axes_stay():
+    x, weight, _ = operands(6, 32, 40)
+    found = by_kernel(x.reshape(2, 3, 32), weight)
+    np.testing.assert_array_equal(found.reshape(6, 40), by_kernel(x, weight))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("size", "outs"), [(70, 45), (1536, 576), (2003, 91)])
+def test_a_row_has_the_same_bits_alone_and_among_others(size, outs, kind):
+    x, *weights = operands(64, size, outs, kind)
+    together = by_kernel(x, *weights)
+    for i in (0, 31, 63):
+        np.testing.assert_array_equal(by_kernel(x[i : i + 1], *weights), together[i : i + 1])
+    for part in (np.s_[5:37], np.s_[::3]):
+        np.testing.assert_array_equal(by_kernel(x[part], *weights), together[part])
+
+
+def test_rows_of_zeros_are_zeros_and_others_stay():
+    x, weight, _ = operands(9, 80, 50)
+    live = np.array([0, 3, 4, 8])
+    found = by_kernel(jnp.zeros_like(x).at[live].set(x[live]), weight)
+    np.testing.assert_array_equal(found[live], by_kernel(x, weight)[live])
+    assert not np.delete(found, live, axis=0).any()
+    assert not by_kernel(jnp.zeros_like(x), weight).any()
+
+
+def test_rows_of_zeros_are_not_computed():
+    x, weight, _ = operands(4, 80, 50)
+    found = by_kernel(x.at[1].set(0), jnp.full_like(weight, jnp.nan))
+    assert not found[1].any() and np.isnan(found[[0, 2, 3]]).all()
+
+
+def test_what_is_not_a_number_is_not_hidden():
+    x, weight, _ = operands(5, 80, 50)
+    found = np.isnan(by_kernel(x.at[2, 79].set(jnp.nan), weight))
+    assert found[2].all() and not np.delete(found, 2, axis=0).any()
+    assert np.isnan(by_kernel(x, weight.at[49, 3].set(jnp.nan)))[:, 49].all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_the_product_with_shorter_vectors(shorter_vectors, kind):
+    name = kernels.build(compiler=shorter_vectors).products
+    assert name not in (None, kernels.build().products)
+    x, *weights = operands(7, 91, 45, kind)
+    found = by_kernel(x, *weights, name=name)
+    np.testing.assert_allclose(found, exact(x, *weights), atol=2e-5)
+    np.testing.assert_array_equal(by_kernel(x[3:4], *weights, name=name), found[3:4])
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}], ids=str)
+def test_all_products_with_weights_are_the_kernels(options, monkeypatch):
+    engine = Engine(tiny(97), limits=Limits(slots=2, chunks=(16,)), **options)
+    lowered = []
+    monkeypatch.setattr(engine._ahead, "begin", lambda key, make: lowered.append(make().as_text()))
+    engine.prepare([Request([5, 6, 7], 4, counter=i) for i in range(2)])
+    # Queries, keys and values; attention's output; gate and up; down: in one loop over layers. Then, for decoding, the
+    # head. What prefill has beside is its attention.
+    name = kernels.build(options.get("dtype", "float32")).products
+    assert [text.count(f"@{name}(") for text in lowered] == [4, 5]
+    assert [text.count("dot_general") for text in lowered] == [2, 0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, products.FEW_ROWS, products.FEW_ROWS + 1])
+def test_without_the_kernel_it_is_the_same_product(rows, kind):
+    x, weight, scale = operands(rows, 80, 50, kind)
+    found = products.product(x, among_others(weight), 1, None, scale)
+    np.testing.assert_allclose(found, by_kernel(x, weight, scale), atol=2e-5)

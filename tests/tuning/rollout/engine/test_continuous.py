@@ -1,0 +1,293 @@
+"""Continuous batching: what runs beside a request, before it or after it cannot be seen in what it gets."""
+
+import jax
+import numpy as np
+import pytest
+
+from tests.tuning.rollout.engine.test_engine import CONFIG, EOS, PARAMS, trainer_logps
+from tuning.rollout.engine import programs
+from tuning.rollout.engine.cache import token_bytes
+from tuning.rollout.engine.engine import Engine
+from tuning.rollout.engine.pool import Limits
+from tuning.rollout.engine.sampling import Sampling
+from tuning.rollout.requests import RefusedRequest, Request, stop_strings
+
+LIMITS = Limits(slots=6, context=128, steps=4, chunks=(8, 16))
+
+
+def requests_of(count, seed=0, **fixed):
+    rng = np.random.default_rng(seed)
+    shared = rng.integers(0, 97, 24).tolist()
+
+    def one(i):
+        prompt = shared[: rng.integers(1, 24)] if rng.random() < 0.3 else []
+        prompt = prompt + rng.integers(0, 97, rng.integers(1, 40)).tolist()
+        sampling = Sampling(
+            temperature=float(rng.choice([0.0, 0.7, 1.0, 1.5])),
+            top_p=float(rng.choice([1.0, 0.9])),
+            top_k=int(rng.choice([0, 0, 5])),
+            min_p=float(rng.choice([0.0, 0.0, 0.1])),
+            repetition_penalty=float(rng.choice([1.0, 1.0, 1.3])),
+        )
+        stop_ids = EOS if rng.random() < 0.5 else ()
+        values = {"max_tokens": int(rng.integers(1, 24)), "sampling": sampling, "samples": int(rng.integers(1, 4))}
+        return Request(prompt, seed=9, counter=i, **(values | {"stop_ids": stop_ids} | fixed))
+
+    return [one(i) for i in range(count)]
+
+
+def loaded(limits=LIMITS, **options):
+    engine = Engine(CONFIG, limits=limits, **options)
+    engine.load(PARAMS)
+    return engine
+
+
+def tokens_of(completions):
+    return [(c.tokens, c.stop) for c in completions]
+
+
+def test_two_hundred_mixed_requests_get_what_each_gets_alone():
+    requests = requests_of(200)
+    together, alone = loaded(), loaded(Limits(slots=3, context=128, steps=8, prefix_reuse=False))
+    arriving, number, found = list(np.random.default_rng(1).permutation(200)), {}, {}
+    rng = np.random.default_rng(2)
+    while arriving or not together.idle:
+        for _ in range(min(int(rng.integers(0, 8)), len(arriving))):
+            i = int(arriving.pop())
+            number[together.submit(requests[i])] = i
+        for update in together.step():
+            if update.completion is not None:
+                found.setdefault(number[update.number], {})[update.sample] = update.completion
+    for i, request in enumerate(requests):
+        ((_, expected),) = alone.run([request])
+        assert tokens_of(found[i][s] for s in range(request.samples)) == tokens_of(expected)
+        for s, completion in enumerate(expected):
+            np.testing.assert_allclose(found[i][s].logps, completion.logps, atol=1e-4)
+
+
+def test_shapes_come_from_two_ladders_whatever_is_asked_for():
+    before = programs.decode._cache_size(), programs.prefill._cache_size()
+    engine = loaded(Limits(slots=8, context=300, steps=2, chunks=(8, 16)))
+    list(engine.run(requests_of(20, seed=1)))
+    list(engine.run(requests_of(30, seed=2, sampling=Sampling(0.37, 0.77, 11, 0.02, 1.1), stop_ids=(1, 2, 3, 4))))
+    list(engine.run([Request([1] * 280, 20)]))
+    slots, tokens = ("slots=1", "slots=4", "slots=8"), ("tokens=160", "tokens=320")
+    decodes = {f"decode {a} {b}" for a in slots for b in tokens}
+    starts = ("behind a prefix", "from the start")
+    chunks = ("chunk=8", "chunk=16")
+    prefills = {f"prefill {a} {b} {c} {d}" for a in slots for b in tokens for c in chunks for d in starts}
+    used = set(engine.programs)
+    assert used <= decodes | prefills
+    assert {"decode slots=8 tokens=160", "decode slots=1 tokens=320"} <= used
+    assert programs.decode._cache_size() - before[0] <= len(used & decodes)
+    assert programs.prefill._cache_size() - before[1] <= len(used & prefills)
+
+
+def test_programs_may_compile_before_there_are_weights():
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, seconds, **about: compiled.append(about.get("fun_name")) if "backend_compile" in event else None
+    )
+    # Shapes of this test alone.
+    limits = Limits(slots=5, context=96, steps=3, chunks=(24, 48))
+    requests = requests_of(4, seed=4)
+    engine = Engine(CONFIG, limits=limits)
+    engine.prepare(requests)
+    engine.load(PARAMS)
+    number = {engine.submit(request): i for i, request in enumerate(requests)}
+    found = {}
+    while not engine.idle:
+        for update in engine.step():
+            if update.completion is not None:
+                found.setdefault(number[update.number], {})[update.sample] = update.completion
+    first = "prefill slots=5 tokens=128 chunk=48 from the start", "decode slots=5 tokens=128"
+    assert set(first) <= set(engine.programs)
+    decodes = [p for p in engine.programs if p.startswith("decode")]
+    assert compiled.count("jit(decode)") == len(decodes)
+    assert compiled.count("jit(prefill)") == len(engine.programs) - len(decodes)
+    for i, expected in loaded(limits).run(requests):
+        assert tokens_of(found[i][s] for s in range(requests[i].samples)) == tokens_of(expected)
+
+
+def finished(engine):
+    found = []
+    while not engine.idle:
+        found += [u.completion for u in engine.step() if u.completion]
+    return found
+
+
+def test_an_engine_that_knows_no_context_takes_a_longer_request_than_any_before():
+    limits = Limits(slots=1, steps=4, chunks=(16,))
+    used, fresh = loaded(limits), loaded(limits)
+    list(used.run([Request([1, 2, 3], 8)]))
+    for engine in (used, fresh):
+        engine.submit(Request([1] * 150, 12))
+    assert tokens_of(finished(used)) == tokens_of(finished(fresh))
+
+
+def test_a_request_longer_than_the_slots_waits_for_those_that_run_where_memory_is_short():
+    room = 960 * token_bytes(CONFIG, "float32")
+    engine = loaded(Limits(slots=10, steps=4, chunks=(16,), cache_bytes=room))
+    short = [Request([1, 2, 3], 40, counter=i) for i in range(10)]
+    list(engine.run(short))
+    for request in short:
+        engine.submit(request)
+    engine.step()
+    engine.submit(Request([1] * 150, 12))
+    lengths, held = [], []
+    while not engine.idle:
+        lengths += [len(u.completion.tokens) for u in engine.step() if u.completion]
+        held.append(engine.cache_bytes)
+    assert sorted(lengths) == [12, *[40] * 10]
+    assert max(held) <= room
+
+
+@pytest.mark.parametrize("context", [0, CONFIG.max_positions])
+def test_memory_for_less_than_the_context_serves_what_fits(context):
+    room = 128 * token_bytes(CONFIG, "float32")
+    engine = loaded(Limits(slots=2, steps=4, chunks=(16,), context=context, cache_bytes=room))
+    assert engine.context == 124
+    with pytest.raises(RefusedRequest, match="keys and values of 125 tokens take"):
+        engine.submit(Request([1] * 100, 25))
+    engine.submit(Request([1] * 100, 24))
+    assert [len(c.tokens) for c in finished(engine)] == [24]
+    assert engine.cache_bytes <= room
+
+
+def test_who_steps_hears_a_first_token_at_once():
+    engine = loaded(Limits(slots=2, context=64, steps=8))
+    with pytest.raises(RefusedRequest):
+        list(engine.run([Request([1] * 60, 20)]))
+    engine.submit(Request([1, 2, 3], 20))
+    assert [len(u.tokens) for u in engine.step()] == [1]
+    assert [len(u.tokens) for u in engine.step()] == [8]
+    engine.submit(Request([4, 5], 20))
+    assert sorted(len(u.tokens) for u in engine.step()) == [1, 1]
+
+
+def test_updates_are_the_completion_in_pieces():
+    engine = loaded()
+    request = requests_of(1, max_tokens=20, samples=2)[0]
+    engine.submit(request)
+    pieces, ends = {0: [], 1: []}, {}
+    while not engine.idle:
+        for update in engine.step():
+            assert len(update.tokens) == len(update.logps) <= LIMITS.steps
+            pieces[update.sample] += update.tokens
+            if update.completion:
+                ends[update.sample] = update.completion
+    assert pieces == {s: c.tokens for s, c in ends.items()}
+
+
+def test_a_cancelled_request_keeps_what_it_has_and_leaves_the_others_alone():
+    requests = requests_of(9, seed=3, max_tokens=20, samples=1, stop_ids=())
+    expected = dict(loaded().run(requests))
+    engine = loaded()
+    numbers = [engine.submit(r) for r in requests]
+    updates = engine.step()
+    engine.cancel(numbers[0])
+    engine.cancel(numbers[8])
+    while not engine.idle:
+        updates += engine.step()
+    ends = {u.number: u.completion for u in updates if u.completion}
+    assert ends[numbers[0]].stop == ends[numbers[8]].stop == "cancelled"
+    assert 0 < len(ends[numbers[0]].tokens) < 20
+    assert ends[numbers[0]].tokens == expected[0][0].tokens[: len(ends[numbers[0]].tokens)]
+    for i in range(1, 8):
+        assert ends[numbers[i]].tokens == expected[i][0].tokens
+
+
+def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it():
+    request = requests_of(1, seed=4, max_tokens=20, samples=1, stop_ids=())[0]
+    ((_, (whole,)),) = loaded().run([request])
+    wanted = f"<{whole.tokens[6]}>"
+    first = whole.tokens.index(whole.tokens[6])
+
+    def decode(ids):
+        return "".join(f"<{i}>" for i in ids)
+
+    stopping = Request(
+        request.prompt, 20, request.sampling, seed=9, find_stop=stop_strings(decode, ["nothing", wanted])
+    )
+    ((_, (cut,)),) = loaded().run([stopping])
+    assert (cut.tokens, cut.stop) == (whole.tokens[: first + 1], "string")
+    assert cut.logps == pytest.approx(whole.logps[: first + 1], abs=1e-5)
+
+
+def test_a_refused_request_is_named_and_the_others_go_on():
+    engine = loaded()
+    good = requests_of(2)
+    engine.submit(good[0])
+    with pytest.raises(
+        RefusedRequest, match="request long.jsonl:7: a prompt of 110 tokens and 30 new ones exceed this"
+    ):
+        engine.submit(Request([1] * 110, 30, name="long.jsonl:7"))
+    with pytest.raises(RefusedRequest, match="request 0: token 97 is not one of the model's 97"):
+        engine.submit(Request([97], 30))
+    with pytest.raises(RefusedRequest, match="exceed the model's 512 positions"):
+        loaded(Limits()).submit(Request([1] * 510, 30))
+    engine.submit(good[1])
+    ends = 0
+    while not engine.idle:
+        ends += sum(u.completion is not None for u in engine.step())
+    assert ends == sum(r.samples for r in good)
+
+
+def test_a_thousand_requests_stay_within_the_memory_for_the_cache():
+    budget = 600_000
+    engine = loaded(Limits(slots=64, context=128, steps=4, cache_bytes=budget))
+    for request in requests_of(1000, seed=5, max_tokens=3, samples=1):
+        engine.submit(request)
+    ends, most = 0, 0
+    while not engine.idle:
+        ends += sum(u.completion is not None for u in engine.step())
+        most = max(most, engine.cache_bytes)
+    assert ends == 1000
+    assert budget / 2 < most <= budget
+    with pytest.raises(RefusedRequest, match="MiB, the cache may have 0.0 MiB"):
+        loaded(Limits(cache_bytes=1000)).submit(Request([1], 5))
+
+
+def test_new_weights_are_sampled_at_once_without_a_new_program_and_without_old_caches():
+    import jax
+
+    engine = loaded()
+    requests = requests_of(4, seed=6, samples=2)
+    list(engine.run(requests))
+    before = engine.programs
+    changed = jax.tree.map(lambda x: x * 1.3 if x.ndim > 1 else x, PARAMS)
+    engine.load(changed)
+    fresh = Engine(CONFIG, limits=LIMITS)
+    fresh.load(changed)
+    assert {i: tokens_of(c) for i, c in engine.run(requests)} == {i: tokens_of(c) for i, c in fresh.run(requests)}
+    assert engine.programs == before
+
+
+def test_a_caller_that_leaves_early_leaves_the_engine_free():
+    engine = loaded()
+    requests = requests_of(8, seed=7)
+    running = engine.run(requests)
+    next(running)
+    running.close()
+    assert engine.idle
+    assert len(dict(engine.run(requests))) == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "gap"),
+    [
+        ({"kv_cache_dtype": "bfloat16"}, 0.05),
+        ({"kv_cache_dtype": "int8"}, 0.05),
+        ({"quantization": "int8"}, 0.1),
+        ({"dtype": "bfloat16"}, 0.1),
+        ({"dtype": "bfloat16", "quantization": "int8"}, 0.2),
+    ],
+)
+def test_smaller_types_stay_near_the_exact_policy(options, gap):
+    """Log-probabilities that the engine records against those of the exact weights, for the tokens it chose."""
+    requests = requests_of(6, seed=8, sampling=Sampling(), samples=1, max_tokens=12)
+    found = dict(loaded(Limits(slots=1, context=128, steps=4), **options).run(requests))
+    for i, request in enumerate(requests):
+        (completion,) = found[i]
+        gaps = np.abs(np.asarray(completion.logps) - trainer_logps(request.prompt, completion.tokens))
+        assert 0 < gaps.mean() < gap

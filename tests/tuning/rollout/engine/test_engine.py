@@ -1,0 +1,89 @@
+"""The engine: equal to the trainer (R14), independent of neighbours (R15), recorded whole (R3)."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tuning.models.attention import packed_attention
+from tuning.models.config import tiny
+from tuning.models.huggingface import random_params
+from tuning.rollout.engine.engine import Engine
+from tuning.rollout.engine.pool import Limits
+from tuning.rollout.engine.sampling import Sampling
+from tuning.training.batch import Group, Layout, micro_batches
+from tuning.training.forward import Compute, decoder_graph, logps_and_entropy
+
+CONFIG = tiny(97)
+# Four times the initial scale: distributions that are far from uniform.
+PARAMS = jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, random_params(CONFIG, 5))
+PROMPTS = [np.random.default_rng(i).integers(0, 97, 3 + 2 * i).tolist() for i in range(5)]
+EOS = (7, 11)
+
+
+def generate(prompts=PROMPTS, counters=None, engine=None, **changes):
+    options = {"samples": 3, "max_tokens": 10, "sampling": Sampling(1.0), "eos_ids": EOS, "seed": 1}
+    options |= changes
+    engine = engine or Engine(CONFIG)
+    return engine.generate(PARAMS, prompts, counters=counters or list(range(len(prompts))), **options)
+
+
+GRAPH = decoder_graph(CONFIG)
+
+
+@functools.partial(jax.jit, static_argnames="temperature")
+def forward(batch, temperature):
+    return logps_and_entropy(GRAPH, PARAMS, batch, temperature, Compute())[0]
+
+
+def trainer_logps(prompt, tokens, temperature=1.0):
+    (batch,) = micro_batches([Group(list(prompt), [tokens], [0])], layout=Layout(64, 1), completion_tokens=24)
+    return np.asarray(forward(batch.arrays(), temperature))[0, : len(tokens)]
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_recorded_logprobs_equal_the_trainers_at_the_same_temperature(temperature):
+    found = generate(sampling=Sampling(temperature))
+    for prompt, completions in zip(PROMPTS, found, strict=True):
+        for completion in completions:
+            expected = trainer_logps(prompt, completion.tokens, temperature)
+            np.testing.assert_allclose(completion.logps, expected, atol=1e-5)
+
+
+def test_a_sample_depends_on_seed_and_counter_only():
+    together = generate()
+    alone = generate([PROMPTS[3]], counters=[3])
+    small = generate(engine=Engine(CONFIG, limits=Limits(slots=3)))
+    more = generate(samples=4)
+    assert [c.tokens for c in together[3]] == [c.tokens for c in alone[0]]
+    assert [[c.tokens for c in p] for p in together] == [[c.tokens for c in p] for p in small]
+    assert [c.tokens for c in more[2]][:3] == [c.tokens for c in together[2]]
+    assert [c.tokens for c in generate(seed=2)[0]] != [c.tokens for c in together[0]]
+
+
+def test_completions_end_with_their_eos_or_at_the_limit():
+    for completions in generate(samples=16):
+        for c in completions:
+            assert len(c.tokens) == len(c.logps) <= 10
+            assert not set(c.tokens[:-1]) & set(EOS)
+            assert c.stop == ("eos" if c.tokens[-1] in EOS else "length")
+            assert c.stop == "eos" or len(c.tokens) == 10
+
+
+def test_greedy_is_the_argmax_of_the_trainers_forward():
+    found = generate(samples=1, sampling=Sampling(0.0))
+
+    @jax.jit
+    def next_tokens(ids):
+        ones = jnp.ones_like(ids)
+        decoder = nnx.merge(GRAPH, PARAMS)
+        hidden, _ = decoder(ids, jnp.arange(ids.shape[1])[None], packed_attention(ones, 0 * ones))
+        return jnp.argmax(hidden[0] @ decoder.head_weight().T, axis=-1)
+
+    for prompt, (completion,) in zip(PROMPTS, found, strict=True):
+        whole = [*prompt, *completion.tokens]
+        predicted = next_tokens(jnp.asarray([whole + [0] * (32 - len(whole))]))
+        assert predicted[len(prompt) - 1 : len(whole) - 1].tolist() == completion.tokens

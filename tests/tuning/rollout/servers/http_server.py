@@ -1,0 +1,149 @@
+"""`stages.serving.server` with the endpoints by which vLLM and SGLang change weights, and SGLang's `/generate`.
+
+A program with vLLM's arguments, so that it can be started as vLLM is: the same HTTP, this project's engine behind it.
+SGLang's part answers the schema of its documentation; it stands for no run against SGLang itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+
+import stages.serving.server
+from tuning.models.huggingface import load_decoder
+from tuning.models.tokenizer import load_tokenizer
+from tuning.rollout.engine.engine import Engine
+from tuning.rollout.engine.live import Live
+from tuning.rollout.engine.pool import Limits
+from tuning.rollout.engine.sampling import Sampling
+from tuning.rollout.requests import Request as Asked
+
+VERSION = "0.0.test"
+
+
+class State:
+    """A server's engine and what it says of its weights."""
+
+    def __init__(self, folder: Path, context: int = 256):
+        config, params = load_decoder(folder)
+        engine = Engine(config, limits=Limits(slots=8, context=context, steps=4, chunks=(32,)), top=1)
+        engine.load(params)
+        self.live = Live(engine)
+        self.version = "default"
+        self.context = context
+        self.calls: list[str] = []
+        self.tokenizer = load_tokenizer(folder)
+
+    def load(self, folder: str) -> None:
+        """Changes the weights."""
+        self.live.load(load_decoder(Path(folder))[1])
+
+
+def make_app(state: State) -> FastAPI:
+    """The web application."""
+    app = FastAPI()
+
+    @app.middleware("http")
+    async def record(request: Request, call: Any) -> Any:
+        state.calls.append(request.url.path)
+        return await call(request)
+
+    @app.get("/version")
+    @app.get("/server_info")
+    async def version() -> Any:
+        return {"version": VERSION}
+
+    @app.get("/weight_info")
+    @app.get("/model_info")
+    async def weights() -> Any:
+        return {"weight_version": state.version}
+
+    @app.post("/update_weight_version")
+    async def label(body: dict[str, Any]) -> Any:
+        state.version = body["new_version"]
+        return {"success": True}
+
+    @app.post("/collective_rpc")
+    async def reload(body: dict[str, Any]) -> Any:
+        assert body["method"] == "reload_weights"
+        await asyncio.to_thread(state.load, body["kwargs"]["weights_path"])
+        return {"results": [None]}
+
+    @app.post("/update_weights_from_disk")
+    async def from_disk(body: dict[str, Any]) -> Any:
+        if not Path(body["model_path"]).is_dir():
+            return JSONResponse({"success": False, "message": "no such folder"}, 400)
+        await asyncio.to_thread(state.load, body["model_path"])
+        state.version = body["weight_version"]
+        return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+
+    @app.post("/pause")
+    @app.post("/resume")
+    @app.post("/reset_prefix_cache")
+    async def nothing() -> Any:
+        return {}
+
+    @app.post("/generate")
+    async def generate(body: dict[str, Any]) -> Any:
+        assert body["return_logprob"]
+        pairs = zip(body["input_ids"], body["sampling_params"], strict=True)
+        found = [await asyncio.to_thread(one, prompt, params) for prompt, params in pairs]
+        return found
+
+    def one(prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
+        stops = () if params["ignore_eos"] else tuple(params["stop_token_ids"])
+        sampling = Sampling(params["temperature"])
+        asked = Asked(prompt, params["max_new_tokens"], sampling, stops, seed=params["sampling_seed"])
+        (done,) = state.live.submit(asked).result()
+        reason = {"type": "stop", "matched": done.tokens[-1]} if done.stop == "eos" else {"type": "length"}
+        rows = [[logp, token, None] for logp, token in zip(done.logps, done.tokens, strict=True)]
+        about = {"output_token_logprobs": rows, "finish_reason": reason, "weight_version": state.version}
+        return {"text": "", "output_ids": done.tokens, "meta_info": about}
+
+    server = stages.serving.server.Server(state.live, state.tokenizer, "policy", (), state.context)
+    app.mount("/", stages.serving.server.make_app(server))
+    return app
+
+
+def serve(app: Any, port: int = 0) -> tuple[Any, threading.Thread, str]:
+    """Serves an application on loopback in a thread: (server, thread, URL)."""
+    import uvicorn
+
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.02)
+    return server, thread, f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+
+
+def main() -> None:
+    import uvicorn
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--max-model-len", type=int, required=True)
+    parser.add_argument("--pids", type=Path)
+    for name in ("--dtype", "--logprobs-mode", "--served-model-name"):
+        parser.add_argument(name)
+    args = parser.parse_args()
+    assert args.host == "127.0.0.1"
+    if args.pids is not None:
+        with args.pids.open("a") as f:
+            f.write(f"{os.getpid()}\n")
+    app = make_app(State(args.model, min(args.max_model_len, 256)))
+    uvicorn.run(app, host=args.host, port=args.port, log_level="warning")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Engines over HTTP whose servers run in processes of their own: started, lost, started again, and gone at the end."""
+
+# Fixtures are asked for by the names under which they are imported.
+# ruff: noqa: F401, F811
+
+import os
+import signal
+import sys
+import time
+
+import psutil
+import pytest
+
+from tests.support import python
+from tests.tuning.rollout.servers.test_fleet import (
+    GREEDY,
+    folders,
+    native,
+    policy,
+    remote,
+    requests_of,
+    run,
+    same,
+    state,
+    url,
+)
+from tuning.rollout.servers.child import Child
+from tuning.rollout.servers.protocol import ENGINES, ServerLost
+from tuning.rollout.servers.protocol import Start as ServerStart
+from tuning.rollout.servers.server import Server
+
+
+@pytest.fixture
+def children(tmp_path):
+    made = []
+
+    def make(number=0):
+        def command(folder, port):
+            start = ServerStart(folder, "float32", 256, False)
+            words = [
+                sys.executable,
+                "-m",
+                "tests.tuning.rollout.servers.http_server",
+                *ENGINES["vllm"].arguments(start, port),
+            ]
+            return [*words, "--pids", str(tmp_path / f"pids-{number}")]
+
+        made.append(Child(command, {}, tmp_path / f"server-{number}.log"))
+        return made[-1]
+
+    yield make
+    for child in made:
+        child.end()
+
+
+def pids(tmp_path, number=0):
+    return [int(line) for line in (tmp_path / f"pids-{number}").read_text().split()]
+
+
+@pytest.mark.slow
+def test_a_started_server_that_is_killed_is_started_again_and_nothing_is_lost(children, tmp_path, policy, native):
+    child = children()
+    engine = remote(Server(child=child), concurrency=2)
+    engine.load(policy("first"))
+    # Long samples, so that there is a middle.
+    requests = [*requests_of(20, temperature=1.0, samples=4, max_tokens=120), *GREEDY]
+    stream = engine.run(requests)
+    found = dict([next(stream), next(stream)])
+    os.kill(pids(tmp_path)[0], signal.SIGKILL)
+    found |= dict(stream)
+    assert set(found) == set(range(32))
+    same([found[20 + i] for i in range(12)], native["first"])
+    assert child.starts == 2
+    assert any("its prompts go to the next free server" in line for line in engine.lines)
+    # The next policy needs no start, unless the endpoints are not to be used.
+    engine.load(policy("second"))
+    same(run(engine, GREEDY), native["second"])
+    assert child.starts == 2
+    again = remote(*engine._servers, sync="restart")
+    again.load(policy("first"))
+    same(run(again, GREEDY), native["first"])
+    assert child.starts == 3
+    child.end()
+    assert not any(psutil.pid_exists(p) for p in pids(tmp_path))
+
+
+@pytest.mark.slow
+def test_the_others_take_over_from_a_lost_server_and_its_owner_keeps_nothing(
+    children, tmp_path, folders, url, policy, native
+):
+    child = children()
+    place = child.start(folders["first"])
+    lost = Server(place)
+    lost.wait(120)
+    engine = remote(lost, Server(url), concurrency=1, wait_seconds=0.5)
+    engine.load(policy("first"))
+    stream = engine.run([*requests_of(20, samples=4, max_tokens=100), *GREEDY])
+    found = dict([next(stream)])
+    os.kill(pids(tmp_path)[0], signal.SIGKILL)
+    found |= dict(stream)
+    assert set(found) == set(range(32))
+    same([found[20 + i] for i in range(12)], native["first"])
+    assert any("a server is given up" in line for line in engine.lines)
+
+
+KEPT = """
+import sys, time
+from pathlib import Path
+from tuning.rollout.servers.child import Child
+script = "import os, signal, subprocess, sys, time; signal.signal(15, signal.SIG_IGN); "
+script += "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)']); "
+script += "open(sys.argv[1], 'w').write(f'{os.getpid()} {p.pid}'); time.sleep(100)"
+child = Child(lambda folder, port: [sys.executable, "-c", script, sys.argv[1]], {}, Path(sys.argv[1] + ".log"))
+child.start(None)
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("victim", ["owner", pytest.param("server", marks=pytest.mark.slow)])
+def test_a_kill_leaves_nothing_behind(tmp_path, victim):
+    """Neither the end of the owner nor that of the server leaves a process, though the server ignores SIGTERM."""
+    owner = python(KEPT, tmp_path / "pids")
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "pids").exists() or len((tmp_path / "pids").read_text().split()) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    server, below = (psutil.Process(int(p)) for p in (tmp_path / "pids").read_text().split())
+    if victim == "owner":
+        owner.kill()
+    else:
+        server.kill()
+    assert psutil.wait_procs([server, below], timeout=15)[1] == []
+    owner.kill()
+    owner.communicate()
+
+
+def test_a_command_that_ends_at_once_is_told_with_its_log(tmp_path, policy):
+    def command(folder, port):
+        return [sys.executable, "-c", "import sys; sys.exit('no such model')"]
+
+    server = Server(child=Child(command, {}, tmp_path / "log"))
+    with pytest.raises(ServerLost, match=r"(?s)is gone: it ended with status 1.*no such model"):
+        remote(server).load(policy("first"))

@@ -1,0 +1,227 @@
+"""The trainer's decoder in the layouts that decoding reads fastest. Mathematics are those of `Layer`.
+
+A scan over stacked weights copies each layer out of the stack, which costs a step of few rows as much as reading them.
+So layers stand one by one; or, where kernels for the CPU take a layer by its number, in stacks with a loop that copies
+nothing: then a program is no longer for many layers than for one. (Attention that no kernel suits, and products of
+kernels that could not be built, copy a layer each time.) One product for queries, keys and values reads its input once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from tuning.models.decoder import Attention, AttentionSpec, Decoder, Layer, by_layer, rms_norm, soft_cap
+from tuning.models.linear import Linear
+from tuning.models.quantize import Int8
+from tuning.models.rope import rope_tables
+from tuning.rollout.engine.cache import Stack
+from tuning.rollout.engine.cpu import products
+
+Quantization = Literal["none", "int8"]
+"""Of the weight matrices of layers; int8 as `quantize.Int8` has it."""
+JOINED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+"""Projections that are one product, in the order of their outputs."""
+_PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+class JoinedLayer(Layer):
+    """A layer whose projections of one input are one product."""
+
+    qkv: Linear
+    gate_up: Linear
+
+    def _into_heads(self, normed: jax.Array) -> Sequence[jax.Array]:
+        c = self.config
+        ends = np.cumsum([c.num_heads, c.num_kv_heads]) * c.head_dim
+        return jnp.split(self.qkv(normed), ends.tolist(), axis=-1)
+
+    def _into_mlp(self, normed: jax.Array) -> Sequence[jax.Array]:
+        return jnp.split(self.gate_up(normed), 2, axis=-1)
+
+
+def _join(layer: Layer) -> None:
+    for name, parts in JOINED.items():
+        first, *rest = (getattr(layer, part) for part in parts)
+        for weight in ("kernel", "bias"):
+            if hasattr(first, weight):
+                values = [getattr(linear, weight)[...] for linear in (first, *rest)]
+                setattr(first, weight, nnx.Param(jnp.concatenate(values, axis=-1)))
+        setattr(layer, name, first)
+        for part in parts:
+            delattr(layer, part)
+    layer.__class__ = JoinedLayer
+
+
+class DecodingDecoder(nnx.Module):
+    """A Decoder with other layers. For decoding only: nothing of it is trained.
+
+    `target`, to be set before use, is that of `products.product`, for the products that are its.
+    """
+
+    def __init__(self, decoder: Decoder):
+        self.config = decoder.config
+        del decoder.layers
+        self.rest = decoder
+        self.target: str | None = None
+
+    def logits(self, hidden_RD: jax.Array) -> jax.Array:
+        """Logits [R, V] in at least float32 of final hidden states."""
+        if jax.default_backend() != "cpu":
+            return self.rest.logits(hidden_RD)
+        weight = self.rest.head_weight().astype(hidden_RD.dtype)
+        return soft_cap(products.product(hidden_RD, weight[None], 0, self.target), self.config.final_softcap)
+
+    def __call__(
+        self,
+        tokens_BL: jax.Array,
+        positions_BL: jax.Array,
+        attention: Attention,
+        *,
+        live_BL: jax.Array,
+        cache: Sequence[Stack],
+        new: Sequence[Stack],
+        dtype: Any,
+    ) -> tuple[jax.Array, list[Stack]]:
+        """Hidden states after the last norm [B, L, D], and `new` as attention left it.
+
+        The cache that attention is given and gives back is (a stack of `cache`, that of `new`, the layer's number in
+        both); of what it gives back, the second is kept.
+
+        Tokens that are not live are zeros all along (but for biases), which `products` does not compute.
+        """
+        c = self.config
+        x = jnp.where(live_BL[..., None], self.rest.embed(tokens_BL, dtype), 0)
+
+        def of_live(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, mine: Any) -> Any:
+            out, mine = attention(q, k, v, spec, mine)
+            return jnp.where(live_BL[..., None, None], out, 0), mine
+
+        x, new = self._through_layers(x, positions_BL, of_live, cache, new)
+        return rms_norm(x, self.rest.norm[...], c.norm_eps, c.norm_offset), new
+
+    def _through_layers(
+        self, x: jax.Array, positions: jax.Array, attention: Attention, cache: Sequence[Stack], new: Sequence[Stack]
+    ) -> tuple[jax.Array, list[Stack]]:
+        raise NotImplementedError
+
+
+class UnrolledDecoder(DecodingDecoder):
+    """Layers one by one, each with a cache of its own."""
+
+    def __init__(self, decoder: Decoder, layers: Sequence[Layer]):
+        super().__init__(decoder)
+        self.layers = nnx.List(layers)
+
+    def _through_layers(
+        self, x: jax.Array, positions: jax.Array, attention: Attention, cache: Sequence[Stack], new: Sequence[Stack]
+    ) -> tuple[jax.Array, list[Stack]]:
+        c = self.config
+        distinct, row_of_layer = c.frequencies()
+        cos, sin = rope_tables(positions, distinct)
+        changed = []
+
+        # A function of its own is traced once for all layers that are alike.
+        @functools.partial(jax.jit, static_argnums=(0, 1, 2))
+        def run(graph: Any, row: int, window: int | None, state: Any, x: jax.Array, far: Stack, near: Stack) -> Any:
+            spec = AttentionSpec(c.attention_scale, c.attention_softcap, window, positions)
+            x, (_, near, _) = nnx.merge(graph, state)(x, (cos[row], sin[row]), attention, spec, (far, near, 0))
+            return x, near
+
+        for i, layer in enumerate(self.layers):
+            window = c.sliding_window if c.slides(i) else None
+            graph, state = nnx.split(layer)
+            x, near = run(graph, int(row_of_layer[i]), window, state, x, cache[i], new[i])
+            changed.append(near)
+        return x, changed
+
+
+class RolledDecoder(DecodingDecoder):
+    """A loop over layers in stacks, with one cache for all."""
+
+    def __init__(self, decoder: Decoder, layers: Layer):
+        super().__init__(decoder)
+        self.layers = layers
+
+    def _through_layers(
+        self, x: jax.Array, positions: jax.Array, attention: Attention, cache: Sequence[Stack], new: Sequence[Stack]
+    ) -> tuple[jax.Array, list[Stack]]:
+        (far,), (near,) = cache, new
+        differs, of_layer = by_layer(self.config, positions)
+        graph, whole, *sliced = nnx.split(self.layers, products.InStack, ...)
+
+        def body(number: jax.Array, carried: tuple[jax.Array, Stack]) -> tuple[jax.Array, Stack]:
+            x, near = carried
+            mine, differences = jax.tree.map(lambda s: s[number], (sliced, differs))
+            layer = nnx.merge(graph, whole, *mine)
+            for _, module in nnx.iter_modules(layer):
+                if isinstance(module, products.OutIn):
+                    module.number, module.target = number, self.target
+            rope, spec = of_layer(differences)
+            x, (_, near, _) = layer(x, rope, attention, spec, (far, near, number))
+            return x, near
+
+        x, near = jax.lax.fori_loop(0, self.config.num_layers, body, (x, near))
+        return x, [near]
+
+
+def _prepared(
+    graph: Any, stacked: Any, number: jax.Array | int, join: bool, rolled: bool, quantization: Quantization, dtype: str
+) -> Any:
+    """One layer of a stack, as (graph, state)."""
+    # What becomes int8 is rounded once.
+    layer = nnx.merge(
+        graph, jax.tree.map(lambda x: _cast(x[number], dtype if quantization == "none" else None), stacked)
+    )
+    if join:
+        _join(layer)
+    if rolled or quantization == "int8":
+        held = functools.partial(products.OutIn, int8=quantization == "int8") if rolled else Int8
+        for name in (*_PROJECTIONS, *JOINED):
+            if hasattr(layer, name):
+                linear = getattr(layer, name)
+                linear.kernel = held(linear.kernel[...])
+    return nnx.split(layer)
+
+
+def _cast(x: jax.Array, dtype: str | None) -> jax.Array:
+    """Matrices in the type that the trainer casts them to where it uses them."""
+    return x.astype(dtype) if dtype and x.ndim > 1 else x
+
+
+# The number of the layer is an argument: one program, whatever the depth.
+@functools.partial(jax.jit, static_argnames=("graph", "join", "quantization", "dtype"))
+def _state(graph: Any, stacked: Any, number: jax.Array, *, join: bool, quantization: Quantization, dtype: str) -> Any:
+    return _prepared(graph, stacked, number, join, False, quantization, dtype)[1]
+
+
+# One after the other: temporaries of one layer, not of the stack.
+@functools.partial(jax.jit, static_argnames=("graph", "join", "quantization", "dtype", "layers"))
+def _states(graph: Any, stacked: Any, *, layers: int, join: bool, quantization: Quantization, dtype: str) -> Any:
+    return jax.lax.map(lambda i: _prepared(graph, stacked, i, join, True, quantization, dtype)[1], jnp.arange(layers))
+
+
+def lay_out(
+    graph: Any, params: Any, *, join: bool, rolled: bool, quantization: Quantization, dtype: str
+) -> tuple[Any, Any]:
+    """(graph, state) of a `DecodingDecoder` with a Decoder's parameters, the matrices of layers cast to `dtype`.
+
+    It is a `RolledDecoder` if `rolled`, else an `UnrolledDecoder`. `join` makes one kernel of those that share an
+    input; cutting it over a `tensor` axis would part heads from their devices, so it is for whole kernels.
+    """
+    decoder = nnx.merge(graph, params)
+    stack, stacked = nnx.split(decoder.layers)
+    count = decoder.config.num_layers
+    options: dict[str, Any] = {"join": join, "quantization": quantization, "dtype": dtype}
+    made = nnx.eval_shape(lambda s: nnx.merge(*_prepared(stack, s, 0, rolled=rolled, **options)), stacked)
+    like = nnx.split(made)[0]
+    if rolled:
+        return nnx.split(RolledDecoder(decoder, nnx.merge(like, _states(stack, stacked, layers=count, **options))))
+    layers = [nnx.merge(like, _state(stack, stacked, np.int32(i), **options)) for i in range(count)]
+    return nnx.split(UnrolledDecoder(decoder, layers))

@@ -1,0 +1,159 @@
+"""An engine that many callers share: a thread of its own steps it; requests come, stream and go at any time."""
+
+from __future__ import annotations
+
+import collections
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tuning.rollout.engine.engine import Engine, Update
+from tuning.rollout.requests import Completion, Request
+
+
+class EngineStopped(RuntimeError):
+    """The engine has been closed, or a step has failed; the cause is chained."""
+
+
+class Stream:
+    """What comes of one request. Iterating gives its updates until the last of its samples has ended."""
+
+    def __init__(self, live: Live, request: Request, number: int, notify: Callable[[], None] | None):
+        self._live, self._notify = live, notify
+        self.request, self.number = request, number
+        self._updates: queue.SimpleQueue[Update | BaseException] = queue.SimpleQueue()
+        self._open = self.left = request.samples
+
+    def __iter__(self) -> Iterator[Update]:
+        while self._open:
+            yield self.next()
+
+    def next(self, timeout: float | None = None) -> Update:
+        """The next update. Raises queue.Empty after `timeout` seconds, EngineStopped when there will be none."""
+        update = self._updates.get(timeout=timeout)
+        if isinstance(update, BaseException):
+            raise EngineStopped("the engine has stopped") from update
+        self._open -= update.completion is not None
+        return update
+
+    @property
+    def ended(self) -> bool:
+        """Whether all that will come has been taken."""
+        return self._open == 0
+
+    def result(self) -> list[Completion]:
+        """All samples, when the last has ended."""
+        done = {u.sample: u.completion for u in self if u.completion}
+        return [done[s] for s in range(self.request.samples)]
+
+    def cancel(self) -> None:
+        """Ends the request soon; its samples end as `cancelled`."""
+        self._live.cancel(self)
+
+    def put(self, update: Update | BaseException) -> None:
+        """For the engine's thread."""
+        self._updates.put(update)
+        if self._notify:
+            self._notify()
+
+
+class Live:
+    """Runs an engine in a thread. The methods may be called from any thread."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._streams: dict[int, Stream] = {}
+        self._orders: collections.deque[Callable[[], Any]] = collections.deque()
+        self._wake = threading.Condition()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request, notify: Callable[[], None] | None = None) -> Stream:
+        """Queues a request; `notify` is called, in the engine's thread, whenever its stream has something new.
+
+        Raises RefusedRequest as `Engine.submit` does, EngineStopped when the engine has.
+        """
+
+        def order() -> Stream:
+            number = self._engine.submit(request)
+            stream = self._streams[number] = Stream(self, request, number, notify)
+            return stream
+
+        return self._ask(order)
+
+    def load(self, params: Any) -> None:
+        """Samples from other weights from the next step on; requests in progress go on with them."""
+        self._ask(lambda: self._engine.load(params))
+
+    def cancel(self, stream: Stream) -> None:
+        """See `Stream.cancel`."""
+        with self._wake:
+            self._orders.append(lambda: self._engine.cancel(stream.number))
+            self._wake.notify()
+
+    def close(self) -> None:
+        """Ends the thread; open streams raise EngineStopped."""
+        with self._wake:
+            self._failure = self._failure or EngineStopped("closed")
+            self._wake.notify()
+        self._thread.join()
+
+    def _ask(self, order: Callable[[], Any]) -> Any:
+        """Has the engine's thread do something between two steps, and gives what came of it."""
+        answer: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+        def answered() -> None:
+            try:
+                answer.put((order(), None))
+            except Exception as e:
+                answer.put((None, e))
+
+        with self._wake:
+            if self._failure is not None:
+                raise EngineStopped("the engine has stopped") from self._failure
+            self._orders.append(answered)
+            self._wake.notify()
+        while True:
+            try:
+                value, error = answer.get(timeout=1.0)
+                break
+            except queue.Empty:
+                if not self._thread.is_alive():
+                    raise EngineStopped("the engine has stopped") from self._failure
+        if error is not None:
+            raise error
+        return value
+
+    def _loop(self) -> None:
+        try:
+            while True:
+                with self._wake:
+                    while not self._orders and self._engine.idle and self._failure is None:
+                        self._wake.wait()
+                    if self._failure is not None:
+                        break
+                    orders = [self._orders.popleft() for _ in range(len(self._orders))]
+                for order in orders:
+                    order()
+                if not self._engine.idle:
+                    self._deliver(self._engine.step())
+        except BaseException as e:
+            with self._wake:
+                self._failure = e
+        finally:
+            for stream in self._streams.values():
+                stream.put(self._failure or EngineStopped("closed"))
+            self._streams.clear()
+
+    def _deliver(self, updates: list[Update]) -> None:
+        for update in updates:
+            stream = self._streams.get(update.number)
+            if stream is None:
+                continue
+            stream.put(update)
+            if update.completion is not None:
+                stream.left -= 1
+                if stream.left == 0:
+                    del self._streams[update.number]

@@ -1,0 +1,294 @@
+"""An engine made of HTTP servers, with `load` and `run` as `engine.Engine` has them.
+
+Nothing is sampled from a server before it has said whose weights it has and its log-probabilities have agreed with the
+trainer's (R18). A server that is lost is looked for, or started, again, and proves itself anew; its unfinished requests
+go to whoever is free. A sample's seed depends on the request alone (R15); its bits also depend on what the server
+computed beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import httpx
+import numpy as np
+
+from tuning.rollout.requests import Completion, Request
+from tuning.rollout.servers.protocol import (
+    Engine,
+    Policy,
+    ServerLost,
+    ServerRefused,
+    StalePolicy,
+)
+from tuning.rollout.servers.server import Server
+
+Sync = Literal["auto", "weights", "adapter", "restart", "none"]
+Job = tuple[int, Request, int]
+"""Index, request, how often it has been tried."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How servers are used; none of it changes what is sampled."""
+
+    sync: Sync = "auto"
+    """How they get new weights. `auto`: by their own endpoints, and a started server that cannot is restarted."""
+    concurrency: int = 64
+    """Requests at one server at a time."""
+    tries: int = 4
+    """How often a request is given to a server that is then lost."""
+    start_seconds: float = 900.0
+    """For a started server to become healthy."""
+    wait_seconds: float = 60.0
+    """For a lost one to come back."""
+    tolerance: float = 0.1
+    """Mean absolute difference between a server's log-probabilities and the trainer's that is let pass."""
+    version: str | None = None
+    """The version that servers must have, where they tell one."""
+
+
+class Remote:
+    """Samples with servers of one kind. Not thread-safe."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        servers: Sequence[Server],
+        options: Options,
+        log: Callable[[str], None] = lambda line: None,
+    ):
+        self._engine, self._servers, self._options, self._log = engine, servers, options, log
+        self._policy: Policy | None = None
+        self._dead: dict[Server, Exception] = {}
+        self._trainer = threading.Lock()
+        self.gaps: dict[str, float] = {}
+        """By URL, how far a server's log-probabilities were from the trainer's when it last proved itself."""
+
+    def load(self, policy: Policy) -> None:
+        """Samples from this policy from now on.
+
+        Raises StalePolicy, ServerRefused or ServerLost where no server can be brought to have it.
+        """
+        self._policy = policy
+        self._dead, self.gaps = {}, {}
+        with concurrent.futures.ThreadPoolExecutor(len(self._servers)) as pool:
+            found = {server: pool.submit(self._prepare, server) for server in self._servers}
+        for server, result in found.items():
+            error = result.exception()
+            if error is not None and not isinstance(error, ServerLost | ServerRefused | StalePolicy):
+                raise error
+            if isinstance(error, Exception):
+                self._dead[server] = error
+        if len(self._dead) == len(self._servers):
+            raise list(self._dead.values())[-1]
+        for error in self._dead.values():
+            self._log(f"going on without a server: {error}")
+
+    def run(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[Completion]]]:
+        """(index, completions) of each request, as soon as its samples are there.
+
+        Raises what `load` raises when the last server is given up, ServerLost for a request that loses each of them.
+        """
+        policy = self._policy
+        if policy is None:
+            raise RuntimeError("the engine has no policy; call load(policy) first")
+        bodies = [self._engine.body(r, policy) for r in requests]
+        jobs: asyncio.Queue[Job] = asyncio.Queue()
+        results: asyncio.Queue[tuple[int, list[Completion]] | Exception] = asyncio.Queue()
+        for i, request in enumerate(requests):
+            jobs.put_nowait((i, request, 0))
+        loop = asyncio.new_event_loop()
+        tasks: list[asyncio.Task[None]] = []
+
+        async def begin() -> None:
+            for server in self._servers:
+                if server not in self._dead:
+                    tasks.append(asyncio.create_task(self._drive(server, policy, bodies, jobs, results)))
+
+        async def end() -> None:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        try:
+            loop.run_until_complete(begin())
+            for _ in requests:
+                found = loop.run_until_complete(results.get())
+                if isinstance(found, Exception):
+                    raise found
+                yield found
+        finally:
+            # A request in flight is closed, which has its server end it.
+            loop.run_until_complete(end())
+            loop.close()
+
+    async def _drive(
+        self, server: Server, policy: Policy, bodies: Sequence[Any], jobs: asyncio.Queue[Job], results: Any
+    ) -> None:
+        """Gives a server work until it is given up; where there is no more, the caller ends it."""
+        barren = 0
+        """How often it was lost since it last answered."""
+        while True:
+            lost: list[Exception] = []
+
+            async def work(client: httpx.AsyncClient, lost: list[Exception] = lost) -> None:
+                nonlocal barren
+                while not lost:
+                    job = await jobs.get()
+                    try:
+                        results.put_nowait((job[0], await self._sample(client, server, policy, job[1], bodies[job[0]])))
+                        barren = 0
+                    except asyncio.CancelledError:
+                        jobs.put_nowait(job)
+                        raise
+                    except (ServerLost, StalePolicy) as e:
+                        lost.append(e)
+                        self._again(job, e, jobs, results)
+                    except Exception as e:
+                        results.put_nowait(e)
+
+            many = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+            async with httpx.AsyncClient(limits=many, **server.options) as client:
+                tasks = [asyncio.create_task(work(client)) for _ in range(self._options.concurrency)]
+                try:
+                    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    # Where one request has lost the server all have, and those that wait for work must not take any.
+                    for task in tasks:
+                        task.cancel()
+                    await asyncio.gather(*tasks, return_exceptions=True)
+            self._log(f"{lost[0]}\n  its prompts go to the next free server")
+            barren += 1
+            try:
+                if barren == self._options.tries:
+                    raise ServerLost(f"{server.url} was lost {barren} times without an answer; the last: {lost[0]}")
+                await asyncio.to_thread(self._prepare, server)
+            except (ServerLost, ServerRefused, StalePolicy) as e:
+                self._dead[server] = e
+                self._log(f"a server is given up: {e}")
+                if len(self._dead) == len(self._servers):
+                    results.put_nowait(e)
+                return
+            except Exception as e:
+                results.put_nowait(e)
+                return
+
+    async def _sample(
+        self, client: httpx.AsyncClient, server: Server, policy: Policy, request: Request, body: Any
+    ) -> list[Completion]:
+        answer = await server.ask(client, self._engine.path, body)
+        try:
+            completions = self._engine.completions(request, answer)
+        except ServerLost as e:
+            raise ServerLost(f"{server.url}, request {request.name or request.counter}: {e}") from e
+        has = self._engine.answered_by(policy, answer)
+        if has is None and self._engine.counted is not None:
+            with contextlib.suppress(ServerRefused):
+                has = self._engine.answered_by(policy, await server.ask(client, self._engine.counted))
+        if has not in (None, policy.weights):
+            raise StalePolicy(f"{server.url} was given policy {has} while it sampled from {policy.weights}")
+        return completions
+
+    def _again(self, job: Job, error: Exception, jobs: asyncio.Queue[Job], results: Any) -> None:
+        index, request, tries = job
+        if tries + 1 < self._options.tries:
+            jobs.put_nowait((index, request, tries + 1))
+        else:
+            who = request.name or request.counter
+            results.put_nowait(ServerLost(f"request {who} has lost its server {tries + 1} times; the last: {error}"))
+
+    def _prepare(self, server: Server) -> None:
+        """Has a server healthy, with the policy's weights, and proven to have them; remembers by how far it proved it.
+
+        Raises ServerLost, ServerRefused or StalePolicy.
+        """
+        policy, options, began = self._policy, self._options, time.monotonic()
+        assert policy is not None
+        with server.lock:
+            fresh = server.child is not None and not server.answers()
+            if fresh:
+                self._start(server, policy)
+            elif server.child is None:
+                server.wait(options.wait_seconds if self.gaps else options.start_seconds)
+            try:
+                gap = self._prove(server, policy)
+            except (ServerLost, ServerRefused, StalePolicy) as e:
+                if fresh or server.child is None or options.sync not in ("auto", "restart"):
+                    raise
+                if options.sync == "auto":
+                    self._log(f"{e}\n  it is started again")
+                self._start(server, policy)
+                gap = self._prove(server, policy)
+        self.gaps[server.url] = gap
+        self._log(
+            f"{self._engine.name} at {server.url} has policy {policy.digest[:12]} after "
+            f"{time.monotonic() - began:.1f} s; its log-probabilities are {gap:.2g} from the trainer's"
+        )
+
+    def _start(self, server: Server, policy: Policy) -> None:
+        """Starts a child on the policy's folder."""
+        server.start(policy.folder())
+        server.wait(self._options.start_seconds)
+        server.given = server.started_on = policy.weights
+
+    def _prove(self, server: Server, policy: Policy) -> float:
+        """Brings the weights to a healthy server where it lacks them; how far it is from the trainer then."""
+        version, wanted = self._engine.version(server), self._options.version
+        if wanted is not None and version not in (None, wanted):
+            raise ServerRefused(f"{server.url} has {self._engine.name} {version}, and {wanted} was asked for")
+        has = self._weights(server)
+        if server.started_on == policy.weights and has != policy.weights:
+            self._engine.label(server, policy)
+            has = self._weights(server)
+        elif has != policy.weights and not (has is None and self._options.sync == "none"):
+            if self._options.sync in ("none", "restart"):
+                raise self._stale(server, has, "its weights are not changed from here")
+            server.started_on = server.given = None
+            self._engine.reload(server, policy, policy.folder())
+            server.given = policy.weights
+            has = self._weights(server)
+        if has not in (None, policy.weights):
+            raise self._stale(server, has, "it was told to load it")
+        if policy.adapter is not None:
+            self._engine.adapt(server, policy, server.adapter)
+            server.adapter = policy.digest
+        gap = self._gap(server, policy)
+        if not gap <= self._options.tolerance:
+            raise self._stale(
+                server,
+                has,
+                f"its log-probabilities are {gap:.2g} from the trainer's on average and {self._options.tolerance:g} is "
+                "let pass; it has other weights, or reports those before the temperature (vLLM: start it with "
+                "--logprobs-mode processed_logprobs)",
+            )
+        return gap
+
+    def _weights(self, server: Server) -> str | None:
+        """Whose dense weights a server has: as it says, else as it was last given where nobody else could."""
+        found = self._engine.weights(server)
+        return server.given if found is None and server.child is not None else found
+
+    def _stale(self, server: Server, has: str | None, why: str) -> StalePolicy:
+        assert self._policy is not None
+        says = f"says that it has policy {has}" if has else "does not say which policy it has"
+        return StalePolicy(f"{server.url} {says}, wanted is {self._policy.weights}; nothing is sampled from it: {why}")
+
+    def _gap(self, server: Server, policy: Policy) -> float:
+        """Mean absolute difference of log-probabilities between a server and the trainer, over the policy's probe."""
+        pairs, theirs = [], []
+        for request in policy.probe:
+            answer = server.post(self._engine.path, self._engine.body(request, policy))
+            for completion in self._engine.completions(request, answer):
+                pairs.append((request.prompt, completion.tokens))
+                theirs += completion.logps
+        with self._trainer:
+            ours = policy.logps(pairs, policy.probe[0].sampling.temperature or 1.0)
+        return float(np.mean(np.abs(np.concatenate([np.asarray(x, np.float64) for x in ours]) - np.asarray(theirs))))
