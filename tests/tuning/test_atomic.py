@@ -1,0 +1,41 @@
+"""A file or folder is there whole, or not at all; nothing is left beside it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tuning.atomic import whole_file, whole_folder
+
+
+def test_a_file_appears_when_it_is_whole(tmp_path):
+    target = tmp_path / "new" / "a.json"
+    with whole_file(target) as partial:
+        partial.write_text("{")
+        assert not target.exists()
+        partial.write_text("{}")
+    assert target.read_text() == "{}" and list(target.parent.iterdir()) == [target]
+
+
+def test_a_file_that_fails_leaves_the_old_one(tmp_path):
+    target = tmp_path / "a"
+    target.write_text("old")
+    with pytest.raises(RuntimeError), whole_file(target) as partial:
+        partial.write_text("half")
+        raise RuntimeError
+    assert target.read_text() == "old" and list(tmp_path.iterdir()) == [target]
+
+
+def test_a_folder_that_another_made_meanwhile_stays(tmp_path):
+    target = tmp_path / "model"
+    with whole_folder(target) as mine:
+        (mine / "weights").write_text("mine")
+        target.mkdir()
+        (target / "weights").write_text("theirs")
+    assert (target / "weights").read_text() == "theirs" and list(tmp_path.iterdir()) == [target]
+
+
+def test_a_folder_that_fails_is_gone(tmp_path):
+    with pytest.raises(RuntimeError), whole_folder(tmp_path / "model") as mine:
+        (mine / "weights").write_text("half")
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []

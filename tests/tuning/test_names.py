@@ -1,0 +1,40 @@
+"""Mistaken names get the nearest known one; `module:function` is found, or the error says what is missing."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tuning.names import function_of, nearest
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "also", "said"),
+    [
+        ("stf", ["sft", "reward"], "", "did you mean sft?"),
+        ("xyz", ["sft", "reward"], "", "there are sft, reward"),
+        ("xyz", ["sft"], "module:function", "there are sft, module:function"),
+        ("xyz", [], "", "there are none"),
+    ],
+)
+def test_the_nearest_name_or_all(name, known, also, said):
+    assert nearest(name, known, also) == said
+
+
+def test_a_function_by_name():
+    assert function_of("math:sqrt") is math.sqrt
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("sqrt", "expected module:function"),
+        ("no_such_module:f", "No module named"),
+        ("math:no_such", "no_such"),
+        ("math:pi", "is a float: expected a function"),
+    ],
+)
+def test_a_function_that_is_not_there(name, message):
+    with pytest.raises(ValueError, match=message):
+        function_of(name)
