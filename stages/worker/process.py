@@ -73,6 +73,7 @@ def run_request(request: dict[str, Any], memory: dict[str, Any], events: Events)
     from stages.contract.fingerprint import library_versions
     from stages.contract.registry import stage as find_stage
     from stages.store.artifacts import Artifact, Store
+    from stages.store.work import WorkFolder
 
     store = Store(request["store"])
     stage = find_stage(request["stage"])
@@ -86,7 +87,8 @@ def run_request(request: dict[str, Any], memory: dict[str, Any], events: Events)
         inputs[name] = artifact
     # A forced run starts from nothing: what an earlier try left must not leak into it.
     work_key = key if not request.get("force") else f"{key}-{request['force']}"
-    work = store.work_folder(request["stage"], work_key)
+    folder = WorkFolder(store, request["stage"], work_key)
+    work = folder.open()
     out = work / "out"
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
@@ -104,7 +106,7 @@ def run_request(request: dict[str, Any], memory: dict[str, Any], events: Events)
         progress=progress,
         log=lambda line: events.send("log", line=str(line)),
         memory=memory,
-        saved=lambda: store.mirror_work(request["stage"], work_key),
+        saved=folder.mirror,
         name=f"{request['run']}.{request['stage']}",
     )
     try:
@@ -130,7 +132,7 @@ def run_request(request: dict[str, Any], memory: dict[str, Any], events: Events)
     committed: Artifact = store.commit(out, manifest, replace=bool(request.get("force")))
     for name in [n for n in memory if n.endswith(":new")]:
         memory[name.removesuffix("new") + committed.digest] = memory.pop(name)
-    store.drop_work(request["stage"], work_key)
+    folder.drop()
     return committed.manifest
 
 

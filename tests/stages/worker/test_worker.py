@@ -16,6 +16,7 @@ import pytest
 
 from stages.contract.registry import stage
 from stages.store.artifacts import Store
+from stages.store.work import WorkFolder
 from stages.worker import client
 from stages.worker.client import StageFailed, Worker, WorkerDied, worker_environment
 from tests.support import python
@@ -121,12 +122,12 @@ def test_an_input_that_is_gone_is_named(warm, tmp_path):
 def test_a_forced_run_starts_from_nothing_and_replaces(warm, tmp_path):
     store = Store(str(tmp_path))
     warm.run(request(tmp_path), ignore)
-    (store.work_folder("base", "k" * 64) / "left-by-an-earlier-try").mkdir()
+    (WorkFolder(store, "base", "k" * 64).open() / "left-by-an-earlier-try").mkdir()
     again = warm.run(request(tmp_path) | {"force": "run-two", "seed": 8}, ignore)
     assert again["seed"] == 8
     assert store.get("base", "k" * 64).manifest["seed"] == 8
     assert len(store.fs.find(store.join("damaged"))) > 0
-    assert (store.work_folder("base", "k" * 64) / "left-by-an-earlier-try").exists()
+    assert (WorkFolder(store, "base", "k" * 64).open() / "left-by-an-earlier-try").exists()
 
 
 def test_a_worker_that_is_killed_at_work_says_how_it_died_and_what_is_left(doomed, tmp_path):
