@@ -84,7 +84,7 @@ def lease(store: Store, stage: str, key: str, on_wait: Callable[[str], None]) ->
 
     def beat() -> None:
         while not stop.wait(BEAT_SECONDS):
-            # An unreachable store must not stop the work; the lease is then taken over, and the work done twice at worst.
+            # An unreachable store must not stop the work: at worst the lease is taken over and the work done twice.
             with contextlib.suppress(Exception):
                 if (_holder(store, name) or {}).get("token") != token:
                     return
