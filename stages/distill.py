@@ -69,8 +69,8 @@ def run(ctx: Context) -> dict[str, Any]:
     from tuning.algorithms.distillation import distillation_loss, summed_divergence
     from tuning.device import choose
     from tuning.models import huggingface
+    from tuning.models.decoder import decoder_graph
     from tuning.training.completions import per_completion
-    from tuning.training.forward import decoder_graph
     from tuning.training.speed import forward_flops
 
     config: Config = ctx.config

@@ -170,7 +170,7 @@ def _pairs(ctx: Context, model: Any, settings: Any, logps: Scorer, reference: An
     import numpy as np
 
     from tuning.algorithms.preference import pair_losses, pair_summary, preference_loss
-    from tuning.training.forward import decoder_graph
+    from tuning.models.decoder import decoder_graph
 
     train, held = train_and_heldout(ctx, ctx.inputs["data"], "preference", ctx.config.heldout_fraction)
     groups, held_groups = train.examples, held.examples
@@ -217,8 +217,8 @@ def _labelled(
     import numpy as np
 
     from tuning.algorithms.preference import chance_above, unpaired_loss, unpaired_losses, unpaired_summary
+    from tuning.models.decoder import decoder_graph
     from tuning.training.batch import numbered
-    from tuning.training.forward import decoder_graph
     from tuning.training.speed import forward_flops
 
     given = "labelled" in ctx.inputs

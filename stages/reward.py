@@ -37,8 +37,9 @@ def run(ctx: Context) -> dict[str, Any]:
     from tuning.evaluation.statistics import calibration_error
     from tuning.losses.preference import bradley_terry
     from tuning.models import huggingface
+    from tuning.models.decoder import scalar_graph
     from tuning.rewards.learned import score_groups
-    from tuning.training.forward import scalar_graph, scores
+    from tuning.training.forward import scores
 
     config, base = load_policy(ctx, ctx.inputs["base"])
     graph = scalar_graph(config)

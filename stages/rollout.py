@@ -103,7 +103,7 @@ def sample_rows(
 ) -> list[dict[str, Any]]:
     """Samples completions of (place in the random stream, prompt row) in resumable shards; the rollout table's rows."""
     from tuning.rollout.requests import Request
-    from tuning.training.batch import bucket
+    from tuning.shapes import bucket
 
     policy = ctx.inputs["policy"]
     tokenizer = load_tokenizer(ctx, ctx.inputs["tokenizer"])

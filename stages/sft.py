@@ -33,7 +33,8 @@ def run(ctx: Context) -> dict[str, Any]:
     from tuning.losses.aggregate import aggregate
     from tuning.losses.sft import nll
     from tuning.models import huggingface
-    from tuning.training.forward import decoder_graph, logps_and_entropy
+    from tuning.models.decoder import decoder_graph
+    from tuning.training.forward import logps_and_entropy
 
     config, base = load_policy(ctx, ctx.inputs["base"])
     graph = decoder_graph(config)

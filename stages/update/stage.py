@@ -25,7 +25,7 @@ from stages.contract.sources import user_digests
 from stages.sampling.groups import chosen_groups
 from stages.store.artifacts import Artifact
 from stages.training.adapters import based, lora_config, name_of
-from stages.training.fit import counted, optimizer_of
+from stages.training.fit import optimizer_of
 from stages.update.settings import Config
 
 NAME = "update"
@@ -233,6 +233,7 @@ def _advance(ctx: Context) -> tuple[State, dict[str, Any]]:
     from tuning.algorithms.algorithm import Objective
     from tuning.algorithms.diagnostics import Coefficients
     from tuning.algorithms.rounds import run_round
+    from tuning.training.batch import counted
 
     config: Config = ctx.config
     parent = ctx.inputs["policy"]

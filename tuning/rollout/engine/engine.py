@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tuning.models.config import DecoderConfig
+from tuning.models.decoder import decoder_graph
 from tuning.rollout.engine import programs
 from tuning.rollout.engine.ahead import Ahead, abstract_weights
 from tuning.rollout.engine.cache import KV
@@ -30,7 +31,6 @@ from tuning.rollout.engine.pool import Limits, Pool
 from tuning.rollout.engine.sampling import Sampling, completion_keys
 from tuning.rollout.engine.slots import Run, Slot, pack, row_arrays
 from tuning.rollout.requests import Completion, Request
-from tuning.training.forward import decoder_graph
 
 
 @dataclasses.dataclass(frozen=True)

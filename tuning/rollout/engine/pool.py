@@ -17,7 +17,7 @@ from tuning.rollout.engine import programs
 from tuning.rollout.engine.placement import put_cache
 from tuning.rollout.engine.slots import Run, Slot, longest_prefix
 from tuning.rollout.requests import RefusedRequest, Request
-from tuning.training.batch import bucket
+from tuning.shapes import bucket
 
 GRAIN = 32
 """The most tokens that a slot can hold are a multiple of this."""
