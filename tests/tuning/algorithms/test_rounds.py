@@ -13,7 +13,7 @@ from tuning.algorithms.round_data import RoundData
 from tuning.algorithms.rounds import run_round
 from tuning.models.huggingface import scalar_head_params
 from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.sampling import Sampling
+from tuning.rollout.requests import Sampling
 from tuning.training.step import copy
 
 PROMPTS = [np.random.default_rng(i).integers(0, 97, 4 + i).tolist() for i in range(6)]
