@@ -116,7 +116,7 @@ def _sampler(ctx: Context, model: Any, device: Any) -> Any:
     import numpy as np
 
     from tuning.rollout.engine.engine import Engine
-    from tuning.rollout.engine.sampling import Sampling
+    from tuning.rollout.requests import Sampling
     from tuning.training.batch import Group
 
     config: Config = ctx.config

@@ -49,7 +49,7 @@ def run(ctx: Context) -> dict[str, Any]:
 
     from tuning.evaluation.statistics import constant_baseline, mean_interval, pass_at_k
     from tuning.rewards.processes import evaluate
-    from tuning.rollout.engine.sampling import Sampling
+    from tuning.rollout.requests import Sampling
 
     config: Config = ctx.config
     problems = read_rows(ctx.inputs["data"], "heldout/")[: config.problems or None]

@@ -29,7 +29,7 @@ class Config(StageConfig):
 
 
 def run(ctx: Context) -> dict[str, Any]:
-    from tuning.rollout.engine.sampling import Sampling
+    from tuning.rollout.requests import Sampling
 
     config: Config = ctx.config
     first = {r["prompt_id"]: r for r in reversed(read_rows(ctx.inputs["rollouts"], "rollouts/"))}

@@ -28,7 +28,7 @@ class Config(RolloutConfig):
 def run(ctx: Context) -> dict[str, Any]:
     import numpy as np
 
-    from tuning.rollout.engine.sampling import Sampling
+    from tuning.rollout.requests import Sampling
 
     config: Config = ctx.config
     rollouts, scores = read_rows(ctx.inputs["rollouts"], "rollouts/"), read_rows(ctx.inputs["scores"], "scores/")

@@ -166,7 +166,7 @@ def _opened(ctx: Context, settings: EngineSettings, quantize: str, context: int,
 def run(ctx: Context) -> dict[str, Any]:
     import pyarrow as pa
 
-    from tuning.rollout.engine.sampling import Sampling
+    from tuning.rollout.requests import Sampling
 
     config = ctx.config
     table = read_rows(ctx.inputs["data"], "prompts/")

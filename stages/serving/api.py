@@ -69,7 +69,7 @@ class Asked(BaseModel):
 
     def sampling(self) -> Any:
         """The engine's settings; what is null is the default."""
-        from tuning.rollout.engine.sampling import Sampling
+        from tuning.rollout.requests import Sampling
 
         def given(value: Any, default: Any) -> Any:
             return default if value is None else value

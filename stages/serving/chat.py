@@ -27,8 +27,7 @@ def talk(policy: Opened, args: argparse.Namespace) -> None:
     """Reads lines until the end of input; the conversation is the prompt, as much of it as fits."""
     from tuning.device import choose
     from tuning.rollout.engine.pool import Limits
-    from tuning.rollout.engine.sampling import Sampling
-    from tuning.rollout.requests import Request
+    from tuning.rollout.requests import Request, Sampling
 
     device = choose()
     limits = Limits(slots=1, context=policy.config.max_positions, chunks=device.chunk_tokens, steps=4)

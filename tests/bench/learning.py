@@ -27,7 +27,7 @@ from tuning.algorithms.rounds import _steps, run_round
 from tuning.models.config import tiny
 from tuning.models.huggingface import random_params, scalar_head_params
 from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.sampling import Sampling
+from tuning.rollout.requests import Sampling
 from tuning.training.batch import counted
 from tuning.training.step import copy
 

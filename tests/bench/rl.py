@@ -26,7 +26,7 @@ from tuning.device import choose
 from tuning.models.huggingface import random_params, scalar_head_params
 from tuning.models.lora import Base, LoraConfig, merge, tune, tuned_graph
 from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.sampling import Sampling
+from tuning.rollout.requests import Sampling
 from tuning.training.batch import Group, counted
 from tuning.training.speed import forward_flops
 from tuning.training.step import copy

@@ -18,7 +18,7 @@ from tuning.models.attention import packed_attention
 from tuning.models.config_json import from_hugging_face, to_hugging_face
 from tuning.models.decoder import decoder_graph, scalar_graph
 from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.sampling import Sampling
+from tuning.rollout.requests import Sampling
 from tuning.training.batch import Group, Layout, micro_batches
 from tuning.training.forward import logps_and_entropy
 

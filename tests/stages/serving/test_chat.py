@@ -12,8 +12,7 @@ from tuning.models.config import tiny
 from tuning.models.huggingface import random_params
 from tuning.models.tokenizer import chat_prompt_ids
 from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.sampling import Sampling
-from tuning.rollout.requests import Request
+from tuning.rollout.requests import Request, Sampling
 
 TOKENIZER = byte_tokenizer()
 SYSTEM = [{"role": "system", "content": "Be brief."}]

@@ -13,7 +13,7 @@ from tuning.algorithms.round_data import RoundData
 from tuning.algorithms.rounds import run_round
 from tuning.models.huggingface import scalar_head_params
 from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.sampling import Sampling
+from tuning.rollout.requests import Sampling
 from tuning.training.batch import counted
 from tuning.training.step import copy
 

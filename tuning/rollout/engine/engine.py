@@ -28,9 +28,9 @@ from tuning.rollout.engine.cpu.kernels import Kernels, build, has_compiler
 from tuning.rollout.engine.decoders import Quantization, lay_out
 from tuning.rollout.engine.placement import put_weights
 from tuning.rollout.engine.pool import Limits, Pool
-from tuning.rollout.engine.sampling import Sampling, completion_keys
+from tuning.rollout.engine.sampling import completion_keys
 from tuning.rollout.engine.slots import Run, Slot, pack, row_arrays
-from tuning.rollout.requests import Completion, Request
+from tuning.rollout.requests import Completion, Request, Sampling
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,6 @@ Every row has its own settings, as arrays: what is asked for does not change the
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -14,36 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 BLOCK = 256
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-    """How tokens are chosen. Restrictions apply in this order, as in transformers: repetition penalty, temperature,
-    top_k, top_p, min_p."""
-
-    temperature: float = 1.0
-    """0 is greedy."""
-    top_p: float = 1.0
-    """The fewest most probable tokens that hold this much probability (Holtzman et al., 2020)."""
-    top_k: int = 0
-    """The most probable tokens; 0 for all."""
-    min_p: float = 0.0
-    """Tokens at least this probable, as a share of the most probable one (Nguyen et al., 2024)."""
-    repetition_penalty: float = 1.0
-    """Logits of tokens in prompt or completion are divided by it where positive, else multiplied
-    (Keskar et al., 2019)."""
-
-    def __post_init__(self) -> None:
-        found = {
-            "temperature": self.temperature >= 0,
-            "top_p": 0 < self.top_p <= 1,
-            "top_k": self.top_k >= 0,
-            "min_p": 0 <= self.min_p <= 1,
-            "repetition_penalty": self.repetition_penalty > 0,
-        }
-        for name, good in found.items():
-            if not good:
-                raise ValueError(f"Sampling.{name} is {getattr(self, name)}, out of its range")
 
 
 def completion_keys(seed: int, prompt_counters: Sequence[int], samples: int) -> np.ndarray:

@@ -21,14 +21,8 @@ import httpx
 import numpy as np
 
 from tuning.rollout.requests import Completion, Request
-from tuning.rollout.servers.protocol import (
-    Engine,
-    Policy,
-    ServerLost,
-    ServerRefused,
-    StalePolicy,
-)
-from tuning.rollout.servers.server import Server
+from tuning.rollout.servers.protocol import Policy, ServerKind, ServerLost, ServerRefused, StalePolicy
+from tuning.rollout.servers.server import RemoteServer
 
 Sync = Literal["auto", "weights", "adapter", "restart", "none"]
 Job = tuple[int, Request, int]
@@ -55,19 +49,19 @@ class Options:
     """The version that servers must have, where they tell one."""
 
 
-class Remote:
+class Fleet:
     """Samples with servers of one kind. Not thread-safe."""
 
     def __init__(
         self,
-        engine: Engine,
-        servers: Sequence[Server],
+        kind: ServerKind,
+        servers: Sequence[RemoteServer],
         options: Options,
         log: Callable[[str], None] = lambda line: None,
     ):
-        self._engine, self._servers, self._options, self._log = engine, servers, options, log
+        self._kind, self._servers, self._options, self._log = kind, servers, options, log
         self._policy: Policy | None = None
-        self._dead: dict[Server, Exception] = {}
+        self._dead: dict[RemoteServer, Exception] = {}
         self._trainer = threading.Lock()
         self.gaps: dict[str, float] = {}
         """By URL, how far a server's log-probabilities were from the trainer's when it last proved itself."""
@@ -100,7 +94,7 @@ class Remote:
         policy = self._policy
         if policy is None:
             raise RuntimeError("the engine has no policy; call load(policy) first")
-        bodies = [self._engine.body(r, policy) for r in requests]
+        bodies = [self._kind.body(r, policy) for r in requests]
         jobs: asyncio.Queue[Job] = asyncio.Queue()
         results: asyncio.Queue[tuple[int, list[Completion]] | Exception] = asyncio.Queue()
         for i, request in enumerate(requests):
@@ -131,7 +125,7 @@ class Remote:
             loop.close()
 
     async def _drive(
-        self, server: Server, policy: Policy, bodies: Sequence[Any], jobs: asyncio.Queue[Job], results: Any
+        self, server: RemoteServer, policy: Policy, bodies: Sequence[Any], jobs: asyncio.Queue[Job], results: Any
     ) -> None:
         """Gives a server work until it is given up; where there is no more, the caller ends it."""
         barren = 0
@@ -182,17 +176,17 @@ class Remote:
                 return
 
     async def _sample(
-        self, client: httpx.AsyncClient, server: Server, policy: Policy, request: Request, body: Any
+        self, client: httpx.AsyncClient, server: RemoteServer, policy: Policy, request: Request, body: Any
     ) -> list[Completion]:
-        answer = await server.ask(client, self._engine.path, body)
+        answer = await server.ask(client, self._kind.path, body)
         try:
-            completions = self._engine.completions(request, answer)
+            completions = self._kind.completions(request, answer)
         except ServerLost as e:
             raise ServerLost(f"{server.url}, request {request.name or request.counter}: {e}") from e
-        has = self._engine.answered_by(policy, answer)
-        if has is None and self._engine.counted is not None:
+        has = self._kind.answered_by(policy, answer)
+        if has is None and self._kind.counted is not None:
             with contextlib.suppress(ServerRefused):
-                has = self._engine.answered_by(policy, await server.ask(client, self._engine.counted))
+                has = self._kind.answered_by(policy, await server.ask(client, self._kind.counted))
         if has not in (None, policy.weights):
             raise StalePolicy(f"{server.url} was given policy {has} while it sampled from {policy.weights}")
         return completions
@@ -205,7 +199,7 @@ class Remote:
             who = request.name or request.counter
             results.put_nowait(ServerLost(f"request {who} has lost its server {tries + 1} times; the last: {error}"))
 
-    def _prepare(self, server: Server) -> None:
+    def _prepare(self, server: RemoteServer) -> None:
         """Has a server healthy, with the policy's weights, and proven to have them; remembers by how far it proved it.
 
         Raises ServerLost, ServerRefused or StalePolicy.
@@ -229,36 +223,36 @@ class Remote:
                 gap = self._prove(server, policy)
         self.gaps[server.url] = gap
         self._log(
-            f"{self._engine.name} at {server.url} has policy {policy.digest[:12]} after "
+            f"{self._kind.name} at {server.url} has policy {policy.digest[:12]} after "
             f"{time.monotonic() - began:.1f} s; its log-probabilities are {gap:.2g} from the trainer's"
         )
 
-    def _start(self, server: Server, policy: Policy) -> None:
+    def _start(self, server: RemoteServer, policy: Policy) -> None:
         """Starts a child on the policy's folder."""
         server.start(policy.folder())
         server.wait(self._options.start_seconds)
         server.given = server.started_on = policy.weights
 
-    def _prove(self, server: Server, policy: Policy) -> float:
+    def _prove(self, server: RemoteServer, policy: Policy) -> float:
         """Brings the weights to a healthy server where it lacks them; how far it is from the trainer then."""
-        version, wanted = self._engine.version(server), self._options.version
+        version, wanted = self._kind.version(server), self._options.version
         if wanted is not None and version not in (None, wanted):
-            raise ServerRefused(f"{server.url} has {self._engine.name} {version}, and {wanted} was asked for")
+            raise ServerRefused(f"{server.url} has {self._kind.name} {version}, and {wanted} was asked for")
         has = self._weights(server)
         if server.started_on == policy.weights and has != policy.weights:
-            self._engine.label(server, policy)
+            self._kind.label(server, policy)
             has = self._weights(server)
         elif has != policy.weights and not (has is None and self._options.sync == "none"):
             if self._options.sync in ("none", "restart"):
                 raise self._stale(server, has, "its weights are not changed from here")
             server.started_on = server.given = None
-            self._engine.reload(server, policy, policy.folder())
+            self._kind.reload(server, policy, policy.folder())
             server.given = policy.weights
             has = self._weights(server)
         if has not in (None, policy.weights):
             raise self._stale(server, has, "it was told to load it")
         if policy.adapter is not None:
-            self._engine.adapt(server, policy, server.adapter)
+            self._kind.adapt(server, policy, server.adapter)
             server.adapter = policy.digest
         gap = self._gap(server, policy)
         if not gap <= self._options.tolerance:
@@ -271,22 +265,22 @@ class Remote:
             )
         return gap
 
-    def _weights(self, server: Server) -> str | None:
+    def _weights(self, server: RemoteServer) -> str | None:
         """Whose dense weights a server has: as it says, else as it was last given where nobody else could."""
-        found = self._engine.weights(server)
+        found = self._kind.weights(server)
         return server.given if found is None and server.child is not None else found
 
-    def _stale(self, server: Server, has: str | None, why: str) -> StalePolicy:
+    def _stale(self, server: RemoteServer, has: str | None, why: str) -> StalePolicy:
         assert self._policy is not None
         says = f"says that it has policy {has}" if has else "does not say which policy it has"
         return StalePolicy(f"{server.url} {says}, wanted is {self._policy.weights}; nothing is sampled from it: {why}")
 
-    def _gap(self, server: Server, policy: Policy) -> float:
+    def _gap(self, server: RemoteServer, policy: Policy) -> float:
         """Mean absolute difference of log-probabilities between a server and the trainer, over the policy's probe."""
         pairs, theirs = [], []
         for request in policy.probe:
-            answer = server.post(self._engine.path, self._engine.body(request, policy))
-            for completion in self._engine.completions(request, answer):
+            answer = server.post(self._kind.path, self._kind.body(request, policy))
+            for completion in self._kind.completions(request, answer):
                 pairs.append((request.prompt, completion.tokens))
                 theirs += completion.logps
         with self._trainer:

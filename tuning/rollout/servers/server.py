@@ -24,7 +24,7 @@ def pause(attempt: int) -> float:
     return min(0.25 * 2**attempt, LONGEST_PAUSE)
 
 
-class Server:
+class RemoteServer:
     """A server at a URL, or one that `child` starts."""
 
     def __init__(

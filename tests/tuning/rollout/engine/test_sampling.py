@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tuning.rollout.engine.sampling import Sampling, inverse_cdf, sample
+from tuning.rollout.engine.sampling import inverse_cdf, sample
+from tuning.rollout.requests import Sampling
 
 torch = pytest.importorskip("torch", reason="parity needs torch")
 

@@ -17,7 +17,7 @@ from tuning.rollout.engine import cache
 from tuning.rollout.engine.cpu import attention as cpu_attention
 from tuning.rollout.engine.cpu import kernels
 from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.sampling import Sampling
+from tuning.rollout.requests import Sampling
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="a kernel for the CPU")
 HEADS, STEPS = 2, 5
