@@ -229,6 +229,8 @@ def summarise(rows: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
     """Means by reward, share of failed samples, share of groups whose totals do not vary."""
     import numpy as np
 
+    from tuning.losses.groups import is_informative
+
     if not rows:
         return {"completions": 0}
     totals = [r["total"] for r in rows if r["total"] is not None]
@@ -241,7 +243,7 @@ def summarise(rows: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
         "failed": sum(r["failure"] is not None for r in rows) / len(rows),
         "reward": float(np.mean(totals)) if totals else None,
         "spread": float(np.std(totals)) if totals else None,
-        "zero_variance": float(np.mean([max(g) - min(g) < 1e-6 for g in groups.values()])) if groups else 1.0,
+        "zero_variance": float(np.mean([not is_informative(g) for g in groups.values()])) if groups else 1.0,
     }
     for name in names:
         values = [r["rewards"][name] for r in rows if r["rewards"][name] is not None]

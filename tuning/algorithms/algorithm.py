@@ -24,6 +24,7 @@ from tuning.losses.rewards import terminal_rewards
 Correction = Literal["none", "truncate", "mask", "sequence", "sequence-mask"]
 KLLoss = Literal["k2", "k3", "k3-k2"]
 
+
 @dataclasses.dataclass(frozen=True)
 class Objective:
     """Everything that decides the loss of a step; hashable, so compiled steps are kept by it."""
