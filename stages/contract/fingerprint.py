@@ -80,7 +80,7 @@ def reached(*roots: str, folder: Path | None = None) -> Code:
             continue
         # Importing a.b.c runs a/__init__.py and a/b/__init__.py first.
         queue.extend(name.rsplit(".", n)[0] for n in range(1, name.count(".") + 1))
-        changed = tuple(p.stat().st_mtime_ns for p in (path, *_in_c(path)))
+        changed = tuple(p.stat().st_mtime_ns for p in (path, *_beside(path)))
         content, imports = _read(str(path), changed, name, folder, only)
         queue.extend(target for _, target in imports)
         if content is not None:
@@ -132,7 +132,7 @@ def _read(
     if all(isinstance(s, ast.Pass) for s in tree.body):
         return None, ()
     text = ast.dump(tree, annotate_fields=False, include_attributes=False)
-    for source in _in_c(Path(path)):
+    for source in _beside(Path(path)):
         text += re.sub(r"\s*//.*", "", source.read_text())
     return _short_hash(text), tuple(sorted(neutral.imports))
 
@@ -204,8 +204,9 @@ def _sorted_imports(statements: list[ast.stmt]) -> list[ast.stmt]:
     return ordered
 
 
-def _in_c(path: Path) -> list[Path]:
-    return [p for p in (path.with_suffix(s) for s in (".c", ".h")) if p.exists()]
+def _beside(path: Path) -> list[Path]:
+    """Files that a module's result depends on like on its code: C sources and a page's template, of its own name."""
+    return [p for p in (path.with_suffix(s) for s in (".c", ".h", ".html.j2")) if p.exists()]
 
 
 def _short_hash(text: str) -> str:
