@@ -54,6 +54,7 @@ from flows.running.plain import close, evaluations_of, summary
 from flows.running.session import Session
 from stages.store.artifacts import Artifact
 from stages.worker.client import WorkerDied
+from stages.worker.protocol import Progress
 
 NAME = "rlhf-pipeline"
 PROGRESS_SECONDS = 5.0
@@ -95,11 +96,11 @@ class PrefectReporter(ConsoleReporter):
         super().stage_started(node)
         self._artifact, self._sent = None, time.monotonic()
 
-    def progress(self, node: Node, event: dict[str, Any]) -> None:
+    def progress(self, node: Node, event: Progress) -> None:
         super().progress(node, event)
         if time.monotonic() - self._sent >= PROGRESS_SECONDS:
             self._sent = time.monotonic()
-            self._percent(node, 100.0 * event["done"] / max(1, event["total"]))
+            self._percent(node, 100.0 * event.done / max(1, event.total))
 
     def stage_ended(self, node: Node, state: str, manifest: dict[str, Any], seconds: float) -> None:
         super().stage_ended(node, state, manifest, seconds)
