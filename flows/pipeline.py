@@ -32,7 +32,7 @@ from prefect.states import Completed, State
 from rich.console import Console
 
 from flows.graph.build import Node, select, with_inputs
-from flows.recipe.model import Recipe, load_recipe
+from flows.recipe.model import Recipe
 from flows.recipe.overrides import (
     RL,
     SFT,
@@ -48,6 +48,7 @@ from flows.recipe.overrides import (
     StoreUrl,
     told,
 )
+from flows.recipe.reading import load_recipe
 from flows.report.console import ConsoleReporter, headline, log_width
 from flows.report.plots import curves_png_data
 from flows.running.plain import close, evaluations_of, summary

@@ -253,8 +253,8 @@ HEAVY = ("jax", "flax", "optax", "orbax", "grain", "torch", "prefect", "transfor
 @pytest.mark.parametrize(
     "statement",
     [
-        "import flows.cli.app, flows.running.session, flows.running.plain, flows.graph.plan, flows.recipe.model",
-        "from flows.graph.plan import plan; from flows.recipe.model import load_recipe; "
+        "import flows.cli.app, flows.running.session, flows.running.plain, flows.graph.plan, flows.recipe.reading",
+        "from flows.graph.plan import plan; from flows.recipe.reading import load_recipe; "
         "plan(load_recipe('smoke', sets=['store=/nonexistent']))",
         "from flows.cli.app import read_recipe; read_recipe('smoke', None)",
     ],
