@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from stages.base import Config as BaseConfig
 from stages.contract.definition import StageConfig
+from stages.contract.registry import by_section
 from stages.distill import POLICIES
 from stages.distill import Config as DistillConfig
 from stages.evaluate import Config as EvaluateConfig
@@ -25,6 +26,12 @@ from stages.update.settings import aggregation_of, needs_groups
 
 class RecipeError(ValueError):
     """A recipe that cannot run; the message says where and what to do."""
+
+
+def trained_sections() -> set[str]:
+    """Sections of a recipe that train a model of the run: a policy, or the reward model."""
+    trained = {s.section.partition(".")[0] for s in by_section().values() if s.makes in ("policy", "reward")}
+    return trained - {"base"}
 
 
 class RL(StageConfig):
@@ -116,13 +123,20 @@ class Recipe(BaseModel):
     export: ExportConfig | None = ExportConfig()
     """The Hugging Face folder."""
 
+    def settings(self, section: str) -> Any:
+        """The settings of a section by its dotted name, such as rl.rollout; None where it is left out."""
+        part: Any = self
+        for name in section.split("."):
+            part = getattr(part, name, None)
+        return part
+
     @model_validator(mode="after")
     def _possible(self) -> Recipe:
-        trained = {"sft": self.sft, "distill": self.distill, "preference": self.preference, "rl": self.rl}
-        if not any(trained.values()):
-            raise ValueError(f"{', '.join(trained)} are all null: nothing would be trained")
+        policies = [n for n in type(self).model_fields if n in trained_sections() - {"reward"}]
+        if not any(getattr(self, n) for n in policies):
+            raise ValueError(f"{', '.join(policies)} are all null: nothing would be trained")
         teacher = self.distill.teacher if self.distill is not None else "base"
-        if teacher in POLICIES[1:] and trained[teacher] is None:
+        if teacher in POLICIES[1:] and getattr(self, teacher) is None:
             raise ValueError(f"distill.teacher is {teacher}, but the section {teacher} is null")
         if self.distill is not None and teacher == "base" and self.sft is None:
             raise ValueError("distill.teacher is base, which is the policy itself where sft is null")
@@ -134,15 +148,9 @@ class Recipe(BaseModel):
                 )
             if self.rl.update.needs_critic and self.reward is None:
                 raise ValueError("rl.update.algorithm is ppo, whose critic starts from the reward model: add reward")
-        wanted = set(self.data.splits)
-        labels = self.preference is not None and self.preference.unpaired and "labelled" in wanted
-        needs = {
-            "sft": self.sft or self.distill,
-            "preference": self.reward or (None if labels else self.preference),
-            "prompts": self.rl,
-            "heldout": self.evaluate,
-        }
-        for split, section in needs.items():
-            if section is not None and split not in wanted:
-                raise ValueError(f"data.splits lacks {split!r}, which a later section reads")
+        for section, stage in by_section().items():
+            settings = self.settings(section)
+            for reads in stage.inputs(settings, self.data.splits).values() if settings is not None else ():
+                if reads.role == "data" and (split := reads.parts[0].rstrip("/")) not in self.data.splits:
+                    raise ValueError(f"data.splits lacks {split!r}, which a later section reads")
         return self
