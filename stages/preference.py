@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from stages.common.models import load_policy, load_rounded, remember, token_ids
 from stages.common.settings import Fitted, Fraction, Optimizer, stored_as
-from stages.contract.definition import Context, Stage
+from stages.contract.definition import Context, Reads, Stage
 from stages.training.adapters import fit
 from stages.training.examples import train_and_heldout
 from stages.training.fit import Task
@@ -285,4 +285,31 @@ def _mismatched(examples: Examples) -> Examples:
     return examples.with_completions_of(mismatched(examples.prompt_bytes()))
 
 
-STAGE = Stage("preference", 1, Config, run)
+STAGE = Stage(
+    "preference",
+    1,
+    Config,
+    run,
+    section="preference",
+    title="preference",
+    makes="policy",
+    reads={
+        "tokenizer": Reads("tokenizer"),
+        "policy": Reads("policy"),
+        "labelled": Reads(
+            "data", ("labelled/", "heldout_labelled/"), when=lambda c, splits: c.unpaired and "labelled" in splits
+        ),
+        "data": Reads(
+            "data",
+            ("preference/", "heldout_preference/"),
+            when=lambda c, splits: not c.unpaired or "labelled" not in splits,
+        ),
+        "reference": Reads("policy", when=lambda c, _: c.needs_reference),
+    },
+    headline=(
+        "loss {loss:.4f}",
+        "held-out accuracy {heldout_accuracy:.3f}",
+        "margin {heldout_margin:.3f}",
+        "held-out ranking {heldout_ranking_before:.3f} -> {heldout_ranking:.3f}",
+    ),
+)

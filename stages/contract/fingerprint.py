@@ -27,11 +27,15 @@ from pathlib import Path
 
 OWN = ("stages", "tuning")
 
-# Rooms of which no module can change what a result is: only how it is described, found, stored and moved.
+# Packages of which no module can change a result: they describe, find, store and move it.
 INFRASTRUCTURE = ("stages.contract", "stages.store", "stages.worker")
 
 # Versions of libraries that change numbers or bytes.
 NUMERIC_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy", "tokenizers", "transformers", "pyarrow", "safetensors")
+
+# Arguments of a module's `STAGE = Stage(...)` that describe the stage and place it in a run: no part of its key.
+# Which artifacts it reads is in the key already, as the digests of its inputs.
+DESCRIPTION = ("section", "title", "reads", "makes", "headline", "samples")
 
 _OWN_NAME = re.compile(rf"({'|'.join(OWN)})(\.\w+)+\.?")
 
@@ -177,6 +181,11 @@ class _Neutral(ast.NodeTransformer):
                 self.imports.add((f"{alias.name} as {bound}", module))
         node.module, node.level = "own", 0
         return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if isinstance(node.func, ast.Name) and node.func.id == "Stage":
+            node.keywords = [k for k in node.keywords if k.arg not in DESCRIPTION]
+        return self.generic_visit(node)
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
         # A module that is loaded by name counts where a stage says so (`Stage.loads`).
