@@ -48,8 +48,8 @@ from flows.recipe.overrides import (
     StoreUrl,
     told,
 )
+from flows.report.charts import curves_png_data
 from flows.report.console import ConsoleReporter, headline, log_width
-from flows.report.plots import curves_png_data
 from flows.running.plain import close, evaluations_of, summary
 from flows.running.session import Session
 from stages.store.artifacts import Artifact

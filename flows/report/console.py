@@ -11,8 +11,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 
 from flows.graph.build import Node
-from flows.report.diagnostics import round_warnings
-from flows.report.plots import round_series
+from flows.report.advice import round_warnings
+from flows.report.measures import round_series
 
 LINE_SECONDS = 10.0
 

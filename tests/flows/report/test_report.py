@@ -15,9 +15,12 @@ import pytest
 from flows.graph.build import build
 from flows.recipe.model import Recipe
 from flows.records import UnknownRun
-from flows.report.diagnostics import alarms_of
-from flows.report.page import chosen_samples, redacted, visible, write_report
-from flows.report.plots import PNG_LIMIT, curves_png_data, duration, judged_reward, round_series
+from flows.report.advice import alarms_of
+from flows.report.charts import PNG_LIMIT, curves_png_data
+from flows.report.formats import duration, redacted, visible
+from flows.report.measures import judged_reward, round_series
+from flows.report.page import write_report
+from flows.report.samples import chosen_samples
 from stages import rollout, score
 from stages.common.tables import write_rows
 from stages.store.artifacts import Store

@@ -21,7 +21,7 @@ class Warn:
 def round_warnings(series: Mapping[str, Sequence[Any]], update: Mapping[str, Any]) -> list[Warn]:
     """The warnings of a run's rounds so far; `update` are the settings of `rl.update`.
 
-    `series` (`flows.report.plots.round_series`) has a list by name with one entry a round, None for no number.
+    `series` (`flows.report.measures.round_series`) has a list by name with one entry a round, None for no number.
     """
     known = {k: [v for v in values if isinstance(v, int | float)] for k, values in series.items()}
     found = [check(known, update) for check in (_entropy, _kl, _length, _signal, _mismatch, _weights, _gradient)]
