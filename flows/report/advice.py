@@ -1,56 +1,77 @@
-"""What the numbers of the rounds warn of, in words: told as a run goes on, and in its report."""
+"""Warnings about a run: what its numbers show, and what to do about it. Printed as rounds end, and in the report."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from statistics import median_high
+from typing import Any, NamedTuple
+
+from flows.report.formats import LABELS, visible
 
 WINDOW = 3
 """Rounds over which a state must hold that a single round may show by chance."""
 
+Numbers = Mapping[str, Sequence[float]]
+"""The known numbers of the rounds so far, by the names of `flows.report.measures.round_series`."""
 
-@dataclasses.dataclass(frozen=True)
-class Warn:
-    """One warning: what it is called, and what was seen and can be done."""
+
+class Warn(NamedTuple):
+    """One warning: its name, and what was seen and can be done."""
 
     title: str
     text: str
 
 
-def round_warnings(series: Mapping[str, Sequence[Any]], update: Mapping[str, Any]) -> list[Warn]:
+def round_warnings(series: Mapping[str, Sequence[float | None]], update: Mapping[str, Any]) -> list[Warn]:
     """The warnings of a run's rounds so far; `update` are the settings of `rl.update`.
 
     `series` (`flows.report.measures.round_series`) has a list by name with one entry a round, None for no number.
     """
-    known = {k: [v for v in values if isinstance(v, int | float)] for k, values in series.items()}
-    found = [check(known, update) for check in (_entropy, _kl, _length, _signal, _mismatch, _weights, _gradient)]
-    return [w for w in found if w is not None]
+    known = {name: [v for v in values if v is not None] for name, values in series.items()}
+    checks = (_entropy, _kl, _length, _signal, _mismatch, _weights, _gradient)
+    warnings = [check(known, update) for check in checks]
+    return [warning for warning in warnings if warning is not None]
 
 
-def alarms_of(
-    record: Mapping[str, Any], series: Mapping[str, list[Any]], evaluations: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What the numbers warn of: None, or the numbers to quote, by name. `rounds` holds warnings
-    with their words; those of the others are in the template."""
+def run_warnings(
+    record: Mapping[str, Any],
+    series: Mapping[str, Sequence[float | None]],
+    evaluations: Mapping[str, Mapping[str, Any]],
+) -> list[Warn]:
+    """The warnings of a run: those of its rounds, of its rewards, and of its policies' evaluations in order."""
     update = ((record.get("recipe") or {}).get("rl") or {}).get("update") or {}
-    scores = [e.get("metrics") or {} for n, e in record.get("nodes", {}).items() if n.endswith(".score")]
-    failed = max((m.get("failed") or 0.0 for m in scores), default=0.0)
-    before, last = [None, None, *evaluations.values()][-2:]
-    return {
-        "rounds": round_warnings(series, update) or None,
-        "rewards": failed if failed > 0.01 else None,
-        "judge": {label: m["judge_failures"] for label, m in evaluations.items() if m.get("judge_failures")} or None,
-        "baseline": last if last and last["score_low"] <= (last.get("constant_score") or -1.0) else None,
-        "worse": last["score"] - before["score"] if before and last["score_high"] < before["score_low"] else None,
-    }
+    warnings = round_warnings(series, update)
+    scores = [e.get("metrics") or {} for name, e in record.get("nodes", {}).items() if name.endswith(".score")]
+    failed = max((metrics.get("failed") or 0.0 for metrics in scores), default=0.0)
+    if failed > 0.01:
+        text = f"in the worst round {100 * failed:.1f} % of the completions got no reward."
+        warnings.append(Warn("Rewards failed", text))
+    for label, metrics in evaluations.items():
+        if count := metrics.get("judge_failures"):
+            text = f"{count} judgements of {LABELS.get(label, label)} failed and count as wrong."
+            warnings.append(Warn("Judge failures", text))
+    return warnings + _final(list(evaluations.values()))
 
 
-def _last(values: Sequence[float]) -> Sequence[float]:
-    return values[-WINDOW:] if len(values) >= WINDOW else []
+def _final(evaluations: Sequence[Mapping[str, Any]]) -> list[Warn]:
+    """Warnings about the last policy against the constant answer and against the policy before it."""
+    warnings = []
+    if evaluations:
+        last = evaluations[-1]
+        if last["score_low"] <= (last.get("constant_score") or -1.0):
+            constant = f"always answering “{visible(last['constant_answer'], 60)}” scores {last['constant_score']:.3f}"
+            text = f"the final policy scores {last['score']:.3f}, and {constant}."
+            warnings.append(Warn("Not above the baseline", text))
+    if len(evaluations) > 1:
+        before, last = evaluations[-2:]
+        if last["score_high"] < before["score_low"]:
+            change = last["score"] - before["score"]
+            text = f"the final policy scores {change:+.3f} against the policy that it started from."
+            warnings.append(Warn("Worse than before", text))
+    return warnings
 
 
-def _entropy(known: Mapping[str, list[float]], update: Mapping[str, Any]) -> Warn | None:
+def _entropy(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
     values = known.get("entropy", [])
     if len(values) < 2 or values[-1] >= 0.1 * values[0]:
         return None
@@ -61,9 +82,10 @@ def _entropy(known: Mapping[str, list[float]], update: Mapping[str, Any]) -> War
     )
 
 
-def _kl(known: Mapping[str, list[float]], update: Mapping[str, Any]) -> Warn | None:
+def _kl(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
     values = known.get("kl", [])
-    early = sorted(values[:3])[len(values[:3]) // 2] if values else 0.0
+    # The first round alone is often 0: the policy has not left its reference yet.
+    early = median_high(values[:3]) if values else 0.0
     if len(values) < 2 or values[-1] <= max(0.5, 10 * early):
         return None
     return Warn(
@@ -73,7 +95,7 @@ def _kl(known: Mapping[str, list[float]], update: Mapping[str, Any]) -> Warn | N
     )
 
 
-def _length(known: Mapping[str, list[float]], update: Mapping[str, Any]) -> Warn | None:
+def _length(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
     values, passed = known.get("mean_length", []), known.get("pass_rate", [])
     if len(values) < 2 or values[-1] < 2 * values[0]:
         return None
@@ -87,16 +109,18 @@ def _length(known: Mapping[str, list[float]], update: Mapping[str, Any]) -> Warn
     )
 
 
-def _signal(known: Mapping[str, list[float]], update: Mapping[str, Any]) -> Warn | None:
-    flat, passed = _last(known.get("zero_variance", [])), _last(known.get("pass_rate", []))
-    share = f"in the last {WINDOW} rounds at least {100 * min(flat, default=0.0):.0f} % of the prompts"
-    if flat and min(flat) > 0.5 and passed and max(passed) < 0.1:
+def _signal(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
+    flat, passed = known.get("zero_variance", [])[-WINDOW:], known.get("pass_rate", [])[-WINDOW:]
+    if len(flat) < WINDOW:
+        return None
+    share = f"in the last {WINDOW} rounds at least {100 * min(flat):.0f} % of the prompts"
+    if min(flat) > 0.5 and len(passed) == WINDOW and max(passed) < 0.1:
         return Warn(
             "Dead groups",
             f"{share} gave completions that are all wrong, so they taught nothing. Use easier prompts, more "
             "completions of each, or rl.refills.",
         )
-    if flat and min(flat) > 0.9:
+    if min(flat) > 0.9:
         return Warn(
             "Reward saturation",
             f"{share} gave completions that all score alike, so these rounds taught next to nothing. Use other "
@@ -105,7 +129,7 @@ def _signal(known: Mapping[str, list[float]], update: Mapping[str, Any]) -> Warn
     return None
 
 
-def _mismatch(known: Mapping[str, list[float]], update: Mapping[str, Any]) -> Warn | None:
+def _mismatch(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
     worst, limit = max(known.get("mismatch_kl", []), default=0.0), update.get("max_mismatch_kl") or 0.1
     if worst <= limit / 10:
         return None
@@ -116,7 +140,7 @@ def _mismatch(known: Mapping[str, list[float]], update: Mapping[str, Any]) -> Wa
     )
 
 
-def _weights(known: Mapping[str, list[float]], update: Mapping[str, Any]) -> Warn | None:
+def _weights(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
     worst = min(known.get("effective_sample_size", []), default=1.0)
     if worst >= 0.5:
         return None
@@ -127,13 +151,12 @@ def _weights(known: Mapping[str, list[float]], update: Mapping[str, Any]) -> War
     )
 
 
-def _gradient(known: Mapping[str, list[float]], update: Mapping[str, Any]) -> Warn | None:
+def _gradient(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
     values = known.get("grad_norm", [])
-    middle = sorted(values)[len(values) // 2] if values else 0.0
-    if len(values) < WINDOW or values[-1] <= 20 * middle:
+    if len(values) < WINDOW or values[-1] <= 20 * median_high(values):
         return None
     return Warn(
         "Gradient spike",
-        f"the gradient's norm is {values[-1]:.3g} in the last round, {middle:.3g} in the middle one. Lower the "
-        "learning rate, or look at the rewards of that round.",
+        f"the gradient's norm is {values[-1]:.3g} in the last round, {median_high(values):.3g} in the middle one. "
+        "Lower the learning rate, or look at the rewards of that round.",
     )

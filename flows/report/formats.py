@@ -1,4 +1,4 @@
-"""Numbers, times and model output as people read them."""
+"""Names, numbers, times and model output as the report shows them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import datetime
 import functools
 import re
 
+LABELS = {"base": "base", "sft": "SFT", "distill": "distilled", "preference": "preference", "rl": "RL"}
+"""Names of the policies that a run evaluates, in the order in which it trains them."""
 LONGEST = 1200
 """Characters shown of a text."""
 # Control characters but tab and newline, and characters that change the direction of text: a model's output must not

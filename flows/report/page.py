@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from flows.records import find_run
-from flows.report.advice import alarms_of
+from flows.report.advice import run_warnings
 from flows.report.charts import round_charts, stage_graph
-from flows.report.formats import duration, redacted, show, visible, when
+from flows.report.formats import LABELS, duration, redacted, show, visible, when
 from flows.report.measures import Series, round_series
-from flows.report.run_view import LABELS, RunView, optional
+from flows.report.run_view import RunView, section
 from flows.report.samples import round_samples, samples
 from stages.store.artifacts import Store
 
@@ -61,14 +61,14 @@ def view(store: Store, record: Mapping[str, Any]) -> dict[str, Any]:
         "labels": LABELS,
         "summary": run.summary(stages),
         "known": {name: [v for v in values if v is not None] for name, values in series.items()},
-        "alarms": alarms_of(record, series, evaluations),
+        "warnings": run_warnings(record, series, evaluations),
         "failures": [(n, e.get("error", "")) for n, e in run.nodes.items() if e["state"] == "failed"],
         "evaluation": _evaluation(run, evaluations),
         "charts": round_charts(series) if rounds else [],
         "numbers": _numbers(series),
         "training": [_training(run, name) for name in TRAINED if name in run.nodes and run.nodes[name].get("metrics")],
-        "samples": optional(lambda: samples(run, list(evaluations))),
-        "rollouts": optional(lambda: round_samples(run, rounds)),
+        "samples": section(lambda: samples(run, list(evaluations))),
+        "rollouts": section(lambda: round_samples(run, rounds)),
         "stages": stages,
         "graph": stage_graph({row.name: row.sources for row in stages}),
         "provenance": _provenance(run),
@@ -119,7 +119,7 @@ def _numbers(series: Series, most: int = 400) -> dict[str, Any]:
 def _training(run: RunView, name: str) -> dict[str, Any]:
     """Charts and closing numbers of a stage that trains on examples."""
     metrics = {k: v for k, v in run.nodes[name]["metrics"].items() if isinstance(v, int | float)}
-    return {"title": TRAINED[name], "metrics": metrics, "charts": optional(lambda: run.charts(name))}
+    return {"title": TRAINED[name], "metrics": metrics, "charts": section(lambda: run.charts(name))}
 
 
 def _provenance(run: RunView) -> dict[str, Any]:

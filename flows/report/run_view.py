@@ -10,11 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NotRequired, TypedDict, TypeVar
 
 from flows.report.charts import Chart, step_charts
-from flows.report.formats import seconds_at
+from flows.report.formats import LABELS, seconds_at
 from stages.store.artifacts import MANIFEST, Artifact, ArtifactError, Store
 
-LABELS = {"base": "base", "sft": "SFT", "distill": "distilled", "preference": "preference", "rl": "RL"}
-"""Policies that a run evaluates, in the order in which it trains them, with the names that a reader sees."""
 STATES = {"hit": "cached", "made": "made", "failed": "failed", "running": "unfinished"}
 NOT_REACHED = "not reached"
 
@@ -36,19 +34,19 @@ class NodeEntry(TypedDict):
 
 
 @dataclasses.dataclass(frozen=True)
-class Optional(Generic[T]):
-    """A section, or the reason why the report does without."""
+class Section(Generic[T]):
+    """What a section shows, or the reason why the report does without it."""
 
     content: T | None
     missing: str = ""
 
 
-def optional(make: Callable[[], T]) -> Optional[T]:
+def section(make: Callable[[], T]) -> Section[T]:
     """Calls `make`; a missing or damaged artifact costs its section, not the report."""
     try:
-        return Optional(make())
+        return Section(make())
     except (ArtifactError, OSError, KeyError, ValueError) as e:
-        return Optional(None, f"{type(e).__name__}: {e}")
+        return Section(None, f"{type(e).__name__}: {e}")
 
 
 @dataclasses.dataclass
@@ -71,10 +69,6 @@ class StageRow:
     left: float = 0.0
     """Place and width of the bar in the timeline, in percent."""
     width: float = 0.0
-
-    @property
-    def is_round(self) -> bool:
-        return self.name.startswith("round-")
 
     @property
     def planned(self) -> int:
@@ -151,7 +145,7 @@ class RunView:
         for name in dict.fromkeys([*inputs, *self.nodes]):
             row = self._row(name)
             row.sources = inputs.get(name, [])
-            if row.is_round:
+            if name.startswith("round-"):
                 rows.setdefault("rounds", StageRow("rounds")).rounds.append(row)
             else:
                 rows[name] = row
