@@ -123,7 +123,7 @@ class Chart:
             paths = [_line(thinned(points))]
             if len(points) <= DOTS_UP_TO:
                 dots = [(x, y) for x, y in points if y is not None]
-        rows = [Tick(up(v), _tick_text(v / 10.0**power)) for v in ticks(low, high, 4)]
+        rows = [Tick(up(v), _tick_text(v / 10.0**power)) for v in ticks(low, high, 5)]
         columns = [Tick(across(v), _tick_text(v)) for v in ticks(across.low, across.high, 6, whole=True)]
         return Drawing(unit, columns, rows, paths, dots)
 
