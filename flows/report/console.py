@@ -17,6 +17,8 @@ from flows.report.plots import round_series
 from stages.contract.registry import by_section
 from stages.contract.registry import stage as find_stage
 from stages.worker import protocol
+from flows.report.advice import round_warnings
+from flows.report.measures import round_series
 
 LINE_SECONDS = 10.0
 
