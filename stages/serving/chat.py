@@ -26,7 +26,7 @@ def main() -> None:
 def talk(policy: Opened, args: argparse.Namespace) -> None:
     """Reads lines until the end of input; the conversation is the prompt, as much of it as fits."""
     from tuning.device import choose
-    from tuning.rollout.engine.pool import Limits
+    from tuning.rollout.engine.limits import Limits
     from tuning.rollout.requests import Request, Sampling
 
     device = choose()

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tuning.rollout.engine.engine import Engine, Update
-from tuning.rollout.requests import Completion, Request
+from tuning.rollout.engine.engine import Engine
+from tuning.rollout.requests import Completion, Request, Update
 
 
 class EngineStopped(RuntimeError):
