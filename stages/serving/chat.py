@@ -22,7 +22,7 @@ def main() -> None:
 def talk(policy: Opened, options: ChatOptions, system_prompt: str | None) -> None:
     """Reads lines until the end of input. The prompt is the conversation, without its oldest turns where it is long."""
     from tuning.device import choose
-    from tuning.rollout.engine.pool import Limits
+    from tuning.rollout.engine.limits import Limits
     from tuning.rollout.requests import Request, Sampling
 
     device = choose()

@@ -271,8 +271,8 @@ def main() -> None:
     import uvicorn
 
     from tuning.device import choose
+    from tuning.rollout.engine.limits import Limits
     from tuning.rollout.engine.live import Live
-    from tuning.rollout.engine.pool import Limits
 
     policy = open_policy(settings.policy)
     artifact = policy.artifact

@@ -62,7 +62,7 @@ def first_tokens(folder: Path, started: float) -> None:
     from tuning.models.huggingface import read_config
     from tuning.rollout.engine.engine import Engine
     from tuning.rollout.engine.folder import load_folder
-    from tuning.rollout.engine.pool import Limits
+    from tuning.rollout.engine.limits import Limits
     from tuning.rollout.requests import Request
 
     marks = [started, time.time()]

@@ -25,7 +25,7 @@ from tuning.models.huggingface import random_params
 from tuning.rollout.engine.cpu import kernels, products
 from tuning.rollout.engine.decoders import Quantization
 from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.pool import Limits
+from tuning.rollout.engine.limits import Limits
 from tuning.rollout.requests import Request
 from tuning.shapes import bucket
 from tuning.training.speed import rate

@@ -30,7 +30,7 @@ from tuning.models.lora import LoraConfig, merge, tune
 from tuning.models.peft import save_adapter
 from tuning.models.tokenizer import chat_prompt_ids, save_tokenizer, tokenizer_from_gguf
 from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.pool import Limits
+from tuning.rollout.engine.limits import Limits
 from tuning.rollout.requests import Request, Sampling
 from tuning.rollout.servers.child import Child
 from tuning.rollout.servers.fleet import Fleet, Options

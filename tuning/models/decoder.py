@@ -175,7 +175,7 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, Any]:
         """Hidden states after the last norm [B, L, D] in `dtype`, and the new cache (leading axis: layers).
 
-        A gradient keeps each layer's products and makes the rest again; with `remat` it keeps the layer's input alone.
+        A gradient keeps each layer's products and recomputes the rest; with `remat` it keeps the layer's input alone.
         """
         c = self.config
         x_BLD = self.embed(tokens_BL, dtype)

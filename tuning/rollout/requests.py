@@ -58,6 +58,20 @@ class Completion:
 
 
 @dataclasses.dataclass(frozen=True)
+class Update:
+    """What one step of an engine added to one sample of one request."""
+
+    number: int
+    sample: int
+    tokens: list[int]
+    logps: list[float]
+    completion: Completion | None
+    """The entire sample, once it has ended; None before."""
+    top: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
+    """For each of `tokens`, as in `Completion.top`."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Request:
     """`samples` completions of one prompt.
 
@@ -90,7 +104,7 @@ class Request:
             raise RefusedRequest(f"{who} has {len(self.stop_ids)} stop ids; at most {MAX_STOP_IDS}: use find_stop")
 
     @property
-    def whole(self) -> int:
+    def total_tokens(self) -> int:
         """Tokens of the prompt with its longest completion."""
         return len(self.prompt) + self.max_tokens
 

@@ -1,9 +1,9 @@
-"""An engine made of HTTP servers, with `load` and `run` as `engine.Engine` has them.
+"""Several HTTP servers used as one engine, with `load` and `run` as `engine.Engine` has them.
 
-Nothing is sampled from a server before it has said whose weights it has and its log-probabilities have agreed with the
-trainer's (R18). A server that is lost is looked for, or started, again, and proves itself anew; its unfinished requests
-go to whoever is free. A sample's seed depends on the request alone (R15); its bits also depend on what the server
-computed beside it.
+No sample is taken from a server before it has reported the policy's weights and its log-probabilities have agreed with
+the trainer's (R18). A lost server is waited for, or started again, and must prove its weights again; its unfinished
+requests go to the next free server. A sample's seed depends on the request alone (R15); its bits also depend on the
+batch in which the server computed it.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from tuning.rollout.servers.server import RemoteServer
 
 Sync = Literal["auto", "weights", "adapter", "restart", "none"]
 Job = tuple[int, Request, int]
-"""Index, request, how often it has been tried."""
+"""Index, request, number of servers that lost it so far."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How servers are used; none of it changes what is sampled."""
+    """How servers are used; none of it changes the distribution that is sampled from."""
 
     sync: Sync = "auto"
-    """How they get new weights. `auto`: by their own endpoints, and a started server that cannot is restarted."""
+    """How they get new weights. `auto`: by their own endpoints; a child that has none is restarted."""
     concurrency: int = 64
     """Requests at one server at a time."""
     tries: int = 4
     """How often a request is given to a server that is then lost."""
     start_seconds: float = 900.0
-    """For a started server to become healthy."""
+    """Time for a started server to become healthy."""
     wait_seconds: float = 60.0
-    """For a lost one to come back."""
+    """Time for a lost server to come back."""
     tolerance: float = 0.1
-    """Mean absolute difference between a server's log-probabilities and the trainer's that is let pass."""
+    """Largest mean absolute difference between a server's log-probabilities and the trainer's."""
     version: str | None = None
-    """The version that servers must have, where they tell one."""
+    """The version that servers must have, if they report one."""
 
 
 class Fleet:
@@ -64,7 +64,7 @@ class Fleet:
         self._dead: dict[RemoteServer, Exception] = {}
         self._trainer = threading.Lock()
         self.gaps: dict[str, float] = {}
-        """By URL, how far a server's log-probabilities were from the trainer's when it last proved itself."""
+        """By URL, the mean absolute difference of log-probabilities when the server last proved its weights."""
 
     def load(self, policy: Policy) -> None:
         """Samples from this policy from now on.
@@ -74,8 +74,8 @@ class Fleet:
         self._policy = policy
         self._dead, self.gaps = {}, {}
         with concurrent.futures.ThreadPoolExecutor(len(self._servers)) as pool:
-            found = {server: pool.submit(self._prepare, server) for server in self._servers}
-        for server, result in found.items():
+            prepared = {server: pool.submit(self._prepare, server) for server in self._servers}
+        for server, result in prepared.items():
             error = result.exception()
             if error is not None and not isinstance(error, ServerLost | ServerRefused | StalePolicy):
                 raise error
@@ -87,9 +87,10 @@ class Fleet:
             self._log(f"going on without a server: {error}")
 
     def run(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[Completion]]]:
-        """(index, completions) of each request, as soon as its samples are there.
+        """(index, completions) of each request, as soon as all its samples have ended.
 
-        Raises what `load` raises when the last server is given up, ServerLost for a request that loses each of them.
+        Raises what `load` raises when the last server is given up, and ServerLost for a request that lost `tries`
+        servers.
         """
         policy = self._policy
         if policy is None:
@@ -115,31 +116,31 @@ class Fleet:
         try:
             loop.run_until_complete(begin())
             for _ in requests:
-                found = loop.run_until_complete(results.get())
-                if isinstance(found, Exception):
-                    raise found
-                yield found
+                result = loop.run_until_complete(results.get())
+                if isinstance(result, Exception):
+                    raise result
+                yield result
         finally:
-            # A request in flight is closed, which has its server end it.
+            # Closing the connection of a request in flight makes its server end it.
             loop.run_until_complete(end())
             loop.close()
 
     async def _drive(
         self, server: RemoteServer, policy: Policy, bodies: Sequence[Any], jobs: asyncio.Queue[Job], results: Any
     ) -> None:
-        """Gives a server work until it is given up; where there is no more, the caller ends it."""
-        barren = 0
-        """How often it was lost since it last answered."""
+        """Sends jobs to one server, `concurrency` at a time, until it is given up or the caller cancels this task."""
+        losses = 0
+        """How often it was lost since its last answer."""
         while True:
             lost: list[Exception] = []
 
             async def work(client: httpx.AsyncClient, lost: list[Exception] = lost) -> None:
-                nonlocal barren
+                nonlocal losses
                 while not lost:
                     job = await jobs.get()
                     try:
                         results.put_nowait((job[0], await self._sample(client, server, policy, job[1], bodies[job[0]])))
-                        barren = 0
+                        losses = 0
                     except asyncio.CancelledError:
                         jobs.put_nowait(job)
                         raise
@@ -155,15 +156,15 @@ class Fleet:
                 try:
                     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 finally:
-                    # Where one request has lost the server all have, and those that wait for work must not take any.
+                    # One request that lost the server means that all have. Idle workers must not take further jobs.
                     for task in tasks:
                         task.cancel()
                     await asyncio.gather(*tasks, return_exceptions=True)
             self._log(f"{lost[0]}\n  its prompts go to the next free server")
-            barren += 1
+            losses += 1
             try:
-                if barren == self._options.tries:
-                    raise ServerLost(f"{server.url} was lost {barren} times without an answer; the last: {lost[0]}")
+                if losses == self._options.tries:
+                    raise ServerLost(f"{server.url} was lost {losses} times without an answer; the last: {lost[0]}")
                 await asyncio.to_thread(self._prepare, server)
             except (ServerLost, ServerRefused, StalePolicy) as e:
                 self._dead[server] = e
@@ -200,7 +201,7 @@ class Fleet:
             results.put_nowait(ServerLost(f"request {who} has lost its server {tries + 1} times; the last: {error}"))
 
     def _prepare(self, server: RemoteServer) -> None:
-        """Has a server healthy, with the policy's weights, and proven to have them; remembers by how far it proved it.
+        """Makes a server healthy, gives it the policy's weights and checks its log-probabilities; records the gap.
 
         Raises ServerLost, ServerRefused or StalePolicy.
         """
@@ -228,13 +229,16 @@ class Fleet:
         )
 
     def _start(self, server: RemoteServer, policy: Policy) -> None:
-        """Starts a child on the policy's folder."""
+        """Starts the child on the policy's folder and waits until it is healthy."""
         server.start(policy.folder())
         server.wait(self._options.start_seconds)
         server.given = server.started_on = policy.weights
 
     def _prove(self, server: RemoteServer, policy: Policy) -> float:
-        """Brings the weights to a healthy server where it lacks them; how far it is from the trainer then."""
+        """Gives a healthy server the weights if it lacks them; returns its gap to the trainer.
+
+        Raises StalePolicy if it cannot have them, or its gap exceeds the tolerance.
+        """
         version, wanted = self._kind.version(server), self._options.version
         if wanted is not None and version not in (None, wanted):
             raise ServerRefused(f"{server.url} has {self._kind.name} {version}, and {wanted} was asked for")
@@ -266,9 +270,12 @@ class Fleet:
         return gap
 
     def _weights(self, server: RemoteServer) -> str | None:
-        """Whose dense weights a server has: as it says, else as it was last given where nobody else could."""
-        found = self._kind.weights(server)
-        return server.given if found is None and server.child is not None else found
+        """Name of the dense weights that a server has, None if unknown.
+
+        A child that does not report it has those it was last given: it is on loopback, and only this process uses it.
+        """
+        reported = self._kind.weights(server)
+        return server.given if reported is None and server.child is not None else reported
 
     def _stale(self, server: RemoteServer, has: str | None, why: str) -> StalePolicy:
         assert self._policy is not None

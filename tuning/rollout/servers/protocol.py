@@ -16,29 +16,29 @@ from tuning.rollout.requests import Completion, RefusedRequest, Request
 
 
 class ServerLost(RuntimeError):
-    """A server cannot be reached, fails or gives what is no answer; another may do better, or the same one later."""
+    """A server cannot be reached, fails, or gives a malformed answer; another server, or a later try, may succeed."""
 
 
 class ServerRefused(RuntimeError):
-    """A server understands the request and declines it; asking again does not help."""
+    """A server rejects the request; a retry would not help."""
 
 
 class StalePolicy(RuntimeError):
-    """A server has other weights than those wanted, or its log-probabilities say so; nothing is sampled from it."""
+    """A server has other weights than the policy's, or its log-probabilities differ from the trainer's."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """The policy that servers are to have."""
+    """The policy that servers sample from."""
 
     digest: str
-    """Its name: servers keep it beside the weights."""
+    """Its name, which servers store with the weights."""
     folder: Callable[[], Path]
-    """Makes, where it is not there yet, the Hugging Face folder of the dense weights, where servers can read it."""
+    """Returns the Hugging Face folder of the dense weights, written on the first call."""
     logps: Callable[[Sequence[tuple[Sequence[int], Sequence[int]]], float], list[list[float]]]
     """The trainer's log-probabilities of (prompt, completion) token ids at a temperature."""
     probe: Sequence[Request]
-    """What each server is asked before it counts."""
+    """Requests by which each server is compared with `logps` before it is used."""
     base: str = ""
     """Name of the dense weights under an adapter."""
     adapter: Path | None = None
@@ -60,11 +60,11 @@ class ServerStart:
     context: int
     """Longest prompt with its completion, in tokens."""
     adapters: bool
-    """Whether it will be given adapters."""
+    """Whether it must accept LoRA adapters."""
 
 
 class Control(Protocol):
-    """Calls that wait for their answer; they raise ServerLost and ServerRefused."""
+    """Blocking calls to one server; they raise ServerLost and ServerRefused."""
 
     def get(self, path: str) -> Any: ...
     def post(self, path: str, body: Any = None) -> Any: ...
@@ -81,39 +81,39 @@ class ServerKind(Protocol):
 
     name: str
     path: str
-    """Where completions are made."""
+    """The endpoint of completions."""
     counted: str | None
-    """A path that tells whose weights are loaded, where answers do not."""
+    """An endpoint that names the loaded weights, for kinds whose completions do not."""
 
     def arguments(self, start: ServerStart, port: int) -> list[str]:
-        """What its command is given to serve a folder on loopback."""
+        """Command-line arguments that make it serve a folder on loopback."""
 
     def environment(self) -> dict[str, str]:
-        """Variables that it needs for changing weights."""
+        """Environment variables that it needs to change weights."""
 
     def body(self, request: Request, policy: Policy) -> dict[str, Any]:
-        """What is sent for a request. Raises RefusedRequest for what it cannot do, or would do otherwise."""
+        """The JSON of a request. Raises RefusedRequest for settings that it lacks or defines differently."""
 
     def completions(self, request: Request, answer: Any) -> list[Completion]:
-        """The samples. Raises ServerLost where the answer is not whole."""
+        """The samples of an answer. Raises ServerLost if it is incomplete."""
 
     def answered_by(self, policy: Policy, answer: Any) -> str | None:
-        """Whose weights an answer of `path` or `counted` comes from; None where it does not say."""
+        """Name of the weights behind an answer of `path` or `counted`; None if it does not say."""
 
     def version(self, server: Control) -> str | None:
-        """The version of its code; None where it does not say."""
+        """The version of its code; None if it does not report one."""
 
     def weights(self, server: Control) -> str | None:
-        """Name of the dense weights that it has; None where it does not say."""
+        """Name of the dense weights that it has; None if it does not report it."""
 
     def label(self, server: Control, policy: Policy) -> None:
-        """Gives a server that was started on the policy's folder the name of its weights."""
+        """Tells a server that was started on the policy's folder the name of its weights."""
 
     def reload(self, server: Control, policy: Policy, folder: Path) -> None:
-        """Has it load the dense weights and remember their name."""
+        """Makes it load the dense weights and store their name."""
 
     def adapt(self, server: Control, policy: Policy, previous: str | None) -> None:
-        """Has it load the adapter beside its dense weights, and forget the previous one."""
+        """Makes it load the adapter beside its dense weights, and drop the previous one."""
 
 
 def refuse_strings(request: Request) -> None:

@@ -30,9 +30,9 @@ class SGLang:
     counted: str | None = None
 
     def arguments(self, start: ServerStart, port: int) -> list[str]:
-        words = ["--model-path", str(start.folder), "--host", "127.0.0.1", "--port", str(port)]
-        words += ["--dtype", start.dtype, "--context-length", str(start.context)]
-        return [*words, "--enable-lora"] if start.adapters else words
+        arguments = ["--model-path", str(start.folder), "--host", "127.0.0.1", "--port", str(port)]
+        arguments += ["--dtype", start.dtype, "--context-length", str(start.context)]
+        return [*arguments, "--enable-lora"] if start.adapters else arguments
 
     def environment(self) -> dict[str, str]:
         return {"HF_HUB_OFFLINE": "1"}
@@ -50,7 +50,7 @@ class SGLang:
             "temperature": s.temperature,
             "repetition_penalty": s.repetition_penalty,
             "stop_token_ids": list(request.stop_ids),
-            # With it SGLang ignores stop_token_ids too.
+            # SGLang ignores stop_token_ids too if this is set.
             "ignore_eos": not request.stop_ids,
         }
         seeds = [sample_seed(31, request.seed, request.counter, i) for i in range(request.samples)]
@@ -71,8 +71,8 @@ class SGLang:
 
     def answered_by(self, policy: Policy, answer: Any) -> str | None:
         answers = answer if isinstance(answer, list) else [answer]
-        found = {a["meta_info"].get("weight_version") for a in answers}
-        return next((v for v in found if v != policy.weights), policy.weights)
+        versions = {a["meta_info"].get("weight_version") for a in answers}
+        return next((v for v in versions if v != policy.weights), policy.weights)
 
     def version(self, server: Control) -> str | None:
         for path in ("/server_info", "/get_server_info"):
@@ -91,9 +91,9 @@ class SGLang:
 
     def reload(self, server: Control, policy: Policy, folder: Path) -> None:
         body = {"model_path": str(folder), "weight_version": policy.weights, "abort_all_requests": True}
-        found = server.post("/update_weights_from_disk", body)
-        if not found.get("success"):
-            raise ServerRefused(f"update_weights_from_disk: {found.get('message')}")
+        answer = server.post("/update_weights_from_disk", body)
+        if not answer.get("success"):
+            raise ServerRefused(f"update_weights_from_disk: {answer.get('message')}")
 
     def adapt(self, server: Control, policy: Policy, previous: str | None) -> None:
         assert policy.adapter is not None

@@ -30,10 +30,10 @@ class VLLM:
     counted: str | None = "/weight_info"
 
     def arguments(self, start: ServerStart, port: int) -> list[str]:
-        words = ["--model", str(start.folder), "--served-model-name", "policy", "--host", "127.0.0.1"]
-        words += ["--port", str(port), "--dtype", start.dtype, "--max-model-len", str(start.context)]
-        words += ["--logprobs-mode", "processed_logprobs"]
-        return [*words, "--enable-lora"] if start.adapters else words
+        arguments = ["--model", str(start.folder), "--served-model-name", "policy", "--host", "127.0.0.1"]
+        arguments += ["--port", str(port), "--dtype", start.dtype, "--max-model-len", str(start.context)]
+        arguments += ["--logprobs-mode", "processed_logprobs"]
+        return [*arguments, "--enable-lora"] if start.adapters else arguments
 
     def environment(self) -> dict[str, str]:
         own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -45,7 +45,7 @@ class VLLM:
         body = {
             "prompt": list(request.prompt),
             "max_tokens": request.max_tokens,
-            # Sample i gets the seed + i. Greedy samples are one and the same.
+            # Sample i gets seed + i. Greedy samples are identical: one is requested, and repeated.
             "n": 1 if s.temperature == 0 else request.samples,
             "seed": sample_seed(48, request.seed, request.counter),
             "temperature": s.temperature,
@@ -53,7 +53,7 @@ class VLLM:
             "top_k": s.top_k,
             "min_p": s.min_p,
             "repetition_penalty": s.repetition_penalty,
-            # The request's stop ids are all there are.
+            # Only the request's stop ids may end a completion.
             "ignore_eos": True,
             "stop_token_ids": list(request.stop_ids),
             "logprobs": 0,
@@ -91,7 +91,7 @@ class VLLM:
         server.post("/update_weight_version", {"new_version": policy.weights})
 
     def reload(self, server: Control, policy: Policy, folder: Path) -> None:
-        # First the name: a reload that fails half-way leaves no server that claims to have the policy.
+        # The name goes first: if the reload fails half-way, the server must not claim either policy.
         server.post("/update_weight_version", {"new_version": "unknown"})
         server.post("/pause?mode=wait")
         try:

@@ -14,7 +14,7 @@ from tuning.models.config import tiny
 from tuning.models.decoder import decoder_graph
 from tuning.models.huggingface import random_params
 from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.pool import Limits
+from tuning.rollout.engine.limits import Limits
 from tuning.rollout.requests import Sampling
 from tuning.training.batch import Group, Layout, micro_batches
 from tuning.training.forward import logps_and_entropy

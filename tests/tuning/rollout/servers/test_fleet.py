@@ -22,7 +22,7 @@ from tuning.models.config import tiny
 from tuning.models.huggingface import random_params, save_decoder
 from tuning.models.tokenizer import save_tokenizer
 from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.pool import Limits
+from tuning.rollout.engine.limits import Limits
 from tuning.rollout.requests import RefusedRequest, Sampling
 from tuning.rollout.requests import Request as Asked
 from tuning.rollout.servers.fleet import Fleet, Options

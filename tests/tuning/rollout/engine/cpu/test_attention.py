@@ -64,8 +64,8 @@ def plain(q, far, near, length, t, spec):
     older = jnp.broadcast_to(cached < length, (len(q), 1, cached.size))
     newer = jnp.broadcast_to(new <= t, (len(q), 1, STEPS))
     parts = [
-        (far, cache.near_enough(older, length + t, cached, spec)),
-        (near, cache.near_enough(newer, length + t, length + new, spec)),
+        (far, cache.within_window(older, length + t, cached, spec)),
+        (near, cache.within_window(newer, length + t, length + new, spec)),
     ]
     return cache.attend(q, parts, spec)
 
