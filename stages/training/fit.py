@@ -60,8 +60,11 @@ def counted(groups: list[Any], packed: list[Any]) -> list[dict[str, Any]]:
     """Device arrays of micro-batches with the counts of the whole step beside them (R1)."""
     import numpy as np
 
-    tokens = np.float32(sum(p.mask_CT.sum() for p in packed))
-    completions = np.float32(sum(len(g.completions) for g in groups))
+    from tuning.losses.aggregate import count
+
+    counts = [count(p.mask_CT, p.ids_C >= 0) for p in packed]
+    tokens = np.float32(sum(c.n_tokens for c in counts))
+    completions = np.float32(sum(c.n_sequences for c in counts))
     sizes = {"n_tokens": tokens, "n_completions": completions, "n_groups": np.float32(len(groups))}
     return [p.arrays() | sizes for p in packed]
 
