@@ -27,9 +27,6 @@ from flows.recipe.model import Recipe
 from flows.recipe.overrides import recipe_parameters, values_of
 from flows.recipe.reading import load_recipe
 from flows.running.closing import close, evaluations_of, summary
-from flows.report.charts import curves_png_data
-from flows.report.console import ConsoleReporter, headline, log_width
-from flows.running.plain import close, evaluations_of, summary
 from flows.running.session import Session
 from stages.contract.registry import stage as find_stage
 from stages.worker.client import WorkerDied

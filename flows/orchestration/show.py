@@ -31,8 +31,8 @@ from prefect.logging.handlers import APILogWorker
 from rich.console import Console
 
 from flows.graph.build import Node
+from flows.report.charts import curves_png_data
 from flows.report.console import ConsoleReporter, log_width
-from flows.report.plots import curves_png_data
 from flows.running.closing import evaluations_of
 from flows.running.session import Session
 from stages.contract.registry import stage as find_stage

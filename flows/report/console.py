@@ -12,13 +12,11 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 
 from flows.graph.build import Node
-from flows.report.diagnostics import round_warnings
-from flows.report.plots import round_series
+from flows.report.advice import round_warnings
+from flows.report.measures import round_series
 from stages.contract.registry import by_section
 from stages.contract.registry import stage as find_stage
 from stages.worker import protocol
-from flows.report.advice import round_warnings
-from flows.report.measures import round_series
 
 LINE_SECONDS = 10.0
 

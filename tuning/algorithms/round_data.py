@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tuning.losses.masks import sampled_mask
 from tuning.shapes import bucket
 from tuning.training.batch import Group
 
@@ -67,7 +68,7 @@ class RoundData:
     def mask_NT(self) -> np.ndarray:
         """1 on tokens whose sampler log-probability is finite: another leaves numerator and denominator (R5)."""
         lengths = np.asarray([len(c) for c in self.completions])
-        return (np.arange(self.mu_NT.shape[1]) < lengths[:, None]) & np.isfinite(self.mu_NT)
+        return sampled_mask(lengths, self.mu_NT)
 
     def steps(self, keep_N: np.ndarray, prompts_per_step: int) -> list[list[Group]]:
         """Kept completions as groups, at most `prompts_per_step` of them a step, in table order.

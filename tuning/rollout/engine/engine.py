@@ -48,9 +48,7 @@ from tuning.rollout.engine.pool import Pool
 from tuning.rollout.engine.programs import Decoded
 from tuning.rollout.engine.sampling import completion_keys, request_keys
 from tuning.rollout.engine.slots import Run, Slot, pack, row_arrays
-from tuning.rollout.requests import Completion, Request, Sampling
 from tuning.rollout.requests import Completion, Request, Sampling, Update
-from tuning.training.forward import decoder_graph
 
 
 class Engine:
