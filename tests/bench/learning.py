@@ -29,6 +29,7 @@ from tuning.models.config import tiny
 from tuning.models.huggingface import random_params, scalar_head_params
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.requests import Sampling
+from tuning.rows import CompletionRow, ScoreRow
 from tuning.training.batch import counted
 from tuning.training.step import copy
 
@@ -90,28 +91,36 @@ class Run:
         prompts = [[2 + n // letters**2, 2 + n // letters % letters, 2 + n % letters] for n in numbers.tolist()]
         self.heldout, self.prompts = prompts[:HELDOUT], prompts[HELDOUT:]
 
-    def sample(self, prompts: list[list[int]], samples: int, seed: int, temperature: float = 1.0) -> Any:
+    def sample(
+        self, prompts: list[list[int]], samples: int, seed: int, temperature: float = 1.0
+    ) -> list[CompletionRow]:
         rows = self.engine.generate(
             self.trainer[0], prompts, samples=samples, max_tokens=TOKENS, sampling=Sampling(temperature=temperature),
             eos_ids=(EOS,), seed=seed, counters=range(len(prompts)),
         )  # fmt: skip
         return [
-            {"prompt_id": str(p), "sample": s, "prompt_ids": prompts[p], "token_ids": c.tokens, "logprobs": c.logps}
-            | {"stop": c.stop}
+            CompletionRow(
+                prompt_id=str(p),
+                sample=s,
+                prompt_ids=prompts[p],
+                token_ids=c.tokens,
+                logprobs=c.logps,
+                stop=c.stop,
+            )
             for p, completions in enumerate(rows)
             for s, c in enumerate(completions)
         ]
 
     def pass_rate(self) -> float:
         rows = self.sample(self.heldout, 4, 7)
-        return float(np.mean([right_share(r["prompt_ids"], r["token_ids"]) == 1 for r in rows]))
+        return float(np.mean([right_share(r.prompt_ids, r.token_ids) == 1 for r in rows]))
 
     def round(self, number: int) -> dict[str, Any]:
         first = number * PROMPTS % (len(self.prompts) - PROMPTS)
         prompts = self.prompts[first : first + PROMPTS]
 
-        def scores(rows: Any) -> list[dict[str, Any]]:
-            return [{"prompt_id": r["prompt_id"], "total": right_share(r["prompt_ids"], r["token_ids"])} for r in rows]
+        def scores(rows: list[CompletionRow]) -> list[ScoreRow]:
+            return [ScoreRow(prompt_id=r.prompt_id, total=right_share(r.prompt_ids, r.token_ids)) for r in rows]
 
         rows = self.sample(prompts, COMPLETIONS, 1000 * self.seed + number)
         greedy = scores(self.sample(prompts, 1, 0, 0.0)) if self.settings.needs_greedy else None

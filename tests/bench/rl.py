@@ -27,6 +27,7 @@ from tuning.models.huggingface import random_params, scalar_head_params
 from tuning.models.lora import Base, LoraConfig, merge, tune, tuned_graph
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.requests import Sampling
+from tuning.rows import CompletionRow, ScoreRow
 from tuning.training.batch import Group, counted
 from tuning.training.speed import forward_flops
 from tuning.training.step import copy
@@ -87,13 +88,13 @@ class Steps:
         )  # fmt: skip
         self.phases["rollout"].append(time.perf_counter() - started)
         rows = [
-            {"prompt_id": str(p), "prompt_ids": self.prompts[p], "token_ids": c.tokens, "logprobs": c.logps}
+            CompletionRow(prompt_id=str(p), prompt_ids=self.prompts[p], token_ids=c.tokens, logprobs=c.logps)
             for p, completions in enumerate(found)
             for c in completions
         ]
-        assert all(len(r["token_ids"]) == NEW_TOKENS for r in rows)
-        # A group of equal rewards would be left out of the step; a thousandth of the index makes them differ.
-        scores = [{"total": len(set(r["token_ids"])) + 1e-3 * i} for i, r in enumerate(rows)]
+        assert all(len(r.token_ids) == NEW_TOKENS for r in rows)
+        # Groups of equal rewards would leave the step; a thousandth of the place tells them apart.
+        scores = [ScoreRow(prompt_id=r.prompt_id, total=len(set(r.token_ids)) + 1e-3 * i) for i, r in enumerate(rows)]
         *trainer, metrics = run_round(
             RoundData.from_rows(rows, scores), settings=self.settings, model=self.config, optimizers=self.optimizers,
             trainer=self.trainer, bases=(self.base, None), reference=self.reference, counted=counted,
