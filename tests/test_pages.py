@@ -18,11 +18,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import pytest
 
-from flows.recipe.reading import load_recipe
+from flows.recipe.reading import RECIPES, load_recipe
+from stages.common.settings import Optimizer
+from tuning.algorithms.registry import ALGORITHMS
+from tuning.rewards.functions import BUILT_IN
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("flows", "stages", "tuning")
@@ -32,6 +35,7 @@ PAGES = sorted(
     for page in ROOT.glob(place)
 )
 RULES = ROOT / "docs" / "rules.md"
+OPTIMIZERS = get_args(Optimizer.model_fields["name"].annotation)
 
 ROOMS = (
     *("flows", "flows/graph"),
@@ -185,6 +189,16 @@ def test_every_rule_names_the_test_that_holds_it_or_says_that_none_does():
     assert [rule.split(".")[0] for rule in rules] == [f"R{n}" for n in range(1, 31)]
     for rule in rules:
         assert TEST.search(rule) or "Not held yet" in rule, rule.splitlines()[0]
+
+
+def test_what_a_recipe_may_name_is_on_a_page():
+    rl, recipes = (text_of(Path(f"docs/{name}.md")) for name in ("rl", "recipes"))
+    for name in (*ALGORITHMS, *BUILT_IN):
+        assert re.search(rf"(?<![\w-]){name}(?![\w-])", rl), f"docs/rl.md does not name {name}"
+    for name in (path.stem for path in RECIPES.glob("*.yaml")):
+        assert f"| `{name}` |" in recipes, f"docs/recipes.md does not name {name}"
+    for name in OPTIMIZERS:
+        assert re.search(rf"\b{name}\b", recipes), f"docs/recipes.md does not name the optimizer {name}"
 
 
 def test_rules_that_the_code_cites_are_there():
