@@ -18,7 +18,7 @@ from flows.report.formats import show
 from flows.report.measures import MEASURES, PASS_RATES, PHASES, Measure, Series, number, round_series
 
 PNG_LIMIT = 120_000
-"""Characters of a picture's URL; Prefect stores it in a row of its database."""
+"""Characters that the URL of `curves_png_data` stays below."""
 STACKS = {
     "prompts": (PASS_RATES, "Prompts by pass rate", "prompts",
                 "under a fifth of a prompt's completions right, between, over four fifths"),
@@ -35,7 +35,7 @@ STEP_MEASURES = (
 DOTS_UP_TO = 40
 """Points that are marked by dots; more would hide the line."""
 MOST_POINTS = 400
-"""About two for each unit of width: a longer line looks the same and makes the page large."""
+"""About two for each unit of width; more would make the page large and look the same."""
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -51,7 +51,6 @@ class Frame(NamedTuple):
 
 
 FRAME = Frame()
-
 
 Points = list[tuple[float, float | None]]
 """Places in units of the SVG; None in the place of a missing value."""
