@@ -18,7 +18,7 @@ from flows.report.formats import show
 from flows.report.measures import MEASURES, PASS_RATES, PHASES, Measure, Series, number, round_series
 
 PNG_LIMIT = 120_000
-"""Characters of a picture's URL; Prefect stores it in a row of its database."""
+"""Characters that the URL of `curves_png_data` stays below."""
 STACKS = {
     "prompts": (PASS_RATES, "Prompts by pass rate", "prompts",
                 "under a fifth of a prompt's completions right, between, over four fifths"),
@@ -35,7 +35,7 @@ STEP_MEASURES = (
 DOTS_UP_TO = 40
 """Points that are marked by dots; more would hide the line."""
 MOST_POINTS = 400
-"""About two for each unit of width: a longer line looks the same and makes the page large."""
+"""About two for each unit of width; more would make the page large and look the same."""
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -51,6 +51,9 @@ class Frame(NamedTuple):
 
 
 FRAME = Frame()
+
+Points = list[tuple[float, float | None]]
+"""Places in units of the SVG; None in the place of a missing value."""
 
 
 class Tick(NamedTuple):
@@ -106,23 +109,24 @@ class Chart:
     @property
     def drawing(self) -> Drawing:
         """Where the template draws what."""
-        least = 0.6 if self.stacked else 0.0
-        margin = max(least, 0.02 * (self.x[-1] - self.x[0])) or 0.5
+        # Bars need half their width beside the first and the last; a single point stands in the middle.
+        margin = max(0.6 if self.stacked else 0.0, 0.02 * (self.x[-1] - self.x[0])) or 0.5
         across = _Scale(self.x[0] - margin, self.x[-1] + margin, FRAME.left, FRAME.right)
-        low, high = (0.0, 1.06 * max(self.totals) or 1.0) if self.stacked else limits(self.totals, self.share)
+        totals = self.totals
+        low, high = limits([0.0, *totals] if self.stacked else totals, self.share)
         up = _Scale(low, high, FRAME.bottom, FRAME.top)
-        # A power of ten in the unit keeps the labels of very small numbers short.
-        largest = max(map(abs, self.totals))
-        power = math.floor(math.log10(largest)) if 0 < largest < 2e-3 else 0
-        unit = f"10{str(power).translate(SUPERSCRIPT)} {self.unit}" if power else self.unit
-        paths = _bars(self.x, self.series, across, up) if self.stacked else []
-        dots: list[tuple[float, float]] = []
-        if not self.stacked:
+        dots: Points = []
+        if self.stacked:
+            paths = _bars(self.x, self.series, across, up)
+        else:
             (values,) = self.series.values()
             points = [(across(x), None if v is None else up(v)) for x, v in zip(self.x, values, strict=True)]
             paths = [_line(thinned(points))]
-            if len(points) <= DOTS_UP_TO:
-                dots = [(x, y) for x, y in points if y is not None]
+            dots = [p for p in points if p[1] is not None and len(points) <= DOTS_UP_TO]
+        # A power of ten in the unit keeps the labels of very small numbers short.
+        largest = max(map(abs, totals))
+        power = math.floor(math.log10(largest)) if 0 < largest < 2e-3 else 0
+        unit = f"10{str(power).translate(SUPERSCRIPT)} {self.unit}" if power else self.unit
         rows = [Tick(up(v), _tick_text(v / 10.0**power)) for v in ticks(low, high, 5)]
         columns = [Tick(across(v), _tick_text(v)) for v in ticks(across.low, across.high, 6, whole=True)]
         return Drawing(unit, columns, rows, paths, dots)
@@ -136,7 +140,7 @@ class Drawing(NamedTuple):
     rows: list[Tick]
     paths: list[str]
     """Path data of the line, or of the bars of each series."""
-    dots: list[tuple[float, float]]
+    dots: Points
     frame: Frame = FRAME
 
 
@@ -216,9 +220,6 @@ def ticks(low: float, high: float, most: int, whole: bool = False) -> list[float
 
 def _tick_text(value: float) -> str:
     return f"{value / 1000:.5g}k" if abs(value) >= 1000 else f"{value:.5g}"
-
-
-Points = list[tuple[float, float | None]]
 
 
 def thinned(points: Points, most: int = MOST_POINTS) -> Points:
