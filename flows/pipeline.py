@@ -1,7 +1,4 @@
-"""The Prefect flow `rlhf-pipeline`: each stage a task; the store decides what is cached, Prefect shows it.
-
-The file that a deployment names (`prefect.yaml`). The command line calls `run_recipe` instead.
-"""
+"""The Prefect flow `rlhf-pipeline`: each stage a task; the store decides what is cached, Prefect shows it."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from tuning.names import nearest
 
 
 class UnknownRun(KeyError):
-    """No run of that name; the message lists the nearest."""
+    """No run of that name; the message has the nearest one."""
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -27,7 +27,7 @@ def all_runs(store: Store) -> list[dict[str, Any]]:
 
 
 def status_of(record: dict[str, Any]) -> str:
-    """`running`, `finished` or `failed`; `killed` where the record says running but its process has gone."""
+    """`running`, `finished` or `failed`; `killed` where the record says running but its process has ended."""
     gone = record["status"] == "running" and is_gone(record["process"])
     return "killed" if gone else record["status"]
 
@@ -48,7 +48,10 @@ def find_run(store: Store, name: str | None) -> dict[str, Any]:
 
 
 def latest_with(runs: list[dict[str, Any]], recipe: str, node: str) -> dict[str, Any] | None:
-    """The newest entry of a node that was made or found, or at least tried, in `runs` (oldest first) of a recipe."""
+    """The newest entry of a node in the runs of a recipe that made or read it, or else that tried to.
+
+    runs: oldest first.
+    """
     tried = None
     for record in reversed(runs):
         entry = record["nodes"].get(node) if record["recipe"]["name"] == recipe else None

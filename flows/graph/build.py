@@ -23,7 +23,7 @@ TOKENIZER = ("tokenizer/", "model/config.json", "model/generation_config.json")
 
 @dataclasses.dataclass(frozen=True)
 class Input:
-    """An input of a node: another node's artifact, or the part of it that is read."""
+    """An input of a node: another node's artifact, or parts of it by path prefix."""
 
     node: str
     parts: tuple[str, ...] = ("",)
@@ -39,7 +39,7 @@ class Node:
     inputs: Mapping[str, Input]
     seed: int
     taken: str | None = None
-    """A run whose artifact of this name is taken as it is, in place of making one."""
+    """A run whose artifact of this name is used instead of making one."""
 
 
 def build(recipe: Recipe) -> list[Node]:
@@ -83,16 +83,16 @@ class _Graph:
         roles: artifacts that for this node alone have other roles than in the graph. With any of them given,
         the new artifact takes no role.
         """
-        found = find_stage(stage)
+        definition = find_stage(stage)
         available = {**self.roles, **(roles or {})}
         inputs: dict[str, Input] = {}
-        for input_name, reads in found.inputs(config, self.recipe.data.splits).items():
+        for input_name, reads in definition.inputs(config, self.recipe.data.splits).items():
             inputs |= _resolved(input_name, reads, available)
         seed = derive_seed(self.recipe.seed, stage, *seed_names)
         self.nodes.append(Node(name, stage, config, inputs, seed, taken))
         made = Input(name)
-        if found.makes and not roles:
-            self.roles[found.makes] = made
+        if definition.makes and not roles:
+            self.roles[definition.makes] = made
         return made
 
 
@@ -210,7 +210,7 @@ def with_inputs(nodes: Mapping[str, Node], names: set[str]) -> set[str]:
 
 
 def key_parts(node: Node, made: Mapping[str, Artifact]) -> dict[str, Any]:
-    """Everything that the node's key follows from; `made` holds the artifacts of its inputs."""
+    """Everything that the node's key is derived from; `made` holds the artifacts of its inputs."""
     stage = find_stage(node.stage)
     code = reached(stage.module, *stage.loads(node.config))
     return {
@@ -227,7 +227,7 @@ def key_parts(node: Node, made: Mapping[str, Artifact]) -> dict[str, Any]:
 
 
 def taken_artifact(store: Store, node: Node) -> Artifact | None:
-    """The artifact that the node takes from another run. Raises ArtifactError where that has none, or it is gone."""
+    """The artifact that the node takes from another run. Raises ArtifactError where that run or store has none."""
     if node.taken is None:
         return None
     record = store.read_json("runs", node.taken, "run.json")

@@ -15,44 +15,44 @@ from stages.store.keys import differences
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """One node's fate."""
+    """What a run would do with one node."""
 
     node: Node
     state: str
-    """`hit`, `miss`, or `waits`: an input is made again, and an equal output would stop the rerun here."""
+    """`hit`, `miss`, or `waits`: an input is a miss, and if it comes out equal this node is a hit."""
     reasons: list[str]
     seconds: float | None
-    """What making it took last time."""
+    """How long it took last time."""
 
 
 def plan(recipe: Recipe, force: set[str] | None = None) -> list[Planned]:
-    """The fate of every node of a recipe against its store. Nothing is run and nothing written."""
+    """What a run would do with every node of a recipe, by its store. Runs nothing and writes nothing."""
     store = Store(recipe.store)
     runs = all_runs(store)
     made: dict[str, Artifact] = {}
-    found = []
+    planned = []
     for node in build(recipe):
         taken = taken_artifact(store, node)
         if taken is not None:
             made[node.name] = taken
-            found.append(Planned(node, "hit", [], taken.manifest["seconds"]))
+            planned.append(Planned(node, "hit", [], taken.manifest["seconds"]))
             continue
         waiting = sorted({i.node for i in node.inputs.values() if i.node not in made})
         before = latest_with(runs, recipe.name, node.name)
         seconds = before.get("made_seconds") if before else None
         if waiting:
-            found.append(Planned(node, "waits", [f"after {', '.join(waiting)}"], seconds))
+            planned.append(Planned(node, "waits", [f"after {', '.join(waiting)}"], seconds))
             continue
         parts = key_parts(node, made)
         key = key_of(parts)
         artifact = store.get(node.stage, key, repair=False)
         if artifact is not None and node.name not in (force or set()):
             made[node.name] = artifact
-            found.append(Planned(node, "hit", [], artifact.manifest["seconds"]))
+            planned.append(Planned(node, "hit", [], artifact.manifest["seconds"]))
         else:
             reasons = ["forced"] if artifact is not None else _reasons(store, node, parts, key, before)
-            found.append(Planned(node, "miss", reasons, seconds))
-    return found
+            planned.append(Planned(node, "miss", reasons, seconds))
+    return planned
 
 
 def _reasons(store: Store, node: Node, parts: dict[str, Any], key: str, before: dict[str, Any] | None) -> list[str]:
@@ -84,9 +84,9 @@ def _reasons(store: Store, node: Node, parts: dict[str, Any], key: str, before: 
 
 
 def _moves_left_out(old: dict[str, Any], new: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Two keys' parts without the modules that both have, under whatever name, and without what follows from others."""
+    """The parts of two keys without the modules whose content is in both, under any name."""
     both = set(old["code"].values()) & set(new["code"].values())
     codes = [{name: content for name, content in p["code"].items() if content not in both} for p in (old, new)]
-    # Contents that changed have other links too: alone they say something.
+    # A module that changed has changed links too; links say something only where no module changed.
     hidden = {"imports": ""} if any(codes) else {}
     return old | {"code": codes[0]} | hidden, new | {"code": codes[1]} | hidden

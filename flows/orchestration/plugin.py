@@ -24,7 +24,7 @@ def setup_environment(*, ctx: Any) -> None:
 
 
 def resolve_bare_names(logger: logging.Logger) -> None:
-    """Teaches the client's look-up flow names. A client that has changed is left as it is, with a warning."""
+    """Makes the client accept flow names. A client with another signature is left as it is, with a warning."""
     try:
         from prefect.client.orchestration import PrefectClient
         from prefect.client.schemas.filters import FlowFilter, FlowFilterName

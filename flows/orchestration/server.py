@@ -1,8 +1,8 @@
 """A Prefect server for one command: on this machine only, quiet, gone when the command ends.
 
-Prefect would start such a server too, but only after the client's imports, with the server's imports
-repeated in the client, and in reach of Ctrl-C: half the time of a cached run, and an interrupted run
-that nobody records. History lies in PREFECT_HOME as usual and shows in a later `prefect server start`.
+Prefect would start such a server too, but after the client's imports and with the server's imports repeated in the
+client, which is half the time of a cached run. Ctrl-C would end it with the run, whose end would then not be recorded.
+Its database is in PREFECT_HOME as usual: a later `prefect server start` shows the runs.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class ServerFailed(RuntimeError):
 
 
 def may_be_set() -> bool:
-    """Whether Prefect may have been told of a server, as far as can be seen without importing it for two seconds."""
+    """Whether Prefect may be set to a server, as far as can be seen without importing it for two seconds."""
     home = Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser()
     return "PREFECT_API_URL" in os.environ or (home / "profiles.toml").exists()
 
 
 class PrivateServer:
-    """A server process; it comes up while its starter does something else."""
+    """A server process. The constructor returns at once; `wait` returns when the server answers."""
 
     def __init__(self) -> None:
         # The socket listens before the process is ready: no port can be lost, and early requests wait.
@@ -52,7 +52,7 @@ class PrivateServer:
         listener.close()
 
     def wait(self) -> None:
-        """Returns when the server answers. Raises ServerFailed with its last words."""
+        """Returns when the server answers. Raises ServerFailed with the end of its log."""
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline and self._process.poll() is None:
             with contextlib.suppress(OSError):
@@ -61,8 +61,8 @@ class PrivateServer:
                 time.sleep(0.1)
         self.stop()
         self._log.seek(0)
-        words = self._log.read().decode(errors="replace").strip()[-2000:]
-        raise ServerFailed(f"Prefect's local server did not start; `--no-prefect` runs without one\n{words}")
+        output = self._log.read().decode(errors="replace").strip()[-2000:]
+        raise ServerFailed(f"Prefect's local server did not start; `--no-prefect` runs without one\n{output}")
 
     def stop(self) -> None:
         if self._process.poll() is None:
@@ -76,21 +76,21 @@ class PrivateServer:
 
 @contextlib.contextmanager
 def one_at_a_time(path: str) -> Iterator[None]:
-    """Two servers that create one database at once get in each other's way."""
+    """A lock on a file: two servers that create one database at once fail."""
     with open(path, "w") as f:
         fcntl.flock(f, fcntl.LOCK_EX)
         yield
 
 
 def end_without(parent: int) -> None:
-    """Ends this process when its parent is gone, however that came about."""
+    """Ends this process when its parent has ended, even by a kill."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
 
 
 def serve(descriptor: int, parent: int) -> None:
-    """Serves on an open socket until it is told to stop or its parent dies."""
+    """Serves on an open socket until it gets a signal or its parent ends."""
     threading.Thread(target=end_without, args=(parent,), daemon=True).start()
     import uvicorn
     from prefect.server.api.server import create_app

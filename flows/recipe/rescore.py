@@ -1,7 +1,7 @@
-"""A run again with other rewards: its rollouts are taken as they are, scores and what follows are made.
+"""A run repeated with other rewards: its rollouts are kept; scores, updates and evaluations are made.
 
-The policies between come out otherwise, so from the second round on the rollouts are off-policy: importance weights
-account for it, and the limit on the mismatch says how far that goes.
+From the second round on the policies differ from those that wrote the rollouts. Importance weights correct for that,
+and `max_mismatch_kl` limits how far the policies may drift.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def rescored(record: dict[str, Any], rewards: list[str], sets: list[str], store:
     rl = values["rl"]
     if rewards:
         rl["score"]["rewards"] = dict(_named(r) for r in rewards)
-    # A chain of such runs still takes the rollouts of the first: they are in its record too.
+    # The record of a rescored run lists the rollouts too, so a chain of rescored runs works.
     rl["rollouts_from"] = record["name"]
     rl["update"] |= {"max_mismatch_kl": MISMATCH, "short_of_groups": "train"}
-    values, told = with_sets(values, [*sets, f"store={store}"])
-    return checked(values, Path(f"run {record['name']}"), None, told)
+    values, set_places = with_sets(values, [*sets, f"store={store}"])
+    return checked(values, Path(f"run {record['name']}"), None, set_places)
 
 
 def _named(text: str) -> tuple[str, dict[str, Any]]:

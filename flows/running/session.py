@@ -1,6 +1,6 @@
-"""One run: resolves nodes to keys, asks the store, sends what is missing to the worker, keeps the record.
+"""One run: derives the key of each node, asks the store, sends misses to the worker, keeps the record.
 
-Knows nothing of Prefect; the flow and the plain runner both drive it.
+The Prefect flow (`flows.pipeline`) and the plain runner both drive it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from stages.worker.protocol import Log, Progress, Report, Request
 
 
 class Reporter(Protocol):
-    """Where progress goes."""
+    """Receives the progress of a run."""
 
     def stage_started(self, node: Node) -> None: ...
     def progress(self, node: Node, event: Progress) -> None: ...
@@ -36,7 +36,7 @@ def now() -> str:
 
 
 class Session:
-    """A run under way."""
+    """A run in progress."""
 
     def __init__(self, recipe: Recipe, reporter: Reporter, name: str | None = None, force: set[str] | None = None):
         self.recipe = recipe
@@ -74,7 +74,7 @@ class Session:
         self.store.write_json(self.record, "runs", self.name, "run.json")
 
     def run_node(self, name: str) -> tuple[str, Artifact]:
-        """Makes or finds the artifact of one node: (`hit` or `made`, artifact). Its inputs have run before."""
+        """Makes or reads the artifact of one node: (`hit` or `made`, artifact). Its inputs must have run before."""
         node = self.nodes[name]
         parts = key_parts(node, self.made)
         key = key_of(parts)
@@ -92,7 +92,7 @@ class Session:
             self.save()
             self.reporter.stage_started(node)
             with lease(self.store, node.stage, key, self.reporter.line):
-                # Whoever held the lease before may have made it.
+                # Another run that held the lease before may have made it meanwhile.
                 artifact = None if forced else self.store.get(node.stage, key)
                 state = "hit" if artifact is not None else "made"
                 if artifact is None:

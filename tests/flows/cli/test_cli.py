@@ -13,10 +13,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 from flows.cli.app import app
+from flows.recipe.model import Recipe
+from flows.recipe.reading import load_recipe
 from stages.store.artifacts import Store
 from tests.conftest import RLHF
 
@@ -97,6 +100,22 @@ def test_plan_tells_what_a_run_would_do(rlhf, smoke_store):
     out = rlhf("plan", "smoke", *sets, "--set", "sft.optimizer.learning_rate=1e-3").stdout
     assert re.search(r"^miss +sft\n +sft\.optimizer\.learning_rate: 0\.003 -> 0\.001$", out, re.MULTILINE)
     assert re.search(r"^hit +reward$", out, re.MULTILINE)
+
+
+def test_plan_config_prints_a_recipe_that_reads_back_with_presets_and_defaults(tmp_path):
+    sets = ["rl.update={algorithm: dapo, prompts_per_step: 4}", "export=null"]
+    shown = CliRunner().invoke(app, ["plan", "smoke", "--config", *[w for s in sets for w in ("--set", s)]])
+    assert shown.exit_code == 0
+    path = tmp_path / "resolved.yaml"
+    path.write_text(shown.stdout)
+    resolved = load_recipe("smoke", sets=sets)
+    assert load_recipe(str(path)).model_dump() == resolved.model_dump()
+    values = yaml.safe_load(shown.stdout)
+    assert list(values) == list(Recipe.model_fields)
+    assert values["export"] is None
+    # A preset of the algorithm and a default of the stage, neither of which the recipe names.
+    assert values["rl"]["update"]["clip_high"] == resolved.rl.update.clip_high != values["rl"]["update"]["clip_low"]
+    assert values["sft"]["optimizer"]["beta2"] == 0.95
 
 
 def test_a_run_does_what_the_plan_said_and_no_more(rlhf, store, record):

@@ -232,6 +232,9 @@ def hashes(tree: Path) -> dict[str, list[object]]:
         ("stages/worker/process.py", "HEARTBEAT_SECONDS = 2.0", "HEARTBEAT_SECONDS = 3.0", set()),
         ("tuning/losses/sft.py", "import", "# a remark\nimport", set()),
         ("stages/sft.py", "return metrics |", "return {} | metrics |", {"sft"}),
+        # What a stage is called and shows, and where it stands in a run, is in no key.
+        ("stages/sft.py", 'title="SFT"', 'title="Tuned"', set()),
+        ("stages/sft.py", 'headline=("loss', 'headline=("mean loss', set()),
         ("stages/score.py", '"completions": 0', '"completions": 1', {"score"}),
         (
             "stages/common/settings.py",

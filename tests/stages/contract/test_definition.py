@@ -1,0 +1,48 @@
+"""What a stage says of itself: its place in a recipe, its inputs, its figures."""
+
+from __future__ import annotations
+
+import pytest
+
+from flows.recipe.model import Recipe
+from stages.contract.definition import Stage, StageConfig
+from stages.contract.registry import by_section, modules, stage
+
+# The graph itself gives these roles: other policies, the base model's tokenizer, and scores of a round's other tables.
+OF_THE_GRAPH = {"base", "tokenizer", "teacher", "reference", "greedy_scores", "refill_*"}
+
+
+def test_every_section_is_one_of_the_recipe_and_holds_the_settings_of_its_stage():
+    recipe = Recipe.model_validate({"distill": {}, "preference": {}, "reward": {}})
+    for section, found in by_section().items():
+        assert isinstance(recipe.settings(section), found.config), section
+    assert {s.section for s in map(stage, modules())} == {*by_section(), ""}
+
+
+def test_every_role_that_a_stage_reads_is_made():
+    stages = [stage(name) for name in modules()]
+    read = {reads.role for s in stages for reads in s.reads.values()}
+    assert read - OF_THE_GRAPH <= {s.makes for s in stages}
+
+
+@pytest.mark.parametrize(
+    ("name", "metrics", "shown"),
+    [
+        ("base", {"parameters": 134_515_008}, "134.5 M parameters"),
+        ("prepare", {"rows": {"sft": 3, "prompts": 4}}, "sft 3  prompts 4"),
+        ("reward", {"loss": 0.5}, "loss 0.5000"),
+        ("reward", {"loss": 0.5, "heldout_accuracy": 0.75, "calibration_error": 0.1},
+         "loss 0.5000  held-out accuracy 0.750  calibration error 0.100"),
+        ("distill", {"loss": 1, "heldout_divergence_before": 2.0, "heldout_divergence": 1.5},
+         "loss 1.0000  held-out divergence 2.000 -> 1.500"),
+        ("score", {"reward": None, "reward_model": 0.1, "reward_exact": 0.25, "zero_variance": 0.5},
+         "pass 0.250  zero-var 0.50"),
+        ("export", {"bytes": 5.4e8}, "540 MB"),
+    ],
+)  # fmt: skip
+def test_figures_are_those_whose_metrics_are_there(name, metrics, shown):
+    assert stage(name).figures(metrics) == shown
+
+
+def test_a_stage_without_a_headline_shows_nothing():
+    assert Stage("x", 1, StageConfig, lambda ctx: {}).figures({"loss": 1.0}) == ""
