@@ -32,7 +32,7 @@ from prefect.states import Completed, State
 from rich.console import Console
 
 from flows.graph.build import Node, select, with_inputs
-from flows.recipe.model import Recipe, load_recipe
+from flows.recipe.model import Recipe
 from flows.recipe.overrides import (
     RL,
     SFT,
@@ -48,12 +48,14 @@ from flows.recipe.overrides import (
     StoreUrl,
     told,
 )
+from flows.recipe.reading import load_recipe
 from flows.report.console import ConsoleReporter, headline, log_width
 from flows.report.plots import curves_png_data
 from flows.running.plain import close, evaluations_of, summary
 from flows.running.session import Session
 from stages.store.artifacts import Artifact
 from stages.worker.client import WorkerDied
+from stages.worker.protocol import Progress
 
 NAME = "rlhf-pipeline"
 PROGRESS_SECONDS = 5.0
@@ -95,11 +97,11 @@ class PrefectReporter(ConsoleReporter):
         super().stage_started(node)
         self._artifact, self._sent = None, time.monotonic()
 
-    def progress(self, node: Node, event: dict[str, Any]) -> None:
+    def progress(self, node: Node, event: Progress) -> None:
         super().progress(node, event)
         if time.monotonic() - self._sent >= PROGRESS_SECONDS:
             self._sent = time.monotonic()
-            self._percent(node, 100.0 * event["done"] / max(1, event["total"]))
+            self._percent(node, 100.0 * event.done / max(1, event.total))
 
     def stage_ended(self, node: Node, state: str, manifest: dict[str, Any], seconds: float) -> None:
         super().stage_ended(node, state, manifest, seconds)

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from stages.common.settings import Compute
 from stages.common.tables import read_rows, reward_samples, write_rows
-from stages.contract.definition import Context, Stage, StageConfig, execution_setting
+from stages.contract.definition import Context, Reads, Stage, StageConfig, execution_setting
 from stages.contract.sources import function_digests
 from stages.rollout import sample_rows
 
@@ -89,4 +89,15 @@ def run(ctx: Context) -> dict[str, Any]:
     return metrics
 
 
-STAGE = Stage("evaluate", 1, Config, run, sources=source_digests)
+STAGE = Stage(
+    "evaluate",
+    1,
+    Config,
+    run,
+    sources=source_digests,
+    section="evaluate",
+    title="evaluation",
+    reads={"policy": Reads("policy"), "data": Reads("data", ("heldout/",)), "tokenizer": Reads("tokenizer")},
+    headline=("score {score:.3f} [{score_low:.3f}, {score_high:.3f}]",),
+    samples="rollouts/",
+)

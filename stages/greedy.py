@@ -8,7 +8,7 @@ from pydantic import Field
 
 from stages.common.settings import Compute
 from stages.common.tables import read_rows
-from stages.contract.definition import Context, Stage, StageConfig
+from stages.contract.definition import Context, Reads, Stage, StageConfig
 from stages.rollout import loads, sample_rows
 from stages.sampling.settings import EngineSettings
 
@@ -48,4 +48,14 @@ def run(ctx: Context) -> dict[str, Any]:
     return {"completions": len(rows), "tokens": sum(len(r["token_ids"]) for r in rows)}
 
 
-STAGE = Stage("greedy", 1, Config, run, loads=loads)
+STAGE = Stage(
+    "greedy",
+    1,
+    Config,
+    run,
+    loads=loads,
+    title="greedy completions",
+    makes="rollouts",
+    reads={"policy": Reads("policy"), "tokenizer": Reads("tokenizer"), "rollouts": Reads("rollouts")},
+    headline=("{completions} completions",),
+)

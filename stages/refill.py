@@ -12,7 +12,7 @@ from pydantic import Field
 
 from stages.common.models import load_policy
 from stages.common.tables import read_rows, write_rows
-from stages.contract.definition import Context, Stage
+from stages.contract.definition import Context, Reads, Stage
 from stages.rollout import Config as RolloutConfig
 from stages.rollout import loads, sample_rows, schema, too_long
 from stages.sampling.groups import by_prompt, missing_prompts
@@ -59,4 +59,21 @@ def run(ctx: Context) -> dict[str, Any]:
     return {"prompts": len(chosen), "completions": len(rows), "tokens": tokens}
 
 
-STAGE = Stage("refill", 1, Config, run, loads=loads)
+STAGE = Stage(
+    "refill",
+    1,
+    Config,
+    run,
+    loads=loads,
+    title="refill",
+    makes="rollouts",
+    reads={
+        "policy": Reads("policy"),
+        "tokenizer": Reads("tokenizer"),
+        "data": Reads("data", ("prompts/",)),
+        "rollouts": Reads("rollouts"),
+        "scores": Reads("scores"),
+        "refills": Reads("refill_*"),
+    },
+    headline=("{prompts} prompts",),
+)

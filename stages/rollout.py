@@ -12,7 +12,7 @@ from pydantic import Field
 from stages.common.models import limits_of, load_policy, load_rounded, load_tokenizer, stop_ids
 from stages.common.settings import Compute
 from stages.common.tables import by_shard, read_rows, write_rows
-from stages.contract.definition import Context, Stage, StageConfig
+from stages.contract.definition import Context, Reads, Stage, StageConfig
 from stages.sampling.settings import NATIVE, SERVERS, EngineSettings, engine_modules
 
 
@@ -103,7 +103,7 @@ def sample_rows(
 ) -> list[dict[str, Any]]:
     """Samples completions of (place in the random stream, prompt row) in resumable shards; the rollout table's rows."""
     from tuning.rollout.requests import Request
-    from tuning.training.batch import bucket
+    from tuning.shapes import bucket
 
     policy = ctx.inputs["policy"]
     tokenizer = load_tokenizer(ctx, ctx.inputs["tokenizer"])
@@ -206,4 +206,16 @@ def run(ctx: Context) -> dict[str, Any]:
     }
 
 
-STAGE = Stage("rollout", 2, Config, run, loads=loads)
+STAGE = Stage(
+    "rollout",
+    2,
+    Config,
+    run,
+    loads=loads,
+    section="rl.rollout",
+    title="rollouts",
+    makes="rollouts",
+    reads={"policy": Reads("policy"), "tokenizer": Reads("tokenizer"), "data": Reads("data", ("prompts/",))},
+    headline=("{tokens_per_second:.0f} tok/s",),
+    samples="rollouts/",
+)

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from stages.common.models import load_scorer
 from stages.common.settings import Compute
 from stages.common.tables import by_shard, read_rows, reward_samples, write_rows
-from stages.contract.definition import Context, Stage, StageConfig, execution_setting
+from stages.contract.definition import Context, Reads, Stage, StageConfig, execution_setting
 from stages.contract.sources import function_digests
 
 MODEL = "reward_model"
@@ -229,6 +229,8 @@ def summarise(rows: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
     """Means by reward, share of failed samples, share of groups whose totals do not vary."""
     import numpy as np
 
+    from tuning.losses.groups import is_informative
+
     if not rows:
         return {"completions": 0}
     totals = [r["total"] for r in rows if r["total"] is not None]
@@ -241,7 +243,7 @@ def summarise(rows: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
         "failed": sum(r["failure"] is not None for r in rows) / len(rows),
         "reward": float(np.mean(totals)) if totals else None,
         "spread": float(np.std(totals)) if totals else None,
-        "zero_variance": float(np.mean([max(g) - min(g) < 1e-6 for g in groups.values()])) if groups else 1.0,
+        "zero_variance": float(np.mean([not is_informative(g) for g in groups.values()])) if groups else 1.0,
     }
     for name in names:
         values = [r["rewards"][name] for r in rows if r["rewards"][name] is not None]
@@ -249,4 +251,27 @@ def summarise(rows: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
     return metrics
 
 
-STAGE = Stage("score", 1, Config, run, sources=source_digests)
+STAGE = Stage(
+    "score",
+    1,
+    Config,
+    run,
+    sources=source_digests,
+    section="rl.score",
+    title="scores",
+    makes="scores",
+    reads={"rollouts": Reads("rollouts"), "reward": Reads("reward", when=lambda c, _: c.learned)},
+    headline=(
+        "reward {reward:.3f}",
+        # The first reward that is no model's: the share of completions that pass a check.
+        lambda metrics: next(
+            (
+                f"pass {v:.3f}"
+                for k, v in metrics.items()
+                if k.startswith("reward_") and "model" not in k and v is not None
+            ),
+            "",
+        ),
+        "zero-var {zero_variance:.2f}",
+    ),
+)

@@ -13,7 +13,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from flows.recipe.model import RecipeError, load_recipe
+from flows.recipe.model import RecipeError
+from flows.recipe.reading import load_recipe
 from flows.records import UnknownRun, all_runs, find_run, status_of
 from stages.store.artifacts import Artifact, Store
 from stages.worker.client import worker_environment

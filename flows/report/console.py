@@ -13,6 +13,7 @@ from rich.table import Table
 from flows.graph.build import Node
 from flows.report.diagnostics import round_warnings
 from flows.report.plots import round_series
+from stages.worker import protocol
 
 LINE_SECONDS = 10.0
 
@@ -53,9 +54,9 @@ class ConsoleReporter:
         elif not node.name.startswith("round-"):
             self.console.print(f"  {node.name:<18} started")
 
-    def progress(self, node: Node, event: dict[str, Any]) -> None:
-        done, total, unit = event["done"], event["total"], event["unit"]
-        detail = "  ".join(f"{k.replace('_per_second', '/s')} {v:,.4g}" for k, v in event["metrics"].items())
+    def progress(self, node: Node, event: protocol.Progress) -> None:
+        done, total, unit = event.done, event.total, event.unit
+        detail = "  ".join(f"{k.replace('_per_second', '/s')} {v:,.4g}" for k, v in event.metrics.items())
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=done, total=total, count=f"{done}/{total} {unit}", detail=detail)
         elif time.monotonic() - self._last > LINE_SECONDS:

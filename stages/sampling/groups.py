@@ -7,7 +7,6 @@ from typing import Any
 
 LEAST_SHARE = 0.25
 """A refill expects at least this share of its prompts to be informative: it stays small."""
-LEAST_SPREAD = 1e-6
 
 
 class TooFewGroups(RuntimeError):
@@ -26,7 +25,9 @@ def by_prompt(rollouts: list[dict[str, Any]], scores: list[dict[str, Any]]) -> d
 
 def informative(totals: list[float]) -> bool:
     """Whether a group teaches anything (R9)."""
-    return len(totals) > 1 and max(totals) - min(totals) >= LEAST_SPREAD
+    from tuning.losses.groups import is_informative
+
+    return is_informative(totals)
 
 
 def chosen_groups(

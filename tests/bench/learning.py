@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from stages.training.fit import counted, optimizer_of
+from stages.training.fit import optimizer_of
 from stages.update.settings import Config
 from tuning.algorithms.diagnostics import Coefficients
 from tuning.algorithms.registry import ALGORITHMS
@@ -28,6 +28,7 @@ from tuning.models.config import tiny
 from tuning.models.huggingface import random_params, scalar_head_params
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.requests import Sampling
+from tuning.training.batch import counted
 from tuning.training.step import copy
 
 RESULTS = Path(__file__).parent / "results"

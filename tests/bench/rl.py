@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from stages.training.fit import counted, optimizer_of
+from stages.training.fit import optimizer_of
 from stages.update.settings import Config
 from tests.bench import inputs
 from tests.bench.measure import emit, gemm_flops, peak_memory_mb, timed
@@ -27,7 +27,7 @@ from tuning.models.huggingface import random_params, scalar_head_params
 from tuning.models.lora import Base, LoraConfig, merge, tune, tuned_graph
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.requests import Sampling
-from tuning.training.batch import Group
+from tuning.training.batch import Group, counted
 from tuning.training.speed import forward_flops
 from tuning.training.step import copy
 

@@ -27,7 +27,7 @@ from tuning.rollout.engine.decoders import Quantization
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.engine.limits import Limits
 from tuning.rollout.requests import Request
-from tuning.training.batch import bucket
+from tuning.shapes import bucket
 from tuning.training.speed import rate
 
 GEMM_ROWS = 32

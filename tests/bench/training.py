@@ -14,10 +14,11 @@ from tests.bench.measure import emit, gemm_flops, peak_memory_mb, timed
 from tuning.device import choose
 from tuning.losses.preference import bradley_terry, dpo
 from tuning.models.config import DecoderConfig
+from tuning.models.decoder import decoder_graph, scalar_graph
 from tuning.models.huggingface import random_params, scalar_head_params
 from tuning.models.lora import LoraConfig, over, tune, tuned_graph
 from tuning.training.batch import Group, choose_rows, micro_batches
-from tuning.training.forward import decoder_graph, logps_and_entropy, scalar_graph, scores
+from tuning.training.forward import logps_and_entropy, scores
 from tuning.training.speed import ADAPTER, FULL, forward_flops
 from tuning.training.step import make_step
 

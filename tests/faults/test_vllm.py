@@ -22,6 +22,7 @@ from stages.base import locate
 from stages.common.tables import read_rows
 from stages.store.artifacts import Store
 from tests.faults.test_kill import Run, shards
+from tuning.device import Compute
 from tuning.models.config_json import from_hugging_face
 from tuning.models.gguf import GGUFCheckpoint, GGUFFile
 from tuning.models.huggingface import params_from_tensors, save_decoder, untied
@@ -37,7 +38,6 @@ from tuning.rollout.servers.kinds import KINDS
 from tuning.rollout.servers.protocol import Policy, ServerStart, StalePolicy
 from tuning.rollout.servers.server import RemoteServer
 from tuning.training.completions import token_logps
-from tuning.training.forward import Compute
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 VERSION = "0.32.0"

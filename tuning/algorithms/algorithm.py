@@ -17,14 +17,12 @@ import numpy as np
 from tuning.algorithms import registry
 from tuning.algorithms.advantages import Normalisation, group_advantages
 from tuning.losses.aggregate import Aggregation
+from tuning.losses.groups import informative_groups
 from tuning.losses.policy import Metrics, Ratio, clipped_surrogate
 from tuning.losses.rewards import terminal_rewards
 
 Correction = Literal["none", "truncate", "mask", "sequence", "sequence-mask"]
 KLLoss = Literal["k2", "k3", "k3-k2"]
-
-LEAST_SPREAD = 1e-6
-"""Rewards of a group that differ by less teach nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,12 +131,7 @@ def find(objective: Objective) -> Algorithm:
 
 def informative(scored: Scored) -> np.ndarray:
     """Completions that carry a signal, [N] bool: valid, in a group whose totals differ (R9)."""
-    keep = scored.valid_N.copy()
-    for group in np.unique(scored.groups_N):
-        mine = (scored.groups_N == group) & scored.valid_N
-        if mine.sum() < 2 or np.ptp(scored.totals_N[mine]) < LEAST_SPREAD:
-            keep[scored.groups_N == group] = False
-    return keep
+    return informative_groups(scored.totals_N, scored.groups_N, scored.valid_N)
 
 
 def every_valid(scored: Scored) -> np.ndarray:

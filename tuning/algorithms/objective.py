@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from tuning.algorithms.algorithm import Algorithm, Objective, Terms
+from tuning.device import Compute
 from tuning.losses.aggregate import aggregate
 from tuning.losses.importance import gated_weights, importance_weights, log_ratio_bins, mismatch_metrics
 from tuning.losses.kl import kl_per_token
 from tuning.losses.masks import masked
-from tuning.training.forward import Compute, logps_and_entropy
+from tuning.training.forward import logps_and_entropy
 from tuning.training.step import LossFn
 
 

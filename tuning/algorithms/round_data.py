@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from tuning.training.batch import Group, bucket
+from tuning.shapes import bucket
+from tuning.training.batch import Group
 
 
 @dataclasses.dataclass(frozen=True)

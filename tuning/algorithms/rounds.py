@@ -22,14 +22,15 @@ from tuning.algorithms.algorithm import Objective, Scored, find, informative
 from tuning.algorithms.diagnostics import Coefficients, pass_histogram, summarise
 from tuning.algorithms.objective import policy_loss
 from tuning.algorithms.round_data import RoundData
-from tuning.device import choose
+from tuning.device import Compute, choose
 from tuning.losses.kl import kl_per_token
 from tuning.losses.policy import LOG_RATIO_CLAMP
+from tuning.mesh import over_devices, put_batch, put_params, put_state, row_shards
 from tuning.models.config import DecoderConfig
+from tuning.models.decoder import decoder_graph, scalar_graph
 from tuning.models.lora import Base, join, over
 from tuning.training.batch import Group, Packed, choose_rows, micro_batches
-from tuning.training.forward import Compute, decoder_graph, logps_and_entropy, scalar_graph, values_and_last
-from tuning.training.mesh import over_devices, put_batch, put_params, put_state, row_shards
+from tuning.training.forward import logps_and_entropy, values_and_last
 from tuning.training.speed import ADAPTER, FULL, Meter, forward_flops
 from tuning.training.step import make_step
 

@@ -10,11 +10,12 @@ import contextlib
 import functools
 import io
 import tempfile
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import fsspec
+
+from tuning.retries import retried
 
 T = TypeVar("T")
 
@@ -42,16 +43,18 @@ def filesystem(url: str) -> tuple[Any, str]:
 
 def again(action: Callable[[], T], what: str) -> T:
     """The result of `action`, which is tried up to TRIES times, with waits that double; errors name `what`."""
-    for attempt in range(TRIES):
-        try:
-            return action()
-        except _FINAL:
-            raise
-        except Exception as error:  # each file system has errors of its own
-            if attempt == TRIES - 1:
-                raise SourceError(f"{what}: no success in {TRIES} tries; the last error: {error!r}") from error
-            time.sleep(FIRST_WAIT_SECONDS * 2**attempt)
-    raise AssertionError
+    try:
+        # Each file system has errors of its own, so all but those of the caller count as the network's.
+        return retried(
+            action,
+            tries=TRIES,
+            first_seconds=FIRST_WAIT_SECONDS,
+            passing=lambda error: not isinstance(error, _FINAL),
+        )
+    except _FINAL:
+        raise
+    except Exception as error:
+        raise SourceError(f"{what}: no success in {TRIES} tries; the last error: {error!r}") from error
 
 
 def type_of(fs: Any, path: str, what: str) -> str | None:

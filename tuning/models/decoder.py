@@ -243,3 +243,14 @@ def abstract_decoder(config: DecoderConfig) -> tuple[Any, Any]:
     """Graph (static, hashable) and parameter shapes of a decoder, without making the parameters."""
     graph, shapes = _abstract(config)
     return graph, jax.tree.map(lambda x: x, shapes)
+
+
+def decoder_graph(config: DecoderConfig) -> Any:
+    """The static half of a Decoder (hashable), to be merged with parameters inside jit."""
+    return abstract_decoder(config)[0]
+
+
+@functools.lru_cache(maxsize=8)
+def scalar_graph(config: DecoderConfig) -> Any:
+    """The static half of a ScalarHead."""
+    return nnx.split(nnx.eval_shape(lambda: ScalarHead(config, rngs=nnx.Rngs(0))))[0]

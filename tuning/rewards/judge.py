@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from typing import Any
+
+from tuning.retries import BUSY, retried
 
 TEMPLATE = (
     "Rate the answer to the question for correctness and helpfulness from {low:g} to {high:g}.\n\n"
     "Question:\n{prompt}\n\nAnswer:\n{completion}\n{reference}\n"
     "Reply with the number alone."
 )
-BUSY = (408, 409, 429, 500, 502, 503, 504)
 
 
 class JudgeFailed(RuntimeError):
@@ -60,15 +60,22 @@ def _ask(url: str, model: str, text: str, key: str | None, retries: int) -> str:
     body = {"model": model, "messages": [{"role": "user", "content": text}], "temperature": 0.0}
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     request = urllib.request.Request(f"{url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers)
-    for attempt in range(retries + 1):
-        try:
-            with urllib.request.urlopen(request) as response:
-                return str(json.load(response)["choices"][0]["message"]["content"])
-        except urllib.error.HTTPError as e:
-            if e.code not in BUSY or attempt == retries:
-                raise JudgeFailed(f"{url} answered {e.code} {e.reason}") from e
-        except urllib.error.URLError as e:
-            if attempt == retries:
-                raise JudgeFailed(f"{url} cannot be reached: {e.reason}") from e
-        time.sleep(0.5 * 2**attempt)
-    raise AssertionError("unreachable")
+
+    def reply() -> str:
+        with urllib.request.urlopen(request) as response:
+            return str(json.load(response)["choices"][0]["message"]["content"])
+
+    try:
+        return retried(reply, tries=retries + 1, first_seconds=0.5, passing=_passing)
+    except urllib.error.HTTPError as e:
+        raise JudgeFailed(f"{url} answered {e.code} {e.reason}") from e
+    except urllib.error.URLError as e:
+        raise JudgeFailed(f"{url} cannot be reached: {e.reason}") from e
+
+
+def _passing(error: Exception) -> bool:
+    """Whether the same question may be answered later."""
+    # An HTTPError is a URLError too. OpenAI's API answers 409 where it could not get a lock in time.
+    if isinstance(error, urllib.error.HTTPError):
+        return error.code in (409, *BUSY)
+    return isinstance(error, urllib.error.URLError)

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from tuning.shapes import bucket, round_up
+
 
 @dataclasses.dataclass(frozen=True)
 class Group:
@@ -82,20 +84,6 @@ class Packed:
         taken = values[np.maximum(self.ids_C, 0)]
         taken[self.ids_C < 0] = 0
         return taken[:, : self.mask_CT.shape[1]] if taken.ndim == 2 else taken
-
-
-def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-def bucket(value: int, smallest: int = 8) -> int:
-    """The next of smallest * (1, 1.5, 2, 3, 4, 6, 8, ...): at most a third of a bucket is padding."""
-    size = smallest
-    while size < value:
-        if size * 3 // 2 >= value and size % 2 == 0:
-            return size * 3 // 2
-        size *= 2
-    return size
 
 
 def numbered(groups: Sequence[Group]) -> list[Group]:
@@ -233,3 +221,11 @@ def fill_ratio(batches: Sequence[Packed]) -> float:
     """Share of row positions that hold a token."""
     used: Any = sum(int((b.group_BL > 0).sum()) for b in batches)
     return float(used / sum(b.group_BL.size for b in batches))
+
+
+def counted(groups: Sequence[Group], packed: Sequence[Packed]) -> list[dict[str, Any]]:
+    """Device arrays of micro-batches with the counts of the whole step beside them (R1)."""
+    tokens = np.float32(sum(p.mask_CT.sum() for p in packed))
+    completions = np.float32(sum(len(g.completions) for g in groups))
+    sizes = {"n_tokens": tokens, "n_completions": completions, "n_groups": np.float32(len(groups))}
+    return [p.arrays() | sizes for p in packed]

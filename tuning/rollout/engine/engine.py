@@ -35,6 +35,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tuning.models.config import DecoderConfig
+from tuning.models.decoder import decoder_graph
 from tuning.rollout.engine import programs
 from tuning.rollout.engine.ahead import Ahead, abstract_weights
 from tuning.rollout.engine.cache import KV
@@ -48,7 +49,6 @@ from tuning.rollout.engine.programs import Decoded
 from tuning.rollout.engine.sampling import completion_keys, request_keys
 from tuning.rollout.engine.slots import Run, Slot, pack, row_arrays
 from tuning.rollout.requests import Completion, Request, Sampling, Update
-from tuning.training.forward import decoder_graph
 
 
 class Engine:

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tuning.mesh import Axes, make_mesh
 from tuning.models.sharding import shardings
-from tuning.training.mesh import Axes, make_mesh
 
 
 def sampling_mesh(axes: Any, devices: list[Any] | None = None) -> Mesh | None:

@@ -21,7 +21,7 @@ from tuning.rollout.engine.limits import Limits
 from tuning.rollout.engine.placement import put_cache
 from tuning.rollout.engine.slots import Run, Slot, longest_prefix
 from tuning.rollout.requests import RefusedRequest, Request
-from tuning.training.batch import bucket
+from tuning.shapes import bucket
 
 GRAIN = 32
 """The largest capacity of a slot is a multiple of this number of tokens."""

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from tests.tuning.rollout.engine.test_engine import CONFIG
+from tuning.models.decoder import decoder_graph
 from tuning.models.huggingface import random_params
 from tuning.models.quantize import int8_decode, int8_encode
 from tuning.rollout.engine import cache
@@ -18,7 +19,6 @@ from tuning.rollout.engine.decoders import lay_out
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.engine.limits import Limits
 from tuning.rollout.requests import Request
-from tuning.training.forward import decoder_graph
 
 EVERYTHING = dataclasses.replace(
     CONFIG,

@@ -16,6 +16,7 @@ import pytest
 from fastapi import FastAPI, Request, Response
 
 from tests.tuning.rollout.servers.http_server import VERSION, State, make_app, serve
+from tuning.device import Compute
 from tuning.models.byte_tokenizer import byte_tokenizer
 from tuning.models.config import tiny
 from tuning.models.huggingface import random_params, save_decoder
@@ -29,7 +30,6 @@ from tuning.rollout.servers.kinds import KINDS
 from tuning.rollout.servers.protocol import Policy, ServerLost, ServerRefused, StalePolicy, sample_seed
 from tuning.rollout.servers.server import RemoteServer
 from tuning.training.completions import token_logps
-from tuning.training.forward import Compute
 
 TOKENIZER = byte_tokenizer()
 CONFIG = tiny(len(TOKENIZER))
