@@ -124,7 +124,7 @@ def stop_strings(
 
         if not holds(len(tokens)):
             return None
-        # Binary search: more tokens never lose a string that fewer have.
+        # Binary search: a text that holds a string holds it with more tokens too.
         low, high = 1, len(tokens)
         while low < high:
             middle = (low + high) // 2
