@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from stages.common.settings import Compute
-from stages.common.tables import read_rows, reward_samples, write_rows
+from stages.common.tables import read_table
 from stages.contract.definition import Context, Reads, Stage, StageConfig, execution_setting
 from stages.contract.sources import function_digests
-from stages.rollout import sample_rows
+from stages.sampling.rows import Draw, sample_rows
+from tuning.rewards.samples import Sample
+from tuning.rows import CompletionRow, PromptRow, VerdictRow, write_table
 
 
 class Config(StageConfig):
@@ -44,46 +47,57 @@ def source_digests(config: Config) -> dict[str, str]:
 
 
 def run(ctx: Context) -> dict[str, Any]:
-    import numpy as np
-    import pyarrow as pa
-
-    from tuning.evaluation.statistics import constant_baseline, mean_interval, pass_at_k
-    from tuning.rewards.processes import evaluate
-    from tuning.rollout.requests import Sampling
 
     config: Config = ctx.config
-    problems = read_rows(ctx.inputs["data"], "heldout/")[: config.problems or None]
+    problems = read_table(ctx.inputs["data"], "heldout/", PromptRow)[: config.problems or None]
     rows = sample_rows(
         ctx,
         list(enumerate(problems)),
-        samples=config.samples,
-        max_tokens=config.max_tokens,
-        sampling=Sampling(temperature=config.temperature),
-        shard=config.shard_prompts,
+        Draw(config.samples, config.max_tokens, config.temperature, config.shard_prompts),
     )
-    samples = reward_samples(rows)
-    outcomes = evaluate(config.judge, config.judge_arguments, samples, seconds=config.seconds, workers=config.workers)
-    verdicts = [
-        {"prompt_id": r["prompt_id"], "sample": r["sample"], "score": o.value, "failure": o.failure}
-        for r, o in zip(rows, outcomes, strict=True)
+    verdicts = _judged(config, rows)
+    write_table(ctx.out / "verdicts" / "part-00000.parquet", verdicts, VerdictRow.schema())
+    return _metrics(config, problems, rows, verdicts)
+
+
+def _judged(config: Config, rows: Sequence[CompletionRow]) -> list[VerdictRow]:
+    from tuning.rewards.processes import evaluate
+
+    outcomes = evaluate(
+        config.judge,
+        config.judge_arguments,
+        [Sample.of(row) for row in rows],
+        seconds=config.seconds,
+        workers=config.workers,
+    )
+    return [
+        VerdictRow(prompt_id=row.prompt_id, sample=row.sample, score=outcome.value, failure=outcome.failure)
+        for row, outcome in zip(rows, outcomes, strict=True)
     ]
-    columns = [("prompt_id", pa.string()), ("sample", pa.int32()), ("score", pa.float32()), ("failure", pa.string())]
-    write_rows(ctx.out / "verdicts" / "part-00000.parquet", verdicts, pa.schema(columns))
+
+
+def _metrics(
+    config: Config, problems: Sequence[PromptRow], rows: Sequence[CompletionRow], verdicts: Sequence[VerdictRow]
+) -> dict[str, Any]:
+    import numpy as np
+
+    from tuning.evaluation.statistics import constant_baseline, mean_interval, pass_at_k
+
     # A judgement that failed counts as wrong: a policy must not gain by breaking its judge.
-    scores = np.asarray([v["score"] or 0.0 for v in verdicts], np.float64).reshape(-1, config.samples)
-    mean, low, high = mean_interval(scores)
+    correct_PS = np.asarray([v.score or 0.0 for v in verdicts], np.float64).reshape(-1, config.samples)
+    mean, low, high = mean_interval(correct_PS)
     metrics: dict[str, Any] = {
         "score": mean,
         "score_low": low,
         "score_high": high,
         "problems": len(problems),
         "samples": config.samples,
-        f"pass_at_{config.samples}": pass_at_k(scores, config.samples),
-        "mean_length": float(np.mean([len(r["token_ids"]) for r in rows])),
-        "truncated": float(np.mean([r["stop"] == "length" for r in rows])),
-        "judge_failures": sum(v["failure"] is not None for v in verdicts),
+        f"pass_at_{config.samples}": pass_at_k(correct_PS, config.samples),
+        "mean_length": float(np.mean([len(row.token_ids) for row in rows])),
+        "truncated": float(np.mean([row.stop == "length" for row in rows])),
+        "judge_failures": sum(v.failure is not None for v in verdicts),
     }
-    answers = [p["answer"] for p in problems if p["answer"] is not None]
+    answers = [problem.answer for problem in problems if problem.answer is not None]
     if answers:
         metrics["constant_answer"], metrics["constant_score"] = constant_baseline(answers)
     return metrics

@@ -217,6 +217,7 @@ def _labelled(
     import numpy as np
 
     from tuning.algorithms.preference import chance_above, unpaired_loss, unpaired_losses, unpaired_summary
+    from tuning.losses.preference import kto_reference_point
     from tuning.models.decoder import decoder_graph
     from tuning.training.batch import numbered
     from tuning.training.speed import forward_flops
@@ -238,7 +239,7 @@ def _labelled(
     def reference_point(params: Any, groups: Sequence[Group], known: np.ndarray, like: Sequence[Group]) -> np.float32:
         if settings.loss != "kto":
             return np.float32(0)
-        return np.float32(max(0.0, float((logps(params, groups, like) - known).mean())))
+        return np.float32(kto_reference_point(logps(params, groups, like), known))
 
     def columns(params: Any, examples: list[int], packed: list[Any]) -> list[dict[str, Any]]:
         step = numbered([other[i] for i in examples])

@@ -10,15 +10,15 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from stages.common.models import load_policy
-from stages.common.tables import read_rows, write_rows
+from stages.common.tables import read_table
 from stages.contract.definition import Context, Reads, Stage
-from stages.rollout import Config as RolloutConfig
-from stages.rollout import loads, sample_rows, schema, too_long
-from stages.sampling.groups import by_prompt, missing_prompts
+from stages.sampling.groups import missing_prompts, read_scored, totals_by_prompt
+from stages.sampling.rows import FOLDER, Draw, sample_rows, too_long
+from stages.sampling.settings import Rollout, loads
+from tuning.rows import CompletionRow, PromptRow, write_table
 
 
-class Config(RolloutConfig):
+class Config(Rollout):
     """Sampling as in the round's rollouts."""
 
     number: Annotated[int, Field(ge=1)] = 1
@@ -28,35 +28,19 @@ class Config(RolloutConfig):
 def run(ctx: Context) -> dict[str, Any]:
     import numpy as np
 
-    from tuning.rollout.requests import Sampling
-
     config: Config = ctx.config
-    rollouts, scores = read_rows(ctx.inputs["rollouts"], "rollouts/"), read_rows(ctx.inputs["scores"], "scores/")
-    for i in range(1, config.number):
-        rollouts += read_rows(ctx.inputs[f"refill_{i}"], "rollouts/")
-        scores += read_rows(ctx.inputs[f"refill_{i}_scores"], "scores/")
-    groups = by_prompt(rollouts, scores)
-    table = [r for r in read_rows(ctx.inputs["data"], "prompts/") if r["id"] not in groups]
-    refused = too_long(table, config.max_tokens, load_policy(ctx, ctx.inputs["policy"])[0].max_positions)
-    table = [r for r in table if r["id"] not in refused]
-    order = np.random.default_rng(ctx.seed).permutation(len(table))
-    wanted = missing_prompts(groups, config.prompts)
-    chosen = [table[i] for i in order[:wanted]]
+    groups = totals_by_prompt(read_scored(ctx.inputs).scores)
+    new = [p for p in read_table(ctx.inputs["data"], "prompts/", PromptRow) if p.id not in groups]
+    refused = too_long(ctx, new, config.max_tokens)
+    new = [p for p in new if p.id not in refused]
+    order = np.random.default_rng(ctx.seed).permutation(len(new))
+    chosen = [new[i] for i in order[: missing_prompts(groups, config.prompts)]]
     if not chosen:
-        write_rows(ctx.out / "rollouts" / "part-00000.parquet", [], schema())
+        # Stages that follow read a table, empty or not.
+        write_table(ctx.out / FOLDER / "part-00000.parquet", [], CompletionRow.schema())
         return {"prompts": 0, "completions": 0, "tokens": 0}
-    rows = sample_rows(
-        ctx,
-        list(enumerate(chosen)),
-        samples=config.completions,
-        max_tokens=config.max_tokens,
-        sampling=Sampling(temperature=config.temperature),
-        shard=config.shard_prompts,
-        quantize=config.quantize,
-        engine=config.engine,
-    )
-    tokens = sum(len(r["token_ids"]) for r in rows)
-    return {"prompts": len(chosen), "completions": len(rows), "tokens": tokens}
+    rows = sample_rows(ctx, list(enumerate(chosen)), Draw.of(config, config.completions, config.temperature))
+    return {"prompts": len(chosen), "completions": len(rows), "tokens": sum(len(r.token_ids) for r in rows)}
 
 
 STAGE = Stage(

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
+import math
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
+import pyarrow as pa
 from pydantic import Field, model_validator
 
 from stages.common.models import load_scorer
 from stages.common.settings import Compute
-from stages.common.tables import by_shard, read_rows, reward_samples, write_rows
+from stages.common.tables import Shards, by_shard, read_table
 from stages.contract.definition import Context, Reads, Stage, StageConfig, execution_setting
 from stages.contract.sources import function_digests
+from stages.sampling.groups import informative_prompts, totals_by_prompt
+from tuning.rewards.samples import Outcome, Sample
+from tuning.rows import CompletionRow, Place, Row, ScoreRow, Text, columns_of, numbers_of_prompts, write_table
 
 MODEL = "reward_model"
 
@@ -45,6 +52,12 @@ class Reward(StageConfig):
             raise ValueError(f"clip {self.clip}: the first number must be below the second")
         return self
 
+    @property
+    def part(self) -> dict[str, Any]:
+        """How it enters the total: the fields of `tuning.rewards.totals.Part` but the name."""
+        clip = None if self.clip is None else tuple(self.clip)
+        return self.model_dump(include={"weight", "squash", "normalise", "on_failure"}) | {"clip": clip}
+
 
 class Config(StageConfig):
     """How completions are rewarded."""
@@ -74,179 +87,181 @@ class Config(StageConfig):
 
 def source_digests(config: Config) -> dict[str, str]:
     """Hashes of reward functions that are not built in, for the key: an edited function is another reward."""
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for name, reward in config.rewards.items():
         if reward.function != MODEL:
-            found |= function_digests(reward.function, f"rl.score.rewards.{name}.function")
-    return found
+            digests |= function_digests(reward.function, f"rl.score.rewards.{name}.function")
+    return digests
 
 
-def schema(names: list[str]) -> Any:
-    """Columns of the score table: one row a completion, null where a reward failed or does not apply."""
-    import pyarrow as pa
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OutcomeRow(Row):
+    """What every reward gave for a completion: a row of a shard in the work folder."""
 
-    rewards = pa.struct([(n, pa.float32()) for n in names])
-    return pa.schema(
-        [
-            ("prompt_id", pa.string()),
-            ("sample", pa.int32()),
-            ("rewards", rewards),
-            ("total", pa.float32()),
-            ("failure", pa.string()),
-        ]
-    )
+    prompt_id: Text
+    sample: Place
+    values: Annotated[Mapping[str, float | None], pa.struct([])]
+    failures: Annotated[Mapping[str, str | None], pa.struct([])]
+
+    @classmethod
+    def schema(cls, names: Sequence[str] = ()) -> pa.Schema:
+        """Columns of a table with these rewards."""
+        # As the functions gave them, in 64 bits: totals must not depend on which shards an earlier try has left.
+        values = pa.struct([(name, pa.float64()) for name in names])
+        failures = pa.struct([(name, pa.string()) for name in names])
+        columns = columns_of(cls) | {"values": values, "failures": failures}
+        return pa.schema(list(columns.items()))
+
+    def outcome(self, name: str) -> Outcome:
+        """What the reward `name` gave."""
+        return Outcome(self.values[name], self.failures[name])
 
 
 def run(ctx: Context) -> dict[str, Any]:
-    import shutil
-
     config: Config = ctx.config
-    rollouts = read_rows(ctx.inputs["rollouts"], "rollouts/")
+    rollouts = read_table(ctx.inputs["rollouts"], "rollouts/", CompletionRow)
     names = sorted(config.rewards)
-    journals = {n: Journal(ctx, n) for n in names if config.rewards[n].function != MODEL}
-
-    def make(chunk: Any) -> list[dict[str, Any]]:
-        columns = {name: _column(ctx, name, list(chunk), journals.get(name)) for name in names}
-        return [_row(row, {n: columns[n][i] for n in names}) for i, row in enumerate(chunk)]
-
-    columns = schema(names)
-    values = by_shard(ctx, "scores", rollouts, config.shard_completions, columns, make, "completions")
-    # Shards hold what each reward said; totals may need the whole round.
-    rows = with_totals(config, rollouts, values)
-    shutil.rmtree(ctx.out / "scores", ignore_errors=True)
-    write_rows(ctx.out / "scores" / "part-00000.parquet", rows, columns)
+    columns = _outcomes(ctx, names, rollouts)
+    rows = with_totals(config, rollouts, columns)
+    write_table(ctx.out / "scores" / "part-00000.parquet", rows, ScoreRow.schema(names))
     return summarise(rows, names)
 
 
+def _outcomes(ctx: Context, names: Sequence[str], rollouts: Sequence[CompletionRow]) -> dict[str, list[Outcome]]:
+    """The outcomes of each reward by its name, in the order of the rollouts; finished shards are reused."""
+    rewards = ctx.config.rewards
+    journals = {name: Journal(ctx, name) for name in names if rewards[name].function != MODEL}
+
+    def make(chunk: Sequence[CompletionRow]) -> list[OutcomeRow]:
+        columns = {}
+        for name in names:
+            columns[name] = _called(ctx, name, chunk, journals[name]) if name in journals else _learned(ctx, chunk)
+        return [_outcome_row(row, {n: columns[n][i] for n in names}) for i, row in enumerate(chunk)]
+
+    schema = OutcomeRow.schema(names)
+    shards = Shards("scores", OutcomeRow, schema, ctx.config.shard_completions, "completions")
+    rows, _ = by_shard(ctx, shards, rollouts, make)
+    return {name: [row.outcome(name) for row in rows] for name in names}
+
+
+def _outcome_row(row: CompletionRow, outcomes: Mapping[str, Outcome]) -> OutcomeRow:
+    values = {name: outcome.value for name, outcome in outcomes.items()}
+    failures = {name: outcome.failure for name, outcome in outcomes.items()}
+    return OutcomeRow(prompt_id=row.prompt_id, sample=row.sample, values=values, failures=failures)
+
+
 class Journal:
-    """Finished scores of a reward function, one line each, so that a kill costs those under way alone."""
+    """Finished scores of a reward function, one line each, so that a kill costs only those under way."""
 
     def __init__(self, ctx: Context, name: str):
         self._path = ctx.work / f"journal-{name}.jsonl"
-        self._known: dict[str, tuple[float | None, str | None]] = {}
+        self._known: dict[str, Outcome] = {}
         if self._path.exists():
             for line in self._path.read_text().splitlines():
                 # The last line may have been cut off by the kill.
                 with contextlib.suppress(ValueError):
                     place, value, failure = json.loads(line)
-                    self._known[place] = (value, failure)
+                    self._known[place] = Outcome(value, failure)
             ctx.log(f"reward {name}: {len(self._known)} finished scores are reused")
 
     @staticmethod
-    def _place(row: dict[str, Any]) -> str:
-        return f"{row['prompt_id']}/{row['sample']}"
+    def _place(row: CompletionRow) -> str:
+        return f"{row.prompt_id}/{row.sample}"
 
-    def get(self, row: dict[str, Any]) -> tuple[float | None, str | None] | None:
+    def get(self, row: CompletionRow) -> Outcome | None:
         """The finished score of a completion; None where there is none."""
         return self._known.get(self._place(row))
 
-    def add(self, row: dict[str, Any], value: float | None, failure: str | None) -> None:
-        self._known[self._place(row)] = (value, failure)
+    def add(self, row: CompletionRow, outcome: Outcome) -> None:
+        """Stores a finished score."""
+        self._known[self._place(row)] = outcome
         with self._path.open("a") as f:
-            f.write(json.dumps([self._place(row), value, failure]) + "\n")
+            f.write(json.dumps([self._place(row), outcome.value, outcome.failure]) + "\n")
 
 
-def _column(
-    ctx: Context, name: str, rows: list[dict[str, Any]], journal: Journal | None
-) -> list[tuple[float | None, str | None]]:
-    reward: Reward = ctx.config.rewards[name]
-    if journal is None:
-        return [(v, None) for v in _learned(ctx, rows)]
+def _called(ctx: Context, name: str, rows: Sequence[CompletionRow], journal: Journal) -> list[Outcome]:
+    """Outcomes of a reward function; the journal has those of an earlier try."""
     from tuning.rewards.processes import evaluate
 
-    todo = [r for r in rows if journal.get(r) is None]
+    reward: Reward = ctx.config.rewards[name]
+    todo = [row for row in rows if journal.get(row) is None]
     evaluate(
         reward.function,
         reward.arguments,
-        reward_samples(todo),
+        [Sample.of(row) for row in todo],
         seconds=reward.seconds,
         megabytes=reward.megabytes,
         workers=ctx.config.workers,
-        finished=lambda number, outcome: journal.add(todo[number], outcome.value, outcome.failure),
+        finished=lambda number, outcome: journal.add(todo[number], outcome),
     )
-    return [journal.get(r) or (None, None) for r in rows]
+    return [journal.get(row) or Outcome(None) for row in rows]
 
 
-def _learned(ctx: Context, rows: list[dict[str, Any]]) -> list[float]:
+def _learned(ctx: Context, rows: Sequence[CompletionRow]) -> list[Outcome]:
+    """Outcomes of the reward model."""
     from tuning.rewards.learned import score_groups
     from tuning.training.batch import Group
 
     config, params = load_scorer(ctx, ctx.inputs["reward"])
-    # Completions of one prompt share it, and equal completions are computed once.
+    # Completions of one prompt share its tokens in a packed row, and equal completions are computed once.
     by_prompt: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}
-    slot_of = []
+    places = []
     count = 0
-    for r in rows:
-        texts = by_prompt.setdefault(tuple(r["prompt_ids"]), {})
-        tokens = tuple(r["token_ids"])
-        if tokens not in texts:
-            texts[tokens] = count
+    for row in rows:
+        completions = by_prompt.setdefault(tuple(row.prompt_ids), {})
+        tokens = tuple(row.token_ids)
+        if tokens not in completions:
+            completions[tokens] = count
             count += 1
-        slot_of.append(texts[tokens])
+        places.append(completions[tokens])
     groups = [Group(prompt, list(texts), list(texts.values())) for prompt, texts in by_prompt.items()]
     compute = ctx.config.compute
-    found = score_groups(config, params, groups, dtype=compute.dtype, budget=compute.tokens_per_micro_batch)
-    return [float(found[s]) for s in slot_of]
+    scores = score_groups(config, params, groups, dtype=compute.dtype, budget=compute.tokens_per_micro_batch)
+    return [Outcome(float(scores[place])) for place in places]
 
 
-def _row(row: dict[str, Any], found: dict[str, tuple[float | None, str | None]]) -> dict[str, Any]:
-    failures = json.dumps({n: f for n, (_, f) in found.items() if f is not None})
-    values = {n: v for n, (v, _) in found.items()}
-    return {"prompt_id": row["prompt_id"], "sample": row["sample"], "rewards": values, "failure": failures}
-
-
-def with_totals(config: Config, rollouts: list[dict[str, Any]], values: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_totals(
+    config: Config, rollouts: Sequence[CompletionRow], columns: Mapping[str, Sequence[Outcome]]
+) -> list[ScoreRow]:
     """The score table: shaped rewards, their weighted sum and the failures, in the order of the rollouts."""
-    import numpy as np
-
     from tuning.rewards.totals import Part, shaped, totals
 
-    parts = []
-    for name, r in sorted(config.rewards.items()):
-        clip = None if r.clip is None else (r.clip[0], r.clip[1])
-        parts.append(Part(name, r.weight, r.squash, clip, r.normalise, r.on_failure))
-    failed = [json.loads(v["failure"]) for v in values]
-    columns = [
-        [
-            (None if v["rewards"][p.name] is None else shaped(v["rewards"][p.name], p), f.get(p.name))
-            for v, f in zip(values, failed, strict=True)
-        ]
-        for p in parts
-    ]
-    numbers: dict[str, int] = {}
-    groups = [numbers.setdefault(r["prompt_id"], len(numbers)) for r in rollouts]
-    sums, failures = totals(columns, parts, groups)
+    parts = [Part(name, **reward.part) for name, reward in sorted(config.rewards.items())]
+
+    def shaped_outcome(outcome: Outcome, part: Part) -> Outcome:
+        return outcome if outcome.value is None else Outcome(shaped(outcome.value, part), outcome.failure)
+
+    values = {part.name: [shaped_outcome(outcome, part) for outcome in columns[part.name]] for part in parts}
+    sums, failures = totals(list(values.values()), parts, numbers_of_prompts(rollouts))
     rows = []
-    for i, (row, value, rollout) in enumerate(zip(values, sums.tolist(), rollouts, strict=True)):
-        total = 0.0 if config.truncated == "zero" and rollout["stop"] == "length" else value
-        rewards = {p.name: c[i][0] for p, c in zip(parts, columns, strict=True)}
-        kept = np.isfinite(value)
-        rows.append(row | {"rewards": rewards, "total": total if kept else None, "failure": failures[i]})
+    for i, (row, total) in enumerate(zip(rollouts, sums.tolist(), strict=True)):
+        rewards = {name: column[i].value for name, column in values.items()}
+        kept = None
+        if math.isfinite(total):
+            kept = 0.0 if config.truncated == "zero" and row.stop == "length" else total
+        rows.append(
+            ScoreRow(prompt_id=row.prompt_id, sample=row.sample, rewards=rewards, total=kept, failure=failures[i])
+        )
     return rows
 
 
-def summarise(rows: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
-    """Means by reward, share of failed samples, share of groups whose totals do not vary."""
+def summarise(rows: Sequence[ScoreRow], names: Sequence[str]) -> dict[str, Any]:
+    """Means by reward, share of failed samples, share of groups whose totals carry no signal."""
     import numpy as np
-
-    from tuning.losses.groups import is_informative
 
     if not rows:
         return {"completions": 0}
-    totals = [r["total"] for r in rows if r["total"] is not None]
-    groups: dict[str, list[float]] = {}
-    for r in rows:
-        if r["total"] is not None:
-            groups.setdefault(r["prompt_id"], []).append(r["total"])
+    totals = [row.total for row in rows if row.total is not None]
+    groups = {prompt: mine for prompt, mine in totals_by_prompt(rows).items() if mine}
     metrics: dict[str, Any] = {
         "completions": len(rows),
-        "failed": sum(r["failure"] is not None for r in rows) / len(rows),
+        "failed": sum(row.failure is not None for row in rows) / len(rows),
         "reward": float(np.mean(totals)) if totals else None,
         "spread": float(np.std(totals)) if totals else None,
-        "zero_variance": float(np.mean([not is_informative(g) for g in groups.values()])) if groups else 1.0,
+        "zero_variance": (len(groups) - len(informative_prompts(groups))) / len(groups) if groups else 1.0,
     }
     for name in names:
-        values = [r["rewards"][name] for r in rows if r["rewards"][name] is not None]
+        values = [value for row in rows if (value := row.rewards[name]) is not None]
         metrics[f"reward_{name}"] = float(np.mean(values)) if values else None
     return metrics
 

@@ -1,79 +1,89 @@
-"""Parquet folders of a stage: read whole, write by shard, go on after a kill."""
+"""Parquet tables of a stage: read whole, written at once or by shards, from which a stage goes on after a kill."""
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stages.contract.definition import Context
 from stages.store.artifacts import Artifact
+from tuning import rows
+
+Item = TypeVar("Item")
+R = TypeVar("R", bound=rows.Row)
 
 
 def read_rows(artifact: Artifact, part: str) -> list[dict[str, Any]]:
-    """All rows of the Parquet files below `part`, in file order."""
-    folder = artifact.local(part)
-    return [row for path in sorted(folder.glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
+    """All rows of the Parquet files below `part`, in file order, as dictionaries: for display of any table."""
+    return [row for path in _files(artifact, part) for row in pq.read_table(path).to_pylist()]
 
 
-def write_rows(path: Path, rows: Sequence[dict[str, Any]], schema: pa.Schema) -> None:
-    """One Parquet file, visible only when whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.part")
-    pq.write_table(pa.Table.from_pylist(list(rows), schema=schema), partial, compression="zstd")
-    partial.rename(path)
+def read_table(artifact: Artifact, part: str, kind: type[R]) -> list[R]:
+    """As `read_rows`, with the type of the rows."""
+    return rows.read_table(_files(artifact, part), kind)
 
 
-def reward_samples(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of the rollout table as reward functions take them."""
-    return [
-        {
-            "prompt": r["prompt"],
-            "completion": r["text"],
-            "completion_ids": r["token_ids"],
-            "answer": r["answer"],
-            "metadata": json.loads(r["metadata"] or "{}"),
-        }
-        for r in rows
-    ]
+def _files(artifact: Artifact, part: str) -> list[Path]:
+    return sorted(artifact.local(part).glob("*.parquet"))
+
+
+def write_rows(path: Path, table: Sequence[Mapping[str, Any]], schema: pa.Schema) -> None:
+    """One Parquet file of dictionaries, which is visible only when it is complete."""
+    rows.write_arrow(path, pa.Table.from_pylist(list(table), schema=schema))
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards(Generic[R]):
+    """How the work of a stage is divided: each finished shard is a file in `ctx.work`, which outlives a kill."""
+
+    name: str
+    """Of the table: the folder of its files."""
+    kind: type[R]
+    schema: pa.Schema
+    size: int
+    """Items of a shard."""
+    unit: str
+    """What an item is, for the progress."""
 
 
 def by_shard(
-    ctx: Context,
-    name: str,
-    items: Sequence[Any],
-    per_shard: int,
-    schema: pa.Schema,
-    make: Callable[[Sequence[Any]], list[dict[str, Any]]],
-    unit: str,
-) -> list[dict[str, Any]]:
-    """Runs `make` on slices of `items`; slices that an earlier try finished are read, not made.
+    ctx: Context, shards: Shards[R], items: Sequence[Item], make: Callable[[Sequence[Item]], list[R]]
+) -> tuple[list[R], list[Path]]:
+    """All rows that `make` gives for slices of `items`, and the files of the slices.
 
-    Leaves the shards under `ctx.out/name` and returns all rows.
+    Slices that an earlier try has finished are read, not made.
     """
-    done: list[dict[str, Any]] = []
-    total = -(-len(items) // per_shard)
+    table: list[R] = []
+    files: list[Path] = []
     kept = 0
+    total = -(-len(items) // shards.size)
     for number in range(total):
-        chunk = items[number * per_shard : (number + 1) * per_shard]
-        path = ctx.work / f"{name}-{number:05d}" / f"part-{number:05d}-of-{total:05d}.parquet"
+        first = number * shards.size
+        path = ctx.work / f"{shards.name}-{number:05d}" / f"part-{number:05d}-of-{total:05d}.parquet"
         if path.exists():
-            rows = pq.read_table(path).to_pylist()
+            table += rows.read_table([path], shards.kind)
             kept += 1
         else:
-            rows = make(chunk)
-            write_rows(path, rows, schema)
+            made = make(items[first : first + shards.size])
+            rows.write_table(path, made, shards.schema)
             ctx.saved()
-        done.extend(rows)
-        ctx.progress(min((number + 1) * per_shard, len(items)), len(items), unit)
-        target = ctx.out / name / path.name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, target)
+            table += made
+        files.append(path)
+        ctx.progress(min(first + shards.size, len(items)), len(items), shards.unit)
     if kept:
-        ctx.log(f"resumed: {kept} of {total} shards of {name} were there")
-    return done
+        ctx.log(f"resumed: {kept} of {total} shards of {shards.name} were there")
+    return table, files
+
+
+def publish(files: Sequence[Path], folder: Path) -> None:
+    """Copies finished shards into the artifact."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in files:
+        # The shard stays in the work folder: a kill before the artifact is committed must find it there.
+        shutil.copyfile(path, folder / path.name)

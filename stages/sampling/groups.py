@@ -1,72 +1,121 @@
-"""Groups of scored completions: which teach something, and which of them a round takes."""
+"""Groups of scored completions: which carry a signal, and which of them a round takes."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+
+from stages.common.tables import read_table
+from stages.store.artifacts import Artifact
+from tuning.rows import CompletionRow, ScoreRow
 
 LEAST_SHARE = 0.25
 """A refill expects at least this share of its prompts to be informative: it stays small."""
+BINS = 5
+"""Bins of the histogram of pass rates in an error."""
 
 
 class TooFewGroups(RuntimeError):
     """All refills together left fewer informative groups than the round wants."""
 
 
-def by_prompt(rollouts: list[dict[str, Any]], scores: list[dict[str, Any]]) -> dict[str, list[float]]:
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """Completions and their scores, one of each in the same order."""
+
+    rollouts: list[CompletionRow]
+    scores: list[ScoreRow]
+    prompts: int
+    """Different prompts in the round's own rollouts, refills not counted."""
+
+    def only(self, prompts: Iterable[str]) -> Scored:
+        """The completions of these prompts."""
+        wanted = set(prompts)
+        kept = [i for i, row in enumerate(self.rollouts) if row.prompt_id in wanted]
+        rollouts, scores = [self.rollouts[i] for i in kept], [self.scores[i] for i in kept]
+        return dataclasses.replace(self, rollouts=rollouts, scores=scores)
+
+
+def refills(inputs: Mapping[str, Artifact]) -> int:
+    """How many refills are among the inputs of a stage."""
+    return sum(f"refill_{number}" in inputs for number in range(1, 100))
+
+
+def read_scored(inputs: Mapping[str, Artifact]) -> Scored:
+    """A round's rollouts with their scores, then those of its refills, from the inputs of a stage.
+
+    Raises RuntimeError where a score table does not list the completions of its rollout table in their order.
+    """
+    names = [("rollouts", "scores")]
+    names += [(f"refill_{i}", f"refill_{i}_scores") for i in range(1, refills(inputs) + 1)]
+    all_rollouts: list[CompletionRow] = []
+    all_scores: list[ScoreRow] = []
+    prompts = 0
+    for of_rollouts, of_scores in names:
+        rollouts = read_table(inputs[of_rollouts], "rollouts/", CompletionRow)
+        scores = read_table(inputs[of_scores], "scores/", ScoreRow)
+        if [(r.prompt_id, r.sample) for r in rollouts] != [(s.prompt_id, s.sample) for s in scores]:
+            raise RuntimeError(f"{of_rollouts} and {of_scores} do not list the same completions in the same order")
+        prompts = prompts or len({row.prompt_id for row in rollouts})
+        all_rollouts += rollouts
+        all_scores += scores
+    return Scored(all_rollouts, all_scores, prompts)
+
+
+def totals_by_prompt(scores: Iterable[ScoreRow]) -> dict[str, list[float]]:
     """The totals of each prompt's completions, those of failed rewards left out."""
-    found: dict[str, list[float]] = {}
-    for row, score in zip(rollouts, scores, strict=True):
-        mine = found.setdefault(row["prompt_id"], [])
-        if score["total"] is not None:
-            mine.append(score["total"])
-    return found
+    groups: dict[str, list[float]] = {}
+    for score in scores:
+        totals = groups.setdefault(score.prompt_id, [])
+        if score.total is not None:
+            totals.append(score.total)
+    return groups
 
 
-def informative(totals: list[float]) -> bool:
-    """Whether a group teaches anything (R9)."""
+def informative_prompts(groups: Mapping[str, Sequence[float]]) -> list[str]:
+    """The prompts whose completions carry a signal (R9), in their order."""
     from tuning.losses.groups import is_informative
 
-    return is_informative(totals)
+    return [prompt for prompt, totals in groups.items() if is_informative(totals)]
 
 
-def chosen_groups(
-    rollouts: list[dict[str, Any]], scores: list[dict[str, Any]], wanted: int, when_short: str
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
-    """Rows of the first `wanted` informative groups, and what became of each prompt.
+def chosen_groups(scored: Scored, when_short: str) -> tuple[Scored, dict[str, int]]:
+    """The first informative groups, as many as the round has prompts, and what became of all prompts.
 
     Raises TooFewGroups with the histogram of pass rates where there are fewer and `when_short` is `stop`.
     """
-    groups = by_prompt(rollouts, scores)
-    good = [p for p, totals in groups.items() if informative(totals)]
-    if len(good) < wanted and when_short == "stop":
+    groups = totals_by_prompt(scored.scores)
+    good = informative_prompts(groups)
+    if len(good) < scored.prompts and when_short == "stop":
         raise TooFewGroups(
-            f"{len(good)} of the {wanted} groups that the round wants are informative, after {len(groups)} prompts; "
-            f"prompts by share of better completions, 0 to 1: {_histogram(groups)}. Use prompts that are neither too "
-            "hard nor too easy, raise rl.refills or rl.rollout.completions, or set rl.update.short_of_groups: train"
+            f"{len(good)} of the {scored.prompts} groups that the round wants are informative, after {len(groups)} "
+            f"prompts; prompts by share of better completions, 0 to 1: {_histogram(groups)}. Use prompts that are "
+            "neither too hard nor too easy, raise rl.refills or rl.rollout.completions, or set "
+            "rl.update.short_of_groups: train"
         )
-    taken = set(good[:wanted])
-    keep = [i for i, r in enumerate(rollouts) if r["prompt_id"] in taken]
-    about = {
+    taken = good[: scored.prompts]
+    metrics = {
         "prompts_sampled": len(groups),
         "prompts_without_signal": len(groups) - len(good),
         "prompts_to_spare": len(good) - len(taken),
     }
-    return [rollouts[i] for i in keep], [scores[i] for i in keep], about
+    return scored.only(taken), metrics
 
 
-def _histogram(groups: dict[str, list[float]], bins: int = 5) -> list[int]:
-    totals = [t for mine in groups.values() for t in mine]
-    counts = [0] * bins
-    middle = (min(totals) + max(totals)) / 2 if totals else 0.0
-    for mine in groups.values():
-        if mine:
-            counts[min(bins - 1, int(sum(t > middle for t in mine) / len(mine) * bins))] += 1
+def _histogram(groups: Mapping[str, Sequence[float]]) -> list[int]:
+    """Prompts by the share of their completions whose total is above the middle of all totals."""
+    every = [total for totals in groups.values() for total in totals]
+    middle = (min(every) + max(every)) / 2 if every else 0.0
+    counts = [0] * BINS
+    for totals in filter(None, groups.values()):
+        share = sum(total > middle for total in totals) / len(totals)
+        counts[min(BINS - 1, int(share * BINS))] += 1
     return counts
 
 
-def missing_prompts(groups: dict[str, list[float]], wanted: int) -> int:
+def missing_prompts(groups: Mapping[str, Sequence[float]], wanted: int) -> int:
     """How many new prompts are worth sampling, from the share that was informative so far; at most `wanted`."""
-    good = sum(map(informative, groups.values()))
+    good = len(informative_prompts(groups))
     share = max(good / max(len(groups), 1), LEAST_SHARE)
     return min(wanted, math.ceil(max(wanted - good, 0) / share))

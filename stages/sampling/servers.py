@@ -45,7 +45,7 @@ _places: set[Path] = set()
 """Where this worker keeps weights for servers."""
 
 
-def opened(ctx: Context, settings: EngineSettings, quantize: str, context: int, requests: Sequence[Any]) -> Any:
+def open_engine(ctx: Context, settings: EngineSettings, quantize: str, context: int, requests: Sequence[Any]) -> Any:
     """A `Fleet` whose servers have the stage's policy; the first of `requests` are what it is proven on."""
     from tuning.rollout.servers.fleet import Fleet, Options
     from tuning.rollout.servers.kinds import KINDS

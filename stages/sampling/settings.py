@@ -1,12 +1,13 @@
-"""Which engine samples, and where it is."""
+"""Settings of stages that sample: which engine, where it is, and what is drawn."""
 
 from __future__ import annotations
 
 import shlex
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
+from stages.common.settings import Compute
 from stages.contract.definition import StageConfig, execution_setting
 
 NATIVE = ("quantization", "kv_cache_dtype")
@@ -96,6 +97,35 @@ class EngineSettings(StageConfig):
         return shlex.split(self.command) if isinstance(self.command, str) else list(self.command or [])
 
 
-def engine_modules(settings: EngineSettings) -> tuple[str, ...]:
+class SamplingConfig(StageConfig):
+    """What the stages that sample a round's prompts have in common."""
+
+    max_tokens: Annotated[int, Field(ge=1)] = 64
+    """Longest completion in tokens, EOS included."""
+    shard_prompts: Annotated[int, Field(ge=1)] = 32
+    """Prompts of one shard: what is kept when a round is interrupted."""
+    quantize: Literal["none", "int8", "nf4"] = "none"
+    """How the policy's kernels are rounded before sampling; the recipe takes it from rl.update.lora, for the round
+    that begins with a policy which is not of that adapter yet."""
+    engine: EngineSettings = EngineSettings()
+    """What samples."""
+    compute: Compute = Compute()
+    """How to compute."""
+
+
+class Rollout(SamplingConfig):
+    """Sampling of one round. Training samples with top_p = 1 and top_k = 0: ratios stay unbiased."""
+
+    round: Annotated[int, Field(ge=0)] = 0
+    """Number of the round: its place in the order of prompts and in the random stream."""
+    prompts: Annotated[int, Field(ge=1)] = 32
+    """Prompts of a round."""
+    completions: Annotated[int, Field(ge=1)] = 8
+    """Completions of each prompt."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Sampling temperature; training uses the same."""
+
+
+def loads(config: SamplingConfig) -> tuple[str, ...]:
     """The modules behind an engine that is not in the worker, which the stage loads by name."""
-    return () if settings.kind == "native" else (SERVERS,)
+    return () if config.engine.kind == "native" else (SERVERS,)

@@ -19,14 +19,15 @@ from typing import Any
 
 from stages.common.models import ADAPTER, load_policy, load_rounded, load_scorer, recall, remember, token_ids
 from stages.common.settings import stored_as
-from stages.common.tables import read_rows
+from stages.common.tables import read_table
 from stages.contract.definition import Context, Reads, Stage
 from stages.contract.sources import user_digests
-from stages.sampling.groups import chosen_groups
+from stages.sampling.groups import chosen_groups, read_scored, refills
 from stages.store.artifacts import Artifact
 from stages.training.adapters import based, lora_config, name_of
 from stages.training.fit import optimizer_of
 from stages.update.settings import Config
+from tuning.rows import ScoreRow
 
 NAME = "update"
 
@@ -293,25 +294,16 @@ def _rollouts(ctx: Context) -> tuple[Any, dict[str, Any]]:
     from tuning.algorithms.round_data import RoundData
 
     config: Config = ctx.config
-    pairs = [("rollouts", "scores")]
-    pairs += [(f"refill_{i}", f"refill_{i}_scores") for i in range(1, 100) if f"refill_{i}" in ctx.inputs]
-    rollouts, scores = [], []
-    for names in pairs:
-        rows, marks = (read_rows(ctx.inputs[n], f"{p}/") for n, p in zip(names, ("rollouts", "scores"), strict=True))
-        if [(r["prompt_id"], r["sample"]) for r in rows] != [(s["prompt_id"], s["sample"]) for s in marks]:
-            raise RuntimeError(f"{names[0]} and {names[1]} do not list the same completions in the same order")
-        rollouts += rows
-        scores += marks
+    scored = read_scored(ctx.inputs)
     digest = ctx.inputs["policy"].digest
-    wrong = [] if config.off_policy else [r for r in rollouts if r["policy"] != digest]
+    wrong = [] if config.off_policy else [row for row in scored.rollouts if row.policy != digest]
     if wrong:
-        raise RuntimeError(f"rollouts come from policy {wrong[0]['policy'][:12]}, the update starts at {digest[:12]}")
+        raise RuntimeError(f"rollouts come from policy {wrong[0].policy[:12]}, the update starts at {digest[:12]}")
     about: dict[str, Any] = {}
-    if len(pairs) > 1:
-        wanted = len({r["prompt_id"] for r in read_rows(ctx.inputs["rollouts"], "rollouts/")})
-        rollouts, scores, about = chosen_groups(rollouts, scores, wanted, config.short_of_groups)
-    greedy = read_rows(ctx.inputs["greedy_scores"], "scores/") if config.needs_greedy else None
-    return RoundData.from_rows(rollouts, scores, greedy), about
+    if refills(ctx.inputs):
+        scored, about = chosen_groups(scored, config.short_of_groups)
+    greedy = read_table(ctx.inputs["greedy_scores"], "scores/", ScoreRow) if config.needs_greedy else None
+    return RoundData.from_rows(scored.rollouts, scored.scores, greedy), about
 
 
 STAGE = Stage(

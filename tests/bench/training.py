@@ -56,7 +56,7 @@ def batches_of(groups: list[Group], row_tokens: int = 0) -> list[dict[str, Any]]
 
 
 def sft_groups(config: DecoderConfig) -> list[Group]:
-    """8 rows of 256 tokens, all but the first trained."""
+    """8 rows of 256 tokens; all but the first token of each are trained on."""
     ids = inputs.tokens(8, 256, config.vocab_size)
     return [Group(row[:1].tolist(), [row[1:].tolist()], [i]) for i, row in enumerate(ids)]
 
@@ -84,7 +84,7 @@ def run(work: str, model: str, repeats: int) -> None:
             return -jnp.sum(logps) / batch["n_tokens"], {}
 
         if work == "W2lora":
-            # The base gets no gradient: forward, and the backward pass through it.
+            # The frozen base needs no weight gradients: its forward pass, and the backward pass through it.
             lora = LoraConfig(rank=16, alpha=32.0)
             trainable, frozen = tune(config, "decoder", params, lora, seed=0, dtype=compute.dtype)
             sft_loss = over(tuned_graph(config, "decoder", lora), sft_loss)

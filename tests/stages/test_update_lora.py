@@ -13,17 +13,16 @@ from flax import nnx
 
 from stages.common.models import load_rounded
 from stages.contract.definition import Context
-from stages.rollout import schema
 from stages.store.artifacts import Store
 from stages.training.adapters import lora_config
 from stages.update import stage as update
-from tests.stages.test_ways import compiled  # noqa: F401
 from tuning.device import Compute
 from tuning.models import huggingface
 from tuning.models.config import tiny
 from tuning.models.decoder import decoder_graph
 from tuning.models.lora import merge
 from tuning.models.peft import load_adapter
+from tuning.rows import CompletionRow
 from tuning.training.batch import Group, Layout, micro_batches
 from tuning.training.forward import logps_and_entropy
 
@@ -67,7 +66,11 @@ class Rounds:
             prompt_ids = rng.integers(3, 61, 5).tolist()
             for sample in range(3):
                 tokens = [*rng.integers(3, 61, rng.integers(2, 6)).tolist(), 2]
-                row = dict.fromkeys(schema().names) | {"prompt_id": str(prompt), "sample": sample, "seed": 0}
+                row = dict.fromkeys(CompletionRow.schema().names) | {
+                    "prompt_id": str(prompt),
+                    "sample": sample,
+                    "seed": 0,
+                }
                 row |= {"prompt_ids": prompt_ids, "token_ids": tokens, "logprobs": logprobs(prompt_ids, tokens)}
                 rollouts.append(row | {"policy": policy.digest})
                 scores.append({"prompt_id": str(prompt), "sample": sample, "total": float(sample == prompt % 3)})

@@ -38,7 +38,7 @@ def correction_weights(objective: Objective, old_CT: jax.Array, mu_CT: jax.Array
         case "sequence":
             return importance_weights(old_CT, mu_CT, mask_CT, level="sequence", weight_max=high)
         case "sequence-mask":
-            return gated_weights(old_CT, mu_CT, mask_CT, level="sequence-mean", band=(low, high))
+            return gated_weights(old_CT, mu_CT, mask_CT, band=(low, high))
 
 
 def kl_loss(objective: Objective, logps_CT: jax.Array, ref_CT: jax.Array, mask_CT: jax.Array) -> jax.Array:

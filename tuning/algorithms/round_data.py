@@ -1,14 +1,18 @@
-"""The scored rollouts of a round as arrays, and how they fall into optimizer steps."""
+"""The scored rollouts of a round as arrays, and how they fall into optimizer steps.
+
+Axes: N completions of the round, T completion tokens.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
+from tuning.losses.masks import sampled_mask
+from tuning.rows import CompletionRow, ScoreRow, numbers_of_prompts
 from tuning.shapes import bucket
 from tuning.training.batch import Group
 
@@ -18,41 +22,47 @@ class RoundData:
     """The rollouts of a round with their totals, in table order."""
 
     prompts: list[list[int]]
+    """Tokens of the prompt of each completion, [N] lists."""
     completions: list[list[int]]
+    """Tokens of each completion, [N] lists."""
     mu: list[list[float]]
+    """Log-probabilities of the sampler for these tokens, [N] lists."""
     groups_N: np.ndarray
+    """Number of the prompt."""
     totals_N: np.ndarray
+    """Reward, float32; NaN where a reward failed."""
     valid_N: np.ndarray
+    """False where a reward failed."""
     truncated_N: np.ndarray
+    """Whether max_tokens cut the completion off."""
     greedy_N: np.ndarray | None = None
+    """Reward of the greedy completion of the same prompt; NaN where there is none."""
 
     @classmethod
     def from_rows(
         cls,
-        rollouts: Sequence[dict[str, Any]],
-        scores: Sequence[dict[str, Any]],
-        greedy: Sequence[dict[str, Any]] | None = None,
+        rollouts: Sequence[CompletionRow],
+        scores: Sequence[ScoreRow],
+        greedy: Sequence[ScoreRow] | None = None,
     ) -> RoundData:
         """From the rows of the rollout and score tables; a completion whose reward failed is not valid.
 
-        `greedy`: the score rows of one greedy completion of each prompt.
+        greedy: the scores of one greedy completion of each prompt.
         """
-        numbers: dict[str, int] = {}
-        groups = [numbers.setdefault(r["prompt_id"], len(numbers)) for r in rollouts]
-        totals = _totals(scores)
-        baseline = None
+        totals_N = _totals(scores)
+        greedy_N = None
         if greedy is not None:
-            found = dict(zip([s["prompt_id"] for s in greedy], _totals(greedy), strict=True))
-            baseline = np.asarray([found.get(r["prompt_id"], np.nan) for r in rollouts], np.float32)
+            of_prompt = dict(zip([score.prompt_id for score in greedy], _totals(greedy), strict=True))
+            greedy_N = np.asarray([of_prompt.get(row.prompt_id, np.nan) for row in rollouts], np.float32)
         return cls(
-            prompts=[r["prompt_ids"] for r in rollouts],
-            completions=[r["token_ids"] for r in rollouts],
-            mu=[r["logprobs"] for r in rollouts],
-            groups_N=np.asarray(groups),
-            totals_N=totals,
-            valid_N=np.isfinite(totals),
-            truncated_N=np.asarray([r.get("stop") == "length" for r in rollouts]),
-            greedy_N=baseline,
+            prompts=[row.prompt_ids for row in rollouts],
+            completions=[row.token_ids for row in rollouts],
+            mu=[row.logprobs for row in rollouts],
+            groups_N=np.asarray(numbers_of_prompts(rollouts)),
+            totals_N=totals_N,
+            valid_N=np.isfinite(totals_N),
+            truncated_N=np.asarray([row.stop == "length" for row in rollouts]),
+            greedy_N=greedy_N,
         )
 
     @functools.cached_property
@@ -65,9 +75,12 @@ class RoundData:
 
     @functools.cached_property
     def mask_NT(self) -> np.ndarray:
-        """1 on tokens whose sampler log-probability is finite: another leaves numerator and denominator (R5)."""
+        """1 on tokens whose sampler log-probability is finite, [N, T].
+
+        Other tokens count neither in the loss nor in its denominator (R5).
+        """
         lengths = np.asarray([len(c) for c in self.completions])
-        return (np.arange(self.mu_NT.shape[1]) < lengths[:, None]) & np.isfinite(self.mu_NT)
+        return sampled_mask(lengths, self.mu_NT)
 
     def steps(self, keep_N: np.ndarray, prompts_per_step: int) -> list[list[Group]]:
         """Kept completions as groups, at most `prompts_per_step` of them a step, in table order.
@@ -83,12 +96,14 @@ class RoundData:
         return [groups[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
 
     def _group(self, members: list[int]) -> Group:
-        lengths = [len(self.completions[i]) for i in members]
-        masks = [self.mask_NT[i, :n].astype(int).tolist() for i, n in zip(members, lengths, strict=True)]
-        whole = all(sum(m) == n for m, n in zip(masks, lengths, strict=True))
-        texts = [self.completions[i] for i in members]
-        return Group(self.prompts[members[0]], texts, members, None if whole else masks)
+        """The completions `members` of one prompt; masks are given only where a token is left out."""
+        completions = [self.completions[i] for i in members]
+        masks = [
+            self.mask_NT[i, : len(tokens)].astype(int).tolist() for i, tokens in zip(members, completions, strict=True)
+        ]
+        complete = all(all(mask) for mask in masks)
+        return Group(self.prompts[members[0]], completions, members, None if complete else masks)
 
 
-def _totals(scores: Iterable[dict[str, Any]]) -> np.ndarray:
-    return np.asarray([np.nan if s["total"] is None else s["total"] for s in scores], np.float32)
+def _totals(scores: Iterable[ScoreRow]) -> np.ndarray:
+    return np.asarray([np.nan if score.total is None else score.total for score in scores], np.float32)

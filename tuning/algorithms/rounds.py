@@ -23,8 +23,7 @@ from tuning.algorithms.diagnostics import Coefficients, pass_histogram, summaris
 from tuning.algorithms.objective import policy_loss
 from tuning.algorithms.round_data import RoundData
 from tuning.device import Compute, choose
-from tuning.losses.kl import kl_per_token
-from tuning.losses.policy import LOG_RATIO_CLAMP
+from tuning.losses.rewards import kl_penalty
 from tuning.mesh import over_devices, put_batch, put_params, put_state, row_shards
 from tuning.models.config import DecoderConfig
 from tuning.models.decoder import decoder_graph, scalar_graph
@@ -159,14 +158,12 @@ class _Round:
         o = self.objective
         if o.kl_in_reward > 0:
             old, ref, mask = (
-                jnp.asarray(x) for x in (self.columns["old_CT"], self.columns["ref_CT"], self.data.mask_NT)
+                jnp.asarray(x) for x in (self.columns["old_CT"], self.columns["ref_CT"], self.scored.mask_NT)
             )
             limit = None if o.kl_clamp is None else (-o.kl_clamp, o.kl_clamp)
-            kl = kl_per_token(
-                old, ref, o.kl_in_reward_kind, mask_BT=mask, log_ratio_clamp=LOG_RATIO_CLAMP, value_clamp=limit
-            )
             weight = o.kl_in_reward * self.coefficients.kl_scale
-            self.scored = dataclasses.replace(self.scored, penalty_NT=np.asarray(weight * kl * self.scored.mask_NT))
+            penalty = kl_penalty(old, ref, mask, coef=weight, kind=o.kl_in_reward_kind, value_clamp=limit)
+            self.scored = dataclasses.replace(self.scored, penalty_NT=np.asarray(penalty))
 
     def check_mismatch(self, kl: float) -> None:
         limit = self.settings.max_mismatch_kl

@@ -65,6 +65,23 @@ class Plan:
 
 
 @dataclasses.dataclass(slots=True)
+class Draft:
+    """A row of an output between `render` and the pieces: it has texts first, and ids once they are tokenised."""
+
+    output: str
+    key: str
+    """What equal rows share."""
+    columns: dict[str, Any]
+    """Columns that hold neither token ids nor provenance."""
+    texts: dict[str, str] = dataclasses.field(default_factory=dict)
+    """What `tokenize` encodes, by the column that its ids go to."""
+    ids: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    """Columns of token ids."""
+    mask: list[int] | None = None
+    """The column `completion_mask`."""
+
+
+@dataclasses.dataclass(slots=True)
 class Entry:
     """A record on its way."""
 
@@ -75,7 +92,7 @@ class Entry:
     """Set by `validate`; what fails there is dead and reaches no other step."""
     outputs: list[str] = dataclasses.field(default_factory=list)
     times: int = 1
-    rows: list[tuple[str, dict[str, Any]]] = dataclasses.field(default_factory=list)
+    drafts: list[Draft] = dataclasses.field(default_factory=list)
     dropped: list[str] = dataclasses.field(default_factory=list)
     """output:reason of each row that was dropped."""
     fate: str = ""
@@ -106,7 +123,7 @@ class Block:
         for entry in self.entries:
             if entry.position in reasons:
                 letter = {"position": entry.position, "source": self.part.label, "record": entry.number, "step": step}
-                # Bytes that are no text stay readable, and can be told from each other.
+                # Bytes that are not UTF-8 stay readable and distinct.
                 raw = entry.line.decode("utf-8", "backslashreplace")
                 reason = reasons[entry.position].encode("utf-8", "backslashreplace").decode()
                 self.dead.append(letter | {"reason": reason, "raw": raw})

@@ -34,7 +34,7 @@ import pyarrow as pa
 from apache_beam.metrics import Metrics
 from apache_beam.options.pipeline_options import PipelineOptions
 
-from tuning.data.blocks import Block, Entry, Plan
+from tuning.data.blocks import Block, Draft, Entry, Plan
 from tuning.data.files import Part, read_part
 from tuning.data.remote import again, filesystem, publish, type_of
 from tuning.data.runners import Runner, flags_of
@@ -119,8 +119,8 @@ class Write(beam.DoFn):
     def process(self, block: Block) -> Iterator[str]:
         pieces: dict[str, list[dict[str, Any]]] = {}
         for entry in block.entries:
-            for output, row in entry.rows:
-                pieces.setdefault(output, []).extend(_placed(entry, row, block.part.label))
+            for draft in entry.drafts:
+                pieces.setdefault(draft.output, []).extend(_placed(entry, draft, block.part.label))
         for output, rows in sorted(pieces.items()):
             self.put(block, output, rows, {**SCHEMAS[output], **ORDER})
         self.put(block, "ledger", [_fate(entry) for entry in block.entries], LEDGER)
@@ -160,13 +160,13 @@ def _hash64(text: str) -> int:
     return int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
 
 
-def _placed(entry: Entry, row: dict[str, Any], label: str) -> Iterator[dict[str, Any]]:
-    """The row with its provenance, as often as its source's weight says."""
-    record = entry.record
-    row |= {"source": label, "record": entry.number, "content": record.content, "position": entry.position}
+def _placed(entry: Entry, draft: Draft, label: str) -> Iterator[dict[str, Any]]:
+    """The columns of a row with its provenance, as often as its source's weight says."""
+    row = {**draft.columns, **draft.ids, "completion_mask": draft.mask, "key": draft.key}
+    row |= {"source": label, "record": entry.number, "content": entry.record.content, "position": entry.position}
     yield row
     for copy in range(1, entry.times):
-        yield row | {"id": f"{row['id']}~{copy}", "key": f"{row['key']}~{copy}"}
+        yield row | {"id": f"{row['id']}~{copy}", "key": f"{draft.key}~{copy}"}
 
 
 def _fate(entry: Entry) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def _fate(entry: Entry) -> dict[str, Any]:
         "group": record.group,
         "fate": entry.fate,
         "heldout": any(output.startswith("heldout") for output in entry.outputs),
-        "rows": [output for output, _ in entry.rows for _ in range(entry.times)],
+        "rows": [draft.output for draft in entry.drafts for _ in range(entry.times)],
         "dropped": entry.dropped,
         "id_hash": _hash64(record.id),
         "group_hash": _hash64(record.group),

@@ -1,64 +1,94 @@
-"""Columns of prepared data, and reading and writing it so that equal tables give equal bytes."""
+"""Rows of prepared data, and reading and writing them so that equal tables give equal bytes."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-IDS = pa.list_(pa.int32())
-_FIRST = {"id": pa.string(), "prompt_ids": IDS}
-_PROVENANCE = {"source": pa.string(), "record": pa.int64(), "content": pa.string()}
-_PROMPTS = {**_FIRST, "prompt": pa.string(), "answer": pa.string(), "metadata": pa.string(), **_PROVENANCE}
-_PAIRS = {
-    **_FIRST,
-    "chosen_ids": IDS,
-    "rejected_ids": IDS,
-    "prompt": pa.string(),
-    "chosen": pa.string(),
-    "rejected": pa.string(),
-    "margin": pa.float64(),
-    **_PROVENANCE,
-}
-_LABELLED = {
-    **_FIRST,
-    "completion_ids": IDS,
-    "label": pa.bool_(),
-    "prompt": pa.string(),
-    "completion": pa.string(),
-    **_PROVENANCE,
-}
-SCHEMAS: dict[str, dict[str, pa.DataType]] = {
-    "sft": {
-        **_FIRST,
-        "completion_ids": IDS,
-        "completion_mask": pa.list_(pa.int8()),
-        "prompt": pa.string(),
-        "completion": pa.string(),
-        **_PROVENANCE,
-    },
-    "preference": _PAIRS,
-    "labelled": _LABELLED,
-    "prompts": _PROMPTS,
-    "heldout": _PROMPTS,
-    "heldout_preference": _PAIRS,
-    "heldout_labelled": _LABELLED,
-}
-"""Columns of each output; `heldout_preference` holds the pairs of held-out groups, and `heldout_labelled` likewise.
+from tuning.rows import Ids, Number, PromptRow, Row, Text, columns_of
 
-`completion_mask` is 1 for the tokens that SFT trains; null: all of them. `source`, `record` and `content` say where the
-row came from: file or task, number in it (from 1), sha256 of all but the id."""
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SftRow(Row):
+    """A completion to imitate: a row of `sft`."""
+
+    id: Text
+    prompt_ids: Ids
+    completion_ids: Ids
+    completion_mask: Annotated[list[int], pa.list_(pa.int8())] | None = None
+    """1 for the tokens that SFT trains; None: all of them."""
+    prompt: Text
+    completion: Text
+    source: Text
+    """File or task of the record."""
+    record: Number
+    """Its number there, from 1."""
+    content: Text
+    """sha256 of all of the record but its id."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairRow(Row):
+    """A chosen and a rejected completion: a row of `preference`; provenance as in SftRow."""
+
+    id: Text
+    prompt_ids: Ids
+    chosen_ids: Ids
+    rejected_ids: Ids
+    prompt: Text
+    chosen: Text
+    rejected: Text
+    margin: Annotated[float, pa.float64()] | None = None
+    """How much better the chosen one is."""
+    source: Text
+    record: Number
+    content: Text
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LabelledRow(Row):
+    """A completion and whether it is good: a row of `labelled`; provenance as in SftRow."""
+
+    id: Text
+    prompt_ids: Ids
+    completion_ids: Ids
+    label: Annotated[bool, pa.bool_()]
+    prompt: Text
+    completion: Text
+    source: Text
+    record: Number
+    content: Text
+
+
+ROWS: dict[str, type[Row]] = {
+    "sft": SftRow,
+    "preference": PairRow,
+    "labelled": LabelledRow,
+    "prompts": PromptRow,
+    "heldout": PromptRow,
+    "heldout_preference": PairRow,
+    "heldout_labelled": LabelledRow,
+}
+"""Rows of each output; `heldout_preference` holds the pairs of held-out groups, and `heldout_labelled` likewise."""
+SCHEMAS = {output: columns_of(kind) for output, kind in ROWS.items()}
+"""Columns of each output."""
 
 DEAD: dict[str, pa.DataType] = {
-    **{"source": pa.string(), "record": pa.int64(), "step": pa.string(), "reason": pa.string(), "raw": pa.string()},
+    "source": pa.string(),
+    "record": pa.int64(),
+    "step": pa.string(),
+    "reason": pa.string(),
+    "raw": pa.string(),
 }
 """Columns of the dead letters."""
 
 ORDER = {"key": pa.string(), "position": pa.int64()}
-"""Columns of a piece that are gone after the merge: what makes rows equal, and the record's place in all sources."""
+"""Columns that pieces have and outputs have not: what equal rows share, and the record's place in all sources."""
 
 LEDGER: dict[str, pa.DataType] = {
     "id": pa.string(),
@@ -73,7 +103,7 @@ LEDGER: dict[str, pa.DataType] = {
 }
 """What became of each readable record: a line for each, by which fates are added up."""
 
-# Rows of a group are read at once, by whoever wants some of them.
+# A reader decodes a whole row group to get at one of its rows, so groups are small.
 ROW_GROUP = 1 << 13
 
 

@@ -1,6 +1,6 @@
 """The steps between a raw record and a row, on blocks of records; `tuning.data.pipeline` makes Beam transforms of them.
 
-Those here decide which records are used; `tuning.data.rows` makes rows of them.
+Those here decide which records are used; `tuning.data.drafts` makes rows of them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from tuning.data.blocks import Block, Counts, Plan, Step, tokenizer_of
+from tuning.data.drafts import lengths, render, tokenize
 from tuning.data.records import Record, RecordError, canonical_json, parse_line
 from tuning.data.remote import local_copy
-from tuning.data.rows import lengths, render, tokenize
 from tuning.data.similar import is_contaminated, signature
 
 

@@ -4,41 +4,34 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import functools
 import math
 import multiprocessing
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
-from pebble import ProcessExpired, ProcessPool
+from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from tuning.rewards.functions import find
-
-COLUMNS = ("prompt", "completion")
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """A reward, or why there is none."""
-
-    value: float | None
-    failure: str | None = None
+from tuning.rewards.samples import Outcome, Sample
 
 
-def _one(name: str, arguments: dict[str, Any], sample: dict[str, Any], megabytes: int) -> float | None:
-    columns = {k: [v] for k, v in sample.get("metadata", {}).items()}
-    columns |= {k: [v] for k, v in sample.items() if k not in COLUMNS}
+def _one(name: str, arguments: Mapping[str, Any], sample: Sample, megabytes: int) -> float | None:
+    """The reward of one sample, in a process of the pool."""
+    # A fault of one sample must cost that sample alone, so the function never sees two at once.
     with _memory_limit(megabytes):
-        (value,) = find(name)([sample["prompt"]], [sample["completion"]], **columns | arguments)
+        (value,) = find(name)([sample.prompt], [sample.completion], **{**sample.columns, **arguments})
     return None if value is None else float(value)
 
 
 @contextlib.contextmanager
 def _memory_limit(megabytes: int) -> Iterator[None]:
-    """So much more data than the process holds now; what asks for more gets a MemoryError. Linux only."""
+    """Limits the process's data to its present size plus `megabytes`: a larger allocation raises MemoryError.
+
+    Linux only.
+    """
     if sys.platform != "linux":
         yield
         return
@@ -56,19 +49,24 @@ def _memory_limit(megabytes: int) -> Iterator[None]:
 
 def evaluate(
     name: str,
-    arguments: dict[str, Any],
-    samples: Sequence[dict[str, Any]],
+    arguments: Mapping[str, Any],
+    samples: Sequence[Sample],
     *,
     seconds: float,
     megabytes: int = 2048,
     workers: int = 2,
     finished: Callable[[int, Outcome], None] = lambda number, outcome: None,
 ) -> list[Outcome]:
-    """The reward of each sample: {prompt, completion, completion_ids, answer, metadata}.
+    """The reward of each sample by the function `name` (`tuning.rewards.functions`), in order.
 
-    A sample that takes longer than `seconds`, more memory than `megabytes`, raises, ends its process, or gives no
-    finite number is an Outcome with a reason; the others are not touched by it. `finished` is told each outcome with
-    the number of its sample, in order.
+    Args:
+        arguments: keyword arguments of the function.
+        seconds, megabytes: limits of one sample, of wall-clock time and of memory beyond what its process holds before.
+        workers: processes.
+        finished: is called with the number of each sample and its outcome, in order.
+    Returns:
+        Outcomes. A sample that exceeds a limit, raises, ends its process or gives no finite number has a failure and no
+        value; the other samples are not affected.
     """
     if not samples:
         return []
@@ -84,7 +82,7 @@ def evaluate(
     return outcomes
 
 
-def _outcome(future: Any, seconds: float, megabytes: int) -> Outcome:
+def _outcome(future: ProcessFuture, seconds: float, megabytes: int) -> Outcome:
     try:
         value = future.result()
     except FutureTimeout:

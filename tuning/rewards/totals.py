@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tuning.algorithms.advantages import group_advantages, standardise
+from tuning.rewards.samples import Outcome
 
 Normalise = Literal["none", "group", "batch"]
 OnFailure = Literal["drop", "zero", "stop"]
@@ -25,55 +26,76 @@ class RewardFailed(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """How one reward enters the total."""
+    """How one reward enters the total: squashed, clipped, normalised and weighted, in this order."""
 
     name: str
     weight: float = 1.0
     squash: Literal["none", "sigmoid"] = "none"
     clip: tuple[float, float] | None = None
+    """Smallest and largest value."""
     normalise: Normalise = "none"
+    """Over the values of a prompt's completions, or over the round."""
     on_failure: OnFailure = "drop"
+    """The sample leaves the round, the reward counts as 0, or the run ends."""
 
 
 def shaped(value: float, part: Part) -> float:
     """The value after squash and clip, in that order."""
     if part.squash == "sigmoid":
-        # Without overflow on either side.
-        value = 1 / (1 + math.exp(-value)) if value >= 0 else math.exp(value) / (1 + math.exp(value))
-    return value if part.clip is None else min(max(value, part.clip[0]), part.clip[1])
+        value = _sigmoid(value)
+    if part.clip is not None:
+        low, high = part.clip
+        value = min(max(value, low), high)
+    return value
+
+
+def _sigmoid(value: float) -> float:
+    # exp overflows for large arguments, so its argument is negative on either side.
+    if value >= 0:
+        return 1 / (1 + math.exp(-value))
+    return math.exp(value) / (1 + math.exp(value))
 
 
 def totals(
-    columns: Sequence[Sequence[tuple[float | None, str | None]]], parts: Sequence[Part], groups_B: Sequence[int]
+    columns: Sequence[Sequence[Outcome]], parts: Sequence[Part], groups_B: Sequence[int]
 ) -> tuple[np.ndarray, list[str | None]]:
     """Weighted sums [B] float32, NaN where a failed reward drops the sample, and the failures of each sample.
 
-    columns: for each part the (shaped value, failure) of every completion; (None, None) where the reward does not
-    apply, which then adds nothing. A reward with `normalise` is centred and scaled over the group or the round first
-    (GDPO, arXiv:2601.05242). A failed one drops its sample, counts as 0, or raises RewardFailed, as the part says.
+    columns: for each part the outcome of every completion, with its shaped value. A reward with `normalise` is centred
+    and scaled over the group or the round first (GDPO, arXiv:2601.05242); one that does not apply adds nothing. One
+    that failed drops its sample, counts as 0, or raises RewardFailed, as the part says.
     """
-    found = np.zeros(len(groups_B), np.float64)
+    sums_B = np.zeros(len(groups_B), np.float64)
     failures: list[list[str]] = [[] for _ in groups_B]
     for column, part in zip(columns, parts, strict=True):
-        values = np.asarray([np.nan if v is None else v for v, _ in column], np.float64)
-        for i, (_, failure) in enumerate(column):
-            if failure is None:
-                continue
-            if part.on_failure == "stop":
-                raise RewardFailed(f"reward {part.name} failed on completion {i} of the round: {failure}")
-            failures[i].append(f"{part.name}: {failure}")
-            values[i] = 0.0 if part.on_failure == "zero" else np.nan
-        known = np.isfinite(values)
-        if part.normalise != "none":
-            values[known] = _normalised(values, known, groups_B, part.normalise)[known]
-        found += part.weight * np.where(known, values, 0.0)
-        dropped = [f is not None and part.on_failure == "drop" for _, f in column]
-        found[np.asarray(dropped, bool)] = np.nan
-    return found.astype(np.float32), ["; ".join(f) or None for f in failures]
+        sums_B += _weighted(column, part, groups_B)
+        for causes, outcome in zip(failures, column, strict=True):
+            if outcome.failure is not None:
+                causes.append(f"{part.name}: {outcome.failure}")
+    return sums_B.astype(np.float32), ["; ".join(causes) or None for causes in failures]
+
+
+def _weighted(column: Sequence[Outcome], part: Part, groups_B: Sequence[int]) -> np.ndarray:
+    """What one reward adds to the totals, [B] float64; NaN drops the sample."""
+    failed_B = np.asarray([outcome.failure is not None for outcome in column], bool)
+    if part.on_failure == "stop" and failed_B.any():
+        first = int(failed_B.argmax())
+        raise RewardFailed(f"reward {part.name} failed on completion {first} of the round: {column[first].failure}")
+    values_B = np.asarray([np.nan if outcome.value is None else outcome.value for outcome in column], np.float64)
+    values_B[failed_B] = 0.0 if part.on_failure == "zero" else np.nan
+    known_B = np.isfinite(values_B)
+    if part.normalise != "none":
+        values_B[known_B] = _normalised(values_B, known_B, groups_B, part.normalise)[known_B]
+    added_B = part.weight * np.where(known_B, values_B, 0.0)
+    if part.on_failure == "drop":
+        added_B[failed_B] = np.nan
+    return added_B
 
 
 def _normalised(values_B: np.ndarray, known_B: np.ndarray, groups_B: Sequence[int], how: Normalise) -> np.ndarray:
-    x, valid = jnp.asarray(np.where(known_B, values_B, 0.0), jnp.float32), jnp.asarray(known_B)
+    """The known values centred and scaled over their group or the round, [B] float32."""
+    values = jnp.asarray(np.where(known_B, values_B, 0.0), jnp.float32)
+    known = jnp.asarray(known_B)
     if how == "batch":
-        return np.asarray(standardise(x, valid=valid, eps=1e-4))
-    return np.asarray(group_advantages(x, jnp.asarray(groups_B), valid=valid))
+        return np.asarray(standardise(values, valid=known, eps=1e-4))
+    return np.asarray(group_advantages(values, jnp.asarray(groups_B), valid=known))

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from tuning.losses.aggregate import count
 from tuning.shapes import bucket, round_up
 
 
@@ -225,7 +226,8 @@ def fill_ratio(batches: Sequence[Packed]) -> float:
 
 def counted(groups: Sequence[Group], packed: Sequence[Packed]) -> list[dict[str, Any]]:
     """Device arrays of micro-batches with the counts of the whole step beside them (R1)."""
-    tokens = np.float32(sum(p.mask_CT.sum() for p in packed))
-    completions = np.float32(sum(len(g.completions) for g in groups))
+    counts = [count(p.mask_CT, p.ids_C >= 0) for p in packed]
+    tokens = np.float32(sum(c.n_tokens for c in counts))
+    completions = np.float32(sum(c.n_sequences for c in counts))
     sizes = {"n_tokens": tokens, "n_completions": completions, "n_groups": np.float32(len(groups))}
     return [p.arrays() | sizes for p in packed]

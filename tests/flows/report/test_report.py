@@ -15,14 +15,17 @@ import pytest
 from flows.graph.build import build
 from flows.recipe.model import Recipe
 from flows.records import UnknownRun
-from flows.report.diagnostics import alarms_of
-from flows.report.page import chosen_samples, redacted, visible, write_report
-from flows.report.plots import PNG_LIMIT, curves_png_data, duration, judged_reward, round_series
-from stages import rollout, score
+from flows.report.advice import Warn, run_warnings
+from flows.report.charts import PNG_LIMIT, curves_png_data
+from flows.report.formats import duration, redacted, visible
+from flows.report.measures import judged_reward, round_series
+from flows.report.page import write_report
+from flows.report.samples import chosen_samples
 from stages.common.tables import write_rows
 from stages.store.artifacts import Store
 from stages.store.keys import digest
 from tests.browser import measure, screenshot
+from tuning.rows import CompletionRow, ScoreRow
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=alert(1)>\x00\x1b[31m \u202eevil"
 BEGIN = datetime.datetime(2026, 3, 1, 9, 30, tzinfo=datetime.UTC)
@@ -118,7 +121,7 @@ class Maker:
     def make_rollout(self, node, out):
         rows = [self.completion(p, s, str(22 + p + (s % 2))) for p in range(4) for s in range(4)]
         rows[0]["text"] = HOSTILE
-        write_rows(out / "rollouts" / "part-00000-of-00001.parquet", rows, rollout.schema())
+        write_rows(out / "rollouts" / "part-00000-of-00001.parquet", rows, CompletionRow.schema())
         n = node.config.round
         more = {"mean_length": 5.2 - 0.3 * n, "truncated": 0.3 / (1 + n), "tokens_per_second": 512.3 + 5 * n}
         return {"completions": 16, "tokens": 80} | more
@@ -130,9 +133,9 @@ class Maker:
             right = float(row["sample"] % 2 == 0)
             rewards = {k: 0.7 if k == "model" else right for k in names}
             rows.append({"rewards": rewards, "total": right + 0.14, "failure": None, **row})
-        rows = [{k: row[k] for k in score.schema(names).names} for row in rows]
+        rows = [{k: row[k] for k in ScoreRow.schema(names).names} for row in rows]
         rows[5] |= {"total": None, "failure": "exact: TimeoutError: longer than 10 s"}
-        write_rows(out / "scores" / "part-00000-of-00001.parquet", rows, score.schema(names))
+        write_rows(out / "scores" / "part-00000-of-00001.parquet", rows, ScoreRow.schema(names))
         n = int(re.findall(r"\d+", node.name)[0])
         exact, model = 0.31 + 0.07 * n, 0.5 + 0.03 * n
         found = {"completions": 16, "failed": 0.0, "reward": exact + 0.2 * model, "reward_std": 0.4}
@@ -153,7 +156,7 @@ class Maker:
                 text = str(22 + p) if good else f"{p + s} is the answer <b>!</b>"
                 rows.append(self.completion(p, s, text, stop="eos" if good else "length"))
                 verdicts.append({"prompt_id": f"p{p:03d}", "sample": s, "score": float(good), "failure": None})
-        write_rows(out / "rollouts" / "part-00000-of-00001.parquet", rows, rollout.schema())
+        write_rows(out / "rollouts" / "part-00000-of-00001.parquet", rows, CompletionRow.schema())
         write_rows(out / "verdicts" / "part-00000.parquet", verdicts, pa.schema(VERDICTS))
         mean = right / 40
         found = {"score": mean, "score_low": max(0.0, mean - 0.11), "score_high": min(1.0, mean + 0.11), "problems": 40}
@@ -358,10 +361,12 @@ def test_warnings_name_what_went_wrong(tmp_path):
     text = Page(written(write_report(store, "demo-ill"))).text
     for word in ("Entropy collapse", "Reward saturation", "KL blow-up", "Length", "Mismatch", "Rewards failed"):
         assert f"{word}: " in text
-    assert "Not above the baseline: " in text and "Worse than before: " in text
+    assert "Not above the baseline: the final policy scores 0.020, and always answering “42” scores 0.075." in text
+    assert "Worse than before: the final policy scores -0.380 against" in text
     only = {"rl": {"score": 0.5, "score_low": 0.4, "score_high": 0.6, "judge_failures": 3}}
-    assert {k: v for k, v in alarms_of({}, {}, only).items() if v is not None} == {"judge": {"rl": 3}}
-    assert not any(alarms_of({}, {}, {}).values())
+    failures = Warn("Judge failures", "3 judgements of RL failed and count as wrong.")
+    assert run_warnings({}, {}, only) == [failures]
+    assert run_warnings({}, {}, {}) == []
 
 
 def test_round_series_has_gaps_where_rounds_lack_numbers(whole):

@@ -257,7 +257,7 @@ HEAVY = ("jax", "flax", "optax", "orbax", "grain", "torch", "prefect", "transfor
         "import flows.cli.app, flows.running.session, flows.running.plain, flows.graph.plan, flows.recipe.reading",
         "from flows.graph.plan import plan; from flows.recipe.reading import load_recipe; "
         "plan(load_recipe('smoke', sets=['store=/nonexistent']))",
-        "from flows.cli.app import read_recipe; read_recipe('smoke', None)",
+        "from flows.cli.run import read_recipe; read_recipe('smoke', None)",
     ],
     ids=["imports", "plan", "checks"],
 )

@@ -1,5 +1,6 @@
 """A round of RL on real rollouts of a small model."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -14,6 +15,7 @@ from tuning.algorithms.rounds import run_round
 from tuning.models.huggingface import scalar_head_params
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.requests import Sampling
+from tuning.rows import CompletionRow, ScoreRow
 from tuning.training.batch import counted
 from tuning.training.step import copy
 
@@ -27,11 +29,12 @@ def rollouts(params, seed):
         counters=range(6),
     )  # fmt: skip
     rows = [
-        {"prompt_id": str(p), "sample": s, "prompt_ids": PROMPTS[p], "token_ids": c.tokens, "logprobs": c.logps}
+        CompletionRow(prompt_id=str(p), sample=s, prompt_ids=PROMPTS[p], token_ids=c.tokens, logprobs=c.logps)
         for p, completions in enumerate(found)
         for s, c in enumerate(completions)
     ]
-    scores = [{"total": float(sum(t % 2 == 0 for t in r["token_ids"]) / len(r["token_ids"]))} for r in rows]
+    totals = [sum(t % 2 == 0 for t in r.token_ids) / len(r.token_ids) for r in rows]
+    scores = [ScoreRow(prompt_id=r.prompt_id, sample=r.sample, total=t) for r, t in zip(rows, totals, strict=True)]
     return rows, scores
 
 
@@ -43,7 +46,7 @@ def play(config, rounds, reference=None):
     rewards, metrics = [], []
     for r in range(rounds):
         rows, scores = rollouts(trainer[0], r)
-        rewards.append(np.mean([s["total"] for s in scores]))
+        rewards.append(np.mean([s.total for s in scores]))
         *trainer, found = run_round(
             RoundData.from_rows(rows, scores), settings=config, model=CONFIG, optimizers=optimizers,
             trainer=tuple(trainer), reference=reference, counted=counted,
@@ -96,7 +99,7 @@ def test_a_round_without_any_signal_changes_nothing():
     config = settings()
     opt = optimizer_of(config.optimizer, 1)
     params = copy(PARAMS)
-    data = RoundData.from_rows(rows, [{"total": 1.0} for _ in scores])
+    data = RoundData.from_rows(rows, [dataclasses.replace(s, total=1.0) for s in scores])
     after, *_, metrics = run_round(
         data, settings=config, model=CONFIG, optimizers=(opt, opt), trainer=(params, opt.init(params), None, None),
         reference=None, counted=counted, progress=lambda *a, **k: None, record=lambda **k: None,

@@ -1,10 +1,12 @@
 """Rewards run where they can be killed (R20)."""
 
+import dataclasses
 import math
 import os
 import time
 
 from tuning.rewards.processes import evaluate
+from tuning.rewards.samples import Sample
 
 
 def loops_on_one(prompts, completions, **_):
@@ -29,7 +31,7 @@ def breaks(prompts, completions, **_):
 
 
 def samples(*texts):
-    return [{"prompt": "p", "completion": t, "completion_ids": [1], "answer": "4", "metadata": {}} for t in texts]
+    return [Sample("p", t, [1], "4") for t in texts]
 
 
 def test_a_reward_that_loops_for_ever_costs_one_sample():
@@ -53,7 +55,7 @@ def sees_columns(prompts, completions, *, difficulty, answer, factor, **_):
 
 
 def test_entries_of_the_metadata_are_columns_and_outcomes_are_told_in_order():
-    given = [s | {"metadata": {"difficulty": i}} for i, s in enumerate(samples("a", "b", "c"))]
+    given = [dataclasses.replace(s, metadata={"difficulty": i}) for i, s in enumerate(samples("a", "b", "c"))]
     told = []
     evaluate(
         f"{__name__}:sees_columns", {"factor": 2.0}, given, seconds=5.0, finished=lambda i, o: told.append((i, o.value))

@@ -3,20 +3,26 @@
 import numpy as np
 import pytest
 
+from tuning.rewards.samples import Outcome
 from tuning.rewards.totals import Part, RewardFailed, shaped, totals
 
 GROUPS = [0, 0, 1, 1]
 
 
+def given(*values):
+    """Outcomes: a text is the cause of a failure."""
+    return [Outcome(None, v) if isinstance(v, str) else Outcome(v) for v in values]
+
+
 def test_weighted_sums_skip_what_does_not_apply():
-    columns = [[(1.0, None), (0.0, None), (None, None), (1.0, None)], [(2.0, None)] * 4]
+    columns = [given(1.0, 0.0, None, 1.0), given(2.0, 2.0, 2.0, 2.0)]
     found, failures = totals(columns, [Part("a", 1.0), Part("b", 0.5)], GROUPS)
     assert found.tolist() == [2.0, 1.0, 1.0, 2.0] and failures == [None] * 4
     assert found.dtype == np.float32
 
 
 def test_a_failure_drops_counts_as_zero_or_stops():
-    column = [(1.0, None), (None, "timeout"), (1.0, None), (0.0, None)]
+    column = given(1.0, "timeout", 1.0, 0.0)
     found, failures = totals([column], [Part("a")], GROUPS)
     assert np.isnan(found[1]) and np.isfinite(found[[0, 2, 3]]).all() and failures[1] == "a: timeout"
     assert totals([column], [Part("a", on_failure="zero")], GROUPS)[0].tolist() == [1.0, 0.0, 1.0, 0.0]
@@ -25,7 +31,7 @@ def test_a_failure_drops_counts_as_zero_or_stops():
 
 
 def test_a_reward_is_normalised_before_its_weight_over_the_group_or_the_round():
-    column = [(v, None) for v in (1.0, 3.0, 10.0, 14.0)]
+    column = given(1.0, 3.0, 10.0, 14.0)
     group = totals([column], [Part("a", 2.0, normalise="group")], GROUPS)[0]
     np.testing.assert_allclose(group, [-1.41421, 1.41421, -1.41421, 1.41421], rtol=2e-4)
     batch = totals([column], [Part("a", normalise="batch")], GROUPS)[0]
@@ -33,7 +39,7 @@ def test_a_reward_is_normalised_before_its_weight_over_the_group_or_the_round():
 
 
 def test_a_failed_sample_leaves_the_statistics():
-    column = [(1.0, None), (3.0, None), (5.0, None), (None, "error")]
+    column = given(1.0, 3.0, 5.0, "error")
     found = totals([column], [Part("a", normalise="batch")], GROUPS)[0]
     np.testing.assert_allclose(found[:3], [-1.0, 0.0, 1.0], atol=1e-3)
     assert np.isnan(found[3])

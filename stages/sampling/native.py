@@ -1,0 +1,50 @@
+"""The engine that a stage samples with: this project's own in the worker, or HTTP servers with the same interface."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from stages.common.models import limits_of, load_rounded
+from stages.contract.definition import Context
+from stages.sampling.settings import NATIVE, SERVERS, EngineSettings
+
+if TYPE_CHECKING:
+    from tuning.rollout.requests import Completion, Request
+
+
+class RolloutEngine(Protocol):
+    """What answers requests; it holds the policy that is sampled."""
+
+    def run(self, requests: Sequence[Request]) -> Iterable[tuple[int, list[Completion]]]:
+        """(index, completions) of each request, in the order in which they end."""
+
+
+def open_engine(
+    ctx: Context, settings: EngineSettings, quantize: str, context: int, requests: Sequence[Request]
+) -> RolloutEngine:
+    """The engine with the stage's policy loaded.
+
+    context: tokens of the longest prompt with its completion. requests: the first of them, for probes of servers.
+    """
+    if settings.kind != "native":
+        # By name, not by import: the code of HTTP servers must not be in the keys of rollouts without them.
+        engine: RolloutEngine = importlib.import_module(SERVERS).open_engine(ctx, settings, quantize, context, requests)
+        return engine
+    return _native(ctx, settings, quantize, context)
+
+
+def _native(ctx: Context, settings: EngineSettings, quantize: str, context: int) -> RolloutEngine:
+    from tuning.device import choose
+    from tuning.rollout.engine.engine import Engine
+    from tuning.rollout.engine.placement import sampling_mesh
+
+    compute = ctx.config.compute
+    device = choose(compute.dtype)
+    config, params = load_rounded(ctx, ctx.inputs["policy"], quantize)
+    limits = limits_of(compute, device, min(context, config.max_positions))
+    types = {name: getattr(settings, name) for name in NATIVE}
+    engine = Engine(config, device.compute.dtype, limits, mesh=sampling_mesh(compute.mesh), **types)
+    engine.load(params)
+    return engine

@@ -1,0 +1,125 @@
+"""Rows of prompts in, rows of the rollout table out: what every stage that samples does."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from stages.common.models import load_policy, load_tokenizer, stop_ids
+from stages.common.tables import Shards, by_shard, publish
+from stages.contract.definition import Context
+from stages.sampling.native import open_engine
+from stages.sampling.settings import EngineSettings, SamplingConfig
+from tuning.rows import CompletionRow, PromptRow
+
+if TYPE_CHECKING:
+    from tuning.rollout.requests import Completion, Request
+
+FOLDER = "rollouts"
+"""The folder of an artifact that holds its rollout table."""
+SHORTEST_CONTEXT = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """What is drawn for each prompt."""
+
+    samples: int
+    max_tokens: int
+    temperature: float
+    """0 is greedy."""
+    shard_prompts: int
+    quantize: str = "none"
+    engine: EngineSettings = EngineSettings()
+
+    @classmethod
+    def of(cls, config: SamplingConfig, samples: int, temperature: float) -> Draw:
+        """With the length, engine and rounding of the settings."""
+        return cls(samples, config.max_tokens, temperature, config.shard_prompts, config.quantize, config.engine)
+
+
+def too_long(ctx: Context, prompts: Iterable[PromptRow], max_tokens: int) -> dict[str, str]:
+    """Why prompts are refused, by prompt id: their longest completion would leave the policy's positions."""
+    positions = load_policy(ctx, ctx.inputs["policy"])[0].max_positions
+    reasons = {}
+    for prompt in prompts:
+        length = len(prompt.prompt_ids)
+        if length + max_tokens > positions:
+            reasons[prompt.id] = f"{length} tokens and {max_tokens} new ones exceed the model's {positions} positions"
+    return reasons
+
+
+def sample_rows(ctx: Context, prompts: Sequence[tuple[int, PromptRow]], draw: Draw) -> list[CompletionRow]:
+    """Samples completions of (place in the random stream, prompt) and leaves them as the artifact's rollout table.
+
+    Prompts are sampled in shards, each of which outlives a kill.
+    """
+    sampler = _Sampler(ctx, draw, [prompt for _, prompt in prompts])
+    shards = Shards(FOLDER, CompletionRow, CompletionRow.schema(), draw.shard_prompts, "prompts")
+    rows, files = by_shard(ctx, shards, prompts, sampler.shard)
+    publish(files, ctx.out / FOLDER)
+    return rows
+
+
+class _Sampler:
+    """Samples shard after shard with one engine, which is opened for the first shard that is missing."""
+
+    def __init__(self, ctx: Context, draw: Draw, prompts: Sequence[PromptRow]):
+        from tuning.shapes import bucket
+
+        self.ctx, self.draw = ctx, draw
+        self.tokenizer = load_tokenizer(ctx, ctx.inputs["tokenizer"])
+        self.eos = stop_ids(ctx, ctx.inputs["tokenizer"])
+        self.control = set(self.tokenizer.all_special_ids) | set(self.eos)
+        # The engine has the size that all prompts need, not those of a shard: its size decides how a shard is
+        # computed, so a shard has the same bits whichever shards an earlier try has left.
+        longest = max((len(prompt.prompt_ids) for prompt in prompts), default=0)
+        self.context = bucket(longest + draw.max_tokens, SHORTEST_CONTEXT)
+        self.engine: Any = None
+
+    def shard(self, prompts: Sequence[tuple[int, PromptRow]]) -> list[CompletionRow]:
+        """The rows of some prompts."""
+        requests = [self._request(number, prompt) for number, prompt in prompts]
+        if self.engine is None:
+            draw = self.draw
+            self.engine = open_engine(self.ctx, draw.engine, draw.quantize, self.context, requests)
+        completions = dict(self.engine.run(requests))
+        return [
+            self._row(number, prompt, sample, completion)
+            for i, (number, prompt) in enumerate(prompts)
+            for sample, completion in enumerate(completions[i])
+        ]
+
+    def _request(self, number: int, prompt: PromptRow) -> Request:
+        from tuning.rollout.requests import Request, Sampling
+
+        sampling = Sampling(temperature=self.draw.temperature)
+        return Request(
+            prompt.prompt_ids,
+            self.draw.max_tokens,
+            sampling,
+            self.eos,
+            self.ctx.seed,
+            number,
+            self.draw.samples,
+            name=prompt.id,
+        )
+
+    def _row(self, number: int, prompt: PromptRow, sample: int, completion: Completion) -> CompletionRow:
+        return CompletionRow(
+            prompt_id=prompt.id,
+            sample=sample,
+            prompt=prompt.prompt,
+            answer=prompt.answer,
+            metadata=prompt.metadata,
+            prompt_ids=prompt.prompt_ids,
+            token_ids=completion.tokens,
+            logprobs=completion.logps,
+            text=self.tokenizer.decode([t for t in completion.tokens if t not in self.control]),
+            stop=completion.stop,
+            policy=self.ctx.inputs["policy"].digest,
+            seed=self.ctx.seed,
+            counter=number,
+            temperature=self.draw.temperature,
+        )

@@ -1,0 +1,181 @@
+"""Rows of the tables that stages of a round hand to each other. A class is the one definition of its table's columns.
+
+    prepare --PromptRow--> rollout --CompletionRow--> score --ScoreRow--> update
+                           evaluate: CompletionRow and VerdictRow
+
+The columns of a table are the fields of its class, by name and in their order; `Annotated` holds their Arrow types.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Protocol, TypeVar, get_args, get_type_hints
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tuning.atomic import whole_file
+
+Text = Annotated[str, pa.string()]
+Number = Annotated[int, pa.int64()]
+Place = Annotated[int, pa.int32()]
+Real = Annotated[float, pa.float32()]
+Ids = Annotated[list[int], pa.list_(pa.int32())]
+Reals = Annotated[list[float], pa.list_(pa.float32())]
+
+
+def columns_of(kind: type) -> dict[str, pa.DataType]:
+    """Arrow types of the fields of a dataclass of rows, by name and in their order."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {field.name: _arrow_type(hints[field.name]) for field in dataclasses.fields(kind)}
+
+
+def _arrow_type(hint: Any) -> pa.DataType:
+    """The Arrow type in `Annotated[T, type]`, or in `Annotated[T, type] | None`: every column may hold nulls."""
+    if hasattr(hint, "__metadata__"):
+        return hint.__metadata__[0]
+    return _arrow_type(next(part for part in get_args(hint) if part is not NoneType))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """A row of a table in Parquet."""
+
+    @classmethod
+    def schema(cls) -> pa.Schema:
+        """Columns of the table."""
+        return pa.schema(list(columns_of(cls).items()))
+
+
+R = TypeVar("R", bound=Row)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptRow(Row):
+    """A prompt to sample from, with what a verifier needs: a row of prepare's `prompts` and `heldout`."""
+
+    id: Text
+    prompt_ids: Ids
+    """Tokens of the prompt under the chat template."""
+    prompt: Text
+    """The prompt for people and verifiers."""
+    answer: Text | None = None
+    """What a verifier compares with."""
+    metadata: Text | None = None
+    """JSON of an object, passed through to rewards."""
+    source: Text | None = None
+    """File or task that the record came from."""
+    record: Number | None = None
+    """Number of the record in its source, from 1."""
+    content: Text | None = None
+    """sha256 of all of the record but its id."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompletionRow(Row):
+    """A sampled completion, with everything that was sampled (R3): a row of the rollout table."""
+
+    prompt_id: Text
+    sample: Place = 0
+    """Number among the completions of its prompt."""
+    prompt: Text = ""
+    answer: Text | None = None
+    metadata: Text | None = None
+    prompt_ids: Ids
+    token_ids: Ids
+    """Tokens of the completion, the EOS that ended it included."""
+    logprobs: Reals
+    """Log-probability of each token under the distribution that it was sampled from."""
+    text: Text = ""
+    """The completion without control tokens."""
+    stop: Text = "eos"
+    """`eos`, or `length` where max_tokens cut it off."""
+    policy: Text = ""
+    """Digest of the policy that sampled it."""
+    seed: Number = 0
+    """With `counter` and `sample`, all that its randomness depends on."""
+    counter: Number = 0
+    """The prompt's place in the random stream of its table."""
+    temperature: Real = 1.0
+
+    def as_prompt(self) -> PromptRow:
+        """The prompt that it was sampled from, without its provenance."""
+        return PromptRow(
+            id=self.prompt_id,
+            prompt_ids=self.prompt_ids,
+            prompt=self.prompt,
+            answer=self.answer,
+            metadata=self.metadata,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoreRow(Row):
+    """The rewards of a completion: a row of the score table."""
+
+    prompt_id: Text
+    sample: Place = 0
+    rewards: Annotated[Mapping[str, float | None], pa.struct([])] = dataclasses.field(default_factory=dict)
+    """Each reward by name, None where it failed or does not apply."""
+    total: Real | None = None
+    """Their weighted sum; None where a failure drops the completion from the round."""
+    failure: Text | None = None
+    """Which rewards failed, and why."""
+
+    @classmethod
+    def schema(cls, rewards: Sequence[str] = ()) -> pa.Schema:
+        """Columns of a table with these rewards."""
+        plain = super().schema()
+        values = pa.struct([(name, pa.float32()) for name in rewards])
+        return plain.set(plain.get_field_index("rewards"), pa.field("rewards", values))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VerdictRow(Row):
+    """What the judge of an evaluation says of a completion."""
+
+    prompt_id: Text
+    sample: Place
+    score: Real | None
+    """1 is right; None where the judge failed."""
+    failure: Text | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RefusedRow(Row):
+    """A prompt from which nothing is sampled."""
+
+    prompt_id: Text
+    reason: Text
+
+
+class OfPrompt(Protocol):
+    """A row that belongs to a prompt."""
+
+    @property
+    def prompt_id(self) -> str: ...
+
+
+def numbers_of_prompts(rows: Iterable[OfPrompt]) -> list[int]:
+    """For each row the number of its prompt, [N]: prompts are counted from 0 in the order of their first rows."""
+    numbers: dict[str, int] = {}
+    return [numbers.setdefault(row.prompt_id, len(numbers)) for row in rows]
+
+
+def read_table(paths: Iterable[Path], kind: type[R]) -> list[R]:
+    """The rows of Parquet files, one file after another; a field without a column keeps its default."""
+    return [kind(**row) for path in paths for row in pq.read_table(path).to_pylist()]
+
+
+def write_table(path: Path, rows: Sequence[Row], schema: pa.Schema) -> None:
+    """One Parquet file, which is visible only when it is complete."""
+    write_arrow(path, pa.Table.from_pylist([vars(row) for row in rows], schema=schema))
+
+
+def write_arrow(path: Path, table: pa.Table) -> None:
+    """As `write_table`, for rows that are in Arrow already."""
+    with whole_file(path) as partial:
+        pq.write_table(table, partial, compression="zstd")
