@@ -2,8 +2,8 @@
 heads, H head size.
 
 A row holds groups (1, 2, ...; 0 is padding); a group is a prompt (branch 0) and completions (branches 1, 2, ...) that
-share it. A token sees earlier tokens of its own group that belong to the prompt or to its own branch, and with a
-window those of them whose position is near enough: positions go on from the prompt in every branch, columns do not.
+share it. A token sees earlier tokens of its own group that belong to the prompt or to its own branch; with a window,
+only those whose position is near enough. Positions continue from the prompt in every branch, columns do not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tuning.models.decoder import Attention, AttentionSpec, soft_cap
 Implementation = Literal["plain", "blocked", "cudnn", "splash"]
 
 PLAIN_TOKENS = 1024
-"""The longest row whose logits [B, N, L, L] are held whole."""
+"""The longest row whose logits [B, N, L, L] are held in memory at once."""
 PLAIN_TOKENS_CPU = 255
 """The longest row for which blocks are no faster on a CPU; two blocks skip a quarter of the logits."""
 _LANES = 128
@@ -53,7 +53,7 @@ def packed_attention(
     def mask_of(positions_BL: jax.Array, window: int | jax.Array | None) -> jax.Array:
         return visible(Segments(group_BL, branch_BL, positions_BL), window, 0, length, length)[:, None]
 
-    # One mask for all layers, unless it differs by layer or is too large to keep; blocked attention makes its own.
+    # One mask for all layers, unless it differs by layer or is too large to keep; blocked attention computes its own.
     shared = mask_of(group_BL, None) if length <= PLAIN_TOKENS else None
 
     def attention(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, cache: Any) -> tuple[jax.Array, Any]:
@@ -88,7 +88,7 @@ def _plain(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, spec: Atte
 
 
 def _splash(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, spec: AttentionSpec) -> jax.Array:
-    """`_plain` by the TPU kernel, row by row; heads are filled up with zeros to a multiple of its lanes."""
+    """`_plain` by the TPU kernel, row by row; heads are padded with zeros to a multiple of its lanes."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
     interpret = jax.default_backend() != "tpu"
@@ -101,7 +101,7 @@ def _splash(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, spec: Att
         kernel = splash.make_splash_mha(
             mask_LL[None], head_shards=1, q_seq_shards=1, attn_logits_soft_cap=spec.softcap, interpret=interpret
         )
-        # The kernel asks for the truth of a flag that jit has made an array of.
+        # The kernel branches on this flag in Python, but under jit it is an array.
         for name in ("fwd_mask_info", "dq_mask_info", "dkv_mask_info"):
             info = getattr(kernel, name)
             if info is not None:

@@ -99,7 +99,7 @@ class DecoderConfig:
 
 
 def tiny(vocab_size: int) -> DecoderConfig:
-    """A decoder of under a million parameters for tests: every part in place, nothing to wait for."""
+    """A decoder of under a million parameters for tests, with every part of a larger one."""
     return DecoderConfig(
         vocab_size=vocab_size,
         hidden_size=64,

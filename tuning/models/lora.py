@@ -29,7 +29,7 @@ Loss = Callable[[Any, Any, Any], Any]
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-    """What is added to a model, and how the rest of it is kept."""
+    """The adapter of a model, and how the frozen rest is stored."""
 
     rank: int = 16
     """Columns of A and rows of B."""
@@ -42,8 +42,8 @@ class LoraConfig:
     init: Literal["kaiming", "gaussian"] = "kaiming"
     """A uniform in +-1/sqrt(in), or normal with deviation 1/rank; B is zero."""
     quantize: Literal["none", "int8", "nf4"] = "none"
-    """How the frozen kernels of the layers are stored; embedding, norms and head stay as they are. What the adapter
-    starts from, and is compared with, is then the model of the stored kernels (`rounded`)."""
+    """How the frozen kernels of the layers are stored; embedding, norms and head are not quantised. The adapter then
+    starts from, and is compared with, the model with the quantised kernels (`rounded`)."""
 
     def __post_init__(self) -> None:
         if self.rank < 1 or self.alpha <= 0:
@@ -72,7 +72,7 @@ class LowRank(nnx.Module):
         return (x @ self.a[...].astype(x.dtype)) @ self.b[...].astype(x.dtype) * self.scale
 
     def dense(self) -> jax.Array:
-        """What a merged kernel gains, [layers, in, out]."""
+        """The adapter as a dense kernel, scale * A B: what merging adds, [layers, in, out]."""
         return jnp.matmul(self.a[...], self.b[...], precision="highest") * self.scale
 
 
@@ -92,7 +92,7 @@ def _graph(config: DecoderConfig, role: Role) -> Any:
 
 
 def _tuned(model: Any, lora: LoraConfig, seed: int, dtype: str) -> tuple[Any, Any, Any]:
-    """Puts adapters beside the kernels and the kernels into their frozen form; (graph, trainable, frozen)."""
+    """Adds adapters and stores kernels in their frozen form; returns (graph, trainable, frozen)."""
     key = jax.random.key(seed)
     for number, (name, linear) in enumerate(linears(model)):
         *layers, size_in, size_out = linear.kernel.shape
@@ -147,7 +147,7 @@ def tune(
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("state",), meta_fields=("graph",))
 @dataclasses.dataclass(frozen=True)
 class Tuned:
-    """A tuned model inside or outside jit; it stands wherever parameters of the plain model may."""
+    """A tuned model, inside or outside jit; accepted wherever parameters of the plain model are."""
 
     graph: Any
     state: Any
@@ -155,7 +155,7 @@ class Tuned:
 
 @dataclasses.dataclass(frozen=True)
 class Base:
-    """What lies under a trainable tree."""
+    """The frozen model under a trainable tree."""
 
     graph: Any
     frozen: Any
@@ -194,9 +194,9 @@ def _merged(tuned: Tuned) -> Any:
 
 
 def rounded(config: DecoderConfig, role: Role, params: Any, kind: str) -> Any:
-    """Dense parameters as the tuned model computes with them before B moves: kernels stored as `kind` and read back.
+    """Dense parameters with kernels quantised to `kind` and dequantised: the tuned model before B moves.
 
-    `params` as they are for "none". The same bits as `merge` with a new adapter.
+    Returns `params` itself for "none". The same bits as `merge` with a new adapter.
     """
     if kind == "none":
         return params
@@ -207,9 +207,9 @@ def rounded(config: DecoderConfig, role: Role, params: Any, kind: str) -> Any:
 
 
 def merge(config: DecoderConfig, role: Role, params: Any, trainable: Any, lora: LoraConfig) -> Any:
-    """Dense float32 parameters W + scale * A B of the dense `params` that `tune` got and what was trained since.
+    """Dense float32 parameters W + scale * A B, from the dense `params` given to `tune` and the trained adapter.
 
-    With quantisation W is what the layers computed with, the dequantised kernel: the merged model is the trained one.
+    With quantisation W is the dequantised kernel, with which the layers computed: the merged model is the trained one.
     """
     frozen = tune(config, role, params, lora, seed=0)[1]
     return _merged(join(tuned_graph(config, role, lora), trainable, frozen))

@@ -1,4 +1,4 @@
-"""Frozen kernels in 8 or 4 bits (Dettmers et al., 2022, 2023), made dense one layer at a time where they are used.
+"""Frozen kernels in 8 or 4 bits (Dettmers et al., 2022, 2023), dequantised one layer at a time where they are used.
 
 Axes: I in, O out, C blocks of a row. A leading axis of layers may stand before them.
 """
@@ -45,7 +45,7 @@ class Stored(nnx.Variable):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _by_layer(f: Callable[..., Any], arrays: Any) -> Any:
-    # One after the other: temporaries of one layer, not of the stack.
+    # `map` rather than `vmap`: temporaries of one layer, not of the stack.
     stacked = (arrays if isinstance(arrays, tuple) else (arrays,))[0].ndim == 3
     return jax.lax.map(f, arrays) if stacked else f(arrays)
 

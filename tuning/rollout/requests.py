@@ -1,4 +1,4 @@
-"""What is asked of an engine and what it gives: token ids in, token ids out."""
+"""Requests to an engine and what it returns: token ids in, token ids out. Imports no JAX, for clients of servers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_STOP_IDS = 16
 
 
 class RefusedRequest(ValueError):
-    """A request that no engine of this size can serve; the others are not touched."""
+    """A request that this engine cannot serve; other requests are not affected."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Sampling:
     (Keskar et al., 2019)."""
 
     def __post_init__(self) -> None:
-        found = {
+        in_range = {
             "temperature": self.temperature >= 0,
             "top_p": 0 < self.top_p <= 1,
             "top_k": self.top_k >= 0,
             "min_p": 0 <= self.min_p <= 1,
             "repetition_penalty": self.repetition_penalty > 0,
         }
-        for name, good in found.items():
+        for name, good in in_range.items():
             if not good:
                 raise ValueError(f"Sampling.{name} is {getattr(self, name)}, out of its range")
 
@@ -54,7 +54,7 @@ class Completion:
     stop: str
     """`eos`; `length` when `max_tokens` cut it off; `string`; `cancelled`."""
     top: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
-    """For each token the most probable ids with their log-probabilities, where the engine was told to keep them."""
+    """For each token the most probable ids with their log-probabilities, if the engine records them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Update:
 class Request:
     """`samples` completions of one prompt.
 
-    Raises RefusedRequest for what has no meaning for any engine.
+    Raises RefusedRequest for values that no engine accepts.
     """
 
     prompt: Sequence[int]
@@ -86,13 +86,13 @@ class Request:
     stop_ids: tuple[int, ...] = ()
     """Token ids that end a completion, and are its last."""
     seed: int = 0
-    """With `counter` and the number of the sample, all that randomness depends on (R15)."""
+    """Randomness depends on it, on `counter` and on the number of the sample, on nothing else (R15)."""
     counter: int = 0
     samples: int = 1
     find_stop: Callable[[Sequence[int]], int | None] | None = None
-    """Tokens so far -> how many of them stay where the text holds a stop string, or None."""
+    """Tokens so far -> how many of them to keep if their text holds a stop string, else None."""
     name: str = ""
-    """Of the prompt, in errors."""
+    """Name of the prompt, for errors."""
 
     def __post_init__(self) -> None:
         who = f"request {self.name or self.counter}"
@@ -112,9 +112,9 @@ class Request:
 def stop_strings(
     decode: Callable[[Sequence[int]], str], strings: Sequence[str]
 ) -> Callable[[Sequence[int]], int | None]:
-    """A `find_stop` for texts: the tokens that stay are the fewest whose text holds one of `strings`.
+    """A `find_stop` for texts: keeps the fewest tokens whose text holds one of `strings`.
 
-    `decode` turns token ids into text; the string itself is in that text, for the caller to cut.
+    `decode` turns token ids into text. The kept text includes the string; the caller removes it.
     """
 
     def find(tokens: Sequence[int]) -> int | None:
@@ -124,6 +124,7 @@ def stop_strings(
 
         if not holds(len(tokens)):
             return None
+        # Binary search: a text that holds a string holds it with more tokens too.
         low, high = 1, len(tokens)
         while low < high:
             middle = (low + high) // 2

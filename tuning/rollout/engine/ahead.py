@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from flax import nnx
 
 from tuning.models.config import DecoderConfig
 from tuning.models.decoder import abstract_decoder
-from tuning.rollout.engine.decoders import lay_out
+from tuning.rollout.engine.decoders import Graph, lay_out
 
 
 class Ahead:
@@ -35,11 +36,11 @@ class Ahead:
             self._threads[key].join()
 
 
-def abstract_weights(graph: Any, config: DecoderConfig, **options: Any) -> tuple[Any, Any]:
+def abstract_weights(graph: Graph, config: DecoderConfig, **options: Any) -> tuple[Graph, nnx.State]:
     """(graph, shapes) of `lay_out` with these options for a decoder's float32 parameters, which need not exist yet."""
-    graphs = []
+    graphs: list[Graph] = []
 
-    def state_of(params: Any) -> Any:
+    def state_of(params: nnx.State) -> nnx.State:
         laid_out, state = lay_out(graph, params, **options)
         # The graph is static: it cannot be a result of eval_shape.
         graphs.append(laid_out)

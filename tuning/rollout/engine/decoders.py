@@ -28,6 +28,8 @@ from tuning.models.rope import rope_tables
 from tuning.rollout.engine.cache import Stack
 from tuning.rollout.engine.cpu import products
 
+Graph = nnx.GraphDef[Any]
+"""The static half of a module; its other half is an `nnx.State`."""
 Quantization = Literal["none", "int8"]
 """Of the weight matrices of layers; int8 as in `quantize.Int8`."""
 JOINED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
@@ -212,8 +214,8 @@ def _states(graph: Any, stacked: Any, *, layers: int, join: bool, quantization: 
 
 
 def lay_out(
-    graph: Any, params: Any, *, join: bool, rolled: bool, quantization: Quantization, dtype: str
-) -> tuple[Any, Any]:
+    graph: Graph, params: nnx.State, *, join: bool, rolled: bool, quantization: Quantization, dtype: str
+) -> tuple[Graph, nnx.State]:
     """(graph, state) of a `DecodingDecoder` with a Decoder's parameters, the matrices of layers cast to `dtype`.
 
     It is a `RolledDecoder` if `rolled`, else an `UnrolledDecoder`. `join` makes one kernel of those that share an

@@ -32,6 +32,7 @@ from typing import Any, Literal, cast
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 
 from tuning.models.config import DecoderConfig
@@ -41,11 +42,11 @@ from tuning.rollout.engine.ahead import Ahead, abstract_weights
 from tuning.rollout.engine.cache import KV
 from tuning.rollout.engine.cpu import attention, products
 from tuning.rollout.engine.cpu.kernels import Kernels, build, has_compiler
-from tuning.rollout.engine.decoders import Quantization, lay_out
+from tuning.rollout.engine.decoders import Graph, Quantization, lay_out
 from tuning.rollout.engine.limits import Limits
 from tuning.rollout.engine.placement import put_weights
 from tuning.rollout.engine.pool import Pool
-from tuning.rollout.engine.programs import Decoded
+from tuning.rollout.engine.programs import Decoded, State
 from tuning.rollout.engine.sampling import completion_keys, request_keys
 from tuning.rollout.engine.slots import Run, Slot, pack, row_arrays
 from tuning.rollout.requests import Completion, Request, Sampling, Update
@@ -72,7 +73,7 @@ class Engine:
         self._kv = cast(KV, dtype if kv_cache_dtype == "auto" else kv_cache_dtype)
         self._limits = limits or Limits()
         self._graph = decoder_graph(config)
-        self._decoding: tuple[Any, Any] | None = None
+        self._decoding: tuple[Graph, nnx.State] | None = None
         self._waiting: collections.deque[Run] = collections.deque()
         self._submitted = 0
         self._clock = 0
@@ -90,24 +91,24 @@ class Engine:
             # Compiling the C sources takes seconds: it overlaps with the loading of weights.
             threading.Thread(target=lambda: self._kernels, name="build", daemon=True).start()
 
-    def load(self, params: Any) -> None:
+    def load(self, params: nnx.State) -> None:
         """Samples from these parameters from now on; runs in progress go on with them. Compiles nothing new."""
         self._decoding = None
         graph, state = lay_out(self._graph, params, **self._layout_options)
         self._use_weights(graph, put_weights(state, self._mesh))
 
-    def load_laid_out(self, fill: Callable[[Any], Any]) -> None:
+    def load_laid_out(self, fill: Callable[[nnx.State], nnx.State]) -> None:
         """As `load`, with the state of a `DecodingDecoder` that `fill` returns for its shapes."""
         self._decoding = None
         graph, shapes = self._layout
         self._use_weights(graph, fill(jax.tree.map(lambda x: x, shapes)))
 
-    def _use_weights(self, graph: Any, state: Any) -> None:
+    def _use_weights(self, graph: Graph, state: nnx.State) -> None:
         self._decoding = graph, state
         self._pool.forget()
 
     @functools.cached_property
-    def _layout(self) -> tuple[Any, Any]:
+    def _layout(self) -> tuple[Graph, nnx.State]:
         return abstract_weights(self._graph, self.config, **self._layout_options)
 
     @property
@@ -220,7 +221,7 @@ class Engine:
 
     def generate(
         self,
-        params: Any,
+        params: nnx.State,
         prompts: Sequence[Sequence[int]],
         *,
         samples: int,
@@ -258,10 +259,10 @@ class Engine:
     def _key(self, name: str, *shape: str) -> tuple[str, ...]:
         return (name, f"slots={len(self._pool.slots)}", f"tokens={self._pool.capacity}", *shape)
 
-    def _state_shapes(self) -> Any:
+    def _state_shapes(self) -> State:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._pool.state)
 
-    def _use(self, name: str, *shape: str) -> tuple[Any, Any]:
+    def _use(self, name: str, *shape: str) -> tuple[Graph, nnx.State]:
         """(graph, weights) for a program, once a thread that compiles it has finished."""
         assert self._decoding is not None
         key = self._key(name, *shape)
@@ -327,7 +328,7 @@ class Engine:
     def _decode_options(self) -> dict[str, Any]:
         return {"steps": self._limits.steps, "top": self._top, **self._program_options}
 
-    def _decode_ahead(self, graph: Any, weights: Any) -> None:
+    def _decode_ahead(self, graph: Graph, weights: nnx.State) -> None:
         """Starts a thread that compiles the decoding program, unless it is compiled, while prompts are prefilled."""
         key = self._key("decode")
         if self._mesh is not None or key in self._programs_used or not self._pool.slots:

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from flax import nnx
+
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.requests import Completion, Request, Update
 
@@ -83,7 +85,7 @@ class Live:
 
         return self._ask(order)
 
-    def load(self, params: Any) -> None:
+    def load(self, params: nnx.State) -> None:
         """Samples from other weights from the next step on; requests in progress go on with them."""
         self._ask(lambda: self._engine.load(params))
 

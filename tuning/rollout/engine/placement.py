@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tuning.mesh import Axes, make_mesh
@@ -24,7 +25,7 @@ def sampling_mesh(axes: Any, devices: list[Any] | None = None) -> Mesh | None:
     return make_mesh(Axes(sizes["data"] * sizes["fsdp"], 1, sizes["tensor"]), devices)
 
 
-def put_weights(state: Any, mesh: Mesh | None) -> Any:
+def put_weights(state: nnx.State, mesh: Mesh | None) -> nnx.State:
     """Weights moved to the mesh by the model's rules; unchanged without a mesh."""
     return state if mesh is None else jax.device_put(state, shardings(state, mesh))
 

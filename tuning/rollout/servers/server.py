@@ -11,18 +11,12 @@ from typing import Any
 
 import httpx
 
+from tuning.retries import BUSY, pause
 from tuning.rollout.servers.child import Child
 from tuning.rollout.servers.protocol import ServerLost, ServerRefused
 
-BUSY = (408, 425, 429, 500, 502, 503, 504)
-"""HTTP statuses that may be different a little later."""
-LONGEST_PAUSE = 8.0
-"""Seconds."""
-
-
-def pause(attempt: int) -> float:
-    """Seconds before the next try."""
-    return min(0.25 * 2**attempt, LONGEST_PAUSE)
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 8.0
+"""Seconds between tries."""
 
 
 class RemoteServer:
@@ -84,7 +78,7 @@ class RemoteServer:
             if left <= 0:
                 log = "" if self.child is None else f"; its log is {self.child.log}"
                 raise ServerLost(f"{self.url}/health was not well within {seconds:g} s (last: {last}){log}")
-            time.sleep(min(pause(attempt), 2.0, left))
+            time.sleep(min(pause(attempt, FIRST_PAUSE, 2.0), left))
             attempt += 1
 
     def get(self, path: str) -> Any:
@@ -101,10 +95,10 @@ class RemoteServer:
                 response = httpx.request(method, self._url + path, json=body, **self.options)
             except httpx.TransportError as e:
                 raise self._lost(path, e) from e
-            # These calls change weights: after a 500 the same call fails again. Other busy statuses are worth a retry.
+            # A call that changes weights and fails with 500 fails again; the other busy statuses are worth a retry.
             if response.status_code not in BUSY or response.status_code == 500 or attempt == self._retries:
                 return self._read(path, response)
-            time.sleep(pause(attempt))
+            time.sleep(pause(attempt, FIRST_PAUSE, LONGEST_PAUSE))
         raise AssertionError("unreachable")
 
     async def ask(self, client: httpx.AsyncClient, path: str, body: Any = None) -> Any:
@@ -116,7 +110,7 @@ class RemoteServer:
                 raise self._lost(path, e) from e
             if response.status_code not in BUSY or attempt == self._retries:
                 return self._read(path, response)
-            await asyncio.sleep(pause(attempt))
+            await asyncio.sleep(pause(attempt, FIRST_PAUSE, LONGEST_PAUSE))
         raise AssertionError("unreachable")
 
     def _lost(self, path: str, error: Exception) -> ServerLost:
