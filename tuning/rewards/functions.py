@@ -80,7 +80,7 @@ def math_equal(prompts: Texts, completions: Texts, *, answer: Answers, **_: Any)
     from math_verify import parse, verify
 
     def one(text: str, answer: str) -> float | None:
-        # Its own time limits use signals; here the whole process has one.
+        # The package's own time limits use signals, which work in a main thread only; the process has a limit anyway.
         gold = parse(answer if "$" in answer or "\\boxed" in answer else f"${answer}$", parsing_timeout=None)
         if not gold:
             return None
