@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 from stages.store.artifacts import Store
 from stages.store.leases import is_gone
+from tuning.names import nearest
 
 
 class UnknownRun(KeyError):
@@ -43,9 +43,7 @@ def find_run(store: Store, name: str | None) -> dict[str, Any]:
     record = store.read_json("runs", name, "run.json")
     if record is None:
         names = [r["name"] for r in all_runs(store)]
-        near = difflib.get_close_matches(name, names, 1)
-        hint = f"did you mean {near[0]}?" if near else f"runs are {', '.join(names) or 'none'}"
-        raise UnknownRun(f"no run {name!r} in {store.url}; {hint}")
+        raise UnknownRun(f"no run {name!r} in {store.url}; {nearest(name, names)}")
     return record
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Pins every dependency with hashes, without any index or host: usage infra/lock.sh UV
+# Pins every dependency with hashes, without naming an index or host. Usage: infra/lock.sh [UV]
 set -euo pipefail
 uv=${1:-uv}
 cd "$(dirname "$0")/.."

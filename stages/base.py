@@ -128,4 +128,14 @@ def run(ctx: Context) -> dict[str, Any]:
     return {"parameters": int(count), "vocabulary": config.vocab_size, "layers": config.num_layers}
 
 
-STAGE = Stage("base", 1, Config, run, sources=source_digests)
+STAGE = Stage(
+    "base",
+    1,
+    Config,
+    run,
+    sources=source_digests,
+    section="base",
+    title="base",
+    makes="policy",
+    headline=("{parameters:.1fM} M parameters",),
+)

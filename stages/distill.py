@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from stages.common.models import limits_of, load_policy, load_rounded, load_tokenizer, remember, stop_ids, token_ids
 from stages.common.settings import Fitted, Fraction, Optimizer, stored_as
-from stages.contract.definition import Context, Stage
+from stages.contract.definition import Context, Reads, Stage
 from stages.training.adapters import fit
 from stages.training.examples import train_and_heldout
 from stages.training.fit import Task
@@ -69,8 +69,8 @@ def run(ctx: Context) -> dict[str, Any]:
     from tuning.algorithms.distillation import distillation_loss, summed_divergence
     from tuning.device import choose
     from tuning.models import huggingface
+    from tuning.models.decoder import decoder_graph
     from tuning.training.completions import per_completion
-    from tuning.training.forward import decoder_graph
     from tuning.training.speed import forward_flops
 
     config: Config = ctx.config
@@ -116,7 +116,7 @@ def _sampler(ctx: Context, model: Any, device: Any) -> Any:
     import numpy as np
 
     from tuning.rollout.engine.engine import Engine
-    from tuning.rollout.engine.sampling import Sampling
+    from tuning.rollout.requests import Sampling
     from tuning.training.batch import Group
 
     config: Config = ctx.config
@@ -159,4 +159,19 @@ def check_tokenizers(ctx: Context) -> None:
     )
 
 
-STAGE = Stage("distill", 1, Config, run)
+STAGE = Stage(
+    "distill",
+    1,
+    Config,
+    run,
+    section="distill",
+    title="distilled",
+    makes="policy",
+    reads={
+        "data": Reads("data", ("sft/",)),
+        "tokenizer": Reads("tokenizer"),
+        "policy": Reads("policy"),
+        "teacher": Reads("teacher"),
+    },
+    headline=("loss {loss:.4f}", "held-out divergence {heldout_divergence_before:.3f} -> {heldout_divergence:.3f}"),
+)

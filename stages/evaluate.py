@@ -9,7 +9,7 @@ from pydantic import Field
 
 from stages.common.settings import Compute
 from stages.common.tables import read_table
-from stages.contract.definition import Context, Stage, StageConfig, execution_setting
+from stages.contract.definition import Context, Reads, Stage, StageConfig, execution_setting
 from stages.contract.sources import function_digests
 from stages.sampling.rows import Draw, sample_rows
 from tuning.rewards.samples import Sample
@@ -47,6 +47,7 @@ def source_digests(config: Config) -> dict[str, str]:
 
 
 def run(ctx: Context) -> dict[str, Any]:
+
     config: Config = ctx.config
     problems = read_table(ctx.inputs["data"], "heldout/", PromptRow)[: config.problems or None]
     rows = sample_rows(
@@ -102,4 +103,15 @@ def _metrics(
     return metrics
 
 
-STAGE = Stage("evaluate", 1, Config, run, sources=source_digests)
+STAGE = Stage(
+    "evaluate",
+    1,
+    Config,
+    run,
+    sources=source_digests,
+    section="evaluate",
+    title="evaluation",
+    reads={"policy": Reads("policy"), "data": Reads("data", ("heldout/",)), "tokenizer": Reads("tokenizer")},
+    headline=("score {score:.3f} [{score_low:.3f}, {score_high:.3f}]",),
+    samples="rollouts/",
+)

@@ -7,7 +7,7 @@ import shutil
 from typing import Any
 
 from stages.common.models import ADAPTER, load_policy, load_tokenizer, stop_ids, token_ids
-from stages.contract.definition import Context, Stage, StageConfig
+from stages.contract.definition import Context, Reads, Stage, StageConfig
 from stages.store.artifacts import Artifact
 
 
@@ -70,4 +70,13 @@ def _card(name: str, policy: Artifact, history: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, "", f"Policy digest: {policy.digest}", ""])
 
 
-STAGE = Stage("export", 1, Config, run)
+STAGE = Stage(
+    "export",
+    1,
+    Config,
+    run,
+    section="export",
+    title="export",
+    reads={"policy": Reads("policy"), "tokenizer": Reads("tokenizer")},
+    headline=("{bytes:.0fM} MB",),
+)

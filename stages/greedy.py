@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stages.common.tables import read_table
-from stages.contract.definition import Context, Stage
+from stages.contract.definition import Context, Reads, Stage
 from stages.sampling.rows import FOLDER, Draw, sample_rows
 from stages.sampling.settings import SamplingConfig, loads
 from tuning.rows import CompletionRow
@@ -16,6 +16,7 @@ class Config(SamplingConfig):
 
 
 def run(ctx: Context) -> dict[str, Any]:
+
     config: Config = ctx.config
     first: dict[str, CompletionRow] = {}
     for row in read_table(ctx.inputs["rollouts"], f"{FOLDER}/", CompletionRow):
@@ -25,4 +26,14 @@ def run(ctx: Context) -> dict[str, Any]:
     return {"completions": len(rows), "tokens": sum(len(r.token_ids) for r in rows)}
 
 
-STAGE = Stage("greedy", 1, Config, run, loads=loads)
+STAGE = Stage(
+    "greedy",
+    1,
+    Config,
+    run,
+    loads=loads,
+    title="greedy completions",
+    makes="rollouts",
+    reads={"policy": Reads("policy"), "tokenizer": Reads("tokenizer"), "rollouts": Reads("rollouts")},
+    headline=("{completions} completions",),
+)

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from stages.common.models import load_policy, load_rounded, remember, token_ids
 from stages.common.settings import Fitted, Fraction, Optimizer, stored_as
-from stages.contract.definition import Context, Stage
+from stages.contract.definition import Context, Reads, Stage
 from stages.training.adapters import fit
 from stages.training.examples import train_and_heldout
 from stages.training.fit import Task
@@ -170,7 +170,7 @@ def _pairs(ctx: Context, model: Any, settings: Any, logps: Scorer, reference: An
     import numpy as np
 
     from tuning.algorithms.preference import pair_losses, pair_summary, preference_loss
-    from tuning.training.forward import decoder_graph
+    from tuning.models.decoder import decoder_graph
 
     train, held = train_and_heldout(ctx, ctx.inputs["data"], "preference", ctx.config.heldout_fraction)
     groups, held_groups = train.examples, held.examples
@@ -217,8 +217,9 @@ def _labelled(
     import numpy as np
 
     from tuning.algorithms.preference import chance_above, unpaired_loss, unpaired_losses, unpaired_summary
+    from tuning.losses.preference import kto_reference_point
+    from tuning.models.decoder import decoder_graph
     from tuning.training.batch import numbered
-    from tuning.training.forward import decoder_graph
     from tuning.training.speed import forward_flops
 
     given = "labelled" in ctx.inputs
@@ -238,7 +239,7 @@ def _labelled(
     def reference_point(params: Any, groups: Sequence[Group], known: np.ndarray, like: Sequence[Group]) -> np.float32:
         if settings.loss != "kto":
             return np.float32(0)
-        return np.float32(max(0.0, float((logps(params, groups, like) - known).mean())))
+        return np.float32(kto_reference_point(logps(params, groups, like), known))
 
     def columns(params: Any, examples: list[int], packed: list[Any]) -> list[dict[str, Any]]:
         step = numbered([other[i] for i in examples])
@@ -285,4 +286,31 @@ def _mismatched(examples: Examples) -> Examples:
     return examples.with_completions_of(mismatched(examples.prompt_bytes()))
 
 
-STAGE = Stage("preference", 1, Config, run)
+STAGE = Stage(
+    "preference",
+    1,
+    Config,
+    run,
+    section="preference",
+    title="preference",
+    makes="policy",
+    reads={
+        "tokenizer": Reads("tokenizer"),
+        "policy": Reads("policy"),
+        "labelled": Reads(
+            "data", ("labelled/", "heldout_labelled/"), when=lambda c, splits: c.unpaired and "labelled" in splits
+        ),
+        "data": Reads(
+            "data",
+            ("preference/", "heldout_preference/"),
+            when=lambda c, splits: not c.unpaired or "labelled" not in splits,
+        ),
+        "reference": Reads("policy", when=lambda c, _: c.needs_reference),
+    },
+    headline=(
+        "loss {loss:.4f}",
+        "held-out accuracy {heldout_accuracy:.3f}",
+        "margin {heldout_margin:.3f}",
+        "held-out ranking {heldout_ranking_before:.3f} -> {heldout_ranking:.3f}",
+    ),
+)

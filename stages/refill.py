@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from stages.common.tables import read_table
-from stages.contract.definition import Context, Stage
+from stages.contract.definition import Context, Reads, Stage
 from stages.sampling.groups import missing_prompts, read_scored, totals_by_prompt
 from stages.sampling.rows import FOLDER, Draw, sample_rows, too_long
 from stages.sampling.settings import Rollout, loads
@@ -43,4 +43,21 @@ def run(ctx: Context) -> dict[str, Any]:
     return {"prompts": len(chosen), "completions": len(rows), "tokens": sum(len(r.token_ids) for r in rows)}
 
 
-STAGE = Stage("refill", 1, Config, run, loads=loads)
+STAGE = Stage(
+    "refill",
+    1,
+    Config,
+    run,
+    loads=loads,
+    title="refill",
+    makes="rollouts",
+    reads={
+        "policy": Reads("policy"),
+        "tokenizer": Reads("tokenizer"),
+        "data": Reads("data", ("prompts/",)),
+        "rollouts": Reads("rollouts"),
+        "scores": Reads("scores"),
+        "refills": Reads("refill_*"),
+    },
+    headline=("{prompts} prompts",),
+)

@@ -9,7 +9,7 @@ from pydantic import Field
 from stages.common.models import load_policy, remember, token_ids
 from stages.common.settings import Fitted, Optimizer
 from stages.common.tables import write_rows
-from stages.contract.definition import Context, Stage
+from stages.contract.definition import Context, Reads, Stage
 from stages.training.adapters import fit
 from stages.training.examples import train_and_heldout
 from stages.training.fit import Task
@@ -37,8 +37,9 @@ def run(ctx: Context) -> dict[str, Any]:
     from tuning.evaluation.statistics import calibration_error
     from tuning.losses.preference import bradley_terry
     from tuning.models import huggingface
+    from tuning.models.decoder import scalar_graph
     from tuning.rewards.learned import score_groups
-    from tuning.training.forward import scalar_graph, scores
+    from tuning.training.forward import scores
 
     config, base = load_policy(ctx, ctx.inputs["base"])
     graph = scalar_graph(config)
@@ -88,4 +89,22 @@ def run(ctx: Context) -> dict[str, Any]:
     return metrics
 
 
-STAGE = Stage("reward", 1, Config, run)
+STAGE = Stage(
+    "reward",
+    1,
+    Config,
+    run,
+    section="reward",
+    title="reward model",
+    makes="reward",
+    reads={
+        "base": Reads("base"),
+        "data": Reads("data", ("preference/", "heldout_preference/")),
+        "tokenizer": Reads("tokenizer"),
+    },
+    headline=(
+        "loss {loss:.4f}",
+        "held-out accuracy {heldout_accuracy:.3f}",
+        "calibration error {calibration_error:.3f}",
+    ),
+)

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from stages.common.tables import read_table
-from stages.contract.definition import Context, Stage
+from stages.contract.definition import Context, Reads, Stage
 from stages.sampling.rows import Draw, sample_rows, too_long
 from stages.sampling.settings import Rollout as Config
 from stages.sampling.settings import loads
@@ -61,4 +61,16 @@ def _refused(ctx: Context, prompts: list[PromptRow]) -> set[str]:
     return set(reasons)
 
 
-STAGE = Stage("rollout", 2, Config, run, loads=loads)
+STAGE = Stage(
+    "rollout",
+    2,
+    Config,
+    run,
+    loads=loads,
+    section="rl.rollout",
+    title="rollouts",
+    makes="rollouts",
+    reads={"policy": Reads("policy"), "tokenizer": Reads("tokenizer"), "data": Reads("data", ("prompts/",))},
+    headline=("{tokens_per_second:.0f} tok/s",),
+    samples="rollouts/",
+)

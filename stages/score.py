@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from stages.common.models import load_scorer
 from stages.common.settings import Compute
 from stages.common.tables import Shards, by_shard, read_table
-from stages.contract.definition import Context, Stage, StageConfig, execution_setting
+from stages.contract.definition import Context, Reads, Stage, StageConfig, execution_setting
 from stages.contract.sources import function_digests
 from stages.sampling.groups import informative_prompts, totals_by_prompt
 from tuning.rewards.samples import Outcome, Sample
@@ -266,4 +266,27 @@ def summarise(rows: Sequence[ScoreRow], names: Sequence[str]) -> dict[str, Any]:
     return metrics
 
 
-STAGE = Stage("score", 1, Config, run, sources=source_digests)
+STAGE = Stage(
+    "score",
+    1,
+    Config,
+    run,
+    sources=source_digests,
+    section="rl.score",
+    title="scores",
+    makes="scores",
+    reads={"rollouts": Reads("rollouts"), "reward": Reads("reward", when=lambda c, _: c.learned)},
+    headline=(
+        "reward {reward:.3f}",
+        # The first reward that is no model's: the share of completions that pass a check.
+        lambda metrics: next(
+            (
+                f"pass {v:.3f}"
+                for k, v in metrics.items()
+                if k.startswith("reward_") and "model" not in k and v is not None
+            ),
+            "",
+        ),
+        "zero-var {zero_variance:.2f}",
+    ),
+)

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from stages.common.models import load_policy, remember, token_ids
 from stages.common.settings import Fitted, Optimizer
-from stages.contract.definition import Context, Stage
+from stages.contract.definition import Context, Reads, Stage
 from stages.training.adapters import fit
 from stages.training.examples import Table
 from stages.training.fit import Task
@@ -33,7 +33,8 @@ def run(ctx: Context) -> dict[str, Any]:
     from tuning.losses.aggregate import aggregate
     from tuning.losses.sft import nll
     from tuning.models import huggingface
-    from tuning.training.forward import decoder_graph, logps_and_entropy
+    from tuning.models.decoder import decoder_graph
+    from tuning.training.forward import logps_and_entropy
 
     config, base = load_policy(ctx, ctx.inputs["base"])
     graph = decoder_graph(config)
@@ -60,4 +61,14 @@ def run(ctx: Context) -> dict[str, Any]:
     return metrics | {"examples": len(table)}
 
 
-STAGE = Stage("sft", 1, Config, run)
+STAGE = Stage(
+    "sft",
+    1,
+    Config,
+    run,
+    section="sft",
+    title="SFT",
+    makes="policy",
+    reads={"base": Reads("policy"), "data": Reads("data", ("sft/",)), "tokenizer": Reads("tokenizer")},
+    headline=("loss {loss:.4f}", "{steps} steps", "{tokens_per_second:.0f} tok/s"),
+)

@@ -7,10 +7,18 @@ import os
 
 import jax
 
-from tuning.training.forward import Compute
-
 CACHE_SHARE = 0.25
 """Of a device's memory, for what attention caches while sampling."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Compute:
+    """How a model is computed."""
+
+    dtype: str = "float32"
+    """Type of activations."""
+    remat: bool = False
+    """Whether the backward pass computes a layer's activations again, to save memory."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,10 +7,11 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from flows.recipe.model import Recipe
+from flows.recipe.model import RL, Recipe, trained_sections
 from stages.common.settings import stored_as
-from stages.contract.definition import StageConfig
+from stages.contract.definition import Reads, StageConfig
 from stages.contract.fingerprint import library_versions, reached
+from stages.contract.registry import by_section
 from stages.contract.registry import stage as find_stage
 from stages.greedy import Config as GreedyConfig
 from stages.refill import Config as RefillConfig
@@ -43,158 +44,169 @@ class Node:
 
 def build(recipe: Recipe) -> list[Node]:
     """The nodes of a recipe in an order in which they can run."""
-    nodes: list[Node] = []
+    graph = _Graph(recipe)
+    base = graph.add("base", "base", recipe.base)
+    graph.roles |= {"base": base, "policy": base, "tokenizer": Input(base.node, TOKENIZER)}
+    graph.add("prepare", "prepare", recipe.data)
+    policies = {"base": base}
+    for section in _training_sections(recipe):
+        _SPECIAL.get(section, _plain)(graph, section, policies)
+        if graph.roles["policy"] not in policies.values():
+            policies[section] = graph.roles["policy"]
+    if recipe.evaluate is not None:
+        for label, policy in policies.items():
+            graph.add(f"evaluate.{label}", "evaluate", recipe.evaluate, roles={"policy": policy})
+    if recipe.export is not None:
+        graph.add("export", "export", recipe.export)
+    return graph.nodes
+
+
+class _Graph:
+    """The nodes so far, and which artifact has which role for the next one (`stages.contract.definition.Reads`)."""
+
+    def __init__(self, recipe: Recipe):
+        self.recipe = recipe
+        self.nodes: list[Node] = []
+        self.roles: dict[str, Input] = {}
 
     def add(
+        self,
         name: str,
         stage: str,
-        config: Any,
+        config: StageConfig,
         seed_names: tuple[str | int, ...] = (),
         taken: str | None = None,
-        **inputs: Input,
-    ) -> str:
-        seed = derive_seed(recipe.seed, stage, *seed_names)
-        nodes.append(Node(name, stage, config, inputs, seed, taken))
-        return name
+        roles: Mapping[str, Input] | None = None,
+    ) -> Input:
+        """Adds a node and returns its artifact, which from now on has the role that the stage makes.
 
-    base = add("base", "base", recipe.base)
-    data = add("prepare", "prepare", recipe.data, base=Input(base, ("tokenizer/",)))
-    words = Input(base, TOKENIZER)
-    policies = {"base": base}
-    last, reward = base, None
-    for name in _ways(recipe):
-        match name:
-            case "sft":
-                last = add(name, name, recipe.sft, base=Input(last), data=Input(data, ("sft/",)), tokenizer=words)
-            case "reward":
-                pairs = Input(data, ("preference/", "heldout_preference/"))
-                reward = add(name, name, recipe.reward, base=Input(base), data=pairs, tokenizer=words)
-            case "distill":
-                last = _distill(recipe, add, words, data, policies, last)
-            case "preference":
-                last = _preference(recipe, add, words, data, last)
-            case "rl":
-                last = _rounds(recipe, add, words, data, last, reward)
-        if name != "reward":
-            policies[name] = last
-    if recipe.evaluate is not None:
-        for label, node in policies.items():
-            held = Input(data, ("heldout/",))
-            add(f"evaluate.{label}", "evaluate", recipe.evaluate, policy=Input(node), data=held, tokenizer=words)
-    if recipe.export is not None:
-        add("export", "export", recipe.export, policy=Input(last), tokenizer=words)
-    return nodes
+        roles: artifacts that for this node alone have other roles than in the graph. With any of them given,
+        the new artifact takes no role.
+        """
+        found = find_stage(stage)
+        available = {**self.roles, **(roles or {})}
+        inputs: dict[str, Input] = {}
+        for input_name, reads in found.inputs(config, self.recipe.data.splits).items():
+            inputs |= _resolved(input_name, reads, available)
+        seed = derive_seed(self.recipe.seed, stage, *seed_names)
+        self.nodes.append(Node(name, stage, config, inputs, seed, taken))
+        made = Input(name)
+        if found.makes and not roles:
+            self.roles[found.makes] = made
+        return made
 
 
-def _ways(recipe: Recipe) -> list[str]:
-    """The sections that train, in order; each policy starts from the last one."""
-    ways = [n for n in ("sft", "distill", "preference", "reward", "rl") if getattr(recipe, n) is not None]
+def _resolved(name: str, reads: Reads, roles: Mapping[str, Input]) -> dict[str, Input]:
+    """The artifacts behind one declared input: one, or for `NAME_*` as many as there are."""
+    if reads.role.endswith("*"):
+        return {role: source for role, source in roles.items() if role.startswith(reads.role[:-1])}
+    source = roles[reads.role]
+    return {name: Input(source.node, reads.parts or source.parts)}
+
+
+def _training_sections(recipe: Recipe) -> list[str]:
+    """The sections that train a model, in the order of the recipe's fields: each starts from the policy before it."""
+    sections = [n for n in Recipe.model_fields if n in trained_sections() and getattr(recipe, n) is not None]
     teacher = recipe.distill.teacher if recipe.distill is not None else None
-    if teacher in ways:
-        # A policy of this run teaches when it is done.
-        ways.remove("distill")
-        ways.insert(ways.index(teacher) + 1, "distill")
-    return ways
+    if teacher in sections:
+        # A policy of this run can teach only after its own training.
+        sections.remove("distill")
+        sections.insert(sections.index(teacher) + 1, "distill")
+    return sections
 
 
-def _distill(recipe: Recipe, add: Any, words: Input, data: str, policies: Mapping[str, str], last: str) -> str:
-    settings = recipe.distill
+Policies = Mapping[str, Input]
+
+
+def _plain(graph: _Graph, section: str, policies: Policies) -> None:
+    """A section that is one stage of the same name."""
+    graph.add(section, by_section()[section].name, getattr(graph.recipe, section))
+
+
+def _distill(graph: _Graph, section: str, policies: Policies) -> None:
+    settings = graph.recipe.distill
     assert settings is not None
     teacher = policies.get(settings.teacher)
     if teacher is None:
-        teacher = add("teacher", "base", recipe.base.model_copy(update={"source": settings.teacher}), ("teacher",))
-    # Nobody learns from himself: what the last policy can do goes into the base model.
-    inputs = {"policy": Input(policies["base"] if teacher == last else last), "teacher": Input(teacher)}
-    return str(add("distill", "distill", settings, data=Input(data, ("sft/",)), tokenizer=words, **inputs))
+        base = graph.recipe.base.model_copy(update={"source": settings.teacher})
+        teacher = graph.add("teacher", "base", base, ("teacher",), roles=policies)
+    last = graph.roles["policy"]
+    # A policy cannot teach itself: if the teacher is the last policy, the student is the base model.
+    student = policies["base"] if teacher == last else last
+    graph.roles["policy"] = graph.add("distill", "distill", settings, roles={"policy": student, "teacher": teacher})
 
 
-def _preference(recipe: Recipe, add: Any, words: Input, data: str, last: str) -> str:
-    settings = recipe.preference
-    assert settings is not None
-    part = "labelled" if settings.unpaired and "labelled" in recipe.data.splits else "preference"
-    name = "labelled" if part == "labelled" else "data"
-    inputs = {"policy": Input(last), name: Input(data, (f"{part}/", f"heldout_{part}/"))}
-    if settings.needs_reference:
-        inputs["reference"] = Input(last)
-    return str(add("preference", "preference", settings, tokenizer=words, **inputs))
-
-
-def _rounds(recipe: Recipe, add: Any, words: Input, data: str, start: str, reward: str | None) -> str:
-    """The nodes of all rounds; the last policy. A round's rollouts follow as soon as their policy is made."""
-    rl = recipe.rl
+def _rounds(graph: _Graph, section: str, policies: Policies) -> None:
+    """The nodes of all rounds. A round is sampled as soon as its policy is in the graph, `staleness` rounds ahead."""
+    rl = graph.recipe.rl
     assert rl is not None
-    policies = [start]
+    start = graph.roles["policy"]
+    trained = [start]
     sampled: list[dict[str, Input]] = []
     for i in range(rl.rounds):
         while len(sampled) < rl.rounds and len(sampled) - rl.staleness <= i:
             number = len(sampled)
-            sampled.append(_scored(recipe, add, words, data, policies[max(0, number - rl.staleness)], reward, number))
-        due = (i + 1) % rl.checkpoint_every == 0 or i + 1 == rl.rounds
-        change = {"round": i, "temperature": rl.rollout.temperature, "store_state": due}
+            sampled.append(_scored(graph, rl, trained[max(0, number - rl.staleness)], number))
+        stored = (i + 1) % rl.checkpoint_every == 0 or i + 1 == rl.rounds
+        change: dict[str, Any] = {"round": i, "temperature": rl.rollout.temperature, "store_state": stored}
         if rl.rollouts_from is not None or (rl.staleness and i):
             change["off_policy"] = True
         settings = rl.update.model_copy(update=change)
-        more = {"reference": Input(start)} if settings.needs_reference else {}
-        if settings.needs_critic and reward is not None:
-            more["reward"] = Input(reward)
-        inputs = {"policy": Input(policies[-1]), **sampled[i], "tokenizer": words, **more}
-        policies.append(add(f"round-{i:03d}.update", "update", settings, (i,), **inputs))
-    return policies[-1]
+        roles = {"policy": trained[-1], "reference": start, **sampled[i]}
+        trained.append(graph.add(f"round-{i:03d}.update", "update", settings, (i,), roles=roles))
+    graph.roles["policy"] = trained[-1]
 
 
-def _scored(
-    recipe: Recipe, add: Any, words: Input, data: str, policy: str, reward: str | None, number: int
-) -> dict[str, Input]:
-    """A round's rollouts with their scores, refills and baselines, as the update's inputs."""
-    rl = recipe.rl
-    assert rl is not None
+def _scored(graph: _Graph, rl: RL, policy: Input, number: int) -> dict[str, Input]:
+    """A round's rollouts, scores, refills and baselines by the roles that they have for the update."""
     name = f"round-{number:03d}"
-    scorers = {"reward": Input(reward)} if reward is not None and rl.score.learned else {}
-    sampler = {"policy": Input(policy), "tokenizer": words}
-    prompts = {"data": Input(data, ("prompts/",))}
-    # Later policies than the first have the rounded kernels in them.
+    # The first update turns the base into the quantised one; until then the sampler has to round it.
     quantize = stored_as(rl.update.lora) if number <= rl.staleness else "none"
     sampling = rl.rollout.model_copy(update={"round": number, "quantize": quantize})
 
-    def scores(of: str, place: str) -> Input:
-        return Input(add(place, "score", rl.score, (), rollouts=Input(of), **scorers))
+    def scored(rollouts: Input, place: str) -> Input:
+        return graph.add(place, "score", rl.score, roles={"rollouts": rollouts})
 
-    made = add(f"{name}.rollout", "rollout", sampling, (number,), rl.rollouts_from, **sampler, **prompts)
-    found = {"rollouts": Input(made), "scores": scores(made, f"{name}.score")}
+    rollouts = graph.add(f"{name}.rollout", "rollout", sampling, (number,), rl.rollouts_from, {"policy": policy})
+    roles = {"rollouts": rollouts, "scores": scored(rollouts, f"{name}.score")}
     for i in range(1, rl.refills + 1):
         settings = RefillConfig.model_validate_json(json.dumps(sampling.model_dump(mode="json") | {"number": i}))
-        more = add(
-            f"{name}.refill-{i}", "refill", settings, (number, i), rl.rollouts_from, **sampler, **prompts, **found
-        )
-        found |= {f"refill_{i}": Input(more), f"refill_{i}_scores": scores(more, f"{name}.refill-{i}-score")}
+        place = f"{name}.refill-{i}"
+        refill = graph.add(place, "refill", settings, (number, i), rl.rollouts_from, {"policy": policy, **roles})
+        roles |= {f"refill_{i}": refill, f"refill_{i}_scores": scored(refill, f"{place}-score")}
     if rl.update.needs_greedy:
-        same = ("max_tokens", "shard_prompts", "quantize", "engine", "compute")
-        greedy = GreedyConfig(**{n: getattr(sampling, n) for n in same})
-        best = add(f"{name}.greedy", "greedy", greedy, (number,), rl.rollouts_from, **sampler, rollouts=Input(made))
-        found["greedy_scores"] = scores(best, f"{name}.greedy-score")
-    return found
+        greedy = GreedyConfig(**{n: getattr(sampling, n) for n in GreedyConfig.model_fields})
+        place = f"{name}.greedy"
+        sampled_from = {"policy": policy, "rollouts": rollouts}
+        best = graph.add(place, "greedy", greedy, (number,), rl.rollouts_from, sampled_from)
+        roles["greedy_scores"] = scored(best, f"{place}-score")
+    return roles
+
+
+_SPECIAL = {"distill": _distill, "rl": _rounds}
+"""Sections that are more than one stage on the last policy."""
 
 
 def select(nodes: Mapping[str, Node], names: Iterable[str]) -> set[str]:
     """Nodes by name or by stage. Raises ValueError naming what there is."""
-    found: set[str] = set()
+    selected: set[str] = set()
     for name in names:
-        mine = {n.name for n in nodes.values() if name in (n.name, n.stage)}
-        if not mine:
+        matching = {n.name for n in nodes.values() if name in (n.name, n.stage)}
+        if not matching:
             known = dict.fromkeys(n.stage for n in nodes.values())
             raise ValueError(f"no stage or node {name!r} in this recipe; stages are {', '.join(known)}")
-        found |= mine
-    return found
+        selected |= matching
+    return selected
 
 
 def with_inputs(nodes: Mapping[str, Node], names: set[str]) -> set[str]:
-    """The nodes and all that they are made from."""
-    found, queue = set(names), list(names)
+    """The nodes and, transitively, all nodes that they read."""
+    needed, queue = set(names), list(names)
     while queue:
-        before = {i.node for i in nodes[queue.pop()].inputs.values()} - found
-        found |= before
-        queue.extend(before)
-    return found
+        inputs = {i.node for i in nodes[queue.pop()].inputs.values()} - needed
+        needed |= inputs
+        queue.extend(inputs)
+    return needed
 
 
 def key_parts(node: Node, made: Mapping[str, Artifact]) -> dict[str, Any]:
@@ -227,5 +239,5 @@ def taken_artifact(store: Store, node: Node) -> Artifact | None:
 
 
 def key_of(parts: dict[str, Any]) -> str:
-    """The key of a node: of its code by content, wherever that lies. The names of modules are for people."""
+    """The key of a node. Code counts by its content: the names of modules are in the parts for people alone."""
     return digest(parts | {"code": sorted(set(parts["code"].values()))})

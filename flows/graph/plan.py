@@ -8,6 +8,7 @@ from typing import Any
 from flows.graph.build import Node, build, key_of, key_parts, taken_artifact
 from flows.recipe.model import Recipe
 from flows.records import all_runs, latest_with
+from stages.contract.registry import stage as find_stage
 from stages.store.artifacts import Artifact, Store
 from stages.store.keys import differences
 
@@ -76,7 +77,7 @@ def _reasons(store: Store, node: Node, parts: dict[str, Any], key: str, before: 
         elif section.startswith("imports:"):
             lines.append("an import reaches another module")
         elif section == "config":
-            lines.append(f"{_recipe_name(node)}.{rest}")
+            lines.append(f"{find_stage(node.stage).section or node.stage}.{rest}")
         else:
             lines.append(line)
     return lines + begun
@@ -89,9 +90,3 @@ def _moves_left_out(old: dict[str, Any], new: dict[str, Any]) -> tuple[dict[str,
     # Contents that changed have other links too: alone they say something.
     hidden = {"imports": ""} if any(codes) else {}
     return old | {"code": codes[0]} | hidden, new | {"code": codes[1]} | hidden
-
-
-def _recipe_name(node: Node) -> str:
-    return {"prepare": "data", "rollout": "rl.rollout", "score": "rl.score", "update": "rl.update"}.get(
-        node.stage, node.stage
-    )

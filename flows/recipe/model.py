@@ -1,18 +1,14 @@
-"""Recipes: one YAML file describes a run. An unknown key is an error that names file, line and the nearest key."""
+"""A recipe's sections and what they must agree on. `flows.recipe.reading` makes one of a YAML file."""
 
 from __future__ import annotations
 
-import difflib
-import json
-import re
-from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from stages.base import Config as BaseConfig
 from stages.contract.definition import StageConfig
+from stages.contract.registry import by_section
 from stages.distill import POLICIES
 from stages.distill import Config as DistillConfig
 from stages.evaluate import Config as EvaluateConfig
@@ -27,30 +23,15 @@ from stages.sft import Config as SFTConfig
 from stages.update.settings import Config as UpdateConfig
 from stages.update.settings import aggregation_of, needs_groups
 
-RECIPES = Path(__file__).parents[1] / "recipes"
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML in which 1e-4 is a number, as in YAML 1.2; PyYAML alone reads it as text. A key given twice is an error."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        seen: set[Any] = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} is there twice", key.start_mark
-                )
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
-
 
 class RecipeError(ValueError):
     """A recipe that cannot run; the message says where and what to do."""
+
+
+def trained_sections() -> set[str]:
+    """Sections of a recipe that train a model of the run: a policy, or the reward model."""
+    trained = {s.section.partition(".")[0] for s in by_section().values() if s.makes in ("policy", "reward")}
+    return trained - {"base"}
 
 
 class RL(StageConfig):
@@ -142,13 +123,20 @@ class Recipe(BaseModel):
     export: ExportConfig | None = ExportConfig()
     """The Hugging Face folder."""
 
+    def settings(self, section: str) -> Any:
+        """The settings of a section by its dotted name, such as rl.rollout; None where it is left out."""
+        part: Any = self
+        for name in section.split("."):
+            part = getattr(part, name, None)
+        return part
+
     @model_validator(mode="after")
     def _possible(self) -> Recipe:
-        trained = {"sft": self.sft, "distill": self.distill, "preference": self.preference, "rl": self.rl}
-        if not any(trained.values()):
-            raise ValueError(f"{', '.join(trained)} are all null: nothing would be trained")
+        policies = [n for n in type(self).model_fields if n in trained_sections() - {"reward"}]
+        if not any(getattr(self, n) for n in policies):
+            raise ValueError(f"{', '.join(policies)} are all null: nothing would be trained")
         teacher = self.distill.teacher if self.distill is not None else "base"
-        if teacher in POLICIES[1:] and trained[teacher] is None:
+        if teacher in POLICIES[1:] and getattr(self, teacher) is None:
             raise ValueError(f"distill.teacher is {teacher}, but the section {teacher} is null")
         if self.distill is not None and teacher == "base" and self.sft is None:
             raise ValueError("distill.teacher is base, which is the policy itself where sft is null")
@@ -160,139 +148,9 @@ class Recipe(BaseModel):
                 )
             if self.rl.update.needs_critic and self.reward is None:
                 raise ValueError("rl.update.algorithm is ppo, whose critic starts from the reward model: add reward")
-        wanted = set(self.data.splits)
-        labels = self.preference is not None and self.preference.unpaired and "labelled" in wanted
-        needs = {
-            "sft": self.sft or self.distill,
-            "preference": self.reward or (None if labels else self.preference),
-            "prompts": self.rl,
-            "heldout": self.evaluate,
-        }
-        for split, section in needs.items():
-            if section is not None and split not in wanted:
-                raise ValueError(f"data.splits lacks {split!r}, which a later section reads")
+        for section, stage in by_section().items():
+            settings = self.settings(section)
+            for reads in stage.inputs(settings, self.data.splits).values() if settings is not None else ():
+                if reads.role == "data" and (split := reads.parts[0].rstrip("/")) not in self.data.splits:
+                    raise ValueError(f"data.splits lacks {split!r}, which a later section reads")
         return self
-
-
-def find_recipe(name: str) -> Path:
-    """The file of a recipe: a path, or a name among the built-in ones."""
-    path = Path(name)
-    if path.suffix in (".yaml", ".yml") or path.is_file():
-        if not path.is_file():
-            raise RecipeError(f"recipe file {name} does not exist")
-        return path
-    built_in = RECIPES / f"{name}.yaml"
-    if built_in.is_file():
-        return built_in
-    names = sorted(p.stem for p in RECIPES.glob("*.yaml"))
-    near = difflib.get_close_matches(name, names, 1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise RecipeError(f"no recipe {name!r}; built in are {', '.join(names)}{hint}")
-
-
-def load_recipe(name: str, overrides: dict[str, Any] | None = None, sets: list[str] | None = None) -> Recipe:
-    """Reads a recipe; `overrides` are merged in, `sets` are `a.b=value` with the value in YAML.
-
-    Raises RecipeError with file, line and field.
-    """
-    path = find_recipe(name)
-    text = path.read_text()
-    try:
-        node = yaml.compose(text, Loader=_Loader)
-        values = _load(text) or {}
-    except yaml.YAMLError as e:
-        raise RecipeError(f"{path}: not YAML: {e}") from e
-    if not isinstance(values, dict):
-        raise RecipeError(f"{path}: a recipe is a mapping of sections, found {type(values).__name__}")
-    values.setdefault("name", path.stem)
-    values, told = with_sets(merge(values, overrides or {}), sets or [])
-    return checked(values, path, node, told)
-
-
-def with_sets(values: dict[str, Any], sets: list[str]) -> tuple[dict[str, Any], set[str]]:
-    """A recipe's values with `a.b=value` laid on them, and the places that were set."""
-    told = set()
-    for item in sets:
-        place, equals, value = item.partition("=")
-        if not equals or not place:
-            raise RecipeError(f"--set {item}: expected a.b=value")
-        told.add(place)
-        try:
-            values = merge(values, _nested(place.split("."), _load(value)))
-        except yaml.YAMLError as e:
-            raise RecipeError(f"--set {item}: the value is not YAML: {e}") from e
-    return values, told
-
-
-def checked(values: dict[str, Any], path: Path, node: Any, told: set[str]) -> Recipe:
-    """The recipe of these values; `path` and `node`, its YAML, say where a mistake stands."""
-    try:
-        # Through JSON: strict JSON input may give lists and floats as YAML writes them.
-        return Recipe.model_validate_json(json.dumps(values))
-    except ValidationError as e:
-        raise RecipeError("\n".join(_explain(path, node, told, error) for error in e.errors())) from e
-    except TypeError as e:
-        raise RecipeError(f"{path}: {e}") from e
-
-
-def _load(text: str) -> Any:
-    return yaml.load(text, Loader=_Loader)
-
-
-def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`over` laid on `base`, mappings merged key by key."""
-    merged = dict(base)
-    for k, v in over.items():
-        merged[k] = merge(merged[k], v) if isinstance(v, dict) and isinstance(merged.get(k), dict) else v
-    return merged
-
-
-def _nested(path: list[str], value: Any) -> dict[str, Any]:
-    for name in reversed(path):
-        value = {name: value}
-    return value
-
-
-def _explain(path: Path, node: Any, told: set[str], error: Any) -> str:
-    place = [str(p) for p in error["loc"]]
-    dotted = ".".join(place)
-    lines = _lines(node, place)
-    # `--set a.b=1` may be wrong at `a` (no such section) or at `a.b.c` (it gave a mapping).
-    given = any((t + ".").startswith(dotted + ".") or (dotted + ".").startswith(t + ".") for t in told)
-    by_set = dotted and given and (dotted in told or len(lines) < len(place))
-    where = f"--set {dotted}" if by_set else f"{path}:{lines[-1] if lines else 1}: {dotted}" if dotted else f"{path}"
-    if error["type"] == "extra_forbidden":
-        known = _fields_at(place[:-1])
-        near = difflib.get_close_matches(place[-1], known, 1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-        return f"{where}: unknown key; {hint}"
-    message = error["msg"].removeprefix("Value error, ")
-    found = error.get("input")
-    shown = "" if isinstance(found, dict) else f" (found {found!r})"
-    return f"{where}: {message}{shown}"
-
-
-def _lines(node: Any, place: list[str]) -> list[int]:
-    """Lines of the parts of `place`, as deep as the file holds them."""
-    lines: list[int] = []
-    for name in place:
-        found = [kv for kv in node.value if kv[0].value == name] if isinstance(node, yaml.MappingNode) else []
-        if not found:
-            break
-        lines.append(found[0][0].start_mark.line + 1)
-        node = found[0][1]
-    return lines
-
-
-def _fields_at(place: list[str]) -> list[str]:
-    """Names of the fields of the section at `place`."""
-    model: Any = Recipe
-    for name in place:
-        if name not in getattr(model, "model_fields", {}):
-            continue  # the name of an entry in a mapping of sections, such as a reward
-        annotation = model.model_fields[name].annotation
-        models = [a for a in (annotation, *getattr(annotation, "__args__", ())) if hasattr(a, "model_fields")]
-        if not models:
-            return []
-        model = models[0]
-    return list(getattr(model, "model_fields", {}))

@@ -1,27 +1,33 @@
-"""The recipe's fields as optional parameters of the flow: `--param` and the UI's form say what differs.
+"""The recipe's fields as optional parameters of the flow, for `--param` and the form in Prefect's UI.
 
-Each section becomes a model with the same fields, descriptions and bounds, of which a run sets as
-many as it likes. What is left out stays as the recipe says; null is a value where the recipe allows it.
+Each section becomes a model with the same fields, descriptions and bounds, none of them required. A field that is not
+given stays as the recipe says; null is a value where the recipe allows it.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import types
 import typing
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, create_model
+from pydantic.fields import FieldInfo
 
 from flows.recipe.model import Recipe
 
-# The pipeline sets these itself, round by round.
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# The graph sets these itself, round by round.
 MANAGED = {"round", "store_state"}
 
 
 def _no_default(schema: dict[str, Any]) -> None:
-    # A form that shows null would send it.
+    # The UI's form would send a null that it shows as the default, and null leaves a section out.
     schema.pop("default", None)
 
 
@@ -34,10 +40,10 @@ def partial(model: type[BaseModel]) -> type[BaseModel]:
             kind = _partial_type(field.annotation)
             kind = Annotated[(kind, *field.metadata)] if field.metadata else kind
             fields[name] = (kind, Field(default=None, description=field.description, json_schema_extra=_no_default))
-    room = model.__module__.rsplit(".", 1)[-1]
-    title = room if model.__name__ == "Config" else model.__name__
+    module = model.__module__.rsplit(".", 1)[-1]
+    title = module if model.__name__ == "Config" else model.__name__
     config = ConfigDict(extra="forbid", strict=True, title=title.replace("_", " ").lower())
-    return create_model(f"{room.title().replace('_', '')}{model.__name__}", __config__=config, **fields)
+    return create_model(f"{module.title().replace('_', '')}{model.__name__}", __config__=config, **fields)
 
 
 def _partial_type(kind: Any) -> Any:
@@ -63,7 +69,7 @@ def parameter(name: str) -> Any:
         if value is None or isinstance(value, BaseModel):
             return value
         try:
-            # As JSON: what came from the API may write a float as 1 but not as "1".
+            # Strict JSON takes 1 for a float, which strict Python does not; neither takes "1".
             return adapter.validate_json(json.dumps(value))
         except ValidationError as e:
             raise ValueError("; ".join(_explain(name, error) for error in e.errors())) from None
@@ -72,13 +78,12 @@ def parameter(name: str) -> Any:
 
 
 def _explain(parameter: str, error: Any) -> str:
-    # Pydantic puts the name of the model that it tried into the place; people know only the fields.
     place = ".".join([parameter, *(str(p) for p in error["loc"])])
     return f"{place}: {'unknown key' if error['type'] == 'extra_forbidden' else error['msg']}"
 
 
-def told(**parameters: Any) -> dict[str, Any]:
-    """Values to lay on a recipe: only what was set."""
+def values_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The values to merge into a recipe: of each parameter only what was set."""
     return {
         name: value.model_dump(mode="json", exclude_unset=True) if isinstance(value, BaseModel) else value
         for name, value in parameters.items()
@@ -86,23 +91,30 @@ def told(**parameters: Any) -> dict[str, Any]:
     }
 
 
-if TYPE_CHECKING:
-    Seed: TypeAlias = int | None
-    Retries: TypeAlias = int | None
-    StoreUrl: TypeAlias = str | None
-    Section: TypeAlias = dict[str, Any] | None
-    Base: TypeAlias = Section
-    Distill: TypeAlias = Section
-    Preference: TypeAlias = Section
-    Data: TypeAlias = Section
-    SFT: TypeAlias = Section
-    Reward: TypeAlias = Section
-    RL: TypeAlias = Section
-    Evaluate: TypeAlias = Section
-    Export: TypeAlias = Section
-else:
-    Seed, StoreUrl, Retries = parameter("seed"), parameter("store"), parameter("retries")
-    Base, Data, SFT = parameter("base"), parameter("data"), parameter("sft")
-    Distill, Preference = parameter("distill"), parameter("preference")
-    Reward, RL = parameter("reward"), parameter("rl")
-    Evaluate, Export = parameter("evaluate"), parameter("export")
+def recipe_parameters(function: Callable[P, R]) -> Callable[P, R]:
+    """Gives a flow one optional parameter for each field of the recipe, in place of its `**fields`.
+
+    Prefect reads a flow's schema from its signature, and the descriptions from the `Args` of its docstring. The
+    parameter `skip` may name the sections that can be null.
+    """
+    signature = inspect.signature(function, eval_str=True)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    skip = list[Literal[tuple(n for n, f in Recipe.model_fields.items() if _may_be_null(f))]] | None  # type: ignore
+    own = [p.replace(annotation=skip) if p.name == "skip" else p for p in own]
+    fields = {n: f for n, f in Recipe.model_fields.items() if n not in ("name", "description")}
+    more = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=parameter(n)) for n in fields]
+
+    @functools.wraps(function)
+    def with_fields(*args: P.args, **kwargs: P.kwargs) -> R:
+        return function(*args, **kwargs)
+
+    described = vars(with_fields)
+    described["__signature__"] = signature.replace(parameters=[*own, *more])
+    with_fields.__annotations__ = {p.name: p.annotation for p in (*own, *more)}
+    lines = [f"    {name}: {field.description}" for name, field in fields.items()]
+    with_fields.__doc__ = "\n".join([inspect.getdoc(function) or "", *lines])
+    return with_fields
+
+
+def _may_be_null(field: FieldInfo) -> bool:
+    return type(None) in typing.get_args(field.annotation)

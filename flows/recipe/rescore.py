@@ -10,7 +10,8 @@ import copy
 from pathlib import Path
 from typing import Any
 
-from flows.recipe.model import Recipe, RecipeError, checked, with_sets
+from flows.recipe.model import Recipe, RecipeError
+from flows.recipe.reading import checked, with_sets
 
 MISMATCH = 1.0
 """Mean KL between sampler and trainer up to which rescored rounds go on, unless it is set."""

@@ -1,7 +1,8 @@
-"""What a person at a terminal sees: a line for each stage and round, live progress, a closing table."""
+"""The output of a run on the console: a line for each stage and round, live progress, a closing table."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from typing import Any
@@ -11,14 +12,17 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 
 from flows.graph.build import Node
-from flows.report.diagnostics import round_warnings
-from flows.report.plots import round_series
+from flows.report.advice import round_warnings
+from flows.report.measures import round_series
+from stages.contract.registry import by_section
+from stages.contract.registry import stage as find_stage
+from stages.worker import protocol
 
 LINE_SECONDS = 10.0
 
 
 def log_width() -> int | None:
-    """Columns where there is no terminal: Rich takes 80, which cuts the line of a round; None on a terminal."""
+    """Columns of output that is no terminal: Rich takes 80, less than the line of a round. None on a terminal."""
     return None if sys.stdout.isatty() else 160
 
 
@@ -31,10 +35,9 @@ class ConsoleReporter:
         self._task: TaskID | None = None
         self._started = 0.0
         self._last = 0.0
-        self._rounds: dict[str, dict[str, Any]] = {}
+        self._rounds: dict[str, _Round] = {}
         self._nodes: dict[str, dict[str, Any]] = {}
-        self._told: set[str] = set()
-        self._tried: set[str] = set()
+        self._warned: set[str] = set()
 
     def stage_started(self, node: Node) -> None:
         self._started = self._last = time.monotonic()
@@ -53,9 +56,9 @@ class ConsoleReporter:
         elif not node.name.startswith("round-"):
             self.console.print(f"  {node.name:<18} started")
 
-    def progress(self, node: Node, event: dict[str, Any]) -> None:
-        done, total, unit = event["done"], event["total"], event["unit"]
-        detail = "  ".join(f"{k.replace('_per_second', '/s')} {v:,.4g}" for k, v in event["metrics"].items())
+    def progress(self, node: Node, event: protocol.Progress) -> None:
+        done, total, unit = event.done, event.total, event.unit
+        detail = "  ".join(f"{k.replace('_per_second', '/s')} {v:,.4g}" for k, v in event.metrics.items())
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=done, total=total, count=f"{done}/{total} {unit}", detail=detail)
         elif time.monotonic() - self._last > LINE_SECONDS:
@@ -74,86 +77,54 @@ class ConsoleReporter:
         if node.name.startswith("round-"):
             self._round(node, state, manifest, seconds)
             return
-        took = "cached" if state == "hit" else f"{seconds:.1f} s"
-        mark = "[green]=[/green]" if state == "hit" else "[green]+[/green]"
-        self.console.print(f"{mark} {node.name:<18} {took:>9}  {headline(node.stage, manifest['metrics'])}")
+        figures = find_stage(node.stage).figures(manifest["metrics"])
+        self.console.print(_line(node.name, state == "hit", seconds, figures))
 
     def _round(self, node: Node, state: str, manifest: dict[str, Any], seconds: float) -> None:
+        """Collects the nodes of a round; the policy update, its last, prints their figures in one line."""
         name, part = node.name.split(".")
-        found = self._rounds.setdefault(name, {"seconds": 0.0, "hits": 0})
-        found[part] = manifest["metrics"]
-        found["seconds"] += seconds
-        found["hits"] += state == "hit"
-        found["nodes"] = found.get("nodes", 0) + 1
+        stage = find_stage(node.stage)
+        line = self._rounds.setdefault(name, _Round())
+        line.seconds += seconds
+        line.cached &= state == "hit"
+        # Refills and baselines have scores of their own: the line shows those of the round's rollouts.
+        if part == stage.name:
+            line.figures.append(stage.figures(manifest["metrics"]))
         self._nodes[node.name] = manifest
-        if part == "update":
-            self.console.print(round_line(name, found))
+        if stage.makes == "policy":
+            figures = "  ".join(f for f in line.figures if f)
+            self.console.print(_line(name, line.cached, line.seconds, figures))
             self._warn(name, manifest["config"])
 
     def _warn(self, name: str, update: dict[str, Any]) -> None:
-        """Each warning once, in the round in which it comes up."""
+        """Prints each warning once, in the first round that it applies to."""
         scored = self._nodes.get(f"{name}.score", {}).get("config", {})
         series = round_series({"nodes": self._nodes, "recipe": {"rl": {"score": scored}}})
         for warning in round_warnings(series, update):
-            if warning.title not in self._told:
-                self._told.add(warning.title)
+            if warning.title not in self._warned:
+                self._warned.add(warning.title)
                 self.console.print(f"! {warning.title}: {warning.text}", style="yellow", markup=False)
 
 
-def round_line(name: str, found: dict[str, Any]) -> str:
-    """One RL round in one line."""
-    sampled, scored, updated = found.get("rollout", {}), found.get("score", {}), found["update"]
-    passed = next((v for k, v in scored.items() if k.startswith("reward_") and "model" not in k), None)
-    cells = [
-        ("reward", scored.get("reward"), "{:.3f}"),
-        ("pass", passed, "{:.3f}"),
-        ("KL", updated.get("kl"), "{:.4f}"),
-        ("mismatch", updated.get("mismatch_kl"), "{:.1e}"),
-        ("clip", updated.get("clip_fraction"), "{:.3f}"),
-        ("entropy", updated.get("entropy"), "{:.3f}"),
-        ("zero-var", scored.get("zero_variance"), "{:.2f}"),
-        ("tok/s", sampled.get("tokens_per_second"), "{:.0f}"),
-    ]
-    text = "  ".join(f"{n} {form.format(v)}" for n, v, form in cells if v is not None)
-    cached = found["hits"] == found["nodes"]
-    took = "cached" if cached else f"{found['seconds']:.1f} s"
+@dataclasses.dataclass
+class _Round:
+    """What the line of a round shows."""
+
+    seconds: float = 0.0
+    cached: bool = True
+    figures: list[str] = dataclasses.field(default_factory=list)
+
+
+def _line(name: str, cached: bool, seconds: float, figures: str) -> str:
     mark = "[green]=[/green]" if cached else "[green]+[/green]"
-    return f"{mark} {name:<18} {took:>9}  {text}"
+    took = "cached" if cached else f"{seconds:.1f} s"
+    return f"{mark} {name:<18} {took:>9}  {figures}"
 
 
-def headline(stage: str, metrics: dict[str, Any]) -> str:
-    """The figures of a stage that people look at first."""
-    match stage:
-        case "base":
-            return f"{metrics['parameters'] / 1e6:.1f} M parameters"
-        case "prepare":
-            return "  ".join(f"{k} {v}" for k, v in metrics["rows"].items())
-        case "sft":
-            return f"loss {metrics['loss']:.4f}  {metrics['steps']} steps  {metrics['tokens_per_second']:.0f} tok/s"
-        case "reward":
-            held = metrics.get("heldout_accuracy")
-            shown = (
-                ""
-                if held is None
-                else f"  held-out accuracy {held:.3f}  calibration error {metrics['calibration_error']:.3f}"
-            )
-            return f"loss {metrics['loss']:.4f}{shown}"
-        case "distill":
-            return f"loss {metrics['loss']:.4f}{_before_and_after(metrics, 'divergence')}"
-        case "preference":
-            held = metrics.get("heldout_accuracy")
-            more = "" if held is None else f"  held-out accuracy {held:.3f}  margin {metrics['heldout_margin']:.3f}"
-            return f"loss {metrics['loss']:.4f}{more}{_before_and_after(metrics, 'ranking')}"
-        case "evaluate":
-            return f"score {metrics['score']:.3f} [{metrics['score_low']:.3f}, {metrics['score_high']:.3f}]"
-        case "export":
-            return f"{metrics['bytes'] / 1e6:.0f} MB"
-    return ""
-
-
-def _before_and_after(metrics: dict[str, Any], name: str) -> str:
-    before, after = metrics.get(f"heldout_{name}_before"), metrics.get(f"heldout_{name}")
-    return "" if before is None or after is None else f"  held-out {name} {before:.3f} -> {after:.3f}"
+def policy_title(label: str) -> str:
+    """What tables call the policy after the recipe's section `label`."""
+    titles = (s.title for s in by_section().values() if s.makes == "policy" and s.section.split(".")[0] == label)
+    return next(titles, label)
 
 
 def closing_table(evaluations: dict[str, dict[str, Any]]) -> Table:
@@ -163,8 +134,9 @@ def closing_table(evaluations: dict[str, dict[str, Any]]) -> Table:
         table.add_column(column, justify="left" if column == "policy" else "right")
     for name, m in evaluations.items():
         interval = f"{m['score_low']:.3f} to {m['score_high']:.3f}"
-        label = {"sft": "SFT", "distill": "distilled", "rl": "RL"}.get(name, name)
-        table.add_row(label, f"{m['score']:.3f}", interval, f"{m['truncated']:.2f}", f"{m['mean_length']:.1f}")
+        table.add_row(
+            policy_title(name), f"{m['score']:.3f}", interval, f"{m['truncated']:.2f}", f"{m['mean_length']:.1f}"
+        )
     first = next(iter(evaluations.values()))
     if "constant_score" in first:
         table.add_row(f"always {first['constant_answer']!r}", f"{first['constant_score']:.3f}", "", "", "")

@@ -19,13 +19,14 @@ from flows.recipe.model import Recipe, RecipeError
 from stages.store.artifacts import Artifact, Store
 from stages.store.leases import lease, this_process
 from stages.worker.client import Worker, WorkerDied
+from stages.worker.protocol import Log, Progress, Report, Request
 
 
 class Reporter(Protocol):
     """Where progress goes."""
 
     def stage_started(self, node: Node) -> None: ...
-    def progress(self, node: Node, event: dict[str, Any]) -> None: ...
+    def progress(self, node: Node, event: Progress) -> None: ...
     def line(self, text: str) -> None: ...
     def stage_ended(self, node: Node, state: str, manifest: dict[str, Any], seconds: float) -> None: ...
 
@@ -105,23 +106,25 @@ class Session:
         return state, artifact
 
     def _make(self, node: Node, key: str, parts: dict[str, Any], forced: bool, entry: dict[str, Any]) -> Artifact:
-        request = {
-            "stage": node.stage,
-            "key": key,
-            "key_parts": parts,
-            "config": node.config.model_dump(mode="json"),
-            "inputs": {n: [self.made[i.node].stage, self.made[i.node].key] for n, i in node.inputs.items()},
-            "seed": node.seed,
-            "store": self.recipe.store,
-            "run": self.name,
-            "force": self.name if forced else None,  # another try of this run goes on, another run starts afresh
-        }
+        request = Request(
+            stage=node.stage,
+            key=key,
+            key_parts=parts,
+            config=node.config.model_dump(mode="json"),
+            inputs={n: (self.made[i.node].stage, self.made[i.node].key) for n, i in node.inputs.items()},
+            seed=node.seed,
+            store=self.recipe.store,
+            run=self.name,
+            # A retry within this run resumes its own partial work; another forced run starts from nothing.
+            force=self.name if forced else None,
+        )
 
-        def on_event(event: dict[str, Any]) -> None:
-            if event["event"] == "progress":
-                self.reporter.progress(node, event)
-            elif event["event"] == "log":
-                self.reporter.line(f"{node.name}: {event['line']}")
+        def on_event(event: Report) -> None:
+            match event:
+                case Progress():
+                    self.reporter.progress(node, event)
+                case Log(line):
+                    self.reporter.line(f"{node.name}: {line}")
 
         try:
             manifest = self.worker.run(request, on_event)

@@ -89,7 +89,7 @@ def load_scorer(ctx: Context, artifact: Artifact) -> tuple[Any, Any]:
 
 def limits_of(compute: Any, device: Any, context: int = 0) -> Any:
     """How large the engine is, as settings and device say; `context` in tokens, where it is known beforehand."""
-    from tuning.rollout.engine.pool import Limits
+    from tuning.rollout.engine.limits import Limits
 
     slots = compute.rollout_rows or device.rollout_rows
     return Limits(slots=slots, context=context, cache_bytes=device.cache_bytes, chunks=device.chunk_tokens)

@@ -1,13 +1,14 @@
-"""What a stage is: a config, the names of its inputs and a function of a context.
+"""What a stage is: its settings, the artifacts it reads, a function of a context, and how people see it.
 
 A stage lives in one module, `stages/NAME.py`, or in a folder with `stages/NAME/stage.py`. The module imports nothing
-heavy at the top: `tuning` and JAX are imported inside `run`, which only ever executes in the worker process.
+heavy at the top: `tuning` and JAX are imported inside `run`, which executes in the worker process alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import string
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,16 +38,16 @@ class Progress(Protocol):
 
 @dataclasses.dataclass
 class Context:
-    """What `run` may touch. Everything else is out of bounds for a stage."""
+    """Everything that `run` may read, write and call."""
 
     config: Any
     """The stage's resolved config."""
     inputs: Mapping[str, Artifact]
     """Committed artifacts by input name."""
     out: Path
-    """A local folder. What is in it when `run` returns becomes the artifact."""
+    """A local folder. Its content when `run` returns becomes the artifact."""
     work: Path
-    """A local folder that outlives a kill, the same for each try at this key: checkpoints, finished shards."""
+    """A local folder that survives a kill, the same for each try at this key: checkpoints, finished shards."""
     seed: int
     """The root of all randomness of this stage (derived from the run's seed and the stage's name)."""
     progress: Progress
@@ -54,12 +55,12 @@ class Context:
     log: Callable[[str], None]
     """One line for people."""
     memory: dict[str, Any]
-    """What this worker keeps between stages, by content digest (params on device, tokenizers)."""
+    """Objects that this worker keeps between stages, by content digest (params on device, tokenizers)."""
     saved: Callable[[], None] = lambda: None
     """Call after each finished folder in `work`: a remote store gets its copy."""
 
     name: str = "stage"
-    """What the metrics are filed under."""
+    """Label of the metrics in TensorBoard and Weights & Biases."""
     _metrics: Any = dataclasses.field(default=None, init=False, repr=False)
 
     def metrics_line(self, **values: Any) -> None:
@@ -77,6 +78,39 @@ class Context:
             self._metrics = None
 
 
+def _always(config: Any, splits: Collection[str]) -> bool:
+    return True
+
+
+@dataclasses.dataclass(frozen=True)
+class Reads:
+    """One input of a stage: which artifact of the run it is, and which parts of that are read."""
+
+    role: str
+    """`policy`: the policy trained so far. `base`, `tokenizer`, `data`, `reward`: those of the run. In a round of RL
+    also `reference` (the policy before the first round), `rollouts`, `scores`, `greedy_scores`. `NAME_*`: every
+    artifact whose role begins so, each an input under its own role."""
+    parts: tuple[str, ...] = ()
+    """Path prefixes that are read: only their content is in the key. Empty: what the role offers, mostly all of it."""
+    when: Callable[[Any, Collection[str]], bool] = _always
+    """(settings, splits of the prepared data) -> whether the input is read."""
+
+
+class _Figures(string.Formatter):
+    """`str.format` for metrics. A format that ends in M counts in millions; a mapping shows its entries."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if isinstance(value, Mapping):
+            return "  ".join(f"{k} {v}" for k, v in value.items())
+        if format_spec.endswith("M"):
+            value, format_spec = value / 1e6, format_spec[:-1]
+        return str(format(value, format_spec))
+
+
+Figure = str | Callable[[Mapping[str, Any]], str]
+"""A template over metrics, such as `loss {loss:.4f}`, or a function of them for what no template can say."""
+
+
 def _no_sources(config: Any) -> dict[str, str]:
     return {}
 
@@ -87,7 +121,11 @@ def _loads_nothing(config: Any) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """What a stage is called and made of: each stage's module ends with one, called STAGE."""
+    """All that the pipeline knows of a stage: each stage's module ends with one, called STAGE.
+
+    `run`, `config` and what they import are in the key. The fields from `section` on are not: they place the stage
+    in a run and describe it (`stages.contract.fingerprint.DESCRIPTION`).
+    """
 
     name: str
     """As its module is called."""
@@ -105,8 +143,35 @@ class Stage:
     """Libraries whose versions are part of the key."""
     restore: Callable[[Context, Artifact], tuple[Any, Any]] | None = None
     """(DecoderConfig, parameters) of an artifact that may hold no weights; None: its folder `model` has them."""
+    section: str = ""
+    """Dotted place of its settings in a recipe, such as rl.rollout; empty: they follow from other sections."""
+    title: str = ""
+    """Its result in tables, such as SFT for the policy after sft."""
+    reads: Mapping[str, Reads] = dataclasses.field(default_factory=dict)
+    """Its inputs by name."""
+    makes: str = ""
+    """The role of its artifact for the stages that follow; empty: none reads it."""
+    headline: tuple[Figure, ...] = ()
+    """The figures to look at first. One whose metrics are missing is left out."""
+    samples: str = ""
+    """Path prefix of a table with prompts and completions to show to people; empty: there is none."""
 
     @property
     def module(self) -> str:
         """The module in which the stage is defined, with which its fingerprint begins."""
         return self.run.__module__
+
+    def figures(self, metrics: Mapping[str, Any]) -> str:
+        """The headline of these metrics, in one line."""
+        return "  ".join(text for figure in self.headline if (text := _shown(figure, metrics)))
+
+    def inputs(self, config: Any, splits: Collection[str]) -> dict[str, Reads]:
+        """The inputs that these settings read."""
+        return {name: reads for name, reads in self.reads.items() if reads.when(config, splits)}
+
+
+def _shown(figure: Figure, metrics: Mapping[str, Any]) -> str:
+    if callable(figure):
+        return figure(metrics)
+    names = [name for _, name, _, _ in string.Formatter().parse(figure) if name]
+    return "" if any(metrics.get(n) is None for n in names) else _Figures().format(figure, **metrics)

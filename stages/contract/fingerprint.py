@@ -27,11 +27,15 @@ from pathlib import Path
 
 OWN = ("stages", "tuning")
 
-# Rooms of which no module can change what a result is: only how it is described, found, stored and moved.
+# Packages of which no module can change a result: they describe, find, store and move it.
 INFRASTRUCTURE = ("stages.contract", "stages.store", "stages.worker")
 
 # Versions of libraries that change numbers or bytes.
 NUMERIC_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy", "tokenizers", "transformers", "pyarrow", "safetensors")
+
+# Arguments of a module's `STAGE = Stage(...)` that describe the stage and place it in a run: no part of its key.
+# Which artifacts it reads is in the key already, as the digests of its inputs.
+DESCRIPTION = ("section", "title", "reads", "makes", "headline", "samples")
 
 _OWN_NAME = re.compile(rf"({'|'.join(OWN)})(\.\w+)+\.?")
 
@@ -80,7 +84,7 @@ def reached(*roots: str, folder: Path | None = None) -> Code:
             continue
         # Importing a.b.c runs a/__init__.py and a/b/__init__.py first.
         queue.extend(name.rsplit(".", n)[0] for n in range(1, name.count(".") + 1))
-        changed = tuple(p.stat().st_mtime_ns for p in (path, *_in_c(path)))
+        changed = tuple(p.stat().st_mtime_ns for p in (path, *_beside(path)))
         content, imports = _read(str(path), changed, name, folder, only)
         queue.extend(target for _, target in imports)
         if content is not None:
@@ -132,7 +136,7 @@ def _read(
     if all(isinstance(s, ast.Pass) for s in tree.body):
         return None, ()
     text = ast.dump(tree, annotate_fields=False, include_attributes=False)
-    for source in _in_c(Path(path)):
+    for source in _beside(Path(path)):
         text += re.sub(r"\s*//.*", "", source.read_text())
     return _short_hash(text), tuple(sorted(neutral.imports))
 
@@ -178,6 +182,11 @@ class _Neutral(ast.NodeTransformer):
         node.module, node.level = "own", 0
         return node
 
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if isinstance(node.func, ast.Name) and node.func.id == "Stage":
+            node.keywords = [k for k in node.keywords if k.arg not in DESCRIPTION]
+        return self.generic_visit(node)
+
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
         # A module that is loaded by name counts where a stage says so (`Stage.loads`).
         if isinstance(node.value, str) and _OWN_NAME.fullmatch(node.value) and self._is_own(node.value.rstrip(".")):
@@ -204,8 +213,9 @@ def _sorted_imports(statements: list[ast.stmt]) -> list[ast.stmt]:
     return ordered
 
 
-def _in_c(path: Path) -> list[Path]:
-    return [p for p in (path.with_suffix(s) for s in (".c", ".h")) if p.exists()]
+def _beside(path: Path) -> list[Path]:
+    """Files that a module's result depends on like on its code: C sources and a page's template, of its own name."""
+    return [p for p in (path.with_suffix(s) for s in (".c", ".h", ".html.j2")) if p.exists()]
 
 
 def _short_hash(text: str) -> str:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from stages.contract.definition import Stage
 
-_ROOM = Path(__file__).parents[1]
+_FOLDER = Path(__file__).parents[1]
 
 
 @functools.cache
 def modules() -> dict[str, str]:
     """The module of each stage by the stage's name. None of them is imported."""
-    files = {p.stem: f"stages.{p.stem}" for p in _ROOM.glob("*.py") if p.stem != "__init__"}
-    folders = {p.parent.name: f"stages.{p.parent.name}.stage" for p in _ROOM.glob("*/stage.py")}
+    files = {p.stem: f"stages.{p.stem}" for p in _FOLDER.glob("*.py") if p.stem != "__init__"}
+    folders = {p.parent.name: f"stages.{p.parent.name}.stage" for p in _FOLDER.glob("*/stage.py")}
     return dict(sorted((files | folders).items()))
 
 
@@ -28,3 +28,10 @@ def stage(name: str) -> Stage:
     if not isinstance(found, Stage) or found.name != name:
         raise TypeError(f"{modules()[name]}.STAGE is {found!r}: expected a Stage named {name!r}")
     return found
+
+
+@functools.cache
+def by_section() -> dict[str, Stage]:
+    """The stages that have a section in the recipe, by its dotted name. Imports all stage modules, nothing heavy."""
+    stages = [stage(name) for name in modules()]
+    return {s.section: s for s in stages if s.section}

@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stages.contract.definition import Context, Stage
+from stages.contract.definition import Context, Reads, Stage
 from stages.prepare.settings import Config
 
 if TYPE_CHECKING:
@@ -329,5 +329,15 @@ def _advice(split: str, config: Config) -> str:
 
 
 STAGE = Stage(
-    "prepare", 2, Config, run, sources=source_digests, libraries=("tokenizers", "transformers", "pyarrow", "numpy")
+    "prepare",
+    2,
+    Config,
+    run,
+    sources=source_digests,
+    libraries=("tokenizers", "transformers", "pyarrow", "numpy"),
+    section="data",
+    title="data",
+    makes="data",
+    reads={"base": Reads("base", ("tokenizer/",))},
+    headline=("{rows}",),
 )

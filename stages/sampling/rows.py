@@ -66,7 +66,7 @@ class _Sampler:
     """Samples shard after shard with one engine, which is opened for the first shard that is missing."""
 
     def __init__(self, ctx: Context, draw: Draw, prompts: Sequence[PromptRow]):
-        from tuning.training.batch import bucket
+        from tuning.shapes import bucket
 
         self.ctx, self.draw = ctx, draw
         self.tokenizer = load_tokenizer(ctx, ctx.inputs["tokenizer"])
@@ -92,8 +92,7 @@ class _Sampler:
         ]
 
     def _request(self, number: int, prompt: PromptRow) -> Request:
-        from tuning.rollout.engine.sampling import Sampling
-        from tuning.rollout.requests import Request
+        from tuning.rollout.requests import Request, Sampling
 
         sampling = Sampling(temperature=self.draw.temperature)
         return Request(

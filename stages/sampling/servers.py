@@ -47,14 +47,14 @@ _places: set[Path] = set()
 
 
 def open_engine(ctx: Context, settings: EngineSettings, quantize: str, context: int, requests: Sequence[Any]) -> Any:
-    """A `Remote` whose servers have the stage's policy; the first of `requests` are the probes that prove it."""
-    from tuning.rollout.servers.fleet import Options, Remote
-    from tuning.rollout.servers.protocol import ENGINES
+    """A `Fleet` whose servers have the stage's policy; the first of `requests` are the probes that prove it."""
+    from tuning.rollout.servers.fleet import Fleet, Options
+    from tuning.rollout.servers.kinds import KINDS
 
     names = ("sync", "concurrency", "tries", "start_seconds", "wait_seconds", "tolerance", "version")
     policy = _policy(ctx, settings, quantize, requests)
     servers = _servers(ctx, settings, context)
-    remote = Remote(ENGINES[settings.kind], servers, Options(**{n: getattr(settings, n) for n in names}), ctx.log)
+    remote = Fleet(KINDS[settings.kind], servers, Options(**{n: getattr(settings, n) for n in names}), ctx.log)
     remote.load(policy)
     ctx.metrics_line(servers=len(remote.gaps), logprob_gap=max(remote.gaps.values()))
     return remote
@@ -74,14 +74,14 @@ def _end(started: _Started) -> None:
 
 
 def _servers(ctx: Context, settings: EngineSettings, context: int) -> list[Any]:
-    from tuning.rollout.servers.server import Server
+    from tuning.rollout.servers.server import RemoteServer
 
     key = "" if settings.key_variable is None else os.environ.get(settings.key_variable, "")
     if settings.key_variable is not None and not key:
         raise ValueError(f"rl.rollout.engine.key_variable: the environment has no {settings.key_variable}; export it")
     options: dict[str, Any] = {"timeout": settings.timeout, "retries": settings.tries, "key": key}
     if settings.command is None:
-        return [Server(url, **options) for url in settings.urls]
+        return [RemoteServer(url, **options) for url in settings.urls]
     same = {"kind", "command", "arguments", "environment", "servers", "dtype"}
     wanted = digest(settings.model_dump(mode="json", include=same) | {"adapters": settings.sync == "adapter"})
     for name in [n for n, group in _started.items() if n != wanted or group.context < context]:
@@ -96,17 +96,18 @@ def _servers(ctx: Context, settings: EngineSettings, context: int) -> list[Any]:
 
 def _server(ctx: Context, settings: EngineSettings, context: int, number: int, options: dict[str, Any]) -> Any:
     from tuning.rollout.servers.child import Child
-    from tuning.rollout.servers.protocol import ENGINES, Start
-    from tuning.rollout.servers.server import Server
+    from tuning.rollout.servers.kinds import KINDS
+    from tuning.rollout.servers.protocol import ServerStart
+    from tuning.rollout.servers.server import RemoteServer
 
-    engine = ENGINES[settings.kind]
+    kind = KINDS[settings.kind]
 
     def command(folder: Path, port: int) -> list[str]:
-        start = Start(folder, settings.dtype, context, settings.sync == "adapter")
-        return [*settings.words, *engine.arguments(start, port), *settings.arguments]
+        start = ServerStart(folder, settings.dtype, context, settings.sync == "adapter")
+        return [*settings.words, *kind.arguments(start, port), *settings.arguments]
 
     log = _place(ctx, settings) / f"{settings.kind}-{number}.log"
-    return Server(child=Child(command, engine.environment() | settings.environment, log), **options)
+    return RemoteServer(child=Child(command, kind.environment() | settings.environment, log), **options)
 
 
 def _place(ctx: Context, settings: EngineSettings) -> Path:

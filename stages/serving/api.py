@@ -1,4 +1,4 @@
-"""OpenAI's completions and chat completions over an engine: what a request may say, and how an answer looks.
+"""OpenAI's completions and chat completions over an engine: fields of requests and answers.
 
 Source: the OpenAI API reference; `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids`, `ignore_eos` and
 `return_token_ids` are named as vLLM names them.
@@ -23,7 +23,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": (None, {"type": "text"}),
     "functions": (None, []),
 }
-"""Fields of the API that this server accepts only where they ask for nothing."""
+"""Fields of the API that this server does not implement, and the values at which they have no effect."""
 IGNORED = ("model", "user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier")
 
 
@@ -33,7 +33,7 @@ class StreamOptions(BaseModel):
 
 
 class Asked(BaseModel):
-    """What both endpoints share."""
+    """The fields that both endpoints share."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -68,8 +68,8 @@ class Asked(BaseModel):
         return [s for s in found if s]
 
     def sampling(self) -> Any:
-        """The engine's settings; what is null is the default."""
-        from tuning.rollout.engine.sampling import Sampling
+        """The engine's sampling settings; null is the default."""
+        from tuning.rollout.requests import Sampling
 
         def given(value: Any, default: Any) -> Any:
             return default if value is None else value
@@ -83,7 +83,7 @@ class Asked(BaseModel):
         )
 
     def root(self) -> int:
-        """The seed of its samples: the one asked for, or one that nobody asked for."""
+        """The request's seed modulo 2**32, or a random one."""
         return int.from_bytes(os.urandom(4), "little") if self.seed is None else self.seed % 2**32
 
 
@@ -130,7 +130,7 @@ class ChatRequest(Asked):
 
 
 class Text:
-    """The text of one sample as its tokens come: no half characters, nothing that a stop string may still take back."""
+    """The text of one sample as its tokens arrive, without incomplete characters and the start of a stop string."""
 
     def __init__(self, tokenizer: Any, special: set[int], strings: list[str]):
         self._tokenizer, self._special, self._strings = tokenizer, special, strings
@@ -147,7 +147,7 @@ class Text:
         return str(self._tokenizer.decode([token]))
 
     def add(self, tokens: list[int], ended: bool) -> str:
-        """What can be shown now and has not been."""
+        """The text that these tokens complete and that was not returned before."""
         self.tokens += tokens
         whole = self.decode(self.tokens)
         at = min((i for i in (whole.find(s) for s in self._strings) if i >= 0), default=None)
@@ -194,7 +194,7 @@ def completion_logprobs(
 
 
 def _by_text(text: Text, row: list[tuple[int, float]]) -> dict[str, float]:
-    """Log-probabilities by token text; where two tokens have the same one, as halves of a character, by their ids."""
+    """Log-probabilities by token text, or by id where two tokens have one text (parts of a character do)."""
     found: dict[str, float] = {}
     for token, logp in row:
         piece = text.piece(token)

@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 from typing import Any
 
+from stages.common.compilation import configure_jax
 from stages.serving.api import Text
-from stages.serving.policy import Opened, arguments, opened
-from stages.worker.process import configure_jax
+from stages.serving.policy import Opened, open_policy
+from stages.serving.settings import Chat, ChatOptions
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--temperature", type=float, default=0.7)
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--system")
-    args = parser.parse_args()
+    settings = Chat.model_validate_json(sys.argv[1])
     configure_jax()
     with contextlib.suppress(KeyboardInterrupt):
-        talk(opened(args), args)
+        talk(open_policy(settings.policy), settings.options, settings.system)
 
 
-def talk(policy: Opened, args: argparse.Namespace) -> None:
-    """Reads lines until the end of input; the conversation is the prompt, as much of it as fits."""
+def talk(policy: Opened, options: ChatOptions, system_prompt: str | None) -> None:
+    """Reads lines until the end of input. The prompt is the conversation, without its oldest turns where it is long."""
     from tuning.device import choose
-    from tuning.rollout.engine.pool import Limits
-    from tuning.rollout.engine.sampling import Sampling
-    from tuning.rollout.requests import Request
+    from tuning.rollout.engine.limits import Limits
+    from tuning.rollout.requests import Request, Sampling
 
     device = choose()
     limits = Limits(slots=1, context=policy.config.max_positions, chunks=device.chunk_tokens, steps=4)
     engine = policy.engine(limits, device.compute.dtype)
     # An answer as long as the context would leave no room for a question.
-    room = engine.context - min(args.max_tokens, engine.context // 2)
-    system = [{"role": "system", "content": args.system}] if args.system else []
+    room = engine.context - min(options.max_tokens, engine.context // 2)
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     turns: list[dict[str, str]] = []
     terminal = sys.stdin.isatty()
     special = set(policy.tokenizer.all_special_ids) | set(policy.stop_ids)
@@ -55,8 +50,8 @@ def talk(policy: Opened, args: argparse.Namespace) -> None:
             continue
         if left_out:
             print(f"({left_out // 2} earlier exchanges no longer fit and are forgotten)", file=sys.stderr)
-        sampling = Sampling(temperature=args.temperature)
-        longest = min(args.max_tokens, engine.context - len(prompt))
+        sampling = Sampling(temperature=options.temperature)
+        longest = min(options.max_tokens, engine.context - len(prompt))
         engine.submit(Request(prompt, longest, sampling, policy.stop_ids, counter=number))
         print("policy> " if terminal else "", end="", flush=True)
         text = Text(policy.tokenizer, special, [])
@@ -70,9 +65,9 @@ def talk(policy: Opened, args: argparse.Namespace) -> None:
 def _fitting(
     tokenizer: Any, system: list[dict[str, str]], turns: list[dict[str, str]], room: int
 ) -> tuple[list[int] | None, int]:
-    """Token ids of the conversation in at most `room` tokens, and how many of the oldest turns had to leave for it.
+    """Token ids of the conversation in at most `room` tokens, and how many of the oldest turns that left out.
 
-    What leaves is removed from `turns`, an exchange at a time; None where the last alone is too long.
+    Turns are removed from `turns` an exchange at a time; None where the last one alone is too long.
     """
     from tuning.models.tokenizer import chat_prompt_ids
 

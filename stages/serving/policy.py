@@ -1,8 +1,7 @@
-"""A finished policy in use outside a run: what chatting with it and serving it share."""
+"""A finished policy outside a run: `rlhf chat` and `rlhf serve` open it here."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 from pathlib import Path
@@ -10,17 +9,18 @@ from typing import Any
 
 from stages.common.models import load_policy, load_tokenizer, stop_ids
 from stages.contract.definition import Context
+from stages.serving.settings import PolicyPlace
 from stages.store.artifacts import Artifact, Store
 
 TYPICAL_PROMPT = 64
-"""Tokens of a first question: programs for it compile while weights are read."""
+"""Tokens of a first prompt: programs of its shape compile while weights are read."""
 NO_POLICY = ("reward",)
-"""Stages whose model gives scores."""
+"""Stages whose model scores text instead of writing it."""
 
 
 @dataclasses.dataclass
 class Opened:
-    """A policy with what turns text into its tokens. Its weights are read when an engine is made of it."""
+    """A policy with its tokenizer. Its weights are read when an engine is made of it."""
 
     artifact: Artifact
     config: Any
@@ -28,12 +28,12 @@ class Opened:
     tokenizer: Any
     stop_ids: tuple[int, ...]
     folder: Path | None
-    """Where its weights lie, a Hugging Face folder; None where they had to be made again."""
+    """The Hugging Face folder with its weights; None where they had to be rebuilt from rollouts."""
     params: Any = None
-    """What was made again, until an engine has it."""
+    """Rebuilt parameters, until an engine takes them; else None."""
 
     def engine(self, limits: Any, dtype: str, **options: Any) -> Any:
-        """An engine with this policy and these of `Engine`'s options. To be called once."""
+        """An engine with this policy; `options` are `Engine`'s. May be called once: the engine takes the weights."""
         from tuning.rollout.engine.engine import Engine
         from tuning.rollout.engine.folder import load_folder
         from tuning.rollout.requests import Request
@@ -49,27 +49,17 @@ class Opened:
         return engine
 
 
-def arguments(description: str | None) -> argparse.ArgumentParser:
-    """A parser that knows what `opened` needs."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("store")
-    parser.add_argument("stage")
-    parser.add_argument("key")
-    parser.add_argument("--base", required=True, help="key of the base model, which has the tokenizer")
-    return parser
-
-
-def opened(args: argparse.Namespace) -> Opened:
-    """The policy that the arguments name; ends the program where it is gone."""
+def open_policy(place: PolicyPlace) -> Opened:
+    """The policy at a place; ends the program with a message where it is missing."""
     from tuning.models.huggingface import read_config
 
-    store = Store(args.store)
-    artifact, base = store.get(args.stage, args.key), store.get("base", args.base)
+    store = Store(place.store)
+    artifact, base = store.get(place.stage, place.key), store.get("base", place.base)
     if artifact is None or base is None:
-        sys.exit(f"{args.stage}/{args.key[:12]} or its base model is gone from {args.store}; run the recipe again")
+        sys.exit(f"{place.stage}/{place.key[:12]} or its base model is gone from {place.store}; run the recipe again")
     if artifact.stage in NO_POLICY:
         sys.exit(
-            f"{args.stage}/{args.key[:12]} gives scores, no tokens; name the node of a policy, such as sft or export"
+            f"{place.stage}/{place.key[:12]} gives scores, no tokens; name the node of a policy, such as sft or export"
         )
     scratch = Path(store.scratch) / "opened"
     ctx = Context(

@@ -7,6 +7,7 @@ import contextlib
 import importlib.metadata
 import json
 import queue
+import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -17,6 +18,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from stages.common.compilation import configure_jax
 from stages.sampling.settings import NATIVE
 from stages.serving.api import (
     FINISH,
@@ -27,13 +29,13 @@ from stages.serving.api import (
     chat_logprobs,
     completion_logprobs,
 )
-from stages.serving.policy import arguments, opened
-from stages.worker.process import configure_jax
+from stages.serving.policy import open_policy
+from stages.serving.settings import Serve
 
 CONTEXT = 4096
-"""Tokens of a prompt with its answer, where nobody says otherwise and the model can."""
+"""Longest prompt with its answer in tokens, unless the options or the model say less."""
 TOP_LOGPROBS = 5
-"""How many of the most probable tokens each answer can show."""
+"""Most probable tokens that an answer can show at each position."""
 
 
 class Server:
@@ -50,7 +52,7 @@ class Server:
     def submit(
         self, asked: Asked, prompt: list[int], max_tokens: int | None, counter: int, notify: Callable[[], None]
     ) -> Any:
-        """The stream of a prompt's samples. Raises ValueError for what cannot be done."""
+        """The stream of a prompt's samples. Raises ValueError for a request that cannot be met."""
         from tuning.rollout.requests import Request, stop_strings
 
         strings = asked.strings
@@ -89,7 +91,7 @@ class Server:
     async def chunks(
         self, asked: Asked, prompts: list[list[int]], max_tokens: int | None, gone: Callable[[], Any]
     ) -> AsyncIterator[tuple[int, Any, Text, str]]:
-        """(choice, update, its text so far, what is new of it) until all samples of all prompts have ended."""
+        """(choice, update, its text so far, the new part of it) until all samples of all prompts have ended."""
         fresh, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def notify() -> None:
@@ -217,7 +219,7 @@ async def _answer(
     chunks = server.chunks(asked, prompts, max_tokens, http.is_disconnected)
     used = {"prompt_tokens": sum(map(len, prompts)), "completion_tokens": 0, "total_tokens": 0}
     if asked.stream:
-        # What is refused is refused with a status, before a stream begins.
+        # After the first chunk the status is sent: errors of the request must come up before.
         first = await anext(chunks)
         lines = _lines(asked, head | {"object": shape.kind}, shape, first, chunks, used)
         return StreamingResponse(lines, media_type="text/event-stream")
@@ -263,42 +265,37 @@ def _event(value: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--name", required=True)
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--context", type=int, default=0)
-    parser.add_argument("--slots", type=int, default=0)
-    parser.add_argument("--quantization", default="none")
-    parser.add_argument("--kv-cache-dtype", default="auto")
-    args = parser.parse_args()
+    settings = Serve.model_validate_json(sys.argv[1])
+    options = settings.options
     configure_jax()
     import uvicorn
 
     from tuning.device import choose
+    from tuning.rollout.engine.limits import Limits
     from tuning.rollout.engine.live import Live
-    from tuning.rollout.engine.pool import Limits
 
-    policy = opened(args)
+    policy = open_policy(settings.policy)
     artifact = policy.artifact
     device = choose()
-    # Prompts of others are prefilled a chunk at a time between steps, so that nobody's tokens stand still for long.
+    # A long prompt is prefilled a chunk at a time between decoding steps: running answers go on meanwhile.
     limits = Limits(
-        slots=args.slots or device.rollout_rows,
-        context=min(args.context or CONTEXT, policy.config.max_positions),
+        slots=options.slots or device.rollout_rows,
+        context=min(options.context or CONTEXT, policy.config.max_positions),
         cache_bytes=device.cache_bytes,
         chunks=device.chunk_tokens,
         steps=4,
         prefill_chunks=1,
     )
-    smaller = {name: getattr(args, name) for name in NATIVE}
+    smaller = {name: getattr(options, name) for name in NATIVE}
     engine = policy.engine(limits, device.compute.dtype, top=TOP_LOGPROBS, **smaller)
     live, context = Live(engine), engine.context
     exported = artifact.manifest["inputs"]["policy"]["digest"] if artifact.stage == "export" else artifact.digest
-    server = Server(live, policy.tokenizer, args.name, policy.stop_ids, context, exported)
-    print(f"serving {args.name} at http://{args.host}:{args.port}/v1, {context} tokens of context", flush=True)
+    server = Server(live, policy.tokenizer, settings.name, policy.stop_ids, context, exported)
+    print(
+        f"serving {settings.name} at http://{options.host}:{options.port}/v1, {context} tokens of context", flush=True
+    )
     try:
-        uvicorn.run(make_app(server), host=args.host, port=args.port, log_level="warning")
+        uvicorn.run(make_app(server), host=options.host, port=options.port, log_level="warning")
     finally:
         live.close()
 

@@ -19,7 +19,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 import uuid
 import warnings
 from pathlib import Path
@@ -28,14 +27,11 @@ from typing import Any
 import fsspec
 
 from stages.store.keys import digest
+from tuning.atomic import whole_file
 
 MANIFEST = "manifest.json"
 NOT_CONTENT = ("state/", "logs/")
-
-# In a work folder: what is under way rather than done, what training saves, and what a remote store has of it.
-NOT_SAVED = ("out", "replay")
-CHECKPOINTS = "checkpoints"
-MIRRORED = ".mirrored"
+"""Folders of any artifact that downstream keys do not see: what can be replayed, and timings."""
 
 
 class ArtifactError(RuntimeError):
@@ -108,7 +104,7 @@ class Store:
 
     def __init__(self, url: str, scratch: str | Path | None = None):
         self.url = url
-        # Other processes write to the same store: a listing that is kept is a listing that is wrong.
+        # Other processes write to the same store, so a cached listing is out of date.
         options = {"use_listings_cache": False} if "://" in url and not url.startswith(("file:", "local:")) else {}
         self.fs, root = fsspec.core.url_to_fs(url, **options)
         self.is_local = "file" in (self.fs.protocol if isinstance(self.fs.protocol, tuple) else (self.fs.protocol,))
@@ -123,9 +119,9 @@ class Store:
     # -- reading ---------------------------------------------------------------------------
 
     def get(self, stage: str, key: str, repair: bool = True) -> Artifact | None:
-        """The artifact, or None. A damaged one (sizes differ from the manifest) is None too.
+        """The artifact, or None where there is none or a damaged one: file sizes differ from the manifest.
 
-        With `repair` a damaged one is set aside, with a warning.
+        repair: move a damaged one to `damaged/`, with a warning. The caller is about to make it again.
         """
         try:
             manifest = self.read_json("artifacts", stage, key, MANIFEST)
@@ -190,20 +186,17 @@ class Store:
 
     def fetch(self, artifact: Artifact, part: str = "") -> Path:
         """Downloads the files below `part` to scratch (complete files only) and returns the local path."""
-        # By content, not by key alone: a stage that was made again has other bytes under the same key.
+        # By content, not by key alone: a stage that was forced has other bytes under the same key.
         content = digest([[f["path"], f["sha256"]] for f in artifact.manifest["files"]])[:12]
         base = self.scratch / "fetched" / artifact.stage / f"{artifact.key}-{content}"
         for f in artifact.manifest["files"]:
             target = base / f["path"]
             if not f["path"].startswith(part) or (target.exists() and target.stat().st_size == f["size"]):
                 continue
-            target.parent.mkdir(parents=True, exist_ok=True)
-            partial = target.with_name(target.name + f".{os.getpid()}.part")
-            self.fs.get_file(f"{artifact.url}/{f['path']}", str(partial))
-            if sha256_file(partial) != f["sha256"]:
-                partial.unlink()
-                raise ArtifactError(f"{artifact.url}/{f['path']} differs from its checksum; run `rlhf verify`")
-            partial.rename(target)
+            with whole_file(target) as partial:
+                self.fs.get_file(f"{artifact.url}/{f['path']}", str(partial))
+                if sha256_file(partial) != f["sha256"]:
+                    raise ArtifactError(f"{artifact.url}/{f['path']} differs from its checksum; run `rlhf verify`")
         return base / part
 
     # -- writing ---------------------------------------------------------------------------
@@ -211,7 +204,7 @@ class Store:
     def commit(self, folder: Path, manifest: dict[str, Any], replace: bool = False) -> Artifact:
         """Makes the files of `folder` the artifact `manifest["stage"]/manifest["key"]`; the manifest is written last.
 
-        `folder` is used up. What is complete under the key stays, or is set aside with `replace`.
+        `folder` is consumed. An artifact that the key already has stays; with `replace` it is set aside.
         """
         stage, key = manifest["stage"], manifest["key"]
         files: list[dict[str, Any]] = []
@@ -243,7 +236,7 @@ class Store:
                 os.replace(folder / f["path"], destination)
             else:
                 self.fs.put_file(str(folder / f["path"]), destination)
-        # What a killed commit left under other names would look as if it belonged here.
+        # A killed commit may have left files of other names here, which would look like part of this artifact.
         names = {f["path"] for f in files}
         for path in self.fs.find(target):
             if path[len(target) + 1 :] not in names:
@@ -267,72 +260,12 @@ class Store:
         self.write_bytes(json.dumps(value, indent=1, ensure_ascii=False).encode(), *parts)
 
     def write_bytes(self, data: bytes, *parts: str) -> None:
-        """Writes a file in one atomic step."""
+        """Writes a file in one atomic step, synced to disk where the store is local."""
         path = self.join(*parts)
         if not self.is_local:
-            self.fs.pipe_file(path, data)  # an object store shows an object only when it is whole
+            self.fs.pipe_file(path, data)  # an object store shows an object only when it is complete
             return
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        fd, temporary = tempfile.mkstemp(dir=Path(path).parent, prefix=".part-")
-        with os.fdopen(fd, "wb") as f:
+        with whole_file(Path(path)) as partial, partial.open("wb") as f:
             f.write(data)
             f.flush()
             os.fsync(f.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-
-    # -- work in progress --------------------------------------------------------------------
-
-    def work_folder(self, stage: str, key: str) -> Path:
-        """The local folder of a stage under way; on a remote store it starts from what was mirrored there."""
-        folder = self.scratch / "work" / stage / key
-        if not self.is_local and not folder.exists():
-            remote = self.join("work", stage, key)
-            # Into a folder of another name: half a download must not look like work that was done.
-            partial = folder.with_name(f"{key}.{os.getpid()}.part")
-            shutil.rmtree(partial, ignore_errors=True)
-            for marker in self.fs.find(f"{remote}/{MIRRORED}"):
-                unit = marker[len(f"{remote}/{MIRRORED}/") :]
-                for path in [*self.fs.find(f"{remote}/{unit}"), marker]:
-                    target = partial / path[len(remote) + 1 :]
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    self.fs.get_file(path, str(target))
-            if partial.exists():
-                partial.rename(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
-
-    def mirror_work(self, stage: str, key: str) -> None:
-        """Copies finished units of the work folder to a remote store, a marker last. No-op on a local one.
-
-        A unit is a step below `checkpoints/`, or any other folder (a shard, a chunk); it never
-        changes once it is there. A step that a newer one has replaced leaves the mirror.
-        """
-        if self.is_local:
-            return
-        folder = self.scratch / "work" / stage / key
-        remote = self.join("work", stage, key)
-        units = [p for p in folder.iterdir() if p.is_dir() and p.name not in (MIRRORED, *NOT_SAVED, CHECKPOINTS)]
-        units += [p for p in (folder / CHECKPOINTS).glob("*") if p.name.isdigit()]
-        for unit in sorted(units):
-            name = unit.relative_to(folder).as_posix()
-            mark = folder / MIRRORED / name
-            if mark.exists():
-                continue
-            for path in sorted(p for p in unit.rglob("*") if p.is_file()):
-                self.fs.put_file(str(path), f"{remote}/{path.relative_to(folder).as_posix()}")
-            self.fs.pipe_file(f"{remote}/{MIRRORED}/{name}", b"{}")
-            mark.parent.mkdir(parents=True, exist_ok=True)
-            mark.write_bytes(b"{}")
-        for mark in list((folder / MIRRORED / CHECKPOINTS).glob("*")):
-            name = mark.relative_to(folder / MIRRORED).as_posix()
-            if not (folder / name).exists():
-                self.fs.rm(f"{remote}/{MIRRORED}/{name}")
-                self.fs.rm(f"{remote}/{name}", recursive=True)
-                mark.unlink()
-
-    def drop_work(self, stage: str, key: str) -> None:
-        """Forgets the work in progress of a key, once its artifact is committed."""
-        shutil.rmtree(self.scratch / "work" / stage / key, ignore_errors=True)
-        if not self.is_local and self.fs.exists(self.join("work", stage, key)):
-            self.fs.rm(self.join("work", stage, key), recursive=True)

@@ -59,7 +59,7 @@ def _is_execution(field: FieldInfo) -> bool:
 
 
 def config_content(config: BaseModel) -> dict[str, Any]:
-    """The settings of `config` that can change a result: every field but the execution settings."""
+    """The settings of `config` that can change a result: every field but the execution settings (EXECUTION)."""
     content: dict[str, Any] = {}
     for name, field in type(config).model_fields.items():
         if _is_execution(field):

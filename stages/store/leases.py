@@ -1,9 +1,8 @@
-"""One maker for one key at a time.
+"""Leases: one process at a time makes the artifact of a key.
 
-A lease is a small file, created only if absent, rewritten by a heartbeat. A lease of this host is
-dead when its process is gone; one of another host when its beat is old. Dead ones are taken over.
-Leases save work; nothing's correctness rests on them, since commits are atomic and equal keys mean
-equal content.
+A lease is a small file, created only if absent and rewritten by a heartbeat. It is stale when its process has ended
+(on this host) or when its last beat is old (on another host); a stale lease is taken over. Leases save work and are
+not needed for correctness: commits are atomic, and equal keys mean equal content.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ SETTLE_SECONDS = 0.3
 
 
 def _started(pid: int) -> float | None:
-    """When a process of this host started, in clock ticks; 0 where the system does not say, None where it is gone."""
+    """Start time of a process of this host in clock ticks; 0 where the system does not say, None if it has ended."""
     try:
         with open(f"/proc/{pid}/stat") as f:
             fields = f.read().rsplit(")", 1)[1].split()
@@ -48,7 +47,7 @@ def _started(pid: int) -> float | None:
 
 @functools.cache
 def _host() -> str:
-    """Where process ids mean what they mean here: host name, boot and, in a container, its own set of processes."""
+    """The scope in which a process id is unique: host name, boot and, on Linux, PID namespace."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -58,12 +57,12 @@ def _host() -> str:
 
 @contextmanager
 def lease(store: Store, stage: str, key: str, on_wait: Callable[[str], None]) -> Iterator[None]:
-    """Holds the lease of a key; waits, and says so once, while somebody alive holds it."""
+    """Holds the lease of a key. Waits while a live process holds it; `on_wait` is called once with a line about it."""
     name = f"{stage}-{key}.json"
     path = store.join("leases", name)
     store.fs.makedirs(store.join("leases"), exist_ok=True)
     token = uuid.uuid4().hex
-    told = False
+    announced = False
     while not _create(store, path, token):
         holder = _holder(store, name)
         if holder is None:
@@ -72,20 +71,20 @@ def lease(store: Store, stage: str, key: str, on_wait: Callable[[str], None]) ->
             with contextlib.suppress(FileNotFoundError):
                 store.fs.rm(path)
             if _create(store, path, token):
-                # Another that saw the same dead lease may yet remove what was just created: it wins then.
+                # A process that saw the same stale lease may still remove the one just created; then that process wins.
                 time.sleep(SETTLE_SECONDS)
                 if (_holder(store, name) or {}).get("token") == token:
                     break
             continue
-        if not told:
+        if not announced:
             on_wait(f"{stage} is being made by process {holder['pid']} on {holder['host'].split()[0]}; waiting for it")
-            told = True
+            announced = True
         time.sleep(POLL_SECONDS)
     stop = threading.Event()
 
     def beat() -> None:
         while not stop.wait(BEAT_SECONDS):
-            # A store that cannot be reached for a while is no reason to stop the work.
+            # An unreachable store must not stop the work: at worst the lease is taken over and the work done twice.
             with contextlib.suppress(Exception):
                 if (_holder(store, name) or {}).get("token") != token:
                     return
@@ -105,12 +104,12 @@ def lease(store: Store, stage: str, key: str, on_wait: Callable[[str], None]) ->
 
 
 def this_process() -> dict[str, Any]:
-    """What tells this process from every other."""
+    """Identifies this process: its id, start time and scope (`_host`)."""
     return {"pid": os.getpid(), "started": _started(os.getpid()), "host": _host()}
 
 
 def is_gone(process: dict[str, Any]) -> bool | None:
-    """Whether a process, as it described itself, has ended; None where that cannot be seen from this host."""
+    """Whether a process, as `this_process` described it, has ended; None where this host cannot see that."""
     if process["host"] != _host():
         return None
     started = _started(process["pid"])
@@ -122,7 +121,7 @@ def _record(token: str) -> bytes:
 
 
 def _holder(store: Store, name: str) -> dict[str, Any] | None:
-    """Who holds a lease; one that cannot be read is nobody's, and long dead."""
+    """The record of the lease's holder, None where there is no lease. A lease that cannot be parsed counts as stale."""
     try:
         return store.read_json("leases", name)
     except ArtifactError:
@@ -130,7 +129,7 @@ def _holder(store: Store, name: str) -> dict[str, Any] | None:
 
 
 def _create(store: Store, path: str, token: str) -> bool:
-    """Writes the lease if there is none: in one step, so that nobody reads half of it."""
+    """Creates the lease in one atomic step; False where there is one already."""
     try:
         if store.is_local and _link(path, _record(token)):
             return True
@@ -142,7 +141,7 @@ def _create(store: Store, path: str, token: str) -> bool:
 
 
 def _link(path: str, data: bytes) -> bool:
-    """Writes `path` by a hard link; False on a file system that has none. Raises FileExistsError if it is there."""
+    """Creates `path` by a hard link; False on a file system without hard links. Raises FileExistsError."""
     partial = Path(f"{path}.{uuid.uuid4().hex}")
     partial.write_bytes(data)
     try:
@@ -157,6 +156,6 @@ def _link(path: str, data: bytes) -> bool:
 
 
 def _dead(holder: dict[str, Any]) -> bool:
-    # Where the system knows it counts: a stopped or sleeping process still holds what it holds.
+    # The process table outranks the clock: a stopped process still holds its lease.
     gone = is_gone(holder)
     return time.time() - holder["beat"] > DEAD_AFTER_SECONDS if gone is None else gone

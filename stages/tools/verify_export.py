@@ -58,8 +58,8 @@ def own_logits(folder: Path, prompts: list[list[int]], dtype: str) -> list[Any]:
     from flax import nnx
 
     from tuning.models.attention import packed_attention
+    from tuning.models.decoder import decoder_graph
     from tuning.models.huggingface import load_decoder
-    from tuning.training.forward import decoder_graph
 
     config, params = load_decoder(folder)
     graph = decoder_graph(config)

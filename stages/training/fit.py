@@ -56,16 +56,6 @@ def optimizer_of(settings: Optimizer, total_steps: int) -> Any:
     )
 
 
-def counted(groups: list[Any], packed: list[Any]) -> list[dict[str, Any]]:
-    """Device arrays of micro-batches with the counts of the whole step beside them (R1)."""
-    import numpy as np
-
-    tokens = np.float32(sum(p.mask_CT.sum() for p in packed))
-    completions = np.float32(sum(len(g.completions) for g in groups))
-    sizes = {"n_tokens": tokens, "n_completions": completions, "n_groups": np.float32(len(groups))}
-    return [p.arrays() | sizes for p in packed]
-
-
 def fit(ctx: Context, task: Task, params: Any, config: Any, frozen: Any = None) -> tuple[Any, dict[str, Any]]:
     """Trains a copy of `params`; resumes from the newest checkpoint in `ctx.work`.
 
@@ -74,9 +64,10 @@ def fit(ctx: Context, task: Task, params: Any, config: Any, frozen: Any = None) 
     """
     from tuning.data.reading import Steps
     from tuning.device import choose
-    from tuning.training.batch import bucket, choose_rows, micro_batches, numbered
+    from tuning.mesh import init_state, over_devices, put_params, row_shards
+    from tuning.shapes import bucket
+    from tuning.training.batch import choose_rows, counted, micro_batches, numbered
     from tuning.training.checkpoint import Checkpoints
-    from tuning.training.mesh import init_state, over_devices, put_params, row_shards
     from tuning.training.speed import Meter
     from tuning.training.step import copy, make_step
 

@@ -33,8 +33,8 @@ class Config(Trained):
     """The update of one round. What is left out is as the algorithm's authors have it."""
 
     algorithm: str = "grpo"
-    """grpo, dr-grpo, dapo, gspo, gspo-token, cispo, rloo, reinforce-pp, reinforce-pp-baseline, remax, ppo, online-dpo,
-    or `module:function` of one's own."""
+    """grpo, dr-grpo, dapo, gspo, gspo-token, cispo, sapo, gmpo, dppo, dppo-kl, opo, gpg, pass-at-k, rloo, reinforce-pp,
+    reinforce-pp-baseline, remax, ppo, online-dpo, or `module:function` of one's own."""
     algorithm_arguments: dict[str, str | int | float | bool] = {}
     """Keyword arguments of an algorithm of one's own."""
     round: Annotated[int, Field(ge=0)] = 0

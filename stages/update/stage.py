@@ -20,12 +20,12 @@ from typing import Any
 from stages.common.models import ADAPTER, load_policy, load_rounded, load_scorer, recall, remember, token_ids
 from stages.common.settings import stored_as
 from stages.common.tables import read_table
-from stages.contract.definition import Context, Stage
+from stages.contract.definition import Context, Reads, Stage
 from stages.contract.sources import user_digests
 from stages.sampling.groups import chosen_groups, read_scored, refills
 from stages.store.artifacts import Artifact
 from stages.training.adapters import based, lora_config, name_of
-from stages.training.fit import counted, optimizer_of
+from stages.training.fit import optimizer_of
 from stages.update.settings import Config
 from tuning.rows import ScoreRow
 
@@ -234,6 +234,7 @@ def _advance(ctx: Context) -> tuple[State, dict[str, Any]]:
     from tuning.algorithms.algorithm import Objective
     from tuning.algorithms.diagnostics import Coefficients
     from tuning.algorithms.rounds import run_round
+    from tuning.training.batch import counted
 
     config: Config = ctx.config
     parent = ctx.inputs["policy"]
@@ -305,4 +306,26 @@ def _rollouts(ctx: Context) -> tuple[Any, dict[str, Any]]:
     return RoundData.from_rows(scored.rollouts, scored.scores, greedy), about
 
 
-STAGE = Stage("update", 1, Config, run, sources=source_digests, loads=loads, restore=restore)
+STAGE = Stage(
+    "update",
+    1,
+    Config,
+    run,
+    sources=source_digests,
+    loads=loads,
+    restore=restore,
+    section="rl.update",
+    title="RL",
+    makes="policy",
+    reads={
+        "policy": Reads("policy"),
+        "rollouts": Reads("rollouts"),
+        "scores": Reads("scores"),
+        "refills": Reads("refill_*"),
+        "greedy_scores": Reads("greedy_scores", when=lambda c, _: c.needs_greedy),
+        "tokenizer": Reads("tokenizer"),
+        "reference": Reads("reference", when=lambda c, _: c.needs_reference),
+        "reward": Reads("reward", when=lambda c, _: c.needs_critic),
+    },
+    headline=("KL {kl:.4f}", "mismatch {mismatch_kl:.1e}", "clip {clip_fraction:.3f}", "entropy {entropy:.3f}"),
+)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import signal
@@ -14,17 +13,19 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+from stages.worker.protocol import Done, Event, Failed, Heartbeat, Report, Request, parse_event
 
 SILENCE_SECONDS = 600.0
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 
 def worker_environment() -> dict[str, str]:
-    """The environment of a process that computes: large arrays lie on huge pages.
+    """The environment of a process that computes: glibc puts large arrays on huge pages.
 
     A train step allocates and frees gigabytes; on pages of 4 KiB the kernel spends a quarter of it on page faults.
-    Linux with glibc 2.35 and newer; elsewhere the setting is not read.
+    Linux with glibc 2.35 and newer; other systems ignore the setting.
     """
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if "glibc.malloc.hugetlb" in tunables:
@@ -33,11 +34,11 @@ def worker_environment() -> dict[str, str]:
 
 
 class StageFailed(RuntimeError):
-    """The stage raised; the worker lives on."""
+    """The stage raised an exception; the worker still runs."""
 
 
 class WorkerDied(RuntimeError):
-    """The worker process ended under a stage; a new one resumes from what is saved."""
+    """The worker process ended during a stage; a new one resumes from checkpoints and finished shards."""
 
 
 class Worker:
@@ -47,7 +48,7 @@ class Worker:
         self.log = log
         self.starts = 0
         self._process: subprocess.Popen[bytes] | None = None
-        self._requests: Any = None
+        self._requests: TextIO | None = None
         self._events: int = -1
         self._buffer = b""
 
@@ -79,34 +80,38 @@ class Worker:
         self._buffer = b""
         self.starts += 1
 
-    def run(self, request: dict[str, Any], on_event: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    def run(self, request: Request, on_event: Callable[[Report], None]) -> dict[str, Any]:
         """Runs one stage and returns its manifest.
 
-        `on_event` sees progress and log events. Raises StageFailed with the stage's own error,
-        WorkerDied when the process ends or falls silent.
+        on_event: gets progress and log lines as they come. Raises StageFailed with the stage's own error,
+        WorkerDied when the process ends, or sends nothing for SILENCE_SECONDS.
         """
         if self._process is None or self._process.poll() is not None:
             self.close()
             self._start()
+        assert self._requests is not None
         try:
-            self._requests.write(json.dumps(request) + "\n")
+            self._requests.write(request.line())
             self._requests.flush()
             while True:
-                event = self._next_event()
-                if event["event"] == "done":
-                    return event["manifest"]
-                if event["event"] == "failed":
-                    raise StageFailed(event["error"] + f"\n  traceback in {self.log}")
-                if event["event"] != "heartbeat":
-                    on_event(event)
+                match self._next_event():
+                    case Done(manifest):
+                        return manifest
+                    case Failed(error, _):
+                        raise StageFailed(f"{error}\n  traceback in {self.log}")
+                    case Heartbeat():
+                        continue
+                    case report:
+                        on_event(report)
         except (BrokenPipeError, EOFError) as e:
             raise WorkerDied(self._obituary(request)) from e
         except BaseException as e:
             if not isinstance(e, StageFailed):
-                self.kill()  # an interrupted request leaves the pipes in the middle of a conversation
+                # The events of an interrupted request are still to come: a new worker has clean pipes.
+                self.kill()
             raise
 
-    def _next_event(self) -> dict[str, Any]:
+    def _next_event(self) -> Event:
         deadline = time.monotonic() + SILENCE_SECONDS
         while b"\n" not in self._buffer:
             ready, _, _ = select.select([self._events], [], [], 1.0)
@@ -119,9 +124,9 @@ class Worker:
                 self.kill()
                 raise EOFError
         line, self._buffer = self._buffer.split(b"\n", 1)
-        return json.loads(line)
+        return parse_event(line)
 
-    def _obituary(self, request: dict[str, Any]) -> str:
+    def _obituary(self, request: Request) -> str:
         assert self._process is not None
         try:
             code = self._process.wait(timeout=10)
@@ -139,7 +144,7 @@ class Worker:
             with self.log.open(errors="replace") as f:
                 tail = "".join(f"\n    {line.rstrip()}" for line in deque(f, maxlen=5))
         return (
-            f"the worker (pid {self._process.pid}) {cause} in stage {request['stage']}\n"
+            f"the worker (pid {self._process.pid}) {cause} in stage {request.stage}\n"
             f"  finished stages, shards and checkpoints are kept; the same command goes on from there\n"
             f"  log: {self.log}{tail}"
         )
@@ -153,6 +158,7 @@ class Worker:
         """Ends the worker: it leaves when its request pipe closes."""
         if self._process is None:
             return
+        assert self._requests is not None
         with contextlib.suppress(BrokenPipeError):
             self._requests.close()
         os.close(self._events)

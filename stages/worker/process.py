@@ -1,7 +1,7 @@
 """The worker: the process that holds the devices and runs stages, one request at a time.
 
-Requests and events are JSON lines over two pipes whose descriptors are given on the command
-line. What a stage prints goes to the worker's log. The worker ends when its parent does.
+Requests and events (`stages.worker.protocol`) travel over two pipes whose descriptors are given on the command line.
+stdout and stderr of a stage are the worker's log. The worker ends when its parent does.
 """
 
 from __future__ import annotations
@@ -19,18 +19,24 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+from stages.common.compilation import configure_jax
+from stages.worker.protocol import Done, Event, Failed, Heartbeat, Log, Progress, Request, event_line
+
+if TYPE_CHECKING:
+    from stages.contract.definition import Context, StageConfig
+    from stages.store.artifacts import Artifact, Store
 
 HEARTBEAT_SECONDS = 2.0
 PARENT_SECONDS = 0.5
-COMPILE_CACHE = "RLHF_COMPILE_CACHE"
 
 
 def die_with_parent(parent: int, kernel: bool) -> None:
-    """Ends this process when its parent dies: by a thread that looks, and with `kernel` by the kernel as well.
+    """Ends this process when its parent dies: a thread polls for that, and with `kernel` the kernel signals it too.
 
-    The kernel counts the end of the thread that started this process as the death of the parent, so it may
-    be asked only where that was the parent's main thread.
+    The kernel takes the end of the thread that started this process for the death of the parent. `kernel` may
+    therefore be set only where that thread is the parent's main thread.
     """
     if kernel and sys.platform == "linux":
         pr_set_pdeathsig = 1
@@ -45,93 +51,104 @@ def die_with_parent(parent: int, kernel: bool) -> None:
 
 
 class Events:
-    """The event pipe; a lock keeps lines of the heartbeat and the stage whole."""
+    """The event pipe; a lock keeps the lines of the heartbeat thread and of the stage apart."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
         self._lock = threading.Lock()
 
-    def send(self, event: str, **values: Any) -> None:
+    def send(self, event: Event) -> None:
         with self._lock:
-            self._stream.write(json.dumps({"event": event} | values) + "\n")
+            self._stream.write(event_line(event))
             self._stream.flush()
 
 
-def configure_jax() -> None:
-    """Persistent compilation cache: a cold worker reads what an earlier one compiled."""
-    import jax
-
-    folder = os.environ.get(COMPILE_CACHE, str(Path.home() / ".cache" / "rlhf-pipeline" / "jax"))
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
-
-
-def run_request(request: dict[str, Any], memory: dict[str, Any], events: Events) -> dict[str, Any]:
+def run_request(request: Request, memory: dict[str, Any], events: Events) -> dict[str, Any]:
     """Runs one stage and commits its artifact; returns the manifest."""
-    from stages.contract.definition import Context
     from stages.contract.fingerprint import library_versions
     from stages.contract.registry import stage as find_stage
-    from stages.store.artifacts import Artifact, Store
+    from stages.store.artifacts import Store
+    from stages.store.work import WorkFolder
 
-    store = Store(request["store"])
-    stage = find_stage(request["stage"])
-    key = request["key"]
-    config = stage.config.model_validate_json(json.dumps(request["config"]))
-    inputs = {}
-    for name, (input_stage, input_key) in request["inputs"].items():
-        artifact = store.get(input_stage, input_key)
-        if artifact is None:
-            raise RuntimeError(f"input {name} ({input_stage}/{input_key[:12]}) is gone from {store.url}; run again")
-        inputs[name] = artifact
-    # A forced run starts from nothing: what an earlier try left must not leak into it.
-    work_key = key if not request.get("force") else f"{key}-{request['force']}"
-    work = store.work_folder(request["stage"], work_key)
+    store = Store(request.store)
+    stage = find_stage(request.stage)
+    config = stage.config.model_validate_json(json.dumps(request.config))
+    inputs = _inputs(store, request)
+    # A forced run starts from nothing: partial work of an unforced one must not leak into it.
+    work_key = f"{request.key}-{request.force}" if request.force else request.key
+    folder = WorkFolder(store, request.stage, work_key)
+    work = folder.open()
     out = work / "out"
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     started = time.time()
-
-    def progress(done: int, total: int, unit: str, **metrics: float) -> None:
-        events.send("progress", done=done, total=total, unit=unit, metrics={k: float(v) for k, v in metrics.items()})
-
-    context = Context(
-        config=config,
-        inputs=inputs,
-        out=out,
-        work=work,
-        seed=request["seed"],
-        progress=progress,
-        log=lambda line: events.send("log", line=str(line)),
-        memory=memory,
-        saved=lambda: store.mirror_work(request["stage"], work_key),
-        name=f"{request['run']}.{request['stage']}",
-    )
+    context = _context(request, config, inputs, out, work, memory, events)
+    context.saved = folder.mirror
     try:
         metrics = stage.run(context)
     finally:
         context.close()
     manifest = {
-        "stage": request["stage"],
-        "key": key,
-        "key_parts": request["key_parts"],
+        "stage": request.stage,
+        "key": request.key,
+        "key_parts": request.key_parts,
         "config": config.model_dump(mode="json"),
         "inputs": {n: {"stage": a.stage, "key": a.key, "digest": a.digest} for n, a in inputs.items()},
-        "seed": request["seed"],
+        "seed": request.seed,
         "versions": library_versions(),
         "python": sys.version.split()[0],
         "device": _device(),
         "host": socket.gethostname(),
-        "run": request["run"],
+        "run": request.run,
         "metrics": metrics,
         "started": datetime.datetime.fromtimestamp(started, datetime.UTC).isoformat(),
         "seconds": round(time.time() - started, 3),
     }
-    committed: Artifact = store.commit(out, manifest, replace=bool(request.get("force")))
+    committed = store.commit(out, manifest, replace=bool(request.force))
+    # A stage leaves models in memory as `...:new`: the digest of its artifact is known only after the commit.
     for name in [n for n in memory if n.endswith(":new")]:
         memory[name.removesuffix("new") + committed.digest] = memory.pop(name)
-    store.drop_work(request["stage"], work_key)
+    folder.drop()
     return committed.manifest
+
+
+def _inputs(store: Store, request: Request) -> dict[str, Artifact]:
+    """The artifacts behind a request's inputs. Raises RuntimeError, naming the input, where one is missing."""
+    inputs = {}
+    for name, (stage, key) in request.inputs.items():
+        artifact = store.get(stage, key)
+        if artifact is None:
+            raise RuntimeError(f"input {name} ({stage}/{key[:12]}) is gone from {store.url}; run again")
+        inputs[name] = artifact
+    return inputs
+
+
+def _context(
+    request: Request,
+    config: StageConfig,
+    inputs: dict[str, Artifact],
+    out: Path,
+    work: Path,
+    memory: dict[str, Any],
+    events: Events,
+) -> Context:
+    """The stage's context, whose progress and log lines become events."""
+    from stages.contract.definition import Context
+
+    def progress(done: int, total: int, unit: str, **metrics: float) -> None:
+        events.send(Progress(done, total, unit, {k: float(v) for k, v in metrics.items()}))
+
+    return Context(
+        config=config,
+        inputs=inputs,
+        out=out,
+        work=work,
+        seed=request.seed,
+        progress=progress,
+        log=lambda line: events.send(Log(str(line))),
+        memory=memory,
+        name=f"{request.run}.{request.stage}",
+    )
 
 
 def _device() -> str:
@@ -159,18 +176,17 @@ def main() -> None:
     def heartbeat() -> None:
         while True:
             time.sleep(HEARTBEAT_SECONDS)
-            events.send("heartbeat")
+            events.send(Heartbeat())
 
     threading.Thread(target=heartbeat, daemon=True).start()
     configure_jax()
     for line in requests:
-        request = json.loads(line)
         try:
-            events.send("done", manifest=run_request(request, memory, events))
+            events.send(Done(run_request(Request.parse(line), memory, events)))
         except BaseException as e:
             traceback.print_exc()
             sys.stderr.flush()
-            events.send("failed", error=f"{type(e).__name__}: {e}", traceback=traceback.format_exc())
+            events.send(Failed(f"{type(e).__name__}: {e}", traceback.format_exc()))
             if not isinstance(e, Exception):
                 raise
 

@@ -1,7 +1,7 @@
 """A cold start: from a new process to the first tokens of W1's 16 prompts, with nothing compiled before.
 
-Import, reading a model folder (in the page cache), the kernel's build, compilation and prefill; programs compile while
-weights are read. `python -m tests.bench.cold FOLDER STARTED` is the process.
+Measures import, reading a model folder (from the page cache), the kernel's build, compilation and prefill. Programs
+compile while weights are read. The measured process is `python -m tests.bench.cold FOLDER STARTED`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def run(work: str, model: str, repeats: int) -> None:
     environment = {n: v for n, v in os.environ.items() if n != "JAX_COMPILATION_CACHE_DIR"}
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        # In a process of its own: on a GPU, one that has used JAX keeps most of the memory.
+        # In a separate process: on a GPU, a process that has used JAX keeps most of the memory.
         write = multiprocessing.get_context("spawn").Process(target=write_model, args=(model, folder))
         write.start()
         write.join()
@@ -56,13 +56,13 @@ def write_model(model: str, folder: str) -> None:
 
 
 def first_tokens(folder: Path, started: float) -> None:
-    """What the process does; one JSON line. `seconds` and where they went are since it was started, `cpu_s` its own."""
+    """The measured process. Prints one JSON line: `seconds` since its start, `parts` of them, and its `cpu_s`."""
     from tests.bench import inputs
     from tuning.device import choose
     from tuning.models.huggingface import read_config
     from tuning.rollout.engine.engine import Engine
     from tuning.rollout.engine.folder import load_folder
-    from tuning.rollout.engine.pool import Limits
+    from tuning.rollout.engine.limits import Limits
     from tuning.rollout.requests import Request
 
     marks = [started, time.time()]

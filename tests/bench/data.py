@@ -1,7 +1,8 @@
-"""Data preparation of synthetic records against the same steps by `datasets.map`, each in a process of its own.
+"""Data preparation of synthetic records, compared with the same steps in `datasets.map`.
 
-`data` is this project with as many processes as cores, `data1` with one, `datasets` the other. Each prints records a
-second and the highest resident size of its processes together. `--records` of 1,000,000 are about 1 GB.
+`data` is this project with a process for each core, `data1` with one process, `datasets` the library. Each runs in a
+separate process and prints records a second and the peak resident size of all its processes. A million `--records`
+are about 1 GB.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def tokenizer_folder(folder: Path) -> Path:
 
 
 class Memory:
-    """The highest resident size, in MB, of this process and its children: each page once, as it is shared by some."""
+    """The peak resident size, in MB, of this process and its children; a page that several share counts once."""
 
     def __enter__(self) -> Memory:
         self.peak, self.stop = 0.0, threading.Event()
@@ -76,7 +77,7 @@ class Memory:
 
 
 def prepare(source: Path, base: Path, out: Path, workers: int) -> int:
-    """The stage itself; returns the rows."""
+    """Runs the stage `prepare` and returns the number of rows."""
     from stages.contract.definition import Context
     from stages.prepare import stage
 
@@ -97,7 +98,7 @@ _LOADED: dict[str, Any] = {}
 
 
 def by_map(batch: dict[str, list[Any]], folder: str) -> dict[str, list[Any]]:
-    """What the stage does to records, on columns: check, digest, split, render, tokenise, limit."""
+    """The stage's steps on a batch of columns: check, digest, split, render, tokenise, limit."""
     from tuning.models.tokenizer import load_tokenizer
 
     if not _LOADED:
@@ -139,7 +140,7 @@ def by_map(batch: dict[str, list[Any]], folder: str) -> dict[str, list[Any]]:
 
 
 def with_datasets(source: Path, base: Path, out: Path, workers: int) -> int:
-    """The same by `datasets`: map, unique contents, one Parquet folder for each split, sorted by id."""
+    """The same rows with `datasets`: map, unique contents, one Parquet folder for each split, sorted by id."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -163,19 +164,19 @@ def with_datasets(source: Path, base: Path, out: Path, workers: int) -> int:
 
 
 def run(work: str, model: str, repeats: int, records: int = RECORDS) -> None:
-    """One JSON line for `work` (data, data1 or datasets); `model` does not matter here."""
+    """One JSON line for `work` (data, data1 or datasets); `model` is not used."""
     del model
     cores = len(os.sched_getaffinity(0))
     workers = 1 if work == "data1" else cores
     folder = Path(tempfile.mkdtemp(prefix="bench-data-"))
-    # Where bytecode is not kept, worker processes would compile their libraries anew at each start.
+    # Without a bytecode cache, worker processes would compile their libraries at each start.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ["PYTHONPYCACHEPREFIX"] = str(folder / "bytecode")
     try:
         base, source = tokenizer_folder(folder), folder / "data.jsonl"
         write_records(source, records)
         function = with_datasets if work == "datasets" else prepare
-        # Not timed: what is compiled and cached on the first use ever of a machine.
+        # Warms caches of compiled code, which only the first run on a machine lacks; not timed.
         write_records(folder / "few.jsonl", 200)
         function(folder / "few.jsonl", base, Path(tempfile.mkdtemp(dir=folder)), workers)
         seconds, rows, peak = [], 0, 0.0
@@ -205,7 +206,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1)
     args = parser.parse_args()
     for work in args.works:
-        # A process of its own, so that the memory of one is not the other's.
+        # A separate process each, so that peak memory is measured for one work alone.
         child = multiprocessing.get_context("spawn").Process(target=run, args=(work, "", args.repeats, args.records))
         child.start()
         child.join()

@@ -1,4 +1,4 @@
-"""The inputs of every measurement, from numpy alone, so that peers in other environments can be given the same."""
+"""Inputs of all measurements. They need numpy alone, so that other libraries can be measured on the same ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def prompts(count: int, low: int, high: int, vocabulary: int, seed: int = 0) -> 
 
 
 def stop_lengths(count: int, mean: int, cap: int, seed: int = 1) -> np.ndarray:
-    """Lengths at which completions are made to stop: geometric, clipped to 1..cap."""
+    """Forced lengths of completions: geometrically distributed, clipped to 1..cap."""
     return np.clip(np.random.default_rng(seed).geometric(1.0 / mean, size=count), 1, cap).astype(np.int32)
 
 

@@ -1,8 +1,9 @@
-"""Does each algorithm learn? A tiny random model, a task of three tokens, three seeds, the pass rate before and after.
+"""Does each algorithm learn? Trains a tiny random model from three seeds, and compares pass rates before and after.
 
-`python -m tests.bench.learning` runs all and writes tests/bench/results/learning.json and .png; with names of
-algorithms as arguments it runs those and prints. The task: of a prompt of three letters say the last, three times.
-Reward is the share of right tokens, the pass rate that of wholly right completions on prompts never trained on.
+`python -m tests.bench.learning` runs every algorithm and writes tests/bench/results/learning.json and .png. With names
+of algorithms as arguments it runs those and only prints. The task is to repeat the last of a prompt's three letters
+three times. The reward is the share of right tokens. The pass rate is the share of completions without a wrong token,
+on held-out prompts.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from stages.training.fit import counted, optimizer_of
+from stages.training.fit import optimizer_of
 from stages.update.settings import Config
 from tuning.algorithms.diagnostics import Coefficients
 from tuning.algorithms.registry import ALGORITHMS
@@ -27,20 +28,21 @@ from tuning.algorithms.rounds import _steps, run_round
 from tuning.models.config import tiny
 from tuning.models.huggingface import random_params, scalar_head_params
 from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.sampling import Sampling
+from tuning.rollout.requests import Sampling
 from tuning.rows import CompletionRow, ScoreRow
+from tuning.training.batch import counted
 from tuning.training.step import copy
 
 RESULTS = Path(__file__).parent / "results"
 MARGIN = 0.5
-"""What every algorithm must gain in pass rate, on average over the seeds and with each of them by half."""
+"""Pass rate that every algorithm must gain on average over the seeds; each seed must gain half of it."""
 EOS, LETTERS = 1, range(2, 12)
 MODEL = tiny(12)
 ROUNDS, PROMPTS, COMPLETIONS, HELDOUT = 30, 16, 16, 64
 TOKENS = 3
 
 OWN: dict[str, dict[str, Any]] = {
-    # Ratios near 1 to the fourth digit are for long sequences and many steps; here a round takes two.
+    # GSPO's own clip range of about 1e-4 suits long sequences and many steps; here a round takes two steps.
     "gspo": {"clip_low": 0.2, "clip_high": 0.2},
     "gspo-token": {"clip_low": 0.2, "clip_high": 0.2},
     "ppo": {"critic": {"optimizer": {"learning_rate": 0.003}, "pretrain_epochs": 2}},
@@ -48,11 +50,12 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 LONGER = {"remax": 90, "online-dpo": 60}
-"""Rounds where others are needed: greedy completions beat most sampled ones at first; a pair is 2 of a group's 16."""
+"""Algorithms that need more rounds. ReMax: greedy completions beat most sampled ones at first. Online DPO: it trains on
+a pair of each group of 16."""
 
 
 def settings_of(algorithm: str, **more: Any) -> Config:
-    """The update's settings: the algorithm's own, one learning rate, weak KL where it has one."""
+    """The algorithm's own settings with a common learning rate, and a weak KL where it has a KL term."""
     values = {"algorithm": algorithm, "prompts_per_step": 8, "optimizer": {"learning_rate": 0.003}}
     weak = {
         n: 0.001
@@ -170,7 +173,7 @@ def main() -> None:
         started = time.monotonic()
         rates = [learn(name, seed) for seed in range(args.seeds)]
         gains = [r[-1] - r[0] for r in rates]
-        # Each compiled program holds memory maps, of which a process may have so many.
+        # Every compiled program holds memory maps, whose number per process is limited.
         jax.clear_caches()
         _steps.clear()
         found[name] = {
@@ -192,7 +195,7 @@ def write(found: dict[str, dict[str, Any]]) -> None:
     task = {"rounds": ROUNDS, "prompts": PROMPTS, "completions": COMPLETIONS, "tokens": TOKENS, "margin": MARGIN}
     about = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
     text = json.dumps({"task": task, **about, "algorithms": found}, indent=1)
-    # A curve is one line, so that a change of results reads as one.
+    # Each curve is one line of the file, so that a diff shows which curves changed.
     text = re.sub(r"\[[\s\d.,]+\]", lambda m: re.sub(r"\s+", " ", m[0]).replace("[ ", "[").replace(" ]", "]"), text)
     (RESULTS / "learning.json").write_text(text + "\n")
     plot(found, RESULTS / "learning.png")

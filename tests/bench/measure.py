@@ -1,4 +1,4 @@
-"""Timing, memory and the machine's own rates, taken in the process that is measured."""
+"""Timing, memory and the machine's peak rates, measured inside the benchmarked process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tuning.training.speed import rate
 
 
 def peak_memory_mb() -> float:
-    """The device's peak where it tells, else the highest resident size of this process."""
+    """The device's peak where JAX reports it, else the peak resident size of this process."""
     return peak_memory_bytes() / 2**20
 
 
@@ -42,13 +42,13 @@ def timed(function: Callable[[], Any], repeats: int) -> dict[str, Any]:
 
 
 def gemm_flops(hidden: int, inner: int) -> float:
-    """FLOP/s of the model's own kind of product, [2048, hidden] x [hidden, inner]."""
+    """FLOP/s of a matrix product of the model's size, [2048, hidden] x [hidden, inner]."""
     a, b = jnp.ones((2048, hidden)), jnp.ones((hidden, inner))
     return statistics.median(rate(jnp.matmul, a, b, work=2.0 * a.size * inner))
 
 
 def memory_bandwidth() -> float:
-    """Bytes/s of reading 512 MiB once: what decoding one token at a time does with the weights."""
+    """Bytes/s of reading 512 MiB once, as decoding one token at a time reads the weights."""
     a = jnp.ones(2**27, jnp.float32)
     return statistics.median(rate(lambda x: jnp.sum(x), a, work=float(a.nbytes)))
 

@@ -1,7 +1,7 @@
 """Steps of RL: W3 (GRPO, 4 prompts of 16 to 64 tokens x 4 completions of 64, beta 0.04), W3lora, W5 (PPO, 16 prompts).
 
-A step samples, computes the reference's log-probabilities and the reward, and updates; the line has each phase. No
-completion ends before its 64 tokens, the reward is the number of different tokens.
+A step samples, computes the reference's log-probabilities and the reward, and updates; the line of results times each
+phase. Every completion has 64 tokens. The reward is the number of distinct tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from stages.training.fit import counted, optimizer_of
+from stages.training.fit import optimizer_of
 from stages.update.settings import Config
 from tests.bench import inputs
 from tests.bench.measure import emit, gemm_flops, peak_memory_mb, timed
@@ -26,9 +26,9 @@ from tuning.device import choose
 from tuning.models.huggingface import random_params, scalar_head_params
 from tuning.models.lora import Base, LoraConfig, merge, tune, tuned_graph
 from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.sampling import Sampling
+from tuning.rollout.requests import Sampling
 from tuning.rows import CompletionRow, ScoreRow
-from tuning.training.batch import Group
+from tuning.training.batch import Group, counted
 from tuning.training.speed import forward_flops
 from tuning.training.step import copy
 
@@ -38,7 +38,7 @@ LORA = LoraConfig(rank=16, alpha=32.0)
 
 
 def settings_of(work: str) -> Config:
-    """As the peers are measured: one epoch, one step, AdamW at 1e-6."""
+    """The settings with which the other libraries are measured: one epoch, one step, AdamW at 1e-6."""
     optimizer = {"learning_rate": 1e-6}
     values: dict[str, Any] = {"prompts_per_step": 16, "optimizer": optimizer, "kl_coef": 0.04}
     if work == "W5":
@@ -49,7 +49,7 @@ def settings_of(work: str) -> Config:
 
 
 class Steps:
-    """A policy with all that a step of it needs."""
+    """A policy, and the engine, reference and critic that a step of RL needs."""
 
     def __init__(self, work: str, model: str):
         self.settings, self.config = settings_of(work), config_of(model)
@@ -72,7 +72,7 @@ class Steps:
         self.number = 0
 
     def policy(self) -> Any:
-        """Dense parameters to sample from."""
+        """Dense parameters, which the engine samples from."""
         return (
             self.trainer[0]
             if self.base is None
@@ -81,7 +81,7 @@ class Steps:
 
     def step(self) -> Any:
         started = time.perf_counter()
-        # A stage's engine goes with the stage, and its copy of the weights with it.
+        # In a run the engine and its copy of the weights end with the rollout stage.
         found = Engine(self.config, choose().compute.dtype).generate(
             self.policy(), self.prompts, samples=self.samples, max_tokens=NEW_TOKENS, sampling=Sampling(),
             eos_ids=(NO_EOS,), seed=self.number, counters=range(self.count),

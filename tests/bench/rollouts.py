@@ -25,17 +25,17 @@ from tuning.models.huggingface import random_params
 from tuning.rollout.engine.cpu import kernels, products
 from tuning.rollout.engine.decoders import Quantization
 from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.pool import Limits
+from tuning.rollout.engine.limits import Limits
 from tuning.rollout.requests import Request
-from tuning.training.batch import bucket
+from tuning.shapes import bucket
 from tuning.training.speed import rate
 
 GEMM_ROWS = 32
-"""Steps of fewer rows wait for the memory."""
+"""Rows from which decoding is bound by matrix products; with fewer it is bound by memory bandwidth."""
 
 
 def requests_of(work: str, vocabulary: int) -> list[Request]:
-    """What each measurement asks for. Nothing stops by itself: lengths are forced."""
+    """The requests of each measurement. Lengths are forced: no end token stops a completion."""
     if work == "W1":
         return [Request(p, 64, counter=i) for i, p in enumerate(inputs.prompts(16, 16, 64, vocabulary))]
     if work == "W1b":
@@ -50,7 +50,7 @@ def requests_of(work: str, vocabulary: int) -> list[Request]:
 
 
 def _gemm_flops(config: DecoderConfig) -> float:
-    """As `gemm_flops`, by whichever of XLA and decoding's kernel is faster."""
+    """As `gemm_flops`, with the faster of XLA and the decoding kernel."""
     x, weight = jnp.ones((2048, config.hidden_size)), jnp.ones((1, config.intermediate_size, config.hidden_size))
     by = {None, kernels.build().products if products.suits("float32") else None}
     work = 2.0 * len(x) * weight.size
@@ -64,7 +64,7 @@ def run(work: str, model: str, repeats: int) -> None:
     requests = requests_of(work, config.vocab_size)
     dtype = choose().compute.dtype
     slots = 32 if work == "W1b" else min(64, sum(r.samples for r in requests))
-    # As a stage has it, which knows all prompts of its round.
+    # As in the rollout stage, which knows all prompts of its round.
     context = bucket(max(len(r.prompt) + r.max_tokens for r in requests), 64)
     quantization: Quantization = "int8" if work.endswith("int8") else "none"
     engine = Engine(config, dtype, Limits(slots=slots, context=context), quantization=quantization)
@@ -106,7 +106,7 @@ def run(work: str, model: str, repeats: int) -> None:
 
 
 def _first_token(engine: Engine, params: Any, requests: Sequence[Request]) -> float:
-    """Seconds from weights in memory to the first sampled tokens, compilation included; then the rest is cancelled."""
+    """Seconds from weights in memory to the first sampled tokens, with compilation. Cancels the requests after that."""
     start = time.perf_counter()
     engine.prepare(requests)
     engine.load(params)
@@ -122,7 +122,7 @@ def _first_token(engine: Engine, params: Any, requests: Sequence[Request]) -> fl
 
 
 class _CompileTime:
-    """Seconds that XLA has compiled since this was made."""
+    """Seconds that XLA has spent compiling since this object exists."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

@@ -14,10 +14,11 @@ from tests.bench.measure import emit, gemm_flops, peak_memory_mb, timed
 from tuning.device import choose
 from tuning.losses.preference import bradley_terry, dpo
 from tuning.models.config import DecoderConfig
+from tuning.models.decoder import decoder_graph, scalar_graph
 from tuning.models.huggingface import random_params, scalar_head_params
 from tuning.models.lora import LoraConfig, over, tune, tuned_graph
 from tuning.training.batch import Group, choose_rows, micro_batches
-from tuning.training.forward import decoder_graph, logps_and_entropy, scalar_graph, scores
+from tuning.training.forward import logps_and_entropy, scores
 from tuning.training.speed import ADAPTER, FULL, forward_flops
 from tuning.training.step import make_step
 
@@ -55,7 +56,7 @@ def batches_of(groups: list[Group], row_tokens: int = 0) -> list[dict[str, Any]]
 
 
 def sft_groups(config: DecoderConfig) -> list[Group]:
-    """8 rows of 256 tokens, all but the first trained."""
+    """8 rows of 256 tokens; all but the first token of each are trained on."""
     ids = inputs.tokens(8, 256, config.vocab_size)
     return [Group(row[:1].tolist(), [row[1:].tolist()], [i]) for i, row in enumerate(ids)]
 
@@ -83,7 +84,7 @@ def run(work: str, model: str, repeats: int) -> None:
             return -jnp.sum(logps) / batch["n_tokens"], {}
 
         if work == "W2lora":
-            # The base gets no gradient: forward, and the backward pass through it.
+            # The frozen base needs no weight gradients: its forward pass, and the backward pass through it.
             lora = LoraConfig(rank=16, alpha=32.0)
             trainable, frozen = tune(config, "decoder", params, lora, seed=0, dtype=compute.dtype)
             sft_loss = over(tuned_graph(config, "decoder", lora), sft_loss)

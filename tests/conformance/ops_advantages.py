@@ -4,10 +4,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tuning.algorithms import advantages as adv
-from tuning.losses import rewards
-from tuning.losses.masks import completion_mask_from_lengths, row_mean
+from tuning.losses import returns, rewards
+from tuning.losses.masks import row_mean, sampled_mask
+from tuning.rewards.functions import overlong
+from tuning.rewards.totals import Part, shaped
 
 from .harness import Case, op
 from .ops_policy import pair
@@ -32,7 +35,8 @@ def first_token(x_BT: jax.Array) -> jax.Array:
 
 
 def length_mask(case: Case) -> jax.Array:
-    return completion_mask_from_lengths(case["lengths"], int(case["lengths"].max()))
+    lengths = np.asarray(case["lengths"])
+    return jnp.asarray(sampled_mask(lengths, np.zeros((len(lengths), lengths.max()))))
 
 
 @op("advantages_group", "grpo")
@@ -99,82 +103,38 @@ def passk(case: Case) -> dict[str, Any]:
     return {"advantages": out}
 
 
-@op("advantages_group", "reinforce_pp_sequence")
-def reinforce_pp_sequence(case: Case) -> dict[str, Any]:
-    out = adv.reinforce_pp_advantages(
-        case["rewards"], case["group_ids"], baseline=case.param("baseline").replace("_", "-"),
-        batch_norm=case.param("batch_norm"), ddof=case.param("ddof", 1), eps=case.param("eps", 0.0),
-    )  # fmt: skip
-    return {"advantages": out}
-
-
-@op("advantages_group", "grpo_multi_reward")
-def grpo_multi_reward(case: Case) -> dict[str, Any]:
-    case.known(
-        "missing", "null = reward function not applied; a row with all null gets advantage 0 and leaves the group "
-        "statistics",
-    )  # fmt: skip
-    case.known("scale", "group")
-    combine = {"sum_then_normalize": "sum-then-normalise", "normalize_then_sum": "normalise-then-sum"}
-    r = case["rewards_per_func"]
-    out = adv.multi_reward_advantages(
-        r, group_ids(case, len(r)), case.param("weights"), combine=combine[case.param("aggregation")],
-        ddof=case.param("ddof"), eps=case.param("eps"),
-    )  # fmt: skip
-    return {"advantages": out}
-
-
-@op("advantages_group", "rloo_multi_reward")
-def rloo_multi_reward(case: Case) -> dict[str, Any]:
-    total, valid = adv.combine_rewards(case["rewards_per_func"], case.param("weights"))
-    return {"advantages": adv.rloo_advantages(total, group_ids(case, len(total)), valid=valid)}
-
-
-@op("advantages_group", "gdpo")
-def gdpo(case: Case) -> dict[str, Any]:
-    per_reward = case.param("per_reward")
-    assert set(per_reward) == {"scale", "ddof", "eps"} and per_reward["scale"] == "group"
-    assert per_reward["ddof"] == case.param("var_ddof")
-    case.known("whiten", "over all masked tokens")
-    out = adv.gdpo_token_advantages(
-        case["rewards_per_func"], case["group_ids"], length_mask(case), case.param("weights"),
-        group_eps=per_reward["eps"], ddof=per_reward["ddof"], eps=case.param("eps_in_rsqrt"),
-    )  # fmt: skip
-    return {"advantages": first_token(out)}
-
-
 @op("advantages_token", "gae")
 @op("advantages_token", "gae_whitened")
 def gae(case: Case) -> dict[str, Any]:
     mask = case["mask"]
-    out, returns = adv.gae(
+    out, to_go = returns.gae(
         case["rewards"], case["values"], mask, case.param("gamma"), case.param("lam"),
         gaps=GAPS[case.known("gaps", *GAPS)],
     )  # fmt: skip
     if case.op == "gae_whitened":
-        out = adv.whiten(out, mask, ddof=case.param("whiten_ddof"), eps=case.param("eps_in_rsqrt"))
-    return {"advantages": out, "returns": returns}
+        out = returns.whiten(out, mask, ddof=case.param("whiten_ddof"), eps=case.param("eps_in_rsqrt"))
+    return {"advantages": out, "returns": to_go}
 
 
 @op("advantages_token", "gae_from_scalar_reward")
 def gae_from_scalar_reward(case: Case) -> dict[str, Any]:
     mask = case["mask"]
-    token_rewards = rewards.terminal_rewards(case["scalar_rewards"], mask) - case.param("kl_coef") * case["kl"]
-    out, returns = adv.gae(token_rewards, case["values"], mask, case.param("gamma"), case.param("lam"))
-    out = adv.whiten(
+    token_rewards = rewards.token_rewards(case["scalar_rewards"], case.param("kl_coef") * case["kl"], mask)
+    out, to_go = returns.gae(token_rewards, case["values"], mask, case.param("gamma"), case.param("lam"))
+    out = returns.whiten(
         out, mask, ddof=case.param("whiten_ddof"), eps=0.0, variance_floor=case.param("var_clamp_min"),
         scale=not case.param("no_std_norm"),
     )  # fmt: skip
-    return {"advantages": out, "returns": returns}
+    return {"advantages": out, "returns": to_go}
 
 
 @op("advantages_token", "reinforce_pp")
 def reinforce_pp(case: Case) -> dict[str, Any]:
-    out, returns = adv.reinforce_pp_token_advantages(
+    out, to_go = returns.reinforce_pp_token_advantages(
         case["rewards"], case["mask"], case.param("gamma"), ddof=case.param("whiten_ddof"),
         eps=case.param("eps_in_rsqrt"), gaps=GAPS[case.known("gaps", *GAPS)],
     )  # fmt: skip
-    return {"advantages": out, "returns": returns}
+    return {"advantages": out, "returns": to_go}
 
 
 @op("advantages_token", "reinforce_pp_from_scalar_reward")
@@ -182,31 +142,32 @@ def reinforce_pp_from_scalar_reward(case: Case) -> dict[str, Any]:
     case.known("scalar_rewards", "batch.reward_baselines")
     case.known("kl", "batch.rewards")
     mask = case["mask"]
-    token_rewards = rewards.terminal_rewards(case["reward_baselines"], mask) - case.param("kl_coef") * case["rewards"]
-    out, returns = adv.reinforce_pp_token_advantages(
+    penalty = case.param("kl_coef") * case["rewards"]
+    token_rewards = rewards.token_rewards(case["reward_baselines"], penalty, mask)
+    out, to_go = returns.reinforce_pp_token_advantages(
         token_rewards, mask, case.param("gamma"), ddof=case.param("whiten_ddof"), eps=0.0,
         variance_floor=case.param("var_clamp_min"),
     )  # fmt: skip
-    return {"advantages": out, "returns": returns}
+    return {"advantages": out, "returns": to_go}
 
 
 @op("advantages_token", "reward_to_go")
 def reward_to_go(case: Case) -> dict[str, Any]:
-    return {"returns": adv.reward_to_go(case["rewards"], case["mask"], case.param("gamma"))}
+    return {"returns": returns.reward_to_go(case["rewards"], case["mask"], case.param("gamma"))}
 
 
 @op("advantages_token", "remax")
 def remax(case: Case) -> dict[str, Any]:
-    out, returns = adv.remax_advantages(
+    out, to_go = returns.remax_advantages(
         case["rewards"], case["reward_baselines"], case["mask"], case.param("gamma")
     )  # fmt: skip
-    return {"advantages": out, "returns": returns}
+    return {"advantages": out, "returns": to_go}
 
 
 @op("advantages_token", "whiten")
 @op("advantages_token", "whiten_per_row")
 def whiten(case: Case) -> dict[str, Any]:
-    out = adv.whiten(
+    out = returns.whiten(
         case[case.known("x", "values")], case["mask"], ddof=case.param("ddof"), eps=case.param("eps_in_rsqrt", 0.0),
         variance_floor=case.param("var_clamp_min", 0.0), shift_mean=case.param("shift_mean", True),
         over="row" if case.op == "whiten_per_row" else "batch",
@@ -216,47 +177,54 @@ def whiten(case: Case) -> dict[str, Any]:
 
 @op("advantages_token", "optimal_token_baseline")
 def optimal_token_baseline(case: Case) -> dict[str, Any]:
-    out, returns = adv.optimal_token_baseline_advantages(
+    out, to_go = adv.optimal_token_baseline_advantages(
         case["rewards"], case["group_ids"], case["old_logps"], case["sum_pi_squared"], case["mask"],
         zero_tail=case.param("handle_zero_tail"), eps=case.param("eps"),
     )  # fmt: skip
-    return {"advantages": out, "returns": returns}
+    return {"advantages": out, "returns": to_go}
+
+
+def clipped(values: jax.Array, bounds: list[float] | None) -> jax.Array:
+    """Rewards limited as a recipe's `clip` limits them."""
+    part = Part("reward", clip=pair(bounds))
+    return jnp.asarray([shaped(value, part) for value in values.tolist()])
 
 
 @op("rewards", "kl_in_reward")
 def kl_in_reward(case: Case) -> dict[str, Any]:
     case.known("terminal", "last valid token")
-    mask = case["mask"]
-    out, kl = rewards.kl_in_reward(
-        case["scores"], case["old_logps"], case["ref_logps"], mask, coef=case.param("coef"),
-        kind=case.param("estimator"), log_ratio_clamp=pair(case.param("log_ratio_clamp")),
-        value_clamp=pair(case.param("value_clamp")), score_clip=pair(case.param("score_clip")),
-    )  # fmt: skip
+    mask, coef = case["mask"], case.param("coef")
+    options = {
+        "kind": case.param("estimator"),
+        "log_ratio_clamp": pair(case.param("log_ratio_clamp")),
+        "value_clamp": pair(case.param("value_clamp")),
+    }
+    given = case["old_logps"], case["ref_logps"], mask
+    scores = clipped(case["scores"], case.param("score_clip"))
+    out = rewards.token_rewards(scores, rewards.kl_penalty(*given, coef=coef, **options), mask)
+    kl = rewards.kl_penalty(*given, coef=1.0, **options)
     return {"rewards": out, "mean_kl": row_mean(kl, mask, eps=1e-8).mean()}
 
 
 @op("rewards", "rloo_kl_in_reward")
 def rloo_kl_in_reward(case: Case) -> dict[str, Any]:
     case.known("placement", "sequence reward minus coef * sum of token KL")
-    case.known("estimator", "k1")
-    r = rewards.sequence_kl_penalty(
-        case["scores"], case["old_logps"], case["ref_logps"], case["mask"], coef=case.param("coef")
+    kind = case.known("estimator", "k1")
+    penalty = rewards.kl_penalty(
+        case["old_logps"], case["ref_logps"], case["mask"], coef=case.param("coef"), kind=kind, log_ratio_clamp=None
     )
+    r = rewards.sequence_rewards(case["scores"], penalty)
     assert len(r) == case.param("rows")
     return {"advantages": adv.rloo_advantages(r, jnp.arange(len(r)) // case.param("num_generations"))}
 
 
 @op("rewards", "overlong_penalty")
 def overlong_penalty(case: Case) -> dict[str, Any]:
-    capped = case.known("below_floor", "capped at -factor", "not capped") == "capped at -factor"
-    penalty = rewards.overlong_penalty(
-        case["lengths"], max_length=case.param("max_length"), buffer=case.param("buffer"),
-        factor=case.param("factor"), capped=capped,
+    case.known("below_floor", "capped at -factor")
+    # A recipe's factor is the weight of the reward function.
+    lengths = case["lengths"].tolist()
+    values = overlong(
+        [""] * len(lengths), [""] * len(lengths), completion_ids=[[0] * n for n in lengths],
+        tokens=case.param("max_length"), buffer=case.param("buffer"),
     )  # fmt: skip
-    return {"rewards": case["rewards"] + penalty}
-
-
-@op("rewards", "truncation_penalty")
-def truncation_penalty(case: Case) -> dict[str, Any]:
-    case.known("rule", "coef >= 0: reward * coef; coef < 0: reward = coef")
-    return {"rewards": rewards.truncation_penalty(case["rewards"], case["truncated"], coef=case.param("coef"))}
+    return {"rewards": case["rewards"] + case.param("factor") * jnp.asarray(values)}

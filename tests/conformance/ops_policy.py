@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tuning.losses import importance, kl, policy, policy_variants, value
-from tuning.losses.aggregate import aggregate, count
+from tuning.losses.aggregate import Counts, aggregate, count
 from tuning.losses.masks import masked
 
 from .harness import Case, op
@@ -31,28 +31,19 @@ def pair(bounds: list[float | None] | None) -> tuple[float | None, float | None]
     return None if bounds is None else (bounds[0], bounds[1])
 
 
-def aggregator(
-    case: Case, mode: str, mask: jax.Array, segment_ids: jax.Array | None = None, counted: jax.Array | None = None
-) -> Aggregate:
-    """The case's reduction; `counted` is the mask whose tokens and rows make the denominators, if not `mask`."""
+def aggregator(case: Case, mode: str, mask: jax.Array) -> Aggregate:
+    """The case's reduction."""
     empty = case.known("empty_rows", "excluded", "included", "not allowed")
-    counts = count(
-        mask if counted is None else counted,
-        segment_ids_BT=segment_ids,
-        empty_rows="included" if empty == "included" else "excluded",
-    )
+    counts = count(np.asarray(mask), np.ones(len(mask), bool) if empty == "included" else None)
     norm, row_eps = case.param("norm"), case.param("row_eps", 0.0)
     return lambda x: aggregate(
-        x, mask, MODES[mode], **counts._asdict(), constant=norm if mode.endswith("_norm") else None,
-        segment_ids_BT=segment_ids, row_eps=row_eps,
-    )  # fmt: skip
+        x, mask, MODES[mode], **counts._asdict(), constant=norm if mode.endswith("_norm") else None, row_eps=row_eps
+    )
 
 
 @op("aggregation", "aggregate")
-@op("aggregation", "aggregate_packed")
 def aggregation(case: Case) -> dict[str, Any]:
-    segment_ids = case.get("segment_ids")
-    reduce = aggregator(case, case.param("mode"), case["mask"], segment_ids)
+    reduce = aggregator(case, case.param("mode"), case["mask"])
     loss, grad = jax.value_and_grad(reduce)(case["per_token"])
     return {"loss": loss, "grad_per_token": grad}
 
@@ -77,7 +68,7 @@ def kl_options(options: dict[str, Any]) -> dict[str, Any]:
 
 def surrogate(case: Case, arrays: dict[str, Any], logps: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Per-token policy loss and its metric sums."""
-    old, adv, mask, segments = (arrays[name] for name in ("old_logps", "advantages", "mask", "segment_ids"))
+    old, adv, mask = (arrays[name] for name in ("old_logps", "advantages", "mask"))
     name, ratio = case.param("surrogate"), case.param("ratio")
     low, high, dual = case.param("eps_low"), case.param("eps_high"), case.param("dual_clip")
     bounds = pair(case.param("log_ratio_clamp"))
@@ -85,11 +76,10 @@ def surrogate(case: Case, arrays: dict[str, Any], logps: jax.Array) -> tuple[jax
     match name, ratio:
         case "clip", _:
             return policy.clipped_surrogate(
-                *given, clip_low=low, clip_high=high, dual_clip=dual, ratio=RATIOS[ratio], log_ratio_clamp=bounds,
-                segment_ids_BT=segments,
-            )  # fmt: skip
+                *given, clip_low=low, clip_high=high, dual_clip=dual, ratio=RATIOS[ratio], log_ratio_clamp=bounds
+            )
         case "pg", _:
-            return policy.policy_gradient(*given, ratio=RATIOS[ratio], log_ratio_clamp=bounds, segment_ids_BT=segments)
+            return policy.policy_gradient(*given, ratio=RATIOS[ratio], log_ratio_clamp=bounds)
         case "reinforce", "none":
             return policy.reinforce(logps, adv, mask)
         case "cispo", "token":
@@ -98,35 +88,18 @@ def surrogate(case: Case, arrays: dict[str, Any], logps: jax.Array) -> tuple[jax
         case "sapo", "token":
             taus = {name: case.param(name) for name in ("tau_pos", "tau_neg")}
             return policy_variants.sapo(*given, **taus, log_ratio_clamp=bounds)
-        case "vespo", "sequence_sum":
-            return policy_variants.vespo(*given, **vespo_parameters(case))
         case (("dppo_tv" | "dppo_kl"), "token"):
             return policy_variants.dppo(
                 *given, divergence=name.removeprefix("dppo_"), limit_low=case.param("div_low"),
                 limit_high=case.param("div_high"), ratio_max=case.param("ratio_max"), log_ratio_clamp=bounds,
             )  # fmt: skip
-        case "clip_cov", "token":
-            return policy_variants.clip_cov(
-                *given, clip_low=low, clip_high=high, cov_low=case.param("cov_lb"), cov_high=case.param("cov_ub"),
-                ratio=case.param("clip_cov_ratio"), log_ratio_clamp=bounds,
-            )  # fmt: skip
-        case "kl_cov", "token":
-            return policy_variants.kl_cov(
-                *given, ratio=case.param("kl_cov_ratio"), coef=case.param("ppo_kl_coef"), log_ratio_clamp=bounds
-            )
         case "geo_mean", "sequence":
             return policy_variants.gmpo(*given, clip_low=low, clip_high=high, row_eps=case.param("row_eps", 0.0))
-        case "dro", "token":
-            return policy_variants.dro(*given, beta=case.param("dro_beta"))
         case _:
             raise AssertionError(f"{case.id}: unknown surrogate {name!r} with ratio {ratio!r}")
 
 
-def vespo_parameters(case: Case) -> dict[str, float]:
-    return {name: case.param(name) for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")}
-
-
-def token_weights(case: Case, arrays: dict[str, Any], logps: jax.Array, entropy: jax.Array | None) -> jax.Array:
+def token_weights(case: Case, arrays: dict[str, Any]) -> jax.Array:
     """Product of the stop-gradient factors that multiply the surrogate."""
     old, mask = arrays["old_logps"], arrays["mask"]
     weights = jnp.ones_like(old)
@@ -140,19 +113,17 @@ def token_weights(case: Case, arrays: dict[str, Any], logps: jax.Array, entropy:
         )
     gate = case.param("is_correction")
     if gate:
-        weights = weights * importance.gated_weights(
-            old, case["rollout_logps"], mask, level={"token": "token", "seq": "sequence-mean"}[gate["level"]],
-            gate=gate["gating"].replace("_", "-"), outside={"clip": "clip", "mask": "zero"}[gate["mode"]],
-            band=pair(gate["threshold"]),
-        )  # fmt: skip
-    threshold = case.param("off_policy_mask_threshold")
-    if threshold is not None:
-        weights = weights * importance.off_policy_sequence_mask(
-            logps, case["rollout_logps"], arrays["advantages"], mask, threshold=threshold
-        )
-    share = case.param("top_entropy_quantile")
-    if share is not None:
-        weights = weights * policy_variants.top_entropy_mask(entropy, mask, share)
+        assert gate["gating"] == "ratio", gate
+        given = old, case["rollout_logps"], mask
+        low, high = band = pair(gate["threshold"])
+        if gate["level"] == "seq":
+            assert gate["mode"] == "mask", gate
+            weights = weights * importance.gated_weights(*given, band=band)
+        else:
+            outside = {"clip": "clip", "mask": "zero"}[gate["mode"]]
+            weights = weights * importance.importance_weights(
+                *given, weight_min=low, weight_max=high, outside=outside, log_ratio_clamp=None
+            )
     return weights
 
 
@@ -166,19 +137,15 @@ def policy_metrics(sums: dict[str, jax.Array], mean_kl: jax.Array | None) -> dic
         clipped = (sums["clip_high"] + sums["clip_low"]) / n
         shares |= {"pg_clipfrac": clipped, "clip_ratio": clipped, "clip_ratio/region_mean": clipped}
         shares |= {"clip_ratio/high_mean": sums["clip_high"] / n, "clip_ratio/low_mean": sums["clip_low"] / n}
-    if "covariance_dropped" in sums:
-        shares["pg_clipfrac"] = sums["covariance_dropped"] / n
     if "dual_clip" in sums:
         shares["pg_clipfrac_lower"] = sums["dual_clip"] / n
     return shares
 
 
 @op("policy_loss", "policy_loss")
-@op("policy_loss", "policy_loss_packed")
 @op("polgrad_goldens", "policy_loss")
 def policy_loss(case: Case) -> dict[str, Any]:
     mask = case["mask"]
-    segments = case.get("segment_ids")
     kind = case.known("advantages", "token", "sequence", "zero") or "sequence"
     advantages = case["advantages_token" if kind == "token" else "advantages"]
     arrays: dict[str, Any] = {
@@ -187,19 +154,18 @@ def policy_loss(case: Case) -> dict[str, Any]:
         "ref_logps": case.get("ref_logps"),
         "advantages": jnp.zeros_like(advantages) if kind == "zero" else advantages,
         "mask": mask,
-        "segment_ids": segments,
     }
     for name, junk in (case.param("junk_padding") or {}).items():
         target = "advantages" if name == "advantages_token" else name
         arrays[target] = masked(arrays[target], mask, junk)
     entropy = case.get("entropy")
-    reduce = aggregator(case, case.param("agg"), mask, segments)
+    reduce = aggregator(case, case.param("agg"), mask)
     kl_params, entropy_coef = case.param("kl"), case.param("entropy_coef")
     entropy_agg = case.param("entropy_agg", case.param("agg"))
 
     def total(logps: jax.Array, entropy: jax.Array | None) -> tuple[jax.Array, tuple[Any, Any]]:
         losses, sums = surrogate(case, arrays, logps)
-        loss, mean_kl = reduce(losses * token_weights(case, arrays, logps, entropy)), None
+        loss, mean_kl = reduce(losses * token_weights(case, arrays)), None
         if kl_params:
             options = dict(kl_params)
             coef, own_agg = options.pop("coef"), options.pop("agg", None)
@@ -210,9 +176,9 @@ def policy_loss(case: Case) -> dict[str, Any]:
                 z = policy.log_ratio(logps, arrays["old_logps"], mask, log_ratio_clamp=None)
                 per_token = per_token * jnp.exp(z)
             mean_kl = aggregator(case, "token_mean", mask)(per_token)
-            loss += coef * (aggregator(case, own_agg, mask, segments) if own_agg else reduce)(per_token)
+            loss += coef * (aggregator(case, own_agg, mask) if own_agg else reduce)(per_token)
         if entropy_coef is not None:
-            loss -= entropy_coef * aggregator(case, entropy_agg, mask, segments)(entropy)
+            loss -= entropy_coef * aggregator(case, entropy_agg, mask)(entropy)
         return loss, (sums, mean_kl)
 
     arguments = (0, 1) if entropy_coef is not None else (0,)
@@ -237,7 +203,9 @@ def microbatch(case: Case) -> dict[str, Any]:
     for name, counted in (("batch_num_tokens", full.n_tokens), ("global_batch_size", full.n_sequences)):
         assert case.param(name) in (None, int(counted))
 
-    def reduced(part: dict[str, Any], counts: Any, mode: str = MODES[mode], constant: float | None = norm) -> jax.Array:
+    def reduced(
+        part: dict[str, Any], counts: Counts, mode: str = MODES[mode], constant: float | None = norm
+    ) -> jax.Array:
         losses, _ = policy.clipped_surrogate(
             part["logps"], part["old_logps"], part["advantages"], part["mask"], clip_low=case.param("eps_low"),
             clip_high=case.param("eps_high"), dual_clip=case.param("dual_clip"),
@@ -289,38 +257,6 @@ def is_weights(case: Case) -> dict[str, Any]:
         batch_normalise=case.param("batch_normalize"), log_ratio_clamp=pair(case.param("log_ratio_clamp")),
     )  # fmt: skip
     return {"weights": weights}
-
-
-@op("importance", "rejection_mask")
-def rejection_mask(case: Case) -> dict[str, Any]:
-    options = []
-    for name, text in zip(case.param("options").split(","), case.param("thresholds").split(","), strict=True):
-        if name.endswith("k1"):
-            lower, upper = (float(x) for x in text.split("_"))
-            options.append((name, (float(jnp.log(lower)), float(jnp.log(upper)))))
-        else:
-            options.append((name, (None, float(text))))
-    return {"mask": importance.rejection_mask(case["old_logps"], case["rollout_logps"], case["mask"], options)}
-
-
-@op("importance", "off_policy_sequence_mask")
-def off_policy(case: Case) -> dict[str, Any]:
-    case.known("kl", "mean over valid tokens of rollout_logps - logps")
-    keep = importance.off_policy_sequence_mask(
-        case["logps"], case["rollout_logps"], case["advantages"], case["mask"], threshold=case.param("threshold")
-    )
-    return {"keep": keep[:, 0]}
-
-
-@op("importance", "vespo_gamma_weights")
-def vespo_weights(case: Case) -> dict[str, Any]:
-    log_ratios = case["log_ratio_scale"] * (case["logps"] - case["old_logps"])
-    ratio = case["importance_sampling_ratio"]
-    phi = policy_variants.vespo_weights(
-        log_ratios, case["advantages"], case["mask"], **vespo_parameters(case),
-        log_importance_BT=None if ratio is None else jnp.log(ratio),
-    )  # fmt: skip
-    return {"phi": phi[:, 0]}
 
 
 @op("kl", "kl_per_token")

@@ -4,13 +4,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tuning.losses import preference, sft
 from tuning.losses.aggregate import aggregate, count
-from tuning.losses.logits import token_logps
 from tuning.losses.preference import mean_rows, sequence_logps
 
 from .harness import Case, op
+from .ops_tokens import token_logps
 
 
 def token_mean_nll(logps: jax.Array, mask: jax.Array) -> jax.Array:
@@ -40,7 +41,8 @@ def grads_of(total: Any, *arguments: jax.Array, jit: bool = False) -> tuple[Any,
 def dpo(case: Case) -> dict[str, Any]:
     masks = case["chosen_mask"], case["rejected_mask"]
     kind, alpha = case.param("loss_type"), case.param("ld_alpha")
-    wpo, sft_weight = case.param("wpo_weighting", False), case.param("sft_weight", 0.0)
+    sft_weight = case.param("sft_weight", 0.0)
+    case.known("wpo_weighting", False)
     reference_free = case.param("reference_free")
     normalised = case.known("length_normalised", True, False)
     options: dict[str, Any] = {
@@ -65,12 +67,7 @@ def dpo(case: Case) -> dict[str, Any]:
         if not reference_free:
             sums += [case["ref_chosen_logps_sum"], case["ref_rejected_logps_sum"]]
         pairs = preference.dpo(*sums, **options)
-        losses = pairs.loss_B
-        if wpo:
-            losses = losses * preference.wpo_weights(
-                chosen, case["chosen_log_sum_sq_probs"], masks[0], rejected, case["rejected_log_sum_sq_probs"], masks[1]
-            )
-        loss = mean_rows(losses, len(losses))
+        loss = mean_rows(pairs.loss_B, len(pairs.loss_B))
         if kind == "sft":
             return token_mean_nll(chosen, masks[0]), pairs
         return (loss + sft_weight * token_mean_nll(chosen, masks[0]) if sft_weight else loss), pairs
@@ -130,10 +127,10 @@ def odds_ratio(case: Case) -> dict[str, Any]:
 @op("preference", "cpo_simpo")
 def cpo_simpo(case: Case) -> dict[str, Any]:
     def total(chosen: jax.Array, rejected: jax.Array) -> tuple[jax.Array, preference.PairLoss]:
+        case.known("alpha", 0.0)
         pairs = preference.cpo(
             chosen, rejected, beta=case.param("beta"), loss=case.param("loss_type"),
             gamma=case.param("simpo_gamma", 0.0), label_smoothing=case.param("label_smoothing", 0.0),
-            alpha=case.param("alpha", 0.0),
         )  # fmt: skip
         return mean_rows(pairs.loss_B, len(chosen)), pairs
 
@@ -144,10 +141,8 @@ def cpo_simpo(case: Case) -> dict[str, Any]:
 def kto(case: Case) -> dict[str, Any]:
     case.known("kl", "max(0, mean(kl_logps - ref_kl_logps)), no gradient")
     mask, labels, kind = case["chosen_mask"], case["labels"], case.param("loss_type").replace("_", "-")
-    kl = jnp.zeros(())
-    kl_logps = case["kl_logps_sum"], case["ref_kl_logps_sum"]
-    if kind == "kto":
-        kl = preference.kto_kl(*kl_logps, len(labels))
+    kl_logps = np.asarray(case["kl_logps_sum"]), np.asarray(case["ref_kl_logps_sum"])
+    kl = preference.kto_reference_point(*kl_logps) if kind == "kto" else 0.0
 
     def total(logps: jax.Array) -> tuple[jax.Array, jax.Array]:
         losses, implicit = preference.kto(
@@ -176,14 +171,13 @@ def sides(case: Case) -> list[dict[str, Any]]:
     out = []
     for side, start in (("chosen", 0), ("rejected", rows)):
         ids, labels = case[f"{side}_input_ids"], case[f"{side}_labels"]
-        completion = sft.target_mask((labels != -100).astype(jnp.int32))
-        every = sft.target_mask(case[f"{side}_attention_mask"])
+        completion, every = (labels != -100)[:, 1:], case[f"{side}_attention_mask"][:, 1:]
         out.append({"rows": slice(start, start + rows), "ids": ids[:, 1:], "completion": completion, "every": every})
     return out
 
 
 def side_logps(z: jax.Array, side: dict[str, Any]) -> jax.Array:
-    return token_logps(z[side["rows"], : side["ids"].shape[1]], side["ids"])
+    return token_logps(z[side["rows"], : side["ids"].shape[1]], side["ids"])[0]
 
 
 @op("preference", "orpo_from_logits")
@@ -215,7 +209,7 @@ def cpo_from_logits(case: Case) -> dict[str, Any]:
 
     def total(z: jax.Array) -> tuple[jax.Array, Any]:
         logps = [side_logps(z, side) for side in (chosen, rejected)]
-        average = kind in ("simpo", "ipo")
+        average = kind == "simpo"
         c = sequence_logps(logps[0], chosen["completion"], average=average)
         r = sequence_logps(logps[1], rejected["completion"], average=average)
         pairs = preference.cpo(c, r, beta=case.param("beta"), loss=kind, gamma=case.param("simpo_gamma"))

@@ -22,6 +22,7 @@ from stages.base import locate
 from stages.common.tables import read_rows
 from stages.store.artifacts import Store
 from tests.faults.test_kill import Run, shards
+from tuning.device import Compute
 from tuning.models.config_json import from_hugging_face
 from tuning.models.gguf import GGUFCheckpoint, GGUFFile
 from tuning.models.huggingface import params_from_tensors, save_decoder, untied
@@ -29,15 +30,14 @@ from tuning.models.lora import LoraConfig, merge, tune
 from tuning.models.peft import save_adapter
 from tuning.models.tokenizer import chat_prompt_ids, save_tokenizer, tokenizer_from_gguf
 from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.pool import Limits
-from tuning.rollout.engine.sampling import Sampling
-from tuning.rollout.requests import Request
+from tuning.rollout.engine.limits import Limits
+from tuning.rollout.requests import Request, Sampling
 from tuning.rollout.servers.child import Child
-from tuning.rollout.servers.fleet import Options, Remote
-from tuning.rollout.servers.protocol import ENGINES, Policy, StalePolicy, Start
-from tuning.rollout.servers.server import Server
+from tuning.rollout.servers.fleet import Fleet, Options
+from tuning.rollout.servers.kinds import KINDS
+from tuning.rollout.servers.protocol import Policy, ServerStart, StalePolicy
+from tuning.rollout.servers.server import RemoteServer
 from tuning.training.completions import token_logps
-from tuning.training.forward import Compute
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 VERSION = "0.32.0"
@@ -118,17 +118,17 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     def words(folder: Path, port: int) -> list[str]:
-        start = Start(folder, "float32", 1024, True)
-        return [*command(), *ENGINES["vllm"].arguments(start, port), "--max-lora-rank", "8"]
+        start = ServerStart(folder, "float32", 1024, True)
+        return [*command(), *KINDS["vllm"].arguments(start, port), "--max-lora-rank", "8"]
 
     log = tmp_path_factory.mktemp("vllm") / "log"
-    child = Child(words, ENGINES["vllm"].environment() | ENVIRONMENT, log)
-    yield Server(child=child)
+    child = Child(words, KINDS["vllm"].environment() | ENVIRONMENT, log)
+    yield RemoteServer(child=child)
     child.end()
 
 
-def remote(server: Server, **changes: Any) -> Any:
-    return Remote(ENGINES["vllm"], [server], dataclasses.replace(OPTIONS, version=VERSION, **changes))
+def remote(server: RemoteServer, **changes: Any) -> Any:
+    return Fleet(KINDS["vllm"], [server], dataclasses.replace(OPTIONS, version=VERSION, **changes))
 
 
 def gap(model: Model, name: str, requests: Any, found: Any, temperature: float) -> float:
@@ -252,13 +252,13 @@ def test_bfloat16_is_within_the_tolerance_and_other_weights_are_not(model, tmp_p
         return target
 
     def words(folder: Path, port: int) -> list[str]:
-        return [*command(), *ENGINES["vllm"].arguments(Start(folder, "bfloat16", 1024, False), port)]
+        return [*command(), *KINDS["vllm"].arguments(ServerStart(folder, "bfloat16", 1024, False), port)]
 
-    child = Child(words, ENGINES["vllm"].environment() | ENVIRONMENT, tmp_path / "log")
-    server, requests = Server(child=child), model.requests(8, 0.8, samples=2, tokens=24)
+    child = Child(words, KINDS["vllm"].environment() | ENVIRONMENT, tmp_path / "log")
+    server, requests = RemoteServer(child=child), model.requests(8, 0.8, samples=2, tokens=24)
     try:
         for name in ("first", "second"):
-            engine = Remote(ENGINES["vllm"], [server], Options())
+            engine = Fleet(KINDS["vllm"], [server], Options())
             engine.load(model.policy(name, folder=lambda name=name: place(name)))
             found = run(engine, requests)
             near, far = (gap(model, n, requests, found, 0.8) for n in (name, "third"))

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 from stages import sft
+from stages.common.compilation import configure_jax
 from stages.common.settings import Optimizer
 from stages.contract.definition import Context
 from stages.store.artifacts import Store
-from stages.worker.process import configure_jax
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from flows.orchestration import plugin
-from flows.recipe.overrides import told
+from flows.recipe.overrides import values_of
 from stages.store.artifacts import Store
 from tests.browser import browse
 from tests.flows.prefect_server import PROJECT, Prefect, prefect_server, wait_for
@@ -253,7 +253,7 @@ def test_parameters_are_strict_and_keep_only_what_was_said() -> None:
             rlhf_pipeline.validate_parameters({section: wrong})
     rewards = {"score": {"rewards": {"exact": {"weight": 2.0}}}}
     said = {"recipe": "ppo", "data": {"system_prompt": None}, "rl": rewards, "sft": {"optimizer": {"learning_rate": 1}}}
-    assert told(**rlhf_pipeline.validate_parameters(said)) == said
+    assert values_of(rlhf_pipeline.validate_parameters(said)) == said
 
 
 def test_the_plugin_leaves_a_client_alone_that_it_does_not_know(

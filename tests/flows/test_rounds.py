@@ -7,7 +7,7 @@ import json
 import pytest
 
 from flows.graph.build import build
-from flows.recipe.model import load_recipe
+from flows.recipe.reading import load_recipe
 from stages.common.tables import read_rows
 from stages.store.artifacts import Store
 

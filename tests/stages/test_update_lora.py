@@ -16,14 +16,15 @@ from stages.contract.definition import Context
 from stages.store.artifacts import Store
 from stages.training.adapters import lora_config
 from stages.update import stage as update
-from tests.stages.test_ways import compiled  # noqa: F401
+from tuning.device import Compute
 from tuning.models import huggingface
 from tuning.models.config import tiny
+from tuning.models.decoder import decoder_graph
 from tuning.models.lora import merge
 from tuning.models.peft import load_adapter
 from tuning.rows import CompletionRow
 from tuning.training.batch import Group, Layout, micro_batches
-from tuning.training.forward import Compute, decoder_graph, logps_and_entropy
+from tuning.training.forward import logps_and_entropy
 
 pytestmark = pytest.mark.slow
 

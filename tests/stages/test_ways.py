@@ -14,9 +14,9 @@ import pytest
 
 from stages import base as base_model
 from stages import distill, preference, reward, sft
+from stages.common.compilation import configure_jax
 from stages.contract.definition import Context
 from stages.distill import TokenizersDiffer
-from stages.worker.process import configure_jax
 from tuning.data.pipeline import SCHEMAS
 from tuning.models.byte_tokenizer import byte_tokenizer
 from tuning.models.tokenizer import save_tokenizer

@@ -1,17 +1,25 @@
 """Group-relative advantages from sequence rewards.
 
-Axes: P prompts (groups), G completions of a prompt, B = all completions, T completion tokens, F reward functions.
+Axes: P prompts (groups), G completions of a prompt, B = all completions, T completion tokens.
 
 Sequence rewards come flat, [B] with `group_ids` [B] (any integers, any order, ragged groups), or as [P, G] without
 ids; the result has the shape of the rewards. `valid` marks the samples that count: failed ones leave every
 statistic and get advantage 0. Statistics use the whole group, so compute them before filtering or sharding.
-Groups whose rewards are all equal get exactly 0; `degenerate_groups` finds them. Advantages per token (GAE,
-whitening) are in `tuning.losses.returns` and are offered here too.
+Groups whose rewards are all equal get exactly 0; `tuning.losses.groups` says which groups are trained on. Advantages
+per token (GAE, whitening) are in `tuning.losses.returns`.
+
+| function | advantage | used by |
+| --- | --- | --- |
+| `group_advantages` | (r - mean) / (std + eps), or without the division | GRPO, Dr. GRPO and their kin |
+| `rloo_advantages` | r - mean of the group's other rewards | RLOO |
+| `reinforce_pp_baseline_advantages` | r - mean, whitened over the round's tokens | REINFORCE++ with baseline |
+| `opo_advantages` | r - mean weighted by length | OPO |
+| `gpg_advantages` | (r - mean) * samples / samples of non-zero reward | GPG |
+| `passk_advantages` | the best reward's lead over the second best, the others 0 | pass@k |
 
 Defaults where implementations disagree: ddof 1, eps 1e-4 added to the standard deviation, a group of one gets 0.
 """
 
-from collections.abc import Sequence
 from typing import Literal
 
 import jax
@@ -19,21 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tuning.losses.masks import masked
-from tuning.losses.returns import (
-    gae,
-    optimal_token_baseline_advantages,
-    reinforce_pp_token_advantages,
-    remax_advantages,
-    reward_to_go,
-    whiten,
-)
-
-__all__ = [
-    "combine_rewards", "degenerate_groups", "gae", "gdpo_token_advantages", "gpg_advantages", "group_advantages",
-    "multi_reward_advantages", "opo_advantages", "optimal_token_baseline_advantages", "passk_advantages",
-    "reinforce_pp_advantages", "reinforce_pp_baseline_advantages", "reinforce_pp_token_advantages",
-    "remax_advantages", "reward_to_go", "rloo_advantages", "standardise", "whiten",
-]  # fmt: skip
+from tuning.losses.returns import whiten
 
 Normalisation = Literal["std", "none", "batch-std"]
 Singleton = Literal["zero", "reward"]
@@ -118,15 +112,6 @@ def group_advantages(
     return masked(advantages, keep).reshape(rewards.shape)
 
 
-def degenerate_groups(
-    rewards: jax.Array, group_ids: jax.Array | None = None, *, valid: jax.Array | None = None
-) -> jax.Array:
-    """True for valid samples whose group has no reward difference, so no learning signal; shape of `rewards`."""
-    r, groups, keep = _flat(rewards, group_ids, valid)
-    equal = _group_max(r, groups, keep) == -_group_max(-r, groups, keep)
-    return (keep & equal).reshape(rewards.shape)
-
-
 def rloo_advantages(
     rewards: jax.Array,
     group_ids: jax.Array | None = None,
@@ -157,27 +142,6 @@ def standardise(
     return masked(out, keep)
 
 
-def reinforce_pp_advantages(
-    rewards: jax.Array,
-    group_ids: jax.Array | None = None,
-    *,
-    baseline: Literal["batch-mean", "group-mean"] = "batch-mean",
-    batch_norm: bool = True,
-    ddof: int = 1,
-    eps: float = 1e-8,
-    valid: jax.Array | None = None,
-) -> jax.Array:
-    """REINFORCE++ on sequence rewards (arXiv:2501.03262): r - baseline, then standardised over the batch's sequences.
-
-    For statistics over tokens use `reinforce_pp_baseline_advantages` or `reinforce_pp_token_advantages`.
-    """
-    if baseline == "group-mean":
-        advantages = group_advantages(rewards, group_ids, normalisation="none", valid=valid)
-    else:
-        advantages = standardise(rewards, valid=valid, scale=False)
-    return standardise(advantages, valid=valid, ddof=ddof, eps=eps) if batch_norm else advantages
-
-
 def reinforce_pp_baseline_advantages(
     rewards_B: jax.Array,
     group_ids_B: jax.Array,
@@ -190,7 +154,7 @@ def reinforce_pp_baseline_advantages(
     valid: jax.Array | None = None,
     singleton: Singleton = "zero",
 ) -> jax.Array:
-    """REINFORCE++ with group baseline: r - mean_group, whitened over all valid tokens, [B, T].
+    """REINFORCE++ with group baseline (arXiv:2501.03262): r - mean_group, whitened over all valid tokens, [B, T].
 
     Each sequence weighs by its length. ddof, eps, variance_floor, scale as in `whiten`.
     """
@@ -212,7 +176,8 @@ def opo_advantages(
     r, groups, keep = _flat(rewards_B, group_ids_B, valid)
     weight = masked(lengths_B.astype(r.dtype), keep)
     baseline = _group_sum(weight * r, groups) / jnp.maximum(_group_sum(weight, groups), 1)
-    equal = degenerate_groups(rewards_B, group_ids_B, valid=valid)
+    # The weighted mean of equal rewards is off by its rounding: their advantage is exactly 0.
+    equal = _group_max(r, groups, keep) == -_group_max(-r, groups, keep)
     advantages = jnp.where(equal, 0, r - baseline)
     if singleton == "reward":
         advantages = jnp.where(_group_sum(keep.astype(r.dtype), groups) == 1, r, advantages)
@@ -253,76 +218,3 @@ def passk_advantages(
     unique = (_group_sum(is_best.astype(r.dtype), groups) == 1) & (n > 1)
     advantages = jnp.where(is_best & unique, lead, 0)
     return (advantages / (std + eps) if normalisation == "std" else advantages).reshape(rewards.shape)
-
-
-def combine_rewards(
-    rewards_BF: jax.Array, weights: Sequence[float], *, valid: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """Weighted sum over reward functions [B], and the rows that have any reward [B]. NaN: function not applied."""
-    applied = jnp.isfinite(rewards_BF)
-    if valid is not None:
-        applied &= valid[:, None] > 0
-    return (masked(rewards_BF, applied) * jnp.asarray(weights, rewards_BF.dtype)).sum(-1), applied.any(-1)
-
-
-def multi_reward_advantages(
-    rewards_BF: jax.Array,
-    group_ids_B: jax.Array,
-    weights: Sequence[float],
-    *,
-    combine: Literal["sum-then-normalise", "normalise-then-sum"] = "sum-then-normalise",
-    normalisation: Normalisation = "std",
-    ddof: int = 1,
-    eps: float = 1e-4,
-    valid: jax.Array | None = None,
-) -> jax.Array:
-    """Group advantages of several reward functions, [B]. NaN marks a function that does not apply to a sample.
-
-    "sum-then-normalise": weighted sum, then `group_advantages`. "normalise-then-sum" (GDPO, arXiv:2601.05242): each
-    function's rewards normalised in the group, weighted sum, then standardised over the batch's sequences. Rows
-    without any reward leave the statistics and get 0.
-    """
-    if combine == "sum-then-normalise":
-        total, has_any = combine_rewards(rewards_BF, weights, valid=valid)
-        return group_advantages(
-            total, group_ids_B, normalisation=normalisation, ddof=ddof, eps=eps, valid=has_any
-        )  # fmt: skip
-    total, has_any = _normalised_sum(rewards_BF, group_ids_B, weights, normalisation, ddof, eps, valid)
-    return standardise(total, valid=has_any, ddof=ddof, eps=eps)
-
-
-def _normalised_sum(
-    rewards_BF: jax.Array,
-    group_ids_B: jax.Array,
-    weights: Sequence[float],
-    normalisation: Normalisation,
-    ddof: int,
-    eps: float,
-    valid: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
-    columns = []
-    for rewards_B in rewards_BF.T:
-        applied = jnp.isfinite(rewards_B) if valid is None else jnp.isfinite(rewards_B) & (valid > 0)
-        columns.append(
-            group_advantages(rewards_B, group_ids_B, normalisation=normalisation, ddof=ddof, eps=eps, valid=applied)
-        )
-    total = (jnp.stack(columns, -1) * jnp.asarray(weights, rewards_BF.dtype)).sum(-1)
-    _, has_any = combine_rewards(rewards_BF, weights, valid=valid)
-    return total, has_any
-
-
-def gdpo_token_advantages(
-    rewards_BF: jax.Array,
-    group_ids_B: jax.Array,
-    mask_BT: jax.Array,
-    weights: Sequence[float],
-    *,
-    group_eps: float = 1e-6,
-    ddof: int = 1,
-    eps: float = 1e-8,
-    valid: jax.Array | None = None,
-) -> jax.Array:
-    """GDPO with token whitening, [B, T]: as "normalise-then-sum", but `whiten` over all valid tokens comes last."""
-    total, has_any = _normalised_sum(rewards_BF, group_ids_B, weights, "std", ddof, group_eps, valid)
-    mask = mask_BT * has_any[:, None]
-    return whiten(jnp.broadcast_to(total[:, None], mask_BT.shape), mask, ddof=ddof, eps=eps)

@@ -19,7 +19,7 @@ from tuning.algorithms.advantages import Normalisation, group_advantages
 from tuning.losses.aggregate import Aggregation
 from tuning.losses.groups import informative_groups
 from tuning.losses.policy import Metrics, Ratio, clipped_surrogate
-from tuning.losses.rewards import terminal_rewards
+from tuning.losses.rewards import sequence_rewards, token_rewards
 
 Correction = Literal["none", "truncate", "mask", "sequence", "sequence-mask"]
 KLLoss = Literal["k2", "k3", "k3-k2"]
@@ -77,13 +77,13 @@ class Scored:
     @property
     def rewards_N(self) -> jax.Array:
         """One reward a completion: its total less the KL of all its tokens."""
-        return jnp.asarray(self.totals_N - self.penalty_NT.sum(-1), jnp.float32)
+        return jnp.asarray(sequence_rewards(self.totals_N, self.penalty_NT), jnp.float32)
 
     @property
     def rewards_NT(self) -> jax.Array:
         """Rewards token by token: less the KL on each, the total on the last (R12)."""
         totals = jnp.asarray(self.totals_N, jnp.float32)
-        return terminal_rewards(totals, jnp.asarray(self.mask_NT)) - jnp.asarray(self.penalty_NT, jnp.float32)
+        return token_rewards(totals, jnp.asarray(self.penalty_NT, jnp.float32), jnp.asarray(self.mask_NT))
 
 
 @dataclasses.dataclass(frozen=True)

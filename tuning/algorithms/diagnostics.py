@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tuning.algorithms.algorithm import Objective
-from tuning.losses.importance import RATIO_EDGES, ratio_quantile
+from tuning.losses.importance import RATIO_EDGES, effective_sample_size, ratio_quantile
 from tuning.losses.kl import adaptive_kl_coef
 
 QUANTILES = {"ratio_p01": 0.01, "ratio_p50": 0.5, "ratio_p99": 0.99}
@@ -25,7 +25,7 @@ def summarise(sums: Mapping[str, float]) -> dict[str, float]:
         "approx_kl": sums["approx_kl"] / n,
         "entropy": sums["entropy"] / n,
         "mismatch_kl": sums["old_mismatch_k3"] / n,
-        "effective_sample_size": sums["old_weight"] ** 2 / max(sums["old_weight_sq"], 1e-12) / n,
+        "effective_sample_size": effective_sample_size(sums["old_weight"], sums["old_weight_sq"]) / n,
     }
     shares = {"clip_low": "clip_low", "clip_high": "clip_high", "dual_clip": "clip_dual"}
     found |= {name: sums[key] / n for key, name in shares.items() if key in sums}

@@ -11,10 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tuning.device import Compute
 from tuning.losses.aggregate import aggregate
 from tuning.losses.distillation_head import token_divergences
 from tuning.models.config import DecoderConfig
-from tuning.training.forward import Compute, decoder_graph, response_hidden
+from tuning.models.decoder import decoder_graph
+from tuning.training.forward import response_hidden
 from tuning.training.step import LossFn
 
 

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from tuning.algorithms.algorithm import Algorithm, Objective, Terms
+from tuning.device import Compute
 from tuning.losses.aggregate import aggregate
 from tuning.losses.importance import gated_weights, importance_weights, log_ratio_bins, mismatch_metrics
 from tuning.losses.kl import kl_per_token
 from tuning.losses.masks import masked
-from tuning.training.forward import Compute, logps_and_entropy
+from tuning.training.forward import logps_and_entropy
 from tuning.training.step import LossFn
 
 
@@ -37,7 +38,7 @@ def correction_weights(objective: Objective, old_CT: jax.Array, mu_CT: jax.Array
         case "sequence":
             return importance_weights(old_CT, mu_CT, mask_CT, level="sequence", weight_max=high)
         case "sequence-mask":
-            return gated_weights(old_CT, mu_CT, mask_CT, level="sequence-mean", band=(low, high))
+            return gated_weights(old_CT, mu_CT, mask_CT, band=(low, high))
 
 
 def kl_loss(objective: Objective, logps_CT: jax.Array, ref_CT: jax.Array, mask_CT: jax.Array) -> jax.Array:

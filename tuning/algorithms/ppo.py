@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tuning.algorithms.advantages import gae, whiten
 from tuning.algorithms.algorithm import Algorithm, Objective, Scored, clipped, every_valid
+from tuning.device import Compute
 from tuning.losses.aggregate import aggregate
+from tuning.losses.returns import gae, whiten
 from tuning.losses.value import value_loss
-from tuning.training.forward import Compute, values
+from tuning.training.forward import values
 from tuning.training.step import LossFn
 
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tuning.device import Compute
 from tuning.losses.preference import (
     Divergence,
     PairLoss,
@@ -28,7 +29,8 @@ from tuning.losses.preference import (
 )
 from tuning.losses.sft import nll
 from tuning.models.config import DecoderConfig
-from tuning.training.forward import Compute, decoder_graph, logps_and_entropy
+from tuning.models.decoder import decoder_graph
+from tuning.training.forward import logps_and_entropy
 from tuning.training.step import LossFn
 
 # A completion that is all but certain has infinite odds.

@@ -42,6 +42,13 @@ ALGORITHMS: dict[str, Entry] = {
     "gspo": Entry("gspo", GSPO, ratio="sequence"),
     "gspo-token": Entry("gspo", GSPO, ratio="sequence-token"),
     "cispo": Entry("cispo", {"clip_low": 1.0, "clip_high": 4.0, "kl_coef": 0.0}),
+    "sapo": Entry("sapo", SEQUENCE | {"kl_coef": 0.0}),
+    "gmpo": Entry("gmpo", SEQUENCE | {"clip_low": 0.4, "clip_high": 0.4, "kl_coef": 0.0}, ratio="sequence"),
+    "dppo": Entry("dppo", {"clip_low": 0.15, "clip_high": 0.15, "kl_coef": 0.0}),
+    "dppo-kl": Entry("dppo", {"clip_low": 0.05, "clip_high": 0.05, "kl_coef": 0.0}),
+    "opo": Entry("opo", {"aggregation": "sequence-mean-token-sum", "kl_coef": 0.0}),
+    "gpg": Entry("gpg", {"kl_coef": 0.0}),
+    "pass-at-k": Entry("pass_at_k"),
     "rloo": Entry("rloo", RLOO, ratio="sequence-sum"),
     "reinforce-pp": Entry("reinforce_pp", {"kl_coef": 0.0, "kl_in_reward": 0.01}, groups=False),
     "reinforce-pp-baseline": Entry("reinforce_pp", {"kl_kind": "k2"}),
@@ -50,14 +57,15 @@ ALGORITHMS: dict[str, Entry] = {
     "online-dpo": Entry("online_dpo", SEQUENCE | {"kl_coef": 0.0, "correction": "none"}, reference=True),
 }
 
-GROUP_RELATIVE = ("grpo", "dapo", "gspo", "gspo-token", "cispo")
+GROUP_RELATIVE = ("grpo", "dapo", "gspo", "gspo-token", "cispo", "sapo", "gmpo", "dppo", "dppo-kl")
 NOT_PAIRED = tuple(name for name in ALGORITHMS if name != "online-dpo")
-CLIPPED = tuple(name for name in NOT_PAIRED if name != "cispo")
+BOUNDED = tuple(name for name in NOT_PAIRED if name not in ("sapo", "opo", "gpg"))
+CLIPPED = tuple(name for name in BOUNDED if name not in ("cispo", "gmpo", "dppo", "dppo-kl"))
 
 USES: dict[str, tuple[str, ...]] = {
     "normalisation": GROUP_RELATIVE,
-    "clip_low": NOT_PAIRED,
-    "clip_high": NOT_PAIRED,
+    "clip_low": BOUNDED,
+    "clip_high": BOUNDED,
     "dual_clip": CLIPPED,
     "kl_coef": NOT_PAIRED,
     "kl_in_reward": NOT_PAIRED,

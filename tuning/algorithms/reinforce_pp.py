@@ -9,8 +9,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from tuning.algorithms.advantages import reinforce_pp_baseline_advantages, reinforce_pp_token_advantages
+from tuning.algorithms.advantages import reinforce_pp_baseline_advantages
 from tuning.algorithms.algorithm import Algorithm, Objective, Scored, clipped, every_valid
+from tuning.losses.returns import reinforce_pp_token_advantages
 
 
 def algorithm(objective: Objective) -> Algorithm:

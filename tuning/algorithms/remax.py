@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tuning.algorithms.advantages import remax_advantages
 from tuning.algorithms.algorithm import Algorithm, Objective, Scored, clipped
+from tuning.losses.returns import remax_advantages
 
 
 def algorithm(objective: Objective) -> Algorithm:

@@ -11,8 +11,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from tuning.losses.masks import sampled_mask
 from tuning.rows import CompletionRow, ScoreRow, numbers_of_prompts
-from tuning.training.batch import Group, bucket
+from tuning.shapes import bucket
+from tuning.training.batch import Group
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +80,7 @@ class RoundData:
         Other tokens count neither in the loss nor in its denominator (R5).
         """
         lengths = np.asarray([len(c) for c in self.completions])
-        return (np.arange(self.mu_NT.shape[1]) < lengths[:, None]) & np.isfinite(self.mu_NT)
+        return sampled_mask(lengths, self.mu_NT)
 
     def steps(self, keep_N: np.ndarray, prompts_per_step: int) -> list[list[Group]]:
         """Kept completions as groups, at most `prompts_per_step` of them a step, in table order.

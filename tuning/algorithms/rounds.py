@@ -22,14 +22,14 @@ from tuning.algorithms.algorithm import Objective, Scored, find, informative
 from tuning.algorithms.diagnostics import Coefficients, pass_histogram, summarise
 from tuning.algorithms.objective import policy_loss
 from tuning.algorithms.round_data import RoundData
-from tuning.device import choose
-from tuning.losses.kl import kl_per_token
-from tuning.losses.policy import LOG_RATIO_CLAMP
+from tuning.device import Compute, choose
+from tuning.losses.rewards import kl_penalty
+from tuning.mesh import over_devices, put_batch, put_params, put_state, row_shards
 from tuning.models.config import DecoderConfig
+from tuning.models.decoder import decoder_graph, scalar_graph
 from tuning.models.lora import Base, join, over
 from tuning.training.batch import Group, Packed, choose_rows, micro_batches
-from tuning.training.forward import Compute, decoder_graph, logps_and_entropy, scalar_graph, values_and_last
-from tuning.training.mesh import over_devices, put_batch, put_params, put_state, row_shards
+from tuning.training.forward import logps_and_entropy, values_and_last
 from tuning.training.speed import ADAPTER, FULL, Meter, forward_flops
 from tuning.training.step import make_step
 
@@ -158,14 +158,12 @@ class _Round:
         o = self.objective
         if o.kl_in_reward > 0:
             old, ref, mask = (
-                jnp.asarray(x) for x in (self.columns["old_CT"], self.columns["ref_CT"], self.data.mask_NT)
+                jnp.asarray(x) for x in (self.columns["old_CT"], self.columns["ref_CT"], self.scored.mask_NT)
             )
             limit = None if o.kl_clamp is None else (-o.kl_clamp, o.kl_clamp)
-            kl = kl_per_token(
-                old, ref, o.kl_in_reward_kind, mask_BT=mask, log_ratio_clamp=LOG_RATIO_CLAMP, value_clamp=limit
-            )
             weight = o.kl_in_reward * self.coefficients.kl_scale
-            self.scored = dataclasses.replace(self.scored, penalty_NT=np.asarray(weight * kl * self.scored.mask_NT))
+            penalty = kl_penalty(old, ref, mask, coef=weight, kind=o.kl_in_reward_kind, value_clamp=limit)
+            self.scored = dataclasses.replace(self.scored, penalty_NT=np.asarray(penalty))
 
     def check_mismatch(self, kl: float) -> None:
         limit = self.settings.max_mismatch_kl

@@ -20,44 +20,31 @@ from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from tuning.losses.masks import masked, segment_total, sequence_sum
+from tuning.losses.masks import masked, row_sum
 
 Aggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant", "token-sum"]
 Count = jax.Array | int | float
 
 
 class Counts(NamedTuple):
-    """What the step's denominators are made of; add with `jax.tree.map(jnp.add, a, b)` or `psum`."""
+    """What the step's denominators are made of; those of its micro-batches add up."""
 
-    n_tokens: Count
-    n_sequences: Count
+    n_tokens: int
+    n_sequences: int
 
 
-def count(
-    mask_BT: jax.Array,
-    *,
-    segment_ids_BT: jax.Array | None = None,
-    empty_rows: Literal["excluded", "included"] = "excluded",
-) -> Counts:
-    """Valid tokens and sequences of one (micro-)batch.
+def count(mask_BT: np.ndarray, sequences_B: np.ndarray | None = None) -> Counts:
+    """Valid tokens and sequences of one (micro-)batch, on the host.
 
-    mask_BT: [B, T]. A sequence is a row, or with `segment_ids_BT` a segment of a packed row. Rows without a valid
-    token count as sequences only if `empty_rows` is "included" (which packed rows refuse).
+    `sequences_B` marks the rows that hold a sequence, as opposed to padding. A marked row without any valid token
+    counts, so that a completion which lost its tokens (`tuning.losses.masks.sampled_mask`) still weighs in the mean
+    over sequences. Without it the rows that have a valid token count.
     """
-    valid = mask_BT > 0
-    if segment_ids_BT is not None:
-        if empty_rows == "included":
-            raise ValueError("packed rows have no empty sequences to include")
-        ones = jnp.ones(mask_BT.shape, jnp.float32)
-        size = segment_total(ones, mask_BT, segment_ids_BT)
-        # Each of a segment's `size` valid tokens brings 1 / size; the sum is whole up to rounding.
-        n_sequences = jnp.round(masked(1 / jnp.maximum(size, 1), mask_BT).sum()).astype(jnp.int32)
-    elif empty_rows == "included":
-        n_sequences = jnp.asarray(mask_BT.shape[0], jnp.int32)
-    else:
-        n_sequences = valid.any(-1).sum().astype(jnp.int32)
-    return Counts(valid.sum().astype(jnp.int32), n_sequences)
+    valid_BT = mask_BT > 0
+    rows_B = valid_BT.any(-1) if sequences_B is None else sequences_B
+    return Counts(int(valid_BT.sum()), int(rows_B.sum()))
 
 
 def token_weights(
@@ -67,7 +54,6 @@ def token_weights(
     n_tokens: Count,
     n_sequences: Count,
     constant: float | None = None,
-    segment_ids_BT: jax.Array | None = None,
     row_eps: float = 0.0,
     dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> jax.Array:
@@ -81,7 +67,7 @@ def token_weights(
         case "token-mean":
             return ones / tokens
         case "sequence-mean-token-mean":
-            length = jnp.maximum(sequence_sum(ones, mask_BT, segment_ids_BT), 1)
+            length = jnp.maximum(row_sum(ones, mask_BT), 1)
             return ones / ((length + row_eps) * sequences)
         case "sequence-mean-token-sum":
             return ones / sequences
@@ -103,19 +89,18 @@ def aggregate(
     n_tokens: Count,
     n_sequences: Count,
     constant: float | None = None,
-    segment_ids_BT: jax.Array | None = None,
     row_eps: float = 0.0,
 ) -> jax.Array:
     """Reduce per-token losses to this (micro-)batch's share of the step's loss, a scalar.
 
     x_BT: [B, T] per-token losses; masked positions may hold anything. mask_BT: [B, T]. n_tokens, n_sequences: counts
     of the whole optimizer step, all micro-batches and devices (`count`). constant: see the table of the module.
-    segment_ids_BT: [B, T] ids of packed sequences. row_eps is added to each row's length in
-    "sequence-mean-token-mean" (some implementations use 1e-8). The reduction runs in float32 at least.
+    row_eps is added to each row's length in "sequence-mean-token-mean" (some implementations use 1e-8).
     """
+    # Sums of many small losses lose their low bits in bfloat16.
     x_BT = x_BT.astype(jnp.promote_types(x_BT.dtype, jnp.float32))
     weights = token_weights(
-        mask_BT, mode, n_tokens=n_tokens, n_sequences=n_sequences, constant=constant,
-        segment_ids_BT=segment_ids_BT, row_eps=row_eps, dtype=x_BT.dtype,
+        mask_BT, mode, n_tokens=n_tokens, n_sequences=n_sequences, constant=constant, row_eps=row_eps,
+        dtype=x_BT.dtype,
     )  # fmt: skip
     return (masked(x_BT, mask_BT) * weights).sum()

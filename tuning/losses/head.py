@@ -14,7 +14,7 @@ import jax.numpy as jnp
 ELEMENTS = 2**25
 """Logits of a slice; in float32 128 MiB."""
 KEPT = 2**26
-"""Logits that are kept for the backward pass, which then need not be made again; in float32 256 MiB."""
+"""Logits kept for the backward pass, which then need not recompute them; in float32 256 MiB."""
 
 
 def token_logps(
@@ -27,13 +27,12 @@ def token_logps(
     elements: int = ELEMENTS,
     kept: int = KEPT,
 ) -> tuple[jax.Array, jax.Array]:
-    """log softmax(z / T) of the targets and the entropy of that distribution, both [M] in float32.
+    """log softmax(z / T) of the targets and the entropy of that distribution, both [M] in float32 (or wider).
 
-    z = hidden @ weight.T accumulates in float32; with a softcap c it becomes c * tanh(z / c). The
-    normaliser is summed slice by slice of the vocabulary (Milakov and Gimelshein, 2018) and each
-    slice is made again in the backward pass (Wijmans et al., 2024), so about `elements` logits are
-    held, `kept` of them where all are that few, and every row of the weight's gradient is written
-    once. A temperature of 0 is greedy decoding and leaves logits unscaled.
+    z = hidden @ weight.T accumulates in float32; with a softcap c it becomes c * tanh(z / c). The normaliser is summed
+    over slices of the vocabulary (Milakov and Gimelshein, arXiv:1805.02867), and the backward pass recomputes each
+    slice (Wijmans et al., arXiv:2411.09009). So about `elements` logits are held at a time, or all of them where there
+    are at most `kept`. A temperature of 0 means greedy decoding and leaves logits unscaled.
     """
     scale = 1.0 / temperature if temperature > 0 else 1.0
     positions, vocabulary = hidden_MD.shape[0], weight_VD.shape[0]
@@ -52,8 +51,13 @@ def _slice(weight_VD: jax.Array, number: jax.Array, size: int, dtype: Any) -> tu
     return start, weight, start + jnp.arange(size) >= number * size
 
 
+def _wide(hidden: jax.Array) -> jnp.dtype:
+    """The type in which sums run: float32, or float64 for hidden states of that type."""
+    return jnp.promote_types(hidden.dtype, jnp.float32)
+
+
 def _logits(hidden: jax.Array, weight: jax.Array, scale: float, softcap: float | None) -> jax.Array:
-    z = jax.lax.dot_general(hidden, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    z = jax.lax.dot_general(hidden, weight, (((1,), (1,)), ((), ())), preferred_element_type=_wide(hidden))
     z = z if softcap is None else softcap * jnp.tanh(z / softcap)
     return z * scale
 
@@ -67,7 +71,7 @@ def _targeted(targets: jax.Array, start: jax.Array, fresh: jax.Array) -> jax.Arr
 def _head(
     hidden: jax.Array, weight: jax.Array, targets: jax.Array, scale: float, softcap: float | None, size: int, keep: bool
 ) -> tuple[jax.Array, jax.Array]:
-    # Without a gradient nothing is kept.
+    # This body runs only where no gradient is taken, so no logits are kept.
     return _forward(hidden, weight, targets, scale, softcap, size, False)[0]
 
 
@@ -86,7 +90,7 @@ def _forward(
         chosen = chosen + jnp.sum(jnp.where(_targeted(targets, start, fresh), z, 0.0), axis=-1)
         return (new_top, total, weighted, chosen), z if keep else None
 
-    zeros = jnp.zeros(hidden.shape[0], jnp.float32)
+    zeros = jnp.zeros(hidden.shape[0], _wide(hidden))
     numbers = jnp.arange(-(-weight.shape[0] // size))
     (top, total, weighted, chosen), logits = jax.lax.scan(one, (zeros - jnp.inf, zeros, zeros, zeros), numbers)
     logz = top + jnp.log(total)
@@ -110,14 +114,15 @@ def _backward(scale: float, softcap: float | None, size: int, keep: bool, saved:
         dz = (dz - p * (g_logp[:, None] + g_entropy[:, None] * (z - mean[:, None]))) * scale
         if softcap is not None:
             dz = dz * (1.0 - jnp.square(z / (scale * softcap)))
-        dweight_part = jax.lax.dot_general(dz.astype(hidden.dtype), hidden, d, preferred_element_type=jnp.float32)
+        dweight_part = jax.lax.dot_general(dz.astype(hidden.dtype), hidden, d, preferred_element_type=_wide(hidden))
         dweight = jax.lax.dynamic_update_slice_in_dim(dweight, dweight_part.astype(weight.dtype), start, axis=0)
-        # Tokens that the slice before has had would count twice in the sum, though not in the slices.
+        # The last slice repeats tokens of the one before. Their rows of dweight were just written with equal values,
+        # but dhidden is a sum over slices and would count them twice.
         dz = jnp.where(fresh, dz, 0.0).astype(hidden.dtype)
-        dhidden = dhidden + jnp.matmul(dz, part, preferred_element_type=jnp.float32)
+        dhidden = dhidden + jnp.matmul(dz, part, preferred_element_type=_wide(hidden))
         return (dhidden, dweight), None
 
-    zeros = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros_like(weight)
+    zeros = jnp.zeros(hidden.shape, _wide(hidden)), jnp.zeros_like(weight)
     (dhidden, dweight), _ = jax.lax.scan(one, zeros, (jnp.arange(-(-weight.shape[0] // size)), logits))
     return dhidden.astype(hidden.dtype), dweight, None
 

@@ -3,7 +3,7 @@
 rho = pi_old / mu with mu the policy that sampled; l = old_logps - rollout_logps on valid tokens. Weights and masks
 multiply the per-token policy loss before aggregation (never the KL or the entropy term). They carry no gradient
 and are 0 where masked. Tokens whose sampler log-probability is not finite belong out of the mask
-(`tuning.losses.masks.finite_mask`).
+(`tuning.losses.masks.sampled_mask`).
 """
 
 import math
@@ -17,7 +17,6 @@ from tuning.losses.kl import Clamp, clamp
 from tuning.losses.masks import masked, row_mean, row_sum
 
 Level = Literal["token", "sequence", "sequence-mean"]
-Option = tuple[str, Clamp]
 
 
 def _log_rho(old_logps_BT: jax.Array, rollout_logps_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
@@ -78,81 +77,13 @@ def _inside(x: jax.Array, bounds: Clamp) -> jax.Array:
     return keep
 
 
-def rejection_mask(
-    old_logps_BT: jax.Array,
-    rollout_logps_BT: jax.Array,
-    mask_BT: jax.Array,
-    options: Sequence[Option],
-) -> jax.Array:
-    """The mask without tokens or sequences that are too far off-policy, [B, T], 1 = keep.
-
-    Each option is (name, (low, high)); name is `{token|seq_sum|seq_mean|seq_max}_{k1|k2|k3}` of k1 = -l,
-    k2 = l^2/2, k3 = e^l - 1 - l. Kept where low <= statistic <= high (None leaves a side open); several options
-    must all pass. A band lo..hi on the weight is (-log hi, -log lo) on k1 = -l.
-    """
-    log_rho = _log_rho(old_logps_BT, rollout_logps_BT, mask_BT)
-    estimators = {"k1": -log_rho, "k2": log_rho**2 / 2, "k3": jnp.exp(jnp.clip(log_rho, -20, 20)) - 1 - log_rho}
-    keep = mask_BT > 0
-    for name, bounds in options:
-        statistic, _, kind = name.rpartition("_")
-        value = estimators[kind]
-        match statistic:
-            case "token":
-                pass
-            case "seq_sum":
-                value = row_sum(value, mask_BT)
-            case "seq_mean":
-                value = row_mean(value, mask_BT)
-            case "seq_max":
-                value = masked(value, mask_BT, -jnp.inf).max(-1, keepdims=True)
-            case _:
-                raise ValueError(f"unknown rejection option {name!r}")
-        keep &= _inside(jnp.broadcast_to(value, log_rho.shape), bounds)
-    return keep.astype(log_rho.dtype)
-
-
 def gated_weights(
-    old_logps_BT: jax.Array,
-    rollout_logps_BT: jax.Array,
-    mask_BT: jax.Array,
-    *,
-    level: Literal["token", "sequence-mean"] = "token",
-    gate: Literal["ratio", "binary-kl", "tv"] = "ratio",
-    outside: Literal["clip", "zero"] = "zero",
-    band: Clamp,
+    old_logps_BT: jax.Array, rollout_logps_BT: jax.Array, mask_BT: jax.Array, *, band: Clamp
 ) -> jax.Array:
-    """Token weights gated by a divergence, [B, T].
-
-    The gate's statistic is the ratio e^l, or the binary KL or total variation between the sampler's and the old
-    policy's probability of the sampled token (limited to [1e-6, 1 - 1e-6]); at "sequence-mean" level the geometric
-    mean ratio of the row, or the row mean of the divergence. "zero" keeps e^l inside the band and drops the token
-    outside; "clip" multiplies by the statistic limited to the band and needs gate "ratio".
-    """
+    """Token weights rho of rows whose geometric mean ratio exp(mean_t l) lies within `band`, else 0, [B, T]."""
     log_rho = _log_rho(old_logps_BT, rollout_logps_BT, mask_BT)
-    if gate == "ratio":
-        stat = jnp.exp(log_rho if level == "token" else row_mean(log_rho, mask_BT))
-    else:
-        q = jnp.clip(jnp.exp(masked(rollout_logps_BT, mask_BT)), 1e-6, 1 - 1e-6)
-        p = jnp.clip(jnp.exp(masked(old_logps_BT, mask_BT)), 1e-6, 1 - 1e-6)
-        stat = jnp.abs(p - q) if gate == "tv" else q * jnp.log(q / p) + (1 - q) * jnp.log((1 - q) / (1 - p))
-        stat = stat if level == "token" else row_mean(stat, mask_BT)
-    stat = jax.lax.stop_gradient(jnp.broadcast_to(stat, log_rho.shape))
-    if outside == "clip":
-        if gate != "ratio":
-            raise ValueError("clipping is defined for the ratio gate only")
-        return masked(clamp(stat, band), mask_BT)
-    return masked(masked(jnp.exp(log_rho), _inside(stat, band)), mask_BT)
-
-
-def off_policy_sequence_mask(
-    logps_BT: jax.Array, rollout_logps_BT: jax.Array, advantages_B: jax.Array, mask_BT: jax.Array, *, threshold: float
-) -> jax.Array:
-    """Keep a sequence unless its advantage is negative and its mean KL exceeds the threshold, [B, 1], 1 = keep.
-
-    The KL is the mean over valid tokens of rollout_logps - logps (DeepSeek-V3.2, arXiv:2512.02556).
-    """
-    kl = jax.lax.stop_gradient(-row_mean(_log_rho(logps_BT, rollout_logps_BT, mask_BT), mask_BT))
-    return ((advantages_B[:, None] >= 0) | (kl <= threshold)).astype(logps_BT.dtype)
+    mean_ratio = jnp.broadcast_to(jnp.exp(row_mean(log_rho, mask_BT)), log_rho.shape)
+    return masked(masked(jnp.exp(log_rho), _inside(mean_ratio, band)), mask_BT)
 
 
 def mismatch_metrics(old_logps_BT: jax.Array, rollout_logps_BT: jax.Array, mask_BT: jax.Array) -> dict[str, jax.Array]:
@@ -176,7 +107,7 @@ RATIO_EDGES = (
     *(-2.0, -1.0, -0.7, -0.5, -0.3, -0.2, -0.15, -0.1, -0.07, -0.05, -0.03, -0.02, -0.01, -0.003, -0.001),
     *(0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 2.0),
 )
-"""Borders of the bins in which log rho is counted: quantiles of a step are made from counts, which add up (R19)."""
+"""Borders of the bins in which log rho is counted: counts add up over micro-batches, quantiles do not."""
 
 
 def log_ratio_bins(old_logps_BT: jax.Array, rollout_logps_BT: jax.Array, mask_BT: jax.Array) -> dict[str, jax.Array]:
@@ -202,6 +133,6 @@ def ratio_quantile(bins: Sequence[float], share: float) -> float:
     return 1.0
 
 
-def effective_sample_size(weight_sum: jax.Array, weight_sq_sum: jax.Array) -> jax.Array:
-    """Kish's effective sample size (sum w)^2 / sum w^2, from sums over the step."""
-    return weight_sum**2 / jnp.where(weight_sq_sum > 0, weight_sq_sum, 1)
+def effective_sample_size(weight_sum: float, weight_sq_sum: float) -> float:
+    """Kish's effective sample size (sum w)^2 / sum w^2, in tokens, from sums over the step; 0 without any weight."""
+    return weight_sum**2 / max(weight_sq_sum, 1e-12)

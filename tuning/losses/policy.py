@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from tuning.losses.kl import Clamp, clamp
-from tuning.losses.masks import masked, per_token, sequence_mean, sequence_sum
+from tuning.losses.masks import masked, per_token, row_mean, row_sum
 
 Ratio = Literal["token", "sequence", "sequence-token", "sequence-sum"]
 Metrics = dict[str, jax.Array]
@@ -30,7 +30,6 @@ def log_ratio(
     *,
     level: Ratio = "token",
     log_ratio_clamp: Clamp | None = LOG_RATIO_CLAMP,
-    segment_ids_BT: jax.Array | None = None,
 ) -> jax.Array:
     """log(pi / pi_old) on every token, [B, T], 0 where masked, limited to `log_ratio_clamp`.
 
@@ -46,11 +45,11 @@ def log_ratio(
         case "token":
             out = z
         case "sequence":
-            out = sequence_mean(z, mask_BT, segment_ids_BT)
+            out = row_mean(z, mask_BT)
         case "sequence-token":
-            out = jax.lax.stop_gradient(sequence_mean(z, mask_BT, segment_ids_BT) - z) + z
+            out = jax.lax.stop_gradient(row_mean(z, mask_BT) - z) + z
         case "sequence-sum":
-            out = sequence_sum(z, mask_BT, segment_ids_BT)
+            out = row_sum(z, mask_BT)
         case _:
             raise ValueError(f"unknown ratio {level!r}")
     return masked(clamp(jnp.broadcast_to(out, z.shape), log_ratio_clamp), mask_BT)
@@ -74,7 +73,6 @@ def clipped_surrogate(
     dual_clip: float | None = None,
     ratio: Ratio = "token",
     log_ratio_clamp: Clamp | None = LOG_RATIO_CLAMP,
-    segment_ids_BT: jax.Array | None = None,
 ) -> tuple[jax.Array, Metrics]:
     """PPO's clipped objective (arXiv:1707.06347), [B, T]: max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)).
 
@@ -85,9 +83,7 @@ def clipped_surrogate(
     """
     if dual_clip is not None and dual_clip <= 1:
         raise ValueError(f"dual_clip must be above 1, got {dual_clip}")
-    z = log_ratio(
-        logps_BT, old_logps_BT, mask_BT, level=ratio, log_ratio_clamp=log_ratio_clamp, segment_ids_BT=segment_ids_BT
-    )
+    z = log_ratio(logps_BT, old_logps_BT, mask_BT, level=ratio, log_ratio_clamp=log_ratio_clamp)
     adv = masked(per_token(advantages, z), mask_BT)
     r = jnp.exp(z)
     plain, clipped = -adv * r, -adv * jnp.clip(r, 1 - clip_low, 1 + clip_high)
@@ -110,12 +106,9 @@ def policy_gradient(
     *,
     ratio: Ratio = "token",
     log_ratio_clamp: Clamp | None = LOG_RATIO_CLAMP,
-    segment_ids_BT: jax.Array | None = None,
 ) -> tuple[jax.Array, Metrics]:
     """Importance-weighted policy gradient without clipping, [B, T]: -A r."""
-    z = log_ratio(
-        logps_BT, old_logps_BT, mask_BT, level=ratio, log_ratio_clamp=log_ratio_clamp, segment_ids_BT=segment_ids_BT
-    )
+    z = log_ratio(logps_BT, old_logps_BT, mask_BT, level=ratio, log_ratio_clamp=log_ratio_clamp)
     adv = masked(per_token(advantages, z), mask_BT)
     return -adv * jnp.exp(z), metric_sums(z, mask_BT)
 

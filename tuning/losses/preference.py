@@ -9,14 +9,14 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.nn import log_sigmoid, sigmoid
 
 from tuning.losses.aggregate import Count
 from tuning.losses.masks import masked, row_mean, row_sum
 
 DPOLoss = Literal[
-    "sigmoid", "hinge", "ipo", "robust", "exo-pair", "nca-pair", "bco-pair", "sppo-hard", "aot", "aot-unpaired",
-    "apo-zero", "apo-down", "discopop",
+    "sigmoid", "hinge", "ipo", "robust", "exo-pair", "nca-pair", "sppo-hard", "apo-zero", "apo-down", "discopop",
 ]  # fmt: skip
 Divergence = Literal["reverse-kl", "forward-kl", "js"]
 
@@ -88,7 +88,6 @@ def dpo(
     chosen_lengths_B: jax.Array | None = None,
     rejected_lengths_B: jax.Array | None = None,
     discopop_tau: float = 0.05,
-    bco_shift: float = 0.0,
 ) -> PairLoss:
     """The DPO family on summed log-probabilities; x, y the scores log pi/ref of chosen and rejected.
 
@@ -103,16 +102,12 @@ def dpo(
     | robust | (-(1-s) log sigmoid(z) + s log sigmoid(-z)) / (1 - 2s); arXiv:2403.00409 |
     | exo-pair | KL(sigmoid(z) against the label distribution (1-s, s)); arXiv:2402.00856 |
     | nca-pair | -log sigmoid(bx) - (log sigmoid(-bx) + log sigmoid(-by))/2; arXiv:2402.05369 |
-    | bco-pair | -log sigmoid(bx - d) - log sigmoid(d - by), d = bco_shift; arXiv:2404.04656 |
     | sppo-hard | (x - 1/(2 beta))^2 + (y + 1/(2 beta))^2; arXiv:2405.00675 |
-    | aot | sigmoid loss on sorted policy margins less sorted reference margins; arXiv:2406.05882 |
-    | aot-unpaired | sigmoid loss on sorted x less sorted y |
     | apo-zero | 1 - sigmoid(bx) + sigmoid(by); arXiv:2408.06266 |
     | apo-down | sigmoid(bx) + 1 - sigmoid(z) |
     | discopop | log-ratio modulated: (1-g)(-log sigmoid(z)) + g exp(-z), g = sigmoid(z/tau); arXiv:2406.08414 |
 
-    bx, by are the rewards; `bco_shift` is the running mean of both sides' rewards. "aot" and "aot-unpaired" look at
-    the whole batch given here.
+    bx, by are the rewards.
     """
     ref_chosen = jnp.zeros_like(chosen_B) if ref_chosen_B is None else ref_chosen_B
     ref_rejected = jnp.zeros_like(rejected_B) if ref_rejected_B is None else ref_rejected_B
@@ -139,15 +134,8 @@ def dpo(
             value = sigmoid(z) * (log_sigmoid(z) - log_label_c) + sigmoid(-z) * (log_sigmoid(-z) - log_label_r)
         case "nca-pair":
             value = -log_sigmoid(beta * x) - 0.5 * log_sigmoid(-beta * x) - 0.5 * log_sigmoid(-beta * y)
-        case "bco-pair":
-            value = -log_sigmoid(beta * x - bco_shift) - log_sigmoid(bco_shift - beta * y)
         case "sppo-hard":
             value = (x - 0.5 / beta) ** 2 + (y + 0.5 / beta) ** 2
-        case "aot":
-            margins, ref_margins = jnp.sort(chosen_B - rejected_B), jnp.sort(ref_chosen - ref_rejected)
-            value = _smoothed(beta * (margins - ref_margins), label_smoothing)
-        case "aot-unpaired":
-            value = _smoothed(beta * (jnp.sort(x) - jnp.sort(y)), label_smoothing)
         case "apo-zero":
             value = 1 - sigmoid(beta * x) + sigmoid(beta * y)
         case "apo-down":
@@ -168,25 +156,6 @@ def ld_weights(mask_BT: jax.Array, other_mask_BT: jax.Array, alpha: float) -> ja
     valid = mask_BT > 0
     other_length = (other_mask_BT > 0).sum(-1, keepdims=True)
     return jnp.where(jnp.cumsum(valid, -1) > other_length, alpha, 1.0) * valid
-
-
-def wpo_weights(
-    chosen_logps_BT: jax.Array,
-    chosen_log_sum_sq_BT: jax.Array,
-    chosen_mask_BT: jax.Array,
-    rejected_logps_BT: jax.Array,
-    rejected_log_sum_sq_BT: jax.Array,
-    rejected_mask_BT: jax.Array,
-) -> jax.Array:
-    """WPO (arXiv:2406.11827): weight of each pair by how likely the policy is to write it, [B], no gradient.
-
-    exp(mean_t(log pi - log sum_v pi_v^2)) of the chosen side times that of the rejected side.
-    """
-    chosen = row_mean(masked(chosen_logps_BT, chosen_mask_BT) - masked(chosen_log_sum_sq_BT, chosen_mask_BT),
-                      chosen_mask_BT)  # fmt: skip
-    rejected = row_mean(masked(rejected_logps_BT, rejected_mask_BT) - masked(rejected_log_sum_sq_BT, rejected_mask_BT),
-                        rejected_mask_BT)  # fmt: skip
-    return jax.lax.stop_gradient(jnp.exp(chosen + rejected)[:, 0])
 
 
 def log_odds_ratio(chosen_B: jax.Array, rejected_B: jax.Array, *, logp_max: float | None = None) -> jax.Array:
@@ -219,41 +188,34 @@ def cpo(
     rejected_B: jax.Array,
     *,
     beta: float,
-    loss: Literal["sigmoid", "hinge", "ipo", "simpo"] = "simpo",
+    loss: Literal["sigmoid", "simpo"] = "simpo",
     gamma: float = 0.5,
     label_smoothing: float = 0.0,
-    alpha: float = 0.0,
 ) -> PairLoss:
-    """Reference-free losses: CPO (arXiv:2401.08417), SimPO (arXiv:2405.14734), AlphaPO (arXiv:2501.03884).
+    """Reference-free losses: CPO (arXiv:2401.08417) and SimPO (arXiv:2405.14734).
 
-    Pass averaged log-probabilities for "simpo" and "ipo", sums for "sigmoid" and "hinge". "simpo" subtracts the
-    target margin `gamma` from beta (c - r). alpha != 0 replaces log p by (1 - p^-alpha) / alpha. CPO adds the
-    negative log-likelihood of the chosen side (`tuning.losses.sft.nll`).
+    With z = beta (chosen - rejected): "sigmoid" is -log sigmoid(z) of summed log-probabilities, "simpo"
+    -log sigmoid(z - gamma) of averaged ones. CPO adds the negative log-likelihood of the chosen side
+    (`tuning.losses.sft.nll`).
     """
-    c, r = chosen_B, rejected_B
-    if alpha:
-        c, r = (1 - jnp.exp(-alpha * c)) / alpha, (1 - jnp.exp(-alpha * r)) / alpha
-    z = beta * (c - r)
+    z = beta * (chosen_B - rejected_B)
     match loss:
         case "sigmoid":
             value = _smoothed(z, label_smoothing)
         case "simpo":
             value = _smoothed(z - gamma, label_smoothing)
-        case "hinge":
-            value = jax.nn.relu(1 - z)
-        case "ipo":
-            value = (c - r - 1 / (2 * beta)) ** 2
         case _:
             raise ValueError(f"unknown CPO loss {loss!r}")
-    return PairLoss(value, jax.lax.stop_gradient(beta * c), jax.lax.stop_gradient(beta * r))
+    return PairLoss(value, jax.lax.stop_gradient(beta * chosen_B), jax.lax.stop_gradient(beta * rejected_B))
 
 
-def kto_kl(kl_logps_B: jax.Array, ref_kl_logps_B: jax.Array, n_rows: Count) -> jax.Array:
-    """KTO's reference point max(0, mean(log pi/ref)) on mismatched completions, a scalar without gradient.
+def kto_reference_point(kl_logps_B: np.ndarray, ref_kl_logps_B: np.ndarray) -> float:
+    """KTO's reference point max(0, mean(log pi/ref)) over the step's mismatched completions, on the host.
 
-    `n_rows` counts the rows given; for a step split over devices sum the log-ratios and the rows first.
+    A mismatched completion answers another prompt; both arrays hold its summed log-probability, [B]. The point is one
+    number for the whole step: a mean over each micro-batch would depend on how the step is split.
     """
-    return jax.lax.stop_gradient(jnp.maximum(mean_rows(kl_logps_B - ref_kl_logps_B, n_rows), 0))
+    return max(0.0, float((kl_logps_B - ref_kl_logps_B).mean()))
 
 
 def kto(

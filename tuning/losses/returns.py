@@ -1,4 +1,4 @@
-"""Advantages and returns per token: whitening, GAE, reward-to-go, ReMax, the optimal token baseline.
+"""Advantages and returns per token: whitening, GAE, reward-to-go, ReMax.
 
 Axes: B completions, T completion tokens. Everything is [B, T] and 0 where masked. Whitening takes the statistics of
 all valid tokens given, so give the whole batch.
@@ -21,19 +21,17 @@ def whiten(
     variance_floor: float = 0.0,
     shift_mean: bool = True,
     scale: bool = True,
-    over: Literal["batch", "row"] = "batch",
 ) -> jax.Array:
     """(x - mean) * rsqrt(max(var, variance_floor) + eps) over valid tokens, [B, T]; 0 where masked.
 
-    shift_mean=False adds the mean back; scale=False only removes it. over="row" takes each row's own statistics.
+    shift_mean=False adds the mean back; scale=False only removes it.
     """
-    axis = None if over == "batch" else -1
     x = masked(x_BT, mask_BT)
-    n = (mask_BT > 0).sum(axis, keepdims=True).astype(x.dtype)
-    mean = x.sum(axis, keepdims=True) / jnp.maximum(n, 1)
+    n = (mask_BT > 0).sum(keepdims=True).astype(x.dtype)
+    mean = x.sum(keepdims=True) / jnp.maximum(n, 1)
     centred = masked(x - mean, mask_BT)
     if scale:
-        variance = (centred**2).sum(axis, keepdims=True) / jnp.maximum(n - ddof, 1)
+        variance = (centred**2).sum(keepdims=True) / jnp.maximum(n - ddof, 1)
         variance = jnp.maximum(variance, variance_floor) + eps
         centred = centred * jnp.where(variance > 0, jax.lax.rsqrt(variance), 0)
     return centred if shift_mean else masked(centred + mean, mask_BT)
@@ -126,31 +124,3 @@ def remax_advantages(
     """ReMax (arXiv:2310.10505): reward-to-go less the reward of the greedy completion; advantages, returns [B, T]."""
     returns = reward_to_go(rewards_BT, mask_BT, gamma)
     return masked(returns - greedy_rewards_B[:, None], mask_BT), returns
-
-
-def optimal_token_baseline_advantages(
-    rewards_BT: jax.Array,
-    group_ids_B: jax.Array,
-    old_logps_BT: jax.Array,
-    sum_pi_squared_BT: jax.Array,
-    mask_BT: jax.Array,
-    *,
-    zero_tail: bool = False,
-    eps: float = 1e-8,
-) -> tuple[jax.Array, jax.Array]:
-    """Reward-to-go less the variance-optimal baseline of each group and position; advantages, returns [B, T].
-
-    A token's squared score norm is 1 - 2 pi + sum_v pi_v^2; W_t is its sum up to t. The baseline at t is the mean of
-    the group's returns at t weighted by W_t. zero_tail drops the baseline where a single completion of the group is
-    left. A group of one has baseline 0.
-    """
-    returns = reward_to_go(rewards_BT, mask_BT)
-    norm = 1 - 2 * jnp.exp(masked(old_logps_BT, mask_BT)) + masked(sum_pi_squared_BT, mask_BT)
-    weight = masked(jnp.cumsum(masked(norm, mask_BT), -1), mask_BT)
-    same = (group_ids_B[:, None] == group_ids_B[None, :]).astype(weight.dtype)
-    baseline = same @ (weight * returns) / (same @ weight + eps)
-    baseline = masked(baseline, same.sum(-1, keepdims=True) > 1)
-    if zero_tail:
-        alive = same @ (mask_BT > 0).astype(weight.dtype)
-        baseline = masked(baseline, alive > 1)
-    return masked(returns - baseline, mask_BT), returns

@@ -1,8 +1,15 @@
-"""Attention in blocks of queries: little more than half the work of a square, memory of one block.
+"""Attention in blocks of queries, for backends without a fused kernel (after Dao et al., 2022).
 
-For backends without a fused kernel. A row is cut into a few stripes of queries, each of which meets
-the keys up to its own end; a stripe goes block by block. Probabilities are made again in the
-backward pass from the saved log-normalisers (Dao et al., 2022).
+The L x L logits are never held: one block of queries at a time meets the keys before its end. Shapes are fixed, so the
+keys of a block cannot end exactly at it; instead a row is divided into `STRIPES` stripes of blocks, and every block of
+a stripe meets the keys up to the end of the stripe. With 4 stripes that is 5/8 of the square, where 1/2 is the least:
+
+    queries  stripe 0 | # . . .        # computed, . skipped
+             stripe 1 | # # . .
+             stripe 2 | # # # .
+             stripe 3 | # # # #  keys
+
+The forward pass saves the output and each query's log-normaliser; the backward pass recomputes probabilities from them.
 
 Axes: B rows, L tokens, N query heads, K key-value heads, G = N / K, Q queries of a block, S keys, H head size.
 """
@@ -18,7 +25,9 @@ import jax.numpy as jnp
 from tuning.models.remat import keep
 
 BLOCK = 128
+"""Queries of a block."""
 STRIPES = 4
+"""More stripes skip more of the square, and compile as many more loops."""
 
 
 class Segments(NamedTuple):
@@ -32,7 +41,7 @@ class Segments(NamedTuple):
 def visible(
     segments: Segments, window: jax.Array | int | None, start: jax.Array | int, count: int, stop: int
 ) -> jax.Array:
-    """Which keys [0, stop) the queries [start, start + count) see, [B, Q, S].
+    """True where the queries [start, start + count) see the keys [0, stop), [B, Q, S].
 
     A token sees earlier tokens of its own group that belong to the prompt (branch 0) or to its own
     branch, and with a window those less than `window` positions before it.
@@ -56,7 +65,7 @@ def blocked_attention(
 ) -> jax.Array:
     """softmax(mask(cap(scale * q k))) v, [B, L, N, H] in the type of v; logits and sums in at least float32."""
     length = q_BLNH.shape[1]
-    padding = -length % BLOCK
+    padding = -length % BLOCK  # up to whole blocks
 
     def pad(x: jax.Array, value: int = 0) -> jax.Array:
         return jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2), constant_values=value) if padding else x
@@ -68,7 +77,7 @@ def blocked_attention(
 
 
 def _stripes(length: int) -> list[tuple[int, int, int]]:
-    """(first query, blocks, keys) of each stripe."""
+    """(first query, number of blocks, number of keys) of each stripe."""
     blocks = length // BLOCK
     each = -(-blocks // STRIPES)
     return [(i * BLOCK, min(each, blocks - i), min(i + each, blocks) * BLOCK) for i in range(0, blocks, each)]
@@ -104,7 +113,10 @@ def _logits(q_rows: jax.Array, keys: jax.Array, groups: int, scale: float, softc
 
 
 def _block(x: jax.Array, start: jax.Array | int) -> jax.Array:
-    """The block of [B, K, G, L, H] that begins at `start`, the heads of a group in turn: [B, K, G * Q, H]."""
+    """The block of [B, K, G, L, H] that begins at `start`, as [B, K, G * Q, H].
+
+    The G query heads of a key-value head are rows of one matrix, so that products read keys and values once for all.
+    """
     b, k, g, _, h = x.shape
     return jax.lax.dynamic_slice_in_dim(x, start, BLOCK, axis=3).reshape(b, k, g * BLOCK, h)
 
@@ -150,6 +162,7 @@ def _forward(
         e = jnp.exp(z - top)
         total = jnp.sum(e, axis=-1, keepdims=True)
         weights = e.astype(v.dtype).reshape(*e.shape[:2], -1, stop)
+        # Dividing after the product takes H divisions a query in place of S.
         out = _dot(weights, v[:, :, :stop], 3, 2).reshape(*e.shape[:4], -1) / total
         return out.astype(v.dtype), top + jnp.log(total)
 
@@ -166,26 +179,42 @@ def _forward(
 def _backward(
     scale: float, softcap: float | None, saved: tuple[Any, ...], g_BLNH: jax.Array
 ) -> tuple[jax.Array | None, ...]:
+    """Gradients of q, k and v, block by block. For one head, with g the gradient of the output o:
+
+        s = scale * q k^T      z = c tanh(s / c), or s without a softcap      p = exp(z - n)      o = p v
+
+    where n is the saved log-normaliser of a query, log(sum(exp(z))). The chain rule back through each of them:
+
+        dv = p^T g
+        dp = g v^T
+        dz = p * (dp - sum(p * dp))    of the softmax; the sum over keys is g . o, as p v = o
+        ds = dz * (1 - (z / c)^2)      of the softcap; tanh' = 1 - tanh^2
+        dq = scale * ds k
+        dk = scale * ds^T q
+    """
     q, k, v, segments, window, out, normaliser = saved
     heads, groups = q.shape[1], q.shape[2]
     g = _by_head(g_BLNH, heads)
-    # The sum over keys of p * dp equals g . out.
-    shared = jnp.sum(g.astype(_accumulator(g)) * out.astype(_accumulator(out)), axis=-1, keepdims=True)
+    # sum(p * dp), one number a query, without p.
+    g_dot_out = jnp.sum(g.astype(_accumulator(g)) * out.astype(_accumulator(out)), axis=-1, keepdims=True)
 
     def block(sums: tuple[jax.Array, jax.Array], start: jax.Array | int, stop: int) -> Any:
-        rows, g_rows = _block(q, start), _block(g, start)
-        z = _logits(rows, k[:, :, :stop], groups, scale, softcap)
+        """Adds to (dk, dv) what one block of queries contributes, and gives its dq."""
+        q_rows, g_rows = _block(q, start), _block(g, start)
+        z = _logits(q_rows, k[:, :, :stop], groups, scale, softcap)
         seen = visible(segments, window, start, BLOCK, stop)[:, None, None]
-        norm, dot = (jax.lax.dynamic_slice_in_dim(x, start, BLOCK, axis=3) for x in (normaliser, shared))
+        norm, dot = (jax.lax.dynamic_slice_in_dim(x, start, BLOCK, axis=3) for x in (normaliser, g_dot_out))
         p = jnp.where(seen, jnp.exp(z - norm), 0.0)
-        dz = p * (_dot(g_rows, v[:, :, :stop], 3, 3).reshape(p.shape) - dot) * scale
+        dp = _dot(g_rows, v[:, :, :stop], 3, 3).reshape(p.shape)
+        # scale * ds; the factor of dq and dk is put in here, once.
+        ds = p * (dp - dot) * scale
         if softcap is not None:
-            dz = dz * (1.0 - jnp.square(z / softcap))
+            ds = ds * (1.0 - jnp.square(z / softcap))
         flat = (*p.shape[:2], -1, stop)
-        p_rows, dz_rows = p.astype(v.dtype).reshape(flat), dz.astype(k.dtype).reshape(flat)
-        dq = _dot(dz_rows, k[:, :, :stop], 3, 2).reshape(*p.shape[:4], -1)
+        p_rows, ds_rows = p.astype(v.dtype).reshape(flat), ds.astype(k.dtype).reshape(flat)
+        dq = _dot(ds_rows, k[:, :, :stop], 3, 2).reshape(*p.shape[:4], -1)
         dk, dv = sums
-        return (dk + _dot(rows, dz_rows, 2, 2), dv + _dot(g_rows, p_rows, 2, 2)), dq
+        return (dk + _dot(q_rows, ds_rows, 2, 2), dv + _dot(g_rows, p_rows, 2, 2)), dq
 
     # Gradients of keys and values as [B, K, H, L]: then the small operand of their products is the transposed one.
     dqs, dk, dv = [], *(jnp.zeros(x.swapaxes(2, 3).shape, _accumulator(x)) for x in (k, v))

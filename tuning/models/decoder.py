@@ -175,7 +175,7 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, Any]:
         """Hidden states after the last norm [B, L, D] in `dtype`, and the new cache (leading axis: layers).
 
-        A gradient keeps each layer's products and makes the rest again; with `remat` it keeps the layer's input alone.
+        A gradient keeps each layer's products and recomputes the rest; with `remat` it keeps the layer's input alone.
         """
         c = self.config
         x_BLD = self.embed(tokens_BL, dtype)
@@ -243,3 +243,14 @@ def abstract_decoder(config: DecoderConfig) -> tuple[Any, Any]:
     """Graph (static, hashable) and parameter shapes of a decoder, without making the parameters."""
     graph, shapes = _abstract(config)
     return graph, jax.tree.map(lambda x: x, shapes)
+
+
+def decoder_graph(config: DecoderConfig) -> Any:
+    """The static half of a Decoder (hashable), to be merged with parameters inside jit."""
+    return abstract_decoder(config)[0]
+
+
+@functools.lru_cache(maxsize=8)
+def scalar_graph(config: DecoderConfig) -> Any:
+    """The static half of a ScalarHead."""
+    return nnx.split(nnx.eval_shape(lambda: ScalarHead(config, rngs=nnx.Rngs(0))))[0]

@@ -36,7 +36,7 @@ class LoraConfig:
     alpha: float = 32.0
     """The adapter's output is scaled by alpha / rank."""
     targets: tuple[str, ...] = PROJECTIONS
-    """Projections that get an adapter."""
+    """Projections that receive an adapter."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(rank) (Kalajdzievski, 2023)."""
     init: Literal["kaiming", "gaussian"] = "kaiming"
@@ -78,8 +78,8 @@ class LowRank(nnx.Module):
 
 def linears(model: Any) -> list[tuple[str, Linear]]:
     """The projections of a model's layers by name, in a fixed order; stacked layers are one Linear."""
-    found = [(path, node) for path, node in nnx.iter_graph(model) if isinstance(node, Linear) and "layers" in path]
-    return [(str(path[-1]), node) for path, node in sorted(found, key=lambda item: tuple(map(str, item[0])))]
+    nodes = [(path, node) for path, node in nnx.iter_graph(model) if isinstance(node, Linear) and "layers" in path]
+    return [(str(path[-1]), node) for path, node in sorted(nodes, key=lambda item: tuple(map(str, item[0])))]
 
 
 def _model(config: DecoderConfig, role: Role) -> Any:
@@ -106,8 +106,8 @@ def _tuned(model: Any, lora: LoraConfig, seed: int, dtype: str) -> tuple[Any, An
                 a = jax.random.normal(own, shape, jnp.float32) / lora.rank
             b = jnp.zeros((*layers, lora.rank, size_out), jnp.float32)
             linear.adapter = LowRank(a, b, lora.scale)
-    found: Any = nnx.split(model, lambda path, v: isinstance(v, Factor) or path == ("score",), ...)
-    return found
+    parts: Any = nnx.split(model, lambda path, v: isinstance(v, Factor) or path == ("score",), ...)
+    return parts
 
 
 @functools.lru_cache(maxsize=16)
@@ -115,9 +115,9 @@ def _abstract(config: DecoderConfig, role: Role, lora: LoraConfig) -> tuple[Any,
     graph: list[Any] = []
 
     def shapes() -> Any:
-        found = _tuned(_model(config, role), lora, 0, "float32")
-        graph.append(found[0])
-        return found[1]
+        made, trainable, _ = _tuned(_model(config, role), lora, 0, "float32")
+        graph.append(made)
+        return trainable
 
     trainable = jax.eval_shape(shapes)
     return graph[0], trainable

@@ -85,7 +85,7 @@ def load_adapter(folder: Path, config: DecoderConfig) -> tuple[LoraConfig, Any]:
     """(what was added, trainable tree) of a PEFT folder over a model of `config`; `quantize` is left at none.
 
     Raises FileNotFoundError for a missing file; UnsupportedModel, naming file and field or tensor, for an adapter
-    that computes otherwise than Hu et al. (2021) or does not fit the model.
+    that does not compute what Hu et al. (2021) define or does not fit the model.
     """
     for name in (CONFIG, TENSORS):
         if not (folder / name).is_file():
@@ -98,11 +98,11 @@ def load_adapter(folder: Path, config: DecoderConfig) -> tuple[LoraConfig, Any]:
         tensors = {name: np.asarray(f.get_tensor(name).astype(jnp.float32)) for name in f.keys()}  # noqa: SIM118
     score = tensors.pop(_SCORE, None)
     role: Role = "decoder" if score is None else "scalar"
-    found = {name: _KEY.fullmatch(name) for name in tensors}
-    strange = sorted(name for name, match in found.items() if match is None or match[2] not in _NAMES)
+    matches = {name: _KEY.fullmatch(name) for name in tensors}
+    strange = sorted(name for name, match in matches.items() if match is None or match[2] not in _NAMES)
     if strange:
         raise UnsupportedModel(f"{folder / TENSORS}: unexpected tensor {strange[0]} {tensors[strange[0]].shape}")
-    present = {_NAMES[match[2]] for match in found.values() if match is not None}
+    present = {_NAMES[match[2]] for match in matches.values() if match is not None}
     lora = LoraConfig(
         rank=values["r"],
         alpha=float(values["lora_alpha"]),

@@ -1,4 +1,4 @@
-"""What a gradient keeps of a layer: results of products and of attention. What is cheap is computed again."""
+"""What a gradient keeps of a layer: results of products and of attention. The rest is cheap and recomputed."""
 
 from __future__ import annotations
 

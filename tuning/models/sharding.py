@@ -1,7 +1,7 @@
-"""How the parameters of a model lie on a mesh: rules by name, beside the mathematics.
+"""How the parameters of a model are sharded over a mesh: rules by name, apart from the mathematics.
 
-Mesh axes: `data` holds copies, `fsdp` cuts parameters and gathers them layer by layer (Zhao et al.,
-2023), `tensor` cuts heads, feed-forward and vocabulary (Shoeybi et al., 2019).
+Mesh axes: `data` replicates, `fsdp` shards parameters and gathers them layer by layer (Zhao et al., 2023), `tensor`
+shards heads, feed-forward and vocabulary (Shoeybi et al., 2019).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 _INTO = {"q", "k", "v", "gate", "up"}
-"""Projections out of the residual stream: cut by output for `tensor`."""
+"""Projections out of the residual stream: sharded by output over `tensor`."""
 _BACK = {"o", "down"}
-"""Projections back into it: cut by input."""
+"""Projections back into it: sharded by input, so that only their sums cross devices."""
 
 
 def _rule(names: tuple[str, ...], dtype: Any) -> tuple[str | None, ...]:
@@ -38,13 +38,13 @@ def _rule(names: tuple[str, ...], dtype: Any) -> tuple[str | None, ...]:
 
 
 def shardings(params: Any, mesh: Mesh) -> Any:
-    """A NamedSharding for each parameter; what an axis does not divide evenly is not cut along it."""
+    """A NamedSharding for each parameter; a dimension that an axis does not divide evenly is not sharded over it."""
 
     def one(path: Any, leaf: Any) -> NamedSharding:
         names = tuple(str(getattr(k, "key", getattr(k, "name", k))) for k in path)
         rule = _rule(tuple(n for n in names if n != "value"), leaf.dtype)
         dims = leaf.shape[len(leaf.shape) - len(rule) :]
-        cut = [a if a and size % mesh.shape[a] == 0 else None for a, size in zip(rule, dims, strict=True)]
-        return NamedSharding(mesh, PartitionSpec(*[None] * (len(leaf.shape) - len(rule)), *cut))
+        axes = [a if a and size % mesh.shape[a] == 0 else None for a, size in zip(rule, dims, strict=True)]
+        return NamedSharding(mesh, PartitionSpec(*[None] * (len(leaf.shape) - len(rule)), *axes))
 
     return jax.tree_util.tree_map_with_path(one, params)

@@ -165,22 +165,6 @@ def chat_prompt_ids(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Mappi
     return [int(index) for index in ids]
 
 
-def completion_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    """Token ids of an assistant's answer followed by the EOS token; no other special token is added.
-
-    After `chat_prompt_ids`, this continues the conversation as the chat template would write it, up to the newline
-    that some templates add behind EOS. The text is tokenized on its own, as a completion is generated: text that
-    starts with whitespace may differ from the template with the answer in it, where that whitespace merges with the
-    newline of the header. Control tokens in the text are treated as in `chat_prompt_ids`.
-
-    Raises ValueError if the tokenizer has no EOS token.
-    """
-    eos: Any = tokenizer.eos_token_id
-    if eos is None:
-        raise ValueError("the tokenizer has no eos_token; set tokenizer.eos_token before encoding completions")
-    return [*tokenizer.encode(text, add_special_tokens=False), int(eos)]
-
-
 def eos_ids(tokenizer: PreTrainedTokenizerFast, generation_config: Mapping[str, Any] | None = None) -> tuple[int, ...]:
     """Every id that ends a completion, sorted: the tokenizer's EOS and generation_config's eos_token_id.
 

@@ -9,11 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from tuning.device import choose
+from tuning.device import Compute, choose
 from tuning.models.config import DecoderConfig
+from tuning.models.decoder import scalar_graph
 from tuning.training.batch import Group
 from tuning.training.completions import per_completion
-from tuning.training.forward import Compute, scalar_graph, scores
+from tuning.training.forward import scores
 
 
 @functools.lru_cache(maxsize=8)

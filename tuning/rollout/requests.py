@@ -5,14 +5,42 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from tuning.rollout.engine.sampling import Sampling
-
 MAX_STOP_IDS = 16
 """Token ids that can end one request."""
 
 
 class RefusedRequest(ValueError):
     """A request that no engine of this size can serve; the others are not touched."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen. Restrictions apply in this order, as in transformers: repetition penalty, temperature,
+    top_k, top_p, min_p."""
+
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """The fewest most probable tokens that hold this much probability (Holtzman et al., 2020)."""
+    top_k: int = 0
+    """The most probable tokens; 0 for all."""
+    min_p: float = 0.0
+    """Tokens at least this probable, as a share of the most probable one (Nguyen et al., 2024)."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens in prompt or completion are divided by it where positive, else multiplied
+    (Keskar et al., 2019)."""
+
+    def __post_init__(self) -> None:
+        found = {
+            "temperature": self.temperature >= 0,
+            "top_p": 0 < self.top_p <= 1,
+            "top_k": self.top_k >= 0,
+            "min_p": 0 <= self.min_p <= 1,
+            "repetition_penalty": self.repetition_penalty > 0,
+        }
+        for name, good in found.items():
+            if not good:
+                raise ValueError(f"Sampling.{name} is {getattr(self, name)}, out of its range")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +55,20 @@ class Completion:
     """`eos`; `length` when `max_tokens` cut it off; `string`; `cancelled`."""
     top: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
     """For each token the most probable ids with their log-probabilities, where the engine was told to keep them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """What one step of an engine added to one sample of one request."""
+
+    number: int
+    sample: int
+    tokens: list[int]
+    logps: list[float]
+    completion: Completion | None
+    """The entire sample, once it has ended; None before."""
+    top: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
+    """For each of `tokens`, as in `Completion.top`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +104,7 @@ class Request:
             raise RefusedRequest(f"{who} has {len(self.stop_ids)} stop ids; at most {MAX_STOP_IDS}: use find_stop")
 
     @property
-    def whole(self) -> int:
+    def total_tokens(self) -> int:
         """Tokens of the prompt with its longest completion."""
         return len(self.prompt) + self.max_tokens
 

@@ -16,6 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from tuning.losses.aggregate import count
+from tuning.shapes import bucket, round_up
+
 
 @dataclasses.dataclass(frozen=True)
 class Group:
@@ -82,20 +85,6 @@ class Packed:
         taken = values[np.maximum(self.ids_C, 0)]
         taken[self.ids_C < 0] = 0
         return taken[:, : self.mask_CT.shape[1]] if taken.ndim == 2 else taken
-
-
-def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-def bucket(value: int, smallest: int = 8) -> int:
-    """The next of smallest * (1, 1.5, 2, 3, 4, 6, 8, ...): at most a third of a bucket is padding."""
-    size = smallest
-    while size < value:
-        if size * 3 // 2 >= value and size % 2 == 0:
-            return size * 3 // 2
-        size *= 2
-    return size
 
 
 def numbered(groups: Sequence[Group]) -> list[Group]:
@@ -233,3 +222,12 @@ def fill_ratio(batches: Sequence[Packed]) -> float:
     """Share of row positions that hold a token."""
     used: Any = sum(int((b.group_BL > 0).sum()) for b in batches)
     return float(used / sum(b.group_BL.size for b in batches))
+
+
+def counted(groups: Sequence[Group], packed: Sequence[Packed]) -> list[dict[str, Any]]:
+    """Device arrays of micro-batches with the counts of the whole step beside them (R1)."""
+    counts = [count(p.mask_CT, p.ids_C >= 0) for p in packed]
+    tokens = np.float32(sum(c.n_tokens for c in counts))
+    completions = np.float32(sum(c.n_sequences for c in counts))
+    sizes = {"n_tokens": tokens, "n_completions": completions, "n_groups": np.float32(len(groups))}
+    return [p.arrays() | sizes for p in packed]

@@ -9,9 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from tuning.device import Compute
 from tuning.models.config import DecoderConfig
-from tuning.training.batch import Group, bucket, choose_rows, micro_batches
-from tuning.training.forward import Compute, decoder_graph, logps_and_entropy
+from tuning.models.decoder import decoder_graph
+from tuning.shapes import bucket
+from tuning.training.batch import Group, choose_rows, micro_batches
+from tuning.training.forward import logps_and_entropy
 
 AT_ONCE = 4096
 """Groups that are packed together: those of a large table would not all fit memory."""

@@ -5,38 +5,18 @@ Axes as in `batch`: C completions, T completion tokens.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
+from tuning.device import Compute
 from tuning.losses.head import token_logps
 from tuning.models.attention import packed_attention
-from tuning.models.config import DecoderConfig
-from tuning.models.decoder import Decoder, ScalarHead, abstract_decoder
+from tuning.models.decoder import Decoder
 from tuning.models.lora import assemble
 
 Batch = dict[str, jax.Array]
-
-
-@dataclasses.dataclass(frozen=True)
-class Compute:
-    """How to compute, as the device decides it (`tuning.device`)."""
-
-    dtype: str = "float32"
-    remat: bool = False
-
-
-def decoder_graph(config: DecoderConfig) -> Any:
-    """The static half of a Decoder (hashable), to be merged with parameters inside jit."""
-    return abstract_decoder(config)[0]
-
-
-def scalar_graph(config: DecoderConfig) -> Any:
-    """The static half of a ScalarHead."""
-    return nnx.split(nnx.eval_shape(lambda: ScalarHead(config, rngs=nnx.Rngs(0))))[0]
 
 
 def _hidden(decoder: Decoder, batch: Batch, compute: Compute) -> jax.Array:

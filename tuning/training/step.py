@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tuning.training.mesh import put_batch, state_shardings
+from tuning.mesh import put_batch, state_shardings
 
 # loss(params, batch, frozen) -> (share of the step's loss, sums for metrics)
 LossFn = Callable[[Any, dict[str, jax.Array], Any], tuple[jax.Array, dict[str, jax.Array]]]
@@ -31,7 +31,7 @@ def make_step(
     """A step over a list of micro-batches: `step(params, opt_state, batches, frozen=None) -> params, opt_state, sums`.
 
     `params` and `opt_state` are donated; `frozen` is a pytree that the loss reads and nothing
-    changes (the base under an adapter). On a mesh all three lie where `tuning.training.mesh` puts
+    changes (the base under an adapter). On a mesh all three lie where `tuning.mesh` puts
     them, and parameters and state stay there. Raises NonFinite after more than `max_skipped` skipped
     steps in a row.
     """

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flows.graph.build import build, key_of, key_parts
-from flows.recipe.model import load_recipe
+from flows.recipe.reading import load_recipe
 from stages.store.artifacts import Artifact, Store
 
 

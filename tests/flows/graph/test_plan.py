@@ -11,7 +11,7 @@ import pytest
 
 import stages
 from flows.graph.plan import Planned, plan
-from flows.recipe.model import load_recipe
+from flows.recipe.reading import load_recipe
 from stages.store.artifacts import Store
 from tests.conftest import RLHF
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.recipe.model import RECIPES, Recipe, RecipeError, find_recipe, load_recipe, merge
+from flows.recipe.model import Recipe, RecipeError
+from flows.recipe.reading import RECIPES, find_recipe, load_recipe, merge
 
 BUILT_IN = sorted(p.stem for p in RECIPES.glob("*.yaml"))
 

@@ -15,9 +15,12 @@ import pytest
 from flows.graph.build import build
 from flows.recipe.model import Recipe
 from flows.records import UnknownRun
-from flows.report.diagnostics import alarms_of
-from flows.report.page import chosen_samples, redacted, visible, write_report
-from flows.report.plots import PNG_LIMIT, curves_png_data, duration, judged_reward, round_series
+from flows.report.advice import Warn, run_warnings
+from flows.report.charts import PNG_LIMIT, curves_png_data
+from flows.report.formats import duration, redacted, visible
+from flows.report.measures import judged_reward, round_series
+from flows.report.page import write_report
+from flows.report.samples import chosen_samples
 from stages.common.tables import write_rows
 from stages.store.artifacts import Store
 from stages.store.keys import digest
@@ -358,10 +361,12 @@ def test_warnings_name_what_went_wrong(tmp_path):
     text = Page(written(write_report(store, "demo-ill"))).text
     for word in ("Entropy collapse", "Reward saturation", "KL blow-up", "Length", "Mismatch", "Rewards failed"):
         assert f"{word}: " in text
-    assert "Not above the baseline: " in text and "Worse than before: " in text
+    assert "Not above the baseline: the final policy scores 0.020, and always answering “42” scores 0.075." in text
+    assert "Worse than before: the final policy scores -0.380 against" in text
     only = {"rl": {"score": 0.5, "score_low": 0.4, "score_high": 0.6, "judge_failures": 3}}
-    assert {k: v for k, v in alarms_of({}, {}, only).items() if v is not None} == {"judge": {"rl": 3}}
-    assert not any(alarms_of({}, {}, {}).values())
+    failures = Warn("Judge failures", "3 judgements of RL failed and count as wrong.")
+    assert run_warnings({}, {}, only) == [failures]
+    assert run_warnings({}, {}, {}) == []
 
 
 def test_round_series_has_gaps_where_rounds_lack_numbers(whole):

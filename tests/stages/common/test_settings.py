@@ -2,7 +2,8 @@
 
 import pytest
 
-from flows.recipe.model import RecipeError, load_recipe
+from flows.recipe.model import RecipeError
+from flows.recipe.reading import load_recipe
 from stages.sft import Config
 
 

@@ -43,6 +43,7 @@ def pkg(tmp_path):
         ),
         "pkg/core/loss.c": "// twice\nfloat loss(float x) { return x * 2; }\n",
         "pkg/core/loss.h": "// how often\nenum { TIMES = 1 };\n",
+        "pkg/core/loss.html.j2": "<p>{{ loss }}</p>\n",
         "pkg/far.py": "def far():\n    return 9\n",
     }
     for name, text in files.items():
@@ -107,10 +108,11 @@ def test_what_does_not_run_changes_nothing(pkg, name, old, new):
         ("pkg/core/loss.py", "0.1", "0.2", "pkg.core.loss"),
         ("pkg/core/loss.c", "x * 2", "x * 3", "pkg.core.loss"),
         ("pkg/core/loss.h", "TIMES = 1", "TIMES = 2", "pkg.core.loss"),
+        ("pkg/core/loss.html.j2", "<p>", "<p class=loss>", "pkg.core.loss"),
         ("pkg/helper.py", "return 2", "return 3", "pkg.helper"),
         ("pkg/core/__init__.py", "# nothing here", "import os; os.environ['X'] = '1'", "pkg.core"),
     ],
-    ids=["stage", "function-import", "default", "kernel", "header", "relative-import", "package-body"],
+    ids=["stage", "function-import", "default", "kernel", "header", "template", "relative-import", "package-body"],
 )
 def test_what_runs_changes_the_module_that_it_is_in(pkg, name, old, new, module):
     before = reached("pkg.stage", folder=pkg).modules
@@ -152,7 +154,7 @@ def move(folder: Path, old: str, new: str, *rewrites: tuple[str, str, str]) -> N
 )  # fmt: skip
 def test_a_module_that_moves_changes_nothing(pkg, old, new, rewrites):
     before = reached("pkg.stage", folder=pkg)
-    for suffix in (".c", ".h"):
+    for suffix in (".c", ".h", ".html.j2"):
         if (pkg / old).with_suffix(suffix).exists():
             (pkg / new).parent.mkdir(exist_ok=True)
             (pkg / old).with_suffix(suffix).rename((pkg / new).with_suffix(suffix))

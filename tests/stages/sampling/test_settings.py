@@ -3,7 +3,8 @@
 import pytest
 
 from flows.graph.build import build
-from flows.recipe.model import RecipeError, load_recipe
+from flows.recipe.model import RecipeError
+from flows.recipe.reading import load_recipe
 from stages.sampling.settings import EngineSettings
 from stages.store.keys import config_content
 

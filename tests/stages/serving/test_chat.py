@@ -1,23 +1,22 @@
 """Conversations with a policy: what is said, and what of it is the next prompt."""
 
-import argparse
 import io
 
 import jax
 
 from stages.serving import chat
 from stages.serving.policy import Opened
+from stages.serving.settings import ChatOptions
 from tuning.models.byte_tokenizer import byte_tokenizer
 from tuning.models.config import tiny
 from tuning.models.huggingface import random_params
 from tuning.models.tokenizer import chat_prompt_ids
 from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.sampling import Sampling
-from tuning.rollout.requests import Request
+from tuning.rollout.requests import Request, Sampling
 
 TOKENIZER = byte_tokenizer()
 SYSTEM = [{"role": "system", "content": "Be brief."}]
-ARGS = argparse.Namespace(temperature=0.8, max_tokens=24, system="Be brief.")
+OPTIONS = ChatOptions(temperature=0.8, max_tokens=24)
 
 
 def said(*texts):
@@ -29,14 +28,14 @@ def test_answers_are_the_engines_and_become_part_of_the_next_prompt(monkeypatch,
     params = jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, random_params(config, 3))
     stops = (TOKENIZER.eos_token_id,)
     monkeypatch.setattr("sys.stdin", io.StringIO("one\n" + "z" * 600 + "\ntwo\n"))
-    chat.talk(Opened(None, config, TOKENIZER, stops, None, params), ARGS)
+    chat.talk(Opened(None, config, TOKENIZER, stops, None, params), OPTIONS, "Be brief.")
 
     engine, turns, answers = Engine(config), [], []
     engine.load(params)
     for number, question in ((0, "one"), (2, "two")):
         turns.append({"role": "user", "content": question})
         prompt = chat_prompt_ids(TOKENIZER, [*SYSTEM, *turns])
-        request = Request(prompt, ARGS.max_tokens, Sampling(ARGS.temperature), stops, counter=number)
+        request = Request(prompt, OPTIONS.max_tokens, Sampling(OPTIONS.temperature), stops, counter=number)
         ((_, [completion]),) = engine.run([request])
         special = {*TOKENIZER.all_special_ids, *stops}
         answers.append(TOKENIZER.decode([t for t in completion.tokens if t not in special]))

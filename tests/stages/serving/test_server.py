@@ -11,8 +11,8 @@ from tuning.models.byte_tokenizer import byte_tokenizer
 from tuning.models.config import tiny
 from tuning.models.huggingface import random_params
 from tuning.rollout.engine.engine import Engine
+from tuning.rollout.engine.limits import Limits
 from tuning.rollout.engine.live import EngineStopped, Live
-from tuning.rollout.engine.pool import Limits
 from tuning.rollout.requests import Request
 
 openai = pytest.importorskip("openai")

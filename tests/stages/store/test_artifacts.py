@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 import signal
 import time
 import uuid
@@ -15,18 +14,11 @@ import boto3
 import pytest
 
 from stages.store.artifacts import MANIFEST, Artifact, ArtifactError, Store, content_digest
+from tests.stages.store.conftest import fresh
 from tests.support import finish, python, write_files
 
 KEY = "k" * 64
 FILES = {"model__weights.bin": "w" * 100, "config.json": "{}", "logs__metrics.jsonl": "1\n", "state__adam": "m"}
-
-
-@pytest.fixture(params=["file", "memory", "s3"])
-def store(request, tmp_path):
-    """An empty store."""
-    name = uuid.uuid4().hex
-    url = {"file": str(tmp_path / name), "memory": f"memory://{name}"}.get(request.param)
-    return Store(url or f"{request.getfixturevalue('s3')}/{name}", scratch=tmp_path / "scratch")
 
 
 def make(store: Store, folder: Path, *, key: str = KEY, replace: bool = False, **files: str) -> Artifact:
@@ -218,16 +210,6 @@ def test_a_commit_that_is_killed_leaves_nothing_or_everything(kind, tmp_path, re
     assert halves > 0, "no kill hit the middle of a commit: this test shows nothing"
 
 
-@pytest.fixture
-def remote(s3, tmp_path):
-    return Store(f"{s3}/{tmp_path.name}-{uuid.uuid4().hex}", scratch=tmp_path / "scratch")
-
-
-def fresh(store: Store, tmp_path: Path) -> Store:
-    """The same store as another machine sees it."""
-    return Store(store.url, scratch=tmp_path / uuid.uuid4().hex)
-
-
 def test_a_fetch_brings_what_is_asked_for_and_keeps_it(remote, tmp_path):
     make(remote, tmp_path)
     artifact = fresh(remote, tmp_path).get("sft", KEY)
@@ -258,47 +240,6 @@ def test_a_replaced_artifact_is_fetched_again(remote, tmp_path):
     assert remote.get("sft", KEY).local("config.json").read_text() == "{}"
     make(remote, tmp_path, replace=True, **FILES | {"config.json": "[]"})
     assert remote.get("sft", KEY).local("config.json").read_text() == "[]"
-
-
-def test_work_in_progress_goes_on_on_another_machine(remote, tmp_path):
-    work = remote.work_folder("sft", KEY)
-    assert list(work.iterdir()) == []
-    write_files(work, **{"rollouts-00000__part.parquet": "a", "checkpoints__3__state": "three", "out__half": "h"})
-    remote.mirror_work("sft", KEY)
-    write_files(work, **{"rollouts-00001__part.parquet": "b", "checkpoints__6__deep__state": "six"})
-    shutil.rmtree(work / "checkpoints" / "3")
-    write_files(work, **{"checkpoints__9.orbax-checkpoint-tmp-1__state": "unfinished"})
-    remote.mirror_work("sft", KEY)
-    write_files(work, **{"rollouts-00002__part.parquet": "not mirrored"})
-    found = fresh(remote, tmp_path).work_folder("sft", KEY)
-    names = {p.relative_to(found).as_posix() for p in found.rglob("*") if p.is_file() and ".mirrored" not in p.parts}
-    assert names == {"rollouts-00000/part.parquet", "rollouts-00001/part.parquet", "checkpoints/6/deep/state"}
-    assert (found / "checkpoints/6/deep/state").read_text() == "six"
-
-
-def test_a_mirror_that_was_cut_short_is_not_used(remote, tmp_path):
-    work = remote.work_folder("sft", KEY)
-    write_files(work, **{"rollouts-00000__a": "a", "rollouts-00000__b": "b"})
-    remote.mirror_work("sft", KEY)
-    remote.fs.rm(next(p for p in remote.fs.find(remote.join("work")) if p.endswith(".mirrored/rollouts-00000")))
-    found = fresh(remote, tmp_path).work_folder("sft", KEY)
-    assert [p for p in found.rglob("*") if p.is_file()] == []
-
-
-def test_the_machine_that_has_the_work_does_not_fetch_it(remote, tmp_path):
-    work = remote.work_folder("sft", KEY)
-    write_files(work, **{"rollouts-00000__a": "a"})
-    remote.mirror_work("sft", KEY)
-    (work / "rollouts-00000" / "a").write_text("local")
-    assert (remote.work_folder("sft", KEY) / "rollouts-00000" / "a").read_text() == "local"
-
-
-def test_the_work_is_gone_after_the_commit(store, tmp_path):
-    write_files(store.work_folder("sft", KEY), **{"rollouts-00000__a": "a"})
-    store.mirror_work("sft", KEY)
-    store.drop_work("sft", KEY)
-    assert store.fs.find(store.join("work")) == []
-    assert list(store.work_folder("sft", KEY).iterdir()) == []
 
 
 def test_another_process_s_files_are_seen_at_once(remote):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from pydantic import BaseModel
 
-from flows.recipe.model import load_recipe
+from flows.recipe.reading import load_recipe
 from stages.contract.registry import modules, stage
 from stages.store.keys import NotCanonical, canonical, config_content, derive_seed, differences, digest
 

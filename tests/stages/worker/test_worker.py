@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -16,27 +17,31 @@ import pytest
 
 from stages.contract.registry import stage
 from stages.store.artifacts import Store
+from stages.store.work import WorkFolder
 from stages.worker import client
 from stages.worker.client import StageFailed, Worker, WorkerDied, worker_environment
+from stages.worker.protocol import (
+    Done,
+    Event,
+    Failed,
+    Heartbeat,
+    Log,
+    Progress,
+    Report,
+    Request,
+    event_line,
+    parse_event,
+)
 from tests.support import python
 
 
-def request(store: Path, name: str = "base", **config: Any) -> dict[str, Any]:
+def request(store: Path, name: str = "base", **config: Any) -> Request:
     """What a session sends for a stage without inputs."""
-    return {
-        "stage": name,
-        "key": "k" * 64,
-        "key_parts": {},
-        "config": {"source": "random:tiny"} | config,
-        "inputs": {},
-        "seed": 7,
-        "store": str(store),
-        "run": "test",
-        "force": None,
-    }
+    settings = {"source": "random:tiny"} | config
+    return Request(name, "k" * 64, {}, settings, {}, seed=7, store=str(store), run="test")
 
 
-def ignore(event: dict[str, Any]) -> None:
+def ignore(event: Report) -> None:
     pass
 
 
@@ -65,7 +70,7 @@ def warm(tmp_path_factory):
 
 def test_it_starts_with_the_first_request_and_makes_an_artifact(warm, tmp_path):
     assert (warm.pid, warm.starts) == (None, 0)
-    events: list[dict[str, Any]] = []
+    events: list[Report] = []
     manifest = warm.run(request(tmp_path), events.append)
     assert warm.starts == 1
     assert psutil.Process(warm.pid).ppid() == os.getpid()
@@ -79,8 +84,20 @@ def test_it_starts_with_the_first_request_and_makes_an_artifact(warm, tmp_path):
     assert manifest["versions"]["jax"][0].isdigit()
     assert " x" in manifest["device"]
     assert manifest["metrics"]["parameters"] > 0
-    assert any(e["event"] == "log" and "random:tiny" in e["line"] for e in events)
-    assert {e["event"] for e in events} <= {"log", "progress"}
+    assert any(isinstance(e, Log) and "random:tiny" in e.line for e in events)
+    assert all(isinstance(e, Log | Progress) for e in events)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [Progress(1, 2, "steps", {"loss": 0.5}), Log("a line"), Heartbeat(), Done({"key": "k"}), Failed("E: why", "where")],
+    ids=lambda e: type(e).__name__,
+)
+def test_requests_and_events_travel_as_one_line_of_json(event: Event, tmp_path):
+    ask = dataclasses.replace(request(tmp_path), inputs={"data": ["prepare", "d" * 64]}, force="a\nb")
+    assert Request.parse(ask.line()) == ask
+    assert parse_event(event_line(event)) == event
+    assert [ask.line().count("\n"), event_line(event).count("\n")] == [1, 1]
 
 
 def test_it_stays_warm(warm, tmp_path):
@@ -113,7 +130,7 @@ def test_a_stage_that_fails_does_not_end_it(warm, tmp_path, ask, message):
 
 
 def test_an_input_that_is_gone_is_named(warm, tmp_path):
-    ask = request(tmp_path) | {"inputs": {"data": ["prepare", "d" * 64]}}
+    ask = dataclasses.replace(request(tmp_path), inputs={"data": ("prepare", "d" * 64)})
     with pytest.raises(StageFailed, match=r"input data \(prepare/dddddddddddd\) is gone from .*; run again"):
         warm.run(ask, ignore)
 
@@ -121,12 +138,12 @@ def test_an_input_that_is_gone_is_named(warm, tmp_path):
 def test_a_forced_run_starts_from_nothing_and_replaces(warm, tmp_path):
     store = Store(str(tmp_path))
     warm.run(request(tmp_path), ignore)
-    (store.work_folder("base", "k" * 64) / "left-by-an-earlier-try").mkdir()
-    again = warm.run(request(tmp_path) | {"force": "run-two", "seed": 8}, ignore)
+    (WorkFolder(store, "base", "k" * 64).open() / "left-by-an-earlier-try").mkdir()
+    again = warm.run(dataclasses.replace(request(tmp_path), force="run-two", seed=8), ignore)
     assert again["seed"] == 8
     assert store.get("base", "k" * 64).manifest["seed"] == 8
     assert len(store.fs.find(store.join("damaged"))) > 0
-    assert (store.work_folder("base", "k" * 64) / "left-by-an-earlier-try").exists()
+    assert (WorkFolder(store, "base", "k" * 64).open() / "left-by-an-earlier-try").exists()
 
 
 def test_a_worker_that_is_killed_at_work_says_how_it_died_and_what_is_left(doomed, tmp_path):
@@ -171,7 +188,7 @@ def test_a_worker_that_falls_silent_is_ended(worker, tmp_path, monkeypatch):
 
 
 def test_an_interrupted_request_ends_it(worker, tmp_path):
-    def interrupt(event: dict[str, Any]) -> None:
+    def interrupt(event: Report) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -237,10 +254,10 @@ HEAVY = ("jax", "flax", "optax", "orbax", "grain", "torch", "prefect", "transfor
 @pytest.mark.parametrize(
     "statement",
     [
-        "import flows.cli.app, flows.running.session, flows.running.plain, flows.graph.plan, flows.recipe.model",
-        "from flows.graph.plan import plan; from flows.recipe.model import load_recipe; "
+        "import flows.cli.app, flows.running.session, flows.running.plain, flows.graph.plan, flows.recipe.reading",
+        "from flows.graph.plan import plan; from flows.recipe.reading import load_recipe; "
         "plan(load_recipe('smoke', sets=['store=/nonexistent']))",
-        "from flows.cli.app import read_recipe; read_recipe('smoke', None)",
+        "from flows.cli.run import read_recipe; read_recipe('smoke', None)",
     ],
     ids=["imports", "plan", "checks"],
 )

@@ -10,9 +10,10 @@ import numpy as np
 from tests.tuning.training.test_batch import CONFIG, PARAMS, ragged_groups
 from tuning.algorithms.algorithm import Objective, find
 from tuning.algorithms.objective import policy_loss
+from tuning.device import Compute
+from tuning.mesh import Axes, make_mesh, put_batch, put_params, row_shards
+from tuning.models.decoder import decoder_graph
 from tuning.training.batch import Layout, micro_batches
-from tuning.training.forward import Compute, decoder_graph
-from tuning.training.mesh import Axes, make_mesh, put_batch, put_params, row_shards
 
 OBJECTIVES = {
     "token-mean": Objective(kl_coef=0.1, entropy_coef=0.01, dual_clip=3.0),

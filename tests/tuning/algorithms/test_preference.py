@@ -17,11 +17,12 @@ from tuning.algorithms.preference import (
     preference_loss,
     unpaired_losses,
 )
+from tuning.device import Compute
 from tuning.losses.preference import dpo
 from tuning.models.config import tiny
+from tuning.models.decoder import decoder_graph
 from tuning.models.huggingface import random_params
 from tuning.training.batch import Group, Layout, micro_batches
-from tuning.training.forward import Compute, decoder_graph
 
 PAIRED = (*SUMMED, *REFERENCE_FREE)
 LENGTHS = jnp.asarray([3.0, 5.0, 4.0, 2.0])

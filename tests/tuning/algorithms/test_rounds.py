@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from stages.training.fit import counted, optimizer_of
+from stages.training.fit import optimizer_of
 from stages.update.settings import Config
 from tests.tuning.training.test_batch import CONFIG, PARAMS
 from tuning.algorithms.algorithm import Scored, group_relative, informative
@@ -14,8 +14,9 @@ from tuning.algorithms.round_data import RoundData
 from tuning.algorithms.rounds import run_round
 from tuning.models.huggingface import scalar_head_params
 from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.sampling import Sampling
+from tuning.rollout.requests import Sampling
 from tuning.rows import CompletionRow, ScoreRow
+from tuning.training.batch import counted
 from tuning.training.step import copy
 
 PROMPTS = [np.random.default_rng(i).integers(0, 97, 4 + i).tolist() for i in range(6)]

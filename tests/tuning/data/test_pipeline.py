@@ -149,7 +149,7 @@ def test_weights_take_a_share_or_repeat(plan, tmp_path):
 
 
 def test_ids_are_those_of_the_tokenizer_called_for_each_text(plan, tmp_path):
-    from tuning.models.tokenizer import chat_prompt_ids, completion_ids
+    from tuning.models.tokenizer import chat_prompt_ids
 
     texts = ["plain", "ünïcödé ☃ \U0001f600", "  spaces  ", "line\nbreak\ttab", "a" * 30]
     run(plan, tmp_path, *[{"prompt": text, "completion": text[::-1], "split": "sft"} for text in texts])
@@ -158,7 +158,8 @@ def test_ids_are_those_of_the_tokenizer_called_for_each_text(plan, tmp_path):
     assert len(found) == len(texts)
     for row in found:
         assert row["prompt_ids"] == chat_prompt_ids(tokenizer, [{"role": "user", "content": row["prompt"]}])
-        assert row["completion_ids"] == completion_ids(tokenizer, row["completion"])
+        completion = tokenizer.encode(row["completion"], add_special_tokens=False)
+        assert row["completion_ids"] == [*completion, tokenizer.eos_token_id]
 
 
 def test_counters_of_beam_agree_with_receipts(plan, tmp_path):

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from apache_beam.options.pipeline_options import PipelineOptions
 
-from flows.recipe.model import RecipeError, load_recipe
+from flows.recipe.model import RecipeError
+from flows.recipe.reading import load_recipe
 from tuning.data import files, pipeline, runners
 from tuning.data.blocks import Plan
 from tuning.models.byte_tokenizer import byte_tokenizer

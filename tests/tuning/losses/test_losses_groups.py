@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tuning.algorithms import advantages as adv
+from tuning.losses.groups import informative_groups, is_informative
 
 REWARDS = np.array([[1.0, 0.0, 0.0, 1.0], [0.6, 0.6, 0.6, 0.6], [0.1, 0.9, 0.4, 0.2]], np.float32)
 ESTIMATORS = {
@@ -14,7 +15,7 @@ ESTIMATORS = {
     "batch-std": lambda r, ids=None, **kw: adv.group_advantages(r, ids, normalisation="batch-std", **kw),
     "rloo": adv.rloo_advantages,
     "passk": adv.passk_advantages,
-    "reinforce++": lambda r, ids=None, **kw: adv.reinforce_pp_advantages(r, ids, baseline="group-mean", **kw),
+    "gpg": adv.gpg_advantages,
 }
 
 
@@ -41,12 +42,14 @@ def test_order_and_shape_do_not_matter(name: str) -> None:
     np.testing.assert_allclose(traced, np.asarray(square).reshape(-1), rtol=1e-5, atol=1e-6)
 
 
-def test_equal_rewards_give_exactly_zero_and_are_counted() -> None:
+def test_equal_rewards_give_exactly_zero_and_carry_no_signal() -> None:
     rewards = jnp.asarray(np.full((2, 3), 0.1, np.float32)).at[1, 0].set(0.7)
     np.testing.assert_array_equal(adv.group_advantages(rewards, eps=1e-9)[0], 0)
-    np.testing.assert_array_equal(adv.degenerate_groups(rewards), [[True] * 3, [False] * 3])
-    valid = jnp.array([[1, 1, 1], [0, 1, 1]])
-    np.testing.assert_array_equal(adv.degenerate_groups(rewards, valid=valid), valid == 1)
+    flat, groups = np.asarray(rewards).reshape(-1), np.repeat([4, 2], 3)
+    every, without = np.ones(6, bool), np.array([True, True, True, False, True, True])
+    np.testing.assert_array_equal(informative_groups(flat, groups, every), [False] * 3 + [True] * 3)
+    assert not informative_groups(flat, groups, without).any()
+    assert not is_informative([0.5]) and not is_informative([0.5, 0.5 + 1e-8]) and is_informative([0.5, 0.5 + 1e-5])
 
 
 def test_a_group_of_failures_gives_zero() -> None:

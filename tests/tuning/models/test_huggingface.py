@@ -13,7 +13,7 @@ from tuning.models import huggingface as hf
 from tuning.models.attention import packed_attention
 from tuning.models.config import DecoderConfig, UnsupportedModel
 from tuning.models.config_json import from_hugging_face, to_hugging_face
-from tuning.training.forward import decoder_graph, scalar_graph
+from tuning.models.decoder import decoder_graph, scalar_graph
 
 torch = pytest.importorskip("torch", reason="parity needs torch")
 

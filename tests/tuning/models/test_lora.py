@@ -10,6 +10,8 @@ import pytest
 from flax import nnx
 
 from tests.tuning.training.test_batch import CONFIG, ragged_groups
+from tuning.device import Compute
+from tuning.models.decoder import decoder_graph, scalar_graph
 from tuning.models.huggingface import fingerprint, random_params, scalar_head_params
 from tuning.models.lora import (
     PROJECTIONS,
@@ -24,7 +26,7 @@ from tuning.models.lora import (
     tuned_graph,
 )
 from tuning.training.batch import Layout, micro_batches
-from tuning.training.forward import Compute, decoder_graph, logps_and_entropy, scalar_graph, scores
+from tuning.training.forward import logps_and_entropy, scores
 from tuning.training.optimizers import make_optimizer, make_schedule
 from tuning.training.step import make_step
 

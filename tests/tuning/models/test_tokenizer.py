@@ -15,7 +15,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tuning.models.tokenizer import (
     chat_prompt_ids,
-    completion_ids,
     eos_ids,
     load_tokenizer,
     save_tokenizer,
@@ -153,7 +152,7 @@ def test_use_does_not_import_torch(saved: Path) -> None:
     code = (
         "import sys; from tuning.models import tokenizer as t; assert 'transformers' not in sys.modules; "
         f"tok = t.load_tokenizer({str(saved)!r}); t.chat_prompt_ids(tok, [dict(role='user', content='hi')]); "
-        "t.completion_ids(tok, 'hi'); tok.decode([1, 2]); "
+        "tok.encode('hi', add_special_tokens=False); tok.decode([1, 2]); "
         "sys.exit('torch' in sys.modules or 'jax' in sys.modules)"
     )
     root = Path(__file__).parents[3]
@@ -177,8 +176,8 @@ def test_chat_prompt(tokenizer: PreTrainedTokenizerFast) -> None:
 def test_prompt_and_completion_are_the_templated_chat(tokenizer: PreTrainedTokenizerFast, answer: str) -> None:
     chat: list[dict[str, str]] = [*MESSAGES, {"role": "assistant", "content": answer}]
     whole: Any = tokenizer.apply_chat_template(chat, return_dict=False)
-    ids = chat_prompt_ids(tokenizer, MESSAGES) + completion_ids(tokenizer, answer)
-    assert ids[-1] == tokenizer.eos_token_id
+    completion = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
+    ids = chat_prompt_ids(tokenizer, MESSAGES) + completion
     # Whitespace at the start of an answer would merge with the header's newline; none of these starts with it.
     assert whole == ids + tokenizer.encode("\n")
 
@@ -191,8 +190,6 @@ def test_chat_errors(saved: Path) -> None:
     with pytest.raises(ValueError, match="no chat_template"):
         chat_prompt_ids(tokenizer, MESSAGES)
     tokenizer.eos_token = None
-    with pytest.raises(ValueError, match="no eos_token"):
-        completion_ids(tokenizer, "hi")
     assert eos_ids(tokenizer) == ()
 
 

@@ -4,10 +4,13 @@ import jax
 import numpy as np
 import pytest
 
+from tuning.device import Compute
 from tuning.models.config import tiny
+from tuning.models.decoder import decoder_graph, scalar_graph
 from tuning.models.huggingface import random_params, scalar_head_params
-from tuning.training.batch import Group, Layout, bucket, choose_rows, micro_batches, plan_rows, split_group
-from tuning.training.forward import Compute, decoder_graph, logps_and_entropy, scalar_graph, scores
+from tuning.shapes import bucket
+from tuning.training.batch import Group, Layout, choose_rows, micro_batches, plan_rows, split_group
+from tuning.training.forward import logps_and_entropy, scores
 
 CONFIG = tiny(97)
 PARAMS = random_params(CONFIG, 3)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tuning.training.mesh import Axes, make_mesh
+from tuning.mesh import Axes, make_mesh
 
 PROGRAM = "tests.tuning.training.mesh_program"
 

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tuning.device import peak_memory_bytes
+from tuning.device import Compute, peak_memory_bytes
 from tuning.models.config import tiny
+from tuning.models.decoder import decoder_graph
 from tuning.models.huggingface import random_params
 from tuning.training.batch import Group, Layout, micro_batches
-from tuning.training.forward import Compute, decoder_graph, logps_and_entropy
+from tuning.training.forward import logps_and_entropy
 from tuning.training.speed import Meter, forward_flops, measured_peak
 
 CONFIG = tiny(97)

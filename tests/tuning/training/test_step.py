@@ -7,10 +7,12 @@ import optax
 import pytest
 
 from tests.tuning.training.test_batch import CONFIG, PARAMS, ragged_groups
+from tuning.device import Compute
+from tuning.models.decoder import decoder_graph
 from tuning.models.huggingface import fingerprint
 from tuning.training.batch import Layout, micro_batches
 from tuning.training.checkpoint import Checkpoints
-from tuning.training.forward import Compute, decoder_graph, logps_and_entropy
+from tuning.training.forward import logps_and_entropy
 from tuning.training.optimizers import make_optimizer, make_schedule
 from tuning.training.step import NonFinite, copy, make_step
 

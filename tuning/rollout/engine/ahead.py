@@ -1,4 +1,4 @@
-"""Programs compiled in threads before they are needed, and the shapes of what they will be given."""
+"""Programs compiled in threads before they are needed, and the shapes of the weights that they need."""
 
 from __future__ import annotations
 
@@ -14,32 +14,36 @@ from tuning.rollout.engine.decoders import lay_out
 
 
 class Ahead:
-    """Threads that compile, each under the key of what it compiles."""
+    """Threads that compile, one a key; a key names a program with its shapes."""
 
     def __init__(self) -> None:
         self._threads: dict[tuple[str, ...], threading.Thread] = {}
 
     def begin(self, key: tuple[str, ...], lowered: Callable[[], Any]) -> None:
-        """Has a thread compile what `lowered` gives, unless one has begun to. JAX keeps it for the call itself."""
+        """Starts a thread that compiles what `lowered` returns, unless this key has one.
+
+        JAX keeps the compiled program for the later call.
+        """
         if key not in self._threads:
             thread = threading.Thread(target=lambda: lowered().compile(), name="compile", daemon=True)
             self._threads[key] = thread
             thread.start()
 
     def wait(self, key: tuple[str, ...]) -> None:
-        """Returns when nobody compiles what has this key, so that it is not compiled twice."""
+        """Returns once no thread compiles this key, so that the call does not compile it a second time."""
         if key in self._threads:
             self._threads[key].join()
 
 
 def abstract_weights(graph: Any, config: DecoderConfig, **options: Any) -> tuple[Any, Any]:
-    """(graph, shapes) as `lay_out` gives with these options of a decoder's float32 parameters, before there are any."""
+    """(graph, shapes) of `lay_out` with these options for a decoder's float32 parameters, which need not exist yet."""
     graphs = []
 
-    def laid_out(params: Any) -> Any:
-        found, state = lay_out(graph, params, **options)
-        graphs.append(found)
+    def state_of(params: Any) -> Any:
+        laid_out, state = lay_out(graph, params, **options)
+        # The graph is static: it cannot be a result of eval_shape.
+        graphs.append(laid_out)
         return state
 
-    shapes = jax.eval_shape(laid_out, abstract_decoder(config)[1])
+    shapes = jax.eval_shape(state_of, abstract_decoder(config)[1])
     return graphs[0], shapes

@@ -1,17 +1,17 @@
 """Keys and values of the slots of an engine: their layout, and attention over them.
 
 Axes: L layers, R slots, K key-value heads, A query heads a key-value head, H head size, S cached tokens (the
-capacity), C new tokens, N query heads. A layer's cache is {"k": [R, K, H, S], "v": [R, K, S, H]}, so that both products
-of attention read it as it lies; in int8 there are "k_scale" and "v_scale" [R, K, S] beside them, and of bfloat16 there
-may be the bits (`_bits`). Layers are in stacks, with L in front: all in one where a loop runs over them, else each in
-its own.
+capacity), C new tokens, N query heads. A layer's cache is {"k": [R, K, H, S], "v": [R, K, S, H]}: in this order both
+products of attention read memory front to back, without a transposed copy. In int8 there are "k_scale" and "v_scale"
+[R, K, S] beside them; bfloat16 may be stored as its bits (`_as_stored`). Layers are in stacks, with L in front: all in
+one where a loop runs over the layers, else each layer in a stack of its own.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Generic, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,16 +19,32 @@ import numpy as np
 
 from tuning.models.config import DecoderConfig
 from tuning.models.decoder import AttentionSpec, soft_cap
+from tuning.rollout.engine.arrays import Array
 
 KV = Literal["float32", "bfloat16", "float16", "int8"]
 Layer = dict[str, jax.Array]
 Stack = dict[str, jax.Array]
 SLOT_AXIS = 1
-"""Which axis of a stack's arrays counts slots."""
+"""The axis of a stack's arrays that counts slots."""
 TOKEN_AXIS = {"k": 4, "v": 3, "k_scale": 3, "v_scale": 3}
-"""Which axis of each of them counts tokens."""
+"""The axis of each array that counts tokens."""
 WINDOW = 64
 """Most tokens that `insert` moves at a time."""
+
+
+class Entries(NamedTuple, Generic[Array]):
+    """Copies for `insert`, of at most `WINDOW` tokens each; of I entries the first `used` hold."""
+
+    slot_I: Array
+    """The slot to write."""
+    start_I: Array
+    """The first token in the chunk."""
+    at_I: Array
+    """Its place in the slot."""
+    tokens_I: Array
+    """How many tokens."""
+    used: Array
+    """Number of entries that hold."""
 
 
 def token_bytes(config: DecoderConfig, kv: KV) -> int:
@@ -43,26 +59,26 @@ def make(config: DecoderConfig, slots: int, capacity: int, kv: KV, *, rolled: bo
 
     def stack(layers: int) -> Stack:
         first = layers, slots, k
-        kept = _bits(jnp.zeros((), kv)).dtype
-        found = {"k": jnp.zeros((*first, h, capacity), kept), "v": jnp.zeros((*first, capacity, h), kept)}
+        dtype = _as_stored(jnp.zeros((), kv)).dtype
+        arrays = {"k": jnp.zeros((*first, h, capacity), dtype), "v": jnp.zeros((*first, capacity, h), dtype)}
         if kv == "int8":
-            found |= {name: jnp.zeros((*first, capacity), jnp.float32) for name in ("k_scale", "v_scale")}
-        return found
+            arrays |= {name: jnp.zeros((*first, capacity), jnp.float32) for name in ("k_scale", "v_scale")}
+        return arrays
 
     return [stack(n)] if rolled else [stack(1) for _ in range(n)]
 
 
-def _bits(x: jax.Array) -> jax.Array:
-    """What is kept of these numbers: themselves; but XLA on CPU, to write a few of bfloat16, makes float32 of the whole
-    array and back, so there it is their bits, as uint16."""
+def _as_stored(x: jax.Array) -> jax.Array:
+    """The array as the cache stores it. On CPU bfloat16 is stored as its uint16 bits: to write a few elements, XLA
+    would convert the whole cache to float32 and back."""
     as_bits = x.dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
     return jax.lax.bitcast_convert_type(x, jnp.uint16) if as_bits else x
 
 
-def _numbers(kept: jax.Array, dtype: Any) -> jax.Array:
-    """The numbers that `_bits` kept, in this type."""
-    x = jax.lax.bitcast_convert_type(kept, jnp.bfloat16) if kept.dtype == jnp.uint16 else kept
-    return x.astype(dtype)
+def _from_stored(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """The inverse of `_as_stored`, in `dtype`."""
+    numbers = jax.lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
+    return numbers.astype(dtype)
 
 
 def make_like(cache: list[Stack], slots: int, tokens: int) -> list[Stack]:
@@ -96,115 +112,136 @@ def slot_of(stack: Stack, number: jax.Array | int, slot: jax.Array) -> Layer:
 
 
 def write(stack: Stack, number: jax.Array | int, new: Layer, at: jax.Array | int) -> Stack:
-    """The stack with new tokens of one layer from token `at` on, in all slots."""
+    """The stack with new tokens of one layer written from token `at` on, in all slots."""
 
-    def one(name: str, whole: jax.Array) -> jax.Array:
-        start: list[jax.Array | int] = [number, *[0] * (whole.ndim - 1)]
+    def one(name: str, x: jax.Array) -> jax.Array:
+        start: list[jax.Array | int] = [number, *[0] * (x.ndim - 1)]
         start[TOKEN_AXIS[name]] = at
-        return jax.lax.dynamic_update_slice(whole, new[name][None], start)
+        return jax.lax.dynamic_update_slice(x, new[name][None], start)
 
     return {n: one(n, x) for n, x in stack.items()}
 
 
 def stored(k_RCKH: jax.Array, v_RCKH: jax.Array, kv: KV) -> Layer:
-    """New keys and values in the layout and type of the cache, C in place of S."""
+    """New keys and values in the layout and type of the cache, with C in place of S.
+
+    int8 codes are x / scale, rounded, with one float32 scale = max |x| / 127 for the H numbers of a token's head.
+    """
     k, v = jnp.transpose(k_RCKH, (0, 2, 3, 1)), jnp.transpose(v_RCKH, (0, 2, 1, 3))
     if kv != "int8":
-        return {"k": _bits(k.astype(kv)), "v": _bits(v.astype(kv))}
+        return {"k": _as_stored(k.astype(kv)), "v": _as_stored(v.astype(kv))}
 
-    def coded(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-        scale = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=axis, keepdims=True) / 127
+    def encode(x: jax.Array, head_axis: int) -> tuple[jax.Array, jax.Array]:
+        scale = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=head_axis, keepdims=True) / 127
+        # A head of zeros has scale 0 and codes 0.
         codes = jnp.round(x / jnp.where(scale > 0, scale, 1.0))
-        return codes.astype(jnp.int8), jnp.squeeze(scale, axis)
+        return codes.astype(jnp.int8), jnp.squeeze(scale, head_axis)
 
-    (k, k_scale), (v, v_scale) = coded(k, 2), coded(v, 3)
-    return {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
+    k_codes, k_scale = encode(k, 2)
+    v_codes, v_scale = encode(v, 3)
+    return {"k": k_codes, "v": v_codes, "k_scale": k_scale, "v_scale": v_scale}
 
 
 def attend(
-    q_RCNH: jax.Array, parts: list[tuple[Layer, jax.Array]], spec: AttentionSpec, accumulate: Any = jnp.float32
+    q_RCNH: jax.Array,
+    parts: list[tuple[Layer, jax.Array]],
+    spec: AttentionSpec,
+    accumulate: jax.typing.DTypeLike = jnp.float32,
 ) -> jax.Array:
-    """Attention of C queries a row over cached parts, each with its mask [R, C, S of the part]; out [R, C, N, H]."""
+    """Attention of C queries a row over cached parts, each with its mask [R, C, S of the part]; out [R, C, N, H].
+
+    One softmax over all parts: each has its logits, they share the maximum and the sum of exponentials. So the parts
+    need no concatenation, which would copy the cache. Scales of int8 are applied to logits and weights, A C S numbers a
+    head, rather than to keys and values.
+    """
     r, c, n, h = q_RCNH.shape
     heads = parts[0][0]["k"].shape[1]
     # One axis for the queries of a key head: with two, XLA on CPU copies the keys into another layout.
     q = q_RCNH.reshape(r, c, heads, n // heads, h).transpose(0, 2, 1, 3, 4).reshape(r, heads, -1, h)
-    scores = []
+    logits = []
     for part, mask in parts:
-        s = jnp.einsum("rkqh,rkhs->rkqs", q, _numbers(part["k"], q.dtype), preferred_element_type=accumulate)
+        k = _from_stored(part["k"], q.dtype)
+        z = jnp.einsum("rkqh,rkhs->rkqs", q, k, preferred_element_type=accumulate)
         if "k_scale" in part:
-            s = s * part["k_scale"][:, :, None]
-        s = soft_cap(s * spec.scale, spec.softcap).reshape(r, heads, c, -1, s.shape[-1])
-        scores.append(jnp.where(mask[:, None, :, None], s, -1e30).reshape(r, heads, -1, s.shape[-1]))
-    most = functools.reduce(jnp.maximum, [s.max(axis=-1, keepdims=True) for s in scores])
+            z = z * part["k_scale"][:, :, None]
+        z = soft_cap(z * spec.scale, spec.softcap).reshape(r, heads, c, -1, z.shape[-1])
+        # Not -inf: a row that sees nothing (padding, an empty slot) would become NaN.
+        logits.append(jnp.where(mask[:, None, :, None], z, -1e30).reshape(r, heads, -1, z.shape[-1]))
+    most = functools.reduce(jnp.maximum, [z.max(axis=-1, keepdims=True) for z in logits])
     out, norm = jnp.zeros((), accumulate), jnp.zeros((), accumulate)
-    for s, (part, _) in zip(scores, parts, strict=True):
-        w = jnp.exp(s - most)
-        norm = norm + w.sum(axis=-1, keepdims=True)
+    for z, (part, _) in zip(logits, parts, strict=True):
+        weights = jnp.exp(z - most)
+        norm = norm + weights.sum(axis=-1, keepdims=True)
         if "v_scale" in part:
-            w = w * part["v_scale"][:, :, None]
-        out = out + jnp.einsum(
-            "rkqs,rksh->rkqh", w.astype(q.dtype), _numbers(part["v"], q.dtype), preferred_element_type=accumulate
-        )
+            weights = weights * part["v_scale"][:, :, None]
+        v = _from_stored(part["v"], q.dtype)
+        out = out + jnp.einsum("rkqs,rksh->rkqh", weights.astype(q.dtype), v, preferred_element_type=accumulate)
     out = (out / norm).astype(q.dtype).reshape(r, heads, c, -1, h)
     return out.transpose(0, 2, 1, 3, 4).reshape(r, c, n, h)
 
 
-def near_enough(mask: jax.Array, query: jax.Array, key: jax.Array, spec: AttentionSpec) -> jax.Array:
-    """The mask without keys that lie `window` positions or more before their query."""
+def within_window(mask: jax.Array, query: jax.Array, key: jax.Array, spec: AttentionSpec) -> jax.Array:
+    """The mask without keys that are `window` positions or more before their query."""
     return mask if spec.window is None else mask & (query - key < spec.window)
 
 
 def append(cache: list[Stack], new: list[Stack], at_R: jax.Array) -> list[Stack]:
-    """Caches with each row's new tokens written from `at_R` on; there must be room for all of them."""
+    """Caches with each row's new tokens written from `at_R` on; `new` is of the same layers and slots.
 
-    def row(r: jax.Array, cache: list[Stack]) -> list[Stack]:
-        def put(name: str, whole: jax.Array, part: jax.Array) -> jax.Array:
-            start: list[jax.Array | int] = [0] * whole.ndim
+    All tokens of `new` are written, also those behind a row's end: the host does not count them as held. There must be
+    room for them, since `dynamic_update_slice` would else shift the write to the left, over tokens that count.
+    """
+
+    def append_row(r: jax.Array, cache: list[Stack]) -> list[Stack]:
+        def put(name: str, x: jax.Array, new: jax.Array) -> jax.Array:
+            start: list[jax.Array | int] = [0] * x.ndim
             start[SLOT_AXIS], start[TOKEN_AXIS[name]] = r, at_R[r]
-            return jax.lax.dynamic_update_slice(whole, jax.lax.dynamic_slice_in_dim(part, r, 1, SLOT_AXIS), start)
+            new_of_row = jax.lax.dynamic_slice_in_dim(new, r, 1, SLOT_AXIS)
+            return jax.lax.dynamic_update_slice(x, new_of_row, start)
 
         return [{n: put(n, stack[n], near[n]) for n in stack} for stack, near in zip(cache, new, strict=True)]
 
-    return jax.lax.fori_loop(0, at_R.shape[0], row, cache)
+    # Row by row, as each has its own place; the loop updates the caches in place.
+    return jax.lax.fori_loop(0, at_R.shape[0], append_row, cache)
 
 
-def insert(cache: list[Stack], chunk: list[Stack], entries: dict[str, jax.Array]) -> list[Stack]:
-    """Caches with pieces of a chunk (one row) written into slots.
+def insert(cache: list[Stack], chunk: list[Stack], entries: Entries[jax.Array]) -> list[Stack]:
+    """Caches with pieces of a chunk (one row) written into slots, as `entries` say.
 
-    Entry i of the first `entries["count"]` puts `tokens[i]` tokens of the chunk, at most `WINDOW`, from `start[i]` on,
-    into slot `slot[i]` from cached token `at[i]` on.
+    Every entry moves a window of the same number of tokens, whatever its own number is, since shapes are fixed: it
+    reads what the slot holds there, replaces its own tokens and writes all of it back.
     """
     capacity = capacity_of(cache)
     window = min(WINDOW, capacity)
 
-    def widened(name: str, x: jax.Array) -> jax.Array:
+    def padded(name: str, x: jax.Array) -> jax.Array:
         pads = [(0, 0)] * x.ndim
         pads[TOKEN_AXIS[name]] = (window, window)
         return jnp.pad(x, pads)
 
-    wide = [{n: widened(n, x) for n, x in stack.items()} for stack in chunk]
+    # A window may reach over either end of the chunk.
+    wide = [{n: padded(n, x) for n, x in stack.items()} for stack in chunk]
 
-    def entry(i: jax.Array, cache: list[Stack]) -> list[Stack]:
-        slot, start, at, tokens = (entries[n][i] for n in ("slot", "start", "at", "tokens"))
-        # A window at the end of a slot begins before its tokens.
+    def insert_entry(i: jax.Array, cache: list[Stack]) -> list[Stack]:
+        slot, start, at, tokens = (x[i] for x in (entries.slot_I, entries.start_I, entries.at_I, entries.tokens_I))
+        # A window at the end of a slot begins before the entry's tokens.
         first = jnp.minimum(at, capacity - window)
         column = first + jnp.arange(window)
         mine = (column >= at) & (column < at + tokens)
 
-        def put(name: str, whole: jax.Array, part: jax.Array) -> jax.Array:
+        def put(name: str, x: jax.Array, chunk: jax.Array) -> jax.Array:
             axis = TOKEN_AXIS[name]
-            moved = jax.lax.dynamic_slice_in_dim(part, window + start - at + first, window, axis)
-            where: list[jax.Array | int] = [0] * whole.ndim
+            new = jax.lax.dynamic_slice_in_dim(chunk, window + start - at + first, window, axis)
+            where: list[jax.Array | int] = [0] * x.ndim
             where[SLOT_AXIS], where[axis] = slot, first
-            old = jax.lax.dynamic_slice(whole, where, moved.shape)
-            shape = [1] * whole.ndim
+            old = jax.lax.dynamic_slice(x, where, new.shape)
+            shape = [1] * x.ndim
             shape[axis] = window
-            return jax.lax.dynamic_update_slice(whole, jnp.where(mine.reshape(shape), moved, old), where)
+            return jax.lax.dynamic_update_slice(x, jnp.where(mine.reshape(shape), new, old), where)
 
         return [{n: put(n, stack[n], part[n]) for n in stack} for stack, part in zip(cache, wide, strict=True)]
 
-    return jax.lax.fori_loop(0, entries["count"], entry, cache)
+    return jax.lax.fori_loop(0, entries.used, insert_entry, cache)
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "capacity"))
@@ -216,9 +253,10 @@ def _resized(x: jax.Array, slots: jax.Array, axis: int, capacity: int) -> jax.Ar
 
 
 def resize(cache: list[Stack], slots: Sequence[int], capacity: int) -> None:
-    """Makes the caches those of the named slots, in this order, at another capacity; more tokens than fit are cut.
+    """Changes the caches, in place, to those of the listed slots in this order, at another capacity; tokens beyond the
+    capacity are dropped.
 
-    In place and array by array: no more than the keys or the values of one stack are there twice.
+    Array by array: at most the keys or the values of one stack are in memory twice.
     """
     numbers = jnp.asarray(slots, jnp.int32)
     for stack in cache:

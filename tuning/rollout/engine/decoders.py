@@ -1,9 +1,13 @@
 """The trainer's decoder in the layouts that decoding reads fastest. Mathematics are those of `Layer`.
 
-A scan over stacked weights copies each layer out of the stack, which costs a step of few rows as much as reading them.
-So layers stand one by one; or, where kernels for the CPU take a layer by its number, in stacks with a loop that copies
-nothing: then a program is no longer for many layers than for one. (Attention that no kernel suits, and products of
-kernels that could not be built, copy a layer each time.) One product for queries, keys and values reads its input once.
+A scan over stacked weights copies each layer out of the stack, which for a step of few rows costs as much as reading
+them. There are two layouts without that copy:
+
+- `UnrolledDecoder`: every layer by itself; the program grows with depth.
+- `RolledDecoder`: the stacks, with a loop. The CPU kernels take the stack and a layer's index, so nothing is copied,
+  and compile time does not grow with depth. (Work that XLA does in place of a kernel copies the layer each time.)
+
+Projections with one input are joined, so that their product reads the input once.
 """
 
 from __future__ import annotations
@@ -25,9 +29,9 @@ from tuning.rollout.engine.cache import Stack
 from tuning.rollout.engine.cpu import products
 
 Quantization = Literal["none", "int8"]
-"""Of the weight matrices of layers; int8 as `quantize.Int8` has it."""
+"""Of the weight matrices of layers; int8 as in `quantize.Int8`."""
 JOINED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
-"""Projections that are one product, in the order of their outputs."""
+"""Projections joined into one product, in the order of their outputs."""
 _PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
@@ -60,9 +64,9 @@ def _join(layer: Layer) -> None:
 
 
 class DecodingDecoder(nnx.Module):
-    """A Decoder with other layers. For decoding only: nothing of it is trained.
+    """A Decoder with its layers in another layout; for decoding, not for training.
 
-    `target`, to be set before use, is that of `products.product`, for the products that are its.
+    `target`, set before use, is the name of the kernel for products, as in `products.product`.
     """
 
     def __init__(self, decoder: Decoder):
@@ -89,12 +93,12 @@ class DecodingDecoder(nnx.Module):
         new: Sequence[Stack],
         dtype: Any,
     ) -> tuple[jax.Array, list[Stack]]:
-        """Hidden states after the last norm [B, L, D], and `new` as attention left it.
+        """Hidden states after the last norm [B, L, D], and `new` with the keys and values that attention wrote.
 
-        The cache that attention is given and gives back is (a stack of `cache`, that of `new`, the layer's number in
-        both); of what it gives back, the second is kept.
+        Attention receives and returns (a stack of `cache`, the same stack of `new`, index of the layer in both); only
+        the second is kept of what it returns.
 
-        Tokens that are not live are zeros all along (but for biases), which `products` does not compute.
+        Tokens that are not live are zeros in every layer (but for biases): `products` skips rows of zeros.
         """
         c = self.config
         x = jnp.where(live_BL[..., None], self.rest.embed(tokens_BL, dtype), 0)
@@ -113,7 +117,7 @@ class DecodingDecoder(nnx.Module):
 
 
 class UnrolledDecoder(DecodingDecoder):
-    """Layers one by one, each with a cache of its own."""
+    """Each layer by itself, with a cache of its own."""
 
     def __init__(self, decoder: Decoder, layers: Sequence[Layer]):
         super().__init__(decoder)
@@ -127,7 +131,7 @@ class UnrolledDecoder(DecodingDecoder):
         cos, sin = rope_tables(positions, distinct)
         changed = []
 
-        # A function of its own is traced once for all layers that are alike.
+        # Nested jit: traced once for all layers with the same graph, frequencies and window.
         @functools.partial(jax.jit, static_argnums=(0, 1, 2))
         def run(graph: Any, row: int, window: int | None, state: Any, x: jax.Array, far: Stack, near: Stack) -> Any:
             spec = AttentionSpec(c.attention_scale, c.attention_softcap, window, positions)
@@ -143,7 +147,7 @@ class UnrolledDecoder(DecodingDecoder):
 
 
 class RolledDecoder(DecodingDecoder):
-    """A loop over layers in stacks, with one cache for all."""
+    """Stacked layers in a loop, with one cache for all."""
 
     def __init__(self, decoder: Decoder, layers: Layer):
         super().__init__(decoder)
@@ -175,7 +179,7 @@ def _prepared(
     graph: Any, stacked: Any, number: jax.Array | int, join: bool, rolled: bool, quantization: Quantization, dtype: str
 ) -> Any:
     """One layer of a stack, as (graph, state)."""
-    # What becomes int8 is rounded once.
+    # Weights that become int8 are not cast before: they would be rounded twice.
     layer = nnx.merge(
         graph, jax.tree.map(lambda x: _cast(x[number], dtype if quantization == "none" else None), stacked)
     )
@@ -191,17 +195,17 @@ def _prepared(
 
 
 def _cast(x: jax.Array, dtype: str | None) -> jax.Array:
-    """Matrices in the type that the trainer casts them to where it uses them."""
+    """Matrices in `dtype`, to which the trainer casts them at each use; vectors stay."""
     return x.astype(dtype) if dtype and x.ndim > 1 else x
 
 
-# The number of the layer is an argument: one program, whatever the depth.
+# The index of the layer is an argument, so one program serves all depths.
 @functools.partial(jax.jit, static_argnames=("graph", "join", "quantization", "dtype"))
 def _state(graph: Any, stacked: Any, number: jax.Array, *, join: bool, quantization: Quantization, dtype: str) -> Any:
     return _prepared(graph, stacked, number, join, False, quantization, dtype)[1]
 
 
-# One after the other: temporaries of one layer, not of the stack.
+# `map` rather than `vmap`: temporaries of one layer, not of the stack.
 @functools.partial(jax.jit, static_argnames=("graph", "join", "quantization", "dtype", "layers"))
 def _states(graph: Any, stacked: Any, *, layers: int, join: bool, quantization: Quantization, dtype: str) -> Any:
     return jax.lax.map(lambda i: _prepared(graph, stacked, i, join, True, quantization, dtype)[1], jnp.arange(layers))
@@ -213,7 +217,7 @@ def lay_out(
     """(graph, state) of a `DecodingDecoder` with a Decoder's parameters, the matrices of layers cast to `dtype`.
 
     It is a `RolledDecoder` if `rolled`, else an `UnrolledDecoder`. `join` makes one kernel of those that share an
-    input; cutting it over a `tensor` axis would part heads from their devices, so it is for whole kernels.
+    input. Not with a `tensor` axis: sharding the joined outputs evenly would put a head's parts on several devices.
     """
     decoder = nnx.merge(graph, params)
     stack, stacked = nnx.split(decoder.layers)

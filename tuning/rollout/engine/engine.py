@@ -1,15 +1,31 @@
-"""Continuous batching with the trainer's own model code: a slot whose completion has ended takes the next one.
+"""Continuous batching with the trainer's own model code: when a completion ends, its slot takes the next one.
 
-A prompt is prefilled once for all its samples (and for a later prompt that begins with it); decoding runs on the device
-for several tokens at a time. The shapes of the programs come from two short ladders (`pool`); nothing that a request
-asks for is in a shape, so nothing that it asks for compiles.
+The life of a sample (`Run`) and of the slot that it gets:
+
+                       +-> leader ----- prefill, in chunks -----+
+    submit -> waiting -+                                        +-> decoding -> ended -> held prefix
+                       +-> follower -- copy of the leader's ----+      |                  (slot is free)
+                                       cache, once it is done          +-- `steps` tokens a run, then the host looks
+
+Samples of one request share a prompt: one of them leads and prefills it, the others follow. A slot that is free still
+holds the tokens of its last run; a later prompt that begins with them starts behind them (`longest_prefix`).
+
+`step` does, in this order: end what was cancelled, seat waiting runs, prefill, decode. What always holds:
+
+- Each sample of each request ends exactly once, in an `Update` with its completion, also if it is cancelled.
+- Its random numbers depend on seed, counter, number of the sample and number of the token (R15): never on the slot, the
+  other rows, or how prompts were cut into chunks.
+- `Slot.held` lists no token whose keys and values are not in the cache. The newest token of a completion is not in it:
+  decoding feeds it next.
+- Shapes come from two short ladders (`pool`) and the sizes of chunks. Nothing that a request asks for is in a shape, so
+  no request compiles anything.
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
+import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, cast
@@ -19,32 +35,20 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tuning.models.config import DecoderConfig
+from tuning.models.decoder import decoder_graph
 from tuning.rollout.engine import programs
 from tuning.rollout.engine.ahead import Ahead, abstract_weights
 from tuning.rollout.engine.cache import KV
 from tuning.rollout.engine.cpu import attention, products
 from tuning.rollout.engine.cpu.kernels import Kernels, build, has_compiler
 from tuning.rollout.engine.decoders import Quantization, lay_out
+from tuning.rollout.engine.limits import Limits
 from tuning.rollout.engine.placement import put_weights
-from tuning.rollout.engine.pool import Limits, Pool
-from tuning.rollout.engine.sampling import Sampling, completion_keys
+from tuning.rollout.engine.pool import Pool
+from tuning.rollout.engine.programs import Decoded
+from tuning.rollout.engine.sampling import completion_keys, request_keys
 from tuning.rollout.engine.slots import Run, Slot, pack, row_arrays
-from tuning.rollout.requests import Completion, Request
-from tuning.training.forward import decoder_graph
-
-
-@dataclasses.dataclass(frozen=True)
-class Update:
-    """What one step brought to one sample of one request."""
-
-    number: int
-    sample: int
-    tokens: list[int]
-    logps: list[float]
-    completion: Completion | None
-    """The whole of it, when it has ended."""
-    top: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
-    """For each of the tokens, as in `Completion.top`."""
+from tuning.rollout.requests import Completion, Request, Sampling, Update
 
 
 class Engine:
@@ -61,8 +65,8 @@ class Engine:
         top: int = 0,
         mesh: Mesh | None = None,
     ):
-        """`kv_cache_dtype` is the type of keys and values (auto: `dtype`), `top` how many of the most probable
-        tokens are recorded, `mesh` devices other than those that hold the parameters."""
+        """`dtype` is the type of computation, `kv_cache_dtype` that of keys and values (auto: `dtype`). The `top` most
+        probable tokens are recorded at each token. `mesh`: where weights and caches go, None for one device."""
         self.config = config
         self._dtype, self._quantization, self._top, self._mesh = dtype, quantization, top, mesh
         self._kv = cast(KV, dtype if kv_cache_dtype == "auto" else kv_cache_dtype)
@@ -70,12 +74,12 @@ class Engine:
         self._graph = decoder_graph(config)
         self._decoding: tuple[Any, Any] | None = None
         self._waiting: collections.deque[Run] = collections.deque()
-        self._numbers = 0
+        self._submitted = 0
         self._clock = 0
         self._cancelled: set[int] = set()
-        self._compiled: set[tuple[str, ...]] = set()
+        self._programs_used: set[tuple[str, ...]] = set()
         self._ahead = Ahead()
-        self._at_once = True
+        self._stream_first = True
         self._by_kernel = {
             "attention": mesh is None and attention.suits(self._kv, config.head_dim),
             "products": mesh is None and products.suits(dtype),
@@ -83,7 +87,7 @@ class Engine:
         self._rolled = self._by_kernel["products"] and has_compiler()
         self._pool = Pool(config, self._limits, self._kv, mesh, rolled=self._rolled)
         if any(self._by_kernel.values()):
-            # They are built while weights are loaded.
+            # Compiling the C sources takes seconds: it overlaps with the loading of weights.
             threading.Thread(target=lambda: self._kernels, name="build", daemon=True).start()
 
     def load(self, params: Any) -> None:
@@ -93,7 +97,7 @@ class Engine:
         self._use_weights(graph, put_weights(state, self._mesh))
 
     def load_laid_out(self, fill: Callable[[Any], Any]) -> None:
-        """As `load`, with the weights that `fill` gives for the shapes of a `DecodingDecoder`'s state."""
+        """As `load`, with the state of a `DecodingDecoder` that `fill` returns for its shapes."""
         self._decoding = None
         graph, shapes = self._layout
         self._use_weights(graph, fill(jax.tree.map(lambda x: x, shapes)))
@@ -108,13 +112,13 @@ class Engine:
 
     @property
     def takes_laid_out(self) -> bool:
-        """Whether `load_laid_out` is for this engine: its weights are not quantised, and on one device."""
+        """Whether `load_laid_out` is possible: the weights are not quantised, and on one device."""
         return self._mesh is None and self._quantization == "none"
 
     def prepare(self, requests: Sequence[Request]) -> None:
-        """Begins to compile, in threads, what requests like these take first, so that weights are read meanwhile.
+        """Starts to compile, in threads, the programs that requests like these use first, while weights are read.
 
-        It is for parameters on one device, as a model folder gives them; with a mesh it does nothing.
+        With a mesh it does nothing: the layout of weights over devices is known only when they are there.
 
         Raises RefusedRequest as `submit` does.
         """
@@ -128,7 +132,7 @@ class Engine:
         self._ahead.begin(
             self._key("prefill", *_chunk_key(size, prefixed)),
             lambda: programs.prefill.lower(
-                graph, weights, state["cache"], chunk, prefixed=prefixed, **self._program_options
+                graph, weights, state.cache, chunk, prefixed=prefixed, **self._program_options
             ),
         )
         self._decode_ahead(graph, weights)
@@ -136,7 +140,7 @@ class Engine:
     @property
     def programs(self) -> list[str]:
         """Names and shapes of the programs that this engine has used."""
-        return [" ".join(p) for p in sorted(self._compiled)]
+        return [" ".join(p) for p in sorted(self._programs_used)]
 
     @property
     def context(self) -> int:
@@ -159,23 +163,23 @@ class Engine:
         return sum(x.nbytes for x in jax.tree.leaves(self._decoding))
 
     def submit(self, request: Request, keys: np.ndarray | None = None) -> int:
-        """Queues a request and gives its number; `keys` [samples, 2] are its samples' key data, where already made.
+        """Queues a request and returns its number; `keys` [samples, 2] are its samples' key data, if already computed.
 
         Raises RefusedRequest, with the request's name, where it exceeds the model's positions or this engine's memory.
         """
         self._pool.check(request)
         if keys is None:
             keys = completion_keys(request.seed, [request.counter], request.samples)
-        self._numbers += 1
-        self._waiting.extend(Run(self._numbers, s, request, keys[s]) for s in range(request.samples))
-        return self._numbers
+        self._submitted += 1
+        self._waiting.extend(Run(self._submitted, s, request, keys[s]) for s in range(request.samples))
+        return self._submitted
 
     def cancel(self, number: int) -> None:
-        """Ends a request with the next step; what it has becomes a completion `cancelled`."""
+        """Ends a request in the next step; the tokens that it has become a completion with stop `cancelled`."""
         self._cancelled.add(number)
 
     def step(self) -> list[Update]:
-        """Lets waiting runs into free slots, prefills, decodes some tokens; what came of it, one entry a sample."""
+        """Seats waiting runs, prefills and decodes some tokens; returns one update for each sample that moved on."""
         if self._decoding is None:
             raise RuntimeError("the engine has no weights; call load(params) first")
         updates = self._end_cancelled()
@@ -188,29 +192,29 @@ class Engine:
     def run(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[Completion]]]:
         """(index, completions) of each request, as soon as the last of its samples has ended.
 
-        An engine that was idle gives the same bits whatever it did before.
+        On an idle engine the result does not depend, to the bit, on what it did before: slots start empty.
         """
         if self.idle:
             self._pool.clear()
         index: dict[int, int] = {}
-        found: dict[int, dict[int, Completion]] = {}
+        ended: dict[int, dict[int, Completion]] = {}
         self._pool.widen(requests)
-        self._at_once = False
+        self._stream_first = False
         try:
-            for i, (request, keys) in enumerate(zip(requests, _keys(requests), strict=True)):
+            for i, (request, keys) in enumerate(zip(requests, request_keys(requests), strict=True)):
                 index[self.submit(request, keys)] = i
             while not self.idle:
                 for update in self.step():
                     if update.completion is None or update.number not in index:
                         continue
-                    mine = found.setdefault(update.number, {})
+                    mine = ended.setdefault(update.number, {})
                     mine[update.sample] = update.completion
                     number = index[update.number]
                     if len(mine) == requests[number].samples:
                         yield number, [mine[s] for s in range(len(mine))]
         finally:
-            # A caller that leaves early leaves nothing behind.
-            self._at_once = True
+            # A caller that closes the generator early must find the engine idle.
+            self._stream_first = True
             self._cancelled.update(index)
             self._end_cancelled()
 
@@ -226,7 +230,7 @@ class Engine:
         seed: int,
         counters: Sequence[int],
     ) -> list[list[Completion]]:
-        """`samples` completions of each prompt, which has its place `counters` in the random stream.
+        """`samples` completions of each prompt; `counters` are the prompts' places in the random stream.
 
         Raises RefusedRequest where a prompt with `max_tokens` exceeds the model's positions.
         """
@@ -235,11 +239,12 @@ class Engine:
         requests = [
             Request(p, max_tokens, sampling, stops, seed, c, samples) for p, c in zip(prompts, counters, strict=True)
         ]
-        found = dict(self.run(requests))
-        return [found[i] for i in range(len(requests))]
+        completions = dict(self.run(requests))
+        return [completions[i] for i in range(len(requests))]
 
     @property
     def _layout_options(self) -> dict[str, Any]:
+        # A joined kernel cannot be sharded over heads (see `lay_out`).
         join = self._mesh is None or self._mesh.shape.get("tensor", 1) == 1
         return {"join": join, "rolled": self._rolled, "quantization": self._quantization, "dtype": self._dtype}
 
@@ -257,33 +262,34 @@ class Engine:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._pool.state)
 
     def _use(self, name: str, *shape: str) -> tuple[Any, Any]:
+        """(graph, weights) for a program, once a thread that compiles it has finished."""
         assert self._decoding is not None
         key = self._key(name, *shape)
         self._ahead.wait(key)
-        self._compiled.add(key)
+        self._programs_used.add(key)
         return self._decoding
 
     def _prefill(self) -> None:
         done = 0
         while any(s.run and not s.decoding for s in self._pool.slots):
-            open_slots = [s for s in self._pool.slots if s.run and s.run.leader is None and not s.decoding]
-            self._prefill_chunk(self._chunk_size(sum(s.run.prefilled - len(s.held) for s in open_slots if s.run)))
-            self._pool.prefilled()
+            left = [s.run.prefill_tokens - len(s.held) for s in self._pool.slots if s.run and s.prefilling]
+            self._prefill_chunk(self._chunk_size(sum(left)))
+            self._pool.release_followers()
             done += 1
             if done == self._limits.prefill_chunks:
                 return
 
     def _chunk_size(self, left: int) -> int:
-        """The smallest chunk that takes all tokens that are left."""
+        """The smallest chunk that holds `left` tokens, else the largest."""
         return next((n for n in self._limits.chunks if n >= left), self._limits.chunks[-1])
 
     def _prefill_chunk(self, size: int) -> None:
         chunk, pieces, prefixed = pack(self._pool.slots, size)
         graph, weights = self._use("prefill", *_chunk_key(size, prefixed))
-        state = self._pool.state
-        state["cache"] = programs.prefill(
-            graph, weights, state["cache"], chunk, prefixed=prefixed, **self._program_options
+        cache = programs.prefill(
+            graph, weights, self._pool.state.cache, chunk, prefixed=prefixed, **self._program_options
         )
+        self._pool.state = self._pool.state._replace(cache=cache)
         for i, count in pieces:
             run = self._pool.slots[i].run
             assert run is not None
@@ -296,18 +302,21 @@ class Engine:
             return []
         steps = self._limits.steps
         self._pool.resize(len(self._pool.slots), max(len(s.held) for s in live) + steps)
-        # Where others wait, a few ended rows are worth a look; where none does, a quarter of them is (fewer slots).
+        # Ended rows go on costing time until the host looks. It looks when 1/8 of the rows have ended if runs wait for
+        # a slot; else when 3/4 have, since then a smaller number of slots may do.
         wake = max(1, len(live) // 8) if self._waiting else max(1, len(live) - len(live) // 4)
-        # Who steps the engine hears a first token as soon as it is there.
-        most = 1 if self._at_once and any(s.run and not s.run.tokens for s in live) else steps
+        # A stream gets its first token as soon as there is one, not after `steps` of them.
+        most = 1 if self._stream_first and any(s.run and not s.run.tokens for s in live) else steps
         graph, weights = self._use("decode")
         rows = row_arrays(self._pool.slots, self._pool.capacity, steps)
-        self._pool.state, found = programs.decode(
+        self._pool.state, decoded = programs.decode(
             graph, weights, self._pool.state, rows, np.int32(wake), np.int32(most), **self._decode_options
         )
-        arrays = {n: np.asarray(x) for n, x in found.items()}
+        arrays = jax.tree.map(np.asarray, decoded)
         return [
-            self._advance(s, {n: x[i] for n, x in arrays.items()}) for i, s in enumerate(self._pool.slots) if s.decoding
+            self._advance(slot, jax.tree.map(operator.itemgetter(i), arrays))
+            for i, slot in enumerate(self._pool.slots)
+            if slot.decoding
         ]
 
     @property
@@ -319,31 +328,28 @@ class Engine:
         return {"steps": self._limits.steps, "top": self._top, **self._program_options}
 
     def _decode_ahead(self, graph: Any, weights: Any) -> None:
-        """Has a thread compile the decoding program while prompts are prefilled, where that is yet to be compiled."""
+        """Starts a thread that compiles the decoding program, unless it is compiled, while prompts are prefilled."""
         key = self._key("decode")
-        if self._mesh is not None or key in self._compiled or not self._pool.slots:
+        if self._mesh is not None or key in self._programs_used or not self._pool.slots:
             return
         rows = row_arrays([Slot() for _ in self._pool.slots], self._pool.capacity, self._limits.steps)
         arguments = (graph, weights, self._state_shapes(), rows, np.int32(1), np.int32(1))
         self._ahead.begin(key, lambda: programs.decode.lower(*arguments, **self._decode_options))
 
-    def _advance(self, slot: Slot, found: dict[str, np.ndarray]) -> Update:
+    def _advance(self, slot: Slot, row: Decoded[np.ndarray]) -> Update:
+        """Adds a run of decoding to the run of a slot; frees the slot if its completion has ended."""
         run = slot.run
         assert run is not None
-        made = int(found["made"])
         before = len(run.tokens)
-        fed = [run.tokens[-1] if run.tokens else int(run.request.prompt[-1])]
-        run.tokens += found["tokens"][:made].tolist()
-        run.logps += found["logps"][:made].tolist()
-        if self._top:
-            pairs = zip(found["top_ids"][:made].tolist(), found["top_logps"][:made].tolist(), strict=True)
-            run.top += [list(zip(ids, logps, strict=True)) for ids, logps in pairs]
-        slot.held += fed + run.tokens[before:-1]
-        stop = None if found["live"] else ("eos" if run.tokens[-1] in run.request.stop_ids else "length")
+        fed = run.next_input
+        made = run.extend(row)
+        # The newest token is not cached: the next step feeds it.
+        slot.held += [fed, *run.tokens[before:-1]]
+        stop = None if row.live_R else ("eos" if run.tokens[-1] in run.request.stop_ids else "length")
         kept = run.request.find_stop(run.tokens) if run.request.find_stop and made else None
         if kept is not None:
             stop = "string"
-            del run.tokens[kept:], run.logps[kept:], run.top[kept:]
+            run.truncate(kept)
         completion = self._leave(slot, stop) if stop else None
         return Update(run.number, run.sample, run.tokens[before:], run.logps[before:], completion, run.top[before:])
 
@@ -351,7 +357,7 @@ class Engine:
         run = slot.run
         assert run is not None
         self._clock += 1
-        slot.run, slot.used = None, self._clock
+        slot.run, slot.left_at = None, self._clock
         return Completion(run.tokens, run.logps, stop, run.top)
 
     def _end_cancelled(self) -> list[Update]:
@@ -361,12 +367,12 @@ class Engine:
         for run in [r for r in self._waiting if r.number in self._cancelled]:
             self._waiting.remove(run)
             ended.append(Update(run.number, run.sample, [], [], Completion([], [], "cancelled")))
-        gone = [s for s in self._pool.slots if s.run and s.run.number in self._cancelled]
+        leaving = [s for s in self._pool.slots if s.run and s.run.number in self._cancelled]
         for slot in self._pool.slots:
-            # Whoever waited for a prefill that ends here does it alone.
-            if slot.run and slot.run.leader in gone:
+            # A follower whose leader is cancelled prefills by itself.
+            if slot.run and slot.run.leader in leaving:
                 slot.run.leader = None
-        for slot in gone:
+        for slot in leaving:
             assert slot.run is not None
             number, sample = slot.run.number, slot.run.sample
             ended.append(Update(number, sample, [], [], self._leave(slot, "cancelled")))
@@ -376,16 +382,3 @@ class Engine:
 
 def _chunk_key(size: int, prefixed: bool) -> tuple[str, str]:
     return f"chunk={size}", "behind a prefix" if prefixed else "from the start"
-
-
-def _keys(requests: Sequence[Request]) -> Iterator[np.ndarray]:
-    """Key data [samples, 2] of each request; those that differ by counter only are made together."""
-    start = 0
-    while start < len(requests):
-        first = requests[start]
-        alike = start
-        while alike < len(requests) and (requests[alike].seed, requests[alike].samples) == (first.seed, first.samples):
-            alike += 1
-        data = completion_keys(first.seed, [r.counter for r in requests[start:alike]], first.samples)
-        yield from data.reshape(alike - start, first.samples, -1)
-        start = alike

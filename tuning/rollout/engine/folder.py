@@ -1,4 +1,4 @@
-"""A model folder read into the layout of decoding, with no copy of the weights in the trainer's."""
+"""A model folder read straight into the layout of decoding, without a copy in the trainer's layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tuning.rollout.engine.engine import Engine
 
 
 def load_folder(engine: Engine, folder: Path) -> None:
-    """As `Engine.load` of a Hugging Face folder's parameters; dense weights on one device are in memory once.
+    """`Engine.load` from a Hugging Face folder; dense weights on one device are in memory only once.
 
     Raises UnsupportedModel where the folder's config is not the engine's, or a tensor is unknown, missing or of another
     shape.
@@ -37,28 +37,28 @@ def load_folder(engine: Engine, folder: Path) -> None:
 
 
 def _places(config: DecoderConfig, shapes: Any) -> dict[str, Place]:
-    """Places in a `DecodingDecoder`'s state; the tensors of one parameter follow each other."""
+    """The place of each tensor in a `DecodingDecoder`'s state; tensors of one parameter are adjacent."""
     stacked = flatten_dict(nnx.to_pure_dict(abstract_decoder(config)[1]))
-    found: dict[ParamPath, dict[str, Place]] = {path: {} for path in flatten_dict(nnx.to_pure_dict(shapes))}
+    places: dict[ParamPath, dict[str, Place]] = {path: {} for path in flatten_dict(nnx.to_pure_dict(shapes))}
     for path, names in tensor_names(stacked, config.num_layers).items():
         for layer, tensor in enumerate(names.tensors):
             place = Place(("rest", *path), (), names.transposed)
             if names.stacked:
                 target, part = _target(path, stacked)
                 own, shared = ("layers", layer, *target), ("layers", *target)
-                if own in found:
+                if own in places:
                     place = Place(own, (..., part), names.transposed)
-                elif shared in found:
+                elif shared in places:
                     place = Place(shared, (layer, ..., part), names.transposed)
                 else:
-                    # `products.OutIn` has outputs in front, as the file has.
+                    # `products.OutIn` is [O, I], as the file is.
                     place = Place((*shared, "weight"), (layer, part), not names.transposed)
-            found[place.path][tensor] = place
-    return {tensor: place for places in found.values() for tensor, place in places.items()}
+            places[place.path][tensor] = place
+    return {tensor: place for of_parameter in places.values() for tensor, place in of_parameter.items()}
 
 
 def _target(path: ParamPath, stacked: dict[ParamPath, Any]) -> tuple[ParamPath, slice]:
-    """The parameter of a layer, and the outputs of it, that one of the trainer's is."""
+    """The layer's parameter, joined or not, that holds one of the trainer's, and the range of outputs there."""
     _, name, *rest = path
     for joined, parts in JOINED.items():
         if name in parts:

@@ -1,4 +1,4 @@
-"""An engine that many callers share: a thread of its own steps it; requests come, stream and go at any time."""
+"""An engine that many callers share: its thread steps it, and requests are added, streamed and cancelled any time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tuning.rollout.engine.engine import Engine, Update
-from tuning.rollout.requests import Completion, Request
+from tuning.rollout.engine.engine import Engine
+from tuning.rollout.requests import Completion, Request, Update
 
 
 class EngineStopped(RuntimeError):
@@ -17,7 +17,7 @@ class EngineStopped(RuntimeError):
 
 
 class Stream:
-    """What comes of one request. Iterating gives its updates until the last of its samples has ended."""
+    """The updates of one request. Iteration ends when the last of its samples has ended."""
 
     def __init__(self, live: Live, request: Request, number: int, notify: Callable[[], None] | None):
         self._live, self._notify = live, notify
@@ -30,7 +30,7 @@ class Stream:
             yield self.next()
 
     def next(self, timeout: float | None = None) -> Update:
-        """The next update. Raises queue.Empty after `timeout` seconds, EngineStopped when there will be none."""
+        """The next update. Raises queue.Empty after `timeout` seconds, EngineStopped if the engine has stopped."""
         update = self._updates.get(timeout=timeout)
         if isinstance(update, BaseException):
             raise EngineStopped("the engine has stopped") from update
@@ -39,7 +39,7 @@ class Stream:
 
     @property
     def ended(self) -> bool:
-        """Whether all that will come has been taken."""
+        """Whether all updates have been taken."""
         return self._open == 0
 
     def result(self) -> list[Completion]:
@@ -48,11 +48,11 @@ class Stream:
         return [done[s] for s in range(self.request.samples)]
 
     def cancel(self) -> None:
-        """Ends the request soon; its samples end as `cancelled`."""
+        """Ends the request at the engine's next step; its samples end as `cancelled`."""
         self._live.cancel(self)
 
     def put(self, update: Update | BaseException) -> None:
-        """For the engine's thread."""
+        """Adds an update, or the error that ends the stream. Called by the engine's thread."""
         self._updates.put(update)
         if self._notify:
             self._notify()
@@ -71,7 +71,7 @@ class Live:
         self._thread.start()
 
     def submit(self, request: Request, notify: Callable[[], None] | None = None) -> Stream:
-        """Queues a request; `notify` is called, in the engine's thread, whenever its stream has something new.
+        """Queues a request; `notify` is called, in the engine's thread, for each new update of its stream.
 
         Raises RefusedRequest as `Engine.submit` does, EngineStopped when the engine has.
         """
@@ -101,7 +101,7 @@ class Live:
         self._thread.join()
 
     def _ask(self, order: Callable[[], Any]) -> Any:
-        """Has the engine's thread do something between two steps, and gives what came of it."""
+        """Runs `order` in the engine's thread between two steps; returns its result or raises its error."""
         answer: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
         def answered() -> None:

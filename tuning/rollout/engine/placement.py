@@ -1,4 +1,4 @@
-"""Where an engine's weights and caches lie on a mesh of its own: heads over `tensor`, slots over the other axes."""
+"""How an engine's weights and caches are sharded over its mesh: heads over `tensor`, slots over the other axes."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tuning.mesh import Axes, make_mesh
 from tuning.models.sharding import shardings
-from tuning.training.mesh import Axes, make_mesh
 
 
 def sampling_mesh(axes: Any, devices: list[Any] | None = None) -> Mesh | None:
     """The mesh of this process's devices that `data`, `fsdp` and `tensor` give an engine; None for a single one.
 
-    Sampling has no optimizer to hold, and to gather weights anew for each token would cost more than copies of them:
-    what training cuts by `fsdp` are replicas here, each with its part of the slots.
+    Parameters that training shards over `fsdp` are replicated here, and each replica has a part of the slots: sampling
+    holds no optimizer state, and gathering weights for every token would cost more than replicas do.
     """
     devices = jax.local_devices() if devices is None else devices
     if len(devices) == 1:
@@ -25,12 +25,12 @@ def sampling_mesh(axes: Any, devices: list[Any] | None = None) -> Mesh | None:
 
 
 def put_weights(state: Any, mesh: Mesh | None) -> Any:
-    """Weights on the mesh by the model's rules, from wherever they lie; without one they stay."""
+    """Weights moved to the mesh by the model's rules; unchanged without a mesh."""
     return state if mesh is None else jax.device_put(state, shardings(state, mesh))
 
 
 def put_cache(cache: list[dict[str, jax.Array]], mesh: Mesh | None) -> list[dict[str, jax.Array]]:
-    """Caches on the mesh; an axis that does not divide slots or heads evenly does not cut them."""
+    """Caches moved to the mesh; slots or heads that an axis does not divide evenly are not sharded over it."""
     if mesh is None:
         return cache
 

@@ -1,8 +1,11 @@
-"""The slots of an engine with their memory: how many there are, how long, and what a new run finds in them."""
+"""The slots of an engine with their memory: how many there are, how long they are, and which run gets which.
+
+Numbers of slots and of cached tokens come from two short ladders, so that few shapes are ever compiled: slots 1, 4, 8,
+16, ... up to the limit; tokens half, a quarter, ... of the longest.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -14,52 +17,25 @@ from jax.sharding import Mesh
 from tuning.models.config import DecoderConfig
 from tuning.rollout.engine import cache as kv_cache
 from tuning.rollout.engine import programs
+from tuning.rollout.engine.limits import Limits
 from tuning.rollout.engine.placement import put_cache
 from tuning.rollout.engine.slots import Run, Slot, longest_prefix
 from tuning.rollout.requests import RefusedRequest, Request
-from tuning.training.batch import bucket
+from tuning.shapes import bucket
 
 GRAIN = 32
-"""The most tokens that a slot can hold are a multiple of this."""
+"""The largest capacity of a slot is a multiple of this number of tokens."""
 WORTH_SHRINKING = 2
-"""Runs of steps that must be left before slots that stand empty are given up: moving the others costs about one."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """How large an engine is, and how it steps. Nothing here changes a sample."""
-
-    slots: int = 256
-    """Completions decoded side by side, at most."""
-    context: int = 0
-    """Tokens of the longest prompt with its completion; 0: those of the requests at hand, or the model's positions."""
-    cache_bytes: int = 2**62
-    """Memory for keys and values; fewer slots are used where it is too little for all. Where layers are in one stack
-    (`layouts`), the keys or the values are there twice for as long as slots change in number or length."""
-    steps: int = 16
-    """Tokens a row between two looks of the host."""
-    chunks: tuple[int, ...] = (64, 192, 320)
-    """Sizes of prefill chunks, in tokens."""
-    prefill_chunks: int = 0
-    """Chunks between two runs of decoding, so that prompts do not hold up others' tokens; 0: as many as there are."""
-    prefix_reuse: bool = True
-    """Whether prompts take over what an earlier prompt left in a slot."""
-
-    def __post_init__(self) -> None:
-        for name in ("slots", "steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Limits.{name} is {getattr(self, name)}; it is 1 or more")
-        if not self.chunks or list(self.chunks) != sorted(set(self.chunks)) or self.chunks[0] < 1:
-            raise ValueError(f"Limits.chunks is {self.chunks}; sizes rise, and are 1 or more")
+"""Runs of decoding that must be left before empty slots are given up: moving the others costs about one."""
 
 
 class Pool:
-    """Slots and caches. Shapes come from two short ladders, of slots and of cached tokens."""
+    """Slots and their caches."""
 
     def __init__(self, config: DecoderConfig, limits: Limits, kv: kv_cache.KV, mesh: Mesh | None, *, rolled: bool):
         """`rolled` as in `cache.make`."""
         self.slots: list[Slot] = []
-        self.state: programs.State = {"cache": [], "seen": jnp.zeros((0, config.vocab_size), bool)}
+        self.state = programs.State([], jnp.zeros((0, config.vocab_size), bool))
         self._config, self._limits, self._kv, self._mesh, self._rolled = config, limits, kv, mesh, rolled
         self._context = min(limits.context, self.widest)
         self._copies: list[tuple[int, int]] = []
@@ -67,12 +43,12 @@ class Pool:
     @property
     def capacity(self) -> int:
         """Tokens that each slot can hold now."""
-        return kv_cache.capacity_of(self.state["cache"]) if self.slots else 0
+        return kv_cache.capacity_of(self.state.cache) if self.slots else 0
 
     @property
     def bytes(self) -> int:
         """Bytes of keys and values that are held now."""
-        return sum(x.nbytes for x in jax.tree.leaves(self.state["cache"]))
+        return sum(x.nbytes for x in jax.tree.leaves(self.state.cache))
 
     @functools.cached_property
     def widest(self) -> int:
@@ -89,18 +65,18 @@ class Pool:
     def check(self, request: Request) -> None:
         """Raises RefusedRequest, with the request's name, where it exceeds the model's positions or this memory."""
         who = f"request {request.name or request.counter}"
-        whole = request.whole
+        total = request.total_tokens
         size = f"a prompt of {len(request.prompt)} tokens and {request.max_tokens} new ones exceed"
-        if whole > self._config.max_positions:
+        if total > self._config.max_positions:
             raise RefusedRequest(
                 f"{who}: {size} the model's {self._config.max_positions} positions; shorten the prompt or max_tokens"
             )
-        if self._limits.context and whole > self._limits.context:
+        if self._limits.context and total > self._limits.context:
             raise RefusedRequest(f"{who}: {size} this engine's {self._limits.context} tokens of context")
-        if self._room(whole) == 0:
-            each = self._slot_bytes(whole)
+        if self._affordable_slots(total) == 0:
+            each = self._slot_bytes(total)
             raise RefusedRequest(
-                f"{who}: keys and values of {whole} tokens take {each / 2**20:.1f} MiB, the cache may have "
+                f"{who}: keys and values of {total} tokens take {each / 2**20:.1f} MiB, the cache may have "
                 f"{self._limits.cache_bytes / 2**20:.1f} MiB; give it more, a smaller type, or a shorter request"
             )
         unknown = [t for t in request.prompt if not 0 <= t < self._config.vocab_size]
@@ -108,23 +84,23 @@ class Pool:
             raise RefusedRequest(f"{who}: token {unknown[0]} is not one of the model's {self._config.vocab_size}")
 
     def widen(self, requests: Sequence[Request]) -> None:
-        """Makes ready for requests longer than any before. Raises RefusedRequest (see `check`)."""
+        """Raises the longest context to that of these requests. Raises RefusedRequest (see `check`)."""
         for request in requests:
             self.check(request)
-        longest = max((r.whole for r in requests), default=0)
+        longest = max((r.total_tokens for r in requests), default=0)
         if not self._limits.context and longest > self._context:
             self._context = min(bucket(longest, 64), self.widest)
 
     def admit(self, waiting: Sequence[Run]) -> list[Run]:
-        """Gives slots to the first of those that wait, resizing for them, and says which."""
+        """Seats as many waiting runs as there are slots for, in order, and returns them. Slots are resized for them."""
         if not self.live and not waiting:
             return []
-        longer = next((i for i, r in enumerate(waiting) if r.request.whole > self._context), None)
+        longer = next((i for i, r in enumerate(waiting) if r.request.total_tokens > self._context), None)
         if longer is not None and self.live:
-            # Longer slots for all might be more than the memory: who needs one waits until those that run have ended.
+            # Longer slots for all may exceed the memory: this run waits until those in slots have ended.
             waiting = waiting[:longer]
         elif longer is not None:
-            # An engine that gets requests one by one must be ready for any.
+            # Requests that come one by one give no hint of the longest: take what memory allows.
             self._context = self.widest
         rows = self._rows(self.live + len(waiting))
         left = max((s.run.left for s in self.slots if s.run), default=0)
@@ -139,50 +115,54 @@ class Pool:
         return entering
 
     def resize(self, rows: int, needed: int) -> None:
-        """The smallest slots that hold `needed` tokens each; runs stay, and of what is free the latest used."""
+        """Changes to `rows` slots, of the smallest capacity that holds `needed` tokens.
+
+        Runs stay. Of the free slots those stay that were left last, for the prefixes that they hold.
+        """
         capacity = self._capacity(needed)
         if not self.slots:
             self.slots = [Slot() for _ in range(rows)]
             cache = kv_cache.make(self._config, rows, capacity, self._kv, rolled=self._rolled)
             seen = jnp.zeros((rows, self._config.vocab_size), bool)
-            self.state = {"cache": put_cache(cache, self._mesh), "seen": seen}
+            self.state = programs.State(put_cache(cache, self._mesh), seen)
             return
         if self.live:
             capacity = max(capacity, self.capacity)
         if (rows, capacity) == (len(self.slots), self.capacity):
             return
-        order = sorted(range(len(self.slots)), key=lambda i: (self.slots[i].run is None, -self.slots[i].used))
+        order = sorted(range(len(self.slots)), key=lambda i: (self.slots[i].run is None, -self.slots[i].left_at))
         kept = order[:rows]
         fresh = rows - len(kept)
+        # A new slot starts as a copy of slot 0: nothing of it counts as held.
         numbers = [*kept, *[0] * fresh]
-        kv_cache.resize(self.state["cache"], numbers, capacity)
-        seen = self.state["seen"][jnp.asarray(numbers)]
-        self.state = {"cache": put_cache(self.state["cache"], self._mesh), "seen": seen}
+        kv_cache.resize(self.state.cache, numbers, capacity)
+        seen = self.state.seen_RV[jnp.asarray(numbers)]
+        self.state = programs.State(put_cache(self.state.cache, self._mesh), seen)
         self.slots = [self.slots[i] for i in kept] + [Slot() for _ in range(fresh)]
         for slot in self.slots:
             del slot.held[capacity:]
 
     def reserve(self, requests: Sequence[Request]) -> None:
-        """Makes the slots that these requests would be given, where there are none yet. Raises RefusedRequest."""
+        """Makes slots for these requests if there are none yet, so that shapes are known. Raises RefusedRequest."""
         self.widen(requests)
         if not self.slots:
             rows = self._rows(sum(r.samples for r in requests))
             self.resize(rows, max(len(r.prompt) for r in requests) + self._limits.steps)
 
-    def prefilled(self) -> None:
-        """Gives those who wait for another's prefill of their prompt a copy of it, where it is done."""
+    def release_followers(self) -> None:
+        """Copies each finished prefill to the slots that were waiting for the same prompt."""
         for slot in self.slots:
             if slot.run and slot.run.leader and slot.run.leader.decoding:
                 leader, slot.run.leader = slot.run.leader, None
-                self._take_over(slot, leader, slot.run.prefilled)
+                self._take_over(slot, leader, slot.run.prefill_tokens)
         self._copy()
 
     def clear(self) -> None:
-        """As if nothing had been before; nobody runs."""
+        """Empties every slot. No run may be seated."""
         self.slots = [Slot() for _ in self.slots]
 
     def forget(self) -> None:
-        """Forgets what free slots hold: it was made by other weights."""
+        """Empties free slots: what they hold was computed with other weights."""
         for slot in self.slots:
             if slot.run is None:
                 slot.held.clear()
@@ -190,22 +170,23 @@ class Pool:
     def _slot_bytes(self, context: int) -> int:
         return kv_cache.token_bytes(self._config, self._kv) * self._capacities(context)[-1]
 
-    def _room(self, context: int) -> int:
+    def _affordable_slots(self, context: int) -> int:
         return int(min(self._limits.slots, self._limits.cache_bytes // self._slot_bytes(context)))
 
     def _capacities(self, context: int) -> list[int]:
-        """Cached tokens of a slot, from few to all: each half of the next, none under 128 unless it is the last."""
+        """Possible capacities of a slot, ascending: each half of the next, none under 128 unless it is the only one."""
         sizes = [-(-(context + self._limits.steps) // GRAIN) * GRAIN]
         while sizes[0] // 2 >= 128:
             sizes.insert(0, -(-sizes[0] // 2 // 16) * 16)
         return sizes
 
     def _row_counts(self) -> list[int]:
-        """Numbers of slots, from few to all: 1, 4, 8, 16, ..., and all.
+        """Possible numbers of slots, ascending: 1, 4, 8, 16, ..., and all.
 
-        A step of few rows waits for the weights, whatever their number; of many, its time grows with them.
+        A step of few rows is bound by reading the weights, so 2 rows cost what 4 do; with many rows the time grows with
+        their number.
         """
-        most = self._room(self._context)
+        most = self._affordable_slots(self._context)
         return [n for n in (1, *(2**i for i in range(2, most.bit_length()))) if n < most] + [most]
 
     def _rows(self, runs: int) -> int:
@@ -216,13 +197,17 @@ class Pool:
         return next(s for s in self._capacities(self._context) if s >= needed)
 
     def _seat(self, run: Run) -> None:
-        leaders = (s for s in self.slots if s.run and s.run.request is run.request and not s.decoding)
-        leader = next((s for s in leaders if s.run and s.run.leader is None), None)
+        """Gives `run` a free slot, preferring the one whose prefix it takes over, then the one left first.
+
+        The first sample of a request becomes its leader, which prefills; the others follow it, unless a slot already
+        holds the whole prompt.
+        """
+        leader = next((s for s in self.slots if s.prefilling and s.run and s.run.request is run.request), None)
         source, common = longest_prefix(self.slots, run) if self._limits.prefix_reuse else (None, 0)
         free = [s for s in self.slots if s.run is None]
-        slot = min(free, key=lambda s: (s is not source, s.used))
+        slot = min(free, key=lambda s: (s is not source, s.left_at))
         slot.run = run
-        if leader is not None and common < run.prefilled:
+        if leader is not None and common < run.prefill_tokens:
             run.leader = leader
             slot.held = []
         else:
@@ -230,18 +215,21 @@ class Pool:
         if run.request.sampling.repetition_penalty != 1:
             row = np.zeros(self._config.vocab_size, bool)
             row[np.asarray(run.request.prompt)] = True
-            self.state["seen"] = programs.mark(self.state["seen"], np.int32(self.slots.index(slot)), row)
+            seen = programs.mark(self.state.seen_RV, np.int32(self.slots.index(slot)), row)
+            self.state = self.state._replace(seen_RV=seen)
 
     def _copy(self) -> None:
+        """Makes the copies that `_take_over` has noted, in one call."""
         if self._copies:
-            # A slot is written by one copy at most.
+            # A slot is the target of one copy at most, so a row a slot is enough.
             pairs = np.zeros((len(self.slots), 2), np.int32)
             pairs[: len(self._copies)] = self._copies
-            self.state["cache"] = kv_cache.clone(self.state["cache"], pairs, np.int32(len(self._copies)))
+            cache = kv_cache.clone(self.state.cache, pairs, np.int32(len(self._copies)))
+            self.state = self.state._replace(cache=cache)
             self._copies.clear()
 
     def _take_over(self, slot: Slot, source: Slot | None, common: int) -> None:
-        """Gives `slot` the first `common` tokens of what `source` holds."""
+        """Gives `slot` the first `common` tokens that `source` holds; without a source it is empty."""
         if source is None:
             slot.held = []
             return

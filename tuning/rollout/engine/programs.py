@@ -1,21 +1,28 @@
 """The two programs of an engine: prefill of a chunk of prompt tokens, and a run of decoding steps.
 
 Prompts are prefilled without their last token; it is the first that decoding feeds, so that all sampling happens in
-one place. Axes as in `cache`: R slots, S cached tokens, C tokens of a chunk, T steps of a run.
+one place. Axes as in `cache`: R slots, S cached tokens, C tokens of a chunk, T steps of a run, E stop ids,
+V vocabulary.
+
+A run of decoding does not write to the slots' caches while it goes. New keys and values go into a small cache of their
+own, T tokens long, which `append` moves behind each slot's tokens at the end: attention sees both parts, and XLA need
+not copy the large one in every step.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from tuning.models.decoder import AttentionSpec
+from tuning.rollout.engine.arrays import Array
 from tuning.rollout.engine.cache import (
     KV,
+    Entries,
     Stack,
     append,
     attend,
@@ -23,17 +30,80 @@ from tuning.rollout.engine.cache import (
     insert,
     layer_of,
     make_like,
-    near_enough,
     slot_of,
     stored,
+    within_window,
     write,
 )
 from tuning.rollout.engine.cpu import attention as cpu_attention
 from tuning.rollout.engine.cpu.kernels import Kernels
-from tuning.rollout.engine.sampling import sample, uniforms
+from tuning.rollout.engine.sampling import Controls, sample, uniforms
 
-State = dict[str, Any]
-"""{"cache": as `cache.make` gives it, "seen": [R, V] bool, the tokens that a repetition penalty concerns}; donated."""
+
+class State(NamedTuple):
+    """What the programs change. They donate it: only what they return is valid afterwards."""
+
+    cache: list[Stack]
+    seen_RV: jax.Array
+    """Tokens of a slot's prompt and completion, which a repetition penalty applies to; bool."""
+
+
+class Chunk(NamedTuple, Generic[Array]):
+    """Tokens of one or more prompts to prefill (`slots.pack` draws one)."""
+
+    tokens_C: Array
+    positions_C: Array
+    group_C: Array
+    """Which piece a token belongs to, 1, 2, ...; 0 is padding."""
+    entries: Entries[Array]
+    """Where the pieces go."""
+    prefix_slot: Array
+    """The slot that the first piece continues, if the program is `prefixed`."""
+
+
+class Rows(NamedTuple, Generic[Array]):
+    """What a run of decoding starts from, one entry a slot."""
+
+    token_R: Array
+    """To feed: the newest token, whose keys and values are not cached yet."""
+    length_R: Array
+    """Cached tokens before it."""
+    left_R: Array
+    """Tokens that the completion may still get."""
+    made_R: Array
+    """Tokens that it has: the place of the next one in its random stream."""
+    live_R: Array
+    """Whether the slot decodes; bool."""
+    key_R2: Array
+    """Key data of the sample."""
+    stops_RE: Array
+    """Token ids that end the completion, padded with -1."""
+    controls: Controls[Array]
+
+
+class Decoded(NamedTuple, Generic[Array]):
+    """The tokens of a run of decoding. Of row r only the first `made_R[r]` count."""
+
+    tokens_RT: Array
+    logps_RT: Array
+    top_ids_RTN: Array
+    """N most probable ids at each token; N may be 0."""
+    top_logps_RTN: Array
+    made_R: Array
+    live_R: Array
+    """Whether the completion goes on."""
+
+
+class _Loop(NamedTuple):
+    """What one decoding step hands to the next."""
+
+    t: jax.Array
+    """Steps done."""
+    token_R: jax.Array
+    near: list[Stack]
+    """Keys and values of this run, T tokens a row."""
+    seen_RV: jax.Array
+    out: Decoded[jax.Array]
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "prefixed", "kv", "dtype", "kernels"), donate_argnames="cache")
@@ -41,7 +111,7 @@ def prefill(
     graph: Any,
     weights: Any,
     cache: list[Stack],
-    chunk: dict[str, Any],
+    chunk: Chunk[jax.Array],
     *,
     prefixed: bool,
     kv: KV,
@@ -50,13 +120,11 @@ def prefill(
 ) -> list[Stack]:
     """The caches with those of a chunk of prompts.
 
-    `chunk` has `tokens`, `positions` and `group` [C] (prompts 1, 2, ..., 0 is padding) and `entries` for `insert`.
-    With `prefixed` the first prompt goes on behind the tokens that slot `prefix_slot` holds before position
-    `positions[0]`.
+    With `prefixed` the first piece continues the tokens that slot `prefix_slot` holds before position `positions_C[0]`.
     """
     model = nnx.merge(graph, weights)
     model.target = kernels.products
-    tokens, positions, group = (chunk[n][None] for n in ("tokens", "positions", "group"))
+    tokens, positions, group = (x[None] for x in (chunk.tokens_C, chunk.positions_C, chunk.group_C))
     length = tokens.shape[1]
 
     def attention(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, mine: Any) -> tuple[jax.Array, Any]:
@@ -64,17 +132,17 @@ def prefill(
         new = stored(k, v, kv)
         query, key = positions[:, :, None], positions[:, None]
         causal = (group[:, :, None] == group[:, None]) & (jnp.arange(length)[:, None] >= jnp.arange(length))
-        parts = [(new, near_enough(causal, query, key, spec))]
+        parts = [(new, within_window(causal, query, key, spec))]
         if prefixed:
             cached = jnp.arange(capacity_of(cache))[None, None]
             before = (group[:, :, None] == 1) & (cached < positions[0, 0])
-            prefix = slot_of(far, number, chunk["prefix_slot"])
-            parts.append((prefix, near_enough(before, query, cached, spec)))
+            prefix = slot_of(far, number, chunk.prefix_slot)
+            parts.append((prefix, within_window(before, query, cached, spec)))
         return attend(q, parts, spec), (far, write(near, number, new, 0), number)
 
     empty = make_like(cache, 1, length)
     _, new = model(tokens, positions, attention, live_BL=group > 0, cache=cache, new=empty, dtype=jnp.dtype(dtype))
-    return insert(cache, new, chunk["entries"])
+    return insert(cache, new, chunk.entries)
 
 
 @functools.partial(
@@ -84,7 +152,7 @@ def decode(
     graph: Any,
     weights: Any,
     state: State,
-    rows: dict[str, jax.Array],
+    rows: Rows[jax.Array],
     wake: jax.Array,
     most: jax.Array,
     *,
@@ -93,97 +161,106 @@ def decode(
     kv: KV,
     dtype: str,
     kernels: Kernels,
-) -> tuple[State, dict[str, jax.Array]]:
+) -> tuple[State, Decoded[jax.Array]]:
     """Up to `steps` tokens of every live row, and no more than `most`.
 
-    Ends early when no row is live, or `wake` have ended in this run.
-
-    `rows` has, [R] each: `token` to feed, `length` of the cache before it, `left` tokens to make, `made` tokens,
-    `live`, `key` [R, 2], `stops` [R, E] (padded with -1) and the fields of `Sampling`. Gives `tokens`, `logps` [R, T],
-    `top_ids`, `top_logps` [R, T, top], `made` [R] in this run, and `live`.
+    Ends early when no row is live, or when `wake` rows have ended in this run. Rows that are not live are computed
+    too, since shapes are fixed; of what they give nothing counts.
     """
     model = nnx.merge(graph, weights)
     model.target = kernels.products
-    cache = state["cache"]
-    count = rows["token"].shape[0]
-    settings = {n: rows[n] for n in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
-    penalised = jnp.any(settings["repetition_penalty"] != 1)
-    length = rows["length"]
-    cached = jnp.arange(capacity_of(cache))
-    start = {
-        "t": jnp.asarray(0),
-        "token": rows["token"],
-        "live": rows["live"],
-        "made": jnp.zeros(count, jnp.int32),
-        "near": make_like(cache, count, steps),
-        "seen": state["seen"],
-        "tokens": jnp.zeros((count, steps), jnp.int32),
-        "logps": jnp.zeros((count, steps), jnp.float32),
-        "top_ids": jnp.zeros((count, steps, top), jnp.int32),
-        "top_logps": jnp.zeros((count, steps, top), jnp.float32),
-    }
+    penalised = jnp.any(rows.controls.repetition_penalty_R != 1)
 
-    def running(s: dict[str, Any]) -> jax.Array:
-        ended = jnp.sum(rows["live"]) - jnp.sum(s["live"])
-        return (s["t"] < jnp.minimum(steps, most)) & jnp.any(s["live"]) & (ended < wake)
+    def running(loop: _Loop) -> jax.Array:
+        ended = jnp.sum(rows.live_R) - jnp.sum(loop.out.live_R)
+        return (loop.t < jnp.minimum(steps, most)) & jnp.any(loop.out.live_R) & (ended < wake)
 
-    def step(s: dict[str, Any]) -> dict[str, Any]:
-        t = s["t"]
-        at = length + t
-
-        def attention(
-            q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, mine: Any
-        ) -> tuple[jax.Array, Any]:
-            far, near, number = mine
-            near = write(near, number, stored(k, v, kv), t)
-            mine = far, near, number
-            if kernels.attention:
-                out = cpu_attention.attend(kernels.attention, q, far, near, number, s["live"], length, t, spec)
-                return out, mine
-            query = at[:, None, None]
-            older = (cached < length[:, None])[:, None]
-            newer = jnp.broadcast_to(jnp.arange(steps) <= t, (count, 1, steps))
-            parts = [
-                (layer_of(far, number), near_enough(older, query, cached, spec)),
-                (layer_of(near, number), near_enough(newer, query, length[:, None, None] + jnp.arange(steps), spec)),
-            ]
-            return attend(q, parts, spec), mine
-
+    def step(loop: _Loop) -> _Loop:
+        t, token_R, out = loop.t, loop.token_R, loop.out
+        attention = functools.partial(
+            _attend_step, length_R=rows.length_R, t=t, live_R=out.live_R, steps=steps, kv=kv, kernel=kernels.attention
+        )
         hidden, near = model(
-            s["token"][:, None],
-            at[:, None],
+            token_R[:, None],
+            (rows.length_R + t)[:, None],
             attention,
-            live_BL=s["live"][:, None],
-            cache=cache,
-            new=s["near"],
+            live_BL=out.live_R[:, None],
+            cache=state.cache,
+            new=loop.near,
             dtype=jnp.dtype(dtype),
         )
-        each = jnp.arange(count)
-        seen = jax.lax.cond(penalised, lambda x: x.at[each, s["token"]].set(True), lambda x: x, s["seen"])
-        uniform = uniforms(rows["key"], rows["made"] + t)
-        token, logp, (top_ids, top_logps) = sample(model.logits(hidden[:, 0]), uniform, settings, seen, top)
-        made = s["made"] + s["live"]
-        ended = jnp.any(token[:, None] == rows["stops"], axis=-1) | (made >= rows["left"])
-        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
-        return {
-            "t": t + 1,
-            "token": token,
-            "live": s["live"] & ~ended,
-            "made": made,
-            "near": near,
-            "seen": seen,
-            "tokens": put(s["tokens"], token[:, None], t),
-            "logps": put(s["logps"], logp[:, None], t),
-            "top_ids": put(s["top_ids"], top_ids[:, None], t),
-            "top_logps": put(s["top_logps"], top_logps[:, None], t),
-        }
+        each = jnp.arange(len(token_R))
+        seen_RV = jax.lax.cond(penalised, lambda x: x.at[each, token_R].set(True), lambda x: x, loop.seen_RV)
+        # A draw depends on the sample's key and the token's number, not on the slot or the run (R15).
+        uniform_R = uniforms(rows.key_R2, rows.made_R + t)
+        token_R, logp_R, (top_ids, top_logps) = sample(
+            model.logits(hidden[:, 0]), uniform_R, rows.controls, seen_RV, top
+        )
+        made_R = out.made_R + out.live_R
+        ended_R = jnp.any(token_R[:, None] == rows.stops_RE, axis=-1) | (made_R >= rows.left_R)
+        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=t, axis=1)
+        decoded = Decoded(
+            tokens_RT=put(out.tokens_RT, token_R[:, None]),
+            logps_RT=put(out.logps_RT, logp_R[:, None]),
+            top_ids_RTN=put(out.top_ids_RTN, top_ids[:, None]),
+            top_logps_RTN=put(out.top_logps_RTN, top_logps[:, None]),
+            made_R=made_R,
+            live_R=out.live_R & ~ended_R,
+        )
+        return _Loop(t + 1, token_R, near, seen_RV, decoded)
 
-    s = jax.lax.while_loop(running, step, start)
-    found = {n: s[n] for n in ("tokens", "logps", "top_ids", "top_logps", "made", "live")}
-    return {"cache": append(cache, s["near"], length), "seen": s["seen"]}, found
+    loop = jax.lax.while_loop(running, step, _before_first_step(state, rows, steps, top))
+    return State(append(state.cache, loop.near, rows.length_R), loop.seen_RV), loop.out
+
+
+def _before_first_step(state: State, rows: Rows[jax.Array], steps: int, top: int) -> _Loop:
+    count = len(rows.token_R)
+    nothing = Decoded(
+        tokens_RT=jnp.zeros((count, steps), jnp.int32),
+        logps_RT=jnp.zeros((count, steps), jnp.float32),
+        top_ids_RTN=jnp.zeros((count, steps, top), jnp.int32),
+        top_logps_RTN=jnp.zeros((count, steps, top), jnp.float32),
+        made_R=jnp.zeros(count, jnp.int32),
+        live_R=rows.live_R,
+    )
+    return _Loop(jnp.asarray(0), rows.token_R, make_like(state.cache, count, steps), state.seen_RV, nothing)
+
+
+def _attend_step(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    spec: AttentionSpec,
+    mine: tuple[Stack, Stack, jax.Array | int],
+    *,
+    length_R: jax.Array,
+    t: jax.Array,
+    live_R: jax.Array,
+    steps: int,
+    kv: KV,
+    kernel: str | None,
+) -> tuple[jax.Array, tuple[Stack, Stack, jax.Array | int]]:
+    """Attention of one query a row, over the `length_R` cached tokens and those of this run up to step `t`.
+
+    `mine` is (stack of the slots' cache, stack of this run's, number of the layer in both).
+    """
+    far, near, number = mine
+    near = write(near, number, stored(k, v, kv), t)
+    if kernel:
+        return cpu_attention.attend(kernel, q, far, near, number, live_R, length_R, t, spec), (far, near, number)
+    query = (length_R + t)[:, None, None]
+    cached = jnp.arange(capacity_of([far]))
+    older = (cached < length_R[:, None])[:, None]
+    newer = jnp.broadcast_to(jnp.arange(steps) <= t, (len(length_R), 1, steps))
+    key_of_newer = length_R[:, None, None] + jnp.arange(steps)
+    parts = [
+        (layer_of(far, number), within_window(older, query, cached, spec)),
+        (layer_of(near, number), within_window(newer, query, key_of_newer, spec)),
+    ]
+    return attend(q, parts, spec), (far, near, number)
 
 
 @functools.partial(jax.jit, donate_argnames="seen_RV")
 def mark(seen_RV: jax.Array, slot: jax.Array, row_V: jax.Array) -> jax.Array:
-    """`seen` with the row of one slot."""
+    """`seen_RV` with `row_V` in the place of one slot."""
     return jax.lax.dynamic_update_slice_in_dim(seen_RV, row_V[None], slot, 0)

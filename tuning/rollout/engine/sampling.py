@@ -1,55 +1,51 @@
 """Sampling of one token a row. Randomness is counter-based (R15): a draw depends on its key alone.
 
-Every row has its own settings, as arrays: what is asked for does not change the program.
+Every row has its own settings, as arrays (`Controls`), so one program serves every mix of requests.
+Axes: R rows, V vocabulary, P prompts.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tuning.rollout.engine.arrays import Array
+from tuning.rollout.requests import Request
+
 BLOCK = 256
+"""Weights of a vocabulary that `inverse_cdf` sums before it scans them."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-    """How tokens are chosen. Restrictions apply in this order, as in transformers: repetition penalty, temperature,
-    top_k, top_p, min_p."""
+class Controls(NamedTuple, Generic[Array]):
+    """The fields of `requests.Sampling`, one value a row."""
 
-    temperature: float = 1.0
-    """0 is greedy."""
-    top_p: float = 1.0
-    """The fewest most probable tokens that hold this much probability (Holtzman et al., 2020)."""
-    top_k: int = 0
-    """The most probable tokens; 0 for all."""
-    min_p: float = 0.0
-    """Tokens at least this probable, as a share of the most probable one (Nguyen et al., 2024)."""
-    repetition_penalty: float = 1.0
-    """Logits of tokens in prompt or completion are divided by it where positive, else multiplied
-    (Keskar et al., 2019)."""
-
-    def __post_init__(self) -> None:
-        found = {
-            "temperature": self.temperature >= 0,
-            "top_p": 0 < self.top_p <= 1,
-            "top_k": self.top_k >= 0,
-            "min_p": 0 <= self.min_p <= 1,
-            "repetition_penalty": self.repetition_penalty > 0,
-        }
-        for name, good in found.items():
-            if not good:
-                raise ValueError(f"Sampling.{name} is {getattr(self, name)}, out of its range")
+    temperature_R: Array
+    top_p_R: Array
+    top_k_R: Array
+    min_p_R: Array
+    repetition_penalty_R: Array
 
 
 def completion_keys(seed: int, prompt_counters: Sequence[int], samples: int) -> np.ndarray:
-    """Key data [P * samples, 2] of fold_in(fold_in(key(seed), prompt), sample); neighbours do not matter."""
+    """Key data [P * samples, 2] of fold_in(fold_in(key(seed), prompt), sample).
+
+    A sample's key depends on these three numbers alone, not on the other prompts of the call.
+    """
     data = _key_data(np.uint32(seed & 0xFFFFFFFF), np.asarray(prompt_counters, np.uint32), samples)
     return np.asarray(data).reshape(len(prompt_counters) * samples, -1)
+
+
+def request_keys(requests: Sequence[Request]) -> Iterator[np.ndarray]:
+    """Key data [samples, 2] of each request. Neighbours that differ by counter only are computed in one call."""
+    for (seed, samples), alike in itertools.groupby(requests, key=lambda r: (r.seed, r.samples)):
+        counters = [r.counter for r in alike]
+        yield from completion_keys(seed, counters, samples).reshape(len(counters), samples, -1)
 
 
 @functools.partial(jax.jit, static_argnames="samples")
@@ -61,7 +57,7 @@ def _key_data(seed: jax.Array, prompts: jax.Array, samples: int) -> jax.Array:
 
 
 def uniforms(key_data_R2: jax.Array, step_R: jax.Array) -> jax.Array:
-    """One number in [0, 1) a row, of its key and the number of its token."""
+    """One number in [0, 1) a row, from its key and the number of its token."""
     keys = jax.random.wrap_key_data(key_data_R2)
     return jax.vmap(lambda k, n: jax.random.uniform(jax.random.fold_in(k, n)))(keys, step_R)
 
@@ -69,80 +65,95 @@ def uniforms(key_data_R2: jax.Array, step_R: jax.Array) -> jax.Array:
 def inverse_cdf(weights_RV: jax.Array, uniform_R: jax.Array) -> jax.Array:
     """The token at which the cumulative share of non-negative weights passes `uniform_R`, [R] int32.
 
-    One uniform a row in place of V Gumbels. Blocks of 256 are summed first, so the scan is over
-    V / 256 + 256 numbers.
+    The inverse of the cumulative distribution needs one uniform number a row, where the Gumbel maximum needs V. The
+    search has two levels: first the block of 256 tokens, by the sums of blocks, then the token inside it. So the
+    cumulative sums are over V / 256 + 256 numbers, not V.
     """
     rows, vocab = weights_RV.shape
     padded = jnp.pad(weights_RV, ((0, 0), (0, -vocab % BLOCK)))
     blocks = padded.reshape(rows, -1, BLOCK)
     totals = jnp.cumsum(blocks.sum(-1), axis=-1)
-    target = uniform_R * totals[:, -1]
-    # A block or token of zero probability is never the first to pass the target.
-    block = jnp.minimum(jnp.sum(totals <= target[:, None], axis=-1), totals.shape[1] - 1)
-    before = jnp.where(block > 0, jnp.take_along_axis(totals, jnp.maximum(block - 1, 0)[:, None], axis=1)[:, 0], 0.0)
-    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    target_R = uniform_R * totals[:, -1]
+
+    # Counting the sums that are <= target gives the first that exceeds it. A block, or a token, of zero probability
+    # adds nothing to the sum before it, so it is never the first.
+    block_R = jnp.minimum(jnp.sum(totals <= target_R[:, None], axis=-1), totals.shape[1] - 1)
+    sum_before = jnp.take_along_axis(totals, jnp.maximum(block_R - 1, 0)[:, None], axis=1)[:, 0]
+    before_R = jnp.where(block_R > 0, sum_before, 0.0)
+
+    inside = jnp.take_along_axis(blocks, block_R[:, None, None], axis=1)[:, 0]
     cumulative = jnp.cumsum(inside, axis=-1)
-    offset = jnp.sum(cumulative <= (target - before)[:, None], axis=-1)
-    # Rounding can leave the target past the block's end: then the block's last token of any probability.
-    last = BLOCK - 1 - jnp.argmax(jnp.flip(inside > 0, axis=-1), axis=-1)
-    return (block * BLOCK + jnp.minimum(offset, last)).astype(jnp.int32)
+    offset_R = jnp.sum(cumulative <= (target_R - before_R)[:, None], axis=-1)
+    # Rounding can leave the target past the block's end: then it is the block's last token with any probability.
+    last_R = BLOCK - 1 - jnp.argmax(jnp.flip(inside > 0, axis=-1), axis=-1)
+    return (block_R * BLOCK + jnp.minimum(offset_R, last_R)).astype(jnp.int32)
 
 
 def penalise(logits_RV: jax.Array, seen_RV: jax.Array, penalty_R: jax.Array) -> jax.Array:
-    """Logits with those of seen tokens moved down by the repetition penalty."""
+    """Logits with those of seen tokens lowered by the repetition penalty (Keskar et al., 2019)."""
     penalty = penalty_R[:, None]
     moved = jnp.where(logits_RV > 0, logits_RV / penalty, logits_RV * penalty)
     return jnp.where(seen_RV, moved, logits_RV)
 
 
 def restrict(logits_RV: jax.Array, top_k_R: jax.Array, top_p_R: jax.Array, min_p_R: jax.Array) -> jax.Array:
-    """Tempered logits with everything outside top_k, top_p and min_p at -inf."""
+    """Logits (after the temperature) with everything outside top_k, top_p and min_p at -inf.
+
+    Each of the three keeps a prefix of the tokens in order of probability. So one sorted pass finds the shortest of the
+    three prefixes, and its last logit is a threshold for the unsorted logits. Tokens that tie with it stay.
+    """
     vocab = logits_RV.shape[-1]
     ordered = -jnp.sort(-logits_RV, axis=-1)
+    # top_k: the first k.
     counts = jnp.where(top_k_R > 0, jnp.minimum(top_k_R, vocab), vocab)
     kept = jnp.arange(vocab) < counts[:, None]
+    # top_p: tokens whose predecessors, among those that top_k keeps, hold less than p. The first always stays.
     probabilities = jax.nn.softmax(jnp.where(kept, ordered, -jnp.inf), axis=-1)
-    kept &= (jnp.cumsum(probabilities, axis=-1) - probabilities < top_p_R[:, None]) | (top_p_R >= 1)[:, None]
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    kept &= (before < top_p_R[:, None]) | (top_p_R >= 1)[:, None]
+    # min_p: p >= min_p * p_max, as logits; log(0) is -inf and keeps all.
     kept &= ordered >= ordered[:, :1] + jnp.log(min_p_R)[:, None]
     threshold = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(logits_RV >= threshold, logits_RV, -jnp.inf)
 
 
 def sample(
-    logits_RV: jax.Array, uniform_R: jax.Array, settings: dict[str, jax.Array], seen_RV: jax.Array, top: int = 0
+    logits_RV: jax.Array, uniform_R: jax.Array, controls: Controls[jax.Array], seen_RV: jax.Array, top: int = 0
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
     """Tokens [R], their log-probabilities [R] under the distribution that was sampled (R2, R3), and the `top` most
     probable ids and log-probabilities [R, top].
 
-    `settings` has the fields of `Sampling`, [R] each. A greedy row's log-probabilities are those at temperature 1.
+    A greedy row's log-probabilities are those at temperature 1.
     """
-    s = settings
+    c = controls
     logits = logits_RV.astype(jnp.float32)
-    greedy = s["temperature"] == 0
-    temperature = jnp.where(greedy, 1.0, s["temperature"])[:, None]
-    penalised = jnp.any(s["repetition_penalty"] != 1)
-    restricted = ~greedy & ((s["top_k"] > 0) | (s["top_p"] < 1) | (s["min_p"] > 0))
+    greedy_R = c.temperature_R == 0
+    temperature = jnp.where(greedy_R, 1.0, c.temperature_R)[:, None]
+    penalised = jnp.any(c.repetition_penalty_R != 1)
+    restricted_R = ~greedy_R & ((c.top_k_R > 0) | (c.top_p_R < 1) | (c.min_p_R > 0))
 
     def limited(x: jax.Array) -> jax.Array:
-        return jnp.where(restricted[:, None], restrict(x, s["top_k"], s["top_p"], s["min_p"]), x)
+        return jnp.where(restricted_R[:, None], restrict(x, c.top_k_R, c.top_p_R, c.min_p_R), x)
 
     def adjusted(x: jax.Array) -> jax.Array:
-        moved = penalise(x, seen_RV, s["repetition_penalty"]) / temperature
-        return jax.lax.cond(jnp.any(restricted), limited, lambda x: x, moved)
+        moved = penalise(x, seen_RV, c.repetition_penalty_R) / temperature
+        # The sort is the expensive part: it runs only in steps with a row that needs it.
+        return jax.lax.cond(jnp.any(restricted_R), limited, lambda x: x, moved)
 
-    # One branch for what few requests ask for: each that does nothing costs a copy of the logits.
-    logits = jax.lax.cond(penalised | jnp.any(restricted), adjusted, lambda x: x / temperature, logits)
+    # One branch for everything that few requests use: each branch not taken still costs a copy of the logits.
+    logits = jax.lax.cond(penalised | jnp.any(restricted_R), adjusted, lambda x: x / temperature, logits)
     most = jnp.max(logits, axis=-1, keepdims=True)
     weights = jnp.exp(logits - most)
-    norm = most[:, 0] + jnp.log(jnp.sum(weights, axis=-1))
-    tokens = inverse_cdf(weights, uniform_R)
+    norm_R = most[:, 0] + jnp.log(jnp.sum(weights, axis=-1))
+    tokens_R = inverse_cdf(weights, uniform_R)
 
-    def best(tokens: jax.Array) -> jax.Array:
-        return jnp.where(greedy, jnp.argmax(logits, axis=-1).astype(jnp.int32), tokens)
+    def argmax_where_greedy(tokens_R: jax.Array) -> jax.Array:
+        return jnp.where(greedy_R, jnp.argmax(logits, axis=-1).astype(jnp.int32), tokens_R)
 
-    tokens = jax.lax.cond(jnp.any(greedy), best, lambda tokens: tokens, tokens)
-    logps = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - norm
+    tokens_R = jax.lax.cond(jnp.any(greedy_R), argmax_where_greedy, lambda tokens: tokens, tokens_R)
+    logps_R = jnp.take_along_axis(logits, tokens_R[:, None], axis=-1)[:, 0] - norm_R
     if not top:
-        return tokens, logps, (jnp.zeros((len(tokens), 0), jnp.int32), jnp.zeros((len(tokens), 0), jnp.float32))
+        count = len(tokens_R)
+        return tokens_R, logps_R, (jnp.zeros((count, 0), jnp.int32), jnp.zeros((count, 0), jnp.float32))
     values, ids = jax.lax.top_k(logits, top)
-    return tokens, logps, (ids.astype(jnp.int32), values - norm[:, None])
+    return tokens_R, logps_R, (ids.astype(jnp.int32), values - norm_R[:, None])

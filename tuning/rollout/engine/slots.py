@@ -1,13 +1,14 @@
-"""The host's book of an engine's slots: who sits where, and what each slot's cache still holds."""
+"""The host's record of an engine's slots: which run each has, and which tokens its cache still holds."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 
-from tuning.rollout.engine.cache import WINDOW
+from tuning.rollout.engine.cache import WINDOW, Entries
+from tuning.rollout.engine.programs import Chunk, Decoded, Rows
+from tuning.rollout.engine.sampling import Controls
 from tuning.rollout.requests import MAX_STOP_IDS, Request
 
 
@@ -25,17 +26,36 @@ class Run:
     logps: list[float] = dataclasses.field(default_factory=list)
     top: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
     leader: Slot | None = None
-    """The slot that prefills the same prompt, whose cache is copied when it is done."""
+    """The slot that prefills the same prompt, whose cache is copied when that is done."""
 
     @property
-    def prefilled(self) -> int:
-        """Tokens to prefill: all but the prompt's last, which decoding feeds."""
+    def prefill_tokens(self) -> int:
+        """Tokens that must be cached before decoding: all but the prompt's last, which decoding feeds."""
         return len(self.request.prompt) - 1
 
     @property
     def left(self) -> int:
-        """Tokens that it may still make."""
+        """Tokens that it may still get."""
         return self.request.max_tokens - len(self.tokens)
+
+    def extend(self, row: Decoded[np.ndarray]) -> int:
+        """Adds the tokens of a run of decoding (one row of it) and returns how many."""
+        made = int(row.made_R)
+        self.tokens += row.tokens_RT[:made].tolist()
+        self.logps += row.logps_RT[:made].tolist()
+        if row.top_ids_RTN.shape[-1]:
+            pairs = zip(row.top_ids_RTN[:made].tolist(), row.top_logps_RTN[:made].tolist(), strict=True)
+            self.top += [list(zip(ids, logps, strict=True)) for ids, logps in pairs]
+        return made
+
+    def truncate(self, count: int) -> None:
+        """Drops all but the first `count` tokens."""
+        del self.tokens[count:], self.logps[count:], self.top[count:]
+
+    @property
+    def next_input(self) -> int:
+        """The token that decoding feeds next; its keys and values are not cached yet."""
+        return self.tokens[-1] if self.tokens else int(self.request.prompt[-1])
 
 
 @dataclasses.dataclass(eq=False)
@@ -44,14 +64,19 @@ class Slot:
 
     run: Run | None = None
     held: list[int] = dataclasses.field(default_factory=list)
-    """The tokens whose keys and values the slot holds, of its run or of the one that has left."""
-    used: int = 0
-    """When a run last left."""
+    """The tokens whose keys and values the slot holds, of its run or of the last one."""
+    left_at: int = 0
+    """When its last run left, on the engine's clock of runs that ended."""
 
     @property
     def decoding(self) -> bool:
-        """Whether the whole prompt is in the cache."""
-        return self.run is not None and len(self.held) >= self.run.prefilled
+        """Whether it has a run whose prompt is cached."""
+        return self.run is not None and len(self.held) >= self.run.prefill_tokens
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether it has a run whose prompt it must prefill itself."""
+        return self.run is not None and self.run.leader is None and not self.decoding
 
 
 SMALLEST_PREFIX = 16
@@ -59,7 +84,7 @@ SMALLEST_PREFIX = 16
 
 
 def longest_prefix(slots: list[Slot], run: Run) -> tuple[Slot | None, int]:
-    """The slot that holds most of what `run` needs from the beginning on, and how many tokens."""
+    """The slot that holds the longest prefix of what `run` must have cached, and its length in tokens."""
     wanted = np.asarray(run.request.prompt[:-1], np.int64)
     best, most = None, 0
     for slot in slots:
@@ -74,75 +99,92 @@ def longest_prefix(slots: list[Slot], run: Run) -> tuple[Slot | None, int]:
     return (best, most) if enough else (None, 0)
 
 
-def row_arrays(slots: list[Slot], capacity: int, steps: int) -> dict[str, np.ndarray]:
-    """What `programs.decode` is told about each slot."""
+def row_arrays(slots: list[Slot], capacity: int, steps: int) -> Rows[np.ndarray]:
+    """What `programs.decode` needs of each slot.
+
+    Free slots and those that still prefill are rows that are not live.
+    """
     count = len(slots)
-    rows = {
-        "token": np.zeros(count, np.int32),
-        "length": np.zeros(count, np.int32),
-        "left": np.zeros(count, np.int32),
-        "made": np.zeros(count, np.int32),
-        "live": np.zeros(count, bool),
-        "key": np.zeros((count, 2), np.uint32),
-        "stops": np.full((count, MAX_STOP_IDS), -1, np.int32),
-        "temperature": np.ones(count, np.float32),
-        "top_p": np.ones(count, np.float32),
-        "top_k": np.zeros(count, np.int32),
-        "min_p": np.zeros(count, np.float32),
-        "repetition_penalty": np.ones(count, np.float32),
-    }
+    rows = Rows(
+        token_R=np.zeros(count, np.int32),
+        length_R=np.zeros(count, np.int32),
+        left_R=np.zeros(count, np.int32),
+        made_R=np.zeros(count, np.int32),
+        live_R=np.zeros(count, bool),
+        key_R2=np.zeros((count, 2), np.uint32),
+        stops_RE=np.full((count, MAX_STOP_IDS), -1, np.int32),
+        controls=Controls(
+            temperature_R=np.ones(count, np.float32),
+            top_p_R=np.ones(count, np.float32),
+            top_k_R=np.zeros(count, np.int32),
+            min_p_R=np.zeros(count, np.float32),
+            repetition_penalty_R=np.ones(count, np.float32),
+        ),
+    )
     for i, slot in enumerate(slots):
         if not slot.decoding:
-            # A run of steps writes behind every slot's tokens: what it writes over is no longer held.
+            # Decoding writes `steps` tokens behind those of every slot, live or not. Where there is no room for them,
+            # it overwrites the last ones, which then count as held no longer.
             del slot.held[max(0, capacity - steps) :]
-            rows["length"][i] = len(slot.held)
+            rows.length_R[i] = len(slot.held)
             continue
         run = slot.run
         assert run is not None
-        rows["token"][i] = run.tokens[-1] if run.tokens else run.request.prompt[-1]
-        rows["length"][i] = len(slot.held)
-        rows["left"][i] = run.left
-        rows["made"][i] = len(run.tokens)
-        rows["live"][i] = True
-        rows["key"][i] = run.key
-        rows["stops"][i, : len(run.request.stop_ids)] = run.request.stop_ids
+        rows.token_R[i] = run.next_input
+        rows.length_R[i] = len(slot.held)
+        rows.left_R[i] = run.left
+        rows.made_R[i] = len(run.tokens)
+        rows.live_R[i] = True
+        rows.key_R2[i] = run.key
+        rows.stops_RE[i, : len(run.request.stop_ids)] = run.request.stop_ids
         for name, value in dataclasses.asdict(run.request.sampling).items():
-            rows[name][i] = value
+            getattr(rows.controls, f"{name}_R")[i] = value
     return rows
 
 
-def pack(slots: list[Slot], size: int) -> tuple[dict[str, Any], list[tuple[int, int]], bool]:
+def pack(slots: list[Slot], size: int) -> tuple[Chunk[np.ndarray], list[tuple[int, int]], bool]:
     """A chunk of at most `size` tokens of the prompts that slots still need.
 
-    Gives the chunk for `programs.prefill`, (slot, tokens) for each piece, and whether the first piece goes on behind
-    tokens that its slot holds. Only the first may.
+    Returns the chunk for `programs.prefill`, (slot, tokens) for each piece, and whether the first piece continues
+    tokens that its slot holds. A chunk of 12, with slot 4 at its prompt's token 3, then slots 0 and 2 at their first:
+
+        tokens_C     d e f g   p q r   x y z   . .
+        positions_C  3 4 5 6   0 1 2   0 1 2   0 0
+        group_C      1 1 1 1   2 2 2   3 3 3   0 0    0 is padding; a token sees its own group only
+        entries      (slot 4, start 0, at 3, 4 tokens) (slot 0, start 4, at 0, 3) (slot 2, start 7, at 0, 3)
+
+    Only the first piece may continue a prompt: the program then looks up the cache of one slot, `prefix_slot`.
     """
-    open_slots = [i for i, s in enumerate(slots) if s.run and not s.decoding and s.run.leader is None]
-    begun = [i for i in open_slots if slots[i].held]
+    prefilling = [i for i, s in enumerate(slots) if s.prefilling]
+    begun = [i for i in prefilling if slots[i].held]
     first = begun[:1]
-    order = first + [i for i in open_slots if i not in begun]
-    chunk = {name: np.zeros(size, np.int32) for name in ("tokens", "positions", "group")}
+    order = first + [i for i in prefilling if i not in begun]
+    tokens, positions, group = (np.zeros(size, np.int32) for _ in range(3))
     entries: list[tuple[int, int, int, int]] = []
     pieces: list[tuple[int, int]] = []
     start = 0
     for i in order:
         run, at = slots[i].run, len(slots[i].held)
         assert run is not None
-        count = min(run.prefilled - at, size - start)
+        left = run.prefill_tokens - at
+        count = min(left, size - start)
         if count <= 0:
             break
-        if start and count < run.prefilled - at <= size:
-            # Whole in the next chunk, it needs no program that looks behind.
+        if start and count < left <= size:
+            # It fits the next chunk in one piece, which then needs no program that looks up a prefix.
             continue
         here = slice(start, start + count)
-        chunk["tokens"][here] = run.request.prompt[at : at + count]
-        chunk["positions"][here] = np.arange(at, at + count)
-        chunk["group"][here] = len(pieces) + 1
+        tokens[here] = run.request.prompt[at : at + count]
+        positions[here] = np.arange(at, at + count)
+        group[here] = len(pieces) + 1
         entries += [(i, start + n, at + n, min(WINDOW, count - n)) for n in range(0, count, WINDOW)]
         pieces.append((i, count))
         start += count
+    # A piece has at most one entry that is no full window, so this many entries always suffice: the shape is fixed.
     table = np.zeros((4, len(slots) + size // WINDOW), np.int32)
     table[:, : len(entries)] = np.asarray(entries, np.int32).reshape(-1, 4).T
-    columns = dict(zip(("slot", "start", "at", "tokens"), table, strict=True)) | {"count": np.int32(len(entries))}
-    whole = chunk | {"entries": columns, "prefix_slot": np.int32(first[0] if first else 0)}
-    return whole, pieces, bool(first)
+    prefix_slot = np.asarray(first[0] if first else 0, np.int32)
+    slot_I, start_I, at_I, tokens_I = table
+    columns = Entries(slot_I, start_I, at_I, tokens_I, used=np.asarray(len(entries), np.int32))
+    chunk = Chunk(tokens, positions, group, columns, prefix_slot)
+    return chunk, pieces, bool(first)

@@ -1,4 +1,4 @@
-"""A server that this process starts on loopback, and that does not outlive it."""
+"""A server that this process starts on loopback, and that ends with it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Child:
     """One server; each start has a port of its own."""
 
     def __init__(self, command: Callable[[Path, int], Sequence[str]], environment: Mapping[str, str], log: Path):
-        """`command` gives the words for a model's folder and a port; what the server prints goes to `log`."""
+        """`command` returns the command line for a model's folder and a port; the server's output goes to `log`."""
         self.command, self.environment, self.log = command, dict(environment), log
         self._process: subprocess.Popen[bytes] | None = None
         self.starts = 0
 
     @property
     def pid(self) -> int | None:
-        """The process that holds it (`keeper`); None where it was never started."""
+        """The process of its `keeper`; None if it was never started."""
         return self._process.pid if self._process else None
 
     @property
@@ -34,19 +34,22 @@ class Child:
         return self._process is not None and self._process.poll() is None
 
     def start(self, folder: Path) -> str:
-        """Starts it on a model, ending one that runs; its URL. It answers later: see `Server.wait`."""
+        """Starts it on a model, after ending one that runs; returns its URL.
+
+        It does not answer yet: see `RemoteServer.wait`.
+        """
         self.end()
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        words = [sys.executable, "-S", str(Path(keeper.__file__)), *self.command(folder, port)]
+        command = [sys.executable, "-S", str(Path(keeper.__file__)), *self.command(folder, port)]
         with self.log.open("ab") as log:
-            log.write(f"$ {' '.join(words[3:])}\n".encode())
+            log.write(f"$ {' '.join(command[3:])}\n".encode())
             log.flush()
-            # A session of its own: Ctrl-C at the terminal is for the owner, whose end it then sees.
+            # Its own session: Ctrl-C at the terminal reaches only the owner, and the keeper sees the owner end.
             self._process = subprocess.Popen(
-                words,
+                command,
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -57,7 +60,7 @@ class Child:
         return f"http://127.0.0.1:{port}"
 
     def end(self) -> None:
-        """Ends the server and all that it started."""
+        """Ends the server and every process that it started."""
         if self._process is None:
             return
         assert self._process.stdin is not None

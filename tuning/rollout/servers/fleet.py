@@ -1,9 +1,9 @@
-"""An engine made of HTTP servers, with `load` and `run` as `engine.Engine` has them.
+"""Several HTTP servers used as one engine, with `load` and `run` as `engine.Engine` has them.
 
-Nothing is sampled from a server before it has said whose weights it has and its log-probabilities have agreed with the
-trainer's (R18). A server that is lost is looked for, or started, again, and proves itself anew; its unfinished requests
-go to whoever is free. A sample's seed depends on the request alone (R15); its bits also depend on what the server
-computed beside it.
+No sample is taken from a server before it has reported the policy's weights and its log-probabilities have agreed with
+the trainer's (R18). A lost server is waited for, or started again, and must prove its weights again; its unfinished
+requests go to the next free server. A sample's seed depends on the request alone (R15); its bits also depend on the
+batch in which the server computed it.
 """
 
 from __future__ import annotations
@@ -21,56 +21,50 @@ import httpx
 import numpy as np
 
 from tuning.rollout.requests import Completion, Request
-from tuning.rollout.servers.protocol import (
-    Engine,
-    Policy,
-    ServerLost,
-    ServerRefused,
-    StalePolicy,
-)
-from tuning.rollout.servers.server import Server
+from tuning.rollout.servers.protocol import Policy, ServerKind, ServerLost, ServerRefused, StalePolicy
+from tuning.rollout.servers.server import RemoteServer
 
 Sync = Literal["auto", "weights", "adapter", "restart", "none"]
 Job = tuple[int, Request, int]
-"""Index, request, how often it has been tried."""
+"""Index, request, number of servers that lost it so far."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How servers are used; none of it changes what is sampled."""
+    """How servers are used; none of it changes the distribution that is sampled from."""
 
     sync: Sync = "auto"
-    """How they get new weights. `auto`: by their own endpoints, and a started server that cannot is restarted."""
+    """How they get new weights. `auto`: by their own endpoints; a child that has none is restarted."""
     concurrency: int = 64
     """Requests at one server at a time."""
     tries: int = 4
     """How often a request is given to a server that is then lost."""
     start_seconds: float = 900.0
-    """For a started server to become healthy."""
+    """Time for a started server to become healthy."""
     wait_seconds: float = 60.0
-    """For a lost one to come back."""
+    """Time for a lost server to come back."""
     tolerance: float = 0.1
-    """Mean absolute difference between a server's log-probabilities and the trainer's that is let pass."""
+    """Largest mean absolute difference between a server's log-probabilities and the trainer's."""
     version: str | None = None
-    """The version that servers must have, where they tell one."""
+    """The version that servers must have, if they report one."""
 
 
-class Remote:
+class Fleet:
     """Samples with servers of one kind. Not thread-safe."""
 
     def __init__(
         self,
-        engine: Engine,
-        servers: Sequence[Server],
+        kind: ServerKind,
+        servers: Sequence[RemoteServer],
         options: Options,
         log: Callable[[str], None] = lambda line: None,
     ):
-        self._engine, self._servers, self._options, self._log = engine, servers, options, log
+        self._kind, self._servers, self._options, self._log = kind, servers, options, log
         self._policy: Policy | None = None
-        self._dead: dict[Server, Exception] = {}
+        self._dead: dict[RemoteServer, Exception] = {}
         self._trainer = threading.Lock()
         self.gaps: dict[str, float] = {}
-        """By URL, how far a server's log-probabilities were from the trainer's when it last proved itself."""
+        """By URL, the mean absolute difference of log-probabilities when the server last proved its weights."""
 
     def load(self, policy: Policy) -> None:
         """Samples from this policy from now on.
@@ -80,8 +74,8 @@ class Remote:
         self._policy = policy
         self._dead, self.gaps = {}, {}
         with concurrent.futures.ThreadPoolExecutor(len(self._servers)) as pool:
-            found = {server: pool.submit(self._prepare, server) for server in self._servers}
-        for server, result in found.items():
+            prepared = {server: pool.submit(self._prepare, server) for server in self._servers}
+        for server, result in prepared.items():
             error = result.exception()
             if error is not None and not isinstance(error, ServerLost | ServerRefused | StalePolicy):
                 raise error
@@ -93,14 +87,15 @@ class Remote:
             self._log(f"going on without a server: {error}")
 
     def run(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[Completion]]]:
-        """(index, completions) of each request, as soon as its samples are there.
+        """(index, completions) of each request, as soon as all its samples have ended.
 
-        Raises what `load` raises when the last server is given up, ServerLost for a request that loses each of them.
+        Raises what `load` raises when the last server is given up, and ServerLost for a request that lost `tries`
+        servers.
         """
         policy = self._policy
         if policy is None:
             raise RuntimeError("the engine has no policy; call load(policy) first")
-        bodies = [self._engine.body(r, policy) for r in requests]
+        bodies = [self._kind.body(r, policy) for r in requests]
         jobs: asyncio.Queue[Job] = asyncio.Queue()
         results: asyncio.Queue[tuple[int, list[Completion]] | Exception] = asyncio.Queue()
         for i, request in enumerate(requests):
@@ -121,31 +116,31 @@ class Remote:
         try:
             loop.run_until_complete(begin())
             for _ in requests:
-                found = loop.run_until_complete(results.get())
-                if isinstance(found, Exception):
-                    raise found
-                yield found
+                result = loop.run_until_complete(results.get())
+                if isinstance(result, Exception):
+                    raise result
+                yield result
         finally:
-            # A request in flight is closed, which has its server end it.
+            # Closing the connection of a request in flight makes its server end it.
             loop.run_until_complete(end())
             loop.close()
 
     async def _drive(
-        self, server: Server, policy: Policy, bodies: Sequence[Any], jobs: asyncio.Queue[Job], results: Any
+        self, server: RemoteServer, policy: Policy, bodies: Sequence[Any], jobs: asyncio.Queue[Job], results: Any
     ) -> None:
-        """Gives a server work until it is given up; where there is no more, the caller ends it."""
-        barren = 0
-        """How often it was lost since it last answered."""
+        """Sends jobs to one server, `concurrency` at a time, until it is given up or the caller cancels this task."""
+        losses = 0
+        """How often it was lost since its last answer."""
         while True:
             lost: list[Exception] = []
 
             async def work(client: httpx.AsyncClient, lost: list[Exception] = lost) -> None:
-                nonlocal barren
+                nonlocal losses
                 while not lost:
                     job = await jobs.get()
                     try:
                         results.put_nowait((job[0], await self._sample(client, server, policy, job[1], bodies[job[0]])))
-                        barren = 0
+                        losses = 0
                     except asyncio.CancelledError:
                         jobs.put_nowait(job)
                         raise
@@ -161,15 +156,15 @@ class Remote:
                 try:
                     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 finally:
-                    # Where one request has lost the server all have, and those that wait for work must not take any.
+                    # One request that lost the server means that all have. Idle workers must not take further jobs.
                     for task in tasks:
                         task.cancel()
                     await asyncio.gather(*tasks, return_exceptions=True)
             self._log(f"{lost[0]}\n  its prompts go to the next free server")
-            barren += 1
+            losses += 1
             try:
-                if barren == self._options.tries:
-                    raise ServerLost(f"{server.url} was lost {barren} times without an answer; the last: {lost[0]}")
+                if losses == self._options.tries:
+                    raise ServerLost(f"{server.url} was lost {losses} times without an answer; the last: {lost[0]}")
                 await asyncio.to_thread(self._prepare, server)
             except (ServerLost, ServerRefused, StalePolicy) as e:
                 self._dead[server] = e
@@ -182,17 +177,17 @@ class Remote:
                 return
 
     async def _sample(
-        self, client: httpx.AsyncClient, server: Server, policy: Policy, request: Request, body: Any
+        self, client: httpx.AsyncClient, server: RemoteServer, policy: Policy, request: Request, body: Any
     ) -> list[Completion]:
-        answer = await server.ask(client, self._engine.path, body)
+        answer = await server.ask(client, self._kind.path, body)
         try:
-            completions = self._engine.completions(request, answer)
+            completions = self._kind.completions(request, answer)
         except ServerLost as e:
             raise ServerLost(f"{server.url}, request {request.name or request.counter}: {e}") from e
-        has = self._engine.answered_by(policy, answer)
-        if has is None and self._engine.counted is not None:
+        has = self._kind.answered_by(policy, answer)
+        if has is None and self._kind.counted is not None:
             with contextlib.suppress(ServerRefused):
-                has = self._engine.answered_by(policy, await server.ask(client, self._engine.counted))
+                has = self._kind.answered_by(policy, await server.ask(client, self._kind.counted))
         if has not in (None, policy.weights):
             raise StalePolicy(f"{server.url} was given policy {has} while it sampled from {policy.weights}")
         return completions
@@ -205,8 +200,8 @@ class Remote:
             who = request.name or request.counter
             results.put_nowait(ServerLost(f"request {who} has lost its server {tries + 1} times; the last: {error}"))
 
-    def _prepare(self, server: Server) -> None:
-        """Has a server healthy, with the policy's weights, and proven to have them; remembers by how far it proved it.
+    def _prepare(self, server: RemoteServer) -> None:
+        """Makes a server healthy, gives it the policy's weights and checks its log-probabilities; records the gap.
 
         Raises ServerLost, ServerRefused or StalePolicy.
         """
@@ -229,36 +224,39 @@ class Remote:
                 gap = self._prove(server, policy)
         self.gaps[server.url] = gap
         self._log(
-            f"{self._engine.name} at {server.url} has policy {policy.digest[:12]} after "
+            f"{self._kind.name} at {server.url} has policy {policy.digest[:12]} after "
             f"{time.monotonic() - began:.1f} s; its log-probabilities are {gap:.2g} from the trainer's"
         )
 
-    def _start(self, server: Server, policy: Policy) -> None:
-        """Starts a child on the policy's folder."""
+    def _start(self, server: RemoteServer, policy: Policy) -> None:
+        """Starts the child on the policy's folder and waits until it is healthy."""
         server.start(policy.folder())
         server.wait(self._options.start_seconds)
         server.given = server.started_on = policy.weights
 
-    def _prove(self, server: Server, policy: Policy) -> float:
-        """Brings the weights to a healthy server where it lacks them; how far it is from the trainer then."""
-        version, wanted = self._engine.version(server), self._options.version
+    def _prove(self, server: RemoteServer, policy: Policy) -> float:
+        """Gives a healthy server the weights if it lacks them; returns its gap to the trainer.
+
+        Raises StalePolicy if it cannot have them, or its gap exceeds the tolerance.
+        """
+        version, wanted = self._kind.version(server), self._options.version
         if wanted is not None and version not in (None, wanted):
-            raise ServerRefused(f"{server.url} has {self._engine.name} {version}, and {wanted} was asked for")
+            raise ServerRefused(f"{server.url} has {self._kind.name} {version}, and {wanted} was asked for")
         has = self._weights(server)
         if server.started_on == policy.weights and has != policy.weights:
-            self._engine.label(server, policy)
+            self._kind.label(server, policy)
             has = self._weights(server)
         elif has != policy.weights and not (has is None and self._options.sync == "none"):
             if self._options.sync in ("none", "restart"):
                 raise self._stale(server, has, "its weights are not changed from here")
             server.started_on = server.given = None
-            self._engine.reload(server, policy, policy.folder())
+            self._kind.reload(server, policy, policy.folder())
             server.given = policy.weights
             has = self._weights(server)
         if has not in (None, policy.weights):
             raise self._stale(server, has, "it was told to load it")
         if policy.adapter is not None:
-            self._engine.adapt(server, policy, server.adapter)
+            self._kind.adapt(server, policy, server.adapter)
             server.adapter = policy.digest
         gap = self._gap(server, policy)
         if not gap <= self._options.tolerance:
@@ -271,22 +269,25 @@ class Remote:
             )
         return gap
 
-    def _weights(self, server: Server) -> str | None:
-        """Whose dense weights a server has: as it says, else as it was last given where nobody else could."""
-        found = self._engine.weights(server)
-        return server.given if found is None and server.child is not None else found
+    def _weights(self, server: RemoteServer) -> str | None:
+        """Name of the dense weights that a server has, None if unknown.
 
-    def _stale(self, server: Server, has: str | None, why: str) -> StalePolicy:
+        A child that does not report it has those it was last given: it is on loopback, and only this process uses it.
+        """
+        reported = self._kind.weights(server)
+        return server.given if reported is None and server.child is not None else reported
+
+    def _stale(self, server: RemoteServer, has: str | None, why: str) -> StalePolicy:
         assert self._policy is not None
         says = f"says that it has policy {has}" if has else "does not say which policy it has"
         return StalePolicy(f"{server.url} {says}, wanted is {self._policy.weights}; nothing is sampled from it: {why}")
 
-    def _gap(self, server: Server, policy: Policy) -> float:
+    def _gap(self, server: RemoteServer, policy: Policy) -> float:
         """Mean absolute difference of log-probabilities between a server and the trainer, over the policy's probe."""
         pairs, theirs = [], []
         for request in policy.probe:
-            answer = server.post(self._engine.path, self._engine.body(request, policy))
-            for completion in self._engine.completions(request, answer):
+            answer = server.post(self._kind.path, self._kind.body(request, policy))
+            for completion in self._kind.completions(request, answer):
                 pairs.append((request.prompt, completion.tokens))
                 theirs += completion.logps
         with self._trainer:

@@ -1,8 +1,8 @@
-"""Runs a command in a process group of its own and ends the whole group when the command or whoever asked is gone.
+"""Runs a command in its own process group, and ends the whole group when the command ends or its owner dies.
 
-A server starts processes of its own, which a kill -9 of the server or of its owner would leave behind. The owner holds
-the other end of this process's standard input: its end, however it comes, is read here. Run as a script: nothing of
-this project is imported.
+A server starts further processes, which would survive a kill -9 of the server or of its owner. The owner holds the
+other end of this process's standard input: when the owner dies, however that happens, the pipe closes and is read here
+as its end. This file runs as a script and imports nothing of this project.
 """
 
 import os
@@ -13,10 +13,11 @@ import sys
 import time
 
 GRACE_SECONDS = 5.0
+"""From SIGTERM to SIGKILL."""
 
 
 def group_alive(group: int) -> bool:
-    """Whether any process of the group is left."""
+    """Whether any process of the group is left; one that belongs to another user does not count."""
     try:
         os.killpg(group, 0)
     except (ProcessLookupError, PermissionError):

@@ -1,4 +1,4 @@
-"""One HTTP server of a rollout engine: what it is asked, what it says about itself, how it is found again."""
+"""One HTTP server: its URL, requests to it with retries, and the errors that they raise."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from tuning.rollout.servers.child import Child
 from tuning.rollout.servers.protocol import ServerLost, ServerRefused
 
 BUSY = (408, 425, 429, 500, 502, 503, 504)
-"""Statuses that may pass."""
+"""HTTP statuses that may be different a little later."""
 LONGEST_PAUSE = 8.0
+"""Seconds."""
 
 
 def pause(attempt: int) -> float:
@@ -24,19 +25,19 @@ def pause(attempt: int) -> float:
     return min(0.25 * 2**attempt, LONGEST_PAUSE)
 
 
-class Server:
-    """A server at a URL, or one that `child` starts."""
+class RemoteServer:
+    """A server at a URL, or one that `child` starts. All methods but `ask` block."""
 
     def __init__(
         self, url: str = "", child: Child | None = None, *, timeout: float = 600.0, retries: int = 4, key: str = ""
     ):
-        """`timeout`: seconds without an answer; `retries`: of a request that meets a busy server; `key`: a bearer's."""
+        """`timeout`: seconds without an answer; `retries`: of a request to a busy server; `key`: the bearer token."""
         self.child, self._url = child, url.rstrip("/")
         self._retries = retries
         self.options: dict[str, Any] = {
             "timeout": httpx.Timeout(timeout, connect=10.0, pool=None),
             "headers": {"Authorization": f"Bearer {key}"} if key else {},
-            # A server of one's own is not asked through a proxy that the environment names.
+            # Rollout servers are inside the cluster: a proxy in the environment is for other hosts.
             "trust_env": False,
         }
         self.adapter: str | None = None
@@ -49,7 +50,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where it is now."""
+        """Its present address: a child gets another port with each start."""
         return self._url or "a server that was not started"
 
     def start(self, folder: Path) -> None:
@@ -66,17 +67,17 @@ class Server:
         return False
 
     def wait(self, seconds: float) -> None:
-        """Returns when it is healthy. Raises ServerLost after so many seconds, or when its process has ended."""
+        """Returns when it is healthy. Raises ServerLost after `seconds`, or when its process has ended."""
         deadline = time.monotonic() + seconds
         attempt, last = 0, ""
         while True:
             if self.child is not None and not self.child.alive:
                 raise ServerLost(f"the server at {self.url} is gone: {self.child.obituary()}")
             try:
-                found = httpx.get(f"{self._url}/health", **self.options | {"timeout": 10.0})
-                if found.status_code == 200:
+                health = httpx.get(f"{self._url}/health", **self.options | {"timeout": 10.0})
+                if health.status_code == 200:
                     return
-                last = f"status {found.status_code}"
+                last = f"status {health.status_code}"
             except httpx.TransportError as e:
                 last = f"{type(e).__name__} {e}".strip()
             left = deadline - time.monotonic()
@@ -87,60 +88,60 @@ class Server:
             attempt += 1
 
     def get(self, path: str) -> Any:
-        """The JSON of a path; see `protocols.Control`."""
+        """The JSON of a path. Raises ServerLost and ServerRefused (see `protocol.Control`)."""
         return self._call("GET", path, None)
 
     def post(self, path: str, body: Any = None) -> Any:
-        """As `get`; None where the answer is empty."""
+        """As `get`; None if the answer is empty."""
         return self._call("POST", path, body)
 
     def _call(self, method: str, path: str, body: Any) -> Any:
         for attempt in range(self._retries + 1):
             try:
-                found = httpx.request(method, self._url + path, json=body, **self.options)
+                response = httpx.request(method, self._url + path, json=body, **self.options)
             except httpx.TransportError as e:
                 raise self._lost(path, e) from e
-            # A server that fails at something it was told to do fails again; one that is busy may not.
-            if found.status_code not in BUSY or found.status_code == 500 or attempt == self._retries:
-                return self._read(path, found)
+            # These calls change weights: after a 500 the same call fails again. Other busy statuses are worth a retry.
+            if response.status_code not in BUSY or response.status_code == 500 or attempt == self._retries:
+                return self._read(path, response)
             time.sleep(pause(attempt))
         raise AssertionError("unreachable")
 
     async def ask(self, client: httpx.AsyncClient, path: str, body: Any = None) -> Any:
-        """As `post`, or `get` where there is no body, from a coroutine."""
+        """As `post`, or as `get` without a body, from a coroutine."""
         for attempt in range(self._retries + 1):
             try:
-                found = await client.request("GET" if body is None else "POST", self._url + path, json=body)
+                response = await client.request("GET" if body is None else "POST", self._url + path, json=body)
             except httpx.TransportError as e:
                 raise self._lost(path, e) from e
-            if found.status_code not in BUSY or attempt == self._retries:
-                return self._read(path, found)
+            if response.status_code not in BUSY or attempt == self._retries:
+                return self._read(path, response)
             await asyncio.sleep(pause(attempt))
         raise AssertionError("unreachable")
 
     def _lost(self, path: str, error: Exception) -> ServerLost:
         return ServerLost(f"{self.url}{path}: {type(error).__name__} {error}".rstrip())
 
-    def _read(self, path: str, found: httpx.Response) -> Any:
-        if found.status_code in BUSY:
-            raise ServerLost(f"{self.url}{path} answered {found.status_code}: {_message(found)}")
-        if found.status_code >= 400:
-            raise ServerRefused(f"{self.url}{path} answered {found.status_code}: {_message(found)}")
-        if not found.content:
+    def _read(self, path: str, response: httpx.Response) -> Any:
+        if response.status_code in BUSY:
+            raise ServerLost(f"{self.url}{path} answered {response.status_code}: {_message(response)}")
+        if response.status_code >= 400:
+            raise ServerRefused(f"{self.url}{path} answered {response.status_code}: {_message(response)}")
+        if not response.content:
             return None
         try:
-            return found.json()
+            return response.json()
         except ValueError:
-            # Some endpoints answer in words.
-            return {"message": found.text}
+            # Some endpoints answer with plain text.
+            return {"message": response.text}
 
 
-def _message(found: httpx.Response) -> str:
-    """What a server says about a failure."""
+def _message(response: httpx.Response) -> str:
+    """The error text of a response, in one line of at most 300 characters."""
     try:
-        value = found.json()
+        value = response.json()
         error = value.get("error", value)
         text = error.get("message") or error.get("detail") or error if isinstance(error, dict) else error
     except (ValueError, AttributeError):
-        text = found.text
+        text = response.text
     return " ".join(str(text).split())[:300]

@@ -6,10 +6,10 @@ import jax
 
 from stages.common.settings import Mesh
 from tests.tuning.rollout.engine.test_continuous import CONFIG, PARAMS, requests_of
+from tuning.mesh import Axes, make_mesh, put_params
 from tuning.rollout.engine.engine import Engine
+from tuning.rollout.engine.limits import Limits
 from tuning.rollout.engine.placement import sampling_mesh
-from tuning.rollout.engine.pool import Limits
-from tuning.training.mesh import Axes, make_mesh, put_params
 
 LIMITS = Limits(slots=8, context=128, steps=4, chunks=(8, 32))
 TENSOR = Mesh(data=2, fsdp=1, tensor=-1)
@@ -46,7 +46,7 @@ def main() -> None:
         numbers = [engine.submit(r) for r in requests_of(8)]
         engine.step()
         weights = jax.tree.leaves(engine._decoding[1])
-        held = [x for layer in engine._pool.state["cache"] for x in layer.values()]
+        held = [x for layer in engine._pool.state.cache for x in layer.values()]
         found[name] = {
             "mesh": dict(mesh.shape) if mesh else {},
             "devices": sorted({d.id for x in [*weights, *held] for d in x.devices()}),

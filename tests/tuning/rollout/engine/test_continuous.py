@@ -8,9 +8,8 @@ from tests.tuning.rollout.engine.test_engine import CONFIG, EOS, PARAMS, trainer
 from tuning.rollout.engine import programs
 from tuning.rollout.engine.cache import token_bytes
 from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.pool import Limits
-from tuning.rollout.engine.sampling import Sampling
-from tuning.rollout.requests import RefusedRequest, Request, stop_strings
+from tuning.rollout.engine.limits import Limits
+from tuning.rollout.requests import RefusedRequest, Request, Sampling, stop_strings
 
 LIMITS = Limits(slots=6, context=128, steps=4, chunks=(8, 16))
 

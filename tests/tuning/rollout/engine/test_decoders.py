@@ -10,15 +10,15 @@ import pytest
 from flax import nnx
 
 from tests.tuning.rollout.engine.test_engine import CONFIG
+from tuning.models.decoder import decoder_graph
 from tuning.models.huggingface import random_params
 from tuning.models.quantize import int8_decode, int8_encode
 from tuning.rollout.engine import cache
 from tuning.rollout.engine.cpu import kernels
 from tuning.rollout.engine.decoders import lay_out
 from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.pool import Limits
+from tuning.rollout.engine.limits import Limits
 from tuning.rollout.requests import Request
-from tuning.training.forward import decoder_graph
 
 EVERYTHING = dataclasses.replace(
     CONFIG,
@@ -64,7 +64,7 @@ def attention(q, k, v, spec, mine):
     positions = spec.positions_BL
     mask = positions[:, :, None] >= positions[:, None]
     part = cache.stored(k, v, "float32")
-    out = cache.attend(q, [(part, cache.near_enough(mask, positions[:, :, None], positions[:, None], spec))], spec)
+    out = cache.attend(q, [(part, cache.within_window(mask, positions[:, :, None], positions[:, None], spec))], spec)
     if mine is None:
         return out, part
     far, near, number = mine

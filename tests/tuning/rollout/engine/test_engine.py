@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tuning.device import Compute
 from tuning.models.attention import packed_attention
 from tuning.models.config import tiny
+from tuning.models.decoder import decoder_graph
 from tuning.models.huggingface import random_params
 from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.pool import Limits
-from tuning.rollout.engine.sampling import Sampling
+from tuning.rollout.engine.limits import Limits
+from tuning.rollout.requests import Sampling
 from tuning.training.batch import Group, Layout, micro_batches
-from tuning.training.forward import Compute, decoder_graph, logps_and_entropy
+from tuning.training.forward import logps_and_entropy
 
 CONFIG = tiny(97)
 # Four times the initial scale: distributions that are far from uniform.

@@ -11,7 +11,7 @@ from tuning.models.config import UnsupportedModel
 from tuning.models.huggingface import load_decoder, random_params, save_decoder
 from tuning.rollout.engine import folder
 from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.pool import Limits
+from tuning.rollout.engine.limits import Limits
 from tuning.rollout.requests import Request
 
 QWEN = dataclasses.replace(CONFIG, family="qwen2", tie_embeddings=False, qkv_bias=True)

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tuning.rollout.engine.sampling import Sampling, inverse_cdf, sample
+from tuning.rollout.engine.sampling import Controls, inverse_cdf, sample
+from tuning.rollout.requests import Sampling
 
 torch = pytest.importorskip("torch", reason="parity needs torch")
 
@@ -45,8 +46,8 @@ CASES = {
 
 
 def settings(*asked):
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    return {n: jnp.asarray([getattr(s, n) for s in asked]) for n in names}
+    names = [field.removesuffix("_R") for field in Controls._fields]
+    return Controls(*(jnp.asarray([getattr(s, n) for s in asked]) for n in names))
 
 
 def theirs(logits, sampling, seen):

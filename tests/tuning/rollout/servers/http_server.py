@@ -21,10 +21,10 @@ import stages.serving.server
 from tuning.models.huggingface import load_decoder
 from tuning.models.tokenizer import load_tokenizer
 from tuning.rollout.engine.engine import Engine
+from tuning.rollout.engine.limits import Limits
 from tuning.rollout.engine.live import Live
-from tuning.rollout.engine.pool import Limits
-from tuning.rollout.engine.sampling import Sampling
 from tuning.rollout.requests import Request as Asked
+from tuning.rollout.requests import Sampling
 
 VERSION = "0.0.test"
 

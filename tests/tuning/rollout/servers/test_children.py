@@ -25,9 +25,9 @@ from tests.tuning.rollout.servers.test_fleet import (
     url,
 )
 from tuning.rollout.servers.child import Child
-from tuning.rollout.servers.protocol import ENGINES, ServerLost
-from tuning.rollout.servers.protocol import Start as ServerStart
-from tuning.rollout.servers.server import Server
+from tuning.rollout.servers.kinds import KINDS
+from tuning.rollout.servers.protocol import ServerLost, ServerStart
+from tuning.rollout.servers.server import RemoteServer
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def children(tmp_path):
                 sys.executable,
                 "-m",
                 "tests.tuning.rollout.servers.http_server",
-                *ENGINES["vllm"].arguments(start, port),
+                *KINDS["vllm"].arguments(start, port),
             ]
             return [*words, "--pids", str(tmp_path / f"pids-{number}")]
 
@@ -60,7 +60,7 @@ def pids(tmp_path, number=0):
 @pytest.mark.slow
 def test_a_started_server_that_is_killed_is_started_again_and_nothing_is_lost(children, tmp_path, policy, native):
     child = children()
-    engine = remote(Server(child=child), concurrency=2)
+    engine = remote(RemoteServer(child=child), concurrency=2)
     engine.load(policy("first"))
     # Long samples, so that there is a middle.
     requests = [*requests_of(20, temperature=1.0, samples=4, max_tokens=120), *GREEDY]
@@ -90,9 +90,9 @@ def test_the_others_take_over_from_a_lost_server_and_its_owner_keeps_nothing(
 ):
     child = children()
     place = child.start(folders["first"])
-    lost = Server(place)
+    lost = RemoteServer(place)
     lost.wait(120)
-    engine = remote(lost, Server(url), concurrency=1, wait_seconds=0.5)
+    engine = remote(lost, RemoteServer(url), concurrency=1, wait_seconds=0.5)
     engine.load(policy("first"))
     stream = engine.run([*requests_of(20, samples=4, max_tokens=100), *GREEDY])
     found = dict([next(stream)])
@@ -138,6 +138,6 @@ def test_a_command_that_ends_at_once_is_told_with_its_log(tmp_path, policy):
     def command(folder, port):
         return [sys.executable, "-c", "import sys; sys.exit('no such model')"]
 
-    server = Server(child=Child(command, {}, tmp_path / "log"))
+    server = RemoteServer(child=Child(command, {}, tmp_path / "log"))
     with pytest.raises(ServerLost, match=r"(?s)is gone: it ended with status 1.*no such model"):
         remote(server).load(policy("first"))

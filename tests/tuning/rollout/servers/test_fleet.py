@@ -16,20 +16,20 @@ import pytest
 from fastapi import FastAPI, Request, Response
 
 from tests.tuning.rollout.servers.http_server import VERSION, State, make_app, serve
+from tuning.device import Compute
 from tuning.models.byte_tokenizer import byte_tokenizer
 from tuning.models.config import tiny
 from tuning.models.huggingface import random_params, save_decoder
 from tuning.models.tokenizer import save_tokenizer
 from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.pool import Limits
-from tuning.rollout.engine.sampling import Sampling
-from tuning.rollout.requests import RefusedRequest
+from tuning.rollout.engine.limits import Limits
+from tuning.rollout.requests import RefusedRequest, Sampling
 from tuning.rollout.requests import Request as Asked
-from tuning.rollout.servers.fleet import Options, Remote
-from tuning.rollout.servers.protocol import ENGINES, Policy, ServerLost, ServerRefused, StalePolicy, sample_seed
-from tuning.rollout.servers.server import Server
+from tuning.rollout.servers.fleet import Fleet, Options
+from tuning.rollout.servers.kinds import KINDS
+from tuning.rollout.servers.protocol import Policy, ServerLost, ServerRefused, StalePolicy, sample_seed
+from tuning.rollout.servers.server import RemoteServer
 from tuning.training.completions import token_logps
-from tuning.training.forward import Compute
 
 TOKENIZER = byte_tokenizer()
 CONFIG = tiny(len(TOKENIZER))
@@ -105,7 +105,7 @@ def url(state):
 
 def remote(*servers, kind="vllm", **changes):
     lines = []
-    made = Remote(ENGINES[kind], servers, dataclasses.replace(OPTIONS, **changes), lines.append)
+    made = Fleet(KINDS[kind], servers, dataclasses.replace(OPTIONS, **changes), lines.append)
     made.lines = lines
     return made
 
@@ -125,7 +125,7 @@ def same(found, expected):
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_greedy_completions_are_the_native_engines_before_and_after_an_update(kind, url, state, policy, native):
-    engine = remote(Server(url), kind=kind)
+    engine = remote(RemoteServer(url), kind=kind)
     for name in ("first", "second"):
         engine.load(policy(name))
         assert state.version == name
@@ -136,7 +136,7 @@ def test_greedy_completions_are_the_native_engines_before_and_after_an_update(ki
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_samples_are_the_trainers_by_temperature_and_depend_on_seed_counter_and_number(kind, url, policy):
-    engine = remote(Server(url), kind=kind)
+    engine = remote(RemoteServer(url), kind=kind)
     engine.load(policy("first", temperature=0.7))
     requests = requests_of(6, temperature=0.7, samples=3)
     found = run(engine, requests)
@@ -159,10 +159,10 @@ def test_seeds_differ():
 
 
 def test_the_same_policy_is_not_loaded_twice(url, state, policy):
-    engine = remote(Server(url))
+    engine = remote(RemoteServer(url))
     engine.load(policy("second"))
     state.calls.clear()
-    remote(Server(url)).load(policy("second"))
+    remote(RemoteServer(url)).load(policy("second"))
     assert "/collective_rpc" not in state.calls
     assert "/v1/completions" in state.calls
 
@@ -170,20 +170,20 @@ def test_the_same_policy_is_not_loaded_twice(url, state, policy):
 def test_a_stale_server_is_refused_and_both_policies_are_named(url, state, policy):
     state.version = "older"
     with pytest.raises(StalePolicy, match="says that it has policy older, wanted is second; nothing is sampled"):
-        remote(Server(url), sync="none").load(policy("second"))
+        remote(RemoteServer(url), sync="none").load(policy("second"))
     assert "/v1/completions" not in state.calls
 
 
 def test_a_server_that_only_claims_to_have_the_policy_is_found_out(url, state, policy):
     state.version = "second"
     with pytest.raises(StalePolicy, match=r"wanted is second; .* log-probabilities are [\d.]+ from the trainer's"):
-        remote(Server(url)).load(policy("second"))
+        remote(RemoteServer(url)).load(policy("second"))
 
 
 def test_log_probabilities_before_the_temperature_are_found_out(url, policy):
     raw = dataclasses.replace(policy("first", temperature=0.5), logps=lambda p, t: trainer("first")(p, 1.0))
     with pytest.raises(StalePolicy, match="processed_logprobs"):
-        remote(Server(url)).load(raw)
+        remote(RemoteServer(url)).load(raw)
 
 
 def test_a_server_that_does_not_say_whose_weights_it_has_must_prove_them(folders, policy, native):
@@ -194,7 +194,7 @@ def test_a_server_that_does_not_say_whose_weights_it_has_must_prove_them(folders
     app = stages.serving.server.make_app(stages.serving.server.Server(state.live, TOKENIZER, "policy", (), 256))
     server, thread, url = serve(app)
     try:
-        engine = remote(Server(url), sync="none")
+        engine = remote(RemoteServer(url), sync="none")
         engine.load(policy("first"))
         same(run(engine, GREEDY), native["first"])
         with pytest.raises(StalePolicy, match="does not say which policy it has, wanted is second"):
@@ -206,12 +206,12 @@ def test_a_server_that_does_not_say_whose_weights_it_has_must_prove_them(folders
 
 
 def test_answers_of_other_weights_are_thrown_away(url, state, policy, native):
-    engine = remote(Server(url), concurrency=2)
+    engine = remote(RemoteServer(url), concurrency=2)
     engine.load(policy("first"))
     stream = engine.run(GREEDY)
     found = dict([next(stream)])
     # Somebody else's run comes by.
-    remote(Server(url)).load(policy("second"))
+    remote(RemoteServer(url)).load(policy("second"))
     found |= dict(stream)
     assert any("was given policy second while it sampled from first" in line for line in engine.lines)
     same([found[i] for i in range(len(GREEDY))], native["first"])
@@ -219,9 +219,9 @@ def test_answers_of_other_weights_are_thrown_away(url, state, policy, native):
 
 
 def test_another_version_is_refused(url, policy):
-    remote(Server(url), version=VERSION).load(policy("first"))
+    remote(RemoteServer(url), version=VERSION).load(policy("first"))
     with pytest.raises(ServerRefused, match=f"has vllm {VERSION}, and 9.9 was asked for"):
-        remote(Server(url), version="9.9").load(policy("first"))
+        remote(RemoteServer(url), version="9.9").load(policy("first"))
 
 
 @pytest.fixture
@@ -258,7 +258,7 @@ def proxy(url):
 
 def test_a_busy_gateway_is_asked_again(proxy, policy, native):
     place, bodies = proxy(lambda number, body: number % 3 == 0, 503)
-    engine = remote(Server(place), concurrency=4)
+    engine = remote(RemoteServer(place), concurrency=4)
     engine.load(policy("first"))
     same(run(engine, GREEDY), native["first"])
     # 12 requests and 2 of the probe, and a third of all were turned away.
@@ -271,7 +271,7 @@ def test_a_server_that_fails_at_everything_is_given_up(proxy, policy):
     probes = [r.counter for r in policy("first").probe]
     passed = {sample_seed(48, 7, counter) for counter in probes}
     place, bodies = proxy(lambda number, body: body["seed"] not in passed, 500)
-    engine = remote(Server(place, retries=1), concurrency=3, tries=3)
+    engine = remote(RemoteServer(place, retries=1), concurrency=3, tries=3)
     engine.load(policy("first"))
     with pytest.raises(ServerLost, match=r"was lost 3 times without an answer; the last: .* answered 500: the gateway"):
         run(engine, GREEDY)
@@ -279,7 +279,7 @@ def test_a_server_that_fails_at_everything_is_given_up(proxy, policy):
 
 
 def test_what_a_server_declines_ends_the_run_with_its_words(url, policy):
-    engine = remote(Server(url))
+    engine = remote(RemoteServer(url))
     engine.load(policy("first"))
     long = Asked([1] * 300, 5, Sampling(1.0), STOPS)
     with pytest.raises(ServerRefused, match="/v1/completions answered 400: the prompt has 300 tokens; the context is"):
@@ -291,9 +291,9 @@ def test_what_a_server_declines_ends_the_run_with_its_words(url, policy):
 def test_what_an_engine_would_do_otherwise_is_refused(policy):
     limited = Asked([1], 5, Sampling(1.0, top_p=0.9), STOPS, name="here")
     with pytest.raises(RefusedRequest, match="request here: SGLang's log-probabilities are those before top_p"):
-        ENGINES["sglang"].body(limited, policy("first"))
+        KINDS["sglang"].body(limited, policy("first"))
     with pytest.raises(RefusedRequest, match="stop strings"):
-        ENGINES["vllm"].body(Asked([1], 5, find_stop=lambda t: None), policy("first"))
+        KINDS["vllm"].body(Asked([1], 5, find_stop=lambda t: None), policy("first"))
 
 
 @pytest.mark.parametrize(
@@ -315,23 +315,23 @@ def test_what_an_engine_would_do_otherwise_is_refused(policy):
 )
 def test_an_answer_that_is_not_whole_is_none(answer, message):
     with pytest.raises(ServerLost, match=message):
-        ENGINES["vllm"].completions(Asked([5], 3, stop_ids=(9,)), answer)
+        KINDS["vllm"].completions(Asked([5], 3, stop_ids=(9,)), answer)
 
 
 def test_a_server_that_is_not_there(policy):
     with pytest.raises(ServerLost, match="http://127.0.0.1:9/health was not well within 0.5 s"):
-        remote(Server("http://127.0.0.1:9"), start_seconds=0.5).load(policy("first"))
+        remote(RemoteServer("http://127.0.0.1:9"), start_seconds=0.5).load(policy("first"))
 
 
 def test_one_of_two_servers_is_enough(url, policy, native):
-    engine = remote(Server("http://127.0.0.1:9"), Server(url), start_seconds=0.5)
+    engine = remote(RemoteServer("http://127.0.0.1:9"), RemoteServer(url), start_seconds=0.5)
     engine.load(policy("first"))
     same(run(engine, GREEDY), native["first"])
     assert any("going on without a server: http://127.0.0.1:9" in line for line in engine.lines)
 
 
 def test_leaving_early_ends_what_runs(url, state, policy):
-    engine = remote(Server(url), concurrency=2)
+    engine = remote(RemoteServer(url), concurrency=2)
     engine.load(policy("first"))
     before = threading.active_count()
     stream = engine.run(requests_of(8, samples=2, max_tokens=150))

@@ -1,5 +1,5 @@
-"""Decoding's kernels for CPU, in C: XLA's products of few rows reach half of what the cores can do, its attention less.
+"""CPU kernels for decoding, in C: XLA's products of few rows reach half the speed of the cores, its attention less.
 
-`kernels` builds the sources with the machine's own compiler; `products` and `attention` call them, and say when they
-can be. Without a compiler XLA does the same.
+`kernels` builds the sources with the machine's own compiler; `products` and `attention` call them, and say for which
+types and shapes. Without a compiler XLA computes the same.
 """

@@ -1,7 +1,7 @@
 """Attention of a decoding step by a kernel (`attention.c`).
 
 XLA on CPU runs the small products of attention on one core, over every slot to the capacity. The kernel takes all
-cores and reads what each row sees. Where it does not suit, `cache.attend` does the same.
+cores and reads only what each row sees. Where it does not suit, `cache.attend` computes the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LANES = 16
 
 
 def suits(kv: str, head_dim: int) -> bool:
-    """Whether the kernel is for this backend, this type of keys and values, and these heads."""
+    """Whether the kernel supports this backend, this type of keys and values, and this head size."""
     return jax.default_backend() == "cpu" and kv in KV_TYPES and head_dim % LANES == 0
 
 
@@ -36,8 +36,8 @@ def attend(
 ) -> jax.Array:
     """Attention of one query a row (C is 1) over the first `length_R` cached tokens and `t` + 1 new ones.
 
-    Stacks as in `cache`, of the type that the kernel was built for; `number` is the layer's in them. The query's
-    position is `length_R` + `t`. Rows that are not live see new tokens only; nobody reads what comes of them. Out
+    Stacks as in `cache`, of the type that the kernel was built for; `number` is the layer's index in them. The query's
+    position is `length_R` + `t`. Rows that are not live see new tokens only; their output is not used. Out
     [R, 1, N, H], in the type of the queries.
     """
     r, _, n, h = q_RCNH.shape

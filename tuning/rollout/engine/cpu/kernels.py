@@ -1,4 +1,4 @@
-"""The C sources of this folder, built by the machine's own compiler and made known to XLA."""
+"""The C sources of this folder, built by the machine's own compiler and registered with XLA."""
 
 from __future__ import annotations
 
@@ -22,33 +22,32 @@ SOURCES = sorted(p for p in Path(__file__).parent.iterdir() if p.suffix in (".c"
 _NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
 OPTIONS = ("-O3", _NATIVE, "-std=gnu11", "-fPIC", "-shared")
 KV_TYPES = {"float32": "FLOAT", "bfloat16": "BFLOAT", "int8": "INT8"}
-"""Types of keys and values that there are kernels for, by their names in C."""
+"""Types of keys and values that the kernels support, with their names in C."""
 _LOCK = threading.Lock()
 _REGISTERED: set[str] = set()
 _log = logging.getLogger(__name__)
 
 
 class Kernels(NamedTuple):
-    """The names under which XLA knows each kernel; None where XLA does that work itself."""
+    """The name under which each kernel is registered with XLA; None where XLA does that work itself."""
 
     attention: str | None = None
     products: str | None = None
 
 
 def build(kv: str = "float32", compiler: str | None = None) -> Kernels:
-    """All kernels; none, with a warning that says why, where they cannot be built.
+    """All kernels; none, with a warning that says why, if they cannot be built.
 
-    `kv`, of `KV_TYPES`, is the type of keys and values: a build is for one.
-    `compiler` is a command, by default that of the environment variable CC, or `cc`. Where JAX keeps what it compiles,
-    kernels stay there too, for these sources, type, compiler, processor and version of jaxlib; else they are this
-    process's.
+    A build supports one type `kv` of keys and values, of `KV_TYPES`. `compiler` is a command, by default that of the
+    environment variable CC, or `cc`. With a persistent compilation cache of JAX, libraries are stored in it, by
+    sources, type, compiler, processor and version of jaxlib; else each process builds its own.
     """
     with _LOCK:
         return _build(kv, compiler or _default())
 
 
 def has_compiler() -> bool:
-    """Whether there is the command that `build` takes by default. It may still fail."""
+    """Whether the default compiler of `build` exists. It may still fail."""
     return shutil.which(_default()) is not None
 
 
@@ -64,7 +63,7 @@ def _build(kv: str, compiler: str) -> Kernels:
         said = getattr(e, "stderr", None) or e
         _log.warning("decoding is left to XLA, which is slower: `%s` built no kernels: %s", compiler, said)
         return Kernels()
-    # Programs that JAX keeps call a kernel by name: another kernel needs another.
+    # Programs in the compilation cache call a kernel by name, so another build must have another name.
     names = {kernel: f"rlhf_{kernel}_{name}" for kernel in Kernels._fields}
     for kernel, target in names.items():
         if target not in _REGISTERED:
@@ -74,7 +73,7 @@ def _build(kv: str, compiler: str) -> Kernels:
 
 
 def built(kv: str, compiler: str) -> tuple[str, ctypes.CDLL]:
-    """(what the build depends on, as a hash; the library). Raises OSError or SubprocessError."""
+    """(hash of everything that the build depends on, library). Raises OSError or SubprocessError."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
     texts = (source.read_text() for source in SOURCES)
     options = (*OPTIONS, f"-DKV={KV_TYPES[kv]}")
@@ -86,7 +85,7 @@ def built(kv: str, compiler: str) -> tuple[str, ctypes.CDLL]:
         library = folder / f"{name}.so"
         if not library.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            # Under its name it is whole, whoever else builds it at the same time.
+            # Renamed when complete: other processes may build the same library at the same time.
             with tempfile.TemporaryDirectory(dir=folder) as place:
                 made = Path(place) / library.name
                 sources = [str(source) for source in SOURCES if source.suffix == ".c"]
@@ -97,7 +96,7 @@ def built(kv: str, compiler: str) -> tuple[str, ctypes.CDLL]:
 
 
 def _processor() -> str:
-    """What `_NATIVE` depends on: machines that share a folder may differ."""
+    """The processor that `_NATIVE` compiles for: machines with different ones may share a folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

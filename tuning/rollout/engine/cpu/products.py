@@ -1,8 +1,8 @@
-"""Products with large matrices, which decoding's few rows and prefill consist of, by a kernel (`products.c`).
+"""Matrix products of decoding and prefill by a kernel (`products.c`).
 
-The matrix lies as [O, I], an output's weights beside each other: it is read once, from front to back. A row has the
-same results, to the bit, among whatever other rows it is, and a row of zeros costs next to nothing. Matrices are in
-stacks, of which the kernel takes one by its number: a loop over layers copies nothing out of them.
+The matrix is stored as [O, I], so that it is read once, front to back. A row's result is bit-identical whatever other
+rows are in the batch, and a row of zeros costs almost nothing. The kernel takes a stack of matrices and an index: a
+loop over layers copies nothing out of the stack.
 
 Axes: R rows, I in, O out, N matrices.
 """
@@ -16,11 +16,11 @@ from flax import nnx
 from tuning.models.quantize import Stored, int8_decode, int8_encode
 
 FEW_ROWS = 32
-"""Up to which XLA on CPU passes over the matrix faster where it is the left operand."""
+"""Up to this number of rows, XLA on CPU reads the matrix faster if it is the left operand."""
 
 
 def suits(dtype: str) -> bool:
-    """Whether the kernel is for this backend and type of computation; weights may be in int8."""
+    """Whether the kernel supports this backend and type of computation; weights may be in int8."""
     return jax.default_backend() == "cpu" and dtype in ("float32", "bfloat16")
 
 
@@ -29,14 +29,14 @@ def product(
 ) -> jax.Array:
     """x [..., I] times the transpose of one matrix -> [..., O] in at least float32.
 
-    The matrix is of the type of x; or it is int8, and `scale_O` has what each output's weights are multiplied by.
-    `target` is the name under which XLA knows the kernel, for what it suits; None leaves the product to XLA, which
-    copies the matrix first where a loop counts the number.
+    The matrix has the type of x; or it is int8, and `scale_O` is the factor of each output's weights. `target` is the
+    registered name of the kernel, for types that it supports. None leaves the product to XLA, which copies the matrix
+    out of the stack first if `number` is the counter of a loop.
     """
     rows, outs = x.reshape(-1, x.shape[-1]), weight_NOI.shape[1]
     accumulate = jnp.promote_types(x.dtype, jnp.float32)
     if target:
-        # The kernel takes this for granted.
+        # The kernel does not check this.
         assert weight_NOI.dtype == (x.dtype if scale_O is None else jnp.int8) and x.shape[-1] == weight_NOI.shape[2]
         call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((len(rows), outs), jnp.float32))
         scales = () if scale_O is None else (scale_O,)
@@ -55,13 +55,13 @@ def product(
 
 
 class InStack(nnx.Variable):
-    """A parameter of which a loop over layers takes no slice."""
+    """A stacked parameter that a loop over layers passes on undivided."""
 
 
 class OutIn(nnx.Module):
     """The kernel of a `linear.Linear` as [O, I]; stacked, [N, O, I], one of them at a time. In int8 as `quantize.Int8`.
 
-    `number` says which, `target` is as in `product`; both are set before use.
+    `number` is the index, `target` as in `product`; both are set before use.
     """
 
     number: jax.Array | int = 0

@@ -17,7 +17,7 @@ from tuning.rollout.engine import cache
 from tuning.rollout.engine.cpu import attention as cpu_attention
 from tuning.rollout.engine.cpu import kernels
 from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.sampling import Sampling
+from tuning.rollout.requests import Sampling
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="a kernel for the CPU")
 HEADS, STEPS = 2, 5
@@ -64,8 +64,8 @@ def plain(q, far, near, length, t, spec):
     older = jnp.broadcast_to(cached < length, (len(q), 1, cached.size))
     newer = jnp.broadcast_to(new <= t, (len(q), 1, STEPS))
     parts = [
-        (far, cache.near_enough(older, length + t, cached, spec)),
-        (near, cache.near_enough(newer, length + t, length + new, spec)),
+        (far, cache.within_window(older, length + t, cached, spec)),
+        (near, cache.within_window(newer, length + t, length + new, spec)),
     ]
     return cache.attend(q, parts, spec)
 

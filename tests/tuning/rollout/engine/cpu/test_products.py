@@ -11,7 +11,7 @@ from tuning.models.config import tiny
 from tuning.models.quantize import int8_decode, int8_encode
 from tuning.rollout.engine.cpu import kernels, products
 from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.pool import Limits
+from tuning.rollout.engine.limits import Limits
 from tuning.rollout.requests import Request
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="a kernel for the CPU")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flows.report.diagnostics import round_warnings
+from flows.report.advice import round_warnings
 
 HEALTHY = {"entropy": [1.0] * 3, "kl": [0.01] * 3, "mean_length": [5.0] * 3, "zero_variance": [0.3] * 3}
 

@@ -1,0 +1,77 @@
+"""Starts a run, with Prefect or without, and turns its errors into messages and exit codes."""
+
+from __future__ import annotations
+
+import os
+
+import typer
+
+from flows.cli.shared import err, usage_error
+from flows.recipe.model import Recipe, RecipeError
+
+# Prefect's own lines stay out of the terminal; its log of the run has them.
+QUIET = {
+    "DO_NOT_TRACK": "1",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+    "PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED": "false",
+}
+
+
+def launch(
+    recipe: Recipe,
+    no_prefect: bool,
+    *,
+    name: str | None = None,
+    force: set[str] | None = None,
+    only: set[str] | None = None,
+) -> None:
+    """Runs a recipe. Exits with 2 for a usage error, 1 for a failed stage, 130 after Ctrl-C."""
+    from flows.running.plain import run_plain
+    from stages.worker.client import StageFailed, WorkerDied
+
+    try:
+        (run_plain if no_prefect else run_with_prefect)(recipe, name=name, force=force, only=only)
+    except (FileExistsError, RecipeError) as e:
+        raise usage_error(str(e)) from e
+    except (StageFailed, WorkerDied) as e:
+        err.print(f"failed: {e}", markup=False, soft_wrap=True)
+        err.print("what is finished is kept; the same command goes on from there", markup=False)
+        raise typer.Exit(1) from e
+    except KeyboardInterrupt as e:
+        err.print("interrupted; what is finished is kept, the same command goes on from there", markup=False)
+        raise typer.Exit(130) from e
+
+
+def run_with_prefect(recipe: Recipe, *, name: str | None, force: set[str] | None, only: set[str] | None) -> None:
+    """Runs the flow in this process, on the server that Prefect is set to or else on a private one.
+
+    A private server ends with the run.
+    """
+    for setting, value in QUIET.items():
+        os.environ.setdefault(setting, value)
+    from flows.orchestration.server import PrivateServer, ServerFailed, may_be_set
+
+    # Starting a server takes longest, and asking Prefect for its settings means to import it for two seconds: without
+    # a sign of such settings the server starts first and comes up during the import.
+    server = None if may_be_set() else PrivateServer()
+    try:
+        from prefect.context import refresh_global_settings_context
+        from prefect.settings import get_current_settings
+
+        private = get_current_settings().api.url is None
+        if private:
+            server = server or PrivateServer()
+            os.environ["PREFECT_API_URL"] = server.url
+            refresh_global_settings_context()
+        from flows.pipeline import run_recipe
+
+        if private and server:
+            server.wait()
+        run_recipe(recipe, name=name, force=force, only=only)
+    except ServerFailed as e:
+        raise SystemExit(f"failed: {e}") from None
+    finally:
+        if server:
+            os.environ.pop("PREFECT_API_URL", None)
+            server.stop()

@@ -1,0 +1,80 @@
+"""Commands that look at a store: its runs, their stages and reports, the state of its files."""
+
+from __future__ import annotations
+
+import warnings
+
+import typer
+from rich.table import Table
+
+from flows.cli.shared import RunName, StoreUrl, group, out, record_of
+from flows.records import all_runs, status_of
+from stages.store.artifacts import Store
+
+commands = group()
+
+
+@commands.command()
+def runs(store: StoreUrl) -> None:
+    """List the runs of a store."""
+    table = Table(box=None)
+    for column in ("run", "status", "started", "made", "cached", "RL score"):
+        table.add_column(column)
+    for record in all_runs(Store(store)):
+        states = [e.get("state") for e in record["nodes"].values()]
+        score = record["nodes"].get("evaluate.rl", {}).get("metrics", {}).get("score")
+        shown = "" if score is None else f"{score:.3f}"
+        cells = [record["name"], status_of(record), record["started"], states.count("made"), states.count("hit"), shown]
+        table.add_row(*[str(c) for c in cells])
+    out.print(table)
+
+
+@commands.command()
+def show(store: StoreUrl, run_name: RunName = None) -> None:
+    """Show a run: each stage with its state, time, key and first figures."""
+    from stages.contract.registry import stage
+
+    record = record_of(store, run_name)
+    out.print(f"{record['name']}  {status_of(record)}  {record['started']}", markup=False)
+    for name, e in record["nodes"].items():
+        figures = stage(e["stage"]).figures(e["metrics"]) if "metrics" in e else e.get("error", "")
+        seconds = f"{e.get('seconds', 0):.1f} s"
+        out.print(
+            f"  {name:<20} {e['state']:<7} {seconds:>8}  {e['key'][:12]}  {figures}", markup=False, soft_wrap=True
+        )
+    place = Store(store)
+    out.print(f"report  {place.join('runs', record['name'], 'report.html')}", markup=False, soft_wrap=True)
+    out.print(f"log     {place.scratch / 'runs' / record['name'] / 'worker.log'}", markup=False, soft_wrap=True)
+
+
+@commands.command()
+def report(store: StoreUrl, run_name: RunName = None) -> None:
+    """Write a run's HTML report again and print where it is."""
+    from flows.report.page import write_report
+
+    out.print(write_report(Store(store), record_of(store, run_name)["name"]), markup=False, soft_wrap=True)
+
+
+@commands.command()
+def verify(store: StoreUrl) -> None:
+    """Check the checksums of every artifact in a store; set damaged ones aside."""
+    place = Store(store)
+    keys = place.all_keys()
+    damages = [damage for stage, key in keys if (damage := _damage(place, stage, key))]
+    for damage in damages:
+        out.print(f"damaged: {damage}", markup=False, soft_wrap=True)
+    hint = "; the next run makes them again" if damages else ""
+    out.print(f"{len(keys)} artifacts, {len(damages)} damaged{hint}")
+    raise typer.Exit(1 if damages else 0)
+
+
+def _damage(store: Store, stage: str, key: str) -> str | None:
+    """What is wrong with an artifact, which is then set aside; None where all checksums are right."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        # Without a readable manifest `get` itself sets the artifact aside, and warns.
+        artifact = store.get(stage, key)
+    if artifact is None:
+        return str(caught[-1].message) if caught else key
+    fault = store.verify(artifact)
+    return f"{artifact.url}: {fault}; moved to {store.set_aside(stage, key)}" if fault else None

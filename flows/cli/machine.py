@@ -1,0 +1,18 @@
+"""Commands about the machine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import typer
+
+from flows.cli.shared import group
+
+commands = group()
+
+
+@commands.command()
+def doctor() -> None:
+    """Show the device, what it decides for a recipe, and the versions in use."""
+    raise typer.Exit(subprocess.call([sys.executable, "-m", "stages.tools.doctor"]))

@@ -1,0 +1,82 @@
+"""Commands that use the policy of a run."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from flows.cli.options import with_options
+from flows.cli.shared import (
+    NodeName,
+    RunName,
+    StoreUrl,
+    artifact_of,
+    become,
+    err,
+    group,
+    out,
+    record_of,
+    usage_error,
+)
+from stages.serving.settings import Chat, ChatOptions, PolicyPlace, Serve, ServeOptions
+from stages.store.artifacts import Store
+
+commands = group()
+
+
+@commands.command()
+@with_options(ChatOptions)
+def chat(options: ChatOptions, store: StoreUrl, run_name: RunName = None, node: NodeName = "export") -> None:
+    """Talk to the policy of a run."""
+    record, place = _policy(store, run_name, node)
+    system = record["recipe"]["data"].get("system_prompt")
+    become("stages.serving.chat", Chat(policy=place, options=options, system=system).model_dump_json())
+
+
+@commands.command()
+@with_options(ServeOptions)
+def serve(options: ServeOptions, store: StoreUrl, run_name: RunName = None, node: NodeName = "export") -> None:
+    """Serve the policy of a run as an OpenAI-compatible endpoint (chat and completions, streaming, logprobs)."""
+    record, place = _policy(store, run_name, node)
+    name = f"{record['name']}:{node}"
+    become("stages.serving.server", Serve(policy=place, options=options, name=name).model_dump_json())
+
+
+@commands.command()
+def export(
+    store: StoreUrl,
+    run_name: RunName = None,
+    to: Annotated[str | None, typer.Option(help="Copy the folder here.")] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Check that transformers (torch) gives equal logits.")
+    ] = False,
+) -> None:
+    """Show, copy or verify a run's exported Hugging Face folder."""
+    artifact = artifact_of(Store(store), record_of(store, run_name, "export"), "export")
+    folder = artifact.local()
+    if to is not None:
+        target = Path(to)
+        if target.exists() and any(target.iterdir()):
+            raise usage_error(f"{to} exists and is not empty")
+        shutil.copytree(folder, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json", "logs"))
+        folder = target
+    out.print(str(folder), markup=False, soft_wrap=True)
+    if verify:
+        fault = Store(store).verify(artifact)
+        if fault:
+            err.print(f"failed: {fault}", markup=False)
+            raise typer.Exit(1)
+        raise typer.Exit(subprocess.call([sys.executable, "-m", "stages.tools.verify_export", str(folder)]))
+
+
+def _policy(store: str, run_name: str | None, node: str) -> tuple[dict[str, Any], PolicyPlace]:
+    """A run's record, and where the policy of one of its nodes is stored."""
+    record = record_of(store, run_name, node)
+    artifact = artifact_of(Store(store), record, node)
+    base = record["nodes"]["base"]["key"]
+    return record, PolicyPlace(store=store, stage=artifact.stage, key=artifact.key, base=base)

@@ -1,0 +1,79 @@
+"""What the commands share: options, output, errors, and access to the runs of a store."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from flows.recipe.model import Recipe
+from flows.records import UnknownRun, all_runs, find_run
+from stages.store.artifacts import Artifact, Store
+from stages.worker.client import worker_environment
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+DEFAULT_STORE: str = Recipe.model_fields["store"].default
+
+RecipeName = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A built-in recipe's name or the path of a YAML file.")
+]
+Sets = Annotated[
+    list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="Set one field of the recipe; repeatable.")
+]
+StoreUrl = Annotated[
+    str,
+    typer.Option(
+        "--store",
+        help=f"Folder or fsspec URL of the artifacts; {DEFAULT_STORE} if left out.",
+        default_factory=lambda: DEFAULT_STORE,
+        show_default=False,
+    ),
+]
+RunName = Annotated[str | None, typer.Argument(metavar="[RUN]", help="A run's name; the newest if left out.")]
+NodeName = Annotated[str, typer.Option("--node", help="Which policy: export, sft, base or round-003.update.")]
+NoPrefect = Annotated[bool, typer.Option("--no-prefect", help="Run the stages without Prefect: no server, no UI.")]
+
+
+def group() -> typer.Typer:
+    """The commands of one module; `flows.cli.app` joins the groups."""
+    return typer.Typer(rich_markup_mode=None)
+
+
+def usage_error(message: str) -> typer.Exit:
+    """Prints one clear error; exit code 2."""
+    err.print(f"error: {message}", markup=False, soft_wrap=True)
+    return typer.Exit(2)
+
+
+def record_of(store: str, name: str | None, node: str | None = None) -> dict[str, Any]:
+    """The named run, or the newest; with `node`, the newest in which that node is finished."""
+    if name is None and node is not None:
+        for record in reversed(all_runs(Store(store))):
+            if "digest" in record["nodes"].get(node, {}):
+                return record
+    try:
+        return find_run(Store(store), name)
+    except UnknownRun as e:
+        raise usage_error(str(e)) from e
+
+
+def artifact_of(store: Store, record: dict[str, Any], node: str) -> Artifact:
+    """The artifact of a run's node; a usage error where it is not finished or no longer stored."""
+    entry = record["nodes"].get(node)
+    if entry is None or "digest" not in entry:
+        raise usage_error(f"run {record['name']} has no finished {node}; finished are {', '.join(record['nodes'])}")
+    artifact = store.get(entry["stage"], entry["key"])
+    if artifact is None:
+        raise usage_error(f"{node} of {record['name']} is gone from {store.url}; `rlhf run` makes it again")
+    return artifact
+
+
+def become(module: str, argument: str) -> None:
+    """Replaces this process (exec) with a module, so that signals reach the program and no child outlives it."""
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, "-m", module, argument], worker_environment())

@@ -1,0 +1,163 @@
+"""Recipes: one YAML file describes a run. An unknown key is an error that names file, line and the nearest key."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from flows.recipe.model import Recipe, RecipeError
+from tuning.names import nearest
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which 1e-4 is a number, as in YAML 1.2; PyYAML alone reads it as text. A key given twice is an error."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        seen: set[Any] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} is there twice", key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def find_recipe(name: str) -> Path:
+    """The file of a recipe: a path, or a name among the built-in ones."""
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml") or path.is_file():
+        if not path.is_file():
+            raise RecipeError(f"recipe file {name} does not exist")
+        return path
+    built_in = RECIPES / f"{name}.yaml"
+    if built_in.is_file():
+        return built_in
+    names = sorted(p.stem for p in RECIPES.glob("*.yaml"))
+    near = difflib.get_close_matches(name, names, 1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise RecipeError(f"no recipe {name!r}; built in are {', '.join(names)}{hint}")
+
+
+def load_recipe(name: str, overrides: dict[str, Any] | None = None, sets: list[str] | None = None) -> Recipe:
+    """Reads a recipe; `overrides` are merged in, `sets` are `a.b=value` with the value in YAML.
+
+    Raises RecipeError with file, line and field.
+    """
+    path = find_recipe(name)
+    text = path.read_text()
+    try:
+        node = yaml.compose(text, Loader=_Loader)
+        values = _parse(text) or {}
+    except yaml.YAMLError as e:
+        raise RecipeError(f"{path}: not YAML: {e}") from e
+    if not isinstance(values, dict):
+        raise RecipeError(f"{path}: a recipe is a mapping of sections, found {type(values).__name__}")
+    values.setdefault("name", path.stem)
+    values, set_places = with_sets(merge(values, overrides or {}), sets or [])
+    return checked(values, path, node, set_places)
+
+
+def with_sets(values: dict[str, Any], sets: list[str]) -> tuple[dict[str, Any], set[str]]:
+    """The values with each `a.b=value` merged in, and the dotted places that were set. Raises RecipeError."""
+    set_places: set[str] = set()
+    for item in sets:
+        place, equals, value = item.partition("=")
+        if not equals or not place:
+            raise RecipeError(f"--set {item}: expected a.b=value")
+        set_places.add(place)
+        try:
+            values = merge(values, _nested(place.split("."), _parse(value)))
+        except yaml.YAMLError as e:
+            raise RecipeError(f"--set {item}: the value is not YAML: {e}") from e
+    return values, set_places
+
+
+def checked(values: dict[str, Any], path: Path, node: yaml.Node | None, set_places: set[str]) -> Recipe:
+    """Validates a recipe's values. Raises RecipeError with the line of each mistake.
+
+    path: the recipe's file. node: its parsed YAML, which knows the lines; None where there is no file.
+    set_places: dotted places that `--set` gave.
+    """
+    try:
+        # Through JSON: strict JSON input may give lists and floats as YAML writes them.
+        return Recipe.model_validate_json(json.dumps(values))
+    except ValidationError as e:
+        raise RecipeError("\n".join(_explain(path, node, set_places, error) for error in e.errors())) from e
+    except TypeError as e:
+        raise RecipeError(f"{path}: {e}") from e
+
+
+def _parse(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)
+
+
+def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`over` laid on `base`, mappings merged key by key."""
+    merged = dict(base)
+    for k, v in over.items():
+        merged[k] = merge(merged[k], v) if isinstance(v, dict) and isinstance(merged.get(k), dict) else v
+    return merged
+
+
+def _nested(path: list[str], value: Any) -> dict[str, Any]:
+    for name in reversed(path):
+        value = {name: value}
+    return value
+
+
+def _explain(path: Path, node: Any, set_places: set[str], error: Any) -> str:
+    """One of pydantic's errors in a sentence that begins with file and line, or with the option `--set`."""
+    place = [str(p) for p in error["loc"]]
+    dotted = ".".join(place)
+    lines = _lines(node, place)
+    # `--set a.b=1` may be wrong at `a` (no such section) or at `a.b.c` (it gave a mapping).
+    given = any((t + ".").startswith(dotted + ".") or (dotted + ".").startswith(t + ".") for t in set_places)
+    by_set = dotted and given and (dotted in set_places or len(lines) < len(place))
+    where = f"--set {dotted}" if by_set else f"{path}:{lines[-1] if lines else 1}: {dotted}" if dotted else f"{path}"
+    if error["type"] == "extra_forbidden":
+        return f"{where}: unknown key; {nearest(place[-1], _fields_at(place[:-1]))}"
+    message = error["msg"].removeprefix("Value error, ")
+    value = error.get("input")
+    shown = "" if isinstance(value, dict) else f" (found {value!r})"
+    return f"{where}: {message}{shown}"
+
+
+def _lines(node: Any, place: list[str]) -> list[int]:
+    """Lines of the parts of `place`, as deep as the file holds them."""
+    lines: list[int] = []
+    for name in place:
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        pair = next((p for p in pairs if p[0].value == name), None)
+        if pair is None:
+            break
+        key, node = pair
+        lines.append(key.start_mark.line + 1)
+    return lines
+
+
+def _fields_at(place: list[str]) -> list[str]:
+    """Names of the fields of the section at `place`."""
+    model: Any = Recipe
+    for name in place:
+        if name not in getattr(model, "model_fields", {}):
+            continue  # the name of an entry in a mapping of sections, such as a reward
+        annotation = model.model_fields[name].annotation
+        models = [a for a in (annotation, *getattr(annotation, "__args__", ())) if hasattr(a, "model_fields")]
+        if not models:
+            return []
+        model = models[0]
+    return list(getattr(model, "model_fields", {}))

@@ -1,0 +1,162 @@
+"""Warnings about a run: what its numbers show, and what to do about it. Printed as rounds end, and in the report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median_high
+from typing import Any, NamedTuple
+
+from flows.report.formats import LABELS, visible
+
+WINDOW = 3
+"""Rounds over which a state must hold that a single round may show by chance."""
+
+Numbers = Mapping[str, Sequence[float]]
+"""The known numbers of the rounds so far, by the names of `flows.report.measures.round_series`."""
+
+
+class Warn(NamedTuple):
+    """One warning: its name, and what was seen and can be done."""
+
+    title: str
+    text: str
+
+
+def round_warnings(series: Mapping[str, Sequence[float | None]], update: Mapping[str, Any]) -> list[Warn]:
+    """The warnings of a run's rounds so far; `update` are the settings of `rl.update`.
+
+    `series` (`flows.report.measures.round_series`) has a list by name with one entry a round, None for no number.
+    """
+    known = {name: [v for v in values if v is not None] for name, values in series.items()}
+    checks = (_entropy, _kl, _length, _signal, _mismatch, _weights, _gradient)
+    warnings = [check(known, update) for check in checks]
+    return [warning for warning in warnings if warning is not None]
+
+
+def run_warnings(
+    record: Mapping[str, Any],
+    series: Mapping[str, Sequence[float | None]],
+    evaluations: Mapping[str, Mapping[str, Any]],
+) -> list[Warn]:
+    """The warnings of a run: those of its rounds, of its rewards, and of its policies' evaluations in order."""
+    update = ((record.get("recipe") or {}).get("rl") or {}).get("update") or {}
+    warnings = round_warnings(series, update)
+    scores = [e.get("metrics") or {} for name, e in record.get("nodes", {}).items() if name.endswith(".score")]
+    failed = max((metrics.get("failed") or 0.0 for metrics in scores), default=0.0)
+    if failed > 0.01:
+        text = f"in the worst round {100 * failed:.1f} % of the completions got no reward."
+        warnings.append(Warn("Rewards failed", text))
+    for label, metrics in evaluations.items():
+        if count := metrics.get("judge_failures"):
+            text = f"{count} judgements of {LABELS.get(label, label)} failed and count as wrong."
+            warnings.append(Warn("Judge failures", text))
+    return warnings + _final(list(evaluations.values()))
+
+
+def _final(evaluations: Sequence[Mapping[str, Any]]) -> list[Warn]:
+    """Warnings about the last policy against the constant answer and against the policy before it."""
+    warnings = []
+    if evaluations:
+        last = evaluations[-1]
+        if last["score_low"] <= (last.get("constant_score") or -1.0):
+            constant = f"always answering “{visible(last['constant_answer'], 60)}” scores {last['constant_score']:.3f}"
+            text = f"the final policy scores {last['score']:.3f}, and {constant}."
+            warnings.append(Warn("Not above the baseline", text))
+    if len(evaluations) > 1:
+        before, last = evaluations[-2:]
+        if last["score_high"] < before["score_low"]:
+            change = last["score"] - before["score"]
+            text = f"the final policy scores {change:+.3f} against the policy that it started from."
+            warnings.append(Warn("Worse than before", text))
+    return warnings
+
+
+def _entropy(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
+    values = known.get("entropy", [])
+    if len(values) < 2 or values[-1] >= 0.1 * values[0]:
+        return None
+    return Warn(
+        "Entropy collapse",
+        f"entropy fell from {values[0]:.3g} to {values[-1]:.3g} nats a token, below a tenth of its start. The policy "
+        "hardly varies any more; raise clip_high, entropy_coef or kl_coef, or lower the learning rate.",
+    )
+
+
+def _kl(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
+    values = known.get("kl", [])
+    # The first round alone is often 0: the policy has not left its reference yet.
+    early = median_high(values[:3]) if values else 0.0
+    if len(values) < 2 or values[-1] <= max(0.5, 10 * early):
+        return None
+    return Warn(
+        "KL blow-up",
+        f"the KL to the reference grew from {early:.3g} to {values[-1]:.3g} nats a token. The policy has left its "
+        "reference: read the samples before trusting the reward, and raise kl_coef.",
+    )
+
+
+def _length(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
+    values, passed = known.get("mean_length", []), known.get("pass_rate", [])
+    if len(values) < 2 or values[-1] < 2 * values[0]:
+        return None
+    grew = f"completions grew from {values[0]:.3g} to {values[-1]:.3g} tokens on average"
+    if len(passed) > 1 and passed[-1] > passed[0] + 0.02:
+        return Warn("Length", f"{grew}, and the pass rate with them. Check that the reward does not pay for length.")
+    return Warn(
+        "Length hacking",
+        f"{grew}, and no more of them are right. Check that the reward does not simply pay for length; the reward "
+        "function overlong or the aggregation constant takes that away.",
+    )
+
+
+def _signal(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
+    flat, passed = known.get("zero_variance", [])[-WINDOW:], known.get("pass_rate", [])[-WINDOW:]
+    if len(flat) < WINDOW:
+        return None
+    share = f"in the last {WINDOW} rounds at least {100 * min(flat):.0f} % of the prompts"
+    if min(flat) > 0.5 and len(passed) == WINDOW and max(passed) < 0.1:
+        return Warn(
+            "Dead groups",
+            f"{share} gave completions that are all wrong, so they taught nothing. Use easier prompts, more "
+            "completions of each, or rl.refills.",
+        )
+    if min(flat) > 0.9:
+        return Warn(
+            "Reward saturation",
+            f"{share} gave completions that all score alike, so these rounds taught next to nothing. Use other "
+            "prompts, or stop earlier.",
+        )
+    return None
+
+
+def _mismatch(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
+    worst, limit = max(known.get("mismatch_kl", []), default=0.0), update.get("max_mismatch_kl") or 0.1
+    if worst <= limit / 10:
+        return None
+    return Warn(
+        "Mismatch",
+        f"sampler and trainer disagree by up to {worst:.3g} nats a token (the run stops above {limit:.3g}). Compare "
+        "their dtypes, or lower the staleness of the rollouts.",
+    )
+
+
+def _weights(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
+    worst = min(known.get("effective_sample_size", []), default=1.0)
+    if worst >= 0.5:
+        return None
+    return Warn(
+        "Few effective samples",
+        f"importance weights between sampler and trainer leave {100 * worst:.0f} % of the tokens' worth in the worst "
+        "round. Sample anew more often: lower the staleness or the epochs.",
+    )
+
+
+def _gradient(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
+    values = known.get("grad_norm", [])
+    if len(values) < WINDOW or values[-1] <= 20 * median_high(values):
+        return None
+    return Warn(
+        "Gradient spike",
+        f"the gradient's norm is {values[-1]:.3g} in the last round, {median_high(values):.3g} in the middle one. "
+        "Lower the learning rate, or look at the rewards of that round.",
+    )

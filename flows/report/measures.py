@@ -1,0 +1,119 @@
+"""What is measured in each RL round, and those numbers by round out of a run's record."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+PHASES = ("rollout", "score", "update")
+PASS_RATES = ("few", "some", "most")
+"""Prompts by the share of their completions that are right: the first bin of the histogram, those between, the last."""
+
+Series = dict[str, list[float | None]]
+"""Lists of equal length by name, one entry a round; None where a round lacks the number."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """A number of every round, and how it is shown."""
+
+    key: str
+    phase: str
+    """The stage of the round that measures it."""
+    title: str
+    unit: str
+    note: str
+    share: bool = False
+    """Whether its axis runs from 0 to 1."""
+    metric: str = ""
+    """Its name among the stage's metrics, where that is not the key."""
+
+
+MEASURES = (
+    Measure("reward", "score", "Reward", "weighted sum", "mean of the totals of a round"),
+    Measure("pass_rate", "score", "Pass rate", "share", "right completions: mean of the reward that judges", True),
+    Measure("kl", "update", "KL to the reference", "nats / token", "how far the policy has moved from its start"),
+    Measure("entropy", "update", "Entropy", "nats / token", "spread of the next-token distribution"),
+    Measure("mean_length", "rollout", "Completion length", "tokens", "mean, end token included"),
+    Measure("truncated", "rollout", "Cut off", "share", "completions that hit max_tokens", True),
+    Measure("mismatch_kl", "update", "Mismatch KL", "nats / token", "sampler against trainer; near 0"),
+    Measure("clip_fraction", "update", "Clip fraction", "share", "tokens whose ratio was clipped"),
+    Measure("zero_variance", "score", "Zero-variance prompts", "share",
+            "prompts whose completions all score alike: no signal", True),
+    Measure("clip_high", "update", "Clipped above", "share", "tokens with a gain past the range"),
+    Measure("clip_low", "update", "Clipped below", "share", "tokens with a loss past the range"),
+    Measure("effective_sample_size", "update", "Effective sample size", "share",
+            "what the weights between sampler and trainer leave", True),
+    Measure("ratio_p99", "update", "Ratio, 99 %", "ratio", "trainer to sampler, 99 % of the tokens below"),
+    Measure("ratio_p01", "update", "Ratio, 1 %", "ratio", "trainer to sampler, 1 % of the tokens below"),
+    Measure("advantage_spread", "update", "Advantage spread", "std", "over the tokens trained on"),
+    Measure("value_explained", "update", "Value, explained", "share", "variance of the returns"),
+    Measure("grad_norm", "update", "Gradient norm", "norm", "mean over the steps, before clipping"),
+    Measure("tokens_per_second", "rollout", "Sampling speed", "tokens / s", "generated tokens"),
+    Measure("train_tokens_per_second", "update", "Training speed", "tokens / s",
+            "tokens of prompts and completions, forward passes left out", metric="tokens_per_second"),
+)  # fmt: skip
+
+
+def judged_reward(recipe: Mapping[str, Any]) -> str | None:
+    """The reward whose mean is the pass rate: the evaluation's judge, else exact_match, else the first rule."""
+    rewards = ((recipe.get("rl") or {}).get("score") or {}).get("rewards") or {}
+    rules = {n: r.get("function") for n, r in sorted(rewards.items()) if r.get("function") != "reward_model"}
+    for wanted in ((recipe.get("evaluate") or {}).get("judge"), "exact_match"):
+        for name, function in rules.items():
+            if function == wanted:
+                return name
+    return next(iter(rules), None)
+
+
+def finished_rounds(record: Mapping[str, Any]) -> dict[int, dict[str, dict[str, Any]]]:
+    """Entries of a record's nodes that have metrics, by round (in order) and phase."""
+    rounds: dict[int, dict[str, dict[str, Any]]] = {}
+    for name, entry in record.get("nodes", {}).items():
+        match = re.fullmatch(r"round-(\d+)\.(\w+)", name)
+        if match and entry.get("metrics"):
+            rounds.setdefault(int(match[1]), {})[match[2]] = entry
+    return dict(sorted(rounds.items()))
+
+
+def round_series(record: Mapping[str, Any]) -> Series:
+    """The numbers of a run by name, one entry a round; all lists are empty without rounds.
+
+    Names are `round`, the keys of MEASURES, `reward_<name>` for each reward, `seconds_<phase>` (what making took,
+    in this run or in the one that made it) and `prompts_<few, some or most>` (numbers of prompts).
+    """
+    rounds = finished_rounds(record)
+    judged = judged_reward(record.get("recipe", {}))
+
+    def column(phase: str, metric: str) -> list[float | None]:
+        return [number(parts.get(phase, {}).get("metrics", {}).get(metric)) for parts in rounds.values()]
+
+    series: Series = {"round": list(rounds)}
+    for m in MEASURES:
+        metric = f"reward_{judged}" if m.key == "pass_rate" else m.metric or m.key
+        series[m.key] = column(m.phase, metric)
+    scores = [parts.get("score", {}).get("metrics", {}) for parts in rounds.values()]
+    names = {name for metrics in scores for name in metrics if name.startswith("reward_")}
+    for name in sorted(names - {"reward_std"}):
+        series[name] = column("score", name)
+    for phase in PHASES:
+        series[f"seconds_{phase}"] = [number(parts.get(phase, {}).get("made_seconds")) for parts in rounds.values()]
+    prompts = [_by_pass_rate(parts.get("update", {}).get("metrics", {})) for parts in rounds.values()]
+    for place, name in enumerate(PASS_RATES):
+        series[f"prompts_{name}"] = [counts[place] for counts in prompts]
+    return series
+
+
+def _by_pass_rate(metrics: Mapping[str, Any]) -> Sequence[float | None]:
+    histogram = metrics.get("pass_histogram")
+    if not histogram:
+        return [None] * len(PASS_RATES)
+    return [float(histogram[0]), float(sum(histogram[1:-1])), float(histogram[-1])]
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None: records and logs may lack one or hold NaN."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

@@ -1,0 +1,217 @@
+"""A run's record together with what the store still holds of it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, NotRequired, TypedDict, TypeVar
+
+from flows.report.charts import Chart, step_charts
+from flows.report.formats import LABELS, seconds_at
+from stages.store.artifacts import MANIFEST, Artifact, ArtifactError, Store
+
+STATES = {"hit": "cached", "made": "made", "failed": "failed", "running": "unfinished"}
+NOT_REACHED = "not reached"
+
+T = TypeVar("T")
+
+
+class NodeEntry(TypedDict):
+    """What a record holds of a node."""
+
+    stage: str
+    key: str
+    state: str
+    started: str
+    seconds: NotRequired[float]
+    made_seconds: NotRequired[float]
+    digest: NotRequired[str]
+    metrics: NotRequired[dict[str, Any]]
+    error: NotRequired[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Section(Generic[T]):
+    """What a section shows, or the reason why the report does without it."""
+
+    content: T | None
+    missing: str = ""
+
+
+def section(make: Callable[[], T]) -> Section[T]:
+    """Calls `make`; a missing or damaged artifact costs its section, not the report."""
+    try:
+        return Section(make())
+    except (ArtifactError, OSError, KeyError, ValueError) as e:
+        return Section(None, f"{type(e).__name__}: {e}")
+
+
+@dataclasses.dataclass
+class StageRow:
+    """A node in the table, the timeline and the graph of stages; or all nodes of the RL rounds folded into one row."""
+
+    name: str
+    state: str = NOT_REACHED
+    seconds: float | None = None
+    made_seconds: float | None = None
+    key: str = ""
+    digest: str = ""
+    start: float = 0.0
+    """Seconds since the run began; the same of `end`."""
+    end: float = 0.0
+    sources: list[str] = dataclasses.field(default_factory=list)
+    """Rows that this one has inputs from."""
+    rounds: list[StageRow] = dataclasses.field(default_factory=list)
+    """The nodes folded into this row."""
+    left: float = 0.0
+    """Place and width of the bar in the timeline, in percent."""
+    width: float = 0.0
+
+    @property
+    def planned(self) -> int:
+        """Rounds of the recipe."""
+        return len({r.name.split(".")[0] for r in self.rounds})
+
+    @property
+    def done(self) -> int:
+        """Rounds whose update is there."""
+        return sum(r.name.endswith(".update") and bool(r.digest) for r in self.rounds)
+
+    @property
+    def counts(self) -> str:
+        """How many of the folded nodes are in which state."""
+        counts = Counter(r.state for r in self.rounds if r.state != NOT_REACHED)
+        return ", ".join(f"{n} {state}" for state, n in counts.items())
+
+
+class RunView:
+    """A run's record with what the store holds of it."""
+
+    def __init__(self, store: Store, record: Mapping[str, Any]):
+        self.store = store
+        self.record = record
+        self.nodes: dict[str, NodeEntry] = record.get("nodes", {})
+        self._artifacts: dict[str, Artifact | None] = {}
+
+    def artifact(self, name: str) -> Artifact | None:
+        """The artifact of a finished node, or None where the store has lost it.
+
+        Reads the manifest only. `Store.get` would move a damaged artifact aside, which reading a report must not do.
+        """
+        if name not in self._artifacts:
+            entry = self.nodes.get(name)
+            manifest = None
+            if entry and entry["state"] in ("hit", "made"):
+                with contextlib.suppress(ArtifactError, OSError):
+                    manifest = self.store.read_json("artifacts", entry["stage"], entry["key"], MANIFEST)
+            self._artifacts[name] = Artifact(self.store, manifest) if manifest else None
+        return self._artifacts[name]
+
+    def stored(self, name: str) -> Artifact:
+        """As `artifact`. Raises ArtifactError where it is not in the store."""
+        artifact = self.artifact(name)
+        if artifact is None:
+            raise ArtifactError(f"the artifact of {name} is not in the store")
+        return artifact
+
+    def rows(self, name: str, part: str, columns: Sequence[str]) -> list[dict[str, Any]]:
+        """Some columns of a table of a node's artifact. Token ids and logprobs would take most of the time."""
+        import pyarrow.parquet as pq
+
+        files = sorted(self.stored(name).local(part).glob("*.parquet"))
+        return [row for path in files for row in pq.read_table(path, columns=list(columns)).to_pylist()]
+
+    def evaluations(self) -> dict[str, dict[str, Any]]:
+        """Metrics of the evaluated policies by name, in the order of `LABELS`."""
+        metrics = {}
+        for name, entry in self.nodes.items():
+            if name.startswith("evaluate.") and "score" in entry.get("metrics", {}):
+                metrics[name.removeprefix("evaluate.")] = entry["metrics"]
+        order = list(LABELS)
+        return dict(sorted(metrics.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
+
+    def charts(self, name: str) -> list[Chart]:
+        """Charts of a stage that trains on examples. Raises ArtifactError where its log is not in the store."""
+        lines = self.stored(name).local("logs/metrics.jsonl").read_text().splitlines()
+        return step_charts([json.loads(line) for line in lines if line.strip()])
+
+    def stages(self) -> list[StageRow]:
+        """A row for each node of the run and of its recipe; the nodes of all rounds are one row."""
+        inputs = self._inputs()
+        rows: dict[str, StageRow] = {}
+        for name in dict.fromkeys([*inputs, *self.nodes]):
+            row = self._row(name)
+            row.sources = inputs.get(name, [])
+            if name.startswith("round-"):
+                rows.setdefault("rounds", StageRow("rounds")).rounds.append(row)
+            else:
+                rows[name] = row
+        if "rounds" in rows:
+            _fold(rows["rounds"])
+        total = max([self._ended() or 0.0, *(row.end for row in rows.values())], default=0.0) or 1.0
+        for row in rows.values():
+            row.left = round(100 * row.start / total, 2)
+            row.width = round(100 * (row.end - row.start) / total, 2)
+            # The rounds are one row: inputs from any of them are inputs from it, and inputs among them are inside.
+            sources = {"rounds" if name.startswith("round-") else name for name in row.sources}
+            row.sources = sorted(sources - {row.name})
+        return list(rows.values())
+
+    def _row(self, name: str) -> StageRow:
+        entry = self.nodes.get(name)
+        if entry is None:
+            return StageRow(name)
+        state = STATES.get(entry["state"], NOT_REACHED)
+        start = seconds_at(entry["started"]) - seconds_at(self.record["started"])
+        end = start + (entry.get("seconds") or 0.0)
+        seconds, made_seconds = entry.get("seconds"), entry.get("made_seconds")
+        return StageRow(name, state, seconds, made_seconds, entry["key"], entry.get("digest", ""), start, end)
+
+    def _ended(self) -> float | None:
+        """Seconds from start to end of the run; None where it has not ended."""
+        ended = self.record.get("ended")
+        return seconds_at(ended) - seconds_at(self.record["started"]) if ended else None
+
+    def _inputs(self) -> dict[str, list[str]]:
+        """Inputs of each node, from the recipe; none are known where the recipe is of another version."""
+        from flows.graph.build import build
+        from flows.recipe.model import Recipe
+
+        try:
+            nodes = build(Recipe.model_validate_json(json.dumps(self.record["recipe"])))
+        except ValueError:
+            return {name: [] for name in self.nodes}
+        return {n.name: sorted({i.node for i in n.inputs.values()}) for n in nodes}
+
+    def summary(self, stages: Sequence[StageRow]) -> dict[str, Any]:
+        """Counts and seconds of the run as a whole."""
+        states = Counter(entry["state"] for entry in self.nodes.values())
+        hits = [entry for entry in self.nodes.values() if entry["state"] == "hit"]
+        saved = [(entry.get("made_seconds") or 0.0) - (entry.get("seconds") or 0.0) for entry in hits]
+        return {
+            "seconds": self._ended(),
+            "made": states["made"],
+            "cached": states["hit"],
+            "failed": states["failed"],
+            "saved": sum(max(0.0, seconds) for seconds in saved),
+            "missing": [row.name for row in stages if row.state == NOT_REACHED],
+            "unfinished": [row.name for row in stages if row.state == "unfinished"],
+            "all_cached": 0 < len(hits) == len(self.nodes),
+        }
+
+
+def _fold(row: StageRow) -> None:
+    """Fills in the row of all nodes of the RL rounds."""
+    reached = [r for r in row.rounds if r.state != NOT_REACHED]
+    row.sources = sorted({name for r in row.rounds for name in r.sources})
+    if not reached:
+        return
+    # The state that a reader must act on first stands for all.
+    row.state = next(s for s in ("failed", "unfinished", "made", "cached") if any(r.state == s for r in reached))
+    row.seconds = sum(r.seconds or 0.0 for r in reached)
+    row.made_seconds = sum(r.made_seconds or 0.0 for r in reached)
+    row.start = min(r.start for r in reached)
+    row.end = max(r.end for r in reached)

@@ -1,0 +1,137 @@
+"""What policies wrote: the same held-out problems under each policy, and completions of a round with their rewards."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from flows.report.measures import PHASES
+from flows.report.run_view import RunView
+
+SAMPLES = 12
+"""Problems shown."""
+SAME = 3
+"""How many of them are problems whose score did not change, where there are enough others."""
+ROUND_PROMPTS, ROUND_SAMPLES = 4, 2
+"""Prompts shown of a round, and completions of each."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """A policy's completion of a problem; `mean` is the score over all `count` completions of the problem."""
+
+    label: str
+    text: str
+    stop: str
+    score: float
+    mean: float
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """A problem and what each policy answered."""
+
+    prompt: str
+    answer: str | None
+    policies: list[Answer]
+
+
+@dataclasses.dataclass(frozen=True)
+class Samples:
+    """Problems under each policy, and how many changed between the first and the last policy."""
+
+    cards: list[Card]
+    ends: tuple[str, str]
+    gained: int
+    lost: int
+    same: int
+
+
+class _Policy:
+    """Completions and scores of an evaluated policy."""
+
+    def __init__(self, run: RunView, label: str):
+        name = f"evaluate.{label}"
+        rows = run.rows(name, "rollouts/", ("prompt_id", "sample", "prompt", "answer", "text", "stop"))
+        self.label = label
+        self.rows = {(row["prompt_id"], row["sample"]): row for row in rows}
+        self.scores: dict[str, list[float]] = {}
+        for verdict in run.rows(name, "verdicts/", ("prompt_id", "sample", "score")):
+            # A completion that could not be judged counts as wrong, as in the evaluation.
+            self.scores.setdefault(verdict["prompt_id"], []).append(verdict["score"] or 0.0)
+
+    def mean(self, prompt: str) -> float:
+        scores = self.scores[prompt]
+        return sum(scores) / len(scores)
+
+    def answer(self, prompt: str, sample: int) -> Answer:
+        row, scores = self.rows[prompt, sample], self.scores[prompt]
+        return Answer(self.label, row["text"], row["stop"], scores[sample], self.mean(prompt), len(scores))
+
+
+def samples(run: RunView, labels: Sequence[str]) -> Samples | None:
+    """The same held-out problems under each policy, mostly those whose score changed; None without policies.
+
+    Raises ArtifactError where an evaluation is not in the store.
+    """
+    if not labels:
+        return None
+    policies = [_Policy(run, label) for label in labels]
+    first, last = policies[0], policies[-1]
+    shared = [prompt for prompt in first.scores if all(prompt in p.scores for p in policies)]
+    change = {prompt: last.mean(prompt) - first.mean(prompt) for prompt in shared}
+    gained = sorted((p for p in shared if change[p] > 1e-6), key=lambda p: -change[p])
+    lost = sorted((p for p in shared if change[p] < -1e-6), key=lambda p: change[p])
+    same = [p for p in shared if abs(change[p]) <= 1e-6]
+    cards = []
+    for prompt in chosen_samples(gained, lost, same):
+        scores = list(zip(first.scores[prompt], last.scores[prompt], strict=False))
+        shown = next((i for i, (before, after) in enumerate(scores) if before != after), 0)
+        row = last.rows[prompt, shown]
+        cards.append(Card(row["prompt"], row["answer"], [p.answer(prompt, shown) for p in policies]))
+    return Samples(cards, (first.label, last.label), len(gained), len(lost), len(same))
+
+
+def chosen_samples(gained: Sequence[str], lost: Sequence[str], same: Sequence[str], count: int = SAMPLES) -> list[str]:
+    """Mostly changed problems, gains and losses in proportion, and some unchanged: a fair picture, not the wins."""
+    room = max(count - SAME, count - len(same)) if gained or lost else 0
+    losses = min(len(lost), max(1, round(room * len(lost) / max(1, len(gained) + len(lost)))))
+    gains = min(len(gained), room - losses)
+    return [*gained[:gains], *lost[: max(losses, room - gains)], *same[: count - room]][:count]
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundSamples:
+    """Some of a round's `count` completions, joined with their rewards."""
+
+    round: int
+    names: list[str]
+    """Rewards."""
+    rows: list[dict[str, Any]]
+    count: int
+
+
+def round_samples(run: RunView, rounds: Sequence[int]) -> list[RoundSamples]:
+    """Scored completions of the first and the last round whose scores are in the store.
+
+    Raises ArtifactError where a round's rollouts are not.
+    """
+    complete = [n for n in rounds if all(f"round-{n:03d}.{phase}" in run.nodes for phase in PHASES[:2])]
+    ends = dict.fromkeys([*complete[:1], *complete[-1:]])
+    return [_of_round(run, n) for n in ends if run.artifact(f"round-{n:03d}.score") is not None]
+
+
+def _of_round(run: RunView, number: int) -> RoundSamples:
+    name = f"round-{number:03d}"
+    scores = run.rows(f"{name}.score", "scores/", ("prompt_id", "sample", "rewards", "total", "failure"))
+    rows = run.rows(f"{name}.rollout", "rollouts/", ("prompt_id", "sample", "prompt", "answer", "text", "stop"))
+    scored = {(row["prompt_id"], row["sample"]): row for row in scores}
+    prompts: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        prompts.setdefault(row["prompt_id"], []).append(row)
+    shown = [row for group in list(prompts.values())[:ROUND_PROMPTS] for row in group[:ROUND_SAMPLES]]
+    joined = [row | scored[place] for row in shown if (place := (row["prompt_id"], row["sample"])) in scored]
+    names = sorted(scores[0]["rewards"]) if scores else []
+    return RoundSamples(number, names, joined, len(rows))

@@ -1,0 +1,39 @@
+"""The end of a run: its record closed, its report written, its evaluations shown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flows.report.console import ConsoleReporter, closing_table
+from flows.report.page import write_report
+from flows.running.session import Session
+
+
+def evaluations_of(session: Session) -> dict[str, dict[str, Any]]:
+    """Metrics of the evaluated policies by label (base, sft, rl)."""
+    made = session.made
+    return {n.removeprefix("evaluate."): a.metrics for n, a in made.items() if n.startswith("evaluate.")}
+
+
+def close(session: Session, status: str) -> str | None:
+    """Ends a session and writes its report. Returns the report's path or URL; None where there is none."""
+    session.finish(status)
+    if not session.made:
+        return None
+    try:
+        return write_report(session.store, session.name)
+    except Exception as e:
+        # All artifacts are in the store by now: a page about them must not turn a finished run into a failed one.
+        session.reporter.line(f"the report could not be written ({type(e).__name__}: {e}); `rlhf report` tries again")
+        return None
+
+
+def summary(session: Session, reporter: ConsoleReporter, report: str | None) -> None:
+    """Prints the evaluations, and where the exported model and the report are."""
+    evaluations = evaluations_of(session)
+    if evaluations:
+        reporter.console.print(closing_table(evaluations))
+    if "export" in session.made:
+        reporter.console.print(f"model   {session.made['export'].url}")
+    if report:
+        reporter.console.print(f"report  {report}", soft_wrap=True)

@@ -1,0 +1,66 @@
+"""Settings of the programs that use a finished policy. `rlhf` makes its options of them and passes them as JSON."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from stages.contract.definition import StageConfig
+
+
+class PolicyPlace(StageConfig):
+    """Which artifact holds the policy."""
+
+    store: str
+    """Folder or URL of the store."""
+    stage: str
+    """The stage that made the artifact."""
+    key: str
+    """Its key."""
+    base: str
+    """Key of the base model, which has the tokenizer."""
+
+
+class ChatOptions(StageConfig):
+    """Options of `rlhf chat`."""
+
+    temperature: Annotated[float, Field(ge=0)] = 0.7
+    """0 is greedy."""
+    max_tokens: Annotated[int, Field(ge=1)] = 128
+    """Longest answer in tokens."""
+
+
+class Chat(StageConfig):
+    """A conversation with a policy."""
+
+    policy: PolicyPlace
+    options: ChatOptions = ChatOptions()
+    system: str | None = None
+    """The system prompt."""
+
+
+class ServeOptions(StageConfig):
+    """Options of `rlhf serve`."""
+
+    host: str = "127.0.0.1"
+    """Address to listen at; the default is this machine alone."""
+    port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    """Port to listen at."""
+    context: Annotated[int, Field(ge=0)] = 0
+    """Longest prompt with its answer in tokens; 0: 4,096."""
+    slots: Annotated[int, Field(ge=0)] = 0
+    """Answers made side by side; 0: the device decides."""
+    quantization: Literal["none", "int8"] = "none"
+    """Of the weight matrices of layers."""
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
+    """Keys and values; auto: as computed."""
+
+
+class Serve(StageConfig):
+    """A server of a policy."""
+
+    policy: PolicyPlace
+    options: ServeOptions = ServeOptions()
+    name: str
+    """The model's name in the API."""

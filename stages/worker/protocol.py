@@ -1,0 +1,98 @@
+"""What the parent and its worker say to each other: a request down one pipe, events up another, a JSON line each.
+
+parent                                worker
+  Request            ---------->        one stage at a time
+                     <----------        Log, Progress, Heartbeat, in any number and order
+                     <----------        Done or Failed: the worker is ready for the next request
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any, TypeAlias
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One artifact to make."""
+
+    stage: str
+    key: str
+    key_parts: dict[str, Any]
+    """What the key was derived from; the manifest keeps it, so that `rlhf plan` can say what changed."""
+    config: dict[str, Any]
+    """The stage's settings as JSON."""
+    inputs: dict[str, tuple[str, str]]
+    """(stage, key) of the artifact behind each input."""
+    seed: int
+    store: str
+    """Folder or URL of the store that holds the inputs and gets the artifact."""
+    run: str
+    force: str | None = None
+    """Set to the run's name where an artifact with this key is replaced: a retry in that run resumes its own work."""
+
+    def line(self) -> str:
+        """The request as it travels."""
+        return json.dumps(dataclasses.asdict(self)) + "\n"
+
+    @classmethod
+    def parse(cls, line: str | bytes) -> Request:
+        """The inverse of `line`. Raises TypeError for missing or unknown fields."""
+        return cls(**json.loads(line))
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """Work done so far, in `unit`s such as steps or completions, with the stage's latest metrics."""
+
+    done: int
+    total: int
+    unit: str
+    metrics: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Log:
+    """One line for people."""
+
+    line: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Heartbeat:
+    """The process is alive although its stage has nothing to report, for example while XLA compiles."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """The artifact is committed."""
+
+    manifest: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Failed:
+    """The stage raised an exception."""
+
+    error: str
+    """Type and message."""
+    traceback: str
+
+
+Report: TypeAlias = Progress | Log
+"""Events that the caller of a worker sees; the others end or only prolong the wait."""
+Event: TypeAlias = Report | Heartbeat | Done | Failed
+
+_EVENTS: dict[str, type[Event]] = {kind.__name__.lower(): kind for kind in (Progress, Log, Heartbeat, Done, Failed)}
+
+
+def event_line(event: Event) -> str:
+    """The event as it travels: its fields beside `event`, the name of its kind."""
+    return json.dumps({"event": type(event).__name__.lower()} | dataclasses.asdict(event)) + "\n"
+
+
+def parse_event(line: str | bytes) -> Event:
+    """The inverse of `event_line`. Raises KeyError for an unknown kind, TypeError for other fields."""
+    values = json.loads(line)
+    return _EVENTS[values.pop("event")](**values)

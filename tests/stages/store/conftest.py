@@ -1,0 +1,28 @@
+"""Empty stores on three file systems."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import pytest
+
+from stages.store.artifacts import Store
+
+
+@pytest.fixture(params=["file", "memory", "s3"])
+def store(request, tmp_path):
+    """An empty store."""
+    name = uuid.uuid4().hex
+    url = {"file": str(tmp_path / name), "memory": f"memory://{name}"}.get(request.param)
+    return Store(url or f"{request.getfixturevalue('s3')}/{name}", scratch=tmp_path / "scratch")
+
+
+@pytest.fixture
+def remote(s3, tmp_path):
+    return Store(f"{s3}/{tmp_path.name}-{uuid.uuid4().hex}", scratch=tmp_path / "scratch")
+
+
+def fresh(store: Store, tmp_path: Path) -> Store:
+    """The same store as another machine sees it."""
+    return Store(store.url, scratch=tmp_path / uuid.uuid4().hex)

@@ -1,0 +1,210 @@
+"""The pages: their code runs, their commands and recipes are read, and what they name exists.
+
+Fenced blocks, by language and the words behind it:
+
+    python              all blocks of a page run as one program
+    python file=NAME    is written to NAME first; so are yaml blocks
+    diff file=NAME      is applied to NAME in a scratch copy of the packages
+    sh                  lines run after the page's Python, in the same scratch folder
+    sh no-run           is only looked at: `rlhf run|plan RECIPE --set ...` must be a recipe that can run
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple, get_args
+
+import pytest
+
+from flows.recipe.reading import RECIPES, load_recipe
+from stages.common.settings import Optimizer
+from tuning.algorithms.registry import ALGORITHMS
+from tuning.rewards.functions import BUILT_IN
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("flows", "stages", "tuning")
+PAGES = sorted(
+    page.relative_to(ROOT)
+    for place in ("*.md", "docs/**/*.md", "tests/**/*.md", *(f"{p}/**/*.md" for p in PACKAGES))
+    for page in ROOT.glob(place)
+)
+RULES = ROOT / "docs" / "rules.md"
+OPTIMIZERS = get_args(Optimizer.model_fields["name"].annotation)
+
+ROOMS = (
+    *("flows", "flows/graph"),
+    *("stages", "stages/store", "stages/contract", "stages/sampling", "stages/training", "stages/worker"),
+    *("stages/serving", "tuning", "tuning/algorithms", "tuning/losses", "tuning/rollout/engine"),
+    *("tuning/rollout/servers", "tuning/data", "tuning/models", "tuning/training", "tuning/rewards", "tests"),
+)
+
+NOT_YET = frozenset({"tuning/examples/rl_loop.py", "tuning/examples/sft.py"})
+"""Files that pages name and that come with a change of their own."""
+
+FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#([\w-]+))?\)")
+TEST = re.compile(r"(tests/[\w/]+\.py)::(\w+)")
+PLACE = re.compile(rf"`((?:{'|'.join((*PACKAGES, 'tests', 'docs', 'infra'))})/[\w./*-]*)`")
+
+
+class Block(NamedTuple):
+    language: str
+    options: list[str]
+    text: str
+
+    @property
+    def file(self) -> str | None:
+        return next((o.removeprefix("file=") for o in self.options if o.startswith("file=")), None)
+
+    @property
+    def runs(self) -> bool:
+        return "no-run" not in self.options
+
+
+def text_of(page: Path) -> str:
+    return (ROOT / page).read_text()
+
+
+def blocks_of(page: Path) -> list[Block]:
+    return [Block(language, options.split(), text) for language, options, text in FENCE.findall(text_of(page))]
+
+
+def commands_of(block: Block) -> list[list[str]]:
+    """The command lines of a shell block, comments left out, continued lines joined."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def is_executed(block: Block) -> bool:
+    return block.runs and block.language in ("python", "sh")
+
+
+def scratch_copy(folder: Path, blocks: list[Block]) -> None:
+    """Writes the files of a page; where it changes the project, into a copy of the packages."""
+    files = [b for b in blocks if b.file]
+    if any(str(b.file).startswith(PACKAGES) for b in files):
+        for package in PACKAGES:
+            shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for block in files:
+        place = folder / str(block.file)
+        if block.language == "diff":
+            header = f"--- a/{block.file}\n+++ b/{block.file}\n"
+            apply = ["git", "apply", "--unidiff-zero", "--recount", "-"]
+            done = subprocess.run(apply, input=header + block.text, cwd=folder, capture_output=True, text=True)
+            assert done.returncode == 0, f"the diff of {block.file} does not apply: {done.stderr}"
+        else:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text(block.text)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if any(map(is_executed, blocks_of(p)))], ids=str)
+def test_the_code_of_a_page_runs(page, tmp_path):
+    blocks = blocks_of(page)
+    scratch_copy(tmp_path, blocks)
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    binaries = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    compiled = {"JAX_COMPILATION_CACHE_DIR": os.environ["RLHF_COMPILE_CACHE"]}
+    compiled["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    options = {"cwd": tmp_path, "env": os.environ | compiled | {"PYTHONPATH": path, "PATH": binaries}}
+
+    def run(command: list[str]) -> None:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+
+    program = "\n".join(b.text for b in blocks if b.language == "python" and b.runs and not b.file)
+    if program:
+        run([sys.executable, "-c", program])
+    for block in blocks:
+        if block.language == "sh" and block.runs:
+            for command in commands_of(block):
+                run(command)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if "```" in text_of(p)], ids=str)
+def test_recipes_and_settings_of_a_page_can_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    blocks = blocks_of(page)
+    for number, block in enumerate(b for b in blocks if b.language == "yaml" and b.runs):
+        place = Path(block.file or f"block-{number}.yaml")
+        place.write_text(block.text)
+        load_recipe(str(place))
+    # What runs needs no look: it may use what the page has added to its copy of the project.
+    for command in (c for b in blocks if b.language == "sh" and not b.runs for c in commands_of(b)):
+        names = [Path(word).name for word in command]
+        if names[0] != "rlhf" or names[1] not in ("run", "plan") or "RECIPE" in names:
+            continue
+        sets = [value for option, value in zip(command, command[1:], strict=False) if option == "--set"]
+        place = command[2] if Path(command[2]).suffix == "" or Path(command[2]).exists() else str(ROOT / command[2])
+        load_recipe(place, sets=sets)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_what_a_page_names_exists(page):
+    text = text_of(page)
+    for target, anchor in LINK.findall(text):
+        if "://" in target:
+            continue
+        place = (ROOT / page).parent / target
+        if str(place.resolve().relative_to(ROOT)) in NOT_YET:
+            continue
+        assert place.exists(), f"{page} links to {target}, which is not there"
+        if anchor:
+            assert anchor in anchors(place), f"{page} links to {target}#{anchor}; there are {anchors(place)}"
+    for file, name in TEST.findall(text):
+        assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE), f"{page}: no {file}::{name}"
+    for name in set(PLACE.findall(text)) - NOT_YET:
+        if "NAME" in name:
+            continue
+        assert any(ROOT.glob(name.rstrip("/"))), f"{page} names `{name}`, which is not there"
+
+
+def anchors(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_package_has_a_page_of_one_screen(room):
+    lines = (ROOT / room / "README.md").read_text().splitlines()
+    assert len(lines) <= 60
+    assert lines[0] == f"# {room}"
+
+
+def test_every_shell_block_runs_or_says_that_it_does_not():
+    for page in PAGES:
+        for block in blocks_of(page):
+            if block.language == "sh" and block.runs:
+                for command in commands_of(block):
+                    assert command[0] in ("rlhf", "python"), f"{page}: mark the block of {command} as `sh no-run`"
+
+
+def test_every_rule_names_the_test_that_holds_it_or_says_that_none_does():
+    rules = re.split(r"^## (?=R\d)", RULES.read_text(), flags=re.MULTILINE)[1:]
+    assert [rule.split(".")[0] for rule in rules] == [f"R{n}" for n in range(1, 31)]
+    for rule in rules:
+        assert TEST.search(rule) or "Not held yet" in rule, rule.splitlines()[0]
+
+
+def test_what_a_recipe_may_name_is_on_a_page():
+    rl, recipes = (text_of(Path(f"docs/{name}.md")) for name in ("rl", "recipes"))
+    for name in (*ALGORITHMS, *BUILT_IN):
+        assert re.search(rf"(?<![\w-]){name}(?![\w-])", rl), f"docs/rl.md does not name {name}"
+    for name in (path.stem for path in RECIPES.glob("*.yaml")):
+        assert f"| `{name}` |" in recipes, f"docs/recipes.md does not name {name}"
+    for name in OPTIMIZERS:
+        assert re.search(rf"\b{name}\b", recipes), f"docs/recipes.md does not name the optimizer {name}"
+
+
+def test_rules_that_the_code_cites_are_there():
+    known = set(re.findall(r"^## (R\d+)\.", RULES.read_text(), re.MULTILINE))
+    for package in (*PACKAGES, "tests"):
+        for file in (ROOT / package).rglob("*.py"):
+            cited = set(re.findall(r"\(R\d+(?:, R\d+)*\)", file.read_text()))
+            numbers = {n for group in cited for n in re.findall(r"R\d+", group)}
+            assert numbers <= known, f"{file} cites {numbers - known}"

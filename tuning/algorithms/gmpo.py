@@ -1,0 +1,29 @@
+"""GMPO (Zhao et al., 2025, arXiv:2507.20673): GRPO with the geometric mean of the tokens' clipped ratios.
+
+    loss = -A exp(mean_t u_t),   u_t = sign(A) min(sign(A) z_t, sign(A) clip(z_t, -clip_low, clip_high)),   z = log r
+
+Each token is clipped before the mean, so one outlier cannot move the whole completion. clip_low and clip_high are
+distances of log r from 0. Settings: the presets of `tuning.algorithms.registry`.
+"""
+
+from __future__ import annotations
+
+import jax
+
+from tuning.algorithms.algorithm import Algorithm, Objective, Terms, group_relative
+from tuning.losses.policy import Metrics
+from tuning.losses.policy_variants import gmpo
+
+
+def algorithm(objective: Objective) -> Algorithm:
+    def surrogate(t: Terms) -> tuple[jax.Array, Metrics]:
+        return gmpo(
+            t.logps_CT,
+            t.old_CT,
+            t.advantages_CT,
+            t.mask_CT,
+            clip_low=objective.clip_low,
+            clip_high=objective.clip_high,
+        )
+
+    return Algorithm(group_relative(objective.normalisation), surrogate)

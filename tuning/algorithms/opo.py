@@ -1,0 +1,32 @@
+"""OPO (Hao et al., 2025, arXiv:2505.23585): exact on-policy policy gradient with the baseline of least variance.
+
+    loss_t = -r_t (R - b),   b = sum_i L_i R_i / sum_i L_i over the prompt's completions of lengths L_i
+
+A completion's gradient varies with its length, so longer ones weigh more in the baseline. There is no clip: keep one
+step a round (`epochs: 1`, `prompts_per_step` the round's prompts). Settings: `tuning.algorithms.registry`.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from tuning.algorithms.advantages import opo_advantages
+from tuning.algorithms.algorithm import Algorithm, Objective, Scored, Terms
+from tuning.losses.policy import Metrics, policy_gradient
+
+
+def algorithm(objective: Objective) -> Algorithm:
+    def surrogate(t: Terms) -> tuple[jax.Array, Metrics]:
+        return policy_gradient(t.logps_CT, t.old_CT, t.advantages_CT, t.mask_CT)
+
+    return Algorithm(_advantages, surrogate)
+
+
+def _advantages(scored: Scored) -> jax.Array:
+    return opo_advantages(
+        scored.rewards_N,
+        jnp.asarray(scored.groups_N),
+        jnp.asarray(scored.mask_NT.sum(-1)),
+        valid=jnp.asarray(scored.valid_N),
+    )

@@ -1,0 +1,23 @@
+"""Pass@k training (Tang et al., 2025, arXiv:2503.19595): a prompt is worth its best completion.
+
+    A = (R - second best of the group) / (std + eps) for the best completion, 0 for the others; the loss is GRPO's clip
+
+The best of a group adds to the group's maximum exactly its lead over the second best. A tie at the top has no lead.
+Settings: the defaults of the update.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from tuning.algorithms.advantages import passk_advantages
+from tuning.algorithms.algorithm import Algorithm, Objective, Scored, clipped
+
+
+def algorithm(objective: Objective) -> Algorithm:
+    return Algorithm(_advantages, clipped(objective))
+
+
+def _advantages(scored: Scored) -> jax.Array:
+    return passk_advantages(scored.rewards_N, jnp.asarray(scored.groups_N), valid=jnp.asarray(scored.valid_N))

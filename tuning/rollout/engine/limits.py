@@ -1,0 +1,33 @@
+"""The size of an engine, and how it alternates between prefill, decoding and the host."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """The size of an engine, and how it steps. None of it changes a sample."""
+
+    slots: int = 256
+    """Completions decoded side by side, at most."""
+    context: int = 0
+    """Tokens of the longest prompt with its completion; 0: from the requests of a `run`, else the model's positions."""
+    cache_bytes: int = 2**62
+    """Memory for keys and values; it may allow fewer than `slots`. Where layers are in one stack (`decoders`), the keys
+    or the values are in memory twice while slots change in number or length."""
+    steps: int = 16
+    """Tokens a row that are decoded before the host looks at the result."""
+    chunks: tuple[int, ...] = (64, 192, 320)
+    """Sizes of prefill chunks, in tokens."""
+    prefill_chunks: int = 0
+    """Chunks between two runs of decoding, so that new prompts do not delay tokens of others; 0: no limit."""
+    prefix_reuse: bool = True
+    """Whether a prompt reuses the keys and values that an earlier one left in a slot."""
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Limits.{name} is {getattr(self, name)}; it is 1 or more")
+        if not self.chunks or list(self.chunks) != sorted(set(self.chunks)) or self.chunks[0] < 1:
+            raise ValueError(f"Limits.chunks is {self.chunks}; sizes rise, and are 1 or more")

@@ -1,0 +1,105 @@
+"""SGLang over HTTP: its own `/generate`.
+
+It honours seeds with `--enable-deterministic-inference` only. Its log-probabilities are those before top_k, top_p and
+min_p, so requests that use these are refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+from tuning.rollout.requests import Completion, RefusedRequest, Request
+from tuning.rollout.servers.protocol import (
+    Control,
+    Policy,
+    ServerLost,
+    ServerRefused,
+    ServerStart,
+    checked,
+    refuse_strings,
+    sample_seed,
+)
+
+
+class SGLang:
+    """SGLang. Methods as in `ServerKind`."""
+
+    name, path = "sglang", "/generate"
+    counted: str | None = None
+
+    def arguments(self, start: ServerStart, port: int) -> list[str]:
+        arguments = ["--model-path", str(start.folder), "--host", "127.0.0.1", "--port", str(port)]
+        arguments += ["--dtype", start.dtype, "--context-length", str(start.context)]
+        return [*arguments, "--enable-lora"] if start.adapters else arguments
+
+    def environment(self) -> dict[str, str]:
+        return {"HF_HUB_OFFLINE": "1"}
+
+    def body(self, request: Request, policy: Policy) -> dict[str, Any]:
+        refuse_strings(request)
+        s = request.sampling
+        if s.temperature > 0 and (s.top_p < 1 or s.top_k > 0 or s.min_p > 0):
+            raise RefusedRequest(
+                f"request {request.name or request.counter}: SGLang's log-probabilities are those before top_p, top_k "
+                "and min_p; sample without them, or with another engine"
+            )
+        params: dict[str, Any] = {
+            "max_new_tokens": request.max_tokens,
+            "temperature": s.temperature,
+            "repetition_penalty": s.repetition_penalty,
+            "stop_token_ids": list(request.stop_ids),
+            # SGLang ignores stop_token_ids too if this is set.
+            "ignore_eos": not request.stop_ids,
+        }
+        seeds = [sample_seed(31, request.seed, request.counter, i) for i in range(request.samples)]
+        body: dict[str, Any] = {
+            "input_ids": [list(request.prompt)] * request.samples,
+            "sampling_params": [params | {"sampling_seed": seed} for seed in seeds],
+            "return_logprob": True,
+        }
+        return body | ({"lora_path": policy.digest} if policy.adapter else {})
+
+    def completions(self, request: Request, answer: Any) -> list[Completion]:
+        answers = answer if isinstance(answer, list) else [answer]
+        try:
+            rows = [a["meta_info"]["output_token_logprobs"] for a in answers]
+            return checked(request, [([int(r[1]) for r in row], [float(r[0]) for r in row]) for row in rows])
+        except (KeyError, TypeError, IndexError) as e:
+            raise ServerLost(f"its answer lacks token ids or log-probabilities ({type(e).__name__}: {e})") from e
+
+    def answered_by(self, policy: Policy, answer: Any) -> str | None:
+        answers = answer if isinstance(answer, list) else [answer]
+        versions = {a["meta_info"].get("weight_version") for a in answers}
+        return next((v for v in versions if v != policy.weights), policy.weights)
+
+    def version(self, server: Control) -> str | None:
+        for path in ("/server_info", "/get_server_info"):
+            with contextlib.suppress(ServerRefused):
+                return server.get(path).get("version")
+        return None
+
+    def weights(self, server: Control) -> str | None:
+        for path in ("/model_info", "/get_weight_version"):
+            with contextlib.suppress(ServerRefused):
+                return server.get(path).get("weight_version")
+        return None
+
+    def label(self, server: Control, policy: Policy) -> None:
+        server.post("/update_weight_version", {"new_version": policy.weights, "abort_all_requests": False})
+
+    def reload(self, server: Control, policy: Policy, folder: Path) -> None:
+        body = {"model_path": str(folder), "weight_version": policy.weights, "abort_all_requests": True}
+        answer = server.post("/update_weights_from_disk", body)
+        if not answer.get("success"):
+            raise ServerRefused(f"update_weights_from_disk: {answer.get('message')}")
+
+    def adapt(self, server: Control, policy: Policy, previous: str | None) -> None:
+        assert policy.adapter is not None
+        with contextlib.suppress(ServerRefused):
+            server.post("/unload_lora_adapter", {"lora_name": policy.digest})
+        server.post("/load_lora_adapter", {"lora_name": policy.digest, "lora_path": str(policy.adapter)})
+        if previous not in (None, policy.digest):
+            with contextlib.suppress(ServerRefused):
+                server.post("/unload_lora_adapter", {"lora_name": previous})

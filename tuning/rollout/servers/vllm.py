@@ -1,0 +1,110 @@
+"""vLLM over HTTP: `/v1/completions` with `return_token_ids`, as in version 0.32.
+
+Weights change through its development endpoints (VLLM_SERVER_DEV_MODE=1). It must run with
+`--logprobs-mode processed_logprobs`: its default are log-probabilities before the temperature.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+from tuning.rollout.requests import Completion, Request
+from tuning.rollout.servers.protocol import (
+    Control,
+    Policy,
+    ServerLost,
+    ServerRefused,
+    ServerStart,
+    checked,
+    refuse_strings,
+    sample_seed,
+)
+
+
+class VLLM:
+    """vLLM, and servers with the same `/v1/completions`. Methods as in `ServerKind`."""
+
+    name, path = "vllm", "/v1/completions"
+    counted: str | None = "/weight_info"
+
+    def arguments(self, start: ServerStart, port: int) -> list[str]:
+        arguments = ["--model", str(start.folder), "--served-model-name", "policy", "--host", "127.0.0.1"]
+        arguments += ["--port", str(port), "--dtype", start.dtype, "--max-model-len", str(start.context)]
+        arguments += ["--logprobs-mode", "processed_logprobs"]
+        return [*arguments, "--enable-lora"] if start.adapters else arguments
+
+    def environment(self) -> dict[str, str]:
+        own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
+        return own | {"HF_HUB_OFFLINE": "1"}
+
+    def body(self, request: Request, policy: Policy) -> dict[str, Any]:
+        refuse_strings(request)
+        s = request.sampling
+        body = {
+            "prompt": list(request.prompt),
+            "max_tokens": request.max_tokens,
+            # Sample i gets seed + i. Greedy samples are identical: one is requested, and repeated.
+            "n": 1 if s.temperature == 0 else request.samples,
+            "seed": sample_seed(48, request.seed, request.counter),
+            "temperature": s.temperature,
+            "top_p": s.top_p,
+            "top_k": s.top_k,
+            "min_p": s.min_p,
+            "repetition_penalty": s.repetition_penalty,
+            # Only the request's stop ids may end a completion.
+            "ignore_eos": True,
+            "stop_token_ids": list(request.stop_ids),
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
+        return body | ({"model": policy.digest} if policy.adapter else {})
+
+    def completions(self, request: Request, answer: Any) -> list[Completion]:
+        try:
+            choices = sorted(answer["choices"], key=lambda c: c["index"])
+            for choice in choices:
+                if choice.get("prompt_token_ids") not in (None, list(request.prompt)):
+                    raise ServerLost("its prompt has other token ids than the one sent")
+            if any(c.get("token_ids") is None or c.get("logprobs") is None for c in choices):
+                raise ServerLost("its answer lacks token ids or log-probabilities")
+            pairs = [(c["token_ids"], c["logprobs"]["token_logprobs"]) for c in choices]
+        except (KeyError, TypeError) as e:
+            raise ServerLost(f"its answer is no completion ({type(e).__name__}: {e})") from e
+        return checked(request, pairs * (request.samples if request.sampling.temperature == 0 else 1))
+
+    def answered_by(self, policy: Policy, answer: Any) -> str | None:
+        return answer.get("weight_version")
+
+    def version(self, server: Control) -> str | None:
+        with contextlib.suppress(ServerRefused):
+            return str(server.get("/version")["version"])
+        return None
+
+    def weights(self, server: Control) -> str | None:
+        with contextlib.suppress(ServerRefused):
+            return server.get("/weight_info").get("weight_version")
+        return None
+
+    def label(self, server: Control, policy: Policy) -> None:
+        server.post("/update_weight_version", {"new_version": policy.weights})
+
+    def reload(self, server: Control, policy: Policy, folder: Path) -> None:
+        # The name goes first: if the reload fails half-way, the server must not claim either policy.
+        server.post("/update_weight_version", {"new_version": "unknown"})
+        server.post("/pause?mode=wait")
+        try:
+            server.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+            server.post("/reset_prefix_cache")
+        finally:
+            server.post("/resume")
+        self.label(server, policy)
+
+    def adapt(self, server: Control, policy: Policy, previous: str | None) -> None:
+        assert policy.adapter is not None
+        known = {m["id"] for m in server.get("/v1/models")["data"]}
+        if policy.digest not in known:
+            server.post("/v1/load_lora_adapter", {"lora_name": policy.digest, "lora_path": str(policy.adapter)})
+        if previous in known - {policy.digest}:
+            server.post("/v1/unload_lora_adapter", {"lora_name": previous})
