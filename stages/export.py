@@ -20,21 +20,20 @@ class Config(StageConfig):
 
 def lineage(artifact: Artifact) -> list[dict[str, Any]]:
     """Every artifact that this one was made from, nearest first, each once."""
-    found: dict[str, dict[str, Any]] = {}
+    history: dict[str, dict[str, Any]] = {}
     queue = [artifact]
     while queue:
         current = queue.pop(0)
-        if current.key in found:
+        if current.key in history:
             continue
-        m = current.manifest
-        found[current.key] = {
-            k: m[k] for k in ("stage", "key", "digest", "seed", "config", "inputs", "versions", "device")
-        }
-        for ref in m["inputs"].values():
+        manifest = current.manifest
+        names = ("stage", "key", "digest", "seed", "config", "inputs", "versions", "device")
+        history[current.key] = {name: manifest[name] for name in names}
+        for ref in manifest["inputs"].values():
             parent = current.store.get(ref["stage"], ref["key"])
             if parent is not None:
                 queue.append(parent)
-    return list(found.values())
+    return list(history.values())
 
 
 def run(ctx: Context) -> dict[str, Any]:

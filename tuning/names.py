@@ -8,15 +8,20 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """The name among `known` that `name` is most likely a slip of; None where none is near."""
+    return next(iter(difflib.get_close_matches(name, list(known), 1)), None)
+
+
 def nearest(name: str, known: Iterable[str], also: str = "") -> str:
     """What to say about a name that is not among `known`: `did you mean sft?`, else `there are sft, reward or ...`.
 
     also: what is allowed beside the known names, such as `module:function`.
     """
     names = list(known)
-    near = difflib.get_close_matches(name, names, 1)
+    near = closest(name, names)
     if near:
-        return f"did you mean {near[0]}?"
+        return f"did you mean {near}?"
     listed = ", ".join([*names, *([also] if also else [])])
     return f"there are {listed}" if listed else "there are none"
 

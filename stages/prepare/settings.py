@@ -37,14 +37,14 @@ class DataSource(StageConfig):
 
 
 class Decontaminate(StageConfig):
-    """Records that share words in a row with an evaluation prompt are dropped."""
+    """Training records that share a run of words with an evaluation prompt are dropped."""
 
     sources: list[str] = execution_setting(..., min_length=1)
     """Tasks, functions or files with the evaluation prompts; in the key by content, not by name."""
     rename: dict[str, str | None] = Field(default_factory=dict)
     """Field names of these sources, as in `data.rename`."""
     words: Annotated[int, Field(ge=1)] = 13
-    """Words in a row that make a match; a prompt of fewer words must be there whole."""
+    """Length in words of a run that is a match; a prompt of fewer words must occur in full."""
 
 
 class RunnerSettings(StageConfig):

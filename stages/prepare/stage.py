@@ -54,14 +54,14 @@ def source_digests(config: Config) -> dict[str, str]:
     from stages.contract.sources import function_digests
     from tuning.data import tasks
 
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for i, source in enumerate(config.all_sources(), start=1):
-        found |= {f"source {i}: {name}": value for name, value in tasks.source_digests(source.source).items()}
+        digests |= {f"source {i}: {name}": value for name, value in tasks.source_digests(source.source).items()}
     for i, name in enumerate(config.decontaminate.sources if config.decontaminate else (), start=1):
-        found |= {f"decontaminate {i}: {k}": v for k, v in tasks.source_digests(name).items()}
+        digests |= {f"decontaminate {i}: {k}": v for k, v in tasks.source_digests(name).items()}
     for rule in config.rules:
-        found |= {f"{rule}: {name}": value for name, value in function_digests(rule, "data.rules").items()}
-    return found
+        digests |= {f"{rule}: {name}": value for name, value in function_digests(rule, "data.rules").items()}
+    return digests
 
 
 def run(ctx: Context) -> dict[str, Any]:
@@ -84,30 +84,30 @@ def run(ctx: Context) -> dict[str, Any]:
     read = sum(receipts[name]["records"] for name in blocks)
     dead = _write_dead(ctx, config, pieces, [receipts[name] for name in blocks], read)
 
-    found = merge.fates(pieces, config.near_duplicates)
-    if found.clash:
-        raise PrepareError(found.clash)
-    records = {"read": read, "kept": found.kept, "duplicates": found.duplicates}
-    records |= {"dropped": found.dropped.total(), "dead": dead}
-    _refuse_too_long(config, found)
-    written = _write_outputs(ctx.out, pieces, config, found)
-    _check_counts(records, found.rows, written)
+    fates = merge.fates(pieces, config.near_duplicates)
+    if fates.clash:
+        raise PrepareError(fates.clash)
+    records = {"read": read, "kept": fates.kept, "duplicates": fates.duplicates}
+    records |= {"dropped": fates.dropped.total(), "dead": dead}
+    _refuse_too_long(config, fates)
+    written = _write_outputs(ctx.out, pieces, config, fates)
+    _check_counts(records, fates.rows, written)
     for split in config.splits:
         if not written[split]:
             raise PrepareError(
                 f"no rows for `{split}`: {_advice(split, config)} Records: {records}; dropped: "
-                f"{dict(found.dropped + found.dropped_rows) or 'none'}. If {split} is not needed, leave it out of "
+                f"{dict(fates.dropped + fates.dropped_rows) or 'none'}. If {split} is not needed, leave it out of "
                 "`splits`."
             )
-    _check_leak(ctx.out, list(written), merge.leaks(pieces, found))
+    _check_leak(ctx.out, list(written), merge.leaks(pieces, fates))
     baseline, constant = _constant_answer(ctx.out)
-    ctx.log(f"prepare: {found.kept} of {read} records kept; rows " + ", ".join(f"{k} {v}" for k, v in written.items()))
+    ctx.log(f"prepare: {fates.kept} of {read} records kept; rows " + ", ".join(f"{k} {v}" for k, v in written.items()))
     metrics = {
         "records": records,
-        "dropped_records": dict(sorted(found.dropped.items())),
+        "dropped_records": dict(sorted(fates.dropped.items())),
         "rows": written,
-        "dropped_rows": dict(sorted(found.dropped_rows.items())),
-        "repeated_prompts": {n: found.rows[n] - written[n] for n in ("prompts", "heldout") if n in written},
+        "dropped_rows": dict(sorted(fates.dropped_rows.items())),
+        "repeated_prompts": {n: fates.rows[n] - written[n] for n in ("prompts", "heldout") if n in written},
         "tokens": {name: statistics.token_lengths(ctx.out, name) for name in written},
         "constant_answer_baseline": baseline,
         "constant_answer": constant,
@@ -239,16 +239,16 @@ def _write_dead(ctx: Context, config: Config, pieces: Pieces, receipts: list[dic
     return dead
 
 
-def _refuse_too_long(config: Config, found: Fates) -> None:
-    if config.too_long == "error" and found.dropped_rows:
+def _refuse_too_long(config: Config, fates: Fates) -> None:
+    if config.too_long == "error" and fates.dropped_rows:
         raise PrepareError(
             f"rows are longer than max_prompt_tokens {config.max_prompt_tokens} or max_completion_tokens "
-            f"{config.max_completion_tokens}: {dict(found.dropped_rows)}. Raise the limit, or set too_long to drop or "
+            f"{config.max_completion_tokens}: {dict(fates.dropped_rows)}. Raise the limit, or set too_long to drop or "
             "truncate"
         )
 
 
-def _write_outputs(out: Path, pieces: Pieces, config: Config, found: Fates) -> dict[str, int]:
+def _write_outputs(out: Path, pieces: Pieces, config: Config, fates: Fates) -> dict[str, int]:
     """Merge the pieces into the final files, a thread for each of the workers; returns the rows written by output."""
     from tuning.data import merge
 
@@ -259,7 +259,7 @@ def _write_outputs(out: Path, pieces: Pieces, config: Config, found: Fates) -> d
     def write(job: tuple[str, int]) -> int:
         output, shard = job
         path = out / output / f"part-{shard:05d}-of-{pieces.shards:05d}.parquet"
-        return merge.write_output(pieces, output, shard, path, found.gone, seed)
+        return merge.write_output(pieces, output, shard, path, fates.gone, seed)
 
     jobs = [(output, shard) for output in outputs for shard in range(pieces.shards)]
     with ThreadPoolExecutor(config.workers) as pool:

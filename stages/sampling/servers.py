@@ -22,6 +22,7 @@ from stages.contract.definition import Context
 from stages.sampling.settings import EngineSettings
 from stages.store.artifacts import Artifact
 from stages.store.keys import digest
+from tuning.atomic import whole_folder
 
 PROBES = 4
 PROBE_TOKENS = 16
@@ -38,15 +39,15 @@ class _Started:
 
 
 _started: dict[str, _Started] = {}
-"""By what was asked for; one entry at a time."""
+"""Servers by the digest of their settings; one entry at a time, because two would not fit the devices."""
 _writing = threading.Lock()
-"""Servers that start side by side want the same folder."""
+"""Held while a policy is written: servers that start side by side read the same folder."""
 _places: set[Path] = set()
-"""Where this worker keeps weights for servers."""
+"""Folders in which this worker stores weights for servers."""
 
 
 def open_engine(ctx: Context, settings: EngineSettings, quantize: str, context: int, requests: Sequence[Any]) -> Any:
-    """A `Fleet` whose servers have the stage's policy; the first of `requests` are what it is proven on."""
+    """A `Fleet` whose servers have the stage's policy; the first of `requests` are the probes that prove it."""
     from tuning.rollout.servers.fleet import Fleet, Options
     from tuning.rollout.servers.kinds import KINDS
 
@@ -110,7 +111,7 @@ def _server(ctx: Context, settings: EngineSettings, context: int, number: int, o
 
 
 def _place(ctx: Context, settings: EngineSettings) -> Path:
-    """The folder of this worker's weights for servers; those of workers that are gone are removed."""
+    """The folder of this worker's weights for servers; folders of dead workers of this machine are removed."""
     root = Path(settings.folder) if settings.folder else ctx.inputs["policy"].store.scratch / "engines"
     host, pid = socket.gethostname(), os.getpid()
     for old in root.glob(f"{host}-*"):
@@ -156,7 +157,7 @@ def _name(artifact: Artifact, quantize: str) -> str:
 
 
 def _below(artifact: Artifact) -> tuple[Artifact, str] | None:
-    """What lies under the adapter that rounds of RL train, and how its kernels are stored; None where there is none."""
+    """The artifact under the adapter that rounds of RL train, and how its kernels are stored; None without adapter."""
     lora = artifact.manifest["config"].get("lora") if artifact.stage == "update" else None
     if lora is None:
         return None
@@ -170,7 +171,7 @@ def _below(artifact: Artifact) -> tuple[Artifact, str] | None:
 
 
 def _folder(ctx: Context, artifact: Artifact, quantize: str, dtype: str, place: Path) -> Path:
-    """The policy as a Hugging Face folder; the last one's is removed."""
+    """The policy as a Hugging Face folder, which replaces the folder of the policy before it."""
     from tuning.device import choose
     from tuning.models import huggingface, tokenizer
 
@@ -185,14 +186,12 @@ def _folder(ctx: Context, artifact: Artifact, quantize: str, dtype: str, place: 
             # vLLM's CPU kernels keep a packed copy of the LM head, which a reload renews only where the head is no tied
             # one. Its Gemma knows tied ones alone: there the probe finds the old head, and the server is restarted.
             config, params = huggingface.untied(config, params)
-        partial = place / "partial"
-        shutil.rmtree(partial, ignore_errors=True)
         base = ctx.inputs["tokenizer"]
-        huggingface.save_decoder(partial, config, params, token_ids(base), dtype=dtype)
-        tokenizer.save_tokenizer(load_tokenizer(ctx, base), partial)
         generation = token_ids(base) | {"eos_token_id": list(stop_ids(ctx, base))}
-        (partial / "generation_config.json").write_text(json.dumps(generation, sort_keys=True) + "\n")
-        partial.rename(target)
+        with whole_folder(target) as partial:
+            huggingface.save_decoder(partial, config, params, token_ids(base), dtype=dtype)
+            tokenizer.save_tokenizer(load_tokenizer(ctx, base), partial)
+            (partial / "generation_config.json").write_text(json.dumps(generation, sort_keys=True) + "\n")
         return target
 
 

@@ -21,23 +21,23 @@ class EngineSettings(StageConfig):
     """The engine that samples rollouts: this project's own, or HTTP servers that are somewhere or are started here."""
 
     kind: Literal["native", "vllm", "sglang"] = "native"
-    """native: in the worker, with the trainer's model code; vllm and sglang: their servers, and what speaks as they."""
+    """native: in the worker, with the trainer's model code; vllm, sglang: these servers, or any with the same API."""
     quantization: Literal["none", "int8"] = "none"
-    """How the native engine holds the weight matrices of layers. What it samples is a little off the policy, for which
+    """How the native engine stores the weight matrices of layers. Its samples are slightly off the policy, for which
     rl.update.correction accounts."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
     """Type of its cached keys and values, with the same effect; auto: that of computation."""
     version: str | None = None
-    """The servers' version, which is part of what a rollout is; they are asked for it. Needed but for native."""
+    """The servers' version: it is in the key of rollouts, and compared with what they report. Not for native."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type that started servers compute in, and of the weights that all are given."""
     arguments: list[str] = []
     """More arguments of started servers (--tensor-parallel-size, 2)."""
     url: str | list[str] | None = execution_setting(None)
-    """Where the servers are (http://host:8000), if they are not to be started."""
+    """Addresses of running servers (http://host:8000); null: they are started here."""
     command: str | list[str] | None = execution_setting(None)
-    """What starts one, in an environment of its own (.venv-vllm/bin/python -m vllm.entrypoints.openai.api_server);
-    --model, --port and others are added."""
+    """Command that starts a server, in an environment of its own (.venv-vllm/bin/python -m
+    vllm.entrypoints.openai.api_server); --model, --port and others are added."""
     environment: dict[str, str] = execution_setting({})
     """Variables of started servers."""
     servers: int = execution_setting(1, ge=1)
@@ -46,7 +46,7 @@ class EngineSettings(StageConfig):
     """How they get a new policy: all weights by their endpoints for RL, the adapter alone, by a restart, or not from
     here. auto: weights, and a restart where that fails."""
     folder: str | None = execution_setting(None)
-    """A folder that this machine and the servers see alike, for the weights; null: beside the store, or its scratch."""
+    """Folder for the weights, under the same path for this machine and the servers; null: in the store's scratch."""
     concurrency: int = execution_setting(64, ge=1)
     """Prompts at one server at a time."""
     timeout: float = execution_setting(600.0, gt=0)
@@ -67,9 +67,9 @@ class EngineSettings(StageConfig):
     def _meaningful(self) -> EngineSettings:
         if self.kind == "native":
             own = type(self).model_fields
-            told = [n for n in own if n not in ("kind", *NATIVE) and getattr(self, n) != own[n].default]
-            if told:
-                raise ValueError(f"{told[0]} has no meaning with kind native; say kind: vllm or sglang")
+            changed = [n for n in own if n not in ("kind", *NATIVE) and getattr(self, n) != own[n].default]
+            if changed:
+                raise ValueError(f"{changed[0]} has no meaning with kind native; say kind: vllm or sglang")
             return self
         for name in NATIVE:
             if getattr(self, name) != type(self).model_fields[name].default:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tuning.names import function_of, nearest
+from tuning.names import closest, function_of, nearest
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,11 @@ from tuning.names import function_of, nearest
 )
 def test_the_nearest_name_or_all(name, known, also, said):
     assert nearest(name, known, also) == said
+
+
+def test_the_closest_name_or_none():
+    assert closest("stf", ["reward", "sft"]) == "sft"
+    assert closest("xyz", ["reward", "sft"]) is None
 
 
 def test_a_function_by_name():

@@ -83,7 +83,7 @@ class Draft:
 
 @dataclasses.dataclass(slots=True)
 class Entry:
-    """A record on its way."""
+    """A record on its way from its line to its rows."""
 
     position: int
     number: int

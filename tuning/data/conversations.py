@@ -87,7 +87,7 @@ def _by_prefixes(tokenizer: PreTrainedTokenizerFast, turns: list[Any], tools: An
             )
         first = next(i for i, (_, stop) in enumerate(offsets) if stop > len(before))
         end = next((i for i, (start, _) in enumerate(offsets) if start >= len(after)), len(ids))
-        # What the template writes behind the end-of-turn token, such as a newline, nobody generates.
+        # What the template writes behind the end-of-turn token, such as a newline, is never generated.
         ends = [i for i in range(first, end) if ids[i] in control]
         if ends and not whole[offsets[ends[-1]][1] : len(after)].strip():
             end = ends[-1] + 1

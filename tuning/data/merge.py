@@ -64,7 +64,7 @@ class Fates:
     gone: pa.Array | None = None
     """Contents of near duplicates; their rows are left out."""
     clash: str | None = None
-    """What is wrong with ids or groups, in words."""
+    """Why ids or groups contradict each other; None where they do not."""
 
 
 def unique(table: pa.Table) -> tuple[pa.Table, np.ndarray]:
@@ -85,7 +85,7 @@ def unique(table: pa.Table) -> tuple[pa.Table, np.ndarray]:
 
 
 def fates(pieces: Pieces, threshold: float | None = None) -> Fates:
-    """Adds up the ledger; with a threshold, near duplicates of that similarity are found first."""
+    """Adds up the ledger; with a threshold, near duplicates of at least that similarity are dropped first."""
     found = Fates()
     if threshold is not None:
         found.gone = _similar(pieces, threshold)

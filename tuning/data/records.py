@@ -27,14 +27,14 @@ tool's `name` and `tool_call_id`.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tuning.data import layouts
+from tuning.data.kinds import is_finite, is_list_of_objects, kind_of
+from tuning.names import closest
 
 SPLITS = ("sft", "preference", "labelled", "prompts", "heldout")
 ROLES = ("system", "user", "assistant", "tool")
@@ -55,17 +55,12 @@ class RecordError(ValueError):
     def __init__(self, source: str, number: int, field: str, expected: str, got: str, id: str | None = None) -> None:
         name = f" (id {id!r})" if id is not None else ""
         super().__init__(f"{source}, record {number}{name}, field `{field}`: expected {expected}, got {got}")
-        self.source, self.number, self.field, self.expected, self.got, self.id = (
-            source,
-            number,
-            field,
-            expected,
-            got,
-            id,
-        )
+        self.number, self.field = number, field
+        self._arguments = (source, number, field, expected, got, id)
 
     def __reduce__(self) -> Any:
-        return type(self), (self.source, self.number, self.field, self.expected, self.got, self.id)
+        # An exception is pickled with `args`, which is the message alone, and Beam moves errors between processes.
+        return type(self), self._arguments
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,7 +98,7 @@ class Record:
         return "\n".join(f"{message['role']}: {message['content']}" for message in self.prompt)
 
 
-# `json.dumps` would make an encoder for each record.
+# `json.dumps` with these settings makes an encoder at each call, which shows on millions of records.
 _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode
 
 
@@ -156,7 +151,7 @@ def parse_record(
         RecordError: the first field that is wrong.
     """
     if not isinstance(raw, Mapping):
-        raise RecordError(source, number, "(record)", "a JSON object", _kind(raw))
+        raise RecordError(source, number, "(record)", "a JSON object", kind_of(raw))
     parser = _Parser(source, number, raw.get("id"))
     names = rename or {}
     kept = {name: value for name, value in raw.items() if value is not None and names.get(name, name) is not None}
@@ -181,42 +176,16 @@ class _Parser:
 
     def parse(self, raw: Mapping[str, Any], extra: str, layout: str) -> Record:
         values = {name: value for name, value in raw.items() if value is not None}
-        metadata = values.get("metadata", {})
-        if not isinstance(metadata, dict):
-            raise self.error("metadata", "an object", _kind(metadata))
-        unknown = {name: values[name] for name in values if name not in FIELDS + ALIASES}
-        if unknown and extra != "metadata":
-            name = min(unknown)
-            near = difflib.get_close_matches(name, FIELDS + ALIASES, 1)
-            advice = f"did you mean `{near[0]}`?" if near else "move it into `metadata`, or set extra_fields: metadata"
-            raise self.error(name, f"no such field ({advice})", _kind(unknown[name]))
-
+        metadata = self.metadata(values, extra)
         document = self.document(values)
         prompt, completion, rejected = self.turns(values) if document is None else ([], None, [])
         conversation = self.conversation(values)
-        label, tools = values.get("label"), values.get("tools", [])
-        if label is not None and not isinstance(label, bool):
-            raise self.error("label", "true or false", _kind(label))
-        if label is not None and (completion is None or rejected):
-            raise self.error("label", "a completion and no `rejected` beside it", "rejected" if rejected else "neither")
-        if tools and not _is_list_of_objects(tools):
-            raise self.error("tools", "a list of objects", _kind(tools))
-        margin = values.get("margin")
-        if margin is not None and not _is_finite(margin):
-            raise self.error("margin", "a finite number", _kind(margin))
-        split = values.get("split")
-        if split is not None and split not in SPLITS:
-            raise self.error("split", f"one of {', '.join(SPLITS)}", _kind(split))
-        if document is not None and split not in (None, "sft"):
-            raise self.error("split", "'sft' or nothing beside `text`", _kind(split))
-        if split in ("sft", "preference", "labelled") and completion is None and document is None:
-            raise self.error("completion", f"a completion, since split is {split!r}", "none")
-        if split == "preference" and not rejected:
-            raise self.error("rejected", "at least one, since split is 'preference'", "none")
-        if split == "labelled" and label is None:
-            raise self.error("label", "true or false, since split is 'labelled'", "none")
-        if split == "sft" and label is False:
-            raise self.error("label", "no bad completion, since split is 'sft'", "false")
+        label = self.label(values, completion, rejected)
+        tools = self.tools(values)
+        margin = self.margin(values)
+        split = self.split(values, document)
+        if split is not None:
+            self.useful(split, completion if document is None else document, rejected, label)
 
         content: dict[str, Any] = {
             "prompt": prompt,
@@ -227,20 +196,17 @@ class _Parser:
             "text": document,
             "tools": tools or None,
             "answer": self.optional_text("answer", values),
-            "margin": None if margin is None else float(margin),
+            "margin": margin,
             "split": split,
             "group": self.optional_text("group", values),
-            "metadata": {**unknown, **metadata},
+            "metadata": metadata,
         }
-        try:
-            text = canonical_json({name: value for name, value in content.items() if value is not None})
-            text.encode()
-        except (ValueError, TypeError) as error:
-            raise self.error("metadata", "finite numbers and valid Unicode text only", str(error)) from None
+        text = self.canonical(content)
+        beginning = prompt if document is None else document
         return Record(
             id=self.optional_text("id", values) or digest(text),
             content=digest(text),
-            group=content["group"] or "prompt:" + digest(canonical_json(prompt if document is None else document)),
+            group=content["group"] or "prompt:" + digest(canonical_json(beginning)),
             prompt=tuple(prompt),
             completion=completion,
             rejected=tuple(rejected),
@@ -248,12 +214,82 @@ class _Parser:
             conversation=None if conversation is None else tuple(conversation),
             tools=tuple(tools),
             answer=content["answer"],
-            margin=content["margin"],
+            margin=margin,
             split=split,
-            metadata=canonical_json(content["metadata"]),
+            metadata=canonical_json(metadata),
             text=document,
             layout=layout,
         )
+
+    def metadata(self, values: Mapping[str, Any], extra: str) -> dict[str, Any]:
+        """The metadata, with unknown fields where `extra` says so."""
+        metadata = values.get("metadata", {})
+        if not isinstance(metadata, dict):
+            raise self.error("metadata", "an object", kind_of(metadata))
+        known = FIELDS + ALIASES
+        unknown = {name: value for name, value in values.items() if name not in known}
+        if unknown and extra != "metadata":
+            name = min(unknown)
+            near = closest(name, known)
+            advice = f"did you mean `{near}`?" if near else "move it into `metadata`, or set extra_fields: metadata"
+            raise self.error(name, f"no such field ({advice})", kind_of(unknown[name]))
+        return {**unknown, **metadata}
+
+    def label(self, values: Mapping[str, Any], completion: str | None, rejected: Sequence[str]) -> bool | None:
+        label = values.get("label")
+        if label is None:
+            return None
+        if not isinstance(label, bool):
+            raise self.error("label", "true or false", kind_of(label))
+        if completion is None or rejected:
+            raise self.error("label", "a completion and no `rejected` beside it", "rejected" if rejected else "neither")
+        return label
+
+    def tools(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+        tools = values.get("tools", [])
+        if tools and not is_list_of_objects(tools):
+            raise self.error("tools", "a list of objects", kind_of(tools))
+        return list(tools)
+
+    def margin(self, values: Mapping[str, Any]) -> float | None:
+        margin = values.get("margin")
+        if margin is None:
+            return None
+        if not is_finite(margin):
+            raise self.error("margin", "a finite number", kind_of(margin))
+        return float(margin)
+
+    def split(self, values: Mapping[str, Any], document: str | None) -> str | None:
+        """The only output that uses the record."""
+        split = values.get("split")
+        if split is None:
+            return None
+        if split not in SPLITS:
+            raise self.error("split", f"one of {', '.join(SPLITS)}", kind_of(split))
+        if document is not None and split != "sft":
+            raise self.error("split", "'sft' or nothing beside `text`", kind_of(split))
+        return str(split)
+
+    def useful(self, split: str, completion: str | None, rejected: Sequence[str], label: bool | None) -> None:
+        """Raises an error where a record has not what its split needs."""
+        if split in ("sft", "preference", "labelled") and completion is None:
+            raise self.error("completion", f"a completion, since split is {split!r}", "none")
+        if split == "preference" and not rejected:
+            raise self.error("rejected", "at least one, since split is 'preference'", "none")
+        if split == "labelled" and label is None:
+            raise self.error("label", "true or false, since split is 'labelled'", "none")
+        if split == "sft" and label is False:
+            raise self.error("label", "no bad completion, since split is 'sft'", "false")
+
+    def canonical(self, content: Mapping[str, Any]) -> str:
+        """The canonical JSON of a record's content, absent fields left out."""
+        try:
+            text = canonical_json({name: value for name, value in content.items() if value is not None})
+            # A lone surrogate passes JSON but has no UTF-8, so it would fail where the digest is made.
+            text.encode()
+        except (ValueError, TypeError) as error:
+            raise self.error("metadata", "finite numbers and valid Unicode text only", str(error)) from None
+        return text
 
     def document(self, values: dict[str, Any]) -> str | None:
         """The text of a record that is nothing else."""
@@ -278,7 +314,7 @@ class _Parser:
                 return self.prompt("messages", messages), None, []
             last = messages[-1]
             return self.prompt("messages", messages[:-1]), last["content"] or canonical_json(last["tool_calls"]), []
-        if "prompt" not in values and _is_list_of_objects(chosen) and _is_list_of_objects(rejected):
+        if "prompt" not in values and is_list_of_objects(chosen) and is_list_of_objects(rejected):
             chosen, rejected = self.messages(chosen_name, chosen), self.messages("rejected", rejected)
             if chosen[:-1] != rejected[:-1]:
                 raise self.error("rejected", f"the same turns as in `{chosen_name}` but for the last", "other turns")
@@ -292,9 +328,9 @@ class _Parser:
             return prompt, completion, []
         if completion is None:
             raise self.error("completion", "the preferred answer, since `rejected` is given", "nothing")
-        single = isinstance(rejected, str) or _is_list_of_objects(rejected)
+        single = isinstance(rejected, str) or is_list_of_objects(rejected)
         if not single and not isinstance(rejected, list):
-            raise self.error("rejected", "a string or a list of strings", _kind(rejected))
+            raise self.error("rejected", "a string or a list of strings", kind_of(rejected))
         losers = [self.completion("rejected", loser) for loser in ([rejected] if single else rejected)]
         if completion in losers or len(set(losers)) < len(losers):
             raise self.error("rejected", "answers that differ from the completion and from each other", "equal ones")
@@ -321,28 +357,28 @@ class _Parser:
         return messages
 
     def messages(self, field: str, value: Any) -> list[Message]:
-        if not _is_list_of_objects(value):
-            raise self.error(field, "a string or a non-empty list of messages", _kind(value))
+        if not is_list_of_objects(value):
+            raise self.error(field, "a string or a non-empty list of messages", kind_of(value))
         messages: list[Message] = []
         for message in value:
             kept = {name: item for name, item in message.items() if item is not None}
             calls = kept.get("tool_calls")
-            if calls is not None and not _is_list_of_objects(calls):
-                raise self.error(f"{field}.tool_calls", "a non-empty list of objects", _kind(calls))
+            if calls is not None and not is_list_of_objects(calls):
+                raise self.error(f"{field}.tool_calls", "a non-empty list of objects", kind_of(calls))
             if calls is not None and not kept.get("content"):
                 kept["content"] = ""
             more = OPTIONAL.get(str(kept.get("role")), set())
             if set(kept) - more != {"role", "content"}:
                 raise self.error(field, "messages of exactly `role` and `content`", f"one with {sorted(kept)}")
             if kept["role"] not in ROLES:
-                raise self.error(field, f"a role out of {', '.join(ROLES)}", _kind(kept["role"]))
+                raise self.error(field, f"a role out of {', '.join(ROLES)}", kind_of(kept["role"]))
             if calls is None or kept["content"]:
                 kept["content"] = self.text(f"{field}.content", kept["content"])
             messages.append(kept)
         return messages
 
     def completion(self, field: str, value: Any) -> str:
-        if _is_list_of_objects(value):
+        if is_list_of_objects(value):
             messages = self.messages(field, value)
             if len(messages) != 1 or messages[0]["role"] != "assistant":
                 raise self.error(field, "a string or one assistant message", f"{len(messages)} messages")
@@ -354,28 +390,9 @@ class _Parser:
 
     def text(self, field: str, value: Any) -> str:
         if not isinstance(value, str) or not value.strip():
-            raise self.error(field, "a non-empty string", _kind(value))
+            raise self.error(field, "a non-empty string", kind_of(value))
         try:
             value.encode()
         except UnicodeEncodeError:
             raise self.error(field, "valid Unicode", "a lone surrogate") from None
         return value
-
-
-def _is_list_of_objects(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
-
-
-def _is_finite(value: Any) -> bool:
-    try:
-        return not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)
-    except OverflowError:
-        return False  # an integer beyond every float
-
-
-def _kind(value: Any) -> str:
-    """A value in an error: its JSON type and the start of it."""
-    names = {str: "string", bool: "boolean", int: "number", float: "number", list: "list", dict: "object"}
-    shown = repr(value)
-    shown = shown if len(shown) <= 60 else shown[:57] + "..."
-    return f"{names.get(type(value), type(value).__name__)} {shown}"

@@ -1,4 +1,4 @@
-"""Reading from any fsspec file system, and going on after an error of the network.
+"""Reading from any fsspec file system, with retries after errors of the network.
 
 `open_input` reads through a file object that opens its file again where it stopped, so that everything on top of it
 (decompression, CSV, Parquet) sees one whole stream or one error that names the file.
@@ -11,10 +11,12 @@ import functools
 import io
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import fsspec
 
+from tuning.atomic import whole_file
 from tuning.retries import retried
 
 T = TypeVar("T")
@@ -33,7 +35,8 @@ class SourceError(ValueError):
 
 
 def filesystem(url: str) -> tuple[Any, str]:
-    """File system and path of a URL or local path. What another process writes is seen: listings are not kept."""
+    """File system and path of a URL or local path."""
+    # Without a cache of listings, or files that another process writes would stay unseen.
     remote = "://" in url and not url.startswith(("file:", "local:", "memory:"))
     try:
         return fsspec.core.url_to_fs(url, **({"use_listings_cache": False} if remote else {}))  # type: ignore[no-any-return]
@@ -58,7 +61,8 @@ def again(action: Callable[[], T], what: str) -> T:
 
 
 def type_of(fs: Any, path: str, what: str) -> str | None:
-    """ "file", "directory" or None where there is nothing. fsspec's own questions take any error for a no."""
+    """ "file", "directory" or None where there is nothing."""
+    # `fs.exists` and `fs.isdir` take any error for a no, an error of the network too.
     try:
         return str(again(lambda: fs.info(path), what)["type"])
     except FileNotFoundError:
@@ -142,14 +146,11 @@ def read_range(url: str, start: int, stop: int) -> bytes:
 
 
 def publish(url: str, data: bytes) -> None:
-    """Write a whole file; nobody sees a part of it."""
+    """Writes a file that is visible only when it is complete."""
     fs, path = filesystem(url)
     if "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,)):
-        fs.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
-        partial = f"{path}.part"
-        with open(partial, "wb") as file:
-            file.write(data)
-        fs.mv(partial, path)
+        with whole_file(Path(path)) as partial:
+            partial.write_bytes(data)
         return
     # Object stores show an object once all of it is there.
     again(lambda: fs.pipe_file(path, data), url)

@@ -1,11 +1,12 @@
-"""Who executes a Beam pipeline: this machine, or a cluster by its options. Runners found wrong are refused by name."""
+"""Who executes a Beam pipeline: this machine, or a cluster by its options. Runners known not to work are refused."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import Any
+
+from tuning.names import closest, nearest
 
 LOCAL = "FnApiRunner"
 CLUSTERS = ("FlinkRunner", "SparkRunner", "DataflowRunner", "PortableRunner")
@@ -42,9 +43,7 @@ def check(runner: Runner, scratch: str | None) -> None:
         raise RunnerError(f"runner {runner.name} is refused: {REFUSED[runner.name]}. Use {LOCAL} (default)")
     known = (LOCAL, *CLUSTERS)
     if runner.name not in known:
-        near = difflib.get_close_matches(runner.name, known, 1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-        raise RunnerError(f"no runner {runner.name!r}; {hint}")
+        raise RunnerError(f"no runner {runner.name!r}; {nearest(runner.name, known)}")
     own = sorted(_OWN & set(runner.options))
     if own:
         raise RunnerError(f"runner option {own[0]} follows from `runner.name` and `workers`: leave it out")
@@ -67,8 +66,9 @@ def _check_options(options: Mapping[str, Any]) -> None:
     known = PipelineOptions([]).get_all_options()
     for name, value in sorted(options.items()):
         if name not in known and name.removeprefix("no_") not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            raise RunnerError(f"Beam has no pipeline option {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
+            near = closest(name, known)
+            hint = f"; did you mean {near}?" if near else ""
+            raise RunnerError(f"Beam has no pipeline option {name!r}{hint}")
         if value is False:
             raise RunnerError(f"runner option {name}: leave it out in place of false, or set no_{name} to true")
 

@@ -6,7 +6,6 @@ Those here decide which records are used; `tuning.data.drafts` makes rows of the
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import re
 from collections import Counter
@@ -20,6 +19,7 @@ from tuning.data.drafts import lengths, render, tokenize
 from tuning.data.records import Record, RecordError, canonical_json, parse_line
 from tuning.data.remote import local_copy
 from tuning.data.similar import is_contaminated, signature
+from tuning.names import function_of
 
 
 def uniform(seed: int, purpose: str, group: str) -> float:
@@ -92,7 +92,7 @@ def _texts(record: Record) -> list[str]:
 
 def rules(plan: Plan) -> Step:
     """The user's functions: `f(record) -> bool | str | None`; False, or a reason, drops the record."""
-    functions = {name: _function(name) for name in plan.rules}
+    functions = {name: function_of(name) for name in plan.rules}
 
     def step(block: Block) -> Counts:
         bad, dropped = {}, Counter[str]()
@@ -113,11 +113,6 @@ def rules(plan: Plan) -> Step:
         return {"dead": len(bad), **dropped}
 
     return step
-
-
-def _function(name: str) -> Callable[[dict[str, Any]], Any]:
-    module, _, function = name.partition(":")
-    return getattr(importlib.import_module(module), function)  # type: ignore[no-any-return]
 
 
 def view_of(record: Record, source: str) -> dict[str, Any]:

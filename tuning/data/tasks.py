@@ -14,8 +14,6 @@ from __future__ import annotations
 import bz2
 import contextlib
 import csv
-import difflib
-import importlib
 import importlib.metadata
 import importlib.util
 import inspect
@@ -28,6 +26,7 @@ from typing import Any
 from tuning.data import files
 from tuning.data.files import Part
 from tuning.data.remote import SourceError
+from tuning.names import closest, function_of
 
 RawRecord = Mapping[str, Any]
 
@@ -131,12 +130,16 @@ def addition(seed: int = 0, wrong_answers: int = 2) -> Iterator[RawRecord]:
 def near_misses(answer: int, count: int, rng: random.Random) -> list[str]:
     """Up to `count` wrong answers close to an integer: off by one or ten, digits swapped, one dropped or doubled."""
     digits = str(abs(answer))
+    last = len(digits) - 1
+    off = {str(answer + delta) for delta in (-10, -2, -1, 1, 2, 10)}
+    dropped = {digits[:i] + digits[i + 1 :] for i in range(last + 1)} - {""}
+    swapped = {digits[:i] + digits[i + 1] + digits[i] + digits[i + 2 :] for i in range(last)}
+    doubled = {digits + digits[-1]}
     sign = "-" if answer < 0 else ""
-    wrong = {str(answer + delta) for delta in (-10, -2, -1, 1, 2, 10)}
-    wrong |= {sign + digits[:i] + digits[i + 1 :] for i in range(len(digits)) if len(digits) > 1}
-    wrong |= {sign + digits[:i] + digits[i + 1] + digits[i] + digits[i + 2 :] for i in range(len(digits) - 1)}
-    wrong.add(sign + digits + digits[-1])
-    return _sample(rng, sorted(text for text in wrong if int(text) != answer and str(int(text)) == text), count)
+    texts = off | {sign + other for other in dropped | swapped | doubled}
+    # Leading zeros are left out: no model that can count writes them, so they would be no near miss.
+    wrong = [text for text in texts if int(text) != answer and str(int(text)) == text]
+    return _sample(rng, sorted(wrong), count)
 
 
 def _sample(rng: random.Random, items: list[str], count: int) -> list[str]:
@@ -301,10 +304,10 @@ def _function(source: str) -> Callable[..., Iterable[RawRecord]]:
         return BUILTIN[source]
     module, _, name = _split_name(source)
     _find_spec(source, module)
-    function = getattr(importlib.import_module(module), name, None)
-    if not callable(function):
-        raise SourceError(f"source {source!r}: module {module} has no function {name!r}")
-    return function  # type: ignore[no-any-return]
+    try:
+        return function_of(source)
+    except ValueError as error:
+        raise SourceError(f"source {source!r}: module {module} has no function {name!r} ({error})") from error
 
 
 def _split_name(source: str) -> tuple[str, str, str]:
@@ -325,8 +328,8 @@ def _find_spec(source: str, module: str) -> Any:
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(names), 1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
+    near = closest(name, names)
+    return f" (did you mean {near!r}?)" if near else ""
 
 
 def _encode(source: str, number: int, raw: Any) -> bytes:

@@ -7,11 +7,11 @@ of the recipe. None means that the function does not apply to a sample.
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tuning.names import function_of, nearest
 from tuning.rewards.judge import judge
 from tuning.rewards.sandbox import code_passes
 
@@ -26,8 +26,11 @@ def extracted(text: str, pattern: str | None) -> str:
     """The last match of `pattern` in the text: its first group, or all of it; "" without a match."""
     if pattern is None:
         return text
-    found = list(re.finditer(pattern, text, re.DOTALL))
-    return found[-1][1 if found[-1].re.groups else 0] if found else ""
+    matches = list(re.finditer(pattern, text, re.DOTALL))
+    if not matches:
+        return ""
+    group = 1 if matches[-1].re.groups else 0
+    return matches[-1][group]
 
 
 def exact_match(
@@ -59,9 +62,11 @@ def number_match(
     """
 
     def one(text: str, answer: str) -> float:
-        found = re.findall(NUMBER, extracted(text, extract).replace(",", ""))
+        numbers = re.findall(NUMBER, extracted(text, extract).replace(",", ""))
+        if not numbers:
+            return 0.0
         wanted = float(answer.replace(",", ""))
-        return float(bool(found) and abs(float(found[-1]) - wanted) <= tolerance * abs(wanted))
+        return float(abs(float(numbers[-1]) - wanted) <= tolerance * abs(wanted))
 
     return [None if a is None else one(c, a) for c, a in zip(completions, answer, strict=True)]
 
@@ -75,7 +80,7 @@ def math_equal(prompts: Texts, completions: Texts, *, answer: Answers, **_: Any)
     from math_verify import parse, verify
 
     def one(text: str, answer: str) -> float | None:
-        # Its own time limits use signals; here the whole process has one.
+        # The package's own time limits use signals, which work in a main thread only; the process has a limit anyway.
         gold = parse(answer if "$" in answer or "\\boxed" in answer else f"${answer}$", parsing_timeout=None)
         if not gold:
             return None
@@ -173,11 +178,9 @@ def find(name: str) -> RewardFn:
     """The built-in called `name`, or the function of `module:function`. Raises ValueError naming what is there."""
     if name in BUILT_IN:
         return BUILT_IN[name]
-    module, colon, function = name.partition(":")
-    if not colon:
-        raise ValueError(f"no reward function {name!r}; there are {', '.join(BUILT_IN)}, or module:function")
+    if ":" not in name:
+        raise ValueError(f"no reward function {name!r}; {nearest(name, BUILT_IN, 'module:function')}")
     try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as e:
-        raise ValueError(f"reward function {name!r}: {e}") from e
-    return found
+        return function_of(name)
+    except ValueError as error:
+        raise ValueError(f"reward function {error}") from error

@@ -65,7 +65,7 @@ def test_tags_come_in_order_and_once():
 
 
 def test_an_unknown_name_lists_what_there_is():
-    with pytest.raises(ValueError, match="no reward function 'exact_mach'; there are exact_match"):
+    with pytest.raises(ValueError, match="no reward function 'exact_mach'; did you mean exact_match"):
         f.find("exact_mach")
     with pytest.raises(ValueError, match="no_such_module"):
         f.find("no_such_module:f")

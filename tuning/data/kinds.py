@@ -1,0 +1,27 @@
+"""Kinds of JSON values, for checks and for error messages."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+
+def is_list_of_objects(value: Any) -> bool:
+    """Whether the value is a list of one or more objects."""
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+
+
+def is_finite(value: Any) -> bool:
+    """Whether the value is a finite number."""
+    try:
+        return not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)
+    except OverflowError:
+        return False  # an integer beyond every float
+
+
+def kind_of(value: Any) -> str:
+    """A value in an error: its JSON type and the start of it."""
+    names = {str: "string", bool: "boolean", int: "number", float: "number", list: "list", dict: "object"}
+    shown = repr(value)
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    return f"{names.get(type(value), type(value).__name__)} {shown}"
