@@ -165,23 +165,12 @@ def remax(case: Case) -> dict[str, Any]:
 
 
 @op("advantages_token", "whiten")
-@op("advantages_token", "whiten_per_row")
 def whiten(case: Case) -> dict[str, Any]:
     out = returns.whiten(
         case[case.known("x", "values")], case["mask"], ddof=case.param("ddof"), eps=case.param("eps_in_rsqrt", 0.0),
         variance_floor=case.param("var_clamp_min", 0.0), shift_mean=case.param("shift_mean", True),
-        over="row" if case.op == "whiten_per_row" else "batch",
     )  # fmt: skip
     return {"whitened": out}
-
-
-@op("advantages_token", "optimal_token_baseline")
-def optimal_token_baseline(case: Case) -> dict[str, Any]:
-    out, to_go = adv.optimal_token_baseline_advantages(
-        case["rewards"], case["group_ids"], case["old_logps"], case["sum_pi_squared"], case["mask"],
-        zero_tail=case.param("handle_zero_tail"), eps=case.param("eps"),
-    )  # fmt: skip
-    return {"advantages": out, "returns": to_go}
 
 
 def clipped(values: jax.Array, bounds: list[float] | None) -> jax.Array:

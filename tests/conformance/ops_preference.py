@@ -15,7 +15,7 @@ from .ops_tokens import token_logps
 
 
 def token_mean_nll(logps: jax.Array, mask: jax.Array) -> jax.Array:
-    return aggregate(sft.nll(logps), mask, "token-mean", **count(mask)._asdict())
+    return aggregate(sft.nll(logps), mask, "token-mean", **count(np.asarray(mask))._asdict())
 
 
 def reward_metrics(pairs: preference.PairLoss) -> dict[str, jax.Array]:

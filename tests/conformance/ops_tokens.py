@@ -16,13 +16,13 @@ from .ops_policy import MODES
 def token_logps(z: jax.Array, ids: jax.Array, temperature: float = 1.0) -> tuple[jax.Array, jax.Array]:
     """Log-probabilities and entropies of logits [..., V], both [...].
 
-    The head of training takes hidden states and weights; with the identity as weights its logits are those given. Small
-    slices, of which the last overlaps the one before, and nothing kept, so that the recomputation is tested too.
+    The head of training takes hidden states and weights: with the identity as weights its logits are those given.
+    Nothing is kept for the backward pass, so that its recomputation is tested.
     """
     vocabulary = z.shape[-1]
     flat = z.reshape(-1, vocabulary)
     logps, entropy = head.token_logps(
-        flat, ids.reshape(-1), jnp.eye(vocabulary, dtype=z.dtype), temperature=temperature, elements=1, kept=0
+        flat, ids.reshape(-1), jnp.eye(vocabulary, dtype=z.dtype), temperature=temperature, kept=0
     )
     return logps.reshape(ids.shape), entropy.reshape(ids.shape)
 

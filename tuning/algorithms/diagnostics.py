@@ -1,6 +1,6 @@
-"""What a round's sums say, as numbers that people watch; and coefficients that follow them from round to round.
+"""Metrics of a round from the sums of its micro-batches, and the coefficients that a run adapts to them.
 
-Sums and counts come first, one division last (R19).
+Sums and counts are added over micro-batches first and divided once: a mean of means would depend on the split.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ QUANTILES = {"ratio_p01": 0.01, "ratio_p50": 0.5, "ratio_p99": 0.99}
 def summarise(sums: Mapping[str, float]) -> dict[str, float]:
     """Per-token means of summed metrics, and the ratio's quantiles."""
     n = max(sums["n_tokens"], 1.0)
-    found = {
+    means = {
         "approx_kl": sums["approx_kl"] / n,
         "entropy": sums["entropy"] / n,
         "mismatch_kl": sums["old_mismatch_k3"] / n,
         "effective_sample_size": effective_sample_size(sums["old_weight"], sums["old_weight_sq"]) / n,
     }
     shares = {"clip_low": "clip_low", "clip_high": "clip_high", "dual_clip": "clip_dual"}
-    found |= {name: sums[key] / n for key, name in shares.items() if key in sums}
+    means |= {name: sums[key] / n for key, name in shares.items() if key in sums}
     if "clip_low" in sums and "clip_high" in sums:
-        found["clip_fraction"] = (sums["clip_low"] + sums["clip_high"]) / n
+        means["clip_fraction"] = (sums["clip_low"] + sums["clip_high"]) / n
     if "ref_kl" in sums:
-        found["kl"] = sums["ref_kl"] / n
+        means["kl"] = sums["ref_kl"] / n
     bins = [sums[f"ratio_bin_{i:02d}"] for i in range(len(RATIO_EDGES) + 1)]
-    return found | {name: ratio_quantile(bins, share) for name, share in QUANTILES.items()}
+    return means | {name: ratio_quantile(bins, share) for name, share in QUANTILES.items()}
 
 
 def pass_histogram(totals_N: np.ndarray, groups_N: np.ndarray, valid_N: np.ndarray, bins: int = 5) -> list[int]:

@@ -33,13 +33,13 @@ from tuning.models.decoder import decoder_graph
 from tuning.training.forward import logps_and_entropy
 from tuning.training.step import LossFn
 
-# A completion that is all but certain has infinite odds.
 LARGEST_MEAN_LOGP = -1e-6
+"""Bound of the mean log-probability in ORPO: at probability 1 the odds are infinite."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Preference:
-    """A loss by name and what it takes; options that a loss has no use for keep their defaults."""
+    """A preference loss by name, with its options; those that a loss does not read keep their defaults."""
 
     loss: str = "dpo"
     """dpo, orpo, simpo, cpo, kto, apo-zero-unpaired, or a `DPOLoss` of `tuning.losses.preference`."""

@@ -1,6 +1,6 @@
 """Distillation from a teacher's logits: per-token divergences, [B, T], to be aggregated with a mask.
 
-Axes: B rows, T tokens, V vocabulary, K kept tokens. The temperature divides both sides' logits; `temperature**2`
+Axes: B rows, T tokens, V vocabulary. The temperature divides both sides' logits; `temperature**2`
 times the loss keeps the gradient's scale (Hinton et al., arXiv:1503.02531) and is left to the caller.
 """
 
@@ -11,6 +11,7 @@ from jax.nn import log_softmax
 
 def kl_divergence(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
     """KL(p || q) over the last axis from log-probabilities; terms of p = 0 count 0."""
+    # Both logarithms are replaced where p is 0: 0 * -inf is NaN, in the gradient even behind a `where`.
     p = jnp.exp(log_p)
     finite = p > 0
     return jnp.where(finite, p * (jnp.where(finite, log_p, 0) - jnp.where(finite, log_q, 0)), 0).sum(-1)

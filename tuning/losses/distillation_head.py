@@ -39,6 +39,7 @@ def token_divergences(
     def chunks(x: jax.Array) -> jax.Array:
         return jnp.pad(x, ((0, -x.shape[0] % size), (0, 0))).reshape(-1, size, x.shape[1])
 
+    # Without the checkpoint the backward pass would keep the logits of every chunk.
     @jax.checkpoint
     def one(args: tuple[jax.Array, jax.Array]) -> jax.Array:
         student, teacher = (
@@ -47,8 +48,8 @@ def token_divergences(
         )
         return generalised_jsd(student, teacher, beta, temperature)
 
-    found = jax.lax.map(one, (chunks(student_MD), chunks(jax.lax.stop_gradient(teacher_ME))))
-    return found.reshape(-1)[: student_MD.shape[0]]
+    divergences = jax.lax.map(one, (chunks(student_MD), chunks(jax.lax.stop_gradient(teacher_ME))))
+    return divergences.reshape(-1)[: student_MD.shape[0]]
 
 
 def _capped(logits: jax.Array, softcap: float | None) -> jax.Array:

@@ -59,6 +59,7 @@ def importance_weights(
         weights = masked(weights, _inside(weights, (weight_min, weight_max)))
     weights = masked(weights, mask_BT)
     if batch_normalise:
+        # A sequence's tokens share one weight, so its maximum is that weight; masked tokens are 0.
         if level == "token":
             mean = weights.sum() / jnp.maximum((mask_BT > 0).sum(), 1)
         else:

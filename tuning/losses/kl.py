@@ -64,6 +64,7 @@ def kl_per_token(
     value = clamp(value, value_clamp)
     if straight_through is None:
         return value
+    # Unclamped: a clamp would stop the gradient on the tokens that are furthest from the reference.
     surrogate = d_full**2 / 2
     if straight_through == "weighted-k2":
         if old_logps_BT is None:

@@ -7,7 +7,7 @@ gap between sampler and trainer (`tuning.losses.importance`) multiply the return
 are aggregated apart.
 
 `old_logps` is the policy at the start of the update; with one update per batch pass `stop_gradient(logps)`.
-Rarer losses are in `tuning.losses.policy_variants`.
+Losses with another trust region than the clip are in `tuning.losses.policy_variants`.
 """
 
 from typing import Literal
@@ -81,6 +81,7 @@ def clipped_surrogate(
     Metrics: `clip_high` (A > 0, r above the range), `clip_low` (A < 0, r below), `dual_clip`, `ratio`, `ratio_sq`,
     `approx_kl`, `n_tokens`.
     """
+    # A bound of 1 or less would hold even where the policy has not moved.
     if dual_clip is not None and dual_clip <= 1:
         raise ValueError(f"dual_clip must be above 1, got {dual_clip}")
     z = log_ratio(logps_BT, old_logps_BT, mask_BT, level=ratio, log_ratio_clamp=log_ratio_clamp)

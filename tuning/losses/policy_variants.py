@@ -59,6 +59,7 @@ def dppo(
     else:
         kl = q * (old - logps) + (1 - q) * jnp.log((1 - q + 1e-8) / (1 - p + 1e-8))
         valid_pos, valid_neg = (kl <= limit_high) | (p <= q), (kl <= limit_low) | (p >= q)
+    # Only a move in the direction of the advantage is bounded; a token on its way back stays in the loss.
     valid = jnp.where(adv > 0, valid_pos, valid_neg)
     weight = stop_gradient(jnp.minimum(jnp.exp(z), ratio_max) * valid)
     sums = metric_sums(z, mask_BT, clip_high=~valid & (adv > 0), clip_low=~valid & (adv <= 0))

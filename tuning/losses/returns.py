@@ -27,6 +27,7 @@ def whiten(
     shift_mean=False adds the mean back; scale=False only removes it.
     """
     x = masked(x_BT, mask_BT)
+    # Two passes: the variance of centred values does not cancel, as sum(x^2) - n mean^2 does.
     n = (mask_BT > 0).sum(keepdims=True).astype(x.dtype)
     mean = x.sum(keepdims=True) / jnp.maximum(n, 1)
     centred = masked(x - mean, mask_BT)
