@@ -114,7 +114,7 @@ def test_the_code_of_a_page_runs(page, tmp_path):
     options = {"cwd": tmp_path, "env": os.environ | compiled | {"PYTHONPATH": path, "PATH": binaries}}
 
     def run(command: list[str]) -> None:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
 
     program = "\n".join(b.text for b in blocks if b.language == "python" and b.runs and not b.file)
