@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from stages.common.models import limits_of, load_policy, load_rounded, load_tokenizer, remember, stop_ids, token_ids
-from stages.common.settings import Fitted, Fraction, Optimizer, stored_as
+from stages.common.settings import Fitted, Fraction, Optimizer, refuse_unused, stored_as
 from stages.contract.definition import Context, Stage
 from stages.training.adapters import fit
 from stages.training.examples import train_and_heldout
@@ -53,8 +53,7 @@ class Config(Fitted):
 
     @model_validator(mode="after")
     def _meaningful(self) -> Config:
-        if self.divergence != "jsd" and self.beta != type(self).model_fields["beta"].default:
-            raise ValueError(f"beta has no meaning with divergence {self.divergence}; it belongs to jsd")
+        refuse_unused(self, "divergence", {"beta": ("jsd",)})
         return self
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -13,18 +12,10 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tuning.models.sharding import shardings
+from tuning.settings import Axes
 
 ROWS = ("data", "fsdp")
 """Axes that cut a batch: by rows, and by completions."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Axes:
-    """Devices along each axis; -1 takes what the others leave."""
-
-    data: int = 1
-    fsdp: int = -1
-    tensor: int = 1
 
 
 def make_mesh(axes: Axes, devices: list[Any] | None = None) -> Mesh:
@@ -33,7 +24,7 @@ def make_mesh(axes: Axes, devices: list[Any] | None = None) -> Mesh:
     Raises ValueError where the sizes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
-    sizes = dataclasses.asdict(axes)
+    sizes = {"data": axes.data, "fsdp": axes.fsdp, "tensor": axes.tensor}
     known = math.prod(s for s in sizes.values() if s > 0)
     open_axes = [name for name, s in sizes.items() if s == -1]
     if len(open_axes) > 1 or any(s == 0 or s < -1 for s in sizes.values()):
@@ -45,9 +36,9 @@ def make_mesh(axes: Axes, devices: list[Any] | None = None) -> Mesh:
     return Mesh(np.array(devices).reshape(tuple(sizes.values())), tuple(sizes))
 
 
-def over_devices(axes: Any) -> Mesh | None:
-    """The mesh of all devices for settings with `data`, `fsdp` and `tensor`; None for a single device."""
-    return None if jax.device_count() == 1 else make_mesh(Axes(axes.data, axes.fsdp, axes.tensor))
+def over_devices(axes: Axes) -> Mesh | None:
+    """The mesh of all devices; None for a single device."""
+    return None if jax.device_count() == 1 else make_mesh(axes)
 
 
 def row_shards(mesh: Mesh | None) -> int:

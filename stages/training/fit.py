@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from stages.common.settings import Optimizer
 from stages.contract.definition import Context
 
 SHAPE_STEPS = 32
@@ -37,25 +36,6 @@ class Task:
     """Tokens of a group for which there must be room, likewise."""
 
 
-def optimizer_of(settings: Optimizer, total_steps: int) -> Any:
-    """The optax transformation that the settings describe."""
-    from tuning.training.optimizers import make_optimizer, make_schedule
-
-    s = settings
-    end = s.learning_rate * s.end_fraction
-    return make_optimizer(
-        make_schedule(s.schedule, s.learning_rate, s.warmup_steps, s.decay_steps or total_steps, end),
-        name=s.name,
-        b1=s.beta1,
-        b2=s.beta2,
-        eps=s.epsilon,
-        weight_decay=s.weight_decay,
-        decay_all=s.decay == "all",
-        clip_norm=s.clip_norm,
-        max_skipped=s.max_skipped,
-    )
-
-
 def fit(ctx: Context, task: Task, params: Any, config: Any, frozen: Any = None) -> tuple[Any, dict[str, Any]]:
     """Trains a copy of `params`; resumes from the newest checkpoint in `ctx.work`.
 
@@ -68,6 +48,7 @@ def fit(ctx: Context, task: Task, params: Any, config: Any, frozen: Any = None) 
     from tuning.shapes import bucket
     from tuning.training.batch import choose_rows, counted, micro_batches, numbered
     from tuning.training.checkpoint import Checkpoints
+    from tuning.training.optimizers import optimizer_of
     from tuning.training.speed import Meter
     from tuning.training.step import copy, make_step
 

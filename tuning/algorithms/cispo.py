@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import jax
 
-from tuning.algorithms.algorithm import Algorithm, Objective, Terms, group_relative
+from tuning.algorithms.algorithm import Algorithm, Terms, group_relative
+from tuning.algorithms.settings import Objective
 from tuning.losses.policy import Metrics, cispo
 
 

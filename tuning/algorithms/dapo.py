@@ -6,7 +6,8 @@ all score alike, and the reward function `overlong` lowers the reward in the las
 
 from __future__ import annotations
 
-from tuning.algorithms.algorithm import Algorithm, Objective, clipped, group_relative
+from tuning.algorithms.algorithm import Algorithm, clipped, group_relative
+from tuning.algorithms.settings import Objective
 
 
 def algorithm(objective: Objective) -> Algorithm:

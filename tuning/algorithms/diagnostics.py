@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tuning.algorithms.algorithm import Objective
+from tuning.algorithms.settings import Objective
 from tuning.losses.importance import RATIO_EDGES, ratio_quantile
 from tuning.losses.kl import adaptive_kl_coef
 

@@ -6,7 +6,8 @@ constant budget of tokens: both divisions favour some questions and lengths over
 
 from __future__ import annotations
 
-from tuning.algorithms.algorithm import Algorithm, Objective, clipped, group_relative
+from tuning.algorithms.algorithm import Algorithm, clipped, group_relative
+from tuning.algorithms.settings import Objective
 
 
 def algorithm(objective: Objective) -> Algorithm:

@@ -5,8 +5,9 @@ GSPO-token has the same value; each token's gradient is its own, which lets adva
 
 from __future__ import annotations
 
-from tuning.algorithms.algorithm import Algorithm, Objective, clipped, group_relative
+from tuning.algorithms.algorithm import Algorithm, clipped, group_relative
 from tuning.algorithms.registry import ALGORITHMS
+from tuning.algorithms.settings import Objective
 
 
 def algorithm(objective: Objective) -> Algorithm:

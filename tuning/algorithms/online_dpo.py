@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tuning.algorithms.algorithm import Algorithm, Objective, Scored, Terms, informative
+from tuning.algorithms.algorithm import Algorithm, Scored, Terms, informative
+from tuning.algorithms.settings import Objective
 from tuning.losses.masks import masked
 from tuning.losses.policy import Metrics, log_ratio, metric_sums
 from tuning.losses.preference import dpo, sequence_logps

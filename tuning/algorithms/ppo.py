@@ -13,29 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from tuning.algorithms.advantages import gae, whiten
-from tuning.algorithms.algorithm import Algorithm, Objective, Scored, clipped, every_valid
+from tuning.algorithms.algorithm import Algorithm, Scored, clipped, every_valid
+from tuning.algorithms.settings import CriticSettings, Objective
 from tuning.device import Compute
 from tuning.losses.aggregate import aggregate
 from tuning.losses.value import value_loss
 from tuning.training.forward import values
 from tuning.training.step import LossFn
-
-
-@dataclasses.dataclass(frozen=True)
-class Critic:
-    """How the critic is used and trained."""
-
-    gamma: float = 1.0
-    lam: float = 0.95
-    value_clip: float | None = 0.2
-    whiten_rewards: bool = False
-    bootstrap_truncated: bool = False
-    pretrain_epochs: int = 0
-
-    @classmethod
-    def of(cls, settings: Any) -> Critic:
-        """From an object with fields of these names."""
-        return cls(**{f.name: getattr(settings, f.name) for f in dataclasses.fields(cls)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +44,7 @@ def algorithm(objective: Objective) -> Algorithm:
 
 
 def token_advantages(
-    scored: Scored, judged: Judged, critic: Critic, lam: float | None = None
+    scored: Scored, judged: Judged, critic: CriticSettings, lam: float | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Whitened advantages and returns, both [N, T]; `lam` in place of the critic's own (1: Monte Carlo).
 
@@ -84,7 +68,7 @@ def token_advantages(
     return np.asarray(whiten(raw, mask), np.float32), np.asarray(returns, np.float32)
 
 
-def critic_loss(graph: Any, critic: Critic, compute: Compute) -> LossFn:
+def critic_loss(graph: Any, critic: CriticSettings, compute: Compute) -> LossFn:
     """Clipped value loss of a micro-batch with `returns_CT` and `old_values_CT`, token mean over the step."""
 
     def loss(params: Any, batch: dict[str, jax.Array], frozen: Any) -> tuple[jax.Array, dict[str, jax.Array]]:

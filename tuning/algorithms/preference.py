@@ -6,7 +6,6 @@ Axes: C completions of a micro-batch, T completion tokens, B pairs; completions 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -15,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tuning.algorithms.settings import Preference
 from tuning.device import Compute
 from tuning.losses.preference import (
-    Divergence,
     PairLoss,
     cpo,
     dpo,
@@ -35,23 +34,6 @@ from tuning.training.step import LossFn
 
 # A completion that is all but certain has infinite odds.
 LARGEST_MEAN_LOGP = -1e-6
-
-
-@dataclasses.dataclass(frozen=True)
-class Preference:
-    """A loss by name and what it takes; options that a loss has no use for keep their defaults."""
-
-    loss: str = "dpo"
-    """dpo, orpo, simpo, cpo, kto, apo-zero-unpaired, or a `DPOLoss` of `tuning.losses.preference`."""
-    beta: float = 0.1
-    gamma: float = 0.0
-    label_smoothing: float = 0.0
-    divergence: Divergence = "reverse-kl"
-    average: bool = False
-    ld_alpha: float = 1.0
-    sft_weight: float = 0.0
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
 
 
 def completion_logps(logps_CT: jax.Array, mask_CT: jax.Array, ld_alpha: float = 1.0) -> jax.Array:

@@ -6,9 +6,10 @@ Loads nothing heavy, so that a recipe can be checked before any work. The formul
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import Any, Literal
+
+from tuning.names import nearest
 
 Ratio = Literal["token", "sequence", "sequence-token", "sequence-sum"]
 
@@ -76,9 +77,12 @@ def find(name: str) -> Entry | None:
         return ALGORITHMS[name]
     if ":" in name:
         return None
-    near = difflib.get_close_matches(name, ALGORITHMS, 1)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(ALGORITHMS)}, or module:function"
-    raise ValueError(f"no algorithm {name!r}; {hint}")
+    raise ValueError(f"no algorithm {name!r}; {nearest(name, ALGORITHMS, 'module:function')}")
+
+
+def presets(name: str) -> dict[str, Any]:
+    """What the authors of a built-in algorithm use; empty for other names."""
+    return dict(ALGORITHMS[name].presets) if name in ALGORITHMS else {}
 
 
 def check_aggregation(ratio: Ratio, aggregation: str) -> None:

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from tuning.algorithms.advantages import reinforce_pp_baseline_advantages, reinforce_pp_token_advantages
-from tuning.algorithms.algorithm import Algorithm, Objective, Scored, clipped, every_valid
+from tuning.algorithms.algorithm import Algorithm, Scored, clipped, every_valid
+from tuning.algorithms.settings import Objective
 
 
 def algorithm(objective: Objective) -> Algorithm:

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tuning.algorithms.advantages import remax_advantages
-from tuning.algorithms.algorithm import Algorithm, Objective, Scored, clipped
+from tuning.algorithms.algorithm import Algorithm, Scored, clipped
+from tuning.algorithms.settings import Objective
 
 
 def algorithm(objective: Objective) -> Algorithm:

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from tuning.algorithms.advantages import rloo_advantages
-from tuning.algorithms.algorithm import Algorithm, Objective, Scored, clipped
+from tuning.algorithms.algorithm import Algorithm, Scored, clipped
+from tuning.algorithms.settings import Objective
 
 
 def algorithm(objective: Objective) -> Algorithm:
