@@ -29,44 +29,27 @@ class Config(Fitted):
 
 
 def run(ctx: Context) -> dict[str, Any]:
-    import jax
-    import jax.numpy as jnp
     import numpy as np
     import pyarrow as pa
 
+    from tuning.algorithms.supervised import reward_loss, reward_summary
     from tuning.evaluation.statistics import calibration_error
-    from tuning.losses.preference import bradley_terry
     from tuning.models import huggingface
     from tuning.models.decoder import scalar_graph
     from tuning.rewards.learned import score_groups
-    from tuning.training.forward import scores
 
     config, base = load_policy(ctx, ctx.inputs["base"])
-    graph = scalar_graph(config)
     train, held = train_and_heldout(ctx, ctx.inputs["data"], "preference", ctx.config.heldout_fraction)
     margins = ctx.config.margin_weight * np.asarray([m or 0.0 for m in train.column("margin")], np.float32)
-
-    def make_loss(compute: Any) -> Any:
-        def loss(params: Any, batch: dict[str, jax.Array], frozen: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-            chosen, rejected = scores(graph, params, batch, compute).reshape(-1, 2).T
-            valid = batch["mask_CT"][::2, 0] > 0
-            margin = batch["margin_C"][::2]
-            # Empty slots read position 0 twice: their difference is 0 and finite, then masked.
-            losses = jnp.where(valid, bradley_terry(chosen, rejected, margin, ctx.config.centering), 0.0)
-            right = jnp.where(valid, chosen > rejected, False)
-            value = jnp.sum(losses) / batch["n_groups"]
-            return value, {"bt": jnp.sum(losses), "right": jnp.sum(right).astype(jnp.float32), "pairs": jnp.sum(valid)}
-
-        return loss
 
     def columns(params: Any, examples: list[int], packed: list[Any]) -> list[dict[str, Any]]:
         return [{"margin_C": p.gather(np.repeat(margins[examples], 2))} for p in packed]
 
     task = Task(
-        make_loss=make_loss,
+        make_loss=lambda compute: reward_loss(scalar_graph(config), ctx.config.centering, compute),
         examples=train.examples,
         columns=columns,
-        summary=lambda s: {"loss": s["bt"] / s["pairs"], "accuracy": s["right"] / s["pairs"]},
+        summary=reward_summary,
     )
     start = huggingface.scalar_head_params(config, base)
     params, metrics = fit(ctx, task, config, start, ctx.config, role="scalar")

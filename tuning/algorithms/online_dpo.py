@@ -1,4 +1,9 @@
-"""Online DPO (Guo et al., 2024, arXiv:2402.04792): of each group the best completion is preferred to the worst."""
+"""Online DPO (Guo et al., 2024, arXiv:2402.04792): of each group the best completion is preferred to the worst.
+
+    loss = mean over prompts of -log sigmoid(beta (log pi/pi_ref (best) - log pi/pi_ref (worst)))
+
+Settings: `beta`; presets: `registry` (online-dpo).
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,10 @@
 """PPO for language models (Schulman et al., 2017; Ouyang et al., 2022): token advantages from a critic by GAE.
 
+    A_it = whiten(sum_k (gamma lam)^k delta_i,t+k),  delta_t = reward_t + gamma V_t+1 - V_t
+    policy: -min(r_it A_it, clip(r_it) A_it)         critic: value_loss(V_it, return_it), clipped
+
+Settings: `settings.CriticSettings`; presets: `registry` (ppo).
+
 Axes: N completions of the round, C completions of a micro-batch, T completion tokens.
 """
 
