@@ -1,8 +1,8 @@
 """Preference optimisation: the policy learns from judged completions without a reward model (DPO and its relatives).
 
-Pairs lie side by side behind their prompt, which is computed once. So are log-probabilities of the reference, before
-training; ORPO, SimPO and CPO need none. The reference is the policy before this stage, with `lora.quantize` that of the
-quantised kernels. KTO learns from completions that are labelled good or bad, or from pairs taken apart; its reference
+Pairs are side by side behind their prompt, which is computed once. So are log-probabilities of the reference, before
+training; ORPO, SimPO and CPO need none. The reference is the policy before this stage; with `lora.quantize` it has the
+quantised kernels. KTO learns from completions that are labelled good or bad, or from pairs taken apart. Its reference
 point is the step's mean log-ratio on completions of other prompts (Ethayarajh et al., arXiv:2402.01306).
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, model_validator
 
-from stages.common.models import load_policy, load_rounded, remember, token_ids
+from stages.common.models import load_policy, load_rounded, save_model
 from stages.common.settings import Fitted, Optimizer, refuse_unused, stored_as, with_defaults
 from stages.contract.definition import Context, Stage
 from stages.training.adapters import fit
@@ -25,10 +25,14 @@ if TYPE_CHECKING:
     import numpy as np
 
     from tuning.data.reading import Examples
+    from tuning.models.config import DecoderConfig
     from tuning.training.batch import Group
 
 
 Scorer = Callable[..., "np.ndarray"]
+"""(parameters, groups, like) -> log p of each completion, as `tuning.training.completions.per_completion`."""
+Measure = Callable[[Any], dict[str, float]]
+"""Parameters -> metrics on the held-out examples."""
 
 
 class Config(Fitted, core.Preference):  # type: ignore[misc]
@@ -57,7 +61,6 @@ class Config(Fitted, core.Preference):  # type: ignore[misc]
 def run(ctx: Context) -> dict[str, Any]:
     from tuning.algorithms.preference import scorer
     from tuning.device import choose
-    from tuning.models import huggingface
     from tuning.training.completions import per_completion
 
     config: Config = ctx.config
@@ -75,8 +78,7 @@ def run(ctx: Context) -> dict[str, Any]:
     task, measure = make(ctx, model, config, logps, reference)
     before = measure(load_rounded(ctx, ctx.inputs["policy"], kind)[1])
     params, metrics = fit(ctx, task, model, start, config)
-    huggingface.save_decoder(ctx.out / "model", model, params, token_ids(ctx.inputs["tokenizer"]))
-    remember(ctx, "decoder:new", (model, params))
+    save_model(ctx, "decoder", model, params)
     heldout = {f"heldout_{k}": v for k, v in measure(params).items()}
     heldout |= {f"heldout_{k}_before": v for k, v in before.items() if k in ("loss", "ranking")}
     return metrics | {"examples": len(task.examples)} | heldout
@@ -105,7 +107,9 @@ def _kept(ctx: Context, name: str, make: Callable[[], np.ndarray]) -> np.ndarray
     return np.asarray(np.load(path))
 
 
-def _pairs(ctx: Context, model: Any, settings: Any, logps: Scorer, reference: Any) -> tuple[Task, Callable[..., Any]]:
+def _pairs(
+    ctx: Context, model: DecoderConfig, settings: core.Preference, logps: Scorer, reference: Any
+) -> tuple[Task, Measure]:
     """The task on pairs, and what measures parameters on the held-out ones."""
     import numpy as np
 
@@ -126,11 +130,11 @@ def _pairs(ctx: Context, model: Any, settings: Any, logps: Scorer, reference: An
     def measure(params: Any) -> dict[str, float]:
         if not held:
             return {}
-        found = logps(params, held_groups)
+        policy_logps = logps(params, held_groups)
         lengths = held_groups.lengths_NC.reshape(-1).astype(np.float32)
-        judged = pair_losses(settings, *map(_device, (found, lengths, held_known)))
+        judged = pair_losses(settings, *map(_device, (policy_logps, lengths, held_known)))
         losses, chosen, rejected = map(np.asarray, judged)
-        pairs = found.reshape(-1, 2)
+        pairs = policy_logps.reshape(-1, 2)
         return {
             "pairs": len(held),
             "loss": float(losses.mean()),
@@ -151,8 +155,8 @@ def _pairs(ctx: Context, model: Any, settings: Any, logps: Scorer, reference: An
 
 
 def _labelled(
-    ctx: Context, model: Any, settings: Any, logps: Scorer, reference: Any
-) -> tuple[Task, Callable[..., Any]]:
+    ctx: Context, model: DecoderConfig, settings: core.Preference, logps: Scorer, reference: Any
+) -> tuple[Task, Measure]:
     """The task on completions with a label, and what measures parameters on the held-out ones."""
     import numpy as np
 
@@ -194,8 +198,8 @@ def _labelled(
         if len(set(held_labels)) < 2:
             return {}
         kl = reference_point(params, held_other, held_other_known, held_other)
-        found = logps(params, held_groups)
-        judged = unpaired_losses(settings, *map(_device, (found, held_known, held_labels, kl)))
+        policy_logps = logps(params, held_groups)
+        judged = unpaired_losses(settings, *map(_device, (policy_logps, held_known, held_labels, kl)))
         losses, rewards = map(np.asarray, judged)
         good, bad = rewards[held_labels], rewards[~held_labels]
         return {
@@ -204,7 +208,7 @@ def _labelled(
             "accuracy": chance_above(good, bad),
             "margin": float(good.mean() - bad.mean()),
             "kl": float(kl),
-            "ranking": chance_above(found[held_labels], found[~held_labels]),
+            "ranking": chance_above(policy_logps[held_labels], policy_logps[~held_labels]),
         }
 
     task = Task(

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from stages.common.models import load_policy, remember, token_ids
+from stages.common.models import load_policy, save_model
 from stages.common.settings import Fitted, Optimizer
 from stages.common.tables import write_rows
 from stages.contract.definition import Context, Stage
@@ -53,22 +53,21 @@ def run(ctx: Context) -> dict[str, Any]:
     )
     start = huggingface.scalar_head_params(config, base)
     params, metrics = fit(ctx, task, config, start, ctx.config, role="scalar")
-    huggingface.save_decoder(ctx.out / "model", config, params, token_ids(ctx.inputs["tokenizer"]))
+    save_model(ctx, "scorer", config, params)
     metrics |= {"pairs": len(train), "heldout_pairs": len(held)}
     if held:
-        found = score_groups(config, params, held.examples, dtype=ctx.config.compute.dtype)
-        gaps = found[::2] - found[1::2]
+        scores = score_groups(config, params, held.examples, dtype=ctx.config.compute.dtype)
+        gaps = scores[::2] - scores[1::2]
         metrics["heldout_accuracy"] = float((gaps > 0).mean())
         metrics["calibration_error"] = calibration_error(gaps)
         write_rows(
             ctx.out / "heldout" / "part-00000.parquet",
             [
-                {"id": name, "chosen_score": float(found[2 * i]), "rejected_score": float(found[2 * i + 1])}
+                {"id": name, "chosen_score": float(scores[2 * i]), "rejected_score": float(scores[2 * i + 1])}
                 for i, name in enumerate(held.column("id"))
             ],
             pa.schema([("id", pa.string()), ("chosen_score", pa.float32()), ("rejected_score", pa.float32())]),
         )
-    remember(ctx, "scorer:new", (config, params))
     return metrics
 
 

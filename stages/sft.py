@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from stages.common.models import load_policy, remember, token_ids
+from stages.common.models import load_policy, save_model
 from stages.common.settings import Fitted, Optimizer
 from stages.contract.definition import Context, Stage
 from stages.training.adapters import fit
@@ -28,7 +28,6 @@ class Config(Fitted):
 
 def run(ctx: Context) -> dict[str, Any]:
     from tuning.algorithms.supervised import sft_loss, sft_summary
-    from tuning.models import huggingface
     from tuning.models.decoder import decoder_graph
 
     config, base = load_policy(ctx, ctx.inputs["base"])
@@ -41,8 +40,7 @@ def run(ctx: Context) -> dict[str, Any]:
         summary=sft_summary,
     )
     params, metrics = fit(ctx, task, config, base, ctx.config)
-    huggingface.save_decoder(ctx.out / "model", config, params, token_ids(ctx.inputs["tokenizer"]))
-    remember(ctx, "decoder:new", (config, params))
+    save_model(ctx, "decoder", config, params)
     return metrics | {"examples": len(table)}
 
 

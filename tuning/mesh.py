@@ -1,4 +1,4 @@
-"""Training on several devices, of one process or of several: the mesh, and what lies where on it."""
+"""Several devices, of one process or of several: the mesh, and how arrays are sharded over it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tuning.models.sharding import shardings
 from tuning.settings import Axes
 
 ROWS = ("data", "fsdp")
-"""Axes that cut a batch: by rows, and by completions."""
+"""Axes over which a batch is sharded: its rows, and its completions."""
 
 
 def make_mesh(axes: Axes, devices: list[Any] | None = None) -> Mesh:
@@ -42,7 +42,7 @@ def over_devices(axes: Axes) -> Mesh | None:
 
 
 def row_shards(mesh: Mesh | None) -> int:
-    """Into how many parts a batch is cut; its rows and its completions are multiples of this."""
+    """Shards of a batch; its rows and its completions are multiples of this."""
     return 1 if mesh is None else math.prod(mesh.shape[a] for a in ROWS)
 
 
@@ -56,7 +56,7 @@ def put(value: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def put_params(params: Any, mesh: Mesh | None) -> Any:
-    """Parameters, adapters or frozen trees on the mesh by the model's rules; what lies there stays as it is."""
+    """Parameters, adapters or frozen trees on the mesh by the model's rules; arrays with that sharding stay."""
     return params if mesh is None else _lay(params, shardings(params, mesh))
 
 
@@ -73,7 +73,7 @@ def _lay(tree: Any, where: Any) -> Any:
 
 
 def put_batch(batch: dict[str, Any], mesh: Mesh | None) -> dict[str, Any]:
-    """A micro-batch cut along its first axis; counts are on every device."""
+    """A micro-batch sharded along its first axis; counts are on every device."""
     if mesh is None:
         return batch
 
@@ -85,9 +85,9 @@ def put_batch(batch: dict[str, Any], mesh: Mesh | None) -> dict[str, Any]:
 
 
 def state_shardings(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh) -> tuple[Any, Any]:
-    """Where parameters and optimizer state lie: moments beside their parameters, all else on every device.
+    """Shardings of parameters and optimizer state: moments as their parameters, all else on every device.
 
-    A moment is what has the path of a parameter as the end of its own, and its shape; Adafactor's factors do not.
+    A moment is a leaf of a parameter's shape whose path ends in that parameter's. Adafactor's factors are none.
     """
     of_params = shardings(params, mesh)
     everywhere = NamedSharding(mesh, PartitionSpec())

@@ -99,7 +99,7 @@ RULE_IGNORES = {
 
 
 class Trained(FromCore):
-    """Base of what has an `optimizer`: its settings may be written one level up, `sft.learning_rate` for short."""
+    """Base of settings with an `optimizer`, whose fields may be written one level up, `sft.learning_rate` for short."""
 
     endless: ClassVar[bool] = True
     """Whether the number of steps is open, as in rounds that may be appended."""
@@ -114,7 +114,7 @@ class Trained(FromCore):
         optimizer = values.get("optimizer", {})
         if not short or not isinstance(optimizer, dict):
             return values
-        # Only what the stage's own default leaves open is changed: the other fields keep that default.
+        # Fields that the recipe leaves out keep the stage's own default, not the optimizer's.
         default = cls.model_fields["optimizer"].default
         base = optimizer if optimizer else default.model_dump(mode="json")
         return {k: v for k, v in values.items() if k not in short} | {"optimizer": base | short}
@@ -162,7 +162,7 @@ class Lora(StageConfig):
 
 
 def stored_as(lora: Lora | None) -> Literal["none", "int8", "nf4"]:
-    """How training keeps the kernels below."""
+    """How training stores the frozen kernels."""
     return "none" if lora is None else lora.quantize
 
 

@@ -74,7 +74,7 @@ class Algorithm:
     keep: Callable[[Scored], np.ndarray] | None = None
     """Which completions are trained on, [N] bool; None: `informative`."""
     paired: bool = False
-    """Whether `keep` leaves two completions of a prompt, which then lie in slots 2b and 2b + 1."""
+    """Whether `keep` leaves two completions of a prompt, which are then packed in slots 2b and 2b + 1."""
 
 
 def find(objective: Objective) -> Algorithm:
@@ -89,10 +89,10 @@ def find(objective: Objective) -> Algorithm:
         make = getattr(importlib.import_module(place), "algorithm" if entry else function)
     except (ImportError, AttributeError) as e:
         raise ValueError(f"algorithm {objective.algorithm!r}: {e}") from e
-    found = make(objective, **objective.algorithm_arguments)
-    if not isinstance(found, Algorithm):
-        raise ValueError(f"algorithm {objective.algorithm!r} returned {type(found).__name__}, not an Algorithm")
-    return found
+    algorithm = make(objective, **objective.algorithm_arguments)
+    if not isinstance(algorithm, Algorithm):
+        raise ValueError(f"algorithm {objective.algorithm!r} returned {type(algorithm).__name__}, not an Algorithm")
+    return algorithm
 
 
 def informative(scored: Scored) -> np.ndarray:

@@ -37,10 +37,10 @@ def algorithm(objective: Objective) -> Algorithm:
 
 def _sides(scored: Scored) -> jax.Array:
     """1 for the best of each informative group, -1 for the worst, 0 for the others; the first of equal ones."""
-    keep, found = informative(scored), np.zeros(len(scored.totals_N), np.float32)
+    keep, sides = informative(scored), np.zeros(len(scored.totals_N), np.float32)
     rewards = np.asarray(scored.rewards_N)
     for group in np.unique(scored.groups_N[keep]):
         mine = np.flatnonzero((scored.groups_N == group) & keep)
-        found[mine[np.argmax(rewards[mine])]] = 1
-        found[mine[np.argmin(rewards[mine])]] = -1
-    return jnp.asarray(found)
+        sides[mine[np.argmax(rewards[mine])]] = 1
+        sides[mine[np.argmin(rewards[mine])]] = -1
+    return jnp.asarray(sides)

@@ -78,14 +78,14 @@ def critic_loss(graph: Any, critic: CriticSettings, compute: Compute) -> LossFn:
 
     def loss(params: Any, batch: dict[str, jax.Array], frozen: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         mask = batch["mask_CT"]
-        found, sums = value_loss(
+        losses, sums = value_loss(
             values(graph, params, batch, compute),
             batch["returns_CT"],
             mask,
             old_values_BT=batch["old_values_CT"],
             clip=critic.value_clip,
         )
-        value = aggregate(found, mask, "token-mean", n_tokens=batch["n_tokens"], n_sequences=batch["n_completions"])
+        value = aggregate(losses, mask, "token-mean", n_tokens=batch["n_tokens"], n_sequences=batch["n_completions"])
         return value, {k: jnp.asarray(v, jnp.float32) for k, v in sums.items()}
 
     return loss

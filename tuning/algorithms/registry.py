@@ -1,6 +1,7 @@
-"""Algorithms of RL by name: where each lies, what it presets and which settings mean something with it.
+"""Algorithms of RL by name: the module of each, its presets, and the algorithms that read a setting.
 
-Loads nothing heavy, so that a recipe can be checked before any work. The formulas are in the modules named here.
+Loads nothing heavy, so that a recipe can be checked before any work. The formulas are in the modules named here, the
+settings in `settings`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Entry:
     """What its authors use where that differs from the settings' own defaults."""
     ratio: Ratio = "token"
     groups: bool = True
-    """Whether a completion is judged against the others of its prompt, so that equal ones teach nothing."""
+    """Whether a completion is judged against the others of its prompt, so a group of equal rewards has no signal."""
     critic: bool = False
     greedy: bool = False
     """Whether it needs the reward of a greedy completion of each prompt."""

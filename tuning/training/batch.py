@@ -1,9 +1,14 @@
 """Packed rows: the one layout of training and scoring.
 
 A group is a prompt and the completions that share it: one for SFT, two for preference pairs, G
-for RL. Groups lie side by side in rows, so a shared prompt is computed once, forward and
+for RL. Groups are side by side in rows, so a shared prompt is computed once, forward and
 backward; positions restart with each group and continue from the prompt's end in each
 completion. The LM head sees response positions only, through `at`.
+
+    a row          p p p a a a b b | q q c c c c d . .        . is padding
+    position       0 1 2 3 4 5 3 4 | 0 1 2 3 4 5 2 0 0
+    group          1 1 1 1 1 1 1 1 | 2 2 2 2 2 2 2 0 0        a token sees its own group only,
+    branch         0 0 0 1 1 1 2 2 | 0 0 1 1 1 1 2 0 0        and there the prompt (0) and its own branch
 
 Axes: B rows, L tokens of a row, C completions, T tokens of a completion.
 """
@@ -88,11 +93,11 @@ class Packed:
 
 def numbered(groups: Sequence[Group]) -> list[Group]:
     """The groups with their completions numbered from 0, as the only ones of a step."""
-    found, first = [], 0
+    renumbered, first = [], 0
     for group in groups:
-        found.append(dataclasses.replace(group, ids=range(first, first + len(group.completions))))
+        renumbered.append(dataclasses.replace(group, ids=range(first, first + len(group.completions))))
         first += len(group.completions)
-    return found
+    return renumbered
 
 
 def split_group(group: Group, row_tokens: int) -> list[Group]:
