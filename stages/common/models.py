@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Literal
 
-from stages.common.settings import Compute
 from stages.contract.definition import Context
 from stages.contract.registry import stage
 from stages.store.artifacts import Artifact
@@ -102,8 +101,9 @@ def save_model(ctx: Context, kind: Literal["decoder", "scorer"], config: Decoder
     remember(ctx, f"{kind}:new", (config, params))
 
 
-def limits_of(compute: Compute, device: Device, context: int = 0) -> Limits:
+def limits_of(compute: Any, device: Device, context: int = 0) -> Limits:
     """The size of the engine by settings and device; `context` in tokens, where it is known beforehand."""
+    # `compute` has no type: export imports this module, and an edit of training's settings must not change its key.
     from tuning.rollout.engine.pool import Limits
 
     slots = compute.rollout_rows or device.rollout_rows
