@@ -11,8 +11,8 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tuning.axes import Axes
 from tuning.models.sharding import shardings
-from tuning.settings import Axes
 
 ROWS = ("data", "fsdp")
 """Axes over which a batch is sharded: its rows, and its completions."""

@@ -11,6 +11,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from tuning.axes import Axes
+
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -58,18 +60,6 @@ RULE_DEFAULTS: dict[str, dict[str, float]] = {
     "muon": {"beta1": 0.95},
 }
 """What a rule's authors use where it differs from the field's default."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Axes:
-    """Devices along each axis of the mesh; -1 takes what the others leave. One device needs none of it."""
-
-    data: Annotated[int, Field(ge=-1)] = 1
-    """Copies of the model, each with its part of a batch."""
-    fsdp: Annotated[int, Field(ge=-1)] = -1
-    """Parts that parameters, optimizer and batch are cut into."""
-    tensor: Annotated[int, Field(ge=-1)] = 1
-    """Parts that heads, feed-forward and vocabulary are cut into."""
 
 
 @dataclasses.dataclass(frozen=True)

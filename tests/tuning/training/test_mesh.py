@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from tuning.axes import Axes
 from tuning.mesh import make_mesh
-from tuning.settings import Axes
 
 PROGRAM = "tests.tuning.training.mesh_program"
 

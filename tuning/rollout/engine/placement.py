@@ -7,9 +7,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tuning.axes import Axes
 from tuning.mesh import make_mesh
 from tuning.models.sharding import shardings
-from tuning.settings import Axes
 
 
 def sampling_mesh(axes: Any, devices: list[Any] | None = None) -> Mesh | None:

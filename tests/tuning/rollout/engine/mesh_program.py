@@ -6,11 +6,11 @@ import jax
 
 from stages.common.settings import Mesh
 from tests.tuning.rollout.engine.test_continuous import CONFIG, PARAMS, requests_of
+from tuning.axes import Axes
 from tuning.mesh import make_mesh, put_params
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.engine.placement import sampling_mesh
 from tuning.rollout.engine.pool import Limits
-from tuning.settings import Axes
 
 LIMITS = Limits(slots=8, context=128, steps=4, chunks=(8, 32))
 TENSOR = Mesh(data=2, fsdp=1, tensor=-1)
