@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from stages.common.models import limits_of, load_policy, load_rounded, load_tokenizer, remember, stop_ids, token_ids
-from stages.common.settings import Fitted, Fraction, Optimizer, stored_as
+from stages.common.models import (
+    limits_of,
+    load_policy,
+    load_rounded,
+    load_tokenizer,
+    save_model,
+    stop_ids,
+)
+from stages.common.settings import Fitted, Fraction, Optimizer, refuse_unused, stored_as
 from stages.contract.definition import Context, Reads, Stage
 from stages.training.adapters import fit
 from stages.training.examples import train_and_heldout
@@ -53,8 +60,7 @@ class Config(Fitted):
 
     @model_validator(mode="after")
     def _meaningful(self) -> Config:
-        if self.divergence != "jsd" and self.beta != type(self).model_fields["beta"].default:
-            raise ValueError(f"beta has no meaning with divergence {self.divergence}; it belongs to jsd")
+        refuse_unused(self, "divergence", {"beta": ("jsd",)})
         return self
 
     @property
@@ -68,7 +74,6 @@ def run(ctx: Context) -> dict[str, Any]:
 
     from tuning.algorithms.distillation import distillation_loss, summed_divergence
     from tuning.device import choose
-    from tuning.models import huggingface
     from tuning.models.decoder import decoder_graph
     from tuning.training.completions import per_completion
     from tuning.training.speed import forward_flops
@@ -85,9 +90,9 @@ def run(ctx: Context) -> dict[str, Any]:
     def measure(params: Any) -> float:
         """Mean divergence of a held-out token."""
         forward = summed_divergence(model, teacher_model, config.weight, config.temperature, device.compute)
-        found = per_completion(lambda batch: forward(params, teacher, batch), held_groups, budget)
+        divergences = per_completion(lambda batch: forward(params, teacher, batch), held_groups, budget)
         masks = [g.masks[0] if g.masks else [1] * len(g.completions[0]) for g in held_groups]
-        return float(found.sum() / sum(map(sum, masks)))
+        return float(divergences.sum() / sum(map(sum, masks)))
 
     graphs = decoder_graph(model), decoder_graph(teacher_model)
     room: dict[str, Any] = {}
@@ -105,8 +110,7 @@ def run(ctx: Context) -> dict[str, Any]:
     seen = load_rounded(ctx, ctx.inputs["policy"], stored_as(config.lora))[1] if held else None
     heldout = {"heldout_divergence_before": measure(seen)} if held else {}
     params, metrics = fit(ctx, task, model, start, config, frozen=teacher)
-    huggingface.save_decoder(ctx.out / "model", model, params, token_ids(ctx.inputs["tokenizer"]))
-    remember(ctx, "decoder:new", (model, params))
+    save_model(ctx, "decoder", model, params)
     heldout |= {"heldout_divergence": measure(params)} if held else {}
     return metrics | {"examples": len(train)} | heldout
 
@@ -126,7 +130,7 @@ def _sampler(ctx: Context, model: Any, device: Any) -> Any:
     def sample(params: Any, step: int, groups: list[Group]) -> list[Group]:
         if np.random.default_rng((ctx.seed, step)).random() >= config.on_policy:
             return groups
-        found = engine.generate(
+        sampled = engine.generate(
             params,
             [g.prompt for g in groups],
             samples=1,
@@ -136,7 +140,7 @@ def _sampler(ctx: Context, model: Any, device: Any) -> Any:
             seed=ctx.seed,
             counters=[step * config.examples_per_step + i for i in range(len(groups))],
         )
-        return [Group(g.prompt, [c.tokens], g.ids) for g, (c,) in zip(groups, found, strict=True)]
+        return [Group(g.prompt, [c.tokens], g.ids) for g, (c,) in zip(groups, sampled, strict=True)]
 
     return sample
 

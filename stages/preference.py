@@ -1,85 +1,43 @@
 """Preference optimisation: the policy learns from judged completions without a reward model (DPO and its relatives).
 
-Pairs lie side by side behind their prompt, which is computed once. So are log-probabilities of the reference, before
-training; ORPO, SimPO and CPO need none. The reference is the policy before this stage, with `lora.quantize` that of the
-quantised kernels. KTO learns from completions that are labelled good or bad, or from pairs taken apart; its reference
+Pairs are side by side behind their prompt, which is computed once. So are log-probabilities of the reference, before
+training; ORPO, SimPO and CPO need none. The reference is the policy before this stage; with `lora.quantize` it has the
+quantised kernels. KTO learns from completions that are labelled good or bad, or from pairs taken apart. Its reference
 point is the step's mean log-ratio on completions of other prompts (Ethayarajh et al., arXiv:2402.01306).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, model_validator
 
-from stages.common.models import load_policy, load_rounded, remember, token_ids
-from stages.common.settings import Fitted, Fraction, Optimizer, stored_as
+from stages.common.models import load_policy, load_rounded, save_model
+from stages.common.settings import Fitted, Optimizer, refuse_unused, stored_as, with_defaults
 from stages.contract.definition import Context, Reads, Stage
 from stages.training.adapters import fit
 from stages.training.examples import train_and_heldout
 from stages.training.fit import Task
+from tuning.algorithms import settings as core
 
 if TYPE_CHECKING:
     import numpy as np
 
     from tuning.data.reading import Examples
+    from tuning.models.config import DecoderConfig
     from tuning.training.batch import Group
 
 
 Scorer = Callable[..., "np.ndarray"]
-
-REFERENCE_FREE = ("orpo", "simpo", "cpo")
-UNPAIRED = ("kto", "apo-zero-unpaired")
-SUMMED = ("dpo", "ipo", "hinge", "robust", "exo-pair", "nca-pair", "sppo-hard", "apo-zero", "apo-down", "discopop")
-
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "simpo": {"beta": 2.0, "gamma": 1.0},
-    "orpo": {"sft_weight": 1.0},
-    "cpo": {"sft_weight": 1.0},
-    "exo-pair": {"label_smoothing": 0.001},
-}
-"""What a loss's authors use where it differs from the field's default."""
-
-USES: dict[str, tuple[str, ...]] = {
-    "gamma": ("simpo",),
-    "label_smoothing": ("dpo", "robust", "exo-pair", "orpo", "simpo", "cpo"),
-    "divergence": SUMMED,
-    "average": SUMMED,
-    "ld_alpha": (*SUMMED, "cpo"),
-    "sft_weight": (*SUMMED, *REFERENCE_FREE),
-    "desirable_weight": UNPAIRED,
-    "undesirable_weight": UNPAIRED,
-}
-"""Losses for which a setting has a meaning."""
+"""(parameters, groups, like) -> log p of each completion, as `tuning.training.completions.per_completion`."""
+Measure = Callable[[Any], dict[str, float]]
+"""Parameters -> metrics on the held-out examples."""
 
 
-class Config(Fitted):
+class Config(Fitted, core.Preference):  # type: ignore[misc]
     """Preference optimisation; an example is a pair, for KTO a completion."""
 
-    loss: Literal[
-        "dpo", "ipo", "hinge", "robust", "exo-pair", "nca-pair", "sppo-hard", "apo-zero", "apo-down", "discopop",
-        "orpo", "simpo", "cpo", "kto", "apo-zero-unpaired",
-    ] = "dpo"  # fmt: skip
-    """The loss; formulas and papers are in tuning/losses/preference.py."""
-    beta: Annotated[float, Field(gt=0)] = 0.1
-    """Strength of the pull to the reference; of orpo the weight of its odds ratio. 2 with simpo unless given."""
-    gamma: Annotated[float, Field(ge=0)] = 0.0
-    """Target margin of simpo, where it is 1 unless given."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Chance that a preference is wrong: with dpo conservative DPO; robust corrects for it without bias."""
-    divergence: Literal["reverse-kl", "forward-kl", "js"] = "reverse-kl"
-    """Divergence to the reference that the policy pays for (f-DPO)."""
-    average: bool = False
-    """Divide log-ratios by the completion's length."""
-    ld_alpha: Fraction = 1.0
-    """Weight of tokens past the length of the other completion; below 1 length gains less (LD-DPO)."""
-    sft_weight: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the chosen completion's mean token loss; 1 with orpo and cpo unless given."""
-    desirable_weight: Annotated[float, Field(ge=0)] = 1.0
-    """Weight of good completions with kto."""
-    undesirable_weight: Annotated[float, Field(ge=0)] = 1.0
-    """Weight of bad completions with kto."""
     heldout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Share of the examples kept out of training to measure on, where the data holds out none."""
     optimizer: Optimizer = Optimizer(learning_rate=1e-6, schedule="linear", warmup_steps=2)
@@ -88,35 +46,21 @@ class Config(Fitted):
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_the_loss(cls, values: Any) -> Any:
-        loss = values.get("loss") if isinstance(values, dict) else None
-        return DEFAULTS.get(loss, {}) | values if isinstance(loss, str) else values
+        return with_defaults(values, "loss", core.LOSS_DEFAULTS)
 
     @model_validator(mode="after")
     def _meaningful(self) -> Config:
-        for name, losses in USES.items():
-            if self.loss not in losses and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} has no meaning with loss {self.loss}; it belongs to {', '.join(losses)}")
+        refuse_unused(self, "loss", core.LOSS_USES)
         if self.loss == "exo-pair" and self.label_smoothing == 0:
             raise ValueError("exo-pair needs a label_smoothing above 0")
         if self.loss == "kto" and self.examples_per_step < 2:
             raise ValueError("kto takes its reference point from the step: examples_per_step must be 2 or more")
         return self
 
-    @property
-    def needs_reference(self) -> bool:
-        """Whether the loss compares with the policy before this stage."""
-        return self.loss not in REFERENCE_FREE
-
-    @property
-    def unpaired(self) -> bool:
-        """Whether examples are single completions with a label."""
-        return self.loss in UNPAIRED
-
 
 def run(ctx: Context) -> dict[str, Any]:
-    from tuning.algorithms.preference import Preference, scorer
+    from tuning.algorithms.preference import scorer
     from tuning.device import choose
-    from tuning.models import huggingface
     from tuning.training.completions import per_completion
 
     config: Config = ctx.config
@@ -130,13 +74,11 @@ def run(ctx: Context) -> dict[str, Any]:
     def logps(params: Any, groups: Sequence[Group], like: Sequence[Group] | None = None) -> np.ndarray:
         return per_completion(lambda batch: forward(params, batch), groups, budget, like=like, whole=True)
 
-    settings = Preference(**config.model_dump(include=set(Preference.__dataclass_fields__)))
     make = _labelled if config.unpaired else _pairs
-    task, measure = make(ctx, model, settings, logps, reference)
+    task, measure = make(ctx, model, config, logps, reference)
     before = measure(load_rounded(ctx, ctx.inputs["policy"], kind)[1])
     params, metrics = fit(ctx, task, model, start, config)
-    huggingface.save_decoder(ctx.out / "model", model, params, token_ids(ctx.inputs["tokenizer"]))
-    remember(ctx, "decoder:new", (model, params))
+    save_model(ctx, "decoder", model, params)
     heldout = {f"heldout_{k}": v for k, v in measure(params).items()}
     heldout |= {f"heldout_{k}_before": v for k, v in before.items() if k in ("loss", "ranking")}
     return metrics | {"examples": len(task.examples)} | heldout
@@ -165,7 +107,9 @@ def _kept(ctx: Context, name: str, make: Callable[[], np.ndarray]) -> np.ndarray
     return np.asarray(np.load(path))
 
 
-def _pairs(ctx: Context, model: Any, settings: Any, logps: Scorer, reference: Any) -> tuple[Task, Callable[..., Any]]:
+def _pairs(
+    ctx: Context, model: DecoderConfig, settings: core.Preference, logps: Scorer, reference: Any
+) -> tuple[Task, Measure]:
     """The task on pairs, and what measures parameters on the held-out ones."""
     import numpy as np
 
@@ -186,11 +130,11 @@ def _pairs(ctx: Context, model: Any, settings: Any, logps: Scorer, reference: An
     def measure(params: Any) -> dict[str, float]:
         if not held:
             return {}
-        found = logps(params, held_groups)
+        policy_logps = logps(params, held_groups)
         lengths = held_groups.lengths_NC.reshape(-1).astype(np.float32)
-        judged = pair_losses(settings, *map(_device, (found, lengths, held_known)))
+        judged = pair_losses(settings, *map(_device, (policy_logps, lengths, held_known)))
         losses, chosen, rejected = map(np.asarray, judged)
-        pairs = found.reshape(-1, 2)
+        pairs = policy_logps.reshape(-1, 2)
         return {
             "pairs": len(held),
             "loss": float(losses.mean()),
@@ -211,8 +155,8 @@ def _pairs(ctx: Context, model: Any, settings: Any, logps: Scorer, reference: An
 
 
 def _labelled(
-    ctx: Context, model: Any, settings: Any, logps: Scorer, reference: Any
-) -> tuple[Task, Callable[..., Any]]:
+    ctx: Context, model: DecoderConfig, settings: core.Preference, logps: Scorer, reference: Any
+) -> tuple[Task, Measure]:
     """The task on completions with a label, and what measures parameters on the held-out ones."""
     import numpy as np
 
@@ -255,8 +199,8 @@ def _labelled(
         if len(set(held_labels)) < 2:
             return {}
         kl = reference_point(params, held_other, held_other_known, held_other)
-        found = logps(params, held_groups)
-        judged = unpaired_losses(settings, *map(_device, (found, held_known, held_labels, kl)))
+        policy_logps = logps(params, held_groups)
+        judged = unpaired_losses(settings, *map(_device, (policy_logps, held_known, held_labels, kl)))
         losses, rewards = map(np.asarray, judged)
         good, bad = rewards[held_labels], rewards[~held_labels]
         return {
@@ -265,7 +209,7 @@ def _labelled(
             "accuracy": chance_above(good, bad),
             "margin": float(good.mean() - bad.mean()),
             "kl": float(kl),
-            "ranking": chance_above(found[held_labels], found[~held_labels]),
+            "ranking": chance_above(policy_logps[held_labels], policy_logps[~held_labels]),
         }
 
     task = Task(

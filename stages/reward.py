@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from stages.common.models import load_policy, remember, token_ids
+from stages.common.models import load_policy, save_model
 from stages.common.settings import Fitted, Optimizer
 from stages.common.tables import write_rows
 from stages.contract.definition import Context, Reads, Stage
@@ -29,63 +29,45 @@ class Config(Fitted):
 
 
 def run(ctx: Context) -> dict[str, Any]:
-    import jax
-    import jax.numpy as jnp
     import numpy as np
     import pyarrow as pa
 
+    from tuning.algorithms.supervised import reward_loss, reward_summary
     from tuning.evaluation.statistics import calibration_error
-    from tuning.losses.preference import bradley_terry
     from tuning.models import huggingface
     from tuning.models.decoder import scalar_graph
     from tuning.rewards.learned import score_groups
-    from tuning.training.forward import scores
 
     config, base = load_policy(ctx, ctx.inputs["base"])
-    graph = scalar_graph(config)
     train, held = train_and_heldout(ctx, ctx.inputs["data"], "preference", ctx.config.heldout_fraction)
     margins = ctx.config.margin_weight * np.asarray([m or 0.0 for m in train.column("margin")], np.float32)
-
-    def make_loss(compute: Any) -> Any:
-        def loss(params: Any, batch: dict[str, jax.Array], frozen: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-            chosen, rejected = scores(graph, params, batch, compute).reshape(-1, 2).T
-            valid = batch["mask_CT"][::2, 0] > 0
-            margin = batch["margin_C"][::2]
-            # Empty slots read position 0 twice: their difference is 0 and finite, then masked.
-            losses = jnp.where(valid, bradley_terry(chosen, rejected, margin, ctx.config.centering), 0.0)
-            right = jnp.where(valid, chosen > rejected, False)
-            value = jnp.sum(losses) / batch["n_groups"]
-            return value, {"bt": jnp.sum(losses), "right": jnp.sum(right).astype(jnp.float32), "pairs": jnp.sum(valid)}
-
-        return loss
 
     def columns(params: Any, examples: list[int], packed: list[Any]) -> list[dict[str, Any]]:
         return [{"margin_C": p.gather(np.repeat(margins[examples], 2))} for p in packed]
 
     task = Task(
-        make_loss=make_loss,
+        make_loss=lambda compute: reward_loss(scalar_graph(config), ctx.config.centering, compute),
         examples=train.examples,
         columns=columns,
-        summary=lambda s: {"loss": s["bt"] / s["pairs"], "accuracy": s["right"] / s["pairs"]},
+        summary=reward_summary,
     )
     start = huggingface.scalar_head_params(config, base)
     params, metrics = fit(ctx, task, config, start, ctx.config, role="scalar")
-    huggingface.save_decoder(ctx.out / "model", config, params, token_ids(ctx.inputs["tokenizer"]))
+    save_model(ctx, "scorer", config, params)
     metrics |= {"pairs": len(train), "heldout_pairs": len(held)}
     if held:
-        found = score_groups(config, params, held.examples, dtype=ctx.config.compute.dtype)
-        gaps = found[::2] - found[1::2]
+        scores = score_groups(config, params, held.examples, dtype=ctx.config.compute.dtype)
+        gaps = scores[::2] - scores[1::2]
         metrics["heldout_accuracy"] = float((gaps > 0).mean())
         metrics["calibration_error"] = calibration_error(gaps)
         write_rows(
             ctx.out / "heldout" / "part-00000.parquet",
             [
-                {"id": name, "chosen_score": float(found[2 * i]), "rejected_score": float(found[2 * i + 1])}
+                {"id": name, "chosen_score": float(scores[2 * i]), "rejected_score": float(scores[2 * i + 1])}
                 for i, name in enumerate(held.column("id"))
             ],
             pa.schema([("id", pa.string()), ("chosen_score", pa.float32()), ("rejected_score", pa.float32())]),
         )
-    remember(ctx, "scorer:new", (config, params))
     return metrics
 
 

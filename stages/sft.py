@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from stages.common.models import load_policy, remember, token_ids
+from stages.common.models import load_policy, save_model
 from stages.common.settings import Fitted, Optimizer
 from stages.contract.definition import Context, Reads, Stage
 from stages.training.adapters import fit
@@ -27,37 +27,20 @@ class Config(Fitted):
 
 
 def run(ctx: Context) -> dict[str, Any]:
-    import jax
-    import jax.numpy as jnp
-
-    from tuning.losses.aggregate import aggregate
-    from tuning.losses.sft import nll
-    from tuning.models import huggingface
+    from tuning.algorithms.supervised import sft_loss, sft_summary
     from tuning.models.decoder import decoder_graph
-    from tuning.training.forward import logps_and_entropy
 
     config, base = load_policy(ctx, ctx.inputs["base"])
-    graph = decoder_graph(config)
     table = Table(ctx, ctx.inputs["data"], "sft")
 
-    def make_loss(compute: Any) -> Any:
-        def loss(params: Any, batch: dict[str, jax.Array], frozen: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-            logps, _ = logps_and_entropy(graph, params, batch, 1.0, compute)
-            mask, n = batch["mask_CT"], batch["n_tokens"]
-            value = aggregate(nll(logps), mask, "token-mean", n_tokens=n, n_sequences=jnp.ones(()))
-            return value, {"nll": -jnp.sum(logps), "tokens": jnp.sum(mask)}
-
-        return loss
-
     task = Task(
-        make_loss=make_loss,
+        make_loss=lambda compute: sft_loss(decoder_graph(config), compute),
         examples=table.examples,
         tokens_per_step=ctx.config.tokens_per_step,
-        summary=lambda s: {"loss": s["nll"] / s["tokens"], "tokens": s["tokens"]},
+        summary=sft_summary,
     )
     params, metrics = fit(ctx, task, config, base, ctx.config)
-    huggingface.save_decoder(ctx.out / "model", config, params, token_ids(ctx.inputs["tokenizer"]))
-    remember(ctx, "decoder:new", (config, params))
+    save_model(ctx, "decoder", config, params)
     return metrics | {"examples": len(table)}
 
 

@@ -1,4 +1,4 @@
-"""What the device decides: dtype, rematerialisation, sizes. The same recipe runs on CPU, GPU and TPU."""
+"""Choices by device: dtype, rematerialisation, sizes. The same recipe runs on CPU, GPU and TPU."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def memory_bytes() -> int:
 
 
 def peak_memory_bytes() -> int:
-    """The device's peak where it tells, else the highest resident size of this process so far."""
+    """The device's peak where the device reports it, else the highest resident size of this process so far."""
     stats = jax.devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in stats:
         return int(stats["peak_bytes_in_use"])
@@ -75,7 +75,7 @@ def choose(dtype: str = "auto") -> Device:
     on_cpu = device.platform == "cpu"
     memory = memory_bytes()
     if dtype == "auto":
-        # XLA's CPU GEMM is faster in float32 than in bfloat16; accelerators are built for bfloat16.
+        # XLA's matrix product on CPU is faster in float32 than in bfloat16; accelerators are built for bfloat16.
         dtype = "float32" if on_cpu else "bfloat16"
     return Device(
         platform=device.platform,

@@ -1,8 +1,7 @@
-"""Training on several devices, of one process or of several: the mesh, and what lies where on it."""
+"""Several devices, of one process or of several: the mesh, and how arrays are sharded over it."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -12,19 +11,11 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tuning.axes import Axes
 from tuning.models.sharding import shardings
 
 ROWS = ("data", "fsdp")
-"""Axes that cut a batch: by rows, and by completions."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Axes:
-    """Devices along each axis; -1 takes what the others leave."""
-
-    data: int = 1
-    fsdp: int = -1
-    tensor: int = 1
+"""Axes over which a batch is sharded: its rows, and its completions."""
 
 
 def make_mesh(axes: Axes, devices: list[Any] | None = None) -> Mesh:
@@ -33,7 +24,7 @@ def make_mesh(axes: Axes, devices: list[Any] | None = None) -> Mesh:
     Raises ValueError where the sizes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
-    sizes = dataclasses.asdict(axes)
+    sizes = {"data": axes.data, "fsdp": axes.fsdp, "tensor": axes.tensor}
     known = math.prod(s for s in sizes.values() if s > 0)
     open_axes = [name for name, s in sizes.items() if s == -1]
     if len(open_axes) > 1 or any(s == 0 or s < -1 for s in sizes.values()):
@@ -45,13 +36,13 @@ def make_mesh(axes: Axes, devices: list[Any] | None = None) -> Mesh:
     return Mesh(np.array(devices).reshape(tuple(sizes.values())), tuple(sizes))
 
 
-def over_devices(axes: Any) -> Mesh | None:
-    """The mesh of all devices for settings with `data`, `fsdp` and `tensor`; None for a single device."""
-    return None if jax.device_count() == 1 else make_mesh(Axes(axes.data, axes.fsdp, axes.tensor))
+def over_devices(axes: Axes) -> Mesh | None:
+    """The mesh of all devices; None for a single device."""
+    return None if jax.device_count() == 1 else make_mesh(axes)
 
 
 def row_shards(mesh: Mesh | None) -> int:
-    """Into how many parts a batch is cut; its rows and its completions are multiples of this."""
+    """Shards of a batch; its rows and its completions are multiples of this."""
     return 1 if mesh is None else math.prod(mesh.shape[a] for a in ROWS)
 
 
@@ -65,7 +56,7 @@ def put(value: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def put_params(params: Any, mesh: Mesh | None) -> Any:
-    """Parameters, adapters or frozen trees on the mesh by the model's rules; what lies there stays as it is."""
+    """Parameters, adapters or frozen trees on the mesh by the model's rules; arrays with that sharding stay."""
     return params if mesh is None else _lay(params, shardings(params, mesh))
 
 
@@ -82,7 +73,7 @@ def _lay(tree: Any, where: Any) -> Any:
 
 
 def put_batch(batch: dict[str, Any], mesh: Mesh | None) -> dict[str, Any]:
-    """A micro-batch cut along its first axis; counts are on every device."""
+    """A micro-batch sharded along its first axis; counts are on every device."""
     if mesh is None:
         return batch
 
@@ -94,9 +85,9 @@ def put_batch(batch: dict[str, Any], mesh: Mesh | None) -> dict[str, Any]:
 
 
 def state_shardings(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh) -> tuple[Any, Any]:
-    """Where parameters and optimizer state lie: moments beside their parameters, all else on every device.
+    """Shardings of parameters and optimizer state: moments as their parameters, all else on every device.
 
-    A moment is what has the path of a parameter as the end of its own, and its shape; Adafactor's factors do not.
+    A moment is a leaf of a parameter's shape whose path ends in that parameter's. Adafactor's factors are none.
     """
     of_params = shardings(params, mesh)
     everywhere = NamedSharding(mesh, PartitionSpec())

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from stages.contract.definition import Context
 from stages.contract.registry import stage
 from stages.store.artifacts import Artifact
 
+if TYPE_CHECKING:
+    from tuning.device import Device
+    from tuning.models.config import DecoderConfig
+    from tuning.rollout.engine.pool import Limits
+
 MEMORY_SHARE = 0.35
+"""Of the device's memory, for values kept between stages."""
 ADAPTER = "adapter"
 """The folder of an artifact that holds an adapter, as PEFT loads it."""
 
@@ -36,7 +42,7 @@ def remember(ctx: Context, name: str, value: Any) -> Any:
 
 
 def recall(ctx: Context, name: str) -> Any | None:
-    """A kept value, now the most recently used; None where it has gone."""
+    """A kept value, now the most recently used; None where it was dropped."""
     if name not in ctx.memory:
         return None
     value = ctx.memory.pop(name)
@@ -47,7 +53,7 @@ def recall(ctx: Context, name: str) -> Any | None:
 def load_policy(ctx: Context, artifact: Artifact) -> tuple[Any, Any]:
     """(DecoderConfig, parameters) of a base, SFT or update artifact.
 
-    An update without stored weights is made again from its parents (`restore` of its stage).
+    An update without stored weights is rebuilt from its parents (`restore` of its stage).
     """
     name = f"decoder:{artifact.digest}"
     kept = recall(ctx, name)
@@ -87,8 +93,17 @@ def load_scorer(ctx: Context, artifact: Artifact) -> tuple[Any, Any]:
     return kept if kept is not None else remember(ctx, name, load_scalar_head(artifact.local("model/")))
 
 
-def limits_of(compute: Any, device: Any, context: int = 0) -> Any:
-    """How large the engine is, as settings and device say; `context` in tokens, where it is known beforehand."""
+def save_model(ctx: Context, kind: Literal["decoder", "scorer"], config: DecoderConfig, params: Any) -> None:
+    """Writes a trained model below `model/`, and keeps it in the worker's memory for the next stage."""
+    from tuning.models.huggingface import save_decoder
+
+    save_decoder(ctx.out / "model", config, params, token_ids(ctx.inputs["tokenizer"]))
+    remember(ctx, f"{kind}:new", (config, params))
+
+
+def limits_of(compute: Any, device: Device, context: int = 0) -> Limits:
+    """The size of the engine by settings and device; `context` in tokens, where it is known beforehand."""
+    # `compute` has no type: export imports this module, and an edit of training's settings must not change its key.
     from tuning.rollout.engine.limits import Limits
 
     slots = compute.rollout_rows or device.rollout_rows

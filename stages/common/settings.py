@@ -1,54 +1,81 @@
-"""Settings that several stages share."""
+"""Settings that several stages share.
+
+The core defines a setting once: default, bounds and docstring stand in a dataclass of `tuning`, from which the stage's
+model derives. The model adds what belongs to a recipe: short forms, refusals, and which settings stay out of keys.
+"""
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import inspect
+import itertools
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from stages.contract.definition import StageConfig, execution_setting
+from tuning import settings as core
+from tuning.settings import RULE_DEFAULTS, Fraction
 
-Fraction = Annotated[float, Field(ge=0, le=1)]
+__all__ = ["Compute", "Fitted", "Fraction", "Lora", "Mesh", "Optimizer", "Trained"]
+
 Projection = Literal["q", "k", "v", "o", "gate", "up", "down"]
 
 
-class Optimizer(StageConfig):
-    """An optimizer of `tuning.training.optimizers`, and its schedule."""
+class FromCore(StageConfig):
+    """Base of a model that also derives from a dataclass of the core: its fields bring their docstrings along."""
 
-    name: Literal[
-        "adamw", "adam", "nadamw", "radam", "amsgrad", "rmsprop", "sgd", "lion", "adafactor", "muon"
-    ] = "adamw"  # fmt: skip
-    """The rule. Muon moves kernels of layers and Adam the rest; Adafactor does not scale by the parameter's norm."""
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-5
-    """Peak learning rate."""
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """Shape after the warm-up; all but constant go down to the end. wsd goes down in the last fifth."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps of linear warm-up."""
-    decay_steps: Annotated[int, Field(ge=1)] | None = None
-    """Step at which the schedule reaches its end; null: the stage's last. Rounds of RL have no last one: give it."""
-    end_fraction: Fraction = 0.0
-    """Learning rate at the end, as a share of the peak."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled weight decay."""
-    decay: Literal["matrices", "all"] = "matrices"
-    """What it applies to: matrices without norms, biases and scalar heads, or all parameters."""
-    beta1: Fraction = 0.9
-    """Decay of the first moment; momentum of sgd and rmsprop (0 unless given), adafactor (0) and muon (0.95)."""
-    beta2: Fraction = 0.95
-    """Decay of the second moment; with lion 0.99 unless given."""
-    epsilon: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the root of the second moment."""
-    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """Largest global norm of the gradient; null: any."""
-    max_skipped: Annotated[int, Field(ge=0)] = 3
-    """Non-finite steps in a row that are skipped before the stage stops."""
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        plain = [c for c in cls.__mro__ if dataclasses.is_dataclass(c) and not issubclass(c, BaseModel)]
+        for name, text in (item for c in plain for item in _field_docs(c).items()):
+            field = cls.model_fields[name]
+            field.description = field.description or text
+
+
+def _field_docs(cls: type) -> dict[str, str]:
+    """The docstring below each field of a class, by the field's name."""
+    (definition,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(definition, ast.ClassDef)
+    docs = {}
+    for field, doc in itertools.pairwise(definition.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
+            assert isinstance(field.target, ast.Name)
+            docs[field.target.id] = inspect.cleandoc(str(doc.value.value))
+    return docs
+
+
+def with_defaults(values: Any, by: str, table: Mapping[str, Mapping[str, Any]]) -> Any:
+    """Settings as written, with the defaults that `table` has for the choice in the field `by`."""
+    choice = values.get(by) if isinstance(values, dict) else None
+    return {**table.get(choice, {}), **values} if isinstance(choice, str) else values
+
+
+def refuse_unused(
+    config: BaseModel, by: str, uses: Mapping[str, Collection[str]], defaults: Mapping[str, Any] | None = None
+) -> None:
+    """Raises ValueError for a setting that differs from its default though the choice in the field `by` ignores it.
+
+    uses: setting -> choices that read it. defaults: of the choice, in place of the fields' own.
+    """
+    choice = getattr(config, by)
+    for name, choices in uses.items():
+        default = (defaults or {}).get(name, type(config).model_fields[name].default)
+        if choice not in choices and getattr(config, name) != default:
+            raise ValueError(f"{name} has no meaning with {by} {choice}; it belongs to {', '.join(choices)}")
+
+
+# A model is frozen by its config, which the checker does not see: it takes it for a mutable child of a frozen class.
+class Optimizer(FromCore, core.OptimizerSettings):  # type: ignore[misc]
+    """An optimizer of `tuning.training.optimizers`, and its schedule."""
 
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_the_rule(cls, values: Any) -> Any:
-        name = values.get("name") if isinstance(values, dict) else None
-        return RULE_DEFAULTS.get(name, {}) | values if isinstance(name, str) else values
+        return with_defaults(values, "name", RULE_DEFAULTS)
 
     @model_validator(mode="after")
     def _meaningful(self) -> Optimizer:
@@ -62,15 +89,6 @@ class Optimizer(StageConfig):
         return self
 
 
-RULE_DEFAULTS: dict[str, dict[str, Any]] = {
-    "sgd": {"beta1": 0.0},
-    "rmsprop": {"beta1": 0.0},
-    "adafactor": {"beta1": 0.0},
-    "lion": {"beta2": 0.99},
-    "muon": {"beta1": 0.95},
-}
-"""What a rule's authors use where it differs from the field's default."""
-
 RULE_IGNORES = {
     "adam": ("weight_decay",),
     "sgd": ("beta2", "epsilon"),
@@ -80,8 +98,8 @@ RULE_IGNORES = {
 """Settings that a rule does not read."""
 
 
-class Trained(StageConfig):
-    """Base of what has an `optimizer`: its settings may be written one level up, `sft.learning_rate` for short."""
+class Trained(FromCore):
+    """Base of settings with an `optimizer`, whose fields may be written one level up, `sft.learning_rate` for short."""
 
     endless: ClassVar[bool] = True
     """Whether the number of steps is open, as in rounds that may be appended."""
@@ -96,7 +114,7 @@ class Trained(StageConfig):
         optimizer = values.get("optimizer", {})
         if not short or not isinstance(optimizer, dict):
             return values
-        # Only what the stage's own default leaves open is changed: the other fields keep that default.
+        # Fields that the recipe leaves out keep the stage's own default, not the optimizer's.
         default = cls.model_fields["optimizer"].default
         base = optimizer if optimizer else default.model_dump(mode="json")
         return {k: v for k, v in values.items() if k not in short} | {"optimizer": base | short}
@@ -112,28 +130,17 @@ class Trained(StageConfig):
         return self
 
 
-class Mesh(StageConfig):
+class Mesh(FromCore, core.Axes):  # type: ignore[misc]
     """Devices along each axis of the mesh; -1 takes what the others leave. One device needs none of it."""
 
-    data: Annotated[int, Field(ge=-1)] = 1
-    """Copies of the model, each with its part of a batch."""
-    fsdp: Annotated[int, Field(ge=-1)] = -1
-    """Parts that parameters, optimizer and batch are cut into."""
-    tensor: Annotated[int, Field(ge=-1)] = 1
-    """Parts that heads, feed-forward and vocabulary are cut into."""
 
-
-class Compute(StageConfig):
+class Compute(FromCore, core.ComputeSettings):  # type: ignore[misc]
     """How to compute. `dtype` is chosen by the device where it says auto; the rest cannot change a result."""
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of activations; master weights and moments are always float32."""
-    tokens_per_micro_batch: int = execution_setting(0, ge=0)
-    """Row tokens of one forward and backward pass; 0: the device decides."""
+    tokens_per_micro_batch: int = execution_setting(core.ComputeSettings.tokens_per_micro_batch, ge=0)
     rollout_rows: int = execution_setting(0, ge=0)
     """Completions decoded side by side; 0: the device decides."""
     mesh: Mesh = execution_setting(Mesh())
-    """How several devices share the work. Sampling has no `fsdp`: those devices are replicas."""
 
 
 class Lora(StageConfig):
@@ -155,7 +162,7 @@ class Lora(StageConfig):
 
 
 def stored_as(lora: Lora | None) -> Literal["none", "int8", "nf4"]:
-    """How training keeps the kernels below."""
+    """How training stores the frozen kernels."""
     return "none" if lora is None else lora.quantize
 
 

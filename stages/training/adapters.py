@@ -42,7 +42,7 @@ def fit(
     role: Role = "decoder",
     frozen: Any = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """As `training.fit`, over what `config.lora` says; returns dense parameters either way.
+    """As `training.fit`, with an adapter where `config.lora` asks for one; returns dense parameters either way.
 
     `model` is the DecoderConfig of `params`. The task's loss and columns see a tuned model in place of parameters,
     its `sample` gets merged ones.
@@ -84,7 +84,7 @@ def name_of(artifact: Artifact) -> str:
 
 
 def based(ctx: Context, digest: str, role: Role, load: Callable[[], tuple[Any, Any]], config: Any) -> Base:
-    """What lies frozen under the adapters that `config.lora` asks for, kept in the worker's memory.
+    """The frozen part under the adapters that `config.lora` asks for, kept in the worker's memory.
 
     `load` gives (DecoderConfig, dense parameters) of the artifact with this digest.
     """

@@ -1,33 +1,41 @@
-"""The loop of the stages that pass over a table of examples: SFT and reward models."""
+"""The loop of the stages that pass over a table of examples: SFT, reward models, preference learning, distillation."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from stages.common.settings import Optimizer
+from stages.common.settings import Fitted
 from stages.contract.definition import Context
 
+if TYPE_CHECKING:
+    from tuning.data.reading import Examples
+    from tuning.device import Compute
+    from tuning.training.batch import Group, Packed
+    from tuning.training.checkpoint import Checkpoints
+    from tuning.training.step import LossFn
+
 SHAPE_STEPS = 32
+"""Steps whose groups decide how long rows are."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
     """What a stage trains on, and by which loss."""
 
-    make_loss: Callable[[Any], Any]
+    make_loss: Callable[[Compute], LossFn]
     """Compute choices -> loss function of `tuning.training.step`; the batch holds `n_tokens` and `n_groups`."""
-    examples: Any
+    examples: Examples
     """A sequence of groups with the sizes of all (`tuning.data.reading.Examples`); in a step their completions are
     numbered from 0."""
     summary: Callable[[dict[str, float]], dict[str, float]]
     """Sums of a step -> metrics to show."""
-    sample: Callable[[Any, int, list[Any]], list[Any]] | None = None
+    sample: Callable[[Any, int, list[Group]], list[Group]] | None = None
     """(parameters, step, groups) -> the groups to train on, for completions that the model itself writes."""
-    flops: Callable[[list[Any]], float] = lambda groups: 0.0
+    flops: Callable[[list[Group]], float] = lambda groups: 0.0
     """Groups -> FLOPs of a step on them, or of what a step computes beside the policy (`stages.training.adapters`)."""
-    columns: Callable[[Any, list[int], list[Any]], list[dict[str, Any]]] | None = None
+    columns: Callable[[Any, list[int], list[Packed]], list[dict[str, Any]]] | None = None
     """(parameters, example numbers, micro-batches) -> what the loss needs of each beside its tokens."""
     tokens_per_step: int | None = None
     """Tokens of a step, in place of a number of examples."""
@@ -37,91 +45,113 @@ class Task:
     """Tokens of a group for which there must be room, likewise."""
 
 
-def optimizer_of(settings: Optimizer, total_steps: int) -> Any:
-    """The optax transformation that the settings describe."""
-    from tuning.training.optimizers import make_optimizer, make_schedule
-
-    s = settings
-    end = s.learning_rate * s.end_fraction
-    return make_optimizer(
-        make_schedule(s.schedule, s.learning_rate, s.warmup_steps, s.decay_steps or total_steps, end),
-        name=s.name,
-        b1=s.beta1,
-        b2=s.beta2,
-        eps=s.epsilon,
-        weight_decay=s.weight_decay,
-        decay_all=s.decay == "all",
-        clip_norm=s.clip_norm,
-        max_skipped=s.max_skipped,
-    )
-
-
-def fit(ctx: Context, task: Task, params: Any, config: Any, frozen: Any = None) -> tuple[Any, dict[str, Any]]:
+def fit(ctx: Context, task: Task, params: Any, config: Fitted, frozen: Any = None) -> tuple[Any, dict[str, Any]]:
     """Trains a copy of `params`; resumes from the newest checkpoint in `ctx.work`.
 
-    `config` has epochs, examples_per_step, optimizer, compute and checkpoint_every; `frozen` is
-    handed to the loss as it is. Returns the parameters and the manifest's metrics.
+    `frozen` is handed to the loss as it is. Returns the parameters and the manifest's metrics. Raises ValueError where
+    there are no examples.
     """
-    from tuning.data.reading import Steps
-    from tuning.device import choose
-    from tuning.mesh import init_state, over_devices, put_params, row_shards
-    from tuning.shapes import bucket
-    from tuning.training.batch import choose_rows, counted, micro_batches, numbered
     from tuning.training.checkpoint import Checkpoints
-    from tuning.training.speed import Meter
-    from tuning.training.step import copy, make_step
 
-    device = choose(config.compute.dtype)
     if not len(task.examples):
         raise ValueError("there are no examples to train on; the data's card.html says what was dropped and why")
-    table, per_step = task.examples, None if task.tokens_per_step else config.examples_per_step
-    steps = Steps(table.sizes_N, config.epochs, ctx.seed, per_step, task.tokens_per_step)
-    total = len(steps)
-    optimizer = optimizer_of(config.optimizer, total)
-    mesh = over_devices(config.compute.mesh)
-    step_fn = make_step(task.make_loss(device.compute), optimizer, config.optimizer.max_skipped, mesh)
-
-    def groups_of(step: int) -> list[Any]:
-        return numbered([table[i] for i in steps[step]])
-
-    # No group is split: the completions of one lie in neighbouring slots.
-    width, largest = bucket(max(task.longest, table.longest)), max(task.largest, int(table.sizes_N.max()))
-    budget = config.compute.tokens_per_micro_batch or device.row_tokens_per_step
-    layout = choose_rows([groups_of(s) for s in range(min(total, SHAPE_STEPS))], budget, largest)
-
-    params, frozen = put_params(copy(params), mesh), put_params(frozen, mesh)
-    opt_state = init_state(optimizer, params, mesh)
+    loop = _Loop(ctx, task, config, params, frozen)
     checkpoints = Checkpoints(ctx.work / "checkpoints", ctx.saved)
-    first = 0
-    lines: list[dict[str, Any]] = []
     try:
-        restored = checkpoints.restore((params, opt_state))
-        if restored is not None:
-            (params, opt_state), position = restored
-            first, lines = position["step"], position["lines"]
-            for line in lines:
-                ctx.metrics_line(**line)
-            ctx.log(f"resumed at step {first} of {total}")
-        meter, last = Meter(device.compute.dtype), {}
-        for step in range(first, total):
-            groups = groups_of(step)
-            if task.sample is not None:
-                groups = task.sample(params, step, groups)
-            packed = micro_batches(groups, layout=layout, completion_tokens=width, shards=row_shards(mesh))
-            batches = counted(groups, packed)
-            if task.columns is not None:
-                more = task.columns(params, steps[step], packed)
-                batches = [a | b for a, b in zip(batches, more, strict=True)]
-            params, opt_state, sums = step_fn(params, opt_state, batches, frozen)
-            last = task.summary(sums)
-            tokens = sum(g.size for g in groups)
-            speed = meter.step(tokens, task.flops(groups))
-            lines.append({"step": step, "grad_norm": float(sums["grad_norm"]), "row_tokens": tokens, **last, **speed})
-            ctx.metrics_line(**lines[-1])
-            ctx.progress(step + 1, total, "step", loss=last["loss"], **meter.rates())
-            if (step + 1) % config.checkpoint_every == 0 and step + 1 < total:
-                checkpoints.save(step + 1, (params, opt_state), {"step": step + 1, "lines": lines})
+        first = loop.resume(checkpoints)
+        for step in range(first, loop.total):
+            loop.train(step)
+            if (step + 1) % config.checkpoint_every == 0 and step + 1 < loop.total:
+                checkpoints.save(step + 1, loop.state, {"step": step + 1, "lines": loop.lines})
     finally:
         checkpoints.close()
-    metrics: dict[str, Any] = {"steps": total} | {k: float(v) for k, v in last.items()}
-    return params, metrics | meter.whole()
+    metrics: dict[str, Any] = {"steps": loop.total} | {k: float(v) for k, v in loop.last.items()}
+    return loop.state[0], metrics | loop.meter.whole()
+
+
+class _Loop:
+    """Training under way: how examples fall into micro-batches, and the state that steps change."""
+
+    def __init__(self, ctx: Context, task: Task, config: Fitted, params: Any, frozen: Any):
+        from tuning.data.reading import Steps
+        from tuning.device import choose
+        from tuning.mesh import init_state, over_devices, put_params
+        from tuning.shapes import bucket
+        from tuning.training.batch import choose_rows
+        from tuning.training.optimizers import optimizer_of
+        from tuning.training.step import copy, make_step
+
+        self.ctx, self.task = ctx, task
+        device, table = choose(config.compute.dtype), task.examples
+        per_step = None if task.tokens_per_step else config.examples_per_step
+        self.steps = Steps(table.sizes_N, config.epochs, ctx.seed, per_step, task.tokens_per_step)
+        self.total = len(self.steps)
+        optimizer = optimizer_of(config.optimizer, self.total)
+        self.mesh = over_devices(config.compute.mesh)
+        self.step_fn = make_step(task.make_loss(device.compute), optimizer, config.optimizer.max_skipped, self.mesh)
+
+        # No group is split: the completions of one are in neighbouring slots.
+        largest = max(task.largest, int(table.sizes_N.max()))
+        self.width = bucket(max(task.longest, table.longest))
+        budget = config.compute.tokens_per_micro_batch or device.row_tokens_per_step
+        # One layout serves all steps, so that each program compiles once; the first steps stand for the rest.
+        self.layout = choose_rows([self.groups(s) for s in range(min(self.total, SHAPE_STEPS))], budget, largest)
+
+        params, self.frozen = put_params(copy(params), self.mesh), put_params(frozen, self.mesh)
+        self.state: tuple[Any, Any] = params, init_state(optimizer, params, self.mesh)
+        self.lines: list[dict[str, Any]] = []
+        self.last: dict[str, float] = {}
+        self.dtype = device.compute.dtype
+
+    def groups(self, step: int) -> list[Group]:
+        """The examples of a step."""
+        from tuning.training.batch import numbered
+
+        return numbered([self.task.examples[i] for i in self.steps[step]])
+
+    def resume(self, checkpoints: Checkpoints) -> int:
+        """Takes the newest checkpoint's state, where there is one; the number of the first step to train."""
+        from tuning.training.speed import Meter
+
+        restored = checkpoints.restore(self.state)
+        # The clock of the steps starts here: reading a checkpoint is no part of the first one.
+        self.meter = Meter(self.dtype)
+        if restored is None:
+            return 0
+        self.state, position = restored
+        first: int = position["step"]
+        self.lines = position["lines"]
+        for line in self.lines:
+            self.ctx.metrics_line(**line)
+        self.ctx.log(f"resumed at step {first} of {self.total}")
+        return first
+
+    def train(self, step: int) -> None:
+        """One optimizer step, and its line of metrics."""
+        task = self.task
+        groups = self.groups(step)
+        if task.sample is not None:
+            groups = task.sample(self.state[0], step, groups)
+        params, opt_state, sums = self.step_fn(*self.state, self.batches(step, groups), self.frozen)
+        self.state = params, opt_state
+        self.last = task.summary(sums)
+        tokens = sum(g.size for g in groups)
+        speed = self.meter.step(tokens, task.flops(groups))
+        line = {"step": step, "grad_norm": float(sums["grad_norm"]), "row_tokens": tokens, **self.last, **speed}
+        self.lines.append(line)
+        self.ctx.metrics_line(**line)
+        self.ctx.progress(step + 1, self.total, "step", loss=self.last["loss"], **self.meter.rates())
+
+    def batches(self, step: int, groups: list[Group]) -> list[dict[str, Any]]:
+        """The micro-batches of a step, with what the task adds to each."""
+        from tuning.mesh import row_shards
+        from tuning.training.batch import micro_batches
+        from tuning.training.step import counted
+
+        shards = row_shards(self.mesh)
+        packed = micro_batches(groups, layout=self.layout, completion_tokens=self.width, shards=shards)
+        batches = counted(groups, packed)
+        if self.task.columns is None:
+            return batches
+        more = self.task.columns(self.state[0], self.steps[step], packed)
+        return [a | b for a, b in zip(batches, more, strict=True)]

@@ -19,18 +19,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from stages.training.fit import optimizer_of
-from stages.update.settings import Config
-from tuning.algorithms.diagnostics import Coefficients
+from tuning.algorithms.learner import Learner
 from tuning.algorithms.registry import ALGORITHMS
 from tuning.algorithms.round_data import RoundData
-from tuning.algorithms.rounds import _steps, run_round
+from tuning.algorithms.rounds import run_round
+from tuning.algorithms.settings import CriticSettings, RoundSettings
 from tuning.models.config import tiny
 from tuning.models.huggingface import random_params, scalar_head_params
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.requests import Sampling
 from tuning.rows import CompletionRow, ScoreRow
-from tuning.training.batch import counted
+from tuning.settings import OptimizerSettings
 from tuning.training.step import copy
 
 RESULTS = Path(__file__).parent / "results"
@@ -45,7 +44,7 @@ OWN: dict[str, dict[str, Any]] = {
     # GSPO's own clip range of about 1e-4 suits long sequences and many steps; here a round takes two steps.
     "gspo": {"clip_low": 0.2, "clip_high": 0.2},
     "gspo-token": {"clip_low": 0.2, "clip_high": 0.2},
-    "ppo": {"critic": {"optimizer": {"learning_rate": 0.003}, "pretrain_epochs": 2}},
+    "ppo": {"critic": CriticSettings(OptimizerSettings(learning_rate=0.003), pretrain_epochs=2)},
     "dr-grpo": {"constant": float(TOKENS)},
 }
 
@@ -54,15 +53,12 @@ LONGER = {"remax": 90, "online-dpo": 60}
 a pair of each group of 16."""
 
 
-def settings_of(algorithm: str, **more: Any) -> Config:
-    """The algorithm's own settings with a common learning rate, and a weak KL where it has a KL term."""
-    values = {"algorithm": algorithm, "prompts_per_step": 8, "optimizer": {"learning_rate": 0.003}}
-    weak = {
-        n: 0.001
-        for n in ("kl_coef", "kl_in_reward")
-        if getattr(Config.model_validate(values | OWN.get(algorithm, {})), n)
-    }
-    return Config.model_validate_json(json.dumps(values | weak | OWN.get(algorithm, {}) | more))
+def settings_of(algorithm: str, **more: Any) -> RoundSettings:
+    """The update's settings: the algorithm's own, one learning rate, weak KL where it has one."""
+    values = {"prompts_per_step": 8, "optimizer": OptimizerSettings(learning_rate=0.003)} | OWN.get(algorithm, {})
+    plain = RoundSettings.of(algorithm, **values)
+    weak = {n: 0.001 for n in ("kl_coef", "kl_in_reward") if getattr(plain, n)}
+    return dataclasses.replace(plain, **weak | more)
 
 
 def right_share(prompt: list[int], tokens: list[int]) -> float:
@@ -73,18 +69,16 @@ def right_share(prompt: list[int], tokens: list[int]) -> float:
 class Run:
     """One algorithm from one seed."""
 
-    settings: Config
+    settings: RoundSettings
     seed: int
 
     def __post_init__(self) -> None:
         params = random_params(MODEL, 1000 + self.seed)
         self.reference, self.engine = params, Engine(MODEL)
-        self.optimizers = tuple(optimizer_of(s.optimizer, 1) for s in (self.settings, self.settings.critic))
-        critic = scalar_head_params(MODEL, copy(params)) if self.settings.needs_critic else None
-        params = copy(params)
-        states = [self.optimizers[0].init(params), None if critic is None else self.optimizers[1].init(critic)]
-        self.trainer: tuple[Any, ...] = (params, states[0], critic, states[1])
-        self.coefficients = Coefficients(entropy_coef=self.settings.entropy_coef)
+        self.policy, self.critic = Learner.start(copy(params), self.settings.optimizer), None
+        if self.settings.needs_critic:
+            critic = scalar_head_params(MODEL, copy(params))
+            self.critic = Learner.start(critic, self.settings.critic.optimizer)
         rng = np.random.default_rng(self.seed)
         letters = len(LETTERS)
         numbers = rng.permutation(letters**3)
@@ -95,7 +89,7 @@ class Run:
         self, prompts: list[list[int]], samples: int, seed: int, temperature: float = 1.0
     ) -> list[CompletionRow]:
         rows = self.engine.generate(
-            self.trainer[0], prompts, samples=samples, max_tokens=TOKENS, sampling=Sampling(temperature=temperature),
+            self.policy.params, prompts, samples=samples, max_tokens=TOKENS, sampling=Sampling(temperature=temperature),
             eos_ids=(EOS,), seed=seed, counters=range(len(prompts)),
         )  # fmt: skip
         return [
@@ -124,15 +118,10 @@ class Run:
 
         rows = self.sample(prompts, COMPLETIONS, 1000 * self.seed + number)
         greedy = scores(self.sample(prompts, 1, 0, 0.0)) if self.settings.needs_greedy else None
-        settings = self.settings.model_copy(update={"round": number})
-        *trainer, metrics = run_round(
-            RoundData.from_rows(rows, scores(rows), greedy), settings=settings, model=MODEL,
-            optimizers=self.optimizers, trainer=self.trainer,
-            reference=self.reference if settings.needs_reference else None, counted=counted,
-            progress=lambda *a, **k: None, record=lambda **k: None, coefficients=self.coefficients,
-        )  # fmt: skip
-        self.trainer = tuple(trainer)
-        return metrics
+        settings = dataclasses.replace(self.settings, round=number)
+        reference = self.reference if settings.needs_reference else None
+        data = RoundData.from_rows(rows, scores(rows), greedy)
+        return run_round(data, settings, MODEL, self.policy, self.critic, reference=reference).metrics
 
 
 def learn(algorithm: str, seed: int, rounds: int = 0, every: int = 5) -> list[float]:
@@ -175,7 +164,6 @@ def main() -> None:
         gains = [r[-1] - r[0] for r in rates]
         # Every compiled program holds memory maps, whose number per process is limited.
         jax.clear_caches()
-        _steps.clear()
         found[name] = {
             "rounds": LONGER.get(name, ROUNDS),
             "pass_rates": [[round(x, 4) for x in r] for r in rates],

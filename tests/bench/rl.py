@@ -6,29 +6,28 @@ phase. Every completion has 64 tokens. The reward is the number of distinct toke
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections import defaultdict
 from typing import Any
 
-import jax
 import numpy as np
 
-from stages.training.fit import optimizer_of
-from stages.update.settings import Config
 from tests.bench import inputs
 from tests.bench.measure import emit, gemm_flops, peak_memory_mb, timed
 from tests.bench.training import config_of
+from tuning.algorithms.learner import Learner
 from tuning.algorithms.round_data import RoundData
 from tuning.algorithms.rounds import run_round
+from tuning.algorithms.settings import CriticSettings, RoundSettings
 from tuning.device import choose
 from tuning.models.huggingface import random_params, scalar_head_params
 from tuning.models.lora import Base, LoraConfig, merge, tune, tuned_graph
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.requests import Sampling
 from tuning.rows import CompletionRow, ScoreRow
-from tuning.training.batch import Group, counted
+from tuning.settings import OptimizerSettings
+from tuning.training.batch import Group
 from tuning.training.speed import forward_flops
 from tuning.training.step import copy
 
@@ -37,15 +36,13 @@ NO_EOS = -1
 LORA = LoraConfig(rank=16, alpha=32.0)
 
 
-def settings_of(work: str) -> Config:
-    """The settings with which the other libraries are measured: one epoch, one step, AdamW at 1e-6."""
-    optimizer = {"learning_rate": 1e-6}
-    values: dict[str, Any] = {"prompts_per_step": 16, "optimizer": optimizer, "kl_coef": 0.04}
+def settings_of(work: str) -> RoundSettings:
+    """As the peers are measured: one epoch, one step, AdamW at 1e-6."""
+    optimizer = OptimizerSettings(learning_rate=1e-6)
+    values: dict[str, Any] = {"prompts_per_step": 16, "optimizer": optimizer}
     if work == "W5":
-        values |= {"algorithm": "ppo", "kl_coef": 0.0, "kl_in_reward": 0.04, "critic": {"optimizer": optimizer}}
-    else:
-        values |= {"aggregation": "sequence-mean-token-mean"}
-    return Config.model_validate_json(json.dumps(values))
+        return RoundSettings.of("ppo", kl_in_reward=0.04, critic=CriticSettings(optimizer), **values)
+    return RoundSettings.of("grpo", kl_coef=0.04, aggregation="sequence-mean-token-mean", **values)
 
 
 class Steps:
@@ -56,28 +53,21 @@ class Steps:
         self.count, self.samples = (16, 1) if work == "W5" else (4, 4)
         self.prompts = inputs.prompts(self.count, 16, 64, self.config.vocab_size)
         self.reference = random_params(self.config, 0)
-        self.optimizers = tuple(optimizer_of(s.optimizer, 1) for s in (self.settings, self.settings.critic))
-        self.base, params = None, None
+        base, params = None, copy(self.reference)
         if work == "W3lora":
             params, frozen = tune(self.config, "decoder", self.reference, LORA, seed=0, dtype=choose().compute.dtype)
-            self.base = Base(tuned_graph(self.config, "decoder", LORA), frozen)
-        else:
-            params = copy(self.reference)
-        critic = scalar_head_params(self.config, random_params(self.config, 1)) if work == "W5" else None
-        states = [
-            None if p is None else jax.jit(o.init)(p) for o, p in zip(self.optimizers, (params, critic), strict=True)
-        ]
-        self.trainer: tuple[Any, ...] = (params, states[0], critic, states[1])
+            base = Base(tuned_graph(self.config, "decoder", LORA), frozen)
+        self.learner, self.critic = Learner.start(params, self.settings.optimizer, base), None
+        if work == "W5":
+            critic = scalar_head_params(self.config, random_params(self.config, 1))
+            self.critic = Learner.start(critic, self.settings.critic.optimizer)
         self.phases: dict[str, list[float]] = defaultdict(list)
         self.number = 0
 
     def policy(self) -> Any:
-        """Dense parameters, which the engine samples from."""
-        return (
-            self.trainer[0]
-            if self.base is None
-            else merge(self.config, "decoder", self.reference, self.trainer[0], LORA)
-        )
+        """Dense parameters to sample from."""
+        params = self.learner.params
+        return params if self.learner.base is None else merge(self.config, "decoder", self.reference, params, LORA)
 
     def step(self) -> Any:
         started = time.perf_counter()
@@ -95,18 +85,16 @@ class Steps:
         assert all(len(r.token_ids) == NEW_TOKENS for r in rows)
         # Groups of equal rewards would leave the step; a thousandth of the place tells them apart.
         scores = [ScoreRow(prompt_id=r.prompt_id, total=len(set(r.token_ids)) + 1e-3 * i) for i, r in enumerate(rows)]
-        *trainer, metrics = run_round(
-            RoundData.from_rows(rows, scores), settings=self.settings, model=self.config, optimizers=self.optimizers,
-            trainer=self.trainer, bases=(self.base, None), reference=self.reference, counted=counted,
-            progress=lambda *a, **k: None, record=lambda **k: None,
-        )  # fmt: skip
+        data = RoundData.from_rows(rows, scores)
+        metrics = run_round(
+            data, self.settings, self.config, self.learner, self.critic, reference=self.reference
+        ).metrics
         assert metrics["steps"] == 1 and np.isfinite(metrics["loss"])
-        self.trainer = tuple(trainer)
         for name in ("old", "reference", "values", "train"):
             if f"seconds_{name}" in metrics:
                 self.phases[name].append(metrics[f"seconds_{name}"])
         self.number += 1
-        return self.trainer[0]
+        return self.learner.params
 
 
 def run(work: str, model: str, repeats: int) -> None:

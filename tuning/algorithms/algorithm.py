@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Callable
-from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,45 +15,10 @@ import numpy as np
 
 from tuning.algorithms import registry
 from tuning.algorithms.advantages import Normalisation, group_advantages
-from tuning.losses.aggregate import Aggregation
+from tuning.algorithms.settings import Objective
 from tuning.losses.groups import informative_groups
 from tuning.losses.policy import Metrics, Ratio, clipped_surrogate
 from tuning.losses.rewards import sequence_rewards, token_rewards
-
-Correction = Literal["none", "truncate", "mask", "sequence", "sequence-mask"]
-KLLoss = Literal["k2", "k3", "k3-k2"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Objective:
-    """Everything that decides the loss of a step; hashable, so compiled steps are kept by it."""
-
-    algorithm: str = "grpo"
-    algorithm_arguments: tuple[tuple[str, Any], ...] = ()
-    temperature: float = 1.0
-    normalisation: Normalisation = "std"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
-    aggregation: Aggregation = "token-mean"
-    constant: float | None = None
-    kl_coef: float = 0.0
-    kl_kind: KLLoss = "k3"
-    kl_clamp: float | None = None
-    kl_in_reward: float = 0.0
-    kl_in_reward_kind: Literal["k1", "k2", "k3"] = "k1"
-    entropy_coef: float = 0.0
-    entropy_target: float | None = None
-    correction: Correction = "truncate"
-    importance_min: float = 0.5
-    importance_max: float = 2.0
-    beta: float = 0.1
-
-    @classmethod
-    def of(cls, settings: Any) -> Objective:
-        """From an object with fields of these names, such as the update stage's config."""
-        values = {f.name: getattr(settings, f.name) for f in dataclasses.fields(cls)}
-        return cls(**values | {"algorithm_arguments": tuple(sorted(settings.algorithm_arguments.items()))})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +72,7 @@ class Algorithm:
     keep: Callable[[Scored], np.ndarray] | None = None
     """Which completions are trained on, [N] bool; None: `informative`."""
     paired: bool = False
-    """Whether `keep` leaves two completions of a prompt, which then lie in slots 2b and 2b + 1."""
+    """Whether `keep` leaves two completions of a prompt, which are then packed in slots 2b and 2b + 1."""
 
 
 def find(objective: Objective) -> Algorithm:
@@ -123,10 +87,10 @@ def find(objective: Objective) -> Algorithm:
         make = getattr(importlib.import_module(place), "algorithm" if entry else function)
     except (ImportError, AttributeError) as e:
         raise ValueError(f"algorithm {objective.algorithm!r}: {e}") from e
-    found = make(objective, **dict(objective.algorithm_arguments))
-    if not isinstance(found, Algorithm):
-        raise ValueError(f"algorithm {objective.algorithm!r} returned {type(found).__name__}, not an Algorithm")
-    return found
+    algorithm = make(objective, **objective.algorithm_arguments)
+    if not isinstance(algorithm, Algorithm):
+        raise ValueError(f"algorithm {objective.algorithm!r} returned {type(algorithm).__name__}, not an Algorithm")
+    return algorithm
 
 
 def informative(scored: Scored) -> np.ndarray:

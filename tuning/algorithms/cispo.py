@@ -1,10 +1,17 @@
-"""CISPO (MiniMax, 2025, arXiv:2506.13585): the clipped ratio is a weight without gradient, so no token is left out."""
+"""CISPO (MiniMax, 2025, arXiv:2506.13585): the clipped ratio is a weight without gradient, so no token is left out.
+
+    w_it = stop_gradient(clip(r_it, 1 - clip_low, 1 + clip_high))
+    loss_it = -w_it A_i log pi(y_it)                                  A_i as in GRPO
+
+Presets: `registry` (cispo).
+"""
 
 from __future__ import annotations
 
 import jax
 
-from tuning.algorithms.algorithm import Algorithm, Objective, Terms, group_relative
+from tuning.algorithms.algorithm import Algorithm, Terms, group_relative
+from tuning.algorithms.settings import Objective
 from tuning.losses.policy import Metrics, cispo
 
 

@@ -26,7 +26,7 @@ def divergences(
     """Divergence at every completion token, [C, T]; 0 where masked. `graphs`: of student and teacher."""
     hidden, head, softcap = response_hidden(graphs[0], student, batch, compute)
     taught, teacher_head, teacher_softcap = response_hidden(graphs[1], jax.lax.stop_gradient(teacher), batch, compute)
-    found = token_divergences(
+    values = token_divergences(
         hidden.reshape(-1, hidden.shape[-1]),
         head,
         taught.reshape(-1, taught.shape[-1]),
@@ -36,17 +36,17 @@ def divergences(
         softcaps=(softcap, teacher_softcap),
     )
     mask = batch["mask_CT"]
-    return jnp.where(mask > 0, found.reshape(mask.shape), 0.0)
+    return jnp.where(mask > 0, values.reshape(mask.shape), 0.0)
 
 
 def distillation_loss(graphs: tuple[Any, Any], beta: float, temperature: float, compute: Compute) -> LossFn:
     """Mean divergence over the step's tokens; the teacher's parameters are the frozen ones."""
 
     def loss(params: Any, batch: dict[str, jax.Array], frozen: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-        found = divergences(graphs, params, frozen, batch, beta, temperature, compute)
+        values = divergences(graphs, params, frozen, batch, beta, temperature, compute)
         mask = batch["mask_CT"]
-        value = aggregate(found, mask, "token-mean", n_tokens=batch["n_tokens"], n_sequences=jnp.ones(()))
-        return value, {"divergence": jnp.sum(found), "tokens": jnp.sum(mask)}
+        value = aggregate(values, mask, "token-mean", n_tokens=batch["n_tokens"], n_sequences=jnp.ones(()))
+        return value, {"divergence": jnp.sum(values), "tokens": jnp.sum(mask)}
 
     return loss
 

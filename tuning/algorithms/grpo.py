@@ -1,12 +1,19 @@
-"""GRPO (Shao et al., 2024, arXiv:2402.03300): rewards against mean and spread of their group, clipped. No critic.
+"""GRPO (Shao et al., 2024, arXiv:2402.03300): rewards relative to the group of their prompt, clipped. No critic.
 
-Dr. GRPO (Liu et al., 2025, arXiv:2503.20783) is this without the division by the spread, its loss divided by a
-constant budget of tokens: both divisions favour some questions and lengths over others.
+    A_i = (R_i - mean_group(R)) / std_group(R)                                   advantage of completion i
+    r_it = pi(y_it) / pi_old(y_it)                                               ratio of token t
+    loss_it = -rho_it min(r_it A_i, clip(r_it, 1 - clip_low, 1 + clip_high) A_i)
+    loss = sum_it loss_it / tokens of the step + kl_coef KL(pi || pi_ref)
+
+rho_it corrects for the sampler (`objective.correction_weights`). Dr. GRPO (Liu et al., 2025, arXiv:2503.20783) leaves
+out the division by the spread, and divides the sum by completions x `constant`: both divisions favour some questions
+and lengths over others. Settings: `settings.Objective`; presets: `registry` (grpo, dr-grpo).
 """
 
 from __future__ import annotations
 
-from tuning.algorithms.algorithm import Algorithm, Objective, clipped, group_relative
+from tuning.algorithms.algorithm import Algorithm, clipped, group_relative
+from tuning.algorithms.settings import Objective
 
 
 def algorithm(objective: Objective) -> Algorithm:

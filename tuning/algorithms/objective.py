@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tuning.algorithms.algorithm import Algorithm, Objective, Terms
+from tuning.algorithms.algorithm import Algorithm, Terms
+from tuning.algorithms.settings import Objective
 from tuning.device import Compute
 from tuning.losses.aggregate import aggregate
 from tuning.losses.importance import gated_weights, importance_weights, log_ratio_bins, mismatch_metrics

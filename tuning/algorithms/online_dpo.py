@@ -1,4 +1,9 @@
-"""Online DPO (Guo et al., 2024, arXiv:2402.04792): of each group the best completion is preferred to the worst."""
+"""Online DPO (Guo et al., 2024, arXiv:2402.04792): of each group the best completion is preferred to the worst.
+
+    loss = mean over prompts of -log sigmoid(beta (log pi/pi_ref (best) - log pi/pi_ref (worst)))
+
+Settings: `beta`; presets: `registry` (online-dpo).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tuning.algorithms.algorithm import Algorithm, Objective, Scored, Terms, informative
+from tuning.algorithms.algorithm import Algorithm, Scored, Terms, informative
+from tuning.algorithms.settings import Objective
 from tuning.losses.masks import masked
 from tuning.losses.policy import Metrics, log_ratio, metric_sums
 from tuning.losses.preference import dpo, sequence_logps
@@ -31,10 +37,10 @@ def algorithm(objective: Objective) -> Algorithm:
 
 def _sides(scored: Scored) -> jax.Array:
     """1 for the best of each informative group, -1 for the worst, 0 for the others; the first of equal ones."""
-    keep, found = informative(scored), np.zeros(len(scored.totals_N), np.float32)
+    keep, sides = informative(scored), np.zeros(len(scored.totals_N), np.float32)
     rewards = np.asarray(scored.rewards_N)
     for group in np.unique(scored.groups_N[keep]):
         mine = np.flatnonzero((scored.groups_N == group) & keep)
-        found[mine[np.argmax(rewards[mine])]] = 1
-        found[mine[np.argmin(rewards[mine])]] = -1
-    return jnp.asarray(found)
+        sides[mine[np.argmax(rewards[mine])]] = 1
+        sides[mine[np.argmin(rewards[mine])]] = -1
+    return jnp.asarray(sides)

@@ -1,5 +1,10 @@
 """PPO for language models (Schulman et al., 2017; Ouyang et al., 2022): token advantages from a critic by GAE.
 
+    A_it = whiten(sum_k (gamma lam)^k delta_i,t+k),  delta_t = reward_t + gamma V_t+1 - V_t
+    policy: -min(r_it A_it, clip(r_it) A_it)         critic: value_loss(V_it, return_it), clipped
+
+Settings: `settings.CriticSettings`; presets: `registry` (ppo).
+
 Axes: N completions of the round, C completions of a micro-batch, T completion tokens.
 """
 
@@ -12,30 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tuning.algorithms.advantages import whiten
 from tuning.algorithms.algorithm import Algorithm, Objective, Scored, clipped, every_valid
+from tuning.algorithms.settings import CriticSettings
 from tuning.device import Compute
 from tuning.losses.aggregate import aggregate
-from tuning.losses.returns import gae, whiten
+from tuning.losses.returns import gae
 from tuning.losses.value import value_loss
 from tuning.training.forward import values
 from tuning.training.step import LossFn
-
-
-@dataclasses.dataclass(frozen=True)
-class Critic:
-    """How the critic is used and trained."""
-
-    gamma: float = 1.0
-    lam: float = 0.95
-    value_clip: float | None = 0.2
-    whiten_rewards: bool = False
-    bootstrap_truncated: bool = False
-    pretrain_epochs: int = 0
-
-    @classmethod
-    def of(cls, settings: Any) -> Critic:
-        """From an object with fields of these names."""
-        return cls(**{f.name: getattr(settings, f.name) for f in dataclasses.fields(cls)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +50,7 @@ def algorithm(objective: Objective) -> Algorithm:
 
 
 def token_advantages(
-    scored: Scored, judged: Judged, critic: Critic, lam: float | None = None
+    scored: Scored, judged: Judged, critic: CriticSettings, lam: float | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Whitened advantages and returns, both [N, T]; `lam` in place of the critic's own (1: Monte Carlo).
 
@@ -84,19 +74,19 @@ def token_advantages(
     return np.asarray(whiten(raw, mask), np.float32), np.asarray(returns, np.float32)
 
 
-def critic_loss(graph: Any, critic: Critic, compute: Compute) -> LossFn:
+def critic_loss(graph: Any, critic: CriticSettings, compute: Compute) -> LossFn:
     """Clipped value loss of a micro-batch with `returns_CT` and `old_values_CT`, token mean over the step."""
 
     def loss(params: Any, batch: dict[str, jax.Array], frozen: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         mask = batch["mask_CT"]
-        found, sums = value_loss(
+        losses, sums = value_loss(
             values(graph, params, batch, compute),
             batch["returns_CT"],
             mask,
             old_values_BT=batch["old_values_CT"],
             clip=critic.value_clip,
         )
-        value = aggregate(found, mask, "token-mean", n_tokens=batch["n_tokens"], n_sequences=batch["n_completions"])
+        value = aggregate(losses, mask, "token-mean", n_tokens=batch["n_tokens"], n_sequences=batch["n_completions"])
         return value, {k: jnp.asarray(v, jnp.float32) for k, v in sums.items()}
 
     return loss

@@ -6,7 +6,6 @@ Axes: C completions of a micro-batch, T completion tokens, B pairs; completions 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -15,18 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tuning.algorithms.settings import Preference
 from tuning.device import Compute
-from tuning.losses.preference import (
-    Divergence,
-    PairLoss,
-    cpo,
-    dpo,
-    kto,
-    ld_weights,
-    mean_rows,
-    orpo,
-    sequence_logps,
-)
+from tuning.losses.preference import PairLoss, cpo, dpo, kto, ld_weights, mean_rows, orpo, sequence_logps
 from tuning.losses.sft import nll
 from tuning.models.config import DecoderConfig
 from tuning.models.decoder import decoder_graph
@@ -35,23 +25,6 @@ from tuning.training.step import LossFn
 
 LARGEST_MEAN_LOGP = -1e-6
 """Bound of the mean log-probability in ORPO: at probability 1 the odds are infinite."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Preference:
-    """A preference loss by name, with its options; those that a loss does not read keep their defaults."""
-
-    loss: str = "dpo"
-    """dpo, orpo, simpo, cpo, kto, apo-zero-unpaired, or a `DPOLoss` of `tuning.losses.preference`."""
-    beta: float = 0.1
-    gamma: float = 0.0
-    label_smoothing: float = 0.0
-    divergence: Divergence = "reverse-kl"
-    average: bool = False
-    ld_alpha: float = 1.0
-    sft_weight: float = 0.0
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
 
 
 def completion_logps(logps_CT: jax.Array, mask_CT: jax.Array, ld_alpha: float = 1.0) -> jax.Array:

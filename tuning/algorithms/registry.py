@@ -1,14 +1,16 @@
-"""Algorithms of RL by name: where each lies, what it presets and which settings mean something with it.
+"""Algorithms of RL by name: the module of each, its presets, and the algorithms that read a setting.
 
-Loads nothing heavy, so that a recipe can be checked before any work. The formulas are in the modules named here.
+Loads nothing heavy, so that a recipe can be checked before any work. The formulas are in the modules named here, the
+settings in `settings`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import Any, Literal
+
+from tuning.names import nearest
 
 Ratio = Literal["token", "sequence", "sequence-token", "sequence-sum"]
 
@@ -23,7 +25,7 @@ class Entry:
     """What its authors use where that differs from the settings' own defaults."""
     ratio: Ratio = "token"
     groups: bool = True
-    """Whether a completion is judged against the others of its prompt, so that equal ones teach nothing."""
+    """Whether a completion is judged against the others of its prompt, so a group of equal rewards has no signal."""
     critic: bool = False
     greedy: bool = False
     """Whether it needs the reward of a greedy completion of each prompt."""
@@ -84,9 +86,12 @@ def find(name: str) -> Entry | None:
         return ALGORITHMS[name]
     if ":" in name:
         return None
-    near = difflib.get_close_matches(name, ALGORITHMS, 1)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(ALGORITHMS)}, or module:function"
-    raise ValueError(f"no algorithm {name!r}; {hint}")
+    raise ValueError(f"no algorithm {name!r}; {nearest(name, ALGORITHMS, 'module:function')}")
+
+
+def presets(name: str) -> dict[str, Any]:
+    """What the authors of a built-in algorithm use; empty for other names."""
+    return dict(ALGORITHMS[name].presets) if name in ALGORITHMS else {}
 
 
 def check_aggregation(ratio: Ratio, aggregation: str) -> None:

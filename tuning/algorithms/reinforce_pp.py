@@ -1,5 +1,11 @@
 """REINFORCE++ (Hu et al., 2025, arXiv:2501.03262): PPO's clipped loss, advantages whitened over the round, no critic.
 
+    global:    A_it = whiten(sum of rewards from token t on)      reward_it = -kl_in_reward KL_it, the score on the last
+    baseline:  A_it = whiten(R_i - mean_group(R))
+    loss_it = -min(r_it A_it, clip(r_it) A_it)
+
+Presets: `registry` (reinforce-pp, reinforce-pp-baseline).
+
 The global form whitens the reward-to-go of every token, the KL inside. The form with a baseline takes the group's
 mean off first, then whitens over tokens; its KL is a loss (k2).
 """

@@ -1,4 +1,10 @@
-"""ReMax (Li et al., 2023, arXiv:2310.10505): REINFORCE against the reward of the prompt's greedy completion."""
+"""ReMax (Li et al., 2023, arXiv:2310.10505): REINFORCE against the reward of the prompt's greedy completion.
+
+    A_it = sum of rewards from token t on - R(greedy completion of the prompt)
+    loss_it = -min(r_it A_it, clip(r_it) A_it)
+
+Presets: `registry` (remax).
+"""
 
 from __future__ import annotations
 

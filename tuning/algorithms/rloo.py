@@ -1,5 +1,10 @@
 """RLOO (Ahmadian et al., 2024, arXiv:2402.14740): a completion against the mean of the others, KL in the reward.
 
+    A_i = R_i - mean of R_j over the other completions j of the prompt
+    loss_i = -min(r_i A_i, clip(r_i) A_i), r_i = prod_t pi(y_it) / pi_old(y_it)
+
+Presets: `registry` (rloo).
+
 A completion is one action: its ratio is the product over its tokens, and each completion weighs the same.
 """
 
@@ -9,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from tuning.algorithms.advantages import rloo_advantages
-from tuning.algorithms.algorithm import Algorithm, Objective, Scored, clipped
+from tuning.algorithms.algorithm import Algorithm, Scored, clipped
+from tuning.algorithms.settings import Objective
 
 
 def algorithm(objective: Objective) -> Algorithm:

@@ -1,5 +1,9 @@
 """One round of RL on scored rollouts: advantages, then optimizer steps over packed groups.
 
+    forward passes    log pi_old, log pi_ref and values of every completion, where the settings need them
+    advantages        of the algorithm, or of the critic (PPO)
+    steps             epochs x steps of `prompts_per_step` prompts, each with all its completions
+
 The algorithm is found by name (`tuning.algorithms.algorithm`); nothing here depends on which one it is, but that PPO
 brings a critic. Axes: N completions of the round, C completions of a micro-batch, T completion tokens.
 """
@@ -10,7 +14,7 @@ import dataclasses
 import functools
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,133 +22,170 @@ import jax.numpy as jnp
 import numpy as np
 
 from tuning.algorithms import ppo
-from tuning.algorithms.algorithm import Objective, Scored, find, informative
+from tuning.algorithms.algorithm import Scored, find, informative
 from tuning.algorithms.diagnostics import Coefficients, pass_histogram, summarise
-from tuning.algorithms.objective import policy_loss
+from tuning.algorithms.learner import Learner, critic_step, policy_step
 from tuning.algorithms.round_data import RoundData
+from tuning.algorithms.settings import RoundSettings
 from tuning.device import Compute, choose
 from tuning.losses.rewards import kl_penalty
-from tuning.mesh import over_devices, put_batch, put_params, put_state, row_shards
+from tuning.mesh import over_devices, put_batch, put_params, row_shards
 from tuning.models.config import DecoderConfig
 from tuning.models.decoder import decoder_graph, scalar_graph
-from tuning.models.lora import Base, join, over
 from tuning.training.batch import Group, Packed, choose_rows, micro_batches
 from tuning.training.forward import logps_and_entropy, values_and_last
 from tuning.training.speed import ADAPTER, FULL, Meter, forward_flops
-from tuning.training.step import make_step
+from tuning.training.step import counted
+
+Forward = Callable[[Any, dict[str, Any]], jax.Array]
+"""A compiled (parameters, batch) -> an array whose first axis is C."""
 
 
 class Mismatch(RuntimeError):
     """Sampler and trainer disagree by more than the settings allow."""
 
 
-@functools.lru_cache(maxsize=8)
-def _logps(model: DecoderConfig, temperature: float, compute: Compute) -> Any:
-    graph = decoder_graph(model)
-    return jax.jit(lambda params, batch: logps_and_entropy(graph, params, batch, temperature, compute)[0])
+@dataclasses.dataclass(frozen=True)
+class RoundResult:
+    """What a round leaves: its learners for the next round, and numbers about it."""
+
+    policy: Learner
+    critic: Learner | None
+    coefficients: Coefficients
+    """Of the next round."""
+    metrics: dict[str, Any]
+    """JSON values by name; `steps` is 0 where no completion carried a signal."""
 
 
-@functools.lru_cache(maxsize=8)
-def _values(model: DecoderConfig, compute: Compute) -> Any:
-    graph = scalar_graph(model)
-    return jax.jit(lambda params, batch: values_and_last(graph, params, batch, compute))
+def run_round(
+    data: RoundData,
+    settings: RoundSettings,
+    model: DecoderConfig,
+    policy: Learner,
+    critic: Learner | None = None,
+    *,
+    reference: Any = None,
+    coefficients: Coefficients | None = None,
+    progress: Callable[[int, int, str], None] = lambda done, total, unit: None,
+    record: Callable[..., None] = lambda **values: None,
+) -> RoundResult:
+    """Trains policy and critic, whose arrays are donated, on the rollouts of a round.
 
-
-# Optimizers close over functions, so equal ones compare unequal; steps are kept by what made them.
-_steps: dict[Any, Any] = {}
-
-
-def _step(key: Any, make: Callable[[], Any]) -> Any:
-    if key not in _steps:
-        _steps[key] = make()
-    return _steps[key]
+    reference: dense parameters, where `settings.needs_reference`. coefficients: those of the round before; None in the
+    first. progress: called with (micro-batches done, all, unit). record: called with the metrics of each step by name.
+    Raises Mismatch past `settings.max_mismatch_kl`.
+    """
+    coefficients = coefficients or Coefficients(entropy_coef=settings.entropy_coef)
+    under_way = _Round(data, settings, model, policy, critic, coefficients, progress, record)
+    metrics = under_way.overview() | (under_way.run(reference) if under_way.steps else {"steps": 0})
+    metrics = {k: _plain(v) for k, v in metrics.items()}
+    return RoundResult(policy, critic, coefficients.next(settings.objective, settings, metrics), metrics)
 
 
 @dataclasses.dataclass
-class Trainee:
-    """Parameters in training, what lies frozen under them, and their optimizer."""
-
-    params: Any
-    opt_state: Any
-    optimizer: Any
-    settings: Any
-    base: Base | None
-    step: Any = None
-
-    def placed(self, mesh: Any) -> Trainee:
-        """The same, on the mesh."""
-        self.params, self.opt_state = put_state(self.optimizer, self.params, self.opt_state, mesh)
-        if self.base is not None:
-            self.base = dataclasses.replace(self.base, frozen=put_params(self.base.frozen, mesh))
-        return self
-
-    @property
-    def whole(self) -> Any:
-        """Parameters as the model takes them."""
-        return self.params if self.base is None else join(self.base.graph, self.params, self.base.frozen)
-
-    def compiled(self, key: Any, loss: Callable[[], Any], mesh: Any) -> None:
-        graph = self.base and self.base.graph
-
-        def make() -> Any:
-            wrapped = loss() if graph is None else over(graph, loss())
-            return make_step(wrapped, self.optimizer, self.settings.max_skipped, mesh)
-
-        self.step = _step((key, self.settings.model_dump_json(), graph, mesh), make)
-
-    def train(self, arrays: list[dict[str, Any]]) -> dict[str, float]:
-        """One optimizer step; the sums of its metrics."""
-        frozen = None if self.base is None else (self.base.frozen, None)
-        self.params, self.opt_state, sums = self.step(self.params, self.opt_state, arrays, frozen)
-        return sums
-
-
 class _Round:
     """A round under way."""
 
-    def __init__(self, data: RoundData, settings: Any, model: DecoderConfig, hooks: Any, coefficients: Coefficients):
-        self.data, self.settings, self.model = data, settings, model
-        self.counted, self.progress, self.record = hooks
-        self.coefficients = coefficients
-        self.objective = Objective.of(settings)
+    data: RoundData
+    settings: RoundSettings
+    model: DecoderConfig
+    policy: Learner
+    critic: Learner | None
+    coefficients: Coefficients
+    progress: Callable[[int, int, str], None]
+    record: Callable[..., None]
+
+    def __post_init__(self) -> None:
+        data, settings = self.data, self.settings
+        self.objective = settings.objective
         self.algorithm = find(self.objective)
         self.device, self.mesh = choose(settings.compute.dtype), over_devices(settings.compute.mesh)
-        empty = np.zeros(data.mask_NT.shape, np.float32)
         valid_NT = (data.mask_NT & data.valid_N[:, None]).astype(np.float32)
-        totals = np.where(data.valid_N, data.totals_N, 0.0).astype(np.float32)
-        self.scored = Scored(totals, data.groups_N, data.valid_N, valid_NT, empty, data.greedy_N)
-        self.keep = (self.algorithm.keep or informative)(self.scored)
+        totals_N = np.where(data.valid_N, data.totals_N, 0.0).astype(np.float32)
+        no_penalty_NT = np.zeros(data.mask_NT.shape, np.float32)
+        self.scored = Scored(totals_N, data.groups_N, data.valid_N, valid_NT, no_penalty_NT, data.greedy_N)
+        self.keep_N = (self.algorithm.keep or informative)(self.scored)
         if settings.truncated == "mask":
-            self.keep = self.keep & ~data.truncated_N
-        self.steps = data.steps(self.keep, settings.prompts_per_step)
-        self.columns: dict[str, np.ndarray] = {"mu_CT": data.mu_NT}
+            self.keep_N = self.keep_N & ~data.truncated_N
+        self.steps = data.steps(self.keep_N, settings.prompts_per_step)
+        # Arrays [N, T] by name; a micro-batch has its rows of each as `NAME_CT`.
+        self.columns_NT: dict[str, np.ndarray] = {"mu": data.mu_NT}
         self.done = self.total_work = 0
         self.seconds: dict[str, float] = defaultdict(float)
+
+    @property
+    def trained_NT(self) -> np.ndarray:
+        """Tokens that take part in the loss, [N, T] bool."""
+        return (self.scored.mask_NT > 0) & self.keep_N[:, None]
+
+    def overview(self) -> dict[str, Any]:
+        """Metrics that are known before any step."""
+        data, coefficients = self.data, self.coefficients
+        metrics: dict[str, Any] = {
+            "kept": float(self.keep_N.mean()),
+            "completions": len(data.completions),
+            "groups": len(set(data.groups_N.tolist())),
+            "pass_histogram": pass_histogram(data.totals_N, data.groups_N, data.valid_N),
+        }
+        if self.settings.kl_target is not None:
+            metrics["kl_scale"] = coefficients.kl_scale
+        if self.objective.entropy_target is not None:
+            metrics["entropy_coef"] = coefficients.entropy_coef
+        return metrics
+
+    def run(self, reference: Any) -> dict[str, Any]:
+        """All of the round; the metrics of its steps."""
+        settings, critic, compute = self.settings, self.critic, self.device.compute
+        pretrain_epochs = settings.critic.pretrain_epochs if critic is not None and settings.round == 0 else 0
+        single_update = len(self.steps) * settings.epochs == 1
+        # With a single update pi_old is pi: its gradient-free copy in the loss saves the pass (R4).
+        needs_old = not single_update or critic is not None or self.objective.kl_in_reward > 0
+        values_passes = int(critic is not None) + pretrain_epochs
+        self.policy.put(settings.optimizer, self.mesh)
+        self.pack(int(needs_old) + int(reference is not None) + values_passes)
+
+        logps = _logps(self.model, settings.temperature, compute)
+        if needs_old:
+            self.columns_NT["old"] = self.collect(self.forward(logps, self.policy.weights, "old"))
+            self.check_mismatch(self.mismatch_kl())
+        if reference is not None:
+            frozen = put_params(reference, self.mesh)
+            self.columns_NT["ref"] = self.collect(self.forward(logps, frozen, "reference"))
+        self.penalise()
+        metrics = {} if critic is None else self.prepare_critic(critic, pretrain_epochs)
+        if critic is None:
+            self.columns_NT["advantages"] = self.advantages_NT()
+
+        metrics |= self.train()
+        # With old log-probabilities the mismatch was checked before any step.
+        self.check_mismatch(metrics["mismatch_kl"] if single_update else 0.0)
+        metrics["advantage_spread"] = float(self.columns_NT["advantages"][self.trained_NT].std())
+        return metrics | {f"seconds_{name}": round(s, 3) for name, s in self.seconds.items()}
 
     def pack(self, passes: int) -> None:
         """Lays the steps out in micro-batches; `passes` forward passes come before the updates."""
         groups = [g for step in self.steps for g in step]
-        whole = max(g.size for g in groups) if self.algorithm.paired else 0
+        largest_pair = max(g.size for g in groups) if self.algorithm.paired else 0
         budget = self.settings.compute.tokens_per_micro_batch or self.device.row_tokens_per_step
-        layout = choose_rows(self.steps, budget, whole)
-        options = {"layout": layout, "completion_tokens": self.data.mu_NT.shape[1], "shards": row_shards(self.mesh)}
-        self.packed = [micro_batches(step, **options) for step in self.steps]
+        layout = choose_rows(self.steps, budget, largest_pair)
+        width, shards = self.data.mu_NT.shape[1], row_shards(self.mesh)
+        self.packed = [micro_batches(s, layout=layout, completion_tokens=width, shards=shards) for s in self.steps]
         self.flat = [p for step in self.packed for p in step]
         self.total_work = len(self.flat) * (passes + self.settings.epochs)
 
-    def forward(self, program: Any, weights: Any, name: str) -> list[np.ndarray]:
-        """Each micro-batch through a program."""
-        started, found = time.monotonic(), []
+    def forward(self, program: Forward, weights: Any, name: str) -> list[np.ndarray]:
+        """What a program gives for each micro-batch; its time counts under `name`."""
+        started, outputs = time.monotonic(), []
         for batch in self.flat:
-            found.append(np.asarray(program(weights, put_batch(batch.arrays(), self.mesh))))
+            outputs.append(np.asarray(program(weights, put_batch(batch.arrays(), self.mesh))))
             self._ticked(1)
         self.seconds[name] += time.monotonic() - started
-        return found
+        return outputs
 
-    def collect(self, found: Sequence[np.ndarray]) -> np.ndarray:
+    def collect(self, outputs: Sequence[np.ndarray]) -> np.ndarray:
         """[C, ...] arrays of the micro-batches as one [N, ...] array of the round."""
-        out = np.zeros((len(self.keep), *found[0].shape[1:]), np.float32)
-        for batch, values_CT in zip(self.flat, found, strict=True):
+        out = np.zeros((len(self.keep_N), *outputs[0].shape[1:]), np.float32)
+        for batch, values_CT in zip(self.flat, outputs, strict=True):
             filled = batch.ids_C >= 0
             out[batch.ids_C[filled]] = values_CT[filled]
         return out
@@ -157,13 +198,18 @@ class _Round:
         """The KL to the reference inside the reward (R8), from pi_old."""
         o = self.objective
         if o.kl_in_reward > 0:
-            old, ref, mask = (
-                jnp.asarray(x) for x in (self.columns["old_CT"], self.columns["ref_CT"], self.scored.mask_NT)
-            )
+            columns = (self.columns_NT["old"], self.columns_NT["ref"], self.data.mask_NT)
+            old, ref, mask = (jnp.asarray(x) for x in columns)
             limit = None if o.kl_clamp is None else (-o.kl_clamp, o.kl_clamp)
             weight = o.kl_in_reward * self.coefficients.kl_scale
             penalty = kl_penalty(old, ref, mask, coef=weight, kind=o.kl_in_reward_kind, value_clamp=limit)
             self.scored = dataclasses.replace(self.scored, penalty_NT=np.asarray(penalty))
+
+    def mismatch_kl(self) -> float:
+        """Mean k3 estimate of KL(mu || pi_old) over the tokens that are trained."""
+        mask = self.data.mask_NT & self.keep_N[:, None]
+        log_rho = np.where(mask, self.columns_NT["old"] - self.data.mu_NT, 0.0)
+        return float((np.expm1(log_rho) - log_rho).sum() / mask.sum())
 
     def check_mismatch(self, kl: float) -> None:
         limit = self.settings.max_mismatch_kl
@@ -173,153 +219,105 @@ class _Round:
                 "(those of rl.rollout.engine too), lower the staleness of the rollouts, or raise the limit knowingly"
             )
 
+    def advantages_NT(self) -> np.ndarray:
+        """The algorithm's advantages on every token, 0 where masked."""
+        found = np.asarray(self.algorithm.advantages(self.scored), np.float32)
+        of_tokens = found if found.ndim == 2 else found[:, None]
+        return np.where(self.scored.mask_NT > 0, of_tokens, 0.0).astype(np.float32)
+
+    def prepare_critic(self, critic: Learner, pretrain_epochs: int) -> dict[str, Any]:
+        """Trains the critic alone where the settings ask for it, then takes advantages and returns from it."""
+        critic.put(self.settings.critic.optimizer, self.mesh)
+        metrics = {}
+        if pretrain_epochs:
+            metrics["value_pretrain_loss"] = self.pretrain(critic, pretrain_epochs)
+        self.judge(critic)
+        return metrics
+
+    def pretrain(self, critic: Learner, epochs: int) -> float:
+        """The critic alone, towards Monte-Carlo returns (VC-PPO, arXiv:2503.01491); its last mean loss."""
+        step = critic_step(self.model, self.settings.critic, self.device.compute, critic.graph, self.mesh)
+        losses: list[float] = []
+        for _ in range(epochs):
+            self.judge(critic, lam=1.0)
+            arrays = (self.arrays(g, b) for g, b in zip(self.steps, self.packed, strict=True))
+            losses = [critic.train(step, a)["loss"] for a in arrays]
+        return float(np.mean(losses))
+
+    def judge(self, critic: Learner, lam: float | None = None) -> None:
+        """Advantages and returns by the critic as it is now; `lam` in place of the settings' own."""
+        program = _values(self.model, self.device.compute)
+        values = self.collect(self.forward(program, critic.weights, "values"))
+        judged = ppo.Judged(values[:, :-1], values[:, -1], self.data.truncated_N)
+        advantages, returns = ppo.token_advantages(self.scored, judged, self.settings.critic, lam)
+        self.columns_NT |= {"old_values": values[:, :-1], "returns": returns, "advantages": advantages}
+
     def arrays(self, groups: list[Group], batches: list[Packed]) -> list[dict[str, Any]]:
-        """What a step is given: tokens, counts of the whole step, and the round's columns."""
+        """The micro-batches of a step: tokens, counts of the whole step, coefficients, and the round's columns."""
         scalars = {
             "kl_scale": np.float32(self.coefficients.kl_scale),
             "entropy_coef": np.float32(self.coefficients.entropy_coef),
         }
         return [
-            a | scalars | {k: b.gather(v) for k, v in self.columns.items()}
-            for a, b in zip(self.counted(groups, batches), batches, strict=True)
+            arrays | scalars | {f"{name}_CT": batch.gather(x_NT) for name, x_NT in self.columns_NT.items()}
+            for arrays, batch in zip(counted(groups, batches), batches, strict=True)
         ]
 
-    def train(self, policy: Trainee, critic: Trainee | None) -> dict[str, Any]:
+    def train(self) -> dict[str, Any]:
         """All optimizer steps of the round; the metrics of policy and critic."""
+        settings, critic, compute = self.settings, self.critic, self.device.compute
+        step = policy_step(self.model, self.objective, settings.optimizer, compute, self.policy.graph, self.mesh)
         sums, value_sums, norms, tokens = Counter[str](), Counter[str](), [], 0
-        started, meter = time.monotonic(), Meter(self.device.compute.dtype)
-        trained = [(policy, True), *([] if critic is None else [(critic, False)])]
-        for epoch in range(self.settings.epochs):
+        started, meter = time.monotonic(), Meter(compute.dtype)
+        for epoch in range(settings.epochs):
             for number, (groups, batches) in enumerate(zip(self.steps, self.packed, strict=True)):
                 arrays = self.arrays(groups, batches)
-                found = policy.train(arrays)
-                norms.append(found.pop("grad_norm"))
-                sums.update(found)
+                step_sums = self.policy.train(step, arrays)
+                norms.append(step_sums.pop("grad_norm"))
+                sums.update(step_sums)
                 if critic is not None:
-                    value_sums.update(critic.train(arrays))
+                    value_step = critic_step(self.model, settings.critic, compute, critic.graph, self.mesh)
+                    value_sums.update(critic.train(value_step, arrays))
                 size = sum(g.size for g in groups)
                 tokens += size
                 self._ticked(len(batches))
-                flops = sum(
-                    (FULL if t.base is None else ADAPTER) * forward_flops(self.model, groups, head=head)
-                    for t, head in trained
-                )
-                speed = meter.step(size, flops)
-                self.record(epoch=epoch, step=number, grad_norm=norms[-1], **summarise(found), **speed)
+                speed = meter.step(size, self.flops(groups))
+                self.record(epoch=epoch, step=number, grad_norm=norms[-1], **summarise(step_sums), **speed)
         self.seconds["train"] += time.monotonic() - started
-        metrics = (
-            summarise(sums)
-            | meter.whole()
-            | {
-                "loss": sums["loss"] / len(norms),
-                "grad_norm": float(np.mean(norms)),
-                "steps": len(norms),
-                "skipped": sums["skipped"],
-                "row_tokens": tokens,
-            }
+        metrics = summarise(sums) | meter.whole()
+        metrics |= {"loss": sums["loss"] / len(norms), "grad_norm": float(np.mean(norms)), "steps": len(norms)}
+        metrics |= {"skipped": sums["skipped"], "row_tokens": tokens}
+        return metrics if critic is None else metrics | self.value_metrics(value_sums, len(norms))
+
+    def flops(self, groups: Sequence[Group]) -> float:
+        """FLOPs of one optimizer step of all learners."""
+        learners = [(self.policy, True)] + ([] if self.critic is None else [(self.critic, False)])
+        return sum(
+            (FULL if learner.base is None else ADAPTER) * forward_flops(self.model, groups, head=head)
+            for learner, head in learners
         )
-        if critic is not None:
-            mask = (self.scored.mask_NT > 0) & self.keep[:, None]
-            n = max(value_sums["n_tokens"], 1.0)
-            spread = float(np.var(self.columns["returns_CT"][mask]))
-            metrics["value_loss"] = value_sums["loss"] / len(norms)
-            metrics["value_clipped"] = value_sums["value_clipped"] / n
-            metrics["value_explained"] = 1.0 - value_sums["value_error_sq"] / n / max(spread, 1e-12)
-        return metrics
 
-    def judge(self, critic: Trainee, settings: ppo.Critic, lam: float | None = None) -> None:
-        """Advantages and returns by the critic as it is now."""
-        found = self.collect(self.forward(_values(self.model, self.device.compute), critic.whole, "values"))
-        judged = ppo.Judged(found[:, :-1], found[:, -1], self.data.truncated_N)
-        advantages, returns = ppo.token_advantages(self.scored, judged, settings, lam)
-        self.columns |= {"old_values_CT": found[:, :-1], "returns_CT": returns, "advantages_CT": advantages}
-
-    def pretrain(self, critic: Trainee, settings: ppo.Critic) -> float:
-        """The critic alone, towards Monte-Carlo returns (VC-PPO, arXiv:2503.01491); its last mean loss."""
-        losses: list[float] = []
-        for _ in range(settings.pretrain_epochs):
-            self.judge(critic, settings, lam=1.0)
-            losses = [critic.train(self.arrays(g, b))["loss"] for g, b in zip(self.steps, self.packed, strict=True)]
-        return float(np.mean(losses))
+    def value_metrics(self, sums: Mapping[str, float], steps: int) -> dict[str, float]:
+        """Metrics of the critic from the sums of its steps."""
+        n = max(sums["n_tokens"], 1.0)
+        spread = float(np.var(self.columns_NT["returns"][self.trained_NT]))
+        return {
+            "value_loss": sums["loss"] / steps,
+            "value_clipped": sums["value_clipped"] / n,
+            "value_explained": 1.0 - sums["value_error_sq"] / n / max(spread, 1e-12),
+        }
 
 
-def run_round(
-    data: RoundData,
-    *,
-    settings: Any,
-    model: DecoderConfig,
-    optimizers: tuple[Any, Any],
-    trainer: tuple[Any, Any, Any, Any],
-    bases: tuple[Base | None, Base | None] = (None, None),
-    reference: Any,
-    counted: Callable[[list[Any], list[Any]], list[dict[str, Any]]],
-    progress: Callable[..., None],
-    record: Callable[..., None],
-    coefficients: Coefficients | None = None,
-) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-    """Updates (params, opt_state, critic, critic_opt), which are donated; returns them and the round's metrics.
+@functools.lru_cache(maxsize=8)
+def _logps(model: DecoderConfig, temperature: float, compute: Compute) -> Forward:
+    graph = decoder_graph(model)
+    return jax.jit(lambda params, batch: logps_and_entropy(graph, params, batch, temperature, compute)[0])
 
-    `settings` has the fields of the update stage's config. Where policy or critic have a base, their parameters are
-    the trainable tree over it. Raises Mismatch past `settings.max_mismatch_kl`.
-    """
-    coefficients = coefficients or Coefficients(entropy_coef=settings.entropy_coef)
-    r = _Round(data, settings, model, (counted, progress, record), coefficients)
-    critic_settings = ppo.Critic.of(settings.critic)
-    policy = Trainee(trainer[0], trainer[1], optimizers[0], settings.optimizer, bases[0])
-    critic = None
-    if trainer[2] is not None:
-        critic = Trainee(trainer[2], trainer[3], optimizers[1], settings.critic.optimizer, bases[1])
-    metrics: dict[str, Any] = {
-        "kept": float(r.keep.mean()),
-        "completions": len(data.completions),
-        "groups": len(set(data.groups_N.tolist())),
-        "pass_histogram": pass_histogram(data.totals_N, data.groups_N, data.valid_N),
-        **({"kl_scale": coefficients.kl_scale} if settings.kl_target is not None else {}),
-        **({"entropy_coef": coefficients.entropy_coef} if r.objective.entropy_target is not None else {}),
-    }
-    if not r.steps:
-        return *trainer, metrics | {"steps": 0}
-    policy.placed(r.mesh)
-    compute = r.device.compute
-    pretrains = critic is not None and settings.round == 0 and critic_settings.pretrain_epochs > 0
-    needs_old = len(r.steps) * settings.epochs > 1 or critic is not None or r.objective.kl_in_reward > 0
-    values_passes = int(critic is not None) + (critic_settings.pretrain_epochs if pretrains else 0)
-    r.pack(int(needs_old) + int(reference is not None) + values_passes)
-    forward = _logps(model, settings.temperature, compute)
-    if needs_old:
-        old = r.columns["old_CT"] = r.collect(r.forward(forward, policy.whole, "old"))
-        mask = data.mask_NT & r.keep[:, None]
-        log_rho = np.where(mask, old - data.mu_NT, 0.0)
-        r.check_mismatch(float((np.expm1(log_rho) - log_rho).sum() / mask.sum()))
-    if reference is not None:
-        r.columns["ref_CT"] = r.collect(r.forward(forward, put_params(reference, r.mesh), "reference"))
-    r.penalise()
-    if critic is not None:
-        critic.placed(r.mesh)
-        critic.compiled(
-            ("critic", model, critic_settings, compute),
-            lambda: ppo.critic_loss(scalar_graph(model), critic_settings, compute),
-            r.mesh,
-        )
-        if pretrains:
-            metrics["value_pretrain_loss"] = r.pretrain(critic, critic_settings)
-        r.judge(critic, critic_settings)
-    else:
-        found = np.asarray(r.algorithm.advantages(r.scored), np.float32)
-        of_tokens = found if found.ndim == 2 else found[:, None]
-        r.columns["advantages_CT"] = np.where(r.scored.mask_NT > 0, of_tokens, 0.0).astype(np.float32)
-    policy.compiled(
-        ("policy", model, r.objective, compute),
-        lambda: policy_loss(decoder_graph(model), r.algorithm, r.objective, compute),
-        r.mesh,
-    )
-    metrics |= r.train(policy, critic)
-    r.check_mismatch(metrics["mismatch_kl"] if settings.epochs * len(r.steps) == 1 else 0.0)
-    mask = (r.scored.mask_NT > 0) & r.keep[:, None]
-    metrics["advantage_spread"] = float(r.columns["advantages_CT"][mask].std())
-    metrics |= {f"seconds_{name}": round(s, 3) for name, s in r.seconds.items()}
-    done = (policy.params, policy.opt_state, *((critic.params, critic.opt_state) if critic else trainer[2:]))
-    return *done, {k: _plain(v) for k, v in metrics.items()}
+
+@functools.lru_cache(maxsize=8)
+def _values(model: DecoderConfig, compute: Compute) -> Forward:
+    graph = scalar_graph(model)
+    return jax.jit(lambda params, batch: values_and_last(graph, params, batch, compute))
 
 
 def _plain(value: Any) -> Any:

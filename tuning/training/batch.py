@@ -1,9 +1,14 @@
 """Packed rows: the one layout of training and scoring.
 
 A group is a prompt and the completions that share it: one for SFT, two for preference pairs, G
-for RL. Groups lie side by side in rows, so a shared prompt is computed once, forward and
+for RL. Groups are side by side in rows, so a shared prompt is computed once, forward and
 backward; positions restart with each group and continue from the prompt's end in each
 completion. The LM head sees response positions only, through `at`.
+
+    a row          p p p a a a b b | q q c c c c d . .        . is padding
+    position       0 1 2 3 4 5 3 4 | 0 1 2 3 4 5 2 0 0
+    group          1 1 1 1 1 1 1 1 | 2 2 2 2 2 2 2 0 0        a token sees its own group only,
+    branch         0 0 0 1 1 1 2 2 | 0 0 1 1 1 1 2 0 0        and there the prompt (0) and its own branch
 
 Axes: B rows, L tokens of a row, C completions, T tokens of a completion.
 """
@@ -16,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from tuning.losses.aggregate import count
 from tuning.shapes import bucket, round_up
 
 
@@ -89,11 +93,11 @@ class Packed:
 
 def numbered(groups: Sequence[Group]) -> list[Group]:
     """The groups with their completions numbered from 0, as the only ones of a step."""
-    found, first = [], 0
+    renumbered, first = [], 0
     for group in groups:
-        found.append(dataclasses.replace(group, ids=range(first, first + len(group.completions))))
+        renumbered.append(dataclasses.replace(group, ids=range(first, first + len(group.completions))))
         first += len(group.completions)
-    return found
+    return renumbered
 
 
 def split_group(group: Group, row_tokens: int) -> list[Group]:
@@ -222,12 +226,3 @@ def fill_ratio(batches: Sequence[Packed]) -> float:
     """Share of row positions that hold a token."""
     used: Any = sum(int((b.group_BL > 0).sum()) for b in batches)
     return float(used / sum(b.group_BL.size for b in batches))
-
-
-def counted(groups: Sequence[Group], packed: Sequence[Packed]) -> list[dict[str, Any]]:
-    """Device arrays of micro-batches with the counts of the whole step beside them (R1)."""
-    counts = [count(p.mask_CT, p.ids_C >= 0) for p in packed]
-    tokens = np.float32(sum(c.n_tokens for c in counts))
-    completions = np.float32(sum(c.n_sequences for c in counts))
-    sizes = {"n_tokens": tokens, "n_completions": completions, "n_groups": np.float32(len(groups))}
-    return [p.arrays() | sizes for p in packed]

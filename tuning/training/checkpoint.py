@@ -83,7 +83,7 @@ class Checkpoints:
         try:
             self.wait()
         except SaveFailed:
-            # Orbax would raise again what is told already.
+            # Orbax would raise the same error again.
             with contextlib.suppress(Exception):
                 self._manager.close()
             raise
@@ -94,10 +94,10 @@ class Checkpoints:
 
 
 def _held(leaf: Any) -> Any:
-    """What a save may read while training goes on.
+    """An array that a save may read while training goes on.
 
-    Orbax copies what lies on an accelerator to the host before it returns. Arrays of the CPU it reads where they lie,
-    in memory that is donated to the next step.
+    Orbax copies arrays of an accelerator to the host before it returns. It reads arrays of the CPU in place, and that
+    memory is donated to the next step.
     """
     on_cpu = isinstance(leaf, jax.Array) and {d.platform for d in leaf.devices()} == {"cpu"}
     return jnp.copy(leaf) if on_cpu else leaf
@@ -122,7 +122,7 @@ def load_tree(folder: Path, like: Any) -> Any:
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    """What to restore: an array is restored to where `leaf` lies, whatever mesh it was saved from."""
+    """Shape, type and sharding of a leaf to restore: those of `leaf`, whatever mesh it was saved from."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))
 
 

@@ -31,7 +31,7 @@ def per_completion(
     """`forward(batch)` [C] of every completion as [max id + 1] float32, in the order of the groups' ids.
 
     budget: row tokens of a micro-batch. like: all groups of which `groups` are some, so that few shapes are compiled.
-    whole: no group is split, so its completions lie in neighbouring slots.
+    whole: no group is split, so its completions are in neighbouring slots.
     """
     like = like or groups
     largest = max(g.size if whole else len(g.prompt) + max(len(c) for c in g.completions) for g in like)
@@ -41,9 +41,9 @@ def per_completion(
     for start in range(0, len(groups), AT_ONCE):
         part = [groups[i] for i in range(start, min(start + AT_ONCE, len(groups)))]
         for batch in micro_batches(part, layout=layout, completion_tokens=width):
-            found = np.asarray(forward(batch.arrays()))
+            values_C = np.asarray(forward(batch.arrays()))
             filled = batch.ids_C >= 0
-            out[batch.ids_C[filled]] = found[filled]
+            out[batch.ids_C[filled]] = values_C[filled]
     return out
 
 
@@ -67,10 +67,10 @@ def token_logps(
     """
     groups = [Group(list(prompt), [list(tokens)], [i]) for i, (prompt, tokens) in enumerate(pairs)]
     layout, width = choose_rows([groups], budget), bucket(max(len(tokens) for _, tokens in pairs))
-    found: dict[int, list[float]] = {}
+    logps: dict[int, list[float]] = {}
     for batch in micro_batches(groups, layout=layout, completion_tokens=width):
         logps_CT = np.asarray(_forward(model, temperature, compute)(params, batch.arrays()))
         for i, row in zip(batch.ids_C.tolist(), logps_CT, strict=True):
             if i >= 0:
-                found[i] = row[: len(pairs[i][1])].tolist()
-    return [found[i] for i in range(len(pairs))]
+                logps[i] = row[: len(pairs[i][1])].tolist()
+    return [logps[i] for i in range(len(pairs))]

@@ -14,6 +14,8 @@ import jax
 import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
+from tuning.settings import OptimizerSettings
+
 Rule = Callable[[float, float, float], optax.GradientTransformation]
 
 MUON_RMS = 0.2
@@ -129,6 +131,23 @@ def make_optimizer(
     )
     # optax would apply the update after `max_consecutive_errors`; `make_step` stops before that.
     return optax.apply_if_finite(chain, max_consecutive_errors=max_skipped + 1)
+
+
+def optimizer_of(settings: OptimizerSettings, total_steps: int = 1) -> optax.GradientTransformation:
+    """The optimizer that settings describe; `total_steps` is the end of a schedule that names none."""
+    s = settings
+    end = s.learning_rate * s.end_fraction
+    return make_optimizer(
+        make_schedule(s.schedule, s.learning_rate, s.warmup_steps, s.decay_steps or total_steps, end),
+        name=s.name,
+        b1=s.beta1,
+        b2=s.beta2,
+        eps=s.epsilon,
+        weight_decay=s.weight_decay,
+        decay_all=s.decay == "all",
+        clip_norm=s.clip_norm,
+        max_skipped=s.max_skipped,
+    )
 
 
 def _named(table: dict[str, Any], what: str, name: str) -> Any:

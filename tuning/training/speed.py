@@ -1,4 +1,4 @@
-"""How fast training is: tokens a second, and the model's FLOPs as a share of what this device can do (MFU).
+"""How fast training is: tokens a second, and the model's FLOPs as a share of this device's peak (MFU).
 
 The count is of the mathematics alone, as in Chowdhery et al. (arXiv:2204.02311, appendix B): real tokens, not padding;
 the causal half of attention, and of windowed layers the window; no recomputation.
@@ -88,7 +88,7 @@ class Meter:
         return {"seconds": seconds} | rates
 
     def rates(self) -> dict[str, float]:
-        """Medians of the steps so far: what a few spend on compilation does not count."""
+        """Medians of the steps so far, so that steps that compile do not count."""
         return {n: statistics.median_high(s[n] for s in self._steps) for n in (self._steps or [{}])[0]}
 
     def whole(self) -> dict[str, float]:

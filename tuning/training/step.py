@@ -1,28 +1,101 @@
 """One optimizer step, the same for every stage.
 
-A loss function sees one micro-batch and divides by the counts of the whole step (R1), so
-micro-batches are summed, never averaged.
+A loss function sees one micro-batch and divides by the counts of the whole step (R1), so micro-batches are summed,
+never averaged:
+
+    one micro-batch     single: gradient and update in one program
+    several             zeros, then add for each, then apply: three programs whatever their number
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tuning.losses.aggregate import count
 from tuning.mesh import put_batch, state_shardings
+from tuning.training.batch import Group, Packed
 
-# loss(params, batch, frozen) -> (share of the step's loss, sums for metrics)
-LossFn = Callable[[Any, dict[str, jax.Array], Any], tuple[jax.Array, dict[str, jax.Array]]]
-StepFn = Callable[..., tuple[Any, Any, dict[str, float]]]
+Tree = Any
+"""A pytree of arrays."""
+Batch = dict[str, jax.Array]
+LossFn = Callable[[Tree, Batch, Tree], tuple[jax.Array, Batch]]
+"""loss(params, batch, frozen) -> (share of the step's loss, sums for metrics)."""
+
+
+class StepFn(Protocol):
+    """A step over the micro-batches: new parameters, new optimizer state, and the sums of the metrics."""
+
+    def __call__(
+        self, params: Tree, opt_state: Tree, batches: Sequence[dict[str, Any]], frozen: Tree = None
+    ) -> tuple[Tree, Tree, dict[str, float]]: ...
+
+
+def counted(groups: Sequence[Group], packed: Sequence[Packed]) -> list[dict[str, Any]]:
+    """Device arrays of micro-batches with the counts of the whole step beside them (R1)."""
+    counts = [count(p.mask_CT, p.ids_C >= 0) for p in packed]
+    tokens = np.float32(sum(c.n_tokens for c in counts))
+    completions = np.float32(sum(c.n_sequences for c in counts))
+    sizes = {"n_tokens": tokens, "n_completions": completions, "n_groups": np.float32(len(groups))}
+    return [p.arrays() | sizes for p in packed]
 
 
 class NonFinite(RuntimeError):
     """Gradients stayed non-finite for too many steps in a row."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """A program of the step."""
+
+    function: Callable[..., Any]
+    donates: tuple[int, ...]
+    """Numbers of its donated arguments."""
+    outputs: str | tuple[str, ...]
+    """Where its outputs are on a mesh: as `params`, as the optimizer's `state`, or on `all` devices."""
+
+    def compiled(self, optimizer: optax.GradientTransformation, params: Tree, mesh: Mesh | None) -> Callable[..., Any]:
+        if mesh is None:
+            return jax.jit(self.function, donate_argnums=self.donates)
+        of_params, of_state = state_shardings(optimizer, params, mesh)
+        places = {"params": of_params, "state": of_state, "all": NamedSharding(mesh, PartitionSpec())}
+        # Said, not inferred: parameters and state must be where the next step takes them from.
+        outs = places[self.outputs] if isinstance(self.outputs, str) else tuple(places[o] for o in self.outputs)
+        return jax.jit(self.function, donate_argnums=self.donates, out_shardings=outs)
+
+
+def _parts(loss_fn: LossFn, optimizer: optax.GradientTransformation) -> dict[str, _Part]:
+    gradient = jax.value_and_grad(loss_fn, has_aux=True)
+
+    def apply(params: Tree, opt_state: Tree, grads: Tree) -> tuple[Tree, Tree, jax.Array]:
+        norm = optax.global_norm(grads)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, norm
+
+    def single(params: Tree, opt_state: Tree, batch: Batch, frozen: Tree) -> tuple[Tree, Tree, jax.Array, Batch]:
+        (loss, sums), grads = gradient(params, batch, frozen)
+        return *apply(params, opt_state, grads), sums | {"loss": loss}
+
+    def add(grads: Tree, params: Tree, batch: Batch, frozen: Tree) -> tuple[Tree, Batch]:
+        (loss, sums), new = gradient(params, batch, frozen)
+        return jax.tree.map(jnp.add, grads, new), sums | {"loss": loss}
+
+    def zeros(params: Tree) -> Tree:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
+
+    return {
+        "single": _Part(single, (0, 1), ("params", "state", "all", "all")),
+        "zeros": _Part(zeros, (), "params"),
+        "add": _Part(add, (0,), ("params", "all")),
+        "apply": _Part(apply, (0, 1), ("params", "state", "all")),
+    }
 
 
 def make_step(
@@ -30,57 +103,24 @@ def make_step(
 ) -> StepFn:
     """A step over a list of micro-batches: `step(params, opt_state, batches, frozen=None) -> params, opt_state, sums`.
 
-    `params` and `opt_state` are donated; `frozen` is a pytree that the loss reads and nothing
-    changes (the base under an adapter). On a mesh all three lie where `tuning.mesh` puts
-    them, and parameters and state stay there. Raises NonFinite after more than `max_skipped` skipped
-    steps in a row.
+    `params` and `opt_state` are donated; `frozen` is a pytree that the loss reads and nothing changes (the base under
+    an adapter). On a mesh all three are where `tuning.mesh` puts them, and parameters and state stay there. Raises
+    NonFinite after more than `max_skipped` skipped steps in a row.
     """
-    gradient = jax.value_and_grad(loss_fn, has_aux=True)
+    parts = _parts(loss_fn, optimizer)
+    programs: dict[str, Callable[..., Any]] = {}
 
-    def apply(params: Any, opt_state: Any, grads: Any) -> Any:
-        norm = optax.global_norm(grads)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, norm
-
-    def whole(params: Any, opt_state: Any, batch: dict[str, jax.Array], frozen: Any) -> Any:
-        (loss, sums), grads = gradient(params, batch, frozen)
-        return *apply(params, opt_state, grads), sums | {"loss": loss}
-
-    def add(grads: Any, params: Any, batch: dict[str, jax.Array], frozen: Any) -> Any:
-        (loss, sums), new = gradient(params, batch, frozen)
-        return jax.tree.map(jnp.add, grads, new), sums | {"loss": loss}
-
-    def zeros(params: Any) -> Any:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
-
-    # One micro-batch needs one program, several need three, whatever their number.
-    functions: dict[str, Callable[..., Any]] = {"whole": whole, "zeros": zeros, "add": add, "apply": apply}
-    programs: dict[str, Any] = {}
-
-    def program(name: str, params: Any) -> Any:
+    def program(name: str, params: Tree) -> Callable[..., Any]:
         if name not in programs:
-            donated = {"whole": (0, 1), "zeros": (), "add": (0,), "apply": (0, 1)}[name]
-            options: dict[str, Any] = {"donate_argnums": donated}
-            if mesh is not None:
-                of_params, of_state = state_shardings(optimizer, params, mesh)
-                everywhere = NamedSharding(mesh, PartitionSpec())
-                after = (of_params, of_state, everywhere)
-                outs = {
-                    "whole": (*after, everywhere),
-                    "zeros": of_params,
-                    "add": (of_params, everywhere),
-                    "apply": after,
-                }
-                options["out_shardings"] = outs[name]
-            programs[name] = jax.jit(functions[name], **options)
+            programs[name] = parts[name].compiled(optimizer, params, mesh)
         return programs[name]
 
     def step(
-        params: Any, opt_state: Any, batches: Sequence[dict[str, Any]], frozen: Any = None
-    ) -> tuple[Any, Any, dict[str, float]]:
+        params: Tree, opt_state: Tree, batches: Sequence[dict[str, Any]], frozen: Tree = None
+    ) -> tuple[Tree, Tree, dict[str, float]]:
         batches = [put_batch(b, mesh) for b in batches]
         if len(batches) == 1:
-            params, opt_state, norm, sums = program("whole", params)(params, opt_state, batches[0], frozen)
+            params, opt_state, norm, sums = program("single", params)(params, opt_state, batches[0], frozen)
         else:
             grads = program("zeros", params)(params)
             sums = None
@@ -100,6 +140,6 @@ def make_step(
     return step
 
 
-def copy(tree: Any) -> Any:
+def copy(tree: Tree) -> Tree:
     """A copy that may be donated."""
     return jax.tree.map(jnp.copy, tree)

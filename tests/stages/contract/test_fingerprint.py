@@ -237,7 +237,7 @@ def hashes(tree: Path) -> dict[str, list[object]]:
         ("stages/sft.py", 'headline=("loss', 'headline=("mean loss', set()),
         ("stages/score.py", '"completions": 0', '"completions": 1', {"score"}),
         (
-            "stages/common/settings.py",
+            "tuning/settings.py",
             "= 0.95",
             "= 0.96",
             FITTED | {"rollout", "refill", "greedy", "score", "update", "evaluate"},

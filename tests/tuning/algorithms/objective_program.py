@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.tuning.training.test_batch import CONFIG, PARAMS, ragged_groups
-from tuning.algorithms.algorithm import Objective, find
+from tuning.algorithms.algorithm import find
 from tuning.algorithms.objective import policy_loss
+from tuning.algorithms.settings import Objective
+from tuning.axes import Axes
 from tuning.device import Compute
-from tuning.mesh import Axes, make_mesh, put_batch, put_params, row_shards
+from tuning.mesh import make_mesh, put_batch, put_params, row_shards
 from tuning.models.decoder import decoder_graph
 from tuning.training.batch import Layout, micro_batches
 

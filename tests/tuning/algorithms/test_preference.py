@@ -1,15 +1,13 @@
 """Named losses of preference learning: which way they push, and what a step is made of."""
 
-from typing import get_args
+from typing import get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stages.preference import REFERENCE_FREE, SUMMED, UNPAIRED, USES, Config
 from tuning.algorithms.preference import (
-    Preference,
     chance_above,
     completion_logps,
     mismatched,
@@ -17,6 +15,7 @@ from tuning.algorithms.preference import (
     preference_loss,
     unpaired_losses,
 )
+from tuning.algorithms.settings import LOSS_USES, REFERENCE_FREE, SUMMED, UNPAIRED, Preference
 from tuning.device import Compute
 from tuning.losses.preference import dpo
 from tuning.models.config import tiny
@@ -30,15 +29,13 @@ LOGPS = jnp.asarray([-2.0, -3.0, -6.0, -1.5])
 REFERENCE = jnp.asarray([-1.5, -3.5, -5.0, -2.0])
 
 
-def of(loss: str, **values) -> Preference:
-    """The settings that the stage makes of a loss's name."""
-    config = Config.model_validate({"loss": loss} | values)
-    return Preference(**config.model_dump(include=set(Preference.__dataclass_fields__)))
+of = Preference.of
 
 
-def test_every_name_of_the_recipe_is_known():
-    assert set(get_args(Config.model_fields["loss"].annotation)) == {*PAIRED, *UNPAIRED}
-    assert set(USES) < set(Config.model_fields)
+def test_every_name_of_the_settings_is_known():
+    hints = get_type_hints(Preference)
+    assert set(get_args(hints["loss"])) == {*PAIRED, *UNPAIRED}
+    assert set(LOSS_USES) < set(hints)
 
 
 @pytest.mark.parametrize("loss", PAIRED)

@@ -1,22 +1,21 @@
 """A round of RL on real rollouts of a small model."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
 
-from stages.training.fit import optimizer_of
-from stages.update.settings import Config
 from tests.tuning.training.test_batch import CONFIG, PARAMS
 from tuning.algorithms.algorithm import Scored, group_relative, informative
+from tuning.algorithms.learner import Learner
 from tuning.algorithms.round_data import RoundData
 from tuning.algorithms.rounds import run_round
+from tuning.algorithms.settings import CriticSettings, RoundSettings
 from tuning.models.huggingface import scalar_head_params
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.requests import Sampling
 from tuning.rows import CompletionRow, ScoreRow
-from tuning.training.batch import counted
+from tuning.settings import OptimizerSettings
 from tuning.training.step import copy
 
 PROMPTS = [np.random.default_rng(i).integers(0, 97, 4 + i).tolist() for i in range(6)]
@@ -39,26 +38,22 @@ def rollouts(params, seed):
 
 
 def play(config, rounds, reference=None):
-    optimizers = optimizer_of(config.optimizer, 1), optimizer_of(config.critic.optimizer, 1)
-    params = copy(PARAMS)
-    critic = scalar_head_params(CONFIG, copy(PARAMS)) if config.algorithm == "ppo" else None
-    trainer = (params, optimizers[0].init(params), critic, optimizers[1].init(critic) if critic else None)
+    policy, critic = Learner.start(copy(PARAMS), config.optimizer), None
+    if config.needs_critic:
+        critic = Learner.start(scalar_head_params(CONFIG, copy(PARAMS)), config.critic.optimizer)
     rewards, metrics = [], []
     for r in range(rounds):
-        rows, scores = rollouts(trainer[0], r)
+        rows, scores = rollouts(policy.params, r)
         rewards.append(np.mean([s.total for s in scores]))
-        *trainer, found = run_round(
-            RoundData.from_rows(rows, scores), settings=config, model=CONFIG, optimizers=optimizers,
-            trainer=tuple(trainer), reference=reference, counted=counted,
-            progress=lambda *a, **k: None, record=lambda **k: None,
-        )  # fmt: skip
-        metrics.append(found)
+        result = run_round(RoundData.from_rows(rows, scores), config, CONFIG, policy, critic, reference=reference)
+        policy, critic = result.policy, result.critic
+        metrics.append(result.metrics)
     return rewards, metrics
 
 
-def settings(**changes):
-    base = {"prompts_per_step": 3, "kl_coef": 0.0, "optimizer": {"learning_rate": 0.003}}
-    return Config.model_validate_json(json.dumps(base | changes))
+def settings(algorithm="grpo", **changes):
+    base = {"prompts_per_step": 3, "kl_coef": 0.0, "optimizer": OptimizerSettings(learning_rate=0.003)}
+    return RoundSettings.of(algorithm, **base | changes)
 
 
 @pytest.mark.parametrize("normalisation", ["std", pytest.param("none", marks=pytest.mark.slow)])
@@ -71,8 +66,8 @@ def test_grpo_raises_the_reward(normalisation):
 
 @pytest.mark.slow
 def test_ppo_raises_the_reward_and_its_critic_learns():
-    critic = {"optimizer": {"learning_rate": 0.01}}
-    rewards, metrics = play(settings(algorithm="ppo", critic=critic, kl_in_reward=0.0), 8)
+    critic = CriticSettings(OptimizerSettings(learning_rate=0.01))
+    rewards, metrics = play(settings("ppo", critic=critic, kl_in_reward=0.0), 8)
     assert np.mean(rewards[-2:]) > np.mean(rewards[:2]) + 0.1
     assert metrics[-1]["value_loss"] < metrics[0]["value_loss"]
 
@@ -97,14 +92,10 @@ def test_groups_without_variance_and_failed_samples_leave_the_update():
 def test_a_round_without_any_signal_changes_nothing():
     rows, scores = rollouts(PARAMS, 0)
     config = settings()
-    opt = optimizer_of(config.optimizer, 1)
     params = copy(PARAMS)
     data = RoundData.from_rows(rows, [dataclasses.replace(s, total=1.0) for s in scores])
-    after, *_, metrics = run_round(
-        data, settings=config, model=CONFIG, optimizers=(opt, opt), trainer=(params, opt.init(params), None, None),
-        reference=None, counted=counted, progress=lambda *a, **k: None, record=lambda **k: None,
-    )  # fmt: skip
-    assert metrics["steps"] == 0 and after is params
+    result = run_round(data, config, CONFIG, Learner.start(params, config.optimizer))
+    assert result.metrics["steps"] == 0 and result.policy.params is params
 
 
 def test_steps_are_even():

@@ -17,8 +17,9 @@ import numpy as np
 
 from tests.tuning.models import test_lora as adapters
 from tests.tuning.training.test_batch import CONFIG, PARAMS, ragged_groups
+from tuning.axes import Axes
 from tuning.device import Compute
-from tuning.mesh import Axes, gather, init_state, make_mesh, put_params, row_shards
+from tuning.mesh import gather, init_state, make_mesh, put_params, row_shards
 from tuning.models.decoder import decoder_graph
 from tuning.models.huggingface import fingerprint
 from tuning.models.lora import LoraConfig, tune

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from tuning.mesh import Axes, make_mesh
+from tuning.axes import Axes
+from tuning.mesh import make_mesh
 
 PROGRAM = "tests.tuning.training.mesh_program"
 

@@ -8,11 +8,18 @@ import numpy as np
 import optax
 import pytest
 
-from stages.common.settings import Optimizer
-from stages.training.fit import optimizer_of
 from tests.tuning.training.test_batch import PARAMS
+from tuning.settings import RULE_DEFAULTS, OptimizerSettings
 from tuning.training.checkpoint import Checkpoints
-from tuning.training.optimizers import MUON_RMS, OPTIMIZERS, SCHEDULES, decays, make_optimizer, make_schedule
+from tuning.training.optimizers import (
+    MUON_RMS,
+    OPTIMIZERS,
+    SCHEDULES,
+    decays,
+    make_optimizer,
+    make_schedule,
+    optimizer_of,
+)
 from tuning.training.step import make_step
 
 # Wide enough for Adafactor to factor its second moments.
@@ -41,7 +48,8 @@ def noise(step):
 
 def settings(name, **values):
     rate = {"sgd": 0.1, "adafactor": 0.05, "rmsprop": 0.02}.get(name, 0.05)
-    return Optimizer(**{"name": name, "learning_rate": rate, "clip_norm": None} | values)
+    defaults = {"name": name, "learning_rate": rate, "clip_norm": None} | RULE_DEFAULTS.get(name, {})
+    return OptimizerSettings(**defaults | values)
 
 
 def run(name, steps, state=None, start=0):
@@ -134,7 +142,7 @@ def test_schedules_warm_up_and_end_where_they_say(kind, at_warmup, late, at_end)
 
 
 def test_the_recipe_names_what_there_is():
-    hints = typing.get_type_hints(Optimizer)
+    hints = typing.get_type_hints(OptimizerSettings)
     assert set(typing.get_args(hints["name"])) == set(OPTIMIZERS)
     assert set(typing.get_args(hints["schedule"])) == set(SCHEDULES)
     with pytest.raises(ValueError, match="optimizer 'adan' is unknown; there are adamw, adam,"):

@@ -8,7 +8,8 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tuning.mesh import Axes, make_mesh
+from tuning.axes import Axes
+from tuning.mesh import make_mesh
 from tuning.models.sharding import shardings
 
 

@@ -6,7 +6,8 @@ import jax
 
 from stages.common.settings import Mesh
 from tests.tuning.rollout.engine.test_continuous import CONFIG, PARAMS, requests_of
-from tuning.mesh import Axes, make_mesh, put_params
+from tuning.axes import Axes
+from tuning.mesh import make_mesh, put_params
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.engine.limits import Limits
 from tuning.rollout.engine.placement import sampling_mesh

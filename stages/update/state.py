@@ -1,0 +1,219 @@
+"""The state that rounds of updates hand on: what it is, where it is stored, and how it is rebuilt.
+
+    after a round     in the worker's memory: `decoder:DIGEST` and `trainer:DIGEST`
+    checkpoint_every  stored below `state/`: the model and the learners' arrays
+    between           rebuilt: the round is replayed from its parent, rollouts and scores
+
+A rebuilt policy must have the fingerprint that `policy.json` recorded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stages.common.models import load_policy, load_scorer, recall, remember, token_ids
+from stages.contract.definition import Context
+from stages.store.artifacts import Artifact
+from stages.training.adapters import based, lora_config
+from stages.update.settings import Config
+
+if TYPE_CHECKING:
+    from tuning.algorithms.diagnostics import Coefficients
+    from tuning.algorithms.learner import Learner
+    from tuning.models.config import DecoderConfig
+    from tuning.models.lora import Base
+
+NAME = "update"
+
+Advance = Callable[[Context], tuple["State", dict[str, Any]]]
+"""The update of a context's round: its state after it, and its metrics."""
+
+
+class ReplayDiffers(RuntimeError):
+    """A policy rebuilt from its rollouts has other bits than the one recorded."""
+
+
+@dataclasses.dataclass
+class State:
+    """A policy under training: dense parameters, and with `lora` the adapter that is merged in them.
+
+    The critic then is a trainable tree of `tuning.models.lora`, not dense.
+    """
+
+    config: DecoderConfig
+    params: Any
+    opt_state: Any
+    critic: Any = None
+    critic_opt: Any = None
+    adapter: Any = None
+    coefficients: Coefficients | None = None
+    """Of the next round; None: as the settings have them."""
+
+    @property
+    def trainer(self) -> tuple[Any, Any, Any, Any]:
+        """What a round needs beside the dense parameters. Checkpoints number its leaves: the order is their format."""
+        return (self.opt_state, self.critic, self.critic_opt, self.adapter)
+
+    def learners(self, bases: tuple[Base | None, Base | None]) -> tuple[Learner, Learner | None]:
+        """Policy and critic as a round trains them, over what is frozen below their adapters."""
+        from tuning.algorithms.learner import Learner
+
+        policy = Learner(self.params if self.adapter is None else self.adapter, self.opt_state, bases[0])
+        return policy, None if self.critic is None else Learner(self.critic, self.critic_opt, bases[1])
+
+
+def fingerprint_of(state: State) -> str:
+    """The fingerprint of a policy: of its parameters and, where there is one, of the adapter among them."""
+    from tuning.models.huggingface import fingerprint
+
+    dense = fingerprint(state.params)
+    if state.adapter is None:
+        return dense
+    return hashlib.sha256(f"{dense}{fingerprint(state.adapter)}".encode()).hexdigest()
+
+
+def save(ctx: Context, state: State) -> None:
+    """Writes the state below `state/`; of a policy with an adapter, the adapter alone."""
+    from tuning.models import huggingface
+    from tuning.training.checkpoint import save_tree
+
+    folder = ctx.out / "state"
+    if state.adapter is None:
+        huggingface.save_decoder(folder / "model", state.config, state.params, token_ids(ctx.inputs["tokenizer"]))
+    save_tree(folder / "trainer", state.trainer)
+
+
+def state_after(ctx: Context, artifact: Artifact, advance: Advance) -> State:
+    """The training state after the update `artifact`: kept in memory, stored, or replayed by `advance`."""
+    kept, trainer = recall(ctx, f"decoder:{artifact.digest}"), recall(ctx, f"trainer:{artifact.digest}")
+    if kept is not None and trainer is not None:
+        return State(kept[0], kept[1], *trainer)
+    own = _context_of(ctx, artifact)
+    return _load(own, artifact) if artifact.has("state/") else _replay(ctx, own, artifact, advance)
+
+
+def fresh(ctx: Context, config: DecoderConfig, params: Any) -> State:
+    """The state before the first update: new optimizers and, with `lora`, new adapters."""
+    from tuning.algorithms.learner import Learner
+    from tuning.models.lora import Role, tune
+    from tuning.training.step import copy
+
+    lora = ctx.config.lora
+    # The adapter is the same over any form of the frozen kernels.
+    plain = None if lora is None else dataclasses.replace(lora_config(lora), quantize="none")
+
+    def trainable(role: Role, model: DecoderConfig, weights: Any) -> Any:
+        # What is trained is donated; all else stays shared with what the worker keeps.
+        return copy(weights if plain is None else tune(model, role, weights, plain, seed=ctx.seed)[0])
+
+    policy = Learner.start(trainable("decoder", config, params), ctx.config.optimizer)
+    if lora is None:
+        state = State(config, policy.params, policy.opt_state)
+    else:
+        state = State(config, params, policy.opt_state, adapter=policy.params)
+    if ctx.config.needs_critic:
+        scorer = trainable("scalar", *load_scorer(ctx, ctx.inputs["reward"]))
+        critic = Learner.start(scorer, ctx.config.critic.optimizer)
+        state.critic, state.critic_opt = critic.params, critic.opt_state
+    return state
+
+
+def continues(config: Config, artifact: Artifact) -> bool:
+    """Whether an update of `config` goes on with the trainer of `artifact`, and not afresh from its policy."""
+    return artifact.stage == NAME and artifact.manifest["config"].get("lora") == config.model_dump(mode="json")["lora"]
+
+
+def start_of(config: Config, policy: Artifact) -> Artifact:
+    """The artifact whose policy was the first that this run of updates, ending in `policy`, began with."""
+    while continues(config, policy):
+        policy = input_of(policy, "policy")
+    return policy
+
+
+def bases(ctx: Context) -> tuple[Base | None, Base | None]:
+    """What is frozen under the adapters of policy and critic; None where all parameters are trained."""
+    config: Config = ctx.config
+    if config.lora is None:
+        return None, None
+    start = start_of(config, ctx.inputs["policy"])
+    policy = based(ctx, start.digest, "decoder", lambda: load_policy(ctx, start), config)
+    if not config.needs_critic:
+        return policy, None
+    reward = ctx.inputs["reward"]
+    return policy, based(ctx, reward.digest, "scalar", lambda: load_scorer(ctx, reward), config)
+
+
+def merged(ctx: Context, adapter: Any) -> tuple[DecoderConfig, Any]:
+    """The model's config and its dense parameters with an adapter that was trained in the context `ctx`."""
+    from tuning.models.lora import merge
+
+    config, params = load_policy(ctx, start_of(ctx.config, ctx.inputs["policy"]))
+    return config, merge(config, "decoder", params, adapter, lora_config(ctx.config.lora))
+
+
+def input_of(artifact: Artifact, name: str) -> Artifact:
+    """The input of this name that `artifact` was made from. Raises RuntimeError where it is not stored any more."""
+    ref = artifact.manifest["inputs"][name]
+    stored = artifact.store.get(ref["stage"], ref["key"])
+    if stored is None:
+        raise RuntimeError(f"{artifact.url} cannot be replayed: its input {name} ({ref['stage']}) is gone")
+    return stored
+
+
+def _load(own: Context, artifact: Artifact) -> State:
+    """The stored state of `artifact`, which was made in the context `own`."""
+    from tuning.models.huggingface import load_decoder
+    from tuning.training.checkpoint import load_tree
+
+    folder: Path = artifact.local("state/")
+    if own.config.lora is None:
+        config, params = load_decoder(folder / "model")
+        return State(config, params, *load_tree(folder / "trainer", fresh(own, config, params).trainer))
+    start = load_policy(own, start_of(own.config, artifact))
+    trainer = load_tree(folder / "trainer", fresh(own, *start).trainer)
+    return State(*merged(own, trainer[-1]), *trainer)
+
+
+def _replay(ctx: Context, own: Context, artifact: Artifact, advance: Advance) -> State:
+    """The state of `artifact`, trained once more in the context `own`. Raises ReplayDiffers."""
+    name = artifact.manifest["config"]["round"]
+    ctx.log(f"replaying the update of round {name} from its stored rollouts")
+    try:
+        state, _ = advance(own)
+    finally:
+        own.close()
+    wanted = json.loads(artifact.local("policy.json").read_text())["fingerprint"]
+    rebuilt = fingerprint_of(state)
+    if rebuilt != wanted:
+        raise ReplayDiffers(
+            f"replaying {artifact.url} gave policy {rebuilt[:12]}, recorded is {wanted[:12]}: other hardware or "
+            f"libraries than {artifact.manifest['device']} with jax {artifact.manifest['versions']['jax']}; "
+            f"`rlhf run RECIPE --force round-{name:03d}.update` makes it again here, "
+            "and rl.checkpoint_every: 1 stores every policy"
+        )
+    return state
+
+
+def _context_of(ctx: Context, artifact: Artifact) -> Context:
+    """The context in which `artifact` was made, within the worker of `ctx`."""
+    inputs = {name: input_of(artifact, name) for name in artifact.manifest["inputs"]}
+    config = Config.model_validate_json(json.dumps(artifact.manifest["config"]))
+    return dataclasses.replace(
+        ctx, config=config, inputs=inputs, seed=artifact.manifest["seed"], out=ctx.work / "replay", progress=_silent
+    )
+
+
+def _silent(done: int, total: int, unit: str, **metrics: float) -> None:
+    pass
+
+
+def remember_policy(ctx: Context, state: State, name: str) -> tuple[DecoderConfig, Any]:
+    """Keeps the policy and its trainer in the worker's memory under `name`; the model's config and parameters."""
+    policy: tuple[DecoderConfig, Any] = remember(ctx, f"decoder:{name}", (state.config, state.params))
+    remember(ctx, f"trainer:{name}", state.trainer)
+    return policy

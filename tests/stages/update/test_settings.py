@@ -1,0 +1,59 @@
+"""The update's settings: presets of every algorithm hold, and settings that an algorithm ignores are refused."""
+
+import dataclasses
+import json
+
+import pytest
+
+from stages.update.settings import Config
+from tuning.algorithms.registry import ALGORITHMS
+from tuning.algorithms.settings import RoundSettings
+
+
+def settings(algorithm, **more):
+    more |= {"constant": 3.0} if algorithm == "dr-grpo" else {}
+    return Config.model_validate_json(json.dumps({"algorithm": algorithm} | more))
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_stage_and_the_core_fill_in_the_same_values(name):
+    alone = RoundSettings.of(name, **({"constant": 3.0} if name == "dr-grpo" else {}))
+    assert settings(name).objective == alone.objective
+    fields = [f.name for f in dataclasses.fields(RoundSettings) if f.name not in ("optimizer", "critic", "compute")]
+    assert all(getattr(settings(name), n) == getattr(alone, n) for n in fields)
+
+
+def test_every_setting_has_a_description():
+    assert all(field.description for field in Config.model_fields.values())
+
+
+def test_every_name_has_a_config_and_what_it_needs():
+    for name, entry in ALGORITHMS.items():
+        config = settings(name)
+        assert (config.needs_critic, config.needs_greedy) == (entry.critic, entry.greedy)
+        assert config.needs_reference == (entry.reference or config.kl_coef > 0 or config.kl_in_reward > 0)
+        assert Config.model_validate_json(json.dumps(config.model_dump(mode="json"))) == config
+    assert not settings("grpo", kl_coef=0.0).needs_reference
+    assert settings("dapo").clip_high == 0.28 and settings("dapo", clip_high=0.3).clip_high == 0.3
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"algorithm": "grpoo"}, "no algorithm 'grpoo'; did you mean grpo?"),
+        ({"algorithm": "gspo", "aggregation": "token-mean"}, "weighs a sequence once"),
+        ({"algorithm": "rloo", "aggregation": "constant", "constant": 8.0}, "weighs a sequence once"),
+        ({"kl_kind": "k1"}, "kl_kind k1 in the loss has a gradient of zero"),
+        ({"algorithm": "cispo", "dual_clip": 3.0}, "dual_clip has no meaning with algorithm cispo"),
+        ({"algorithm": "rloo", "normalisation": "batch-std"}, "normalisation has no meaning with algorithm rloo"),
+        ({"algorithm": "grpo", "critic": {"lam": 0.9}}, "critic has no meaning with algorithm grpo"),
+        ({"algorithm": "grpo", "beta": 0.2}, "beta has no meaning with algorithm grpo; it belongs to online-dpo"),
+        ({"algorithm": "dapo", "kl_target": 0.1}, "kl_target scales kl_coef and kl_in_reward, and both are 0"),
+        ({"algorithm": "dapo", "algorithm_arguments": {"x": 1}}, "algorithm_arguments are for"),
+        ({"correction": "mask", "importance_min": 1.0, "importance_max": 1.0}, "importance_min must be below"),
+    ],
+)  # fmt: skip
+def test_what_has_no_meaning_is_refused(values, message):
+    with pytest.raises(ValueError) as e:
+        Config.model_validate_json(json.dumps(values))
+    assert message in str(e.value)

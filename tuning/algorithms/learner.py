@@ -1,0 +1,88 @@
+"""Parameters under training, and the compiled steps that train them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from tuning.algorithms import ppo
+from tuning.algorithms.algorithm import find
+from tuning.algorithms.objective import policy_loss
+from tuning.algorithms.settings import CriticSettings, Objective
+from tuning.device import Compute
+from tuning.mesh import put_params, put_state
+from tuning.models.config import DecoderConfig
+from tuning.models.decoder import decoder_graph, scalar_graph
+from tuning.models.lora import Base, join, over
+from tuning.settings import OptimizerSettings
+from tuning.training.optimizers import optimizer_of
+from tuning.training.step import LossFn, StepFn, make_step
+
+
+@dataclasses.dataclass
+class Learner:
+    """Parameters under training with their optimizer's state. A step donates both and puts new ones in their place."""
+
+    params: Any
+    """A pytree: all parameters of the model, or with a base the adapter's."""
+    opt_state: Any
+    base: Base | None = None
+    """What is frozen under an adapter; None: all parameters are trained."""
+
+    @classmethod
+    def start(cls, params: Any, settings: OptimizerSettings, base: Base | None = None) -> Learner:
+        """With the optimizer's first state. The first step donates `params`: pass a copy where others use them."""
+        return cls(params, jax.jit(optimizer_of(settings).init)(params), base)
+
+    def put(self, settings: OptimizerSettings, mesh: Mesh | None) -> None:
+        """Moves everything to the mesh; what is there already stays."""
+        self.params, self.opt_state = put_state(optimizer_of(settings), self.params, self.opt_state, mesh)
+        if self.base is not None:
+            self.base = dataclasses.replace(self.base, frozen=put_params(self.base.frozen, mesh))
+
+    @property
+    def graph(self) -> Any:
+        """The static half of the tuned model; None without an adapter."""
+        return self.base and self.base.graph
+
+    @property
+    def weights(self) -> Any:
+        """Parameters as the forward passes take them, the frozen ones included."""
+        return self.params if self.base is None else join(self.base.graph, self.params, self.base.frozen)
+
+    def train(self, step: StepFn, batches: Sequence[dict[str, Any]]) -> dict[str, float]:
+        """One optimizer step on micro-batches; the sums of its metrics."""
+        frozen = None if self.base is None else (self.base.frozen, None)
+        self.params, self.opt_state, sums = step(self.params, self.opt_state, batches, frozen)
+        return sums
+
+
+@functools.lru_cache(maxsize=8)
+def policy_step(
+    model: DecoderConfig,
+    objective: Objective,
+    optimizer: OptimizerSettings,
+    compute: Compute,
+    graph: Any,
+    mesh: Mesh | None,
+) -> StepFn:
+    """The policy's optimizer step; `graph` is `Learner.graph`."""
+    return _step(policy_loss(decoder_graph(model), find(objective), objective, compute), optimizer, graph, mesh)
+
+
+@functools.lru_cache(maxsize=8)
+def critic_step(
+    model: DecoderConfig, critic: CriticSettings, compute: Compute, graph: Any, mesh: Mesh | None
+) -> StepFn:
+    """The critic's optimizer step; `graph` is `Learner.graph`."""
+    return _step(ppo.critic_loss(scalar_graph(model), critic, compute), critic.optimizer, graph, mesh)
+
+
+def _step(loss: LossFn, optimizer: OptimizerSettings, graph: Any, mesh: Mesh | None) -> StepFn:
+    wrapped = loss if graph is None else over(graph, loss)
+    return make_step(wrapped, optimizer_of(optimizer), optimizer.max_skipped, mesh)

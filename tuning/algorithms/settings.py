@@ -1,0 +1,212 @@
+"""Settings of a round of RL and of preference learning, each with its default, its bounds and its meaning.
+
+Loads nothing heavy. Where the authors of an algorithm use other values than the defaults here, `registry` has them
+(`presets`), and `RoundSettings.of` fills them in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field
+
+from tuning.algorithms import registry
+from tuning.settings import ComputeSettings, Fraction, NotNegative, OptimizerSettings, Positive
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """What decides the loss of a step; hashable, so that compiled steps are kept by it."""
+
+    algorithm: str = "grpo"
+    """grpo, dr-grpo, dapo, gspo, gspo-token, cispo, sapo, gmpo, dppo, dppo-kl, opo, gpg, pass-at-k, rloo, reinforce-pp,
+    reinforce-pp-baseline, remax, ppo, online-dpo, or `module:function` of one's own."""
+    algorithm_arguments: Mapping[str, str | int | float | bool] = dataclasses.field(default_factory=dict, hash=False)
+    """Keyword arguments of an algorithm of one's own."""
+    temperature: Positive = 1.0
+    """The rollouts' temperature."""
+    normalisation: Literal["std", "batch-std", "none"] = "std"
+    """Scale of group-relative advantages."""
+    aggregation: Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant"] = "token-mean"
+    """How token losses become one number; constant divides by completions x `constant`."""
+    constant: Positive | None = None
+    """Token budget of the aggregation `constant`; by default the rollout's max_tokens."""
+    clip_low: Positive = 0.2
+    """Lower clip: below a ratio of 1 - clip_low a token with a negative advantage gets no further gradient."""
+    clip_high: Positive = 0.2
+    """Upper clip: above a ratio of 1 + clip_high a token with a positive advantage gets no further gradient."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Bound c of the loss where the advantage is negative."""
+    kl_coef: NotNegative = 0.01
+    """Weight of the KL to the reference in the loss; 0 for both KL weights loads no reference."""
+    kl_kind: Literal["k1", "k2", "k3", "k3-k2"] = "k3"
+    """Estimator of that KL; k3-k2 has the value of k3 and the gradient of k2. k1 has no gradient in expectation."""
+    kl_in_reward: NotNegative = 0.0
+    """Weight of the KL to the reference in the reward."""
+    kl_in_reward_kind: Literal["k1", "k2", "k3"] = "k1"
+    """Estimator of the KL in the reward."""
+    kl_clamp: Positive | None = None
+    """Largest size of either estimate on one token."""
+    entropy_coef: NotNegative = 0.0
+    """Weight of the entropy bonus; the first one where there is a target."""
+    entropy_target: Positive | None = None
+    """Entropy per token below which the bonus grows by entropy_step a round, and above which it shrinks."""
+    correction: Literal["none", "truncate", "mask", "sequence", "sequence-mask"] = "truncate"
+    """Importance weights between sampler and trainer: of tokens, limited or dropped outside the range; of whole
+    completions, limited; of tokens, in completions whose mean ratio is in the range."""
+    importance_min: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Lower end of the range, for mask and sequence-mask."""
+    importance_max: Annotated[float, Field(ge=1)] = 2.0
+    """Upper end of the range."""
+    beta: Positive = 0.1
+    """Strength of online-dpo's pull to the reference."""
+
+    @property
+    def objective(self) -> Objective:
+        """The objective alone, of settings that derive from it."""
+        return Objective(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Objective)})
+
+    @property
+    def entry(self) -> registry.Entry | None:
+        """What is known of the algorithm; None for `module:function`. Raises ValueError for an unknown name."""
+        return registry.find(self.algorithm)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a reference model takes part."""
+        by_algorithm = self.entry is not None and self.entry.reference
+        return by_algorithm or self.kl_coef > 0 or self.kl_in_reward > 0
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether a critic takes part."""
+        return self.entry is not None and self.entry.critic
+
+    @property
+    def needs_greedy(self) -> bool:
+        """Whether the reward of a greedy completion of each prompt takes part."""
+        return self.entry is not None and self.entry.greedy
+
+
+@dataclasses.dataclass(frozen=True)
+class CriticSettings:
+    """The critic of PPO; it starts from the reward model."""
+
+    optimizer: OptimizerSettings = OptimizerSettings(learning_rate=5e-5)
+    """Its own optimizer."""
+    gamma: Fraction = 1.0
+    """Discount of a token step."""
+    lam: Fraction = 0.95
+    """Lambda of generalised advantage estimation."""
+    value_clip: Positive | None = 0.2
+    """Range of the clipped value loss; null: plain."""
+    whiten_rewards: bool = False
+    """Divide the token rewards of a round by their spread."""
+    bootstrap_truncated: bool = False
+    """A completion that max_tokens cut off goes on with the value of its last state."""
+    pretrain_epochs: Annotated[int, Field(ge=0)] = 0
+    """Passes over the first round's rollouts that train the critic alone, before the policy moves."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundSettings(Objective):
+    """How a round trains: the objective, and how its steps are made."""
+
+    round: Annotated[int, Field(ge=0)] = 0
+    """Number of the round."""
+    prompts_per_step: Annotated[int, Field(ge=1)] = 8
+    """Prompts, with all their completions, of one optimizer step."""
+    epochs: Annotated[int, Field(ge=1)] = 1
+    """Passes over the round's rollouts (mu)."""
+    kl_target: Positive | None = None
+    """KL per token towards which both weights are scaled from round to round; null: they stay."""
+    kl_horizon: Positive = 10000.0
+    """Completions over which the scale follows kl_target."""
+    entropy_step: Positive = 0.001
+    """Step of the adaptive entropy bonus."""
+    max_mismatch_kl: Positive = 0.1
+    """Mean KL between sampler and trainer past which the run stops."""
+    truncated: Literal["keep", "mask"] = "keep"
+    """Whether completions cut off at max_tokens are trained on."""
+    optimizer: OptimizerSettings = OptimizerSettings(learning_rate=2e-5)
+    """The policy's optimizer; its state lives through all rounds."""
+    critic: CriticSettings = CriticSettings()
+    """For PPO."""
+    compute: ComputeSettings = ComputeSettings()
+    """How to compute."""
+
+    @classmethod
+    def of(cls, algorithm: str, **values: Any) -> Self:
+        """Settings as the authors of a built-in algorithm have them, but for `values`."""
+        return cls(**{"algorithm": algorithm} | registry.presets(algorithm) | values)
+
+
+REFERENCE_FREE = ("orpo", "simpo", "cpo")
+UNPAIRED = ("kto", "apo-zero-unpaired")
+SUMMED = ("dpo", "ipo", "hinge", "robust", "exo-pair", "nca-pair", "sppo-hard", "apo-zero", "apo-down", "discopop")
+
+LOSS_DEFAULTS: dict[str, dict[str, float]] = {
+    "simpo": {"beta": 2.0, "gamma": 1.0},
+    "orpo": {"sft_weight": 1.0},
+    "cpo": {"sft_weight": 1.0},
+    "exo-pair": {"label_smoothing": 0.001},
+}
+"""What the authors of a preference loss use where it differs from the field's default."""
+
+LOSS_USES: dict[str, tuple[str, ...]] = {
+    "gamma": ("simpo",),
+    "label_smoothing": ("dpo", "robust", "exo-pair", "orpo", "simpo", "cpo"),
+    "divergence": SUMMED,
+    "average": SUMMED,
+    "ld_alpha": (*SUMMED, "cpo"),
+    "sft_weight": (*SUMMED, *REFERENCE_FREE),
+    "desirable_weight": UNPAIRED,
+    "undesirable_weight": UNPAIRED,
+}
+"""Preference losses that read a setting."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Preference:
+    """A loss of preference learning and its settings; those that a loss does not read keep their defaults."""
+
+    loss: Literal[
+        "dpo", "ipo", "hinge", "robust", "exo-pair", "nca-pair", "sppo-hard", "apo-zero", "apo-down", "discopop",
+        "orpo", "simpo", "cpo", "kto", "apo-zero-unpaired",
+    ] = "dpo"  # fmt: skip
+    """The loss; formulas and papers are in tuning/losses/preference.py."""
+    beta: Positive = 0.1
+    """Strength of the pull to the reference; of orpo the weight of its odds ratio. 2 with simpo unless given."""
+    gamma: NotNegative = 0.0
+    """Target margin of simpo, where it is 1 unless given."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Chance that a preference is wrong: with dpo conservative DPO; robust corrects for it without bias."""
+    divergence: Literal["reverse-kl", "forward-kl", "js"] = "reverse-kl"
+    """Divergence to the reference that the policy pays for (f-DPO)."""
+    average: bool = False
+    """Divide log-ratios by the completion's length."""
+    ld_alpha: Fraction = 1.0
+    """Weight of tokens past the length of the other completion; below 1 length gains less (LD-DPO)."""
+    sft_weight: NotNegative = 0.0
+    """Weight of the chosen completion's mean token loss; 1 with orpo and cpo unless given."""
+    desirable_weight: NotNegative = 1.0
+    """Weight of good completions with kto."""
+    undesirable_weight: NotNegative = 1.0
+    """Weight of bad completions with kto."""
+
+    @classmethod
+    def of(cls, loss: str, **values: Any) -> Self:
+        """Settings as the authors of a loss have them, but for `values`."""
+        return cls(**{"loss": loss} | LOSS_DEFAULTS.get(loss, {}) | values)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares with the policy before training."""
+        return self.loss not in REFERENCE_FREE
+
+    @property
+    def unpaired(self) -> bool:
+        """Whether examples are single completions with a label."""
+        return self.loss in UNPAIRED

@@ -1,0 +1,60 @@
+"""Losses of supervised learning on packed rows: SFT on completions, and reward models on pairs.
+
+Axes: C completions of a micro-batch, T completion tokens; completions 2b and 2b + 1 are pair b, the chosen one first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tuning.device import Compute
+from tuning.losses.aggregate import aggregate
+from tuning.losses.preference import bradley_terry
+from tuning.losses.sft import nll
+from tuning.training.forward import logps_and_entropy, scores
+from tuning.training.step import LossFn
+
+
+def sft_loss(graph: Any, compute: Compute) -> LossFn:
+    """-log p of the completion tokens, mean over the tokens of the step."""
+
+    def loss(params: Any, batch: dict[str, jax.Array], frozen: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        logps, _ = logps_and_entropy(graph, params, batch, 1.0, compute)
+        mask, n = batch["mask_CT"], batch["n_tokens"]
+        value = aggregate(nll(logps), mask, "token-mean", n_tokens=n, n_sequences=jnp.ones(()))
+        return value, {"nll": -jnp.sum(logps), "tokens": jnp.sum(mask)}
+
+    return loss
+
+
+def sft_summary(sums: dict[str, float]) -> dict[str, float]:
+    """Metrics of a step from the sums of `sft_loss`."""
+    return {"loss": sums["nll"] / sums["tokens"], "tokens": sums["tokens"]}
+
+
+def reward_loss(graph: Any, centering: float, compute: Compute) -> LossFn:
+    """Bradley-Terry, mean over the pairs of the step: -log sigmoid(chosen - rejected - margin).
+
+    The batch has `margin_C`, the pair's margin at both completions. `centering` weighs (chosen + rejected)^2, which
+    holds scores near zero.
+    """
+
+    def loss(params: Any, batch: dict[str, jax.Array], frozen: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        chosen, rejected = scores(graph, params, batch, compute).reshape(-1, 2).T
+        valid = batch["mask_CT"][::2, 0] > 0
+        margin = batch["margin_C"][::2]
+        # Empty slots read position 0 twice: their difference is 0 and finite, then masked.
+        losses = jnp.where(valid, bradley_terry(chosen, rejected, margin, centering), 0.0)
+        right = jnp.where(valid, chosen > rejected, False)
+        value = jnp.sum(losses) / batch["n_groups"]
+        return value, {"bt": jnp.sum(losses), "right": jnp.sum(right).astype(jnp.float32), "pairs": jnp.sum(valid)}
+
+    return loss
+
+
+def reward_summary(sums: dict[str, float]) -> dict[str, float]:
+    """Metrics of a step from the sums of `reward_loss`."""
+    return {"loss": sums["bt"] / sums["pairs"], "accuracy": sums["right"] / sums["pairs"]}

@@ -1,0 +1,20 @@
+"""The axes of a mesh of devices, as settings have them; apart from those of training, which engines do not read."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+from pydantic import Field
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """Devices along each axis of the mesh; -1 takes what the others leave. One device needs none of it."""
+
+    data: Annotated[int, Field(ge=-1)] = 1
+    """Copies of the model, each with its part of a batch."""
+    fsdp: Annotated[int, Field(ge=-1)] = -1
+    """Parts that parameters, optimizer and batch are cut into."""
+    tensor: Annotated[int, Field(ge=-1)] = 1
+    """Parts that heads, feed-forward and vocabulary are cut into."""

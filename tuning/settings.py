@@ -1,0 +1,74 @@
+"""Settings of training, each with its default, its bounds and its meaning.
+
+Loads nothing heavy: recipes are read with them before JAX is. The stages' settings derive from these classes and check
+the bounds; a dataclass that is made directly takes any value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from tuning.axes import Axes
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerSettings:
+    """An optimizer of `tuning.training.optimizers`, and its schedule."""
+
+    name: Literal[
+        "adamw", "adam", "nadamw", "radam", "amsgrad", "rmsprop", "sgd", "lion", "adafactor", "muon"
+    ] = "adamw"  # fmt: skip
+    """The rule. Muon moves kernels of layers and Adam the rest; Adafactor does not scale by the parameter's norm."""
+    learning_rate: Positive = 1e-5
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """Shape after the warm-up; all but constant go down to the end. wsd goes down in the last fifth."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps of linear warm-up."""
+    decay_steps: Annotated[int, Field(ge=1)] | None = None
+    """Step at which the schedule reaches its end; null: the stage's last. Rounds of RL have no last one: give it."""
+    end_fraction: Fraction = 0.0
+    """Learning rate at the end, as a share of the peak."""
+    weight_decay: NotNegative = 0.0
+    """Decoupled weight decay."""
+    decay: Literal["matrices", "all"] = "matrices"
+    """What it applies to: matrices without norms, biases and scalar heads, or all parameters."""
+    beta1: Fraction = 0.9
+    """Decay of the first moment; momentum of sgd and rmsprop (0 unless given), adafactor (0) and muon (0.95)."""
+    beta2: Fraction = 0.95
+    """Decay of the second moment; with lion 0.99 unless given."""
+    epsilon: Positive = 1e-8
+    """Added to the root of the second moment."""
+    clip_norm: Positive | None = 1.0
+    """Largest global norm of the gradient; null: any."""
+    max_skipped: Annotated[int, Field(ge=0)] = 3
+    """Non-finite steps in a row that are skipped before the stage stops."""
+
+
+RULE_DEFAULTS: dict[str, dict[str, float]] = {
+    "sgd": {"beta1": 0.0},
+    "rmsprop": {"beta1": 0.0},
+    "adafactor": {"beta1": 0.0},
+    "lion": {"beta2": 0.99},
+    "muon": {"beta1": 0.95},
+}
+"""What a rule's authors use where it differs from the field's default."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ComputeSettings:
+    """How to compute. `dtype` is chosen by the device where it says auto; the rest cannot change a result."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of activations; master weights and moments are always float32."""
+    tokens_per_micro_batch: Annotated[int, Field(ge=0)] = 0
+    """Row tokens of one forward and backward pass; 0: the device decides."""
+    mesh: Axes = Axes()
+    """How several devices share the work. Sampling has no `fsdp`: those devices are replicas."""
