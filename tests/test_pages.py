@@ -44,9 +44,6 @@ ROOMS = (
     *("tuning/rollout/servers", "tuning/data", "tuning/models", "tuning/training", "tuning/rewards", "tests"),
 )
 
-NOT_YET = frozenset({"tuning/examples/rl_loop.py", "tuning/examples/sft.py"})
-"""Files that pages name and that come with a change of their own."""
-
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#([\w-]+))?\)")
 TEST = re.compile(r"(tests/[\w/]+\.py)::(\w+)")
@@ -151,14 +148,12 @@ def test_what_a_page_names_exists(page):
         if "://" in target:
             continue
         place = (ROOT / page).parent / target
-        if str(place.resolve().relative_to(ROOT)) in NOT_YET:
-            continue
         assert place.exists(), f"{page} links to {target}, which is not there"
         if anchor:
             assert anchor in anchors(place), f"{page} links to {target}#{anchor}; there are {anchors(place)}"
     for file, name in TEST.findall(text):
         assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE), f"{page}: no {file}::{name}"
-    for name in set(PLACE.findall(text)) - NOT_YET:
+    for name in set(PLACE.findall(text)):
         if "NAME" in name:
             continue
         assert any(ROOT.glob(name.rstrip("/"))), f"{page} names `{name}`, which is not there"
