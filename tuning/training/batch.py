@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -220,9 +219,3 @@ def micro_batches(groups: Sequence[Group], *, layout: Layout, completion_tokens:
     trained = round_up(bucket(max(sum(g.trained for g in chunk) for chunk in members)), shards)
     shape = Shape(rows, layout.row_tokens, slots, completion_tokens, trained)
     return [pack_rows(chunk, shape) for chunk in chunks]
-
-
-def fill_ratio(batches: Sequence[Packed]) -> float:
-    """Share of row positions that hold a token."""
-    used: Any = sum(int((b.group_BL > 0).sum()) for b in batches)
-    return float(used / sum(b.group_BL.size for b in batches))
