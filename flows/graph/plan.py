@@ -73,7 +73,8 @@ def _reasons(store: Store, node: Node, parts: dict[str, Any], key: str, before: 
         if section == "inputs":
             lines.append(f"input {rest.split(':')[0]} has other content")
         elif section == "code":
-            lines.append(f"code {rest.split(':')[0]} changed")
+            module, _, change = rest.partition(": ")
+            lines.append(f"code {module} {_fate(change)}")
         elif section.startswith("imports:"):
             lines.append("an import reaches another module")
         elif section == "config":
@@ -81,6 +82,11 @@ def _reasons(store: Store, node: Node, parts: dict[str, Any], key: str, before: 
         else:
             lines.append(line)
     return lines + begun
+
+
+def _fate(change: str) -> str:
+    """What became of a module, from a line of `differences`: a file that was moved and edited is new and gone."""
+    return next((word for word in ("new", "gone") if change.startswith(word)), "changed")
 
 
 def _moves_left_out(old: dict[str, Any], new: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -168,3 +168,22 @@ def test_an_edit_of_the_code_is_named_and_a_remark_is_none(smoke_store, project,
     finally:
         path.write_text(text)
     assert expected in out
+
+
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [("", [" 0 miss, 0 wait"]), ("\n\nX = 1\n", ["code tuning.losses.sft gone", "code tuning.models.nll new"])],
+    ids=["moved", "moved and edited"],
+)
+def test_a_module_that_moves_leaves_every_stage_a_hit(smoke_store, project, tmp_path, edit, expected):
+    moved = tmp_path / "moved"
+    shutil.copytree(project, moved)
+    target = moved / "tuning/models/nll.py"
+    (moved / "tuning/losses/sft.py").rename(target)
+    for path in moved.rglob("*.py"):
+        path.write_text(path.read_text().replace("tuning.losses.sft", "tuning.models.nll"))
+    target.write_text(target.read_text() + edit)
+    command = [RLHF, "plan", "smoke", "--set", f"store={smoke_store}"]
+    out = subprocess.check_output(command, cwd=moved, env=os.environ | {"PYTHONPATH": str(moved)}, text=True)
+    for line in expected:
+        assert line in out
