@@ -1,4 +1,4 @@
-"""A round of RL on real rollouts of a small model."""
+"""Rounds of RL on real rollouts of a small model raise the reward, and leave alone what carries no signal."""
 
 import dataclasses
 

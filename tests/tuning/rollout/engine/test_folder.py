@@ -1,4 +1,4 @@
-"""Model folders read straight into the layout of decoding."""
+"""A model folder read straight into the layout of decoding holds the weights that its parameters would."""
 
 import dataclasses
 
