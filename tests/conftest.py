@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from stages.store.artifacts import Store
+from tests.support import RLHF
 
 # Most of the tests' time would be LLVM's; programs are the same, their machine code is less polished. Before JAX loads.
 FLAGS = ["--xla_backend_optimization_level=0"]
@@ -23,8 +22,6 @@ if version("jaxlib").startswith("0.10."):
     # XLA ends a process that gives it a flag of another version.
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
-
-RLHF = str(Path(sys.executable).with_name("rlhf"))
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -81,6 +78,9 @@ def store(smoke_store: Path, tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def record() -> Callable[..., dict[str, Any]]:
     """Reads `run.json` of a run."""
+
+    # Here and not above: tests of the core load no stages.
+    from stages.store.artifacts import Store
 
     def read(store: Path | str, name: str) -> dict[str, Any]:
         found = Store(str(store)).read_json("runs", name, "run.json")

@@ -1,22 +1,14 @@
-"""What tests of several rooms share: files, processes and manifests."""
+"""What tests of several packages share: small files, the command line, and processes of Python."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from stages.store.artifacts import Store
-
-
-def manifest_of(store: Path | str, entry: dict[str, Any]) -> dict[str, Any]:
-    """The manifest of a node of a run."""
-    artifact = Store(str(store)).get(entry["stage"], entry["key"])
-    assert artifact is not None
-    return artifact.manifest
+RLHF = str(Path(sys.executable).with_name("rlhf"))
 
 
 def write_files(folder: Path, **contents: str) -> Path:
@@ -40,8 +32,3 @@ def finish(process: subprocess.Popen[str], timeout: float = 120) -> str:
     out, err = process.communicate(timeout=timeout)
     assert process.returncode == 0, err
     return out
-
-
-def lines_json(text: str) -> list[Any]:
-    """The JSON lines of a text."""
-    return [json.loads(line) for line in text.splitlines()]

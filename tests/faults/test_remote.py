@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from stages.store.artifacts import Store
-from tests.conftest import RLHF
+from tests.support import RLHF
 
 SECTIONS = ["reward=null", "rl=null", "evaluate=null", "sft.checkpoint_every=1"]
 

@@ -12,8 +12,8 @@ import pytest
 
 from stages.common.tables import read_rows
 from stages.store.artifacts import Store
-from tests.faults.test_kill import Run, shards
-from tests.tuning.rollout.servers.http_server import VERSION
+from tests.faults.support import Run, shards
+from tests.stages.sampling.http_server import VERSION
 
 SETTINGS = {
     "sft.epochs": 1,
@@ -25,7 +25,7 @@ SETTINGS = {
     "rl.rollout.engine.version": VERSION,
     "rl.rollout.engine.dtype": "float32",
     "rl.rollout.engine.tolerance": 0.001,
-    "rl.rollout.engine.command": f"{sys.executable} -m tests.tuning.rollout.servers.http_server",
+    "rl.rollout.engine.command": f"{sys.executable} -m tests.stages.sampling.http_server",
     "reward": "null",
     "evaluate": "null",
     "export": "null",

@@ -21,7 +21,7 @@ from stages.base import Config as BaseConfig
 from stages.base import locate
 from stages.common.tables import read_rows
 from stages.store.artifacts import Store
-from tests.faults.test_kill import Run, shards
+from tests.faults.support import Run, shards
 from tuning.device import Compute
 from tuning.models.config_json import from_hugging_face
 from tuning.models.gguf import GGUFCheckpoint, GGUFFile

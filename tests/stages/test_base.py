@@ -1,4 +1,4 @@
-"""Where a base model may come from."""
+"""A base model is the snapshot of its revision with every end that it names; one that is missing says how to get it."""
 
 import json
 

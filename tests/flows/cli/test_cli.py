@@ -21,7 +21,7 @@ from flows.cli.app import app
 from flows.recipe.model import Recipe
 from flows.recipe.reading import load_recipe
 from stages.store.artifacts import Store
-from tests.conftest import RLHF
+from tests.support import RLHF
 
 
 def state(record: dict, *names: str) -> dict[str, str]:

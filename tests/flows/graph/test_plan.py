@@ -13,7 +13,7 @@ import stages
 from flows.graph.plan import Planned, plan
 from flows.recipe.reading import load_recipe
 from stages.store.artifacts import Store
-from tests.conftest import RLHF
+from tests.support import RLHF
 
 
 def planned(store: Path, *sets: str, force: set[str] | None = None) -> dict[str, Planned]:

@@ -1,4 +1,4 @@
-"""What the numbers of the rounds warn of."""
+"""Each state of the rounds that teaches nothing is named in the report."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Settings of an optimizer may be written one level up."""
+"""Settings of an optimizer may be written one level up, and are as strict there."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a recipe may say of the engine that samples."""
+"""Settings of the engine that samples: what cannot be meant is refused, and what changes no result is no content."""
 
 import pytest
 

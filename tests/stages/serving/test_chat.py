@@ -1,4 +1,4 @@
-"""Conversations with a policy: what is said, and what of it is the next prompt."""
+"""Conversations with a policy: an answer becomes part of the next prompt, and the oldest leave for the newest."""
 
 import io
 

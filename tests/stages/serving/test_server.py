@@ -1,4 +1,4 @@
-"""The OpenAI-compatible server, over HTTP on loopback with the real `openai` client."""
+"""The OpenAI-compatible server answers the real `openai` client as the engine would, and refuses by name."""
 
 import threading
 import time

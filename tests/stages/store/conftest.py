@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from pathlib import Path
 
 import pytest
 
@@ -21,8 +20,3 @@ def store(request, tmp_path):
 @pytest.fixture
 def remote(s3, tmp_path):
     return Store(f"{s3}/{tmp_path.name}-{uuid.uuid4().hex}", scratch=tmp_path / "scratch")
-
-
-def fresh(store: Store, tmp_path: Path) -> Store:
-    """The same store as another machine sees it."""
-    return Store(store.url, scratch=tmp_path / uuid.uuid4().hex)

@@ -14,7 +14,7 @@ import boto3
 import pytest
 
 from stages.store.artifacts import MANIFEST, Artifact, ArtifactError, Store, content_digest
-from tests.stages.store.conftest import fresh
+from tests.stages.store.support import fresh
 from tests.support import finish, python, write_files
 
 KEY = "k" * 64

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 
 from stages.store.work import WorkFolder
-from tests.stages.store.conftest import fresh
+from tests.stages.store.support import fresh
 from tests.support import write_files
 
 KEY = "k" * 64

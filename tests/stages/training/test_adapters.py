@@ -9,7 +9,7 @@ import pytest
 from stages import distill, preference, reward, sft
 from stages.common.settings import Lora
 from stages.training.adapters import lora_config
-from tests.stages.test_ways import FAST, base, compiled, data, judged, memory, perform, rows_of, settings  # noqa: F401
+from tests.stages.training.support import FAST, data, perform, rows_of, settings
 from tuning.models import huggingface
 from tuning.models.lora import PROJECTIONS, merge
 from tuning.models.peft import load_adapter
@@ -26,7 +26,7 @@ def leaves(tree):
 
 
 @pytest.mark.parametrize("kind", ["none", "nf4"])
-def test_sft_keeps_the_adapter_and_the_merged_model(kind, base, memory, tmp_path):  # noqa: F811
+def test_sft_keeps_the_adapter_and_the_merged_model(kind, base, memory, tmp_path):
     table = data(tmp_path / "data", sft=rows_of("sft", 32))
     config = settings(sft, epochs=3, optimizer=QUICK, lora=LORA | {"quantize": kind})
     metrics, made = perform(sft, config, tmp_path / "sft", memory, base=base, data=table, tokenizer=base)
@@ -53,7 +53,7 @@ def test_sft_keeps_the_adapter_and_the_merged_model(kind, base, memory, tmp_path
     ).read_bytes()
 
 
-def test_a_reward_model_trains_its_adapter_and_its_head(base, memory, judged, tmp_path):  # noqa: F811
+def test_a_reward_model_trains_its_adapter_and_its_head(base, memory, judged, tmp_path):
     config = settings(reward, epochs=3, optimizer=QUICK, lora=LORA)
     metrics, made = perform(reward, config, tmp_path / "reward", memory, base=base, data=judged, tokenizer=base)
     assert metrics["heldout_accuracy"] > 0.9
@@ -66,7 +66,7 @@ def test_a_reward_model_trains_its_adapter_and_its_head(base, memory, judged, tm
 
 
 @pytest.mark.parametrize("stage", ["kto", "distill"])
-def test_what_a_stage_computes_or_samples_on_the_way_is_of_the_tuned_model(stage, base, memory, judged, tmp_path):  # noqa: F811
+def test_what_a_stage_computes_or_samples_on_the_way_is_of_the_tuned_model(stage, base, memory, judged, tmp_path):
     values = {"optimizer": QUICK, "lora": LORA}
     inputs = {"policy": base, "data": judged, "tokenizer": base}
     if stage == "kto":
@@ -85,7 +85,7 @@ def test_what_a_stage_computes_or_samples_on_the_way_is_of_the_tuned_model(stage
     assert metrics["trained_parameters"] < 20_000
 
 
-def test_a_killed_stage_goes_on_with_its_adapter(base, memory, tmp_path):  # noqa: F811
+def test_a_killed_stage_goes_on_with_its_adapter(base, memory, tmp_path):
     table = data(tmp_path / "data", sft=rows_of("sft", 32))
     inputs = {"base": base, "data": table, "tokenizer": base}
     config = settings(sft, optimizer=QUICK, lora=LORA, checkpoint_every=2)
@@ -109,7 +109,7 @@ def test_settings_of_an_adapter():
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
-def test_with_quantised_kernels_the_reference_is_the_quantised_model(kind, base, memory, judged, tmp_path):  # noqa: F811
+def test_with_quantised_kernels_the_reference_is_the_quantised_model(kind, base, memory, judged, tmp_path):
     inputs = {"policy": base, "data": judged, "tokenizer": base, "reference": base}
     config = settings(preference, optimizer=QUICK, lora=LORA | {"quantize": kind})
     metrics, made = perform(preference, config, tmp_path / "dpo", memory, **inputs)

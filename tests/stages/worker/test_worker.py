@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -32,17 +31,8 @@ from stages.worker.protocol import (
     event_line,
     parse_event,
 )
+from tests.stages.worker.support import ignore, request
 from tests.support import python
-
-
-def request(store: Path, name: str = "base", **config: Any) -> Request:
-    """What a session sends for a stage without inputs."""
-    settings = {"source": "random:tiny"} | config
-    return Request(name, "k" * 64, {}, settings, {}, seed=7, store=str(store), run="test")
-
-
-def ignore(event: Report) -> None:
-    pass
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +201,7 @@ PARENT = """
 import sys, threading
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from tests.stages.worker.test_worker import request, ignore
+from tests.stages.worker.support import ignore, request
 from stages.worker.client import Worker
 worker = Worker(Path(sys.argv[1]) / "worker.log")
 def go():

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.tuning.training.test_batch import CONFIG, PARAMS, ragged_groups
+from tests.tuning.tiny import CONFIG, PARAMS, ragged_groups
 from tuning.algorithms.algorithm import find
 from tuning.algorithms.objective import policy_loss
 from tuning.algorithms.settings import Objective

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from tests.tuning.algorithms.test_rounds import play, settings
+from tests.tuning.algorithms.support import play, settings
 from tuning.algorithms.algorithm import Objective, Scored, find
 
 VARIANTS = ["sapo", "gmpo", "dppo", "dppo-kl", "opo", "gpg", "pass-at-k"]

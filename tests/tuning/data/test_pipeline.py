@@ -1,3 +1,5 @@
+"""Records become rows by one plan: each is kept, merged, cut or set aside with a reason, and all are counted."""
+
 import dataclasses
 
 import pytest

@@ -1,3 +1,5 @@
+"""A record is read whole and known by its content; an error names the record and the field."""
+
 import json
 import pickle
 

@@ -1,3 +1,5 @@
+"""Tasks and sources of data give records whose answers are right, and change their digests when they change."""
+
 import bz2
 import json
 import random

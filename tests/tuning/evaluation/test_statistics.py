@@ -1,4 +1,4 @@
-"""Intervals and comparisons."""
+"""Intervals cover what they promise, comparisons are paired, and estimators are unbiased."""
 
 import numpy as np
 import pytest

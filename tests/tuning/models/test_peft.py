@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.tuning.models.test_lora import CONFIG, PARAMS, moved
+from tests.tuning.models.support import PARAMS, moved
+from tests.tuning.tiny import CONFIG
 from tuning.models.config import UnsupportedModel
 from tuning.models.huggingface import fingerprint, scalar_head_params
 from tuning.models.lora import LoraConfig, tune

@@ -1,4 +1,4 @@
-"""Built-in reward functions."""
+"""Built-in rewards: each scores what its name says, and a name that is unknown is answered with those that are."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A judge behind a real server of this machine that speaks as OpenAI's does."""
+"""A judge on a real server that speaks as OpenAI's does: the last number of its reply counts, or the error says why."""
 
 import http.server
 import json

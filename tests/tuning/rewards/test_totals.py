@@ -1,4 +1,4 @@
-"""How several rewards become one number."""
+"""Several rewards become one number: weighted, normalised and clipped in a fixed order, without what failed."""
 
 import numpy as np
 import pytest

@@ -15,8 +15,8 @@ if len(sys.argv) > 2:
 import jax.numpy as jnp
 import numpy as np
 
-from tests.tuning.models import test_lora as adapters
-from tests.tuning.training.test_batch import CONFIG, PARAMS, ragged_groups
+from tests.tuning.models import support as adapters
+from tests.tuning.tiny import CONFIG, PARAMS, ragged_groups
 from tuning.axes import Axes
 from tuning.device import Compute
 from tuning.mesh import gather, init_state, make_mesh, put_params, row_shards
@@ -102,7 +102,7 @@ def adapter(kind):
     """Gradient of an adapter over quantised kernels on a mesh and without one: the largest gap, and the first device's
     part of the codes."""
     lora = LoraConfig(rank=4, quantize=kind)
-    trainable, frozen = tune(adapters.CONFIG, "decoder", adapters.PARAMS, lora, seed=1)
+    trainable, frozen = tune(CONFIG, "decoder", adapters.PARAMS, lora, seed=1)
     trainable = adapters.moved(trainable)
     mesh = make_mesh(Axes(2, 2, 2))
     held = put_params(frozen, mesh)

@@ -4,27 +4,13 @@ import jax
 import numpy as np
 import pytest
 
+from tests.tuning.tiny import CONFIG, PARAMS, ragged_groups
 from tuning.device import Compute
-from tuning.models.config import tiny
 from tuning.models.decoder import decoder_graph, scalar_graph
-from tuning.models.huggingface import random_params, scalar_head_params
+from tuning.models.huggingface import scalar_head_params
 from tuning.shapes import bucket
 from tuning.training.batch import Group, Layout, choose_rows, micro_batches, plan_rows, split_group
 from tuning.training.forward import logps_and_entropy, scores
-
-CONFIG = tiny(97)
-PARAMS = random_params(CONFIG, 3)
-
-
-def ragged_groups(seed: int = 0, count: int = 6) -> list[Group]:
-    rng = np.random.default_rng(seed)
-    groups, number = [], 0
-    for _ in range(count):
-        prompt = rng.integers(0, 97, rng.integers(3, 20)).tolist()
-        completions = [rng.integers(0, 97, rng.integers(1, 9)).tolist() for _ in range(rng.integers(1, 5))]
-        groups.append(Group(prompt, completions, list(range(number, number + len(completions)))))
-        number += len(completions)
-    return groups
 
 
 @jax.jit
@@ -68,13 +54,12 @@ def test_packed_gradient_equals_the_sum_of_unshared_gradients():
 
 
 def test_a_score_does_not_depend_on_its_neighbours():
-    config = tiny(97)
-    params = scalar_head_params(config, PARAMS, jax.random.normal(jax.random.key(0), (config.hidden_size,)))
+    params = scalar_head_params(CONFIG, PARAMS, jax.random.normal(jax.random.key(0), (CONFIG.hidden_size,)))
     groups = ragged_groups(2)
 
     def score(chosen):
         (batch,) = micro_batches(chosen, layout=Layout(256, 4), completion_tokens=8)
-        found = np.asarray(scores(scalar_graph(config), params, batch.arrays(), Compute()))
+        found = np.asarray(scores(scalar_graph(CONFIG), params, batch.arrays(), Compute()))
         return {int(i): found[s] for s, i in enumerate(batch.ids_C) if i >= 0}
 
     together, alone = score(groups), score([groups[3]])

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from tests.tuning.training.test_batch import PARAMS
+from tests.tuning.tiny import PARAMS
 from tuning.settings import RULE_DEFAULTS, OptimizerSettings
 from tuning.training.checkpoint import Checkpoints
 from tuning.training.optimizers import (

@@ -6,15 +6,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.tuning.tiny import CONFIG
 from tuning.device import Compute, peak_memory_bytes
-from tuning.models.config import tiny
 from tuning.models.decoder import decoder_graph
 from tuning.models.huggingface import random_params
 from tuning.training.batch import Group, Layout, micro_batches
 from tuning.training.forward import logps_and_entropy
 from tuning.training.speed import Meter, forward_flops, measured_peak
 
-CONFIG = tiny(97)
 GROUPS = [Group([1] * 11, [[2] * 5, [3] * 9], [0, 1]), Group([4], [[5] * 3], [2], [[1, 0, 1]])]
 KERNELS = 2 * (64 * 64 + 64 * 32) + 3 * 64 * 128
 

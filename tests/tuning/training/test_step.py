@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from tests.tuning.training.test_batch import CONFIG, PARAMS, ragged_groups
+from tests.tuning.tiny import CONFIG, PARAMS, ragged_groups
 from tuning.device import Compute
 from tuning.models.decoder import decoder_graph
 from tuning.models.huggingface import fingerprint

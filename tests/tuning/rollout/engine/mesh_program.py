@@ -4,8 +4,8 @@ import json
 
 import jax
 
-from stages.common.settings import Mesh
-from tests.tuning.rollout.engine.test_continuous import CONFIG, PARAMS, requests_of
+from tests.tuning.rollout.engine.support import PARAMS, requests_of
+from tests.tuning.tiny import CONFIG
 from tuning.axes import Axes
 from tuning.mesh import make_mesh, put_params
 from tuning.rollout.engine.engine import Engine
@@ -13,13 +13,13 @@ from tuning.rollout.engine.limits import Limits
 from tuning.rollout.engine.placement import sampling_mesh
 
 LIMITS = Limits(slots=8, context=128, steps=4, chunks=(8, 32))
-TENSOR = Mesh(data=2, fsdp=1, tensor=-1)
+TENSOR = Axes(data=2, fsdp=1, tensor=-1)
 SMALL = {"quantization": "int8", "kv_cache_dtype": "bfloat16"}
 ENGINES = {
     "one": (None, {}),
-    "replicas": (Mesh(fsdp=-1), {}),
+    "replicas": (Axes(fsdp=-1), {}),
     "tensor": (TENSOR, {}),
-    "both": (Mesh(tensor=2), {}),
+    "both": (Axes(tensor=2), {}),
     "small one": (None, SMALL),
     "small tensor": (TENSOR, SMALL),
 }

@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from tests.tuning.rollout.engine.test_engine import CONFIG, EOS, PARAMS, trainer_logps
+from tests.tuning.rollout.engine.support import PARAMS, requests_of, trainer_logps
+from tests.tuning.tiny import CONFIG
 from tuning.rollout.engine import programs
 from tuning.rollout.engine.cache import token_bytes
 from tuning.rollout.engine.engine import Engine
@@ -12,27 +13,6 @@ from tuning.rollout.engine.limits import Limits
 from tuning.rollout.requests import RefusedRequest, Request, Sampling, stop_strings
 
 LIMITS = Limits(slots=6, context=128, steps=4, chunks=(8, 16))
-
-
-def requests_of(count, seed=0, **fixed):
-    rng = np.random.default_rng(seed)
-    shared = rng.integers(0, 97, 24).tolist()
-
-    def one(i):
-        prompt = shared[: rng.integers(1, 24)] if rng.random() < 0.3 else []
-        prompt = prompt + rng.integers(0, 97, rng.integers(1, 40)).tolist()
-        sampling = Sampling(
-            temperature=float(rng.choice([0.0, 0.7, 1.0, 1.5])),
-            top_p=float(rng.choice([1.0, 0.9])),
-            top_k=int(rng.choice([0, 0, 5])),
-            min_p=float(rng.choice([0.0, 0.0, 0.1])),
-            repetition_penalty=float(rng.choice([1.0, 1.0, 1.3])),
-        )
-        stop_ids = EOS if rng.random() < 0.5 else ()
-        values = {"max_tokens": int(rng.integers(1, 24)), "sampling": sampling, "samples": int(rng.integers(1, 4))}
-        return Request(prompt, seed=9, counter=i, **(values | {"stop_ids": stop_ids} | fixed))
-
-    return [one(i) for i in range(count)]
 
 
 def loaded(limits=LIMITS, **options):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.tuning.rollout.engine.test_engine import CONFIG
+from tests.tuning.tiny import CONFIG
 from tuning.models.decoder import decoder_graph
 from tuning.models.huggingface import random_params
 from tuning.models.quantize import int8_decode, int8_encode

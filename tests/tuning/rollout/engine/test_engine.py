@@ -1,29 +1,19 @@
 """The engine: equal to the trainer (R14), independent of neighbours (R15), recorded whole (R3)."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from tuning.device import Compute
+from tests.tuning.rollout.engine.support import EOS, GRAPH, PARAMS, trainer_logps
+from tests.tuning.tiny import CONFIG
 from tuning.models.attention import packed_attention
-from tuning.models.config import tiny
-from tuning.models.decoder import decoder_graph
-from tuning.models.huggingface import random_params
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.engine.limits import Limits
 from tuning.rollout.requests import Sampling
-from tuning.training.batch import Group, Layout, micro_batches
-from tuning.training.forward import logps_and_entropy
 
-CONFIG = tiny(97)
-# Four times the initial scale: distributions that are far from uniform.
-PARAMS = jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, random_params(CONFIG, 5))
 PROMPTS = [np.random.default_rng(i).integers(0, 97, 3 + 2 * i).tolist() for i in range(5)]
-EOS = (7, 11)
 
 
 def generate(prompts=PROMPTS, counters=None, engine=None, **changes):
@@ -31,19 +21,6 @@ def generate(prompts=PROMPTS, counters=None, engine=None, **changes):
     options |= changes
     engine = engine or Engine(CONFIG)
     return engine.generate(PARAMS, prompts, counters=counters or list(range(len(prompts))), **options)
-
-
-GRAPH = decoder_graph(CONFIG)
-
-
-@functools.partial(jax.jit, static_argnames="temperature")
-def forward(batch, temperature):
-    return logps_and_entropy(GRAPH, PARAMS, batch, temperature, Compute())[0]
-
-
-def trainer_logps(prompt, tokens, temperature=1.0):
-    (batch,) = micro_batches([Group(list(prompt), [tokens], [0])], layout=Layout(64, 1), completion_tokens=24)
-    return np.asarray(forward(batch.arrays(), temperature))[0, : len(tokens)]
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.3])

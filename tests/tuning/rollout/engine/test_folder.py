@@ -1,4 +1,4 @@
-"""Model folders read straight into the layout of decoding."""
+"""A model folder read straight into the layout of decoding holds the weights that its parameters would."""
 
 import dataclasses
 
@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.tuning.rollout.engine.test_engine import CONFIG
+from tests.tuning.tiny import CONFIG
 from tuning.models.config import UnsupportedModel
 from tuning.models.huggingface import load_decoder, random_params, save_decoder
 from tuning.rollout.engine import folder

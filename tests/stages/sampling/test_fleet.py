@@ -1,7 +1,7 @@
 """Engines over HTTP: this project's own server behind vLLM's and SGLang's interface, on loopback.
 
 SGLang's side is checked against its documented schema only: it has not run against SGLang itself. vLLM itself runs in
-`test_vllm.py`.
+`tests/faults/test_vllm.py`.
 """
 
 import dataclasses
@@ -10,117 +10,18 @@ import threading
 import time
 
 import httpx
-import jax
 import numpy as np
 import pytest
 from fastapi import FastAPI, Request, Response
 
-from tests.tuning.rollout.servers.http_server import VERSION, State, make_app, serve
-from tuning.device import Compute
-from tuning.models.byte_tokenizer import byte_tokenizer
-from tuning.models.config import tiny
-from tuning.models.huggingface import random_params, save_decoder
-from tuning.models.tokenizer import save_tokenizer
-from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.limits import Limits
+import stages.serving.server
+from tests.stages.sampling.http_server import VERSION, State, serve
+from tests.stages.sampling.support import GREEDY, STOPS, TOKENIZER, remote, requests_of, run, same, trainer
 from tuning.rollout.requests import RefusedRequest, Sampling
 from tuning.rollout.requests import Request as Asked
-from tuning.rollout.servers.fleet import Fleet, Options
 from tuning.rollout.servers.kinds import KINDS
-from tuning.rollout.servers.protocol import Policy, ServerLost, ServerRefused, StalePolicy, sample_seed
+from tuning.rollout.servers.protocol import ServerLost, ServerRefused, StalePolicy, sample_seed
 from tuning.rollout.servers.server import RemoteServer
-from tuning.training.completions import token_logps
-
-TOKENIZER = byte_tokenizer()
-CONFIG = tiny(len(TOKENIZER))
-PARAMS = {
-    name: jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, random_params(CONFIG, seed))
-    for name, seed in {"first": 3, "second": 4}.items()
-}
-STOPS = (TOKENIZER.eos_token_id, 97)
-OPTIONS = Options(tolerance=1e-3, wait_seconds=3.0, start_seconds=120.0)
-
-
-def requests_of(count, temperature=1.0, samples=2, max_tokens=12):
-    rng = np.random.default_rng(1)
-    prompts = [rng.integers(0, 90, rng.integers(2, 30)).tolist() for _ in range(count)]
-    return [
-        Asked(p, max_tokens, Sampling(temperature), STOPS, seed=7, counter=i, samples=samples, name=f"p{i}")
-        for i, p in enumerate(prompts)
-    ]
-
-
-GREEDY = requests_of(12, temperature=0.0, samples=1)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    found = {}
-    for name, params in PARAMS.items():
-        found[name] = tmp_path_factory.mktemp("models") / name
-        save_decoder(found[name], CONFIG, params, {})
-        save_tokenizer(TOKENIZER, found[name])
-    return found
-
-
-@pytest.fixture(scope="module")
-def native():
-    """Greedy completions of GREEDY by the native engine."""
-    found = {}
-    for name, params in PARAMS.items():
-        engine = Engine(CONFIG, limits=Limits(slots=4, context=256))
-        engine.load(params)
-        done = dict(engine.run(GREEDY))
-        found[name] = [done[i][0] for i in range(len(GREEDY))]
-    return found
-
-
-def trainer(name):
-    return lambda pairs, temperature: token_logps(CONFIG, PARAMS[name], pairs, temperature, Compute(), 512)
-
-
-@pytest.fixture
-def policy(folders):
-    def make(name, temperature=1.0, **changes):
-        probe = [dataclasses.replace(r, samples=1, counter=1000 + i) for i, r in enumerate(requests_of(2, temperature))]
-        return dataclasses.replace(Policy(name, lambda: folders[name], trainer(name), probe), **changes)
-
-    return make
-
-
-@pytest.fixture
-def state(folders):
-    state = State(folders["first"])
-    yield state
-    state.live.close()
-
-
-@pytest.fixture
-def url(state):
-    server, thread, url = serve(make_app(state))
-    yield url
-    server.should_exit = True
-    thread.join()
-
-
-def remote(*servers, kind="vllm", **changes):
-    lines = []
-    made = Fleet(KINDS[kind], servers, dataclasses.replace(OPTIONS, **changes), lines.append)
-    made.lines = lines
-    return made
-
-
-def run(engine, requests):
-    found = dict(engine.run(requests))
-    return [found[i] for i in range(len(requests))]
-
-
-def same(found, expected):
-    """Whether greedy completions are those of the native engine."""
-    assert [c.tokens for (c,) in found] == [c.tokens for c in expected]
-    assert [c.stop for (c,) in found] == [c.stop for c in expected]
-    for (a,), b in zip(found, expected, strict=True):
-        np.testing.assert_allclose(a.logps, b.logps, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
@@ -150,12 +51,6 @@ def test_samples_are_the_trainers_by_temperature_and_depend_on_seed_counter_and_
     assert len({tuple(t) for p in tokens for t in p}) == 18
     (other,) = run(engine, [dataclasses.replace(requests[0], counter=50)])
     assert [c.tokens for c in other] != tokens[0]
-
-
-def test_seeds_differ():
-    seeds = {sample_seed(48, seed, counter) for seed in range(3) for counter in range(1000)}
-    assert len(seeds) == 3000
-    assert max(seeds) < 2**48
 
 
 def test_the_same_policy_is_not_loaded_twice(url, state, policy):
@@ -188,8 +83,6 @@ def test_log_probabilities_before_the_temperature_are_found_out(url, policy):
 
 def test_a_server_that_does_not_say_whose_weights_it_has_must_prove_them(folders, policy, native):
     """`rlhf serve` of a policy that is no artifact, and servers without development endpoints."""
-    import stages.serving.server
-
     state = State(folders["first"])
     app = stages.serving.server.make_app(stages.serving.server.Server(state.live, TOKENIZER, "policy", (), 256))
     server, thread, url = serve(app)
@@ -294,28 +187,6 @@ def test_what_an_engine_would_do_otherwise_is_refused(policy):
         KINDS["sglang"].body(limited, policy("first"))
     with pytest.raises(RefusedRequest, match="stop strings"):
         KINDS["vllm"].body(Asked([1], 5, find_stop=lambda t: None), policy("first"))
-
-
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        ({"choices": []}, "0 samples of 1"),
-        ({"error": "x"}, "no completion"),
-        ({"choices": [{"index": 0, "token_ids": [1, 2], "logprobs": None}]}, "lacks token ids or log-probabilities"),
-        ({"choices": [{"index": 0, "token_ids": [1], "logprobs": {"token_logprobs": [-0.1]}}]}, "after 1 of 3 tokens"),
-        (
-            {"choices": [{"index": 0, "token_ids": [1, 2, 9], "logprobs": {"token_logprobs": [-0.1, None, -1.0]}}]},
-            "one is not finite",
-        ),
-        (
-            {"choices": [{"index": 0, "prompt_token_ids": [0, 5], "token_ids": [9], "logprobs": {}}]},
-            "other token ids than the one sent",
-        ),
-    ],
-)
-def test_an_answer_that_is_not_whole_is_none(answer, message):
-    with pytest.raises(ServerLost, match=message):
-        KINDS["vllm"].completions(Asked([5], 3, stop_ids=(9,)), answer)
 
 
 def test_a_server_that_is_not_there(policy):

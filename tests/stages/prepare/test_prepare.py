@@ -1,3 +1,5 @@
+"""Data of every source becomes tables with a card, the same bytes each time; what is broken is set aside or named."""
+
 import gzip
 import hashlib
 import importlib.util

@@ -1,8 +1,5 @@
 """Engines over HTTP whose servers run in processes of their own: started, lost, started again, and gone at the end."""
 
-# Fixtures are asked for by the names under which they are imported.
-# ruff: noqa: F401, F811
-
 import os
 import signal
 import sys
@@ -11,19 +8,8 @@ import time
 import psutil
 import pytest
 
+from tests.stages.sampling.support import GREEDY, remote, requests_of, run, same
 from tests.support import python
-from tests.tuning.rollout.servers.test_fleet import (
-    GREEDY,
-    folders,
-    native,
-    policy,
-    remote,
-    requests_of,
-    run,
-    same,
-    state,
-    url,
-)
 from tuning.rollout.servers.child import Child
 from tuning.rollout.servers.kinds import KINDS
 from tuning.rollout.servers.protocol import ServerLost, ServerStart
@@ -40,7 +26,7 @@ def children(tmp_path):
             words = [
                 sys.executable,
                 "-m",
-                "tests.tuning.rollout.servers.http_server",
+                "tests.stages.sampling.http_server",
                 *KINDS["vllm"].arguments(start, port),
             ]
             return [*words, "--pids", str(tmp_path / f"pids-{number}")]

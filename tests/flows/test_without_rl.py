@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.support import manifest_of
+from stages.store.artifacts import Store
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +30,9 @@ def test_distillation_and_preference_in_one_run(rlhf, store, record):
     assert taught["heldout_divergence"] < taught["heldout_divergence_before"]
     assert judged["heldout_ranking"] > judged["heldout_ranking_before"]
     assert judged["heldout_accuracy"] > 0.5 and judged["heldout_margin"] > 0
-    made = manifest_of(store, nodes["export"])["inputs"]["policy"]
+    exported = Store(str(store)).get("export", nodes["export"]["key"])
+    assert exported is not None
+    made = exported.manifest["inputs"]["policy"]
     assert made["key"] == nodes["preference"]["key"]
     for text in ("held-out divergence", "held-out accuracy", "distilled", "preference"):
         assert text in shown

@@ -1,0 +1,59 @@
+"""A server on loopback, the folders of two policies, and what the native engine samples from them."""
+
+import dataclasses
+
+import pytest
+
+from tests.stages.sampling.http_server import State, make_app, serve
+from tests.stages.sampling.support import CONFIG, GREEDY, PARAMS, TOKENIZER, requests_of, trainer
+from tuning.models.huggingface import save_decoder
+from tuning.models.tokenizer import save_tokenizer
+from tuning.rollout.engine.engine import Engine
+from tuning.rollout.engine.limits import Limits
+from tuning.rollout.servers.protocol import Policy
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    found = {}
+    for name, params in PARAMS.items():
+        found[name] = tmp_path_factory.mktemp("models") / name
+        save_decoder(found[name], CONFIG, params, {})
+        save_tokenizer(TOKENIZER, found[name])
+    return found
+
+
+@pytest.fixture(scope="module")
+def native():
+    """Greedy completions of GREEDY by the native engine."""
+    found = {}
+    for name, params in PARAMS.items():
+        engine = Engine(CONFIG, limits=Limits(slots=4, context=256))
+        engine.load(params)
+        done = dict(engine.run(GREEDY))
+        found[name] = [done[i][0] for i in range(len(GREEDY))]
+    return found
+
+
+@pytest.fixture
+def policy(folders):
+    def make(name, temperature=1.0, **changes):
+        probe = [dataclasses.replace(r, samples=1, counter=1000 + i) for i, r in enumerate(requests_of(2, temperature))]
+        return dataclasses.replace(Policy(name, lambda: folders[name], trainer(name), probe), **changes)
+
+    return make
+
+
+@pytest.fixture
+def state(folders):
+    state = State(folders["first"])
+    yield state
+    state.live.close()
+
+
+@pytest.fixture
+def url(state):
+    server, thread, url = serve(make_app(state))
+    yield url
+    server.should_exit = True
+    thread.join()

@@ -1,0 +1,13 @@
+"""A store as another machine sees it."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+from stages.store.artifacts import Store
+
+
+def fresh(store: Store, tmp_path: Path) -> Store:
+    """The same store as another machine sees it."""
+    return Store(store.url, scratch=tmp_path / uuid.uuid4().hex)

@@ -1,0 +1,91 @@
+"""Stages by themselves, on a model of under a million parameters and on rows that it learns at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from stages.contract.definition import Context
+from tuning.data.pipeline import SCHEMAS
+from tuning.models.byte_tokenizer import byte_tokenizer
+
+
+@dataclasses.dataclass
+class Folder:
+    """Stands in for an artifact."""
+
+    path: Path
+    digest: str
+    stage: str = "base"
+    manifest: dict[str, Any] = dataclasses.field(default_factory=dict)
+    url = "somewhere"
+
+    def local(self, part: str = "") -> Path:
+        return self.path / part
+
+    def has(self, part: str) -> bool:
+        return (self.path / part).exists()
+
+    def part_digest(self, parts: tuple[str, ...]) -> str:
+        return self.digest
+
+
+def perform(module: Any, config: Any, folder: Path, memory: dict[str, Any], **inputs: Folder) -> tuple[Any, Folder]:
+    """Runs a stage; returns its metrics and what it made."""
+    out, work = folder / "out", folder / "work"
+    out.mkdir(parents=True)
+    work.mkdir(exist_ok=True)
+    logs: list[str] = []
+    ctx = Context(
+        config=config, inputs=inputs, out=out, work=work, seed=3, progress=lambda *a, **k: None, log=logs.append,
+        memory=memory,
+    )  # fmt: skip
+    return module.run(ctx), Folder(out, str(folder), module.STAGE.name, {"config": config.model_dump()})
+
+
+TOKENIZER = byte_tokenizer()
+GOOD, BAD = "abcab", "zyxzyxzy"
+
+
+def ids(text: str, end: bool = True) -> list[int]:
+    """Tokens of a text, with the end of the turn."""
+    return TOKENIZER.encode(text, add_special_tokens=False) + [TOKENIZER.eos_token_id] * end
+
+
+def rows_of(name: str, count: int, start: int = 0) -> list[dict[str, Any]]:
+    """Prompts of their own, whose good answers look alike, as do the bad ones."""
+    found = []
+    for i in range(start, start + count):
+        row = {"id": f"{i:04d}", "prompt_ids": ids(f"{i * 37 % 1000}?", end=False), "prompt": str(i)}
+        good, bad = GOOD[: 2 + i % 4], BAD[: 3 + i % 5]
+        if "labelled" in name:
+            kind = i % 3 > 0
+            found.append(row | {"completion_ids": ids(good if kind else bad), "label": kind, "completion": "c"})
+        elif "preference" in name:
+            pair = {"chosen_ids": ids(good), "rejected_ids": ids(bad), "chosen": "c", "rejected": "r"}
+            found.append(row | pair | {"margin": None})
+        else:
+            found.append(row | {"completion_ids": ids(good), "completion": "c", "completion_mask": None})
+    return found
+
+
+def data(folder: Path, **tables: list[dict[str, Any]]) -> Folder:
+    """A table of each name, as the stage prepare writes it."""
+    for name, rows in tables.items():
+        (folder / name).mkdir(parents=True)
+        pq.write_table(pa.Table.from_pylist(rows, pa.schema(list(SCHEMAS[name].items()))), folder / name / "a.parquet")
+    return Folder(folder, str(folder))
+
+
+FAST = {"learning_rate": 3e-3, "schedule": "constant", "warmup_steps": 0}
+
+
+def settings(module: Any, **values: Any) -> Any:
+    """Settings of a stage that trains fast, eight examples a step where no tokens are given."""
+    values = {"optimizer": FAST} | ({} if "tokens_per_step" in values else {"examples_per_step": 8}) | values
+    return module.Config.model_validate_json(json.dumps(values))

@@ -1,0 +1,91 @@
+"""Preference learning: the policy comes to prefer what is chosen, whichever the loss and however rows are filled."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stages import preference, reward
+from tests.stages.training.support import data, perform, rows_of, settings
+
+
+@pytest.mark.parametrize("loss", ["dpo", pytest.param("orpo", marks=pytest.mark.slow)])
+def test_preference_on_pairs(loss, base, memory, judged, tmp_path):
+    inputs = {"policy": base, "data": judged, "tokenizer": base}
+    inputs |= {"reference": base} if loss == "dpo" else {}
+    metrics, made = perform(preference, settings(preference, loss=loss), tmp_path / loss, memory, **inputs)
+    assert (metrics["examples"], metrics["heldout_pairs"]) == (32, 12)
+    assert metrics["heldout_loss"] < metrics["heldout_loss_before"]
+    assert metrics["heldout_accuracy"] == metrics["heldout_ranking"] == 1.0 > metrics["heldout_ranking_before"]
+    assert metrics["heldout_margin"] > 0.02
+    assert metrics["heldout_chosen_logps"] > metrics["heldout_rejected_logps"]
+    if loss == "dpo":
+        assert metrics["heldout_loss_before"] == pytest.approx(np.log(2), rel=1e-5)
+    assert (tmp_path / loss / "work" / "reference-logps").exists() == (loss == "dpo")
+    lines = [json.loads(line) for line in (made.path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    assert {"loss", "accuracy", "margin", "chosen_logps", "rejected_logps", "grad_norm"} <= set(lines[0])
+    assert all(line["seconds"] > 0 and line["tokens_per_second"] > 0 and line["mfu"] >= 0 for line in lines)
+    # A tiny model is far from what the device can do, but it does work.
+    assert 0 < metrics["mfu"] < 1 and metrics["tokens_per_second"] > 0 and metrics["peak_memory_mb"] > 100
+    assert lines[-1]["margin"] > lines[0]["margin"]
+    assert (made.path / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_kto_on_pairs_taken_apart(base, memory, judged, tmp_path):
+    inputs = {"policy": base, "reference": base, "tokenizer": base, "data": judged}
+    metrics, _ = perform(preference, settings(preference, loss="kto"), tmp_path / "kto", memory, **inputs)
+    assert (metrics["examples"], metrics["heldout_completions"]) == (64, 24)
+    assert metrics["heldout_loss_before"] == pytest.approx(0.5, rel=1e-5)
+    assert metrics["heldout_loss"] < 0.49
+    assert metrics["heldout_accuracy"] > 0.95 and metrics["heldout_margin"] > 0.02
+
+
+@pytest.mark.slow
+def test_kto_on_labels_and_that_micro_batches_change_nothing(base, memory, judged, tmp_path):
+    inputs = {"policy": base, "reference": base, "tokenizer": base, "labelled": judged}
+    found = []
+    for tokens in (64, 512):
+        config = settings(preference, loss="kto", beta=2.0, compute={"tokens_per_micro_batch": tokens})
+        found.append(perform(preference, config, tmp_path / str(tokens), memory, **inputs)[0])
+    assert (found[0]["examples"], found[0]["heldout_completions"]) == (48, 24)
+    assert found[0]["kl"] > 0.01
+    assert found[0]["heldout_accuracy"] > 0.95
+    for key in ("loss", "kl", "margin", "heldout_loss"):
+        assert found[0][key] == pytest.approx(found[1][key], rel=1e-4, abs=1e-6), key
+
+
+def test_kto_needs_both_kinds_and_several_prompts(base, memory, tmp_path):
+    inputs = {"policy": base, "reference": base, "tokenizer": base}
+    good = [r for r in rows_of("labelled", 9) if r["label"]]
+    same = [r | {"prompt_ids": [5]} for r in rows_of("labelled", 9)]
+    for number, (rows, message) in enumerate(
+        [(good, "all 6 labels are True"), (same, "all prompts of the data agree")]
+    ):
+        config = settings(preference, loss="kto", heldout_fraction=0.0)
+        with pytest.raises(ValueError, match=message):
+            found = data(tmp_path / f"d{number}", labelled=rows)
+            perform(preference, config, tmp_path / f"r{number}", memory, **inputs, labelled=found)
+
+
+@pytest.mark.slow
+def test_long_pairs_stay_pairs_in_reward_and_preference(base, memory, tmp_path):
+    # The winner is the shorter one in some pairs and the longer one in others, so rows are filled in another order.
+    def pair(i: int) -> dict[str, Any]:
+        good, bad = [70] * (420 + 60 * (i % 3)), [90] * (540 - 50 * (i % 2))
+        judged = {"chosen_ids": [*good, 2], "rejected_ids": [*bad, 2], "chosen": "c", "rejected": "r", "margin": None}
+        return {"id": str(i), "prompt_ids": [20 + i] * 300, "prompt": "p", **judged}
+
+    rows = [pair(i) for i in range(4)]
+    assert min(len(r["prompt_ids"]) + len(r["chosen_ids"]) + len(r["rejected_ids"]) for r in rows) > 1024
+    found = data(tmp_path / "data", preference=rows, heldout_preference=rows[:2])
+    inputs = {"data": found, "tokenizer": base}
+    config = settings(reward, examples_per_step=4, epochs=2)
+    metrics, _ = perform(reward, config, tmp_path / "reward", memory, base=base, **inputs)
+    assert metrics["accuracy"] == metrics["heldout_accuracy"] == 1.0
+    config = settings(preference, loss="simpo", examples_per_step=4, epochs=2)
+    metrics, _ = perform(preference, config, tmp_path / "preference", memory, policy=base, **inputs)
+    assert metrics["accuracy"] == metrics["heldout_accuracy"] == 1.0

@@ -1,0 +1,53 @@
+"""Rounds of RL of the tiny model with its own rollouts; even tokens are rewarded."""
+
+import numpy as np
+
+from tests.tuning.tiny import CONFIG, PARAMS
+from tuning.algorithms.learner import Learner
+from tuning.algorithms.round_data import RoundData
+from tuning.algorithms.rounds import run_round
+from tuning.algorithms.settings import RoundSettings
+from tuning.models.huggingface import scalar_head_params
+from tuning.rollout.engine.engine import Engine
+from tuning.rollout.requests import Sampling
+from tuning.rows import CompletionRow, ScoreRow
+from tuning.settings import OptimizerSettings
+from tuning.training.step import copy
+
+PROMPTS = [np.random.default_rng(i).integers(0, 97, 4 + i).tolist() for i in range(6)]
+
+
+def rollouts(params, seed):
+    """Eight completions of each prompt, and their scores: the share of even tokens."""
+    found = Engine(CONFIG).generate(
+        params, PROMPTS, samples=8, max_tokens=6, sampling=Sampling(), eos_ids=(1,), seed=seed,
+        counters=range(6),
+    )  # fmt: skip
+    rows = [
+        CompletionRow(prompt_id=str(p), sample=s, prompt_ids=PROMPTS[p], token_ids=c.tokens, logprobs=c.logps)
+        for p, completions in enumerate(found)
+        for s, c in enumerate(completions)
+    ]
+    totals = [sum(t % 2 == 0 for t in r.token_ids) / len(r.token_ids) for r in rows]
+    scores = [ScoreRow(prompt_id=r.prompt_id, sample=r.sample, total=t) for r, t in zip(rows, totals, strict=True)]
+    return rows, scores
+
+
+def play(config, rounds, reference=None):
+    """Trains through several rounds: (mean reward before each, metrics of each)."""
+    policy, critic = Learner.start(copy(PARAMS), config.optimizer), None
+    if config.needs_critic:
+        critic = Learner.start(scalar_head_params(CONFIG, copy(PARAMS)), config.critic.optimizer)
+    rewards, metrics = [], []
+    for r in range(rounds):
+        rows, scores = rollouts(policy.params, r)
+        rewards.append(np.mean([s.total for s in scores]))
+        result = run_round(RoundData.from_rows(rows, scores), config, CONFIG, policy, critic, reference=reference)
+        policy, critic = result.policy, result.critic
+        metrics.append(result.metrics)
+    return rewards, metrics
+
+
+def settings(algorithm="grpo", **changes):
+    base = {"prompts_per_step": 3, "kl_coef": 0.0, "optimizer": OptimizerSettings(learning_rate=0.003)}
+    return RoundSettings.of(algorithm, **base | changes)

@@ -1,0 +1,52 @@
+"""A model whose distributions are far from uniform, requests of every kind, and the trainer's log-probabilities."""
+
+import functools
+
+import jax
+import numpy as np
+
+from tests.tuning.tiny import CONFIG
+from tuning.device import Compute
+from tuning.models.decoder import decoder_graph
+from tuning.models.huggingface import random_params
+from tuning.rollout.requests import Request, Sampling
+from tuning.training.batch import Group, Layout, micro_batches
+from tuning.training.forward import logps_and_entropy
+
+# Four times the initial scale: distributions that are far from uniform.
+PARAMS = jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, random_params(CONFIG, 5))
+EOS = (7, 11)
+GRAPH = decoder_graph(CONFIG)
+
+
+@functools.partial(jax.jit, static_argnames="temperature")
+def forward(batch, temperature):
+    return logps_and_entropy(GRAPH, PARAMS, batch, temperature, Compute())[0]
+
+
+def trainer_logps(prompt, tokens, temperature=1.0):
+    """Log-probabilities of up to 24 tokens after a prompt, as the trainer computes them."""
+    (batch,) = micro_batches([Group(list(prompt), [tokens], [0])], layout=Layout(64, 1), completion_tokens=24)
+    return np.asarray(forward(batch.arrays(), temperature))[0, : len(tokens)]
+
+
+def requests_of(count, seed=0, **fixed):
+    """Requests whose prompts, sampling, stops and lengths vary; `fixed` are the fields that do not."""
+    rng = np.random.default_rng(seed)
+    shared = rng.integers(0, 97, 24).tolist()
+
+    def one(i):
+        prompt = shared[: rng.integers(1, 24)] if rng.random() < 0.3 else []
+        prompt = prompt + rng.integers(0, 97, rng.integers(1, 40)).tolist()
+        sampling = Sampling(
+            temperature=float(rng.choice([0.0, 0.7, 1.0, 1.5])),
+            top_p=float(rng.choice([1.0, 0.9])),
+            top_k=int(rng.choice([0, 0, 5])),
+            min_p=float(rng.choice([0.0, 0.0, 0.1])),
+            repetition_penalty=float(rng.choice([1.0, 1.0, 1.3])),
+        )
+        stop_ids = EOS if rng.random() < 0.5 else ()
+        values = {"max_tokens": int(rng.integers(1, 24)), "sampling": sampling, "samples": int(rng.integers(1, 4))}
+        return Request(prompt, seed=9, counter=i, **(values | {"stop_ids": stop_ids} | fixed))
+
+    return [one(i) for i in range(count)]

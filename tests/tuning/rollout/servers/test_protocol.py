@@ -1,0 +1,35 @@
+"""What a server is asked, and which of its answers count: seeds of their own, and whole completions alone."""
+
+import pytest
+
+from tuning.rollout.requests import Request
+from tuning.rollout.servers.kinds import KINDS
+from tuning.rollout.servers.protocol import ServerLost, sample_seed
+
+
+def test_seeds_differ():
+    seeds = {sample_seed(48, seed, counter) for seed in range(3) for counter in range(1000)}
+    assert len(seeds) == 3000
+    assert max(seeds) < 2**48
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({"choices": []}, "0 samples of 1"),
+        ({"error": "x"}, "no completion"),
+        ({"choices": [{"index": 0, "token_ids": [1, 2], "logprobs": None}]}, "lacks token ids or log-probabilities"),
+        ({"choices": [{"index": 0, "token_ids": [1], "logprobs": {"token_logprobs": [-0.1]}}]}, "after 1 of 3 tokens"),
+        (
+            {"choices": [{"index": 0, "token_ids": [1, 2, 9], "logprobs": {"token_logprobs": [-0.1, None, -1.0]}}]},
+            "one is not finite",
+        ),
+        (
+            {"choices": [{"index": 0, "prompt_token_ids": [0, 5], "token_ids": [9], "logprobs": {}}]},
+            "other token ids than the one sent",
+        ),
+    ],
+)
+def test_an_answer_that_is_not_whole_is_none(answer, message):
+    with pytest.raises(ServerLost, match=message):
+        KINDS["vllm"].completions(Request([5], 3, stop_ids=(9,)), answer)
