@@ -13,14 +13,15 @@ from pathlib import Path
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A path beside `path` to write to; it takes the place of `path` when the block ends, and is removed if it raises.
+    """A path beside `path` to write to. It replaces `path` when the block ends, and is removed if the block raises.
 
-    The name is hidden, ends in `.part` and is this process's alone; parents are made. The data are not synced to disk.
+    The name is hidden, ends in `.part` and is unique to the call. Parents are created. Data are not synced to disk.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.part")
     try:
         yield partial
+        # Atomic within a file system, hence a name in the same folder.
         os.replace(partial, path)
     finally:
         with contextlib.suppress(FileNotFoundError):
@@ -29,7 +30,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """As `whole_file`, for a new folder. Where `path` was made meanwhile, that one stays and this one is dropped."""
+    """Like `whole_file`, for a new folder. If `path` exists by then, it stays and the new folder is dropped."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.part")
     partial.mkdir()
@@ -38,6 +39,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
         try:
             partial.rename(path)
         except OSError:
+            # A rename onto a folder with content fails: another process was first.
             if not path.is_dir():
                 raise
     finally:

@@ -8,7 +8,7 @@ import os
 import jax
 
 CACHE_SHARE = 0.25
-"""Of a device's memory, for what attention caches while sampling."""
+"""Share of a device's memory for the keys and values that sampling caches."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Compute:
     dtype: str = "float32"
     """Type of activations."""
     remat: bool = False
-    """Whether the backward pass computes a layer's activations again, to save memory."""
+    """Whether the backward pass recomputes a layer's activations, to save memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +47,7 @@ def memory_bytes() -> int:
         return int(stats["bytes_limit"])
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
+        # A container's limit (cgroup v2), or the word `max`.
         with open("/sys/fs/cgroup/memory.max") as f:
             limit = f.read().strip()
         return min(total, int(limit)) if limit.isdigit() else total
@@ -82,6 +83,7 @@ def choose(dtype: str = "auto") -> Device:
         kind=device.device_kind,
         count=jax.device_count(),
         memory_bytes=memory,
+        # On CPU memory is plentiful and products are slow: recomputing them costs more than it saves.
         compute=Compute(dtype=dtype, remat=not on_cpu),
         row_tokens_per_step=1024 if on_cpu else 16384,
         rollout_rows=64 if on_cpu else 1024,

@@ -19,7 +19,7 @@ ROWS = ("data", "fsdp")
 
 
 def make_mesh(axes: Axes, devices: list[Any] | None = None) -> Mesh:
-    """A mesh over the given devices (by default all, of all processes), `tensor` innermost.
+    """A mesh over `devices` (by default those of all processes), `tensor` innermost.
 
     Raises ValueError where the sizes do not multiply to the number of devices.
     """
@@ -30,9 +30,11 @@ def make_mesh(axes: Axes, devices: list[Any] | None = None) -> Mesh:
     if len(open_axes) > 1 or any(s == 0 or s < -1 for s in sizes.values()):
         raise ValueError(f"mesh {sizes}: sizes are positive, and one of them may be -1")
     if open_axes:
+        # Rounded down; a remainder is reported by the check below.
         sizes[open_axes[0]] = max(1, len(devices) // known)
     if math.prod(sizes.values()) != len(devices):
         raise ValueError(f"mesh {sizes} asks for {math.prod(sizes.values())} devices, there are {len(devices)}")
+    # Innermost means neighbours: `tensor` communicates in every layer and needs the fastest links.
     return Mesh(np.array(devices).reshape(tuple(sizes.values())), tuple(sizes))
 
 
@@ -49,14 +51,18 @@ def row_shards(mesh: Mesh | None) -> int:
 def put(value: Any, sharding: NamedSharding) -> jax.Array:
     """A copy of an array on its devices. Every process holds the whole value and hands over its own part."""
     if isinstance(value, jax.Array) and value.is_fully_addressable and sharding.is_fully_addressable:
-        # A shard may share memory with what it was put from, and donation would take that away.
+        # A shard may share memory with its source, and donating the shard would invalidate the source.
         return jax.device_put(jnp.copy(value), sharding)
     host = np.asarray(value)
+    # device_put reaches local devices only; here each process contributes the shards that it can address.
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index].copy())
 
 
 def put_params(params: Any, mesh: Mesh | None) -> Any:
-    """Parameters, adapters or frozen trees on the mesh by the model's rules; arrays with that sharding stay."""
+    """Parameters, adapters or frozen trees on the mesh by the rules of `models.sharding`.
+
+    Arrays that already have their sharding are returned as they are.
+    """
     return params if mesh is None else _lay(params, shardings(params, mesh))
 
 
@@ -73,7 +79,7 @@ def _lay(tree: Any, where: Any) -> Any:
 
 
 def put_batch(batch: dict[str, Any], mesh: Mesh | None) -> dict[str, Any]:
-    """A micro-batch sharded along its first axis; counts are on every device."""
+    """A micro-batch sharded along its first axis; scalars (counts) are replicated."""
     if mesh is None:
         return batch
 
@@ -85,9 +91,10 @@ def put_batch(batch: dict[str, Any], mesh: Mesh | None) -> dict[str, Any]:
 
 
 def state_shardings(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh) -> tuple[Any, Any]:
-    """Shardings of parameters and optimizer state: moments as their parameters, all else on every device.
+    """Shardings of parameters and optimizer state: moments like their parameters, the rest replicated.
 
-    A moment is a leaf of a parameter's shape whose path ends in that parameter's. Adafactor's factors are none.
+    A moment is a leaf of the state whose shape is a parameter's and whose path ends in that parameter's path. The
+    factors of Adafactor have other shapes, so they are replicated.
     """
     of_params = shardings(params, mesh)
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -95,6 +102,7 @@ def state_shardings(optimizer: optax.GradientTransformation, params: Any, mesh: 
     known = {(path, leaf.shape): sharding for (path, leaf), sharding in leaves}
 
     def one(path: Any, leaf: Any) -> NamedSharding:
+        # Longest path first: ('mu', 'layers', 'q') -> ('layers', 'q') -> ('q',).
         ends = ((path[start:], leaf.shape) for start in range(len(path)))
         return next((known[end] for end in ends if end in known), everywhere)
 
@@ -105,11 +113,12 @@ def init_state(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh 
     """The optimizer's first state, on the mesh where there is one."""
     if mesh is None:
         return jax.jit(optimizer.init)(params)
+    # Under jit the state is created sharded; no device ever holds all of it.
     return jax.jit(optimizer.init, out_shardings=state_shardings(optimizer, params, mesh)[1])(params)
 
 
 def gather(tree: Any) -> Any:
-    """The tree with whole arrays on this process: numpy where arrays are spread over several processes."""
+    """The tree with complete arrays on this process: NumPy arrays where they are spread over several processes."""
     if all(x.is_fully_addressable for x in jax.tree.leaves(tree)):
         return tree
     from jax.experimental import multihost_utils

@@ -1,4 +1,4 @@
-"""Calls that may fail in passing, such as those over a network: tried again after waits that double."""
+"""Repeats calls with transient failures, such as those over a network, after pauses that double."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TypeVar
 T = TypeVar("T")
 
 BUSY = (408, 425, 429, 500, 502, 503, 504)
-"""HTTP statuses of a server that may answer the same request later."""
+"""HTTP statuses after which the same request may succeed later."""
 
 
 def pause(attempt: int, first_seconds: float, longest_seconds: float = float("inf")) -> float:
-    """Seconds to wait after try number `attempt` (from 0): doubled with each try, up to a limit."""
+    """Seconds to wait after attempt number `attempt` (from 0): doubled with each try, up to a limit."""
     return min(first_seconds * 2**attempt, longest_seconds)
 
 
@@ -22,7 +22,7 @@ def retried(
 ) -> T:
     """The result of `action`, which is called up to `tries` times.
 
-    Raises the error of the last try, or at once an error that is not `passing`.
+    passing: whether an error is transient. Raises the error of the last try, or at once an error that is not transient.
     """
     for attempt in range(tries - 1):
         try:

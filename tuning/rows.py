@@ -1,4 +1,4 @@
-"""Rows of the tables that stages of a round hand to each other. A class is the one definition of its table's columns.
+"""Rows of the tables between the stages of a round. Each class is the one definition of its table's columns.
 
     prepare --PromptRow--> rollout --CompletionRow--> score --ScoreRow--> update
                            evaluate: CompletionRow and VerdictRow
@@ -34,7 +34,7 @@ def columns_of(kind: type) -> dict[str, pa.DataType]:
 
 
 def _arrow_type(hint: Any) -> pa.DataType:
-    """The Arrow type in `Annotated[T, type]`, or in `Annotated[T, type] | None`: every column may hold nulls."""
+    """The Arrow type in `Annotated[T, type]`, or in `Annotated[T, type] | None`. Every column is nullable."""
     if hasattr(hint, "__metadata__"):
         return hint.__metadata__[0]
     return _arrow_type(next(part for part in get_args(hint) if part is not NoneType))
@@ -76,7 +76,7 @@ class PromptRow(Row):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompletionRow(Row):
-    """A sampled completion, with everything that was sampled (R3): a row of the rollout table."""
+    """A sampled completion with everything that sampling decided (R3): a row of the rollout table."""
 
     prompt_id: Text
     sample: Place = 0
@@ -129,13 +129,14 @@ class ScoreRow(Row):
     def schema(cls, rewards: Sequence[str] = ()) -> pa.Schema:
         """Columns of a table with these rewards."""
         plain = super().schema()
+        # The rewards differ from recipe to recipe, so the class cannot name the fields of the struct.
         values = pa.struct([(name, pa.float32()) for name in rewards])
         return plain.set(plain.get_field_index("rewards"), pa.field("rewards", values))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VerdictRow(Row):
-    """What the judge of an evaluation says of a completion."""
+    """The verdict of an evaluation's judge on a completion."""
 
     prompt_id: Text
     sample: Place
@@ -176,6 +177,6 @@ def write_table(path: Path, rows: Sequence[Row], schema: pa.Schema) -> None:
 
 
 def write_arrow(path: Path, table: pa.Table) -> None:
-    """As `write_table`, for rows that are in Arrow already."""
+    """Like `write_table`, for a table that is in Arrow already."""
     with whole_file(path) as partial:
         pq.write_table(table, partial, compression="zstd")

@@ -1,7 +1,7 @@
 """Settings of training, each with its default, its bounds and its meaning.
 
-Loads nothing heavy: recipes are read with them before JAX is. The stages' settings derive from these classes and check
-the bounds; a dataclass that is made directly takes any value.
+The module imports neither JAX nor Optax, so that reading a recipe is fast. The stages' settings derive from these
+classes and check the bounds; a dataclass that is constructed directly takes any value.
 """
 
 from __future__ import annotations

@@ -1,15 +1,18 @@
-"""Sizes of compiled shapes: few of them, so little is compiled."""
+"""Sizes of compiled shapes. Few distinct sizes mean few compilations."""
 
 from __future__ import annotations
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The next multiple."""
+    """The smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
 
 
 def bucket(value: int, smallest: int = 8) -> int:
-    """The next of smallest * (1, 1.5, 2, 3, 4, 6, 8, ...): at most a third of a bucket is padding."""
+    """The smallest of smallest * (1, 1.5, 2, 3, 4, 6, 8, ...) that is at least `value`.
+
+    Above `smallest` less than a third of a bucket is padding.
+    """
     size = smallest
     while size < value:
         if size * 3 // 2 >= value and size % 2 == 0:

@@ -1,8 +1,8 @@
-"""What the steps of `tuning.data.pipeline` work on: the plan, and blocks of records.
+"""The data of the steps of `tuning.data.pipeline`: the plan, and blocks of records.
 
-A step is made from the plan once in each process and then called with blocks, which it changes; it returns what it
-counted. A record has one fate: kept (at least one row), dropped (`Entry.fate` says why), or dead (it moves to
-`Block.dead`, with a reason); duplicates are found when blocks are merged.
+A step is built from the plan once per process. It is called with blocks, changes them in place and returns its counts.
+A record has one fate: kept (at least one row), dropped (`Entry.fate` says why), or dead (it moves to `Block.dead`, with
+a reason). Duplicates are detected when blocks are merged.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class SourcePlan:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Everything that decides the output, beside the records."""
+    """All settings that influence the output. Output = f(records, plan)."""
 
     tokenizer: str
     """Folder of the tokenizer, or its URL."""
     splits: Sequence[str]
-    """The wanted outputs."""
+    """Outputs to produce, of `tuning.data.records.SPLITS`."""
     sources: Sequence[SourcePlan] = (SourcePlan(),)
     system_prompt: str | None = None
     extra_fields: str = "error"
     seed: int = 0
-    """Of split and weights."""
+    """Seed of the split and of source weights."""
     heldout_fraction: float = 0.0
     sft_fraction: float = 1.0
     preference_all: bool = True
@@ -53,28 +53,29 @@ class Plan:
     max_prompt_tokens: int = 512
     max_completion_tokens: int = 512
     too_long: str = "drop"
-    """drop, or truncate: a prompt keeps its end, a completion its start, without EOS then (R10)."""
+    """drop, or truncate: a prompt keeps its end; a completion keeps its start and has no EOS then (R10)."""
     shards: int = 1
     rules: Sequence[str] = ()
     """`module:function` of the user's filters."""
     contamination: str | None = None
-    """File of n-gram hashes of evaluation prompts (numpy), beside the lengths that they have."""
+    """File of sorted n-gram hashes of evaluation prompts (NumPy)."""
     contamination_lengths: Sequence[int] = ()
+    """Lengths of those n-grams, in words."""
     signatures: bool = False
-    """Whether near duplicates are looked for."""
+    """Whether to compute the signatures by which near duplicates are detected."""
 
 
 @dataclasses.dataclass(slots=True)
 class Draft:
-    """A row of an output between `render` and the pieces: it has texts first, and ids once they are tokenised."""
+    """A row of an output between `render` and the pieces: texts first, token ids after `tokenize`."""
 
     output: str
     key: str
-    """What equal rows share."""
+    """Rows of an output with equal keys are duplicates."""
     columns: dict[str, Any]
     """Columns that hold neither token ids nor provenance."""
     texts: dict[str, str] = dataclasses.field(default_factory=dict)
-    """What `tokenize` encodes, by the column that its ids go to."""
+    """Texts for `tokenize`, by the column that receives their ids."""
     ids: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     """Columns of token ids."""
     mask: list[int] | None = None
@@ -86,34 +87,39 @@ class Entry:
     """A record on its way from its line to its rows."""
 
     position: int
+    """Place among all records of all sources, from 0: the order in which the first of equal records wins."""
     number: int
+    """Number in its file, from 1."""
     line: bytes
+    """JSON of the raw record."""
     record: Record = None  # type: ignore[assignment]
-    """Set by `validate`; what fails there is dead and reaches no other step."""
+    """Set by `validate`; a record that fails there is dead and reaches no other step."""
     outputs: list[str] = dataclasses.field(default_factory=list)
     times: int = 1
+    """How often its rows are written, by the weight of its source."""
     drafts: list[Draft] = dataclasses.field(default_factory=list)
     dropped: list[str] = dataclasses.field(default_factory=list)
-    """output:reason of each row that was dropped."""
+    """`output:reason` of each dropped row."""
     fate: str = ""
-    """Why the record has no row."""
+    """Why the record was dropped; empty while it is alive."""
     signature: np.ndarray | None = None
 
 
 @dataclasses.dataclass
 class Block:
-    """Records that are worked on together; `name` is unique and the same in each run over the same parts."""
+    """Records that are processed together. `name` is unique, and the same in each run over the same parts."""
 
     name: str
     part: Part
     last: bool
-    """Whether it is the last one of its part."""
+    """Whether it is the last block of its part."""
     entries: list[Entry]
     dead: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     counts: dict[str, Counts] = dataclasses.field(default_factory=dict)
-    """What each step counted."""
+    """Counts by step."""
 
     def alive(self) -> list[Entry]:
+        """The entries that no step has dropped."""
         return [entry for entry in self.entries if not entry.fate]
 
     def bury(self, reasons: Mapping[int, str], step: str) -> None:
@@ -135,8 +141,9 @@ Step = Callable[[Block], Counts]
 
 @functools.lru_cache(maxsize=2)
 def tokenizer_of(folder: str) -> Any:
-    """The tokenizer, loaded once in a process: steps are made for each thread and bundle."""
+    """The tokenizer, loaded once per process, since Beam builds steps for each thread and bundle."""
     tokenizer = load_tokenizer(local_copy(folder))
+    # A saved tokenizer may carry either, which would change ids.
     tokenizer.backend_tokenizer.no_padding()
     tokenizer.backend_tokenizer.no_truncation()
     return tokenizer

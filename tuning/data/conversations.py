@@ -1,4 +1,10 @@
-"""Conversations under a chat template: token ids, and which of them the assistant wrote."""
+"""Conversations under a chat template: token ids, and a mask of those that the assistant wrote.
+
+In ChatML:
+
+    text   <start>user \\n Hi <end> \\n <start>assistant \\n Hello <end> \\n
+    mask      0    0   0   0    0   0    0       0       0    1     1    (the rest is left out)
+"""
 
 from __future__ import annotations
 
@@ -15,7 +21,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class ConversationError(ValueError):
-    """A conversation whose assistant turns have no certain place in the text that the template makes of it."""
+    """A conversation whose assistant turns cannot be located in the rendered text."""
 
 
 def render_prompt(
@@ -40,11 +46,11 @@ def render_prompt(
 def conversation_ids(
     tokenizer: PreTrainedTokenizerFast, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()
 ) -> tuple[list[int], list[int]]:
-    """Token ids up to the end of the last assistant turn, and 1 for each that SFT trains, else 0.
+    """Token ids up to the end of the last assistant turn, and their mask: 1 where SFT trains, else 0.
 
-    Trained is what the assistant writes in every one of its turns: content, calls of tools and the end-of-turn token
-    (R10), not the headers, which the template writes. Where the template marks it with `{% generation %}`, the marks
-    say what that is; else the text of a turn is what it adds to the text before it, header included.
+    SFT trains the tokens that the assistant generates in each of its turns: content, tool calls and the end-of-turn
+    token (R10). It does not train headers, which the template writes. A template with `{% generation %}` marks says
+    itself which tokens these are. Otherwise a turn is the text that it adds after the header of its turn.
 
     Raises ConversationError where a turn changes the text before it, or there is no assistant turn.
     """
@@ -63,7 +69,7 @@ def conversation_ids(
 
 
 def _by_prefixes(tokenizer: PreTrainedTokenizerFast, turns: list[Any], tools: Any) -> tuple[list[int], list[int]]:
-    """Ids and mask of the whole text, from the texts before and after each assistant turn."""
+    """Ids and mask of the full text, from the texts before and after each assistant turn."""
 
     def render(count: int, header: bool = False) -> str:
         text: Any = tokenizer.apply_chat_template(
@@ -71,33 +77,36 @@ def _by_prefixes(tokenizer: PreTrainedTokenizerFast, turns: list[Any], tools: An
         )
         return str(text)
 
-    whole = render(len(turns))
-    encoded: Any = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+    full = render(len(turns))
+    encoded: Any = tokenizer(full, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
     control, mask = _control(tokenizer), [0] * len(ids)
     for number, turn in enumerate(turns):
         if turn["role"] != "assistant":
             continue
+        # A template may depend on later messages ("is this the last turn?"). Then prefixes differ from the full text.
         before, after = render(number, header=True), render(number + 1)
-        if not (whole.startswith(before) and whole.startswith(after)):
-            which = "before" if not whole.startswith(before) else "up to the end of"
+        if not (full.startswith(before) and full.startswith(after)):
+            which = "before" if not full.startswith(before) else "up to the end of"
             raise ConversationError(
                 f"the chat template writes the text {which} message {number + 1} otherwise when more messages follow, "
                 "so the turn has no certain place: use a template with {% generation %} marks, or one record a turn"
             )
+        # Offsets are [start, stop) in characters. A token across the border of header and turn counts as the turn's.
         first = next(i for i, (_, stop) in enumerate(offsets) if stop > len(before))
         end = next((i for i, (start, _) in enumerate(offsets) if start >= len(after)), len(ids))
-        # What the template writes behind the end-of-turn token, such as a newline, is never generated.
+        # Text that the template puts behind the end-of-turn token, such as a newline, is never generated.
         ends = [i for i in range(first, end) if ids[i] in control]
-        if ends and not whole[offsets[ends[-1]][1] : len(after)].strip():
+        if ends and not full[offsets[ends[-1]][1] : len(after)].strip():
             end = ends[-1] + 1
         mask[first:end] = [1] * (end - first)
     return ids, mask
 
 
 def _with_ends(tokenizer: PreTrainedTokenizerFast, ids: list[int], mask: list[int]) -> tuple[list[int], list[int]]:
-    """Trains the end-of-turn token behind each turn as well, and leaves out what follows the last turn."""
+    """Adds the end-of-turn token behind each turn to the mask, and cuts all tokens after the last turn."""
     control = _control(tokenizer)
+    # A mark usually closes before the end-of-turn token, which the model has to learn as well.
     for end in _run_ends(mask):
         if ids[end - 1] in control:
             continue
@@ -111,9 +120,10 @@ def _with_ends(tokenizer: PreTrainedTokenizerFast, ids: list[int], mask: list[in
 
 
 def _run_ends(mask: Sequence[int]) -> Iterator[int]:
-    """The positions behind each run of ones."""
+    """The position after each run of ones; listed before the caller changes the mask."""
     return iter([i + 1 for i, m in enumerate(mask) if m and not any(mask[i + 1 : i + 2])])
 
 
 def _control(tokenizer: PreTrainedTokenizerFast) -> set[int]:
+    """Ids of the control tokens."""
     return {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}

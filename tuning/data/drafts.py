@@ -1,4 +1,4 @@
-"""The steps that make rows of records: chat template, token ids and limits of length (see `tuning.data.steps`)."""
+"""The steps from records to rows: chat template, token ids and limits of length (see `tuning.data.steps`)."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def render(plan: Plan) -> Step:
 
 
 def _messages(plan: Plan, turns: Sequence[Message]) -> list[Message]:
-    """The turns, after the system prompt where they bring none of their own."""
+    """The turns, with the plan's system prompt before them unless they begin with one."""
     own = not plan.system_prompt or turns[0]["role"] == "system"
     return list(turns) if own else [{"role": "system", "content": plan.system_prompt}, *turns]
 
 
 def drafts_of(tokenizer: Any, plan: Plan, output: str, record: Record) -> list[Draft]:
-    """Drafts of the rows of one output: one, or for pairs one for each rejected completion."""
+    """Drafts of a record's rows in one output: one row, or for pairs one row per rejected completion."""
     columns: dict[str, Any] = {"id": record.id, "prompt": record.prompt_text}
     if record.text is not None:
         texts = {"prompt_ids": "", "completion_ids": record.text}
@@ -53,17 +53,17 @@ def drafts_of(tokenizer: Any, plan: Plan, output: str, record: Record) -> list[D
         return [Draft(output, record.content, columns, texts | {"completion_ids": record.completion or ""})]
     if output in ("preference", "heldout_preference"):
         return _pairs(output, record, columns, texts)
-    # Several pairs of one prompt are one prompt to sample from.
+    # Several pairs of one prompt are one prompt to sample from, so completions are not part of the key.
     key = digest(json.dumps([record.prompt, record.answer], sort_keys=True))
     return [Draft(output, key, columns | {"answer": record.answer, "metadata": record.metadata}, texts)]
 
 
 def _conversation(tokenizer: Any, plan: Plan, record: Record, columns: dict[str, Any]) -> Draft:
-    """A conversation for SFT: all up to the first trained token is its prompt."""
+    """A conversation for SFT. Its prompt ends before the first trained token; later headers are masked."""
     assert record.conversation is not None
     ids, mask = conversation_ids(tokenizer, _messages(plan, record.conversation), record.tools)
     first = mask.index(1)
-    # Ids already: which tokens are trained follows from their places in the text of the whole conversation.
+    # Ids, not texts: the mask belongs to the tokens of the rendered conversation.
     parts = {"prompt_ids": ids[:first], "completion_ids": ids[first:]}
     return Draft("sft", record.content, columns | {"completion": record.completion}, ids=parts, mask=mask[first:])
 
@@ -74,6 +74,7 @@ def _pairs(output: str, record: Record, columns: dict[str, Any], texts: dict[str
     texts = texts | {"chosen_ids": record.completion or ""}
     drafts = []
     for i, rejected in enumerate(record.rejected):
+        # Ids stay unique where one record gives several rows.
         name = record.id if len(record.rejected) == 1 else f"{record.id}/{i}"
         mine = columns | {"id": name, "rejected": rejected}
         drafts.append(Draft(output, f"{record.content}/{i}", mine, texts | {"rejected_ids": rejected}))
@@ -81,16 +82,17 @@ def _pairs(output: str, record: Record, columns: dict[str, Any], texts: dict[str
 
 
 _BATCH = 512
+"""Texts that are encoded at a time."""
 
 
 def tokenize(plan: Plan) -> Step:
-    """Texts of drafts to token ids, all of a block at once; completions end with EOS."""
+    """Texts of drafts to token ids, all texts of a block together; completions end with EOS."""
     tokenizer = tokenizer_of(plan.tokenizer)
     eos, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
 
     def step(block: Block) -> Counts:
         drafts = [draft for entry in block.alive() for draft in entry.drafts]
-        # Each different text once: the drafts of a record share its prompt.
+        # Each distinct text is encoded once: the drafts of a record share its prompt.
         texts = list(dict.fromkeys(text for draft in drafts for text in draft.texts.values()))
         if texts and eos is None:
             raise ValueError("the tokenizer has no eos_token; set tokenizer.eos_token before encoding completions")
@@ -98,10 +100,11 @@ def tokenize(plan: Plan) -> Step:
         tokens = 0
         for draft in drafts:
             for name, text in draft.texts.items():
+                # The template has ended the prompt; a completion is bare text and gets its EOS here.
                 draft.ids[name] = ids[text] if name == "prompt_ids" else [*ids[text], eos]
             tokens += sum(map(len, draft.ids.values()))
             if not draft.ids["prompt_ids"]:
-                # A document: its first token has nothing before it that could predict it, unless there is a BOS.
+                # A document. Without a BOS its first token has no context to be predicted from: it is the prompt.
                 document = draft.ids["completion_ids"] if bos is None else [bos, *draft.ids["completion_ids"]]
                 draft.ids |= {"prompt_ids": document[:1], "completion_ids": document[1:]}
         return {"tokens": tokens}
@@ -114,14 +117,14 @@ def _encoded(tokenizer: Any, texts: Sequence[str]) -> dict[str, list[int]]:
     ids: dict[str, list[int]] = {}
     for start in range(0, len(texts), _BATCH):
         batch = texts[start : start + _BATCH]
-        # An encoding holds far more than its ids (offsets, masks, words), so only a batch of them lives at a time.
+        # An encoding holds far more than its ids (offsets, masks, words), so only one batch of encodings is alive.
         encodings = tokenizer.backend_tokenizer.encode_batch_fast(batch, add_special_tokens=False)
         ids |= {text: encoding.ids for text, encoding in zip(batch, encodings, strict=True)}
     return ids
 
 
 def lengths(plan: Plan) -> Step:
-    """Rows whose prompt or completion has more tokens than the plan allows are dropped or cut."""
+    """Drops or truncates rows whose prompt or completion has more tokens than the plan allows."""
 
     def step(block: Block) -> Counts:
         counts = Counter[str]()
@@ -145,7 +148,7 @@ def lengths(plan: Plan) -> Step:
 
 
 def _too_long(draft: Draft, plan: Plan) -> str | None:
-    """Why a row has too many tokens; None where it has not."""
+    """The reason to drop a row for its length; None where it is short enough."""
     if len(draft.ids["prompt_ids"]) > plan.max_prompt_tokens:
         return "prompt_too_long"
     longest = max((len(ids) for name, ids in draft.ids.items() if name != "prompt_ids"), default=0)
@@ -153,8 +156,8 @@ def _too_long(draft: Draft, plan: Plan) -> str | None:
 
 
 def _cut(draft: Draft, plan: Plan) -> bool:
-    """Cuts a row to the limits; False where no trained token would be left."""
-    # A prompt keeps its end, which is what a completion answers.
+    """Truncates a row to the limits; False where no trained token would be left."""
+    # A prompt keeps its end, which the completion answers.
     for name, ids in draft.ids.items():
         draft.ids[name] = ids[-plan.max_prompt_tokens :] if name == "prompt_ids" else ids[: plan.max_completion_tokens]
     if draft.mask is None:

@@ -1,9 +1,12 @@
-"""Files of records: finding them, cutting them into parts and reading a part.
+"""Files of records: listing them, splitting them into parts and reading a part.
 
 JSON Lines, JSON (a list of objects) and CSV, each also compressed, Parquet and Arrow (and folders of Hugging Face
-`datasets`), from a path, a folder, a glob or an fsspec URL. A part is what one worker reads at a time: a range of
-bytes or of row groups. What cannot be entered in the middle (compressed text, CSV, JSON lists, servers without ranges)
-is first cut into compressed pieces of JSON Lines in a folder for that.
+`datasets`), from a path, a folder, a glob or an fsspec URL. A part is what one worker reads: a range of bytes or row
+groups. Files that cannot be read from the middle (compressed text, CSV, JSON lists, servers without ranges) are first
+spooled: converted to compressed pieces of JSON Lines, one a part.
+
+    a.jsonl    |--- part ---|--- part ---|-- part --|      byte ranges, each ending with a line
+    b.parquet  |group|group| |group|group| |group|         ranges of row groups
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ KINDS = {
 }
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 SUFFIXES = (*KINDS, *(kind + packed for kind in (".jsonl", ".json", ".csv", ".tsv") for packed in COMPRESSIONS))
-# Others either have no ranges, or are not seen by another process.
+# Protocols with byte ranges; files of `memory:` are private to a process.
 _RANGES = {"file", "local", "s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "hf"}
 _READ_BYTES = 1 << 20
 
@@ -62,13 +65,13 @@ class DataFile:
 
     @property
     def ranges(self) -> bool:
-        """Whether any process may start to read anywhere."""
+        """Whether any process can read any range of the file."""
         return not self.compression and ("://" not in self.url or self.url.partition("://")[0] in _RANGES)
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A piece of a source that is read at once: bytes [start, stop) of lines, or row groups or batches."""
+    """A piece of a source that one worker reads: bytes [start, stop), or row groups or record batches [start, stop)."""
 
     source: int
     """Which of the recipe's sources."""
@@ -84,15 +87,15 @@ class Part:
     count: int
     """Records, blank lines included."""
     size: int
-    """Bytes, uncompressed."""
+    """Size in bytes, uncompressed."""
     checksum: int
-    """CRC-32 of the bytes that follow from start and stop; of row groups, of the file's footer."""
+    """CRC-32 of the bytes [start, stop); for row groups, of the sizes of all row groups of the file."""
     strings: bool = False
     """All values are text, as in CSV."""
 
 
 def is_files(source: str) -> bool:
-    """Whether a source is meant as files rather than as a task or function."""
+    """Whether the name of a source means files rather than a task or function."""
     return "://" in source or "/" in source or source.lower().endswith(SUFFIXES) or Path(source).is_dir()
 
 
@@ -100,18 +103,19 @@ def expand(source: str) -> list[DataFile]:
     """The files of a path, folder, glob or URL, in the order of their names. Raises SourceError where there is none."""
     fs, path = filesystem(source)
     http = source.startswith(("http:", "https:"))
+    # In a web address `?` begins the query, and brackets occur in names.
     marks = "*" if http else "*?["
     if any(mark in path for mark in marks):
         listed = again(lambda: fs.glob(path, detail=True), source)
-        found = [name for name, info in listed.items() if info["type"] == "file"]
+        paths = [name for name, info in listed.items() if info["type"] == "file"]
     else:
         kind = type_of(fs, path, source)
         # Over HTTP every address can be listed and read.
         folder = kind == "directory" and not http
-        found = _of_folder(fs, path.rstrip("/"), source) if folder else [path] * (kind is not None)
-    if not found:
+        paths = _of_folder(fs, path.rstrip("/"), source) if folder else [path] * (kind is not None)
+    if not paths:
         raise SourceError(f"source {source!r}: no such file")
-    urls = sorted(fs.unstrip_protocol(name) if "://" in source else name for name in found)
+    urls = sorted(fs.unstrip_protocol(name) if "://" in source else name for name in paths)
     for url in urls:
         if not url.lower().endswith(SUFFIXES):
             raise SourceError(f"{url}: expected a file ending in {', '.join(SUFFIXES)}")
@@ -121,7 +125,7 @@ def expand(source: str) -> list[DataFile]:
 
 
 def _of_folder(fs: Any, folder: str, source: str) -> list[str]:
-    """Data files below a folder; of one that `datasets` saved, those that its state names."""
+    """Data files below a folder; for a folder saved by `datasets`, the files that its state lists."""
     listed = again(lambda: fs.find(folder), source)
     names = {name[len(folder) + 1 :]: name for name in listed}
     if "dataset_dict.json" in names:
@@ -133,6 +137,7 @@ def _of_folder(fs: Any, folder: str, source: str) -> list[str]:
         return _of_folder(fs, f"{folder}/{splits[0]}", source)
     if "state.json" in names:
         state = json.loads(fs.cat_file(names["state.json"]))
+        # An index selects and orders rows of the data files; reading them alone would give other rows.
         if state.get("_indices_data_files"):
             raise SourceError(f"source {source!r} has an index beside its data: save it after `flatten_indices()`")
         return [f"{folder}/{entry['filename']}" for entry in state["_data_files"]]
@@ -151,14 +156,14 @@ def file_digest(url: str) -> str:
 
 
 def parts_of(file: DataFile, part_bytes: int, spool: str, source: int = 0, position: int = 0) -> Iterator[Part]:
-    """Cut a file into parts of about `part_bytes`; `position` is the place of its first record.
+    """Split a file into parts of about `part_bytes`; `position` is the place of its first record.
 
-    Reads the file once. `spool` is the folder, or its URL, for pieces of what cannot be cut where it lies.
-    Raises SourceError, naming the file, where it cannot be read.
+    Reads the file once. `spool` is the folder or URL for pieces. Raises SourceError, naming the file, if that fails.
     """
     try:
         if file.kind == "lines" and file.ranges:
             yield from _cut_lines(file, part_bytes, source, position)
+        # Skipping batches of an Arrow file is free only where it can be mapped, that is locally.
         elif file.kind in ("parquet", "arrow") and file.ranges and (file.kind == "parquet" or "://" not in file.url):
             yield from _cut_groups(file, part_bytes, source, position)
         else:
@@ -171,7 +176,7 @@ def parts_of(file: DataFile, part_bytes: int, spool: str, source: int = 0, posit
 
 
 def _whole_lines(file: Any, part_bytes: int) -> Iterator[bytes]:
-    """The content of a binary file in blocks that end with a line, of about `part_bytes` or one longer line."""
+    """The content of a binary file in blocks that end with a line: about `part_bytes`, or one line that is longer."""
     pending: list[bytes] = []
     while block := file.read(part_bytes):
         cut = block.rfind(b"\n") + 1
@@ -201,7 +206,7 @@ def _cut_lines(file: DataFile, part_bytes: int, source: int, position: int) -> I
 
 
 def _groups(file: DataFile) -> tuple[list[tuple[int, int]], int]:
-    """(rows, bytes) of each row group or batch, and a checksum of what says so."""
+    """(rows, bytes) of each row group or batch, and a checksum of that list."""
     import pyarrow.parquet as pq
 
     if file.kind == "parquet":
@@ -229,7 +234,7 @@ def _cut_groups(file: DataFile, part_bytes: int, source: int, position: int) -> 
 def spooled(
     lines: Iterable[bytes], label: str, part_bytes: int, spool: str, source: int, position: int, strings: bool = False
 ) -> Iterator[Part]:
-    """Parts of records that come one after another: each is a compressed piece of JSON Lines below `spool`."""
+    """Parts of a stream of records: each is a compressed piece of JSON Lines below `spool`."""
     number = 1
     for piece, block in enumerate(_gather(lines, part_bytes)):
         data, url = b"".join(block), f"{spool}/{source:03d}-{_name(label)}-{piece:05d}.jsonl.zst"
@@ -259,7 +264,6 @@ def _name(label: str) -> str:
 
 
 def _stream(file: DataFile) -> Any:
-    """The uncompressed bytes of a file."""
     stream = open_input(file.url)
     return io.BufferedReader(pa.CompressedInputStream(stream, file.compression)) if file.compression else stream
 
@@ -270,7 +274,7 @@ def _lines(file: DataFile) -> Iterator[bytes]:
 
 
 def _split_stream(stream: Any) -> Iterator[bytes]:
-    """Lines; a lone carriage return belongs to its line."""
+    """Lines, ended by a newline alone: carriage returns stay, and `read_part` strips them."""
     for block in _whole_lines(stream, _READ_BYTES):
         yield from block.removesuffix(b"\n").split(b"\n")
 
@@ -287,10 +291,11 @@ def _json_list(file: DataFile) -> Iterator[bytes]:
 
 
 def _csv_rows(file: DataFile) -> Iterator[bytes]:
-    """Rows as objects; one with more or fewer cells than the header as a list, which no record is."""
+    """Rows as objects. A row with more or fewer cells than the header is a list, which `parse_record` rejects."""
     csv.field_size_limit(sys.maxsize)
     delimiter = "\t" if file.suffix == ".tsv" else ","
     with _stream(file) as stream:
+        # A byte that is not UTF-8 becomes a lone surrogate: then one record is dead, not the file.
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
         rows = csv.reader(text, delimiter=delimiter)
         header = next(rows, [])
@@ -322,7 +327,7 @@ _PIECES: dict[str, Callable[[DataFile], Iterator[bytes]]] = {
 
 
 def row_bytes(row: dict[str, Any]) -> bytes:
-    """JSON of a row; dates and decimals, which have no JSON value of their own, as text."""
+    """JSON of a row. Dates and decimals, which JSON does not have, become text."""
     return json.dumps(row, default=str).encode()
 
 
@@ -332,6 +337,7 @@ def _arrow_batches(url: str) -> Iterator[pa.RecordBatch]:
     with source:
         head = source.read(6)
         source.seek(0)
+        # The magic bytes of the file format, which has an index of batches; the stream format has neither.
         if head == b"ARROW1":
             file = pa.ipc.open_file(source)
             yield from (file.get_batch(i) for i in range(file.num_record_batches))
@@ -340,9 +346,9 @@ def _arrow_batches(url: str) -> Iterator[pa.RecordBatch]:
 
 
 def read_part(part: Part) -> Iterator[tuple[int, bytes]]:
-    """(number in the file, JSON) of each record of a part; blank lines are none.
+    """(number in the file, JSON) of each record of a part; blank lines are skipped but counted.
 
-    Raises SourceError where the file is not what it was when it was cut.
+    Raises SourceError where the file has changed since it was split.
     """
     if part.kind in ("lines", "spooled"):
         data = read_range(part.url, part.start, part.stop) if part.kind == "lines" else _spooled(part)
@@ -379,7 +385,7 @@ def _group_rows(file: DataFile, start: int, stop: int) -> Iterator[dict[str, Any
 
 
 def upload(local: str, url: str) -> str:
-    """Put a local file or folder where other machines read it; returns `url`."""
+    """Copy a local file or folder to a URL that other machines can read; returns `url`."""
     fs, path = filesystem(url)
     again(lambda: fs.put(local, path, recursive=True), url)
     return url

@@ -14,6 +14,7 @@ def is_list_of_objects(value: Any) -> bool:
 def is_finite(value: Any) -> bool:
     """Whether the value is a finite number."""
     try:
+        # In Python a bool is an int.
         return not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)
     except OverflowError:
         return False  # an integer beyond every float

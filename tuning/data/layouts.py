@@ -1,4 +1,4 @@
-"""Layouts of records that other tools write, and their translation into the one of `tuning.data.records`.
+"""Layouts of records of other tools, and their translation into the layout of `tuning.data.records`.
 
     prompt, prompt-completion, messages, preference      TRL's four
     labelled    prompt, completion and a label, as for KTO
@@ -9,7 +9,7 @@
     verifiable  prompt (or question) without completion, and reward_model {style, ground_truth} or answer
     text        text alone: a document for SFT, every token of which is trained
 
-Which one a record has follows from its fields, unless the source names it.
+The layout of a record follows from its fields unless the source names it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class LayoutError(ValueError):
 
 
 def detect(raw: Mapping[str, Any]) -> str:
-    """The name of the layout that the fields of a record speak of; `native` where none fits."""
+    """The name of the layout that the fields of a record indicate; `native` where none fits."""
+    # Fields that one layout alone has come first; `prompt` and `answer` occur in several.
     names = {name for name, value in raw.items() if value is not None}
     if "conversations" in names:
         return "sharegpt"
@@ -56,11 +57,11 @@ _NATIVE: dict[str, tuple[tuple[str, ...], ...]] = {
     "prompt-completion": (("prompt",), _ANSWER),
     "prompt": (("prompt",),),
 }
-"""Native layouts by name, the richest first: of each tuple one of the fields."""
+"""Native layouts by name, most fields first; a record needs one field of each tuple."""
 
 
 def translate(raw: Mapping[str, Any], layout: str = "auto") -> tuple[Raw, str]:
-    """A record in the native layout, and the name of the one that it came in. Fields unknown to a layout stay.
+    """A record in the native layout, and the name of its original layout. Fields unknown to a layout stay.
 
     Raises LayoutError where a field of the layout is missing or of another kind.
     """
@@ -69,6 +70,7 @@ def translate(raw: Mapping[str, Any], layout: str = "auto") -> tuple[Raw, str]:
 
 
 def _take(raw: Raw, name: str, kind: type, expected: str) -> Any:
+    """Removes and returns a field. Raises LayoutError unless it is a `kind`."""
     value = raw.pop(name, None)
     if not isinstance(value, kind):
         raise LayoutError(name, expected, "nothing" if value is None else type(value).__name__)
@@ -103,8 +105,10 @@ def _alpaca(raw: Raw) -> Raw:
         turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     turns.append({"role": "user", "content": user})
     output = raw.pop("output", None)
+    # With earlier answers SFT trains every turn, so the record is a conversation.
     if history and output is not None:
         return raw | {"messages": [*turns, {"role": "assistant", "content": output}]}
+    # Without output there is only a prompt to sample from.
     return raw | {"prompt": turns if len(turns) > 1 else user} | ({} if output is None else {"completion": output})
 
 
@@ -156,6 +160,7 @@ def _hh(raw: Raw) -> Raw:
             raise LayoutError(
                 name, 'a text that starts with "\\n\\nHuman:" and has "\\n\\nAssistant:"', repr(text[:40])
             )
+        # split keeps the captured role: ['', role, text, role, text, ...].
         parts = _HH_TURN.split(text)[1:]
         roles = {"Human": "user", "Assistant": "assistant"}
         return [{"role": roles[r], "content": c.strip()} for r, c in zip(parts[::2], parts[1::2], strict=True)]
@@ -174,7 +179,7 @@ def _verifiable(raw: Raw) -> Raw:
     if isinstance(spec, Mapping):
         answer = spec.get("ground_truth")
         if answer is not None:
-            # Lists and objects are compared by verifiers that know them, which read their JSON.
+            # Verifiers that compare lists or objects read them from JSON.
             raw["answer"] = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
         metadata |= {"reward": {k: v for k, v in spec.items() if k != "ground_truth" and v is not None}}
     elif raw.get("answer") is None:
@@ -182,6 +187,7 @@ def _verifiable(raw: Raw) -> Raw:
     answer = raw.get("answer")
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         raw["answer"] = json.dumps(answer)
+    # Fields of verl's data sets: rewards find them in the metadata.
     for name in ("data_source", "ability", "extra_info", "info", "task"):
         if raw.get(name) is not None:
             metadata[name] = raw[name]
@@ -190,6 +196,7 @@ def _verifiable(raw: Raw) -> Raw:
 
 
 def _text(raw: Raw) -> Raw:
+    # Only a check, on a copy: the field keeps its name.
     _take(dict(raw), "text", str, "the document as a string")
     return raw
 
@@ -207,9 +214,9 @@ LAYOUTS = tuple(_TRANSLATE)
 
 
 def from_strings(raw: Mapping[str, Any]) -> Raw:
-    """A row of CSV, whose values are all text, with the types that the record layout has.
+    """A row of CSV, where all values are text, with the types of the record layout.
 
-    Empty cells are absent; what starts like a list or object in a field that may hold one is read as JSON.
+    Empty cells are absent. Text that starts like a list or object is read as JSON in the fields that may hold one.
     """
     values: Raw = {}
     for name, text in raw.items():
@@ -233,6 +240,7 @@ _STRUCTURED = {
 
 
 def _number(text: str) -> float | str:
+    # Text that is no number stays, so that the check of the record names it.
     try:
         return float(text)
     except ValueError:

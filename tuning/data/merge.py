@@ -1,7 +1,12 @@
-"""Final files out of the pieces of all blocks: duplicates leave, fates are added up, shards are sorted.
+"""Final files from the pieces of all blocks: duplicates are removed, fates are counted, shards are sorted.
 
-Everything is done shard by shard, on Arrow columns: equal records and equal rows share a key, and a key its shard.
-Beside one shard, memory holds some numbers (about 40 bytes) for each record.
+    pieces of block 0   | shard 0 | shard 1 | shard 2 |
+    pieces of block 1   | shard 0 | shard 1 | shard 2 |
+                             |         |         |
+    final files           part 0    part 1    part 2       each merged alone
+
+Work proceeds shard by shard, on Arrow columns. Equal records and equal rows have equal keys, and a key determines its
+shard, so duplicates meet in one shard. Beside one shard, memory holds about 40 bytes for each record.
 """
 
 from __future__ import annotations
@@ -22,14 +27,14 @@ from tuning.data.similar import PERMUTATIONS, near_duplicates
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """The pieces of finished blocks in a local folder, and the outputs of each block, in the order of their records."""
+    """The pieces of finished blocks in a local folder, and the outputs of each block, in the order of records."""
 
     folder: str
     blocks: Mapping[str, Sequence[str]]
     shards: int
 
     def read(self, output: str, shard: int, columns: Sequence[str] | None = None) -> pa.Table:
-        """All rows of a shard of `output` or of the ledger, in no order to rely on."""
+        """All rows of a shard of `output` or of the ledger, in no particular order."""
         schema = {**(LEDGER if output == "ledger" else {**SCHEMAS[output], **ORDER})}
         names = [name for name, outputs in self.blocks.items() if output == "ledger" or output in outputs]
         tables = [ipc_batch(Path(self.folder, f"{name}.{output}.arrow"), shard) for name in names]
@@ -51,7 +56,7 @@ class Pieces:
 
 @dataclasses.dataclass
 class Fates:
-    """What became of the readable records."""
+    """Counts of readable records by their fate."""
 
     kept: int = 0
     duplicates: int = 0
@@ -64,13 +69,13 @@ class Fates:
     gone: pa.Array | None = None
     """Contents of near duplicates; their rows are left out."""
     clash: str | None = None
-    """Why ids or groups contradict each other; None where they do not."""
+    """An error message where ids or groups contradict each other, else None."""
 
 
 def unique(table: pa.Table) -> tuple[pa.Table, np.ndarray]:
-    """Of rows with one key the first in the sources, sorted by key; and how many of each there were.
+    """One row for each key, the first in the sources, sorted by key; and the number of rows that had the key.
 
-    Of lines of the ledger the first with the most rows: sources may have other weights for one record.
+    In the ledger it is the first line among those with the most rows: sources may weight one record differently.
     """
     order = [("key", "ascending"), ("position", "ascending")]
     if "rows" in table.column_names:
@@ -79,38 +84,41 @@ def unique(table: pa.Table) -> tuple[pa.Table, np.ndarray]:
     table = table.combine_chunks().sort_by(order)
     keys = table["key"].combine_chunks()
     changes = pc.not_equal(keys[1:], keys[:-1]).to_numpy(zero_copy_only=False) if len(keys) > 1 else np.zeros(0, bool)
+    # Sorted by key: a group begins where the key changes.
     first = np.concatenate([[True], changes]) if len(keys) else np.zeros(0, bool)
     starts = np.flatnonzero(first)
     return table.filter(pa.array(first)), np.diff(np.append(starts, len(first)))
 
 
 def fates(pieces: Pieces, threshold: float | None = None) -> Fates:
-    """Adds up the ledger; with a threshold, near duplicates of at least that similarity are dropped first."""
-    found = Fates()
+    """Counts the ledger. With a threshold, near duplicates of at least that similarity are dropped first."""
+    total = Fates()
     if threshold is not None:
-        found.gone = _similar(pieces, threshold)
+        total.gone = _similar(pieces, threshold)
     hashes: list[tuple[np.ndarray, ...]] = []
     for shard in range(pieces.shards):
         ledger, copies = unique(pieces.read("ledger", shard))
-        near = None if found.gone is None else pc.is_in(ledger["key"], value_set=found.gone)
+        near = None if total.gone is None else pc.is_in(ledger["key"], value_set=total.gone)
         if near is not None:
             ledger = ledger.set_column(
                 ledger.schema.get_field_index("fate"), "fate", pc.if_else(near, "near_duplicate", ledger["fate"])
             )
         kept = pc.equal(ledger["fate"], "").to_numpy()
-        found.kept += int(kept.sum())
-        found.duplicates += int((copies[kept] - 1).sum())
+        total.kept += int(kept.sum())
+        # Copies of dropped records count as dropped, not as duplicates.
+        total.duplicates += int((copies[kept] - 1).sum())
         for reason, count in zip(ledger["fate"].to_pylist(), copies.tolist(), strict=True) if not kept.all() else ():
             if reason:
-                found.dropped[reason] += count
+                total.dropped[reason] += count
         mask = pa.array(kept)
-        found.rows.update(_counted(ledger["rows"].filter(mask)))
+        total.rows.update(_counted(ledger["rows"].filter(mask)))
         near_rows = pa.array(np.ones(len(ledger), bool)) if near is None else pc.invert(near)
-        found.dropped_rows.update(_counted(ledger["dropped"].filter(near_rows)))
+        total.dropped_rows.update(_counted(ledger["dropped"].filter(near_rows)))
         live = ledger.filter(mask)
+        # Eight bytes a record instead of its texts; `_clash` reads texts again only where hashes repeat.
         hashes.append((_uint64(ledger["id_hash"]), _uint64(live["group_hash"]), live["heldout"].to_numpy()))
-    found.clash = _clash(pieces, [np.concatenate(column) for column in zip(*hashes, strict=True)])
-    return found
+    total.clash = _clash(pieces, [np.concatenate(column) for column in zip(*hashes, strict=True)])
+    return total
 
 
 def _uint64(column: pa.ChunkedArray) -> np.ndarray:
@@ -123,13 +131,14 @@ def _counted(lists: pa.ChunkedArray) -> dict[str, int]:
 
 
 def _similar(pieces: Pieces, threshold: float) -> pa.Array:
-    """Contents to leave out. Of similar records a held-out one stays, else the first in the sources."""
+    """Contents to leave out. Among similar records a held-out one stays, else the first in the sources."""
     signatures, ranks, keys = [], [], []
     for shard in range(pieces.shards):
         ledger, _ = unique(pieces.read("ledger", shard, ["key", "position", "fate", "heldout", "rows", "signature"]))
         live = ledger.filter(pc.equal(ledger["fate"], ""))
         data = b"".join(live["signature"].to_pylist())
         signatures.append(np.frombuffer(data, np.uint32).reshape(len(live), PERMUTATIONS))
+        # The smallest rank stays: every held-out record ranks before every other.
         ranks.append(live["position"].to_numpy() + np.where(live["heldout"].to_numpy(), 0, 1 << 62))
         keys += live["key"].chunks
     gone = near_duplicates(np.concatenate(signatures), np.concatenate(ranks), threshold)
@@ -137,8 +146,12 @@ def _similar(pieces: Pieces, threshold: float) -> pa.Array:
 
 
 def _clash(pieces: Pieces, columns: Sequence[np.ndarray]) -> str | None:
-    """Two records with one id, or a group on both sides of the held-out line; hashes first, then the texts."""
+    """The message for two records with one id, or for a group that is both held out and trained; None if neither.
+
+    Hashes are compared first, then the texts behind equal hashes.
+    """
     ids, groups, heldout = columns
+    # Of 60-bit hashes hardly any repeats by chance, so a few candidates suffice to report one.
     for hash64 in _repeated(ids)[:8]:
         names = [n for n, _ in _lines(pieces, "id", hash64)]
         twice = [name for name, count in Counter(names).items() if count > 1]
@@ -173,15 +186,15 @@ def _lines(pieces: Pieces, name: str, hash64: Any) -> Iterator[tuple[str, dict[s
     """Ledger lines of distinct records whose id or group has this hash."""
     for shard in range(pieces.shards):
         ledger, _ = unique(pieces.read("ledger", shard))
-        wanted = ledger.filter(pc.equal(ledger[f"{name}_hash"], pa.scalar(int(hash64), pa.uint64())))
-        for line in wanted.to_pylist():
+        matching = ledger.filter(pc.equal(ledger[f"{name}_hash"], pa.scalar(int(hash64), pa.uint64())))
+        for line in matching.to_pylist():
             yield line[name], line
 
 
 def merged(pieces: Pieces, output: str, shard: int, gone: pa.Array | None = None, seed: int | None = None) -> pa.Table:
-    """One final shard of an output: of rows with one key the first in the sources, sorted by id.
+    """One final shard of an output: for each key the first row in the sources, sorted by id.
 
-    gone: contents whose rows are left out. seed: shuffle by it in place of sorting.
+    gone: contents whose rows are left out. seed: shuffles by it instead of sorting.
     """
     table = pieces.read(output, shard)
     if gone is not None and len(gone):
@@ -190,7 +203,7 @@ def merged(pieces: Pieces, output: str, shard: int, gone: pa.Array | None = None
     columns = list(SCHEMAS[output])
     if seed is not None:
         rng = np.random.Generator(np.random.PCG64([abs(seed), shard]))
-        # Rows are in the order of their keys, so the new order follows from the content as well.
+        # `unique` has sorted by key, so the shuffled order depends on content and seed alone.
         return rows.take(pa.array(rng.permutation(len(rows)))).select(columns)
     return rows.sort_by([("id", "ascending"), ("position", "ascending")]).select(columns)
 
@@ -198,21 +211,22 @@ def merged(pieces: Pieces, output: str, shard: int, gone: pa.Array | None = None
 def write_output(
     pieces: Pieces, output: str, shard: int, path: Path, gone: pa.Array | None = None, seed: int | None = None
 ) -> int:
-    """Write one final shard, as `merged` makes it; returns its rows."""
+    """Write one final shard, the result of `merged`; returns its number of rows."""
     return write_parquet(path, [merged(pieces, output, shard, gone, seed)], SCHEMAS[output])
 
 
 def leaks(pieces: Pieces, found: Fates) -> bool:
-    """Whether the hash of a prompt is both held out and in training data; texts were not compared."""
-    held: list[np.ndarray] = []
+    """Whether the hash of some prompt is both held out and in training data; texts are not compared."""
+    held_out: list[np.ndarray] = []
     trained: list[np.ndarray] = []
     for shard in range(pieces.shards):
         ledger, _ = unique(pieces.read("ledger", shard, ["key", "position", "fate", "heldout", "rows", "prompt_hash"]))
         live = ledger.filter(pc.equal(ledger["fate"], ""))
+        # Documents have no prompt.
         live = live.filter(pc.is_valid(live["prompt_hash"]))
         if found.gone is not None:
             live = live.filter(pc.invert(pc.is_in(live["key"], value_set=found.gone)))
         side, hashes = live["heldout"].to_numpy(), _uint64(live["prompt_hash"])
-        held.append(hashes[side])
+        held_out.append(hashes[side])
         trained.append(hashes[~side])
-    return len(np.intersect1d(np.concatenate(held), np.concatenate(trained))) > 0
+    return len(np.intersect1d(np.concatenate(held_out), np.concatenate(trained))) > 0

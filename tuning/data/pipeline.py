@@ -3,12 +3,13 @@
     Parts -> Spread -> Read -> Validate -> Rules -> Decontaminate -> Split -> Render -> Tokenize -> Lengths -> Sign
     -> Write
 
-An element is a block of records: little Beam overhead, one call of the tokenizer for thousands of texts. A block is cut
-out of a part, a part out of a file, and everything about a record follows from its content and the plan, so neither the
-runner nor the size of blocks can change the result; `tuning.data.merge` makes the final files of the pieces.
+An element is a block of records: Beam's overhead stays small, and the tokenizer gets thousands of texts a call. Files
+are split into parts and parts into blocks. The rows of a record follow from its content and the plan, so neither the
+runner nor the size of blocks changes the result. `tuning.data.merge` builds the final files from the pieces.
 
 A worker reads its part itself, with fsspec, and holds one block at a time: no data passes through the runner, and
-memory does not grow with the input. A finished block has a receipt; a run that was killed does the parts without one.
+memory does not grow with the input. A finished block has a receipt; a restarted run processes only parts without all
+their receipts.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -41,13 +42,13 @@ from tuning.data.runners import Runner, flags_of
 from tuning.data.schema import DEAD, LEDGER, ORDER, SCHEMAS, ipc_bytes, table_of
 from tuning.data.steps import STEPS, wanted_steps
 
-# A block of small records ends here, so that their objects stay bounded too.
+# Limits the number of Python objects where records are much smaller than a block.
 BLOCK_RECORDS = 8192
 RECEIPT = ".json"
 
 
 class BlockCoder(beam.coders.Coder):
-    """Pickles blocks where a runner moves them; their size is estimated, for Beam asks for it at each step."""
+    """Pickles blocks that a runner moves. Their size is an estimate, since Beam asks for it at every step."""
 
     def encode(self, value: Block) -> bytes:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
@@ -85,21 +86,23 @@ def blocks_of(part: Part, block_bytes: int) -> Iterator[Block]:
             entries, size = [], 0
         entries.append(Entry(part.position + place - part.number, place, line))
         size += len(line)
+    # Also without records: the receipt of the last block marks the part as complete.
     yield Block(f"{name_of(part)}-{next(number):04d}", part, True, entries)
 
 
 def name_of(part: Part) -> str:
-    """The part in names of pieces: parts of other sizes, of a try with other settings, have other names."""
+    """The part in names of pieces. Parts of another split of the file (other settings) have other names."""
     return f"{part.position:012d}-{part.size:x}-{part.checksum:08x}"
 
 
 class Apply(beam.DoFn):
-    """Block -> the block after a step; what the step counted is in the block and in Beam's counters."""
+    """Block -> the block after a step. Its counts go into the block and into Beam's counters."""
 
     def __init__(self, name: str, plan: Plan) -> None:
         self.name, self.plan = name, plan
 
     def setup(self) -> None:
+        # In the worker: steps hold tokenizers and regular expressions, which are not pickled.
         self.step = STEPS[self.name](self.plan)
 
     def process(self, block: Block) -> Iterator[Block]:
@@ -111,7 +114,7 @@ class Apply(beam.DoFn):
 
 
 class Write(beam.DoFn):
-    """Block -> its pieces, then its receipt, below a folder that all workers reach."""
+    """Block -> its pieces, then its receipt, in a folder that all workers can write to."""
 
     def __init__(self, folder: str, shards: int) -> None:
         self.folder, self.shards = folder, shards
@@ -138,6 +141,7 @@ class Write(beam.DoFn):
             "outputs": sorted(pieces),
             "counts": block.counts,
         }
+        # Last: a block with a receipt has all its pieces.
         publish(f"{self.folder}/{block.name}{RECEIPT}", json.dumps(receipt).encode())
         Metrics.counter("Write", "records").inc(receipt["records"])
         yield block.name
@@ -157,19 +161,22 @@ def shard_of(key: str, shards: int) -> int:
 
 
 def _hash64(text: str) -> int:
+    # 60 bits, so that the number fits a signed integer too.
     return int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
 
 
 def _placed(entry: Entry, draft: Draft, label: str) -> Iterator[dict[str, Any]]:
-    """The columns of a row with its provenance, as often as its source's weight says."""
+    """The columns of a row with its provenance, once and again for each further copy by weight."""
     row = {**draft.columns, **draft.ids, "completion_mask": draft.mask, "key": draft.key}
     row |= {"source": label, "record": entry.number, "content": entry.record.content, "position": entry.position}
     yield row
     for copy in range(1, entry.times):
+        # A key of its own, or the copy would be removed as a duplicate.
         yield row | {"id": f"{row['id']}~{copy}", "key": f"{draft.key}~{copy}"}
 
 
 def _fate(entry: Entry) -> dict[str, Any]:
+    """The record's line in the ledger."""
     record = entry.record
     return {
         "id": record.id,
@@ -199,7 +206,7 @@ def receipts(folder: str) -> dict[str, dict[str, Any]]:
 
 
 def finished(parts: Iterable[Part], done: dict[str, dict[str, Any]]) -> tuple[list[Part], list[str]]:
-    """(parts that are still to do, blocks of those that are done): a part is done when all its blocks are."""
+    """(unfinished parts, blocks of finished parts). A part is finished when all its blocks are."""
     by_part: dict[str, list[str]] = {}
     for name, receipt in done.items():
         by_part.setdefault(receipt["part"], []).append(name)
@@ -207,6 +214,7 @@ def finished(parts: Iterable[Part], done: dict[str, dict[str, Any]]) -> tuple[li
     for part in parts:
         names = by_part.get(name_of(part), [])
         numbers = [int(name.rpartition("-")[2]) for name in names]
+        # Names sort by block number: the last one must say so, and none before it may be missing.
         if names and done[names[-1]]["last"] and numbers == list(range(len(names))):
             blocks += names
         else:
@@ -222,12 +230,12 @@ def run(
     runner: Runner | None = None,
     progress: Callable[[int], None] = lambda blocks: None,
 ) -> dict[str, int]:
-    """Send parts through the pipeline; pieces and receipts appear below `folder`, a path or URL all workers reach.
+    """Run the pipeline on parts. Writes pieces and receipts to `folder`, a path or URL that all workers can write to.
 
     Args:
-        parts: of all sources. plan: what to do with their records.
+        parts: parts of all sources. plan: settings of the steps.
         block_bytes: raw bytes of a block; a worker holds about ten times as much.
-        runner: who executes. progress: called now and then with the number of finished blocks.
+        runner: where the pipeline runs. progress: called every second with the number of finished blocks.
     Returns:
         Beam's counters, as step/name.
     """
@@ -236,6 +244,7 @@ def run(
     blocks = (
         pipeline
         | "Parts" >> beam.Create(list(parts))
+        # Without it Beam fuses the steps, and one worker would read all parts.
         | "Spread" >> beam.Reshuffle()
         | "Read" >> beam.ParDo(Read(block_bytes)).with_output_types(Block)
     )
@@ -246,11 +255,12 @@ def run(
         result = pipeline.run()
         result.wait_until_finish()
     counters = result.metrics().query()["counters"]
+    # Not every runner reports committed values.
     return {f"{c.key.metric.namespace}/{c.key.metric.name}": c.committed or c.attempted for c in counters}
 
 
 class _watched:
-    """Reports the number of receipts, every second, while the runner is at work."""
+    """Reports the number of receipts every second while the pipeline runs; only for a local folder."""
 
     def __init__(self, folder: str, progress: Callable[[int], None]) -> None:
         self.folder, self.progress, self.stop = Path(folder), progress, threading.Event()
@@ -271,8 +281,11 @@ class _watched:
 
 @contextlib.contextmanager
 def _environment_of_workers(workers: int) -> Iterator[None]:
-    """What Beam's worker processes inherit: they import what this process can (a checkout, the user's rules), and
-    several of them leave threads for the tokenizer alone, as each has a core already."""
+    """Sets the environment that Beam's worker processes inherit, and restores it.
+
+    Workers can import every module that this process can (a checkout, the user's rules). With several workers the
+    tokenizer uses no threads, since each worker occupies a core already.
+    """
     root = str(Path(__file__).resolve().parents[2])
     paths = dict.fromkeys([root, *(path or os.getcwd() for path in sys.path)])
     values = {"PYTHONPATH": os.pathsep.join(paths)}

@@ -1,9 +1,9 @@
 """Prepared examples for training, and which of them each optimizer step takes.
 
-    Parquet shards -> Examples -> Grain's shuffle of each epoch -> steps of so many examples or tokens -> packed rows
+    Parquet shards -> Examples -> Grain's shuffle per epoch -> steps of a number of examples or tokens -> packed rows
 
-A step is known by its number alone: that is the position that a checkpoint holds, the same for any number of hosts.
-`tuning.training.batch` packs the examples of a step into rows in which no example sees another.
+The reader's state is the number of the next step: checkpoints store it, and it is the same for any number of hosts.
+`tuning.training.batch` packs the examples of a step into rows. Packed examples do not attend to each other.
 
 Suffixes: N examples, C completions of an example.
 """
@@ -27,15 +27,17 @@ from tuning.training.batch import Group
 
 @dataclasses.dataclass(frozen=True)
 class Examples(Sequence[Group]):
-    """Prompts with their completions, by number; completions are numbered through, C to an example.
+    """Prompts with their completions, by number. Completion c of example n has the number n C + c.
 
-    Tokens lie in one array, which may be a file: in memory is where each begins and ends (32 bytes, 48 for a pair).
+    All tokens are in one array, which may be a mapped file. Memory holds only the spans (32 bytes, 48 for a pair):
+
+        tokens   | prompt 0 | completion 0 | completion 1 | prompt 1 | completion 2 | ...      (C = 2)
     """
 
     tokens: np.ndarray
-    """int32, of all examples."""
+    """Token ids of all examples, int32."""
     mask: np.ndarray | None
-    """uint8 beside `tokens`, 1 for those that are trained; None: all of a completion."""
+    """uint8, parallel to `tokens`: 1 where SFT trains. None: all tokens of completions are trained."""
     prompts_N2: np.ndarray
     """Start and end of each prompt in `tokens`."""
     completions_NC2: np.ndarray
@@ -69,11 +71,11 @@ class Examples(Sequence[Group]):
         return dataclasses.replace(self, prompts_N2=prompts, completions_NC2=completions)
 
     def with_completions_of(self, others: Sequence[int]) -> Examples:
-        """Each prompt with the completions of the example whose number is given for it."""
+        """Prompt n with the completions of example `others[n]`."""
         return dataclasses.replace(self, completions_NC2=self.completions_NC2[np.asarray(others)])
 
     def prompt_bytes(self) -> list[bytes]:
-        """Each prompt as something that can be compared."""
+        """The token ids of each prompt as bytes, which can be compared and hashed."""
         return [self.tokens[start:end].tobytes() for start, end in self.prompts_N2]
 
     @property
@@ -97,8 +99,8 @@ def read_examples(
 ) -> Examples:
     """The rows of Parquet shards with `prompt_ids`, a column `NAME_ids` for each of `completions`, maybe `NAME_mask`.
 
-    Shards are decoded once, a row group at a time. With `folder` the tokens lie in a file there, mapped and without a
-    name, so that memory stays free and nothing is left to go stale.
+    Shards are decoded once, a row group at a time. With `folder` the tokens are stored in a mapped file there. It has
+    no name any more, so it takes no memory and disappears with the process.
     """
     names = ["prompt", *completions]
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
@@ -106,44 +108,49 @@ def read_examples(
         lengths, masked = [np.zeros((0, len(names)), np.int64)], False
         with open(files[0], "wb") as tokens, open(files[1], "wb") as masks:
             for group in _row_groups(paths, names):
-                ids, mask, sizes, given = _flat(group, names)
+                ids, mask, sizes, has_mask = _flat(group, names)
                 ids.tofile(tokens)
                 mask.tofile(masks)
                 lengths.append(sizes)
-                masked |= given
+                masked |= has_mask
+        # An empty file cannot be mapped. A mapping outlives the removal of the folder below.
         load = np.fromfile if folder is None or not any(map(len, lengths)) else np.memmap
         flat, trained = load(files[0], np.int32), load(files[1], np.uint8) if masked else None
     counts = np.concatenate(lengths)
+    # Tokens were written row by row, prompt first: spans follow from the lengths.
     ends = np.cumsum(counts).reshape(-1, len(names))
     spans = np.stack([ends - counts, ends], axis=-1)
     return Examples(flat, trained, spans[:, 0], spans[:, 1:])
 
 
 def _row_groups(paths: Sequence[str | Path], names: Sequence[str]) -> Iterator[Any]:
-    wanted = {f"{name}_ids" for name in names} | {f"{name}_mask" for name in names}
+    columns = {f"{name}_ids" for name in names} | {f"{name}_mask" for name in names}
     for path in paths:
         with open_input(str(path)) as stream:
             file = pq.ParquetFile(stream)
-            found = sorted(wanted & set(file.schema_arrow.names))
+            present = sorted(columns & set(file.schema_arrow.names))
             for number in range(file.num_row_groups):
-                yield file.read_row_group(number, columns=found)
+                yield file.read_row_group(number, columns=present)
 
 
 def _flat(table: Any, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
-    """Tokens and masks of the rows, part after part and row after row; the parts' lengths; whether a mask was there."""
+    """Tokens and mask, row by row and in it column by column; lengths [rows, columns]; whether there is a mask."""
     columns = [_lists(table, f"{name}_ids") for name in names]
     sizes = np.stack([count for _, count in columns], axis=1)
     starts = (np.cumsum(sizes) - sizes.reshape(-1)).reshape(sizes.shape)
-    ids, mask, given = np.zeros(int(sizes.sum()), np.int32), np.ones(int(sizes.sum()), np.uint8), False
+    ids, mask, has_mask = np.zeros(int(sizes.sum()), np.int32), np.ones(int(sizes.sum()), np.uint8), False
     for i, (name, (values, count)) in enumerate(zip(names, columns, strict=True)):
+        # From the order of a column's flat values to the order of rows: list r moves from its offset in the column,
+        # cumsum(count)[r] - count[r], to starts[r, i].
         at = np.repeat(starts[:, i] - (np.cumsum(count) - count), count) + np.arange(len(values))
         ids[at] = values
         if f"{name}_mask" in table.column_names:
             column = table[f"{name}_mask"].combine_chunks()
+            # A null mask means that all tokens are trained; such rows keep their ones.
             chosen = np.repeat(pc.is_valid(column).to_numpy(zero_copy_only=False), count)
             mask[at[chosen]] = pc.list_flatten(column).to_numpy().astype(np.uint8)
-            given |= bool(chosen.any())
-    return ids, mask, sizes, given
+            has_mask |= bool(chosen.any())
+    return ids, mask, sizes, has_mask
 
 
 def _lists(table: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -160,9 +167,9 @@ class Steps(Sequence[list[int]]):
     def __init__(
         self, sizes_N: np.ndarray, epochs: int, seed: int, examples: int | None = None, tokens: int | None = None
     ):
-        """A step takes `examples` examples, or, in order, those that fit `tokens` tokens.
+        """A step takes `examples` examples, or as many, in order, as have at most `tokens` tokens.
 
-        Raises ValueError where both are given or none is, or one example has more tokens than a step.
+        Raises ValueError unless exactly one of them is set, and for an example of more tokens than a step.
         """
         import grain.python as grain
 
@@ -193,15 +200,17 @@ class Steps(Sequence[list[int]]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         step = range(len(self))[index]
+        # _first[e] is the number of the first step of epoch e.
         epoch = int(np.searchsorted(self._first, step, "right")) - 1
         start, end = self._bounds[epoch][step - self._first[epoch] :][:2]
         return [int(self._orders[epoch][int(i)]) for i in range(start, end)]
 
 
 def _cuts(sizes: np.ndarray, most: int) -> np.ndarray:
-    """Where steps begin and end, so that each takes as many as fit."""
+    """Bounds of steps [steps + 1]: each takes as many examples as fit into `most` tokens."""
     ends, bounds = np.cumsum(sizes), [0]
     while bounds[-1] < len(sizes):
         used = int(ends[bounds[-1] - 1]) if bounds[-1] else 0
+        # The number of examples whose tokens end within the budget; at least one, as none is larger.
         bounds.append(int(np.searchsorted(ends, used + most, "right")))
     return np.asarray(bounds)

@@ -17,7 +17,7 @@ A raw record is a JSON object:
 
 Other tools' layouts are translated first (`tuning.data.layouts`). Those of TRL datasets are read as they are:
 `messages`; `chosen` in place of `completion`; `completion`, `chosen` and `rejected` as a list of one assistant message;
-`chosen` and `rejected` as whole conversations without `prompt`.
+`chosen` and `rejected` as complete conversations without `prompt`.
 
 Of `messages` that end with the assistant's turn, SFT trains every turn of the assistant; the last one is the completion
 everywhere else. A message has `role` and `content`, an assistant's optionally `tool_calls` (and then no content), a
@@ -50,7 +50,7 @@ Message = dict[str, Any]
 
 
 class RecordError(ValueError):
-    """A record that does not have the layout: says which one, which field, and what was expected."""
+    """A record that does not fit the layout. The message names the record, the field and the expected value."""
 
     def __init__(self, source: str, number: int, field: str, expected: str, got: str, id: str | None = None) -> None:
         name = f" (id {id!r})" if id is not None else ""
@@ -75,7 +75,7 @@ class Record:
     rejected: tuple[str, ...] = ()
     label: bool | None = None
     conversation: tuple[Message, ...] | None = None
-    """All turns, where SFT trains more of them than the completion, or one that calls tools."""
+    """All turns, where SFT trains more than the last turn's text: earlier turns, or tool calls."""
     tools: tuple[dict[str, Any], ...] = ()
     answer: str | None = None
     margin: float | None = None
@@ -98,12 +98,12 @@ class Record:
         return "\n".join(f"{message['role']}: {message['content']}" for message in self.prompt)
 
 
-# `json.dumps` with these settings makes an encoder at each call, which shows on millions of records.
+# `json.dumps` with these settings builds an encoder at each call, which is noticeable on millions of records.
 _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode
 
 
 def canonical_json(value: Any) -> str:
-    """The one JSON text of a value: sorted keys, no spaces. Raises ValueError or TypeError where there is none."""
+    """The one JSON text of a value: sorted keys, no spaces. Raises ValueError or TypeError for a value without one."""
     return _canonical(value)
 
 
@@ -146,7 +146,7 @@ def parse_record(
         rename: the source's name of a field to the name in this layout, such as {"question": "prompt"}; to None: the
             field is left out.
         extra: what to do with unknown fields: "error", or "metadata" to move them into `metadata`.
-        layout: one of `tuning.data.layouts.LAYOUTS`, or "auto" to go by the fields.
+        layout: one of `tuning.data.layouts.LAYOUTS`, or "auto" to detect it from the fields.
     Raises:
         RecordError: the first field that is wrong.
     """
@@ -157,8 +157,8 @@ def parse_record(
     kept = {name: value for name, value in raw.items() if value is not None and names.get(name, name) is not None}
     renamed = {names.get(name) or name: value for name, value in kept.items()}
     try:
-        native, found = layouts.translate(layouts.from_strings(renamed) if strings else renamed, layout)
-        return parser.parse(native, extra, found)
+        native, detected = layouts.translate(layouts.from_strings(renamed) if strings else renamed, layout)
+        return parser.parse(native, extra, detected)
     except layouts.LayoutError as error:
         raise parser.error(error.field, error.expected, error.got) from None
     except RecursionError:
@@ -166,7 +166,7 @@ def parse_record(
 
 
 class _Parser:
-    """The checks of one record; holds what an error has to name."""
+    """The checks of one record; holds the source, number and id that errors name."""
 
     def __init__(self, source: str, number: int, id: Any) -> None:
         self.source, self.number, self.id = source, number, id if isinstance(id, str) else None
@@ -271,7 +271,7 @@ class _Parser:
         return str(split)
 
     def useful(self, split: str, completion: str | None, rejected: Sequence[str], label: bool | None) -> None:
-        """Raises an error where a record has not what its split needs."""
+        """Raises RecordError where a field that the record's split needs is missing."""
         if split in ("sft", "preference", "labelled") and completion is None:
             raise self.error("completion", f"a completion, since split is {split!r}", "none")
         if split == "preference" and not rejected:
@@ -285,14 +285,14 @@ class _Parser:
         """The canonical JSON of a record's content, absent fields left out."""
         try:
             text = canonical_json({name: value for name, value in content.items() if value is not None})
-            # A lone surrogate passes JSON but has no UTF-8, so it would fail where the digest is made.
+            # A lone surrogate passes JSON but has no UTF-8, so it would fail later, in `digest`.
             text.encode()
         except (ValueError, TypeError) as error:
             raise self.error("metadata", "finite numbers and valid Unicode text only", str(error)) from None
         return text
 
     def document(self, values: dict[str, Any]) -> str | None:
-        """The text of a record that is nothing else."""
+        """The text of a document, None for other records. A document has no other training fields."""
         if "text" not in values:
             return None
         beside = sorted(set(values) & {"prompt", "completion", "rejected", "answer", "label", "tools", *ALIASES})
@@ -301,7 +301,7 @@ class _Parser:
         return self.text("text", values["text"])
 
     def turns(self, values: dict[str, Any]) -> tuple[list[Message], str | None, list[str]]:
-        """Prompt, completion and rejected completions, whichever layout they came in."""
+        """Prompt, completion and rejected completions, from any of the layouts of the module's docstring."""
         if "chosen" in values and "completion" in values:
             raise self.error("chosen", "either `chosen` or `completion`", "both")
         chosen_name = "chosen" if "chosen" in values else "completion"
@@ -337,7 +337,7 @@ class _Parser:
         return prompt, completion, losers
 
     def conversation(self, values: dict[str, Any]) -> list[Message] | None:
-        """The turns of `messages` where more than the text of the last one is the assistant's."""
+        """The turns of `messages`, where SFT trains more than the last one's text; else None."""
         if "messages" not in values:
             return None
         messages = self.messages("messages", values["messages"])

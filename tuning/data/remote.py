@@ -1,7 +1,7 @@
 """Reading from any fsspec file system, with retries after errors of the network.
 
-`open_input` reads through a file object that opens its file again where it stopped, so that everything on top of it
-(decompression, CSV, Parquet) sees one whole stream or one error that names the file.
+`open_input` returns a file object that reopens its file after an error and continues at the same byte. Readers on top
+of it (decompression, CSV, Parquet) see one complete stream, or one error that names the file.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from tuning.retries import retried
 
 T = TypeVar("T")
 
+# Pauses of 0.2, 0.4, ..., 3.2 s: some six seconds in all.
 TRIES = 6
 FIRST_WAIT_SECONDS = 0.2
+# Errors that a repeated call would raise again; the last two are programming errors.
 _FINAL = (
     *(FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError),
-    *(TypeError, AttributeError),  # no fault of the network
+    *(TypeError, AttributeError),
 )
 _BUFFER_BYTES = 1 << 20
 
 
 class SourceError(ValueError):
-    """A source that cannot be found or read; the message says what to do."""
+    """A source that is missing or cannot be read; the message says what to do."""
 
 
 def filesystem(url: str) -> tuple[Any, str]:
     """File system and path of a URL or local path."""
-    # Without a cache of listings, or files that another process writes would stay unseen.
+    # A cached listing would not show files that another process has written since.
     remote = "://" in url and not url.startswith(("file:", "local:", "memory:"))
     try:
         return fsspec.core.url_to_fs(url, **({"use_listings_cache": False} if remote else {}))  # type: ignore[no-any-return]
@@ -45,9 +47,9 @@ def filesystem(url: str) -> tuple[Any, str]:
 
 
 def again(action: Callable[[], T], what: str) -> T:
-    """The result of `action`, which is tried up to TRIES times, with waits that double; errors name `what`."""
+    """The result of `action`, called up to TRIES times with pauses that double. Errors name `what`."""
     try:
-        # Each file system has errors of its own, so all but those of the caller count as the network's.
+        # Every file system has its own exceptions, so each one is transient unless it is clearly the caller's fault.
         return retried(
             action,
             tries=TRIES,
@@ -61,8 +63,8 @@ def again(action: Callable[[], T], what: str) -> T:
 
 
 def type_of(fs: Any, path: str, what: str) -> str | None:
-    """ "file", "directory" or None where there is nothing."""
-    # `fs.exists` and `fs.isdir` take any error for a no, an error of the network too.
+    """ "file", "directory", or None where nothing exists."""
+    # `fs.exists` and `fs.isdir` return False on any error, also on one of the network.
     try:
         return str(again(lambda: fs.info(path), what)["type"])
     except FileNotFoundError:
@@ -70,7 +72,7 @@ def type_of(fs: Any, path: str, what: str) -> str | None:
 
 
 class _Resuming(io.RawIOBase):
-    """A file of known size; after an error it is opened anew and read on from the same place."""
+    """A file of known size that is reopened after an error and read on from the same byte."""
 
     def __init__(self, fs: Any, path: str, url: str, size: int) -> None:
         self.fs, self.path, self.url, self.size = fs, path, url, size
@@ -103,9 +105,11 @@ class _Resuming(io.RawIOBase):
         try:
             if self.file is None:
                 self.file = self.fs.open(self.path, "rb")
+            # The position is kept here, so a new file object continues where the last one failed.
             self.file.seek(self.at)
             data: bytes = self.file.read(wanted)
             if not data:
+                # An early end is a broken connection: without an error it would look like a shorter file.
                 raise OSError(f"the file ends at byte {self.at} of {self.size}")
             return data
         except Exception:
@@ -124,7 +128,7 @@ class _Resuming(io.RawIOBase):
 
 
 def open_input(url: str) -> Any:
-    """A buffered, seekable file for reading bytes; one that cannot be entered in the middle where its size is unknown.
+    """A buffered file for reading bytes. It is seekable and resumes after errors, unless its size is unknown.
 
     Raises FileNotFoundError, or SourceError after repeated errors.
     """
@@ -152,13 +156,13 @@ def publish(url: str, data: bytes) -> None:
         with whole_file(Path(path)) as partial:
             partial.write_bytes(data)
         return
-    # Object stores show an object once all of it is there.
+    # Object stores show an object only after its upload is complete.
     again(lambda: fs.pipe_file(path, data), url)
 
 
 @functools.lru_cache(maxsize=8)
 def local_copy(url: str) -> str:
-    """A local path of a file or folder: itself, or a copy that is fetched once in each process."""
+    """The local path of a file or folder: `url` itself, or a copy that each process downloads once."""
     if "://" not in url:
         return url
     fs, path = filesystem(url)

@@ -1,4 +1,4 @@
-"""Who executes a Beam pipeline: this machine, or a cluster by its options. Runners known not to work are refused."""
+"""Where a Beam pipeline runs: on this machine, or on a cluster with its options. Unsuitable runners are refused."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ REFUSED = {
     "RayRunner": "it is not part of Apache Beam",
     "InteractiveRunner": "it keeps every collection for display",
 }
-# Set from other settings, so that they cannot say something else.
+# Options that follow from other settings and must not contradict them.
 _OWN = {"runner", "direct_num_workers", "direct_running_mode"}
 
 
 class RunnerError(ValueError):
-    """A runner that cannot be used, or options that it does not take; the message says what to change."""
+    """A runner that cannot be used, or options that it does not have; the message says what to change."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Runner:
-    """A Beam runner, the processes of the local one, and the pipeline options of a cluster's."""
+    """A Beam runner: `workers` are the processes of the local one, `options` the pipeline options of a cluster."""
 
     name: str = LOCAL
     workers: int = 1
@@ -35,7 +35,7 @@ class Runner:
 
 
 def check(runner: Runner, scratch: str | None) -> None:
-    """Raises RunnerError for a runner or options that cannot work, as far as that is known before a run.
+    """Raises RunnerError for a runner or options that are known not to work.
 
     scratch: the folder or URL that all workers write to; a cluster needs one.
     """
@@ -60,7 +60,7 @@ def check(runner: Runner, scratch: str | None) -> None:
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Beam only warns of an option that nothing reads, and takes the absence of a flag for False."""
+    """Raises RunnerError for options that Beam would ignore: unknown names, and false, which has no flag."""
     from apache_beam.options.pipeline_options import PipelineOptions
 
     known = PipelineOptions([]).get_all_options()
@@ -80,6 +80,7 @@ def flags_of(runner: Runner) -> list[str]:
     if runner.name == LOCAL and runner.workers > 1:
         flags += [f"--direct_num_workers={runner.workers}", "--direct_running_mode=multi_processing"]
     for name, value in sorted(runner.options.items()):
+        # A list repeats the flag.
         for one in value if isinstance(value, list) else [value]:
             flags.append(f"--{name}" if one is True else f"--{name}={one}")
     return flags

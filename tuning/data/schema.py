@@ -1,4 +1,4 @@
-"""Rows of prepared data, and reading and writing them so that equal tables give equal bytes."""
+"""Rows of prepared data, and their files: equal tables give equal bytes."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ DEAD: dict[str, pa.DataType] = {
 """Columns of the dead letters."""
 
 ORDER = {"key": pa.string(), "position": pa.int64()}
-"""Columns that pieces have and outputs have not: what equal rows share, and the record's place in all sources."""
+"""Columns of pieces that outputs do not have: the key of equal rows, and the record's place in all sources."""
 
 LEDGER: dict[str, pa.DataType] = {
     "id": pa.string(),
@@ -101,14 +101,14 @@ LEDGER: dict[str, pa.DataType] = {
     "signature": pa.binary(),
     **ORDER,
 }
-"""What became of each readable record: a line for each, by which fates are added up."""
+"""Columns of the ledger, which has a line for each readable record with its fate."""
 
 # A reader decodes a whole row group to get at one of its rows, so groups are small.
 ROW_GROUP = 1 << 13
 
 
 def table_of(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, pa.DataType]) -> pa.Table:
-    """A table of the columns; what a row lacks is null."""
+    """A table of the columns; fields that a row lacks are null."""
     return pa.table(
         {name: pa.array([row.get(name) for row in rows], type=kind) for name, kind in columns.items()},
         schema=pa.schema(list(columns.items())),
@@ -116,9 +116,9 @@ def table_of(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, pa.DataTyp
 
 
 def write_parquet(path: Path, tables: Iterable[pa.Table], columns: Mapping[str, pa.DataType]) -> int:
-    """Write tables one after another as one file, whose bytes do not depend on how the rows are cut into tables.
+    """Write tables one after another as one file. Its bytes do not depend on how the rows are divided into tables.
 
-    They do depend on the version of pyarrow, which the file names. Returns the number of rows.
+    They do depend on the version of pyarrow, which is part of the file. Returns the number of rows.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     count = 0
@@ -130,16 +130,16 @@ def write_parquet(path: Path, tables: Iterable[pa.Table], columns: Mapping[str, 
 
 
 def _regroup(tables: Iterable[pa.Table], size: int) -> Iterator[pa.Table]:
-    """The same rows in tables of `size` rows, the last one smaller."""
+    """The same rows in tables of `size` rows; the last one may be smaller."""
     pending: list[pa.Table] = []
     held = 0
     for table in tables:
         pending.append(table)
         held += table.num_rows
         while held >= size:
-            whole = pa.concat_tables(pending)
-            yield whole.slice(0, size).combine_chunks()
-            pending, held = [whole.slice(size)], held - size
+            joined = pa.concat_tables(pending)
+            yield joined.slice(0, size).combine_chunks()
+            pending, held = [joined.slice(size)], held - size
     if held:
         yield pa.concat_tables(pending).combine_chunks()
 
@@ -150,12 +150,13 @@ def ipc_bytes(batches: Sequence[pa.Table], columns: Mapping[str, pa.DataType]) -
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
         for table in batches:
-            whole = table.combine_chunks().to_batches()
-            writer.write_batch(whole[0] if whole else pa.RecordBatch.from_pylist([], schema=schema))
+            # Batch numbers are shard numbers, so an empty shard needs a batch too.
+            batch = table.combine_chunks().to_batches()
+            writer.write_batch(batch[0] if batch else pa.RecordBatch.from_pylist([], schema=schema))
     return bytes(sink.getvalue())
 
 
 def ipc_batch(path: Path, number: int) -> pa.Table:
-    """One record batch of a local file of `ipc_bytes`; the others are not read."""
+    """Record batch `number` of a local file of `ipc_bytes`; the others are not read."""
     with pa.memory_map(str(path)) as file:
         return pa.Table.from_batches([pa.ipc.open_file(file).get_batch(number)])

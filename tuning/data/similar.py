@@ -1,4 +1,4 @@
-"""Texts that are nearly the same: word n-grams, contamination with evaluation prompts, and MinHash.
+"""Similar texts: word n-grams, contamination with evaluation prompts, and MinHash.
 
 MinHash and its bands as in Broder, "On the resemblance and containment of documents" (1997) and Leskovec, Rajaraman and
 Ullman, "Mining of Massive Datasets", chapter 3; decontamination by n-grams as in Brown et al. (2020), appendix C.
@@ -20,7 +20,7 @@ BANDS = 16
 SHINGLE_WORDS = 5
 _WORD = re.compile(r"\w+")
 _PRIME = np.uint64(0x100000001B3)
-# Pairs of a band are all compared in buckets up to this size; in larger ones each with the first and the one before.
+# In buckets up to this size all pairs are compared; in larger ones each record with the first and with the one before.
 _ALL_PAIRS = 16
 
 
@@ -30,7 +30,7 @@ def _word_hash(word: str) -> int:
 
 
 def ngrams(text: str, length: int) -> np.ndarray:
-    """Hashes [G] uint64 of the runs of `length` words (letters and digits, lower case); of all words where fewer."""
+    """Hashes [G] uint64 of all runs of `length` words (letters and digits, lower case); a shorter text is one run."""
     hashes = np.array([_word_hash(word) for word in _WORD.findall(text.lower())], np.uint64)
     length = min(length, len(hashes))
     if not length:
@@ -38,14 +38,16 @@ def ngrams(text: str, length: int) -> np.ndarray:
     count = len(hashes) - length + 1
     total = np.zeros(count, np.uint64)
     for i in range(length):
+        # A polynomial hash of each window, modulo 2**64 by overflow; computed for all windows at once.
         total = total * _PRIME + hashes[i : i + count]
+    # Mixes high and low bits (Fibonacci hashing), since MinHash reads the high ones.
     return np.asarray(total * np.uint64(0x9E3779B97F4A7C15) ^ (total >> np.uint64(29)))
 
 
 def contamination(texts: Iterable[str], length: int) -> np.ndarray:
-    """Sorted hashes of all n-grams of the evaluation texts; a text of fewer words is one n-gram of its own."""
-    found = [ngrams(text, length) for text in texts]
-    return np.unique(np.concatenate(found)) if found else np.zeros(0, np.uint64)
+    """Sorted hashes of all n-grams of the evaluation texts; a shorter text is one n-gram."""
+    grams = [ngrams(text, length) for text in texts]
+    return np.unique(np.concatenate(grams)) if grams else np.zeros(0, np.uint64)
 
 
 def lengths_of(texts: Iterable[str], length: int) -> list[int]:
@@ -59,6 +61,7 @@ def is_contaminated(text: str, known: np.ndarray, lengths: Iterable[int]) -> boo
         if len(_WORD.findall(text)) < length:
             continue
         grams = ngrams(text, length)
+        # searchsorted gives len(known) behind the last one.
         at = np.searchsorted(known, grams)
         if np.any(known[np.minimum(at, len(known) - 1)] == grams):
             return True
@@ -68,6 +71,7 @@ def is_contaminated(text: str, known: np.ndarray, lengths: Iterable[int]) -> boo
 @functools.lru_cache(maxsize=1)
 def _permutations() -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.Generator(np.random.PCG64(20240229))
+    # A product with an odd number is a permutation of the integers modulo 2**64.
     odd = rng.integers(0, 1 << 63, PERMUTATIONS, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
     return odd, rng.integers(0, 1 << 63, PERMUTATIONS, dtype=np.uint64)
 
@@ -78,20 +82,22 @@ def signature(text: str) -> np.ndarray:
     if not len(grams):
         return np.zeros(PERMUTATIONS, np.uint32)
     multiply, add = _permutations()
+    # The high half is the better mixed one of a product modulo 2**64.
     return np.asarray(((grams[:, None] * multiply + add) >> np.uint64(32)).min(axis=0)).astype(np.uint32)
 
 
 def near_duplicates(signatures_NP: np.ndarray, rank_N: np.ndarray, threshold: float) -> np.ndarray:
-    """Numbers of the records to leave out, so that no two of the rest were found similar.
+    """Numbers of the records to leave out: all but the best-ranked of each set of linked records.
 
-    Records that share a band are compared; those with a similarity of at least `threshold` are linked, and of each
-    linked group the one with the smallest rank stays. The result does not depend on the order of the rows.
+    signatures_NP: [N, P] uint32. rank_N: [N], the smallest stays. Records that share a band are compared and linked if
+    their similarity is at least `threshold`. The result does not depend on the order of the rows.
     """
     count = len(rank_N)
     parent = np.arange(count)
 
     def root(i: int) -> int:
         while parent[i] != i:
+            # Union-find with path halving.
             parent[i] = parent[parent[i]]
             i = parent[i]
         return i
@@ -102,20 +108,24 @@ def near_duplicates(signatures_NP: np.ndarray, rank_N: np.ndarray, threshold: fl
         keys = np.zeros(count, np.uint64)
         for column in range(band * rows, (band + 1) * rows):
             keys = keys * _PRIME + signatures_NP[:, column].astype(np.uint64)
+        # By key, and by rank among equal keys.
         order = order_of[np.argsort(keys[order_of], kind="stable")]
         same = keys[order[1:]] == keys[order[:-1]]
+        # Runs of equal keys: `same` 0 1 1 0 1 -> edges 1 3 4 5 -> buckets order[1:4] and order[4:6].
         edges = np.flatnonzero(np.diff(np.concatenate([[False], same, [False]]).astype(np.int8)))
         for start, stop in zip(edges[::2], edges[1::2], strict=True):
             bucket = order[start : stop + 1]
             for a, b in _pairs(bucket):
                 i, j = root(a), root(b)
                 if i != j and np.mean(signatures_NP[a] == signatures_NP[b]) >= threshold:
+                    # The root of a set is its member of the smallest rank.
                     first, second = (i, j) if rank_N[i] < rank_N[j] else (j, i)
                     parent[second] = first
     return np.flatnonzero(np.array([root(i) != i for i in range(count)], bool))
 
 
 def _pairs(bucket: np.ndarray) -> Iterable[tuple[int, int]]:
+    """Pairs of a bucket to compare: all of a small one, a number linear in the size of a large one."""
     if len(bucket) <= _ALL_PAIRS:
         return ((int(a), int(b)) for i, b in enumerate(bucket) for a in bucket[:i])
     near = ((int(a), int(b)) for a, b in zip(bucket[:-1], bucket[1:], strict=True))

@@ -1,4 +1,4 @@
-"""Figures about prepared data, for its card: what each step counted, and how long the rows are."""
+"""Statistics of prepared data for its card: counts of each step, and lengths of rows."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ BINS = 24
 
 
 def added(receipts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The counts of all blocks: by step, in the order of the steps."""
+    """Sums of the counts of all blocks, by step in the order of the steps."""
     steps: dict[str, Counter[str]] = {}
     for receipt in receipts:
         for step, counts in receipt["counts"].items():
             steps.setdefault(step, Counter()).update(counts)
-    # Blocks differ in what they count, so names are put in order.
+    # Blocks have different counters, so names are sorted.
     return {"steps": {step: dict(sorted(counts.items())) for step, counts in steps.items()}}
 
 
 def _lengths(out: Path, output: str, column: str) -> np.ndarray:
     files = sorted((out / output).glob("part-*.parquet"))
-    found = [pc.list_value_length(pq.read_table(path, columns=[column])[column]).to_numpy() for path in files]
-    return np.concatenate(found)
+    columns = [pc.list_value_length(pq.read_table(path, columns=[column])[column]).to_numpy() for path in files]
+    return np.concatenate(columns)
 
 
 def _id_columns(output: str) -> list[str]:
@@ -38,25 +38,26 @@ def _id_columns(output: str) -> list[str]:
 
 def token_lengths(out: Path, output: str) -> dict[str, dict[str, float]]:
     """Mean, median, 95th percentile and maximum length in tokens of each column of ids of an output below `out`."""
-    found: dict[str, dict[str, float]] = {}
+    summary: dict[str, dict[str, float]] = {}
     for column in _id_columns(output):
         values = _lengths(out, output, column)
         if not len(values):
             continue
         middle, high = np.percentile(values, [50, 95])
         mean, most = round(float(values.mean()), 3), float(values.max())
-        found[column] = {"mean": mean, "p50": float(middle), "p95": float(high), "max": most}
-    return found
+        summary[column] = {"mean": mean, "p50": float(middle), "p95": float(high), "max": most}
+    return summary
 
 
 def histograms(out: Path, output: str) -> dict[str, dict[str, list[int]]]:
-    """Of each column of ids: the edges of equal bins of lengths in tokens, and the rows in each."""
-    found: dict[str, dict[str, list[int]]] = {}
+    """For each column of ids: edges of equal bins of lengths in tokens, and the number of rows in each."""
+    bins: dict[str, dict[str, list[int]]] = {}
     for column in _id_columns(output):
         values = _lengths(out, output, column)
+        # Whole tokens, so that every bin holds the same number of lengths; empty bins at the end are left out.
         width = max(1, -(-(int(values.max(initial=0)) + 1) // BINS))
         edges = np.arange(0, width * BINS + 1, width)
         counts, _ = np.histogram(values, edges)
         last = int(np.max(np.flatnonzero(counts), initial=0)) + 1
-        found[column] = {"edges": edges[: last + 1].tolist(), "counts": counts[:last].tolist()}
-    return found
+        bins[column] = {"edges": edges[: last + 1].tolist(), "counts": counts[:last].tolist()}
+    return bins

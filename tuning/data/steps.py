@@ -1,6 +1,6 @@
-"""The steps between a raw record and a row, on blocks of records; `tuning.data.pipeline` makes Beam transforms of them.
+"""The steps from raw records to rows, on blocks of records; `tuning.data.pipeline` runs them as Beam transforms.
 
-Those here decide which records are used; `tuning.data.drafts` makes rows of them.
+The steps of this module decide which records are used; those of `tuning.data.drafts` turn them into rows.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ def uniform(seed: int, purpose: str, group: str) -> float:
 
 
 def splits_of(record: Record, plan: Plan) -> list[str]:
-    """The outputs that the record goes to, before any length filter; empty if no wanted one has a use for it."""
+    """The outputs that use the record, before any length filter; empty if none of the plan's outputs can."""
     pairs = bool(record.rejected)
     if record.text is not None:
         return ["sft"] if "sft" in plan.splits else []
     if record.split is not None:
         planned = [record.split]
+    # By group, and with one draw per purpose: a larger fraction only adds groups.
     elif uniform(plan.seed, "heldout", record.group) < (plan.heldout_fraction if "heldout" in plan.splits else 0.0):
         planned = ["heldout"]
     else:
@@ -52,7 +53,8 @@ def splits_of(record: Record, plan: Plan) -> list[str]:
 
 
 def validate(plan: Plan) -> Step:
-    """Raw JSON to a checked record of one schema; what has control tokens in its text is refused."""
+    """Raw JSON to a checked record. Records with a control token in their text are dead: they could forge turns."""
+    # `(?!)` matches nothing, for a tokenizer without control tokens.
     special = {token.content for token in tokenizer_of(plan.tokenizer).added_tokens_decoder.values() if token.special}
     search = re.compile("|".join(re.escape(token) for token in sorted(special)) or r"(?!)").search
 
@@ -69,10 +71,10 @@ def validate(plan: Plan) -> Step:
                 bad[entry.position] = str(error)
                 continue
             layouts[f"layout {entry.record.layout}"] += 1
-            found = next(filter(None, map(search, _texts(entry.record))), None)
-            if found:
+            match = next(filter(None, map(search, _texts(entry.record))), None)
+            if match:
                 bad[entry.position] = (
-                    f"{part.label}, record {entry.number}: text holds the control token {found.group()!r}; remove it "
+                    f"{part.label}, record {entry.number}: text holds the control token {match.group()!r}; remove it "
                     "or escape it"
                 )
         block.bury(bad, "validate")
@@ -82,10 +84,11 @@ def validate(plan: Plan) -> Step:
 
 
 def _texts(record: Record) -> list[str]:
-    """All texts of a record that a template may print."""
+    """All texts of a record that a chat template may print."""
     texts = [message["content"] for message in record.prompt] + [record.completion or "", *record.rejected]
     texts.append(record.text or "")
     if record.conversation or record.tools or any(len(message) > 2 for message in record.prompt):
+        # Also names, tool calls and descriptions of tools.
         texts.append(canonical_json([record.prompt, record.conversation, record.tools]))
     return texts
 
@@ -101,7 +104,7 @@ def rules(plan: Plan) -> Step:
             for name, function in functions.items():
                 try:
                     verdict = function(view)
-                except Exception as error:  # whatever the function raises is the record's reason
+                except Exception as error:  # a user's function may raise anything
                     where = f"{block.part.label}, record {entry.number}"
                     bad[entry.position] = f"{where}: the rule {name} raised {type(error).__name__}: {error}"
                     break
@@ -116,7 +119,7 @@ def rules(plan: Plan) -> Step:
 
 
 def view_of(record: Record, source: str) -> dict[str, Any]:
-    """What a rule sees of a record."""
+    """The argument of a rule."""
     return {
         "id": record.id,
         "source": source,
@@ -148,30 +151,32 @@ def decontaminate(plan: Plan) -> Step:
 
 def _contents(record: Record) -> list[str]:
     turns = record.conversation or record.prompt
+    # System prompts are shared by many records and say nothing of their content.
     texts = [m["content"] for m in turns if m["role"] != "system"]
     return [*texts, record.completion or "", *record.rejected, record.text or ""]
 
 
 def split(plan: Plan) -> Step:
-    """Which outputs a record goes to, and how often, by hashes of its group and content."""
+    """Assigns outputs by a hash of the record's group, and the number of copies by a hash of its content."""
 
     def step(block: Block) -> Counts:
-        weight, found = plan.sources[block.part.source].weight, Counter[str]()
+        weight, counts = plan.sources[block.part.source].weight, Counter[str]()
         for entry in block.alive():
             entry.outputs = splits_of(entry.record, plan)
             if not entry.outputs:
                 entry.fate = "no_split_wants_it"
             elif weight != 1.0 and not entry.outputs[0].startswith("heldout"):
+                # Weight 2.3 is two copies, and a third one for 30 % of the records.
                 entry.times = int(weight + uniform(plan.seed, "weight", entry.record.content))
                 entry.fate = "" if entry.times else "not_sampled"
-            found.update(entry.outputs if not entry.fate else [entry.fate])
-        return dict(found)
+            counts.update(entry.outputs if not entry.fate else [entry.fate])
+        return dict(counts)
 
     return step
 
 
 def sign(plan: Plan) -> Step:
-    """MinHash signatures, by which near duplicates are found when blocks are merged."""
+    """MinHash signatures, with which `tuning.data.merge` detects near duplicates."""
 
     def step(block: Block) -> Counts:
         for entry in block.alive():

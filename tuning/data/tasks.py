@@ -1,12 +1,12 @@
-"""Sources of raw records (the layout is in `tuning.data.records`): built-in tasks, own functions and files.
+"""Sources of raw records (layout: `tuning.data.records`): built-in tasks, functions of the user, and files.
 
 A source is named by a string:
 
-    addition, reasoning_gym, critics, words     built-in tasks, with arguments as of the functions below
+    addition, reasoning_gym, critics, words     built-in tasks; their arguments are those of the functions below
     package.module:function                     any function that returns an iterable of raw records
     data/*.jsonl, s3://bucket/x.parquet, ...    files: path, folder, glob or fsspec URL (`tuning.data.files`)
 
-Packages of data load when their task is asked for.
+Optional packages are imported by the task that needs them.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def parts_of_source(
     number: int = 0,
     position: int = 0,
 ) -> Iterator[Part]:
-    """Cut a source, the `number`-th of a recipe, into parts; `position` is the place of its first record.
+    """Split a source, the `number`-th of a recipe, into parts; `position` is the place of its first record.
 
     Args:
         source: see the module's docstring.
         arguments: keyword arguments of a task or function; files take none.
         seed: given to functions that have a `seed` parameter, unless the arguments hold one.
-        part_bytes: about the size of a part. spool: folder or URL for what has to be written down first.
+        part_bytes: approximate size of a part. spool: folder or URL for generated or converted records.
     Raises:
         SourceError: unknown name, missing package or files, or arguments that do not fit.
     """
@@ -64,13 +64,14 @@ def parts_of_source(
 
 
 def generate(source: str, arguments: Mapping[str, Any] | None = None, seed: int = 0) -> Iterable[RawRecord]:
-    """The raw records of a task or function; arguments and errors as above."""
+    """The raw records of a task or function; arguments and errors as in `parts_of_source`."""
     arguments = dict(arguments or {})
     function = _function(source)
     parameters = inspect.signature(function).parameters
     if "seed" in parameters:
         arguments.setdefault("seed", seed)
     try:
+        # Checked before the call, so that a TypeError inside the function is not blamed on the recipe.
         inspect.signature(function).bind(**arguments)
     except TypeError as error:
         raise SourceError(f"source {source!r}: {error}; its arguments are {', '.join(parameters)}") from None
@@ -78,14 +79,14 @@ def generate(source: str, arguments: Mapping[str, Any] | None = None, seed: int 
 
 
 def source_digests(source: str) -> dict[str, str]:
-    """What the records depend on beside arguments, by content: task, code, version of a package, sha256 of files.
+    """Digests of everything but arguments that the records depend on: task, code, package version, contents of files.
 
     Files are numbered in the order of their names, so that renaming or touching one changes nothing. The code of
-    `addition` and `words` is this module's. Of `module:function`, only that module's file counts.
+    `addition` and `words` is this module's. For `module:function` only the file of that module counts.
     """
     if files.is_files(source) and source not in BUILTIN:
-        found = files.expand(source)
-        return {f"file {i}": f"{file.suffix} {files.file_digest(file.url)}" for i, file in enumerate(found, start=1)}
+        paths = files.expand(source)
+        return {f"file {i}": f"{file.suffix} {files.file_digest(file.url)}" for i, file in enumerate(paths, start=1)}
     if source == "reasoning_gym":
         return {"task": source, "package:reasoning-gym": _version("reasoning-gym", "reasoning_gym")}
     if source == "critics":
@@ -113,6 +114,7 @@ def addition(seed: int = 0, wrong_answers: int = 2) -> Iterator[RawRecord]:
     _check_range("addition", "wrong_answers", wrong_answers, 0, 4)
     for a in range(10, 90):
         for b in range(1, 10):
+            # A generator per problem: its near misses do not depend on the problems before it.
             rng = random.Random(f"{seed}:{a}+{b}")
             record = {
                 "id": f"addition-{a}+{b}",
@@ -137,7 +139,7 @@ def near_misses(answer: int, count: int, rng: random.Random) -> list[str]:
     doubled = {digits + digits[-1]}
     sign = "-" if answer < 0 else ""
     texts = off | {sign + other for other in dropped | swapped | doubled}
-    # Leading zeros are left out: no model that can count writes them, so they would be no near miss.
+    # Leading zeros are left out: a model that can add does not write them.
     wrong = [text for text in texts if int(text) != answer and str(int(text)) == text]
     return _sample(rng, sorted(wrong), count)
 
@@ -175,7 +177,7 @@ def reasoning_gym(
     entries = [dict(entry) for entry in dataset]
     answers = sorted({entry["answer"] for entry in entries if isinstance(entry["answer"], str)})
     for entry in entries:
-        # The index would keep equal problems from being seen as equal.
+        # With its index in the metadata, no problem would equal another.
         details = {key: value for key, value in entry["metadata"].items() if key != "source_index"}
         record = {
             "prompt": entry["question"],
@@ -223,6 +225,7 @@ def critics(
         snippets = kinds["fresh"] + kinds["rotten"]
         if not snippets:
             continue
+        # Per film, so that one more film changes no other.
         rng = random.Random(f"{seed}:{film}")
         heldout = rng.random() < heldout_fraction
         title = _title(film)
@@ -243,7 +246,7 @@ def _pairs(winners: list[str], losers: list[str], count: int, rng: random.Random
     pairs: dict[tuple[str, str], None] = {}
     count = min(count, len(winners) * len(losers))
     while len(pairs) < count:
-        # The longer side loses its rest: the next shuffle brings it back.
+        # zip drops the rest of the longer side; the next shuffle brings it back.
         shuffled = rng.sample(winners, len(winners)), rng.sample(losers, len(losers))
         pairs.update(dict.fromkeys(zip(*shuffled, strict=False)))
     return list(pairs)[:count]

@@ -29,7 +29,7 @@ Count = jax.Array | int | float
 
 
 class Counts(NamedTuple):
-    """What the step's denominators are made of; those of its micro-batches add up."""
+    """Counts behind the denominators of a step. The counts of its micro-batches add up to those of the step."""
 
     n_tokens: int
     n_sequences: int
@@ -40,7 +40,7 @@ def count(mask_BT: np.ndarray, sequences_B: np.ndarray | None = None) -> Counts:
 
     `sequences_B` marks the rows that hold a sequence, as opposed to padding. A marked row without any valid token
     counts, so that a completion which lost its tokens (`tuning.losses.masks.sampled_mask`) still weighs in the mean
-    over sequences. Without it the rows that have a valid token count.
+    over sequences. Without `sequences_B` the rows with a valid token are counted.
     """
     valid_BT = mask_BT > 0
     rows_B = valid_BT.any(-1) if sequences_B is None else sequences_B
@@ -59,6 +59,7 @@ def token_weights(
 ) -> jax.Array:
     """Weight of every token in the aggregate, [B, T]; 0 where masked. Arguments as in `aggregate`."""
     ones = masked(jnp.ones(mask_BT.shape, dtype), mask_BT)
+    # An empty step has the loss 0 rather than 0 / 0.
     tokens = jnp.maximum(jnp.asarray(n_tokens, dtype), 1)
     sequences = jnp.maximum(jnp.asarray(n_sequences, dtype), 1)
     if mode not in ("constant", "token-sum") and constant is not None:
@@ -67,6 +68,7 @@ def token_weights(
         case "token-mean":
             return ones / tokens
         case "sequence-mean-token-mean":
+            # A row is never split over micro-batches, so its own length needs no count from outside.
             length = jnp.maximum(row_sum(ones, mask_BT), 1)
             return ones / ((length + row_eps) * sequences)
         case "sequence-mean-token-sum":
@@ -94,8 +96,9 @@ def aggregate(
     """Reduce per-token losses to this (micro-)batch's share of the step's loss, a scalar.
 
     x_BT: [B, T] per-token losses; masked positions may hold anything. mask_BT: [B, T]. n_tokens, n_sequences: counts
-    of the whole optimizer step, all micro-batches and devices (`count`). constant: see the table of the module.
+    of the whole optimizer step, all micro-batches and devices (`count`). constant: C in the table of the module.
     row_eps is added to each row's length in "sequence-mean-token-mean" (some implementations use 1e-8).
+    Raises ValueError for an unknown mode, a missing constant, or a constant that the mode does not use.
     """
     # Sums of many small losses lose their low bits in bfloat16.
     x_BT = x_BT.astype(jnp.promote_types(x_BT.dtype, jnp.float32))

@@ -10,7 +10,7 @@ from jax.nn import log_softmax
 
 
 def kl_divergence(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
-    """KL(p || q) over the last axis from log-probabilities; terms of p = 0 count 0."""
+    """KL(p || q) over the last axis from log-probabilities; terms with p = 0 count as 0."""
     # Both logarithms are replaced where p is 0: 0 * -inf is NaN, in the gradient even behind a `where`.
     p = jnp.exp(log_p)
     finite = p > 0
@@ -18,10 +18,12 @@ def kl_divergence(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
 
 
 def _jsd(student_logps: jax.Array, teacher_logps: jax.Array, beta: float) -> jax.Array:
+    # At both ends the formula below is 0 (and log(0) enters it), so the limits are taken: see `generalised_jsd`.
     if beta == 0:
         return kl_divergence(teacher_logps, student_logps)
     if beta == 1:
         return kl_divergence(student_logps, teacher_logps)
+    # log(beta p_teacher + (1 - beta) p_student), without leaving log space.
     mixture = jnp.logaddexp(teacher_logps + jnp.log(beta), student_logps + jnp.log1p(-beta))
     return beta * kl_divergence(teacher_logps, mixture) + (1 - beta) * kl_divergence(student_logps, mixture)
 
@@ -29,9 +31,10 @@ def _jsd(student_logps: jax.Array, teacher_logps: jax.Array, beta: float) -> jax
 def generalised_jsd(
     student_logits: jax.Array, teacher_logits: jax.Array, beta: float = 0.5, temperature: float = 1.0
 ) -> jax.Array:
-    """Generalised Jensen-Shannon divergence of GKD (arXiv:2306.13649), [...].
+    """Generalised Jensen-Shannon divergence of GKD (arXiv:2306.13649), [...], in nats.
 
-    beta KL(teacher || m) + (1 - beta) KL(student || m), m = beta teacher + (1 - beta) student; beta 0 is
-    KL(teacher || student) and beta 1 KL(student || teacher), the limits after division by beta and 1 - beta.
+    beta KL(teacher || m) + (1 - beta) KL(student || m), m = beta teacher + (1 - beta) student. Logits are [..., V].
+    beta 0 is KL(teacher || student) and beta 1 is KL(student || teacher): the limits of the formula divided by beta
+    and by 1 - beta.
     """
     return _jsd(log_softmax(student_logits / temperature), log_softmax(teacher_logits / temperature), beta)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from tuning.losses.distillation import generalised_jsd
 
 CHUNK = 128
+"""Positions whose logits are held at a time."""
 
 
 def token_divergences(
@@ -28,8 +29,8 @@ def token_divergences(
 
     beta 0 is KL(teacher || student), 1 is KL(student || teacher). No gradient reaches the teacher. Logits accumulate in
     float32; positions are taken `chunk` at a time and recomputed in the backward pass, so memory is chunk * V for any
-    M. softcaps: of student and teacher, where their heads limit logits to cap * tanh(logits / cap). Of heads padded to
-    different sizes the tokens that both have are compared.
+    M. softcaps: the cap of student and of teacher, where a head limits logits to cap * tanh(logits / cap). Heads may be
+    padded to different vocabularies; only the tokens of the smaller one are compared.
     """
     vocabulary = min(student_head_VD.shape[0], teacher_head_VE.shape[0])
     student_head = student_head_VD[:vocabulary].astype(student_MD.dtype)
@@ -37,6 +38,7 @@ def token_divergences(
     size = min(chunk, student_MD.shape[0])
 
     def chunks(x: jax.Array) -> jax.Array:
+        # Zeros fill the last chunk; their divergences are cut off at the end and get no gradient.
         return jnp.pad(x, ((0, -x.shape[0] % size), (0, 0))).reshape(-1, size, x.shape[1])
 
     # Without the checkpoint the backward pass would keep the logits of every chunk.
@@ -48,6 +50,7 @@ def token_divergences(
         )
         return generalised_jsd(student, teacher, beta, temperature)
 
+    # A sequential map, not vmap: one chunk's logits of both models exist at a time.
     divergences = jax.lax.map(one, (chunks(student_MD), chunks(jax.lax.stop_gradient(teacher_ME))))
     return divergences.reshape(-1)[: student_MD.shape[0]]
 

@@ -1,7 +1,7 @@
-"""Which groups of completions carry a signal: the one rule of refills, of scores and of updates.
+"""Which groups of completions carry a signal: one rule, shared by refills, scores and updates.
 
-Axes: N completions of a round; a group is the completions of one prompt. Needs NumPy alone, so that a stage can ask
-before it loads JAX.
+Axes: N completions of a round; a group is the completions of one prompt. The module needs NumPy alone, so that a
+stage can apply the rule before it loads JAX.
 """
 
 from collections.abc import Sequence
@@ -14,19 +14,19 @@ rounding."""
 
 
 def is_informative(rewards: Sequence[float] | np.ndarray) -> bool:
-    """Whether the rewards of one group's valid completions differ, at least two of them given.
+    """Whether a group has at least two valid completions and their rewards differ by LEAST_SPREAD or more.
 
-    Compared as float32, in which score tables store them, so that every stage decides alike.
+    Rewards are compared as float32, the type of score tables, so that every stage decides alike.
     """
     values = np.asarray(rewards, np.float32)
     return len(values) > 1 and bool(np.ptp(values) >= LEAST_SPREAD)
 
 
 def informative_groups(rewards_N: np.ndarray, groups_N: np.ndarray, valid_N: np.ndarray) -> np.ndarray:
-    """Valid completions of informative groups, [N] bool; those that are not valid decide nothing."""
+    """Valid completions of informative groups, [N] bool; invalid completions do not influence their group."""
     keep_N = np.zeros(len(rewards_N), bool)
     for group in np.unique(groups_N):
-        mine_N = (groups_N == group) & valid_N
-        if is_informative(rewards_N[mine_N]):
-            keep_N |= mine_N
+        members_N = (groups_N == group) & valid_N
+        if is_informative(rewards_N[members_N]):
+            keep_N |= members_N
     return keep_N

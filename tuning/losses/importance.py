@@ -20,6 +20,7 @@ Level = Literal["token", "sequence", "sequence-mean"]
 
 
 def _log_rho(old_logps_BT: jax.Array, rollout_logps_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
+    """log(pi_old / mu), [B, T], 0 where masked, without gradient."""
     return jax.lax.stop_gradient(masked(old_logps_BT, mask_BT) - masked(rollout_logps_BT, mask_BT))
 
 
@@ -39,8 +40,8 @@ def importance_weights(
 
     level: "token" exp(l); "sequence" exp(sum_t l); "sequence-mean" exp(mean_t l). Weights outside
     [weight_min, weight_max] are limited to it ("clip": truncated importance sampling) or dropped ("zero": masked
-    importance sampling, IcePop). batch_normalise divides by the mean weight, over tokens or over sequences with a
-    valid token.
+    importance sampling, IcePop). batch_normalise divides by the mean weight: over valid tokens at level "token", else
+    over sequences with a valid token. Raises ValueError for an unknown level.
     """
     log_rho = _log_rho(old_logps_BT, rollout_logps_BT, mask_BT)
     match level:
@@ -52,6 +53,7 @@ def importance_weights(
             stat = row_mean(log_rho, mask_BT)
         case _:
             raise ValueError(f"unknown level {level!r}")
+    # The clamp comes before exp, so that a far outlier is a large finite weight rather than infinity.
     weights = jnp.exp(clamp(jnp.broadcast_to(stat, log_rho.shape), log_ratio_clamp))
     if outside == "clip":
         weights = clamp(weights, (weight_min, weight_max)) if (weight_min, weight_max) != (None, None) else weights
@@ -70,6 +72,7 @@ def importance_weights(
 
 
 def _inside(x: jax.Array, bounds: Clamp) -> jax.Array:
+    """Where x lies within the bounds, ends included; None leaves a side open."""
     keep = jnp.ones(x.shape, bool)
     if bounds[0] is not None:
         keep &= x >= bounds[0]
@@ -81,7 +84,10 @@ def _inside(x: jax.Array, bounds: Clamp) -> jax.Array:
 def gated_weights(
     old_logps_BT: jax.Array, rollout_logps_BT: jax.Array, mask_BT: jax.Array, *, band: Clamp
 ) -> jax.Array:
-    """Token weights rho of rows whose geometric mean ratio exp(mean_t l) lies within `band`, else 0, [B, T]."""
+    """Token weights rho of rows whose geometric mean ratio exp(mean_t l) lies within `band`, else 0, [B, T].
+
+    Weights inside an accepted row are not limited.
+    """
     log_rho = _log_rho(old_logps_BT, rollout_logps_BT, mask_BT)
     mean_ratio = jnp.broadcast_to(jnp.exp(row_mean(log_rho, mask_BT)), log_rho.shape)
     return masked(masked(jnp.exp(log_rho), _inside(mean_ratio, band)), mask_BT)
@@ -91,12 +97,13 @@ def mismatch_metrics(old_logps_BT: jax.Array, rollout_logps_BT: jax.Array, mask_
     """Sums over valid tokens that describe the gap between sampler and trainer; divide by `n_tokens` last.
 
     `mismatch_kl` sums k1 = -l and `mismatch_k3` sums e^l - 1 - l, estimates of KL(mu || pi_old); `mismatch_abs` sums
-    |l|; `weight` and `weight_sq` sum rho and its square (see `effective_sample_size`).
+    |l|; `weight` and `weight_sq` sum rho, limited to [e^-20, e^20], and its square (see `effective_sample_size`).
     """
     log_rho = _log_rho(old_logps_BT, rollout_logps_BT, mask_BT)
     rho = masked(jnp.exp(jnp.clip(log_rho, -20, 20)), mask_BT)
     sums = {
         "mismatch_kl": -log_rho,
+        # Masked tokens have log rho 0 but rho 0 instead of 1: without the mask each would add -1.
         "mismatch_k3": masked(rho - 1 - log_rho, mask_BT),
         "mismatch_abs": jnp.abs(log_rho),
     }
@@ -125,11 +132,12 @@ def ratio_quantile(bins: Sequence[float], share: float) -> float:
     Linear in log rho within a bin; the open bins at both ends count as their border.
     """
     edges = (RATIO_EDGES[0], *RATIO_EDGES, RATIO_EDGES[-1])
-    wanted, below = share * sum(bins), 0.0
+    # Walks the cumulative counts to the bin that reaches the target; an empty bin has no tokens to interpolate.
+    target, below = share * sum(bins), 0.0
     for i, count in enumerate(bins):
-        if below + count >= wanted and count > 0:
+        if below + count >= target and count > 0:
             low, high = edges[i], edges[i + 1]
-            return math.exp(low + (high - low) * (wanted - below) / count)
+            return math.exp(low + (high - low) * (target - below) / count)
         below += count
     return 1.0
 

@@ -24,7 +24,7 @@ Clamp = tuple[float | None, float | None]
 
 
 def clamp(x: jax.Array, bounds: Clamp | None) -> jax.Array:
-    """`x` limited to `bounds`; no gradient outside; None leaves a side open."""
+    """`x` limited to `bounds`, without gradient outside them. None leaves a side open."""
     return x if bounds is None else jnp.clip(x, bounds[0], bounds[1])
 
 
@@ -45,6 +45,7 @@ def kl_per_token(
     log_ratio_clamp limits d = ref_logps - logps, value_clamp the estimate; clamps stop the gradient outside.
     straight_through keeps the value and takes the gradient of the unclamped k2 ("k2"), or of that times the
     stop-gradient weight exp(logps - old_logps), limited to `weight_max` ("weighted-k2", for off-policy samples).
+    Raises ValueError for an unknown kind, or for "weighted-k2" without `old_logps_BT`.
     """
     if mask_BT is not None:
         logps_BT, ref_logps_BT = masked(logps_BT, mask_BT), masked(ref_logps_BT, mask_BT)
@@ -72,6 +73,7 @@ def kl_per_token(
         old = old_logps_BT if mask_BT is None else masked(old_logps_BT, mask_BT)
         weight = jnp.exp(jnp.clip(jax.lax.stop_gradient(logps_BT) - old, -20, 20))
         surrogate = (weight if weight_max is None else jnp.minimum(weight, weight_max)) * surrogate
+    # In the forward pass the surrogate cancels; in the backward pass only the surrogate is left.
     return jax.lax.stop_gradient(value - surrogate) + surrogate
 
 

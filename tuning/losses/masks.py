@@ -23,6 +23,7 @@ def sampled_mask(lengths_B: np.ndarray, rollout_logps_BT: np.ndarray) -> np.ndar
 
 def masked(x: jax.Array, mask: jax.Array, fill: float = 0.0) -> jax.Array:
     """`x` where the mask is set, `fill` elsewhere; shapes broadcast; no gradient reaches masked positions."""
+    # `where` selects; a product would keep NaN * 0 = NaN.
     return jnp.where(mask > 0, x, jnp.asarray(fill, x.dtype))
 
 

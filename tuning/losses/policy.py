@@ -21,6 +21,7 @@ from tuning.losses.masks import masked, per_token, row_mean, row_sum
 Ratio = Literal["token", "sequence", "sequence-token", "sequence-sum"]
 Metrics = dict[str, jax.Array]
 LOG_RATIO_CLAMP: Clamp = (-20.0, 20.0)
+"""Limits of a log ratio, so that its exponential is finite."""
 
 
 def log_ratio(
@@ -47,11 +48,13 @@ def log_ratio(
         case "sequence":
             out = row_mean(z, mask_BT)
         case "sequence-token":
+            # The value is mean(z), the gradient that of z alone.
             out = jax.lax.stop_gradient(row_mean(z, mask_BT) - z) + z
         case "sequence-sum":
             out = row_sum(z, mask_BT)
         case _:
             raise ValueError(f"unknown ratio {level!r}")
+    # Outside the clamp the ratio has no gradient.
     return masked(clamp(jnp.broadcast_to(out, z.shape), log_ratio_clamp), mask_BT)
 
 
@@ -88,6 +91,7 @@ def clipped_surrogate(
     adv = masked(per_token(advantages, z), mask_BT)
     r = jnp.exp(z)
     plain, clipped = -adv * r, -adv * jnp.clip(r, 1 - clip_low, 1 + clip_high)
+    # The pessimistic branch: clipping removes the gradient only where the move already goes with the advantage.
     loss = jnp.maximum(plain, clipped)
     capped = jnp.zeros_like(z)
     if dual_clip is not None:
@@ -139,5 +143,6 @@ def cispo(
     z = log_ratio(logps_BT, old_logps_BT, mask_BT, log_ratio_clamp=log_ratio_clamp)
     adv, logps = masked(per_token(advantages, z), mask_BT), masked(logps_BT, mask_BT)
     r = jax.lax.stop_gradient(jnp.exp(z))
+    # The gradient flows through log pi alone, so a clipped token keeps one (PPO's clip would drop it).
     weight = clamp(r, (weight_min, weight_max))
     return -weight * adv * logps, metric_sums(z, mask_BT, clip_high=r > weight, clip_low=r < weight)

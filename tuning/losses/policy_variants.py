@@ -57,6 +57,7 @@ def dppo(
     if divergence == "tv":
         valid_pos, valid_neg = p - q <= limit_high, p - q >= -limit_low
     else:
+        # 1e-8 keeps the logarithm finite where a probability rounds to 1.
         kl = q * (old - logps) + (1 - q) * jnp.log((1 - q + 1e-8) / (1 - p + 1e-8))
         valid_pos, valid_neg = (kl <= limit_high) | (p <= q), (kl <= limit_low) | (p >= q)
     # Only a move in the direction of the advantage is bounded; a token on its way back stays in the loss.
@@ -81,8 +82,10 @@ def gmpo(
     u = sign(A) min(sign(A) z, sign(A) clip(z, -clip_low, clip_high)). Aggregate with "sequence-mean-token-mean".
     row_eps is added to the row's length.
     """
+    # Not clamped: exp is taken of a row's mean, and the clip bounds what enters it on one side.
     z = log_ratio(logps_BT, old_logps_BT, mask_BT, log_ratio_clamp=None)
     adv = masked(per_token(advantages, z), mask_BT)
+    # The sign turns min into max for negative advantages: PPO's pessimistic branch, in log space.
     sign = jnp.sign(adv)
     clipped = jnp.clip(z, -clip_low, clip_high)
     u = sign * jnp.minimum(sign * z, sign * clipped)

@@ -1,8 +1,8 @@
 """Preference losses: reward models, the DPO family, reference-free losses (ORPO, SimPO, CPO), KTO.
 
 Axes: B pairs (or samples for KTO), T tokens. Sequence log-probabilities come from `sequence_logps`. Every loss is
-per pair, [B]; average with `mean_rows` over the pairs of the whole step. Gradients flow into the policy's
-log-probabilities only if the caller leaves reference ones constant.
+per pair, [B]; average with `mean_rows` over the pairs of the whole step. The caller keeps the
+reference's log-probabilities constant (`stop_gradient`); the losses do not.
 """
 
 from typing import Literal, NamedTuple
@@ -92,7 +92,7 @@ def dpo(
     """The DPO family on summed log-probabilities; x, y the scores log pi/ref of chosen and rejected.
 
     Without reference log-probabilities the loss is reference-free (they count as 0). With lengths, x and y are
-    divided by them in the loss, but not in the rewards beta (x, y). z = beta (x - y), s = label_smoothing:
+    divided by them. z = beta (x - y), s = label_smoothing:
 
     | loss | value |
     | --- | --- |
@@ -107,7 +107,8 @@ def dpo(
     | apo-down | sigmoid(bx) + 1 - sigmoid(z) |
     | discopop | log-ratio modulated: (1-g)(-log sigmoid(z)) + g exp(-z), g = sigmoid(z/tau); arXiv:2406.08414 |
 
-    bx, by are the rewards.
+    bx = beta x and by = beta y. The returned rewards are beta log pi/ref, whatever the divergence and the lengths.
+    Raises ValueError for an unknown loss or divergence, or for exo-pair without label smoothing.
     """
     ref_chosen = jnp.zeros_like(chosen_B) if ref_chosen_B is None else ref_chosen_B
     ref_rejected = jnp.zeros_like(rejected_B) if ref_rejected_B is None else ref_rejected_B
@@ -125,9 +126,10 @@ def dpo(
         case "ipo":
             value = (x - y - 1 / (2 * beta)) ** 2
         case "robust":
-            flipped = (1 - label_smoothing) * log_sigmoid(z) - label_smoothing * log_sigmoid(-z)
-            value = -flipped / (1 - 2 * label_smoothing)
+            corrected = (1 - label_smoothing) * log_sigmoid(z) - label_smoothing * log_sigmoid(-z)
+            value = -corrected / (1 - 2 * label_smoothing)
         case "exo-pair":
+            # A hard label has a probability of 0, whose logarithm is -inf.
             if not 0 < label_smoothing < 1:
                 raise ValueError("exo-pair needs a label_smoothing between 0 and 1")
             log_label_c, log_label_r = jnp.log1p(-label_smoothing), jnp.log(label_smoothing)
@@ -155,13 +157,15 @@ def ld_weights(mask_BT: jax.Array, other_mask_BT: jax.Array, alpha: float) -> ja
     """
     valid = mask_BT > 0
     other_length = (other_mask_BT > 0).sum(-1, keepdims=True)
+    # cumsum numbers the valid tokens from 1, so that masked tokens inside a row do not count as length.
     return jnp.where(jnp.cumsum(valid, -1) > other_length, alpha, 1.0) * valid
 
 
 def log_odds_ratio(chosen_B: jax.Array, rejected_B: jax.Array, *, logp_max: float | None = None) -> jax.Array:
-    """log of odds(chosen) / odds(rejected), odds(p) = p / (1 - p), [B]. logp_max keeps p below 1."""
+    """log of odds(chosen) / odds(rejected), odds(p) = p / (1 - p), [B]. logp_max keeps p < 1 (finite odds)."""
     if logp_max is not None:
         chosen_B, rejected_B = jnp.minimum(chosen_B, logp_max), jnp.minimum(rejected_B, logp_max)
+    # log(1 - p) from log p; expm1 keeps the digits that 1 - exp loses for small p.
     return (chosen_B - rejected_B) - (jnp.log(-jnp.expm1(chosen_B)) - jnp.log(-jnp.expm1(rejected_B)))
 
 
@@ -231,7 +235,8 @@ def kto(
 ) -> tuple[jax.Array, jax.Array]:
     """KTO (arXiv:2402.01306) on unpaired samples: losses and implicit rewards, both [B].
 
-    With h = log pi/ref: desirable samples lose 1 - sigmoid(beta (h - kl)), others 1 - sigmoid(beta (kl - h)).
+    With h = log pi/ref the loss of a desirable sample is 1 - sigmoid(beta (h - kl)), that of an undesirable one
+    1 - sigmoid(beta (kl - h)), each times its weight.
     "apo-zero-unpaired" takes kl as 0 (arXiv:2408.06266).
     """
     h = logps_B - ref_logps_B

@@ -1,7 +1,7 @@
 """Advantages and returns per token: whitening, GAE, reward-to-go, ReMax.
 
-Axes: B completions, T completion tokens. Everything is [B, T] and 0 where masked. Whitening takes the statistics of
-all valid tokens given, so give the whole batch.
+Axes: B completions, T completion tokens. Everything is [B, T] and 0 where masked. Whitening takes its statistics
+from all valid tokens of its arguments, so pass the whole batch.
 """
 
 from typing import Literal
@@ -34,6 +34,7 @@ def whiten(
     if scale:
         variance = (centred**2).sum(keepdims=True) / jnp.maximum(n - ddof, 1)
         variance = jnp.maximum(variance, variance_floor) + eps
+        # With eps = 0 a constant batch has variance 0 and stays 0.
         centred = centred * jnp.where(variance > 0, jax.lax.rsqrt(variance), 0)
     return centred if shift_mean else masked(centred + mean, mask_BT)
 
@@ -64,8 +65,12 @@ def gae(
     """Generalised advantage estimation (arXiv:1506.02438): advantages and returns, both [B, T], 0 where masked.
 
     A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t; returns = A + V. The value after the last
-    token is `bootstrap_B`, 0 unless given. Masked tokens inside a row (tool output) are "skipped": their neighbours
-    join without extra discount; or "discounted": they count as steps of reward 0 and value 0.
+    token is `bootstrap_B`, or 0 without it. `gaps` says what masked tokens inside a row (tool output) are:
+
+        tokens         a   b   .   .   c        (. masked)
+        "skipped"      a - b - - - - - c        c follows b, one discount
+        "discounted"   a - b - 0 - 0 - c        two further steps of reward 0 and value 0
+
     Advantages are raw; see `whiten`.
     """
     rewards, values = masked(rewards_BT, mask_BT), masked(values_BT, mask_BT)
@@ -76,6 +81,7 @@ def gae(
         # The value that follows each token: that of the next valid one.
         following = jnp.concatenate([_backward_recursion(values, 1 - m, last)[:, 1:], last[:, None]], -1)
         delta = m * (rewards + gamma * following - values)
+        # A masked token passes on what comes after it: decay 1, delta 0.
         advantages = _backward_recursion(delta, m * (gamma * lam) + (1 - m), zero)
     else:
         following = jnp.concatenate([values[:, 1:], last[:, None]], -1)
@@ -94,8 +100,8 @@ def reward_to_go(
 ) -> jax.Array:
     """Discounted sum of the rewards from each token on, [B, T], 0 where masked.
 
-    Masked tokens inside a row are "discounted" steps of reward 0, "skipped" without a discount, or "reset" the sum:
-    what comes after them does not reach back.
+    Masked tokens inside a row are "discounted" steps of reward 0, or "skipped" without a discount, or "reset" the sum,
+    so that later rewards do not reach earlier tokens.
     """
     rewards = masked(rewards_BT, mask_BT)
     m = (mask_BT > 0).astype(rewards.dtype)

@@ -1,4 +1,4 @@
-"""Rewards as advantages take them: the score of a completion, less the KL to the reference.
+"""Rewards from which advantages are computed: the score of a completion, less the KL to the reference.
 
 Axes: B completions, T completion tokens. With coefficient beta the reward of token t is
 
@@ -23,6 +23,7 @@ Array = TypeVar("Array", jax.Array, np.ndarray)
 def terminal_rewards(scores_B: jax.Array, mask_BT: jax.Array) -> jax.Array:
     """Each row's score on its last valid token (the EOS token of a finished completion), 0 elsewhere, [B, T]."""
     valid = (mask_BT > 0).astype(jnp.int32)
+    # The running count reaches the total at the last valid token, and stays there on the masked ones behind it.
     is_last = (valid == 1) & (jnp.cumsum(valid, -1) == valid.sum(-1, keepdims=True))
     return jnp.where(is_last, scores_B[:, None], jnp.zeros((), scores_B.dtype))
 

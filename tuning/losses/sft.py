@@ -7,5 +7,5 @@ import jax
 
 
 def nll(logps: jax.Array) -> jax.Array:
-    """Negative log-likelihood, in nats, of the shape given."""
+    """Negative log-likelihood in nats; same shape as the log-probabilities."""
     return -logps

@@ -19,7 +19,7 @@ def value_loss(
 
     loss = factor * max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2); without `clip` the first term alone.
     Returns per-token losses [B, T] (0 where masked) and sums: `value_clipped` (tokens on which the clipped
-    branch is the larger), `value_error_sq`, `n_tokens`.
+    branch is the larger), `value_error_sq`, `n_tokens`. Raises ValueError for `clip` without `old_values_BT`.
     """
     values, returns = masked(values_BT, mask_BT), masked(returns_BT, mask_BT)
     error = (values - returns) ** 2

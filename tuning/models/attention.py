@@ -1,9 +1,14 @@
-"""Attention over packed rows, and which implementation computes it. Axes as in `decoder`: B rows, L tokens, N and K
+"""Attention over packed rows, and the choice of its implementation. Axes as in `decoder`: B rows, L tokens, N and K
 heads, H head size.
 
 A row holds groups (1, 2, ...; 0 is padding); a group is a prompt (branch 0) and completions (branches 1, 2, ...) that
 share it. A token sees earlier tokens of its own group that belong to the prompt or to its own branch; with a window,
-only those whose position is near enough. Positions continue from the prompt in every branch, columns do not.
+only those less than `window` positions before it. Positions continue from the prompt in every branch, columns do not:
+
+    group     1 1 1 1 1 1 1 2 2 2 0
+    branch    0 0 0 1 1 2 2 0 1 1 0
+    position  0 1 2 3 4 3 4 0 1 2 0
+    column    0 1 2 3 4 5 6 7 8 9 10     column 5 sees columns 0, 1, 2 and 5
 """
 
 from __future__ import annotations
@@ -54,6 +59,7 @@ def packed_attention(
         return visible(Segments(group_BL, branch_BL, positions_BL), window, 0, length, length)[:, None]
 
     # One mask for all layers, unless it differs by layer or is too large to keep; blocked attention computes its own.
+    # Without a window positions do not matter, so any array takes their place.
     shared = mask_of(group_BL, None) if length <= PLAIN_TOKENS else None
 
     def attention(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, cache: Any) -> tuple[jax.Array, Any]:
@@ -82,6 +88,8 @@ def _plain(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, spec: Atte
     q = q.reshape(b, length, k.shape[2], n // k.shape[2], h)
     accumulate = jnp.promote_types(q.dtype, jnp.float32)
     logits = jnp.einsum("bmkah,blkh->bkaml", q, k, preferred_element_type=accumulate)
+    # A finite fill: a query without a visible key would give NaN with -inf. The cap comes before the mask, as it would
+    # bring -inf back to -cap.
     logits = jnp.where(mask[:, :, None], soft_cap(logits * spec.scale, spec.softcap), -1e30)
     weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
     return jnp.einsum("bkaml,blkh->bmkah", weights, v).reshape(b, length, n, h)
@@ -95,6 +103,7 @@ def _splash(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, spec: Att
     head_dim = q.shape[-1]
 
     def heads_first(x: jax.Array) -> jax.Array:
+        # Zeros add nothing to q k^T, and the extra columns of the output are cut off below.
         return jnp.moveaxis(jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, -head_dim % _LANES))), 1, 2)
 
     def row(q_NLH: jax.Array, k_KLH: jax.Array, v_KLH: jax.Array, mask_LL: jax.Array) -> jax.Array:

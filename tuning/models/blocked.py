@@ -27,7 +27,7 @@ from tuning.models.remat import keep
 BLOCK = 128
 """Queries of a block."""
 STRIPES = 4
-"""More stripes skip more of the square, and compile as many more loops."""
+"""Stripes of a row. More of them skip more of the square, at one more compiled loop each."""
 
 
 class Segments(NamedTuple):
@@ -49,6 +49,7 @@ def visible(
     (group_q, group_k), (branch_q, branch_k), (position_q, position_k) = (
         (jax.lax.dynamic_slice_in_dim(x, start, count, axis=1)[:, :, None], x[:, None, :stop]) for x in segments
     )
+    # By column, not by position: branches repeat positions.
     earlier = start + jnp.arange(count)[:, None] >= jnp.arange(stop)[None, :]
     seen = earlier & (group_q == group_k) & ((branch_q == branch_k) | (branch_k == 0))
     return seen if window is None else seen & (position_q - position_k < window)
@@ -65,12 +66,12 @@ def blocked_attention(
 ) -> jax.Array:
     """softmax(mask(cap(scale * q k))) v, [B, L, N, H] in the type of v; logits and sums in at least float32."""
     length = q_BLNH.shape[1]
-    padding = -length % BLOCK  # up to whole blocks
+    padding = -length % BLOCK
 
     def pad(x: jax.Array, value: int = 0) -> jax.Array:
         return jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2), constant_values=value) if padding else x
 
-    # Padding is a group of its own, so that every query has something to sum over.
+    # Padding is a group of its own (-1), so that each of its queries sees itself and the softmax is finite.
     padded = Segments(pad(segments.group_BL, -1), pad(segments.branch_BL), pad(segments.positions_BL))
     out = _attention(pad(q_BLNH), pad(k_BLKH), pad(v_BLKH), padded, window, scale, softcap)
     return out[:, :length]
@@ -79,6 +80,7 @@ def blocked_attention(
 def _stripes(length: int) -> list[tuple[int, int, int]]:
     """(first query, number of blocks, number of keys) of each stripe."""
     blocks = length // BLOCK
+    # Rows of fewer blocks than STRIPES get one block a stripe.
     each = -(-blocks // STRIPES)
     return [(i * BLOCK, min(each, blocks - i), min(i + each, blocks) * BLOCK) for i in range(0, blocks, each)]
 
@@ -89,6 +91,7 @@ def _dot(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
 
 
 def _accumulator(x: jax.Array) -> jnp.dtype:
+    """The type in which sums run: at least float32."""
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
@@ -204,11 +207,13 @@ def _backward(
         z = _logits(q_rows, k[:, :, :stop], groups, scale, softcap)
         seen = visible(segments, window, start, BLOCK, stop)[:, None, None]
         norm, dot = (jax.lax.dynamic_slice_in_dim(x, start, BLOCK, axis=3) for x in (normaliser, g_dot_out))
+        # Logits are not masked here, so invisible keys are taken out of the probabilities.
         p = jnp.where(seen, jnp.exp(z - norm), 0.0)
         dp = _dot(g_rows, v[:, :, :stop], 3, 3).reshape(p.shape)
         # scale * ds; the factor of dq and dk is put in here, once.
         ds = p * (dp - dot) * scale
         if softcap is not None:
+            # z is capped already, so z / c is the tanh.
             ds = ds * (1.0 - jnp.square(z / softcap))
         flat = (*p.shape[:2], -1, stop)
         p_rows, ds_rows = p.astype(v.dtype).reshape(flat), ds.astype(k.dtype).reshape(flat)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+# A role is one letter, since every letter is a token.
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'][0] }}\n"
     "{{ message['content'] }}<|im_end|>\n{% endfor %}"

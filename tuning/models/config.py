@@ -10,7 +10,7 @@ from tuning.models.rope import RopeScaling, frequencies
 
 
 class UnsupportedModel(ValueError):
-    """A config value or tensor that this code would have to guess about."""
+    """A config value or tensor that this code does not implement."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class DecoderConfig:
     rope_scaling: RopeScaling | None = None
     """Of layers that see everything and, unless `local_rope_theta` is set, of windowed ones too."""
     local_rope_theta: float | None = None
-    """Theta of windowed layers, unscaled, where it is another (Gemma 3)."""
+    """Theta of windowed layers, unscaled, where it differs from `rope_theta` (Gemma 3)."""
     rope_layers: tuple[bool, ...] = ()
     """Which layers rotate queries and keys; empty for all (SmolLM3 leaves some without positions)."""
     sliding_window: int | None = None
@@ -94,12 +94,14 @@ class DecoderConfig:
                 rows.append(frequencies(self.head_dim, self.local_rope_theta))
             else:
                 rows.append(frequencies(self.head_dim, self.rope_theta, self.rope_scaling))
+        # Most models have one set: their tables are computed once, not layer by layer.
         distinct, row_of_layer = np.unique(np.stack(rows), axis=0, return_inverse=True)
+        # Some releases of NumPy 2 return the inverse with a second axis.
         return distinct, row_of_layer.reshape(-1)
 
 
 def tiny(vocab_size: int) -> DecoderConfig:
-    """A decoder of under a million parameters for tests, with every part of a larger one."""
+    """A plain Llama of two layers and 64 hidden units, for tests and smoke runs."""
     return DecoderConfig(
         vocab_size=vocab_size,
         hidden_size=64,

@@ -1,8 +1,8 @@
 """Reads and writes the `config.json` of the families in `families`.
 
-Keys that a family's config class in transformers does not read are ignored, as it ignores them; values that this
-decoder does not implement are refused by name. Read are both layouts: `rope_theta` with `rope_scaling`, and
-transformers 5's `rope_parameters`; written is the first, which releases 4 and 5 both read.
+Keys that a family's config class in transformers does not read are ignored here too. Values that this decoder does not
+implement are refused by name. Two layouts are read: `rope_theta` with `rope_scaling`, and the `rope_parameters` of
+transformers 5. The first is written, since releases 4 and 5 both read it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _File:
         return UnsupportedModel(f"{self.source}: {name} is {value!r}, supported is {supported}")
 
     def read(self, name: str, defaults: Mapping[str, Any] | None = None) -> Any:
-        """The value as it stands in the file, else the family's default, else an error."""
+        """The value in the file, else the family's default. Raises UnsupportedModel where there is neither."""
         defaults = self.family.defaults if defaults is None else defaults
         if name in self.values:
             return self.values[name]
@@ -78,8 +78,10 @@ def from_hugging_face(values: Mapping[str, Any], source: str) -> DecoderConfig:
     kv_heads = heads if file.read("num_key_value_heads") is None else file.positive("num_key_value_heads")
     if heads % kv_heads:
         raise file.refusal("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads, {heads}")
+    # A null counts as absent, as in transformers.
     derived = values.get("head_dim", family.defaults.get("head_dim")) is None
     head_dim = hidden // heads if derived else file.positive("head_dim")
+    # Families without such a bias ignore the field.
     bias = {n: n in family.biases and n in values and file.flag(n) for n in ("attention_bias", "mlp_bias")}
     traits: dict[str, Any] = {
         "qkv_bias": bias["attention_bias"],
@@ -90,6 +92,7 @@ def from_hugging_face(values: Mapping[str, Any], source: str) -> DecoderConfig:
         **_rope_layers(file, layers),
     }
     if family.softcaps:
+        # Gemma: logits are scaled by this size rather than the head's, embeddings by sqrt(hidden).
         traits["query_scale"] = file.number("query_pre_attn_scalar", file.read("query_pre_attn_scalar")) ** -0.5
         traits["embed_scale"] = hidden**0.5
         traits["attention_softcap"] = file.cap("attn_logit_softcapping")
@@ -127,8 +130,8 @@ def _rope(file: _File) -> dict[str, Any]:
         local = {"local_rope_theta": base}
         new = new.get("full_attention")
     if new and old:
-        found = [_rope_entry(file, *pair, theta) for pair in (("rope_parameters", new), ("rope_scaling", old))]
-        if found[0] != found[1]:
+        entries = [_rope_entry(file, *pair, theta) for pair in (("rope_parameters", new), ("rope_scaling", old))]
+        if entries[0] != entries[1]:
             raise file.refusal("rope_scaling", old, f"what rope_parameters says beside it, {new!r}")
     name = "rope_parameters" if new else "rope_scaling"
     base, scaling = _rope_entry(file, name, new or old or {}, theta)
@@ -136,25 +139,25 @@ def _rope(file: _File) -> dict[str, Any]:
 
 
 def _rope_entry(file: _File, name: str, entry: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling | None]:
-    """Theta and scaling of one dictionary of rotary parameters; `theta` is what holds where it has none."""
+    """Theta and scaling of one dictionary of rotary parameters; `theta` is the default."""
     kind = entry.get("rope_type", entry.get("type", "default"))
-    wanted = {"default": (), "linear": ("factor",), "llama3": _LLAMA3_FIELDS}.get(kind)
-    if wanted is None:
+    required = {"default": (), "linear": ("factor",), "llama3": _LLAMA3_FIELDS}.get(kind)
+    if required is None:
         raise file.refusal(f"{name}.rope_type", kind, "default, linear or llama3")
     # transformers falls back to the model's context length for the original one.
-    given = {"original_max_position_embeddings": file.read("max_position_embeddings")} | dict(entry)
+    filled = {"original_max_position_embeddings": file.read("max_position_embeddings")} | dict(entry)
     for field, value in entry.items():
         if field == "partial_rotary_factor" and value in (1, 1.0):
             continue
-        if field not in ("rope_type", "type", "rope_theta", *wanted) and value is not None:
+        if field not in ("rope_type", "type", "rope_theta", *required) and value is not None:
             raise file.refusal(f"{name}.{field}", value, f"absence, with rope_type {kind!r}")
-    missing = [field for field in wanted if given.get(field) is None]
+    missing = [field for field in required if filled.get(field) is None]
     if missing:
         raise UnsupportedModel(f"{file.source}: {name}.{missing[0]} missing, with rope_type {kind!r}")
     base = file.number(f"{name}.rope_theta", entry.get("rope_theta", theta))
     if kind == "default":
         return base, None
-    factor, *rest = (file.number(f"{name}.{field}", given[field]) for field in wanted)
+    factor, *rest = (file.number(f"{name}.{field}", filled[field]) for field in required)
     if kind == "linear":
         return base, RopeScaling(kind, factor)
     low, high, original = rest
@@ -193,7 +196,9 @@ def _sliding_layers(file: _File, layers: int) -> list[bool]:
     if file.values.get("sliding_window", file.family.defaults.get("sliding_window")) is None:
         return [False] * layers
     if "no_rope_layer_interval" in file.family.defaults:
+        # SmolLM3 puts its windows on the layers without positions.
         return [not rotates for rotates in _rope_pattern(file, layers)]
+    # Qwen: layers below this number see everything.
     return [layer >= file.read("max_window_layers") for layer in range(layers)]
 
 
@@ -253,15 +258,16 @@ def to_hugging_face(config: DecoderConfig, *, scalar: bool = False, **extra: Any
     if scalar:
         values["num_labels"] = 1
     values |= extra
-    again = from_hugging_face(values, "config.json to be written")
-    if again != config:
-        names = [f.name for f in dataclasses.fields(config) if getattr(again, f.name) != getattr(config, f.name)]
+    # A value that the family's file has no field for would be lost silently, so the result is read back.
+    reread = from_hugging_face(values, "config.json to be written")
+    if reread != config:
+        names = [f.name for f in dataclasses.fields(config) if getattr(reread, f.name) != getattr(config, f.name)]
         raise UnsupportedModel(f"family {config.family} cannot express {', '.join(names)} of {config}")
     return values
 
 
 def _tidy(value: float) -> float | int:
-    """An integer where rounding made almost one of it."""
+    """The integer that the value is up to rounding, else the value: (2 ** -0.5) ** -2 is not exactly 2."""
     return round(value) if abs(value - round(value)) < 1e-9 * value else value
 
 

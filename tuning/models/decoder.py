@@ -1,7 +1,7 @@
 """The decoder: mathematics only. Layers are stacked and scanned, so compile time does not grow with depth.
 
-What differs from layer to layer (window, rotary frequencies) is scanned beside the weights; what a model does not
-have leaves no trace in its program.
+Settings that differ from layer to layer (window, rotary frequencies) are scanned beside the weights. Features that a
+model does not have leave no trace in its program.
 
 Axes: B rows, L tokens of a row, D hidden, F feed-forward, N query heads, K key-value heads,
 H head size, V vocabulary. Weights are stored (in, out).
@@ -25,7 +25,7 @@ from tuning.models.remat import KEPT, keep
 from tuning.models.rope import rope_tables, rotate
 
 UNLIMITED = np.iinfo(np.int32).max
-"""The window of a layer that sees everything, in a model where other layers do not."""
+"""The window of a layer with full attention, in a model with windowed layers."""
 
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -35,7 +35,7 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
-    """What a layer asks of attention beside queries, keys and values."""
+    """The arguments of a layer's attention other than queries, keys and values."""
 
     scale: float
     """Factor of the logits."""
@@ -60,6 +60,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0) -
     x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     if offset:
         return (x32 * (weight.astype(x32.dtype) + offset)).astype(x.dtype)
+    # Llama rounds before the weight and Gemma after it: in bfloat16 the last bits differ.
     return x32.astype(x.dtype) * weight.astype(x.dtype)
 
 
@@ -76,6 +77,7 @@ class Layer(nnx.Module):
         self.config = config
 
         def norm(size: int) -> nnx.Param:
+            # The factor, weight + offset, starts at 1.
             return nnx.Param(jnp.full(size, 1.0 - c.norm_offset, jnp.float32))
 
         self.attention_norm = norm(d)
@@ -103,6 +105,7 @@ class Layer(nnx.Module):
         c = self.config
         rows = x_BLD.shape[:2]
 
+        # `keep` marks what the backward pass does not recompute: see `remat`.
         q, k, v = (keep(x) for x in self._into_heads(self._norm(x_BLD, self.attention_norm)))
         q = q.reshape(*rows, c.num_heads, c.head_dim)
         k, v = (x.reshape(*rows, c.num_kv_heads, c.head_dim) for x in (k, v))
@@ -134,6 +137,7 @@ class Decoder(nnx.Module):
         init = nnx.initializers.normal(0.02)
         self.embedding = nnx.Param(init(rngs.params(), (config.vocab_size, config.hidden_size), jnp.float32))
 
+        # One key a layer; every parameter gets a leading axis of layers.
         @nnx.split_rngs(splits=config.num_layers)
         @nnx.vmap(in_axes=(0,), out_axes=0)
         def stack(rngs: nnx.Rngs) -> Layer:
@@ -149,14 +153,15 @@ class Decoder(nnx.Module):
         return (self.embedding if self.config.tie_embeddings else self.head)[...]
 
     def embed(self, tokens: jax.Array, dtype: Any) -> jax.Array:
-        """What the first layer reads, [..., D]."""
+        """Embeddings of tokens [...] as the first layer reads them, [..., D] in `dtype`."""
+        # Gathered before the cast, so that no copy of the table is made.
         x = self.embedding[...][tokens].astype(dtype)
         return x if self.config.embed_scale is None else x * jnp.asarray(self.config.embed_scale, dtype)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Logits [..., V] of final hidden states [..., D], accumulated in at least float32.
 
-        For a few positions: losses go through `token_logps` in chunks (R13).
+        Meant for a few positions: losses use `tuning.losses.head.token_logps`, which never holds all logits (R13).
         """
         weight = self.head_weight().astype(hidden.dtype)
         accumulate = jnp.promote_types(hidden.dtype, jnp.float32)
@@ -198,8 +203,8 @@ class Decoder(nnx.Module):
 def by_layer(
     config: DecoderConfig, positions_BL: jax.Array
 ) -> tuple[dict[str, jax.Array], Callable[[dict[str, jax.Array]], tuple[tuple[jax.Array, jax.Array], AttentionSpec]]]:
-    """What a loop over layers needs beside weights: values that differ by layer (leading axis: layers), and a function
-    from those of one layer to its rotary tables and `AttentionSpec`.
+    """The inputs of a loop over layers other than weights: values that differ by layer (leading axis: layers), and a
+    function from one layer's values to its rotary tables and `AttentionSpec`.
 
     One set of frequencies and one window are constants of the loop; several are picked layer by layer.
     """
@@ -212,6 +217,7 @@ def by_layer(
     if len(distinct) > 1:
         differs["rope"] = jnp.asarray(row_of_layer, jnp.int32)
     if any(slides) and not all(slides):
+        # One program serves all layers, so a layer without a window has a very large one.
         differs["window"] = jnp.asarray([c.sliding_window if s else UNLIMITED for s in slides], jnp.int32)
 
     def of_layer(mine: dict[str, jax.Array]) -> tuple[tuple[jax.Array, jax.Array], AttentionSpec]:
@@ -230,7 +236,7 @@ class ScalarHead(nnx.Module):
         self.score = nnx.Param(jnp.zeros(config.hidden_size))
 
     def scores(self, hidden: jax.Array) -> jax.Array:
-        """[..., D] -> [...] in float32."""
+        """Hidden states [..., D] to scores [...] in float32; bfloat16 would round differences of scores away."""
         return hidden.astype(jnp.float32) @ self.score[...]
 
 
@@ -240,8 +246,9 @@ def _abstract(config: DecoderConfig) -> tuple[Any, Any]:
 
 
 def abstract_decoder(config: DecoderConfig) -> tuple[Any, Any]:
-    """Graph (static, hashable) and parameter shapes of a decoder, without making the parameters."""
+    """Graph (static, hashable) and parameter shapes of a decoder, without allocating parameters."""
     graph, shapes = _abstract(config)
+    # A copy: callers replace the shapes in place.
     return graph, jax.tree.map(lambda x: x, shapes)
 
 

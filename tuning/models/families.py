@@ -1,6 +1,6 @@
-"""The model families, one table each: what differs between them in `config.json`, and what that means.
+"""The model families, one table each: how their `config.json` files differ, and the meaning for the decoder.
 
-What holds where a file is silent is what the family's config class in transformers 5.23 assumes.
+Defaults of missing fields are those of the family's config class in transformers 5.23.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final
 
-# What no supported family implements but some checkpoints ask for, and the values that ask for nothing.
+# Features that no supported family implements, with the values that switch them off.
 EVERYWHERE: Final[dict[str, tuple[Any, ...]]] = {
     "attention_dropout": (0, 0.0, None),
     "partial_rotary_factor": (1, 1.0, None),
@@ -18,7 +18,7 @@ EVERYWHERE: Final[dict[str, tuple[Any, ...]]] = {
 }
 _SILU: Final[dict[str, tuple[Any, ...]]] = {"hidden_act": ("silu",)}
 _GELU: Final[dict[str, tuple[Any, ...]]] = {"hidden_activation": ("gelu_pytorch_tanh",)}
-# Of DecoderConfig, for both Gemmas.
+# Fields of DecoderConfig that both Gemmas share.
 _GEMMA: Final[dict[str, Any]] = {"activation": "gelu_tanh", "post_norms": True, "norm_offset": 1.0}
 
 
@@ -35,7 +35,7 @@ class Family:
     traits: Mapping[str, Any]
     """Fields of DecoderConfig that are the same for every member."""
     biases: tuple[str, ...] = ()
-    """`attention_bias` and `mlp_bias`, as far as the family has them."""
+    """Those of `attention_bias` and `mlp_bias` that the family reads."""
     windows: str = "none"
     """`all`: every layer where `sliding_window` is set; `switch`: with `use_sliding_window`; `pattern`: some."""
     softcaps: bool = False

@@ -85,7 +85,7 @@ class GGUFCheckpoint:
     in place of the path to share it with `tuning.models.tokenizer.tokenizer_from_gguf`: opening is the slow part.
 
     Raises ValueError, naming the file and the field, for an architecture outside ARCHITECTURES, for a
-    tensor that is unknown, missing or of an unexpected shape, and for a variant that this reader would get wrong
+    tensor that is unknown, missing or of an unexpected shape, and for a variant that this reader does not implement
     (other scaled or partial rotary embeddings, mixture of experts, sizes that differ per layer, foreign byte order).
     FileNotFoundError and ValueError as in `GGUFFile`.
     """
@@ -150,6 +150,7 @@ class GGUFCheckpoint:
         embedding = self._tensors.get("token_embd.weight")
         if embedding is None:
             raise ValueError(f"{self.path}: tensor token_embd.weight is missing; a split file must be merged first")
+        # Part of the configuration, not a weight: it must not be among the tensors that are checked and yielded.
         factors = self._tensors.pop(ROPE_FACTORS, None)
         return read_config(
             self._file,
@@ -174,15 +175,19 @@ class GGUFCheckpoint:
                 f"{self.path}: {len(missing)} tensors missing, first {missing[0]}; a split file must be merged first"
             )
         for name, (_, expected) in self._layout.items():
-            found = tuple(int(size) for size in reversed(self._tensors[name].shape))
-            if found != expected:
-                raise ValueError(f"{self.path}: tensor {name} has shape {found}, but the metadata implies {expected}")
+            # Dimensions are innermost first in the file.
+            shape = tuple(int(size) for size in reversed(self._tensors[name].shape))
+            if shape != expected:
+                raise ValueError(f"{self.path}: tensor {name} has shape {shape}, but the metadata implies {expected}")
 
 
 def _unpermute(weight: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
     """Undo llama.cpp's row order: per head, interleaved rotary pairs back to the two halves that HF rotates.
 
-    (heads * head_dim, in) to the same shape; always a new array.
+    (heads * head_dim, in) to the same shape; always a new array. Rows of a head of size 6, a and b the two halves:
+
+        GGUF          a0 b0 a1 b1 a2 b2
+        Hugging Face  a0 a1 a2 b0 b1 b2
     """
     rows, columns = weight.shape
     pairs = weight.reshape(heads, rows // heads // 2, 2, columns)

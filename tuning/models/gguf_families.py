@@ -1,8 +1,8 @@
-"""What differs between the architectures of GGUF files: names of tensors, how they are stored, and the metadata.
+"""Differences between the architectures of GGUF files: names of tensors, their storage, and the metadata.
 
 Sources: llama.cpp's converters (conversion of Hugging Face models) for names, row order and shifts, and its loaders
-(src/models) for what no key says: the query scales of the largest Gemmas, SmolLM3's layers without positions, and the
-window pattern and local theta of Gemma 3.
+(src/models) for facts without a key: the query scales of the largest Gemmas, SmolLM3's layers without positions, and
+the window pattern and local theta of Gemma 3.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Architecture:
     """Projections with a bias."""
     windowed: bool = False
     norm_shift: float = 0.0
-    """What the file adds to the weights of norms."""
+    """Added to the weights of norms in the file."""
 
     @property
     def layer(self) -> dict[str, str]:
@@ -92,6 +92,7 @@ def _smollm3(file: Metadata, prefix: str, values: Values) -> Values:
 
 
 def _gemma(file: Metadata, prefix: str, values: Values, largest: int) -> Values:
+    """What Gemma 2 and 3 share; `largest` is the number of layers of the 27B model, which no key identifies."""
     # The 27B models scale queries by the size that hidden / heads would have.
     per_head = values["hidden_size"] // values["num_attention_heads"]
     return {
@@ -109,6 +110,7 @@ def _gemma2(file: Metadata, prefix: str, values: Values) -> Values:
 
 
 def _gemma3(file: Metadata, prefix: str, values: Values) -> Values:
+    # Older files lack both keys; the numbers are llama.cpp's.
     every = file.get(f"{prefix}.attention.sliding_window_pattern", int)
     local = file.get(f"{prefix}.rope.freq_base_swa", float)
     return _gemma(file, prefix, values, 62) | {
@@ -127,13 +129,13 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
         "gemma3_text", "Gemma3ForCausalLM", _GEMMA_NORMS | _QK_NORMS, _gemma3, windowed=True, norm_shift=1.0
     ),
 }
-"""Architectures by name. A Mistral is a llama there."""
+"""Architectures by name. Mistral models are stored as `llama`."""
 
 
 def read_config(file: Metadata, name: str, vocab_size: int, tied: bool, rope_factors: np.ndarray | None) -> Values:
-    """The config.json of the model: metadata, and what its embedding, output and rope_freqs tensors say.
+    """The config.json of the model, from its metadata and from its embedding, output and rope_freqs tensors.
 
-    Raises ValueError, naming the file and the key, for what is missing, inconsistent or not supported.
+    Raises ValueError, naming the file and the key, for a value that is missing, inconsistent or not supported.
     """
     known, path = ARCHITECTURES[name], file.path
     experts = file.get(f"{name}.expert_count", int)
@@ -149,9 +151,9 @@ def read_config(file: Metadata, name: str, vocab_size: int, tied: bool, rope_fac
         raise ValueError(f"{path}: {name}.attention.head_count {heads} is not a multiple of head_count_kv {kv_heads}")
     head_dim = file.get(f"{name}.attention.key_length", int) or hidden // heads
     for key in ("attention.value_length", "rope.dimension_count"):
-        found = file.get(f"{name}.{key}", int)
-        if found is not None and found != head_dim:
-            raise ValueError(f"{path}: {name}.{key} is {found}; supported: the head size, {head_dim}")
+        size = file.get(f"{name}.{key}", int)
+        if size is not None and size != head_dim:
+            raise ValueError(f"{path}: {name}.{key} is {size}; supported: the head size, {head_dim}")
     theta = file.get(f"{name}.rope.freq_base", float)
     values = {
         "architectures": [known.classes],
@@ -200,8 +202,9 @@ def _llama3_scaling(file: Metadata, values: Values, factors: np.ndarray) -> Valu
 
     scaling = RopeScaling("llama3", float(factors.max()), 1.0, 4.0, 8192)
     plain = frequencies(values["head_dim"], values["rope_theta"])
-    wanted = plain / frequencies(values["head_dim"], values["rope_theta"], scaling)
-    if factors.shape != wanted.shape or not np.allclose(factors, wanted, rtol=1e-4):
+    divisors = plain / frequencies(values["head_dim"], values["rope_theta"], scaling)
+    # The file holds float32 values that the converter computed in float32.
+    if factors.shape != divisors.shape or not np.allclose(factors, divisors, rtol=1e-4):
         raise ValueError(
             f"{file.path}: tensor rope_freqs.weight is not the scaling of Llama 3.1 (bounds 1 and 4, 8192 positions), "
             "the only one supported; convert from the Hugging Face folder instead, where config.json names it"

@@ -33,17 +33,17 @@ SHARD_BYTES = 5_000_000_000
 
 
 def random_params(config: DecoderConfig, seed: int) -> Any:
-    """Fresh parameters (normal, 0.02)."""
+    """Random parameters: matrices normal with deviation 0.02, factors of norms one, biases zero."""
     return nnx.state(Decoder(config, rngs=nnx.Rngs(seed)), nnx.Param)
 
 
 class Place(NamedTuple):
-    """Where a tensor of a checkpoint belongs."""
+    """The parameter, or part of one, that a tensor of a checkpoint fills."""
 
     path: ParamPath
     """The parameter."""
     part: tuple[Any, ...] = ()
-    """What of it; all by default."""
+    """Index into the parameter, such as (layer,); all of it by default."""
     transposed: bool = False
 
 
@@ -52,7 +52,7 @@ def params_from_tensors(
 ) -> Any:
     """Decoder parameters (an nnx State, float32) from named Hugging Face tensors, taken one at a time.
 
-    In the order that `read_tensors` gives them, no more than one parameter is on the host; else as `place_tensors`.
+    In the order of `_places`, at most one parameter is on the host at a time. Otherwise like `place_tensors`.
     """
     return place_tensors(config, tensors, source, abstract_decoder(config)[1], _places(config), shardings)
 
@@ -67,24 +67,25 @@ def place_tensors(
 ) -> Any:
     """`state`, an nnx State of shapes and types, with the values that named tensors have at their `places`.
 
-    A parameter is collected on the host and goes to the device when its last tensor has come. `shardings` is a pytree
+    A parameter is collected on the host and goes to the device after its last tensor. `shardings` is a pytree
     of the parameters' structure (a state or a pure dict) with a `jax.sharding.Sharding` for each.
 
     Raises UnsupportedModel for a tensor that is unknown, missing or of another shape.
     """
     shapes = flatten_dict(nnx.to_pure_dict(state))
     placed = {} if shardings is None else flatten_dict(_pure(shardings))
-    wanted = dict(places)
-    left = collections.Counter(place.path for place in places.values())
+    pending = dict(places)
+    remaining = collections.Counter(place.path for place in places.values())
     host: dict[ParamPath, np.ndarray] = {}
     done: dict[ParamPath, jax.Array] = {}
     for name, tensor in tensors:
-        if name not in wanted:
+        if name not in pending:
+            # Some checkpoints repeat a tied head or store rotary frequencies; `load_scalar_head` reads score heads.
             tied_copy = name == "lm_head.weight" and config.tie_embeddings
             if tied_copy or name == SCORE or name.endswith("rotary_emb.inv_freq"):
                 continue
             raise UnsupportedModel(f"{source}: unexpected tensor {name} {tensor.shape}")
-        path, part, transposed = wanted.pop(name)
+        path, part, transposed = pending.pop(name)
         if path not in host:
             host[path] = _aligned(shapes[path])
         target = host[path][part]
@@ -93,18 +94,19 @@ def place_tensors(
             expected = target.T.shape if transposed else target.shape
             raise UnsupportedModel(f"{source}: {name} has shape {tensor.shape}, the config asks for {expected}")
         target[...] = value
-        left[path] -= 1
-        if not left[path]:
+        remaining[path] -= 1
+        if not remaining[path]:
             done[path] = jax.device_put(host.pop(path), placed.get(path))
+            # A view would keep the host's copy alive.
             del target
-    if wanted:
-        raise UnsupportedModel(f"{source}: {len(wanted)} tensors missing, first {sorted(wanted)[0]}")
+    if pending:
+        raise UnsupportedModel(f"{source}: {len(pending)} tensors missing, first {sorted(pending)[0]}")
     nnx.replace_by_pure_dict(state, unflatten_dict(done))
     return state
 
 
 def _aligned(like: Any) -> np.ndarray:
-    """An array of this shape and type where XLA on CPU takes it without a copy: at a multiple of 64 bytes."""
+    """An array of this shape and type at a multiple of 64 bytes, where XLA on CPU takes it without a copy."""
     size = like.size * like.dtype.itemsize
     raw = np.empty(size + 64, np.uint8)
     start = -raw.ctypes.data % 64
@@ -132,14 +134,14 @@ def tensors_from_params(pure: dict[str, Any], dtype: Any = np.float32) -> Iterat
 
 
 def _lazy_tensors(pure: dict[str, Any], dtype: Any) -> Iterator[tuple[str, int, Callable[[], np.ndarray]]]:
-    """Name, bytes and maker of each tensor: nothing leaves the device before it is asked for."""
+    """Name, size in bytes and maker of each tensor. A tensor leaves the device when its maker is called."""
     flat = flatten_dict(pure)
     layers = max((leaf.shape[0] for path, leaf in flat.items() if path[0] == "layers"), default=0)
-    for path, found in tensor_names(flat, layers).items():
-        leaf, transposed = flat[path], found.transposed
-        size = leaf.size // len(found.tensors) * np.dtype(dtype).itemsize
-        for layer, name in enumerate(found.tensors):
-            yield name, size, functools.partial(_tensor, leaf, layer if found.stacked else None, transposed, dtype)
+    for path, names in tensor_names(flat, layers).items():
+        leaf, transposed = flat[path], names.transposed
+        size = leaf.size // len(names.tensors) * np.dtype(dtype).itemsize
+        for layer, name in enumerate(names.tensors):
+            yield name, size, functools.partial(_tensor, leaf, layer if names.stacked else None, transposed, dtype)
 
 
 def _tensor(leaf: Any, layer: int | None, transposed: bool, dtype: Any) -> np.ndarray:
@@ -148,7 +150,7 @@ def _tensor(leaf: Any, layer: int | None, transposed: bool, dtype: Any) -> np.nd
 
 
 def read_config(folder: Path) -> DecoderConfig:
-    """The decoder config of a Hugging Face folder."""
+    """The decoder config of a Hugging Face folder. Raises FileNotFoundError, or UnsupportedModel naming the field."""
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: a model folder holds config.json and *.safetensors")
@@ -227,7 +229,7 @@ def save_decoder(
 ) -> None:
     """Writes config.json and safetensors of the given type; a ScalarHead becomes a sequence classifier of one label.
 
-    What exceeds `shard_bytes` goes into several files with an index, each made and written before the next.
+    Models larger than `shard_bytes` become several files with an index; one file's tensors are on the host at a time.
     """
     folder.mkdir(parents=True, exist_ok=True)
     kind = jnp.dtype(dtype)
@@ -237,16 +239,17 @@ def save_decoder(
     if scalar:
         score = np.asarray(pure["score"])[None].astype(kind)
         tensors.append((SCORE, score.nbytes, lambda: score))
+    # Files of an earlier model with more shards would be read along with the new ones.
     for stale in [*folder.glob("model*.safetensors"), *folder.glob(INDEX)]:
         stale.unlink()
     shards = _shards(tensors, shard_bytes)
-    where: dict[str, str] = {}
+    file_of: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
         save_file({tensor: make() for tensor, _, make in shard}, folder / name, metadata={"format": "pt"})
-        where |= {tensor: name for tensor, _, _ in shard}
+        file_of |= {tensor: name for tensor, _, _ in shard}
     if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(size for _, size, _ in tensors)}, "weight_map": where}
+        index = {"metadata": {"total_size": sum(size for _, size, _ in tensors)}, "weight_map": file_of}
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     values = to_hugging_face(config, scalar=scalar, **token_ids | {"torch_dtype": dtype})
     (folder / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
@@ -266,7 +269,7 @@ def _shards(tensors: list[Any], limit: int) -> list[list[Any]]:
 
 
 def untied(config: DecoderConfig, params: Any) -> tuple[DecoderConfig, Any]:
-    """The same decoder with an LM head of its own, as (config, pure dict); as it was where it has one."""
+    """The same decoder with a separate LM head, as (config, pure dict); unchanged if it has one already."""
     pure = _pure(params)
     if not config.tie_embeddings:
         return config, pure
@@ -274,7 +277,7 @@ def untied(config: DecoderConfig, params: Any) -> tuple[DecoderConfig, Any]:
 
 
 def fingerprint(params: Any) -> str:
-    """SHA-256 over names, shapes and bytes of the parameters: which policy this is."""
+    """SHA-256 over names, types, shapes and bytes of the parameters: the identity of a policy."""
     h = hashlib.sha256()
     for path, leaf in sorted(jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(params)), key=lambda x: str(x[0])):
         array = np.ascontiguousarray(leaf)

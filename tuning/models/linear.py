@@ -16,8 +16,8 @@ _INIT = nnx.initializers.normal(0.02)
 class Linear(nnx.Module):
     """x [..., in] -> [..., out] in the type of x; float32 master weights.
 
-    `kernel` is a parameter, or a module that holds it in another form and applies it (`quantize`). A module under
-    the name `adapter` adds its output (`lora`). Both are put there after construction.
+    `kernel` is a parameter, or a module that stores it in another form and applies it (`quantize`). A module named
+    `adapter` adds its output (`lora`). Both are set after construction.
     """
 
     kernel: Any

@@ -1,7 +1,7 @@
 """Low-rank adapters (Hu et al., 2021) on the projections of a frozen, possibly quantised (Dettmers et al., 2023) model.
 
 A tuned model is a decoder, or a scalar head over one, in two trees: `trainable` holds the adapters and a score head,
-`frozen` all else. Gradients and optimizer state are of the first alone; the second goes into jit as an argument.
+`frozen` the rest. Only `trainable` has gradients and optimizer state; `frozen` is an argument of the jitted step.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class LoraConfig:
 
 
 class Factor(nnx.Variable):
-    """A low-rank factor: the trainable kind of variable."""
+    """A low-rank factor: the type of variable that is trained."""
 
 
 class LowRank(nnx.Module):
@@ -73,6 +73,7 @@ class LowRank(nnx.Module):
 
     def dense(self) -> jax.Array:
         """The adapter as a dense kernel, scale * A B: what merging adds, [layers, in, out]."""
+        # The merged kernel is stored, so the accelerator's fast but coarse product is not good enough.
         return jnp.matmul(self.a[...], self.b[...], precision="highest") * self.scale
 
 
@@ -99,6 +100,7 @@ def _tuned(model: Any, lora: LoraConfig, seed: int, dtype: str) -> tuple[Any, An
         kernel, stored = linear.kernel[...], FORMATS.get(lora.quantize)
         linear.kernel = nnx.Param(kernel.astype(dtype)) if stored is None else stored(kernel)
         if name in lora.targets:
+            # The key depends on the projection's number alone, whichever projections are targets.
             shape, own = (*layers, size_in, lora.rank), jax.random.fold_in(key, number)
             if lora.init == "kaiming":
                 a = jax.random.uniform(own, shape, jnp.float32, minval=-1.0, maxval=1.0) / math.sqrt(size_in)
@@ -106,17 +108,19 @@ def _tuned(model: Any, lora: LoraConfig, seed: int, dtype: str) -> tuple[Any, An
                 a = jax.random.normal(own, shape, jnp.float32) / lora.rank
             b = jnp.zeros((*layers, lora.rank, size_out), jnp.float32)
             linear.adapter = LowRank(a, b, lora.scale)
+    # Trainable: the factors and a score head.
     parts: Any = nnx.split(model, lambda path, v: isinstance(v, Factor) or path == ("score",), ...)
     return parts
 
 
 @functools.lru_cache(maxsize=16)
 def _abstract(config: DecoderConfig, role: Role, lora: LoraConfig) -> tuple[Any, Any]:
+    # eval_shape returns arrays alone, so the static half leaves the trace through this list.
     graph: list[Any] = []
 
     def shapes() -> Any:
-        made, trainable, _ = _tuned(_model(config, role), lora, 0, "float32")
-        graph.append(made)
+        static, trainable, _ = _tuned(_model(config, role), lora, 0, "float32")
+        graph.append(static)
         return trainable
 
     trainable = jax.eval_shape(shapes)
@@ -136,10 +140,10 @@ def trainable_shapes(config: DecoderConfig, role: Role, lora: LoraConfig) -> Any
 def tune(
     config: DecoderConfig, role: Role, params: Any, lora: LoraConfig, *, seed: int, dtype: str = "float32"
 ) -> tuple[Any, Any]:
-    """(trainable, frozen) of dense parameters; the tuned model computes what the frozen one does until B moves.
+    """(trainable, frozen) of dense parameters; the tuned model equals the frozen one while B is zero.
 
-    `dtype` is the type of computation: kernels that stay dense are kept in it, as they are cast to it anyway. The
-    arrays of embedding, norms and head are shared with `params`.
+    `dtype` is the type of computation: kernels that stay dense are stored in it, since the product would cast them
+    anyway. The arrays of embedding, norms and head are shared with `params`.
     """
     return _tuned(nnx.merge(_graph(config, role), params), lora, seed, dtype)[1:]
 
@@ -182,6 +186,7 @@ def over(graph: Any, loss: Loss) -> Loss:
 
 @jax.jit
 def _merged(tuned: Tuned) -> Any:
+    """The plain model's parameters, with every adapter added to its dense kernel."""
     model = nnx.merge(tuned.graph, tuned.state)
     for _, linear in linears(model):
         dense = isinstance(linear.kernel, nnx.Variable)
@@ -194,7 +199,7 @@ def _merged(tuned: Tuned) -> Any:
 
 
 def rounded(config: DecoderConfig, role: Role, params: Any, kind: str) -> Any:
-    """Dense parameters with kernels quantised to `kind` and dequantised: the tuned model before B moves.
+    """Dense parameters with kernels quantised to `kind` and dequantised: the tuned model while B is zero.
 
     Returns `params` itself for "none". The same bits as `merge` with a new adapter.
     """
@@ -209,7 +214,7 @@ def rounded(config: DecoderConfig, role: Role, params: Any, kind: str) -> Any:
 def merge(config: DecoderConfig, role: Role, params: Any, trainable: Any, lora: LoraConfig) -> Any:
     """Dense float32 parameters W + scale * A B, from the dense `params` given to `tune` and the trained adapter.
 
-    With quantisation W is the dequantised kernel, with which the layers computed: the merged model is the trained one.
+    With quantisation W is the dequantised kernel, as in training, so the merged model is the trained one.
     """
     frozen = tune(config, role, params, lora, seed=0)[1]
     return _merged(join(tuned_graph(config, role, lora), trainable, frozen))

@@ -1,7 +1,7 @@
 """Names of decoder parameters in Hugging Face checkpoints.
 
-A parameter is a path in the decoder's tree, `("layers", "q", "kernel")` or `("norm",)`; a stacked one is a tensor a
-layer there. Weights of projections are (in, out) here and (out, in) there.
+A parameter is a path in the decoder's tree, `("layers", "q", "kernel")` or `("norm",)`; a stacked
+parameter is one tensor per layer there. Weights of projections are (in, out) here and (out, in) there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NORMS: Final = {
     "q_norm": "self_attn.q_norm",
     "k_norm": "self_attn.k_norm",
 }
-# Where outputs are normalised too, the name of the MLP's norm means the norm after attention.
+# Where outputs are normalised too (Gemma), `post_attention_layernorm` is the norm of attention's output.
 _POST_NORMS: Final = _NORMS | {
     "attention_post_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
@@ -42,7 +42,7 @@ class Names(NamedTuple):
     """The tensors of one parameter."""
 
     tensors: tuple[str, ...]
-    """One, or one a layer."""
+    """One, or one per layer."""
     stacked: bool
     transposed: bool
 

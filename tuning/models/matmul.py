@@ -10,8 +10,8 @@ import jax.numpy as jnp
 def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
     """x [..., in] @ weight [in, out] -> [..., out] in the type of x; the weight's gradient accumulates in its own.
 
-    JAX derives the weight's gradient as the transpose of g^T x. XLA on CPU then writes a
-    transposed copy of g, and computes what led to g twice; x^T g needs neither.
+    JAX derives the weight's gradient as the transpose of g^T x. For that XLA on CPU writes a transposed copy of g and
+    computes the inputs of g twice; x^T g needs neither.
     """
     return x @ weight.astype(x.dtype)
 
@@ -25,6 +25,7 @@ def _backward(saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Arr
     leading = tuple(range(x.ndim - 1))
     dx = jax.lax.dot_general(g, weight.astype(g.dtype), (((g.ndim - 1,), (1,)), ((), ())))
     accumulate = jnp.promote_types(x.dtype, weight.dtype)
+    # Contracts all leading axes at once: [..., in], [..., out] -> [in, out].
     dw = jax.lax.dot_general(x, g, ((leading, leading), ((), ())), preferred_element_type=accumulate)
     return dx, dw.astype(weight.dtype)
 

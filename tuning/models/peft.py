@@ -49,7 +49,7 @@ _ORDINARY: dict[str, tuple[Any, ...]] = {
 
 
 def save_adapter(folder: Path, trainable: Any, lora: LoraConfig, base: str | None = None) -> None:
-    """Writes a trainable tree of `lora.tune` as PEFT reads it; `base` is the name or path of the model below it."""
+    """Writes a trainable tree of `lora.tune` in PEFT's format; `base` is the name or path of the model below it."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, np.ndarray] = {}
     scalar = False
@@ -82,7 +82,7 @@ def save_adapter(folder: Path, trainable: Any, lora: LoraConfig, base: str | Non
 
 
 def load_adapter(folder: Path, config: DecoderConfig) -> tuple[LoraConfig, Any]:
-    """(what was added, trainable tree) of a PEFT folder over a model of `config`; `quantize` is left at none.
+    """(LoraConfig, trainable tree) of a PEFT folder over a model of `config`; `quantize` is none.
 
     Raises FileNotFoundError for a missing file; UnsupportedModel, naming file and field or tensor, for an adapter
     that does not compute what Hu et al. (2021) define or does not fit the model.
@@ -94,6 +94,7 @@ def load_adapter(folder: Path, config: DecoderConfig) -> tuple[LoraConfig, Any]:
     for name, ordinary in _ORDINARY.items():
         if name in values and values[name] not in ordinary:
             raise UnsupportedModel(f"{folder / CONFIG}: {name} is {values[name]!r}, supported is {ordinary[0]!r}")
+    # NumPy has no bfloat16, in which adapters are often stored; JAX has.
     with safe_open(folder / TENSORS, framework="flax") as f:
         tensors = {name: np.asarray(f.get_tensor(name).astype(jnp.float32)) for name in f.keys()}  # noqa: SIM118
     score = tensors.pop(_SCORE, None)
@@ -126,6 +127,7 @@ def _trainable(
             key = f"{_PREFIX}model.layers.{i}.{MODULES[ours[-3]]}.lora_{ours[-1].upper()}.weight"
             if key not in tensors:
                 raise UnsupportedModel(f"{path}: {key} is missing")
+            # [R, I] to [I, R], [O, R] to [R, O].
             layers.append(tensors.pop(key).T)
             if layers[-1].shape != shape.shape[1:]:
                 raise UnsupportedModel(

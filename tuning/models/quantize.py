@@ -1,4 +1,4 @@
-"""Frozen kernels in 8 or 4 bits (Dettmers et al., 2022, 2023), dequantised one layer at a time where they are used.
+"""Frozen kernels in 8 or 4 bits (Dettmers et al., 2022, 2023), dequantised layer by layer when they are used.
 
 Axes: I in, O out, C blocks of a row. A leading axis of layers may stand before them.
 """
@@ -61,6 +61,7 @@ def _matmul_forward(dense: Callable[..., jax.Array], x: jax.Array, stored: tuple
 
 
 def _matmul_backward(dense: Callable[..., jax.Array], stored: tuple[jax.Array, ...], g: jax.Array) -> Any:
+    # Frozen kernels have no gradient.
     return g @ dense(stored, g.dtype).T, None
 
 
@@ -85,6 +86,7 @@ def int8_encode(kernel_IO: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Codes [I, O] int8 and scales [1, O] float32."""
     kernel_IO = kernel_IO.astype(jnp.float32)
     scale = jnp.max(jnp.abs(kernel_IO), axis=-2, keepdims=True) / 127
+    # A channel of zeros has scale 0.
     codes = jnp.round(kernel_IO / jnp.where(scale > 0, scale, 1.0))
     return codes.astype(jnp.int8), scale
 
@@ -96,10 +98,10 @@ def int8_decode(stored: tuple[jax.Array, ...], dtype: Any) -> jax.Array:
 
 
 class NF4(nnx.Module):
-    """NF4 with double quantisation: 4.13 bits a weight.
+    """NF4 with double quantisation: 4.13 bits a weight (4 + 8 / BLOCK for the absmax + 32 / (BLOCK * OUTER)).
 
-    Blocks of 64 run along the input of each output row and the first weight of a byte lies in the high bits, as
-    bitsandbytes has it where the input size is a multiple of 64; rows are padded to one where it is not.
+    Blocks of 64 run along the input of each output row, and the first weight of a byte is in the high bits. For input
+    sizes that are multiples of 64 this is the layout of bitsandbytes; other rows are padded to a multiple.
     """
 
     def __init__(self, kernel_IO: jax.Array):
@@ -125,9 +127,11 @@ def nf4_encode(kernel_IO: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, j
     levels = jnp.asarray(NF4_LEVELS, jnp.float32)
     scaled = blocks / jnp.where(absmax_OC > 0, absmax_OC, 1.0)[..., None]
     codes = jnp.zeros(blocks.shape, jnp.uint8)
+    # The nearest level's number is the count of midpoints below. Sixteen distances would take sixteen times the memory.
     for bound in (levels[1:] + levels[:-1]) / 2:
         codes += scaled > bound
     packed = (codes[..., ::2] << 4) | codes[..., 1::2]
+    # The second quantisation: absmax values are positive, so centring saves a bit.
     mean = jnp.mean(absmax_OC)
     groups = _in_groups(absmax_OC - mean)
     scale = jnp.max(jnp.abs(groups), axis=-1) / 127
@@ -154,6 +158,7 @@ def nf4_decode(size: int, stored: tuple[jax.Array, ...], dtype: Any) -> jax.Arra
 
 
 def _in_groups(x_OC: jax.Array) -> jax.Array:
+    """[O, C] flattened to [O * C / 256, 256], zeros at the end."""
     return jnp.pad(x_OC.reshape(-1), (0, -x_OC.size % OUTER)).reshape(-1, OUTER)
 
 

@@ -1,4 +1,4 @@
-"""What a gradient keeps of a layer: results of products and of attention. The rest is cheap and recomputed."""
+"""Rematerialisation: the backward pass keeps results of products and of attention, and recomputes the cheap rest."""
 
 from __future__ import annotations
 

@@ -40,6 +40,7 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None)
         return plain / scaling.factor
     if scaling.kind != "llama3":
         raise ValueError(f"RopeScaling.kind is {scaling.kind!r}; supported: linear, llama3")
+    # Turns of each pair within the original context, and from them the weight of the unscaled frequency.
     turns = scaling.original_positions * plain / (2 * math.pi)
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = np.clip(kept, 0.0, 1.0)
@@ -48,6 +49,7 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None)
 
 def rope_tables(positions_BL: jax.Array, frequencies_UH: np.ndarray) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines, [U, B, L, 1, H/2]; float32, or float64 where the caller has enabled it."""
+    # Angles grow with the position, so bfloat16 would not resolve neighbours.
     rates = jnp.asarray(frequencies_UH, dtype=float)[:, None, None, None]
     angles = positions_BL[..., None, None].astype(rates.dtype) * rates
     return jnp.cos(angles), jnp.sin(angles)

@@ -28,7 +28,7 @@ def _rule(names: tuple[str, ...], dtype: Any) -> tuple[str | None, ...]:
     size_in, size_out = ("fsdp", "tensor") if linear in _INTO else ("tensor", "fsdp")
     return {
         "kernel": (size_in, size_out),
-        # `quantize.Int8` has them in the kernel's order, `quantize.NF4`, whose bytes have no sign, as rows of outputs.
+        # `quantize.Int8` stores (in, out) as int8, `quantize.NF4` (out, in) as uint8.
         "codes": (size_in, size_out) if dtype == jnp.int8 else (size_out, size_in),
         "absmax": (size_out, size_in),
         "bias": (size_out,) if linear in _INTO else (),
@@ -41,8 +41,10 @@ def shardings(params: Any, mesh: Mesh) -> Any:
     """A NamedSharding for each parameter; a dimension that an axis does not divide evenly is not sharded over it."""
 
     def one(path: Any, leaf: Any) -> NamedSharding:
+        # Paths of nnx states, pure dicts and optimizer states have keys of different types.
         names = tuple(str(getattr(k, "key", getattr(k, "name", k))) for k in path)
         rule = _rule(tuple(n for n in names if n != "value"), leaf.dtype)
+        # The rule is of the last dimensions; a leading axis of layers is not sharded, since the scan slices it.
         dims = leaf.shape[len(leaf.shape) - len(rule) :]
         axes = [a if a and size % mesh.shape[a] == 0 else None for a, size in zip(rule, dims, strict=True)]
         return NamedSharding(mesh, PartitionSpec(*[None] * (len(leaf.shape) - len(rule)), *axes))

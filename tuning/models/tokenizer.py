@@ -41,9 +41,9 @@ _PRE_TOKENIZERS: Final[dict[str, Callable[[], PreTokenizer]]] = {"smollm": _smol
 def tokenizer_from_gguf(path: str | Path | GGUFFile) -> PreTrainedTokenizerFast:
     """Build the byte-level BPE tokenizer that a GGUF file, given as a path or already open, describes.
 
-    Control tokens become special tokens, user-defined ones are matched whole but are not special. The chat template
+    Control tokens become special tokens, user-defined tokens are matched whole but are not special. The chat template
     and the bos, eos, unk and pad tokens come from the metadata, each None where it has none; model_max_length is the
-    context length. Bytes that the vocabulary has no token for are dropped on encoding, as llama.cpp does.
+    context length. Bytes without a token in the vocabulary are dropped on encoding, as in llama.cpp.
 
     Raises FileNotFoundError for a missing file; ValueError, naming file and field, for one that is not GGUF, for a
     tokenizer.ggml.model other than gpt2, for an unsupported tokenizer.ggml.pre, for automatic bos, eos or space
@@ -132,7 +132,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: str | Path) -> No
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    # transformers sets both anew on every call; what the last call left would otherwise be saved.
+    # transformers sets both on every call, and the state of the last call would be saved.
     tokenizer.backend_tokenizer.no_padding()
     tokenizer.backend_tokenizer.no_truncation()
     if not tokenizer.chat_template:

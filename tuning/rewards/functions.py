@@ -1,6 +1,6 @@
 """Reward functions by name. A user's own is `module:function` with the same signature.
 
-Signature, as TRL users know it: `f(prompts, completions, **columns) -> list[float | None]`; columns are
+The signature is TRL's: `f(prompts, completions, **columns) -> list[float | None]`; columns are
 `completion_ids`, `answer`, `metadata` (parsed), the entries of the metadata by their names, and the keyword arguments
 of the recipe. None means that the function does not apply to a sample.
 """
@@ -56,17 +56,18 @@ def number_match(
     tolerance: float = 0.0,
     **_: Any,
 ) -> list[float | None]:
-    """1 where the last number of the completion (or of what `extract` finds) is the answer's; else 0.
+    """1 where the last number of the completion (or of the last match of `extract`) is the answer's; else 0.
 
     `tolerance` is relative to the answer.
     """
 
     def one(text: str, answer: str) -> float:
+        # Commas separate thousands.
         numbers = re.findall(NUMBER, extracted(text, extract).replace(",", ""))
         if not numbers:
             return 0.0
-        wanted = float(answer.replace(",", ""))
-        return float(abs(float(numbers[-1]) - wanted) <= tolerance * abs(wanted))
+        expected = float(answer.replace(",", ""))
+        return float(abs(float(numbers[-1]) - expected) <= tolerance * abs(expected))
 
     return [None if a is None else one(c, a) for c, a in zip(completions, answer, strict=True)]
 
@@ -74,13 +75,14 @@ def number_match(
 def math_equal(prompts: Texts, completions: Texts, *, answer: Answers, **_: Any) -> list[float | None]:
     """1 where the completion's mathematical answer equals the reference; else 0 (package math-verify).
 
-    LaTeX and plain expressions are compared by value: fractions, sets, intervals, equations, units left out. An answer
-    that is no mathematics is None.
+    LaTeX and plain expressions are compared by value: fractions, sets, intervals, equations; units are ignored. Without
+    a mathematical answer the reward does not apply (None).
     """
     from math_verify import parse, verify
 
     def one(text: str, answer: str) -> float | None:
         # The package's own time limits use signals, which work in a main thread only; the process has a limit anyway.
+        # LaTeX is found between delimiters only, which bare answers lack.
         gold = parse(answer if "$" in answer or "\\boxed" in answer else f"${answer}$", parsing_timeout=None)
         if not gold:
             return None
@@ -100,6 +102,7 @@ def tagged(prompts: Texts, completions: Texts, *, tags: str = "think,answer", **
     pattern = r"\s*".join(rf"<{re.escape(n)}>.*?</{re.escape(n)}>" for n in names)
 
     def one(text: str) -> float:
+        # `.*?` alone would accept further tags inside a pair.
         once = all(text.count(f"<{n}>") == text.count(f"</{n}>") == 1 for n in names)
         return float(once and re.fullmatch(rf"\s*{pattern}\s*", text, re.DOTALL) is not None)
 
@@ -149,8 +152,8 @@ def reasoning_gym_score(
 ) -> list[float]:
     """The score of a reasoning-gym task's own verifier.
 
-    `metadata` holds `task` and, as `entry`, the problem's own metadata, as the data source reasoning_gym writes them;
-    `task` names one for problems of another source, whose metadata then is the entry's.
+    `metadata` holds `task` and, as `entry`, the problem's own metadata; the data source reasoning_gym writes both. For
+    problems of another source the argument `task` names the task, and `metadata` itself is the entry's.
     """
     import reasoning_gym
 
@@ -171,11 +174,11 @@ BUILT_IN: dict[str, RewardFn] = {
 }  # fmt: skip
 
 PACKAGES = {"reasoning_gym_score": ("reasoning-gym",), "math_equal": ("math-verify", "sympy", "latex2sympy2-extended")}
-"""Packages that decide what a built-in gives: their versions are in the key."""
+"""Packages that influence the result of a built-in; their versions are part of the stage's key."""
 
 
 def find(name: str) -> RewardFn:
-    """The built-in called `name`, or the function of `module:function`. Raises ValueError naming what is there."""
+    """The built-in called `name`, or the function of `module:function`. Raises ValueError that names the known ones."""
     if name in BUILT_IN:
         return BUILT_IN[name]
     if ":" not in name:

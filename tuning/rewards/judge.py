@@ -37,26 +37,28 @@ def judge(
     retries: int = 3,
     **_: Any,
 ) -> list[float]:
-    """The judge's number for each sample, moved from [low, high] to [0, 1].
+    """The judge's number for each sample, mapped linearly from [low, high] to [0, 1].
 
     `url` is the base of the API (http://host:8000/v1). `template` may use {prompt}, {completion}, {reference} (the
-    answer, where there is one), {low} and {high}; the last number of the reply counts. The API key is read from the
-    environment variable `key_variable`. Raises JudgeFailed for a reply without a number in the range, or an endpoint
-    that stays busy; the sample is then a failure with that reason.
+    answer, where there is one), {low} and {high}; the last number of the reply is the verdict. The API key is
+    read from the environment variable `key_variable`. Raises JudgeFailed for a reply without a number in the range, or
+    for an endpoint that fails or stays busy; the sample is then a failure with that reason.
     """
-    found = []
+    verdicts = []
     for prompt, text, gold in zip(prompts, completions, answer, strict=True):
         reference = "" if gold is None else f"\nReference answer:\n{gold}\n"
-        asked = template.format(prompt=prompt, completion=text, reference=reference, low=low, high=high)
-        reply = _ask(url, model, asked, os.environ.get(key_variable), retries)
+        question = template.format(prompt=prompt, completion=text, reference=reference, low=low, high=high)
+        reply = _ask(url, model, question, os.environ.get(key_variable), retries)
+        # A model that reasons before it answers names its number last.
         numbers = re.findall(r"-?\d+(?:\.\d+)?", reply)
         if not numbers or not low <= float(numbers[-1]) <= high:
             raise JudgeFailed(f"the judge's reply has no number from {low:g} to {high:g}: {reply[:80]!r}")
-        found.append((float(numbers[-1]) - low) / (high - low))
-    return found
+        verdicts.append((float(numbers[-1]) - low) / (high - low))
+    return verdicts
 
 
 def _ask(url: str, model: str, text: str, key: str | None, retries: int) -> str:
+    # Temperature 0: scores should repeat as far as the server's arithmetic does.
     body = {"model": model, "messages": [{"role": "user", "content": text}], "temperature": 0.0}
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     request = urllib.request.Request(f"{url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers)
@@ -74,7 +76,7 @@ def _ask(url: str, model: str, text: str, key: str | None, retries: int) -> str:
 
 
 def _passing(error: Exception) -> bool:
-    """Whether the same question may be answered later."""
+    """Whether a later attempt at the same request may succeed."""
     # An HTTPError is a URLError too. OpenAI's API answers 409 where it could not get a lock in time.
     if isinstance(error, urllib.error.HTTPError):
         return error.code in (409, *BUSY)

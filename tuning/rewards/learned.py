@@ -19,6 +19,7 @@ from tuning.training.forward import scores
 
 @functools.lru_cache(maxsize=8)
 def _scorer(config: DecoderConfig, compute: Compute) -> Any:
+    # Cached: a new jitted function would compile again for every call.
     graph = scalar_graph(config)
     return jax.jit(lambda params, batch: scores(graph, params, batch, compute))
 
@@ -26,9 +27,10 @@ def _scorer(config: DecoderConfig, compute: Compute) -> Any:
 def score_groups(
     config: DecoderConfig, params: Any, groups: Sequence[Group], *, dtype: str = "auto", budget: int = 0
 ) -> np.ndarray:
-    """Score of every completion, [max id + 1] float32, in the order of the groups' ids.
+    """Score of every completion, [max id + 1] float32, indexed by the ids in `groups`.
 
-    A score does not depend on what else is in the batch (R12).
+    budget: row tokens of a micro-batch, 0 for the device's default. A score does not depend on the rest of the batch
+    (R12).
     """
     device = choose(dtype)
     forward = functools.partial(_scorer(config, device.compute), params)

@@ -38,9 +38,12 @@ def _memory_limit(megabytes: int) -> Iterator[None]:
     import resource
 
     with open("/proc/self/status") as f:
-        held = next(int(line.split()[1]) for line in f if line.startswith("VmData")) * 1024
+        # /proc counts in units of 1024 bytes.
+        held_bytes = next(int(line.split()[1]) for line in f if line.startswith("VmData")) * 1024
+    # Data, not address space: libraries reserve far more addresses than they use. The soft limit alone, so that it can
+    # be lifted again.
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (held + megabytes * 2**20, before[1]))
+    resource.setrlimit(resource.RLIMIT_DATA, (held_bytes + megabytes * 2**20, before[1]))
     try:
         yield
     finally:
@@ -61,9 +64,9 @@ def evaluate(
 
     Args:
         arguments: keyword arguments of the function.
-        seconds, megabytes: limits of one sample, of wall-clock time and of memory beyond what its process holds before.
+        seconds, megabytes: limits of one sample: wall-clock time, and memory on top of what its process already holds.
         workers: processes.
-        finished: is called with the number of each sample and its outcome, in order.
+        finished: called with the number of each sample and its outcome, in order.
     Returns:
         Outcomes. A sample that exceeds a limit, raises, ends its process or gives no finite number has a failure and no
         value; the other samples are not affected.
@@ -72,7 +75,7 @@ def evaluate(
         return []
     outcomes: list[Outcome] = []
     pool = _pool(workers)
-    # The first call of a process also pays for its imports; those do not count.
+    # The first call of a process also imports the function's packages, which must not count against a sample's time.
     for warm in [pool.schedule(_known, args=(name,)) for _ in range(workers)]:
         warm.result()
     futures = [pool.schedule(_one, args=(name, arguments, s, megabytes), timeout=seconds) for s in samples]
@@ -83,6 +86,7 @@ def evaluate(
 
 
 def _outcome(future: ProcessFuture, seconds: float, megabytes: int) -> Outcome:
+    """Waits for the call; whatever went wrong in it becomes the failure."""
     try:
         value = future.result()
     except FutureTimeout:
@@ -91,6 +95,7 @@ def _outcome(future: ProcessFuture, seconds: float, megabytes: int) -> Outcome:
         return Outcome(None, f"process ended with status {e.exitcode}")
     except MemoryError:
         return Outcome(None, f"MemoryError: more than {megabytes} MB")
+    # A user's function may raise anything.
     except Exception as e:
         return Outcome(None, f"{type(e).__name__}: {e}")
     bad = value is not None and not math.isfinite(value)
@@ -99,7 +104,7 @@ def _outcome(future: ProcessFuture, seconds: float, megabytes: int) -> Outcome:
 
 @functools.lru_cache(maxsize=4)
 def _pool(workers: int) -> ProcessPool:
-    """A pool that lives as long as this process; a killed member is replaced."""
+    """A pool that lives as long as this process; pebble replaces a killed member."""
     # Spawned, never forked: the parent holds JAX and its threads.
     pool = ProcessPool(max_workers=workers, context=multiprocessing.get_context("spawn"))
     atexit.register(pool.stop)
@@ -107,4 +112,5 @@ def _pool(workers: int) -> ProcessPool:
 
 
 def _known(name: str) -> bool:
+    """Imports the function in a process of the pool."""
     return find(name) is not None

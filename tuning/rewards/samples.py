@@ -1,4 +1,4 @@
-"""What a reward function is given of a completion, and what comes of it."""
+"""The input of a reward function for one completion, and its outcome."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tuning.rows import CompletionRow
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A completion as reward functions see it: each field but the texts is a column of theirs."""
+    """A completion as reward functions see it. Every field except the two texts becomes a column of the call."""
 
     prompt: str
     completion: str
@@ -30,12 +30,13 @@ class Sample:
     def columns(self) -> dict[str, list[Any]]:
         """The columns of a call with this sample alone."""
         named = {"completion_ids": self.completion_ids, "answer": self.answer, "metadata": self.metadata}
+        # Named columns come last: an entry of the metadata cannot replace the answer.
         return {name: [value] for name, value in {**self.metadata, **named}.items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """A reward, or why there is none; neither where the reward does not apply."""
+    """A reward, or the cause of its failure. Both are None where the reward does not apply."""
 
     value: float | None
     failure: str | None = None

@@ -1,8 +1,8 @@
-"""Code that a completion wrote, run in a process of its own with limits of time, memory, files and processes.
+"""Code from a completion, run in a process of its own with limits of time, memory and file size.
 
-The limits hold back accidents and reward hacking by an honest model: loops, memory, forks, files outside its folder
-of a few megabytes, and, where the kernel allows it, the network. They are no wall against code that means harm: run a
-pipeline on code of strangers inside a container.
+The limits stop accidents and plain reward hacking: endless loops, large allocations, large files, children that outlive
+the program and, where the kernel allows it, the network. They are no security boundary: the code can read and write
+what the user can. Run a pipeline whose prompts or models are not trusted inside a container.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from typing import Any
 
 MEGABYTE = 2**20
 FILE_BYTES = 16 * MEGABYTE
+"""Largest file that the code can write, its output included."""
 OUTPUT_BYTES = 64 * 1024
+"""How much of its output is compared."""
+# From <linux/sched.h> and <linux/prctl.h>; the standard library has no names for them.
 CLONE_NEWUSER, CLONE_NEWNET, PR_SET_PDEATHSIG = 0x10000000, 0x40000000, 1
 
 
@@ -32,15 +35,15 @@ def code_of(text: str) -> str:
 
 
 def run_python(code: str, stdin: str = "", *, seconds: float, megabytes: int) -> tuple[int, str]:
-    """(exit status, standard output, cut at 64 KiB) of a Python program; status -9 where it was killed."""
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out:
-        given.write(stdin.encode())
-        given.seek(0)
-        # Files, not pipes: whatever the program starts may hold a pipe open and never end.
+    """(exit status, first 64 KiB of standard output) of a Python program; status -9 where it was killed."""
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as out:
+        source.write(stdin.encode())
+        source.seek(0)
+        # Files, not pipes: a child of the program may hold a pipe open, and reading to its end would block.
         process = subprocess.Popen(
             # Isolated: no user site, no environment, no folder of the caller on the path.
             [sys.executable, "-I", "-c", code],
-            stdin=given,
+            stdin=source,
             stdout=out,
             stderr=subprocess.DEVNULL,
             cwd=folder,
@@ -53,7 +56,7 @@ def run_python(code: str, stdin: str = "", *, seconds: float, megabytes: int) ->
         except subprocess.TimeoutExpired:
             status = -signal.SIGKILL
         finally:
-            # With all that it started.
+            # The session is a process group of its own: this also ends children that stayed in it.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -62,13 +65,16 @@ def run_python(code: str, stdin: str = "", *, seconds: float, megabytes: int) ->
 
 
 def _confine(seconds: float, megabytes: int) -> None:
-    """Limits of the process to be, set after the fork."""
+    """Limits the new process, between fork and exec."""
     libc = ctypes.CDLL(None)
     if sys.platform == "linux":
-        # A reward process that is killed takes the code with it.
+        # A reward process that is killed takes this process with it.
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        # A network namespace without interfaces; an unprivileged user needs a new user namespace for it. Errors are
+        # ignored, as many containers forbid both.
         libc.unshare(CLONE_NEWUSER | CLONE_NEWNET)
     limits = {
+        # Whole seconds only; the wall-clock limit comes first unless the parent is dead or the program has threads.
         resource.RLIMIT_CPU: int(seconds) + 1,
         resource.RLIMIT_AS: megabytes * MEGABYTE,
         resource.RLIMIT_FSIZE: FILE_BYTES,
@@ -92,9 +98,9 @@ def code_passes(
 ) -> list[float | None]:
     """1 where the completion's code passes its tests; else 0. With `partial` the share of tests that pass.
 
-    Tests are `metadata["tests"]`: programs (text) that are run behind the code, or {"input", "output"} for standard
-    input and output; without them the column `answer` is one such program. `seconds` and `megabytes` limit each run.
-    Without any test the reward does not apply.
+    Tests are `metadata["tests"]`: programs (text) that run after the code in the same file, or {"input", "output"} for
+    standard input and output; without them the column `answer` is one such program. `seconds` and `megabytes` limit
+    each run. Without any test the reward does not apply.
     """
 
     def one(text: str, answer: str | None, meta: dict[str, Any]) -> float | None:
@@ -115,4 +121,5 @@ def _passes(code: str, test: str | dict[str, str], seconds: float, megabytes: in
     if isinstance(test, str):
         return run_python(f"{code}\n\n{test}\n", seconds=seconds, megabytes=megabytes)[0] == 0
     status, out = run_python(code, test["input"], seconds=seconds, megabytes=megabytes)
+    # As judges of programming contests do: only the tokens count, not the white space.
     return status == 0 and out.split() == test["output"].split()

@@ -21,7 +21,7 @@ OnFailure = Literal["drop", "zero", "stop"]
 
 
 class RewardFailed(RuntimeError):
-    """A reward failed whose settings ask the run to stop."""
+    """A reward with `on_failure: stop` failed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +62,8 @@ def totals(
     """Weighted sums [B] float32, NaN where a failed reward drops the sample, and the failures of each sample.
 
     columns: for each part the outcome of every completion, with its shaped value. A reward with `normalise` is centred
-    and scaled over the group or the round first (GDPO, arXiv:2601.05242); one that does not apply adds nothing. One
-    that failed drops its sample, counts as 0, or raises RewardFailed, as the part says.
+    and scaled over the group or the round first (GDPO, arXiv:2601.05242). A reward that does not apply adds nothing. A
+    failed one drops its sample, counts as 0, or raises RewardFailed, according to its `on_failure`.
     """
     sums_B = np.zeros(len(groups_B), np.float64)
     failures: list[list[str]] = [[] for _ in groups_B]
@@ -72,6 +72,7 @@ def totals(
         for causes, outcome in zip(failures, column, strict=True):
             if outcome.failure is not None:
                 causes.append(f"{part.name}: {outcome.failure}")
+    # NaN + anything is NaN: one reward that drops a sample drops it from the total.
     return sums_B.astype(np.float32), ["; ".join(causes) or None for causes in failures]
 
 
@@ -82,6 +83,7 @@ def _weighted(column: Sequence[Outcome], part: Part, groups_B: Sequence[int]) ->
         first = int(failed_B.argmax())
         raise RewardFailed(f"reward {part.name} failed on completion {first} of the round: {column[first].failure}")
     values_B = np.asarray([np.nan if outcome.value is None else outcome.value for outcome in column], np.float64)
+    # A failure that counts as 0 also enters the statistics below; a dropped sample does not.
     values_B[failed_B] = 0.0 if part.on_failure == "zero" else np.nan
     known_B = np.isfinite(values_B)
     if part.normalise != "none":
@@ -94,6 +96,7 @@ def _weighted(column: Sequence[Outcome], part: Part, groups_B: Sequence[int]) ->
 
 def _normalised(values_B: np.ndarray, known_B: np.ndarray, groups_B: Sequence[int], how: Normalise) -> np.ndarray:
     """The known values centred and scaled over their group or the round, [B] float32."""
+    # Unknown values are masked, but NaN * 0 would still be NaN.
     values = jnp.asarray(np.where(known_B, values_B, 0.0), jnp.float32)
     known = jnp.asarray(known_B)
     if how == "batch":
