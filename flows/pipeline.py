@@ -69,7 +69,15 @@ def is_dead_worker(task: Any, task_run: Any, state: State[Any]) -> bool:
     return False
 
 
-def _flow(
+# Prefect names a deployment's entrypoint after the function: it has to be the name of the flow.
+@flow(
+    name=NAME,
+    description="Data, SFT, distillation, preference, reward model, RL, evaluation, export; cached and resumable.",
+    validate_parameters=True,
+    persist_result=False,
+)
+@recipe_parameters
+def rlhf_pipeline(
     recipe: str = "demo",
     run_name: str | None = None,
     force: list[str] | None = None,
@@ -90,14 +98,6 @@ def _flow(
     resolved = given or load_recipe(recipe, values_of(fields) | dict.fromkeys(skip or []))
     session = Session(resolved, PrefectReporter(silent=given is None), free_name(resolved, run_name), None)
     return _run(session, force or [], only or [])
-
-
-rlhf_pipeline = flow(
-    name=NAME,
-    description="Data, SFT, distillation, preference, reward model, RL, evaluation, export; cached and resumable.",
-    validate_parameters=True,
-    persist_result=False,
-)(recipe_parameters(_flow))
 
 
 def free_name(recipe: Recipe, wanted: str | None) -> str:

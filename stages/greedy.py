@@ -16,11 +16,11 @@ class Config(SamplingConfig):
 
 
 def run(ctx: Context) -> dict[str, Any]:
-
     config: Config = ctx.config
     first: dict[str, CompletionRow] = {}
     for row in read_table(ctx.inputs["rollouts"], f"{FOLDER}/", CompletionRow):
-        first.setdefault(row.prompt_id, row)
+        # The first row of each prompt, in the order of their last ones: a round may hold a prompt twice.
+        first[row.prompt_id] = first.pop(row.prompt_id, row)
     prompts = [(row.counter, row.as_prompt()) for row in first.values()]
     rows = sample_rows(ctx, prompts, Draw.of(config, samples=1, temperature=0.0))
     return {"completions": len(rows), "tokens": sum(len(r.token_ids) for r in rows)}

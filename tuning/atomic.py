@@ -11,6 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
+def is_partial(path: Path) -> bool:
+    """Whether a file or folder is one that a killed process has left behind."""
+    return path.name.startswith(".") and path.name.endswith(".part")
+
+
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """A path beside `path` to write to. It replaces `path` when the block ends, and is removed if the block raises.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 
@@ -16,7 +16,12 @@ def with_options(model: type[BaseModel]) -> Callable[[Callable[..., None]], Call
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         def run(**values: Any) -> None:
-            options = model(**{name: values.pop(name) for name in model.model_fields})
+            try:
+                options = model(**{name: values.pop(name) for name in model.model_fields})
+            except ValidationError as e:
+                # What Typer's types and bounds let pass, such as an infinite temperature.
+                wrong = "; ".join(f"--{'-'.join(map(str, d['loc'])).replace('_', '-')}: {d['msg']}" for d in e.errors())
+                raise typer.BadParameter(wrong) from e
             command(options=options, **values)
 
         own = [p for n, p in inspect.signature(command, eval_str=True).parameters.items() if n != "options"]

@@ -40,7 +40,8 @@ def partial(model: type[BaseModel]) -> type[BaseModel]:
             kind = _partial_type(field.annotation)
             kind = Annotated[(kind, *field.metadata)] if field.metadata else kind
             fields[name] = (kind, Field(default=None, description=field.description, json_schema_extra=_no_default))
-    module = model.__module__.rsplit(".", 1)[-1]
+    # A stage in a folder has its settings in `stages.NAME.settings`.
+    module = model.__module__.removesuffix(".settings").rsplit(".", 1)[-1]
     title = module if model.__name__ == "Config" else model.__name__
     config = ConfigDict(extra="forbid", strict=True, title=title.replace("_", " ").lower())
     return create_model(f"{module.title().replace('_', '')}{model.__name__}", __config__=config, **fields)

@@ -22,7 +22,7 @@ import itertools
 import json
 import re
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 OWN = ("stages", "tuning")
@@ -59,7 +59,7 @@ class Code:
     modules: dict[str, str]
     """Short hash of each module's content, by the module's name. The names are for people: keys hold the hashes."""
     imports: str
-    """Hash of which content each import statement reaches."""
+    """Hash of the graph of imports: which content each import statement reaches, and what that one reaches."""
 
 
 def reached(*roots: str, folder: Path | None = None) -> Code:
@@ -71,7 +71,7 @@ def reached(*roots: str, folder: Path | None = None) -> Code:
     installed = str(folder) in {sysconfig.get_path(n) for n in ("stdlib", "purelib", "platlib")}
     only = roots[0].split(".")[0] if installed else None
     hashes: dict[str, str] = {}
-    links: list[tuple[str, str, str]] = []
+    links: dict[str, tuple[tuple[str, str], ...]] = {}
     seen: set[str] = set()
     queue = list(roots)
     while queue:
@@ -88,10 +88,25 @@ def reached(*roots: str, folder: Path | None = None) -> Code:
         content, imports = _read(str(path), changed, name, folder, only)
         queue.extend(target for _, target in imports)
         if content is not None:
-            hashes[name] = content
-            links.extend((content, bound, target) for bound, target in imports)
-    wiring = sorted({(content, bound, hashes.get(target, "")) for content, bound, target in links})
-    return Code(dict(sorted(hashes.items())), _short_hash(json.dumps(wiring)))
+            hashes[name], links[name] = content, imports
+    return Code(dict(sorted(hashes.items())), _graph_hash(roots, hashes, links))
+
+
+def _graph_hash(
+    roots: tuple[str, ...], contents: Mapping[str, str], links: Mapping[str, tuple[tuple[str, str], ...]]
+) -> str:
+    """Hash of modules and imports without the modules' names.
+
+    A module is told from another of the same content by what it imports, however far away the difference is: hashes are
+    refined by those of the imported modules until no more modules differ (colour refinement, which allows cycles).
+    """
+    refined = dict(contents)
+    while True:
+        before = len(set(refined.values()))
+        reaches = {n: [(bound, refined.get(target, "")) for bound, target in links[n]] for n in contents}
+        refined = {n: _short_hash(json.dumps([content, reaches[n]])) for n, content in contents.items()}
+        if len(set(refined.values())) == before:
+            return _short_hash(json.dumps([[refined.get(root, "") for root in roots], sorted(set(refined.values()))]))
 
 
 def _is_infrastructure(name: str) -> bool:
@@ -131,37 +146,49 @@ def _read(
     """(hash of the content, or None where there is no code; (what is bound, own module that it comes from))."""
     tree = ast.parse(Path(path).read_text(), filename=path)
     package = name.split(".") if Path(path).name == "__init__.py" else name.split(".")[:-1]
-    neutral = _Neutral(package, lambda module: _source(module, folder, only) is not None)
+    neutral = _Neutral(package, lambda module: _source(module, folder, only) is not None, name.split(".")[0] in OWN)
     tree = neutral.visit(tree)
     if all(isinstance(s, ast.Pass) for s in tree.body):
         return None, ()
     text = ast.dump(tree, annotate_fields=False, include_attributes=False)
     for source in _beside(Path(path)):
-        text += re.sub(r"\s*//.*", "", source.read_text())
+        is_c = source.suffix in (".c", ".h")
+        text += re.sub(r"\s*//.*", "", source.read_text()) if is_c else source.read_text()
     return _short_hash(text), tuple(sorted(neutral.imports))
 
 
 class _Neutral(ast.NodeTransformer):
-    """A syntax tree without docstrings and names of own modules, its imports in an order that no name decides."""
+    """A syntax tree without docstrings and without names of own modules in its imports.
 
-    def __init__(self, package: list[str], is_own: Callable[[str], bool]):
+    In modules of this project it also leaves out what describes a stage, names of modules in strings, and the order of
+    neighbouring imports, which formatters derive from names. A user's modules promise none of that.
+    """
+
+    def __init__(self, package: list[str], is_own: Callable[[str], bool], in_project: bool):
         self._package = package
         self._is_own = is_own
-        self.imports: set[tuple[str, str]] = set()
+        self._in_project = in_project
+        self.imports: list[tuple[str, str]] = []
+
+    def _link(self, bound: str, module: str) -> None:
+        # Numbered: of two imports that bind one name, the later one wins.
+        number = sum(b.rpartition("#")[0] == bound for b, _ in self.imports)
+        self.imports.append((f"{bound}#{number}", module))
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         super().generic_visit(node)
         for field in ("body", "orelse", "finalbody"):
             statements = getattr(node, field, None)
             if isinstance(statements, list) and statements:
-                setattr(node, field, _sorted_imports(_without_docstrings(statements)))
+                code = _without_docstrings(statements)
+                setattr(node, field, _sorted_imports(code) if self._in_project else code)
         return node
 
     def visit_Import(self, node: ast.Import) -> ast.AST:
         for alias in node.names:
             if not self._is_own(alias.name):
                 continue
-            self.imports.add((alias.asname or alias.name, alias.name))
+            self._link(alias.asname or alias.name, alias.name)
             if alias.asname:
                 alias.name = "own"
         return node
@@ -175,21 +202,23 @@ class _Neutral(ast.NodeTransformer):
         for alias in node.names:
             bound = alias.asname or alias.name
             if alias in submodules:
-                self.imports.add((bound, f"{module}.{alias.name}"))
+                self._link(bound, f"{module}.{alias.name}")
                 alias.name, alias.asname = "own", bound
             else:
-                self.imports.add((f"{alias.name} as {bound}", module))
+                self._link(f"{alias.name} as {bound}", module)
         node.module, node.level = "own", 0
         return node
 
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        if isinstance(node.func, ast.Name) and node.func.id == "Stage":
-            node.keywords = [k for k in node.keywords if k.arg not in DESCRIPTION]
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        call = node.value
+        if self._in_project and ast.unparse(node.targets[0]) == "STAGE" and isinstance(call, ast.Call):
+            call.keywords = [k for k in call.keywords if k.arg not in DESCRIPTION]
         return self.generic_visit(node)
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
         # A module that is loaded by name counts where a stage says so (`Stage.loads`).
-        if isinstance(node.value, str) and _OWN_NAME.fullmatch(node.value) and self._is_own(node.value.rstrip(".")):
+        name = node.value if self._in_project and isinstance(node.value, str) else ""
+        if _OWN_NAME.fullmatch(name) and self._is_own(name.rstrip(".")):
             node.value = "own"
         return node
 
@@ -205,11 +234,13 @@ def _without_docstrings(statements: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def _sorted_imports(statements: list[ast.stmt]) -> list[ast.stmt]:
-    """Neighbouring imports in the order of their content: formatters sort them by names of modules."""
+    """Neighbouring imports in the order of their content, unless their order decides what a name is bound to."""
     ordered: list[ast.stmt] = []
     for is_import, group in itertools.groupby(statements, lambda s: isinstance(s, ast.Import | ast.ImportFrom)):
         neighbours = list(group)
-        ordered.extend(sorted(neighbours, key=ast.dump) if is_import else neighbours)
+        names = [a.asname or a.name for s in neighbours if isinstance(s, ast.Import | ast.ImportFrom) for a in s.names]
+        free = is_import and "*" not in names and len(set(names)) == len(names)
+        ordered.extend(sorted(neighbours, key=ast.dump) if free else neighbours)
     return ordered
 
 

@@ -39,7 +39,10 @@ def user_digests(name: str, where: str) -> dict[str, str]:
     places = [*(top.submodule_search_locations or []), top.origin] if top is not None else []
     if not places or not places[0]:
         raise ValueError(f"{where}: no module {module!r} can be imported from {Path.cwd()}")
-    code = reached(module, folder=Path(places[0]).parent)
+    try:
+        code = reached(module, folder=Path(places[0]).parent)
+    except SyntaxError as e:
+        raise ValueError(f"{where}: {e.filename}, line {e.lineno}: {e.msg}") from e
     if module not in code.modules:
         raise ValueError(f"{where}: no module {module!r} can be imported from {Path.cwd()}")
     theirs = {f"module:{k}": v for k, v in code.modules.items() if k.split(".")[0] not in OWN}

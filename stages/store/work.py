@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 from stages.store.artifacts import Store
-from tuning.atomic import whole_folder
+from tuning.atomic import is_partial, whole_folder
 
 # Folders that hold what is under way, not what is finished.
 NOT_UNITS = ("out", "replay")
@@ -53,7 +53,7 @@ class WorkFolder:
             mark = self.path / MIRRORED / name
             if mark.exists():
                 continue
-            for path in sorted(p for p in unit.rglob("*") if p.is_file()):
+            for path in sorted(p for p in unit.rglob("*") if p.is_file() and not is_partial(p)):
                 self._store.fs.put_file(str(path), f"{self._remote}/{path.relative_to(self.path).as_posix()}")
             self._store.fs.pipe_file(f"{self._remote}/{MIRRORED}/{name}", b"{}")
             mark.parent.mkdir(parents=True, exist_ok=True)
@@ -75,5 +75,8 @@ class WorkFolder:
     def drop(self) -> None:
         """Removes the work here and on the store, once the artifact is committed."""
         shutil.rmtree(self.path, ignore_errors=True)
+        # Downloads that a kill has cut short.
+        for partial in self.path.parent.glob(f".{self.path.name}.*.part"):
+            shutil.rmtree(partial, ignore_errors=True)
         if not self._store.is_local and self._store.fs.exists(self._remote):
             self._store.fs.rm(self._remote, recursive=True)

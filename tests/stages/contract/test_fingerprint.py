@@ -43,7 +43,7 @@ def pkg(tmp_path):
         ),
         "pkg/core/loss.c": "// twice\nfloat loss(float x) { return x * 2; }\n",
         "pkg/core/loss.h": "// how often\nenum { TIMES = 1 };\n",
-        "pkg/core/loss.html.j2": "<p>{{ loss }}</p>\n",
+        "pkg/core/loss.html.j2": "<p>https://a/{{ loss }}</p>\n",
         "pkg/far.py": "def far():\n    return 9\n",
     }
     for name, text in files.items():
@@ -108,7 +108,7 @@ def test_what_does_not_run_changes_nothing(pkg, name, old, new):
         ("pkg/core/loss.py", "0.1", "0.2", "pkg.core.loss"),
         ("pkg/core/loss.c", "x * 2", "x * 3", "pkg.core.loss"),
         ("pkg/core/loss.h", "TIMES = 1", "TIMES = 2", "pkg.core.loss"),
-        ("pkg/core/loss.html.j2", "<p>", "<p class=loss>", "pkg.core.loss"),
+        ("pkg/core/loss.html.j2", "a/{{", "b/{{", "pkg.core.loss"),
         ("pkg/helper.py", "return 2", "return 3", "pkg.helper"),
         ("pkg/core/__init__.py", "# nothing here", "import os; os.environ['X'] = '1'", "pkg.core"),
     ],
@@ -164,11 +164,54 @@ def test_a_module_that_moves_changes_nothing(pkg, old, new, rewrites):
     assert identity(after) == identity(before)
 
 
-def test_the_order_of_imports_is_no_content(pkg):
-    """Formatters sort them by the names of modules, which a move changes."""
-    before = reached("pkg.stage", folder=pkg)
-    edit(pkg, "pkg/stage.py", "import json\nfrom pkg import middle\n", "from pkg import middle\nimport json\n")
-    assert identity(reached("pkg.stage", folder=pkg)) == identity(before)
+def write(folder: Path, **modules: str) -> Path:
+    """Modules of a user."""
+    folder.mkdir()
+    for name, text in modules.items():
+        (folder / f"{name}.py").write_text(text)
+    return folder
+
+
+TWO_NAMES = {"defs": "LIMIT = 1\n", "strict": "LIMIT = 2\n"}
+WRAPPERS = {
+    "right": "def f(x): return x\n",
+    "wrong": "def f(x): return -x\n",
+    "aa": "from right import f\ndef score(x): return f(x)\n",
+    "bb": "from wrong import f\ndef score(x): return f(x)\n",
+    "user": "import aa, bb\ndef reward(x): return aa.score(x) if x else 0.1 * bb.score(x)\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("modules", "edit_of"),
+    [
+        (
+            TWO_NAMES | {"user": "from defs import *\nfrom strict import *\n"},
+            {"user": "from strict import *\nfrom defs import *\n"},
+        ),
+        (
+            TWO_NAMES | {"user": "from defs import LIMIT\nfrom strict import LIMIT\n"},
+            {"user": "from strict import LIMIT\nfrom defs import LIMIT\n"},
+        ),
+        (WRAPPERS, {"aa": WRAPPERS["aa"].replace("right", "wrong"), "bb": WRAPPERS["bb"].replace("wrong", "right")}),
+        (
+            {"user": 'import importlib\nM = importlib.import_module("tuning.rewards.sentiment")\n'},
+            {"user": 'import importlib\nM = importlib.import_module("tuning.rewards.learned")\n'},
+        ),
+        (
+            {"user": "class Stage: ...\nSTAGE = Stage(section='<think>')\n"},
+            {"user": "class Stage: ...\nSTAGE = Stage(section='<plan>')\n"},
+        ),
+    ],
+    ids=["two stars", "one name twice", "two wrappers of one text", "a module by name", "a class called Stage"],
+)
+def test_what_decides_a_users_result_is_content(tmp_path, modules, edit_of):
+    first, same, edited = (
+        write(tmp_path / n, **m) for n, m in (("a", modules), ("b", modules), ("c", modules | edit_of))
+    )
+    before = identity(reached("user", folder=first))
+    assert identity(reached("user", folder=same)) == before
+    assert identity(reached("user", folder=edited)) != before
 
 
 @pytest.mark.parametrize(
