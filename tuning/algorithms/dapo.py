@@ -16,4 +16,5 @@ from tuning.algorithms.settings import Objective
 
 
 def algorithm(objective: Objective) -> Algorithm:
+    """GRPO; what makes it DAPO are the presets."""
     return Algorithm(group_relative(objective.normalisation), clipped(objective))

@@ -24,6 +24,7 @@ def algorithm(objective: Objective) -> Algorithm:
     def surrogate(t: Terms) -> tuple[jax.Array, Metrics]:
         if t.ref_CT is None:
             raise ValueError("online-dpo needs the reference's log-probabilities")
+        # A pair is in slots 2b and 2b + 1, in table order: the sign of the advantage says which is the best.
         logps, ref = (sequence_logps(x, t.mask_CT).reshape(-1, 2) for x in (t.logps_CT, t.ref_CT))
         first_is_best = masked(t.advantages_CT, t.mask_CT).sum(-1).reshape(-1, 2)[:, 0] >= 0
         chosen, ref_chosen = (jnp.where(first_is_best, x[:, 0], x[:, 1]) for x in (logps, ref))
@@ -40,7 +41,7 @@ def _sides(scored: Scored) -> jax.Array:
     keep, sides = informative(scored), np.zeros(len(scored.totals_N), np.float32)
     rewards = np.asarray(scored.rewards_N)
     for group in np.unique(scored.groups_N[keep]):
-        mine = np.flatnonzero((scored.groups_N == group) & keep)
-        sides[mine[np.argmax(rewards[mine])]] = 1
-        sides[mine[np.argmin(rewards[mine])]] = -1
+        members = np.flatnonzero((scored.groups_N == group) & keep)
+        sides[members[np.argmax(rewards[members])]] = 1
+        sides[members[np.argmin(rewards[members])]] = -1
     return jnp.asarray(sides)

@@ -30,7 +30,7 @@ from tuning.training.step import LossFn
 
 @dataclasses.dataclass(frozen=True)
 class Judged:
-    """What the critic says of a round before its update."""
+    """The critic's values of a round before its update."""
 
     values_NT: np.ndarray
     """Value of the state in which each token was chosen."""
@@ -62,6 +62,7 @@ def token_advantages(
     mask, rewards = jnp.asarray(scored.mask_NT), scored.rewards_NT
     if critic.whiten_rewards:
         rewards = whiten(rewards, mask, shift_mean=False)
+    # A completion that ended has value 0 behind its last token.
     after = np.where(judged.truncated_N, judged.after_N, 0.0).astype(np.float32)
     raw, returns = gae(
         rewards,
