@@ -16,10 +16,11 @@ class Config(SamplingConfig):
 
 
 def run(ctx: Context) -> dict[str, Any]:
-
+    """Writes the rollout table; returns counts of completions and tokens."""
     config: Config = ctx.config
     first: dict[str, CompletionRow] = {}
     for row in read_table(ctx.inputs["rollouts"], f"{FOLDER}/", CompletionRow):
+        # Any completion has its prompt and the prompt's counter: the first stands for all.
         first.setdefault(row.prompt_id, row)
     prompts = [(row.counter, row.as_prompt()) for row in first.values()]
     rows = sample_rows(ctx, prompts, Draw.of(config, samples=1, temperature=0.0))

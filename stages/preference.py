@@ -59,6 +59,7 @@ class Config(Fitted, core.Preference):  # type: ignore[misc]
 
 
 def run(ctx: Context) -> dict[str, Any]:
+    """Trains the policy; returns metrics of the last step and of the held-out examples, before and after."""
     from tuning.algorithms.preference import scorer
     from tuning.device import choose
     from tuning.training.completions import per_completion
@@ -76,6 +77,7 @@ def run(ctx: Context) -> dict[str, Any]:
 
     make = _labelled if config.unpaired else _pairs
     task, measure = make(ctx, model, config, logps, reference)
+    # Before training: the start as the adapter over its stored kernels sees it.
     before = measure(load_rounded(ctx, ctx.inputs["policy"], kind)[1])
     params, metrics = fit(ctx, task, model, start, config)
     save_model(ctx, "decoder", model, params)
@@ -102,6 +104,7 @@ def _kept(ctx: Context, name: str, make: Callable[[], np.ndarray]) -> np.ndarray
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(".values.npy")
         np.save(partial, make())
+        # Renamed when complete: the next try must not read half a file.
         partial.rename(path)
         ctx.saved()
     return np.asarray(np.load(path))
@@ -125,6 +128,7 @@ def _pairs(
 
     def columns(params: Any, examples: list[int], packed: list[Any]) -> list[dict[str, Any]]:
         assert known is not None
+        # Completions of a step are numbered by pair: chosen, rejected, chosen, ...
         return [{"reference_C": p.gather(known[examples].reshape(-1))} for p in packed]
 
     def measure(params: Any) -> dict[str, float]:
@@ -166,12 +170,15 @@ def _labelled(
     from tuning.training.batch import numbered
     from tuning.training.speed import forward_flops
 
-    given = "labelled" in ctx.inputs
-    source, part = ("labelled", "labelled") if given else ("data", "preference")
+    has_labels = "labelled" in ctx.inputs
+    source, part = ("labelled", "labelled") if has_labels else ("data", "preference")
     tables = train_and_heldout(ctx, ctx.inputs[source], part, ctx.config.heldout_fraction)
     # A pair is a good and a bad completion.
-    groups, held_groups = (t.examples if given else t.examples.apart() for t in tables)
-    labels, held_labels = (np.asarray(t.column("label")) if given else np.tile([True, False], len(t)) for t in tables)
+    groups, held_groups = (t.examples if has_labels else t.examples.apart() for t in tables)
+    labels, held_labels = (
+        np.asarray(t.column("label")) if has_labels else np.tile([True, False], len(t)) for t in tables
+    )
+    # For KTO's reference point: completions that do not belong to the prompt.
     other = _mismatched(groups)
     if len(set(labels)) < 2:
         raise ValueError(
@@ -187,9 +194,10 @@ def _labelled(
 
     def columns(params: Any, examples: list[int], packed: list[Any]) -> list[dict[str, Any]]:
         step = numbered([other[i] for i in examples])
+        # From the policy of this step, without a gradient.
         kl = reference_point(params, step, other_known[examples], other)
-        mine = {"reference_C": known[examples], "label_C": labels[examples].astype(np.float32)}
-        return [{k: p.gather(v) for k, v in mine.items()} | {"kl": kl} for p in packed]
+        arrays = {"reference_C": known[examples], "label_C": labels[examples].astype(np.float32)}
+        return [{k: p.gather(v) for k, v in arrays.items()} | {"kl": kl} for p in packed]
 
     if len(held_groups):
         held_other = _mismatched(held_groups)

@@ -19,13 +19,16 @@ def prompts_of_round(count: int, total: int, round_number: int, seed: int) -> li
 
     chosen = []
     for position in range(round_number * count, (round_number + 1) * count):
+        # A place in an endless sequence of shuffled passes: a round needs no state of those before.
         lap, place = divmod(position, total)
+        # Each pass has its own order; the seed stays in 31 bits.
         order = grain.MapDataset.range(total).shuffle(seed=(seed + lap) % 2**31)
         chosen.append(int(order[place]))
     return chosen
 
 
 def run(ctx: Context) -> dict[str, Any]:
+    """Writes the rollout table and `refused/`; returns counts, mean length and tokens per second."""
     config: Config = ctx.config
     table = read_table(ctx.inputs["data"], "prompts/", PromptRow)
     chosen = [table[i] for i in prompts_of_round(config.prompts, len(table), config.round, ctx.seed)]

@@ -33,6 +33,8 @@ def execution_setting(default: Any, **constraints: Any) -> Any:
 
 
 class Progress(Protocol):
+    """Reports `done` of `total` units of work; `metrics` are shown beside them."""
+
     def __call__(self, done: int, total: int, unit: str, **metrics: float) -> None: ...
 
 
@@ -65,6 +67,7 @@ class Context:
 
     def metrics_line(self, **values: Any) -> None:
         """Adds a row of metrics (`stages.contract.metrics`); timings are allowed: logs are no content."""
+        # Opened with the first row: most stages write none, and the logs import TensorBoard.
         if self._metrics is None:
             from stages.contract.metrics import Metrics
 
@@ -72,7 +75,7 @@ class Context:
         self._metrics.write(values)
 
     def close(self) -> None:
-        """Ends what `metrics_line` began."""
+        """Closes the logs that `metrics_line` has opened."""
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None
@@ -103,6 +106,7 @@ class _Figures(string.Formatter):
         if isinstance(value, Mapping):
             return "  ".join(f"{k} {v}" for k, v in value.items())
         if format_spec.endswith("M"):
+            # `{bytes:.0fM}` is the number in millions, formatted by what stands before the M.
             value, format_spec = value / 1e6, format_spec[:-1]
         return str(format(value, format_spec))
 
@@ -171,6 +175,7 @@ class Stage:
 
 
 def _shown(figure: Figure, metrics: Mapping[str, Any]) -> str:
+    """The figure as text; empty where one of its metrics is missing."""
     if callable(figure):
         return figure(metrics)
     names = [name for _, name, _, _ in string.Formatter().parse(figure) if name]

@@ -13,6 +13,7 @@ from stages.serving.settings import Chat, ChatOptions
 
 
 def main() -> None:
+    """Reads the settings, as JSON, from the command line."""
     settings = Chat.model_validate_json(sys.argv[1])
     configure_jax()
     with contextlib.suppress(KeyboardInterrupt):

@@ -72,6 +72,7 @@ def open_policy(place: PolicyPlace) -> Opened:
         log=lambda line: print(line, file=sys.stderr),
         memory={},
     )
+    # An export is a model folder itself; an update has stored weights below `state/`.
     places = [""] if artifact.stage == "export" else [p for p in ("model/", "state/model/") if artifact.has(p)]
     folder = artifact.local(places[0]) if places else None
     config, params = load_policy(ctx, artifact) if folder is None else (read_config(folder), None)

@@ -96,6 +96,7 @@ def based(ctx: Context, digest: str, role: Role, load: Callable[[], tuple[Any, A
     name = f"frozen:{digest}:{lora.quantize}:{dtype}"
     frozen = recall(ctx, name)
     if frozen is None:
+        # Only the frozen half is used, which no seed changes.
         frozen = remember(ctx, name, tune(model, role, params, lora, seed=0, dtype=dtype)[1])
     return Base(tuned_graph(model, role, lora), frozen)
 

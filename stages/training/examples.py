@@ -22,6 +22,7 @@ class Table:
         from tuning.data.reading import read_examples
 
         self._paths = sorted(data.local(f"{part}/").glob("*.parquet"))
+        # All rows; `part` narrows them.
         self._rows = slice(None)
         ctx.work.mkdir(parents=True, exist_ok=True)
         completions = COMPLETIONS.get(part.removeprefix("heldout_"), ("completion",))

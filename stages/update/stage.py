@@ -43,6 +43,7 @@ def loads(config: Config) -> tuple[str, ...]:
 
 
 def run(ctx: Context) -> dict[str, Any]:
+    """Writes `policy.json`, and the adapter and state where they are stored; returns the round's metrics."""
     from tuning.models.peft import save_adapter
 
     state, metrics = _advance(ctx)
@@ -72,6 +73,7 @@ def _advance(ctx: Context) -> tuple[State, dict[str, Any]]:
     config: Config = ctx.config
     parent = ctx.inputs["policy"]
     data, refills = _rollouts(ctx)
+    # A first round, or one with another adapter, begins with new optimizers.
     if states.continues(config, parent):
         state = states.state_after(ctx, parent, _advance)
     else:

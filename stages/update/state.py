@@ -125,6 +125,7 @@ def fresh(ctx: Context, config: DecoderConfig, params: Any) -> State:
 
 def continues(config: Config, artifact: Artifact) -> bool:
     """Whether an update of `config` goes on with the trainer of `artifact`, and not afresh from its policy."""
+    # As JSON: the manifest holds settings in that form.
     return artifact.stage == NAME and artifact.manifest["config"].get("lora") == config.model_dump(mode="json")["lora"]
 
 
@@ -173,6 +174,7 @@ def _load(own: Context, artifact: Artifact) -> State:
     folder: Path = artifact.local("state/")
     if own.config.lora is None:
         config, params = load_decoder(folder / "model")
+        # A fresh state gives the structure to read into; its values are replaced.
         return State(config, params, *load_tree(folder / "trainer", fresh(own, config, params).trainer))
     start = load_policy(own, start_of(own.config, artifact))
     trainer = load_tree(folder / "trainer", fresh(own, *start).trainer)
@@ -186,6 +188,7 @@ def _replay(ctx: Context, own: Context, artifact: Artifact, advance: Advance) ->
     try:
         state, _ = advance(own)
     finally:
+        # The replay writes metrics to a folder of its own, below the work folder.
         own.close()
     wanted = json.loads(artifact.local("policy.json").read_text())["fingerprint"]
     rebuilt = fingerprint_of(state)

@@ -17,7 +17,9 @@ from typing import Any, TextIO
 
 from stages.worker.protocol import Done, Event, Failed, Heartbeat, Report, Request, parse_event
 
+# A worker sends a heartbeat every two seconds: after this silence it hangs.
 SILENCE_SECONDS = 600.0
+# For glibc's allocator: transparent huge pages by madvise.
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 
@@ -54,6 +56,7 @@ class Worker:
 
     @property
     def pid(self) -> int | None:
+        """The process id of the running or last worker; None before the first."""
         return self._process.pid if self._process is not None else None
 
     def _start(self) -> None:
@@ -62,6 +65,8 @@ class Worker:
         event_read, event_write = os.pipe()
         command = [sys.executable, "-m", "stages.worker.process", "--parent", str(os.getpid())]
         command += ["--requests", str(request_read), "--events", str(event_write)]
+        # The kernel's signal follows the thread that starts the worker, and only the main one lives as long as
+        # the process.
         if threading.current_thread() is threading.main_thread():
             command.append("--kernel-watches-parent")
         with self.log.open("ab") as log:
@@ -73,6 +78,7 @@ class Worker:
                 pass_fds=(request_read, event_write),
                 env=worker_environment(),
             )
+        # The worker has these ends. An event pipe still open for writing here would hide its death.
         os.close(request_read)
         os.close(event_write)
         self._requests = os.fdopen(request_write, "w")
@@ -112,11 +118,13 @@ class Worker:
             raise
 
     def _next_event(self) -> Event:
+        """Waits for an event. Raises EOFError where the worker has ended, or is silent for too long and was killed."""
         deadline = time.monotonic() + SILENCE_SECONDS
         while b"\n" not in self._buffer:
             ready, _, _ = select.select([self._events], [], [], 1.0)
             if ready:
                 chunk = os.read(self._events, 1 << 16)
+                # End of file: the worker has closed its end, which it does only by ending.
                 if not chunk:
                     raise EOFError
                 self._buffer += chunk
@@ -127,6 +135,7 @@ class Worker:
         return parse_event(line)
 
     def _obituary(self, request: Request) -> str:
+        """What ended the worker, what is kept, and the last lines of its log."""
         assert self._process is not None
         try:
             code = self._process.wait(timeout=10)
@@ -150,6 +159,7 @@ class Worker:
         )
 
     def kill(self) -> None:
+        """Ends the worker at once; what it was doing resumes from its work folder."""
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()

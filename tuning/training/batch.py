@@ -204,6 +204,7 @@ def pack_rows(rows: Sequence[Sequence[Group]], shape: Shape) -> Packed:
                 last[slot], ids[slot] = first + m - 1, caller
                 column += m
                 slot += 1
+    # The padding is past the end, where a gather clips and a scatter drops (`forward.logps_and_entropy`).
     where = np.full(shape.trained_tokens, c * t, np.int32)
     trained = np.flatnonzero(mask)
     where[: len(trained)] = trained

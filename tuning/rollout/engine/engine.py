@@ -96,13 +96,13 @@ class Engine:
 
     def load(self, params: nnx.State) -> None:
         """Samples from these parameters from now on; runs in progress go on with them. Compiles nothing new."""
+        # Dropped before the new weights are laid out: memory need not hold both.
         self._decoding = None
         graph, state = lay_out(self._graph, params, **self._layout_options)
         self._use_weights(graph, put_weights(state, self._mesh))
 
     def load_laid_out(self, fill: Callable[[nnx.State], nnx.State]) -> None:
         """As `load`, with the state of a `DecodingDecoder` that `fill` returns for its shapes."""
-        # Dropped before the new weights are laid out: both would not fit the memory.
         self._decoding = None
         graph, shapes = self._layout
         self._use_weights(graph, fill(jax.tree.map(lambda x: x, shapes)))
