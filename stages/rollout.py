@@ -14,7 +14,10 @@ from tuning.rows import PromptRow, RefusedRow, write_table
 
 
 def prompts_of_round(count: int, total: int, round_number: int, seed: int) -> list[int]:
-    """Which of `total` prompts round `round_number` uses: passes over shuffled orders, none skipped."""
+    """Which of `total` prompts round `round_number` uses.
+
+    Rounds with the same seed pass over shuffled orders of all prompts, and skip none.
+    """
     import grain.python as grain
 
     chosen = []

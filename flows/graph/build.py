@@ -18,6 +18,7 @@ from stages.refill import Config as RefillConfig
 from stages.store.artifacts import Artifact, ArtifactError, Store
 from stages.store.keys import config_content, derive_seed, digest
 
+# What the role `tokenizer` offers of the base: special ids are in the two configs.
 TOKENIZER = ("tokenizer/", "model/config.json", "model/generation_config.json")
 
 
@@ -51,6 +52,7 @@ def build(recipe: Recipe) -> list[Node]:
     policies = {"base": base}
     for section in _training_sections(recipe):
         _SPECIAL.get(section, _plain)(graph, section, policies)
+        # A section that makes no policy, such as the reward model, is not evaluated.
         if graph.roles["policy"] not in policies.values():
             policies[section] = graph.roles["policy"]
     if recipe.evaluate is not None:
@@ -90,10 +92,10 @@ class _Graph:
             inputs |= _resolved(input_name, reads, available)
         seed = derive_seed(self.recipe.seed, stage, *seed_names)
         self.nodes.append(Node(name, stage, config, inputs, seed, taken))
-        made = Input(name)
+        output = Input(name)
         if definition.makes and not roles:
-            self.roles[definition.makes] = made
-        return made
+            self.roles[definition.makes] = output
+        return output
 
 
 def _resolved(name: str, reads: Reads, roles: Mapping[str, Input]) -> dict[str, Input]:
@@ -124,11 +126,13 @@ def _plain(graph: _Graph, section: str, policies: Policies) -> None:
 
 
 def _distill(graph: _Graph, section: str, policies: Policies) -> None:
+    """The nodes of distillation: its own, and one for a teacher that is not a policy of the run."""
     settings = graph.recipe.distill
     assert settings is not None
     teacher = policies.get(settings.teacher)
     if teacher is None:
         base = graph.recipe.base.model_copy(update={"source": settings.teacher})
+        # With roles given the teacher takes none: it must not become the run's base.
         teacher = graph.add("teacher", "base", base, ("teacher",), roles=policies)
     last = graph.roles["policy"]
     # A policy cannot teach itself: if the teacher is the last policy, the student is the base model.
@@ -144,11 +148,15 @@ def _rounds(graph: _Graph, section: str, policies: Policies) -> None:
     trained = [start]
     sampled: list[dict[str, Input]] = []
     for i in range(rl.rounds):
+        # Round i needs its rollouts now. Those of the `staleness` rounds behind it come from policies that are
+        # there already.
         while len(sampled) < rl.rounds and len(sampled) - rl.staleness <= i:
             number = len(sampled)
+            # trained[k] is the policy before round k.
             sampled.append(_scored(graph, rl, trained[max(0, number - rl.staleness)], number))
         stored = (i + 1) % rl.checkpoint_every == 0 or i + 1 == rl.rounds
         change: dict[str, Any] = {"round": i, "temperature": rl.rollout.temperature, "store_state": stored}
+        # The first round is sampled from the policy that it updates, whatever the staleness.
         if rl.rollouts_from is not None or (rl.staleness and i):
             change["off_policy"] = True
         settings = rl.update.model_copy(update=change)

@@ -32,12 +32,14 @@ def rescored(record: dict[str, Any], rewards: list[str], sets: list[str], store:
         rl["score"]["rewards"] = dict(_named(r) for r in rewards)
     # The record of a rescored run lists the rollouts too, so a chain of rescored runs works.
     rl["rollouts_from"] = record["name"]
+    # Rounds drift from the policies that sampled them, and a group that was informative may be so no longer.
     rl["update"] |= {"max_mismatch_kl": MISMATCH, "short_of_groups": "train"}
     values, set_places = with_sets(values, [*sets, f"store={store}"])
     return checked(values, Path(f"run {record['name']}"), None, set_places)
 
 
 def _named(text: str) -> tuple[str, dict[str, Any]]:
+    """(name, settings) of a reward from NAME=FUNCTION, or from FUNCTION with the name of the function."""
     name, equals, function = text.partition("=")
     if not equals:
         function, name = text, text.rpartition(":")[2]

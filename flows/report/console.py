@@ -53,6 +53,7 @@ class ConsoleReporter:
             )
             self._bar.start()
             self._task = self._bar.add_task(node.name, total=None, count="", detail="")
+        # A round has one line, at its end.
         elif not node.name.startswith("round-"):
             self.console.print(f"  {node.name:<18} started")
 
@@ -90,6 +91,7 @@ class ConsoleReporter:
         # Refills and baselines have scores of their own: the line shows those of the round's rollouts.
         if part == stage.name:
             line.figures.append(stage.figures(manifest["metrics"]))
+        # Manifests have `config` and `metrics` as the entries of a record do, which `round_series` reads.
         self._nodes[node.name] = manifest
         if stage.makes == "policy":
             figures = "  ".join(f for f in line.figures if f)

@@ -72,7 +72,7 @@ def load_policy(ctx: Context, artifact: Artifact) -> tuple[Any, Any]:
 
 
 def load_rounded(ctx: Context, artifact: Artifact, kind: str) -> tuple[Any, Any]:
-    """As `load_policy`, with kernels rounded to `kind` (`lora.quantize`), as an adapter over the stored ones sees them."""
+    """As `load_policy`, with kernels rounded to `kind` (`lora.quantize`), as an adapter over them sees them."""
     from tuning.models.lora import rounded
 
     if kind == "none":

@@ -215,7 +215,7 @@ def _run_blocks(
         )
     receipts = pipeline.receipts(folder)
     missing, blocks = pipeline.finished(parts, receipts)
-    # A runner may report success and have lost a worker's output.
+    # The success of a runner does not prove that every part has a receipt.
     if missing:
         raise PrepareError(f"{len(missing)} of {len(parts)} parts have no receipt, as of {missing[0].url}: run again")
     ctx.progress(len(blocks), len(blocks), "block")

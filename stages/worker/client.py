@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from stages.worker.protocol import Done, Event, Failed, Heartbeat, Report, Request, parse_event
 
-# A worker sends a heartbeat every two seconds: after this silence it hangs.
+# A worker sends a heartbeat every two seconds: after this time without one it counts as hung.
 SILENCE_SECONDS = 600.0
 # For glibc's allocator: transparent huge pages by madvise.
 HUGE_PAGES = "glibc.malloc.hugetlb=1"

@@ -225,5 +225,6 @@ def passk_advantages(
     lead = r - _group_max(r, groups, others)
     # A tie at the top has no lead, and so has a group of one.
     unique = (_group_sum(is_best.astype(r.dtype), groups) == 1) & (n > 1)
+    # Each of the others could be left out and the maximum would be the same: credit 0.
     advantages = jnp.where(is_best & unique, lead, 0)
     return (advantages / (std + eps) if normalisation == "std" else advantages).reshape(rewards.shape)

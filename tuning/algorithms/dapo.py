@@ -16,5 +16,5 @@ from tuning.algorithms.settings import Objective
 
 
 def algorithm(objective: Objective) -> Algorithm:
-    """GRPO; what makes it DAPO are the presets."""
+    """The same as GRPO; the presets make the difference."""
     return Algorithm(group_relative(objective.normalisation), clipped(objective))

@@ -34,6 +34,7 @@ def summarise(sums: Mapping[str, float]) -> dict[str, float]:
         means["clip_fraction"] = (sums["clip_low"] + sums["clip_high"]) / n
     if "ref_kl" in sums:
         means["kl"] = sums["ref_kl"] / n
+    # Quantiles do not add up over micro-batches; counts in bins do.
     bins = [sums[f"ratio_bin_{i:02d}"] for i in range(len(RATIO_EDGES) + 1)]
     return means | {name: ratio_quantile(bins, share) for name, share in QUANTILES.items()}
 
@@ -79,6 +80,7 @@ class Coefficients:
                 n_steps=metrics["completions"],
             )
         if objective.entropy_target is not None and "entropy" in metrics:
+            # A fixed step up or down, as the paper has it: no gain to tune.
             below = metrics["entropy"] < objective.entropy_target
             entropy = max(0.0, entropy + (settings.entropy_step if below else -settings.entropy_step))
         return Coefficients(scale, entropy)

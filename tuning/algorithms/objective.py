@@ -66,7 +66,7 @@ def policy_loss(graph: Any, algorithm: Algorithm, objective: Objective, compute:
     def loss(params: Any, batch: dict[str, jax.Array], frozen: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         mask = batch["mask_CT"]
         logps, entropy = logps_and_entropy(graph, params, batch, objective.temperature, compute)
-        # The first update of a round has pi = pi_old: ratios are exactly 1, and their gradient that of log pi.
+        # In a single update pi is pi_old: the value of a ratio is 1, and its gradient that of log pi.
         old = batch.get("old_CT", jax.lax.stop_gradient(logps))
         terms = Terms(logps, old, batch["advantages_CT"], mask, batch.get("ref_CT"))
 
@@ -93,6 +93,7 @@ def policy_loss(graph: Any, algorithm: Algorithm, objective: Objective, compute:
             if objective.kl_coef > 0:
                 value = value + objective.kl_coef * batch.get("kl_scale", 1.0) * total(kl)
         if objective.entropy_coef > 0 or objective.entropy_target is not None:
+            # A bonus: subtracted from the loss.
             value = value - batch.get("entropy_coef", objective.entropy_coef) * total(entropy)
         return value, {k: jnp.asarray(v, jnp.float32) for k, v in sums.items()}
 

@@ -31,6 +31,7 @@ def algorithm(objective: Objective) -> Algorithm:
         rejected, ref_rejected = (jnp.where(first_is_best, x[:, 1], x[:, 0]) for x in (logps, ref))
         losses = dpo(chosen, rejected, ref_chosen, ref_rejected, beta=objective.beta).loss_B
         z = log_ratio(t.logps_CT, t.old_CT, t.mask_CT)
+        # The mean over a sequence's equal tokens is the loss of the pair, and so is the mean over both.
         return masked(jnp.repeat(losses, 2)[:, None], t.mask_CT), metric_sums(z, t.mask_CT)
 
     return Algorithm(_sides, surrogate, keep=lambda scored: np.asarray(_sides(scored)) != 0, paired=True)

@@ -1,4 +1,4 @@
-"""Losses of preference learning on packed rows: pairs side by side behind their prompt, or single judged completions.
+"""Losses of preference learning on packed rows: pairs side by side behind their prompt, or completions with a label.
 
 The formulas are in `tuning.losses.preference`; here they get their log-probabilities, lengths and references.
 Axes: C completions of a micro-batch, T completion tokens, B pairs; completions 2b and 2b + 1 are pair b.
@@ -85,13 +85,20 @@ def preference_loss(graph: Any, p: Preference, compute: Compute) -> LossFn:
         logps, _ = logps_and_entropy(graph, params, batch, 1.0, compute)
         logps_C = completion_logps(logps, mask, p.ld_alpha)
         lengths_C = jnp.sum(mask, axis=1)
-        found = pair_losses(p, logps_C, lengths_C, batch.get("reference_C"))
+        losses = pair_losses(p, logps_C, lengths_C, batch.get("reference_C"))
+        # Empty slots come in pairs: one of the two tells.
         valid = (lengths_C.reshape(-1, 2)[:, 0] > 0).astype(jnp.float32)
-        margins = found.chosen_rewards_B - found.rejected_rewards_B
+        margins = losses.chosen_rewards_B - losses.rejected_rewards_B
         chosen, rejected = logps_C.reshape(-1, 2).T
-        each = {"losses": found.loss_B, "right": margins > 0, "margin": margins, "chosen": chosen, "rejected": rejected}
+        each = {
+            "losses": losses.loss_B,
+            "right": margins > 0,
+            "margin": margins,
+            "chosen": chosen,
+            "rejected": rejected,
+        }
         sums = {k: jnp.sum(jnp.where(valid > 0, v, 0.0)) for k, v in each.items()}
-        return mean_rows(found.loss_B, batch["n_groups"], valid), sums | {"pairs": jnp.sum(valid)}
+        return mean_rows(losses.loss_B, batch["n_groups"], valid), sums | {"pairs": jnp.sum(valid)}
 
     return loss
 

@@ -44,6 +44,7 @@ ALGORITHMS: dict[str, Entry] = {
     "dapo": Entry("dapo", {"clip_high": 0.28, "kl_coef": 0.0}),
     "gspo": Entry("gspo", GSPO, ratio="sequence"),
     "gspo-token": Entry("gspo", GSPO, ratio="sequence-token"),
+    # clip_low 1 is a lower bound of 0: none. The range above is wide, since no token leaves the loss.
     "cispo": Entry("cispo", {"clip_low": 1.0, "clip_high": 4.0, "kl_coef": 0.0}),
     "sapo": Entry("sapo", SEQUENCE | {"kl_coef": 0.0}),
     "gmpo": Entry("gmpo", SEQUENCE | {"clip_low": 0.4, "clip_high": 0.4, "kl_coef": 0.0}, ratio="sequence"),
@@ -56,6 +57,7 @@ ALGORITHMS: dict[str, Entry] = {
     "reinforce-pp": Entry("reinforce_pp", {"kl_coef": 0.0, "kl_in_reward": 0.01}, groups=False),
     "reinforce-pp-baseline": Entry("reinforce_pp", {"kl_kind": "k2"}),
     "remax": Entry("remax", {"kl_coef": 0.0, "kl_in_reward": 0.01}, groups=False, greedy=True),
+    # KL in the reward, as in Ouyang et al.: the critic learns it too.
     "ppo": Entry("ppo", {"kl_coef": 0.0, "kl_in_reward": 0.02}, groups=False, critic=True),
     "online-dpo": Entry("online_dpo", SEQUENCE | {"kl_coef": 0.0, "correction": "none"}, reference=True),
 }

@@ -69,6 +69,7 @@ class RoundData:
     @functools.cached_property
     def mu_NT(self) -> np.ndarray:
         """The sampler's log-probabilities, [N, T] with T of few sizes; 0 past the end."""
+        # Bucketed: completions of the next round may be longer, and must not compile again.
         out = np.zeros((len(self.mu), bucket(max(len(c) for c in self.completions))), np.float32)
         for i, logps in enumerate(self.mu):
             out[i, : len(logps)] = logps

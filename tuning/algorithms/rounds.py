@@ -107,6 +107,7 @@ class _Round:
         self.scored = Scored(totals_N, data.groups_N, data.valid_N, valid_NT, no_penalty_NT, data.greedy_N)
         self.keep_N = (self.algorithm.keep or informative)(self.scored)
         if settings.truncated == "mask":
+            # Truncated completions leave the loss, not the statistics of their group.
             self.keep_N = self.keep_N & ~data.truncated_N
         self.steps = data.steps(self.keep_N, settings.prompts_per_step)
         # Arrays [N, T] by name; a micro-batch has its rows of each as `NAME_CT`.
@@ -143,6 +144,7 @@ class _Round:
         needs_old = not single_update or critic is not None or self.objective.kl_in_reward > 0
         values_passes = int(critic is not None) + pretrain_epochs
         self.policy.put(settings.optimizer, self.mesh)
+        # Old and reference log-probabilities, and values: passes that the progress counts before the updates.
         self.pack(int(needs_old) + int(reference is not None) + values_passes)
 
         logps = _logps(self.model, settings.temperature, compute)
@@ -226,6 +228,7 @@ class _Round:
 
     def advantages_NT(self) -> np.ndarray:
         """The algorithm's advantages on every token, 0 where masked."""
+        # Of a completion, [N], or of each token, [N, T].
         advantages = np.asarray(self.algorithm.advantages(self.scored), np.float32)
         of_tokens = advantages if advantages.ndim == 2 else advantages[:, None]
         return np.where(self.scored.mask_NT > 0, of_tokens, 0.0).astype(np.float32)
@@ -244,6 +247,7 @@ class _Round:
         step = critic_step(self.model, self.settings.critic, self.device.compute, critic.graph, self.mesh)
         losses: list[float] = []
         for _ in range(epochs):
+            # Again in each epoch: the clipped value loss needs the values that the critic has now.
             self.judge(critic, lam=1.0)
             arrays = (self.arrays(g, b) for g, b in zip(self.steps, self.packed, strict=True))
             losses = [critic.train(step, a)["loss"] for a in arrays]
@@ -260,6 +264,7 @@ class _Round:
     def arrays(self, groups: list[Group], batches: list[Packed]) -> list[dict[str, Any]]:
         """The micro-batches of a step: tokens, counts of the whole step, coefficients, and the round's columns."""
         scalars = {
+            # Arrays of the batch, not constants of the program: a new value compiles nothing.
             "kl_scale": np.float32(self.coefficients.kl_scale),
             "entropy_coef": np.float32(self.coefficients.entropy_coef),
         }
