@@ -1,4 +1,4 @@
-"""The Prefect flow `rlhf-pipeline`: each stage a task; the store decides what is cached, Prefect shows it."""
+"""The Prefect flow `rlhf-pipeline`: each stage is a task. The store decides which are cached; Prefect shows them."""
 
 from __future__ import annotations
 

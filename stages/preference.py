@@ -1,7 +1,7 @@
 """Preference optimisation: the policy learns from judged completions without a reward model (DPO and its relatives).
 
-Pairs are side by side behind their prompt, which is computed once. So are log-probabilities of the reference, before
-training; ORPO, SimPO and CPO need none. The reference is the policy before this stage; with `lora.quantize` it has the
+Pairs are side by side behind their prompt, which is computed once. Log-probabilities of the reference are computed once
+too, before training; ORPO, SimPO and CPO need none. The reference is the policy before this stage; with `lora.quantize` it has the
 quantised kernels. KTO learns from completions that are labelled good or bad, or from pairs taken apart. Its reference
 point is the step's mean log-ratio on completions of other prompts (Ethayarajh et al., arXiv:2402.01306).
 """
@@ -113,7 +113,7 @@ def _kept(ctx: Context, name: str, make: Callable[[], np.ndarray]) -> np.ndarray
 def _pairs(
     ctx: Context, model: DecoderConfig, settings: core.Preference, logps: Scorer, reference: Any
 ) -> tuple[Task, Measure]:
-    """The task on pairs, and what measures parameters on the held-out ones."""
+    """The task on pairs, and a function that measures parameters on the held-out pairs."""
     import numpy as np
 
     from tuning.algorithms.preference import pair_losses, pair_summary, preference_loss
@@ -161,7 +161,7 @@ def _pairs(
 def _labelled(
     ctx: Context, model: DecoderConfig, settings: core.Preference, logps: Scorer, reference: Any
 ) -> tuple[Task, Measure]:
-    """The task on completions with a label, and what measures parameters on the held-out ones."""
+    """The task on completions with a label, and a function that measures parameters on the held-out ones."""
     import numpy as np
 
     from tuning.algorithms.preference import chance_above, unpaired_loss, unpaired_losses, unpaired_summary

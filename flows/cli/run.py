@@ -1,4 +1,4 @@
-"""Commands that run a recipe or say what a run would do."""
+"""Commands that run a recipe or plan a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands share: options, output, errors, and access to the runs of a store."""
+"""Options, output, errors and access to runs, shared by the commands."""
 
 from __future__ import annotations
 

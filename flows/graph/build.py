@@ -1,4 +1,4 @@
-"""The graph of a recipe: which artifact is made from which. Keys follow from it."""
+"""The graph of a recipe: nodes, their inputs, and the keys that follow."""
 
 from __future__ import annotations
 
@@ -141,7 +141,14 @@ def _distill(graph: _Graph, section: str, policies: Policies) -> None:
 
 
 def _rounds(graph: _Graph, section: str, policies: Policies) -> None:
-    """The nodes of all rounds. A round is sampled as soon as its policy is in the graph, `staleness` rounds ahead."""
+    """The nodes of all rounds. A round is sampled as soon as its policy is in the graph, `staleness` rounds ahead.
+
+    With staleness 1, and p[k] the policy before round k:
+
+        round            0     1     2     3
+        sampled from     p[0]  p[0]  p[1]  p[2]
+        update of        p[0]  p[1]  p[2]  p[3]
+    """
     rl = graph.recipe.rl
     assert rl is not None
     start = graph.roles["policy"]
@@ -247,5 +254,5 @@ def taken_artifact(store: Store, node: Node) -> Artifact | None:
 
 
 def key_of(parts: dict[str, Any]) -> str:
-    """The key of a node. Code counts by its content: the names of modules are in the parts for people alone."""
+    """The key of a node. Code counts by its content: the names of modules serve the messages of `plan` alone."""
     return digest(parts | {"code": sorted(set(parts["code"].values()))})

@@ -1,4 +1,4 @@
-"""What a run would do, before it does it: hit or miss for each stage, and why it misses."""
+"""The plan of a run: hit or miss for each stage, and the reasons of a miss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stages.store.keys import differences
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """What a run would do with one node."""
+    """The plan for one node."""
 
     node: Node
     state: str
@@ -26,7 +26,7 @@ class Planned:
 
 
 def plan(recipe: Recipe, force: set[str] | None = None) -> list[Planned]:
-    """What a run would do with every node of a recipe, by its store. Runs nothing and writes nothing."""
+    """The plan for every node of a recipe, from the content of its store. Runs nothing and writes nothing."""
     store = Store(recipe.store)
     runs = all_runs(store)
     artifacts: dict[str, Artifact] = {}

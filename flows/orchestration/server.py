@@ -1,4 +1,4 @@
-"""A Prefect server for one command: on this machine only, quiet, gone when the command ends.
+"""A Prefect server for one command: on this machine only, without output, ended with the command.
 
 Prefect would start such a server too, but after the client's imports and with the server's imports repeated in the
 client, which is half the time of a cached run. Ctrl-C would end it with the run, whose end would then not be recorded.

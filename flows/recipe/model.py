@@ -1,4 +1,4 @@
-"""A recipe's sections and what they must agree on. `flows.recipe.reading` makes one of a YAML file."""
+"""A recipe's sections, and the checks between them. `flows.recipe.reading` reads one from a YAML file."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class RL(StageConfig):
     @model_validator(mode="before")
     @classmethod
     def _from_the_rollouts(cls, values: Any) -> Any:
-        """What an update leaves out and takes from the rollouts, so that a written recipe reads back."""
+        """Fills in the update's settings that follow from the rollouts, so that a dumped recipe can be read again."""
         if not isinstance(values, dict):
             return values
         rollout, update = values.get("rollout", {}), values.get("update", {})

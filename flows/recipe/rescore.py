@@ -1,4 +1,4 @@
-"""A run repeated with other rewards: its rollouts are kept; scores, updates and evaluations are made.
+"""A run repeated with other rewards: its rollouts are reused; scores, updates and evaluations are new.
 
 From the second round on the policies differ from those that wrote the rollouts. Importance weights correct for that,
 and `max_mismatch_kl` limits how far the policies may drift.
@@ -18,7 +18,7 @@ MISMATCH = 1.0
 
 
 def rescored(record: dict[str, Any], rewards: list[str], sets: list[str], store: str) -> Recipe:
-    """The recipe of a run's record with these rewards in place of its own and its rollouts as they are.
+    """The recipe of a run's record with these rewards in place of its own, on the rollouts of that run.
 
     rewards: FUNCTION or NAME=FUNCTION; none: the recipe's own, as `sets` changes them. Raises RecipeError.
     """

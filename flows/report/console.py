@@ -110,7 +110,7 @@ class ConsoleReporter:
 
 @dataclasses.dataclass
 class _Round:
-    """What the line of a round shows."""
+    """The content of a round's line."""
 
     seconds: float = 0.0
     cached: bool = True
@@ -124,7 +124,7 @@ def _line(name: str, cached: bool, seconds: float, figures: str) -> str:
 
 
 def policy_title(label: str) -> str:
-    """What tables call the policy after the recipe's section `label`."""
+    """The title, in tables, of the policy after the recipe's section `label`."""
     titles = (s.title for s in by_section().values() if s.makes == "policy" and s.section.split(".")[0] == label)
     return next(titles, label)
 

@@ -1,4 +1,4 @@
-"""What is measured in each RL round, and those numbers by round out of a run's record."""
+"""The measures of an RL round, and their values by round from a run's record."""
 
 from __future__ import annotations
 

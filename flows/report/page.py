@@ -124,12 +124,12 @@ def _training(run: RunView, name: str) -> dict[str, Any]:
 
 
 def _provenance(run: RunView) -> dict[str, Any]:
-    """Where everything came from. Of the rounds only the first and the last are read: all share their code."""
+    """Devices, versions, sources and code of the artifacts. Of the rounds only the first and the last are read: all share their code."""
     import yaml
 
     in_rounds = [name for name in run.nodes if name.startswith("round-")]
     others = [name for name in run.nodes if not name.startswith("round-")]
-    # Three nodes a round: rollout, score and update.
+    # About the first and the last round: rollout, score and update are three nodes.
     artifacts = {name: run.artifact(name) for name in [*others, *in_rounds[:3], *in_rounds[-3:]]}
     manifests = {name: artifact.manifest for name, artifact in artifacts.items() if artifact is not None}
     parts = {name: m.get("key_parts", {}) for name, m in manifests.items()}

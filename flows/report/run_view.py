@@ -82,7 +82,7 @@ class StageRow:
 
     @property
     def counts(self) -> str:
-        """How many of the folded nodes are in which state."""
+        """Numbers of the folded nodes by state, as text."""
         counts = Counter(r.state for r in self.rounds if r.state != NOT_REACHED)
         return ", ".join(f"{n} {state}" for state, n in counts.items())
 

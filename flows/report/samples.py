@@ -31,7 +31,7 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """A problem and what each policy answered."""
+    """A problem with the answer of each policy."""
 
     prompt: str
     answer: str | None

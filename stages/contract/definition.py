@@ -1,4 +1,4 @@
-"""What a stage is: its settings, the artifacts it reads, a function of a context, and how people see it.
+"""The definition of a stage: its settings, the artifacts it reads, a function of a context, and its description.
 
 A stage lives in one module, `stages/NAME.py`, or in a folder with `stages/NAME/stage.py`. The module imports nothing
 heavy at the top: `tuning` and JAX are imported inside `run`, which executes in the worker process alone.
@@ -55,7 +55,7 @@ class Context:
     progress: Progress
     """Reports work done; rate and time left are derived from the calls."""
     log: Callable[[str], None]
-    """One line for people."""
+    """Shows one line on the console and in the log."""
     memory: dict[str, Any]
     """Objects that this worker keeps between stages, by content digest (params on device, tokenizers)."""
     saved: Callable[[], None] = lambda: None
@@ -158,7 +158,7 @@ class Stage:
     headline: tuple[Figure, ...] = ()
     """The figures to look at first. One whose metrics are missing is left out."""
     samples: str = ""
-    """Path prefix of a table with prompts and completions to show to people; empty: there is none."""
+    """Path prefix of a table with prompts and completions for display; empty: there is none."""
 
     @property
     def module(self) -> str:

@@ -1,4 +1,4 @@
-"""Where the numbers of a running stage go: JSON lines, TensorBoard, and Weights & Biases where it is asked for."""
+"""Logs of a running stage's metrics: JSON lines, TensorBoard, and Weights & Biases if WANDB_PROJECT is set."""
 
 from __future__ import annotations
 

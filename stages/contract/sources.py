@@ -1,4 +1,4 @@
-"""Content that a stage reads from outside its inputs, as digests for its key: functions and algorithms by name."""
+"""Digests, for keys, of code that a stage loads by name: reward functions and algorithms."""
 
 from __future__ import annotations
 

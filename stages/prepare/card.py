@@ -59,7 +59,7 @@ def _settings(source: DataSource) -> str:
 
 
 def _fates(metrics: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """What became of the records that were read, with the number of each; the numbers add up to the first."""
+    """The fates of the records that were read, with their numbers, which add up to the first."""
     records = metrics["records"]
     dropped = [(f"dropped: {reason}", n) for reason, n in metrics["dropped_records"].items()]
     fates = [("kept", records["kept"]), ("equal to another", records["duplicates"]), *dropped]

@@ -120,7 +120,7 @@ def run(ctx: Context) -> dict[str, Any]:
 
 
 def _planned(ctx: Context) -> tuple[list[Part], Plan, str]:
-    """Parts of all sources, what to do with them, and the folder of the pieces."""
+    """The parts of all sources, the plan for them, and the folder of the pieces."""
     from tuning.data import blocks, files, tasks
 
     config: Config = ctx.config

@@ -82,7 +82,7 @@ def informative_prompts(groups: Mapping[str, Sequence[float]]) -> list[str]:
 
 
 def chosen_groups(scored: Scored, when_short: str) -> tuple[Scored, dict[str, int]]:
-    """The first informative groups, as many as the round has prompts, and what became of all prompts.
+    """The first informative groups, as many as the round has prompts, and counts of all prompts by fate.
 
     Raises TooFewGroups with the histogram of pass rates where there are fewer and `when_short` is `stop`.
     """

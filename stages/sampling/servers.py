@@ -1,4 +1,4 @@
-"""Rollouts by HTTP servers (`tuning.rollout.servers`): which policy they get, as a folder or an adapter.
+"""Rollouts by HTTP servers (`tuning.rollout.servers`): the policy that they get, as a folder or an adapter.
 
 Servers that are started here live as long as the worker: the next round gives them new weights.
 """
@@ -134,7 +134,7 @@ def _place(ctx: Context, settings: EngineSettings) -> Path:
 
 
 def _policy(ctx: Context, settings: EngineSettings, quantize: str, requests: Sequence[Any]) -> Any:
-    """The stage's policy as servers get it."""
+    """The stage's policy in the form that servers load."""
     from tuning.rollout.servers.protocol import Policy
 
     artifact: Artifact = ctx.inputs["policy"]

@@ -1,4 +1,4 @@
-"""A finished policy outside a run: `rlhf chat` and `rlhf serve` open it here."""
+"""A stored policy outside a run, for `rlhf chat` and `rlhf serve`."""
 
 from __future__ import annotations
 

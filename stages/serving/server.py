@@ -222,7 +222,7 @@ class _Chat:
 async def _answer(
     server: Server, asked: Asked, prompts: list[list[int]], max_tokens: int | None, http: Any, shape: Any
 ) -> Any:
-    """The answer as one JSON value, or as a stream of events where the request asks for one."""
+    """The answer as one JSON value, or as a stream of events if the request sets `stream`."""
     if (shape.top or 0) > TOP_LOGPROBS:
         raise ValueError(f"at most {TOP_LOGPROBS} of the most probable tokens can be shown, {shape.top} were asked for")
     head = {"id": f"{shape.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": server.name}

@@ -35,7 +35,7 @@ NOT_CONTENT = ("state/", "logs/")
 
 
 class ArtifactError(RuntimeError):
-    """An artifact that is missing, damaged or not what was asked for."""
+    """An artifact that is missing or damaged, or lacks the requested part."""
 
 
 def sha256_file(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Training of an adapter where a stage's settings ask for one, and of all parameters where they do not.
+"""Training of an adapter, or of all parameters, as a stage's settings have it.
 
 A stage with an adapter keeps it under `adapter/`, as PEFT loads it, beside the merged model that later stages read.
 """
@@ -42,7 +42,7 @@ def fit(
     role: Role = "decoder",
     frozen: Any = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """As `training.fit`, with an adapter where `config.lora` asks for one; returns dense parameters either way.
+    """As `training.fit`, with an adapter if `config.lora` is set; returns dense parameters either way.
 
     `model` is the DecoderConfig of `params`. The task's loss and columns see a tuned model in place of parameters,
     its `sample` gets merged ones.
@@ -79,12 +79,12 @@ def _flops(task: Task, model: Any, role: Role, config: Any) -> Callable[[list[An
 
 
 def name_of(artifact: Artifact) -> str:
-    """What an adapter calls the model below it: an artifact of the store, by content."""
+    """The name of an artifact in the config of an adapter over it: stage and digest."""
     return f"{artifact.stage}-{artifact.digest[:12]}"
 
 
 def based(ctx: Context, digest: str, role: Role, load: Callable[[], tuple[Any, Any]], config: Any) -> Base:
-    """The frozen part under the adapters that `config.lora` asks for, kept in the worker's memory.
+    """The frozen part under the adapters of `config.lora`, kept in the worker's memory.
 
     `load` gives (DecoderConfig, dense parameters) of the artifact with this digest.
     """
@@ -102,7 +102,7 @@ def based(ctx: Context, digest: str, role: Role, load: Callable[[], tuple[Any, A
 
 
 def sizes(trainable: Any, frozen: Any) -> dict[str, int]:
-    """Numbers of the manifest: parameters that are trained, bytes of those that are not."""
+    """Metrics of the manifest: number of trained parameters, bytes of frozen ones."""
     import jax
 
     return {

@@ -1,4 +1,4 @@
-"""What the stages that train on a table of examples read: completions, pairs, and completions with a label."""
+"""Tables of examples to train on: completions, pairs, and completions with a label."""
 
 from __future__ import annotations
 

@@ -40,15 +40,15 @@ class Task:
     tokens_per_step: int | None = None
     """Tokens of a step, in place of a number of examples."""
     longest: int = 0
-    """Tokens of a completion for which there must be room, where the model writes some."""
+    """Longest completion in tokens that the model itself may write; 0: it writes none."""
     largest: int = 0
-    """Tokens of a group for which there must be room, likewise."""
+    """Largest group in tokens with such completions."""
 
 
 def fit(ctx: Context, task: Task, params: Any, config: Fitted, frozen: Any = None) -> tuple[Any, dict[str, Any]]:
     """Trains a copy of `params`; resumes from the newest checkpoint in `ctx.work`.
 
-    `frozen` is handed to the loss as it is. Returns the parameters and the manifest's metrics. Raises ValueError where
+    `frozen` is passed to the loss unchanged. Returns the parameters and the manifest's metrics. Raises ValueError where
     there are no examples.
     """
     from tuning.training.checkpoint import Checkpoints
@@ -71,7 +71,7 @@ def fit(ctx: Context, task: Task, params: Any, config: Fitted, frozen: Any = Non
 
 
 class _Loop:
-    """Training under way: how examples fall into micro-batches, and the state that steps change."""
+    """Training in progress: the layout of micro-batches, and the state that steps change."""
 
     def __init__(self, ctx: Context, task: Task, config: Fitted, params: Any, frozen: Any):
         from tuning.data.reading import Steps

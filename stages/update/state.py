@@ -1,4 +1,4 @@
-"""The state that rounds of updates hand on: what it is, where it is stored, and how it is rebuilt.
+"""The state that one round's update passes to the next: its content, its places, and its replay.
 
     after a round     in the worker's memory: `decoder:DIGEST` and `trainer:DIGEST`
     checkpoint_every  stored below `state/`: the model and the learners' arrays

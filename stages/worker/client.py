@@ -1,4 +1,4 @@
-"""The parent's side of the worker: starts it when first needed, sends requests, watches it live and die."""
+"""The parent's side of the worker: starts it when first needed, sends requests, and reports its death."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Worker:
     def run(self, request: Request, on_event: Callable[[Report], None]) -> dict[str, Any]:
         """Runs one stage and returns its manifest.
 
-        on_event: gets progress and log lines as they come. Raises StageFailed with the stage's own error,
+        on_event: called with each progress report and log line. Raises StageFailed with the stage's own error,
         WorkerDied when the process ends, or sends nothing for SILENCE_SECONDS.
         """
         if self._process is None or self._process.poll() is not None:
@@ -159,7 +159,7 @@ class Worker:
         )
 
     def kill(self) -> None:
-        """Ends the worker at once; what it was doing resumes from its work folder."""
+        """Ends the worker at once; its stage can resume from the work folder."""
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()

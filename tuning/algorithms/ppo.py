@@ -37,7 +37,7 @@ class Judged:
     after_N: np.ndarray
     """Value of the state after the last token."""
     truncated_N: np.ndarray
-    """Completions that the limit cut off, [N] bool."""
+    """Completions truncated by max_tokens, [N] bool."""
 
 
 def algorithm(objective: Objective) -> Algorithm:
@@ -56,7 +56,7 @@ def token_advantages(
 
     The reward is the score on the last token (R12) less the KL on each. With `whiten_rewards` all token rewards of
     the round are divided by their spread, the mean kept (Ziegler et al., arXiv:1909.08593). With `bootstrap_truncated`
-    a completion that was cut off goes on with the value of its last state: it has not ended (Pardo et al.,
+    a truncated completion is continued by the value of its last state, since it has not ended (Pardo et al.,
     arXiv:1712.00378).
     """
     mask, rewards = jnp.asarray(scored.mask_NT), scored.rewards_NT

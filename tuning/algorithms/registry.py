@@ -44,7 +44,7 @@ ALGORITHMS: dict[str, Entry] = {
     "dapo": Entry("dapo", {"clip_high": 0.28, "kl_coef": 0.0}),
     "gspo": Entry("gspo", GSPO, ratio="sequence"),
     "gspo-token": Entry("gspo", GSPO, ratio="sequence-token"),
-    # clip_low 1 is a lower bound of 0: none. The range above is wide, since no token leaves the loss.
+    # clip_low 1: no lower bound.
     "cispo": Entry("cispo", {"clip_low": 1.0, "clip_high": 4.0, "kl_coef": 0.0}),
     "sapo": Entry("sapo", SEQUENCE | {"kl_coef": 0.0}),
     "gmpo": Entry("gmpo", SEQUENCE | {"clip_low": 0.4, "clip_high": 0.4, "kl_coef": 0.0}, ratio="sequence"),

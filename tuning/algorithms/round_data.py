@@ -34,7 +34,7 @@ class RoundData:
     valid_N: np.ndarray
     """False where a reward failed."""
     truncated_N: np.ndarray
-    """Whether max_tokens cut the completion off."""
+    """Whether the completion was truncated by max_tokens."""
     greedy_N: np.ndarray | None = None
     """Reward of the greedy completion of the same prompt; NaN where there is none."""
 
@@ -69,7 +69,7 @@ class RoundData:
     @functools.cached_property
     def mu_NT(self) -> np.ndarray:
         """The sampler's log-probabilities, [N, T] with T of few sizes; 0 past the end."""
-        # Bucketed: completions of the next round may be longer, and must not compile again.
+        # Bucketed, so that a round with another longest completion uses the same programs.
         out = np.zeros((len(self.mu), bucket(max(len(c) for c in self.completions))), np.float32)
         for i, logps in enumerate(self.mu):
             out[i, : len(logps)] = logps

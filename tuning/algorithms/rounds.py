@@ -84,7 +84,14 @@ def run_round(
 
 @dataclasses.dataclass
 class _Round:
-    """A round in progress. The methods run in the order of `run`."""
+    """A round in progress. The methods run in the order of `run`.
+
+    Arrays of the round are in table order, [N, T]; a micro-batch has some of the rows, in its own order:
+
+        completions of the round   0 1 2 3 4 5
+        ids_C of two micro-batches 0 1 4 -1 | 2 3 5 -1      -1: an empty slot
+        `arrays` gathers rows by these numbers, `collect` puts a forward pass's results back
+    """
 
     data: RoundData
     settings: RoundSettings
@@ -107,7 +114,7 @@ class _Round:
         self.scored = Scored(totals_N, data.groups_N, data.valid_N, valid_NT, no_penalty_NT, data.greedy_N)
         self.keep_N = (self.algorithm.keep or informative)(self.scored)
         if settings.truncated == "mask":
-            # Truncated completions leave the loss, not the statistics of their group.
+            # Truncated completions leave the loss only: baselines still include them (R24).
             self.keep_N = self.keep_N & ~data.truncated_N
         self.steps = data.steps(self.keep_N, settings.prompts_per_step)
         # Arrays [N, T] by name; a micro-batch has its rows of each as `NAME_CT`.

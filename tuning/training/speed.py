@@ -1,4 +1,4 @@
-"""How fast training is: tokens a second, and the model's FLOPs as a share of this device's peak (MFU).
+"""The speed of training: tokens a second, and the model's FLOPs as a share of this device's peak (MFU).
 
 The count is of the mathematics alone, as in Chowdhery et al. (arXiv:2204.02311, appendix B): real tokens, not padding;
 the causal half of attention, and of windowed layers the window; no recomputation.
@@ -83,7 +83,7 @@ class Meter:
         self._steps: list[dict[str, float]] = []
 
     def step(self, tokens: float, flops: float) -> dict[str, float]:
-        """Numbers of the step that ends now; `tokens` and `flops` are what it did."""
+        """Seconds and rates of the step that ends now, which processed `tokens` with `flops`."""
         now = time.monotonic()
         seconds, self._last = max(now - self._last, 1e-9), now
         rates = {"tokens_per_second": round(tokens / seconds, 1), "mfu": round(flops / seconds / self._peak, 4)}

@@ -192,7 +192,7 @@ def append(cache: list[Stack], new: list[Stack], at_R: jax.Array) -> list[Stack]
     """Caches with each row's new tokens written from `at_R` on; `new` is of the same layers and slots.
 
     All tokens of `new` are written, also those behind a row's end: the host does not count them as held. There must be
-    room for them, since `dynamic_update_slice` would else shift the write to the left, over tokens that count.
+    room for them, since `dynamic_update_slice` would otherwise shift the write to the left, over tokens that count.
     """
 
     def append_row(r: jax.Array, cache: list[Stack]) -> list[Stack]:
@@ -213,6 +213,12 @@ def insert(cache: list[Stack], chunk: list[Stack], entries: Entries[jax.Array]) 
 
     Every entry moves a window of the same number of tokens, whatever its own number is, since shapes are fixed: it
     reads what the slot holds there, replaces its own tokens and writes all of it back.
+
+        slot            a b c d e f g h i j
+        chunk               p q r s t
+        entry           start 1, at 3, 2 tokens: q r
+        window of 4           d e f g  ->  q r f g
+        slot after      a b c q r f g h i j
     """
     capacity = capacity_of(cache)
     window = min(WINDOW, capacity)

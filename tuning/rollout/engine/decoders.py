@@ -99,8 +99,8 @@ class DecodingDecoder(nnx.Module):
     ) -> tuple[jax.Array, list[Stack]]:
         """Hidden states after the last norm [B, L, D], and `new` with the keys and values that attention wrote.
 
-        Attention receives and returns (a stack of `cache`, the same stack of `new`, index of the layer in both); only
-        the second is kept of what it returns.
+        Attention receives and returns (a stack of `cache`, the same stack of `new`, index of the layer in both). Of its
+        result only the stack of `new` is kept.
 
         Tokens that are not live are zeros in every layer (but for biases): `products` skips rows of zeros.
         """

@@ -17,7 +17,7 @@ holds the tokens of its last run; a later prompt that begins with them starts be
   other rows, or how prompts were divided into chunks.
 - `Slot.held` lists no token whose keys and values are not in the cache. The newest token of a completion is not in it:
   decoding feeds it next.
-- Shapes come from two short ladders (`pool`) and the sizes of chunks. Nothing that a request asks for is in a shape, so
+- Shapes come from two short ladders (`pool`) and the sizes of chunks. No setting of a request is part of a shape, so
   no request compiles anything.
 """
 
@@ -197,7 +197,7 @@ class Engine:
     def run(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[Completion]]]:
         """(index, completions) of each request, as soon as the last of its samples has ended.
 
-        On an idle engine the result does not depend, to the bit, on what it did before: slots start empty.
+        On an idle engine the result is bit for bit independent of earlier requests: slots start empty.
         """
         if self.idle:
             self._pool.clear()

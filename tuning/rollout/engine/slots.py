@@ -103,7 +103,7 @@ def longest_prefix(slots: list[Slot], run: Run) -> tuple[Slot | None, int]:
 def row_arrays(slots: list[Slot], capacity: int, steps: int) -> Rows[np.ndarray]:
     """What `programs.decode` needs of each slot.
 
-    Free slots and those that still prefill are rows that are not live.
+    Rows of free slots, and of slots that still prefill, are not live.
     """
     count = len(slots)
     rows = Rows(
