@@ -76,6 +76,7 @@ def source_digests(config: Config) -> dict[str, str]:
     """Checksums of the source's files: an edit in place is another model."""
     path = locate(config.source)
     if path is None:
+        # No file: its weights follow from the seed.
         return {"source": config.source}
     files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
     return {p.name if path.is_file() else p.relative_to(path).as_posix(): sha256_file(p) for p in files}

@@ -128,6 +128,7 @@ def _sampler(ctx: Context, model: Any, device: Any) -> Any:
     from tuning.training.batch import Group
 
     config: Config = ctx.config
+    # One for all steps, so that its programs compile once.
     engine = Engine(model, device.compute.dtype, limits_of(config.compute, device))
     eos = stop_ids(ctx, ctx.inputs["tokenizer"])
 

@@ -52,6 +52,7 @@ def run(ctx: Context) -> dict[str, Any]:
     problems = read_table(ctx.inputs["data"], "heldout/", PromptRow)[: config.problems or None]
     rows = sample_rows(
         ctx,
+        # A problem keeps its place, and so its samples, whatever number of them is used.
         list(enumerate(problems)),
         Draw(config.samples, config.max_tokens, config.temperature, config.shard_prompts),
     )

@@ -1,9 +1,9 @@
 """Preference optimisation: the policy learns from judged completions without a reward model (DPO and its relatives).
 
 Pairs are side by side behind their prompt, which is computed once. Log-probabilities of the reference are computed once
-too, before training; ORPO, SimPO and CPO need none. The reference is the policy before this stage; with `lora.quantize` it has the
-quantised kernels. KTO learns from completions that are labelled good or bad, or from pairs taken apart. Its reference
-point is the step's mean log-ratio on completions of other prompts (Ethayarajh et al., arXiv:2402.01306).
+too, before training; ORPO, SimPO and CPO need none. The reference is the policy before this stage; with `lora.quantize`
+it has the quantised kernels. KTO learns from completions that are labelled good or bad, or from pairs taken apart. Its
+reference point is the step's mean log-ratio on completions of other prompts (Ethayarajh et al., arXiv:2402.01306).
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ def run(ctx: Context) -> dict[str, Any]:
     forward = scorer(model, config.ld_alpha, device.compute)
 
     def logps(params: Any, groups: Sequence[Group], like: Sequence[Group] | None = None) -> np.ndarray:
+        # whole: a pair stays in neighbouring slots, where `ld_alpha` looks for the other side.
         return per_completion(lambda batch: forward(params, batch), groups, budget, like=like, whole=True)
 
     make = _labelled if config.unpaired else _pairs

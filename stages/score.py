@@ -110,6 +110,7 @@ class OutcomeRow(Row):
         # As the functions gave them, in 64 bits: totals must not depend on which shards an earlier try has left.
         values = pa.struct([(name, pa.float64()) for name in names])
         failures = pa.struct([(name, pa.string()) for name in names])
+        # The structs have a field a reward, which the class cannot know.
         columns = columns_of(cls) | {"values": values, "failures": failures}
         return pa.schema(list(columns.items()))
 

@@ -36,6 +36,7 @@ def remember(ctx: Context, name: str, value: Any) -> Any:
 
     total = sum(size(v) for v in ctx.memory.values())
     for old in list(ctx.memory):
+        # The newest value stays, however large: the stage needs it.
         if total <= limit or old == name:
             break
         total -= size(ctx.memory.pop(old))

@@ -259,6 +259,7 @@ def _write_outputs(out: Path, pieces: Pieces, config: Config, fates: Fates) -> d
 
     more = [name for name in ("heldout_preference", "heldout_labelled") if name in pieces.outputs]
     outputs = [*dict.fromkeys(config.splits), *more]
+    # None: by id.
     seed = config.seed if config.order == "shuffled" else None
 
     def write(job: tuple[str, int]) -> int:

@@ -55,6 +55,7 @@ def read_scored(inputs: Mapping[str, Artifact]) -> Scored:
     for of_rollouts, of_scores in names:
         rollouts = read_table(inputs[of_rollouts], "rollouts/", CompletionRow)
         scores = read_table(inputs[of_scores], "scores/", ScoreRow)
+        # Otherwise a completion would be trained on the reward of another.
         if [(r.prompt_id, r.sample) for r in rollouts] != [(s.prompt_id, s.sample) for s in scores]:
             raise RuntimeError(f"{of_rollouts} and {of_scores} do not list the same completions in the same order")
         # Of the first table, which is the round's own.

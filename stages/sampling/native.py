@@ -44,6 +44,7 @@ def _native(ctx: Context, settings: EngineSettings, quantize: str, context: int)
     compute = ctx.config.compute
     device = choose(compute.dtype)
     config, params = load_rounded(ctx, ctx.inputs["policy"], quantize)
+    # `context` is bucketed and may exceed the positions.
     limits = limits_of(compute, device, min(context, config.max_positions))
     types = {name: getattr(settings, name) for name in NATIVE}
     engine = Engine(config, device.compute.dtype, limits, mesh=sampling_mesh(compute.mesh), **types)

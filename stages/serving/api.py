@@ -57,6 +57,8 @@ class Asked(BaseModel):
     def _only_what_is_offered(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
+        # Before the check for unknown fields: these are known, and refused only where they would have an
+        # effect.
         for name, allowed in NEUTRAL.items():
             if name in values and values[name] not in allowed:
                 raise ValueError(f"{name} is not offered by this server; leave it out")
@@ -78,6 +80,7 @@ class Asked(BaseModel):
         return Sampling(
             given(self.temperature, 1.0),
             given(self.top_p, 1.0),
+            # -1 is off, as in vLLM; the engine has 0 for that.
             max(0, given(self.top_k, 0)),
             given(self.min_p, 0.0),
             given(self.repetition_penalty, 1.0),
@@ -85,6 +88,7 @@ class Asked(BaseModel):
 
     def root(self) -> int:
         """The request's seed modulo 2**32, or a random one."""
+        # As in OpenAI's API, answers without a seed differ.
         return int.from_bytes(os.urandom(4), "little") if self.seed is None else self.seed % 2**32
 
 

@@ -27,6 +27,7 @@ def talk(policy: Opened, options: ChatOptions, system_prompt: str | None) -> Non
     from tuning.rollout.requests import Request, Sampling
 
     device = choose()
+    # Few steps at a time: the text appears as it is written.
     limits = Limits(slots=1, context=policy.config.max_positions, chunks=device.chunk_tokens, steps=4)
     engine = policy.engine(limits, device.compute.dtype)
     # An answer as long as the context would leave no room for a question.

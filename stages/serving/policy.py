@@ -62,6 +62,7 @@ def open_policy(place: PolicyPlace) -> Opened:
             f"{place.stage}/{place.key[:12]} gives scores, no tokens; name the node of a policy, such as sft or export"
         )
     scratch = Path(store.scratch) / "opened"
+    # No stage runs: the context serves the functions that load models.
     ctx = Context(
         config=None,
         inputs={},

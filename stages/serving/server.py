@@ -301,6 +301,7 @@ def main() -> None:
     smaller = {name: getattr(options, name) for name in NATIVE}
     engine = policy.engine(limits, device.compute.dtype, top=TOP_LOGPROBS, **smaller)
     live, context = Live(engine), engine.context
+    # The digest of the trained policy, also for its export: clients know the policy by it.
     exported = artifact.manifest["inputs"]["policy"]["digest"] if artifact.stage == "export" else artifact.digest
     server = Server(live, policy.tokenizer, settings.name, policy.stop_ids, context, exported)
     print(

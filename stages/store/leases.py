@@ -70,6 +70,7 @@ def lease(store: Store, stage: str, key: str, on_wait: Callable[[str], None]) ->
     announced = False
     while not _create(store, path, token):
         holder = _holder(store, name)
+        # Released in between: try again at once.
         if holder is None:
             continue
         if _dead(holder):

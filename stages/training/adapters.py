@@ -74,6 +74,7 @@ def _flops(task: Task, model: Any, role: Role, config: Any) -> Callable[[list[An
     """FLOPs of a step on groups: forward and backward through the policy, and what the task computes beside it."""
     from tuning.training.speed import ADAPTER, FULL, forward_flops
 
+    # A frozen kernel gets no gradient of its own.
     times = FULL if config.lora is None else ADAPTER
     return lambda groups: times * forward_flops(model, groups, head=role == "decoder") + task.flops(groups)
 

@@ -87,6 +87,7 @@ class _Loop:
         per_step = None if task.tokens_per_step else config.examples_per_step
         self.steps = Steps(table.sizes_N, config.epochs, ctx.seed, per_step, task.tokens_per_step)
         self.total = len(self.steps)
+        # The number of steps is known, so a schedule ends with the last of them.
         optimizer = optimizer_of(config.optimizer, self.total)
         self.mesh = over_devices(config.compute.mesh)
         self.step_fn = make_step(task.make_loss(device.compute), optimizer, config.optimizer.max_skipped, self.mesh)

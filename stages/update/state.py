@@ -91,6 +91,7 @@ def save(ctx: Context, state: State) -> None:
 def state_after(ctx: Context, artifact: Artifact, advance: Advance) -> State:
     """The training state after the update `artifact`: kept in memory, stored, or replayed by `advance`."""
     kept, trainer = recall(ctx, f"decoder:{artifact.digest}"), recall(ctx, f"trainer:{artifact.digest}")
+    # Memory may have dropped either of them alone.
     if kept is not None and trainer is not None:
         return State(kept[0], kept[1], *trainer)
     own = _context_of(ctx, artifact)

@@ -30,6 +30,7 @@ def worker_environment() -> dict[str, str]:
     Linux with glibc 2.35 and newer; other systems ignore the setting.
     """
     tunables = os.environ.get("GLIBC_TUNABLES", "")
+    # What the user has set stays.
     if "glibc.malloc.hugetlb" in tunables:
         return dict(os.environ)
     return os.environ | {"GLIBC_TUNABLES": f"{tunables}:{HUGE_PAGES}".strip(":")}

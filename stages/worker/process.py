@@ -75,6 +75,7 @@ def run_request(request: Request, memory: dict[str, Any], events: Events) -> dic
 
     store = Store(request.store)
     stage = find_stage(request.stage)
+    # Through JSON: strict models take lists and numbers as JSON has them.
     config = stage.config.model_validate_json(json.dumps(request.config))
     inputs = _inputs(store, request)
     # A forced run starts from nothing: partial work of an unforced one must not leak into it.
@@ -82,6 +83,7 @@ def run_request(request: Request, memory: dict[str, Any], events: Events) -> dic
     folder = WorkFolder(store, request.stage, work_key)
     work = folder.open()
     out = work / "out"
+    # Output of a killed try: what can be used again is beside it.
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     started = time.time()

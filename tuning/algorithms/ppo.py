@@ -72,6 +72,7 @@ def token_advantages(
         lam=critic.lam if lam is None else lam,
         bootstrap_B=jnp.asarray(after) if critic.bootstrap_truncated else None,
     )
+    # Whitened for the policy only: the critic learns returns in the scale of the rewards.
     return np.asarray(whiten(raw, mask), np.float32), np.asarray(returns, np.float32)
 
 

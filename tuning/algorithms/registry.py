@@ -36,6 +36,7 @@ class Entry:
 # Presets that several algorithms share.
 SEQUENCE = {"aggregation": "sequence-mean-token-mean"}
 GSPO = SEQUENCE | {"clip_low": 3e-4, "clip_high": 4e-4, "kl_coef": 0.0}
+# A completion is one action, so its correction is a product over its tokens too.
 RLOO = SEQUENCE | {"kl_coef": 0.0, "kl_in_reward": 0.05, "correction": "sequence"}
 
 ALGORITHMS: dict[str, Entry] = {

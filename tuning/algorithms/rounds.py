@@ -310,6 +310,7 @@ class _Round:
 
     def flops(self, groups: Sequence[Group]) -> float:
         """FLOPs of one optimizer step of all learners."""
+        # A critic has no LM head.
         learners = [(self.policy, True)] + ([] if self.critic is None else [(self.critic, False)])
         return sum(
             (FULL if learner.base is None else ADAPTER) * forward_flops(self.model, groups, head=head)
@@ -323,6 +324,7 @@ class _Round:
         return {
             "value_loss": sums["loss"] / steps,
             "value_clipped": sums["value_clipped"] / n,
+            # All returns of a round may be equal.
             "value_explained": 1.0 - sums["value_error_sq"] / n / max(spread, 1e-12),
         }
 

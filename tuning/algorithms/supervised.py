@@ -26,6 +26,7 @@ def sft_loss(graph: Any, compute: Compute) -> LossFn:
         mask, n = batch["mask_CT"], batch["n_tokens"]
         # A token mean reads no number of sequences.
         value = aggregate(nll(logps), mask, "token-mean", n_tokens=n, n_sequences=jnp.ones(()))
+        # Log-probabilities are 0 where masked.
         return value, {"nll": -jnp.sum(logps), "tokens": jnp.sum(mask)}
 
     return loss
