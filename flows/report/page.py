@@ -124,7 +124,10 @@ def _training(run: RunView, name: str) -> dict[str, Any]:
 
 
 def _provenance(run: RunView) -> dict[str, Any]:
-    """Devices, versions and code behind the artifacts. Of the rounds only the first and the last are read: all share their code."""
+    """Devices, versions and code behind the artifacts.
+
+    Of the rounds only the first and the last are read: all share their code.
+    """
     import yaml
 
     in_rounds = [name for name in run.nodes if name.startswith("round-")]
