@@ -77,7 +77,7 @@ def _flow(
     skip: list[str] | None = None,
     **fields: Any,
 ) -> dict[str, Any]:
-    """Runs a recipe. Fields of the recipe may be from_command too; what is left out stays as the recipe says.
+    """Runs a recipe. Fields of the recipe may be given too; what is left out stays as the recipe says.
 
     Args:
         recipe: A built-in recipe's name or the path of a YAML file.

@@ -57,7 +57,7 @@ def by_shard(
 ) -> tuple[list[R], list[Path]]:
     """All rows that `make` gives for slices of `items`, and the files of the slices.
 
-    Slices that an earlier try has finished are read, not new_rows.
+    Slices that an earlier try has finished are read, not made.
     """
     table: list[R] = []
     files: list[Path] = []

@@ -148,7 +148,7 @@ class Layout:
 def choose_rows(steps: Sequence[Sequence[Group]], budget: int, least: int = 0) -> Layout:
     """The row length that wastes least over some steps, with at most `budget` row tokens a micro-batch.
 
-    Groups stay largest where they fit 1024 tokens, so that a shared prompt is computed once; longer
+    Groups stay undivided where they fit 1024 tokens, so that a shared prompt is computed once; longer
     ones are split by completion. Rows hold `least` tokens or more: no group of up to that size is split.
     """
     largest = max(g.size for groups in steps for g in groups)
