@@ -23,7 +23,7 @@ from typing import Any
 from stages.store.artifacts import ArtifactError, Store
 
 # A holder writes a beat; without one for DEAD_AFTER_SECONDS a lease of another host is stale. SETTLE_SECONDS is
-# more than a process takes from seeing a stale lease to removing it.
+# longer than a process usually takes from seeing a stale lease to removing it.
 BEAT_SECONDS = 5.0
 DEAD_AFTER_SECONDS = 30.0
 POLL_SECONDS = 1.0

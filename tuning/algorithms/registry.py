@@ -63,12 +63,12 @@ ALGORITHMS: dict[str, Entry] = {
     "online-dpo": Entry("online_dpo", SEQUENCE | {"kl_coef": 0.0, "correction": "none"}, reference=True),
 }
 
-# Whose advantages are `group_relative`, so that a normalisation has a meaning.
+# Algorithms whose advantages are `group_relative`, so that a normalisation has a meaning.
 GROUP_RELATIVE = ("grpo", "dapo", "gspo", "gspo-token", "cispo", "sapo", "gmpo", "dppo", "dppo-kl")
 NOT_PAIRED = tuple(name for name in ALGORITHMS if name != "online-dpo")
-# With a range for the ratio, or for the move of a probability.
+# Algorithms with a range for the ratio, or for the move of a probability.
 BOUNDED = tuple(name for name in NOT_PAIRED if name not in ("sapo", "opo", "gpg"))
-# With PPO's clipped surrogate, the only one that a dual clip bounds.
+# Algorithms with PPO's clipped surrogate, the only one that a dual clip bounds.
 CLIPPED = tuple(name for name in BOUNDED if name not in ("cispo", "gmpo", "dppo", "dppo-kl"))
 
 USES: dict[str, tuple[str, ...]] = {
