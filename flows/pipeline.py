@@ -1,4 +1,4 @@
-"""The Prefect flow `rlhf-pipeline`: each stage a task; the store decides what is cached, Prefect shows it."""
+"""The Prefect flow `rlhf-pipeline`: each stage is a task. The store decides which are cached; Prefect shows them."""
 
 from __future__ import annotations
 
@@ -94,9 +94,9 @@ def rlhf_pipeline(
         only: Stages or nodes to run, with what they need before them; empty runs all.
         skip: Sections of the recipe to leave out.
     """
-    given = _resolved.get()
-    resolved = given or load_recipe(recipe, values_of(fields) | dict.fromkeys(skip or []))
-    session = Session(resolved, PrefectReporter(silent=given is None), free_name(resolved, run_name), None)
+    from_command = _resolved.get()
+    resolved = from_command or load_recipe(recipe, values_of(fields) | dict.fromkeys(skip or []))
+    session = Session(resolved, PrefectReporter(silent=from_command is None), free_name(resolved, run_name), None)
     return _run(session, force or [], only or [])
 
 
@@ -109,6 +109,7 @@ def free_name(recipe: Recipe, wanted: str | None) -> str:
 
 
 def _run(session: Session, force: list[str], only: list[str]) -> dict[str, Any]:
+    """Runs the session's nodes as tasks, one after the other; returns the run's name and scores."""
     recipe, reporter = session.recipe, session.reporter
     assert isinstance(reporter, PrefectReporter)
     _sessions[session.name] = session
@@ -126,6 +127,7 @@ def _run(session: Session, force: list[str], only: list[str]) -> dict[str, Any]:
         raise
     finally:
         _sessions.pop(session.name)
+    # Display last, and guarded: by now everything is in the store.
     report = close(session, "finished")
     with errors_logged():
         show_run(session, report)
@@ -138,6 +140,7 @@ def run_recipe(recipe: Recipe, *, name: str | None, force: set[str] | None, only
     name = name or f"{recipe.name}-{generate_slug(2)}"
     shown = recipe.model_dump(mode="json", exclude_unset=True, exclude_none=True, exclude={"name", "description"})
     options = {"run_name": name, "force": sorted(force or []), "only": sorted(only or [])}
+    # Prefect fills in braces in a run's name. The recipe is valid already, and its values are JSON here.
     local = rlhf_pipeline.with_options(flow_run_name=re.sub(r"[{}]", "", name), validate_parameters=False)
     token = _resolved.set(recipe)
     try:

@@ -18,16 +18,17 @@ class UnknownRun(KeyError):
 
 def all_runs(store: Store) -> list[dict[str, Any]]:
     """Every run's record, oldest first."""
-    found = []
+    records = []
     for path in store.fs.glob(store.join("runs", "*", "run.json")):
         record = store.read_json("runs", path.split("/")[-2], "run.json")
         if record is not None:
-            found.append(record)
-    return sorted(found, key=lambda r: r["started"])
+            records.append(record)
+    return sorted(records, key=lambda r: r["started"])
 
 
 def status_of(record: dict[str, Any]) -> str:
     """`running`, `finished` or `failed`; `killed` where the record says running but its process has ended."""
+    # None, for a process of another host, counts as running.
     gone = record["status"] == "running" and is_gone(record["process"])
     return "killed" if gone else record["status"]
 
@@ -57,5 +58,6 @@ def latest_with(runs: list[dict[str, Any]], recipe: str, node: str) -> dict[str,
         entry = record["nodes"].get(node) if record["recipe"]["name"] == recipe else None
         if entry and entry["state"] in ("hit", "made"):
             return entry
+        # The newest of the entries that failed or were interrupted.
         tried = tried or entry
     return tried

@@ -61,7 +61,7 @@ def _snapshot(name: str) -> Path:
 
     repository, _, revision = name.partition("@")
     try:
-        found = snapshot_download(repository, revision=revision or None, allow_patterns=HUB_FILES)
+        folder = snapshot_download(repository, revision=revision or None, allow_patterns=HUB_FILES)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError) as error:
         reason = str(error).strip().splitlines()[0]
         raise SourceMissing(
@@ -69,13 +69,14 @@ def _snapshot(name: str) -> Path:
             f"`hf download {repository} --local-dir FOLDER` where there is a network (after `hf auth login` for a "
             "gated model), copy the folder here, and give its path as base.source"
         ) from error
-    return Path(found)
+    return Path(folder)
 
 
 def source_digests(config: Config) -> dict[str, str]:
     """Checksums of the source's files: an edit in place is another model."""
     path = locate(config.source)
     if path is None:
+        # No file: its weights follow from the seed.
         return {"source": config.source}
     files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
     return {p.name if path.is_file() else p.relative_to(path).as_posix(): sha256_file(p) for p in files}
@@ -85,14 +86,17 @@ def token_ids_of(folder: Path) -> dict[str, Any]:
     """bos, eos and pad ids of a model folder; eos holds every id that config.json or generation_config.json names."""
     values = json.loads((folder / "config.json").read_text())
     generation = folder / "generation_config.json"
+    # Chat models often name their end-of-turn token in generation_config.json only.
     named = [values, json.loads(generation.read_text()) if generation.is_file() else {}]
     ends = [v["eos_token_id"] for v in named if v.get("eos_token_id") is not None]
+    # A config has one id or a list of them.
     every = sorted({i for end in ends for i in (end if isinstance(end, list) else [end])})
     ids = {k: values[k] for k in ("bos_token_id", "pad_token_id") if values.get(k) is not None}
     return ids | ({"eos_token_id": every[0] if len(every) == 1 else every} if every else {})
 
 
 def run(ctx: Context) -> dict[str, Any]:
+    """Writes `model/` and `tokenizer/`; returns the numbers of parameters, tokens of the vocabulary and layers."""
     import jax
 
     from tuning.models import huggingface, tokenizer
@@ -101,7 +105,7 @@ def run(ctx: Context) -> dict[str, Any]:
     from tuning.models.config_json import from_hugging_face
 
     path = locate(ctx.config.source)
-    model, words = ctx.out / "model", ctx.out / "tokenizer"
+    model, tokenizer_folder = ctx.out / "model", ctx.out / "tokenizer"
     if path is None:
         tok = byte_tokenizer()
         config = tiny(len(tok))
@@ -122,7 +126,7 @@ def run(ctx: Context) -> dict[str, Any]:
         tok = tokenizer.load_tokenizer(path)
         ids = token_ids_of(path)
     huggingface.save_decoder(model, config, params, ids)
-    tokenizer.save_tokenizer(tok, words)
+    tokenizer.save_tokenizer(tok, tokenizer_folder)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     ctx.log(f"{ctx.config.source}: {count / 1e6:.1f} M parameters, vocabulary {config.vocab_size}")
     return {"parameters": int(count), "vocabulary": config.vocab_size, "layers": config.num_layers}

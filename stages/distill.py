@@ -33,7 +33,7 @@ POLICIES = ("base", "sft", "preference", "rl")
 
 
 class TokenizersDiffer(ValueError):
-    """Teacher and student do not number the same tokens alike."""
+    """Teacher and student map tokens to different ids."""
 
 
 class Config(Fitted):
@@ -70,6 +70,7 @@ class Config(Fitted):
 
 
 def run(ctx: Context) -> dict[str, Any]:
+    """Trains the policy; returns its metrics and the held-out divergence per token before and after."""
     import numpy as np
 
     from tuning.algorithms.distillation import distillation_loss, summed_divergence
@@ -91,24 +92,27 @@ def run(ctx: Context) -> dict[str, Any]:
         """Mean divergence of a held-out token."""
         forward = summed_divergence(model, teacher_model, config.weight, config.temperature, device.compute)
         divergences = per_completion(lambda batch: forward(params, teacher, batch), held_groups, budget)
+        # Without masks all tokens of the completion count.
         masks = [g.masks[0] if g.masks else [1] * len(g.completions[0]) for g in held_groups]
         return float(divergences.sum() / sum(map(sum, masks)))
 
     graphs = decoder_graph(model), decoder_graph(teacher_model)
-    room: dict[str, Any] = {}
+    sizes: dict[str, Any] = {}
     if config.on_policy > 0:
         prompt = int(np.diff(groups.prompts_N2).max())
-        room = {"longest": config.max_tokens, "largest": prompt + config.max_tokens}
+        # Sampled completions may be longer than all of the data: rows must have room for them.
+        sizes = {"longest": config.max_tokens, "largest": prompt + config.max_tokens}
     task = Task(
         make_loss=lambda compute: distillation_loss(graphs, config.weight, config.temperature, compute),
         examples=groups,
         summary=lambda s: {"loss": s["divergence"] / s["tokens"], "tokens": s["tokens"]},
+        # The forward pass of the teacher.
         flops=lambda groups: forward_flops(teacher_model, groups),
         sample=_sampler(ctx, model, device) if config.on_policy > 0 else None,
-        **room,
+        **sizes,
     )
-    seen = load_rounded(ctx, ctx.inputs["policy"], stored_as(config.lora))[1] if held else None
-    heldout = {"heldout_divergence_before": measure(seen)} if held else {}
+    rounded = load_rounded(ctx, ctx.inputs["policy"], stored_as(config.lora))[1] if held else None
+    heldout = {"heldout_divergence_before": measure(rounded)} if held else {}
     params, metrics = fit(ctx, task, model, start, config, frozen=teacher)
     save_model(ctx, "decoder", model, params)
     heldout |= {"heldout_divergence": measure(params)} if held else {}
@@ -124,10 +128,12 @@ def _sampler(ctx: Context, model: Any, device: Any) -> Any:
     from tuning.training.batch import Group
 
     config: Config = ctx.config
+    # One for all steps, so that its programs compile once.
     engine = Engine(model, device.compute.dtype, limits_of(config.compute, device))
     eos = stop_ids(ctx, ctx.inputs["tokenizer"])
 
     def sample(params: Any, step: int, groups: list[Group]) -> list[Group]:
+        # A generator a step: a resumed run decides as an uninterrupted one would have.
         if np.random.default_rng((ctx.seed, step)).random() >= config.on_policy:
             return groups
         sampled = engine.generate(
@@ -138,6 +144,7 @@ def _sampler(ctx: Context, model: Any, device: Any) -> Any:
             sampling=Sampling(temperature=config.sampling_temperature),
             eos_ids=eos,
             seed=ctx.seed,
+            # Places in the random stream that no other step uses.
             counters=[step * config.examples_per_step + i for i in range(len(groups))],
         )
         return [Group(g.prompt, [c.tokens], g.ids) for g, (c,) in zip(groups, sampled, strict=True)]
@@ -146,19 +153,19 @@ def _sampler(ctx: Context, model: Any, device: Any) -> Any:
 
 
 def check_tokenizers(ctx: Context) -> None:
-    """Raises TokenizersDiffer where the teacher brings a tokenizer of its own that numbers tokens otherwise."""
+    """Raises TokenizersDiffer where the teacher brings a tokenizer of its own with other token ids."""
     teacher = ctx.inputs["teacher"]
     if not teacher.has("tokenizer/"):
         return
-    mine = load_tokenizer(ctx, ctx.inputs["tokenizer"]).get_vocab()
+    own = load_tokenizer(ctx, ctx.inputs["tokenizer"]).get_vocab()
     others = load_tokenizer(ctx, teacher).get_vocab()
-    if mine == others:
+    if own == others:
         return
-    token = min(t for t in mine.keys() | others.keys() if mine.get(t) != others.get(t))
+    token = min(t for t in own.keys() | others.keys() if own.get(t) != others.get(t))
     name = (teacher.manifest.get("config") or {}).get("source", teacher.url)
     raise TokenizersDiffer(
-        f"distill.teacher {name} has another tokenizer than the policy: {len(others)} and {len(mine)} tokens, and "
-        f"{token!r} is number {others.get(token)} and {mine.get(token)}. Distributions over tokens can be compared "
+        f"distill.teacher {name} has another tokenizer than the policy: {len(others)} and {len(own)} tokens, and "
+        f"{token!r} is number {others.get(token)} and {own.get(token)}. Distributions over tokens can be compared "
         "only within one vocabulary: take a teacher of the same model family"
     )
 

@@ -47,11 +47,12 @@ def source_digests(config: Config) -> dict[str, str]:
 
 
 def run(ctx: Context) -> dict[str, Any]:
-
+    """Writes the rollout table and `verdicts/`; returns the score with its interval over problems."""
     config: Config = ctx.config
     problems = read_table(ctx.inputs["data"], "heldout/", PromptRow)[: config.problems or None]
     rows = sample_rows(
         ctx,
+        # A problem keeps its place, and so its samples, whatever number of them is used.
         list(enumerate(problems)),
         Draw(config.samples, config.max_tokens, config.temperature, config.shard_prompts),
     )
@@ -61,6 +62,7 @@ def run(ctx: Context) -> dict[str, Any]:
 
 
 def _judged(config: Config, rows: Sequence[CompletionRow]) -> list[VerdictRow]:
+    """The verdict on each completion, in the order of the rows."""
     from tuning.rewards.processes import evaluate
 
     outcomes = evaluate(
@@ -84,6 +86,7 @@ def _metrics(
     from tuning.evaluation.statistics import constant_baseline, mean_interval, pass_at_k
 
     # A judgement that failed counts as wrong: a policy must not gain by breaking its judge.
+    # [problems, samples]: the rows are in the order of the problems.
     correct_PS = np.asarray([v.score or 0.0 for v in verdicts], np.float64).reshape(-1, config.samples)
     mean, low, high = mean_interval(correct_PS)
     metrics: dict[str, Any] = {

@@ -31,12 +31,14 @@ def lineage(artifact: Artifact) -> list[dict[str, Any]]:
         history[current.key] = {name: manifest[name] for name in names}
         for ref in manifest["inputs"].values():
             parent = current.store.get(ref["stage"], ref["key"])
+            # An ancestor that is no longer stored ends its branch of the history.
             if parent is not None:
                 queue.append(parent)
     return list(history.values())
 
 
 def run(ctx: Context) -> dict[str, Any]:
+    """Writes the Hugging Face folder, `provenance.json` and the card; returns size and fingerprint."""
     from tuning.models import huggingface, tokenizer
 
     policy, base = ctx.inputs["policy"], ctx.inputs["tokenizer"]
@@ -44,6 +46,7 @@ def run(ctx: Context) -> dict[str, Any]:
     ids = token_ids(base)
     huggingface.save_decoder(ctx.out, config, params, ids)
     tokenizer.save_tokenizer(load_tokenizer(ctx, base), ctx.out)
+    # Every id that ends a completion: other engines must stop where training did (R10).
     generation = {k: v for k, v in ids.items() if v is not None} | {"eos_token_id": list(stop_ids(ctx, base))}
     (ctx.out / "generation_config.json").write_text(json.dumps(generation, indent=2, sort_keys=True) + "\n")
     if policy.has(f"{ADAPTER}/"):
@@ -59,6 +62,7 @@ def run(ctx: Context) -> dict[str, Any]:
 
 
 def _card(name: str, policy: Artifact, history: list[dict[str, Any]]) -> str:
+    """The README of the folder: stages, keys and digests, the oldest first."""
     lines = [f"# {name}", "", "Made by rlhf-pipeline. `provenance.json` holds configs, seeds and versions.", ""]
     lines += ["| stage | key | output digest |", "|---|---|---|"]
     lines += [f"| {h['stage']} | {h['key'][:12]} | {h['digest'][:12]} |" for h in reversed(history)]

@@ -1,4 +1,4 @@
-"""One greedy completion of each prompt of a round: its reward is ReMax's baseline (arXiv:2310.10505)."""
+"""One greedy completion of each prompt of a round, whose reward is ReMax's baseline (arXiv:2310.10505)."""
 
 from __future__ import annotations
 

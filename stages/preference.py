@@ -1,9 +1,9 @@
 """Preference optimisation: the policy learns from judged completions without a reward model (DPO and its relatives).
 
-Pairs are side by side behind their prompt, which is computed once. So are log-probabilities of the reference, before
-training; ORPO, SimPO and CPO need none. The reference is the policy before this stage; with `lora.quantize` it has the
-quantised kernels. KTO learns from completions that are labelled good or bad, or from pairs taken apart. Its reference
-point is the step's mean log-ratio on completions of other prompts (Ethayarajh et al., arXiv:2402.01306).
+Pairs are side by side behind their prompt, which is computed once. Log-probabilities of the reference are computed once
+too, before training; ORPO, SimPO and CPO need none. The reference is the policy before this stage; with `lora.quantize`
+it has the quantised kernels. KTO learns from completions that are labelled good or bad, or from pairs taken apart. Its
+reference point is the step's mean log-ratio on completions of other prompts (Ethayarajh et al., arXiv:2402.01306).
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class Config(Fitted, core.Preference):  # type: ignore[misc]
 
 
 def run(ctx: Context) -> dict[str, Any]:
+    """Trains the policy; returns metrics of the last step and of the held-out examples, before and after."""
     from tuning.algorithms.preference import scorer
     from tuning.device import choose
     from tuning.training.completions import per_completion
@@ -72,10 +73,12 @@ def run(ctx: Context) -> dict[str, Any]:
     forward = scorer(model, config.ld_alpha, device.compute)
 
     def logps(params: Any, groups: Sequence[Group], like: Sequence[Group] | None = None) -> np.ndarray:
+        # whole: a pair stays in neighbouring slots, where `ld_alpha` looks for the other side.
         return per_completion(lambda batch: forward(params, batch), groups, budget, like=like, whole=True)
 
     make = _labelled if config.unpaired else _pairs
     task, measure = make(ctx, model, config, logps, reference)
+    # Before training: the start as the adapter over its stored kernels sees it.
     before = measure(load_rounded(ctx, ctx.inputs["policy"], kind)[1])
     params, metrics = fit(ctx, task, model, start, config)
     save_model(ctx, "decoder", model, params)
@@ -102,6 +105,7 @@ def _kept(ctx: Context, name: str, make: Callable[[], np.ndarray]) -> np.ndarray
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(".values.npy")
         np.save(partial, make())
+        # Renamed when complete: the next try must not read half a file.
         partial.rename(path)
         ctx.saved()
     return np.asarray(np.load(path))
@@ -110,7 +114,7 @@ def _kept(ctx: Context, name: str, make: Callable[[], np.ndarray]) -> np.ndarray
 def _pairs(
     ctx: Context, model: DecoderConfig, settings: core.Preference, logps: Scorer, reference: Any
 ) -> tuple[Task, Measure]:
-    """The task on pairs, and what measures parameters on the held-out ones."""
+    """The task on pairs, and a function that measures parameters on the held-out pairs."""
     import numpy as np
 
     from tuning.algorithms.preference import pair_losses, pair_summary, preference_loss
@@ -125,6 +129,7 @@ def _pairs(
 
     def columns(params: Any, examples: list[int], packed: list[Any]) -> list[dict[str, Any]]:
         assert known is not None
+        # Completions of a step are numbered by pair: chosen, rejected, chosen, ...
         return [{"reference_C": p.gather(known[examples].reshape(-1))} for p in packed]
 
     def measure(params: Any) -> dict[str, float]:
@@ -157,7 +162,7 @@ def _pairs(
 def _labelled(
     ctx: Context, model: DecoderConfig, settings: core.Preference, logps: Scorer, reference: Any
 ) -> tuple[Task, Measure]:
-    """The task on completions with a label, and what measures parameters on the held-out ones."""
+    """The task on completions with a label, and a function that measures parameters on the held-out ones."""
     import numpy as np
 
     from tuning.algorithms.preference import chance_above, unpaired_loss, unpaired_losses, unpaired_summary
@@ -166,12 +171,15 @@ def _labelled(
     from tuning.training.batch import numbered
     from tuning.training.speed import forward_flops
 
-    given = "labelled" in ctx.inputs
-    source, part = ("labelled", "labelled") if given else ("data", "preference")
+    has_labels = "labelled" in ctx.inputs
+    source, part = ("labelled", "labelled") if has_labels else ("data", "preference")
     tables = train_and_heldout(ctx, ctx.inputs[source], part, ctx.config.heldout_fraction)
     # A pair is a good and a bad completion.
-    groups, held_groups = (t.examples if given else t.examples.apart() for t in tables)
-    labels, held_labels = (np.asarray(t.column("label")) if given else np.tile([True, False], len(t)) for t in tables)
+    groups, held_groups = (t.examples if has_labels else t.examples.apart() for t in tables)
+    labels, held_labels = (
+        np.asarray(t.column("label")) if has_labels else np.tile([True, False], len(t)) for t in tables
+    )
+    # For KTO's reference point: completions that do not belong to the prompt.
     other = _mismatched(groups)
     if len(set(labels)) < 2:
         raise ValueError(
@@ -187,9 +195,10 @@ def _labelled(
 
     def columns(params: Any, examples: list[int], packed: list[Any]) -> list[dict[str, Any]]:
         step = numbered([other[i] for i in examples])
+        # From the policy of this step, without a gradient.
         kl = reference_point(params, step, other_known[examples], other)
-        mine = {"reference_C": known[examples], "label_C": labels[examples].astype(np.float32)}
-        return [{k: p.gather(v) for k, v in mine.items()} | {"kl": kl} for p in packed]
+        arrays = {"reference_C": known[examples], "label_C": labels[examples].astype(np.float32)}
+        return [{k: p.gather(v) for k, v in arrays.items()} | {"kl": kl} for p in packed]
 
     if len(held_groups):
         held_other = _mismatched(held_groups)

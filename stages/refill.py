@@ -26,6 +26,7 @@ class Config(Rollout):
 
 
 def run(ctx: Context) -> dict[str, Any]:
+    """Writes the rollout table; returns counts of prompts, completions and tokens."""
     import numpy as np
 
     config: Config = ctx.config
@@ -33,6 +34,7 @@ def run(ctx: Context) -> dict[str, Any]:
     new = [p for p in read_table(ctx.inputs["data"], "prompts/", PromptRow) if p.id not in groups]
     refused = too_long(ctx, new, config.max_tokens)
     new = [p for p in new if p.id not in refused]
+    # The seed has the round and the number of the refill in it: each draws other prompts.
     order = np.random.default_rng(ctx.seed).permutation(len(new))
     chosen = [new[i] for i in order[: missing_prompts(groups, config.prompts)]]
     if not chosen:

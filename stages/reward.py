@@ -29,6 +29,7 @@ class Config(Fitted):
 
 
 def run(ctx: Context) -> dict[str, Any]:
+    """Trains the model, writes `heldout/`; returns metrics with held-out accuracy and calibration."""
     import numpy as np
     import pyarrow as pa
 
@@ -43,6 +44,7 @@ def run(ctx: Context) -> dict[str, Any]:
     margins = ctx.config.margin_weight * np.asarray([m or 0.0 for m in train.column("margin")], np.float32)
 
     def columns(params: Any, examples: list[int], packed: list[Any]) -> list[dict[str, Any]]:
+        # Both completions of a pair carry its margin.
         return [{"margin_C": p.gather(np.repeat(margins[examples], 2))} for p in packed]
 
     task = Task(
@@ -57,6 +59,7 @@ def run(ctx: Context) -> dict[str, Any]:
     metrics |= {"pairs": len(train), "heldout_pairs": len(held)}
     if held:
         scores = score_groups(config, params, held.examples, dtype=ctx.config.compute.dtype)
+        # Chosen completions are at even places, rejected ones at odd.
         gaps = scores[::2] - scores[1::2]
         metrics["heldout_accuracy"] = float((gaps > 0).mean())
         metrics["calibration_error"] = calibration_error(gaps)

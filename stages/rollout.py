@@ -14,18 +14,24 @@ from tuning.rows import PromptRow, RefusedRow, write_table
 
 
 def prompts_of_round(count: int, total: int, round_number: int, seed: int) -> list[int]:
-    """Which of `total` prompts round `round_number` uses: passes over shuffled orders, none skipped."""
+    """Which of `total` prompts round `round_number` uses.
+
+    Rounds with the same seed pass over shuffled orders of all prompts, and skip none.
+    """
     import grain.python as grain
 
     chosen = []
     for position in range(round_number * count, (round_number + 1) * count):
+        # A place in an endless sequence of shuffled passes: a round needs no state of those before.
         lap, place = divmod(position, total)
+        # Each pass has its own order; the seed stays in 31 bits.
         order = grain.MapDataset.range(total).shuffle(seed=(seed + lap) % 2**31)
         chosen.append(int(order[place]))
     return chosen
 
 
 def run(ctx: Context) -> dict[str, Any]:
+    """Writes the rollout table and `refused/`; returns counts, mean length and tokens per second."""
     config: Config = ctx.config
     table = read_table(ctx.inputs["data"], "prompts/", PromptRow)
     chosen = [table[i] for i in prompts_of_round(config.prompts, len(table), config.round, ctx.seed)]

@@ -21,6 +21,7 @@ from stages.sampling.groups import informative_prompts, totals_by_prompt
 from tuning.rewards.samples import Outcome, Sample
 from tuning.rows import CompletionRow, Place, Row, ScoreRow, Text, columns_of, numbers_of_prompts, write_table
 
+# The name, among reward functions, of the run's reward model.
 MODEL = "reward_model"
 
 
@@ -96,7 +97,7 @@ def source_digests(config: Config) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OutcomeRow(Row):
-    """What every reward gave for a completion: a row of a shard in the work folder."""
+    """The outcome of every reward for a completion: a row of a shard in the work folder."""
 
     prompt_id: Text
     sample: Place
@@ -109,6 +110,7 @@ class OutcomeRow(Row):
         # As the functions gave them, in 64 bits: totals must not depend on which shards an earlier try has left.
         values = pa.struct([(name, pa.float64()) for name in names])
         failures = pa.struct([(name, pa.string()) for name in names])
+        # The structs have a field a reward, which the class cannot know.
         columns = columns_of(cls) | {"values": values, "failures": failures}
         return pa.schema(list(columns.items()))
 
@@ -118,6 +120,7 @@ class OutcomeRow(Row):
 
 
 def run(ctx: Context) -> dict[str, Any]:
+    """Writes the score table; returns means by reward and shares of failures."""
     config: Config = ctx.config
     rollouts = read_table(ctx.inputs["rollouts"], "rollouts/", CompletionRow)
     names = sorted(config.rewards)
@@ -130,6 +133,7 @@ def run(ctx: Context) -> dict[str, Any]:
 def _outcomes(ctx: Context, names: Sequence[str], rollouts: Sequence[CompletionRow]) -> dict[str, list[Outcome]]:
     """The outcomes of each reward by its name, in the order of the rollouts; finished shards are reused."""
     rewards = ctx.config.rewards
+    # A function may be slow or cost money, so each of its scores is kept. A reward model is cheap to run again.
     journals = {name: Journal(ctx, name) for name in names if rewards[name].function != MODEL}
 
     def make(chunk: Sequence[CompletionRow]) -> list[OutcomeRow]:
@@ -175,6 +179,7 @@ class Journal:
     def add(self, row: CompletionRow, outcome: Outcome) -> None:
         """Stores a finished score."""
         self._known[self._place(row)] = outcome
+        # Opened for each line: a kill costs at most the line that is being written.
         with self._path.open("a") as f:
             f.write(json.dumps([self._place(row), outcome.value, outcome.failure]) + "\n")
 
@@ -208,6 +213,7 @@ def _learned(ctx: Context, rows: Sequence[CompletionRow]) -> list[Outcome]:
     places = []
     count = 0
     for row in rows:
+        # Tokens of a completion -> its number among the scores.
         completions = by_prompt.setdefault(tuple(row.prompt_ids), {})
         tokens = tuple(row.token_ids)
         if tokens not in completions:
@@ -236,6 +242,7 @@ def with_totals(
     rows = []
     for i, (row, total) in enumerate(zip(rollouts, sums.tolist(), strict=True)):
         rewards = {name: column[i].value for name, column in values.items()}
+        # None where a reward failed and its `on_failure` is `drop`: the total is then NaN.
         kept = None
         if math.isfinite(total):
             kept = 0.0 if config.truncated == "zero" and row.stop == "length" else total

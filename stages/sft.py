@@ -27,6 +27,7 @@ class Config(Fitted):
 
 
 def run(ctx: Context) -> dict[str, Any]:
+    """Trains the policy on the data's completions; returns the metrics of the last step."""
     from tuning.algorithms.supervised import sft_loss, sft_summary
     from tuning.models.decoder import decoder_graph
 

@@ -49,6 +49,7 @@ def run_with_prefect(recipe: Recipe, *, name: str | None, force: set[str] | None
     A private server ends with the run.
     """
     for setting, value in QUIET.items():
+        # What the user has set stays.
         os.environ.setdefault(setting, value)
     from flows.orchestration.server import PrivateServer, ServerFailed, may_be_set
 
@@ -73,5 +74,6 @@ def run_with_prefect(recipe: Recipe, *, name: str | None, force: set[str] | None
         raise SystemExit(f"failed: {e}") from None
     finally:
         if server:
+            # The address of a server that has ended must not be used by what this process does next.
             os.environ.pop("PREFECT_API_URL", None)
             server.stop()

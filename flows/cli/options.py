@@ -29,6 +29,7 @@ def with_options(model: type[BaseModel]) -> Callable[[Callable[..., None]], Call
         parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *fields)]
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         run.__annotations__ = {p.name: p.annotation for p in parameters}
+        # Typer makes a command's options from its signature.
         vars(run)["__signature__"] = inspect.Signature(parameters)
         return run
 
@@ -36,6 +37,7 @@ def with_options(model: type[BaseModel]) -> Callable[[Callable[..., None]], Call
 
 
 def _option(name: str, field: FieldInfo) -> inspect.Parameter:
+    # pydantic keeps bounds as annotated-types objects: Ge(ge=0), Le(le=1).
     bounds = {bound: getattr(m, bound) for m in field.metadata for bound in ("ge", "le") if hasattr(m, bound)}
     option = typer.Option(help=field.description, min=bounds.get("ge"), max=bounds.get("le"))
     kind: Any = field.annotation

@@ -63,10 +63,12 @@ def export(
         target = Path(to)
         if target.exists() and any(target.iterdir()):
             raise usage_error(f"{to} exists and is not empty")
+        # Manifest and logs belong to the store, not to the model.
         shutil.copytree(folder, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json", "logs"))
         folder = target
     out.print(str(folder), markup=False, soft_wrap=True)
     if verify:
+        # Checksums first: a damaged file would show as different logits.
         fault = Store(store).verify(artifact)
         if fault:
             err.print(f"failed: {fault}", markup=False)

@@ -1,4 +1,4 @@
-"""Commands that run a recipe or say what a run would do."""
+"""Commands that run a recipe or plan a run."""
 
 from __future__ import annotations
 
@@ -65,6 +65,7 @@ def plan(
         for reason in first.reasons if first.state == "miss" else ():
             out.print(f"         {reason}", markup=False, soft_wrap=True)
     counts = {s: sum(p.state == s for p in planned) for s in ("hit", "miss", "waits")}
+    # Nodes that were never made have no time to go by.
     known = [p.seconds for p in planned if p.state != "hit" and p.seconds is not None]
     guess = f"; about {sum(known):.0f} s by the last times" if known else ""
     out.print(f"{counts['hit']} hit, {counts['miss']} miss, {counts['waits']} wait for a miss before them{guess}")
@@ -92,7 +93,9 @@ def rerun(
         raise usage_error(f"--stage is missing; stages are {', '.join(stages)}")
     chosen = _nodes(recipe, stage)
     before = {n: e.get("digest") for n, e in record["nodes"].items()}
+    # Inputs come from the store; only the chosen nodes are made again.
     launch(recipe, no_prefect, force=chosen, only=with_inputs(nodes, chosen))
+    # The newest run is the one that `launch` has just ended.
     after = find_run(Store(store), None)
     changed = [n for n in chosen if before.get(n) not in (None, after["nodes"][n]["digest"])]
     if changed:
@@ -162,6 +165,7 @@ def _check_sources(recipe: Recipe) -> None:
 
 
 def _nodes(recipe: Recipe, names: list[str]) -> set[str]:
+    """Names of nodes, from names of nodes or stages; a usage error for an unknown one."""
     from flows.graph.build import build, select
 
     try:

@@ -1,4 +1,4 @@
-"""What the commands share: options, output, errors, and access to the runs of a store."""
+"""Options, output, errors and access to runs, shared by the commands."""
 
 from __future__ import annotations
 
@@ -52,6 +52,7 @@ def usage_error(message: str) -> typer.Exit:
 
 def record_of(store: str, name: str | None, node: str | None = None) -> dict[str, Any]:
     """The named run, or the newest; with `node`, the newest in which that node is finished."""
+    # The newest run may be unfinished, or one whose recipe lacks that node.
     if name is None and node is not None:
         for record in reversed(all_runs(Store(store))):
             if "digest" in record["nodes"].get(node, {}):

@@ -1,4 +1,4 @@
-"""The graph of a recipe: which artifact is made from which. Keys follow from it."""
+"""The graph of a recipe: nodes, their inputs, and the keys that follow."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from stages.refill import Config as RefillConfig
 from stages.store.artifacts import Artifact, ArtifactError, Store
 from stages.store.keys import config_content, derive_seed, digest
 
+# What the role `tokenizer` offers of the base: special ids are in the two configs.
 TOKENIZER = ("tokenizer/", "model/config.json", "model/generation_config.json")
 
 
@@ -51,6 +52,7 @@ def build(recipe: Recipe) -> list[Node]:
     policies = {"base": base}
     for section in _training_sections(recipe):
         _SPECIAL.get(section, _plain)(graph, section, policies)
+        # A section that makes no policy, such as the reward model, is not evaluated.
         if graph.roles["policy"] not in policies.values():
             policies[section] = graph.roles["policy"]
     if recipe.evaluate is not None:
@@ -90,10 +92,10 @@ class _Graph:
             inputs |= _resolved(input_name, reads, available)
         seed = derive_seed(self.recipe.seed, stage, *seed_names)
         self.nodes.append(Node(name, stage, config, inputs, seed, taken))
-        made = Input(name)
+        output = Input(name)
         if definition.makes and not roles:
-            self.roles[definition.makes] = made
-        return made
+            self.roles[definition.makes] = output
+        return output
 
 
 def _resolved(name: str, reads: Reads, roles: Mapping[str, Input]) -> dict[str, Input]:
@@ -124,11 +126,13 @@ def _plain(graph: _Graph, section: str, policies: Policies) -> None:
 
 
 def _distill(graph: _Graph, section: str, policies: Policies) -> None:
+    """The nodes of distillation: its own, and one for a teacher that is not a policy of the run."""
     settings = graph.recipe.distill
     assert settings is not None
     teacher = policies.get(settings.teacher)
     if teacher is None:
         base = graph.recipe.base.model_copy(update={"source": settings.teacher})
+        # With roles given the teacher takes none: it must not become the run's base.
         teacher = graph.add("teacher", "base", base, ("teacher",), roles=policies)
     last = graph.roles["policy"]
     # A policy cannot teach itself: if the teacher is the last policy, the student is the base model.
@@ -137,18 +141,29 @@ def _distill(graph: _Graph, section: str, policies: Policies) -> None:
 
 
 def _rounds(graph: _Graph, section: str, policies: Policies) -> None:
-    """The nodes of all rounds. A round is sampled as soon as its policy is in the graph, `staleness` rounds ahead."""
+    """The nodes of all rounds. A round is sampled as soon as its policy is in the graph, `staleness` rounds ahead.
+
+    With staleness 1, and p[k] the policy before round k:
+
+        round            0     1     2     3
+        sampled from     p[0]  p[0]  p[1]  p[2]
+        update of        p[0]  p[1]  p[2]  p[3]
+    """
     rl = graph.recipe.rl
     assert rl is not None
     start = graph.roles["policy"]
     trained = [start]
     sampled: list[dict[str, Input]] = []
     for i in range(rl.rounds):
+        # Round i needs its rollouts now. Those of the `staleness` rounds behind it come from policies that are
+        # there already.
         while len(sampled) < rl.rounds and len(sampled) - rl.staleness <= i:
             number = len(sampled)
+            # trained[k] is the policy before round k.
             sampled.append(_scored(graph, rl, trained[max(0, number - rl.staleness)], number))
         stored = (i + 1) % rl.checkpoint_every == 0 or i + 1 == rl.rounds
         change: dict[str, Any] = {"round": i, "temperature": rl.rollout.temperature, "store_state": stored}
+        # The first round is sampled from the policy that it updates, whatever the staleness.
         if rl.rollouts_from is not None or (rl.staleness and i):
             change["off_policy"] = True
         settings = rl.update.model_copy(update=change)
@@ -239,5 +254,5 @@ def taken_artifact(store: Store, node: Node) -> Artifact | None:
 
 
 def key_of(parts: dict[str, Any]) -> str:
-    """The key of a node. Code counts by its content: the names of modules are in the parts for people alone."""
+    """The key of a node. Code counts by its content: the names of modules serve the messages of `plan` alone."""
     return digest(parts | {"code": sorted(set(parts["code"].values()))})

@@ -1,4 +1,4 @@
-"""What a run would do, before it does it: hit or miss for each stage, and why it misses."""
+"""The plan of a run: hit or miss for each stage, and the reasons of a miss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stages.store.keys import differences
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """What a run would do with one node."""
+    """The plan for one node."""
 
     node: Node
     state: str
@@ -26,28 +26,30 @@ class Planned:
 
 
 def plan(recipe: Recipe, force: set[str] | None = None) -> list[Planned]:
-    """What a run would do with every node of a recipe, by its store. Runs nothing and writes nothing."""
+    """The plan for every node of a recipe, from the content of its store. Runs nothing and writes nothing."""
     store = Store(recipe.store)
     runs = all_runs(store)
-    made: dict[str, Artifact] = {}
+    artifacts: dict[str, Artifact] = {}
     planned = []
     for node in build(recipe):
+        # Of another run, whatever its key: it is not made here.
         taken = taken_artifact(store, node)
         if taken is not None:
-            made[node.name] = taken
+            artifacts[node.name] = taken
             planned.append(Planned(node, "hit", [], taken.manifest["seconds"]))
             continue
-        waiting = sorted({i.node for i in node.inputs.values() if i.node not in made})
+        waiting = sorted({i.node for i in node.inputs.values() if i.node not in artifacts})
         before = latest_with(runs, recipe.name, node.name)
         seconds = before.get("made_seconds") if before else None
         if waiting:
             planned.append(Planned(node, "waits", [f"after {', '.join(waiting)}"], seconds))
             continue
-        parts = key_parts(node, made)
+        parts = key_parts(node, artifacts)
         key = key_of(parts)
+        # repair=False: looking must not move a damaged artifact.
         artifact = store.get(node.stage, key, repair=False)
         if artifact is not None and node.name not in (force or set()):
-            made[node.name] = artifact
+            artifacts[node.name] = artifact
             planned.append(Planned(node, "hit", [], artifact.manifest["seconds"]))
         else:
             reasons = ["forced"] if artifact is not None else _reasons(store, node, parts, key, before)
@@ -56,11 +58,13 @@ def plan(recipe: Recipe, force: set[str] | None = None) -> list[Planned]:
 
 
 def _reasons(store: Store, node: Node, parts: dict[str, Any], key: str, before: dict[str, Any] | None) -> list[str]:
+    """Why a node is a miss, a line for each part of its key that differs from the last run's."""
     work = store.scratch / "work" / node.stage / key
     begun = [f"goes on from work in progress ({work})"] if work.exists() and any(work.iterdir()) else []
     if before is None:
         return ["never made", *begun]
     if before["key"] == key:
+        # Nothing of the key changed: the artifact is missing.
         gone = before["state"] in ("hit", "made")
         return ["its artifact is gone or damaged" if gone else "was not finished last time", *begun]
     manifest = store.get(node.stage, before["key"], repair=False)

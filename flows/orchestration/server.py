@@ -1,4 +1,4 @@
-"""A Prefect server for one command: on this machine only, quiet, gone when the command ends.
+"""A Prefect server for one command: on this machine only, without output, ended with the command.
 
 Prefect would start such a server too, but after the client's imports and with the server's imports repeated in the
 client, which is half the time of a cached run. Ctrl-C would end it with the run, whose end would then not be recorded.
@@ -65,6 +65,7 @@ class PrivateServer:
         raise ServerFailed(f"Prefect's local server did not start; `--no-prefect` runs without one\n{output}")
 
     def stop(self) -> None:
+        """Ends the server; it is killed if it does not end within five seconds."""
         if self._process.poll() is None:
             self._process.terminate()
             try:
@@ -86,6 +87,7 @@ def end_without(parent: int) -> None:
     """Ends this process when its parent has ended, even by a kill."""
     while os.getppid() == parent:
         time.sleep(1)
+    # Not sys.exit, which would end this thread alone.
     os._exit(1)
 
 
@@ -101,6 +103,7 @@ def serve(descriptor: int, parent: int) -> None:
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
+            # The database exists: the next server may start.
             starting.close()
 
     home = get_current_settings().home

@@ -1,4 +1,4 @@
-"""What Prefect shows of a run: log lines, progress, tables, samples, curves and links.
+"""A run in Prefect's UI: log lines, progress, tables, samples, curves and links.
 
 The store and the run's record hold the same content, so an error in this module never fails a run.
 """
@@ -43,6 +43,7 @@ PROGRESS_SECONDS = 5.0
 """Least time between two updates of a progress artifact: each is a request to the server."""
 RECORD_SECONDS = 5.0
 """Longest wait for the server to store task runs and logs."""
+# Completions shown of a stage, and characters of a cell.
 SAMPLES = 12
 CELL_CHARACTERS = 120
 
@@ -89,6 +90,7 @@ class PrefectReporter(ConsoleReporter):
             self._percent(node, 100.0)
 
     def _percent(self, node: Node, percent: float) -> None:
+        """Creates the task run's progress artifact, or updates it."""
         with errors_logged():
             if self._artifact is None:
                 created: Any = create_progress_artifact(progress=percent, key=artifact_key(node.name, "progress"))
@@ -127,6 +129,7 @@ def show_artifact(node: str, artifact: Artifact) -> None:
 
 
 def _sample_line(row: Mapping[str, Any]) -> str:
+    # A bar or a line break would end the cell of a Markdown table.
     cells = [str(row[column]).replace("|", "\\|").replace("\n", " ") for column in ("prompt", "text", "stop")]
     return f"| {' | '.join(cell[:CELL_CHARACTERS] for cell in cells)} |"
 

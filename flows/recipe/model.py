@@ -1,4 +1,4 @@
-"""A recipe's sections and what they must agree on. `flows.recipe.reading` makes one of a YAML file."""
+"""A recipe's sections, and the checks between them. `flows.recipe.reading` reads one from a YAML file."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ class RecipeError(ValueError):
 
 def trained_sections() -> set[str]:
     """Sections of a recipe that train a model of the run: a policy, or the reward model."""
+    # The first word: rl.update is in the section rl.
     trained = {s.section.partition(".")[0] for s in by_section().values() if s.makes in ("policy", "reward")}
     return trained - {"base"}
 
@@ -57,17 +58,19 @@ class RL(StageConfig):
     @model_validator(mode="before")
     @classmethod
     def _from_the_rollouts(cls, values: Any) -> Any:
-        """What an update leaves out and takes from the rollouts, so that a written recipe reads back."""
+        """Fills in the update's settings that follow from the rollouts, so that a dumped recipe can be read again."""
         if not isinstance(values, dict):
             return values
         rollout, update = values.get("rollout", {}), values.get("update", {})
         if not isinstance(rollout, dict) or not isinstance(update, dict):
             return values
-        found = {"temperature": rollout["temperature"]} if "temperature" in rollout else {}
+        # Where a recipe gives both, `_possible` checks that they agree.
+        derived = {"temperature": rollout["temperature"]} if "temperature" in rollout else {}
         if aggregation_of(update) == "constant" and update.get("constant") is None:
             update = {k: v for k, v in update.items() if k != "constant"}
-            found["constant"] = rollout.get("max_tokens", RolloutConfig.model_fields["max_tokens"].default)
-        return values | {"update": found | update} if found else values
+            # The budget of Dr. GRPO's constant is the longest completion.
+            derived["constant"] = rollout.get("max_tokens", RolloutConfig.model_fields["max_tokens"].default)
+        return values | {"update": derived | update} if derived else values
 
     @model_validator(mode="after")
     def _possible(self) -> RL:
@@ -136,6 +139,7 @@ class Recipe(BaseModel):
         if not any(getattr(self, n) for n in policies):
             raise ValueError(f"{', '.join(policies)} are all null: nothing would be trained")
         teacher = self.distill.teacher if self.distill is not None else "base"
+        # The base is always there.
         if teacher in POLICIES[1:] and getattr(self, teacher) is None:
             raise ValueError(f"distill.teacher is {teacher}, but the section {teacher} is null")
         if self.distill is not None and teacher == "base" and self.sft is None:
@@ -151,6 +155,7 @@ class Recipe(BaseModel):
         for section, stage in by_section().items():
             settings = self.settings(section)
             for reads in stage.inputs(settings, self.data.splits).values() if settings is not None else ():
+                # The first part names the split, as in `sft/`.
                 if reads.role == "data" and (split := reads.parts[0].rstrip("/")) not in self.data.splits:
                     raise ValueError(f"data.splits lacks {split!r}, which a later section reads")
         return self

@@ -37,8 +37,9 @@ _Loader.add_implicit_resolver(
 
 
 def find_recipe(name: str) -> Path:
-    """The file of a recipe: a path, or a name among the built-in ones."""
+    """The file of a recipe: a path, or a name among the built-in ones. Raises RecipeError where there is none."""
     path = Path(name)
+    # A name with this suffix is a path, also where there is no such file: the error is about the file then.
     if path.suffix in (".yaml", ".yml") or path.is_file():
         if not path.is_file():
             raise RecipeError(f"recipe file {name} does not exist")
@@ -66,6 +67,7 @@ def load_recipe(name: str, overrides: dict[str, Any] | None = None, sets: list[s
         raise RecipeError(f"{path}: not YAML: {e}") from e
     if not isinstance(values, dict):
         raise RecipeError(f"{path}: a recipe is a mapping of sections, found {type(values).__name__}")
+    # A recipe without a name has that of its file.
     values.setdefault("name", path.stem)
     values, set_places = with_sets(merge(values, overrides or {}), sets or [])
     return checked(values, path, node, set_places)
@@ -125,8 +127,8 @@ def _explain(path: Path, node: Any, set_places: set[str], error: Any) -> str:
     dotted = ".".join(place)
     lines = _lines(node, place)
     # `--set a.b=1` may be wrong at `a` (no such section) or at `a.b.c` (it gave a mapping).
-    given = any((t + ".").startswith(dotted + ".") or (dotted + ".").startswith(t + ".") for t in set_places)
-    by_set = dotted and given and (dotted in set_places or len(lines) < len(place))
+    was_set = any((t + ".").startswith(dotted + ".") or (dotted + ".").startswith(t + ".") for t in set_places)
+    by_set = dotted and was_set and (dotted in set_places or len(lines) < len(place))
     where = f"--set {dotted}" if by_set else f"{path}:{lines[-1] if lines else 1}: {dotted}" if dotted else f"{path}"
     if error["type"] == "extra_forbidden":
         return f"{where}: unknown key; {nearest(place[-1], _fields_at(place[:-1]))}"

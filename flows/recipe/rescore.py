@@ -1,4 +1,4 @@
-"""A run repeated with other rewards: its rollouts are kept; scores, updates and evaluations are made.
+"""A run repeated with other rewards: its rollouts are reused; scores, updates and evaluations are new.
 
 From the second round on the policies differ from those that wrote the rollouts. Importance weights correct for that,
 and `max_mismatch_kl` limits how far the policies may drift.
@@ -18,7 +18,7 @@ MISMATCH = 1.0
 
 
 def rescored(record: dict[str, Any], rewards: list[str], sets: list[str], store: str) -> Recipe:
-    """The recipe of a run's record with these rewards in place of its own and its rollouts as they are.
+    """The recipe of a run's record with these rewards in place of its own, on the rollouts of that run.
 
     rewards: FUNCTION or NAME=FUNCTION; none: the recipe's own, as `sets` changes them. Raises RecipeError.
     """
@@ -32,12 +32,14 @@ def rescored(record: dict[str, Any], rewards: list[str], sets: list[str], store:
         rl["score"]["rewards"] = dict(_named(r) for r in rewards)
     # The record of a rescored run lists the rollouts too, so a chain of rescored runs works.
     rl["rollouts_from"] = record["name"]
+    # Rounds drift from the policies that sampled them, and a group that was informative may be so no longer.
     rl["update"] |= {"max_mismatch_kl": MISMATCH, "short_of_groups": "train"}
     values, set_places = with_sets(values, [*sets, f"store={store}"])
     return checked(values, Path(f"run {record['name']}"), None, set_places)
 
 
 def _named(text: str) -> tuple[str, dict[str, Any]]:
+    """(name, settings) of a reward from NAME=FUNCTION, or from FUNCTION with the name of the function."""
     name, equals, function = text.partition("=")
     if not equals:
         function, name = text, text.rpartition(":")[2]

@@ -1,4 +1,4 @@
-"""Warnings about a run: what its numbers show, and what to do about it. Printed as rounds end, and in the report."""
+"""Warnings about a run, each with its remedy. Printed as rounds end, and in the report."""
 
 from __future__ import annotations
 
@@ -73,6 +73,7 @@ def _final(evaluations: Sequence[Mapping[str, Any]]) -> list[Warn]:
 
 def _entropy(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
     values = known.get("entropy", [])
+    # Relative to the start: what is low depends on model and task.
     if len(values) < 2 or values[-1] >= 0.1 * values[0]:
         return None
     return Warn(
@@ -100,6 +101,7 @@ def _length(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
     if len(values) < 2 or values[-1] < 2 * values[0]:
         return None
     grew = f"completions grew from {values[0]:.3g} to {values[-1]:.3g} tokens on average"
+    # A tolerance of two points, for the noise of a round's pass rate.
     if len(passed) > 1 and passed[-1] > passed[0] + 0.02:
         return Warn("Length", f"{grew}, and the pass rate with them. Check that the reward does not pay for length.")
     return Warn(
@@ -130,6 +132,7 @@ def _signal(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
 
 
 def _mismatch(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
+    # From a tenth of the limit on: a warning well before the run stops.
     worst, limit = max(known.get("mismatch_kl", []), default=0.0), update.get("max_mismatch_kl") or 0.1
     if worst <= limit / 10:
         return None

@@ -1,4 +1,4 @@
-"""Small charts of a run's numbers and the graph of its stages: what they show, and where every mark stands.
+"""Small charts of a run's numbers and the graph of its stages: their content, and the place of every mark.
 
 The page's template draws a chart as SVG in the page's own colours and font, light or dark. `curves_png_data`
 is a picture of the main curves for Prefect. It alone needs matplotlib, and does without pyplot, which would keep
@@ -30,7 +30,7 @@ STEP_MEASURES = (
     Measure("accuracy", "", "Pair accuracy", "share", "training pairs ranked rightly", True),
     Measure("grad_norm", "", "Gradient norm", "norm", "before clipping"),
 )
-"""What stages that train on examples log at every step."""
+"""Metrics that stages which train on examples log at every step."""
 
 DOTS_UP_TO = 40
 """Points that are marked by dots; more would hide the line."""
@@ -100,7 +100,7 @@ class Chart:
 
     @property
     def label(self) -> str:
-        """What the chart shows, in a sentence: its text alternative."""
+        """The chart in a sentence: its text alternative."""
         totals = self.totals
         text = f"{self.title} in {self.unit} over {len(self.x)} {self.over}s: first {show(totals[0])}, "
         text += f"last {show(totals[-1])}, lowest {show(min(totals))}, highest {show(max(totals))}"
@@ -108,7 +108,7 @@ class Chart:
 
     @property
     def drawing(self) -> Drawing:
-        """Where the template draws what."""
+        """The marks of the chart, for the template."""
         # Bars need half their width beside the first and the last; a single point stands in the middle.
         margin = max(0.6 if self.stacked else 0.0, 0.02 * (self.x[-1] - self.x[0])) or 0.5
         across = _Scale(self.x[0] - margin, self.x[-1] + margin, FRAME.left, FRAME.right)

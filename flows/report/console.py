@@ -53,6 +53,7 @@ class ConsoleReporter:
             )
             self._bar.start()
             self._task = self._bar.add_task(node.name, total=None, count="", detail="")
+        # A round has one line, at its end.
         elif not node.name.startswith("round-"):
             self.console.print(f"  {node.name:<18} started")
 
@@ -90,6 +91,7 @@ class ConsoleReporter:
         # Refills and baselines have scores of their own: the line shows those of the round's rollouts.
         if part == stage.name:
             line.figures.append(stage.figures(manifest["metrics"]))
+        # Manifests have `config` and `metrics` as the entries of a record do, which `round_series` reads.
         self._nodes[node.name] = manifest
         if stage.makes == "policy":
             figures = "  ".join(f for f in line.figures if f)
@@ -108,7 +110,7 @@ class ConsoleReporter:
 
 @dataclasses.dataclass
 class _Round:
-    """What the line of a round shows."""
+    """The content of a round's line."""
 
     seconds: float = 0.0
     cached: bool = True
@@ -122,7 +124,7 @@ def _line(name: str, cached: bool, seconds: float, figures: str) -> str:
 
 
 def policy_title(label: str) -> str:
-    """What tables call the policy after the recipe's section `label`."""
+    """The title, in tables, of the policy after the recipe's section `label`."""
     titles = (s.title for s in by_section().values() if s.makes == "policy" and s.section.split(".")[0] == label)
     return next(titles, label)
 

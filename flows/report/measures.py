@@ -1,4 +1,4 @@
-"""What is measured in each RL round, and those numbers by round out of a run's record."""
+"""The measures of an RL round, and their values by round from a run's record."""
 
 from __future__ import annotations
 
@@ -62,6 +62,7 @@ def judged_reward(recipe: Mapping[str, Any]) -> str | None:
     """The reward whose mean is the pass rate: the evaluation's judge, else exact_match, else the first rule."""
     rewards = ((recipe.get("rl") or {}).get("score") or {}).get("rewards") or {}
     rules = {n: r.get("function") for n, r in sorted(rewards.items()) if r.get("function") != "reward_model"}
+    # The reward that is also the judge, so that training and evaluation are comparable.
     for wanted in ((recipe.get("evaluate") or {}).get("judge"), "exact_match"):
         for name, function in rules.items():
             if function == wanted:
@@ -111,6 +112,7 @@ def _by_pass_rate(metrics: Mapping[str, Any]) -> Sequence[float | None]:
     histogram = metrics.get("pass_histogram")
     if not histogram:
         return [None] * len(PASS_RATES)
+    # The first fifth, the three between, the last.
     return [float(histogram[0]), float(sum(histogram[1:-1])), float(histogram[-1])]
 
 

@@ -50,7 +50,7 @@ def render(store: Store, record: Mapping[str, Any]) -> str:
 
 
 def view(store: Store, record: Mapping[str, Any]) -> dict[str, Any]:
-    """What the template shows."""
+    """The values that the template reads, by name."""
     run = RunView(store, record)
     series = round_series(record)
     evaluations = run.evaluations()
@@ -79,6 +79,7 @@ def _evaluation(run: RunView, evaluations: Mapping[str, dict[str, Any]]) -> dict
     """The policies' scores, with the places of their intervals on one axis in percent; None without policies."""
     if not evaluations:
         return None
+    # Scores of a user's judge may lie outside 0 to 1.
     low = min(0.0, *(m["score_low"] for m in evaluations.values()))
     high = max(1.0, *(m["score_high"] for m in evaluations.values()))
 
@@ -123,11 +124,15 @@ def _training(run: RunView, name: str) -> dict[str, Any]:
 
 
 def _provenance(run: RunView) -> dict[str, Any]:
-    """Where everything came from. Of the rounds only the first and the last are read: all share their code."""
+    """Devices, versions and code behind the artifacts.
+
+    Of the rounds only the first and the last are read: all share their code.
+    """
     import yaml
 
     in_rounds = [name for name in run.nodes if name.startswith("round-")]
     others = [name for name in run.nodes if not name.startswith("round-")]
+    # About the first and the last round: rollout, score and update are three nodes.
     artifacts = {name: run.artifact(name) for name in [*others, *in_rounds[:3], *in_rounds[-3:]]}
     manifests = {name: artifact.manifest for name, artifact in artifacts.items() if artifact is not None}
     parts = {name: m.get("key_parts", {}) for name, m in manifests.items()}
@@ -145,7 +150,9 @@ def _provenance(run: RunView) -> dict[str, Any]:
     for name, part in parts.items():
         for module, fingerprint in part.get("code", {}).items():
             code.setdefault(module, {}).setdefault(fingerprint, []).append(name)
+    # A copy, whose store may be changed below.
     recipe = json.loads(json.dumps(run.record["recipe"]))
+    # A store's URL may hold a password.
     recipe["store"] = redacted(str(recipe.get("store", "")))
     devices = by_value(lambda m: m.get("device"))
     return {

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class NodeEntry(TypedDict):
-    """What a record holds of a node."""
+    """The entry of a node in a run's record."""
 
     stage: str
     key: str
@@ -35,7 +35,7 @@ class NodeEntry(TypedDict):
 
 @dataclasses.dataclass(frozen=True)
 class Section(Generic[T]):
-    """What a section shows, or the reason why the report does without it."""
+    """The content of a section, or the reason why it is left out."""
 
     content: T | None
     missing: str = ""
@@ -82,13 +82,13 @@ class StageRow:
 
     @property
     def counts(self) -> str:
-        """How many of the folded nodes are in which state."""
+        """Numbers of the folded nodes by state, as text."""
         counts = Counter(r.state for r in self.rounds if r.state != NOT_REACHED)
         return ", ".join(f"{n} {state}" for state, n in counts.items())
 
 
 class RunView:
-    """A run's record with what the store holds of it."""
+    """A run's record with its artifacts, as far as the store has them."""
 
     def __init__(self, store: Store, record: Mapping[str, Any]):
         self.store = store
@@ -151,6 +151,7 @@ class RunView:
                 rows[name] = row
         if "rounds" in rows:
             _fold(rows["rounds"])
+        # At least the last row's end: a run that was killed has no end of its own.
         total = max([self._ended() or 0.0, *(row.end for row in rows.values())], default=0.0) or 1.0
         for row in rows.values():
             row.left = round(100 * row.start / total, 2)
@@ -190,6 +191,7 @@ class RunView:
         """Counts and seconds of the run as a whole."""
         states = Counter(entry["state"] for entry in self.nodes.values())
         hits = [entry for entry in self.nodes.values() if entry["state"] == "hit"]
+        # What the artifact took to make, less what it took to find.
         saved = [(entry.get("made_seconds") or 0.0) - (entry.get("seconds") or 0.0) for entry in hits]
         return {
             "seconds": self._ended(),

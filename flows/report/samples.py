@@ -1,4 +1,4 @@
-"""What policies wrote: the same held-out problems under each policy, and completions of a round with their rewards."""
+"""Samples of a run: the same held-out problems under each policy, and completions of a round with their rewards."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """A problem and what each policy answered."""
+    """A problem with the answer of each policy."""
 
     prompt: str
     answer: str | None
@@ -82,12 +82,14 @@ def samples(run: RunView, labels: Sequence[str]) -> Samples | None:
     first, last = policies[0], policies[-1]
     shared = [prompt for prompt in first.scores if all(prompt in p.scores for p in policies)]
     change = {prompt: last.mean(prompt) - first.mean(prompt) for prompt in shared}
+    # Means of equal scores may differ by rounding.
     gained = sorted((p for p in shared if change[p] > 1e-6), key=lambda p: -change[p])
     lost = sorted((p for p in shared if change[p] < -1e-6), key=lambda p: change[p])
     same = [p for p in shared if abs(change[p]) <= 1e-6]
     cards = []
     for prompt in chosen_samples(gained, lost, same):
         scores = list(zip(first.scores[prompt], last.scores[prompt], strict=False))
+        # The first sample whose score changed, which is the same draw under every policy.
         shown = next((i for i, (before, after) in enumerate(scores) if before != after), 0)
         row = last.rows[prompt, shown]
         cards.append(Card(row["prompt"], row["answer"], [p.answer(prompt, shown) for p in policies]))
@@ -96,6 +98,7 @@ def samples(run: RunView, labels: Sequence[str]) -> Samples | None:
 
 def chosen_samples(gained: Sequence[str], lost: Sequence[str], same: Sequence[str], count: int = SAMPLES) -> list[str]:
     """Mostly changed problems, gains and losses in proportion, and some unchanged: a fair picture, not the wins."""
+    # Places for problems that changed; those that did not may leave some free.
     room = max(count - SAME, count - len(same)) if gained or lost else 0
     losses = min(len(lost), max(1, round(room * len(lost) / max(1, len(gained) + len(lost)))))
     gains = min(len(gained), room - losses)
@@ -118,6 +121,7 @@ def round_samples(run: RunView, rounds: Sequence[int]) -> list[RoundSamples]:
 
     Raises ArtifactError where a round's rollouts are not.
     """
+    # A round that is still under way may have no scores yet.
     complete = [n for n in rounds if all(f"round-{n:03d}.{phase}" in run.nodes for phase in PHASES[:2])]
     ends = dict.fromkeys([*complete[:1], *complete[-1:]])
     return [_of_round(run, n) for n in ends if run.artifact(f"round-{n:03d}.score") is not None]

@@ -11,8 +11,8 @@ from flows.running.session import Session
 
 def evaluations_of(session: Session) -> dict[str, dict[str, Any]]:
     """Metrics of the evaluated policies by label (base, sft, rl)."""
-    made = session.made
-    return {n.removeprefix("evaluate."): a.metrics for n, a in made.items() if n.startswith("evaluate.")}
+    artifacts = session.made
+    return {n.removeprefix("evaluate."): a.metrics for n, a in artifacts.items() if n.startswith("evaluate.")}
 
 
 def close(session: Session, status: str) -> str | None:

@@ -32,6 +32,7 @@ class Reporter(Protocol):
 
 
 def now() -> str:
+    """The present moment as a record has it: ISO 8601 in UTC, with milliseconds."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
 
 
@@ -45,6 +46,7 @@ class Session:
         if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
             raise RecipeError(f"run name {name!r}: expected letters, digits, dots and dashes")
         self.name = name or self._free_name()
+        # A generated name is free already.
         if name is not None and self.store.read_json("runs", name, "run.json") is not None:
             raise FileExistsError(f"run {name} exists in {recipe.store}; runs never overwrite each other")
         self.nodes = {n.name: n for n in build(recipe)}
@@ -71,6 +73,7 @@ class Session:
                 return name
 
     def save(self) -> None:
+        """Writes the record to the store."""
         self.store.write_json(self.record, "runs", self.name, "run.json")
 
     def run_node(self, name: str) -> tuple[str, Artifact]:
@@ -81,6 +84,7 @@ class Session:
         forced = node.name in self.force
         taken = taken_artifact(self.store, node)
         if taken is not None:
+            # Its own key, from the settings that it was made with.
             key = taken.key
         artifact = taken if taken is not None else None if forced else self.store.get(node.stage, key)
         started = time.monotonic()
@@ -90,6 +94,8 @@ class Session:
             state = "hit"
         else:
             self.save()
+            # The record is on disk before the work begins: `rlhf show` sees the stage as running, also after a
+            # kill.
             self.reporter.stage_started(node)
             with lease(self.store, node.stage, key, self.reporter.line):
                 # Another run that held the lease before may have made it meanwhile.
@@ -99,6 +105,7 @@ class Session:
                     artifact = self._make(node, key, parts, forced, entry)
         seconds = time.monotonic() - started
         entry |= {"state": state, "digest": artifact.digest, "metrics": artifact.metrics, "seconds": round(seconds, 2)}
+        # What making took, here or in the run that did it.
         entry["made_seconds"] = artifact.manifest["seconds"]
         self.made[name] = artifact
         self.save()
@@ -106,6 +113,7 @@ class Session:
         return state, artifact
 
     def _make(self, node: Node, key: str, parts: dict[str, Any], forced: bool, entry: dict[str, Any]) -> Artifact:
+        """Has the worker make an artifact; a failure goes into the record's entry and is raised."""
         request = Request(
             stage=node.stage,
             key=key,
@@ -136,6 +144,7 @@ class Session:
 
     def run_with_retries(self, name: str) -> tuple[str, Artifact]:
         """`run_node`, tried again when the worker dies: a fresh worker resumes."""
+        # A stage that raised an error would raise it again: only the death of a worker is retried.
         for attempt in range(self.recipe.retries + 1):
             try:
                 return self.run_node(name)

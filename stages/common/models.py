@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tuning.rollout.engine.pool import Limits
 
 MEMORY_SHARE = 0.35
-"""Of the device's memory, for values kept between stages."""
+"""Share of the device's memory for values that are kept between stages."""
 ADAPTER = "adapter"
 """The folder of an artifact that holds an adapter, as PEFT loads it."""
 
@@ -27,6 +27,7 @@ def remember(ctx: Context, name: str, value: Any) -> Any:
     from tuning.device import memory_bytes
 
     limit = MEMORY_SHARE * memory_bytes()
+    # Popped and set again, it is the last: the order of insertion is that of use.
     ctx.memory.pop(name, None)
     ctx.memory[name] = value
 
@@ -35,6 +36,7 @@ def remember(ctx: Context, name: str, value: Any) -> Any:
 
     total = sum(size(v) for v in ctx.memory.values())
     for old in list(ctx.memory):
+        # The newest value stays, however large: the stage needs it.
         if total <= limit or old == name:
             break
         total -= size(ctx.memory.pop(old))
@@ -71,7 +73,7 @@ def load_policy(ctx: Context, artifact: Artifact) -> tuple[Any, Any]:
 
 
 def load_rounded(ctx: Context, artifact: Artifact, kind: str) -> tuple[Any, Any]:
-    """As `load_policy`, with kernels as an adapter over them stored as `kind` (`lora.quantize`) sees them."""
+    """As `load_policy`, with kernels rounded to `kind` (`lora.quantize`), as an adapter over them sees them."""
     from tuning.models.lora import rounded
 
     if kind == "none":
@@ -106,6 +108,7 @@ def limits_of(compute: Any, device: Device, context: int = 0) -> Limits:
     # `compute` has no type: export imports this module, and an edit of training's settings must not change its key.
     from tuning.rollout.engine.limits import Limits
 
+    # 0: the device decides.
     slots = compute.rollout_rows or device.rollout_rows
     return Limits(slots=slots, context=context, cache_bytes=device.cache_bytes, chunks=device.chunk_tokens)
 

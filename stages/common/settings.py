@@ -30,6 +30,7 @@ class FromCore(StageConfig):
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         super().__pydantic_init_subclass__(**kwargs)
+        # pydantic reads attribute docstrings of the class itself, not of the dataclass that it derives from.
         plain = [c for c in cls.__mro__ if dataclasses.is_dataclass(c) and not issubclass(c, BaseModel)]
         for name, text in (item for c in plain for item in _field_docs(c).items()):
             field = cls.model_fields[name]

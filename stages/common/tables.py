@@ -65,15 +65,16 @@ def by_shard(
     total = -(-len(items) // shards.size)
     for number in range(total):
         first = number * shards.size
+        # The name has the number of shards: after a change of their size none is taken for another.
         path = ctx.work / f"{shards.name}-{number:05d}" / f"part-{number:05d}-of-{total:05d}.parquet"
         if path.exists():
             table += rows.read_table([path], shards.kind)
             kept += 1
         else:
-            made = make(items[first : first + shards.size])
-            rows.write_table(path, made, shards.schema)
+            new_rows = make(items[first : first + shards.size])
+            rows.write_table(path, new_rows, shards.schema)
             ctx.saved()
-            table += made
+            table += new_rows
         files.append(path)
         ctx.progress(min(first + shards.size, len(items)), len(items), shards.unit)
     if kept:

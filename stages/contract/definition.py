@@ -1,4 +1,4 @@
-"""What a stage is: its settings, the artifacts it reads, a function of a context, and how people see it.
+"""The definition of a stage: its settings, the artifacts it reads, a function of a context, and its description.
 
 A stage lives in one module, `stages/NAME.py`, or in a folder with `stages/NAME/stage.py`. The module imports nothing
 heavy at the top: `tuning` and JAX are imported inside `run`, which executes in the worker process alone.
@@ -33,6 +33,8 @@ def execution_setting(default: Any, **constraints: Any) -> Any:
 
 
 class Progress(Protocol):
+    """Reports `done` of `total` units of work; `metrics` are shown beside them."""
+
     def __call__(self, done: int, total: int, unit: str, **metrics: float) -> None: ...
 
 
@@ -53,7 +55,7 @@ class Context:
     progress: Progress
     """Reports work done; rate and time left are derived from the calls."""
     log: Callable[[str], None]
-    """One line for people."""
+    """Shows one line on the console and in the log."""
     memory: dict[str, Any]
     """Objects that this worker keeps between stages, by content digest (params on device, tokenizers)."""
     saved: Callable[[], None] = lambda: None
@@ -65,6 +67,7 @@ class Context:
 
     def metrics_line(self, **values: Any) -> None:
         """Adds a row of metrics (`stages.contract.metrics`); timings are allowed: logs are no content."""
+        # Opened with the first row: most stages write none, and the logs import TensorBoard.
         if self._metrics is None:
             from stages.contract.metrics import Metrics
 
@@ -72,7 +75,7 @@ class Context:
         self._metrics.write(values)
 
     def close(self) -> None:
-        """Ends what `metrics_line` began."""
+        """Closes the logs that `metrics_line` has opened."""
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None
@@ -103,6 +106,7 @@ class _Figures(string.Formatter):
         if isinstance(value, Mapping):
             return "  ".join(f"{k} {v}" for k, v in value.items())
         if format_spec.endswith("M"):
+            # `{bytes:.0fM}` is the number in millions, formatted by what stands before the M.
             value, format_spec = value / 1e6, format_spec[:-1]
         return str(format(value, format_spec))
 
@@ -154,7 +158,7 @@ class Stage:
     headline: tuple[Figure, ...] = ()
     """The figures to look at first. One whose metrics are missing is left out."""
     samples: str = ""
-    """Path prefix of a table with prompts and completions to show to people; empty: there is none."""
+    """Path prefix of a table with prompts and completions for display; empty: there is none."""
 
     @property
     def module(self) -> str:
@@ -171,6 +175,7 @@ class Stage:
 
 
 def _shown(figure: Figure, metrics: Mapping[str, Any]) -> str:
+    """The figure as text; empty where one of its metrics is missing."""
     if callable(figure):
         return figure(metrics)
     names = [name for _, name, _, _ in string.Formatter().parse(figure) if name]

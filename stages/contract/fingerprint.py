@@ -2,8 +2,8 @@
 
 A module counts by its syntax tree without comments and docstrings, and with the names of this project's modules left
 out of its imports: moving a file changes no fingerprint. Which content each import reaches is hashed beside it
-(`Code.imports`), so that importing another module's function of the same name does change it. What lies beside a
-module in C, under the same name, is part of it.
+(`Code.imports`), so that importing another module's function of the same name does change it. A C source or
+a page's template of the same name, beside a module, is part of it.
 
 The import graph is read from the syntax trees, functions included (stages import the core inside `run`), so nothing is
 executed and JAX is not loaded.
@@ -57,7 +57,7 @@ class Code:
     """The code that some modules reach by import."""
 
     modules: dict[str, str]
-    """Short hash of each module's content, by the module's name. The names are for people: keys hold the hashes."""
+    """Short hash of each module's content, by the module's name. The names serve messages; keys hold the hashes."""
     imports: str
     """Hash of the graph of imports: which content each import statement reaches, and what that one reaches."""
 
@@ -65,8 +65,8 @@ class Code:
 def reached(*roots: str, folder: Path | None = None) -> Code:
     """The code of the modules `roots` and of every own module that they reach by import, infrastructure left out.
 
-    Own are the modules of this project and, where it is given, those that lie in `folder`; of a folder
-    of installed packages only those of the first root's package.
+    Own modules are those of this project and, if given, of `folder`. Of a folder of installed packages only the
+    first root's package counts.
     """
     installed = str(folder) in {sysconfig.get_path(n) for n in ("stdlib", "purelib", "platlib")}
     only = roots[0].split(".")[0] if installed else None

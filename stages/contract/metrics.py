@@ -1,4 +1,4 @@
-"""Where the numbers of a running stage go: JSON lines, TensorBoard, and Weights & Biases where it is asked for."""
+"""Logs of a running stage's metrics: JSON lines, TensorBoard, and Weights & Biases if WANDB_PROJECT is set."""
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ class Metrics:
         numbers = {k: float(v) for k, v in values.items() if isinstance(v, int | float)}
         for name, value in numbers.items():
             self._board.add_scalar(name, value, self._rows)
+        # Both logs are flushed: a kill loses no row.
         self._board.flush()
         if self._wandb is not None:
             self._wandb.log(numbers, step=self._rows)
         self._rows += 1
 
     def close(self) -> None:
+        """Closes all logs."""
         self._lines.close()
         self._board.close()
         if self._wandb is not None:
@@ -50,4 +52,5 @@ def _wandb_run(folder: Path, name: str) -> Any:
         raise RuntimeError(
             "WANDB_PROJECT is set, but wandb is not installed: pip install 'rlhf-pipeline[wandb]', or unset it"
         ) from error
+    # create_new: a worker runs several stages in one process, each with a run of its own.
     return wandb.init(project=os.environ["WANDB_PROJECT"], name=name, dir=str(folder), reinit="create_new")

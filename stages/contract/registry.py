@@ -24,14 +24,15 @@ def stage(name: str) -> Stage:
     """The stage called `name`; its module is imported now. Raises KeyError with the known names."""
     if name not in modules():
         raise KeyError(f"no stage {name!r}; there are {', '.join(modules())}")
-    found = importlib.import_module(modules()[name]).STAGE
-    if not isinstance(found, Stage) or found.name != name:
-        raise TypeError(f"{modules()[name]}.STAGE is {found!r}: expected a Stage named {name!r}")
-    return found
+    definition = importlib.import_module(modules()[name]).STAGE
+    if not isinstance(definition, Stage) or definition.name != name:
+        raise TypeError(f"{modules()[name]}.STAGE is {definition!r}: expected a Stage named {name!r}")
+    return definition
 
 
 @functools.cache
 def by_section() -> dict[str, Stage]:
     """The stages that have a section in the recipe, by its dotted name. Imports all stage modules, nothing heavy."""
+    # Stage modules import nothing heavy at the top.
     stages = [stage(name) for name in modules()]
     return {s.section: s for s in stages if s.section}

@@ -1,4 +1,4 @@
-"""Content that a stage reads from outside its inputs, as digests for its key: functions and algorithms by name."""
+"""Digests, for keys, of code that a stage loads by name: reward functions and algorithms."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ def user_digests(name: str, where: str) -> dict[str, str]:
     Raises ValueError, naming `where`, for a module that is not there; nothing is executed.
     """
     module = name.partition(":")[0]
+    # The folder of the top-level package: modules beside it count as the user's.
     top = find_spec(module.split(".")[0])
     places = [*(top.submodule_search_locations or []), top.origin] if top is not None else []
     if not places or not places[0]:

@@ -53,12 +53,13 @@ def write_card(out: Path, facts: Mapping[str, Any], config: Config) -> None:
 
 
 def _settings(source: DataSource) -> str:
+    """The settings of a source that differ from their defaults, in one line."""
     values = source.model_dump(exclude_defaults=True, exclude={"source"})
     return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 def _fates(metrics: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """What became of the records that were read, with the number of each; the numbers add up to the first."""
+    """The fates of the records that were read, with their numbers, which add up to the first."""
     records = metrics["records"]
     dropped = [(f"dropped: {reason}", n) for reason, n in metrics["dropped_records"].items()]
     fates = [("kept", records["kept"]), ("equal to another", records["duplicates"]), *dropped]
@@ -79,6 +80,7 @@ def _histograms(histograms: Mapping[str, Any]) -> Iterator[tuple[str, list[Bar],
 
 
 def _first_rows(path: Path, count: int, columns: list[str]) -> list[dict[str, Any]]:
+    """The first `count` rows of a Parquet file; no more than a few batches are read."""
     import pyarrow.parquet as pq
 
     rows: list[dict[str, Any]] = []

@@ -119,6 +119,7 @@ class Config(StageConfig):
     def _consistent(self) -> Config:
         from tuning.data import runners
 
+        # Settings of a single source.
         alone = ("source", "source_args", "rename", "layout")
         given = [
             n for n in alone if getattr(self, n) != type(self).model_fields[n].get_default(call_default_factory=True)

@@ -120,7 +120,7 @@ def run(ctx: Context) -> dict[str, Any]:
 
 
 def _planned(ctx: Context) -> tuple[list[Part], Plan, str]:
-    """Parts of all sources, what to do with them, and the folder of the pieces."""
+    """The parts of all sources, the plan for them, and the folder of the pieces."""
     from tuning.data import blocks, files, tasks
 
     config: Config = ctx.config
@@ -139,6 +139,7 @@ def _planned(ctx: Context) -> tuple[list[Part], Plan, str]:
     tokenizer = str(ctx.inputs["base"].local("tokenizer"))
     grams, lengths = _contamination(ctx, config, scratch) if config.decontaminate is not None else (None, ())
     if "://" in scratch:
+        # Workers of a cluster cannot read this machine's disk.
         tokenizer = files.upload(tokenizer, f"{scratch}/tokenizer")
     plan = blocks.Plan(
         tokenizer=tokenizer,
@@ -188,6 +189,7 @@ def _contamination(ctx: Context, config: Config, scratch: str) -> tuple[str, tup
                     )
                 except RecordError as error:
                     raise PrepareError(f"decontaminate: {error}") from error
+                # A document has no messages; its text counts as a whole.
                 texts += [m["content"] for m in record.prompt if m["role"] == "user"] + [record.text or ""]
     path = ctx.work / "contamination.npy"
     np.save(path, similar.contamination(texts, settings.words))
@@ -213,6 +215,7 @@ def _run_blocks(
         )
     receipts = pipeline.receipts(folder)
     missing, blocks = pipeline.finished(parts, receipts)
+    # The success of a runner does not prove that every part has a receipt.
     if missing:
         raise PrepareError(f"{len(missing)} of {len(parts)} parts have no receipt, as of {missing[0].url}: run again")
     ctx.progress(len(blocks), len(blocks), "block")
@@ -229,6 +232,7 @@ def _write_dead(ctx: Context, config: Config, pieces: Pieces, receipts: list[dic
     limit = config.max_dead_records
     if dead > config.max_dead_fraction * read or (limit is not None and dead > limit):
         kept = ctx.work / "dead.parquet"
+        # The output folder is emptied by the next try, the work folder is not.
         shutil.copyfile(ctx.out / "dead" / "dead.parquet", kept)
         reasons = [reason for receipt in receipts for reason in receipt["reasons"]][:3]
         raise PrepareError(
@@ -240,6 +244,7 @@ def _write_dead(ctx: Context, config: Config, pieces: Pieces, receipts: list[dic
 
 
 def _refuse_too_long(config: Config, fates: Fates) -> None:
+    """Raises PrepareError for rows beyond the limits where `too_long` is `error`."""
     if config.too_long == "error" and fates.dropped_rows:
         raise PrepareError(
             f"rows are longer than max_prompt_tokens {config.max_prompt_tokens} or max_completion_tokens "
@@ -254,6 +259,7 @@ def _write_outputs(out: Path, pieces: Pieces, config: Config, fates: Fates) -> d
 
     more = [name for name in ("heldout_preference", "heldout_labelled") if name in pieces.outputs]
     outputs = [*dict.fromkeys(config.splits), *more]
+    # None: by id.
     seed = config.seed if config.order == "shuffled" else None
 
     def write(job: tuple[str, int]) -> int:
@@ -263,6 +269,7 @@ def _write_outputs(out: Path, pieces: Pieces, config: Config, fates: Fates) -> d
 
     jobs = [(output, shard) for output in outputs for shard in range(pieces.shards)]
     with ThreadPoolExecutor(config.workers) as pool:
+        # Every output has an entry, also one without rows.
         counts = Counter[str](dict.fromkeys(outputs, 0))
         for (output, _), count in zip(jobs, pool.map(write, jobs), strict=True):
             counts[output] += count
@@ -270,6 +277,7 @@ def _write_outputs(out: Path, pieces: Pieces, config: Config, fates: Fates) -> d
 
 
 def _check_counts(records: Mapping[str, int], rows: Counter[str], written: Mapping[str, int]) -> None:
+    """Raises PrepareError where records or rows are lost or appear from nowhere."""
     accounted = records["kept"] + records["duplicates"] + records["dropped"] + records["dead"]
     if accounted != records["read"]:
         raise PrepareError(f"{records['read']} records were read but {accounted} are accounted for: {records}")
@@ -305,11 +313,13 @@ def _constant_answer(out: Path) -> tuple[float | None, str | None]:
         answers.update(answer for answer in table["answer"].to_pylist() if answer is not None)
     if not answers:
         return None, None
+    # The first by text where several are as common: metrics must not depend on an order of reading.
     answer, count = min(answers.items(), key=lambda item: (-item[1], item[0]))
     return count / answers.total(), answer
 
 
 def _tables(out: Path, output: str, columns: list[str]) -> Iterator[Any]:
+    """The files of an output with some of their columns, one table at a time."""
     import pyarrow.parquet as pq
 
     for path in sorted((out / output).glob("part-*.parquet")):
@@ -317,6 +327,7 @@ def _tables(out: Path, output: str, columns: list[str]) -> Iterator[Any]:
 
 
 def _advice(split: str, config: Config) -> str:
+    """A sentence on how to get rows for an empty split."""
     if split == "heldout":
         return f"heldout_fraction is {config.heldout_fraction}; raise it, or mark records with split 'heldout'."
     if split == "sft":

@@ -1,4 +1,4 @@
-"""Groups of scored completions: which carry a signal, and which of them a round takes."""
+"""Groups of scored completions: which carry a signal, and which of those a round trains on."""
 
 from __future__ import annotations
 
@@ -55,8 +55,10 @@ def read_scored(inputs: Mapping[str, Artifact]) -> Scored:
     for of_rollouts, of_scores in names:
         rollouts = read_table(inputs[of_rollouts], "rollouts/", CompletionRow)
         scores = read_table(inputs[of_scores], "scores/", ScoreRow)
+        # Otherwise a completion would be trained on the reward of another.
         if [(r.prompt_id, r.sample) for r in rollouts] != [(s.prompt_id, s.sample) for s in scores]:
             raise RuntimeError(f"{of_rollouts} and {of_scores} do not list the same completions in the same order")
+        # Of the first table, which is the round's own.
         prompts = prompts or len({row.prompt_id for row in rollouts})
         all_rollouts += rollouts
         all_scores += scores
@@ -81,7 +83,7 @@ def informative_prompts(groups: Mapping[str, Sequence[float]]) -> list[str]:
 
 
 def chosen_groups(scored: Scored, when_short: str) -> tuple[Scored, dict[str, int]]:
-    """The first informative groups, as many as the round has prompts, and what became of all prompts.
+    """The first informative groups, as many as the round has prompts, and counts of all prompts by fate.
 
     Raises TooFewGroups with the histogram of pass rates where there are fewer and `when_short` is `stop`.
     """
@@ -94,6 +96,7 @@ def chosen_groups(scored: Scored, when_short: str) -> tuple[Scored, dict[str, in
             "neither too hard nor too easy, raise rl.refills or rl.rollout.completions, or set "
             "rl.update.short_of_groups: train"
         )
+    # In order of sampling: refills replace only what the round itself lacks.
     taken = good[: scored.prompts]
     metrics = {
         "prompts_sampled": len(groups),
@@ -110,6 +113,7 @@ def _histogram(groups: Mapping[str, Sequence[float]]) -> list[int]:
     counts = [0] * BINS
     for totals in filter(None, groups.values()):
         share = sum(total > middle for total in totals) / len(totals)
+        # A share of 1 belongs to the last bin.
         counts[min(BINS - 1, int(share * BINS))] += 1
     return counts
 
@@ -117,5 +121,6 @@ def _histogram(groups: Mapping[str, Sequence[float]]) -> list[int]:
 def missing_prompts(groups: Mapping[str, Sequence[float]], wanted: int) -> int:
     """How many new prompts are worth sampling, from the share that was informative so far; at most `wanted`."""
     good = len(informative_prompts(groups))
+    # The next prompts are expected to be informative as often as those so far.
     share = max(good / max(len(groups), 1), LEAST_SHARE)
     return min(wanted, math.ceil(max(wanted - good, 0) / share))

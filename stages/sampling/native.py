@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class RolloutEngine(Protocol):
-    """What answers requests; it holds the policy that is sampled."""
+    """An engine that answers requests with the policy that it holds."""
 
     def run(self, requests: Sequence[Request]) -> Iterable[tuple[int, list[Completion]]]:
         """(index, completions) of each request, in the order in which they end."""
@@ -36,6 +36,7 @@ def open_engine(
 
 
 def _native(ctx: Context, settings: EngineSettings, quantize: str, context: int) -> RolloutEngine:
+    """The engine of this project, in the worker."""
     from tuning.device import choose
     from tuning.rollout.engine.engine import Engine
     from tuning.rollout.engine.placement import sampling_mesh
@@ -43,6 +44,7 @@ def _native(ctx: Context, settings: EngineSettings, quantize: str, context: int)
     compute = ctx.config.compute
     device = choose(compute.dtype)
     config, params = load_rounded(ctx, ctx.inputs["policy"], quantize)
+    # `context` is bucketed and may exceed the positions.
     limits = limits_of(compute, device, min(context, config.max_positions))
     types = {name: getattr(settings, name) for name in NATIVE}
     engine = Engine(config, device.compute.dtype, limits, mesh=sampling_mesh(compute.mesh), **types)

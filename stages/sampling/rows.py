@@ -1,4 +1,4 @@
-"""Rows of prompts in, rows of the rollout table out: what every stage that samples does."""
+"""From rows of prompts to rows of the rollout table, for every stage that samples."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHORTEST_CONTEXT = 64
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """What is drawn for each prompt."""
+    """Which completions are drawn for each prompt, and how."""
 
     samples: int
     max_tokens: int
@@ -116,6 +116,7 @@ class _Sampler:
             prompt_ids=prompt.prompt_ids,
             token_ids=completion.tokens,
             logprobs=completion.logps,
+            # Rewards see the text alone, without EOS and other control tokens.
             text=self.tokenizer.decode([t for t in completion.tokens if t not in self.control]),
             stop=completion.stop,
             policy=self.ctx.inputs["policy"].digest,

@@ -1,4 +1,4 @@
-"""Rollouts by HTTP servers (`tuning.rollout.servers`): which policy they get, as a folder or an adapter.
+"""Rollouts by HTTP servers (`tuning.rollout.servers`): the policy that they get, as a folder or an adapter.
 
 Servers that are started here live as long as the worker: the next round gives them new weights.
 """
@@ -24,6 +24,7 @@ from stages.store.artifacts import Artifact
 from stages.store.keys import digest
 from tuning.atomic import whole_folder
 
+# Completions, and tokens of each, that show whether a server has the policy.
 PROBES = 4
 PROBE_TOKENS = 16
 USUAL_CONTEXT = 4096
@@ -74,6 +75,7 @@ def _end(started: _Started) -> None:
 
 
 def _servers(ctx: Context, settings: EngineSettings, context: int) -> list[Any]:
+    """Running servers at their URLs, or those of this worker, started where there are none that fit."""
     from tuning.rollout.servers.server import RemoteServer
 
     key = "" if settings.key_variable is None else os.environ.get(settings.key_variable, "")
@@ -82,8 +84,10 @@ def _servers(ctx: Context, settings: EngineSettings, context: int) -> list[Any]:
     options: dict[str, Any] = {"timeout": settings.timeout, "retries": settings.tries, "key": key}
     if settings.command is None:
         return [RemoteServer(url, **options) for url in settings.urls]
+    # Settings that a running server cannot change: with others it is started anew.
     same = {"kind", "command", "arguments", "environment", "servers", "dtype"}
     wanted = digest(settings.model_dump(mode="json", include=same) | {"adapters": settings.sync == "adapter"})
+    # Ended before others start: the devices would not hold both.
     for name in [n for n, group in _started.items() if n != wanted or group.context < context]:
         _end(_started.pop(name))
     if wanted not in _started:
@@ -95,6 +99,7 @@ def _servers(ctx: Context, settings: EngineSettings, context: int) -> list[Any]:
 
 
 def _server(ctx: Context, settings: EngineSettings, context: int, number: int, options: dict[str, Any]) -> Any:
+    """A server that this worker starts; its output goes to a log beside its weights."""
     from tuning.rollout.servers.child import Child
     from tuning.rollout.servers.kinds import KINDS
     from tuning.rollout.servers.protocol import ServerStart
@@ -115,11 +120,13 @@ def _place(ctx: Context, settings: EngineSettings) -> Path:
     root = Path(settings.folder) if settings.folder else ctx.inputs["policy"].store.scratch / "engines"
     host, pid = socket.gethostname(), os.getpid()
     for old in root.glob(f"{host}-*"):
+        # Without /proc nothing is known of other processes: their folders stay.
         number = old.name.removeprefix(f"{host}-")
         if number.isdigit() and int(number) != pid and not Path("/proc", number).exists() and Path("/proc").exists():
             shutil.rmtree(old, ignore_errors=True)
     place = (root / f"{host}-{pid}").absolute()
     place.mkdir(parents=True, exist_ok=True)
+    # Once, with the first folder.
     if not _places:
         atexit.register(end_all)
     _places.add(place)
@@ -127,7 +134,7 @@ def _place(ctx: Context, settings: EngineSettings) -> Path:
 
 
 def _policy(ctx: Context, settings: EngineSettings, quantize: str, requests: Sequence[Any]) -> Any:
-    """The stage's policy as servers get it."""
+    """The stage's policy in the form that servers load."""
     from tuning.rollout.servers.protocol import Policy
 
     artifact: Artifact = ctx.inputs["policy"]
@@ -138,6 +145,7 @@ def _policy(ctx: Context, settings: EngineSettings, quantize: str, requests: Seq
     if below is not None:
         adapter = place / f"{ADAPTER}-{artifact.digest[:16]}"
         shutil.copytree(artifact.local(f"{ADAPTER}/"), adapter, dirs_exist_ok=True)
+    # Counters that no prompt has: a probe must not repeat the draw of a rollout.
     probe = [
         dataclasses.replace(r, max_tokens=min(r.max_tokens, PROBE_TOKENS), samples=1, counter=2**31 + i)
         for i, r in enumerate(requests[:PROBES])
@@ -153,6 +161,7 @@ def _policy(ctx: Context, settings: EngineSettings, quantize: str, requests: Seq
 
 
 def _name(artifact: Artifact, quantize: str) -> str:
+    """The name under which servers know a policy: its digest, and how its kernels are rounded."""
     return artifact.digest if quantize == "none" else f"{artifact.digest}-{quantize}"
 
 
@@ -163,10 +172,10 @@ def _below(artifact: Artifact) -> tuple[Artifact, str] | None:
         return None
     while artifact.stage == "update" and artifact.manifest["config"].get("lora") == lora:
         ref = artifact.manifest["inputs"]["policy"]
-        found = artifact.store.get(ref["stage"], ref["key"])
-        if found is None:
+        parent = artifact.store.get(ref["stage"], ref["key"])
+        if parent is None:
             raise RuntimeError(f"{artifact.url} has an adapter over {ref['stage']}/{ref['key'][:12]}, which is gone")
-        artifact = found
+        artifact = parent
     return artifact, lora["quantize"]
 
 
@@ -179,6 +188,7 @@ def _folder(ctx: Context, artifact: Artifact, quantize: str, dtype: str, place: 
         target = place / f"model-{artifact.digest[:16]}-{quantize}"
         if target.exists():
             return target
+        # Removed before the new one is written: a model may fill the disk.
         for old in place.glob("model-*"):
             shutil.rmtree(old)
         config, params = load_rounded(ctx, artifact, quantize)

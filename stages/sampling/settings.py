@@ -1,4 +1,4 @@
-"""Settings of stages that sample: which engine, where it is, and what is drawn."""
+"""Settings of stages that sample: the engine, its place, and the completions to draw."""
 
 from __future__ import annotations
 

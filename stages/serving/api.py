@@ -24,6 +24,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": (None, []),
 }
 """Fields of the API that this server does not implement, and the values at which they have no effect."""
+# Accepted without effect: they describe the caller, not the answer.
 IGNORED = ("model", "user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier")
 
 
@@ -56,6 +57,8 @@ class Asked(BaseModel):
     def _only_what_is_offered(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
+        # Before the check for unknown fields: these are known, and refused only where they would have an
+        # effect.
         for name, allowed in NEUTRAL.items():
             if name in values and values[name] not in allowed:
                 raise ValueError(f"{name} is not offered by this server; leave it out")
@@ -64,8 +67,8 @@ class Asked(BaseModel):
     @property
     def strings(self) -> list[str]:
         """The stop strings."""
-        found = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
-        return [s for s in found if s]
+        listed = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+        return [s for s in listed if s]
 
     def sampling(self) -> Any:
         """The engine's sampling settings; null is the default."""
@@ -77,6 +80,7 @@ class Asked(BaseModel):
         return Sampling(
             given(self.temperature, 1.0),
             given(self.top_p, 1.0),
+            # -1 is off, as in vLLM; the engine has 0 for that.
             max(0, given(self.top_k, 0)),
             given(self.min_p, 0.0),
             given(self.repetition_penalty, 1.0),
@@ -84,6 +88,7 @@ class Asked(BaseModel):
 
     def root(self) -> int:
         """The request's seed modulo 2**32, or a random one."""
+        # As in OpenAI's API, answers without a seed differ.
         return int.from_bytes(os.urandom(4), "little") if self.seed is None else self.seed % 2**32
 
 
@@ -149,15 +154,18 @@ class Text:
     def add(self, tokens: list[int], ended: bool) -> str:
         """The text that these tokens complete and that was not returned before."""
         self.tokens += tokens
-        whole = self.decode(self.tokens)
-        at = min((i for i in (whole.find(s) for s in self._strings) if i >= 0), default=None)
+        text = self.decode(self.tokens)
+        at = min((i for i in (text.find(s) for s in self._strings) if i >= 0), default=None)
         if at is not None:
-            whole = whole[:at]
+            text = text[:at]
         elif not ended:
-            whole = whole[: len(whole) - self._hold] if self._hold else whole
-            whole = whole.rstrip("\ufffd")
-        new = whole[len(self.sent) :]
-        self.sent = whole if len(whole) > len(self.sent) else self.sent
+            # The end may be the beginning of a stop string: held back until more tokens decide.
+            text = text[: len(text) - self._hold] if self._hold else text
+            # A character of several tokens decodes to U+FFFD until its last byte is there.
+            text = text.rstrip("\ufffd")
+        new = text[len(self.sent) :]
+        # Decoding more tokens can shorten the text at hand; what was sent stays sent.
+        self.sent = text if len(text) > len(self.sent) else self.sent
         return new
 
 
@@ -195,8 +203,8 @@ def completion_logprobs(
 
 def _by_text(text: Text, row: list[tuple[int, float]]) -> dict[str, float]:
     """Log-probabilities by token text, or by id where two tokens have one text (parts of a character do)."""
-    found: dict[str, float] = {}
+    by_text: dict[str, float] = {}
     for token, logp in row:
         piece = text.piece(token)
-        found[f"token_id:{token}" if piece in found else piece] = logp
-    return found
+        by_text[f"token_id:{token}" if piece in by_text else piece] = logp
+    return by_text

@@ -13,6 +13,7 @@ from stages.serving.settings import Chat, ChatOptions
 
 
 def main() -> None:
+    """Reads the settings, as JSON, from the command line."""
     settings = Chat.model_validate_json(sys.argv[1])
     configure_jax()
     with contextlib.suppress(KeyboardInterrupt):
@@ -26,6 +27,7 @@ def talk(policy: Opened, options: ChatOptions, system_prompt: str | None) -> Non
     from tuning.rollout.requests import Request, Sampling
 
     device = choose()
+    # Few steps at a time: the text appears as it is written.
     limits = Limits(slots=1, context=policy.config.max_positions, chunks=device.chunk_tokens, steps=4)
     engine = policy.engine(limits, device.compute.dtype)
     # An answer as long as the context would leave no room for a question.

@@ -1,4 +1,4 @@
-"""A finished policy outside a run: `rlhf chat` and `rlhf serve` open it here."""
+"""A stored policy outside a run, for `rlhf chat` and `rlhf serve`."""
 
 from __future__ import annotations
 
@@ -62,6 +62,7 @@ def open_policy(place: PolicyPlace) -> Opened:
             f"{place.stage}/{place.key[:12]} gives scores, no tokens; name the node of a policy, such as sft or export"
         )
     scratch = Path(store.scratch) / "opened"
+    # No stage runs: the context serves the functions that load models.
     ctx = Context(
         config=None,
         inputs={},
@@ -72,6 +73,7 @@ def open_policy(place: PolicyPlace) -> Opened:
         log=lambda line: print(line, file=sys.stderr),
         memory={},
     )
+    # An export is a model folder itself; an update has stored weights below `state/`.
     places = [""] if artifact.stage == "export" else [p for p in ("model/", "state/model/") if artifact.has(p)]
     folder = artifact.local(places[0]) if places else None
     config, params = load_policy(ctx, artifact) if folder is None else (read_config(folder), None)

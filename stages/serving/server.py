@@ -95,6 +95,7 @@ class Server:
         fresh, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def notify() -> None:
+            # Called in the engine's thread; asyncio's events belong to the thread of their loop.
             loop.call_soon_threadsafe(fresh.set)
 
         streams: list[Any] = []
@@ -102,8 +103,10 @@ class Server:
         texts: dict[int, Text] = {}
         try:
             for i, prompt in enumerate(prompts):
+                # In a thread: `submit` waits for the step that the engine is in.
                 streams.append(await asyncio.to_thread(self.submit, asked, prompt, max_tokens, i, notify))
             while not all(s.ended for s in streams):
+                # At least once a second, also without an update, to see whether the client has left.
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(fresh.wait(), timeout=1.0)
                 fresh.clear()
@@ -116,11 +119,13 @@ class Server:
                     return
         finally:
             for stream in streams:
+                # A client that left, or an error: the engine must not go on for it.
                 if not stream.ended:
                     stream.cancel()
 
 
 def _next(stream: Any) -> Any:
+    """The next update that is there already; None where none is."""
     try:
         return None if stream.ended else stream.next(timeout=0)
     except queue.Empty:
@@ -176,19 +181,23 @@ def make_app(server: Server) -> Any:
 
 
 class _Completion:
+    """The fields of an answer of /v1/completions."""
+
     kind, whole, prefix = "text_completion", "text_completion", "cmpl"
 
     def __init__(self, top: int | None):
         self.top = top
 
     def choice(self, text: Text, new: str, tokens: list[int], logps: list[float], best: list[Any], at: int) -> Any:
-        found = None if self.top is None else completion_logprobs(text, tokens, logps, best, self.top, at)
-        return {"text": new, "logprobs": found}
+        logprobs = None if self.top is None else completion_logprobs(text, tokens, logps, best, self.top, at)
+        return {"text": new, "logprobs": logprobs}
 
     delta = choice
 
 
 class _Chat:
+    """The fields of an answer of /v1/chat/completions."""
+
     kind, whole, prefix = "chat.completion.chunk", "chat.completion", "chatcmpl"
 
     def __init__(self, logprobs: bool, top: int):
@@ -213,6 +222,7 @@ class _Chat:
 async def _answer(
     server: Server, asked: Asked, prompts: list[list[int]], max_tokens: int | None, http: Any, shape: Any
 ) -> Any:
+    """The answer as one JSON value, or as a stream of events if the request sets `stream`."""
     if (shape.top or 0) > TOP_LOGPROBS:
         raise ValueError(f"at most {TOP_LOGPROBS} of the most probable tokens can be shown, {shape.top} were asked for")
     head = {"id": f"{shape.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": server.name}
@@ -229,9 +239,9 @@ async def _answer(
             ends[choice] = update.completion, text
     choices = []
     for number, (done, text) in sorted(ends.items()):
-        found = shape.choice(text, text.sent, done.tokens, done.logps, done.top, 0)
+        body = shape.choice(text, text.sent, done.tokens, done.logps, done.top, 0)
         ids = {"token_ids": done.tokens} if asked.return_token_ids else {}
-        choices.append(found | ids | {"index": number, "finish_reason": FINISH[done.stop]})
+        choices.append(body | ids | {"index": number, "finish_reason": FINISH[done.stop]})
         used["completion_tokens"] += len(done.tokens)
     used["total_tokens"] = used["prompt_tokens"] + used["completion_tokens"]
     return head | {"object": shape.whole, "choices": choices, "usage": used}
@@ -249,11 +259,12 @@ async def _lines(
 
     async for number, update, text, new in all_chunks():
         used["completion_tokens"] += len(update.tokens)
+        # Where the new part begins in the text.
         at = len(text.sent) - len(new)
-        found = shape.delta(text, new, update.tokens, update.logps, update.top, at)
+        body = shape.delta(text, new, update.tokens, update.logps, update.top, at)
         ids = {"token_ids": update.tokens} if asked.return_token_ids else {}
         stop = FINISH[update.completion.stop] if update.completion else None
-        yield _event(head | {"choices": [found | ids | {"index": number, "finish_reason": stop}]})
+        yield _event(head | {"choices": [body | ids | {"index": number, "finish_reason": stop}]})
     if asked.stream_options and asked.stream_options.include_usage:
         used["total_tokens"] = used["prompt_tokens"] + used["completion_tokens"]
         yield _event(head | {"choices": [], "usage": used})
@@ -265,6 +276,7 @@ def _event(value: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    """Reads the settings, as JSON, from the command line, and serves until a signal."""
     settings = Serve.model_validate_json(sys.argv[1])
     options = settings.options
     configure_jax()
@@ -289,6 +301,7 @@ def main() -> None:
     smaller = {name: getattr(options, name) for name in NATIVE}
     engine = policy.engine(limits, device.compute.dtype, top=TOP_LOGPROBS, **smaller)
     live, context = Live(engine), engine.context
+    # The digest of the trained policy, also for its export: clients know the policy by it.
     exported = artifact.manifest["inputs"]["policy"]["digest"] if artifact.stage == "export" else artifact.digest
     server = Server(live, policy.tokenizer, settings.name, policy.stop_ids, context, exported)
     print(

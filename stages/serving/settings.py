@@ -1,4 +1,4 @@
-"""Settings of the programs that use a finished policy. `rlhf` makes its options of them and passes them as JSON."""
+"""Settings of the programs that use a finished policy. `rlhf` derives its options from them and passes them as JSON."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
     <root>/work/<stage>/<key>/        checkpoints and finished shards of a stage under way
     <root>/damaged/                   artifacts that failed a check, set aside
     <root>/runs/<run>/                what a run did
-    <root>/leases/                    who is making what
+    <root>/leases/                    which process makes which artifact
 
 An artifact exists when its manifest does. Files below `state/` (weights that can be replayed,
 optimizer moments) and `logs/` (timings) are stored and checked, but are no part of the content
@@ -35,10 +35,11 @@ NOT_CONTENT = ("state/", "logs/")
 
 
 class ArtifactError(RuntimeError):
-    """An artifact that is missing, damaged or not what was asked for."""
+    """An artifact that is missing or damaged, or lacks the requested part."""
 
 
 def sha256_file(path: Path) -> str:
+    """SHA-256 (hex) of a file's content."""
     with path.open("rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
@@ -88,6 +89,7 @@ class Artifact:
         return self.digest if parts == ("",) else content_digest(self.manifest["files"], parts)
 
     def has(self, part: str) -> bool:
+        """Whether the artifact has a file whose path begins with `part`."""
         return any(f["path"].startswith(part) for f in self.manifest["files"])
 
     def local(self, part: str = "") -> Path:
@@ -114,6 +116,7 @@ class Store:
         self.scratch = Path(self.root) if self.is_local else Path(scratch or default)
 
     def join(self, *parts: str) -> str:
+        """A path below the root, as the file system takes it."""
         return "/".join((self.root, *parts))
 
     # -- reading ---------------------------------------------------------------------------
@@ -142,11 +145,11 @@ class Store:
 
     def _sizes_fault(self, artifact: Artifact) -> str | None:
         # One listing: a request for each file would make a hit slow on an object store.
-        found = {
+        sizes = {
             path[len(artifact.url) + 1 :]: i["size"] for path, i in self.fs.find(artifact.url, detail=True).items()
         }
         for f in artifact.manifest["files"]:
-            size = found.get(f["path"])
+            size = sizes.get(f["path"])
             if size is None:
                 return f"{f['path']} is missing"
             if size != f["size"]:
@@ -160,9 +163,9 @@ class Store:
             return fault
         for f in artifact.manifest["files"]:
             with self.fs.open(f"{artifact.url}/{f['path']}", "rb") as data:
-                found = hashlib.file_digest(data, "sha256").hexdigest()
-            if found != f["sha256"]:
-                return f"{f['path']} has checksum {found[:12]}, the manifest says {f['sha256'][:12]}"
+                checksum = hashlib.file_digest(data, "sha256").hexdigest()
+            if checksum != f["sha256"]:
+                return f"{f['path']} has checksum {checksum[:12]}, the manifest says {f['sha256'][:12]}"
         return None
 
     def set_aside(self, stage: str, key: str) -> str:
@@ -181,8 +184,8 @@ class Store:
 
     def all_keys(self) -> list[tuple[str, str]]:
         """(stage, key) of everything in the store that has a manifest."""
-        found = sorted(self.fs.glob(self.join("artifacts", "*", "*", MANIFEST)))
-        return [(stage, key) for stage, key in (path.split("/")[-3:-1] for path in found)]
+        paths = sorted(self.fs.glob(self.join("artifacts", "*", "*", MANIFEST)))
+        return [(stage, key) for stage, key in (path.split("/")[-3:-1] for path in paths)]
 
     def fetch(self, artifact: Artifact, part: str = "") -> Path:
         """Downloads the files below `part` to scratch (complete files only) and returns the local path."""
@@ -233,6 +236,7 @@ class Store:
         for f in files:
             destination = f"{target}/{f['path']}"
             if self.is_local:
+                # A rename: the work folder of a local store is on its file system.
                 os.replace(folder / f["path"], destination)
             else:
                 self.fs.put_file(str(folder / f["path"]), destination)
@@ -257,6 +261,7 @@ class Store:
             raise ArtifactError(f"{self.join(*parts)} is not JSON ({e}); move it away and run again") from e
 
     def write_json(self, value: Any, *parts: str) -> None:
+        """As `write_bytes`, with a JSON value."""
         self.write_bytes(json.dumps(value, indent=1, ensure_ascii=False).encode(), *parts)
 
     def write_bytes(self, data: bytes, *parts: str) -> None:

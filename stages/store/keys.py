@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+# Marks, in the JSON schema of a model, a field that stays out of the key.
 EXECUTION: dict[str, Any] = {"execution": True}
 
 
@@ -80,6 +81,7 @@ def _content(value: Any) -> Any:
 
 def derive_seed(root: int, *names: str | int) -> int:
     """A 32-bit seed for one purpose, from the run's seed and names: order and number of other seeds do not matter."""
+    # Eight hex digits are 32 bits.
     return int(digest([root, *names])[:8], 16)
 
 

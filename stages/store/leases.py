@@ -22,6 +22,8 @@ from typing import Any
 
 from stages.store.artifacts import ArtifactError, Store
 
+# A holder writes a beat; without one for DEAD_AFTER_SECONDS a lease of another host is stale. SETTLE_SECONDS is
+# longer than a process usually takes from seeing a stale lease to removing it.
 BEAT_SECONDS = 5.0
 DEAD_AFTER_SECONDS = 30.0
 POLL_SECONDS = 1.0
@@ -32,11 +34,14 @@ def _started(pid: int) -> float | None:
     """Start time of a process of this host in clock ticks; 0 where the system does not say, None if it has ended."""
     try:
         with open(f"/proc/{pid}/stat") as f:
+            # The command, in brackets, may hold spaces and brackets. Behind it the first field is the state and
+            # the twentieth the start time (proc(5), fields 3 and 22).
             fields = f.read().rsplit(")", 1)[1].split()
         return None if fields[0] in "ZX" else float(fields[19])
     except (OSError, ValueError, IndexError):
         pass
     try:
+        # Without /proc: signal 0 only asks whether the process exists.
         os.kill(pid, 0)
     except ProcessLookupError:
         return None
@@ -65,6 +70,7 @@ def lease(store: Store, stage: str, key: str, on_wait: Callable[[str], None]) ->
     announced = False
     while not _create(store, path, token):
         holder = _holder(store, name)
+        # Released in between: try again at once.
         if holder is None:
             continue
         if _dead(holder):
@@ -113,6 +119,7 @@ def is_gone(process: dict[str, Any]) -> bool | None:
     if process["host"] != _host():
         return None
     started = _started(process["pid"])
+    # A process id may be in use again: the start times differ then.
     return started is None or abs(started - process["started"]) >= 1
 
 
@@ -131,6 +138,7 @@ def _holder(store: Store, name: str) -> dict[str, Any] | None:
 def _create(store: Store, path: str, token: str) -> bool:
     """Creates the lease in one atomic step; False where there is one already."""
     try:
+        # A link appears with its content; a file that is opened is empty at first, and could be read so.
         if store.is_local and _link(path, _record(token)):
             return True
         with store.fs.open(path, "xb") as f:

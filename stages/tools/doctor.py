@@ -9,6 +9,7 @@ from stages.contract.fingerprint import library_versions
 
 
 def main() -> None:
+    """Prints the table; see the module."""
     from tuning.device import choose
     from tuning.rollout.engine.cpu.kernels import build
 

@@ -35,13 +35,13 @@ def main() -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
-    found = {}
+    results = {}
     for dtype in ("float64", "float32"):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
         with torch.no_grad():
             theirs = [model(torch.tensor([ids])).logits[0].numpy() for ids in prompts]
-        found[dtype] = differences(own_logits(folder, prompts, dtype), theirs)
-    (exact, _), (rounding, relative) = found["float64"], found["float32"]
+        results[dtype] = differences(own_logits(folder, prompts, dtype), theirs)
+    (exact, _), (rounding, relative) = results["float64"], results["float32"]
     print(f"{len(PROMPTS)} prompts: largest difference of logits in float64 {exact:.2e} (allowed {EXACT:.0e})")
     print(f"in float32 {rounding:.2e}, of the largest logit {relative:.2e} (allowed {ROUNDING:.0e})")
     sys.exit(0 if exact <= EXACT and relative <= ROUNDING else 1)
@@ -51,6 +51,7 @@ def own_logits(folder: Path, prompts: list[list[int]], dtype: str) -> list[Any]:
     """Logits [tokens, V] of each prompt by this project's decoder."""
     import jax
 
+    # Before any array is made: float64 would silently become float32.
     jax.config.update("jax_enable_x64", True)
 
     import jax.numpy as jnp
@@ -73,6 +74,7 @@ def own_logits(folder: Path, prompts: list[list[int]], dtype: str) -> list[Any]:
         hidden, _ = decoder(tokens_BL, positions, attention, dtype=jnp.dtype(dtype))
         return decoder.logits(hidden)
 
+    # One width, one compilation. Padding at the end changes nothing before it: attention is causal.
     width = max(len(ids) for ids in prompts)
     return [np.asarray(logits(params, jnp.asarray([ids + [0] * (width - len(ids))])))[0, : len(ids)] for ids in prompts]
 

@@ -1,4 +1,4 @@
-"""Training of an adapter where a stage's settings ask for one, and of all parameters where they do not.
+"""Training of an adapter, or of all parameters, as a stage's settings have it.
 
 A stage with an adapter keeps it under `adapter/`, as PEFT loads it, beside the merged model that later stages read.
 """
@@ -42,7 +42,7 @@ def fit(
     role: Role = "decoder",
     frozen: Any = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """As `training.fit`, with an adapter where `config.lora` asks for one; returns dense parameters either way.
+    """As `training.fit`, with an adapter if `config.lora` is set; returns dense parameters either way.
 
     `model` is the DecoderConfig of `params`. The task's loss and columns see a tuned model in place of parameters,
     its `sample` gets merged ones.
@@ -74,17 +74,18 @@ def _flops(task: Task, model: Any, role: Role, config: Any) -> Callable[[list[An
     """FLOPs of a step on groups: forward and backward through the policy, and what the task computes beside it."""
     from tuning.training.speed import ADAPTER, FULL, forward_flops
 
+    # A frozen kernel gets no gradient of its own.
     times = FULL if config.lora is None else ADAPTER
     return lambda groups: times * forward_flops(model, groups, head=role == "decoder") + task.flops(groups)
 
 
 def name_of(artifact: Artifact) -> str:
-    """What an adapter calls the model below it: an artifact of the store, by content."""
+    """The name of an artifact in the config of an adapter over it: stage and digest."""
     return f"{artifact.stage}-{artifact.digest[:12]}"
 
 
 def based(ctx: Context, digest: str, role: Role, load: Callable[[], tuple[Any, Any]], config: Any) -> Base:
-    """The frozen part under the adapters that `config.lora` asks for, kept in the worker's memory.
+    """The frozen part under the adapters of `config.lora`, kept in the worker's memory.
 
     `load` gives (DecoderConfig, dense parameters) of the artifact with this digest.
     """
@@ -96,12 +97,13 @@ def based(ctx: Context, digest: str, role: Role, load: Callable[[], tuple[Any, A
     name = f"frozen:{digest}:{lora.quantize}:{dtype}"
     frozen = recall(ctx, name)
     if frozen is None:
+        # Only the frozen half is used, which no seed changes.
         frozen = remember(ctx, name, tune(model, role, params, lora, seed=0, dtype=dtype)[1])
     return Base(tuned_graph(model, role, lora), frozen)
 
 
 def sizes(trainable: Any, frozen: Any) -> dict[str, int]:
-    """Numbers of the manifest: parameters that are trained, bytes of those that are not."""
+    """Metrics of the manifest: number of trained parameters, bytes of frozen ones."""
     import jax
 
     return {

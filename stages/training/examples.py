@@ -1,4 +1,4 @@
-"""What the stages that train on a table of examples read: completions, pairs, and completions with a label."""
+"""Tables of examples to train on: completions, pairs, and completions with a label."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class Table:
         from tuning.data.reading import read_examples
 
         self._paths = sorted(data.local(f"{part}/").glob("*.parquet"))
+        # All rows; `part` narrows them.
         self._rows = slice(None)
         ctx.work.mkdir(parents=True, exist_ok=True)
         completions = COMPLETIONS.get(part.removeprefix("heldout_"), ("completion",))

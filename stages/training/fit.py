@@ -22,7 +22,7 @@ SHAPE_STEPS = 32
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a stage trains on, and by which loss."""
+    """The examples that a stage trains on, and the loss."""
 
     make_loss: Callable[[Compute], LossFn]
     """Compute choices -> loss function of `tuning.training.step`; the batch holds `n_tokens` and `n_groups`."""
@@ -40,15 +40,15 @@ class Task:
     tokens_per_step: int | None = None
     """Tokens of a step, in place of a number of examples."""
     longest: int = 0
-    """Tokens of a completion for which there must be room, where the model writes some."""
+    """Longest completion in tokens that the model itself may write; 0: it writes none."""
     largest: int = 0
-    """Tokens of a group for which there must be room, likewise."""
+    """Largest group in tokens with such completions."""
 
 
 def fit(ctx: Context, task: Task, params: Any, config: Fitted, frozen: Any = None) -> tuple[Any, dict[str, Any]]:
     """Trains a copy of `params`; resumes from the newest checkpoint in `ctx.work`.
 
-    `frozen` is handed to the loss as it is. Returns the parameters and the manifest's metrics. Raises ValueError where
+    `frozen` is passed to the loss unchanged. Returns the parameters and the manifest's metrics. Raises ValueError where
     there are no examples.
     """
     from tuning.training.checkpoint import Checkpoints
@@ -61,6 +61,7 @@ def fit(ctx: Context, task: Task, params: Any, config: Fitted, frozen: Any = Non
         first = loop.resume(checkpoints)
         for step in range(first, loop.total):
             loop.train(step)
+            # None after the last step: the artifact follows at once.
             if (step + 1) % config.checkpoint_every == 0 and step + 1 < loop.total:
                 checkpoints.save(step + 1, loop.state, {"step": step + 1, "lines": loop.lines})
     finally:
@@ -70,7 +71,7 @@ def fit(ctx: Context, task: Task, params: Any, config: Fitted, frozen: Any = Non
 
 
 class _Loop:
-    """Training under way: how examples fall into micro-batches, and the state that steps change."""
+    """Training in progress: the layout of micro-batches, and the state that steps change."""
 
     def __init__(self, ctx: Context, task: Task, config: Fitted, params: Any, frozen: Any):
         from tuning.data.reading import Steps
@@ -86,6 +87,7 @@ class _Loop:
         per_step = None if task.tokens_per_step else config.examples_per_step
         self.steps = Steps(table.sizes_N, config.epochs, ctx.seed, per_step, task.tokens_per_step)
         self.total = len(self.steps)
+        # The number of steps is known, so a schedule ends with the last of them.
         optimizer = optimizer_of(config.optimizer, self.total)
         self.mesh = over_devices(config.compute.mesh)
         self.step_fn = make_step(task.make_loss(device.compute), optimizer, config.optimizer.max_skipped, self.mesh)
@@ -97,6 +99,7 @@ class _Loop:
         # One layout serves all steps, so that each program compiles once; the first steps stand for the rest.
         self.layout = choose_rows([self.groups(s) for s in range(min(self.total, SHAPE_STEPS))], budget, largest)
 
+        # A copy: the step donates its arrays, and those of the worker's memory are needed again.
         params, self.frozen = put_params(copy(params), self.mesh), put_params(frozen, self.mesh)
         self.state: tuple[Any, Any] = params, init_state(optimizer, params, self.mesh)
         self.lines: list[dict[str, Any]] = []
@@ -120,6 +123,7 @@ class _Loop:
             return 0
         self.state, position = restored
         first: int = position["step"]
+        # The log of a resumed stage has the steps before the kill too.
         self.lines = position["lines"]
         for line in self.lines:
             self.ctx.metrics_line(**line)
@@ -131,6 +135,7 @@ class _Loop:
         task = self.task
         groups = self.groups(step)
         if task.sample is not None:
+            # With the parameters of this step: on policy.
             groups = task.sample(self.state[0], step, groups)
         params, opt_state, sums = self.step_fn(*self.state, self.batches(step, groups), self.frozen)
         self.state = params, opt_state
@@ -153,5 +158,6 @@ class _Loop:
         batches = counted(groups, packed)
         if self.task.columns is None:
             return batches
+        # Before the update: columns may come from the parameters, as KTO's reference point does.
         more = self.task.columns(self.state[0], self.steps[step], packed)
         return [a | b for a, b in zip(batches, more, strict=True)]

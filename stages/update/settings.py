@@ -1,4 +1,4 @@
-"""Settings of the stage `update`: those of a round in the core, and what concerns the recipe around it."""
+"""Settings of the stage `update`: those of a round in the core, and those of the recipe around it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Config(Trained, core.RoundSettings):  # type: ignore[misc]
 
 
 def aggregation_of(values: dict[str, Any]) -> Any:
-    """The aggregation that settings as they are written come to."""
+    """The aggregation of settings as written in a recipe, by themselves or by the algorithm's presets."""
     name = values.get("algorithm")
     presets = registry.presets(name) if isinstance(name, str) else {}
     return values.get("aggregation", presets.get("aggregation"))

@@ -1,7 +1,7 @@
 """One round's policy update from scored rollouts.
 
 The artifact's content is `policy.json`, the fingerprint of the new policy. Weights and optimizer are stored under
-`state/` where `checkpoint_every` asks for them; `stages.update.state` rebuilds the policies between.
+`state/` every `checkpoint_every` rounds; `stages.update.state` rebuilds the policies between.
 
 With `lora` the rounds train one adapter over the policy before the first of them, and PPO's critic is one over the
 reward model. An adapter is small: every round keeps it, as content under `adapter/` and with its moments in `state/`.
@@ -43,6 +43,7 @@ def loads(config: Config) -> tuple[str, ...]:
 
 
 def run(ctx: Context) -> dict[str, Any]:
+    """Writes `policy.json`, and the adapter and state where they are stored; returns the round's metrics."""
     from tuning.models.peft import save_adapter
 
     state, metrics = _advance(ctx)
@@ -72,6 +73,7 @@ def _advance(ctx: Context) -> tuple[State, dict[str, Any]]:
     config: Config = ctx.config
     parent = ctx.inputs["policy"]
     data, refills = _rollouts(ctx)
+    # A first round, or one with another adapter, begins with new optimizers.
     if states.continues(config, parent):
         state = states.state_after(ctx, parent, _advance)
     else:
@@ -121,7 +123,7 @@ def _coefficients(config: Config, parent: Artifact) -> Coefficients | None:
 
 
 def _rollouts(ctx: Context) -> tuple[RoundData, dict[str, Any]]:
-    """The round's scored rollouts, those of its refills behind them, and what became of each prompt."""
+    """The round's scored rollouts, those of its refills behind them, and counts of prompts by fate."""
     from tuning.algorithms.round_data import RoundData
 
     config: Config = ctx.config

@@ -1,4 +1,4 @@
-"""The state that rounds of updates hand on: what it is, where it is stored, and how it is rebuilt.
+"""The state that one round's update passes to the next: its content, its places, and its replay.
 
     after a round     in the worker's memory: `decoder:DIGEST` and `trainer:DIGEST`
     checkpoint_every  stored below `state/`: the model and the learners' arrays
@@ -91,6 +91,7 @@ def save(ctx: Context, state: State) -> None:
 def state_after(ctx: Context, artifact: Artifact, advance: Advance) -> State:
     """The training state after the update `artifact`: kept in memory, stored, or replayed by `advance`."""
     kept, trainer = recall(ctx, f"decoder:{artifact.digest}"), recall(ctx, f"trainer:{artifact.digest}")
+    # Memory may have dropped either of them alone.
     if kept is not None and trainer is not None:
         return State(kept[0], kept[1], *trainer)
     own = _context_of(ctx, artifact)
@@ -125,6 +126,7 @@ def fresh(ctx: Context, config: DecoderConfig, params: Any) -> State:
 
 def continues(config: Config, artifact: Artifact) -> bool:
     """Whether an update of `config` goes on with the trainer of `artifact`, and not afresh from its policy."""
+    # As JSON: the manifest holds settings in that form.
     return artifact.stage == NAME and artifact.manifest["config"].get("lora") == config.model_dump(mode="json")["lora"]
 
 
@@ -173,6 +175,7 @@ def _load(own: Context, artifact: Artifact) -> State:
     folder: Path = artifact.local("state/")
     if own.config.lora is None:
         config, params = load_decoder(folder / "model")
+        # A fresh state gives the structure to read into; its values are replaced.
         return State(config, params, *load_tree(folder / "trainer", fresh(own, config, params).trainer))
     start = load_policy(own, start_of(own.config, artifact))
     trainer = load_tree(folder / "trainer", fresh(own, *start).trainer)
@@ -186,6 +189,7 @@ def _replay(ctx: Context, own: Context, artifact: Artifact, advance: Advance) ->
     try:
         state, _ = advance(own)
     finally:
+        # The replay writes metrics to a folder of its own, below the work folder.
         own.close()
     wanted = json.loads(artifact.local("policy.json").read_text())["fingerprint"]
     rebuilt = fingerprint_of(state)

@@ -1,4 +1,4 @@
-"""The parent's side of the worker: starts it when first needed, sends requests, watches it live and die."""
+"""The parent's side of the worker: starts it when first needed, sends requests, and reports its death."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from typing import Any, TextIO
 
 from stages.worker.protocol import Done, Event, Failed, Heartbeat, Report, Request, parse_event
 
+# A worker sends a heartbeat every two seconds: after this time without one it counts as hung.
 SILENCE_SECONDS = 600.0
+# For glibc's allocator: transparent huge pages by madvise.
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 
@@ -28,6 +30,7 @@ def worker_environment() -> dict[str, str]:
     Linux with glibc 2.35 and newer; other systems ignore the setting.
     """
     tunables = os.environ.get("GLIBC_TUNABLES", "")
+    # What the user has set stays.
     if "glibc.malloc.hugetlb" in tunables:
         return dict(os.environ)
     return os.environ | {"GLIBC_TUNABLES": f"{tunables}:{HUGE_PAGES}".strip(":")}
@@ -54,6 +57,7 @@ class Worker:
 
     @property
     def pid(self) -> int | None:
+        """The process id of the running or last worker; None before the first."""
         return self._process.pid if self._process is not None else None
 
     def _start(self) -> None:
@@ -62,6 +66,8 @@ class Worker:
         event_read, event_write = os.pipe()
         command = [sys.executable, "-m", "stages.worker.process", "--parent", str(os.getpid())]
         command += ["--requests", str(request_read), "--events", str(event_write)]
+        # The kernel's signal follows the thread that starts the worker, and only the main one lives as long as
+        # the process.
         if threading.current_thread() is threading.main_thread():
             command.append("--kernel-watches-parent")
         with self.log.open("ab") as log:
@@ -73,6 +79,7 @@ class Worker:
                 pass_fds=(request_read, event_write),
                 env=worker_environment(),
             )
+        # The worker has these ends. An event pipe still open for writing here would hide its death.
         os.close(request_read)
         os.close(event_write)
         self._requests = os.fdopen(request_write, "w")
@@ -83,7 +90,7 @@ class Worker:
     def run(self, request: Request, on_event: Callable[[Report], None]) -> dict[str, Any]:
         """Runs one stage and returns its manifest.
 
-        on_event: gets progress and log lines as they come. Raises StageFailed with the stage's own error,
+        on_event: called with each progress report and log line. Raises StageFailed with the stage's own error,
         WorkerDied when the process ends, or sends nothing for SILENCE_SECONDS.
         """
         if self._process is None or self._process.poll() is not None:
@@ -112,11 +119,13 @@ class Worker:
             raise
 
     def _next_event(self) -> Event:
+        """Waits for an event. Raises EOFError where the worker has ended, or is silent for too long and was killed."""
         deadline = time.monotonic() + SILENCE_SECONDS
         while b"\n" not in self._buffer:
             ready, _, _ = select.select([self._events], [], [], 1.0)
             if ready:
                 chunk = os.read(self._events, 1 << 16)
+                # End of file: the worker has closed its end, which it does only by ending.
                 if not chunk:
                     raise EOFError
                 self._buffer += chunk
@@ -127,6 +136,7 @@ class Worker:
         return parse_event(line)
 
     def _obituary(self, request: Request) -> str:
+        """What ended the worker, what is kept, and the last lines of its log."""
         assert self._process is not None
         try:
             code = self._process.wait(timeout=10)
@@ -150,6 +160,7 @@ class Worker:
         )
 
     def kill(self) -> None:
+        """Ends the worker at once; its stage can resume from the work folder."""
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()

@@ -39,10 +39,12 @@ def die_with_parent(parent: int, kernel: bool) -> None:
     therefore be set only where that thread is the parent's main thread.
     """
     if kernel and sys.platform == "linux":
+        # PR_SET_PDEATHSIG of <sys/prctl.h>.
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
     def watch() -> None:
+        # An orphan gets another parent.
         while os.getppid() == parent:
             time.sleep(PARENT_SECONDS)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -58,6 +60,7 @@ class Events:
         self._lock = threading.Lock()
 
     def send(self, event: Event) -> None:
+        """Writes one event; it is sent when this returns."""
         with self._lock:
             self._stream.write(event_line(event))
             self._stream.flush()
@@ -72,6 +75,7 @@ def run_request(request: Request, memory: dict[str, Any], events: Events) -> dic
 
     store = Store(request.store)
     stage = find_stage(request.stage)
+    # Through JSON: strict models take lists and numbers as JSON has them.
     config = stage.config.model_validate_json(json.dumps(request.config))
     inputs = _inputs(store, request)
     # A forced run starts from nothing: partial work of an unforced one must not leak into it.
@@ -79,6 +83,7 @@ def run_request(request: Request, memory: dict[str, Any], events: Events) -> dic
     folder = WorkFolder(store, request.stage, work_key)
     work = folder.open()
     out = work / "out"
+    # Output of a killed try: what can be used again is beside it.
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     started = time.time()
@@ -152,6 +157,7 @@ def _context(
 
 
 def _device() -> str:
+    """The device of the manifest; `none` for stages that do not load JAX."""
     jax = sys.modules.get("jax")
     if jax is None:
         return "none"
@@ -187,6 +193,7 @@ def main() -> None:
             traceback.print_exc()
             sys.stderr.flush()
             events.send(Failed(f"{type(e).__name__}: {e}", traceback.format_exc()))
+            # SystemExit and the like: reported, and then the worker ends.
             if not isinstance(e, Exception):
                 raise
 

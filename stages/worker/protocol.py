@@ -1,4 +1,4 @@
-"""What the parent and its worker say to each other: a request down one pipe, events up another, a JSON line each.
+"""The protocol of parent and worker: requests through one pipe, events through another, a JSON line each.
 
 parent                                worker
   Request            ---------->        one stage at a time
@@ -54,7 +54,7 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True)
 class Log:
-    """One line for people."""
+    """One line for the console and the log."""
 
     line: str
 

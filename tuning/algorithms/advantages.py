@@ -42,6 +42,7 @@ def _flat(
             raise ValueError(f"rewards of shape {rewards.shape} need group_ids; only [P, G] goes without")
         group_ids = np.repeat(np.arange(rewards.shape[0]), rewards.shape[1])
     if isinstance(group_ids, jax.core.Tracer):
+        # Under jit the number of groups is not known: at most one a sample, which is the `size`.
         _, groups = jnp.unique(group_ids.reshape(-1), return_inverse=True, size=group_ids.size)
         groups = groups.reshape(-1)
     else:
@@ -52,10 +53,12 @@ def _flat(
 
 
 def _group_sum(x_B: jax.Array, groups_B: jax.Array) -> jax.Array:
+    """The sum over each sample's group, [B]. As many segments as samples: a shape that jit knows."""
     return jax.ops.segment_sum(x_B, groups_B, num_segments=x_B.shape[0])[groups_B]
 
 
 def _group_max(x_B: jax.Array, groups_B: jax.Array, keep_B: jax.Array) -> jax.Array:
+    """The maximum over the kept samples of each sample's group, [B]; -inf where the group has none."""
     return jax.ops.segment_max(masked(x_B, keep_B, -jnp.inf), groups_B, num_segments=x_B.shape[0])[groups_B]
 
 
@@ -68,6 +71,7 @@ def _group_mean_std(
     """
     n = _group_sum(keep.astype(rewards.dtype), groups)
     mean = _group_sum(rewards, groups) / jnp.maximum(n, 1)
+    # max == min, by -max(-r).
     equal = _group_max(rewards, groups, keep) == -_group_max(-rewards, groups, keep)
     deviation = jnp.where(keep & ~equal, rewards - mean, 0)
     std = jnp.sqrt(_group_sum(deviation**2, groups) / jnp.maximum(n - ddof, 1))
@@ -75,6 +79,7 @@ def _group_mean_std(
 
 
 def _batch_std(x_B: jax.Array, keep_B: jax.Array, ddof: int) -> jax.Array:
+    """Standard deviation of the kept values, a scalar; 0 for n <= ddof."""
     n = keep_B.sum()
     mean = masked(x_B, keep_B).sum() / jnp.maximum(n, 1)
     return jnp.sqrt(masked((x_B - mean) ** 2, keep_B).sum() / jnp.maximum(n - ddof, 1))
@@ -99,6 +104,7 @@ def group_advantages(
     r, groups, keep = _flat(rewards, group_ids, valid)
     _, advantages, std, n = _group_mean_std(r, groups, keep, ddof)
     if singleton == "reward":
+        # A lone sample has no spread: 1 in its place leaves the raw reward.
         advantages, std = jnp.where(n == 1, r, advantages), jnp.where(n == 1, 1, std)
     match normalisation:
         case "std":
@@ -126,6 +132,7 @@ def rloo_advantages(
     """
     r, groups, keep = _flat(rewards if reward_clip is None else jnp.clip(rewards, *reward_clip), group_ids, valid)
     _, deviation, _, n = _group_mean_std(r, groups, keep, 1)
+    # r - mean of the others = (r - mean) n / (n - 1): no sum of each sample's others.
     advantages = deviation * n / jnp.maximum(n - 1, 1)
     if singleton == "reward":
         advantages = jnp.where(n == 1, r, advantages)
@@ -194,6 +201,7 @@ def gpg_advantages(
 ) -> jax.Array:
     """GPG (arXiv:2504.02546): alpha (r - mean_group) / f_norm, alpha = samples / samples of non-zero reward."""
     r, _, keep = _flat(rewards, group_ids, valid)
+    # Invalid samples have reward 0 (`_flat`), so neither count has them.
     alpha = keep.sum() / jnp.maximum((r != 0).sum(), 1)
     centred = group_advantages(rewards, group_ids, normalisation="none", valid=valid, singleton=singleton)
     return alpha * centred / f_norm
@@ -213,8 +221,10 @@ def passk_advantages(
     _, _, std, n = _group_mean_std(r, groups, keep, ddof)
     is_best = keep & (r == _group_max(r, groups, keep))
     others = keep & ~is_best
+    # Without others the maximum is -inf and the lead infinite; `unique` leaves those out.
     lead = r - _group_max(r, groups, others)
     # A tie at the top has no lead, and so has a group of one.
     unique = (_group_sum(is_best.astype(r.dtype), groups) == 1) & (n > 1)
+    # Each of the others could be left out and the maximum would be the same: credit 0.
     advantages = jnp.where(is_best & unique, lead, 0)
     return (advantages / (std + eps) if normalisation == "std" else advantages).reshape(rewards.shape)

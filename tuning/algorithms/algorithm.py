@@ -23,7 +23,7 @@ from tuning.losses.rewards import sequence_rewards, token_rewards
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """The scored rollouts of a round on the host, as advantages are made from them."""
+    """The scored rollouts of a round on the host: the input of `Algorithm.advantages`."""
 
     totals_N: np.ndarray
     """Reward of each completion, 0 where it is not valid."""
@@ -34,7 +34,7 @@ class Scored:
     mask_NT: np.ndarray
     """1 on tokens of valid completions, all groups included."""
     penalty_NT: np.ndarray
-    """The KL in the reward with its weight, to be subtracted; 0 where none is asked for."""
+    """The KL to subtract from the reward, weighted; 0 without one."""
     greedy_N: np.ndarray | None = None
     """Reward of the greedy completion of the same prompt."""
 
@@ -52,7 +52,7 @@ class Scored:
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """A micro-batch as a surrogate sees it, all [C, T]; `ref_CT` is there where a reference takes part."""
+    """The arrays of a micro-batch that a surrogate reads, all [C, T]; `ref_CT` is None without a reference."""
 
     logps_CT: jax.Array
     old_CT: jax.Array
@@ -78,12 +78,13 @@ class Algorithm:
 def find(objective: Objective) -> Algorithm:
     """The objective's algorithm: built in, or what the user's `module:function` returns for the objective.
 
-    Raises ValueError for a name that is not there, or a function that returns something else.
+    Raises ValueError for an unknown name, or a function that returns something else.
     """
     entry = registry.find(objective.algorithm)
     module, _, function = objective.algorithm.partition(":")
     place = f"tuning.algorithms.{entry.module}" if entry else module
     try:
+        # By name: the modules of algorithms import this one, and a round needs one of them.
         make = getattr(importlib.import_module(place), "algorithm" if entry else function)
     except (ImportError, AttributeError) as e:
         raise ValueError(f"algorithm {objective.algorithm!r}: {e}") from e

@@ -16,7 +16,7 @@ from tuning.losses.policy import Metrics, cispo
 
 
 def algorithm(objective: Objective) -> Algorithm:
-    """Weights lie within 1 - clip_low and 1 + clip_high; clip_low 1 is no lower bound."""
+    """CISPO with weights between 1 - clip_low and 1 + clip_high; with clip_low 1 there is no lower bound."""
 
     def surrogate(t: Terms) -> tuple[jax.Array, Metrics]:
         low = 1 - objective.clip_low

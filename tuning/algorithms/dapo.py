@@ -16,4 +16,5 @@ from tuning.algorithms.settings import Objective
 
 
 def algorithm(objective: Objective) -> Algorithm:
+    """The same as GRPO; the presets make the difference."""
     return Algorithm(group_relative(objective.normalisation), clipped(objective))

@@ -27,12 +27,14 @@ def summarise(sums: Mapping[str, float]) -> dict[str, float]:
         "mismatch_kl": sums["old_mismatch_k3"] / n,
         "effective_sample_size": effective_sample_size(sums["old_weight"], sums["old_weight_sq"]) / n,
     }
+    # Present only for losses that have such a clip.
     shares = {"clip_low": "clip_low", "clip_high": "clip_high", "dual_clip": "clip_dual"}
     means |= {name: sums[key] / n for key, name in shares.items() if key in sums}
     if "clip_low" in sums and "clip_high" in sums:
         means["clip_fraction"] = (sums["clip_low"] + sums["clip_high"]) / n
     if "ref_kl" in sums:
         means["kl"] = sums["ref_kl"] / n
+    # Quantiles do not add up over micro-batches; counts in bins do.
     bins = [sums[f"ratio_bin_{i:02d}"] for i in range(len(RATIO_EDGES) + 1)]
     return means | {name: ratio_quantile(bins, share) for name, share in QUANTILES.items()}
 
@@ -43,11 +45,13 @@ def pass_histogram(totals_N: np.ndarray, groups_N: np.ndarray, valid_N: np.ndarr
     totals = totals_N[valid_N]
     if not len(totals):
         return counts
+    # The midpoint: rewards need not be 0 and 1.
     middle = (totals.min() + totals.max()) / 2
     for group in np.unique(groups_N):
-        mine = totals_N[(groups_N == group) & valid_N]
-        if len(mine):
-            counts[min(bins - 1, int((mine > middle).mean() * bins))] += 1
+        totals_of_group = totals_N[(groups_N == group) & valid_N]
+        if len(totals_of_group):
+            # A share of 1 belongs to the last bin.
+            counts[min(bins - 1, int((totals_of_group > middle).mean() * bins))] += 1
     return counts
 
 
@@ -76,6 +80,7 @@ class Coefficients:
                 n_steps=metrics["completions"],
             )
         if objective.entropy_target is not None and "entropy" in metrics:
+            # A fixed step up or down, as the paper has it: no gain to tune.
             below = metrics["entropy"] < objective.entropy_target
             entropy = max(0.0, entropy + (settings.entropy_step if below else -settings.entropy_step))
         return Coefficients(scale, entropy)

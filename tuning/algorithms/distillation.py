@@ -25,11 +25,13 @@ def divergences(
 ) -> jax.Array:
     """Divergence at every completion token, [C, T]; 0 where masked. `graphs`: of student and teacher."""
     hidden, head, softcap = response_hidden(graphs[0], student, batch, compute)
-    taught, teacher_head, teacher_softcap = response_hidden(graphs[1], jax.lax.stop_gradient(teacher), batch, compute)
+    teacher_hidden, teacher_head, teacher_softcap = response_hidden(
+        graphs[1], jax.lax.stop_gradient(teacher), batch, compute
+    )
     values = token_divergences(
         hidden.reshape(-1, hidden.shape[-1]),
         head,
-        taught.reshape(-1, taught.shape[-1]),
+        teacher_hidden.reshape(-1, teacher_hidden.shape[-1]),
         teacher_head,
         beta=beta,
         temperature=temperature,
@@ -45,6 +47,7 @@ def distillation_loss(graphs: tuple[Any, Any], beta: float, temperature: float, 
     def loss(params: Any, batch: dict[str, jax.Array], frozen: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         values = divergences(graphs, params, frozen, batch, beta, temperature, compute)
         mask = batch["mask_CT"]
+        # A token mean reads no number of sequences.
         value = aggregate(values, mask, "token-mean", n_tokens=batch["n_tokens"], n_sequences=jnp.ones(()))
         return value, {"divergence": jnp.sum(values), "tokens": jnp.sum(mask)}
 

@@ -18,6 +18,8 @@ from tuning.losses.policy_variants import dppo
 
 
 def algorithm(objective: Objective) -> Algorithm:
+    """DPPO by total variation, or as `dppo-kl` by the KL."""
+
     def surrogate(t: Terms) -> tuple[jax.Array, Metrics]:
         return dppo(
             t.logps_CT,

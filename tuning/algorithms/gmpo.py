@@ -16,6 +16,8 @@ from tuning.losses.policy_variants import gmpo
 
 
 def algorithm(objective: Objective) -> Algorithm:
+    """GMPO with group-relative advantages."""
+
     def surrogate(t: Terms) -> tuple[jax.Array, Metrics]:
         return gmpo(
             t.logps_CT,

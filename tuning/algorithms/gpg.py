@@ -2,7 +2,7 @@
 
     loss_t = -alpha (R - mean_group) log pi_t,   alpha = completions / completions of non-zero reward
 
-alpha makes up for the completions that teach nothing where rewards are 0 or positive. Settings: the presets of
+alpha makes up for completions of reward 0, which would lower the mean gradient. Settings: the presets of
 `tuning.algorithms.registry`.
 """
 
@@ -17,6 +17,8 @@ from tuning.losses.policy import Metrics, log_ratio, metric_sums, reinforce
 
 
 def algorithm(objective: Objective) -> Algorithm:
+    """GPG: REINFORCE on rewards relative to the group."""
+
     def surrogate(t: Terms) -> tuple[jax.Array, Metrics]:
         losses, _ = reinforce(t.logps_CT, t.advantages_CT, t.mask_CT)
         # The loss has no ratio; the report shows how far several steps of a round moved the policy all the same.

@@ -17,4 +17,5 @@ from tuning.algorithms.settings import Objective
 
 
 def algorithm(objective: Objective) -> Algorithm:
+    """GRPO, or Dr. GRPO by its presets."""
     return Algorithm(group_relative(objective.normalisation), clipped(objective))

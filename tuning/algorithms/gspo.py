@@ -17,5 +17,6 @@ from tuning.algorithms.settings import Objective
 
 
 def algorithm(objective: Objective) -> Algorithm:
+    """GSPO, or GSPO-token: they differ in the kind of ratio."""
     ratio = ALGORITHMS[objective.algorithm].ratio
     return Algorithm(group_relative(objective.normalisation), clipped(objective, ratio))

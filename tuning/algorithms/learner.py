@@ -40,7 +40,7 @@ class Learner:
         return cls(params, jax.jit(optimizer_of(settings).init)(params), base)
 
     def put(self, settings: OptimizerSettings, mesh: Mesh | None) -> None:
-        """Moves everything to the mesh; what is there already stays."""
+        """Moves parameters, optimizer state and frozen base to the mesh; arrays already there are not copied."""
         self.params, self.opt_state = put_state(optimizer_of(settings), self.params, self.opt_state, mesh)
         if self.base is not None:
             self.base = dataclasses.replace(self.base, frozen=put_params(self.base.frozen, mesh))
@@ -57,11 +57,13 @@ class Learner:
 
     def train(self, step: StepFn, batches: Sequence[dict[str, Any]]) -> dict[str, float]:
         """One optimizer step on micro-batches; the sums of its metrics."""
+        # (frozen base, the frozen argument of the loss itself), as `lora.over` takes them.
         frozen = None if self.base is None else (self.base.frozen, None)
         self.params, self.opt_state, sums = step(self.params, self.opt_state, batches, frozen)
         return sums
 
 
+# Kept between rounds by their settings: a new function would be compiled again.
 @functools.lru_cache(maxsize=8)
 def policy_step(
     model: DecoderConfig,

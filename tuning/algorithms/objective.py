@@ -66,6 +66,7 @@ def policy_loss(graph: Any, algorithm: Algorithm, objective: Objective, compute:
     def loss(params: Any, batch: dict[str, jax.Array], frozen: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         mask = batch["mask_CT"]
         logps, entropy = logps_and_entropy(graph, params, batch, objective.temperature, compute)
+        # In a single update pi is pi_old: the value of a ratio is 1, and its gradient that of log pi.
         old = batch.get("old_CT", jax.lax.stop_gradient(logps))
         terms = Terms(logps, old, batch["advantages_CT"], mask, batch.get("ref_CT"))
 
@@ -80,6 +81,7 @@ def policy_loss(graph: Any, algorithm: Algorithm, objective: Objective, compute:
             )
 
         surrogate, sums = algorithm.surrogate(terms)
+        # The correction multiplies outside the surrogate: a clip compares pi with pi_old, not with mu.
         value = total(surrogate * correction_weights(objective, old, batch["mu_CT"], mask))
         sums = dict(sums) | {f"old_{k}": v for k, v in mismatch_metrics(old, batch["mu_CT"], mask).items()}
         sums |= log_ratio_bins(old, batch["mu_CT"], mask)
@@ -87,9 +89,11 @@ def policy_loss(graph: Any, algorithm: Algorithm, objective: Objective, compute:
         if "ref_CT" in batch:
             kl = kl_loss(objective, logps, batch["ref_CT"], mask)
             sums["ref_kl"] = masked(kl, mask).sum()
+            # With weight 0 the KL is a metric only.
             if objective.kl_coef > 0:
                 value = value + objective.kl_coef * batch.get("kl_scale", 1.0) * total(kl)
         if objective.entropy_coef > 0 or objective.entropy_target is not None:
+            # A bonus: subtracted from the loss.
             value = value - batch.get("entropy_coef", objective.entropy_coef) * total(entropy)
         return value, {k: jnp.asarray(v, jnp.float32) for k, v in sums.items()}
 

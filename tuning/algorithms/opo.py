@@ -17,6 +17,8 @@ from tuning.losses.policy import Metrics, policy_gradient
 
 
 def algorithm(objective: Objective) -> Algorithm:
+    """OPO: the policy gradient on rewards relative to the length-weighted baseline."""
+
     def surrogate(t: Terms) -> tuple[jax.Array, Metrics]:
         return policy_gradient(t.logps_CT, t.old_CT, t.advantages_CT, t.mask_CT)
 

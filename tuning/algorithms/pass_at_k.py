@@ -3,7 +3,7 @@
     A = (R - second best of the group) / (std + eps) for the best completion, 0 for the others; the loss is GRPO's clip
 
 The best of a group adds to the group's maximum exactly its lead over the second best. A tie at the top has no lead.
-Settings: the defaults of the update.
+Presets: none; the defaults of `settings.Objective`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from tuning.algorithms.algorithm import Algorithm, Objective, Scored, clipped
 
 
 def algorithm(objective: Objective) -> Algorithm:
+    """Pass@k credit with PPO's clipped surrogate."""
     return Algorithm(_advantages, clipped(objective))
 
 

@@ -30,14 +30,14 @@ from tuning.training.step import LossFn
 
 @dataclasses.dataclass(frozen=True)
 class Judged:
-    """What the critic says of a round before its update."""
+    """The critic's values of a round before its update."""
 
     values_NT: np.ndarray
     """Value of the state in which each token was chosen."""
     after_N: np.ndarray
     """Value of the state after the last token."""
     truncated_N: np.ndarray
-    """Completions that the limit cut off, [N] bool."""
+    """Completions truncated by max_tokens, [N] bool."""
 
 
 def algorithm(objective: Objective) -> Algorithm:
@@ -56,12 +56,13 @@ def token_advantages(
 
     The reward is the score on the last token (R12) less the KL on each. With `whiten_rewards` all token rewards of
     the round are divided by their spread, the mean kept (Ziegler et al., arXiv:1909.08593). With `bootstrap_truncated`
-    a completion that was cut off goes on with the value of its last state: it has not ended (Pardo et al.,
+    a truncated completion is continued by the value of its last state, since it has not ended (Pardo et al.,
     arXiv:1712.00378).
     """
     mask, rewards = jnp.asarray(scored.mask_NT), scored.rewards_NT
     if critic.whiten_rewards:
         rewards = whiten(rewards, mask, shift_mean=False)
+    # A completion that ended has value 0 behind its last token.
     after = np.where(judged.truncated_N, judged.after_N, 0.0).astype(np.float32)
     raw, returns = gae(
         rewards,
@@ -71,6 +72,7 @@ def token_advantages(
         lam=critic.lam if lam is None else lam,
         bootstrap_B=jnp.asarray(after) if critic.bootstrap_truncated else None,
     )
+    # Whitened for the policy only: the critic learns returns in the scale of the rewards.
     return np.asarray(whiten(raw, mask), np.float32), np.asarray(returns, np.float32)
 
 

@@ -1,4 +1,4 @@
-"""Losses of preference learning on packed rows: pairs side by side behind their prompt, or single judged completions.
+"""Losses of preference learning on packed rows: pairs side by side behind their prompt, or completions with a label.
 
 The formulas are in `tuning.losses.preference`; here they get their log-probabilities, lengths and references.
 Axes: C completions of a micro-batch, T completion tokens, B pairs; completions 2b and 2b + 1 are pair b.
@@ -30,6 +30,7 @@ LARGEST_MEAN_LOGP = -1e-6
 def completion_logps(logps_CT: jax.Array, mask_CT: jax.Array, ld_alpha: float = 1.0) -> jax.Array:
     """log p of each completion, [C]. ld_alpha < 1 is the weight of tokens past the length of the pair's other side."""
     if ld_alpha < 1:
+        # The other side of the pair: slots 2b and 2b + 1 exchanged.
         other_CT = mask_CT.reshape(-1, 2, mask_CT.shape[1])[:, ::-1].reshape(mask_CT.shape)
         logps_CT = logps_CT * ld_weights(mask_CT, other_CT, ld_alpha)
     return sequence_logps(logps_CT, mask_CT)
@@ -50,18 +51,19 @@ def scorer(model: DecoderConfig, ld_alpha: float, compute: Compute) -> Any:
 def pair_losses(p: Preference, logps_C: jax.Array, lengths_C: jax.Array, reference_C: jax.Array | None) -> PairLoss:
     """Losses and implicit rewards of the pairs, [B], `sft_weight` times the mean token loss of the chosen included."""
     chosen, rejected = logps_C.reshape(-1, 2).T
+    # Empty slots have length 0; their mean is masked later.
     lengths = jnp.maximum(lengths_C, 1).reshape(-1, 2).T
     means = chosen / lengths[0], rejected / lengths[1]
     match p.loss:
         case "orpo":
-            found = orpo(*means, beta=p.beta, label_smoothing=p.label_smoothing, logp_max=LARGEST_MEAN_LOGP)
+            losses = orpo(*means, beta=p.beta, label_smoothing=p.label_smoothing, logp_max=LARGEST_MEAN_LOGP)
         case "simpo":
-            found = cpo(*means, beta=p.beta, loss="simpo", gamma=p.gamma, label_smoothing=p.label_smoothing)
+            losses = cpo(*means, beta=p.beta, loss="simpo", gamma=p.gamma, label_smoothing=p.label_smoothing)
         case "cpo":
-            found = cpo(chosen, rejected, beta=p.beta, loss="sigmoid", label_smoothing=p.label_smoothing)
+            losses = cpo(chosen, rejected, beta=p.beta, loss="sigmoid", label_smoothing=p.label_smoothing)
         case name:
             assert reference_C is not None
-            found = dpo(
+            losses = dpo(
                 chosen,
                 rejected,
                 *reference_C.reshape(-1, 2).T,
@@ -72,7 +74,7 @@ def pair_losses(p: Preference, logps_C: jax.Array, lengths_C: jax.Array, referen
                 chosen_lengths_B=lengths[0] if p.average else None,
                 rejected_lengths_B=lengths[1] if p.average else None,
             )
-    return found._replace(loss_B=found.loss_B + p.sft_weight * nll(means[0])) if p.sft_weight else found
+    return losses._replace(loss_B=losses.loss_B + p.sft_weight * nll(means[0])) if p.sft_weight else losses
 
 
 def preference_loss(graph: Any, p: Preference, compute: Compute) -> LossFn:
@@ -83,13 +85,20 @@ def preference_loss(graph: Any, p: Preference, compute: Compute) -> LossFn:
         logps, _ = logps_and_entropy(graph, params, batch, 1.0, compute)
         logps_C = completion_logps(logps, mask, p.ld_alpha)
         lengths_C = jnp.sum(mask, axis=1)
-        found = pair_losses(p, logps_C, lengths_C, batch.get("reference_C"))
+        losses = pair_losses(p, logps_C, lengths_C, batch.get("reference_C"))
+        # Empty slots come in pairs: one of the two tells.
         valid = (lengths_C.reshape(-1, 2)[:, 0] > 0).astype(jnp.float32)
-        margins = found.chosen_rewards_B - found.rejected_rewards_B
+        margins = losses.chosen_rewards_B - losses.rejected_rewards_B
         chosen, rejected = logps_C.reshape(-1, 2).T
-        each = {"losses": found.loss_B, "right": margins > 0, "margin": margins, "chosen": chosen, "rejected": rejected}
+        each = {
+            "losses": losses.loss_B,
+            "right": margins > 0,
+            "margin": margins,
+            "chosen": chosen,
+            "rejected": rejected,
+        }
         sums = {k: jnp.sum(jnp.where(valid > 0, v, 0.0)) for k, v in each.items()}
-        return mean_rows(found.loss_B, batch["n_groups"], valid), sums | {"pairs": jnp.sum(valid)}
+        return mean_rows(losses.loss_B, batch["n_groups"], valid), sums | {"pairs": jnp.sum(valid)}
 
     return loss
 
@@ -163,6 +172,7 @@ def mismatched(prompts: Sequence[Any]) -> list[int]:
 
     Raises ValueError where all prompts are equal.
     """
+    # A fixed choice, the next prompt that differs, so that the data of a run does not depend on a seed.
     n = len(prompts)
     if all(p == prompts[0] for p in prompts):
         raise ValueError("KTO's reference point needs completions of other prompts, but all prompts of the data agree")
@@ -172,5 +182,6 @@ def mismatched(prompts: Sequence[Any]) -> list[int]:
 def chance_above(good: np.ndarray, bad: np.ndarray) -> float:
     """The chance that one of `good` is larger than one of `bad`, ties half (the area under the ROC curve)."""
     ordered = np.sort(bad)
+    # Left counts the smaller ones, right adds the equal ones: their mean counts a tie as half.
     below = np.searchsorted(ordered, good, "left") + np.searchsorted(ordered, good, "right")
     return float(below.mean() / (2 * len(ordered)))

@@ -33,8 +33,10 @@ class Entry:
     """Whether its loss compares with the reference whatever the weights of the KL."""
 
 
+# Presets that several algorithms share.
 SEQUENCE = {"aggregation": "sequence-mean-token-mean"}
 GSPO = SEQUENCE | {"clip_low": 3e-4, "clip_high": 4e-4, "kl_coef": 0.0}
+# A completion is one action, so its correction is a product over its tokens too.
 RLOO = SEQUENCE | {"kl_coef": 0.0, "kl_in_reward": 0.05, "correction": "sequence"}
 
 ALGORITHMS: dict[str, Entry] = {
@@ -43,6 +45,7 @@ ALGORITHMS: dict[str, Entry] = {
     "dapo": Entry("dapo", {"clip_high": 0.28, "kl_coef": 0.0}),
     "gspo": Entry("gspo", GSPO, ratio="sequence"),
     "gspo-token": Entry("gspo", GSPO, ratio="sequence-token"),
+    # clip_low 1: no lower bound.
     "cispo": Entry("cispo", {"clip_low": 1.0, "clip_high": 4.0, "kl_coef": 0.0}),
     "sapo": Entry("sapo", SEQUENCE | {"kl_coef": 0.0}),
     "gmpo": Entry("gmpo", SEQUENCE | {"clip_low": 0.4, "clip_high": 0.4, "kl_coef": 0.0}, ratio="sequence"),
@@ -55,13 +58,17 @@ ALGORITHMS: dict[str, Entry] = {
     "reinforce-pp": Entry("reinforce_pp", {"kl_coef": 0.0, "kl_in_reward": 0.01}, groups=False),
     "reinforce-pp-baseline": Entry("reinforce_pp", {"kl_kind": "k2"}),
     "remax": Entry("remax", {"kl_coef": 0.0, "kl_in_reward": 0.01}, groups=False, greedy=True),
+    # KL in the reward, as in Ouyang et al.: the critic learns it too.
     "ppo": Entry("ppo", {"kl_coef": 0.0, "kl_in_reward": 0.02}, groups=False, critic=True),
     "online-dpo": Entry("online_dpo", SEQUENCE | {"kl_coef": 0.0, "correction": "none"}, reference=True),
 }
 
+# Algorithms whose advantages are `group_relative`, so that a normalisation has a meaning.
 GROUP_RELATIVE = ("grpo", "dapo", "gspo", "gspo-token", "cispo", "sapo", "gmpo", "dppo", "dppo-kl")
 NOT_PAIRED = tuple(name for name in ALGORITHMS if name != "online-dpo")
+# Algorithms with a range for the ratio, or for the move of a probability.
 BOUNDED = tuple(name for name in NOT_PAIRED if name not in ("sapo", "opo", "gpg"))
+# Algorithms with PPO's clipped surrogate, the only one that a dual clip bounds.
 CLIPPED = tuple(name for name in BOUNDED if name not in ("cispo", "gmpo", "dppo", "dppo-kl"))
 
 USES: dict[str, tuple[str, ...]] = {
@@ -77,7 +84,7 @@ USES: dict[str, tuple[str, ...]] = {
     "beta": ("online-dpo",),
     "critic": ("ppo",),
 }
-"""Algorithms with which a setting has a meaning; a setting that is not here has one with all."""
+"""The algorithms that read a setting. A setting that is not listed is read by all."""
 
 
 def find(name: str) -> Entry | None:
@@ -95,7 +102,7 @@ def presets(name: str) -> dict[str, Any]:
 
 
 def check_aggregation(ratio: Ratio, aggregation: str) -> None:
-    """Refuse pairs that change what an algorithm means: a sequence ratio is one term a sequence, long or short."""
+    """Raises ValueError for a pair that changes the algorithm: a ratio of sequences gives one term a sequence."""
     if ratio != "token" and aggregation != "sequence-mean-token-mean":
         raise ValueError(
             f"ratio {ratio!r} weighs a sequence once; {aggregation!r} would weigh it by its length: "

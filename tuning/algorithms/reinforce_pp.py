@@ -21,7 +21,9 @@ from tuning.losses.returns import reinforce_pp_token_advantages
 
 
 def algorithm(objective: Objective) -> Algorithm:
+    """REINFORCE++, or with the group's mean as a baseline."""
     if objective.algorithm == "reinforce-pp":
+        # Its baseline is the round's, so groups of equal rewards carry a signal too.
         return Algorithm(_global, clipped(objective), keep=every_valid)
     return Algorithm(_baseline, clipped(objective))
 

@@ -32,5 +32,6 @@ def _keep(scored: Scored) -> np.ndarray:
 
 
 def _advantages(scored: Scored) -> jax.Array:
+    # NaN only where `_keep` drops the completion: its advantage is not used.
     greedy = jnp.asarray(np.nan_to_num(_greedy(scored)), jnp.float32)
     return remax_advantages(scored.rewards_NT, greedy, jnp.asarray(scored.mask_NT))[0]

@@ -19,6 +19,8 @@ from tuning.algorithms.settings import Objective
 
 
 def algorithm(objective: Objective) -> Algorithm:
+    """RLOO with one clipped ratio a completion."""
+
     def advantages(scored: Scored) -> jax.Array:
         return rloo_advantages(scored.rewards_N, jnp.asarray(scored.groups_N), valid=jnp.asarray(scored.valid_N))
 

@@ -34,7 +34,7 @@ class RoundData:
     valid_N: np.ndarray
     """False where a reward failed."""
     truncated_N: np.ndarray
-    """Whether max_tokens cut the completion off."""
+    """Whether the completion was truncated by max_tokens."""
     greedy_N: np.ndarray | None = None
     """Reward of the greedy completion of the same prompt; NaN where there is none."""
 
@@ -52,6 +52,7 @@ class RoundData:
         totals_N = _totals(scores)
         greedy_N = None
         if greedy is not None:
+            # The greedy table has one row a prompt, the rollout table one a completion.
             of_prompt = dict(zip([score.prompt_id for score in greedy], _totals(greedy), strict=True))
             greedy_N = np.asarray([of_prompt.get(row.prompt_id, np.nan) for row in rollouts], np.float32)
         return cls(
@@ -68,6 +69,7 @@ class RoundData:
     @functools.cached_property
     def mu_NT(self) -> np.ndarray:
         """The sampler's log-probabilities, [N, T] with T of few sizes; 0 past the end."""
+        # Bucketed, so that a round with another longest completion uses the same programs.
         out = np.zeros((len(self.mu), bucket(max(len(c) for c in self.completions))), np.float32)
         for i, logps in enumerate(self.mu):
             out[i, : len(logps)] = logps
@@ -91,12 +93,13 @@ class RoundData:
         for i in np.flatnonzero(keep_N):
             members.setdefault(int(self.groups_N[i]), []).append(int(i))
         groups = [self._group(m) for m in members.values()]
+        # Rounded up. 9 groups in 2 steps become 4 + 5, not 8 + 1.
         count = -(-len(groups) // prompts_per_step)
         bounds = [len(groups) * i // count for i in range(count + 1)] if count else []
         return [groups[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
 
     def _group(self, members: list[int]) -> Group:
-        """The completions `members` of one prompt; masks are given only where a token is left out."""
+        """The completions `members` of one prompt, with masks only where a token is left out."""
         completions = [self.completions[i] for i in members]
         masks = [
             self.mask_NT[i, : len(tokens)].astype(int).tolist() for i, tokens in zip(members, completions, strict=True)

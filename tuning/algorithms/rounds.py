@@ -47,7 +47,7 @@ class Mismatch(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class RoundResult:
-    """What a round leaves: its learners for the next round, and numbers about it."""
+    """The learners after a round, for the next one, and its metrics."""
 
     policy: Learner
     critic: Learner | None
@@ -84,7 +84,14 @@ def run_round(
 
 @dataclasses.dataclass
 class _Round:
-    """A round under way."""
+    """A round in progress. The methods run in the order of `run`.
+
+    Arrays of the round are in table order, [N, T]; a micro-batch has some of the rows, in its own order:
+
+        completions of the round   0 1 2 3 4 5
+        ids_C of two micro-batches 0 1 4 -1 | 2 3 5 -1      -1: an empty slot
+        `arrays` gathers rows by these numbers, `collect` puts a forward pass's results back
+    """
 
     data: RoundData
     settings: RoundSettings
@@ -101,11 +108,13 @@ class _Round:
         self.algorithm = find(self.objective)
         self.device, self.mesh = choose(settings.compute.dtype), over_devices(settings.compute.mesh)
         valid_NT = (data.mask_NT & data.valid_N[:, None]).astype(np.float32)
+        # 0 for NaN: 0 x NaN, as masks would compute it, is NaN.
         totals_N = np.where(data.valid_N, data.totals_N, 0.0).astype(np.float32)
         no_penalty_NT = np.zeros(data.mask_NT.shape, np.float32)
         self.scored = Scored(totals_N, data.groups_N, data.valid_N, valid_NT, no_penalty_NT, data.greedy_N)
         self.keep_N = (self.algorithm.keep or informative)(self.scored)
         if settings.truncated == "mask":
+            # Truncated completions leave the loss only: baselines still include them (R24).
             self.keep_N = self.keep_N & ~data.truncated_N
         self.steps = data.steps(self.keep_N, settings.prompts_per_step)
         # Arrays [N, T] by name; a micro-batch has its rows of each as `NAME_CT`.
@@ -142,6 +151,7 @@ class _Round:
         needs_old = not single_update or critic is not None or self.objective.kl_in_reward > 0
         values_passes = int(critic is not None) + pretrain_epochs
         self.policy.put(settings.optimizer, self.mesh)
+        # Old and reference log-probabilities, and values: passes that the progress counts before the updates.
         self.pack(int(needs_old) + int(reference is not None) + values_passes)
 
         logps = _logps(self.model, settings.temperature, compute)
@@ -149,6 +159,7 @@ class _Round:
             self.columns_NT["old"] = self.collect(self.forward(logps, self.policy.weights, "old"))
             self.check_mismatch(self.mismatch_kl())
         if reference is not None:
+            # Dense, and read in one forward pass: the loss gets its log-probabilities, not its weights.
             frozen = put_params(reference, self.mesh)
             self.columns_NT["ref"] = self.collect(self.forward(logps, frozen, "reference"))
         self.penalise()
@@ -165,6 +176,7 @@ class _Round:
     def pack(self, passes: int) -> None:
         """Lays the steps out in micro-batches; `passes` forward passes come before the updates."""
         groups = [g for step in self.steps for g in step]
+        # A pair must be in one micro-batch: rows hold the largest group, so none is split.
         largest_pair = max(g.size for g in groups) if self.algorithm.paired else 0
         budget = self.settings.compute.tokens_per_micro_batch or self.device.row_tokens_per_step
         layout = choose_rows(self.steps, budget, largest_pair)
@@ -174,7 +186,7 @@ class _Round:
         self.total_work = len(self.flat) * (passes + self.settings.epochs)
 
     def forward(self, program: Forward, weights: Any, name: str) -> list[np.ndarray]:
-        """What a program gives for each micro-batch; its time counts under `name`."""
+        """The output of a program for each micro-batch; its time counts under `name`."""
         started, outputs = time.monotonic(), []
         for batch in self.flat:
             outputs.append(np.asarray(program(weights, put_batch(batch.arrays(), self.mesh))))
@@ -208,10 +220,12 @@ class _Round:
     def mismatch_kl(self) -> float:
         """Mean k3 estimate of KL(mu || pi_old) over the tokens that are trained."""
         mask = self.data.mask_NT & self.keep_N[:, None]
+        # k3 = exp(x) - 1 - x; expm1 keeps it exact near 0, where a healthy mismatch is.
         log_rho = np.where(mask, self.columns_NT["old"] - self.data.mu_NT, 0.0)
         return float((np.expm1(log_rho) - log_rho).sum() / mask.sum())
 
     def check_mismatch(self, kl: float) -> None:
+        """Raises Mismatch where `kl` exceeds the limit of the settings."""
         limit = self.settings.max_mismatch_kl
         if kl > limit:
             raise Mismatch(
@@ -221,8 +235,9 @@ class _Round:
 
     def advantages_NT(self) -> np.ndarray:
         """The algorithm's advantages on every token, 0 where masked."""
-        found = np.asarray(self.algorithm.advantages(self.scored), np.float32)
-        of_tokens = found if found.ndim == 2 else found[:, None]
+        # Of a completion, [N], or of each token, [N, T].
+        advantages = np.asarray(self.algorithm.advantages(self.scored), np.float32)
+        of_tokens = advantages if advantages.ndim == 2 else advantages[:, None]
         return np.where(self.scored.mask_NT > 0, of_tokens, 0.0).astype(np.float32)
 
     def prepare_critic(self, critic: Learner, pretrain_epochs: int) -> dict[str, Any]:
@@ -239,6 +254,7 @@ class _Round:
         step = critic_step(self.model, self.settings.critic, self.device.compute, critic.graph, self.mesh)
         losses: list[float] = []
         for _ in range(epochs):
+            # Again in each epoch: the clipped value loss needs the values that the critic has now.
             self.judge(critic, lam=1.0)
             arrays = (self.arrays(g, b) for g, b in zip(self.steps, self.packed, strict=True))
             losses = [critic.train(step, a)["loss"] for a in arrays]
@@ -255,6 +271,7 @@ class _Round:
     def arrays(self, groups: list[Group], batches: list[Packed]) -> list[dict[str, Any]]:
         """The micro-batches of a step: tokens, counts of the whole step, coefficients, and the round's columns."""
         scalars = {
+            # Arrays of the batch, not constants of the program: a new value compiles nothing.
             "kl_scale": np.float32(self.coefficients.kl_scale),
             "entropy_coef": np.float32(self.coefficients.entropy_coef),
         }
@@ -273,9 +290,11 @@ class _Round:
             for number, (groups, batches) in enumerate(zip(self.steps, self.packed, strict=True)):
                 arrays = self.arrays(groups, batches)
                 step_sums = self.policy.train(step, arrays)
+                # A norm is not a sum: kept apart from what is added over steps.
                 norms.append(step_sums.pop("grad_norm"))
                 sums.update(step_sums)
                 if critic is not None:
+                    # After the policy, on the same arrays: advantages are from before either moved.
                     value_step = critic_step(self.model, settings.critic, compute, critic.graph, self.mesh)
                     value_sums.update(critic.train(value_step, arrays))
                 size = sum(g.size for g in groups)
@@ -291,6 +310,7 @@ class _Round:
 
     def flops(self, groups: Sequence[Group]) -> float:
         """FLOPs of one optimizer step of all learners."""
+        # A critic has no LM head.
         learners = [(self.policy, True)] + ([] if self.critic is None else [(self.critic, False)])
         return sum(
             (FULL if learner.base is None else ADAPTER) * forward_flops(self.model, groups, head=head)
@@ -304,10 +324,12 @@ class _Round:
         return {
             "value_loss": sums["loss"] / steps,
             "value_clipped": sums["value_clipped"] / n,
+            # All returns of a round may be equal.
             "value_explained": 1.0 - sums["value_error_sq"] / n / max(spread, 1e-12),
         }
 
 
+# Kept between rounds: a new function would be compiled again.
 @functools.lru_cache(maxsize=8)
 def _logps(model: DecoderConfig, temperature: float, compute: Compute) -> Forward:
     graph = decoder_graph(model)
@@ -321,4 +343,5 @@ def _values(model: DecoderConfig, compute: Compute) -> Forward:
 
 
 def _plain(value: Any) -> Any:
+    """A metric as a JSON value."""
     return float(value) if isinstance(value, np.floating | jax.Array) else value

@@ -16,6 +16,8 @@ from tuning.losses.policy_variants import sapo
 
 
 def algorithm(objective: Objective) -> Algorithm:
+    """SAPO with group-relative advantages."""
+
     def surrogate(t: Terms) -> tuple[jax.Array, Metrics]:
         return sapo(t.logps_CT, t.old_CT, t.advantages_CT, t.mask_CT)
 

@@ -24,7 +24,9 @@ def sft_loss(graph: Any, compute: Compute) -> LossFn:
     def loss(params: Any, batch: dict[str, jax.Array], frozen: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         logps, _ = logps_and_entropy(graph, params, batch, 1.0, compute)
         mask, n = batch["mask_CT"], batch["n_tokens"]
+        # A token mean reads no number of sequences.
         value = aggregate(nll(logps), mask, "token-mean", n_tokens=n, n_sequences=jnp.ones(()))
+        # Log-probabilities are 0 where masked.
         return value, {"nll": -jnp.sum(logps), "tokens": jnp.sum(mask)}
 
     return loss
@@ -45,6 +47,7 @@ def reward_loss(graph: Any, centering: float, compute: Compute) -> LossFn:
     def loss(params: Any, batch: dict[str, jax.Array], frozen: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         chosen, rejected = scores(graph, params, batch, compute).reshape(-1, 2).T
         valid = batch["mask_CT"][::2, 0] > 0
+        # Both completions of a pair carry its margin: the first is enough.
         margin = batch["margin_C"][::2]
         # Empty slots read position 0 twice: their difference is 0 and finite, then masked.
         losses = jnp.where(valid, bradley_terry(chosen, rejected, margin, centering), 0.0)

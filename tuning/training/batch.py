@@ -40,6 +40,7 @@ class Group:
 
     @property
     def size(self) -> int:
+        """Tokens of the group in a row: the prompt once, and all completions."""
         return len(self.prompt) + sum(len(c) for c in self.completions)
 
     @property
@@ -147,17 +148,19 @@ class Layout:
 def choose_rows(steps: Sequence[Sequence[Group]], budget: int, least: int = 0) -> Layout:
     """The row length that wastes least over some steps, with at most `budget` row tokens a micro-batch.
 
-    Groups stay whole where they fit 1024 tokens, so that a shared prompt is computed once; longer
+    Groups stay undivided where they fit 1024 tokens, so that a shared prompt is computed once; longer
     ones are split by completion. Rows hold `least` tokens or more: no group of up to that size is split.
     """
-    whole = max(g.size for groups in steps for g in groups)
-    path = max(len(g.prompt) + max(len(c) for c in g.completions) for groups in steps for g in groups)
-    least = round_up(max(least, whole if whole <= 1024 else path), 64)
+    largest = max(g.size for groups in steps for g in groups)
+    # The longest prompt with one completion: no split makes a piece shorter than that.
+    longest = max(len(g.prompt) + max(len(c) for c in g.completions) for groups in steps for g in groups)
+    least = round_up(max(least, largest if largest <= 1024 else longest), 64)
     best: tuple[int, int] | None = None
     for length in range(least, max(least, 512) + 1, 64):
         most = max(1, budget // length)
         cost = 0
         for groups in steps:
+            # The row tokens that are computed, padding included: every micro-batch of a step has the same rows.
             planned = len(plan_rows(groups, length))
             cost += _even(planned, most) * -(-planned // _even(planned, most)) * length
         if best is None or cost < best[0]:
@@ -168,6 +171,7 @@ def choose_rows(steps: Sequence[Sequence[Group]], budget: int, least: int = 0) -
 
 def _even(planned: int, most: int) -> int:
     """Rows of each micro-batch when `planned` rows go into the fewest of at most `most` rows."""
+    # -(-a // b) is a / b rounded up. Nine rows of at most eight become 5 + 4, not 8 + 1.
     return -(-planned // -(-planned // most))
 
 
@@ -184,6 +188,7 @@ def pack_rows(rows: Sequence[Sequence[Group]], shape: Shape) -> Packed:
             n = len(member.prompt)
             here = slice(column, column + n)
             tokens[row, here], positions[row, here], group[row, here] = member.prompt, np.arange(n), number
+            # Flat index of the last prompt token, which every completion of the group starts from.
             prompt_end = row * length + column + n - 1
             column += n
             for arm, (completion, caller) in enumerate(zip(member.completions, member.ids, strict=True), start=1):
@@ -199,6 +204,7 @@ def pack_rows(rows: Sequence[Sequence[Group]], shape: Shape) -> Packed:
                 last[slot], ids[slot] = first + m - 1, caller
                 column += m
                 slot += 1
+    # The padding is past the end, where a gather clips and a scatter drops (`forward.logps_and_entropy`).
     where = np.full(shape.trained_tokens, c * t, np.int32)
     trained = np.flatnonzero(mask)
     where[: len(trained)] = trained
@@ -215,6 +221,8 @@ def micro_batches(groups: Sequence[Group], *, layout: Layout, completion_tokens:
     rows = round_up(_even(len(planned), max(layout.rows, shards)), shards)
     chunks = [planned[i : i + rows] for i in range(0, len(planned), rows)]
     members = [[g for row in chunk for g in row] for chunk in chunks]
+    # All micro-batches of a step share one shape, sized by the largest of them and bucketed, so few are
+    # compiled.
     slots = round_up(bucket(max(sum(len(g.completions) for g in chunk) for chunk in members), 1), shards)
     trained = round_up(bucket(max(sum(g.trained for g in chunk) for chunk in members)), shards)
     shape = Shape(rows, layout.row_tokens, slots, completion_tokens, trained)

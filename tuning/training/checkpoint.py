@@ -1,4 +1,4 @@
-"""Trainer state on disk with Orbax: parameters, optimizer, data position; the newest whole step restores."""
+"""Trainer state on disk with Orbax: parameters, optimizer state and data position of the newest complete step."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ class SaveFailed(RuntimeError):
 class Checkpoints:
     """Saves while training goes on, keeps the newest step, restores bit for bit.
 
-    `committed` is called after each save that is whole on disk and before the next begins, from another thread. What
-    goes wrong in a save is raised, as SaveFailed, by what is called next.
+    `committed` is called from another thread, after each save is complete on disk and before the next begins. An error
+    of a save is raised, as SaveFailed, by the next call.
     """
 
     def __init__(self, folder: Path, committed: Callable[[], None] = lambda: None):
         self.folder, self._committed = folder, committed
         self._manager = ocp.CheckpointManager(
-            folder.absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=1, create=True)
+            # The step before is deleted only after a newer one is complete.
+            folder.absolute(),
+            options=ocp.CheckpointManagerOptions(max_to_keep=1, create=True),
         )
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: Future[None] | None = None
@@ -73,13 +75,13 @@ class Checkpoints:
         return jax.tree.unflatten(tree, leaves), restored.position
 
     def wait(self) -> None:
-        """Returns when every started save is whole on disk and `committed` has seen it; raises SaveFailed."""
+        """Returns when every started save is complete on disk and `committed` has seen it; raises SaveFailed."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.result()
 
     def close(self) -> None:
-        """As `wait`, then lets go of the folder."""
+        """As `wait`, then closes the folder."""
         try:
             self.wait()
         except SaveFailed:
@@ -104,7 +106,7 @@ def _held(leaf: Any) -> Any:
 
 
 def save_tree(folder: Path, tree: Any) -> None:
-    """Writes the leaves of a pytree with Orbax, at once."""
+    """Writes the leaves of a pytree with Orbax; they are on disk when this returns."""
     leaves = {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(tree))}
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder.absolute(), leaves)

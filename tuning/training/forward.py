@@ -43,6 +43,7 @@ def logps_and_entropy(
         hidden[at], targets, decoder.head_weight(), temperature=temperature, softcap=decoder.config.final_softcap
     )
 
+    # Only the M tokens with a mask of 1 went through the head; back to [C, T].
     def by_completion(values_M: jax.Array) -> jax.Array:
         return jnp.zeros(shape[0] * shape[1], values_M.dtype).at[where].set(values_M, mode="drop").reshape(shape)
 

@@ -81,12 +81,13 @@ def make_schedule(
 ) -> optax.Schedule:
     """A linear warm-up over `warmup_steps`, then one of SCHEDULES down to `end` at `total_steps`.
 
-    Raises ValueError with the names there are for an unknown one.
+    Raises ValueError, which lists the schedules, for an unknown one.
     """
     after = max(1, total_steps - warmup_steps)
     body = _named(SCHEDULES, "schedule", kind)(learning_rate, end, after)
     if warmup_steps == 0:
         return body
+    # From 1 / (warm-up + 1) of the peak, not from 0: the first step moves the weights too.
     warmup = optax.linear_schedule(learning_rate / (warmup_steps + 1), learning_rate, warmup_steps)
     return optax.join_schedules([warmup, body], [warmup_steps])
 
@@ -121,11 +122,12 @@ def make_optimizer(
     """One of OPTIMIZERS behind clipping by global norm; a step with non-finite gradients is skipped and counted.
 
     `weight_decay` times the learning rate shrinks what `decays` names, or with `decay_all` all parameters. Raises
-    ValueError with the names there are for an unknown one.
+    ValueError, which lists the optimizers, for an unknown one.
     """
     chain = optax.chain(
         optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm),
         _named(OPTIMIZERS, "optimizer", name)(b1, b2, eps),
+        # Behind the rule and before the learning rate: decoupled, and scheduled with it.
         optax.add_decayed_weights(weight_decay, None if decay_all else decays),
         optax.scale_by_learning_rate(schedule),
     )

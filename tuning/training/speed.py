@@ -1,4 +1,4 @@
-"""How fast training is: tokens a second, and the model's FLOPs as a share of this device's peak (MFU).
+"""The speed of training: tokens a second, and the model's FLOPs as a share of this device's peak (MFU).
 
 The count is of the mathematics alone, as in Chowdhery et al. (arXiv:2204.02311, appendix B): real tokens, not padding;
 the causal half of attention, and of windowed layers the window; no recomputation.
@@ -28,6 +28,8 @@ ADAPTER = 2
 def forward_flops(config: DecoderConfig, groups: Sequence[Group], *, head: bool = True) -> float:
     """FLOPs of a forward pass over groups; with `head` the LM head sees the tokens that count."""
     c = config
+    # Weights of a layer: q and o, k and v, and three matrices of the MLP. Each costs 2 FLOPs a token, the
+    # factor below.
     kernels = c.hidden_size * (c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads) + 3 * c.intermediate_size)
     tokens = sum(g.size for g in groups)
     windows = [c.sliding_window if c.slides(layer) else None for layer in range(c.num_layers)]
@@ -52,6 +54,7 @@ def _pairs(group: Group, window: int | None) -> int:
 def rate(function: Callable[..., Any], *args: Any, work: float, repeats: int = 7) -> list[float]:
     """`work` a second of each of some calls of a jitted function, slowest first."""
     program = jax.jit(function)
+    # The first call compiles, and is not timed.
     jax.block_until_ready(program(*args))
     times = []
     for _ in range(repeats):
@@ -67,7 +70,7 @@ def measured_peak(dtype: str) -> float:
     on_cpu = jax.devices()[0].platform == "cpu"
     size = 1024 if on_cpu else 8192
     x = jnp.ones((size, size), dtype)
-    # Devices of the CPU are parts of one.
+    # Virtual CPU devices share one processor: the product already runs on all of its cores.
     return rate(jnp.matmul, x, x, work=2.0 * size**3)[-1] * (1 if on_cpu else jax.device_count())
 
 
@@ -80,7 +83,7 @@ class Meter:
         self._steps: list[dict[str, float]] = []
 
     def step(self, tokens: float, flops: float) -> dict[str, float]:
-        """Numbers of the step that ends now; `tokens` and `flops` are what it did."""
+        """Seconds and rates of the step that ends now, which processed `tokens` with `flops`."""
         now = time.monotonic()
         seconds, self._last = max(now - self._last, 1e-9), now
         rates = {"tokens_per_second": round(tokens / seconds, 1), "mfu": round(flops / seconds / self._peak, 4)}

@@ -66,7 +66,7 @@ class _Part:
             return jax.jit(self.function, donate_argnums=self.donates)
         of_params, of_state = state_shardings(optimizer, params, mesh)
         places = {"params": of_params, "state": of_state, "all": NamedSharding(mesh, PartitionSpec())}
-        # Said, not inferred: parameters and state must be where the next step takes them from.
+        # Explicit, not inferred: donation needs outputs where the inputs were, and the next step takes them from there.
         outs = places[self.outputs] if isinstance(self.outputs, str) else tuple(places[o] for o in self.outputs)
         return jax.jit(self.function, donate_argnums=self.donates, out_shardings=outs)
 
@@ -125,9 +125,11 @@ def make_step(
             grads = program("zeros", params)(params)
             sums = None
             for batch in batches:
+                # Shares of the step's loss add up, so gradients do, whatever the split.
                 grads, more = program("add", params)(grads, params, batch, frozen)
                 sums = more if sums is None else jax.tree.map(jnp.add, sums, more)
             params, opt_state, norm = program("apply", params)(params, opt_state, grads)
+        # Reading a number waits for the device: nothing above does.
         skipped = int(opt_state.notfinite_count)
         if skipped > max_skipped:
             raise NonFinite(

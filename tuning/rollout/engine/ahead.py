@@ -26,6 +26,7 @@ class Ahead:
         JAX keeps the compiled program for the later call.
         """
         if key not in self._threads:
+            # A daemon: the process may exit in the middle of a compilation.
             thread = threading.Thread(target=lambda: lowered().compile(), name="compile", daemon=True)
             self._threads[key] = thread
             thread.start()

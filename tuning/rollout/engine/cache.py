@@ -33,7 +33,7 @@ WINDOW = 64
 
 
 class Entries(NamedTuple, Generic[Array]):
-    """Copies for `insert`, of at most `WINDOW` tokens each; of I entries the first `used` hold."""
+    """Copies for `insert`, of at most `WINDOW` tokens each. Only the first `used` of the I entries count."""
 
     slot_I: Array
     """The slot to write."""
@@ -44,11 +44,12 @@ class Entries(NamedTuple, Generic[Array]):
     tokens_I: Array
     """How many tokens."""
     used: Array
-    """Number of entries that hold."""
+    """Number of entries in use; the others are padding."""
 
 
 def token_bytes(config: DecoderConfig, kv: KV) -> int:
     """Bytes of one token's keys and values in all layers."""
+    # int8: one byte a number, and the float32 scale of the head.
     per_head = config.head_dim + 4 if kv == "int8" else config.head_dim * np.dtype(jnp.dtype(kv)).itemsize
     return 2 * config.num_layers * config.num_kv_heads * per_head
 
@@ -171,11 +172,13 @@ def attend(
     out, norm = jnp.zeros((), accumulate), jnp.zeros((), accumulate)
     for z, (part, _) in zip(logits, parts, strict=True):
         weights = jnp.exp(z - most)
+        # The norm is of the weights alone: the scales below belong to the values.
         norm = norm + weights.sum(axis=-1, keepdims=True)
         if "v_scale" in part:
             weights = weights * part["v_scale"][:, :, None]
         v = _from_stored(part["v"], q.dtype)
         out = out + jnp.einsum("rkqs,rksh->rkqh", weights.astype(q.dtype), v, preferred_element_type=accumulate)
+    # Divided once, after the products: H numbers a query instead of S weights.
     out = (out / norm).astype(q.dtype).reshape(r, heads, c, -1, h)
     return out.transpose(0, 2, 1, 3, 4).reshape(r, c, n, h)
 
@@ -189,7 +192,7 @@ def append(cache: list[Stack], new: list[Stack], at_R: jax.Array) -> list[Stack]
     """Caches with each row's new tokens written from `at_R` on; `new` is of the same layers and slots.
 
     All tokens of `new` are written, also those behind a row's end: the host does not count them as held. There must be
-    room for them, since `dynamic_update_slice` would else shift the write to the left, over tokens that count.
+    room for them, since `dynamic_update_slice` would otherwise shift the write to the left, over tokens that count.
     """
 
     def append_row(r: jax.Array, cache: list[Stack]) -> list[Stack]:
@@ -210,6 +213,12 @@ def insert(cache: list[Stack], chunk: list[Stack], entries: Entries[jax.Array]) 
 
     Every entry moves a window of the same number of tokens, whatever its own number is, since shapes are fixed: it
     reads what the slot holds there, replaces its own tokens and writes all of it back.
+
+        slot            a b c d e f g h i j
+        chunk               p q r s t
+        entry           start 1, at 3, 2 tokens: q r
+        window of 4           d e f g  ->  q r f g
+        slot after      a b c q r f g h i j
     """
     capacity = capacity_of(cache)
     window = min(WINDOW, capacity)
@@ -227,7 +236,7 @@ def insert(cache: list[Stack], chunk: list[Stack], entries: Entries[jax.Array]) 
         # A window at the end of a slot begins before the entry's tokens.
         first = jnp.minimum(at, capacity - window)
         column = first + jnp.arange(window)
-        mine = (column >= at) & (column < at + tokens)
+        covered = (column >= at) & (column < at + tokens)
 
         def put(name: str, x: jax.Array, chunk: jax.Array) -> jax.Array:
             axis = TOKEN_AXIS[name]
@@ -237,7 +246,7 @@ def insert(cache: list[Stack], chunk: list[Stack], entries: Entries[jax.Array]) 
             old = jax.lax.dynamic_slice(x, where, new.shape)
             shape = [1] * x.ndim
             shape[axis] = window
-            return jax.lax.dynamic_update_slice(x, jnp.where(mine.reshape(shape), new, old), where)
+            return jax.lax.dynamic_update_slice(x, jnp.where(covered.reshape(shape), new, old), where)
 
         return [{n: put(n, stack[n], part[n]) for n in stack} for stack, part in zip(cache, wide, strict=True)]
 
@@ -246,6 +255,7 @@ def insert(cache: list[Stack], chunk: list[Stack], entries: Entries[jax.Array]) 
 
 @functools.partial(jax.jit, static_argnames=("axis", "capacity"))
 def _resized(x: jax.Array, slots: jax.Array, axis: int, capacity: int) -> jax.Array:
+    # Shortened first, so that the gather copies no token that is dropped.
     x = jnp.take(jax.lax.slice_in_dim(x, 0, min(capacity, x.shape[axis]), axis=axis), slots, axis=SLOT_AXIS)
     pads = [(0, 0)] * x.ndim
     pads[axis] = (0, capacity - x.shape[axis])

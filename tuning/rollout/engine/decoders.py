@@ -62,6 +62,7 @@ def _join(layer: Layer) -> None:
         setattr(layer, name, first)
         for part in parts:
             delattr(layer, part)
+    # Only two methods differ. A new JoinedLayer would first allocate parameters of its own.
     layer.__class__ = JoinedLayer
 
 
@@ -74,6 +75,7 @@ class DecodingDecoder(nnx.Module):
     def __init__(self, decoder: Decoder):
         self.config = decoder.config
         del decoder.layers
+        # Embedding, final norm and LM head.
         self.rest = decoder
         self.target: str | None = None
 
@@ -97,8 +99,8 @@ class DecodingDecoder(nnx.Module):
     ) -> tuple[jax.Array, list[Stack]]:
         """Hidden states after the last norm [B, L, D], and `new` with the keys and values that attention wrote.
 
-        Attention receives and returns (a stack of `cache`, the same stack of `new`, index of the layer in both); only
-        the second is kept of what it returns.
+        Attention receives and returns (a stack of `cache`, the same stack of `new`, index of the layer in both). Of its
+        result only the stack of `new` is kept.
 
         Tokens that are not live are zeros in every layer (but for biases): `products` skips rows of zeros.
         """
@@ -160,12 +162,14 @@ class RolledDecoder(DecodingDecoder):
     ) -> tuple[jax.Array, list[Stack]]:
         (far,), (near,) = cache, new
         differs, of_layer = by_layer(self.config, positions)
-        graph, whole, *sliced = nnx.split(self.layers, products.InStack, ...)
+        graph, in_stack, *sliced = nnx.split(self.layers, products.InStack, ...)
 
         def body(number: jax.Array, carried: tuple[jax.Array, Stack]) -> tuple[jax.Array, Stack]:
             x, near = carried
+            # Only small parameters (norms, biases, scales) are taken out of the stack. The matrices,
+            # `in_stack`, stay: their kernel takes the index of the layer.
             mine, differences = jax.tree.map(lambda s: s[number], (sliced, differs))
-            layer = nnx.merge(graph, whole, *mine)
+            layer = nnx.merge(graph, in_stack, *mine)
             for _, module in nnx.iter_modules(layer):
                 if isinstance(module, products.OutIn):
                     module.number, module.target = number, self.target
@@ -188,11 +192,11 @@ def _prepared(
     if join:
         _join(layer)
     if rolled or quantization == "int8":
-        held = functools.partial(products.OutIn, int8=quantization == "int8") if rolled else Int8
+        stored_as = functools.partial(products.OutIn, int8=quantization == "int8") if rolled else Int8
         for name in (*_PROJECTIONS, *JOINED):
             if hasattr(layer, name):
                 linear = getattr(layer, name)
-                linear.kernel = held(linear.kernel[...])
+                linear.kernel = stored_as(linear.kernel[...])
     return nnx.split(layer)
 
 
@@ -218,15 +222,16 @@ def lay_out(
 ) -> tuple[Graph, nnx.State]:
     """(graph, state) of a `DecodingDecoder` with a Decoder's parameters, the matrices of layers cast to `dtype`.
 
-    It is a `RolledDecoder` if `rolled`, else an `UnrolledDecoder`. `join` makes one kernel of those that share an
-    input. Not with a `tensor` axis: sharding the joined outputs evenly would put a head's parts on several devices.
+    It is a `RolledDecoder` if `rolled`, else an `UnrolledDecoder`. `join` concatenates kernels that share an input. It
+    is not for a mesh with a `tensor` axis: an even split of the joined outputs would divide heads between devices.
     """
     decoder = nnx.merge(graph, params)
     stack, stacked = nnx.split(decoder.layers)
     count = decoder.config.num_layers
     options: dict[str, Any] = {"join": join, "quantization": quantization, "dtype": dtype}
-    made = nnx.eval_shape(lambda s: nnx.merge(*_prepared(stack, s, 0, rolled=rolled, **options)), stacked)
-    like = nnx.split(made)[0]
+    # The structure of a laid-out layer, from shapes alone: the compiled programs below return states only.
+    abstract = nnx.eval_shape(lambda s: nnx.merge(*_prepared(stack, s, 0, rolled=rolled, **options)), stacked)
+    like = nnx.split(abstract)[0]
     if rolled:
         return nnx.split(RolledDecoder(decoder, nnx.merge(like, _states(stack, stacked, layers=count, **options))))
     layers = [nnx.merge(like, _state(stack, stacked, np.int32(i), **options)) for i in range(count)]

@@ -14,10 +14,10 @@ holds the tokens of its last run; a later prompt that begins with them starts be
 
 - Each sample of each request ends exactly once, in an `Update` with its completion, also if it is cancelled.
 - Its random numbers depend on seed, counter, number of the sample and number of the token (R15): never on the slot, the
-  other rows, or how prompts were cut into chunks.
+  other rows, or how prompts were divided into chunks.
 - `Slot.held` lists no token whose keys and values are not in the cache. The newest token of a completion is not in it:
   decoding feeds it next.
-- Shapes come from two short ladders (`pool`) and the sizes of chunks. Nothing that a request asks for is in a shape, so
+- Shapes come from two short ladders (`pool`) and the sizes of chunks. No setting of a request is part of a shape, so
   no request compiles anything.
 """
 
@@ -80,11 +80,14 @@ class Engine:
         self._cancelled: set[int] = set()
         self._programs_used: set[tuple[str, ...]] = set()
         self._ahead = Ahead()
+        # Whether a first token is returned at once, for streams; `run` turns it off.
         self._stream_first = True
         self._by_kernel = {
             "attention": mesh is None and attention.suits(self._kv, config.head_dim),
             "products": mesh is None and products.suits(dtype),
         }
+        # Without the kernel a loop over stacked layers would copy each layer (`decoders`). The build runs
+        # later, in a thread, so the choice rests on whether there is a compiler.
         self._rolled = self._by_kernel["products"] and has_compiler()
         self._pool = Pool(config, self._limits, self._kv, mesh, rolled=self._rolled)
         if any(self._by_kernel.values()):
@@ -93,6 +96,7 @@ class Engine:
 
     def load(self, params: nnx.State) -> None:
         """Samples from these parameters from now on; runs in progress go on with them. Compiles nothing new."""
+        # Dropped before the new weights are laid out: memory need not hold both.
         self._decoding = None
         graph, state = lay_out(self._graph, params, **self._layout_options)
         self._use_weights(graph, put_weights(state, self._mesh))
@@ -119,7 +123,7 @@ class Engine:
     def prepare(self, requests: Sequence[Request]) -> None:
         """Starts to compile, in threads, the programs that requests like these use first, while weights are read.
 
-        With a mesh it does nothing: the layout of weights over devices is known only when they are there.
+        With a mesh it does nothing: the layout of weights over devices is known only once they are loaded.
 
         Raises RefusedRequest as `submit` does.
         """
@@ -176,7 +180,7 @@ class Engine:
         return self._submitted
 
     def cancel(self, number: int) -> None:
-        """Ends a request in the next step; the tokens that it has become a completion with stop `cancelled`."""
+        """Ends a request in the next step; the tokens so far become a completion with stop `cancelled`."""
         self._cancelled.add(number)
 
     def step(self) -> list[Update]:
@@ -193,7 +197,7 @@ class Engine:
     def run(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[Completion]]]:
         """(index, completions) of each request, as soon as the last of its samples has ended.
 
-        On an idle engine the result does not depend, to the bit, on what it did before: slots start empty.
+        On an idle engine the result is bit for bit independent of earlier requests: slots start empty.
         """
         if self.idle:
             self._pool.clear()
@@ -208,11 +212,11 @@ class Engine:
                 for update in self.step():
                     if update.completion is None or update.number not in index:
                         continue
-                    mine = ended.setdefault(update.number, {})
-                    mine[update.sample] = update.completion
+                    by_sample = ended.setdefault(update.number, {})
+                    by_sample[update.sample] = update.completion
                     number = index[update.number]
-                    if len(mine) == requests[number].samples:
-                        yield number, [mine[s] for s in range(len(mine))]
+                    if len(by_sample) == requests[number].samples:
+                        yield number, [by_sample[s] for s in range(len(by_sample))]
         finally:
             # A caller that closes the generator early must find the engine idle.
             self._stream_first = True
@@ -253,6 +257,7 @@ class Engine:
     def _kernels(self) -> Kernels:
         if not any(self._by_kernel.values()):
             return Kernels()
+        # A build is for one type of keys and values; without the attention kernel any will do.
         names = build(self._kv if self._by_kernel["attention"] else "float32")._asdict()
         return Kernels(**{n: name if self._by_kernel[n] else None for n, name in names.items()})
 
@@ -343,11 +348,13 @@ class Engine:
         assert run is not None
         before = len(run.tokens)
         fed = run.next_input
-        made = run.extend(row)
+        added = run.extend(row)
         # The newest token is not cached: the next step feeds it.
         slot.held += [fed, *run.tokens[before:-1]]
+        # Stop strings come after: the program ends a row by ids and length only, so a string may end it
+        # earlier.
         stop = None if row.live_R else ("eos" if run.tokens[-1] in run.request.stop_ids else "length")
-        kept = run.request.find_stop(run.tokens) if run.request.find_stop and made else None
+        kept = run.request.find_stop(run.tokens) if run.request.find_stop and added else None
         if kept is not None:
             stop = "string"
             run.truncate(kept)

@@ -42,13 +42,16 @@ def _places(config: DecoderConfig, shapes: Any) -> dict[str, Place]:
     places: dict[ParamPath, dict[str, Place]] = {path: {} for path in flatten_dict(nnx.to_pure_dict(shapes))}
     for path, names in tensor_names(stacked, config.num_layers).items():
         for layer, tensor in enumerate(names.tensors):
+            # Embedding, final norm and LM head are as in the trainer's layout.
             place = Place(("rest", *path), (), names.transposed)
             if names.stacked:
                 target, part = _target(path, stacked)
                 own, shared = ("layers", layer, *target), ("layers", *target)
                 if own in places:
+                    # Unrolled: each layer has its own parameter.
                     place = Place(own, (..., part), names.transposed)
                 elif shared in places:
+                    # Rolled, a bias or a norm: stacked as in the trainer.
                     place = Place(shared, (layer, ..., part), names.transposed)
                 else:
                     # `products.OutIn` is [O, I], as the file is.

@@ -25,6 +25,8 @@ class Stream:
         self._live, self._notify = live, notify
         self.request, self.number = request, number
         self._updates: queue.SimpleQueue[Update | BaseException] = queue.SimpleQueue()
+        # `_open` counts samples whose end the reader has not taken, `left` those whose end the engine has not
+        # delivered.
         self._open = self.left = request.samples
 
     def __iter__(self) -> Iterator[Update]:
@@ -75,7 +77,7 @@ class Live:
     def submit(self, request: Request, notify: Callable[[], None] | None = None) -> Stream:
         """Queues a request; `notify` is called, in the engine's thread, for each new update of its stream.
 
-        Raises RefusedRequest as `Engine.submit` does, EngineStopped when the engine has.
+        Raises RefusedRequest as `Engine.submit` does, and EngineStopped after the engine has stopped.
         """
 
         def order() -> Stream:
@@ -92,6 +94,8 @@ class Live:
     def cancel(self, stream: Stream) -> None:
         """See `Stream.cancel`."""
         with self._wake:
+            # Not through `_ask`, which waits for the engine: called from `notify`, in its thread, it would
+            # never return.
             self._orders.append(lambda: self._engine.cancel(stream.number))
             self._wake.notify()
 
@@ -110,6 +114,7 @@ class Live:
             try:
                 answer.put((order(), None))
             except Exception as e:
+                # An error of this call, not of the engine: the thread goes on.
                 answer.put((None, e))
 
         with self._wake:
@@ -119,6 +124,7 @@ class Live:
             self._wake.notify()
         while True:
             try:
+                # A step that fails ends the thread without an answer: look for that once a second.
                 value, error = answer.get(timeout=1.0)
                 break
             except queue.Empty:
@@ -137,12 +143,14 @@ class Live:
                     if self._failure is not None:
                         break
                     orders = [self._orders.popleft() for _ in range(len(self._orders))]
+                # Without the lock: callers may add orders while a step runs.
                 for order in orders:
                     order()
                 if not self._engine.idle:
                     self._deliver(self._engine.step())
         except BaseException as e:
             with self._wake:
+                # Kept as the cause of every later EngineStopped.
                 self._failure = e
         finally:
             for stream in self._streams.values():

@@ -54,6 +54,7 @@ class Pool:
     def widest(self) -> int:
         """The longest context that model, limits and memory let a slot have."""
         tokens = self._limits.cache_bytes // kv_cache.token_bytes(self._config, self._kv)
+        # A run of decoding writes up to `steps` tokens behind the last one that counts.
         longest = self._limits.context or self._config.max_positions
         return min(longest, self._config.max_positions, tokens // GRAIN * GRAIN - self._limits.steps)
 
@@ -117,7 +118,7 @@ class Pool:
     def resize(self, rows: int, needed: int) -> None:
         """Changes to `rows` slots, of the smallest capacity that holds `needed` tokens.
 
-        Runs stay. Of the free slots those stay that were left last, for the prefixes that they hold.
+        Slots with a run are kept. Of the free ones those that were left last are kept, for the prefixes that they hold.
         """
         capacity = self._capacity(needed)
         if not self.slots:
@@ -127,6 +128,7 @@ class Pool:
             self.state = programs.State(put_cache(cache, self._mesh), seen)
             return
         if self.live:
+            # Never shorter under a run: as it goes on, the longer one would soon be needed again.
             capacity = max(capacity, self.capacity)
         if (rows, capacity) == (len(self.slots), self.capacity):
             return
@@ -208,6 +210,7 @@ class Pool:
         slot = min(free, key=lambda s: (s is not source, s.left_at))
         slot.run = run
         if leader is not None and common < run.prefill_tokens:
+            # Nothing counts as held until the cache of the leader is copied.
             run.leader = leader
             slot.held = []
         else:

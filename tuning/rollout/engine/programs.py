@@ -41,7 +41,7 @@ from tuning.rollout.engine.sampling import Controls, sample, uniforms
 
 
 class State(NamedTuple):
-    """What the programs change. They donate it: only what they return is valid afterwards."""
+    """The arrays that the programs update. They are donated: after a call only its result is valid."""
 
     cache: list[Stack]
     seen_RV: jax.Array
@@ -62,7 +62,7 @@ class Chunk(NamedTuple, Generic[Array]):
 
 
 class Rows(NamedTuple, Generic[Array]):
-    """What a run of decoding starts from, one entry a slot."""
+    """The start of a run of decoding, one entry a slot."""
 
     token_R: Array
     """To feed: the newest token, whose keys and values are not cached yet."""
@@ -95,7 +95,7 @@ class Decoded(NamedTuple, Generic[Array]):
 
 
 class _Loop(NamedTuple):
-    """What one decoding step hands to the next."""
+    """The state of the decoding loop."""
 
     t: jax.Array
     """Steps done."""
@@ -131,10 +131,12 @@ def prefill(
         far, near, number = mine
         new = stored(k, v, kv)
         query, key = positions[:, :, None], positions[:, None]
+        # Within a group the order of the chunk is the order of positions, so the chunk index is enough.
         causal = (group[:, :, None] == group[:, None]) & (jnp.arange(length)[:, None] >= jnp.arange(length))
         parts = [(new, within_window(causal, query, key, spec))]
         if prefixed:
             cached = jnp.arange(capacity_of(cache))[None, None]
+            # Only the first piece continues a cached prompt: it sees the tokens before its own first position.
             before = (group[:, :, None] == 1) & (cached < positions[0, 0])
             prefix = slot_of(far, number, chunk.prefix_slot)
             parts.append((prefix, within_window(before, query, cached, spec)))
@@ -165,13 +167,14 @@ def decode(
     """Up to `steps` tokens of every live row, and no more than `most`.
 
     Ends early when no row is live, or when `wake` rows have ended in this run. Rows that are not live are computed
-    too, since shapes are fixed; of what they give nothing counts.
+    too, since shapes are fixed; their results are discarded.
     """
     model = nnx.merge(graph, weights)
     model.target = kernels.products
     penalised = jnp.any(rows.controls.repetition_penalty_R != 1)
 
     def running(loop: _Loop) -> jax.Array:
+        # `most` and `wake` are arrays, not static: their values compile nothing.
         ended = jnp.sum(rows.live_R) - jnp.sum(loop.out.live_R)
         return (loop.t < jnp.minimum(steps, most)) & jnp.any(loop.out.live_R) & (ended < wake)
 
@@ -190,12 +193,14 @@ def decode(
             dtype=jnp.dtype(dtype),
         )
         each = jnp.arange(len(token_R))
+        # Without a penalty in any row nothing reads `seen_RV`, and the update would copy it.
         seen_RV = jax.lax.cond(penalised, lambda x: x.at[each, token_R].set(True), lambda x: x, loop.seen_RV)
         # A draw depends on the sample's key and the token's number, not on the slot or the run (R15).
         uniform_R = uniforms(rows.key_R2, rows.made_R + t)
         token_R, logp_R, (top_ids, top_logps) = sample(
             model.logits(hidden[:, 0]), uniform_R, rows.controls, seen_RV, top
         )
+        # A row that has ended still writes tokens below; its count stands still, so they are not read.
         made_R = out.made_R + out.live_R
         ended_R = jnp.any(token_R[:, None] == rows.stops_RE, axis=-1) | (made_R >= rows.left_R)
         put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=t, axis=1)
@@ -251,6 +256,7 @@ def _attend_step(
     query = (length_R + t)[:, None, None]
     cached = jnp.arange(capacity_of([far]))
     older = (cached < length_R[:, None])[:, None]
+    # Of this run's `steps` places those up to step t are written.
     newer = jnp.broadcast_to(jnp.arange(steps) <= t, (len(length_R), 1, steps))
     key_of_newer = length_R[:, None, None] + jnp.arange(steps)
     parts = [

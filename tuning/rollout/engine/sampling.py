@@ -68,6 +68,10 @@ def inverse_cdf(weights_RV: jax.Array, uniform_R: jax.Array) -> jax.Array:
     The inverse of the cumulative distribution needs one uniform number a row, where the Gumbel maximum needs V. The
     search has two levels: first the block of 256 tokens, by the sums of blocks, then the token inside it. So the
     cumulative sums are over V / 256 + 256 numbers, not V.
+
+        weights   3 1 | 0 4 | 2 0     (blocks of 2 here)
+        totals      4     8    10     uniform 0.7: target 7, in block 1, whose total is the first above it
+        inside          0 4           7 - 4 = 3: its token 1, which is token 3 of the vocabulary
     """
     rows, vocab = weights_RV.shape
     padded = jnp.pad(weights_RV, ((0, 0), (0, -vocab % BLOCK)))

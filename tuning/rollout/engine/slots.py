@@ -40,13 +40,13 @@ class Run:
 
     def extend(self, row: Decoded[np.ndarray]) -> int:
         """Adds the tokens of a run of decoding (one row of it) and returns how many."""
-        made = int(row.made_R)
-        self.tokens += row.tokens_RT[:made].tolist()
-        self.logps += row.logps_RT[:made].tolist()
+        count = int(row.made_R)
+        self.tokens += row.tokens_RT[:count].tolist()
+        self.logps += row.logps_RT[:count].tolist()
         if row.top_ids_RTN.shape[-1]:
-            pairs = zip(row.top_ids_RTN[:made].tolist(), row.top_logps_RTN[:made].tolist(), strict=True)
+            pairs = zip(row.top_ids_RTN[:count].tolist(), row.top_logps_RTN[:count].tolist(), strict=True)
             self.top += [list(zip(ids, logps, strict=True)) for ids, logps in pairs]
-        return made
+        return count
 
     def truncate(self, count: int) -> None:
         """Drops all but the first `count` tokens."""
@@ -95,6 +95,7 @@ def longest_prefix(slots: list[Slot], run: Run) -> tuple[Slot | None, int]:
         common = int(np.argmax(differ)) if differ.any() else count
         if common > most:
             best, most = slot, common
+    # A complete prefix is always worth its copy: nothing is left to prefill.
     enough = most == len(wanted) or most >= SMALLEST_PREFIX
     return (best, most) if enough else (None, 0)
 
@@ -102,7 +103,7 @@ def longest_prefix(slots: list[Slot], run: Run) -> tuple[Slot | None, int]:
 def row_arrays(slots: list[Slot], capacity: int, steps: int) -> Rows[np.ndarray]:
     """What `programs.decode` needs of each slot.
 
-    Free slots and those that still prefill are rows that are not live.
+    Rows of free slots, and of slots that still prefill, are not live.
     """
     count = len(slots)
     rows = Rows(

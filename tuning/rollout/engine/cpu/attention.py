@@ -50,6 +50,7 @@ def attend(
     spans = jnp.stack([first, end, first_new, jnp.full(r, t + 1)], axis=-1).astype(jnp.int32)
     call = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((r, heads, n // heads, h), jnp.float32))
     q = (q_RCNH.astype(jnp.float32) * spec.scale).reshape(r, heads, n // heads, h)
+    # Operands are positional, in the order that attention.c documents.
     stacks = [part[name] for part in (far, near) for name in ("k", "v")]
     scales = [part[name] for part in (far, near) for name in ("k_scale", "v_scale") if name in part]
     out = call(q, *stacks, jnp.asarray(number, jnp.int32), spans, *scales, softcap=np.float32(spec.softcap or 0))

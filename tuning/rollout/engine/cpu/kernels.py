@@ -80,18 +80,20 @@ def built(kv: str, compiler: str) -> tuple[str, ctypes.CDLL]:
     parts = (*texts, *options, version, jaxlib.__version__, _processor())
     name = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     cache = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    # A library stays loaded after its file is deleted, so a build without a cache may go with its folder.
     with tempfile.TemporaryDirectory() as own:
+        # A compilation cache at a URL cannot hold a file to load.
         folder = Path(cache) / "kernels" if cache and "://" not in cache else Path(own)
         library = folder / f"{name}.so"
         if not library.exists():
             folder.mkdir(parents=True, exist_ok=True)
             # Renamed when complete: other processes may build the same library at the same time.
             with tempfile.TemporaryDirectory(dir=folder) as place:
-                made = Path(place) / library.name
+                compiled = Path(place) / library.name
                 sources = [str(source) for source in SOURCES if source.suffix == ".c"]
-                command = [compiler, *options, f"-I{jax.ffi.include_dir()}", *sources, "-o", str(made), "-lm"]
+                command = [compiler, *options, f"-I{jax.ffi.include_dir()}", *sources, "-o", str(compiled), "-lm"]
                 subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-                os.replace(made, library)
+                os.replace(compiled, library)
         return name, ctypes.CDLL(str(library))
 
 

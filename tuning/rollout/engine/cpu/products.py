@@ -39,6 +39,7 @@ def product(
         # The kernel does not check this.
         assert weight_NOI.dtype == (x.dtype if scale_O is None else jnp.int8) and x.shape[-1] == weight_NOI.shape[2]
         call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((len(rows), outs), jnp.float32))
+        # Rows go in as float32, whatever the type of the weights; sums are in float32.
         scales = () if scale_O is None else (scale_O,)
         out = call(rows.astype(jnp.float32), weight_NOI, jnp.asarray(number, jnp.int32), *scales)
         return out.reshape(*x.shape[:-1], outs)
