@@ -237,6 +237,23 @@ def test_rlhf_run_needs_no_server_and_is_quiet(made: dict[str, Any], folder: Pat
         assert set(database.execute("select name, state_name from task_run")) == {(n, "Cached") for n in NODES}
 
 
+def test_a_deployment_of_the_flow_object_can_be_loaded() -> None:
+    from prefect.flows import load_flow_from_entrypoint
+
+    from flows.pipeline import rlhf_pipeline
+
+    deployment = rlhf_pipeline.to_deployment("nightly")
+    assert load_flow_from_entrypoint(deployment.entrypoint).name == rlhf_pipeline.name
+
+
+def test_each_section_of_the_form_has_a_name_of_its_own() -> None:
+    from flows.pipeline import rlhf_pipeline
+
+    titles = [model.get("title") for model in rlhf_pipeline.parameters.definitions.values()]
+    assert {"prepare", "update", "sft"} <= set(titles)
+    assert len(set(titles)) == len(titles) == len(rlhf_pipeline.parameters.definitions)
+
+
 def test_parameters_are_strict_and_keep_only_what_was_said() -> None:
     from prefect.exceptions import ParameterTypeError
 

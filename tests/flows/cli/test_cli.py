@@ -311,3 +311,17 @@ def test_a_reward_function_in_the_current_folder_is_found(rlhf, store, record):
     (folder / "my_rewards.py").write_text(code.replace("-float", "float"))
     out = rlhf("plan", "smoke", *words, cwd=folder).stdout
     assert re.search(r"^miss +round-000\.score\n +sources\.module:my_rewards: ", out, re.MULTILINE)
+
+
+def test_an_option_that_only_the_settings_refuse_is_a_usage_error(rlhf, smoke_store):
+    done = rlhf("chat", "first", "--store", smoke_store, "--temperature", "inf", code=2)
+    assert "--temperature" in done.stderr and "finite" in done.stderr and "pydantic" not in done.stderr
+
+
+@pytest.mark.parametrize("setting", ["rl.update.algorithm", "rl.score.rewards.digits.function"])
+def test_a_syntax_error_in_a_users_module_names_its_line(rlhf, smoke_store, tmp_path, setting):
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    sets = ["--set", f"store={smoke_store}", "--set", f"{setting}=broken:f"]
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    done = rlhf("plan", "smoke", *sets, code=2, env=env)
+    assert setting in done.stderr and "broken.py, line 1" in done.stderr

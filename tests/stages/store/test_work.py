@@ -50,3 +50,16 @@ def test_the_work_is_gone_after_the_commit(store, tmp_path):
     WorkFolder(store, "sft", KEY).drop()
     assert store.fs.find(store.join("work")) == []
     assert list(WorkFolder(store, "sft", KEY).open().iterdir()) == []
+
+
+def test_what_a_kill_left_half_written_is_neither_mirrored_nor_kept(remote, tmp_path):
+    work = WorkFolder(remote, "sft", KEY)
+    half = ".part-00001.parquet.12-ab.part"
+    write_files(work.open(), **{"rollouts-00001__part-00001.parquet": "whole", f"rollouts-00001__{half}": "half"})
+    interrupted = work.path.with_name(f".{KEY}.12-ab.part")
+    interrupted.mkdir()
+    work.mirror()
+    stored = [path.rsplit("/", 1)[1] for path in remote.fs.find(remote.join("work"))]
+    assert "part-00001.parquet" in stored and half not in stored
+    work.drop()
+    assert not interrupted.exists()
