@@ -15,7 +15,7 @@ def scored(totals, prompts):
     return Scored(rollouts, scores, prompts)
 
 
-def test_too_few_informative_groups_end_the_round_with_the_histogram_of_pass_rates():
+def test_too_few_informative_groups_end_the_round_with_a_histogram():
     given = scored([(0, 0), (1, 1), (0, 1), (1, None)], prompts=2)
     with pytest.raises(TooFewGroups) as error:
         chosen_groups(given, "stop")
