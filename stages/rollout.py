@@ -14,7 +14,10 @@ from tuning.rows import PromptRow, RefusedRow, write_table
 
 
 def prompts_of_round(count: int, total: int, round_number: int, seed: int) -> list[int]:
-    """Which of `total` prompts round `round_number` uses: passes over shuffled orders, none skipped."""
+    """Which of `total` prompts round `round_number` uses: passes over orders that `seed` shuffles.
+
+    With one seed for all rounds each pass has every prompt once (R22); a seed of each round does not promise that.
+    """
     import grain.python as grain
 
     chosen = []
