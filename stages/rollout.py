@@ -14,9 +14,9 @@ from tuning.rows import PromptRow, RefusedRow, write_table
 
 
 def prompts_of_round(count: int, total: int, round_number: int, seed: int) -> list[int]:
-    """Which of `total` prompts round `round_number` uses.
+    """Which of `total` prompts round `round_number` uses: passes over orders that `seed` shuffles.
 
-    Rounds with the same seed pass over shuffled orders of all prompts, and skip none.
+    With one seed for all rounds each pass has every prompt once (R22); a seed of each round does not promise that.
     """
     import grain.python as grain
 

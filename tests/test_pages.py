@@ -6,6 +6,7 @@ Fenced blocks, by language and the words behind it:
     python file=NAME    is written to NAME first; so are yaml blocks
     diff file=NAME      is applied to NAME in a scratch copy of the packages
     sh                  lines run after the page's Python, in the same scratch folder
+    python of=NAME      is an excerpt: its lines stand in NAME as they are
     sh no-run           is only looked at: `rlhf run|plan RECIPE --set ...` must be a recipe that can run
 """
 
@@ -17,6 +18,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import NamedTuple, get_args
 
@@ -171,6 +173,20 @@ def test_a_package_has_a_page_of_one_screen(room):
     assert lines[0] == f"# {room}"
 
 
+def test_excerpts_are_the_lines_of_their_file():
+    for page in PAGES:
+        for block in blocks_of(page):
+            for name in (o.removeprefix("of=") for o in block.options if o.startswith("of=")):
+                whole = without_empty_lines((ROOT / name).read_text())
+                indented = [textwrap.indent(without_empty_lines(block.text), " " * depth) for depth in (0, 4, 8)]
+                assert any(x in whole for x in indented), f"{page}: its excerpt is not in {name}"
+
+
+def without_empty_lines(text: str) -> str:
+    """The formatter of pages decides where a block has empty lines."""
+    return "".join(line for line in text.splitlines(keepends=True) if line.strip())
+
+
 def test_every_shell_block_runs_or_says_that_it_does_not():
     for page in PAGES:
         for block in blocks_of(page):
@@ -180,10 +196,32 @@ def test_every_shell_block_runs_or_says_that_it_does_not():
 
 
 def test_every_rule_names_the_test_that_holds_it_or_says_that_none_does():
-    rules = re.split(r"^## (?=R\d)", RULES.read_text(), flags=re.MULTILINE)[1:]
+    rules = all_rules()
     assert [rule.split(".")[0] for rule in rules] == [f"R{n}" for n in range(1, 31)]
     for rule in rules:
         assert TEST.search(rule) or "Not held yet" in rule, rule.splitlines()[0]
+        whole = "**Held by**" in rule
+        assert whole != ("Not held yet" in rule), rule.splitlines()[0]
+
+
+def test_the_readme_counts_the_rules_as_they_are():
+    rules = all_rules()
+    held, in_part = (sum(f"**{words}**" in rule for rule in rules) for words in ("Held by", "Held in part by"))
+    counts = f"{held} are held by tests, {in_part} in part, {len(rules) - held - in_part} not yet"
+    assert counts in " ".join(text_of(Path("README.md")).split())
+
+
+def test_a_rule_says_which_of_its_tests_are_slow():
+    for rule in all_rules():
+        for file, name in TEST.findall(rule):
+            text = (ROOT / file).read_text()
+            marked = re.search(rf"^@pytest\.mark\.slow\n(?:@.*\n)*def {name}\(", text, re.MULTILINE)
+            if marked or "\npytestmark = pytest.mark.slow\n" in text:
+                assert f"{name}` (slow" in rule or "all slow" in rule, f"{rule.splitlines()[0]}: {name} is slow"
+
+
+def all_rules() -> list[str]:
+    return re.split(r"^## (?=R\d)", RULES.read_text(), flags=re.MULTILINE)[1:]
 
 
 def test_what_a_recipe_may_name_is_on_a_page():

@@ -5,9 +5,27 @@ import os
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from tests.tuning.algorithms.objective_program import LAYOUTS, MESHES, OBJECTIVES, difference, loss_and_gradient
+from tests.tuning.algorithms.objective_program import (
+    LAYOUTS,
+    MESHES,
+    OBJECTIVES,
+    columns,
+    difference,
+    loss_and_gradient,
+)
+from tests.tuning.training.test_batch import CONFIG, PARAMS, ragged_groups
+from tuning.algorithms.algorithm import find
+from tuning.algorithms.objective import policy_loss
+from tuning.algorithms.settings import Objective
+from tuning.device import Compute
+from tuning.models.decoder import decoder_graph
+from tuning.training.batch import micro_batches
+from tuning.training.forward import logps_and_entropy
 
 
 @pytest.mark.parametrize(
@@ -22,6 +40,30 @@ def test_micro_batches_and_packing_change_nothing(name):
         found = loss_and_gradient(OBJECTIVES[name], LAYOUTS[other])
         assert found[2] > 1
         assert max(difference(found, wanted)) < 1e-6
+
+
+@pytest.mark.parametrize("correction", ["none", "truncate"])
+def test_with_one_update_only_the_current_policy_is_differentiated(correction):
+    """Without `old_CT` the gradient is that of -rho A log pi, with rho a constant (R4)."""
+    groups = ragged_groups(7, count=6)
+    (packed,) = micro_batches(groups, layout=LAYOUTS["one"], completion_tokens=8)
+    made_up = columns(groups)
+    given = {name: packed.gather(made_up[name]) for name in ("mu_CT", "advantages_CT")}
+    tokens = np.float32(packed.mask_CT.sum())
+    batch = packed.arrays() | given | {"n_tokens": tokens, "n_completions": np.float32(len(packed.ids_C))}
+    objective, graph = Objective(kl_coef=0.0, correction=correction), decoder_graph(CONFIG)
+    loss = policy_loss(graph, find(objective), objective, Compute())
+
+    def wanted(params):
+        logps, _ = logps_and_entropy(graph, params, batch, 1.0, Compute())
+        rho = jnp.minimum(jnp.exp(jax.lax.stop_gradient(logps) - batch["mu_CT"]), 2.0) if correction != "none" else 1.0
+        return -jnp.where(packed.mask_CT > 0, rho * batch["advantages_CT"] * logps, 0.0).sum() / tokens
+
+    found, expected = jax.grad(lambda p: loss(p, batch, None)[0])(PARAMS), jax.grad(wanted)(PARAMS)
+    largest = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(expected))
+    assert largest > 1e-3
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * largest)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from tests.tuning.tiny import CONFIG, PARAMS
 from tuning.algorithms.algorithm import Scored, group_relative, informative
 from tuning.algorithms.learner import Learner
 from tuning.algorithms.round_data import RoundData
-from tuning.algorithms.rounds import run_round
+from tuning.algorithms.rounds import Mismatch, run_round
 from tuning.algorithms.settings import CriticSettings
 from tuning.settings import OptimizerSettings
 from tuning.training.step import copy
@@ -56,6 +56,15 @@ def test_a_round_without_any_signal_changes_nothing():
     data = RoundData.from_rows(rows, [dataclasses.replace(s, total=1.0) for s in scores])
     result = run_round(data, config, CONFIG, Learner.start(params, config.optimizer))
     assert result.metrics["steps"] == 0 and result.policy.params is params
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_sampler_that_disagrees_with_the_trainer_ends_the_round(epochs):
+    rows, scores = rollouts(PARAMS, 0)
+    data = RoundData.from_rows([dataclasses.replace(r, logprobs=[x - 1 for x in r.logprobs]) for r in rows], scores)
+    config = settings(epochs=epochs, prompts_per_step=6)
+    with pytest.raises(Mismatch, match="is above max_mismatch_kl 0.1"):
+        run_round(data, config, CONFIG, Learner.start(copy(PARAMS), config.optimizer))
 
 
 def test_steps_are_even():
