@@ -18,7 +18,7 @@ from tests.tuning.algorithms.objective_program import (
     difference,
     loss_and_gradient,
 )
-from tests.tuning.training.test_batch import CONFIG, PARAMS, ragged_groups
+from tests.tuning.tiny import CONFIG, PARAMS, ragged_groups
 from tuning.algorithms.algorithm import find
 from tuning.algorithms.objective import policy_loss
 from tuning.algorithms.settings import Objective
