@@ -249,9 +249,10 @@ def test_a_deployment_of_the_flow_object_can_be_loaded() -> None:
 def test_each_section_of_the_form_has_a_name_of_its_own() -> None:
     from flows.pipeline import rlhf_pipeline
 
-    titles = [model.get("title") for model in rlhf_pipeline.parameters.definitions.values()]
-    assert {"prepare", "update", "sft"} <= set(titles)
-    assert len(set(titles)) == len(titles) == len(rlhf_pipeline.parameters.definitions)
+    models = rlhf_pipeline.parameters.definitions
+    # Pydantic puts the whole path, with underscores, into names that it has to tell apart.
+    assert [name for name in models if "__" in name] == []
+    assert {"prepare", "update", "sft"} <= {model.get("title") for model in models.values()}
 
 
 def test_parameters_are_strict_and_keep_only_what_was_said() -> None:
