@@ -16,6 +16,7 @@ from stages.contract.definition import Context
 from stages.store.artifacts import Store
 from stages.training.adapters import lora_config
 from stages.update import stage as update
+from stages.update.state import State, fingerprint_of
 from tuning.device import Compute
 from tuning.models import huggingface
 from tuning.models.config import tiny
@@ -164,7 +165,7 @@ def test_the_fingerprint_of_a_policy_sees_its_adapter():
     params = nnx.State({"w": jnp.ones(3)})
     # Twice A and half B merge to the same weights and train on otherwise.
     adapters = [None, *(nnx.State({"a": jnp.full(2, x), "b": jnp.full(2, 1 / x)}) for x in (1.0, 2.0))]
-    assert len({update._mark(update.State(CONFIG, params, None, adapter=a)) for a in adapters}) == 3
+    assert len({fingerprint_of(State(CONFIG, params, None, adapter=a)) for a in adapters}) == 3
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
