@@ -1,5 +1,8 @@
 """Charts: axes that fit the numbers, lines with gaps, stacked bars, and the drawn graph of stages."""
 
+import subprocess
+import sys
+
 import pytest
 
 from flows.report.charts import FRAME, MOST_POINTS, Chart, limits, stage_graph, thinned, ticks
@@ -74,3 +77,10 @@ def test_graph_has_no_arrow_that_a_longer_way_implies():
     heights = [graph.boxes[name][1] for name in ("base", "prepare", "sft", "export")]
     assert heights == sorted(heights) and len(set(heights)) == 4
     assert stage_graph({"base": [], "prepare": []}) is None
+
+
+def test_importing_the_report_loads_nothing_heavy():
+    code = "import sys, flows.report.page; print(*sys.modules)"
+    loaded = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    assert {"matplotlib", "jax", "numpy"}.isdisjoint(loaded)
+    assert {name for name in loaded if name.startswith("tuning.")} == {"tuning.atomic", "tuning.names"}

@@ -4,8 +4,6 @@ import datetime
 import html.parser
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import matplotlib.image
@@ -250,13 +248,6 @@ def test_report_can_be_read_without_seeing_it(whole):
 
 def test_report_is_small(whole):
     assert len(written(whole[2])) < 400_000
-
-
-def test_importing_the_report_loads_nothing_heavy():
-    code = "import sys, flows.report.page; print(*sys.modules)"
-    loaded = subprocess.check_output([sys.executable, "-c", code], text=True).split()
-    assert {"matplotlib", "jax", "numpy"}.isdisjoint(loaded)
-    assert {name for name in loaded if name.startswith("tuning.")} == {"tuning.atomic", "tuning.names"}
 
 
 @pytest.mark.parametrize("width", [400, 1200])
