@@ -19,6 +19,7 @@ from tuning.algorithms.settings import Objective
 from tuning.losses.groups import informative_groups
 from tuning.losses.policy import Metrics, Ratio, clipped_surrogate
 from tuning.losses.rewards import sequence_rewards, token_rewards
+from tuning.precision import real
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,13 +42,13 @@ class Scored:
     @property
     def rewards_N(self) -> jax.Array:
         """One reward a completion: its total less the KL of all its tokens."""
-        return jnp.asarray(sequence_rewards(self.totals_N, self.penalty_NT), jnp.float32)
+        return jnp.asarray(sequence_rewards(self.totals_N, self.penalty_NT), real())
 
     @property
     def rewards_NT(self) -> jax.Array:
         """Rewards token by token: less the KL on each, the total on the last (R12)."""
-        totals = jnp.asarray(self.totals_N, jnp.float32)
-        return token_rewards(totals, jnp.asarray(self.penalty_NT, jnp.float32), jnp.asarray(self.mask_NT))
+        totals = jnp.asarray(self.totals_N, real())
+        return token_rewards(totals, jnp.asarray(self.penalty_NT, real()), jnp.asarray(self.mask_NT))
 
 
 @dataclasses.dataclass(frozen=True)

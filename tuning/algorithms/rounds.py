@@ -32,6 +32,7 @@ from tuning.losses.rewards import kl_penalty
 from tuning.mesh import over_devices, put_batch, put_params, row_shards
 from tuning.models.config import DecoderConfig
 from tuning.models.decoder import decoder_graph, scalar_graph
+from tuning.precision import real
 from tuning.training.batch import Group, Packed, choose_rows, micro_batches
 from tuning.training.forward import logps_and_entropy, values_and_last
 from tuning.training.speed import ADAPTER, FULL, Meter, forward_flops
@@ -109,8 +110,8 @@ class _Round:
         self.device, self.mesh = choose(settings.compute.dtype), over_devices(settings.compute.mesh)
         valid_NT = (data.mask_NT & data.valid_N[:, None]).astype(np.float32)
         # 0 for NaN: 0 x NaN, as masks would compute it, is NaN.
-        totals_N = np.where(data.valid_N, data.totals_N, 0.0).astype(np.float32)
-        no_penalty_NT = np.zeros(data.mask_NT.shape, np.float32)
+        totals_N = np.where(data.valid_N, data.totals_N, 0.0).astype(real())
+        no_penalty_NT = np.zeros(data.mask_NT.shape, real())
         self.scored = Scored(totals_N, data.groups_N, data.valid_N, valid_NT, no_penalty_NT, data.greedy_N)
         self.keep_N = (self.algorithm.keep or informative)(self.scored)
         if settings.truncated == "mask":
@@ -196,7 +197,7 @@ class _Round:
 
     def collect(self, outputs: Sequence[np.ndarray]) -> np.ndarray:
         """[C, ...] arrays of the micro-batches as one [N, ...] array of the round."""
-        out = np.zeros((len(self.keep_N), *outputs[0].shape[1:]), np.float32)
+        out = np.zeros((len(self.keep_N), *outputs[0].shape[1:]), real())
         for batch, values_CT in zip(self.flat, outputs, strict=True):
             filled = batch.ids_C >= 0
             out[batch.ids_C[filled]] = values_CT[filled]
@@ -236,9 +237,9 @@ class _Round:
     def advantages_NT(self) -> np.ndarray:
         """The algorithm's advantages on every token, 0 where masked."""
         # Of a completion, [N], or of each token, [N, T].
-        advantages = np.asarray(self.algorithm.advantages(self.scored), np.float32)
+        advantages = np.asarray(self.algorithm.advantages(self.scored), real())
         of_tokens = advantages if advantages.ndim == 2 else advantages[:, None]
-        return np.where(self.scored.mask_NT > 0, of_tokens, 0.0).astype(np.float32)
+        return np.where(self.scored.mask_NT > 0, of_tokens, 0.0).astype(real())
 
     def prepare_critic(self, critic: Learner, pretrain_epochs: int) -> dict[str, Any]:
         """Trains the critic alone where the settings ask for it, then takes advantages and returns from it."""
@@ -272,8 +273,8 @@ class _Round:
         """The micro-batches of a step: tokens, counts of the whole step, coefficients, and the round's columns."""
         scalars = {
             # Arrays of the batch, not constants of the program: a new value compiles nothing.
-            "kl_scale": np.float32(self.coefficients.kl_scale),
-            "entropy_coef": np.float32(self.coefficients.entropy_coef),
+            "kl_scale": real().type(self.coefficients.kl_scale),
+            "entropy_coef": real().type(self.coefficients.entropy_coef),
         }
         return [
             arrays | scalars | {f"{name}_CT": batch.gather(x_NT) for name, x_NT in self.columns_NT.items()}
