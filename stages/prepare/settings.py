@@ -90,8 +90,9 @@ class Config(StageConfig):
     """Training groups whose prompts are used for RL: those outside `sft`, or all."""
     rules: list[str] = Field(default_factory=list)
     """Filters for quality or language, `module:function` of a record; False, or a text as the reason, drops it."""
-    near_duplicates: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Similarity (Jaccard, of 5-word runs) from which only one of several records stays; null: equal ones only."""
+    near_duplicates: Annotated[float, Field(ge=0.3, le=1)] | None = None
+    """Similarity (Jaccard, of 5-word runs) from which only one of several records stays; null: equal ones only. It is
+    estimated from 128 hashes (standard error 0.04 at 0.7), and 98 % of the pairs at the threshold are compared."""
     decontaminate: Decontaminate | None = None
     """Evaluation prompts that training data must not hold."""
     max_prompt_tokens: int = Field(default=512, ge=1)
