@@ -59,6 +59,8 @@ def source_digests(config: Config) -> dict[str, str]:
         digests |= {f"source {i}: {name}": value for name, value in tasks.source_digests(source.source).items()}
     for i, name in enumerate(config.decontaminate.sources if config.decontaminate else (), start=1):
         digests |= {f"decontaminate {i}: {k}": v for k, v in tasks.source_digests(name).items()}
+    for verifier in config.verifiers:
+        digests |= function_digests(verifier, "data.verifiers")
     for rule in config.rules:
         digests |= {f"{rule}: {name}": value for name, value in function_digests(rule, "data.rules").items()}
     return digests
@@ -144,7 +146,7 @@ def _planned(ctx: Context) -> tuple[list[Part], Plan, str]:
     plan = blocks.Plan(
         tokenizer=tokenizer,
         splits=tuple(config.splits),
-        sources=tuple(blocks.SourcePlan(s.rename, s.layout, s.weight) for s in config.all_sources()),
+        sources=tuple(blocks.SourcePlan(s.rename, s.fields, s.layout, s.weight) for s in config.all_sources()),
         system_prompt=config.system_prompt,
         extra_fields=config.extra_fields,
         seed=config.seed,
@@ -159,6 +161,7 @@ def _planned(ctx: Context) -> tuple[list[Part], Plan, str]:
         rules=tuple(config.rules),
         contamination=grams,
         contamination_lengths=lengths,
+        verifiers=tuple(config.verifiers),
         signatures=config.near_duplicates is not None,
     )
     return parts, plan, f"{scratch}/pieces"
@@ -174,19 +177,19 @@ def _contamination(ctx: Context, config: Config, scratch: str) -> tuple[str, tup
     import numpy as np
 
     from tuning.data import files, similar, tasks
+    from tuning.data.fields import Mapper
     from tuning.data.records import RecordError, parse_line
 
     settings = config.decontaminate
     assert settings is not None
     texts: list[str] = []
+    mapper = Mapper(settings.rename, settings.fields)
     for number, name in enumerate(settings.sources):
         spool = str(ctx.work / "evaluation")
         for part in tasks.parts_of_source(name, seed=config.seed, part_bytes=1 << 24, spool=spool, number=number):
             for line_number, line in files.read_part(part):
                 try:
-                    record = parse_line(
-                        line, part.label, line_number, settings.rename, "metadata", strings=part.strings
-                    )
+                    record = parse_line(line, part.label, line_number, mapper, "metadata", strings=part.strings)
                 except RecordError as error:
                     raise PrepareError(f"decontaminate: {error}") from error
                 # A document has no messages; its text counts as a whole.
@@ -345,7 +348,7 @@ STAGE = Stage(
     Config,
     run,
     sources=source_digests,
-    libraries=("tokenizers", "transformers", "pyarrow", "numpy"),
+    libraries=("tokenizers", "transformers", "pyarrow", "numpy", "jinja2"),
     section="data",
     title="data",
     makes="data",

@@ -26,8 +26,14 @@ def test_the_end_of_a_turn_is_among_the_stop_ids_of_the_export(tmp_path):
         out.mkdir()
         stage.run(
             Context(
-                config=settings, inputs=inputs, out=out, work=tmp_path, seed=0,
-                progress=lambda *a, **k: None, log=print, memory={},
+                config=settings,
+                inputs=inputs,
+                out=out,
+                work=tmp_path,
+                seed=0,
+                progress=lambda *a, **k: None,
+                log=print,
+                memory={},
             )  # fmt: skip
         )
         facts = {"seed": 0, "config": {}, "inputs": {}, "versions": {}, "device": "cpu", "metrics": {}}

@@ -51,8 +51,8 @@ def conversation_ids(
     """Token ids up to the end of the last assistant turn, and their mask: 1 where SFT trains, else 0.
 
     SFT trains the tokens that the assistant generates in each of its turns: content, tool calls and the end-of-turn
-    token (R10, R23). It does not train headers, which the template writes. A template with `{% generation %}` marks says
-    itself which tokens these are. Otherwise a turn is the text that it adds after the header of its turn.
+    token (R10, R23). It does not train headers, which the template writes. A template with `{% generation %}` marks
+    says itself which tokens these are. Otherwise a turn is the text that it adds after the header of its turn.
 
     Raises ConversationError where a turn changes the text before it, or there is no assistant turn.
     """

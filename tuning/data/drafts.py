@@ -92,7 +92,8 @@ def tokenize(plan: Plan) -> Step:
     Completions end with the end of the assistant's turn (R23), documents with EOS.
     """
     tokenizer = tokenizer_of(plan.tokenizer)
-    end, eos = turn_end(tokenizer), tokenizer.eos_token_id
+    end: Any = turn_end(tokenizer)
+    eos = tokenizer.eos_token_id
     before = [tokenizer.bos_token_id] if begins_with_bos(tokenizer) else []
 
     def step(block: Block) -> Counts:
