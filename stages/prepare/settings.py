@@ -115,7 +115,8 @@ class Config(StageConfig):
     preference: Literal["sft", "all-training"] = "all-training"
     """Training groups whose pairs, or completions with a label, are used."""
     prompts: Literal["rest", "all-training"] = "rest"
-    """Training groups whose prompts are used for RL: those outside `sft`, or all."""
+    """Training groups whose prompts are used for RL: those outside `sft`, or all. A record without a completion cannot
+    feed `sft`: its prompt is used with either."""
     rules: list[str] = Field(default_factory=list)
     """Filters for quality or language, `module:function` of a record; False, or a text as the reason, drops it."""
     near_duplicates: Annotated[float, Field(ge=0.3, le=1)] | None = None

@@ -45,7 +45,8 @@ def splits_of(record: Record, plan: Plan) -> list[str]:
         planned = ["sft"] if in_sft and record.completion is not None and record.label is not False else []
         planned += ["preference"] if pairs and (in_sft or plan.preference_all) else []
         planned += ["labelled"] if record.label is not None and (in_sft or plan.preference_all) else []
-        planned += ["prompts"] if plan.prompts_all or not in_sft else []
+        # A record without an answer to imitate has no use but its prompt.
+        planned += ["prompts"] if plan.prompts_all or not in_sft or record.completion is None else []
     planned = [split for split in planned if split in plan.splits]
     if planned == ["heldout"] and pairs and "preference" in plan.splits:
         planned.append("heldout_preference")
