@@ -10,12 +10,16 @@ float64     float64                    exact; on CPU alone, for checks
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def real() -> np.dtype[Any]:
@@ -63,6 +67,20 @@ def using(dtype: str) -> Iterator[None]:
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
+
+
+def without_float64(function: Callable[P, R]) -> Callable[P, R]:
+    """The function in float32 also where this process computes in float64: what samples has no use for more.
+
+    It holds for the calling thread alone.
+    """
+
+    @functools.wraps(function)
+    def narrow(*args: P.args, **kwargs: P.kwargs) -> R:
+        with jax.enable_x64(False):
+            return function(*args, **kwargs)
+
+    return narrow
 
 
 def in_real(tree: Any) -> Any:

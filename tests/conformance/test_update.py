@@ -3,6 +3,7 @@
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -36,8 +37,9 @@ SETTINGS = RoundSettings.of(
 
 def made_up() -> RoundData:
     rng = np.random.default_rng(2)
-    prompts = [rng.integers(0, VOCAB, rng.integers(3, 9)).tolist() for _ in range(PROMPTS)]
-    completions = [rng.integers(0, VOCAB, rng.integers(2, 8)).tolist() for _ in range(PROMPTS * SAMPLES)]
+    # Both steps have the same lengths, and so share their programs.
+    prompts = [rng.integers(0, VOCAB, n).tolist() for n in (4, 8) * (PROMPTS // 2)]
+    completions = [rng.integers(0, VOCAB, n).tolist() for n in (2, 5, 7, 3, 4, 6) * (PROMPTS // 2)]
     mu = [(-math.log(VOCAB) + 0.2 * rng.normal(size=len(c))).tolist() for c in completions]
     groups, totals = np.repeat(np.arange(PROMPTS), SAMPLES), rng.normal(size=len(completions))
     everywhere = np.ones(len(completions), bool)
@@ -117,9 +119,10 @@ def adamw(w, moments, gradients, step):
 
 
 def test_a_round_in_float64_is_that_of_torch():
-    data, params, reference = made_up(), hf.random_params(MODEL, 1), hf.random_params(MODEL, 2)
+    data, params, rng = made_up(), hf.random_params(MODEL, 1), np.random.default_rng(3)
+    reference = jax.tree.map(lambda x: jnp.asarray(x + 0.01 * rng.normal(size=x.shape)), params)
     assert {x.dtype for x in jax.tree.leaves(params)} == {np.dtype("float64")}
-    result = run_round(data, SETTINGS, MODEL, Learner.start(copy(params), OPTIMIZER), reference=copy(reference))
+    result = run_round(data, SETTINGS, MODEL, Learner.start(copy(params), OPTIMIZER), reference=reference)
     w, of_reference, moments = tensors(params), tensors(reference), {}
     with torch.no_grad():
         old = [token_logps(w, data, i)[0] for i in range(len(data.completions))]
@@ -132,7 +135,7 @@ def test_a_round_in_float64_is_that_of_torch():
         value = loss(w, data, members, old, kept, advantages.reshape(-1))
         gradients = dict(zip(w, torch.autograd.grad(value, list(w.values())), strict=True))
         adamw(w, moments, gradients, step + 1)
-        losses.append(float(value))
+        losses.append(value.item())
     assert result.metrics["loss"] == pytest.approx(np.mean(losses), rel=1e-12)
     found = tensors(result.policy.params)
     start = tensors(params)

@@ -237,7 +237,7 @@ class ScalarHead(nnx.Module):
         self.score = nnx.Param(jnp.zeros(config.hidden_size, real()))
 
     def scores(self, hidden: jax.Array) -> jax.Array:
-        """Hidden states [..., D] to scores [...] in at least float32; bfloat16 would round differences of scores away."""
+        """Hidden states [..., D] to scores [...], in float32 at least: bfloat16 would round differences away."""
         # Exact also where the device by default rounds the inputs of float32 products.
         wide = hidden.astype(jnp.promote_types(hidden.dtype, jnp.float32))
         return jnp.matmul(wide, self.score[...].astype(wide.dtype), precision="highest")

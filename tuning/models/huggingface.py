@@ -228,7 +228,9 @@ def save_decoder(
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes config.json and safetensors of the given type (None: of `precision.real`); a ScalarHead becomes a sequence classifier of one label.
+    """Writes config.json and safetensors of the given type (None: of `precision.real`).
+
+    A ScalarHead becomes a sequence classifier of one label.
 
     Models larger than `shard_bytes` become several files with an index; one file's tensors are on the host at a time.
     """
