@@ -12,7 +12,7 @@ from pydantic import Field
 
 from stages.common.tables import read_table
 from stages.contract.definition import Context, Reads, Stage
-from stages.sampling.groups import missing_prompts, read_scored, totals_by_prompt
+from stages.sampling.groups import missing_prompts, read_scored, totals_by_place
 from stages.sampling.rows import FOLDER, Draw, sample_rows, too_long
 from stages.sampling.settings import Rollout, loads
 from tuning.rows import CompletionRow, PromptRow, write_table
@@ -30,9 +30,10 @@ def run(ctx: Context) -> dict[str, Any]:
     import numpy as np
 
     config: Config = ctx.config
-    groups = totals_by_prompt(read_scored(ctx.inputs).scores)
-    new = [p for p in read_table(ctx.inputs["data"], "prompts/", PromptRow) if p.id not in groups]
-    refused = too_long(ctx, new, config.max_tokens)
+    scored = read_scored(ctx.inputs)
+    groups, drawn = totals_by_place(scored.scores), {row.prompt_id for row in scored.rollouts}
+    new = [p for p in read_table(ctx.inputs["data"], "prompts/", PromptRow) if p.id not in drawn]
+    refused = {row.prompt_id for row in too_long(ctx, enumerate(new), config.max_tokens)}
     new = [p for p in new if p.id not in refused]
     # The seed has the round and the number of the refill in it: each draws other prompts.
     order = np.random.default_rng(ctx.seed).permutation(len(new))
@@ -41,7 +42,9 @@ def run(ctx: Context) -> dict[str, Any]:
         # Stages that follow read a table, empty or not.
         write_table(ctx.out / FOLDER / "part-00000.parquet", [], CompletionRow.schema())
         return {"prompts": 0, "completions": 0, "tokens": 0}
-    rows = sample_rows(ctx, list(enumerate(chosen)), Draw.of(config, config.completions, config.temperature))
+    # Behind the places of the round and of the refills before this one, which have at most as many prompts each.
+    places = enumerate(chosen, start=config.number * config.prompts)
+    rows = sample_rows(ctx, list(places), Draw.of(config, config.completions, config.temperature))
     return {"prompts": len(chosen), "completions": len(rows), "tokens": sum(len(r.token_ids) for r in rows)}
 
 
