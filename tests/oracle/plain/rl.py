@@ -200,10 +200,10 @@ class Round:
                 total = total + share(surrogate * losses.correction(s, c.old, c.mu))
             if c.ref is not None:
                 kl = losses.kl(logps, c.ref, s["kl_kind"], s["kl_clamp"])
-                self.kl_sum += float(kl.sum())
+                self.kl_sum += float(kl.detach().sum())
                 if s["kl_coef"] > 0:
                     total = total + s["kl_coef"] * self.coefficients.kl * share(kl)
-            self.entropy_sum += float(entropy.sum())
+            self.entropy_sum += float(entropy.detach().sum())
             if s["entropy_coef"] > 0 or s["entropy_target"] is not None:
                 total = total - self.coefficients.entropy * share(entropy)
         if s["algorithm"] == "online-dpo":
