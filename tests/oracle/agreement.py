@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 TOLERANCE = 1e-9
-"""Relative to the largest entry of a tensor. What limits it: Adam divides a gradient by its own size, so the rounding of
-sums of 1e-16 comes back a hundred million times larger where a gradient is as small as its epsilon of 1e-8."""
+"""Relative to the largest entry of a tensor. What limits it: Adam divides a gradient by its own size, so the
+rounding of sums, 1e-16, comes back a hundred million times larger where a gradient is as small as its epsilon, 1e-8."""
 FIGURES: list[tuple[str, float, float]] = []
 """(test, of parameters, of their change) for the table at the end of a session."""
 

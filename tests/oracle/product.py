@@ -1,4 +1,4 @@
-"""Runs stages of the product on tables that a test has made up, in this process and in float64, and reads what they wrote.
+"""Runs stages of the product on tables that a test has made up, in this process and in float64.
 
 Nothing here computes: the second implementation is in `plain`.
 """
@@ -110,3 +110,22 @@ class Product:
         self.memory.clear()
         content = settings.model_dump(mode="json")
         return self.commit(module.STAGE.name, ctx.out, content, inputs, seed), metrics, content
+
+    def adapter(self, settings: Mapping[str, Any], base: Artifact, role: Any, seed: int = SEED) -> Path:
+        """A PEFT folder with the adapter that a stage of these settings begins with.
+
+        Its first factor is drawn, so it is an input of the oracle, like the samples of a rollout.
+        """
+        from stages.common.settings import Lora
+        from stages.training.adapters import lora_config
+        from tuning.models.lora import tune
+        from tuning.models.peft import save_adapter
+
+        lora = lora_config(Lora.model_validate(settings))
+        load = huggingface.load_decoder if base.stage == "base" else huggingface.load_scalar_head
+        config, params = load(base.local("model/"))
+        if role == "scalar" and base.stage == "base":
+            params = huggingface.scalar_head_params(config, params)
+        folder = self.scratch("adapter")
+        save_adapter(folder, tune(config, role, params, lora, seed=seed)[0], lora)
+        return folder

@@ -25,7 +25,9 @@ COMMON: dict[str, Any] = {
 }
 
 
-def check_round(label: str, product: Product, config: dict[str, Any], drawn: Sequence[Drawn], seed: int = 0) -> rl.Round:
+def check_round(
+    label: str, product: Product, config: dict[str, Any], drawn: Sequence[Drawn], seed: int = 0
+) -> rl.Round:
     """One round from the base, of the stage and of the oracle; the oracle's."""
     made, metrics, now = update_once(product, config, drawn, seed)
     start = now.policy.model.dense

@@ -1,4 +1,4 @@
-"""Advantages of a round, in loops over groups. A `Sample` is a completion that is trained on: the others are not here.
+"""Advantages of a round, in loops over groups. A `Sample` is a completion that counts: failed ones are not here (R24).
 
 Rewards of tokens are [tokens]; the last one holds the score (R12).
 """
@@ -24,6 +24,8 @@ class Sample:
     total: float
     penalty: np.ndarray
     """Weighted KL to the reference of each token; zeros without one."""
+    in_loss: bool = True
+    """False where the reward alone counts, in the baseline of its group."""
     greedy: float = math.nan
     """Reward of the greedy completion of the prompt."""
     values: np.ndarray | None = None
@@ -53,14 +55,21 @@ def groups_of(samples: Sequence[Sample]) -> dict[int, list[int]]:
     return found
 
 
+def tied(rewards: Sequence[float]) -> bool:
+    """Whether a group of these rewards carries no signal (R9)."""
+    return len(rewards) < 2 or max(rewards) - min(rewards) < LEAST_SPREAD
+
+
 def deviation(values: Sequence[float]) -> float:
     """The sample standard deviation; 0 for fewer than two."""
     return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
 
 
-def whitened(rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Tokens of all rows with mean 0 and variance 1."""
-    every = np.concatenate(rows) if rows else np.zeros(0)
+def whitened(rows: Sequence[np.ndarray], samples: Sequence[Sample]) -> list[np.ndarray]:
+    """Tokens of all rows, those that are trained on with mean 0 and variance 1."""
+    every = np.concatenate([np.zeros(0), *(row for row, s in zip(rows, samples, strict=True) if s.in_loss)])
+    if not len(every):
+        return list(rows)
     variance = float(np.var(every, ddof=1)) if len(every) > 1 else 0.0
     return [(row - every.mean()) / math.sqrt(variance + 1e-8) for row in rows]
 
@@ -76,7 +85,7 @@ def of_completions(settings: Any, samples: Sequence[Sample]) -> list[float]:
     every = [s.reward for s in samples]
     for members in groups_of(samples).values():
         rewards = [samples[i].reward for i in members]
-        if max(rewards) == min(rewards):
+        if tied(rewards):
             continue
         for i, a in zip(members, _of_group(settings, rewards, [samples[i] for i in members], every), strict=True):
             found[i] = a
@@ -110,12 +119,12 @@ def of_tokens(settings: Any, samples: Sequence[Sample]) -> list[np.ndarray]:
     match settings["algorithm"]:
         case "reinforce-pp":
             # Hu et al., arXiv:2501.03262.
-            return whitened([to_go(s.rewards) for s in samples])
+            return whitened([to_go(s.rewards) for s in samples], samples)
         case "remax":
             # Li et al., arXiv:2310.10505.
             return [to_go(s.rewards) - s.greedy for s in samples]
     rows = [np.full(len(s.penalty), a) for s, a in zip(samples, of_completions(settings, samples), strict=True)]
-    return whitened(rows) if settings["algorithm"] == "reinforce-pp-baseline" else rows
+    return whitened(rows, samples) if settings["algorithm"] == "reinforce-pp-baseline" else rows
 
 
 def gae(settings: Any, samples: Sequence[Sample], lam: float) -> tuple[list[np.ndarray], list[np.ndarray]]:

@@ -19,9 +19,7 @@ StepLoss = Callable[[list[int]], Tensor]
 
 def fit(settings: Any, tuned: Model, sizes: Sequence[int], seed: int, loss: StepLoss) -> int:
     """Trains `tuned` in place, one optimizer step for each step of the table; the number of steps."""
-    steps = order.steps(
-        sizes, settings["epochs"], seed, settings["examples_per_step"], settings.get("tokens_per_step")
-    )
+    steps = order.steps(sizes, settings["epochs"], seed, settings["examples_per_step"], settings.get("tokens_per_step"))
     optimizer = Optimizer(tuned.trained, settings["optimizer"], len(steps))
     for step in steps:
         optimizer.step(loss(step))

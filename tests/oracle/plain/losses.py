@@ -234,7 +234,7 @@ def _paired(name: str, x: Tensor, y: Tensor, beta: float, s: float) -> Tensor:
 
 
 def unpaired(settings: Settings, ratio: Tensor, good: bool, point: float) -> Tensor:
-    """KTO (Ethayarajh et al., arXiv:2402.01306) of one completion; APO-zero (arXiv:2408.06266) has no reference point."""
+    """KTO (Ethayarajh et al., arXiv:2402.01306) of a completion; APO-zero (arXiv:2408.06266) has no reference point."""
     h = settings["beta"] * (ratio - (point if settings["loss"] == "kto" else 0.0))
     if good:
         return settings["desirable_weight"] * (1 - torch.sigmoid(h))

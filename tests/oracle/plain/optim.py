@@ -51,7 +51,7 @@ class Optimizer:
         self.slots: dict[str, Slots] = {name: {} for name in parameters}
 
     def step(self, loss: Tensor) -> float:
-        """One step down the gradient of `loss`; the gradient's norm before clipping. Not finite: the step is skipped."""
+        """One step down the gradient of `loss`; its norm before clipping. Skipped where that is not finite."""
         found = torch.autograd.grad(loss, list(self.parameters.values()), allow_unused=True)
         grads = {
             name: torch.zeros_like(p) if g is None else g

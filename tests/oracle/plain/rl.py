@@ -17,8 +17,8 @@ from tests.oracle.plain.model import Model, real
 from tests.oracle.plain.optim import Optimizer
 from tests.oracle.plain.tables import Row
 
-UNGROUPED = ("reinforce-pp", "remax", "ppo")
-"""Algorithms whose baseline is not the group's: a group of equal rewards carries a signal."""
+UNGROUPED = ("reinforce-pp", "reinforce-pp-baseline", "remax", "ppo")
+"""Algorithms whose baseline, or whose whitening, is not the group's: a group of equal rewards carries a signal."""
 
 
 @dataclasses.dataclass
@@ -57,6 +57,8 @@ class Completion:
     truncated: bool
     fate: str = "trained"
     """`trained`, or why not."""
+    counts: bool = True
+    """Whether its reward is in statistics; always of those that are trained."""
     old: Tensor = dataclasses.field(default_factory=lambda: real([]))
     ref: Tensor | None = None
     sample: Sample | None = None
@@ -107,7 +109,8 @@ class Round:
         self.freeze()
         self.leave_ties()
         if self.critic is None and self.settings["algorithm"] != "online-dpo":
-            self.take(advantages.of_tokens(self.settings, self.samples))
+            samples = [c.sample for c in self.counted if c.sample is not None]
+            self.take(self.counted, advantages.of_tokens(self.settings, samples))
         steps = self.steps()
         if not steps:
             return
@@ -125,25 +128,25 @@ class Round:
         return [c for c in self.completions if c.fate == "trained"]
 
     @property
-    def samples(self) -> list[Sample]:
-        """Of the trained ones: no statistic sees another (R24)."""
-        return [c.sample for c in self.trained if c.sample is not None]
+    def counted(self) -> list[Completion]:
+        """Those that are in statistics: no other is (R24)."""
+        return [c for c in self.completions if c.counts]
 
     def leave_unless_usable(self) -> None:
         """Failed rewards and, where the settings mask them, completions that were cut off."""
         for c in self.completions:
             if c.total is None:
-                c.fate = "failed"
-            elif c.truncated and self.settings["truncated"] == "mask":
-                c.fate = "truncated"
+                c.fate, c.counts = "failed", False
+            elif c.truncated and self.settings["truncated"] != "keep":
+                c.fate, c.counts = "truncated", self.settings["truncated"] == "mask-loss"
             elif self.greedy is not None and not _finite(self.greedy.get(c.group)):
-                c.fate = "no baseline"
+                c.fate, c.counts = "no baseline", False
 
     @torch.no_grad()
     def freeze(self) -> None:
         """log pi_old, log pi_ref, and from them the KL in the reward (R4, R8)."""
         s = self.settings
-        for c in self.trained:
+        for c in self.counted:
             c.old = c.logps(self.policy.model, s["temperature"])[0]
             if self.reference is not None:
                 c.ref = c.logps(self.reference, s["temperature"])[0]
@@ -153,28 +156,45 @@ class Round:
                 estimate = losses.kl(c.old, c.ref, s["kl_in_reward_kind"], s["kl_clamp"])
                 penalty = s["kl_in_reward"] * self.coefficients.kl * estimate
             assert c.total is not None
-            c.sample = Sample(c.group, c.total, penalty.numpy())
+            c.sample = Sample(c.group, c.total, penalty.numpy(), c.fate == "trained")
             if self.greedy is not None:
                 c.sample.greedy = float(self.greedy[c.group])  # type: ignore[arg-type]
 
     def leave_ties(self) -> None:
-        """Groups whose whole rewards do not differ, the KL in them (R9, R24); of the others online-DPO keeps a pair."""
-        if self.settings["algorithm"] in UNGROUPED:
-            return
-        alive = self.trained
-        for members in advantages.groups_of(self.samples).values():
-            rewards = [alive[i].sample.reward for i in members]  # type: ignore[union-attr]
-            if len(rewards) < 2 or max(rewards) - min(rewards) < advantages.LEAST_SPREAD:
-                for i in members:
-                    alive[i].fate = "tied"
-            elif self.settings["algorithm"] == "online-dpo":
-                pair = {members[rewards.index(max(rewards))], members[rewards.index(min(rewards))]}
-                for i in members:
-                    alive[i].fate = "trained" if i in pair else "not in the pair"
+        """Groups whose whole rewards do not differ, the KL in them (R9, R24), unless KL or entropy ask for them.
 
-    def take(self, rows: Sequence[np.ndarray]) -> None:
-        """Advantages of the trained ones."""
-        for c, row in zip(self.trained, rows, strict=True):
+        Of the others online-DPO keeps the best and the worst.
+        """
+        s = self.settings
+        if s["algorithm"] in UNGROUPED:
+            return
+        regularised = s["kl_coef"] > 0 or s["entropy_coef"] > 0 or s["entropy_target"] is not None
+        paired = s["algorithm"] == "online-dpo"
+        stay = regularised and s["tied_groups"] == "regularise" and not paired
+        for members in self.by_group().values():
+            rewards = [c.sample.reward for c in members]  # type: ignore[union-attr]
+            if advantages.tied(rewards) and not stay:
+                self.leave(members, "tied")
+            elif paired:
+                pair = {rewards.index(max(rewards)), rewards.index(min(rewards))}
+                self.leave([c for i, c in enumerate(members) if i not in pair], "not in the pair")
+
+    def by_group(self) -> dict[int, list[Completion]]:
+        """Those that count, by group."""
+        found: dict[int, list[Completion]] = {}
+        for c in self.counted:
+            found.setdefault(c.group, []).append(c)
+        return found
+
+    def leave(self, members: Sequence[Completion], fate: str) -> None:
+        """Takes completions that count out of the loss."""
+        for c in members:
+            assert c.sample is not None
+            c.fate, c.sample.in_loss = (fate if c.fate == "trained" else c.fate), False
+
+    def take(self, whose: Sequence[Completion], rows: Sequence[np.ndarray]) -> None:
+        """Their advantages."""
+        for c, row in zip(whose, rows, strict=True):
             c.advantages = torch.from_numpy(np.ascontiguousarray(row))
 
     def steps(self) -> list[list[Completion]]:
@@ -243,8 +263,9 @@ class Round:
                 values, after = c.values(self.critic.model)
                 c.sample.values = values.numpy()
                 c.sample.after = float(after) if c.truncated and critic["bootstrap_truncated"] else 0.0
-        raw, returns = advantages.gae(critic, self.samples, lam)
-        self.take(advantages.whitened(raw))
+        samples = [c.sample for c in self.trained if c.sample is not None]
+        raw, returns = advantages.gae(critic, samples, lam)
+        self.take(self.trained, advantages.whitened(raw, samples))
         for c, row in zip(self.trained, returns, strict=True):
             c.returns = torch.from_numpy(row)
 
@@ -267,7 +288,7 @@ class Round:
         scale, entropy = now.kl, now.entropy
         if s["kl_target"] is not None:
             error = min(max(self.kl_sum / self.tokens / s["kl_target"] - 1, -0.2), 0.2)
-            scale *= 1 + error * len(self.completions) / s["kl_horizon"]
+            scale *= 1 + error * len(self.trained) / s["kl_horizon"]
         if s["entropy_target"] is not None:
             below = self.entropy_sum / self.tokens < s["entropy_target"]
             entropy = max(0.0, entropy + (s["entropy_step"] if below else -s["entropy_step"]))
