@@ -58,7 +58,10 @@ class _Policy:
         self.label = label
         self.rows = {(row["prompt_id"], row["sample"]): row for row in rows}
         self.scores: dict[str, list[float]] = {}
-        for verdict in run.rows(name, "verdicts/", ("prompt_id", "sample", "score")):
+        decides = run.stored(name).manifest["config"]["judge"]
+        for verdict in run.rows(name, "verdicts/", ("prompt_id", "sample", "judge", "score")):
+            if verdict["judge"] != decides:
+                continue
             # A completion that could not be judged counts as wrong, as in the evaluation.
             self.scores.setdefault(verdict["prompt_id"], []).append(verdict["score"] or 0.0)
 

@@ -13,7 +13,6 @@ from tests.stages.training.support import TOKENIZER, Folder, perform
 from tuning.models.tokenizer import save_tokenizer
 from tuning.rows import CompletionRow, PromptRow, VerdictRow, read_table, write_table
 
-
 FLAKY = "tests.stages.judges:flaky"
 TEXTS = ["<4>", "4", "five", "it is 4, no, 5"]
 """Completions of each problem, the last one cut off."""
