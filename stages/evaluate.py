@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from stages.common.settings import Compute, Fraction
+from stages.common.settings import Compute
 from stages.common.tables import read_table
 from stages.contract.definition import Context, Reads, Stage, StageConfig, execution_setting
 from stages.contract.sources import function_digests
@@ -53,7 +53,7 @@ class Config(StageConfig):
     judges: dict[str, Judge] = {}
     """Further judges by name, of the same completions: another verifier, a format, a length. The score, pass@k and
     comparisons are of `judge`; each of these gets a score with an interval beside it."""
-    max_failed_fraction: Fraction = 0.1
+    max_failed_fraction: float = execution_setting(0.1, ge=0, le=1)
     """Share of a judge's judgements that may fail (time, memory, an error); with more the stage fails, since the score
     would be of the judge. Those that may fail count as wrong: a policy must not gain by breaking its judge."""
     every: int = execution_setting(0, ge=0)
@@ -133,10 +133,10 @@ def _verdicts(config: Config, name: str, rows: Sequence[CompletionRow], groups: 
         )
     return [
         VerdictRow(
-            place=row.counter,
+            place=row.place,
             sample=row.sample,
             prompt_id=row.prompt_id,
-            group=groups[row.counter],
+            group=groups[row.place],
             judge=name,
             answer=answer_of(judge.function, judge.arguments, row.text),
             score=outcome.value,

@@ -36,7 +36,7 @@ def judged(base, folder, count=8, **values) -> tuple[dict[str, Any], list[Verdic
     write_table(folder / "data" / "heldout" / "a.parquet", problems, PromptRow.schema())
     rows = [
         CompletionRow(
-            prompt_id=f"p{i}", sample=s, counter=i, answer=str(i), prompt_ids=[1], token_ids=[2] * 4,
+            prompt_id=f"p{i}", sample=s, place=i, answer=str(i), prompt_ids=[1], token_ids=[2] * 4,
             logprobs=[0.0] * 4, text=text, stop="length" if s == 3 else "eos",
         )
         for i in range(count) for s, text in enumerate(TEXTS)
