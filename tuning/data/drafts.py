@@ -56,7 +56,8 @@ def drafts_of(tokenizer: Any, plan: Plan, output: str, record: Record) -> list[D
         return _pairs(output, record, columns, texts)
     # Several pairs of one prompt are one prompt to sample from, so completions are not part of the key.
     key = digest(json.dumps([record.prompt, record.answer], sort_keys=True))
-    return [Draft(output, key, columns | {"answer": record.answer, "metadata": record.metadata}, texts)]
+    columns |= {"answer": record.answer, "metadata": record.metadata, "group": record.group}
+    return [Draft(output, key, columns, texts)]
 
 
 def _conversation(tokenizer: Any, plan: Plan, record: Record, columns: dict[str, Any]) -> Draft:
