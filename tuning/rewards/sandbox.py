@@ -92,6 +92,7 @@ def code_passes(
     answer: Sequence[str | None],
     metadata: Sequence[dict[str, Any]],
     seconds: float = 5.0,
+    budget_seconds: float = 60.0,
     megabytes: int = 512,
     partial: bool = False,
     **_: Any,
@@ -115,6 +116,11 @@ def code_passes(
         return passed / len(tests) if partial else float(passed == len(tests))
 
     return [one(c, a, m) for c, a, m in zip(completions, answer, metadata, strict=True)]
+
+
+def longest_seconds(*, budget_seconds: float = 60.0, **_: Any) -> float:
+    """Longest that the tests of one completion take: their budget, and some time to start and clean up."""
+    return budget_seconds + 10.0
 
 
 def _passes(code: str, test: str | dict[str, str], seconds: float, megabytes: int) -> bool:

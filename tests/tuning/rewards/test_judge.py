@@ -2,11 +2,13 @@
 
 import http.server
 import json
+import socket
 import threading
 
 import pytest
 
-from tuning.rewards.judge import JudgeFailed, judge
+from tuning.rewards.failures import Outage
+from tuning.rewards.judge import JudgeFailed, judge, longest_seconds
 
 
 @pytest.fixture
@@ -61,6 +63,20 @@ def test_a_verdict_that_is_none_says_why(server, reply, message):
         ask(server[0])
 
 
+@pytest.mark.parametrize(("reply", "message"), [(503, "answered 503"), (401, "answered 401"), (404, "answered 404")])
+def test_a_server_that_is_ill_or_refuses_the_key_is_an_outage(server, reply, message):
+    server[2].append(reply)
+    with pytest.raises(Outage, match=message):
+        ask(server[0], retries=0)
+
+
 def test_an_endpoint_that_is_not_there():
-    with pytest.raises(JudgeFailed, match="cannot be reached"):
+    with pytest.raises(Outage, match="cannot be reached"):
         ask("http://127.0.0.1:9/v1", retries=0)
+
+
+def test_an_endpoint_that_stays_silent_is_an_outage_within_the_limit_of_the_call():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        with pytest.raises(Outage, match="within 0.1 s"):
+            ask(f"http://127.0.0.1:{silent.getsockname()[1]}/v1", retries=0, timeout=0.1)
+    assert longest_seconds(timeout=10.0, retries=2) == 3 * 10.0 + 0.5 + 1.0 + 1.0
