@@ -111,7 +111,7 @@ def keyword_arguments(function: Any, call: Call) -> dict[str, Any]:
     other than None: it is a setting of the function, which data must not change. `metadata` always has them all.
     """
     try:
-        parameters = inspect.signature(function).parameters
+        parameters = dict(inspect.signature(function).parameters)
     except ValueError:
         # A callable without a signature, such as one in C.
         parameters = {}

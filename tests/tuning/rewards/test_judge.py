@@ -76,7 +76,6 @@ def test_an_endpoint_that_is_not_there():
 
 
 def test_an_endpoint_that_stays_silent_is_an_outage_within_the_limit_of_the_call():
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        with pytest.raises(Outage, match="within 0.1 s"):
-            ask(f"http://127.0.0.1:{silent.getsockname()[1]}/v1", retries=0, timeout=0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(Outage, match="within 0.1 s"):
+        ask(f"http://127.0.0.1:{silent.getsockname()[1]}/v1", retries=0, timeout=0.1)
     assert longest_seconds(timeout=10.0, retries=2) == 3 * 10.0 + 0.5 + 1.0 + 1.0

@@ -9,7 +9,6 @@ import time
 
 import pytest
 
-from tuning.data.tasks import reasoning_gym
 from tuning.rewards.calls import Call, keyword_arguments
 from tuning.rewards.functions import exact_match, number_match
 from tuning.rewards.processes import OUTAGES, TRIES, evaluate
@@ -169,6 +168,8 @@ def test_columns_are_lists_and_a_setting_of_the_function_is_no_column():
 
 @pytest.mark.slow
 def test_problems_of_reasoning_gym_are_scored_by_their_own_verifier():
+    from tuning.data.tasks import reasoning_gym
+
     record = next(iter(reasoning_gym("chain_sum", size=1, seed=3)))
     sample = Sample(record["prompt"], record["answer"], [1], record["answer"], record["metadata"])
     wrong = dataclasses.replace(sample, completion="wrong")
