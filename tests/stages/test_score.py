@@ -2,8 +2,9 @@
 
 import pytest
 
-from stages import score
 from stages.contract.definition import Context
+from stages.score import stage as score
+from stages.score.settings import Config, Reward
 from stages.store.artifacts import Store
 from tuning.rows import CompletionRow, ScoreRow, read_table, write_table
 
@@ -24,6 +25,7 @@ def rollouts(tmp_path):
     rows = [
         CompletionRow(
             prompt_id=f"p{i // 3}",
+            counter=i // 3,
             sample=i % 3,
             answer="4",
             prompt_ids=[1],
@@ -41,10 +43,10 @@ def rollouts(tmp_path):
 
 def context(folder, rollouts, **settings):
     rewards = {
-        "exact": score.Reward(weight=1.0),
-        "shares": score.Reward(function=f"{__name__}:shares", weight=0.3),
+        "exact": Reward(weight=1.0),
+        "shares": Reward(function=f"{__name__}:shares", weight=0.3),
     }
-    config = score.Config(rewards=rewards, shard_completions=2, workers=1, **settings)
+    config = Config(**{"rewards": rewards, "shard_completions": 3, "workers": 1, **settings})
     out, work = folder / "out", folder / "work"
     out.mkdir(parents=True)
     work.mkdir(exist_ok=True)
@@ -70,7 +72,7 @@ def test_a_failure_has_one_cause_and_leaves_the_sums(tmp_path, rollouts):
     assert [r.failure for r in rows] == [None, None, None, "shares: KeyError: 'boom'", None, None]
     # The last one was cut off at max_tokens.
     assert [r.total for r in rows] == pytest.approx([1.03, 0.03, 1.06, None, 1.03, 0.0])
-    assert metrics["failed"] == 1 / 6
+    assert metrics["failed"] == 1 / 6 and metrics["failures"] == {"shares: KeyError: 'boom'": 1}
     assert metrics["reward_exact"] == 0.5
     assert metrics["zero_variance"] == 0.0
 
@@ -87,4 +89,4 @@ def test_the_table_does_not_depend_on_which_shards_were_there(tmp_path, rollouts
         shard.rename(again.work / shard.name)
     assert score.run(again) == metrics
     assert table(again)[0].read_bytes() == first
-    assert "resumed: 2 of 3 shards of scores were there" in log
+    assert "resumed: 1 of 2 shards of scores were there" in log

@@ -11,7 +11,6 @@ import dataclasses
 import faulthandler
 import importlib
 import inspect
-import math
 import os
 import shutil
 import signal
@@ -25,7 +24,7 @@ from typing import Any
 
 from tuning.rewards.failures import REASON_CHARACTERS, kind_of
 from tuning.rewards.functions import BUILT_IN, LOADS, find
-from tuning.rewards.samples import Outcome, Sample
+from tuning.rewards.samples import Outcome, Sample, outcome_of
 
 STARTED = "started"
 """The answer that precedes the outcomes: the function is there, and its time begins."""
@@ -89,14 +88,7 @@ def _outcomes(values: Any, count: int) -> list[Outcome]:
     found = list(values)
     if len(found) != count:
         raise TypeError(f"the function returned {len(found)} values for {count} completions: expected one for each")
-    return [_outcome(value) for value in found]
-
-
-def _outcome(value: Any) -> Outcome:
-    number = None if value is None else float(value)
-    if number is not None and not math.isfinite(number):
-        return Outcome(None, f"not finite: {number}")
-    return Outcome(number)
+    return [outcome_of(None if value is None else float(value)) for value in found]
 
 
 def _text(error: BaseException) -> str:

@@ -94,7 +94,7 @@ def _http_status(error: BaseException) -> int | None:
 def tallied(outcomes: Sequence[Outcome]) -> Tally:
     """Counts of the outcomes of one reward."""
     failures = Counter(outcome.failure for outcome in outcomes if outcome.failure is not None)
-    unscored = sum(outcome.value is None and outcome.failure is None for outcome in outcomes)
+    unscored = sum(not outcome.applies for outcome in outcomes)
     return Tally(sum(failures.values()), unscored, dict(failures.most_common(MOST)))
 
 

@@ -35,7 +35,7 @@ OUTAGES = 8
 # Signals by which the kernel (out of memory) or a person ends a process; a function that crashes gets others.
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
-Finished = Callable[[int, Outcome], None]
+Finished = Callable[[Sequence[int], Sequence[Outcome]], None]
 
 
 def evaluate(
@@ -47,7 +47,7 @@ def evaluate(
     megabytes: int = 2048,
     workers: int = 2,
     calls: Sequence[Sequence[int]] | None = None,
-    finished: Finished = lambda number, outcome: None,
+    finished: Finished = lambda numbers, outcomes: None,
 ) -> list[Outcome]:
     """The reward of each sample by the function `name` (`tuning.rewards.functions`), in order.
 
@@ -58,7 +58,7 @@ def evaluate(
             (`tuning.rewards.functions.least_seconds`).
         workers: processes.
         calls: numbers of the samples that each call gets; None: one call a sample.
-        finished: called with the number of each sample and its outcome as soon as it is known.
+        finished: called with the numbers of a call's samples and their outcomes as soon as they are known.
     Returns:
         Outcomes. A call that exceeds a limit, raises, ends its process or gives no finite number costs its own samples.
         An outage (`Outcome.is_outage`) is no verdict: the caller must not keep it. After OUTAGES of them in a row the
@@ -70,9 +70,8 @@ def evaluate(
     outcomes: dict[int, Outcome] = {}
 
     def told(call: int, found: Sequence[Outcome]) -> None:
-        for number, outcome in zip(numbers[call], found, strict=True):
-            outcomes[number] = outcome
-            finished(number, outcome)
+        outcomes.update(zip(numbers[call], found, strict=True))
+        finished(numbers[call], found)
 
     _run(todo, _pool(workers), told)
     return [outcomes[number] for number in range(len(samples))]

@@ -1,12 +1,10 @@
 """A judge on a real server that speaks as OpenAI's does: the last number of its reply counts, or the error says why."""
 
-import http.server
-import json
 import socket
-import threading
 
 import pytest
 
+from tests.judge_server import judge_server
 from tuning.rewards.failures import Outage
 from tuning.rewards.judge import JudgeFailed, judge, longest_seconds
 
@@ -14,29 +12,9 @@ from tuning.rewards.judge import JudgeFailed, judge, longest_seconds
 @pytest.fixture
 def server():
     """(URL, list of requests, list of replies to give: a status or a text)."""
-    asked, replies = [], []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            asked.append((self.path, self.headers.get("Authorization"), body))
-            reply = replies.pop(0)
-            if isinstance(reply, int):
-                self.send_error(reply)
-                return
-            text = json.dumps({"choices": [{"message": {"role": "assistant", "content": reply}}]}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
-
-        def log_message(self, *args):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as found:
-        threading.Thread(target=found.serve_forever, args=(0.01,), daemon=True).start()
-        yield f"http://127.0.0.1:{found.server_port}/v1", asked, replies
-        found.shutdown()
+    replies = []
+    with judge_server(lambda body: replies.pop(0)) as (url, asked):
+        yield url, asked, replies
 
 
 def ask(url, **more):

@@ -119,10 +119,10 @@ def test_a_call_may_have_several_samples_and_its_failure_costs_them_all():
     told = []
     found = evaluate(
         f"{__name__}:sees_group", {"factor": 2.0}, samples("a", "bb", "cccc", "d"), seconds=5.0, workers=1,
-        calls=[[0, 2], [1], [3]], finished=lambda i, o: told.append(i),
+        calls=[[0, 2], [1], [3]], finished=lambda some, found: told.append(some),
     )  # fmt: skip
     assert [o.value for o in found] == [0.5, None, 2.0, None]
-    assert found[1].failure == "ValueError: alone" and sorted(told) == [0, 1, 2, 3]
+    assert found[1].failure == "ValueError: alone" and sorted(told) == [[0, 2], [1], [3]]
 
 
 @pytest.mark.parametrize("name", ["tolerance", "extract", "prompts", "completions", "task", "answer"])
