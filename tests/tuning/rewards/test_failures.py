@@ -7,7 +7,7 @@ import urllib.error
 import pytest
 
 from tuning.rewards.failures import Outage, TooManyFailures, check_failures, kind_of, tallied
-from tuning.rewards.samples import Outcome
+from tuning.rewards.samples import Outcome, outcome_of
 
 GOOD, BAD, NONE = Outcome(1.0), Outcome(None, "KeyError: 'x'"), Outcome(None)
 
@@ -73,3 +73,8 @@ def test_what_does_not_apply_is_counted_apart():
     assert tallied([GOOD, BAD, BAD, NONE]) == tallied([BAD, NONE, GOOD, BAD])
     found = tallied([GOOD, BAD, BAD, NONE])
     assert (found.failed, found.unscored, found.reasons) == (2, 1, {"KeyError: 'x'": 2})
+
+
+def test_a_number_that_is_not_finite_is_a_failure():
+    assert outcome_of(float("nan")) == Outcome(None, "not finite: nan")
+    assert (outcome_of(None), outcome_of(0.5)) == (Outcome(None), Outcome(0.5))

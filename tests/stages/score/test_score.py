@@ -46,7 +46,7 @@ def rollouts(tmp_path):
 def context(folder, rollouts, **settings):
     rewards = {
         "exact": Reward(weight=1.0),
-        "shares": Reward(function="tests.stages.reward_functions:shares", weight=0.3),
+        "shares": Reward(function="tests.stages.score.functions:shares", weight=0.3),
     }
     config = Config(**{"rewards": rewards, "shard_completions": 3, "workers": 1, **settings})
     out, work = folder / "out", folder / "work"
@@ -114,7 +114,7 @@ def again(ctx):
 def test_a_stage_that_failures_have_ended_goes_on_when_their_cause_is_gone(tmp_path, rollouts, given, error):
     (tmp_path / "broken").touch()
     arguments = {"broken": str(tmp_path / "broken"), "outage": "none", **given.get("arguments", {})}
-    reward = Reward(function="tests.stages.reward_functions:flaky", **(given | {"arguments": arguments}))
+    reward = Reward(function="tests.stages.score.functions:flaky", **(given | {"arguments": arguments}))
     ctx, log = context(tmp_path / "a", rollouts, rewards={"mine": reward})
     with pytest.raises(error, match="mine.*(boom|gone)"):
         score.run(ctx)
@@ -149,7 +149,7 @@ def test_a_judge_that_is_down_and_then_up_leaves_no_trace(tmp_path, rollouts):
 
 @pytest.mark.parametrize(("batch", "size"), [("sample", 1), ("group", 3), ("round", 6)])
 def test_a_function_sees_a_completion_a_group_or_the_round(tmp_path, rollouts, batch, size):
-    reward = Reward(function="tests.stages.reward_functions:relative", batch=batch)
+    reward = Reward(function="tests.stages.score.functions:relative", batch=batch)
     ctx, _ = context(tmp_path / "a", rollouts, rewards={"r": reward})
     score.run(ctx)
     longest = {"sample": [len(t) for t in TEXTS], "group": [2, 2, 2, 4, 4, 4], "round": [4] * 6}[batch]
@@ -164,6 +164,7 @@ def test_a_function_sees_a_completion_a_group_or_the_round(tmp_path, rollouts, b
     assert path.read_bytes() == content
 
 
+@pytest.mark.slow
 def test_a_score_of_the_reward_model_that_is_not_finite_is_a_failure(tmp_path, rollouts):
     # Here: the module would cost each test of this file a second.
     from tests.tuning.tiny import CONFIG, PARAMS
