@@ -24,10 +24,27 @@ def run(ctx: Context) -> dict[str, Any]:
     config: Config = ctx.config
     rollouts = read_table(ctx.inputs["rollouts"], "rollouts/", CompletionRow)
     names = sorted(config.rewards)
+    reachable = _reachable(ctx)
     columns = outcomes_of(ctx, names, rollouts)
     rows = with_totals(config, rollouts, columns)
     write_table(ctx.out / "scores" / "part-00000.parquet", rows, ScoreRow.schema(names))
-    return summarise(rows, columns)
+    return summarise(rows, columns) | reachable
+
+
+def _reachable(ctx: Context) -> dict[str, Any]:
+    """What of this machine the code of completions can reach, as a metric and a warning; empty where none is run."""
+    if all(reward.function != "code_passes" for reward in ctx.config.rewards.values()):
+        return {}
+    from tuning.rewards.sandbox import gaps
+
+    found = list(gaps())
+    if found:
+        ctx.log(
+            f"WARNING: code_passes runs the code of completions, and on this machine it can reach: {', '.join(found)}. "
+            "Allow unprivileged user namespaces, or run in a container without secrets and network; the argument "
+            "require_isolation refuses such a machine"
+        )
+    return {"code_can_reach": found}
 
 
 def with_totals(

@@ -14,6 +14,7 @@ from stages.store.artifacts import Store
 from tests.judge_server import judge_server
 from tuning.rewards.failures import Outage, TooManyFailures
 from tuning.rewards.samples import Outcome
+from tuning.rewards.sandbox import gaps
 from tuning.rewards.totals import RewardFailed
 from tuning.rows import CompletionRow, ScoreRow, read_table, write_table
 
@@ -188,6 +189,13 @@ def test_a_line_that_a_kill_has_cut_costs_one_score(tmp_path, rollouts):
     Journal(ctx, "exact").add([row], [Outcome(0.5)])
     assert Journal(ctx, "exact").get([row]) == [Outcome(0.5)] and Journal(ctx, "exact").get([row, row]) is not None
     assert "reward exact: 4 finished scores are reused" in log
+
+
+def test_where_code_is_run_the_metrics_say_what_it_can_reach(tmp_path, rollouts):
+    ctx, log = context(tmp_path / "a", rollouts, rewards={"c": Reward(function="code_passes")})
+    metrics = score.run(ctx)
+    assert metrics["code_can_reach"] == list(gaps())
+    assert any("WARNING: code_passes" in line for line in log) == bool(gaps())
 
 
 def test_arguments_that_a_built_in_lacks_are_refused_before_any_work():
