@@ -1,13 +1,12 @@
 """A round that trains nothing says why, and several in a row end the run (R25)."""
 
 import dataclasses
-import types
 
 import numpy as np
 import pytest
 
 from stages.contract.registry import stage
-from stages.store.artifacts import Artifact
+from stages.store.artifacts import Artifact, Store
 from stages.update.idle import IdleRounds, check_idle, idle_metrics
 from stages.update.settings import Config
 from tuning.algorithms.round_data import RoundData
@@ -18,7 +17,7 @@ NOTHING = {"steps": 0}
 
 
 def parent(name="sft", **metrics):
-    return Artifact(types.SimpleNamespace(url="."), {"stage": name, "key": "k", "metrics": metrics})
+    return Artifact(Store("memory://idle"), {"stage": name, "key": "k", "metrics": metrics})
 
 
 @pytest.mark.parametrize(
