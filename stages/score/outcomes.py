@@ -138,13 +138,13 @@ class _Scoring:
 
     def _called(self, name: str, calls: Sequence[Sequence[int]]) -> dict[int, Outcome]:
         """Outcomes of a reward function by row; the journal has those of calls that an earlier try has finished."""
-        from tuning.rewards.processes import evaluate
+        from tuning.rewards.processes import attempt
 
         reward, journal, config = self._rewards[name], self._journals[name], self._ctx.config
         known = {tuple(call): journal.get([self._rollouts[i] for i in call]) for call in calls}
         found = {i: o for call, kept in known.items() if kept is not None for i, o in zip(call, kept, strict=True)}
         todo = [call for call, kept in known.items() if kept is None]
-        # Numbered anew: `evaluate` gets the samples of these calls alone.
+        # Numbered anew: `attempt` gets the samples of these calls alone.
         numbers = [i for call in todo for i in call]
         place = {number: k for k, number in enumerate(numbers)}
 
@@ -152,7 +152,7 @@ class _Scoring:
             if all(outcome.failure is None for outcome in outcomes):
                 journal.add([self._rollouts[numbers[k]] for k in some], outcomes)
 
-        outcomes = evaluate(
+        outcomes = attempt(
             reward.function,
             reward.arguments,
             [Sample.of(self._rollouts[i]) for i in numbers],

@@ -22,6 +22,7 @@ from multiprocessing import connection
 from typing import Any
 
 from tuning.rewards.calls import STARTED, Call, serve
+from tuning.rewards.failures import check_failures
 from tuning.rewards.functions import least_seconds
 from tuning.rewards.samples import Outcome, Sample
 
@@ -38,7 +39,7 @@ _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 Finished = Callable[[Sequence[int], Sequence[Outcome]], None]
 
 
-def evaluate(
+def attempt(
     name: str,
     arguments: Mapping[str, Any],
     samples: Sequence[Sample],
@@ -61,8 +62,8 @@ def evaluate(
         finished: called with the numbers of a call's samples and their outcomes as soon as they are known.
     Returns:
         Outcomes. A call that exceeds a limit, raises, ends its process or gives no finite number costs its own samples.
-        An outage (`Outcome.is_outage`) is no verdict: the caller must not keep it. After OUTAGES of them in a row the
-        remaining samples are outages too, without a call.
+        An outage (`Outcome.is_outage`) is no verdict: the caller must not keep it, and ends with `check_failures`.
+        After OUTAGES of them in a row the remaining samples are outages too, without a call.
     """
     numbers = calls if calls is not None else [[number] for number in range(len(samples))]
     seconds = max(seconds, least_seconds(name, arguments))
@@ -75,6 +76,19 @@ def evaluate(
 
     _run(todo, _pool(workers), told)
     return [outcomes[number] for number in range(len(samples))]
+
+
+def evaluate(
+    name: str, arguments: Mapping[str, Any], samples: Sequence[Sample], *, seconds: float, **options: Any
+) -> list[Outcome]:
+    """As `attempt`, with its options, for a caller that keeps what it gets. Raises Outage where there is no verdict.
+
+    The failures that it returns are the samples' own. Outcomes with neither value nor failure are of samples to which
+    the function does not apply: they are not wrong, and leave means and rates (`tuning.rewards.failures.tallied`).
+    """
+    outcomes = attempt(name, arguments, samples, seconds=seconds, **options)
+    check_failures({name: outcomes}, 1.0)
+    return outcomes
 
 
 def _run(calls: Sequence[Call], pool: list[_Process], told: Callable[[int, Sequence[Outcome]], None]) -> None:

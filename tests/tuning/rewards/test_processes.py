@@ -10,8 +10,9 @@ import time
 import pytest
 
 from tuning.rewards.calls import Call, keyword_arguments
+from tuning.rewards.failures import Outage
 from tuning.rewards.functions import exact_match, number_match
-from tuning.rewards.processes import OUTAGES, TRIES, evaluate
+from tuning.rewards.processes import OUTAGES, TRIES, attempt, evaluate
 from tuning.rewards.samples import Sample
 
 # Each process that calls a function of this module imports it first: as slow as a module that loads models.
@@ -61,7 +62,7 @@ def samples(*texts):
 
 
 def outcomes(*texts, **options):
-    found = evaluate(f"{__name__}:breaks", {}, samples(*texts), **({"seconds": 5.0, "workers": 1} | options))
+    found = attempt(f"{__name__}:breaks", {}, samples(*texts), **({"seconds": 5.0, "workers": 1} | options))
     return dict(zip(texts, found, strict=True))
 
 
@@ -99,12 +100,21 @@ def test_an_outage_is_told_apart_and_the_others_are_scored():
 
 
 def test_after_outages_in_a_row_no_more_calls_are_made():
-    found = evaluate(f"{__name__}:breaks", {}, samples(*["refused"] * OUTAGES, "x", "y"), seconds=5.0, workers=1)
+    found = attempt(f"{__name__}:breaks", {}, samples(*["refused"] * OUTAGES, "x", "y"), seconds=5.0, workers=1)
     assert all(o.is_outage for o in found) and f"not tried after {OUTAGES} calls" in found[-1].failure
 
 
+def test_who_keeps_what_it_gets_gets_no_outage():
+    with pytest.raises(Outage, match=f"{__name__}:breaks: no verdict on 1 of 2 completions: ConnectionRefusedError"):
+        evaluate(f"{__name__}:breaks", {}, samples("x", "refused"), seconds=5.0, workers=1)
+    assert [o.value for o in evaluate(f"{__name__}:breaks", {}, samples("x", "raise"), seconds=5.0, workers=1)] == [
+        0.5,
+        None,
+    ]
+
+
 def test_a_function_that_cannot_be_imported_is_an_outage():
-    (found,) = evaluate("no_such_package.rewards:f", {}, samples("x"), seconds=5.0, workers=1)
+    (found,) = attempt("no_such_package.rewards:f", {}, samples("x"), seconds=5.0, workers=1)
     assert found.is_outage and "no_such_package" in found.failure
 
 
@@ -117,7 +127,7 @@ def sees_group(prompts, completions, *, answer, factor, **_):
 
 def test_a_call_may_have_several_samples_and_its_failure_costs_them_all():
     told = []
-    found = evaluate(
+    found = attempt(
         f"{__name__}:sees_group", {"factor": 2.0}, samples("a", "bb", "cccc", "d"), seconds=5.0, workers=1,
         calls=[[0, 2], [1], [3]], finished=lambda some, found: told.append(some),
     )  # fmt: skip
@@ -129,7 +139,7 @@ def test_a_call_may_have_several_samples_and_its_failure_costs_them_all():
 def test_an_entry_of_the_metadata_changes_no_argument_of_a_built_in(name):
     (sample,) = samples("so 4")
     given = dataclasses.replace(sample, metadata={name: 9})
-    (found,) = evaluate("number_match", {}, [given], seconds=5.0, workers=1)
+    (found,) = attempt("number_match", {}, [given], seconds=5.0, workers=1)
     assert found.value == 1.0
 
 
@@ -174,5 +184,5 @@ def test_problems_of_reasoning_gym_are_scored_by_their_own_verifier():
     sample = Sample(record["prompt"], record["answer"], [1], record["answer"], record["metadata"])
     wrong = dataclasses.replace(sample, completion="wrong")
     # The package takes longer to import.
-    found = evaluate("reasoning_gym_score", {}, [sample, wrong], seconds=2.0, workers=1)
+    found = attempt("reasoning_gym_score", {}, [sample, wrong], seconds=2.0, workers=1)
     assert found[0].value == 1.0 and found[1].value < 1.0
