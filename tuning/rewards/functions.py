@@ -7,7 +7,6 @@ their names. Keyword arguments of the recipe are single values. None means that 
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -182,26 +181,11 @@ PACKAGES = {"reasoning_gym_score": ("reasoning-gym",), "math_equal": ("math-veri
 LOADS = {"reasoning_gym_score": ("reasoning_gym",), "math_equal": ("math_verify",)}
 """Modules that a built-in imports when it is called, so that a process can import them before its time begins."""
 
-COLUMNS = ("completion_ids", "answer", "metadata")
-"""Names of the columns that every function gets."""
-
 
 def least_seconds(name: str, arguments: Mapping[str, Any]) -> float:
     """Seconds that a call of a built-in may take by limits of its own: the limit around it must not come first."""
     limits = {"code_passes": sandbox.longest_seconds, "judge": judges.longest_seconds}
     return limits[name](**arguments) if name in limits else 0.0
-
-
-def check_arguments(name: str, arguments: Mapping[str, Any], where: str) -> None:
-    """Raises ValueError, naming `where`, for arguments that a built-in lacks or does not take."""
-    if name not in BUILT_IN:
-        return
-    parameters = inspect.signature(BUILT_IN[name]).parameters.values()
-    own = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in COLUMNS}
-    for missing in [n for n, p in own.items() if p.default is p.empty and n not in arguments]:
-        raise ValueError(f"{where}: {name} needs the argument {missing!r}")
-    for unknown in arguments.keys() - own.keys():
-        raise ValueError(f"{where}: {name} takes no argument {unknown!r}; {nearest(unknown, own)}")
 
 
 def find(name: str) -> RewardFn:

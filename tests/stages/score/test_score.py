@@ -9,7 +9,7 @@ import pytest
 from stages.contract.definition import Context
 from stages.score import stage as score
 from stages.score.outcomes import Journal
-from stages.score.settings import Config, Reward, source_digests
+from stages.score.settings import Config, Reward
 from stages.store.artifacts import Store
 from tests.judge_server import judge_server
 from tuning.rewards.failures import Outage, TooManyFailures
@@ -196,9 +196,3 @@ def test_where_code_is_run_the_metrics_say_what_it_can_reach(tmp_path, rollouts)
     metrics = score.run(ctx)
     assert metrics["code_can_reach"] == list(gaps())
     assert any("WARNING: code_passes" in line for line in log) == bool(gaps())
-
-
-def test_arguments_that_a_built_in_lacks_are_refused_before_any_work():
-    config = Config(rewards={"t": Reward(function="token_share")})
-    with pytest.raises(ValueError, match=r"rl.score.rewards.t.arguments: token_share needs the argument 'token'"):
-        source_digests(config)

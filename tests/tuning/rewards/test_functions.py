@@ -30,15 +30,6 @@ def test_a_number_is_read_as_people_write_it(text, number):
     assert f.number_match(["p"], [text], answer=[number]) == [1.0]
 
 
-def test_arguments_of_a_built_in_are_checked_before_it_runs():
-    f.check_arguments("token_share", {"token": 5}, "here")
-    f.check_arguments("mine:reward", {"anything": 5}, "here")
-    with pytest.raises(ValueError, match="here: token_share needs the argument 'token'"):
-        f.check_arguments("token_share", {}, "here")
-    with pytest.raises(ValueError, match="number_match takes no argument 'tolerence'; did you mean tolerance"):
-        f.check_arguments("number_match", {"tolerence": 0.1}, "here")
-
-
 def test_token_share_counts_tokens():
     assert f.token_share(["p"], ["x"], completion_ids=[[5, 5, 1, 2]], token=5) == [0.5]
 
