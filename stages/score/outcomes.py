@@ -23,7 +23,7 @@ from stages.contract.definition import Context
 from stages.score.settings import MODEL, Config, Reward
 from tuning.rewards.failures import check_failures
 from tuning.rewards.samples import Outcome, Sample, outcome_of
-from tuning.rows import CompletionRow, Place, Row, Text, columns_of
+from tuning.rows import CompletionRow, Index, Number, Row, Text, columns_of
 
 Columns = dict[str, list[Outcome]]
 """The outcomes of each reward by its name, one for each completion."""
@@ -33,8 +33,9 @@ Columns = dict[str, list[Outcome]]
 class OutcomeRow(Row):
     """The outcome of every reward for a completion: a row of a shard in the work folder."""
 
+    place: Number
+    sample: Index
     prompt_id: Text
-    sample: Place
     values: Annotated[Mapping[str, float | None], pa.struct([])]
     failures: Annotated[Mapping[str, str | None], pa.struct([])]
 
@@ -87,7 +88,7 @@ def _groups(rollouts: Sequence[CompletionRow]) -> list[list[int]]:
     """Numbers of the rows of each prompt's completions."""
     groups: dict[int, list[int]] = {}
     for number, row in enumerate(rollouts):
-        groups.setdefault(row.counter, []).append(number)
+        groups.setdefault(row.place, []).append(number)
     return list(groups.values())
 
 
@@ -178,7 +179,7 @@ class _Scoring:
 def _outcome_row(row: CompletionRow, outcomes: Mapping[str, Outcome]) -> OutcomeRow:
     values = {name: outcome.value for name, outcome in outcomes.items()}
     failures = {name: outcome.failure for name, outcome in outcomes.items()}
-    return OutcomeRow(prompt_id=row.prompt_id, sample=row.sample, values=values, failures=failures)
+    return OutcomeRow(place=row.place, sample=row.sample, prompt_id=row.prompt_id, values=values, failures=failures)
 
 
 class Journal:
@@ -196,7 +197,7 @@ class Journal:
 
     @staticmethod
     def _name(row: CompletionRow) -> tuple[int, int]:
-        return row.counter, row.sample
+        return row.place, row.sample
 
     def get(self, rows: Sequence[CompletionRow]) -> list[Outcome] | None:
         """The scores of a call's completions; None where one of them is missing."""

@@ -8,12 +8,12 @@ from typing import Any
 
 from stages.common.tables import read_table
 from stages.contract.definition import Context, Reads, Stage
-from stages.sampling.groups import informative_prompts, totals_by_prompt
+from stages.sampling.groups import informative_places, totals_by_place
 from stages.score.outcomes import Columns, outcomes_of
 from stages.score.settings import Config, source_digests
 from tuning.rewards.failures import MOST, tallied
 from tuning.rewards.samples import Outcome
-from tuning.rows import CompletionRow, ScoreRow, numbers_of_prompts, write_table
+from tuning.rows import CompletionRow, ScoreRow, names_of, numbers_of_groups, write_table
 
 REASON_WIDTH = 60
 """Characters of a reason on the console."""
@@ -23,6 +23,8 @@ def run(ctx: Context) -> dict[str, Any]:
     """Writes the score table; returns means by reward and shares of failures."""
     config: Config = ctx.config
     rollouts = read_table(ctx.inputs["rollouts"], "rollouts/", CompletionRow)
+    if len(set(names_of(rollouts))) != len(rollouts):
+        raise RuntimeError(f"{ctx.inputs['rollouts'].url}: two completions have one place and sample (R21)")
     names = sorted(config.rewards)
     reachable = _reachable(ctx)
     columns = outcomes_of(ctx, names, rollouts)
@@ -59,7 +61,7 @@ def with_totals(
         return outcome if outcome.value is None else Outcome(shaped(outcome.value, part), outcome.failure)
 
     values = {part.name: [shaped_outcome(outcome, part) for outcome in columns[part.name]] for part in parts}
-    sums, failures = totals(list(values.values()), parts, numbers_of_prompts(rollouts), config.unscored)
+    sums, failures = totals(list(values.values()), parts, numbers_of_groups(rollouts), config.unscored)
     rows = []
     for i, (row, total) in enumerate(zip(rollouts, sums.tolist(), strict=True)):
         rewards = {name: column[i].value for name, column in values.items()}
@@ -68,7 +70,14 @@ def with_totals(
         if math.isfinite(total):
             kept = 0.0 if config.truncated == "zero" and row.stop == "length" else total
         rows.append(
-            ScoreRow(prompt_id=row.prompt_id, sample=row.sample, rewards=rewards, total=kept, failure=failures[i])
+            ScoreRow(
+                place=row.place,
+                sample=row.sample,
+                prompt_id=row.prompt_id,
+                rewards=rewards,
+                total=kept,
+                failure=failures[i],
+            )
         )
     return rows
 
@@ -84,7 +93,7 @@ def summarise(rows: Sequence[ScoreRow], columns: Columns) -> dict[str, Any]:
     if not rows:
         return {"completions": 0}
     totals = [row.total for row in rows if row.total is not None]
-    groups = {prompt: mine for prompt, mine in totals_by_prompt(rows).items() if mine}
+    groups = {place: mine for place, mine in totals_by_place(rows).items() if mine}
     reasons = {f"{name}: {reason}": n for name in columns for reason, n in tallied(columns[name]).reasons.items()}
     metrics: dict[str, Any] = {
         "completions": len(rows),
@@ -93,7 +102,7 @@ def summarise(rows: Sequence[ScoreRow], columns: Columns) -> dict[str, Any]:
         "unscored": sum(not any(o.applies for o in row) for row in zip(*columns.values(), strict=True)) / len(rows),
         "reward": float(np.mean(totals)) if totals else None,
         "spread": float(np.std(totals)) if totals else None,
-        "zero_variance": (len(groups) - len(informative_prompts(groups))) / len(groups) if groups else None,
+        "zero_variance": (len(groups) - len(informative_places(groups))) / len(groups) if groups else None,
     }
     for name in columns:
         values = [value for row in rows if (value := row.rewards[name]) is not None]

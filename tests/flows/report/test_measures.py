@@ -33,7 +33,7 @@ def test_the_mean_of_a_judge_that_gives_other_numbers_is_no_pass_rate(value, rat
 
 def test_failed_rewards_are_told_with_the_commonest_reason():
     failed = {"failed": 0.2, "failures": {"j: boom": 3, "j: timeout": 1}}
-    (warning,) = run_warnings(record(recipe(a="mine:f"), {"failed": 0.05}, failed), {}, {})
+    (warning,) = run_warnings(record(recipe(a="mine:f"), {"failed": 0.05}, failed), {}, {}, {})
     assert warning.title == "Rewards failed"
     assert "on 20.0 % of the completions, most often with “j: boom”." in warning.text
-    assert run_warnings(record(recipe(a="mine:f"), {"failed": 0.0, "failures": {}}), {}, {}) == []
+    assert run_warnings(record(recipe(a="mine:f"), {"failed": 0.0, "failures": {}}), {}, {}, {}) == []

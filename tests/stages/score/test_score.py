@@ -27,9 +27,9 @@ def rollouts(tmp_path):
     folder = tmp_path / "made"
     rows = [
         CompletionRow(
-            prompt_id=f"p{i // 3}",
-            counter=i // 3,
+            place=i // 3,
             sample=i % 3,
+            prompt_id=f"p{i // 3}",
             answer="4",
             prompt_ids=[1],
             token_ids=[2] * len(text),
@@ -70,7 +70,7 @@ def test_a_failure_has_one_cause_and_leaves_the_sums(tmp_path, rollouts):
     ctx, _ = context(tmp_path / "a", rollouts, truncated="zero")
     metrics = score.run(ctx)
     _, rows = table(ctx)
-    assert [(r.prompt_id, r.sample) for r in rows] == [(f"p{i // 3}", i % 3) for i in range(6)]
+    assert [(r.place, r.sample, r.prompt_id) for r in rows] == [(i // 3, i % 3, f"p{i // 3}") for i in range(6)]
     assert [r.rewards["exact"] for r in rows] == [1.0, 0.0, 1.0, 0.0, 1.0, 0.0]
     assert [r.failure for r in rows] == [None, None, None, "shares: KeyError: 'boom'", None, None]
     # The last one was cut off at max_tokens.
@@ -185,7 +185,7 @@ def test_a_line_that_a_kill_has_cut_costs_one_score(tmp_path, rollouts):
     (journal,) = ctx.work.glob("*.jsonl")
     text = journal.read_text()
     journal.write_text(text[: len(text) // 2])
-    row = CompletionRow(counter=7, prompt_id="p", prompt_ids=[1], token_ids=[1], logprobs=[0.0])
+    row = CompletionRow(place=7, prompt_id="p", prompt_ids=[1], token_ids=[1], logprobs=[0.0])
     Journal(ctx, "exact").add([row], [Outcome(0.5)])
     assert Journal(ctx, "exact").get([row]) == [Outcome(0.5)] and Journal(ctx, "exact").get([row, row]) is not None
     assert "reward exact: 4 finished scores are reused" in log
