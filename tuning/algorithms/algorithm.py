@@ -33,7 +33,7 @@ class Scored:
     valid_N: np.ndarray
     """False where a reward failed: such a completion leaves every statistic (R9)."""
     mask_NT: np.ndarray
-    """1 on tokens of valid completions, all groups included."""
+    """1 on tokens of valid completions, all groups included; 0 where a completion's reward alone counts."""
     penalty_NT: np.ndarray
     """The KL to subtract from the reward, weighted; 0 without one."""
     greedy_N: np.ndarray | None = None
@@ -71,7 +71,7 @@ class Algorithm:
     surrogate: Callable[[Terms], tuple[jax.Array, Metrics]]
     """Loss of every token [C, T], 0 where masked, and sums for the metrics, as in `tuning.losses.policy`."""
     keep: Callable[[Scored], np.ndarray] | None = None
-    """Which completions are trained on, [N] bool; None: `informative`."""
+    """Which completions are trained on, [N] bool; None: `informative`, and the rest as `tied_groups` says."""
     paired: bool = False
     """Whether `keep` leaves two completions of a prompt, which are then packed in slots 2b and 2b + 1."""
 
@@ -96,8 +96,8 @@ def find(objective: Objective) -> Algorithm:
 
 
 def informative(scored: Scored) -> np.ndarray:
-    """Completions that carry a signal, [N] bool: valid, in a group whose totals differ (R9)."""
-    return informative_groups(scored.totals_N, scored.groups_N, scored.valid_N)
+    """Completions that carry a signal, [N] bool: valid, in a group whose whole rewards differ, the KL included (R9)."""
+    return informative_groups(np.asarray(scored.rewards_N), scored.groups_N, scored.valid_N)
 
 
 def every_valid(scored: Scored) -> np.ndarray:
