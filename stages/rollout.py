@@ -7,34 +7,19 @@ from typing import Any
 
 from stages.common.tables import read_table
 from stages.contract.definition import Context, Reads, Stage
+from stages.sampling.order import prompts_of_round
 from stages.sampling.rows import Draw, sample_rows, too_long, write_refused
 from stages.sampling.settings import Rollout as Config
 from stages.sampling.settings import loads
 from tuning.rows import PromptRow
 
 
-def prompts_of_round(count: int, total: int, round_number: int, seed: int) -> list[int]:
-    """Which of `total` prompts round `round_number` uses: passes over orders that `seed` shuffles.
-
-    With one seed for all rounds each pass has every prompt once (R22); a seed of each round does not promise that.
-    """
-    import grain.python as grain
-
-    chosen = []
-    for position in range(round_number * count, (round_number + 1) * count):
-        # A place in an endless sequence of shuffled passes: a round needs no state of those before.
-        lap, place = divmod(position, total)
-        # Each pass has its own order; the seed stays in 31 bits.
-        order = grain.MapDataset.range(total).shuffle(seed=(seed + lap) % 2**31)
-        chosen.append(int(order[place]))
-    return chosen
-
-
 def run(ctx: Context) -> dict[str, Any]:
     """Writes the rollout table and `refused/`; returns counts, mean length and tokens per second."""
     config: Config = ctx.config
     table = read_table(ctx.inputs["data"], "prompts/", PromptRow)
-    chosen = [table[i] for i in prompts_of_round(config.prompts, len(table), config.round, ctx.seed)]
+    seed = ctx.seed if config.order_seed is None else config.order_seed
+    chosen = [table[i] for i in prompts_of_round(config.prompts, len(table), config.round, seed)]
     refused = _refused(ctx, chosen)
     # A prompt has its place before others are refused: its samples do not depend on what else is in the round.
     prompts = [(place, prompt) for place, prompt in enumerate(chosen) if place not in refused]

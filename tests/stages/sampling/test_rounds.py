@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -12,10 +15,12 @@ from stages.common.compilation import configure_jax
 from stages.sampling.groups import chosen_groups, read_scored
 from tests.stages.training.support import Folder, data, ids, perform
 from tuning.algorithms.round_data import RoundData
-from tuning.rows import CompletionRow, ScoreRow, names_of, read_table
+from tuning.rows import CompletionRow, RefusedRow, ScoreRow, names_of, read_table
 
-PROMPTS, COMPLETIONS = 5, 2
-QUESTIONS = ["1+1=", "some words?", "2*3="]
+PROMPTS, COMPLETIONS = 8, 2
+QUESTIONS = ["1+1=", "some words?", "2*3=", "far too long " * 500]
+# Two passes over the four prompts, in each of which the last is refused.
+PLACES = [0, 2, 3, 4, 5, 6]
 
 
 def value(prompts, completions, **_):
@@ -29,7 +34,7 @@ def rows(folder: Folder, part, kind):
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """A random base model and three prompts."""
+    """A random base model and four prompts."""
     configure_jax()
     folder, memory = tmp_path_factory.mktemp("round"), {}
     _, base = perform(base_model, base_model.Config(source="random:tiny"), folder / "base", memory)
@@ -47,22 +52,42 @@ def made(inputs):
     policy = {"policy": inputs["base"], "tokenizer": inputs["base"]}
     config = rollout.Config(prompts=PROMPTS, completions=COMPLETIONS, max_tokens=4, shard_prompts=2)
     found = {}
-    metrics, found["rollouts"] = perform(rollout, config, folder / "rollout", memory, data=inputs["prompts"], **policy)
-    assert metrics["completions"] == PROMPTS * COMPLETIONS
+    found["metrics"], found["rollouts"] = perform(
+        rollout, config, folder / "rollout", memory, data=inputs["prompts"], **policy
+    )
     rewards = score.Config(rewards={"v": score.Reward(function=f"{__name__}:value")}, shard_completions=4, workers=1)
-    scored = lambda name, of: perform(score, rewards, folder / name, memory, rollouts=of)[1]  # noqa: E731
-    found["scores"] = scored("score", found["rollouts"])
+    _, found["scores"] = perform(score, rewards, folder / "score", memory, rollouts=found["rollouts"])
     return found
 
 
 def test_places_number_the_prompts_of_the_round(made):
     table = rows(made["rollouts"], "rollouts", CompletionRow)
-    assert names_of(table) == [(place, sample) for place in range(PROMPTS) for sample in range(COMPLETIONS)]
-    drawn = [table[COMPLETIONS * place].prompt_id for place in range(PROMPTS)]
-    # Five of three: some are there twice, with other completions.
-    assert len(set(drawn)) == 3
-    twice = [tuple(row.token_ids) for row in table if row.prompt_id == max(drawn, key=drawn.count)]
-    assert len(twice) == len(set(twice)) == 2 * COMPLETIONS
+    assert names_of(table) == [(place, sample) for place in PLACES for sample in range(COMPLETIONS)]
+    # Each of three is there twice, with other completions.
+    assert Counter(row.prompt_id for row in table) == {f"p{i}": 2 * COMPLETIONS for i in range(3)}
+    assert len({tuple(row.token_ids) for row in table}) == len(table)
+
+
+def test_refused_prompts_have_places_and_reasons_and_the_counts_add_up(made):
+    table, refused = rows(made["rollouts"], "rollouts", CompletionRow), rows(made["rollouts"], "refused", RefusedRow)
+    tokens = len(ids(QUESTIONS[3], end=False))
+    reason = rf"{tokens} tokens and 4 new ones exceed the model's \d+ positions"
+    assert sorted([row.place for row in refused] + PLACES) == list(range(PROMPTS))
+    assert {row.prompt_id for row in refused} == {"p3"}
+    assert all(re.fullmatch(reason, row.reason) for row in refused)
+    # Sampled are the prompts that were not refused, each completion with one score.
+    assert made["metrics"]["refused_prompts"] == len(refused) == 2
+    assert made["metrics"]["completions"] == len(table) == (PROMPTS - len(refused)) * COMPLETIONS
+    assert Counter(names_of(rows(made["scores"], "scores", ScoreRow))) == Counter(names_of(table))
+
+
+def test_a_round_whose_prompts_are_all_refused_says_so(inputs, tmp_path):
+    table = pq.read_table(inputs["prompts"].local("prompts/a.parquet")).slice(3)
+    (tmp_path / "data" / "prompts").mkdir(parents=True)
+    pq.write_table(table, tmp_path / "data" / "prompts" / "a.parquet")
+    given = {"policy": inputs["base"], "tokenizer": inputs["base"], "data": Folder(tmp_path / "data", "long")}
+    with pytest.raises(ValueError, match="every prompt of the round is too long, as p3"):
+        perform(rollout, rollout.Config(max_tokens=4), tmp_path / "rollout", inputs["memory"], **given)
 
 
 def test_each_completion_has_its_own_reward(made):
@@ -77,7 +102,7 @@ def test_a_journal_that_a_kill_has_left_gives_the_same_scores(made, inputs):
     again = inputs["folder"] / "again"
     (again / "work").mkdir(parents=True)
     lines = (source / "work" / "journal-v.jsonl").read_text().splitlines(keepends=True)
-    assert len(lines) == PROMPTS * COMPLETIONS
+    assert len(lines) == len(PLACES) * COMPLETIONS
     # The kill came while the seventh line was written, before the second shard.
     (again / "work" / "journal-v.jsonl").write_text("".join(lines[:6]) + lines[6][:5])
     config = score.Config(rewards={"v": score.Reward(function=f"{__name__}:value")}, shard_completions=4, workers=1)
@@ -87,18 +112,18 @@ def test_a_journal_that_a_kill_has_left_gives_the_same_scores(made, inputs):
 
 def test_groups_and_baselines_are_those_of_places(made):
     scored = read_scored({"rollouts": made["rollouts"], "scores": made["scores"]})
-    assert scored.prompts == PROMPTS
+    assert scored.prompts == len(PLACES)
     asked = greedy.prompts_by_place(scored.rollouts)
     assert [(place, prompt.id) for place, prompt in asked] == list(
         dict.fromkeys((row.place, row.prompt_id) for row in scored.rollouts)
     )
     best = [ScoreRow(place=place, prompt_id=prompt.id, total=10.0 + place) for place, prompt in asked][::-1]
     found = RoundData.from_rows(scored.rollouts, scored.scores, best)
-    assert found.groups_N.tolist() == [place for place in range(PROMPTS) for _ in range(COMPLETIONS)]
+    assert found.groups_N.tolist() == [group for group in range(len(PLACES)) for _ in range(COMPLETIONS)]
     assert found.greedy_N.tolist() == [10 + row.place for row in scored.rollouts]
     taken, about = chosen_groups(scored, "stop")
     assert taken == scored
-    assert about == {"prompts_sampled": PROMPTS, "prompts_without_signal": 0, "prompts_to_spare": 0}
+    assert about == {"prompts_sampled": len(PLACES), "prompts_without_signal": 0, "prompts_to_spare": 0}
 
 
 def test_tables_of_other_completions_are_refused(made, inputs):
