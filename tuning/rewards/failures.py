@@ -131,6 +131,6 @@ def check_failures(
             raise TooManyFailures(
                 f"{what} {name} failed on {found.failed} of {len(column)} completions, more than {setting} "
                 f"{max_failed_fraction:g} allows, most often ({count} times, first on completion {example}) with: "
-                f"{reason}. Mend the {what} and give the same command again, or raise {setting} if these completions are "
-                "at fault; no failure is kept"
+                f"{reason}. Mend the {what} and give the same command again, or raise {setting} if these "
+                "completions are at fault; no failure is kept"
             )
