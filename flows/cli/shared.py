@@ -12,6 +12,7 @@ from rich.console import Console
 from flows.recipe.model import Recipe
 from flows.records import UnknownRun, all_runs, find_run
 from stages.store.artifacts import Artifact, Store
+from stages.worker import interpreter
 from stages.worker.client import worker_environment
 
 out = Console(highlight=False)
@@ -77,4 +78,4 @@ def artifact_of(store: Store, record: dict[str, Any], node: str) -> Artifact:
 def become(module: str, argument: str) -> None:
     """Replaces this process (exec) with a module, so that signals reach the program and no child outlives it."""
     sys.stdout.flush()
-    os.execve(sys.executable, [sys.executable, "-m", module, argument], worker_environment())
+    os.execve(sys.executable, interpreter.command(module, argument), worker_environment())

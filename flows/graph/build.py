@@ -10,13 +10,14 @@ from typing import Any
 from flows.recipe.model import RL, Recipe, trained_sections
 from stages.common.settings import stored_as
 from stages.contract.definition import Reads, StageConfig
-from stages.contract.fingerprint import library_versions, reached
+from stages.contract.fingerprint import Code, library_versions, reached
 from stages.contract.registry import by_section
 from stages.contract.registry import stage as find_stage
 from stages.greedy import Config as GreedyConfig
 from stages.refill import Config as RefillConfig
 from stages.store.artifacts import Artifact, ArtifactError, Store
 from stages.store.keys import config_content, derive_seed, digest
+from stages.worker.devices import device_kind
 
 # What the role `tokenizer` offers of the base: special ids are in the two configs.
 TOKENIZER = ("tokenizer/", "model/config.json", "model/generation_config.json")
@@ -224,10 +225,16 @@ def with_inputs(nodes: Mapping[str, Node], names: set[str]) -> set[str]:
     return needed
 
 
+def code_of(node: Node) -> Code:
+    """The code that the node's stage reaches with these settings, as its files are now."""
+    stage = find_stage(node.stage)
+    return reached(stage.module, *stage.loads(node.config))
+
+
 def key_parts(node: Node, made: Mapping[str, Artifact]) -> dict[str, Any]:
     """Everything that the node's key is derived from; `made` holds the artifacts of its inputs."""
     stage = find_stage(node.stage)
-    code = reached(stage.module, *stage.loads(node.config))
+    code = code_of(node)
     return {
         "stage": node.stage,
         "version": stage.version,
@@ -238,6 +245,8 @@ def key_parts(node: Node, made: Mapping[str, Artifact]) -> dict[str, Any]:
         "seed": node.seed,
         "sources": stage.sources(node.config),
         "versions": library_versions(stage.libraries),
+        # Empty: the same bits on every kind of device.
+        "device": device_kind() if stage.computes(node.config) else "",
     }
 
 

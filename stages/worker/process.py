@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from stages.common.compilation import configure_jax
-from stages.worker.protocol import Done, Event, Failed, Heartbeat, Log, Progress, Request, event_line
+from stages.worker import loaded
+from stages.worker.protocol import Changed, Done, Event, Failed, Heartbeat, Log, Progress, Request, event_line
 
 if TYPE_CHECKING:
     from stages.contract.definition import Context, StageConfig
@@ -73,6 +74,7 @@ def run_request(request: Request, memory: dict[str, Any], events: Events) -> dic
     from stages.store.artifacts import Store
     from stages.store.work import WorkFolder
 
+    loaded.check_before(request)
     store = Store(request.store)
     stage = find_stage(request.stage)
     # Through JSON: strict models take lists and numbers as JSON has them.
@@ -93,6 +95,7 @@ def run_request(request: Request, memory: dict[str, Any], events: Events) -> dic
         metrics = stage.run(context)
     finally:
         context.close()
+    loaded.check_after(request, stage.sources(config))
     manifest = {
         "stage": request.stage,
         "key": request.key,
@@ -118,12 +121,17 @@ def run_request(request: Request, memory: dict[str, Any], events: Events) -> dic
 
 
 def _inputs(store: Store, request: Request) -> dict[str, Artifact]:
-    """The artifacts behind a request's inputs. Raises RuntimeError, naming the input, where one is missing."""
+    """The artifacts behind a request's inputs. Raises RuntimeError, naming the input, that is gone or another."""
     inputs = {}
-    for name, (stage, key) in request.inputs.items():
+    for name, (stage, key, digest) in request.inputs.items():
         artifact = store.get(stage, key)
         if artifact is None:
             raise RuntimeError(f"input {name} ({stage}/{key[:12]}) is gone from {store.url}; run again")
+        if artifact.digest != digest:
+            raise RuntimeError(
+                f"input {name} ({stage}/{key[:12]}) was replaced in {store.url} while this run went on: expected "
+                f"digest {digest[:12]}, found {artifact.digest[:12]}; run again from the new one"
+            )
         inputs[name] = artifact
     return inputs
 
@@ -189,6 +197,8 @@ def main() -> None:
     for line in requests:
         try:
             events.send(Done(run_request(Request.parse(line), memory, events)))
+        except loaded.CodeDiffers as e:
+            events.send(Changed(str(e)))
         except BaseException as e:
             traceback.print_exc()
             sys.stderr.flush()
