@@ -145,7 +145,7 @@ def test_a_forced_run_starts_from_nothing_and_replaces(warm, tmp_path):
     again = warm.run(dataclasses.replace(request(tmp_path), force="run-two", seed=8), ignore)
     assert again["seed"] == 8
     assert store.get("base", "k" * 64).manifest["seed"] == 8
-    assert len(store.fs.find(store.join("damaged"))) > 0
+    assert len(store.fs.find(store.join("replaced"))) > 0
     assert (WorkFolder(store, "base", "k" * 64).open() / "left-by-an-earlier-try").exists()
 
 

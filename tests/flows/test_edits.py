@@ -1,0 +1,142 @@
+"""Code, data and inputs that change while a run goes on: an artifact is made by what its key names (R26)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.graph.build import Input, Node, key_of, key_parts
+from flows.recipe.reading import load_recipe
+from flows.running.session import Session
+from stages.contract.registry import stage
+from stages.store.artifacts import Artifact, Store
+from stages.worker.client import StageFailed
+from stages.worker.protocol import Progress
+from tests.support import write_files
+from tuning.rows import CompletionRow, write_table
+
+REWARD = """
+def f(prompts, completions, **_):
+    return [1.0 for _ in completions]
+"""
+# While it runs it becomes the module of above.
+EDITOR = """
+def f(prompts, completions, **_):
+    open(__file__, "w").write(OTHER)
+    return [0.5 for _ in completions]
+OTHER = {other!r}
+"""
+
+
+class Lines:
+    """What a run says."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def stage_started(self, node: Node) -> None:
+        pass
+
+    def progress(self, node: Node, event: Progress) -> None:
+        pass
+
+    def line(self, text: str) -> None:
+        self.lines.append(text)
+
+    def stage_ended(self, node: Node, state: str, manifest: dict[str, Any], seconds: float) -> None:
+        pass
+
+
+def rollouts(store: Store, folder: Path, text: str = "4", *, replace: bool = False) -> Artifact:
+    row = CompletionRow(prompt_id="p", answer="4", prompt_ids=[1], token_ids=[2], logprobs=[0.0], text=text)
+    write_table(folder / "rollouts" / "part-00000.parquet", [row], CompletionRow.schema())
+    manifest = {"stage": "rollout", "key": "made", "config": {}, "inputs": {}, "metrics": {}, "seconds": 0}
+    return store.commit(folder, manifest, replace=replace)
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory):
+    """A run of one stage: scores of one completion by the function `mine_edited:f`, whose folder is on the path."""
+    folder = tmp_path_factory.mktemp("edits")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        write_files(folder, **{"mine_edited.py": EDITOR.format(other=REWARD)})
+        lines = Lines()
+        run = Session(load_recipe("smoke", sets=[f"store={folder / 'store'}"]), lines)
+        rewards = {"mine": {"function": "mine_edited:f"}}
+        config = stage("score").config.model_validate_json(json.dumps({"rewards": rewards, "workers": 1}))
+        run.nodes = {"score": Node("score", "score", config, {"rollouts": Input("sampled")}, 0)}
+        run.made["sampled"] = rollouts(run.store, folder / "out")
+        yield run, lines, folder
+        run.worker.close()
+
+
+def test_a_reward_that_is_edited_is_what_the_next_score_is_made_by(session):
+    run, lines, folder = session
+    _, first = run.run_node("score")
+    assert first.metrics["reward_mine"] == 1.0
+    assert "mine_edited was edited while score ran; a fresh worker makes it" in lines.lines[0]
+    assert run.worker.starts == 2
+    assert [key for _, key in run.store.all_keys() if key != "made"] == [first.key]
+    assert key_of(key_parts(run.nodes["score"], run.made)) == first.key
+
+    lines.lines.clear()
+    write_files(folder, **{"mine_edited.py": REWARD.replace("1.0", "0.25")})
+    _, second = run.run_node("score")
+    assert second.metrics["reward_mine"] == 0.25
+    assert second.key != first.key
+    assert "mine_edited was edited after it was loaded; a fresh worker makes it" in lines.lines[0]
+    assert run.worker.starts == 3
+
+    # Remarks change no key and no result.
+    write_files(folder, **{"mine_edited.py": "# a remark\n" + REWARD.replace("1.0", "0.25")})
+    assert run.run_node("score") == ("hit", run.made["score"])
+    assert run.worker.starts == 3
+
+
+def test_an_input_that_was_replaced_meanwhile_is_refused(session, tmp_path):
+    run, _, _ = session
+    # Another key: an artifact of the old rollouts would be a hit.
+    node = run.nodes["score"]
+    run.nodes["score"] = dataclasses.replace(node, config=node.config.model_copy(update={"truncated": "zero"}))
+    rollouts(run.store, tmp_path / "out", "5", replace=True)
+    old = run.made["sampled"]
+    with pytest.raises(StageFailed, match=r"input rollouts \(rollout/made\) was replaced in .*; run again"):
+        run.run_node("score")
+    assert len(run.store.all_keys()) == 3
+    run.made["sampled"] = run.store.get("rollout", "made")
+    assert run.made["sampled"].digest != old.digest
+    _, again = run.run_node("score")
+    assert again.manifest["inputs"]["rollouts"]["digest"] == run.made["sampled"].digest
+
+
+@dataclasses.dataclass
+class Case:
+    parts: dict[str, Any]
+    message: str
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case({"versions": {"numpy": "0.1"}}, "package numpy was 0.1 when the run began, this worker has"),
+        Case({"device": "gpu:Abacus"}, "score was to be computed on gpu:Abacus, this worker has cpu:"),
+        Case({"sources": {"file 1": "0"}}, "file 1 changed while score ran"),
+    ],
+    ids=["package", "device", "data"],
+)
+def test_what_a_key_says_and_the_worker_does_not_have_is_refused(session, monkeypatch, case):
+    run, _, _ = session
+    node = run.nodes["score"]
+    files: dict[str, str] = {}
+    parts = key_parts(node, run.made)
+    for name, values in case.parts.items():
+        parts[name] = values if isinstance(values, str) else parts[name] | values
+    before = run.store.all_keys()
+    with pytest.raises(StageFailed, match=case.message):
+        run._make(node, "k" * 64, parts, files, False, {})
+    assert run.store.all_keys() == before
