@@ -17,6 +17,7 @@ from coolname import generate_slug
 from flows.graph.build import Node, build, code_of, key_of, key_parts, taken_artifact
 from flows.recipe.model import Recipe, RecipeError
 from stages.store.artifacts import Artifact, Store
+from stages.store.keys import published
 from stages.store.leases import lease, this_process
 from stages.worker.client import CodeChanged, Worker, WorkerDied
 from stages.worker.protocol import Log, Progress, Report, Request
@@ -51,7 +52,7 @@ class Session:
         self.name = name or self._free_name()
         # A generated name is free already.
         if name is not None and self.store.read_json("runs", name, "run.json") is not None:
-            raise FileExistsError(f"run {name} exists in {recipe.store}; runs never overwrite each other")
+            raise FileExistsError(f"run {name} exists in {self.store.shown}; runs never overwrite each other")
         self.nodes = {n.name: n for n in build(recipe)}
         self.force = force or set()
         self.made: dict[str, Artifact] = {}
@@ -59,7 +60,7 @@ class Session:
         self.worker = Worker(log)
         self.record: dict[str, Any] = {
             "name": self.name,
-            "recipe": recipe.model_dump(mode="json"),
+            "recipe": published(recipe.model_dump(mode="json")),
             "status": "running",
             "started": now(),
             "host": socket.gethostname(),

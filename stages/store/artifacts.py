@@ -8,8 +8,8 @@
     <root>/leases/                    which process makes which artifact
 
 An artifact exists when its manifest does. One that replaces another has its files in a folder of its own,
-`<key>.<id>/`, which the manifest names: whoever reads the files of before keeps them. Files below `state/` (weights that can be replayed,
-optimizer moments) and `logs/` (timings) are stored and checked, but are no part of the content
+`<key>.<id>/`, which the manifest names: whoever reads the files of before keeps them. Files below `state/` (weights
+that can be replayed, optimizer moments) and `logs/` (timings) are stored and checked, but are no part of the content
 that downstream keys see.
 """
 
@@ -29,7 +29,7 @@ from typing import Any
 
 import fsspec
 
-from stages.store.keys import digest
+from stages.store.keys import digest, without_userinfo
 from tuning.atomic import whole_file
 
 MANIFEST = "manifest.json"
@@ -131,6 +131,11 @@ class Store:
         name = hashlib.sha256(url.encode()).hexdigest()[:12]
         default = Path(os.environ.get("RLHF_SCRATCH", Path.home() / ".cache" / "rlhf-pipeline" / "scratch")) / name
         self.scratch = Path(self.root) if self.is_local else Path(scratch or default)
+
+    @property
+    def shown(self) -> str:
+        """The URL as messages and records have it."""
+        return without_userinfo(self.url)
 
     def join(self, *parts: str) -> str:
         """A path below the root, as the file system takes it."""

@@ -72,6 +72,7 @@ def run_request(request: Request, memory: dict[str, Any], events: Events) -> dic
     from stages.contract.fingerprint import library_versions
     from stages.contract.registry import stage as find_stage
     from stages.store.artifacts import Store
+    from stages.store.keys import published
     from stages.store.work import WorkFolder
 
     loaded.check_before(request)
@@ -100,7 +101,7 @@ def run_request(request: Request, memory: dict[str, Any], events: Events) -> dic
         "stage": request.stage,
         "key": request.key,
         "key_parts": request.key_parts,
-        "config": config.model_dump(mode="json"),
+        "config": published(config.model_dump(mode="json")),
         "inputs": {n: {"stage": a.stage, "key": a.key, "digest": a.digest} for n, a in inputs.items()},
         "seed": request.seed,
         "versions": library_versions(),
@@ -126,10 +127,10 @@ def _inputs(store: Store, request: Request) -> dict[str, Artifact]:
     for name, (stage, key, digest) in request.inputs.items():
         artifact = store.get(stage, key)
         if artifact is None:
-            raise RuntimeError(f"input {name} ({stage}/{key[:12]}) is gone from {store.url}; run again")
+            raise RuntimeError(f"input {name} ({stage}/{key[:12]}) is gone from {store.shown}; run again")
         if artifact.digest != digest:
             raise RuntimeError(
-                f"input {name} ({stage}/{key[:12]}) was replaced in {store.url} while this run went on: expected "
+                f"input {name} ({stage}/{key[:12]}) was replaced in {store.shown} while this run went on: expected "
                 f"digest {digest[:12]}, found {artifact.digest[:12]}; run again from the new one"
             )
         inputs[name] = artifact
