@@ -52,7 +52,9 @@ class Lines:
 
 
 def rollouts(store: Store, folder: Path, text: str = "4", *, replace: bool = False) -> Artifact:
-    row = CompletionRow(prompt_id="p", answer="4", prompt_ids=[1], token_ids=[2], logprobs=[0.0], text=text)
+    row = CompletionRow(
+        prompt_id="p", place=0, sample=0, answer="4", prompt_ids=[1], token_ids=[2], logprobs=[0.0], text=text
+    )
     write_table(folder / "rollouts" / "part-00000.parquet", [row], CompletionRow.schema())
     manifest = {"stage": "rollout", "key": "made", "config": {}, "inputs": {}, "metrics": {}, "seconds": 0}
     return store.commit(folder, manifest, replace=replace)
