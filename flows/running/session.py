@@ -22,7 +22,7 @@ from stages.store.leases import lease, this_process
 from stages.worker.client import CodeChanged, Worker, WorkerDied
 from stages.worker.protocol import Log, Progress, Report, Request
 
-EDITS = 10
+EDITS = 3
 """How often a stage is made again because its code was edited while it ran."""
 
 

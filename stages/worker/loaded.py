@@ -55,7 +55,7 @@ def check_after(request: Request, sources: Mapping[str, str]) -> None:
     loaded = interpreter.recorded()
     for name, digest in request.files.items():
         late = loaded.get(name, digest) != digest
-        if late or (name.startswith(IN_CHILDREN) and _on_disk(name) != digest):
+        if late or (name.startswith(IN_CHILDREN) and _on_disk(name) not in (None, digest)):
             raise CodeDiffers(f"module {name} was edited while {request.stage} ran")
     before = request.key_parts.get("sources", sources)
     changed = [n for n in sorted(before.keys() | sources.keys()) if before.get(n) != sources.get(n)]
