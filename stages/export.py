@@ -31,7 +31,7 @@ def lineage(artifact: Artifact) -> list[dict[str, Any]]:
         names = ("stage", "key", "digest", "seed", "config", "inputs", "versions", "device")
         history[current.key] = {name: manifest[name] for name in names} | {"config": published(manifest["config"])}
         for ref in manifest["inputs"].values():
-            parent = current.store.get(ref["stage"], ref["key"])
+            parent = current.store.with_digest(ref["stage"], ref["key"], ref["digest"])
             # An ancestor that is no longer stored ends its branch of the history.
             if parent is not None:
                 queue.append(parent)

@@ -165,6 +165,18 @@ class Store:
             warnings.warn(f"artifact {place} is damaged ({fault}); moved to {aside}; made again", stacklevel=2)
         return None
 
+    def with_digest(self, stage: str, key: str, digest: str) -> Artifact | None:
+        """The artifact of a key that has this content, also where it was replaced since; None where it is gone."""
+        artifact = self.get(stage, key)
+        if artifact is not None and artifact.digest == digest:
+            return artifact
+        for path in self.fs.glob(self.join("replaced", stage, f"{key}-*.json")):
+            manifest = self.read_json("replaced", stage, path.rsplit("/", 1)[1])
+            old = Artifact(self, manifest) if manifest is not None else None
+            if old is not None and old.digest == digest and self._sizes_fault(old) is None:
+                return old
+        return None
+
     def _sizes_fault(self, artifact: Artifact) -> str | None:
         # One listing: a request for each file would make a hit slow on an object store.
         sizes = {

@@ -123,17 +123,13 @@ def run_request(request: Request, memory: dict[str, Any], events: Events) -> dic
 
 
 def _inputs(store: Store, request: Request) -> dict[str, Artifact]:
-    """The artifacts behind a request's inputs. Raises RuntimeError, naming the input, that is gone or another."""
+    """The artifacts behind a request's inputs. Raises RuntimeError, naming the input, that is gone."""
     inputs = {}
     for name, (stage, key, digest) in request.inputs.items():
-        artifact = store.get(stage, key)
+        artifact = store.with_digest(stage, key, digest)
         if artifact is None:
-            raise RuntimeError(f"input {name} ({stage}/{key[:12]}) is gone from {store.shown}; run again")
-        if artifact.digest != digest:
-            raise RuntimeError(
-                f"input {name} ({stage}/{key[:12]}) was replaced in {store.shown} while this run went on: expected "
-                f"digest {digest[:12]}, found {artifact.digest[:12]}; run again from the new one"
-            )
+            place = f"input {name} ({stage}/{key[:12]}) with digest {digest[:12]}"
+            raise RuntimeError(f"{place} is gone from {store.shown}, or another replaced it; run again")
         inputs[name] = artifact
     return inputs
 

@@ -109,19 +109,23 @@ def test_a_score_whose_reward_is_edited_meanwhile_is_made_again(session):
     assert key_of(key_parts(run.nodes["score"], run.made)) == made.key
 
 
-def test_an_input_that_was_replaced_meanwhile_is_refused(session, tmp_path):
+def test_an_input_that_was_replaced_meanwhile_is_the_one_of_the_key_or_refused(session, tmp_path):
     run, _, _ = session
     # Another key: an artifact of the old rollouts would be a hit.
     node = run.nodes["score"]
     run.nodes["score"] = dataclasses.replace(node, config=node.config.model_copy(update={"truncated": "zero"}))
-    rollouts(run.store, tmp_path / "out", "5", replace=True)
     old = run.made["sampled"]
-    with pytest.raises(StageFailed, match=r"input rollouts \(rollout/made\) was replaced in .*; run again"):
+    new = rollouts(run.store, tmp_path / "out", "5", replace=True)
+    assert run.store.get("rollout", "made").digest == new.digest != old.digest
+    _, made = run.run_node("score")
+    assert made.manifest["inputs"]["rollouts"]["digest"] == old.digest
+    assert key_of(key_parts(run.nodes["score"], run.made)) == made.key
+
+    run.nodes["score"] = node
+    run.made["sampled"] = Artifact(run.store, old.manifest | {"digest": "0" * 64})
+    with pytest.raises(StageFailed, match=r"input rollouts \(rollout/made\) with digest 000000000000 is gone from .*"):
         run.run_node("score")
-    run.made["sampled"] = run.store.get("rollout", "made")
-    assert run.made["sampled"].digest != old.digest
-    _, again = run.run_node("score")
-    assert again.manifest["inputs"]["rollouts"]["digest"] == run.made["sampled"].digest
+    run.made["sampled"] = new
 
 
 def test_a_record_of_a_run_holds_no_secret(tmp_path):

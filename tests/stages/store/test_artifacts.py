@@ -156,6 +156,8 @@ def test_a_replacing_commit_leaves_readers_their_files(store, tmp_path):
     for artifact, text in ((reader, "{}"), (second, "[]"), (found, "[3]")):
         assert artifact.local("config.json").read_text() == text
         assert store.verify(artifact) is None
+        assert store.with_digest("sft", KEY, artifact.digest).manifest == artifact.manifest
+    assert store.with_digest("sft", KEY, "0" * 64) is None
     assert store.all_keys() == [("sft", KEY)]
     kept = [json.loads(store.fs.cat_file(p)) for p in store.fs.find(store.join("replaced"))]
     assert sorted(m["committed"] for m in kept) == [first.manifest["committed"], second.manifest["committed"]]

@@ -134,7 +134,9 @@ def test_a_stage_that_fails_does_not_end_it(warm, tmp_path, ask, message):
 
 def test_an_input_that_is_gone_is_named(warm, tmp_path):
     ask = dataclasses.replace(request(tmp_path), inputs={"data": ("prepare", "d" * 64, "e" * 64)})
-    with pytest.raises(StageFailed, match=r"input data \(prepare/dddddddddddd\) is gone from .*; run again"):
+    with pytest.raises(
+        StageFailed, match=r"input data \(prepare/dddddddddddd\) with digest eeeeeeeeeeee is gone from .*; run again"
+    ):
         warm.run(ask, ignore)
 
 
