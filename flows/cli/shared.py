@@ -71,7 +71,7 @@ def artifact_of(store: Store, record: dict[str, Any], node: str) -> Artifact:
         raise usage_error(f"run {record['name']} has no finished {node}; finished are {', '.join(record['nodes'])}")
     artifact = store.get(entry["stage"], entry["key"])
     if artifact is None:
-        raise usage_error(f"{node} of {record['name']} is gone from {store.url}; `rlhf run` makes it again")
+        raise usage_error(f"{node} of {record['name']} is gone from {store.shown}; `rlhf run` makes it again")
     return artifact
 
 

@@ -288,7 +288,7 @@ def taken_artifact(store: Store, node: Node) -> Artifact | None:
     entry = (record or {"nodes": {}})["nodes"].get(node.name, {})
     artifact = store.get(entry["stage"], entry["key"], repair=False) if "digest" in entry else None
     if artifact is None:
-        raise ArtifactError(f"rl.rollouts_from: run {node.taken} has no finished {node.name} in {store.url}")
+        raise ArtifactError(f"rl.rollouts_from: run {node.taken} has no finished {node.name} in {store.shown}")
     return artifact
 
 
