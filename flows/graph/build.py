@@ -286,7 +286,9 @@ def taken_artifact(store: Store, node: Node) -> Artifact | None:
         return None
     record = store.read_json("runs", node.taken, "run.json")
     entry = (record or {"nodes": {}})["nodes"].get(node.name, {})
-    artifact = store.get(entry["stage"], entry["key"], repair=False) if "digest" in entry else None
+    finished = "digest" in entry
+    # What that run had, also where it was made again since.
+    artifact = store.with_digest(entry["stage"], entry["key"], entry["digest"], repair=False) if finished else None
     if artifact is None:
         raise ArtifactError(f"rl.rollouts_from: run {node.taken} has no finished {node.name} in {store.shown}")
     return artifact

@@ -165,9 +165,12 @@ class Store:
             warnings.warn(f"artifact {place} is damaged ({fault}); moved to {aside}; made again", stacklevel=2)
         return None
 
-    def with_digest(self, stage: str, key: str, digest: str) -> Artifact | None:
-        """The artifact of a key that has this content, also where it was replaced since; None where it is gone."""
-        artifact = self.get(stage, key)
+    def with_digest(self, stage: str, key: str, digest: str, repair: bool = True) -> Artifact | None:
+        """The artifact of a key that has this content, also where it was replaced since; None where it is gone.
+
+        repair: as in `get`.
+        """
+        artifact = self.get(stage, key, repair)
         if artifact is not None and artifact.digest == digest:
             return artifact
         for path in self.fs.glob(self.join("replaced", stage, f"{key}-*.json")):
