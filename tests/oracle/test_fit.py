@@ -145,3 +145,24 @@ def test_distillation(divergence: str, product: Product, prepared: Any) -> None:
     start = policy.dense
     fit.distill(settings, policy, teacher, tables.read(prepared.local("sft/")), SEED)
     assert_same(f"distillation {divergence}", start, policy.dense, model.weights_of(made.local("model/")))
+
+
+@pytest.mark.slow
+def test_what_is_held_out_is_not_trained_on(product: Product) -> None:
+    """By prompt and not by row: what the reward model is measured on shares no prompt with what it has learned."""
+    rows = [row | {"id": f"{i}-{row['id']}", "group": row["id"]} for i in range(3) for row in examples("preference")]
+    data = product.data(preference=rows)
+    config = COMMON | {"heldout_fraction": 0.4}
+    made, metrics, settings = product.run(
+        reward, config, {"base": product.base, "data": data, "tokenizer": product.base}
+    )
+    held = {row["id"] for row in tables.read(made.local("heldout/"))}
+    rows = tables.read(data.local("preference/"))
+    rest = [row for row in rows if row["id"] not in held]
+    prompts = {tuple(row["prompt_ids"]) for row in rows if row["id"] in held}
+    assert len(held) == metrics["heldout_pairs"] > 0
+    assert not prompts & {tuple(row["prompt_ids"]) for row in rest}
+    scorer = model.load(product.base.local("model/"), fresh_head=True)
+    start = scorer.dense
+    fit.reward(settings, scorer, rest, SEED)
+    assert_same("reward without what is held out", start, scorer.dense, model.weights_of(made.local("model/")))
