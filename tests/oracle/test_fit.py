@@ -25,7 +25,7 @@ def examples(name: str) -> list[dict[str, Any]]:
     found = []
     for i in range(ROWS):
         row: dict[str, Any] = {"id": f"{i:04d}", "prompt": "p", "prompt_ids": tokens_of(1, i, 2 + i % 3)}
-        long, short = tokens_of(2, i, 2 + i), tokens_of(3, i, 1 + (3 * i) % 5)
+        long, short = tokens_of(2, i, 2 + 2 * i), tokens_of(3, i, 1 + (3 * i) % 5)
         if name == "preference":
             row |= {
                 "chosen_ids": long,
@@ -57,7 +57,13 @@ def slow(*names: str) -> list[Any]:
 LORA = {"rank": 2, "alpha": 3.0, "use_rslora": True, "targets": ["q", "v", "down"]}
 STEPS: dict[str, dict[str, Any]] = {
     "tokens": {"tokens_per_step": 20, "epochs": 2},
-    "lora": {"lora": LORA, "compute": {"dtype": DTYPE, "tokens_per_micro_batch": 64}},
+    "lora": {
+        "lora": LORA,
+        # Two micro-batches.
+        "examples_per_step": ROWS,
+        "compute": {"dtype": DTYPE, "tokens_per_micro_batch": 64},
+        "epochs": 2,
+    },
     "decay": {"optimizer": {"weight_decay": 0.1, "clip_norm": 0.2, "schedule": "cosine", "learning_rate": 0.01}},
     "wsd": {
         "optimizer": {"schedule": "wsd", "warmup_steps": 2, "end_fraction": 0.1, "learning_rate": 0.01},
