@@ -17,7 +17,6 @@ from tuning.models.byte_tokenizer import byte_tokenizer
 from tuning.models.tokenizer import save_tokenizer
 from tuning.rewards.functions import BUILT_IN
 
-
 PAGE = Path(__file__).parents[3] / "docs" / "data.md"
 
 
