@@ -8,6 +8,7 @@ reference point is the step's mean log-ratio on completions of other prompts (Et
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -78,13 +79,9 @@ def run(ctx: Context) -> dict[str, Any]:
 
     make = _labelled if config.unpaired else _pairs
     task, measure = make(ctx, model, config, logps, reference)
-    # Before training: the start as the adapter over its stored kernels sees it.
-    before = measure(load_rounded(ctx, ctx.inputs["policy"], kind)[1])
-    params, metrics = fit(ctx, task, model, start, config)
+    params, metrics = fit(ctx, dataclasses.replace(task, measure=measure), model, start, config)
     save_model(ctx, "decoder", model, params)
-    heldout = {f"heldout_{k}": v for k, v in measure(params).items()}
-    heldout |= {f"heldout_{k}_before": v for k, v in before.items() if k in ("loss", "ranking")}
-    return metrics | {"examples": len(task.examples)} | heldout
+    return metrics | {"examples": len(task.examples)}
 
 
 def _device(values: Any) -> Any:
@@ -168,6 +165,7 @@ def _labelled(
     from tuning.algorithms.preference import chance_above, unpaired_loss, unpaired_losses, unpaired_summary
     from tuning.losses.preference import kto_reference_point
     from tuning.models.decoder import decoder_graph
+    from tuning.precision import real
     from tuning.training.batch import numbered
     from tuning.training.speed import forward_flops
 
@@ -188,10 +186,12 @@ def _labelled(
     known = _kept(ctx, "reference-logps", lambda: logps(reference, groups))
     other_known = _kept(ctx, "mismatched-reference-logps", lambda: logps(reference, other))
 
-    def reference_point(params: Any, groups: Sequence[Group], known: np.ndarray, like: Sequence[Group]) -> np.float32:
+    def reference_point(
+        params: Any, groups: Sequence[Group], known: np.ndarray, like: Sequence[Group]
+    ) -> np.floating[Any]:
         if settings.loss != "kto":
-            return np.float32(0)
-        return np.float32(kto_reference_point(logps(params, groups, like), known))
+            return real().type(0)
+        return real().type(kto_reference_point(logps(params, groups, like), known))
 
     def columns(params: Any, examples: list[int], packed: list[Any]) -> list[dict[str, Any]]:
         step = numbered([other[i] for i in examples])

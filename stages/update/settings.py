@@ -33,6 +33,8 @@ class Config(Trained, core.RoundSettings):  # type: ignore[misc]
     """Allow rollouts from an older policy than the one that is updated; importance weights correct for it."""
     short_of_groups: Literal["stop", "train"] = "stop"
     """What follows when all refills leave fewer informative groups than prompts."""
+    max_idle_rounds: int = execution_setting(3, ge=1)
+    """The run ends with the round that is the last of so many in a row without a step that moved weights."""
     store_state: bool = execution_setting(False)
     """Whether this round's weights and optimizer are stored; the recipe's checkpoint_every decides."""
 
@@ -61,6 +63,15 @@ class Config(Trained, core.RoundSettings):  # type: ignore[misc]
         registry.check_aggregation(entry.ratio, self.aggregation)
         if self.algorithm_arguments:
             raise ValueError(f"algorithm_arguments are for an algorithm of one's own; {self.algorithm} takes none")
+        if self.truncated == "mask-loss" and self.algorithm not in registry.GROUP_BASELINE:
+            raise ValueError(
+                f"truncated mask-loss keeps a reward in the baseline of its group, and {self.algorithm} has none of "
+                "rewards alone; use mask"
+            )
+        if self.truncated == "mask" and self.critic.bootstrap_truncated:
+            raise ValueError(
+                "critic.bootstrap_truncated has no meaning where truncated: mask leaves such completions out"
+            )
         refuse_unused(self, "algorithm", registry.USES, entry.presets)
         return self
 
