@@ -11,8 +11,8 @@ Outputs, each as `<name>/part-00000-of-0000N.parquet`, sorted by id within a sha
     heldout_labelled    likewise
 
 with `dead/dead.parquet`, the records that could not be used, each with the reason; `statistics.json`; and the data
-card, `card.html`. Token ids are int32; completions end with EOS. The files are byte for byte the same for any runner,
-number of workers and size of chunk.
+card, `card.html`. Token ids are int32; completions end with the end of the assistant's turn (R23). The files are byte
+for byte the same for any runner, number of workers and size of chunk.
 
 A group of records (by default: those of one prompt) is either held out or used for training, by a hash of the split
 seed and the group. Held-out groups are in no other output. Of the training groups, a part feeds `sft`; pairs come
