@@ -54,7 +54,7 @@ def run(ctx: Context) -> dict[str, Any]:
         # Both completions of a pair carry its margin.
         return [{"margin_C": p.gather(np.repeat(margins[examples], 2))} for p in packed]
 
-    held_margins = weighted(held)
+    held_margins = jnp.asarray(weighted(held))
 
     def measure(params: Any) -> dict[str, float]:
         scores = jnp.asarray(score_groups(config, params, held.examples, dtype=ctx.config.compute.dtype))
