@@ -158,8 +158,11 @@ class _Loop:
 
     def measured(self) -> dict[str, float]:
         """Metrics on the held-out examples with the parameters of now; none where there are no such examples."""
-        measure = self.task.measure
-        return {f"heldout_{k}": float(v) for k, v in measure(self.state[0]).items()} if measure is not None else {}
+        if self.task.measure is None:
+            return {}
+        found = {f"heldout_{k}": float(v) for k, v in self.task.measure(self.state[0]).items()}
+        self.meter.skip()
+        return found
 
     def heldout(self) -> dict[str, float]:
         """Metrics on the held-out examples, at the end and, as `NAME_before`, at the start."""
