@@ -12,6 +12,7 @@ from stages.common.tables import read_table
 from stages.contract.definition import Context, Reads, Stage, StageConfig, execution_setting
 from stages.contract.sources import function_digests
 from stages.sampling.rows import Draw, sample_rows
+from tuning.draws import some_by_group
 from tuning.rewards.samples import Sample
 from tuning.rows import CompletionRow, PromptRow, VerdictRow, write_table
 
@@ -20,7 +21,7 @@ class Config(StageConfig):
     """How a policy is judged."""
 
     problems: Annotated[int, Field(ge=0)] = 0
-    """Held-out problems to use, from the first; 0: all."""
+    """Held-out problems to use, drawn at random by group, the same for all policies; 0: all."""
     samples: Annotated[int, Field(ge=1)] = 4
     """Completions of each problem."""
     max_tokens: Annotated[int, Field(ge=1)] = 64
@@ -49,16 +50,18 @@ def source_digests(config: Config) -> dict[str, str]:
 def run(ctx: Context) -> dict[str, Any]:
     """Writes the rollout table and `verdicts/`; returns the score with its interval over problems."""
     config: Config = ctx.config
-    problems = read_table(ctx.inputs["data"], "heldout/", PromptRow)[: config.problems or None]
+    table = read_table(ctx.inputs["data"], "heldout/", PromptRow)
+    # The same in all runs on this data, whatever their seeds.
+    chosen = some_by_group([p.group or p.prompt for p in table], config.problems or len(table), 0, "evaluate")
     rows = sample_rows(
         ctx,
         # A problem keeps its place, and so its samples, whatever number of them is used.
-        list(enumerate(problems)),
+        [(place, table[place]) for place in chosen],
         Draw(config.samples, config.max_tokens, config.temperature, config.shard_prompts),
     )
     verdicts = _judged(config, rows)
     write_table(ctx.out / "verdicts" / "part-00000.parquet", verdicts, VerdictRow.schema())
-    return _metrics(config, problems, rows, verdicts)
+    return _metrics(config, [table[place] for place in chosen], rows, verdicts)
 
 
 def _judged(config: Config, rows: Sequence[CompletionRow]) -> list[VerdictRow]:

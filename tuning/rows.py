@@ -75,6 +75,8 @@ class PromptRow(Row):
     """Number of the record in its source, from 1."""
     content: Text | None = None
     """sha256 of all of the record but its id."""
+    group: Text | None = None
+    """Group of the record: related problems, which no split divides and statistics resample together."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

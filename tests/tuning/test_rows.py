@@ -20,7 +20,7 @@ from tuning.rows import (
 
 TEXT, IDS = pa.string(), pa.list_(pa.int32())
 NAME = [("place", pa.int64()), ("sample", pa.int32()), ("prompt_id", TEXT)]
-PROVENANCE = {"source": TEXT, "record": pa.int64(), "content": TEXT}
+PROVENANCE = {"source": TEXT, "record": pa.int64(), "content": TEXT, "group": TEXT}
 
 
 def test_the_columns_of_a_round_are_those_that_stores_hold():
