@@ -43,4 +43,4 @@ def whole_groups(groups: Sequence[str], most: int, seed: int, purpose: str) -> l
     for rows in every:
         if len(taken) + len(rows) <= most:
             taken += rows
-    return sorted(taken or min(every, key=lambda rows: len(rows)))
+    return sorted(taken) if taken else min(every, key=len)

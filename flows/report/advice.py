@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import median_high
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flows.report.formats import LABELS, visible
+
+if TYPE_CHECKING:
+    from stages.common.verdicts import Difference
 
 WINDOW = 3
 """Rounds over which a state must hold that a single round may show by chance."""
@@ -37,8 +40,12 @@ def run_warnings(
     record: Mapping[str, Any],
     series: Mapping[str, Sequence[float | None]],
     evaluations: Mapping[str, Mapping[str, Any]],
+    differences: Mapping[str, Mapping[str, Difference]],
 ) -> list[Warn]:
-    """The warnings of a run: those of its rounds, of its rewards, and of its policies' evaluations in order."""
+    """The warnings of a run: those of its rounds, of its rewards, and of its policies' evaluations in order.
+
+    differences: of each policy to those that it is compared with (`stages.common.verdicts.differences`).
+    """
     update = ((record.get("recipe") or {}).get("rl") or {}).get("update") or {}
     warnings = round_warnings(series, update)
     scores = [e.get("metrics") or {} for name, e in record.get("nodes", {}).items() if name.endswith(".score")]
@@ -50,24 +57,31 @@ def run_warnings(
         if count := metrics.get("judge_failures"):
             text = f"{count} judgements of {LABELS.get(label, label)} failed and count as wrong."
             warnings.append(Warn("Judge failures", text))
-    return warnings + _final(list(evaluations.values()))
+        if count := metrics.get("not_applicable"):
+            text = f"the judge does not apply to {count} of {metrics['problems']} problems, which are left out."
+            warnings.append(Warn("Problems without a verdict", text))
+    return list(dict.fromkeys(warnings)) + _final(evaluations, differences)
 
 
-def _final(evaluations: Sequence[Mapping[str, Any]]) -> list[Warn]:
-    """Warnings about the last policy against the constant answer and against the policy before it."""
+def _final(
+    evaluations: Mapping[str, Mapping[str, Any]], differences: Mapping[str, Mapping[str, Difference]]
+) -> list[Warn]:
+    """Warnings about the last policy against the constant answer, and about policies worse than another one."""
     warnings = []
     if evaluations:
-        last = evaluations[-1]
+        last = list(evaluations.values())[-1]
         if last["score_low"] <= (last.get("constant_score") or -1.0):
             constant = f"always answering “{visible(last['constant_answer'], 60)}” scores {last['constant_score']:.3f}"
             text = f"the final policy scores {last['score']:.3f}, and {constant}."
             warnings.append(Warn("Not above the baseline", text))
-    if len(evaluations) > 1:
-        before, last = evaluations[-2:]
-        if last["score_high"] < before["score_low"]:
-            change = last["score"] - before["score"]
-            text = f"the final policy scores {change:+.3f} against the policy that it started from."
-            warnings.append(Warn("Worse than before", text))
+    for name, others in differences.items():
+        for other, found in others.items():
+            if found.verdict == "worse":
+                text = (
+                    f"{LABELS.get(name, name)} scores {found.mean:+.3f} against {LABELS.get(other, other)} on the same "
+                    f"problems, between {found.low:+.3f} and {found.high:+.3f}."
+                )
+                warnings.append(Warn("Worse than before", text))
     return warnings
 
 

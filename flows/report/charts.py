@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import io
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -158,8 +159,13 @@ def round_charts(series: Series) -> list[Chart]:
             rewards.append(Measure(key, "score", title, "mean", "before its weight"))
     charts = []
     for m in (*MEASURES[:2], *rewards, *MEASURES[2:]):
-        if any(v is not None for v in series[m.key]):
-            charts.append(Chart(m.title, m.unit, m.note, rounds, {m.key: series[m.key]}, share=m.share))
+        known = [v is not None for v in series[m.key]]
+        # Evaluations may be many rounds apart: the line joins them. In other series a missing value is a gap.
+        shown = known if m.phase == "evaluate" else [True] * len(known)
+        if any(known):
+            values = list(itertools.compress(series[m.key], shown))
+            at = list(itertools.compress(rounds, shown))
+            charts.append(Chart(m.title, m.unit, m.note, at, {m.key: values}, share=m.share))
     for name, (parts, title, unit, note) in STACKS.items():
         stack = {part: series[f"{name}_{part}"] for part in parts}
         if any(v is not None for values in stack.values() for v in values):

@@ -37,6 +37,8 @@ MEASURES = (
     Measure("pass_rate", "score", "Pass rate", "share", "right completions: mean of the reward that judges", True),
     Measure("kl", "update", "KL to the reference", "nats / token", "how far the policy has moved from its start"),
     Measure("entropy", "update", "Entropy", "nats / token", "spread of the next-token distribution"),
+    Measure("heldout_score", "evaluate", "Held-out score", "score", "of the policy after the round, on all problems",
+            metric="score"),
     Measure("mean_length", "rollout", "Completion length", "tokens", "mean, end token included"),
     Measure("truncated", "rollout", "Cut off", "share", "completions that hit max_tokens", True),
     Measure("mismatch_kl", "update", "Mismatch KL", "nats / token", "sampler against trainer; near 0"),

@@ -115,6 +115,24 @@ def test_a_greedy_completion_of_each_prompt_is_remaxs_baseline(rlhf, store, reco
     assert run["nodes"]["round-000.update"]["metrics"]["steps"] > 0
 
 
+@pytest.mark.slow
+def test_the_best_evaluated_policy_is_exported_without_judging_it_twice(rlhf, store, record):
+    # An untrained policy is told apart by the lengths of what it writes, not by what is right.
+    sets = ["evaluate.every=1", "evaluate.load_best_model_at_end=true", "evaluate.metric_for_best_model=short"]
+    sets += ["evaluate.judges={short: {function: length_at_most, arguments: {tokens: 1}}}", f"store={store}"]
+    shown = rlhf("run", "smoke", "--no-prefect", "--name", "best", *[x for s in sets for x in ("--set", s)]).stdout
+    run = record(store, "best")["nodes"]
+    scores = {i: run[f"round-00{i}.evaluate"]["metrics"]["judges"]["short"]["score"] for i in range(3)}
+    best = max(scores, key=lambda i: scores[i])
+    chosen = run[f"round-00{best}.update"]
+    assert run["select"]["metrics"]["round"] == best and run["select"]["digest"] == chosen["digest"]
+    assert states({"nodes": run}, "evaluate.rl", "select") == {"evaluate.rl": "hit", "select": "made"}
+    assert run["evaluate.rl"]["metrics"] == run[f"round-00{best}.evaluate"]["metrics"]
+    lineage = json.loads((store / "artifacts" / "export" / run["export"]["key"] / "provenance.json").read_text())
+    assert {"select", "update", "evaluate"} <= {p["stage"] for p in lineage}
+    assert "RL against SFT" in shown and f"round-00{best}.evaluate" in shown
+
+
 @pytest.mark.parametrize("name", ["grpo", "dr-grpo", "gspo", "gspo-token", "cispo", "rloo", "reinforce-pp"])
 def test_the_graph_of_an_algorithm_without_more_inputs_is_grpos(name):
     plain = {n: sorted(node.inputs) for n, node in graph().items()}

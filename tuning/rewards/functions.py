@@ -80,10 +80,11 @@ def math_equal(prompts: Texts, completions: Texts, *, answer: Answers, **_: Any)
     """
     from math_verify import parse, verify
 
+    from tuning.rewards.answers import expressions
+
     def one(text: str, answer: str) -> float | None:
         # The package's own time limits use signals, which work in a main thread only; the process has a limit anyway.
-        # LaTeX is found between delimiters only, which bare answers lack.
-        gold = parse(answer if "$" in answer or "\\boxed" in answer else f"${answer}$", parsing_timeout=None)
+        gold = expressions(answer)
         if not gold:
             return None
         return float(verify(gold, parse(text, parsing_timeout=None), timeout_seconds=None))
