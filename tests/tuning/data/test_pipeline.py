@@ -201,9 +201,3 @@ def test_groups_go_whole_and_by_hash(plan):
     prompts_only = dataclasses.replace(plan, splits=("prompts",))
     assert {tuple(splits(i, prompts_only, **pair)) for i in range(50)} == {("prompts",)}
     assert splits(1, prompts_only, completion="x", split="sft") == []
-
-
-def test_uniform_is_uniform():
-    values = [steps.uniform(0, "heldout", str(i)) for i in range(4000)]
-    assert sum(values) / 4000 == pytest.approx(0.5, abs=0.02) and min(values) >= 0 and max(values) < 1
-    assert steps.uniform(0, "sft", "1") != steps.uniform(0, "heldout", "1")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tuning.rewards.samples import Outcome
-from tuning.rewards.totals import Part, RewardFailed, shaped, totals
+from tuning.rewards.totals import Part, RewardFailed, scales_of, shaped, totals
 
 GROUPS = [0, 0, 1, 1]
 
@@ -45,6 +45,17 @@ def test_a_reward_is_normalised_before_its_weight_over_the_group_or_the_round():
     np.testing.assert_allclose(group, [-1.41421, 1.41421, -1.41421, 1.41421], rtol=2e-4)
     batch = totals([column], [Part("a", normalise="batch")], GROUPS)[0]
     np.testing.assert_allclose([batch.mean(), batch.std(ddof=1)], [0.0, 1.0], atol=1e-3)
+
+
+def test_totals_on_a_given_scale_and_where_the_round_ties():
+    part = Part("a", normalise="batch")
+    every, some = given(1.0, 3.0, 10.0, 14.0), given(10.0, 20.0)
+    whole = totals([every], [part], GROUPS)[0]
+    assert totals([some], [part], [0, 1], scales=scales_of([every], [part]))[0][0] == whole[2]
+    tied = scales_of([given(2.0, 2.0, None)], [part])
+    # Only centred: there is no deviation to divide by.
+    np.testing.assert_allclose(totals([some], [part], [0, 1], scales=tied)[0], [8.0, 18.0], rtol=2e-4)
+    assert scales_of([every], [Part("a", normalise="group")]) == {}
 
 
 def test_a_failed_sample_leaves_the_statistics():
