@@ -18,8 +18,8 @@ from stages.prepare.settings import Verifier
 from stages.prepare.stage import Config as DataConfig
 from stages.reward import Config as RewardConfig
 from stages.rollout import Config as RolloutConfig
-from stages.score import MODEL
-from stages.score import Config as ScoreConfig
+from stages.score.settings import MODEL
+from stages.score.settings import Config as ScoreConfig
 from stages.sft import Config as SFTConfig
 from stages.update.settings import Config as UpdateConfig
 from stages.update.settings import aggregation_of, needs_groups

@@ -49,10 +49,13 @@ def run_warnings(
     update = ((record.get("recipe") or {}).get("rl") or {}).get("update") or {}
     warnings = round_warnings(series, update)
     scores = [e.get("metrics") or {} for name, e in record.get("nodes", {}).items() if name.endswith(".score")]
-    failed = max((metrics.get("failed") or 0.0 for metrics in scores), default=0.0)
-    if failed > 0.01:
-        text = f"in the worst round {100 * failed:.1f} % of the completions got no reward."
-        warnings.append(Warn("Rewards failed", text))
+    worst = max(scores, key=lambda metrics: metrics.get("failed") or 0.0, default={})
+    if (failed := worst.get("failed") or 0.0) > 0.01:
+        reason = next(iter(worst.get("failures") or {}), "")
+        text = f"in the worst round rewards failed on {100 * failed:.1f} % of the completions"
+        warnings.append(
+            Warn("Rewards failed", f"{text}, most often with “{visible(reason, 200)}”." if reason else f"{text}.")
+        )
     for label, metrics in evaluations.items():
         if count := metrics.get("judge_failures"):
             text = f"{count} judgements of {LABELS.get(label, label)} failed and count as wrong."

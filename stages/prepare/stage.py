@@ -6,7 +6,8 @@ Outputs, each as `<name>/part-00000-of-0000N.parquet`, sorted by id within a sha
     preference          a chosen and a rejected completion
     labelled            a completion and whether it is good
     prompts, heldout    prompts to sample from, with what a verifier needs
-    heldout_preference  as preference, of held-out groups; only where the source has such pairs
+    heldout_sft         as sft, of held-out groups; only where they have completions
+    heldout_preference  as preference; only where they have pairs
     heldout_labelled    likewise
 
 with `dead/dead.parquet`, the records that could not be used, each with the reason; `statistics.json`; and the data
@@ -274,7 +275,7 @@ def _write_outputs(out: Path, pieces: Pieces, config: Config, fates: Fates) -> d
     """Merge the pieces into the final files, a thread for each of the workers; returns the rows written by output."""
     from tuning.data import merge
 
-    more = [name for name in ("heldout_preference", "heldout_labelled") if name in pieces.outputs]
+    more = [name for name in ("heldout_sft", "heldout_preference", "heldout_labelled") if name in pieces.outputs]
     outputs = [*dict.fromkeys(config.splits), *more]
     # None: by id.
     seed = config.seed if config.order == "shuffled" else None

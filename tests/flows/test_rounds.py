@@ -10,6 +10,7 @@ from flows.graph.build import build
 from flows.recipe.reading import load_recipe
 from stages.common.tables import read_rows
 from stages.store.artifacts import Store
+from tests.judge_server import judge_server
 
 
 def graph(*sets):
@@ -58,6 +59,32 @@ def test_other_rewards_on_the_rollouts_of_a_run_sample_nothing(rlhf, store, reco
         "round-002.rollout": "hit",
         "round-000.score": "made",
     }
+
+
+@pytest.mark.slow
+def test_a_run_whose_judge_is_down_goes_on_when_it_is_up_and_ends_where_rounds_train_nothing(rlhf, store, record):
+    with judge_server(lambda body: "5") as (url, _):
+        port = int(url.rpartition(":")[2].removesuffix("/v1"))
+    # One verdict for all: every group ties.
+    judge = f"{{function: judge, arguments: {{url: '{url}', model: m, retries: 0}}}}"
+    sets = [f"store={store}"]
+    sets += [f"rl.score.rewards.{name}.weight=0" for name in ("exact", "digits", "model")]
+    sets += [f"rl.score.rewards.j={judge}", "rl.update.max_idle_rounds=2", "evaluate=null", "export=null"]
+    command = ["run", "smoke", "--no-prefect", *[word for item in sets for word in ("--set", item)]]
+    before = {path.name for path in (store / "artifacts" / "score").iterdir()}
+    down = rlhf(*command, "--name", "down", code=1)
+    assert "reward j: no verdict" in down.stderr and "cannot be reached" in down.stderr
+    assert {path.name for path in (store / "artifacts" / "score").iterdir()} == before
+    with judge_server(lambda body: "5", port) as (_, asked):
+        idle = rlhf(*command, "--name", "idle", code=1)
+        assert "2 rounds in a row have trained nothing" in idle.stderr
+        assert "trained nothing: the completions of each prompt score alike" in idle.stdout
+        assert "reward 0.500" in idle.stdout
+        rlhf(*command, "--set", "rl.update.max_idle_rounds=9", "--name", "through")
+    assert len(asked) == 3 * 32
+    through = record(store, "through")["nodes"]
+    assert [through[f"round-00{i}.update"]["metrics"]["idle_rounds"] for i in range(3)] == [1, 2, 3]
+    assert through["round-000.update"]["state"] == "hit"
 
 
 def test_what_cannot_be_scored_again_is_said(rlhf, store):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -66,13 +66,3 @@ def round_of(drawn: Sequence[Drawn], policy: str, seed: int) -> tuple[list[Compl
     """Rollouts and scores of a round."""
     rows = [completion(d, policy, seed) for d in drawn]
     return rows, [score(row, d.total) for row, d in zip(rows, drawn, strict=True)]
-
-
-def regular(prompts: int = 4, samples: int = 3, total: Callable[[int, int], float | None] | None = None) -> list[Drawn]:
-    """A round of full groups with lengths from 1 to 6 and totals that differ."""
-
-    def one(place: int, sample: int) -> Drawn:
-        value = total(place, sample) if total else ((place * 7 + sample * 5) % 11) / 10
-        return Drawn(place, place, sample, 1 + (place + 2 * sample) % 6, value)
-
-    return [one(place, sample) for place in range(prompts) for sample in range(samples)]

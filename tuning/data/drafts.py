@@ -46,10 +46,10 @@ def drafts_of(tokenizer: Any, plan: Plan, output: str, record: Record) -> list[D
     if record.text is not None:
         texts = {"prompt_ids": "", "completion_ids": record.text}
         return [Draft(output, record.content, columns | {"completion": record.text}, texts)]
-    if output == "sft" and record.conversation is not None:
-        return [_conversation(tokenizer, plan, record, columns)]
+    if output in ("sft", "heldout_sft") and record.conversation is not None:
+        return [_conversation(tokenizer, plan, output, record, columns)]
     texts = {"prompt_ids": render_prompt(tokenizer, _messages(plan, record.prompt), record.tools)}
-    if output in ("sft", "labelled", "heldout_labelled"):
+    if output in ("sft", "heldout_sft", "labelled", "heldout_labelled"):
         columns |= {"completion": record.completion, "label": record.label}
         return [Draft(output, record.content, columns, texts | {"completion_ids": record.completion or ""})]
     if output in ("preference", "heldout_preference"):
@@ -60,14 +60,14 @@ def drafts_of(tokenizer: Any, plan: Plan, output: str, record: Record) -> list[D
     return [Draft(output, key, columns, texts)]
 
 
-def _conversation(tokenizer: Any, plan: Plan, record: Record, columns: dict[str, Any]) -> Draft:
+def _conversation(tokenizer: Any, plan: Plan, output: str, record: Record, columns: dict[str, Any]) -> Draft:
     """A conversation for SFT. Its prompt ends before the first trained token; later headers are masked."""
     assert record.conversation is not None
     ids, mask = conversation_ids(tokenizer, _messages(plan, record.conversation), record.tools)
     first = mask.index(1)
     # Ids, not texts: the mask belongs to the tokens of the rendered conversation.
     parts = {"prompt_ids": ids[:first], "completion_ids": ids[first:]}
-    return Draft("sft", record.content, columns | {"completion": record.completion}, ids=parts, mask=mask[first:])
+    return Draft(output, record.content, columns | {"completion": record.completion}, ids=parts, mask=mask[first:])
 
 
 def _pairs(output: str, record: Record, columns: dict[str, Any], texts: dict[str, str]) -> list[Draft]:

@@ -110,11 +110,11 @@ class _Field:
         return value
 
     def matched(self, value: Any) -> str:
-        """The last match of the pattern, without space around it."""
+        """The last match of the pattern that holds any text, without space around it."""
         assert self.pattern is not None
         found = re.finditer(self.pattern, text_of(value)) if isinstance(value, str | int | float) else ()
-        last = list(found)[-1:]
-        text = (last[0][1 if self.pattern.groups else 0] or "").strip() if last else ""
+        group = 1 if self.pattern.groups else 0
+        text = next(filter(None, reversed([(match[group] or "").strip() for match in found])), "")
         if not text:
             end = f"... {value[-60:]!r}" if isinstance(value, str) and len(value) > 60 else kind_of(value)
             raise LayoutError(self.name, f"a match of {self.pattern.pattern!r} in `{self.source}`", end)

@@ -48,11 +48,11 @@ def splits_of(record: Record, plan: Plan) -> list[str]:
         # A record without an answer to imitate has no use but its prompt.
         planned += ["prompts"] if plan.prompts_all or not in_sft or record.completion is None else []
     planned = [split for split in planned if split in plan.splits]
-    if planned == ["heldout"] and pairs and "preference" in plan.splits:
-        planned.append("heldout_preference")
-    if planned == ["heldout"] and record.label is not None and "labelled" in plan.splits:
-        planned.append("heldout_labelled")
-    return planned
+    if planned != ["heldout"]:
+        return planned
+    imitated = record.completion is not None and record.label is not False
+    more = {"sft": imitated, "preference": pairs, "labelled": record.label is not None}
+    return planned + [f"heldout_{split}" for split, has in more.items() if has and split in plan.splits]
 
 
 def validate(plan: Plan) -> Step:

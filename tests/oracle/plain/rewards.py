@@ -37,25 +37,38 @@ def _centred(values: list[float | None], groups: Sequence[int], how: str) -> lis
 
 
 def totals(
-    parts: Mapping[str, Mapping[str, Any]], columns: Mapping[str, Sequence[Outcome]], groups: Sequence[int]
+    parts: Mapping[str, Mapping[str, Any]],
+    columns: Mapping[str, Sequence[Outcome]],
+    groups: Sequence[int],
+    unscored: str = "drop",
 ) -> list[float | None]:
     """The weighted sum for each completion; None where a failed reward drops it, or where none of them applies."""
-    count = len(groups)
-    sums, dropped, applies = [0.0] * count, [False] * count, [False] * count
+    count = range(len(groups))
+    failed = {n: [_failed(o) for o in column] for n, column in columns.items()}
+    for name, part in parts.items():
+        if part["on_failure"] == "stop" and any(failed[name]):
+            raise Stopped(f"{name} on completion {failed[name].index(True)}")
+    dropped = [any(failed[n][i] and part["on_failure"] == "drop" for n, part in parts.items()) for i in count]
+    applies = [any(failed[n][i] or columns[n][i][0] is not None for n in parts) for i in count]
+    if unscored == "drop":
+        dropped = [gone or not some for gone, some in zip(dropped, applies, strict=True)]
+    sums = [0.0] * len(groups)
     for name, part in parts.items():
         values: list[float | None] = []
-        for i, (value, failure) in enumerate(columns[name]):
-            # Not a number is a failure as well (R24).
-            failed = failure is not None or (value is not None and math.isnan(value))
-            if failed and part["on_failure"] == "stop":
-                raise Stopped(f"{name} on completion {i}")
-            dropped[i] |= failed and part["on_failure"] == "drop"
-            applies[i] |= failed or value is not None
-            if failed:
-                values.append(0.0 if part["on_failure"] == "zero" else None)
+        for i, (value, _) in enumerate(columns[name]):
+            if dropped[i]:
+                # Who is dropped by one reward is in the statistics of none (R24).
+                values.append(None)
+            elif failed[name][i]:
+                values.append(0.0)
             else:
                 values.append(None if value is None else _shaped(value, part))
         if part["normalise"] != "none":
             values = _centred(values, groups, part["normalise"])
         sums = [total + part["weight"] * (v or 0.0) for total, v in zip(sums, values, strict=True)]
-    return [None if dropped[i] or not applies[i] else sums[i] for i in range(count)]
+    return [None if gone else total for gone, total in zip(dropped, sums, strict=True)]
+
+
+def _failed(outcome: Outcome) -> bool:
+    """Whether there is a failure; not a number is one as well."""
+    return outcome[1] is not None or (outcome[0] is not None and math.isnan(outcome[0]))

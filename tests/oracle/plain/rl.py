@@ -86,6 +86,25 @@ class Completion:
         return found[self.seen], after
 
 
+def choose(completions: Sequence[Completion], wanted: int) -> dict[str, int]:
+    """Of a round with refills the first `wanted` groups that carry a signal; counts of all prompts by fate.
+
+    Refills are sampled before any KL in the reward is known: totals alone decide.
+    """
+    members: dict[int, list[Completion]] = {}
+    for c in completions:
+        members.setdefault(c.group, []).append(c)
+    good = [g for g, own in members.items() if not advantages.tied([c.total for c in own if c.total is not None])]
+    for c in completions:
+        if c.group not in good[:wanted]:
+            c.fate, c.counts = ("spare" if c.group in good else "no signal"), False
+    return {
+        "prompts_sampled": len(members),
+        "prompts_without_signal": len(members) - len(good),
+        "prompts_to_spare": len(good) - len(good[:wanted]),
+    }
+
+
 @dataclasses.dataclass
 class Round:
     """A round in progress; `run` does all of it."""
@@ -135,6 +154,8 @@ class Round:
     def leave_unless_usable(self) -> None:
         """Failed rewards and, where the settings mask them, completions that were cut off."""
         for c in self.completions:
+            if c.fate != "trained":
+                continue
             if c.total is None:
                 c.fate, c.counts = "failed", False
             elif c.truncated and self.settings["truncated"] != "keep":
