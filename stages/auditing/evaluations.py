@@ -20,7 +20,7 @@ def same_problems(run: AuditedRun) -> Finding:
         if first is None:
             first = name, asked
         same = asked == first[1]
-        finding.check(same, lambda n=name, f=first: f"{n} and {f[0]} were asked different problems")
+        finding.check(same, f"{name} and {first[0]} were asked different problems")
     return finding
 
 
@@ -38,10 +38,10 @@ def scores_are_means(run: AuditedRun) -> Finding:
         mean = sum(sum(v) / len(v) for v in values.values()) / len(values) if values else math.nan
         score = artifact.metrics["score"]
         right = abs(mean - score) < 1e-6
-        finding.check(right, lambda n=name, m=mean, s=score: f"{n}: score {s:.6g}, its verdicts give {m:.6g}")
+        finding.check(right, f"{name}: score {score:.6g}, its verdicts give {mean:.6g}")
         sampled = len(read_table(artifact, "rollouts/", CompletionRow))
         complete = sampled == len(rows)
-        finding.check(complete, lambda n=name, a=sampled, b=len(rows): f"{n}: {b} verdicts for {a} completions")
+        finding.check(complete, f"{name}: {len(rows)} verdicts for {sampled} completions")
     return finding
 
 

@@ -29,11 +29,11 @@ class Finding:
     left_out: list[str] = dataclasses.field(default_factory=list)
     """What could not be checked, and why."""
 
-    def check(self, holds: bool, case: Callable[[], str]) -> None:
-        """Counts a case; `case` describes one that breaks the law."""
+    def check(self, holds: bool, case: str) -> None:
+        """Counts a case; `case` describes it where it breaks the law."""
         self.checked += 1
         if not holds:
-            self.broken.append(case())
+            self.broken.append(case)
 
 
 @dataclasses.dataclass(frozen=True)

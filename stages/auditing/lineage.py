@@ -12,10 +12,10 @@ def is_there(run: AuditedRun) -> Finding:
     finding = Finding("artifacts")
     for name, entry in run.entries.items():
         artifact = run.artifacts.get(name)
-        finding.check(artifact is not None, lambda name=name: f"{name} is gone or damaged; `rlhf run` makes it again")
+        finding.check(artifact is not None, f"{name} is gone or damaged; `rlhf run` makes it again")
         if artifact is not None:
             now, then = artifact.digest, entry["digest"]
-            finding.check(now == then, lambda n=name, a=now, b=then: f"{n} is {a[:12]} now, the run used {b[:12]}")
+            finding.check(now == then, f"{name} is {now[:12]} now, the run used {then[:12]}")
     return finding
 
 
@@ -24,9 +24,7 @@ def lists_its_files(run: AuditedRun) -> Finding:
     finding = Finding("artifacts")
     for name, artifact in run.artifacts.items():
         right = content_digest(artifact.manifest["files"])
-        finding.check(
-            right == artifact.digest, lambda n=name, r=right: f"{n}: its files have the digest {r[:12]}, not its own"
-        )
+        finding.check(right == artifact.digest, f"{name}: its files have the digest {right[:12]}, not its own")
     return finding
 
 
@@ -37,10 +35,10 @@ def made_from(run: AuditedRun) -> Finding:
         for role, source in artifact.manifest["inputs"].items():
             found = run.store.get(source["stage"], source["key"], repair=False)
             place = f"{name} was made from {role} {source['stage']}/{source['key'][:12]}"
-            finding.check(found is not None, lambda p=place: f"{p}, which is gone")
+            finding.check(found is not None, f"{place}, which is gone")
             if found is not None:
                 same = found.digest == source["digest"]
-                finding.check(same, lambda p=place: f"{p}, which has another content now")
+                finding.check(same, f"{place}, which has another content now")
     return finding
 
 
@@ -49,7 +47,7 @@ def has_its_bytes(run: AuditedRun) -> Finding:
     finding = Finding("artifacts")
     for name, artifact in run.artifacts.items():
         fault = run.store.verify(artifact)
-        finding.check(fault is None, lambda n=name, f=fault: f"{n}: {f}; `rlhf verify` sets it aside")
+        finding.check(fault is None, f"{name}: {fault}; `rlhf verify` sets it aside")
     return finding
 
 

@@ -62,14 +62,14 @@ def _places(sampled: Sampled, finding: Finding) -> None:
         prompts = {prompt for prompt, _ in members}
         samples = sorted(sample for _, sample in members)
         right = len(prompts) == 1 and samples == expected
-        finding.check(right, lambda p=place, m=members: f"{sampled.name}, place {p}: prompts and samples {m[:4]}")
+        finding.check(right, f"{sampled.name}, place {place}: prompts and samples {members[:4]}")
     if sampled.rollouts.stage == "rollout":
         refused = {row.place for row in sampled.refused}
         both = refused & groups.keys()
         total = len(refused) + len(groups)
         finding.check(
             not both and total == config["prompts"],
-            lambda: f"{sampled.name}: {len(groups)} sampled and {len(refused)} refused of {config['prompts']} places",
+            f"{sampled.name}: {len(groups)} sampled and {len(refused)} refused of {config['prompts']} places",
         )
 
 
@@ -85,7 +85,7 @@ def recorded(run: AuditedRun) -> Finding:
                 right = tokens == len(row.logprobs) and 0 < tokens <= limit and row.policy == policy
                 right = right and (row.stop == "eos" or tokens == limit)
                 right = right and all(logp <= 1e-6 or logp != logp for logp in row.logprobs)
-                finding.check(right, lambda s=sampled, r=row: f"{s.name}, place {r.place}, sample {r.sample}")
+                finding.check(right, f"{sampled.name}, place {row.place}, sample {row.sample}")
     return finding
 
 
@@ -104,7 +104,7 @@ def nothing_held_out(run: AuditedRun) -> Finding:
     for split in HELD_OUT:
         if split in splits:
             for name in _names(data, split):
-                finding.check(name not in trained, lambda n=name, s=split: f"{s}: {n!r} is in {trained[n]} too")
+                finding.check(name not in trained, f"{split}: {name!r} is in {trained.get(name)} too")
     return finding
 
 
@@ -129,7 +129,7 @@ def trained_on_own(run: AuditedRun) -> Finding:
     for round_ in run.rounds:
         for name, prompt, ids in _prompts_of(round_):
             same = known.get(prompt) == ids
-            finding.check(same, lambda n=name, p=prompt: f"{n}: prompt {p} is not in the data, or has other tokens")
+            finding.check(same, f"{name}: prompt {prompt} is not in the data, or has other tokens")
     return finding
 
 

@@ -27,7 +27,7 @@ def replayed(run: AuditedRun) -> Finding:
         finding.left_out.append(f"{name} was made on {stored.manifest['device']}: bits are promised on one device only")
         return finding
     now, then = again["digest"], stored.digest
-    finding.check(now == then, lambda: f"{name} made again is {now[:12]}, the run has {then[:12]}")
+    finding.check(now == then, f"{name} made again is {now[:12]}, the run has {then[:12]}")
     return finding
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from stages.auditing.laws import Finding, Law
 from stages.auditing.run import AuditedRun, Sampled
 
-CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+RTOL, ATOL = 1e-4, 1e-5
 """Rewards and totals are stored as float32, and the normalised ones are computed in it."""
 EPS = 1e-4
 """Added to a spread before the division, as in TRL."""
@@ -50,14 +50,9 @@ def totals_are_sums(run: AuditedRun) -> Finding:
         expected_N = _totals(sampled, config)
         for row, expected in zip(sampled.score_rows, expected_N.tolist(), strict=True):
             got = math.nan if row.total is None else row.total
-            right = bool(np.isclose(got, expected, equal_nan=True, **CLOSE))
-            finding.check(
-                right,
-                lambda s=sampled, r=row, e=expected: (
-                    f"{s.name}, place {r.place}, sample {r.sample}: total {r.total}, its rewards {dict(r.rewards)} "
-                    f"give {e:.6g}"
-                ),
-            )
+            right = bool(np.isclose(got, expected, equal_nan=True, rtol=RTOL, atol=ATOL))
+            case = f"{sampled.name}, place {row.place}, sample {row.sample}: total {row.total}"
+            finding.check(right, f"{case}, its rewards {dict(row.rewards)} give {expected:.6g}")
     return finding
 
 
@@ -149,13 +144,14 @@ def _call(name: str, reward: Mapping[str, Any], tables: Sequence[Sampled], findi
     for (place, row, score), outcome in zip(chosen, outcomes, strict=True):
         value = None if outcome.value is None else shaped(outcome.value, part)
         stored = score.rewards[name]
-        same = value is stored if None in (value, stored) else bool(np.isclose(value, stored, **CLOSE))  # type: ignore[arg-type]
-        finding.check(
-            same,
-            lambda p=place, r=row, v=value, s=stored: (
-                f"{p}, place {r.place}, sample {r.sample}: {name} is {s} in the table and {v} now"
-            ),
-        )
+        case = f"{place}, place {row.place}, sample {row.sample}: {name} is {stored} in the table and {value} now"
+        finding.check(_same(value, stored), case)
+
+
+def _same(a: float | None, b: float | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return bool(np.isclose(a, b, rtol=RTOL, atol=ATOL))
 
 
 def few_failures(run: AuditedRun) -> Finding:

@@ -1,4 +1,4 @@
-"""Laws of updates: each completion has one fate, advantages follow from totals, and the sampler was the trainer's policy.
+"""Laws of updates: each completion has one fate, advantages follow from totals, and what sampled is what was trained.
 
 Axes: N completions of the round, refills included.
 """
@@ -55,9 +55,7 @@ def dropped_for_cause(run: AuditedRun) -> Finding:
         for row in round_.fates:
             lost = totals.get((row.place, row.sample)) is None
             right = not (lost and row.fate == "trained")
-            finding.check(
-                right, lambda r=round_, f=row: f"{r.name}: place {f.place}, sample {f.sample} is trained on, unscored"
-            )
+            finding.check(right, f"{round_.name}: place {row.place}, sample {row.sample} is trained on, unscored")
     return finding
 
 
@@ -77,13 +75,8 @@ def advantages_follow(run: AuditedRun) -> Finding:
             place = row.place, row.sample
             if row.advantage is not None and row.fate == "trained":
                 right = math.isclose(row.advantage, expected[place], rel_tol=2e-3, abs_tol=2e-4)
-                finding.check(
-                    right,
-                    lambda r=round_, f=row, e=expected[place]: (
-                        f"{r.name}, place {f.place}, sample {f.sample}: advantage {f.advantage:.5g}, its group's "
-                        f"totals give {e:.5g}"
-                    ),
-                )
+                case = f"{round_.name}, place {row.place}, sample {row.sample}: advantage {row.advantage:.5g}"
+                finding.check(right, f"{case}, its group's totals give {expected[place]:.5g}")
     return finding
 
 
@@ -136,7 +129,7 @@ def sampled_by_its_policy(run: AuditedRun) -> Finding:
             wrong = next((row.policy for row in part.rows if row.policy != start), None)
             finding.check(
                 wrong is None,
-                lambda p=part, w=wrong, s=start: f"{p.name}: sampled by {w[:12]}, the update starts at {s[:12]}",
+                f"{part.name}: sampled by {wrong}, the update starts at {start[:12]}",
             )
     return finding
 
@@ -148,7 +141,7 @@ def sampler_agrees(run: AuditedRun) -> Finding:
         if round_.update is None or not round_.update.metrics.get("steps"):
             continue
         limit, kl = round_.update.manifest["config"]["max_mismatch_kl"], round_.update.metrics["mismatch_kl"]
-        finding.check(math.isfinite(kl) and kl <= limit, lambda r=round_, k=kl, m=limit: f"{r.name}: {k} above {m}")
+        finding.check(math.isfinite(kl) and kl <= limit, f"{round_.name}: {kl} above {limit}")
     return finding
 
 
