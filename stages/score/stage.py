@@ -130,6 +130,7 @@ STAGE = Stage(
     Config,
     run,
     sources=source_digests,
+    computes=lambda config: config.learned,
     section="rl.score",
     title="scores",
     makes="scores",
