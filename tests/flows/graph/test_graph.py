@@ -254,7 +254,7 @@ def test_a_setting_changes_the_keys_of_its_own_stage_alone(made, sets, reached):
 
 def test_a_key_holds_the_content_of_the_parts_that_are_read(made):
     parts = {name: key_parts(node, made) for name, node in graph().items()}
-    assert parts["sft"]["inputs"]["data"] == made["prepare"].part_digest(("sft/",))
+    assert parts["sft"]["inputs"]["data"] == made["prepare"].part_digest(("sft/", "heldout_sft/"))
     assert parts["reward"]["inputs"]["data"] == made["prepare"].part_digest(("preference/", "heldout_preference/"))
     assert parts["round-000.rollout"]["inputs"]["data"] == made["prepare"].part_digest(("prompts/",))
     assert parts["evaluate.base"]["inputs"]["data"] == made["prepare"].part_digest(("heldout/",))
