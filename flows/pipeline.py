@@ -23,7 +23,7 @@ from flows.orchestration.show import (
 from flows.recipe.model import Recipe
 from flows.recipe.overrides import recipe_parameters, values_of
 from flows.recipe.reading import load_recipe
-from flows.running.closing import close, evaluations_of, summary
+from flows.running.closing import close, evaluations_of, status_after, summary
 from flows.running.session import Session
 from stages.contract.registry import stage as find_stage
 from stages.worker.client import WorkerDied
@@ -122,8 +122,8 @@ def _run(session: Session, force: list[str], only: list[str]) -> dict[str, Any]:
                 stage_task.with_options(retries=recipe.retries, retry_condition_fn=is_dead_worker)(
                     session.name, node.name, node.stage, return_state=True
                 ).result(raise_on_failure=True)
-    except BaseException:
-        close(session, "failed")
+    except BaseException as e:
+        close(session, status_after(e))
         raise
     finally:
         _sessions.pop(session.name)

@@ -15,6 +15,11 @@ def evaluations_of(session: Session) -> dict[str, dict[str, Any]]:
     return {n.removeprefix("evaluate."): a.metrics for n, a in artifacts.items() if n.startswith("evaluate.")}
 
 
+def status_after(error: BaseException) -> str:
+    """The status of a run that this error has ended: `interrupted` by Ctrl-C, else `failed`."""
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+
+
 def close(session: Session, status: str) -> str | None:
     """Ends a session and writes its report. Returns the report's path or URL; None where there is none."""
     session.finish(status)

@@ -69,7 +69,7 @@ def test_the_second_run_is_all_cached_and_starts_no_worker(rlhf, store, record):
 def test_a_run_never_overwrites_another(rlhf, smoke_store):
     before = (smoke_store / "runs" / "first" / "run.json").read_bytes()
     done = rlhf("run", "smoke", "--no-prefect", "--name", "first", "--set", f"store={smoke_store}", code=2)
-    assert "run first exists" in done.stderr
+    assert "run first is finished" in done.stderr and "choose another --name" in done.stderr
     assert (smoke_store / "runs" / "first" / "run.json").read_bytes() == before
 
 
@@ -179,7 +179,7 @@ def test_ctrl_c_ends_a_run_and_its_worker(store, record, rlhf):
     assert process.returncode == 130, err
     assert "interrupted; what is finished is kept" in err
     assert "Traceback" not in err
-    assert record(store, "stopped")["status"] == "failed"
+    assert record(store, "stopped")["status"] == "interrupted"
     assert list((store / "leases").iterdir()) == []
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
