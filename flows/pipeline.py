@@ -23,6 +23,7 @@ from flows.orchestration.show import (
 from flows.recipe.model import Recipe
 from flows.recipe.overrides import recipe_parameters, values_of
 from flows.recipe.reading import load_recipe
+from flows.running.checks import check, try_algorithm
 from flows.running.closing import close, evaluations_of, status_after, summary
 from flows.running.session import Session
 from stages.contract.registry import stage as find_stage
@@ -96,6 +97,9 @@ def rlhf_pipeline(
     """
     from_command = _resolved.get()
     resolved = from_command or load_recipe(recipe, values_of(fields) | dict.fromkeys(skip or []))
+    if from_command is None:
+        check(resolved)
+        try_algorithm(resolved)
     session = Session(resolved, PrefectReporter(silent=from_command is None), free_name(resolved, run_name), None)
     return _run(session, force or [], only or [])
 

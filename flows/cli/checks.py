@@ -1,16 +1,10 @@
-"""Checks of a recipe that need files, code and the store: before a run of it is recorded."""
+"""A recipe as a command reads it: checked before any work, or a usage error."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from flows.cli.shared import usage_error
 from flows.recipe.model import Recipe, RecipeError
 from flows.recipe.reading import load_recipe
-from stages.store.artifacts import ArtifactError, Store
-
-if TYPE_CHECKING:
-    from flows.graph.build import Node
 
 
 def read_recipe(name: str, sets: list[str] | None) -> Recipe:
@@ -24,29 +18,9 @@ def read_recipe(name: str, sets: list[str] | None) -> Recipe:
 
 
 def check(recipe: Recipe) -> None:
-    """Raises RecipeError for a model, data, rollouts, a reward, a judge or an algorithm that is not there.
+    """Raises RecipeError for what the recipe names and is not there, or cannot be called as it says."""
+    from flows.running.checks import check as check_names
+    from flows.running.checks import try_algorithm
 
-    A run would find out when it comes to that stage, after minutes or hours of work.
-    """
-    from flows.graph.build import build, taken_artifact
-    from stages.contract.registry import stage
-
-    # Nodes of one stage in several rounds have the same sources; each base model has its own.
-    nodes: dict[str, Node] = {}
-    store = Store(recipe.store)
-    for node in build(recipe):
-        nodes.setdefault(node.stage if node.inputs else node.name, node)
-        try:
-            taken_artifact(store, node)
-        except ArtifactError as e:
-            raise RecipeError(str(e)) from e
-    for node in nodes.values():
-        try:
-            stage(node.stage).sources(node.config)
-        except (ValueError, OSError) as e:
-            message = str(e)
-            if node.name == "teacher":
-                message = message.replace("base.source", "distill.teacher", 1)
-            elif node.stage == "prepare":
-                message = f"data.source: {message}"
-            raise RecipeError(message) from e
+    check_names(recipe)
+    try_algorithm(recipe)

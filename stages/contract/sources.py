@@ -35,6 +35,9 @@ def user_digests(name: str, where: str) -> dict[str, str]:
     Raises ValueError, naming `where`, for a module that is not there; nothing is executed.
     """
     module = name.partition(":")[0]
+    if module.endswith(".py") or "/" in module:
+        dotted = module.removesuffix(".py").removeprefix("./").replace("/", ".")
+        raise ValueError(f"{where}: {name!r} is a file: a module is written without, {dotted}:{name.partition(':')[2]}")
     # The folder of the top-level package: modules beside it count as the user's.
     top = find_spec(module.split(".")[0])
     places = [*(top.submodule_search_locations or []), top.origin] if top is not None else []
