@@ -70,7 +70,8 @@ def plan(
     for label, nodes in _folded(planned):
         first = nodes[0]
         count = f" ({len(nodes)} nodes)" if len(nodes) > 1 else ""
-        out.print(f"{first.state:<6} {label}{count}", markup=False)
+        against = f"  (nearest: run {first.nearest})" if first.nearest else ""
+        out.print(f"{first.state:<6} {label}{count}{against}", markup=False, soft_wrap=True)
         for reason in first.reasons if first.state == "miss" else ():
             out.print(f"         {reason}", markup=False, soft_wrap=True)
     counts = {s: sum(p.state == s for p in planned) for s in ("hit", "miss", "waits")}
@@ -162,10 +163,23 @@ def _nodes(recipe: Recipe, names: list[str]) -> set[str]:
 
 
 def _folded(planned: list[Planned]) -> list[tuple[str, list[Planned]]]:
-    """The plan by label. Rounds that are no miss share one label: there may be hundreds, with nothing to explain."""
-    folded: dict[tuple[str, str], list[Planned]] = {}
+    """The plan by label. Rounds that are no miss share a line: there may be hundreds, with nothing to explain.
+
+    A miss among them ends the line before it, so that each line says which rounds it is about.
+    """
+    folded: list[tuple[str, list[Planned]]] = []
     for p in planned:
         in_round = p.node.name.startswith("round-") and p.state != "miss"
-        label = "rounds: rollout, score, update" if in_round else p.node.name
-        folded.setdefault((label, p.state), []).append(p)
-    return [(label, nodes) for (label, _), nodes in folded.items()]
+        last = folded[-1][1][-1] if folded else None
+        if in_round and last is not None and last.node.name.startswith("round-") and last.state == p.state:
+            folded[-1][1].append(p)
+        else:
+            folded.append((p.node.name, [p]))
+    return [(_rounds(nodes) if len(nodes) > 1 else name, nodes) for name, nodes in folded]
+
+
+def _rounds(nodes: list[Planned]) -> str:
+    """The rounds and stages of a folded line, such as `rounds 1 to 7: rollout, score, update`."""
+    numbers = sorted({int(p.node.name.removeprefix("round-").split(".")[0]) for p in nodes})
+    rounds = f"rounds {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"round {numbers[0]}"
+    return f"{rounds}: {', '.join(dict.fromkeys(p.node.stage for p in nodes))}"

@@ -39,7 +39,9 @@ def run_warnings(
     evaluations: Mapping[str, Mapping[str, Any]],
 ) -> list[Warn]:
     """The warnings of a run: those of its rounds, of its rewards, and of its policies' evaluations in order."""
-    update = ((record.get("recipe") or {}).get("rl") or {}).get("update") or {}
+    rl = (record.get("recipe") or {}).get("rl") or {}
+    update = dict(rl.get("update") or {})
+    update["off_policy"] = bool(rl.get("staleness") or rl.get("rollouts_from"))
     warnings = round_warnings(series, update)
     scores = [e.get("metrics") or {} for name, e in record.get("nodes", {}).items() if name.endswith(".score")]
     failed = max((metrics.get("failed") or 0.0 for metrics in scores), default=0.0)
@@ -134,12 +136,20 @@ def _signal(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
 def _mismatch(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
     # From a tenth of the limit on: a warning well before the run stops.
     worst, limit = max(known.get("mismatch_kl", []), default=0.0), update.get("max_mismatch_kl") or 0.1
-    if worst <= limit / 10:
+    stale = bool(update.get("off_policy"))
+    # Older rollouts differ by as much as the policy has moved since: that is no fault until it nears the limit.
+    if worst <= limit / (2 if stale else 10):
         return None
+    if stale:
+        return Warn(
+            "Stale rollouts",
+            f"the policy that is trained is up to {worst:.3g} nats a token from the older one that sampled (the run "
+            f"stops above {limit:.3g}). Lower the learning rate or the staleness, or raise rl.update.max_mismatch_kl.",
+        )
     return Warn(
         "Mismatch",
         f"sampler and trainer disagree by up to {worst:.3g} nats a token (the run stops above {limit:.3g}). Compare "
-        "their dtypes, or lower the staleness of the rollouts.",
+        "their dtypes.",
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from flows.graph.build import Node, build, key_of, key_parts, taken_artifact
 from flows.recipe.model import Recipe
 from flows.running.naming import before, free_name
+from stages.contract.kept import keep
 from stages.store.artifacts import Artifact, Store
 from stages.store.leases import lease, this_process
 from stages.worker.client import Worker, WorkerDied
@@ -134,6 +135,7 @@ class Session:
             entry |= {"state": "failed", "error": f"{type(e).__name__}: {e}"}
             self.save()
             raise
+        keep(self.store, parts)
         return Artifact(self.store, manifest)
 
     def run_with_retries(self, name: str) -> tuple[str, Artifact]:

@@ -98,7 +98,9 @@ def test_plan_tells_what_a_run_would_do(rlhf, smoke_store):
     sets = ["--set", f"store={smoke_store}"]
     assert " 0 miss, 0 wait" in rlhf("plan", "smoke", *sets).stdout
     out = rlhf("plan", "smoke", *sets, "--set", "sft.optimizer.learning_rate=1e-3").stdout
-    assert re.search(r"^miss +sft\n +sft\.optimizer\.learning_rate: 0\.003 -> 0\.001$", out, re.MULTILINE)
+    assert re.search(
+        r"^miss +sft  \(nearest: run first\)\n +sft\.optimizer\.learning_rate: 0\.003 -> 0\.001$", out, re.MULTILINE
+    )
     assert re.search(r"^hit +reward$", out, re.MULTILINE)
 
 
@@ -310,7 +312,8 @@ def test_a_reward_function_in_the_current_folder_is_found(rlhf, store, record):
     assert mine["round-000.score"]["metrics"]["failed"] == 0
     (folder / "my_rewards.py").write_text(code.replace("-float", "float"))
     out = rlhf("plan", "smoke", *words, cwd=folder).stdout
-    assert re.search(r"^miss +round-000\.score\n +sources\.module:my_rewards: ", out, re.MULTILINE)
+    assert re.search(r"^miss +round-000\.score  \(nearest: run mine\)\n +code my_rewards changed\n", out, re.MULTILINE)
+    assert "my_rewards.py:2 +     return [float(len(c)) for c in completions]" in out
 
 
 def test_an_option_that_only_the_settings_refuse_is_a_usage_error(rlhf, smoke_store):

@@ -22,3 +22,9 @@ HEALTHY = {"entropy": [1.0] * 3, "kl": [0.01] * 3, "mean_length": [5.0] * 3, "ze
 )
 def test_a_state_that_teaches_nothing_has_its_own_name(change, title):
     assert [w.title for w in round_warnings(HEALTHY | change, {})] == ([] if title is None else [title])
+
+
+@pytest.mark.parametrize(("worst", "titles"), [(0.0103, []), (0.06, ["Stale rollouts"])])
+def test_rollouts_of_an_older_policy_are_no_disagreement(worst, titles):
+    found = round_warnings(HEALTHY | {"mismatch_kl": [0.0, worst]}, {"off_policy": True})
+    assert [w.title for w in found] == titles
