@@ -284,7 +284,8 @@ STAGE = Stage(
     makes="scores",
     reads={"rollouts": Reads("rollouts"), "reward": Reads("reward", when=lambda c, _: c.learned)},
     headline=(
-        "reward {reward:.3f}",
+        # Also where no completion has one: a round's line never lacks it.
+        lambda m: "reward " + ("none" if m.get("reward") is None else f"{m['reward']:.3f}"),
         # The first reward that is no model's: the share of completions that pass a check.
         lambda metrics: next(
             (

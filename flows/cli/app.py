@@ -12,7 +12,7 @@ import sys
 
 import typer
 
-from flows.cli import look, machine, policy, run
+from flows.cli import look, machine, policy, run, settings
 
 app = typer.Typer(
     help="Post-training as explicit, cached, resumable stages: data, SFT, reward model, RL rounds, evaluation, export.",
@@ -21,7 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for module in (run, look, policy, machine):
+for module in (run, settings, look, policy, machine):
     app.add_typer(module.commands)
 
 

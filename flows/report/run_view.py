@@ -13,7 +13,8 @@ from flows.report.charts import Chart, step_charts
 from flows.report.formats import LABELS, seconds_at
 from stages.store.artifacts import MANIFEST, Artifact, ArtifactError, Store
 
-STATES = {"hit": "cached", "made": "made", "failed": "failed", "running": "unfinished"}
+STATES = {"hit": "cached", "made": "made", "failed": "failed", "running": "unfinished",
+          "interrupted": "unfinished"}  # fmt: skip
 NOT_REACHED = "not reached"
 
 T = TypeVar("T")

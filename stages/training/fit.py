@@ -67,6 +67,9 @@ def fit(ctx: Context, task: Task, params: Any, config: Fitted, frozen: Any = Non
     finally:
         checkpoints.close()
     metrics: dict[str, Any] = {"steps": loop.total} | {k: float(v) for k, v in loop.last.items()}
+    if "tokens" in loop.last:
+        # All that were trained on; the other metrics are those of the last step.
+        metrics["tokens"] = float(sum(line["tokens"] for line in loop.lines))
     return loop.state[0], metrics | loop.meter.whole()
 
 
