@@ -73,7 +73,13 @@ def _judged(config: Config, rows: Sequence[CompletionRow]) -> list[VerdictRow]:
         workers=config.workers,
     )
     return [
-        VerdictRow(prompt_id=row.prompt_id, sample=row.sample, score=outcome.value, failure=outcome.failure)
+        VerdictRow(
+            place=row.place,
+            sample=row.sample,
+            prompt_id=row.prompt_id,
+            score=outcome.value,
+            failure=outcome.failure,
+        )
         for row, outcome in zip(rows, outcomes, strict=True)
     ]
 

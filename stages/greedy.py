@@ -1,14 +1,15 @@
-"""One greedy completion of each prompt of a round, whose reward is ReMax's baseline (arXiv:2310.10505)."""
+"""One greedy completion of each place of a round, whose reward is ReMax's baseline (arXiv:2310.10505)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from stages.common.tables import read_table
 from stages.contract.definition import Context, Reads, Stage
 from stages.sampling.rows import FOLDER, Draw, sample_rows
 from stages.sampling.settings import SamplingConfig, loads
-from tuning.rows import CompletionRow
+from tuning.rows import CompletionRow, PromptRow
 
 
 class Config(SamplingConfig):
@@ -17,13 +18,17 @@ class Config(SamplingConfig):
 
 def run(ctx: Context) -> dict[str, Any]:
     config: Config = ctx.config
-    first: dict[str, CompletionRow] = {}
-    for row in read_table(ctx.inputs["rollouts"], f"{FOLDER}/", CompletionRow):
-        # The first row of each prompt, in the order of their last ones: a round may hold a prompt twice.
-        first[row.prompt_id] = first.pop(row.prompt_id, row)
-    prompts = [(row.counter, row.as_prompt()) for row in first.values()]
+    prompts = prompts_by_place(read_table(ctx.inputs["rollouts"], f"{FOLDER}/", CompletionRow))
     rows = sample_rows(ctx, prompts, Draw.of(config, samples=1, temperature=0.0))
     return {"completions": len(rows), "tokens": sum(len(r.token_ids) for r in rows)}
+
+
+def prompts_by_place(rollouts: Iterable[CompletionRow]) -> list[tuple[int, PromptRow]]:
+    """(place, prompt) of a rollout table, in its order: each place has a baseline, also that of a repeated prompt."""
+    first: dict[int, CompletionRow] = {}
+    for row in rollouts:
+        first.setdefault(row.place, row)
+    return [(place, row.as_prompt()) for place, row in first.items()]
 
 
 STAGE = Stage(

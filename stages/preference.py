@@ -168,6 +168,7 @@ def _labelled(
     from tuning.algorithms.preference import chance_above, unpaired_loss, unpaired_losses, unpaired_summary
     from tuning.losses.preference import kto_reference_point
     from tuning.models.decoder import decoder_graph
+    from tuning.precision import real
     from tuning.training.batch import numbered
     from tuning.training.speed import forward_flops
 
@@ -188,10 +189,12 @@ def _labelled(
     known = _kept(ctx, "reference-logps", lambda: logps(reference, groups))
     other_known = _kept(ctx, "mismatched-reference-logps", lambda: logps(reference, other))
 
-    def reference_point(params: Any, groups: Sequence[Group], known: np.ndarray, like: Sequence[Group]) -> np.float32:
+    def reference_point(
+        params: Any, groups: Sequence[Group], known: np.ndarray, like: Sequence[Group]
+    ) -> np.floating[Any]:
         if settings.loss != "kto":
-            return np.float32(0)
-        return np.float32(kto_reference_point(logps(params, groups, like), known))
+            return real().type(0)
+        return real().type(kto_reference_point(logps(params, groups, like), known))
 
     def columns(params: Any, examples: list[int], packed: list[Any]) -> list[dict[str, Any]]:
         step = numbered([other[i] for i in examples])

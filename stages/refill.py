@@ -1,7 +1,8 @@
 """Further prompts of a round, in place of those whose completions all score alike (DAPO, arXiv:2503.14476).
 
-A refill samples as many new prompts as it expects to need and leaves its table empty where nothing is missing. The
-update takes the first informative groups in order and accounts for all others (`stages.sampling.groups`).
+A refill samples as many new prompts as it expects to need and leaves its table empty where nothing is missing. They are
+the next in the order of refills (`stages.sampling.order`) that the round does not have. The update takes the first
+informative groups and accounts for all others (`stages.sampling.groups`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from pydantic import Field
 
 from stages.common.tables import read_table
 from stages.contract.definition import Context, Reads, Stage
-from stages.sampling.groups import missing_prompts, read_scored, totals_by_prompt
+from stages.sampling.groups import missing_prompts, read_scored, totals_by_place
+from stages.sampling.order import prompts_of_refill
 from stages.sampling.rows import FOLDER, Draw, sample_rows, too_long
 from stages.sampling.settings import Rollout, loads
 from tuning.rows import CompletionRow, PromptRow, write_table
@@ -23,25 +25,30 @@ class Config(Rollout):
 
     number: Annotated[int, Field(ge=1)] = 1
     """Which refill of the round this is."""
+    start: Annotated[int, Field(ge=0)] = 0
+    """Where it begins in the order of refills: behind all refills that come before it in the run."""
 
 
 def run(ctx: Context) -> dict[str, Any]:
     """Writes the rollout table; returns counts of prompts, completions and tokens."""
-    import numpy as np
-
     config: Config = ctx.config
-    groups = totals_by_prompt(read_scored(ctx.inputs).scores)
-    new = [p for p in read_table(ctx.inputs["data"], "prompts/", PromptRow) if p.id not in groups]
-    refused = too_long(ctx, new, config.max_tokens)
-    new = [p for p in new if p.id not in refused]
-    # The seed has the round and the number of the refill in it: each draws other prompts.
-    order = np.random.default_rng(ctx.seed).permutation(len(new))
-    chosen = [new[i] for i in order[: missing_prompts(groups, config.prompts)]]
+    scored = read_scored(ctx.inputs)
+    groups, drawn = totals_by_place(scored.scores), {row.prompt_id for row in scored.rollouts}
+    table = read_table(ctx.inputs["data"], "prompts/", PromptRow)
+    # What cannot be sampled is passed over, not refused: nobody asked for these prompts.
+    unfit = {row.place for row in too_long(ctx, enumerate(table), config.max_tokens)}
+    used = unfit | {number for number, prompt in enumerate(table) if prompt.id in drawn}
+    seed = ctx.seed if config.order_seed is None else config.order_seed
+    # As many as the round has places: a prompt that the round refused is not replaced.
+    missing = missing_prompts(groups, scored.prompts)
+    chosen = [table[i] for i in prompts_of_refill(missing, len(table), config.start, seed, used)]
     if not chosen:
         # Stages that follow read a table, empty or not.
         write_table(ctx.out / FOLDER / "part-00000.parquet", [], CompletionRow.schema())
         return {"prompts": 0, "completions": 0, "tokens": 0}
-    rows = sample_rows(ctx, list(enumerate(chosen)), Draw.of(config, config.completions, config.temperature))
+    # Behind the places of the round and of the refills before this one, which have at most as many prompts each.
+    places = enumerate(chosen, start=config.number * config.prompts)
+    rows = sample_rows(ctx, list(places), Draw.of(config, config.completions, config.temperature))
     return {"prompts": len(chosen), "completions": len(rows), "tokens": sum(len(r.token_ids) for r in rows)}
 
 

@@ -37,11 +37,12 @@ def run(ctx: Context) -> dict[str, Any]:
     from tuning.evaluation.statistics import calibration_error
     from tuning.models import huggingface
     from tuning.models.decoder import scalar_graph
+    from tuning.precision import real
     from tuning.rewards.learned import score_groups
 
     config, base = load_policy(ctx, ctx.inputs["base"])
     train, held = train_and_heldout(ctx, ctx.inputs["data"], "preference", ctx.config.heldout_fraction)
-    margins = ctx.config.margin_weight * np.asarray([m or 0.0 for m in train.column("margin")], np.float32)
+    margins = ctx.config.margin_weight * np.asarray([m or 0.0 for m in train.column("margin")], real())
 
     def columns(params: Any, examples: list[int], packed: list[Any]) -> list[dict[str, Any]]:
         # Both completions of a pair carry its margin.

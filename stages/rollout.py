@@ -7,37 +7,22 @@ from typing import Any
 
 from stages.common.tables import read_table
 from stages.contract.definition import Context, Reads, Stage
-from stages.sampling.rows import Draw, sample_rows, too_long
+from stages.sampling.order import prompts_of_round
+from stages.sampling.rows import Draw, sample_rows, too_long, write_refused
 from stages.sampling.settings import Rollout as Config
 from stages.sampling.settings import loads
-from tuning.rows import PromptRow, RefusedRow, write_table
-
-
-def prompts_of_round(count: int, total: int, round_number: int, seed: int) -> list[int]:
-    """Which of `total` prompts round `round_number` uses: passes over orders that `seed` shuffles.
-
-    With one seed for all rounds each pass has every prompt once (R22); a seed of each round does not promise that.
-    """
-    import grain.python as grain
-
-    chosen = []
-    for position in range(round_number * count, (round_number + 1) * count):
-        # A place in an endless sequence of shuffled passes: a round needs no state of those before.
-        lap, place = divmod(position, total)
-        # Each pass has its own order; the seed stays in 31 bits.
-        order = grain.MapDataset.range(total).shuffle(seed=(seed + lap) % 2**31)
-        chosen.append(int(order[place]))
-    return chosen
+from tuning.rows import PromptRow
 
 
 def run(ctx: Context) -> dict[str, Any]:
     """Writes the rollout table and `refused/`; returns counts, mean length and tokens per second."""
     config: Config = ctx.config
     table = read_table(ctx.inputs["data"], "prompts/", PromptRow)
-    chosen = [table[i] for i in prompts_of_round(config.prompts, len(table), config.round, ctx.seed)]
+    seed = ctx.seed if config.order_seed is None else config.order_seed
+    chosen = [table[i] for i in prompts_of_round(config.prompts, len(table), config.round, seed)]
     refused = _refused(ctx, chosen)
-    # A prompt is numbered before others are refused: its samples do not depend on what else is in the round.
-    prompts = [(number, prompt) for number, prompt in enumerate(chosen) if prompt.id not in refused]
+    # A prompt has its place before others are refused: its samples do not depend on what else is in the round.
+    prompts = [(place, prompt) for place, prompt in enumerate(chosen) if place not in refused]
     started = time.monotonic()
     rows = sample_rows(ctx, prompts, Draw.of(config, config.completions, config.temperature))
     seconds = time.monotonic() - started
@@ -54,17 +39,13 @@ def run(ctx: Context) -> dict[str, Any]:
     }
 
 
-def _refused(ctx: Context, prompts: list[PromptRow]) -> set[str]:
-    """The ids of prompts that are too long, which are listed in the artifact. Raises ValueError where all are."""
-    reasons = too_long(ctx, prompts, ctx.config.max_tokens)
-    for prompt, reason in reasons.items():
-        ctx.log(f"prompt {prompt} is refused: {reason}; shorten it, or rl.rollout.max_tokens")
-    if len(reasons) == len({prompt.id for prompt in prompts}):
-        prompt, reason = next(iter(reasons.items()))
-        raise ValueError(f"every prompt of the round is too long, as {prompt}: {reason}")
-    rows = [RefusedRow(prompt_id=prompt, reason=reason) for prompt, reason in reasons.items()]
-    write_table(ctx.out / "refused" / "part-00000.parquet", rows, RefusedRow.schema())
-    return set(reasons)
+def _refused(ctx: Context, prompts: list[PromptRow]) -> set[int]:
+    """The places of prompts that are too long, which are listed in the artifact. Raises ValueError where all are."""
+    refused = too_long(ctx, enumerate(prompts), ctx.config.max_tokens)
+    write_refused(ctx, refused)
+    if len(refused) == len(prompts):
+        raise ValueError(f"every prompt of the round is too long, as {refused[0].prompt_id}: {refused[0].reason}")
+    return {row.place for row in refused}
 
 
 STAGE = Stage(

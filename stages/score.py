@@ -17,9 +17,20 @@ from stages.common.settings import Compute
 from stages.common.tables import Shards, by_shard, read_table
 from stages.contract.definition import Context, Reads, Stage, StageConfig, execution_setting
 from stages.contract.sources import function_digests
-from stages.sampling.groups import informative_prompts, totals_by_prompt
+from stages.sampling.groups import informative_places, totals_by_place
 from tuning.rewards.samples import Outcome, Sample
-from tuning.rows import CompletionRow, Place, Row, ScoreRow, Text, columns_of, numbers_of_prompts, write_table
+from tuning.rows import (
+    CompletionRow,
+    Index,
+    Number,
+    Row,
+    ScoreRow,
+    Text,
+    columns_of,
+    names_of,
+    numbers_of_groups,
+    write_table,
+)
 
 # The name, among reward functions, of the run's reward model.
 MODEL = "reward_model"
@@ -99,8 +110,9 @@ def source_digests(config: Config) -> dict[str, str]:
 class OutcomeRow(Row):
     """The outcome of every reward for a completion: a row of a shard in the work folder."""
 
+    place: Number
+    sample: Index
     prompt_id: Text
-    sample: Place
     values: Annotated[Mapping[str, float | None], pa.struct([])]
     failures: Annotated[Mapping[str, str | None], pa.struct([])]
 
@@ -123,6 +135,8 @@ def run(ctx: Context) -> dict[str, Any]:
     """Writes the score table; returns means by reward and shares of failures."""
     config: Config = ctx.config
     rollouts = read_table(ctx.inputs["rollouts"], "rollouts/", CompletionRow)
+    if len(set(names_of(rollouts))) != len(rollouts):
+        raise RuntimeError(f"{ctx.inputs['rollouts'].url}: two completions have one place and sample (R21)")
     names = sorted(config.rewards)
     columns = _outcomes(ctx, names, rollouts)
     rows = with_totals(config, rollouts, columns)
@@ -151,7 +165,7 @@ def _outcomes(ctx: Context, names: Sequence[str], rollouts: Sequence[CompletionR
 def _outcome_row(row: CompletionRow, outcomes: Mapping[str, Outcome]) -> OutcomeRow:
     values = {name: outcome.value for name, outcome in outcomes.items()}
     failures = {name: outcome.failure for name, outcome in outcomes.items()}
-    return OutcomeRow(prompt_id=row.prompt_id, sample=row.sample, values=values, failures=failures)
+    return OutcomeRow(place=row.place, sample=row.sample, prompt_id=row.prompt_id, values=values, failures=failures)
 
 
 class Journal:
@@ -159,29 +173,26 @@ class Journal:
 
     def __init__(self, ctx: Context, name: str):
         self._path = ctx.work / f"journal-{name}.jsonl"
-        self._known: dict[str, Outcome] = {}
+        # By (place, sample).
+        self._known: dict[tuple[int, int], Outcome] = {}
         if self._path.exists():
             for line in self._path.read_text().splitlines():
                 # The last line may have been cut off by the kill.
                 with contextlib.suppress(ValueError):
-                    place, value, failure = json.loads(line)
-                    self._known[place] = Outcome(value, failure)
+                    place, sample, value, failure = json.loads(line)
+                    self._known[place, sample] = Outcome(value, failure)
             ctx.log(f"reward {name}: {len(self._known)} finished scores are reused")
-
-    @staticmethod
-    def _place(row: CompletionRow) -> str:
-        return f"{row.prompt_id}/{row.sample}"
 
     def get(self, row: CompletionRow) -> Outcome | None:
         """The finished score of a completion; None where there is none."""
-        return self._known.get(self._place(row))
+        return self._known.get((row.place, row.sample))
 
     def add(self, row: CompletionRow, outcome: Outcome) -> None:
         """Stores a finished score."""
-        self._known[self._place(row)] = outcome
+        self._known[row.place, row.sample] = outcome
         # Opened for each line: a kill costs at most the line that is being written.
         with self._path.open("a") as f:
-            f.write(json.dumps([self._place(row), outcome.value, outcome.failure]) + "\n")
+            f.write(json.dumps([row.place, row.sample, outcome.value, outcome.failure]) + "\n")
 
 
 def _called(ctx: Context, name: str, rows: Sequence[CompletionRow], journal: Journal) -> list[Outcome]:
@@ -238,7 +249,7 @@ def with_totals(
         return outcome if outcome.value is None else Outcome(shaped(outcome.value, part), outcome.failure)
 
     values = {part.name: [shaped_outcome(outcome, part) for outcome in columns[part.name]] for part in parts}
-    sums, failures = totals(list(values.values()), parts, numbers_of_prompts(rollouts))
+    sums, failures = totals(list(values.values()), parts, numbers_of_groups(rollouts))
     rows = []
     for i, (row, total) in enumerate(zip(rollouts, sums.tolist(), strict=True)):
         rewards = {name: column[i].value for name, column in values.items()}
@@ -247,7 +258,14 @@ def with_totals(
         if math.isfinite(total):
             kept = 0.0 if config.truncated == "zero" and row.stop == "length" else total
         rows.append(
-            ScoreRow(prompt_id=row.prompt_id, sample=row.sample, rewards=rewards, total=kept, failure=failures[i])
+            ScoreRow(
+                place=row.place,
+                sample=row.sample,
+                prompt_id=row.prompt_id,
+                rewards=rewards,
+                total=kept,
+                failure=failures[i],
+            )
         )
     return rows
 
@@ -259,13 +277,13 @@ def summarise(rows: Sequence[ScoreRow], names: Sequence[str]) -> dict[str, Any]:
     if not rows:
         return {"completions": 0}
     totals = [row.total for row in rows if row.total is not None]
-    groups = {prompt: mine for prompt, mine in totals_by_prompt(rows).items() if mine}
+    groups = {place: mine for place, mine in totals_by_place(rows).items() if mine}
     metrics: dict[str, Any] = {
         "completions": len(rows),
         "failed": sum(row.failure is not None for row in rows) / len(rows),
         "reward": float(np.mean(totals)) if totals else None,
         "spread": float(np.std(totals)) if totals else None,
-        "zero_variance": (len(groups) - len(informative_prompts(groups))) / len(groups) if groups else 1.0,
+        "zero_variance": (len(groups) - len(informative_places(groups))) / len(groups) if groups else 1.0,
     }
     for name in names:
         values = [value for row in rows if (value := row.rewards[name]) is not None]

@@ -23,6 +23,14 @@ if version("jaxlib").startswith("0.10."):
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
 
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests of the core share compiled programs too: JAX reads these when it loads."""
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(config.cache.mkdir("jax"))
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "0"
+
+
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -31,7 +39,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixtur
     """Workers share what is compiled with each other and with the last session; nothing touches the home folder."""
     values = {
         "RLHF_SCRATCH": str(tmp_path_factory.mktemp("scratch")),
-        "RLHF_COMPILE_CACHE": str(request.config.cache.mkdir("jax")),
+        "RLHF_COMPILE_CACHE": os.environ["JAX_COMPILATION_CACHE_DIR"],
         "COLUMNS": "200",
     }
     with pytest.MonkeyPatch.context() as patch:

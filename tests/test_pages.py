@@ -108,9 +108,7 @@ def test_the_code_of_a_page_runs(page, tmp_path):
     scratch_copy(tmp_path, blocks)
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     binaries = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    compiled = {"JAX_COMPILATION_CACHE_DIR": os.environ["RLHF_COMPILE_CACHE"]}
-    compiled["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    options = {"cwd": tmp_path, "env": os.environ | compiled | {"PYTHONPATH": path, "PATH": binaries}}
+    options = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": path, "PATH": binaries}}
 
     def run(command: list[str]) -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, **options)

@@ -7,6 +7,8 @@ import os
 
 import jax
 
+from tuning.precision import real, resolved
+
 CACHE_SHARE = 0.25
 """Share of a device's memory for the keys and values that sampling caches."""
 
@@ -71,13 +73,18 @@ def peak_memory_bytes() -> int:
 
 
 def choose(dtype: str = "auto") -> Device:
-    """The choices for this process's devices. `dtype` overrides `auto` (float32 on CPU, bfloat16 elsewhere)."""
+    """The choices for this process's devices. `dtype` overrides `auto` (float32 on CPU, bfloat16 elsewhere).
+
+    Raises ValueError for float64 where JAX is not set up for it.
+    """
     device = jax.devices()[0]
     on_cpu = device.platform == "cpu"
     memory = memory_bytes()
-    if dtype == "auto":
-        # XLA's matrix product on CPU is faster in float32 than in bfloat16; accelerators are built for bfloat16.
-        dtype = "float32" if on_cpu else "bfloat16"
+    dtype = resolved(dtype)
+    if dtype == "float64" and real() != dtype:
+        raise ValueError(
+            "compute dtype float64 needs JAX set up for it: call `tuning.precision.use` before arrays are made"
+        )
     return Device(
         platform=device.platform,
         kind=device.device_kind,

@@ -3,6 +3,9 @@
     prepare --PromptRow--> rollout --CompletionRow--> score --ScoreRow--> update
                            evaluate: CompletionRow and VerdictRow
 
+A completion is named by its place and sample (R21), and every table of a round joins on the two. The place is the
+number of a prompt in its round or evaluation: a prompt that a round draws twice has two places, and is two groups.
+
 The columns of a table are the fields of its class, by name and in their order; `Annotated` holds their Arrow types.
 """
 
@@ -21,7 +24,7 @@ from tuning.atomic import whole_file
 
 Text = Annotated[str, pa.string()]
 Number = Annotated[int, pa.int64()]
-Place = Annotated[int, pa.int32()]
+Index = Annotated[int, pa.int32()]
 Real = Annotated[float, pa.float32()]
 Ids = Annotated[list[int], pa.list_(pa.int32())]
 Reals = Annotated[list[float], pa.list_(pa.float32())]
@@ -78,9 +81,11 @@ class PromptRow(Row):
 class CompletionRow(Row):
     """A sampled completion with everything that sampling decided (R3): a row of the rollout table."""
 
+    place: Number
+    """The prompt's number in its round or evaluation: with `sample` the completion's name (R21)."""
+    sample: Index = 0
+    """Number among the completions of its place."""
     prompt_id: Text
-    sample: Place = 0
-    """Number among the completions of its prompt."""
     prompt: Text = ""
     answer: Text | None = None
     metadata: Text | None = None
@@ -96,9 +101,7 @@ class CompletionRow(Row):
     policy: Text = ""
     """Digest of the policy that sampled it."""
     seed: Number = 0
-    """With `counter` and `sample`, all that its randomness depends on."""
-    counter: Number = 0
-    """The prompt's place in the random stream of its table."""
+    """With `place` and `sample`, all that its randomness depends on."""
     temperature: Real = 1.0
 
     def as_prompt(self) -> PromptRow:
@@ -116,8 +119,9 @@ class CompletionRow(Row):
 class ScoreRow(Row):
     """The rewards of a completion: a row of the score table."""
 
+    place: Number
+    sample: Index = 0
     prompt_id: Text
-    sample: Place = 0
     rewards: Annotated[Mapping[str, float | None], pa.struct([])] = dataclasses.field(default_factory=dict)
     """Each reward by name, None where it failed or does not apply."""
     total: Real | None = None
@@ -138,8 +142,9 @@ class ScoreRow(Row):
 class VerdictRow(Row):
     """The verdict of an evaluation's judge on a completion."""
 
+    place: Number
+    sample: Index
     prompt_id: Text
-    sample: Place
     score: Real | None
     """1 is right; None where the judge failed."""
     failure: Text | None
@@ -149,26 +154,50 @@ class VerdictRow(Row):
 class RefusedRow(Row):
     """A prompt from which nothing is sampled."""
 
+    place: Number
     prompt_id: Text
     reason: Text
 
 
-class OfPrompt(Protocol):
-    """A row that belongs to a prompt."""
+class OfCompletion(Protocol):
+    """A row that belongs to a completion."""
 
     @property
-    def prompt_id(self) -> str: ...
+    def place(self) -> int: ...
+    @property
+    def sample(self) -> int: ...
 
 
-def numbers_of_prompts(rows: Iterable[OfPrompt]) -> list[int]:
-    """For each row the number of its prompt, [N]: prompts are counted from 0 in the order of their first rows."""
-    numbers: dict[str, int] = {}
-    return [numbers.setdefault(row.prompt_id, len(numbers)) for row in rows]
+def names_of(rows: Iterable[OfCompletion]) -> list[tuple[int, int]]:
+    """(place, sample) of each row, [N]."""
+    return [(row.place, row.sample) for row in rows]
+
+
+def numbers_of_groups(rows: Iterable[OfCompletion]) -> list[int]:
+    """For each row the number of its group, [N]: places are counted from 0 in the order of their first rows (R21)."""
+    numbers: dict[int, int] = {}
+    return [numbers.setdefault(row.place, len(numbers)) for row in rows]
 
 
 def read_table(paths: Iterable[Path], kind: type[R]) -> list[R]:
-    """The rows of Parquet files, one file after another; a field without a column keeps its default."""
-    return [kind(**row) for path in paths for row in pq.read_table(path).to_pylist()]
+    """The rows of Parquet files, one file after another; a field without a column keeps its default.
+
+    Raises ValueError for a file of other columns.
+    """
+    return [kind(**row) for path in paths for row in _checked(pq.read_table(path), path, kind).to_pylist()]
+
+
+def _checked(table: pa.Table, path: Path, kind: type[Row]) -> pa.Table:
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    nothing = dataclasses.MISSING
+    needed = {n for n, f in fields.items() if f.default is nothing and f.default_factory is nothing}
+    lacks, strange = sorted(needed - set(table.column_names)), sorted(set(table.column_names) - set(fields))
+    if lacks or strange:
+        raise ValueError(
+            f"{path} is no table of {kind.__name__}: it lacks columns {lacks} and has {strange}, which are unknown. It "
+            "was written by another version of the stage: make it again"
+        )
+    return table
 
 
 def write_table(path: Path, rows: Sequence[Row], schema: pa.Schema) -> None:

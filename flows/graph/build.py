@@ -177,7 +177,10 @@ def _scored(graph: _Graph, rl: RL, policy: Input, number: int) -> dict[str, Inpu
     name = f"round-{number:03d}"
     # The first update turns the base into the quantised one; until then the sampler has to round it.
     quantize = stored_as(rl.update.lora) if number <= rl.staleness else "none"
-    sampling = rl.rollout.model_copy(update={"round": number, "quantize": quantize})
+    # One order for all rounds (R22); the seeds of sampling differ by round.
+    order = rl.rollout.order_seed
+    order = derive_seed(graph.recipe.seed, "order of prompts") if order is None else order
+    sampling = rl.rollout.model_copy(update={"round": number, "quantize": quantize, "order_seed": order})
 
     def scored(rollouts: Input, place: str) -> Input:
         return graph.add(place, "score", rl.score, roles={"rollouts": rollouts})
@@ -185,7 +188,10 @@ def _scored(graph: _Graph, rl: RL, policy: Input, number: int) -> dict[str, Inpu
     rollouts = graph.add(f"{name}.rollout", "rollout", sampling, (number,), rl.rollouts_from, {"policy": policy})
     roles = {"rollouts": rollouts, "scores": scored(rollouts, f"{name}.score")}
     for i in range(1, rl.refills + 1):
-        settings = RefillConfig.model_validate_json(json.dumps(sampling.model_dump(mode="json") | {"number": i}))
+        # Each refill has a stretch of their order, as long as a round: it can take no more.
+        start = (number * rl.refills + i - 1) * sampling.prompts
+        values = sampling.model_dump(mode="json") | {"number": i, "start": start}
+        settings = RefillConfig.model_validate_json(json.dumps(values))
         place = f"{name}.refill-{i}"
         refill = graph.add(place, "refill", settings, (number, i), rl.rollouts_from, {"policy": policy, **roles})
         roles |= {f"refill_{i}": refill, f"refill_{i}_scores": scored(refill, f"{place}-score")}

@@ -67,21 +67,21 @@ class _Policy:
 
     def __init__(self, run: RunView, label: str):
         name = f"evaluate.{label}"
-        rows = run.rows(name, "rollouts/", ("prompt_id", "sample", "prompt", "answer", "text", "stop"))
+        rows = run.rows(name, "rollouts/", ("place", "sample", "prompt", "answer", "text", "stop"))
         self.label = label
-        self.rows = {(row["prompt_id"], row["sample"]): row for row in rows}
-        self.scores: dict[str, list[float]] = {}
-        for verdict in run.rows(name, "verdicts/", ("prompt_id", "sample", "score")):
+        self.rows = {(row["place"], row["sample"]): row for row in rows}
+        self.scores: dict[int, list[float]] = {}
+        for verdict in run.rows(name, "verdicts/", ("place", "sample", "score")):
             # A completion that could not be judged counts as wrong, as in the evaluation.
-            self.scores.setdefault(verdict["prompt_id"], []).append(verdict["score"] or 0.0)
+            self.scores.setdefault(verdict["place"], []).append(verdict["score"] or 0.0)
 
-    def mean(self, prompt: str) -> float:
-        scores = self.scores[prompt]
+    def mean(self, place: int) -> float:
+        scores = self.scores[place]
         return sum(scores) / len(scores)
 
-    def answer(self, prompt: str, sample: int) -> Answer:
-        row, scores = self.rows[prompt, sample], self.scores[prompt]
-        return Answer(self.label, row["text"], row["stop"], scores[sample], self.mean(prompt), len(scores))
+    def answer(self, place: int, sample: int) -> Answer:
+        row, scores = self.rows[place, sample], self.scores[place]
+        return Answer(self.label, row["text"], row["stop"], scores[sample], self.mean(place), len(scores))
 
 
 def samples(run: RunView, labels: Sequence[str]) -> Samples | None:
@@ -93,18 +93,18 @@ def samples(run: RunView, labels: Sequence[str]) -> Samples | None:
         return None
     policies = [_Policy(run, label) for label in labels]
     first, last = policies[0], policies[-1]
-    shared = [prompt for prompt in first.scores if all(prompt in p.scores for p in policies)]
-    change = {prompt: last.mean(prompt) - first.mean(prompt) for prompt in shared}
+    shared = [place for place in first.scores if all(place in p.scores for p in policies)]
+    change = {place: last.mean(place) - first.mean(place) for place in shared}
     gained = sorted((p for p in shared if change[p] > SAME_MEAN), key=lambda p: -change[p])
     lost = sorted((p for p in shared if change[p] < -SAME_MEAN), key=lambda p: change[p])
     same = [p for p in shared if abs(change[p]) <= SAME_MEAN]
     cards = []
-    for prompt in chosen_samples(gained, lost, same):
-        scores = list(zip(first.scores[prompt], last.scores[prompt], strict=False))
+    for place in chosen_samples(gained, lost, same):
+        scores = list(zip(first.scores[place], last.scores[place], strict=False))
         # The first sample whose score changed, which is the same draw under every policy.
         shown = next((i for i, (before, after) in enumerate(scores) if before != after), 0)
-        row = last.rows[prompt, shown]
-        cards.append(Card(row["prompt"], row["answer"], [p.answer(prompt, shown) for p in policies]))
+        row = last.rows[place, shown]
+        cards.append(Card(row["prompt"], row["answer"], [p.answer(place, shown) for p in policies]))
     steps = []
     for before, after in zip(policies, policies[1:], strict=False) if len(policies) > 2 else ():
         changes = [after.mean(p) - before.mean(p) for p in shared]
@@ -113,7 +113,7 @@ def samples(run: RunView, labels: Sequence[str]) -> Samples | None:
     return Samples(cards, (first.label, last.label), len(gained), len(lost), len(same), steps)
 
 
-def chosen_samples(gained: Sequence[str], lost: Sequence[str], same: Sequence[str], count: int = SAMPLES) -> list[str]:
+def chosen_samples(gained: Sequence[int], lost: Sequence[int], same: Sequence[int], count: int = SAMPLES) -> list[int]:
     """Mostly changed problems, gains and losses in proportion, and some unchanged: a fair picture, not the wins."""
     # Places for problems that changed; those that did not may leave some free.
     room = max(count - SAME, count - len(same)) if gained or lost else 0
@@ -146,13 +146,13 @@ def round_samples(run: RunView, rounds: Sequence[int]) -> list[RoundSamples]:
 
 def _of_round(run: RunView, number: int) -> RoundSamples:
     name = f"round-{number:03d}"
-    scores = run.rows(f"{name}.score", "scores/", ("prompt_id", "sample", "rewards", "total", "failure"))
-    rows = run.rows(f"{name}.rollout", "rollouts/", ("prompt_id", "sample", "prompt", "answer", "text", "stop"))
-    scored = {(row["prompt_id"], row["sample"]): row for row in scores}
-    prompts: dict[str, list[dict[str, Any]]] = {}
+    scores = run.rows(f"{name}.score", "scores/", ("place", "sample", "rewards", "total", "failure"))
+    rows = run.rows(f"{name}.rollout", "rollouts/", ("place", "sample", "prompt", "answer", "text", "stop"))
+    scored = {(row["place"], row["sample"]): row for row in scores}
+    places: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
-        prompts.setdefault(row["prompt_id"], []).append(row)
-    shown = [row for group in list(prompts.values())[:ROUND_PROMPTS] for row in group[:ROUND_SAMPLES]]
-    joined = [row | scored[place] for row in shown if (place := (row["prompt_id"], row["sample"])) in scored]
+        places.setdefault(row["place"], []).append(row)
+    shown = [row for group in list(places.values())[:ROUND_PROMPTS] for row in group[:ROUND_SAMPLES]]
+    joined = [row | scored[key] for row in shown if (key := (row["place"], row["sample"])) in scored]
     names = sorted(scores[0]["rewards"]) if scores else []
     return RoundSamples(number, names, joined, len(rows))

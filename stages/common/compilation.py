@@ -1,9 +1,10 @@
-"""XLA's persistent compilation cache, which every process that computes shares."""
+"""How JAX is set up in every process that computes: the cache of programs that all share, and the types."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 COMPILE_CACHE = "RLHF_COMPILE_CACHE"
 """Environment variable with the folder of the cache."""
@@ -18,3 +19,17 @@ def configure_jax() -> None:
     # JAX by default keeps only programs that took a second to compile; a stage has hundreds of smaller ones.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def use_precision(config: Any, memory: dict[str, Any]) -> None:
+    """Sets JAX up for the `compute.dtype` of a stage's settings, `auto` where they have none.
+
+    Where that changes the type of weights, `memory` is emptied: what it keeps is of the other type.
+    """
+    from tuning import precision
+
+    compute = getattr(config, "compute", None)
+    before = precision.real()
+    precision.use("auto" if compute is None else compute.dtype)
+    if precision.real() != before:
+        memory.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,9 @@ class Metrics:
     """
 
     def __init__(self, folder: Path, name: str):
-        from tensorboardX import SummaryWriter
-
         folder.mkdir(parents=True, exist_ok=True)
         self._lines = (folder / "metrics.jsonl").open("a")
-        self._board = SummaryWriter(str(folder / "tensorboard"), filename_suffix=f".{name}", write_to_disk=True)
+        self._board = _summary_writer()(str(folder / "tensorboard"), filename_suffix=f".{name}", write_to_disk=True)
         self._wandb = _wandb_run(folder, name) if os.environ.get("WANDB_PROJECT") else None
         self._rows = 0
 
@@ -43,6 +42,23 @@ class Metrics:
         self._board.close()
         if self._wandb is not None:
             self._wandb.finish()
+
+
+def _summary_writer() -> Any:
+    """tensorboardX's SummaryWriter.
+
+    tensorboardX imports torch where it is installed, which takes seconds, and needs it for torch's tensors alone.
+    """
+    # None in sys.modules makes `import torch` an ImportError, which tensorboardX expects.
+    absent = "torch" not in sys.modules
+    if absent:
+        sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        from tensorboardX import SummaryWriter
+    finally:
+        if absent:
+            del sys.modules["torch"]
+    return SummaryWriter
 
 
 def _wandb_run(folder: Path, name: str) -> Any:

@@ -1,4 +1,7 @@
-"""Groups of scored completions: which carry a signal, and which of those a round trains on."""
+"""Groups of scored completions: which carry a signal, and which of those a round trains on.
+
+A group is the completions of one place: a prompt that a round draws twice is two groups (R21).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from stages.common.tables import read_table
 from stages.store.artifacts import Artifact
-from tuning.rows import CompletionRow, ScoreRow
+from tuning.rows import CompletionRow, ScoreRow, names_of
 
 LEAST_SHARE = 0.25
 """A refill expects at least this share of its prompts to be informative: it stays small."""
@@ -27,12 +30,12 @@ class Scored:
     rollouts: list[CompletionRow]
     scores: list[ScoreRow]
     prompts: int
-    """Different prompts in the round's own rollouts, refills not counted."""
+    """Places in the round's own rollouts, refills not counted."""
 
-    def only(self, prompts: Iterable[str]) -> Scored:
-        """The completions of these prompts."""
-        wanted = set(prompts)
-        kept = [i for i, row in enumerate(self.rollouts) if row.prompt_id in wanted]
+    def only(self, places: Iterable[int]) -> Scored:
+        """The completions of these places."""
+        wanted = set(places)
+        kept = [i for i, row in enumerate(self.rollouts) if row.place in wanted]
         rollouts, scores = [self.rollouts[i] for i in kept], [self.scores[i] for i in kept]
         return dataclasses.replace(self, rollouts=rollouts, scores=scores)
 
@@ -45,7 +48,8 @@ def refills(inputs: Mapping[str, Artifact]) -> int:
 def read_scored(inputs: Mapping[str, Artifact]) -> Scored:
     """A round's rollouts with their scores, then those of its refills, from the inputs of a stage.
 
-    Raises RuntimeError where a score table does not list the completions of its rollout table in their order.
+    Raises RuntimeError where a score table does not list the completions of its rollout table in their order, and where
+    two tables have a place in common.
     """
     names = [("rollouts", "scores")]
     names += [(f"refill_{i}", f"refill_{i}_scores") for i in range(1, refills(inputs) + 1)]
@@ -56,30 +60,32 @@ def read_scored(inputs: Mapping[str, Artifact]) -> Scored:
         rollouts = read_table(inputs[of_rollouts], "rollouts/", CompletionRow)
         scores = read_table(inputs[of_scores], "scores/", ScoreRow)
         # Otherwise a completion would be trained on the reward of another.
-        if [(r.prompt_id, r.sample) for r in rollouts] != [(s.prompt_id, s.sample) for s in scores]:
+        if names_of(rollouts) != names_of(scores):
             raise RuntimeError(f"{of_rollouts} and {of_scores} do not list the same completions in the same order")
         # Of the first table, which is the round's own.
-        prompts = prompts or len({row.prompt_id for row in rollouts})
+        prompts = prompts or len({row.place for row in rollouts})
         all_rollouts += rollouts
         all_scores += scores
+    if len(set(names_of(all_rollouts))) != len(all_rollouts):
+        raise RuntimeError("two completions of the round have one place and sample: they cannot be told apart (R21)")
     return Scored(all_rollouts, all_scores, prompts)
 
 
-def totals_by_prompt(scores: Iterable[ScoreRow]) -> dict[str, list[float]]:
-    """The totals of each prompt's completions, those of failed rewards left out."""
-    groups: dict[str, list[float]] = {}
+def totals_by_place(scores: Iterable[ScoreRow]) -> dict[int, list[float]]:
+    """The totals of each place's completions, those of failed rewards left out."""
+    groups: dict[int, list[float]] = {}
     for score in scores:
-        totals = groups.setdefault(score.prompt_id, [])
+        totals = groups.setdefault(score.place, [])
         if score.total is not None:
             totals.append(score.total)
     return groups
 
 
-def informative_prompts(groups: Mapping[str, Sequence[float]]) -> list[str]:
-    """The prompts whose completions carry a signal (R9), in their order."""
+def informative_places(groups: Mapping[int, Sequence[float]]) -> list[int]:
+    """The places whose completions carry a signal (R9), in their order."""
     from tuning.losses.groups import is_informative
 
-    return [prompt for prompt, totals in groups.items() if is_informative(totals)]
+    return [place for place, totals in groups.items() if is_informative(totals)]
 
 
 def chosen_groups(scored: Scored, when_short: str) -> tuple[Scored, dict[str, int]]:
@@ -87,8 +93,8 @@ def chosen_groups(scored: Scored, when_short: str) -> tuple[Scored, dict[str, in
 
     Raises TooFewGroups with the histogram of pass rates where there are fewer and `when_short` is `stop`.
     """
-    groups = totals_by_prompt(scored.scores)
-    good = informative_prompts(groups)
+    groups = totals_by_place(scored.scores)
+    good = informative_places(groups)
     if len(good) < scored.prompts and when_short == "stop":
         raise TooFewGroups(
             f"{len(good)} of the {scored.prompts} groups that the round wants are informative, after {len(groups)} "
@@ -106,7 +112,7 @@ def chosen_groups(scored: Scored, when_short: str) -> tuple[Scored, dict[str, in
     return scored.only(taken), metrics
 
 
-def _histogram(groups: Mapping[str, Sequence[float]]) -> list[int]:
+def _histogram(groups: Mapping[int, Sequence[float]]) -> list[int]:
     """Prompts by the share of their completions whose total is above the middle of all totals."""
     every = [total for totals in groups.values() for total in totals]
     middle = (min(every) + max(every)) / 2 if every else 0.0
@@ -118,9 +124,9 @@ def _histogram(groups: Mapping[str, Sequence[float]]) -> list[int]:
     return counts
 
 
-def missing_prompts(groups: Mapping[str, Sequence[float]], wanted: int) -> int:
+def missing_prompts(groups: Mapping[int, Sequence[float]], wanted: int) -> int:
     """How many new prompts are worth sampling, from the share that was informative so far; at most `wanted`."""
-    good = len(informative_prompts(groups))
+    good = len(informative_places(groups))
     # The next prompts are expected to be informative as often as those so far.
     share = max(good / max(len(groups), 1), LEAST_SHARE)
     return min(wanted, math.ceil(max(wanted - good, 0) / share))

@@ -11,7 +11,7 @@ from stages.common.tables import Shards, by_shard, publish
 from stages.contract.definition import Context
 from stages.sampling.native import open_engine
 from stages.sampling.settings import EngineSettings, SamplingConfig
-from tuning.rows import CompletionRow, PromptRow
+from tuning.rows import CompletionRow, PromptRow, RefusedRow, write_table
 
 if TYPE_CHECKING:
     from tuning.rollout.requests import Completion, Request
@@ -39,19 +39,28 @@ class Draw:
         return cls(samples, config.max_tokens, temperature, config.shard_prompts, config.quantize, config.engine)
 
 
-def too_long(ctx: Context, prompts: Iterable[PromptRow], max_tokens: int) -> dict[str, str]:
-    """Why prompts are refused, by prompt id: their longest completion would leave the policy's positions."""
+def too_long(ctx: Context, prompts: Iterable[tuple[int, PromptRow]], max_tokens: int) -> list[RefusedRow]:
+    """The prompts, given by place, that are refused: their longest completion would leave the policy's positions."""
     positions = load_policy(ctx, ctx.inputs["policy"])[0].max_positions
-    reasons = {}
-    for prompt in prompts:
+    refused = []
+    for place, prompt in prompts:
         length = len(prompt.prompt_ids)
         if length + max_tokens > positions:
-            reasons[prompt.id] = f"{length} tokens and {max_tokens} new ones exceed the model's {positions} positions"
-    return reasons
+            reason = f"{length} tokens and {max_tokens} new ones exceed the model's {positions} positions"
+            refused.append(RefusedRow(place=place, prompt_id=prompt.id, reason=reason))
+    return refused
+
+
+def write_refused(ctx: Context, refused: Sequence[RefusedRow]) -> None:
+    """Lists refused prompts in the artifact (R16) and in the log."""
+    # A prompt that is there twice is told once.
+    for prompt, reason in {row.prompt_id: row.reason for row in refused}.items():
+        ctx.log(f"prompt {prompt} is refused: {reason}; shorten it, or rl.rollout.max_tokens")
+    write_table(ctx.out / "refused" / "part-00000.parquet", refused, RefusedRow.schema())
 
 
 def sample_rows(ctx: Context, prompts: Sequence[tuple[int, PromptRow]], draw: Draw) -> list[CompletionRow]:
-    """Samples completions of (place in the random stream, prompt) and leaves them as the artifact's rollout table.
+    """Samples completions of (place, prompt) and leaves them as the artifact's rollout table.
 
     Prompts are sampled in shards, each of which outlives a kill.
     """
@@ -108,8 +117,9 @@ class _Sampler:
 
     def _row(self, number: int, prompt: PromptRow, sample: int, completion: Completion) -> CompletionRow:
         return CompletionRow(
-            prompt_id=prompt.id,
+            place=number,
             sample=sample,
+            prompt_id=prompt.id,
             prompt=prompt.prompt,
             answer=prompt.answer,
             metadata=prompt.metadata,
@@ -121,6 +131,5 @@ class _Sampler:
             stop=completion.stop,
             policy=self.ctx.inputs["policy"].digest,
             seed=self.ctx.seed,
-            counter=number,
             temperature=self.draw.temperature,
         )

@@ -117,7 +117,9 @@ class Rollout(SamplingConfig):
     """Sampling of one round. Training samples with top_p = 1 and top_k = 0: ratios stay unbiased."""
 
     round: Annotated[int, Field(ge=0)] = 0
-    """Number of the round: its place in the order of prompts and in the random stream."""
+    """Number of the round: its stretch of the order of prompts."""
+    order_seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
+    """Seed of the order in which all rounds together pass over the prompts; null: from the recipe's seed."""
     prompts: Annotated[int, Field(ge=1)] = 32
     """Prompts of a round."""
     completions: Annotated[int, Field(ge=1)] = 8

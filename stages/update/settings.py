@@ -61,6 +61,15 @@ class Config(Trained, core.RoundSettings):  # type: ignore[misc]
         registry.check_aggregation(entry.ratio, self.aggregation)
         if self.algorithm_arguments:
             raise ValueError(f"algorithm_arguments are for an algorithm of one's own; {self.algorithm} takes none")
+        if self.truncated == "mask-loss" and self.algorithm not in registry.GROUP_BASELINE:
+            raise ValueError(
+                f"truncated mask-loss keeps a reward in the baseline of its group, and {self.algorithm} has none of "
+                "rewards alone; use mask"
+            )
+        if self.truncated == "mask" and self.critic.bootstrap_truncated:
+            raise ValueError(
+                "critic.bootstrap_truncated has no meaning where truncated: mask leaves such completions out"
+            )
         refuse_unused(self, "algorithm", registry.USES, entry.presets)
         return self
 

@@ -90,12 +90,21 @@ def save(ctx: Context, state: State) -> None:
 
 def state_after(ctx: Context, artifact: Artifact, advance: Advance) -> State:
     """The training state after the update `artifact`: kept in memory, stored, or replayed by `advance`."""
+    from tuning import precision
+
     kept, trainer = recall(ctx, f"decoder:{artifact.digest}"), recall(ctx, f"trainer:{artifact.digest}")
     # Memory may have dropped either of them alone.
     if kept is not None and trainer is not None:
         return State(kept[0], kept[1], *trainer)
     own = _context_of(ctx, artifact)
-    return _load(own, artifact) if artifact.has("state/") else _replay(ctx, own, artifact, advance)
+    here = precision.real()
+    with precision.using(own.config.compute.dtype):
+        if precision.real() != here:
+            # What the worker keeps is of the type of the present update.
+            own = dataclasses.replace(own, memory={})
+        state = _load(own, artifact) if artifact.has("state/") else _replay(ctx, own, artifact, advance)
+    names = ("params", "opt_state", "critic", "critic_opt", "adapter")
+    return dataclasses.replace(state, **{name: precision.in_real(getattr(state, name)) for name in names})
 
 
 def fresh(ctx: Context, config: DecoderConfig, params: Any) -> State:

@@ -21,7 +21,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from stages.common.compilation import configure_jax
+from stages.common.compilation import configure_jax, use_precision
 from stages.worker.protocol import Done, Event, Failed, Heartbeat, Log, Progress, Request, event_line
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ def run_request(request: Request, memory: dict[str, Any], events: Events) -> dic
     stage = find_stage(request.stage)
     # Through JSON: strict models take lists and numbers as JSON has them.
     config = stage.config.model_validate_json(json.dumps(request.config))
+    use_precision(config, memory)
     inputs = _inputs(store, request)
     # A forced run starts from nothing: partial work of an unforced one must not leak into it.
     work_key = f"{request.key}-{request.force}" if request.force else request.key

@@ -94,6 +94,7 @@ class Run:
         )  # fmt: skip
         return [
             CompletionRow(
+                place=p,
                 prompt_id=str(p),
                 sample=s,
                 prompt_ids=prompts[p],
@@ -114,7 +115,11 @@ class Run:
         prompts = self.prompts[first : first + PROMPTS]
 
         def scores(rows: list[CompletionRow]) -> list[ScoreRow]:
-            return [ScoreRow(prompt_id=r.prompt_id, total=right_share(r.prompt_ids, r.token_ids)) for r in rows]
+            shares = [right_share(r.prompt_ids, r.token_ids) for r in rows]
+            return [
+                ScoreRow(place=r.place, sample=r.sample, prompt_id=r.prompt_id, total=share)
+                for r, share in zip(rows, shares, strict=True)
+            ]
 
         rows = self.sample(prompts, COMPLETIONS, 1000 * self.seed + number)
         greedy = scores(self.sample(prompts, 1, 0, 0.0)) if self.settings.needs_greedy else None

@@ -78,13 +78,18 @@ class Steps:
         )  # fmt: skip
         self.phases["rollout"].append(time.perf_counter() - started)
         rows = [
-            CompletionRow(prompt_id=str(p), prompt_ids=self.prompts[p], token_ids=c.tokens, logprobs=c.logps)
+            CompletionRow(
+                place=p, sample=s, prompt_id=str(p), prompt_ids=self.prompts[p], token_ids=c.tokens, logprobs=c.logps
+            )
             for p, completions in enumerate(found)
-            for c in completions
+            for s, c in enumerate(completions)
         ]
         assert all(len(r.token_ids) == NEW_TOKENS for r in rows)
         # Groups of equal rewards would leave the step; a thousandth of the place tells them apart.
-        scores = [ScoreRow(prompt_id=r.prompt_id, total=len(set(r.token_ids)) + 1e-3 * i) for i, r in enumerate(rows)]
+        scores = [
+            ScoreRow(place=r.place, sample=r.sample, prompt_id=r.prompt_id, total=len(set(r.token_ids)) + 1e-3 * i)
+            for i, r in enumerate(rows)
+        ]
         data = RoundData.from_rows(rows, scores)
         metrics = run_round(
             data, self.settings, self.config, self.learner, self.critic, reference=self.reference

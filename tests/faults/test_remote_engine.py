@@ -66,7 +66,7 @@ def test_servers_and_worker_are_killed_and_every_completion_is_there(tmp_path):
         entry = nodes[f"round-{number:03d}.rollout"]
         artifact = place.get(entry["stage"], entry["key"])
         rows = read_rows(artifact, "rollouts/")
-        assert sorted((r["counter"], r["sample"]) for r in rows) == [(p, s) for p in range(24) for s in range(4)]
+        assert sorted((r["place"], r["sample"]) for r in rows) == [(p, s) for p in range(24) for s in range(4)]
         assert {r["policy"] for r in rows} == {nodes[policy]["digest"]}
         assert artifact.manifest["config"]["engine"]["version"] == VERSION
     # The trainer finds the log-probabilities that the server recorded to be its own.

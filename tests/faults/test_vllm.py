@@ -313,7 +313,7 @@ def test_rounds_of_rl_with_a_kill_of_the_server_in_the_first(tmp_path):
     for number, policy in enumerate(("base", "round-000.update")):
         entry = nodes[f"round-{number:03d}.rollout"]
         rows = read_rows(place.get(entry["stage"], entry["key"]), "rollouts/")
-        assert sorted((r["counter"], r["sample"]) for r in rows) == [(p, s) for p in range(16) for s in range(4)]
+        assert sorted((r["place"], r["sample"]) for r in rows) == [(p, s) for p in range(16) for s in range(4)]
         assert {r["policy"] for r in rows} == {nodes[policy]["digest"]}
         metrics = nodes[f"round-{number:03d}.update"]["metrics"]
         print(f"round {number}: mismatch KL {metrics['mismatch_kl']:.2g}")

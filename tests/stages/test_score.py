@@ -23,8 +23,9 @@ def rollouts(tmp_path):
     folder = tmp_path / "made"
     rows = [
         CompletionRow(
-            prompt_id=f"p{i // 3}",
+            place=i // 3,
             sample=i % 3,
+            prompt_id=f"p{i // 3}",
             answer="4",
             prompt_ids=[1],
             token_ids=[2] * len(text),
@@ -65,7 +66,7 @@ def test_a_failure_has_one_cause_and_leaves_the_sums(tmp_path, rollouts):
     ctx, _ = context(tmp_path / "a", rollouts, truncated="zero")
     metrics = score.run(ctx)
     _, rows = table(ctx)
-    assert [(r.prompt_id, r.sample) for r in rows] == [(f"p{i // 3}", i % 3) for i in range(6)]
+    assert [(r.place, r.sample, r.prompt_id) for r in rows] == [(i // 3, i % 3, f"p{i // 3}") for i in range(6)]
     assert [r.rewards["exact"] for r in rows] == [1.0, 0.0, 1.0, 0.0, 1.0, 0.0]
     assert [r.failure for r in rows] == [None, None, None, "shares: KeyError: 'boom'", None, None]
     # The last one was cut off at max_tokens.

@@ -7,28 +7,36 @@ import pyarrow.parquet as pq
 import pytest
 
 from tuning.data.schema import SCHEMAS
-from tuning.rows import CompletionRow, PromptRow, ScoreRow, VerdictRow, numbers_of_prompts, read_table, write_table
+from tuning.rows import (
+    CompletionRow,
+    PromptRow,
+    RefusedRow,
+    ScoreRow,
+    VerdictRow,
+    numbers_of_groups,
+    read_table,
+    write_table,
+)
 
 TEXT, IDS = pa.string(), pa.list_(pa.int32())
+NAME = [("place", pa.int64()), ("sample", pa.int32()), ("prompt_id", TEXT)]
 PROVENANCE = {"source": TEXT, "record": pa.int64(), "content": TEXT}
 
 
 def test_the_columns_of_a_round_are_those_that_stores_hold():
     assert CompletionRow.schema() == pa.schema(
         [
-            ("prompt_id", TEXT), ("sample", pa.int32()), ("prompt", TEXT), ("answer", TEXT), ("metadata", TEXT),
+            *NAME, ("prompt", TEXT), ("answer", TEXT), ("metadata", TEXT),
             ("prompt_ids", IDS), ("token_ids", IDS), ("logprobs", pa.list_(pa.float32())), ("text", TEXT),
-            ("stop", TEXT), ("policy", TEXT), ("seed", pa.int64()), ("counter", pa.int64()),
-            ("temperature", pa.float32()),
+            ("stop", TEXT), ("policy", TEXT), ("seed", pa.int64()), ("temperature", pa.float32()),
         ]
     )  # fmt: skip
     rewards = pa.struct([("exact", pa.float32()), ("model", pa.float32())])
     assert ScoreRow.schema(["exact", "model"]) == pa.schema(
-        [("prompt_id", TEXT), ("sample", pa.int32()), ("rewards", rewards), ("total", pa.float32()), ("failure", TEXT)]
+        [*NAME, ("rewards", rewards), ("total", pa.float32()), ("failure", TEXT)]
     )
-    assert VerdictRow.schema() == pa.schema(
-        [("prompt_id", TEXT), ("sample", pa.int32()), ("score", pa.float32()), ("failure", TEXT)]
-    )
+    assert VerdictRow.schema() == pa.schema([*NAME, ("score", pa.float32()), ("failure", TEXT)])
+    assert RefusedRow.schema() == pa.schema([("place", pa.int64()), ("prompt_id", TEXT), ("reason", TEXT)])
 
 
 @pytest.mark.parametrize(
@@ -51,11 +59,12 @@ def test_the_columns_of_prepared_data_are_those_that_stores_hold(output, columns
 
 def test_what_is_written_is_read(tmp_path):
     row = CompletionRow(
-        prompt_id="p", prompt="1 + 1", answer=None, metadata="{}", prompt_ids=[5, 6], token_ids=[7], logprobs=[-0.5]
-    )
+        place=3, prompt_id="p", prompt="1 + 1", answer=None, metadata="{}", prompt_ids=[5, 6], token_ids=[7],
+        logprobs=[-0.5],
+    )  # fmt: skip
     scores = [
-        ScoreRow(prompt_id="p", rewards={"a": 0.5, "b": None}, total=0.5),
-        ScoreRow(prompt_id="p", sample=1, rewards={"a": None, "b": None}, failure="a: timeout"),
+        ScoreRow(place=3, prompt_id="p", rewards={"a": 0.5, "b": None}, total=0.5),
+        ScoreRow(place=3, prompt_id="p", sample=1, rewards={"a": None, "b": None}, failure="a: timeout"),
     ]
     write_table(tmp_path / "rollouts" / "a.parquet", [row], CompletionRow.schema())
     write_table(tmp_path / "scores.parquet", scores, ScoreRow.schema(["a", "b"]))
@@ -71,17 +80,24 @@ def test_a_table_without_rows_has_its_columns(tmp_path):
 
 
 def test_a_field_without_a_column_keeps_its_default(tmp_path):
-    pq.write_table(pa.table({"prompt_id": ["p"], "total": [1.0]}), tmp_path / "a.parquet")
-    assert read_table([tmp_path / "a.parquet"], ScoreRow) == [ScoreRow(prompt_id="p", total=1.0)]
+    pq.write_table(pa.table({"place": [3], "prompt_id": ["p"], "total": [1.0]}), tmp_path / "a.parquet")
+    assert read_table([tmp_path / "a.parquet"], ScoreRow) == [ScoreRow(place=3, prompt_id="p", total=1.0)]
 
 
-def test_prompts_are_numbered_in_the_order_of_their_first_rows():
-    rows = [ScoreRow(prompt_id=p) for p in ("b", "a", "b", "c", "a")]
-    assert numbers_of_prompts(rows) == [0, 1, 0, 2, 1]
+@pytest.mark.parametrize("columns", [{"place": [3]}, {"place": [3], "prompt_id": ["p"], "counter": [0]}])
+def test_a_table_of_other_columns_is_refused_by_name(tmp_path, columns):
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet is no table of ScoreRow.*(lacks.*prompt_id|has.*counter)"):
+        read_table([tmp_path / "a.parquet"], ScoreRow)
+
+
+def test_groups_are_places_in_the_order_of_their_first_rows_whatever_their_prompts():
+    rows = [ScoreRow(place=place, prompt_id="same") for place in (4, 1, 4, 7, 1)]
+    assert numbers_of_groups(rows) == [0, 1, 0, 2, 1]
 
 
 def test_a_completion_knows_its_prompt():
     prompt = PromptRow(id="p", prompt_ids=[5], prompt="1 + 1", answer="2", metadata="{}")
     columns = dataclasses.asdict(prompt)
     given = {name: columns[name] for name in ("prompt_ids", "prompt", "answer", "metadata")}
-    assert CompletionRow(prompt_id="p", token_ids=[7], logprobs=[0.0], **given).as_prompt() == prompt
+    assert CompletionRow(place=0, prompt_id="p", token_ids=[7], logprobs=[0.0], **given).as_prompt() == prompt

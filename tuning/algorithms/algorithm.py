@@ -19,6 +19,7 @@ from tuning.algorithms.settings import Objective
 from tuning.losses.groups import informative_groups
 from tuning.losses.policy import Metrics, Ratio, clipped_surrogate
 from tuning.losses.rewards import sequence_rewards, token_rewards
+from tuning.precision import real
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Scored:
     valid_N: np.ndarray
     """False where a reward failed: such a completion leaves every statistic (R9)."""
     mask_NT: np.ndarray
-    """1 on tokens of valid completions, all groups included."""
+    """1 on tokens of valid completions, all groups included; 0 where a completion's reward alone counts."""
     penalty_NT: np.ndarray
     """The KL to subtract from the reward, weighted; 0 without one."""
     greedy_N: np.ndarray | None = None
@@ -41,13 +42,13 @@ class Scored:
     @property
     def rewards_N(self) -> jax.Array:
         """One reward a completion: its total less the KL of all its tokens."""
-        return jnp.asarray(sequence_rewards(self.totals_N, self.penalty_NT), jnp.float32)
+        return jnp.asarray(sequence_rewards(self.totals_N, self.penalty_NT), real())
 
     @property
     def rewards_NT(self) -> jax.Array:
         """Rewards token by token: less the KL on each, the total on the last (R12)."""
-        totals = jnp.asarray(self.totals_N, jnp.float32)
-        return token_rewards(totals, jnp.asarray(self.penalty_NT, jnp.float32), jnp.asarray(self.mask_NT))
+        totals = jnp.asarray(self.totals_N, real())
+        return token_rewards(totals, jnp.asarray(self.penalty_NT, real()), jnp.asarray(self.mask_NT))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Algorithm:
     surrogate: Callable[[Terms], tuple[jax.Array, Metrics]]
     """Loss of every token [C, T], 0 where masked, and sums for the metrics, as in `tuning.losses.policy`."""
     keep: Callable[[Scored], np.ndarray] | None = None
-    """Which completions are trained on, [N] bool; None: `informative`."""
+    """Which completions are trained on, [N] bool; None: `informative`, and the rest as `tied_groups` says."""
     paired: bool = False
     """Whether `keep` leaves two completions of a prompt, which are then packed in slots 2b and 2b + 1."""
 
@@ -95,8 +96,8 @@ def find(objective: Objective) -> Algorithm:
 
 
 def informative(scored: Scored) -> np.ndarray:
-    """Completions that carry a signal, [N] bool: valid, in a group whose totals differ (R9)."""
-    return informative_groups(scored.totals_N, scored.groups_N, scored.valid_N)
+    """Completions that carry a signal, [N] bool: valid, in a group whose whole rewards differ, the KL included (R9)."""
+    return informative_groups(np.asarray(scored.rewards_N), scored.groups_N, scored.valid_N)
 
 
 def every_valid(scored: Scored) -> np.ndarray:

@@ -85,7 +85,7 @@ class Coefficients:
                 metrics["kl"],
                 target=settings.kl_target,
                 horizon=settings.kl_horizon,
-                n_steps=metrics["completions"],
+                n_steps=metrics["kept"] * metrics["completions"],
             )
         if objective.entropy_target is not None and "entropy" in metrics:
             # A fixed step up or down, as the paper has it: no gain to tune.

@@ -17,6 +17,7 @@ from tuning.losses.aggregate import aggregate
 from tuning.losses.importance import gated_weights, importance_weights, log_ratio_bins, mismatch_metrics
 from tuning.losses.kl import kl_per_token
 from tuning.losses.masks import masked
+from tuning.precision import real
 from tuning.training.forward import logps_and_entropy
 from tuning.training.step import LossFn
 
@@ -95,6 +96,6 @@ def policy_loss(graph: Any, algorithm: Algorithm, objective: Objective, compute:
         if objective.entropy_coef > 0 or objective.entropy_target is not None:
             # A bonus: subtracted from the loss.
             value = value - batch.get("entropy_coef", objective.entropy_coef) * total(entropy)
-        return value, {k: jnp.asarray(v, jnp.float32) for k, v in sums.items()}
+        return value, {k: jnp.asarray(v, real()) for k, v in sums.items()}
 
     return loss

@@ -24,6 +24,7 @@ from tuning.device import Compute
 from tuning.losses.aggregate import aggregate
 from tuning.losses.returns import gae
 from tuning.losses.value import value_loss
+from tuning.precision import real
 from tuning.training.forward import values
 from tuning.training.step import LossFn
 
@@ -63,7 +64,7 @@ def token_advantages(
     if critic.whiten_rewards:
         rewards = whiten(rewards, mask, shift_mean=False)
     # A completion that ended has value 0 behind its last token.
-    after = np.where(judged.truncated_N, judged.after_N, 0.0).astype(np.float32)
+    after = np.where(judged.truncated_N, judged.after_N, 0.0).astype(real())
     raw, returns = gae(
         rewards,
         jnp.asarray(judged.values_NT),
@@ -73,7 +74,7 @@ def token_advantages(
         bootstrap_B=jnp.asarray(after) if critic.bootstrap_truncated else None,
     )
     # Whitened for the policy only: the critic learns returns in the scale of the rewards.
-    return np.asarray(whiten(raw, mask), np.float32), np.asarray(returns, np.float32)
+    return np.asarray(whiten(raw, mask), real()), np.asarray(returns, real())
 
 
 def critic_loss(graph: Any, critic: CriticSettings, compute: Compute) -> LossFn:
@@ -89,6 +90,6 @@ def critic_loss(graph: Any, critic: CriticSettings, compute: Compute) -> LossFn:
             clip=critic.value_clip,
         )
         value = aggregate(losses, mask, "token-mean", n_tokens=batch["n_tokens"], n_sequences=batch["n_completions"])
-        return value, {k: jnp.asarray(v, jnp.float32) for k, v in sums.items()}
+        return value, {k: jnp.asarray(v, real()) for k, v in sums.items()}
 
     return loss

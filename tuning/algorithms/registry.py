@@ -42,7 +42,7 @@ RLOO = SEQUENCE | {"kl_coef": 0.0, "kl_in_reward": 0.05, "correction": "sequence
 ALGORITHMS: dict[str, Entry] = {
     "grpo": Entry("grpo"),
     "dr-grpo": Entry("grpo", {"normalisation": "none", "aggregation": "constant", "kl_coef": 0.0}),
-    "dapo": Entry("dapo", {"clip_high": 0.28, "kl_coef": 0.0}),
+    "dapo": Entry("dapo", {"clip_high": 0.28, "kl_coef": 0.0, "tied_groups": "drop"}),
     "gspo": Entry("gspo", GSPO, ratio="sequence"),
     "gspo-token": Entry("gspo", GSPO, ratio="sequence-token"),
     # clip_low 1: no lower bound.
@@ -66,6 +66,10 @@ ALGORITHMS: dict[str, Entry] = {
 # Algorithms whose advantages are `group_relative`, so that a normalisation has a meaning.
 GROUP_RELATIVE = ("grpo", "dapo", "gspo", "gspo-token", "cispo", "sapo", "gmpo", "dppo", "dppo-kl")
 NOT_PAIRED = tuple(name for name in ALGORITHMS if name != "online-dpo")
+# Algorithms whose groups of equal rewards have no advantage.
+TIED = (*GROUP_RELATIVE, "opo", "gpg", "pass-at-k", "rloo")
+# Algorithms whose baseline is of rewards alone: completions outside the loss may count in it.
+GROUP_BASELINE = (*GROUP_RELATIVE, "gpg", "pass-at-k", "rloo", "reinforce-pp-baseline")
 # Algorithms with a range for the ratio, or for the move of a probability.
 BOUNDED = tuple(name for name in NOT_PAIRED if name not in ("sapo", "opo", "gpg"))
 # Algorithms with PPO's clipped surrogate, the only one that a dual clip bounds.
@@ -73,6 +77,7 @@ CLIPPED = tuple(name for name in BOUNDED if name not in ("cispo", "gmpo", "dppo"
 
 USES: dict[str, tuple[str, ...]] = {
     "normalisation": GROUP_RELATIVE,
+    "tied_groups": TIED,
     "clip_low": BOUNDED,
     "clip_high": BOUNDED,
     "dual_clip": CLIPPED,

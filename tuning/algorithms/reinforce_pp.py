@@ -25,7 +25,8 @@ def algorithm(objective: Objective) -> Algorithm:
     if objective.algorithm == "reinforce-pp":
         # Its baseline is the round's, so groups of equal rewards carry a signal too.
         return Algorithm(_global, clipped(objective), keep=every_valid)
-    return Algorithm(_baseline, clipped(objective))
+    # Whitened over the round: a completion of a group of equal rewards is below or above the round's mean.
+    return Algorithm(_baseline, clipped(objective), keep=every_valid)
 
 
 def _global(scored: Scored) -> jax.Array:

@@ -14,6 +14,7 @@ import numpy as np
 
 from tuning.algorithms.algorithm import Algorithm, Objective, Scored, clipped
 from tuning.losses.returns import remax_advantages
+from tuning.precision import real
 
 
 def algorithm(objective: Objective) -> Algorithm:
@@ -33,5 +34,5 @@ def _keep(scored: Scored) -> np.ndarray:
 
 def _advantages(scored: Scored) -> jax.Array:
     # NaN only where `_keep` drops the completion: its advantage is not used.
-    greedy = jnp.asarray(np.nan_to_num(_greedy(scored)), jnp.float32)
+    greedy = jnp.asarray(np.nan_to_num(_greedy(scored)), real())
     return remax_advantages(scored.rewards_NT, greedy, jnp.asarray(scored.mask_NT))[0]

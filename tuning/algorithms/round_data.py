@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from tuning.losses.masks import sampled_mask
-from tuning.rows import CompletionRow, ScoreRow, numbers_of_prompts
+from tuning.rows import CompletionRow, ScoreRow, names_of, numbers_of_groups
 from tuning.shapes import bucket
 from tuning.training.batch import Group
 
@@ -28,7 +28,7 @@ class RoundData:
     mu: list[list[float]]
     """Log-probabilities of the sampler for these tokens, [N] lists."""
     groups_N: np.ndarray
-    """Number of the prompt."""
+    """Number of the completion's place: a prompt that is drawn twice is two groups (R21)."""
     totals_N: np.ndarray
     """Reward, float32; NaN where a reward failed."""
     valid_N: np.ndarray
@@ -36,7 +36,7 @@ class RoundData:
     truncated_N: np.ndarray
     """Whether the completion was truncated by max_tokens."""
     greedy_N: np.ndarray | None = None
-    """Reward of the greedy completion of the same prompt; NaN where there is none."""
+    """Reward of the greedy completion of the same place; NaN where there is none."""
 
     @classmethod
     def from_rows(
@@ -47,19 +47,25 @@ class RoundData:
     ) -> RoundData:
         """From the rows of the rollout and score tables; a completion whose reward failed is not valid.
 
-        greedy: the scores of one greedy completion of each prompt.
+        greedy: the scores of one greedy completion of each place. Raises ValueError where the two tables do not list
+        the same completions in the same order, or one twice.
         """
+        names = names_of(rollouts)
+        if names != names_of(scores) or len(set(names)) != len(names):
+            raise ValueError(
+                "rollouts and scores must list the same completions (place, sample), each once, in one order"
+            )
         totals_N = _totals(scores)
         greedy_N = None
         if greedy is not None:
-            # The greedy table has one row a prompt, the rollout table one a completion.
-            of_prompt = dict(zip([score.prompt_id for score in greedy], _totals(greedy), strict=True))
-            greedy_N = np.asarray([of_prompt.get(row.prompt_id, np.nan) for row in rollouts], np.float32)
+            # The greedy table has one row a place, the rollout table one a completion.
+            of_place = dict(zip([score.place for score in greedy], _totals(greedy), strict=True))
+            greedy_N = np.asarray([of_place.get(row.place, np.nan) for row in rollouts], np.float32)
         return cls(
             prompts=[row.prompt_ids for row in rollouts],
             completions=[row.token_ids for row in rollouts],
             mu=[row.logprobs for row in rollouts],
-            groups_N=np.asarray(numbers_of_prompts(rollouts)),
+            groups_N=np.asarray(numbers_of_groups(rollouts)),
             totals_N=totals_N,
             valid_N=np.isfinite(totals_N),
             truncated_N=np.asarray([row.stop == "length" for row in rollouts]),

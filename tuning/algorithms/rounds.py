@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tuning.algorithms import ppo
-from tuning.algorithms.algorithm import Scored, find, informative
+from tuning.algorithms import ppo, selection
+from tuning.algorithms.algorithm import find
 from tuning.algorithms.diagnostics import Coefficients, pass_histogram, summarise
 from tuning.algorithms.learner import Learner, critic_step, policy_step
 from tuning.algorithms.round_data import RoundData
@@ -32,6 +32,7 @@ from tuning.losses.rewards import kl_penalty
 from tuning.mesh import over_devices, put_batch, put_params, row_shards
 from tuning.models.config import DecoderConfig
 from tuning.models.decoder import decoder_graph, scalar_graph
+from tuning.precision import real
 from tuning.training.batch import Group, Packed, choose_rows, micro_batches
 from tuning.training.forward import logps_and_entropy, values_and_last
 from tuning.training.speed import ADAPTER, FULL, Meter, forward_flops
@@ -77,8 +78,8 @@ def run_round(
     """
     coefficients = coefficients or Coefficients(entropy_coef=settings.entropy_coef)
     under_way = _Round(data, settings, model, policy, critic, coefficients, progress, record)
-    metrics = under_way.overview() | (under_way.run(reference) if under_way.steps else {"steps": 0})
-    metrics = {k: _plain(v) for k, v in metrics.items()}
+    of_steps = under_way.run(reference) if under_way.steps else {"steps": 0}
+    metrics = {k: _plain(v) for k, v in (under_way.overview() | of_steps).items()}
     return RoundResult(policy, critic, coefficients.next(settings.objective, settings, metrics), metrics)
 
 
@@ -107,15 +108,8 @@ class _Round:
         self.objective = settings.objective
         self.algorithm = find(self.objective)
         self.device, self.mesh = choose(settings.compute.dtype), over_devices(settings.compute.mesh)
-        valid_NT = (data.mask_NT & data.valid_N[:, None]).astype(np.float32)
-        # 0 for NaN: 0 x NaN, as masks would compute it, is NaN.
-        totals_N = np.where(data.valid_N, data.totals_N, 0.0).astype(np.float32)
-        no_penalty_NT = np.zeros(data.mask_NT.shape, np.float32)
-        self.scored = Scored(totals_N, data.groups_N, data.valid_N, valid_NT, no_penalty_NT, data.greedy_N)
-        self.keep_N = (self.algorithm.keep or informative)(self.scored)
-        if settings.truncated == "mask":
-            # Truncated completions leave the loss only: baselines still include them (R24).
-            self.keep_N = self.keep_N & ~data.truncated_N
+        self.scored = selection.scored(data, settings)
+        self.keep_N = selection.candidates(data, self.scored, self.algorithm, settings)
         self.steps = data.steps(self.keep_N, settings.prompts_per_step)
         # Arrays [N, T] by name; a micro-batch has its rows of each as `NAME_CT`.
         self.columns_NT: dict[str, np.ndarray] = {"mu": data.mu_NT}
@@ -123,15 +117,21 @@ class _Round:
         self.seconds: dict[str, float] = defaultdict(float)
 
     @property
+    def signal_N(self) -> np.ndarray:
+        """Completions with an advantage, [N] bool."""
+        return selection.with_signal(self.scored, self.algorithm)
+
+    @property
     def trained_NT(self) -> np.ndarray:
         """Tokens that take part in the loss, [N, T] bool."""
         return (self.scored.mask_NT > 0) & self.keep_N[:, None]
 
     def overview(self) -> dict[str, Any]:
-        """Metrics that are known before any step."""
+        """Metrics of the data, and of what was trained on."""
         data, coefficients = self.data, self.coefficients
         metrics: dict[str, Any] = {
             "kept": float(self.keep_N.mean()),
+            "tied": len(set(data.groups_N.tolist()) - set(data.groups_N[self.signal_N].tolist())),
             "completions": len(data.completions),
             "groups": len(set(data.groups_N.tolist())),
             "pass_histogram": pass_histogram(data.totals_N, data.groups_N, data.valid_N),
@@ -157,19 +157,22 @@ class _Round:
         logps = _logps(self.model, settings.temperature, compute)
         if needs_old:
             self.columns_NT["old"] = self.collect(self.forward(logps, self.policy.weights, "old"))
-            self.check_mismatch(self.mismatch_kl())
         if reference is not None:
             # Dense, and read in one forward pass: the loss gets its log-probabilities, not its weights.
             frozen = put_params(reference, self.mesh)
             self.columns_NT["ref"] = self.collect(self.forward(logps, frozen, "reference"))
         self.penalise()
+        if not self.steps:
+            return {"steps": 0}
+        if needs_old:
+            self.check_mismatch(self.mismatch_kl())
         metrics = {} if critic is None else self.prepare_critic(critic, pretrain_epochs)
         if critic is None:
             self.columns_NT["advantages"] = self.advantages_NT()
 
         metrics |= self.train()
         # With old log-probabilities the mismatch was checked before any step.
-        self.check_mismatch(metrics["mismatch_kl"] if single_update else 0.0)
+        self.check_mismatch(0.0 if needs_old else metrics.get("mismatch_kl", 0.0))
         metrics["advantage_spread"] = float(self.columns_NT["advantages"][self.trained_NT].std())
         return metrics | {f"seconds_{name}": round(s, 3) for name, s in self.seconds.items()}
 
@@ -183,7 +186,7 @@ class _Round:
         width, shards = self.data.mu_NT.shape[1], row_shards(self.mesh)
         self.packed = [micro_batches(s, layout=layout, completion_tokens=width, shards=shards) for s in self.steps]
         self.flat = [p for step in self.packed for p in step]
-        self.total_work = len(self.flat) * (passes + self.settings.epochs)
+        self.total_work = self.done + len(self.flat) * (passes + self.settings.epochs)
 
     def forward(self, program: Forward, weights: Any, name: str) -> list[np.ndarray]:
         """The output of a program for each micro-batch; its time counts under `name`."""
@@ -196,7 +199,7 @@ class _Round:
 
     def collect(self, outputs: Sequence[np.ndarray]) -> np.ndarray:
         """[C, ...] arrays of the micro-batches as one [N, ...] array of the round."""
-        out = np.zeros((len(self.keep_N), *outputs[0].shape[1:]), np.float32)
+        out = np.zeros((len(self.keep_N), *outputs[0].shape[1:]), real())
         for batch, values_CT in zip(self.flat, outputs, strict=True):
             filled = batch.ids_C >= 0
             out[batch.ids_C[filled]] = values_CT[filled]
@@ -216,6 +219,16 @@ class _Round:
             weight = o.kl_in_reward * self.coefficients.kl_scale
             penalty = kl_penalty(old, ref, mask, coef=weight, kind=o.kl_in_reward_kind, value_clamp=limit)
             self.scored = dataclasses.replace(self.scored, penalty_NT=np.asarray(penalty))
+            self.select()
+
+    def select(self) -> None:
+        """Leaves out what has no place in the loss now that rewards are whole, and packs the rest anew."""
+        keep_N = selection.trained(self.data, self.scored, self.algorithm, self.settings)
+        if (keep_N != self.keep_N).any():
+            self.keep_N = keep_N
+            self.steps = self.data.steps(keep_N, self.settings.prompts_per_step)
+            if self.steps:
+                self.pack(0)
 
     def mismatch_kl(self) -> float:
         """Mean k3 estimate of KL(mu || pi_old) over the tokens that are trained."""
@@ -236,9 +249,11 @@ class _Round:
     def advantages_NT(self) -> np.ndarray:
         """The algorithm's advantages on every token, 0 where masked."""
         # Of a completion, [N], or of each token, [N, T].
-        advantages = np.asarray(self.algorithm.advantages(self.scored), np.float32)
+        advantages = np.asarray(self.algorithm.advantages(self.scored), real())
         of_tokens = advantages if advantages.ndim == 2 else advantages[:, None]
-        return np.where(self.scored.mask_NT > 0, of_tokens, 0.0).astype(np.float32)
+        # The advantages of a tied group are rounding where they are not 0.
+        counts_NT = (self.scored.mask_NT > 0) & self.signal_N[:, None]
+        return np.where(counts_NT, of_tokens, 0.0).astype(real())
 
     def prepare_critic(self, critic: Learner, pretrain_epochs: int) -> dict[str, Any]:
         """Trains the critic alone where the settings ask for it, then takes advantages and returns from it."""
@@ -272,8 +287,8 @@ class _Round:
         """The micro-batches of a step: tokens, counts of the whole step, coefficients, and the round's columns."""
         scalars = {
             # Arrays of the batch, not constants of the program: a new value compiles nothing.
-            "kl_scale": np.float32(self.coefficients.kl_scale),
-            "entropy_coef": np.float32(self.coefficients.entropy_coef),
+            "kl_scale": real().type(self.coefficients.kl_scale),
+            "entropy_coef": real().type(self.coefficients.entropy_coef),
         }
         return [
             arrays | scalars | {f"{name}_CT": batch.gather(x_NT) for name, x_NT in self.columns_NT.items()}
@@ -284,29 +299,37 @@ class _Round:
         """All optimizer steps of the round; the metrics of policy and critic."""
         settings, critic, compute = self.settings, self.critic, self.device.compute
         step = policy_step(self.model, self.objective, settings.optimizer, compute, self.policy.graph, self.mesh)
-        sums, value_sums, norms, tokens = Counter[str](), Counter[str](), [], 0
+        sums, value_sums, norms, tokens, skipped = Counter[str](), Counter[str](), list[float](), 0, 0
+        value_steps = 0
         started, meter = time.monotonic(), Meter(compute.dtype)
         for epoch in range(settings.epochs):
             for number, (groups, batches) in enumerate(zip(self.steps, self.packed, strict=True)):
                 arrays = self.arrays(groups, batches)
                 step_sums = self.policy.train(step, arrays)
                 # A norm is not a sum: kept apart from what is added over steps.
-                norms.append(step_sums.pop("grad_norm"))
-                sums.update(step_sums)
+                norm, skip = step_sums.pop("grad_norm"), step_sums.pop("skipped")
+                skipped += int(skip)
+                if not skip:
+                    # A step that was skipped trained nothing, and its sums need not be finite (R24).
+                    norms.append(norm)
+                    sums.update(step_sums)
                 if critic is not None:
                     # After the policy, on the same arrays: advantages are from before either moved.
                     value_step = critic_step(self.model, settings.critic, compute, critic.graph, self.mesh)
-                    value_sums.update(critic.train(value_step, arrays))
+                    of_critic = critic.train(value_step, arrays)
+                    if not of_critic["skipped"]:
+                        value_sums.update(of_critic)
+                        value_steps += 1
                 size = sum(g.size for g in groups)
                 tokens += size
                 self._ticked(len(batches))
                 speed = meter.step(size, self.flops(groups))
-                self.record(epoch=epoch, step=number, grad_norm=norms[-1], **summarise(step_sums), **speed)
+                self.record(epoch=epoch, step=number, grad_norm=norm, **summarise(step_sums), **speed)
         self.seconds["train"] += time.monotonic() - started
-        metrics = summarise(sums) | meter.whole()
-        metrics |= {"loss": sums["loss"] / len(norms), "grad_norm": float(np.mean(norms)), "steps": len(norms)}
-        metrics |= {"skipped": sums["skipped"], "row_tokens": tokens}
-        return metrics if critic is None else metrics | self.value_metrics(value_sums, len(norms))
+        metrics = meter.whole() | {"steps": len(norms) + skipped, "skipped": skipped, "row_tokens": tokens}
+        if norms:
+            metrics |= summarise(sums) | {"loss": sums["loss"] / len(norms), "grad_norm": float(np.mean(norms))}
+        return metrics | self.value_metrics(value_sums, value_steps) if value_steps else metrics
 
     def flops(self, groups: Sequence[Group]) -> float:
         """FLOPs of one optimizer step of all learners."""

@@ -128,8 +128,14 @@ class RoundSettings(Objective):
     """Step of the adaptive entropy bonus."""
     max_mismatch_kl: Positive = 0.1
     """Mean KL between sampler and trainer past which the run stops."""
-    truncated: Literal["keep", "mask"] = "keep"
-    """Whether completions cut off at max_tokens are trained on."""
+    truncated: Literal["keep", "mask", "mask-loss"] = "keep"
+    """What becomes of completions cut off at max_tokens. keep: trained on as all others. mask: they leave the loss and
+    every statistic, as a failed sample does. mask-loss: they leave the loss, but their reward counts in the baseline of
+    their group, as with DAPO's overlong filtering and in TRL."""
+    tied_groups: Literal["regularise", "drop"] = "regularise"
+    """What becomes of a group whose rewards are equal, so that it has no advantage. regularise: it stays for kl_coef
+    and the entropy bonus, as in GRPO's paper, TRL and verl; without either it would add nothing, and leaves. drop: it
+    leaves the step, its KL and its entropy too, as in DAPO. The total decides with the KL of kl_in_reward taken off."""
     optimizer: OptimizerSettings = OptimizerSettings(learning_rate=2e-5)
     """The policy's optimizer; its state lives through all rounds."""
     critic: CriticSettings = CriticSettings()

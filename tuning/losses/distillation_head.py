@@ -45,7 +45,12 @@ def token_divergences(
     @jax.checkpoint
     def one(args: tuple[jax.Array, jax.Array]) -> jax.Array:
         student, teacher = (
-            _capped(jnp.einsum("md,vd->mv", hidden, head, preferred_element_type=jnp.float32), cap)
+            _capped(
+                jnp.einsum(
+                    "md,vd->mv", hidden, head, preferred_element_type=jnp.promote_types(hidden.dtype, jnp.float32)
+                ),
+                cap,
+            )
             for hidden, head, cap in zip(args, (student_head, teacher_head), softcaps, strict=True)
         )
         return generalised_jsd(student, teacher, beta, temperature)

@@ -82,15 +82,22 @@ def _inside(x: jax.Array, bounds: Clamp) -> jax.Array:
 
 
 def gated_weights(
-    old_logps_BT: jax.Array, rollout_logps_BT: jax.Array, mask_BT: jax.Array, *, band: Clamp
+    old_logps_BT: jax.Array,
+    rollout_logps_BT: jax.Array,
+    mask_BT: jax.Array,
+    *,
+    band: Clamp,
+    log_ratio_clamp: Clamp | None = (-20.0, 20.0),
 ) -> jax.Array:
     """Token weights rho of rows whose geometric mean ratio exp(mean_t l) lies within `band`, else 0, [B, T].
 
     Weights inside an accepted row are not limited.
     """
     log_rho = _log_rho(old_logps_BT, rollout_logps_BT, mask_BT)
-    mean_ratio = jnp.broadcast_to(jnp.exp(row_mean(log_rho, mask_BT)), log_rho.shape)
-    return masked(masked(jnp.exp(log_rho), _inside(mean_ratio, band)), mask_BT)
+    # Clamped before exp: a far outlier is a large finite weight (R5).
+    mean_ratio = jnp.exp(clamp(row_mean(log_rho, mask_BT), log_ratio_clamp))
+    rho = jnp.exp(clamp(log_rho, log_ratio_clamp))
+    return masked(masked(rho, _inside(jnp.broadcast_to(mean_ratio, rho.shape), band)), mask_BT)
 
 
 def mismatch_metrics(old_logps_BT: jax.Array, rollout_logps_BT: jax.Array, mask_BT: jax.Array) -> dict[str, jax.Array]:

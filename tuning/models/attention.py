@@ -82,7 +82,8 @@ def packed_attention(
 
 def _plain(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, spec: AttentionSpec) -> jax.Array:
     """Attention [B, L, N, H]; mask [B, 1, L, L] is true to see."""
-    if spec.softcap is None:
+    # JAX's own function has no softcap, and takes its softmax in float32 whatever the type of its arguments.
+    if spec.softcap is None and q.dtype != jnp.float64:
         return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=spec.scale)
     b, length, n, h = q.shape
     q = q.reshape(b, length, k.shape[2], n // k.shape[2], h)

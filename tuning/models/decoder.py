@@ -23,6 +23,7 @@ from tuning.models.config import DecoderConfig
 from tuning.models.linear import Linear
 from tuning.models.remat import KEPT, keep
 from tuning.models.rope import rope_tables, rotate
+from tuning.precision import real
 
 UNLIMITED = np.iinfo(np.int32).max
 """The window of a layer with full attention, in a model with windowed layers."""
@@ -78,7 +79,7 @@ class Layer(nnx.Module):
 
         def norm(size: int) -> nnx.Param:
             # The factor, weight + offset, starts at 1.
-            return nnx.Param(jnp.full(size, 1.0 - c.norm_offset, jnp.float32))
+            return nnx.Param(jnp.full(size, 1.0 - c.norm_offset, real()))
 
         self.attention_norm = norm(d)
         self.q = Linear(d, c.num_heads * h, bias=c.qkv_bias, rngs=rngs)
@@ -135,7 +136,7 @@ class Decoder(nnx.Module):
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.config = config
         init = nnx.initializers.normal(0.02)
-        self.embedding = nnx.Param(init(rngs.params(), (config.vocab_size, config.hidden_size), jnp.float32))
+        self.embedding = nnx.Param(init(rngs.params(), (config.vocab_size, config.hidden_size), real()))
 
         # One key a layer; every parameter gets a leading axis of layers.
         @nnx.split_rngs(splits=config.num_layers)
@@ -144,9 +145,9 @@ class Decoder(nnx.Module):
             return Layer(config, rngs=rngs)
 
         self.layers = stack(rngs)
-        self.norm = nnx.Param(jnp.full(config.hidden_size, 1.0 - config.norm_offset, jnp.float32))
+        self.norm = nnx.Param(jnp.full(config.hidden_size, 1.0 - config.norm_offset, real()))
         if not config.tie_embeddings:
-            self.head = nnx.Param(init(rngs.params(), (config.vocab_size, config.hidden_size), jnp.float32))
+            self.head = nnx.Param(init(rngs.params(), (config.vocab_size, config.hidden_size), real()))
 
     def head_weight(self) -> jax.Array:
         """The LM head, [V, D]. Its products are logits after `config.final_softcap` only."""
@@ -233,21 +234,24 @@ class ScalarHead(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.decoder = Decoder(config, rngs=rngs)
-        self.score = nnx.Param(jnp.zeros(config.hidden_size))
+        self.score = nnx.Param(jnp.zeros(config.hidden_size, real()))
 
     def scores(self, hidden: jax.Array) -> jax.Array:
-        """Hidden states [..., D] to scores [...] in float32; bfloat16 would round differences of scores away."""
-        return hidden.astype(jnp.float32) @ self.score[...]
+        """Hidden states [..., D] to scores [...], in float32 at least: bfloat16 would round differences away."""
+        # Exact also where the device by default rounds the inputs of float32 products.
+        wide = hidden.astype(jnp.promote_types(hidden.dtype, jnp.float32))
+        return jnp.matmul(wide, self.score[...].astype(wide.dtype), precision="highest")
 
 
 @functools.lru_cache(maxsize=8)
-def _abstract(config: DecoderConfig) -> tuple[Any, Any]:
+def _abstract(config: DecoderConfig, weights: np.dtype[Any]) -> tuple[Any, Any]:
+    # `weights` is `real` of the call: the shapes have that type.
     return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
 
 
 def abstract_decoder(config: DecoderConfig) -> tuple[Any, Any]:
     """Graph (static, hashable) and parameter shapes of a decoder, without allocating parameters."""
-    graph, shapes = _abstract(config)
+    graph, shapes = _abstract(config, real())
     # A copy: callers replace the shapes in place.
     return graph, jax.tree.map(lambda x: x, shapes)
 

@@ -24,6 +24,7 @@ from tuning.models.config import DecoderConfig, UnsupportedModel
 from tuning.models.config_json import from_hugging_face, to_hugging_face
 from tuning.models.decoder import Decoder, ScalarHead, abstract_decoder
 from tuning.models.mapping import SCORE, tensor_names
+from tuning.precision import real
 
 INDEX = "model.safetensors.index.json"
 ParamPath = tuple[Any, ...]
@@ -50,7 +51,7 @@ class Place(NamedTuple):
 def params_from_tensors(
     config: DecoderConfig, tensors: Iterable[tuple[str, np.ndarray]], source: str, shardings: Any = None
 ) -> Any:
-    """Decoder parameters (an nnx State, float32) from named Hugging Face tensors, taken one at a time.
+    """Decoder parameters (an nnx State of `precision.real`) from named Hugging Face tensors, taken one at a time.
 
     In the order of `_places`, at most one parameter is on the host at a time. Otherwise like `place_tensors`.
     """
@@ -186,7 +187,7 @@ def read_tensors(folder: Path, first: Iterable[str] = ()) -> Iterator[tuple[str,
 
 
 def load_decoder(folder: Path, shardings: Any = None) -> tuple[DecoderConfig, Any]:
-    """Config and parameters (float32) of a model folder; `shardings` as in `params_from_tensors`."""
+    """Config and parameters (of `precision.real`) of a model folder; `shardings` as in `params_from_tensors`."""
     config = read_config(folder)
     return config, params_from_tensors(config, read_tensors(folder, _places(config)), str(folder), shardings)
 
@@ -199,7 +200,7 @@ def load_scalar_head(folder: Path) -> tuple[DecoderConfig, Any]:
     def decoder_tensors() -> Iterator[tuple[str, np.ndarray]]:
         for name, tensor in read_tensors(folder, _places(config)):
             if name == SCORE:
-                score["value"] = tensor.astype(np.float32)
+                score["value"] = tensor.astype(real())
             else:
                 yield name, tensor
 
@@ -213,7 +214,7 @@ def scalar_head_params(config: DecoderConfig, decoder: Any, score: jax.Array | N
     """Parameters of a ScalarHead over given decoder parameters; a new head starts at zero."""
     shapes = nnx.state(nnx.eval_shape(lambda: ScalarHead(config, rngs=nnx.Rngs(0))), nnx.Param)
     values: dict[str, Any] = {"decoder": nnx.to_pure_dict(decoder)}
-    values["score"] = jnp.zeros(config.hidden_size) if score is None else score
+    values["score"] = jnp.zeros(config.hidden_size, real()) if score is None else score
     nnx.replace_by_pure_dict(shapes, values)
     return shapes
 
@@ -224,15 +225,17 @@ def save_decoder(
     params: Any,
     token_ids: dict[str, Any],
     *,
-    dtype: str = "float32",
+    dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes config.json and safetensors of the given type; a ScalarHead becomes a sequence classifier of one label.
+    """Writes config.json and safetensors of the given type (None: of `precision.real`).
+
+    A ScalarHead becomes a sequence classifier of one label.
 
     Models larger than `shard_bytes` become several files with an index; one file's tensors are on the host at a time.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    kind = jnp.dtype(dtype)
+    kind = jnp.dtype(dtype or real())
     pure = _pure(params)
     scalar = "decoder" in pure
     tensors = list(_lazy_tensors(pure["decoder"] if scalar else pure, kind))
@@ -251,7 +254,7 @@ def save_decoder(
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(size for _, size, _ in tensors)}, "weight_map": file_of}
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    values = to_hugging_face(config, scalar=scalar, **token_ids | {"torch_dtype": dtype})
+    values = to_hugging_face(config, scalar=scalar, **token_ids | {"torch_dtype": kind.name})
     (folder / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 

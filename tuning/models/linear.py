@@ -9,12 +9,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tuning.models.matmul import matmul
+from tuning.precision import real
 
 _INIT = nnx.initializers.normal(0.02)
 
 
 class Linear(nnx.Module):
-    """x [..., in] -> [..., out] in the type of x; float32 master weights.
+    """x [..., in] -> [..., out] in the type of x; master weights in the type of `precision.real`.
 
     `kernel` is a parameter, or a module that stores it in another form and applies it (`quantize`). A module named
     `adapter` adds its output (`lora`). Both are set after construction.
@@ -24,9 +25,9 @@ class Linear(nnx.Module):
     adapter: Any
 
     def __init__(self, size_in: int, size_out: int, *, bias: bool = False, rngs: nnx.Rngs):
-        self.kernel = nnx.Param(_INIT(rngs.params(), (size_in, size_out), jnp.float32))
+        self.kernel = nnx.Param(_INIT(rngs.params(), (size_in, size_out), real()))
         if bias:
-            self.bias = nnx.Param(jnp.zeros(size_out))
+            self.bias = nnx.Param(jnp.zeros(size_out, real()))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         dense = isinstance(self.kernel, nnx.Variable)

@@ -20,6 +20,7 @@ from tuning.models.config import DecoderConfig
 from tuning.models.decoder import Decoder, ScalarHead
 from tuning.models.linear import Linear
 from tuning.models.quantize import FORMATS
+from tuning.precision import real
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 Role = Literal["decoder", "scalar"]
@@ -103,10 +104,10 @@ def _tuned(model: Any, lora: LoraConfig, seed: int, dtype: str) -> tuple[Any, An
             # The key depends on the projection's number alone, whichever projections are targets.
             shape, own = (*layers, size_in, lora.rank), jax.random.fold_in(key, number)
             if lora.init == "kaiming":
-                a = jax.random.uniform(own, shape, jnp.float32, minval=-1.0, maxval=1.0) / math.sqrt(size_in)
+                a = jax.random.uniform(own, shape, real(), minval=-1.0, maxval=1.0) / math.sqrt(size_in)
             else:
-                a = jax.random.normal(own, shape, jnp.float32) / lora.rank
-            b = jnp.zeros((*layers, lora.rank, size_out), jnp.float32)
+                a = jax.random.normal(own, shape, real()) / lora.rank
+            b = jnp.zeros((*layers, lora.rank, size_out), real())
             linear.adapter = LowRank(a, b, lora.scale)
     # Trainable: the factors and a score head.
     parts: Any = nnx.split(model, lambda path, v: isinstance(v, Factor) or path == ("score",), ...)
@@ -114,7 +115,8 @@ def _tuned(model: Any, lora: LoraConfig, seed: int, dtype: str) -> tuple[Any, An
 
 
 @functools.lru_cache(maxsize=16)
-def _abstract(config: DecoderConfig, role: Role, lora: LoraConfig) -> tuple[Any, Any]:
+def _abstract(config: DecoderConfig, role: Role, lora: LoraConfig, weights: Any) -> tuple[Any, Any]:
+    # `weights` is `real` of the call: the shapes have that type.
     # eval_shape returns arrays alone, so the static half leaves the trace through this list.
     graph: list[Any] = []
 
@@ -129,12 +131,12 @@ def _abstract(config: DecoderConfig, role: Role, lora: LoraConfig) -> tuple[Any,
 
 def tuned_graph(config: DecoderConfig, role: Role, lora: LoraConfig) -> Any:
     """The static half of a tuned model (hashable)."""
-    return _abstract(config, role, lora)[0]
+    return _abstract(config, role, lora, real())[0]
 
 
 def trainable_shapes(config: DecoderConfig, role: Role, lora: LoraConfig) -> Any:
     """The trainable tree with shapes in place of arrays."""
-    return _abstract(config, role, lora)[1]
+    return _abstract(config, role, lora, real())[1]
 
 
 def tune(
@@ -212,7 +214,7 @@ def rounded(config: DecoderConfig, role: Role, params: Any, kind: str) -> Any:
 
 
 def merge(config: DecoderConfig, role: Role, params: Any, trainable: Any, lora: LoraConfig) -> Any:
-    """Dense float32 parameters W + scale * A B, from the dense `params` given to `tune` and the trained adapter.
+    """Dense parameters W + scale * A B, from the dense `params` given to `tune` and the trained adapter.
 
     With quantisation W is the dequantised kernel, as in training, so the merged model is the trained one.
     """

@@ -21,6 +21,7 @@ from safetensors.numpy import save_file
 from tuning.models.config import DecoderConfig, UnsupportedModel
 from tuning.models.lora import PROJECTIONS, LoraConfig, Role, trainable_shapes
 from tuning.models.mapping import PROJECTIONS as MODULES
+from tuning.precision import real
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -55,10 +56,10 @@ def save_adapter(folder: Path, trainable: Any, lora: LoraConfig, base: str | Non
     scalar = False
     for path, value in flatten_dict(nnx.to_pure_dict(trainable)).items():
         if path == ("score",):
-            tensors[_SCORE], scalar = np.asarray(value, np.float32)[None], True
+            tensors[_SCORE], scalar = np.asarray(value)[None], True
             continue
         name, factor = path[-3], path[-1].upper()
-        for i, matrix in enumerate(np.asarray(value, np.float32)):
+        for i, matrix in enumerate(np.asarray(value)):
             key = f"{_PREFIX}model.layers.{i}.{MODULES[name]}.lora_{factor}.weight"
             tensors[key] = np.ascontiguousarray(matrix.T)
     values = {
@@ -96,7 +97,7 @@ def load_adapter(folder: Path, config: DecoderConfig) -> tuple[LoraConfig, Any]:
             raise UnsupportedModel(f"{folder / CONFIG}: {name} is {values[name]!r}, supported is {ordinary[0]!r}")
     # NumPy has no bfloat16, in which adapters are often stored; JAX has.
     with safe_open(folder / TENSORS, framework="flax") as f:
-        tensors = {name: np.asarray(f.get_tensor(name).astype(jnp.float32)) for name in f.keys()}  # noqa: SIM118
+        tensors = {name: np.asarray(f.get_tensor(name).astype(real())) for name in f.keys()}  # noqa: SIM118
     score = tensors.pop(_SCORE, None)
     role: Role = "decoder" if score is None else "scalar"
     matches = {name: _KEY.fullmatch(name) for name in tensors}

@@ -12,6 +12,7 @@ import numpy as np
 from tuning.device import Compute
 from tuning.models.config import DecoderConfig
 from tuning.models.decoder import decoder_graph
+from tuning.precision import real
 from tuning.shapes import bucket
 from tuning.training.batch import Group, choose_rows, micro_batches
 from tuning.training.forward import logps_and_entropy
@@ -28,7 +29,7 @@ def per_completion(
     like: Sequence[Group] | None = None,
     whole: bool = False,
 ) -> np.ndarray:
-    """`forward(batch)` [C] of every completion as [max id + 1] float32, in the order of the groups' ids.
+    """`forward(batch)` [C] of every completion as [max id + 1], in the order of the groups' ids.
 
     budget: row tokens of a micro-batch. like: all groups of which `groups` are some, so that few shapes are compiled.
     whole: no group is split, so its completions are in neighbouring slots.
@@ -38,7 +39,7 @@ def per_completion(
     # A part of the groups is enough to choose the padding; `largest`, over all, makes sure that each fits.
     layout = choose_rows([like[:64]], budget, largest)
     width = bucket(max(len(c) for g in like for c in g.completions))
-    out = np.zeros(max(i for g in groups for i in g.ids) + 1, np.float32)
+    out = np.zeros(max(i for g in groups for i in g.ids) + 1, real())
     # The last part may be smaller, but layout and width are those of all: few shapes.
     for start in range(0, len(groups), AT_ONCE):
         part = [groups[i] for i in range(start, min(start + AT_ONCE, len(groups)))]

@@ -33,7 +33,8 @@ def _hidden(decoder: Decoder, batch: Batch, compute: Compute) -> jax.Array:
 def logps_and_entropy(
     graph: Any, params: Any, batch: Batch, temperature: float, compute: Compute
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probability of each completion token and entropy at its position, both [C, T] float32, 0 where masked."""
+    """Log-probability of each completion token and entropy at its position, both [C, T], 0 where masked, in at least
+    float32."""
     decoder = assemble(graph, params)
     hidden = _hidden(decoder, batch, compute)
     where, shape = batch["where_M"], batch["mask_CT"].shape

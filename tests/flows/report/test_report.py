@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import matplotlib.image
-import pyarrow as pa
 import pytest
 
 from flows.graph.build import build
@@ -18,16 +17,16 @@ from flows.report.charts import PNG_LIMIT, curves_png_data
 from flows.report.formats import duration, redacted, visible
 from flows.report.measures import judged_reward, round_series
 from flows.report.page import write_report
-from flows.report.samples import chosen_samples
+from flows.report.run_view import RunView
+from flows.report.samples import chosen_samples, round_samples
 from stages.common.tables import write_rows
 from stages.store.artifacts import Store
 from stages.store.keys import digest
 from tests.browser import measure, screenshot
-from tuning.rows import CompletionRow, ScoreRow
+from tuning.rows import CompletionRow, ScoreRow, VerdictRow
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=alert(1)>\x00\x1b[31m \u202eevil"
 BEGIN = datetime.datetime(2026, 3, 1, 9, 30, tzinfo=datetime.UTC)
-VERDICTS = [("prompt_id", pa.string()), ("sample", pa.int32()), ("score", pa.float32()), ("failure", pa.string())]
 SECTIONS = ("evaluation", "curves", "training", "samples", "rollouts", "stages", "provenance")
 
 
@@ -112,12 +111,22 @@ class Maker:
 
     def completion(self, prompt, sample, text, **more):
         a, b = 17 + prompt, 5 + sample
-        row = {"prompt_id": f"p{prompt:03d}", "sample": sample, "prompt": f"{a} + 5 = ?", "answer": str(a + 5)}
+        row = {
+            "place": prompt,
+            "sample": sample,
+            "prompt_id": f"p{prompt:03d}",
+            "prompt": f"{a} + 5 = ?",
+            "answer": str(a + 5),
+        }
         row |= {"metadata": "{}", "prompt_ids": [1, 2, 3], "token_ids": [4, b], "logprobs": [-0.5, -0.1], "text": text}
-        return row | {"stop": "eos", "policy": "x", "seed": 1, "counter": prompt, "temperature": 1.0} | more
+        return row | {"stop": "eos", "policy": "x", "seed": 1, "temperature": 1.0} | more
 
     def make_rollout(self, node, out):
-        rows = [self.completion(p, s, str(22 + p + (s % 2))) for p in range(4) for s in range(4)]
+        # The last place has the prompt of the first.
+        last = {"prompt_id": "p000"}
+        rows = [
+            self.completion(p, s, str(22 + p + (s % 2)), **last if p == 3 else {}) for p in range(4) for s in range(4)
+        ]
         rows[0]["text"] = HOSTILE
         write_rows(out / "rollouts" / "part-00000-of-00001.parquet", rows, CompletionRow.schema())
         n = node.config.round
@@ -130,7 +139,7 @@ class Maker:
         for row in (self.completion(p, s, "") for p in range(4) for s in range(4)):
             right = float(row["sample"] % 2 == 0)
             rewards = {k: 0.7 if k == "model" else right for k in names}
-            rows.append({"rewards": rewards, "total": right + 0.14, "failure": None, **row})
+            rows.append({"rewards": rewards, "total": right + 0.14 + row["place"] / 1000, "failure": None, **row})
         rows = [{k: row[k] for k in ScoreRow.schema(names).names} for row in rows]
         rows[5] |= {"total": None, "failure": "exact: TimeoutError: longer than 10 s"}
         write_rows(out / "scores" / "part-00000-of-00001.parquet", rows, ScoreRow.schema(names))
@@ -153,9 +162,11 @@ class Maker:
             for s in range(4):
                 text = str(22 + p) if good else f"{p + s} is the answer <b>!</b>"
                 rows.append(self.completion(p, s, text, stop="eos" if good else "length"))
-                verdicts.append({"prompt_id": f"p{p:03d}", "sample": s, "score": float(good), "failure": None})
+                verdicts.append(
+                    {"place": p, "sample": s, "prompt_id": f"p{p:03d}", "score": float(good), "failure": None}
+                )
         write_rows(out / "rollouts" / "part-00000-of-00001.parquet", rows, CompletionRow.schema())
-        write_rows(out / "verdicts" / "part-00000.parquet", verdicts, pa.schema(VERDICTS))
+        write_rows(out / "verdicts" / "part-00000.parquet", verdicts, VerdictRow.schema())
         mean = right / 40
         found = {"score": mean, "score_low": max(0.0, mean - 0.11), "score_high": min(1.0, mean + 0.11), "problems": 40}
         more = {"samples": 4, "pass_at_4": mean, "mean_length": 4.4, "truncated": 1 - mean, "judge_failures": 0}
@@ -383,6 +394,14 @@ def test_round_series_has_gaps_where_rounds_lack_numbers(whole):
 def test_picture_of_the_curves_for_prefect(whole):
     data = curves_png_data(whole[1])
     assert data.startswith("data:image/png;base64,iVBOR") and 5_000 < len(data) < PNG_LIMIT
+
+
+def test_a_prompt_that_a_round_draws_twice_is_shown_with_the_rewards_of_each_place(whole):
+    store, record, _ = whole
+    first, _ = round_samples(RunView(store, record), [0, 7])
+    assert [(row["place"], row["sample"]) for row in first.rows] == [(p, s) for p in range(4) for s in range(2)]
+    totals = [row["total"] for row in first.rows]
+    assert totals == [pytest.approx(t) if t else None for t in (1.14, 0.14, 1.141, None, 1.142, 0.142, 1.143, 0.143)]
 
 
 def test_choices_and_texts():

@@ -1,6 +1,8 @@
 """Metrics of a stage on disk: what was written is there at once, as JSON lines and for TensorBoard."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from tensorboardX.proto.event_pb2 import Event
@@ -39,3 +41,14 @@ def test_a_project_without_wandb_is_an_error_that_says_what_to_install(tmp_path,
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     with pytest.raises(RuntimeError, match=r"pip install 'rlhf-pipeline\[wandb\]'"):
         Metrics(tmp_path, "run.sft")
+
+
+def test_torch_is_not_imported_where_it_is_installed(tmp_path):
+    code = (
+        "import pathlib, sys; from stages.contract.metrics import Metrics; "
+        f"Metrics(pathlib.Path({str(tmp_path)!r}), 'x').close(); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    import torch
+
+    assert torch.zeros(1) == 0

@@ -68,13 +68,16 @@ class Rounds:
             for sample in range(3):
                 tokens = [*rng.integers(3, 61, rng.integers(2, 6)).tolist(), 2]
                 row = dict.fromkeys(CompletionRow.schema().names) | {
+                    "place": prompt,
                     "prompt_id": str(prompt),
                     "sample": sample,
                     "seed": 0,
                 }
                 row |= {"prompt_ids": prompt_ids, "token_ids": tokens, "logprobs": logprobs(prompt_ids, tokens)}
                 rollouts.append(row | {"policy": policy.digest})
-                scores.append({"prompt_id": str(prompt), "sample": sample, "total": float(sample == prompt % 3)})
+                scores.append(
+                    {"place": prompt, "prompt_id": str(prompt), "sample": sample, "total": float(sample == prompt % 3)}
+                )
         found = {}
         for name, rows in (("rollouts", rollouts), ("scores", scores)):
             made = self.scratch(f"{name}-{policy.key}-{number}")

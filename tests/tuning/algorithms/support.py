@@ -24,12 +24,15 @@ def rollouts(params, seed):
         counters=range(6),
     )  # fmt: skip
     rows = [
-        CompletionRow(prompt_id=str(p), sample=s, prompt_ids=PROMPTS[p], token_ids=c.tokens, logprobs=c.logps)
+        CompletionRow(place=p, prompt_id=str(p), sample=s, prompt_ids=PROMPTS[p], token_ids=c.tokens, logprobs=c.logps)
         for p, completions in enumerate(found)
         for s, c in enumerate(completions)
     ]
     totals = [sum(t % 2 == 0 for t in r.token_ids) / len(r.token_ids) for r in rows]
-    scores = [ScoreRow(prompt_id=r.prompt_id, sample=r.sample, total=t) for r, t in zip(rows, totals, strict=True)]
+    scores = [
+        ScoreRow(place=r.place, sample=r.sample, prompt_id=r.prompt_id, total=t)
+        for r, t in zip(rows, totals, strict=True)
+    ]
     return rows, scores
 
 

@@ -149,7 +149,7 @@ def test_quantiles_of_the_ratio_come_from_counts_that_add_up():
 def test_coefficients_follow_their_targets():
     config = settings("grpo", kl_target=0.1, kl_horizon=100.0, entropy_target=1.0, entropy_step=0.25)
     objective = config.objective
-    high = Coefficients().next(objective, config, {"kl": 1.0, "entropy": 0.5, "completions": 10})
+    high = Coefficients().next(objective, config, {"kl": 1.0, "entropy": 0.5, "completions": 20, "kept": 0.5})
     assert (high.kl_scale, high.entropy_coef) == (pytest.approx(1.02), 0.25)
     low = high.next(objective, config, {"kl": 0.0, "entropy": 2.0, "completions": 10})
     assert low.kl_scale < high.kl_scale and low.entropy_coef == 0.0

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
@@ -56,6 +57,34 @@ def test_a_round_without_any_signal_changes_nothing():
     data = RoundData.from_rows(rows, [dataclasses.replace(s, total=1.0) for s in scores])
     result = run_round(data, config, CONFIG, Learner.start(params, config.optimizer))
     assert result.metrics["steps"] == 0 and result.policy.params is params
+
+
+def test_a_round_that_ties_on_the_task_trains_on_its_kl():
+    rows, scores = rollouts(PARAMS, 0)
+    config = settings("rloo", prompts_per_step=6)
+    data = RoundData.from_rows(rows, [dataclasses.replace(s, total=1.0) for s in scores])
+
+    def metrics(reference):
+        return run_round(
+            data, config, CONFIG, Learner.start(copy(PARAMS), config.optimizer), reference=reference
+        ).metrics
+
+    moved = jax.tree.map(lambda x: 1.1 * x, PARAMS)
+    assert metrics(PARAMS)["steps"] == 0
+    assert metrics(moved)["steps"] == 1 and metrics(moved)["advantage_spread"] > 0
+
+
+def test_a_step_that_is_skipped_adapts_nothing():
+    rows, scores = rollouts(PARAMS, 0)
+    config = settings(kl_coef=0.1, kl_target=0.01, prompts_per_step=6)
+    nowhere = jax.tree.map(lambda x: np.nan * x, PARAMS)
+    start = Learner.start(copy(PARAMS), config.optimizer)
+    result = run_round(RoundData.from_rows(rows, scores), config, CONFIG, start, reference=nowhere)
+    assert result.metrics["skipped"] == result.metrics["steps"] == 1
+    assert result.coefficients.kl_scale == 1.0
+    assert all(np.isfinite(v) for v in result.metrics.values() if isinstance(v, float))
+    for now, before in zip(jax.tree.leaves(result.policy.params), jax.tree.leaves(PARAMS), strict=True):
+        np.testing.assert_array_equal(now, before)
 
 
 @pytest.mark.parametrize("epochs", [1, 2])

@@ -11,6 +11,7 @@ from flax import nnx
 
 from tuning.models.config import DecoderConfig
 from tuning.models.decoder import abstract_decoder
+from tuning.precision import without_float64
 from tuning.rollout.engine.decoders import Graph, lay_out
 
 
@@ -26,8 +27,9 @@ class Ahead:
         JAX keeps the compiled program for the later call.
         """
         if key not in self._threads:
+            compiled = without_float64(lambda: lowered().compile())
             # A daemon: the process may exit in the middle of a compilation.
-            thread = threading.Thread(target=lambda: lowered().compile(), name="compile", daemon=True)
+            thread = threading.Thread(target=compiled, name="compile", daemon=True)
             self._threads[key] = thread
             thread.start()
 

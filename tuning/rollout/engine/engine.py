@@ -37,6 +37,7 @@ from jax.sharding import Mesh
 
 from tuning.models.config import DecoderConfig
 from tuning.models.decoder import decoder_graph
+from tuning.precision import in_real, without_float64
 from tuning.rollout.engine import programs
 from tuning.rollout.engine.ahead import Ahead, abstract_weights
 from tuning.rollout.engine.cache import KV
@@ -66,10 +67,11 @@ class Engine:
         top: int = 0,
         mesh: Mesh | None = None,
     ):
-        """`dtype` is the type of computation, `kv_cache_dtype` that of keys and values (auto: `dtype`). The `top` most
-        probable tokens are recorded at each token. `mesh`: where weights and caches go, None for one device."""
-        self.config = config
-        self._dtype, self._quantization, self._top, self._mesh = dtype, quantization, top, mesh
+        """`dtype` is the type of computation (float64 samples in float32), `kv_cache_dtype` that of keys and values
+        (auto: `dtype`). The `top` most probable tokens are recorded at each token. `mesh`: where weights and caches
+        go, None for one device."""
+        dtype = "float32" if dtype == "float64" else dtype
+        self.config, self._dtype, self._quantization, self._top, self._mesh = config, dtype, quantization, top, mesh
         self._kv = cast(KV, dtype if kv_cache_dtype == "auto" else kv_cache_dtype)
         self._limits = limits or Limits()
         self._graph = decoder_graph(config)
@@ -94,13 +96,15 @@ class Engine:
             # Compiling the C sources takes seconds: it overlaps with the loading of weights.
             threading.Thread(target=lambda: self._kernels, name="build", daemon=True).start()
 
+    @without_float64
     def load(self, params: nnx.State) -> None:
         """Samples from these parameters from now on; runs in progress go on with them. Compiles nothing new."""
         # Dropped before the new weights are laid out: memory need not hold both.
         self._decoding = None
-        graph, state = lay_out(self._graph, params, **self._layout_options)
+        graph, state = lay_out(self._graph, in_real(params), **self._layout_options)
         self._use_weights(graph, put_weights(state, self._mesh))
 
+    @without_float64
     def load_laid_out(self, fill: Callable[[nnx.State], nnx.State]) -> None:
         """As `load`, with the state of a `DecodingDecoder` that `fill` returns for its shapes."""
         self._decoding = None
@@ -120,6 +124,7 @@ class Engine:
         """Whether `load_laid_out` is possible: the weights are not quantised, and on one device."""
         return self._mesh is None and self._quantization == "none"
 
+    @without_float64
     def prepare(self, requests: Sequence[Request]) -> None:
         """Starts to compile, in threads, the programs that requests like these use first, while weights are read.
 
@@ -167,6 +172,7 @@ class Engine:
         """Bytes that a step reads of the weights."""
         return sum(x.nbytes for x in jax.tree.leaves(self._decoding))
 
+    @without_float64
     def submit(self, request: Request, keys: np.ndarray | None = None) -> int:
         """Queues a request and returns its number; `keys` [samples, 2] are its samples' key data, if already computed.
 
@@ -183,6 +189,7 @@ class Engine:
         """Ends a request in the next step; the tokens so far become a completion with stop `cancelled`."""
         self._cancelled.add(number)
 
+    @without_float64
     def step(self) -> list[Update]:
         """Seats waiting runs, prefills and decodes some tokens; returns one update for each sample that moved on."""
         if self._decoding is None:

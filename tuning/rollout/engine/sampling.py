@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tuning.precision import without_float64
 from tuning.rollout.engine.arrays import Array
 from tuning.rollout.requests import Request
 
@@ -32,6 +33,7 @@ class Controls(NamedTuple, Generic[Array]):
     repetition_penalty_R: Array
 
 
+@without_float64
 def completion_keys(seed: int, prompt_counters: Sequence[int], samples: int) -> np.ndarray:
     """Key data [P * samples, 2] of fold_in(fold_in(key(seed), prompt), sample).
 

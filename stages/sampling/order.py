@@ -1,0 +1,45 @@
+"""Which prompts rounds and refills draw: passes over shuffled orders, in each of which every prompt is once (R22).
+
+The seed of an order belongs to the run, not to the round: rounds are stretches of one endless sequence. Position p of
+it is in pass p // total, and each pass is shuffled by itself. A round over the end of a pass, or of more prompts than
+there are, may hold a prompt twice, which is then two groups (R21).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator
+
+from stages.store.keys import derive_seed
+
+
+def positions(total: int, start: int, seed: int) -> Iterator[int]:
+    """Numbers of prompts, each below `total`, from position `start` of the endless sequence of passes on."""
+    import grain.python as grain
+
+    first, skipped = divmod(start, total)
+    for lap in itertools.count(first):
+        # Each pass has an order of its own; the seed stays in 31 bits.
+        order = grain.MapDataset.range(total).shuffle(seed=(seed + lap) % 2**31)
+        for place in range(skipped if lap == first else 0, total):
+            yield int(order[place])
+
+
+def prompts_of_round(count: int, total: int, round_number: int, seed: int) -> list[int]:
+    """Which of `total` prompts round `round_number` draws: after any round, counts of prompts differ by at most one."""
+    return list(itertools.islice(positions(total, round_number * count, seed), count))
+
+
+def prompts_of_refill(count: int, total: int, start: int, seed: int, used: Collection[int]) -> list[int]:
+    """`count` prompts, or as many as there are, that are not among those `used` in the round.
+
+    Refills have an order of their own, which they walk from position `start`: in that of the rounds, the next prompts
+    are those that the next round draws anyway, and what a round draws must not depend on what was missing before it.
+    """
+    taken: dict[int, None] = {}
+    for number in positions(total, start, derive_seed(seed, "refills")):
+        if len(taken) == count or len(taken) + len(set(used)) == total:
+            break
+        if number not in used:
+            taken.setdefault(number)
+    return list(taken)

@@ -1,0 +1,147 @@
+"""A round of more prompts than there are: places tell its completions apart from the rollout to the update (R21)."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from stages import base as base_model
+from stages import greedy, rollout, score
+from stages.common.compilation import configure_jax
+from stages.sampling.groups import chosen_groups, read_scored
+from tests.stages.training.support import Folder, data, ids, perform
+from tuning.algorithms.round_data import RoundData
+from tuning.rows import CompletionRow, RefusedRow, ScoreRow, names_of, read_table
+
+PROMPTS, COMPLETIONS = 8, 2
+QUESTIONS = ["1+1=", "some words?", "2*3=", "far too long " * 500]
+# Two passes over the four prompts, in each of which the last is refused.
+PLACES = [0, 2, 3, 4, 5, 6]
+
+
+def value(prompts, completions, **_):
+    """A number of its own for each text."""
+    return [sum((i + 1) * ord(c) for i, c in enumerate(text)) / 1000 for text in completions]
+
+
+def rows(folder: Folder, part, kind):
+    return read_table(sorted(folder.local(part).glob("*.parquet")), kind)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """A random base model and four prompts."""
+    configure_jax()
+    folder, memory = tmp_path_factory.mktemp("round"), {}
+    _, base = perform(base_model, base_model.Config(source="random:tiny"), folder / "base", memory)
+    table = [
+        {"id": f"p{i}", "prompt_ids": ids(text, end=False), "prompt": text, "answer": str(i), "metadata": "{}"}
+        for i, text in enumerate(QUESTIONS)
+    ]
+    return {"folder": folder, "memory": memory, "base": base, "prompts": data(folder / "data", prompts=table)}
+
+
+@pytest.fixture(scope="module")
+def made(inputs):
+    """The rollouts and scores of one round."""
+    folder, memory = inputs["folder"], inputs["memory"]
+    policy = {"policy": inputs["base"], "tokenizer": inputs["base"]}
+    config = rollout.Config(prompts=PROMPTS, completions=COMPLETIONS, max_tokens=4, shard_prompts=2)
+    found = {}
+    found["metrics"], found["rollouts"] = perform(
+        rollout, config, folder / "rollout", memory, data=inputs["prompts"], **policy
+    )
+    rewards = score.Config(rewards={"v": score.Reward(function=f"{__name__}:value")}, shard_completions=4, workers=1)
+    _, found["scores"] = perform(score, rewards, folder / "score", memory, rollouts=found["rollouts"])
+    return found
+
+
+def test_places_number_the_prompts_of_the_round(made):
+    table = rows(made["rollouts"], "rollouts", CompletionRow)
+    assert names_of(table) == [(place, sample) for place in PLACES for sample in range(COMPLETIONS)]
+    # Each of three is there twice, with other completions.
+    assert Counter(row.prompt_id for row in table) == {f"p{i}": 2 * COMPLETIONS for i in range(3)}
+    assert len({tuple(row.token_ids) for row in table}) == len(table)
+
+
+def test_refused_prompts_have_places_and_reasons_and_the_counts_add_up(made):
+    table, refused = rows(made["rollouts"], "rollouts", CompletionRow), rows(made["rollouts"], "refused", RefusedRow)
+    tokens = len(ids(QUESTIONS[3], end=False))
+    reason = rf"{tokens} tokens and 4 new ones exceed the model's \d+ positions"
+    assert sorted([row.place for row in refused] + PLACES) == list(range(PROMPTS))
+    assert {row.prompt_id for row in refused} == {"p3"}
+    assert all(re.fullmatch(reason, row.reason) for row in refused)
+    # Sampled are the prompts that were not refused, each completion with one score.
+    assert made["metrics"]["refused_prompts"] == len(refused) == 2
+    assert made["metrics"]["completions"] == len(table) == (PROMPTS - len(refused)) * COMPLETIONS
+    assert Counter(names_of(rows(made["scores"], "scores", ScoreRow))) == Counter(names_of(table))
+
+
+def test_a_round_whose_prompts_are_all_refused_says_so(inputs, tmp_path):
+    table = pq.read_table(inputs["prompts"].local("prompts/a.parquet")).slice(3)
+    (tmp_path / "data" / "prompts").mkdir(parents=True)
+    pq.write_table(table, tmp_path / "data" / "prompts" / "a.parquet")
+    given = {"policy": inputs["base"], "tokenizer": inputs["base"], "data": Folder(tmp_path / "data", "long")}
+    with pytest.raises(ValueError, match="every prompt of the round is too long, as p3"):
+        perform(rollout, rollout.Config(max_tokens=4), tmp_path / "rollout", inputs["memory"], **given)
+
+
+def test_each_completion_has_its_own_reward(made):
+    table, scores = rows(made["rollouts"], "rollouts", CompletionRow), rows(made["scores"], "scores", ScoreRow)
+    assert names_of(scores) == names_of(table)
+    assert [s.total for s in scores] == pytest.approx(value(None, [r.text for r in table]), rel=1e-6)
+    assert len({s.total for s in scores}) == len(scores)
+
+
+def test_a_journal_that_a_kill_has_left_gives_the_same_scores(made, inputs):
+    source = inputs["folder"] / "score"
+    again = inputs["folder"] / "again"
+    (again / "work").mkdir(parents=True)
+    lines = (source / "work" / "journal-v.jsonl").read_text().splitlines(keepends=True)
+    assert len(lines) == len(PLACES) * COMPLETIONS
+    # The kill came while the seventh line was written, before the second shard.
+    (again / "work" / "journal-v.jsonl").write_text("".join(lines[:6]) + lines[6][:5])
+    config = score.Config(rewards={"v": score.Reward(function=f"{__name__}:value")}, shard_completions=4, workers=1)
+    _, scores = perform(score, config, again, inputs["memory"], rollouts=made["rollouts"])
+    assert rows(scores, "scores", ScoreRow) == rows(made["scores"], "scores", ScoreRow)
+
+
+def test_groups_and_baselines_are_those_of_places(made):
+    scored = read_scored({"rollouts": made["rollouts"], "scores": made["scores"]})
+    assert scored.prompts == len(PLACES)
+    asked = greedy.prompts_by_place(scored.rollouts)
+    assert [(place, prompt.id) for place, prompt in asked] == list(
+        dict.fromkeys((row.place, row.prompt_id) for row in scored.rollouts)
+    )
+    best = [ScoreRow(place=place, prompt_id=prompt.id, total=10.0 + place) for place, prompt in asked][::-1]
+    found = RoundData.from_rows(scored.rollouts, scored.scores, best)
+    assert found.groups_N.tolist() == [group for group in range(len(PLACES)) for _ in range(COMPLETIONS)]
+    assert found.greedy_N.tolist() == [10 + row.place for row in scored.rollouts]
+    taken, about = chosen_groups(scored, "stop")
+    assert taken == scored
+    assert about == {"prompts_sampled": len(PLACES), "prompts_without_signal": 0, "prompts_to_spare": 0}
+
+
+def test_tables_of_other_completions_are_refused(made, inputs):
+    """Scores that name another place, and a completion that is there twice."""
+    table = rows(made["rollouts"], "rollouts", CompletionRow)
+    scores = rows(made["scores"], "scores", ScoreRow)
+    with pytest.raises(ValueError, match="the same completions"):
+        RoundData.from_rows(table, scores[::-1])
+    with pytest.raises(ValueError, match="each once"):
+        RoundData.from_rows(table + table[:1], scores + scores[:1])
+    wrong = inputs["folder"] / "wrong"
+    (wrong / "scores").mkdir(parents=True)
+    columns = pq.read_table(made["scores"].local("scores/part-00000.parquet"))
+    moved = columns.set_column(0, "place", pa.array([p + 1 for p in columns["place"].to_pylist()], pa.int64()))
+    pq.write_table(moved, wrong / "scores" / "a.parquet")
+    given = {"rollouts": made["rollouts"], "scores": Folder(wrong, "wrong")}
+    with pytest.raises(RuntimeError, match="do not list the same completions"):
+        read_scored(given)
+    twice = {"refill_1": made["rollouts"], "refill_1_scores": made["scores"]}
+    with pytest.raises(RuntimeError, match="one place and sample"):
+        read_scored({"rollouts": made["rollouts"], "scores": made["scores"], **twice})

@@ -1,0 +1,111 @@
+"""Statistics are of what is trained on: whatever leaves the loss leaves them, and what stays has its whole reward."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from tuning.algorithms import ppo, selection
+from tuning.algorithms.algorithm import find
+from tuning.algorithms.registry import ALGORITHMS
+from tuning.algorithms.round_data import RoundData
+from tuning.algorithms.settings import CriticSettings, RoundSettings
+
+GROUPS = np.repeat(np.arange(5), 4)
+N = len(GROUPS)
+# Two of the first group, the best of the second, all of the third but one, the fourth whole; none of the last.
+CUT = np.isin(np.arange(N), [0, 2, 5, 8, 9, 10, 12, 13, 14, 15])
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def settings(name, **more):
+    return RoundSettings.of(name, **({"constant": 8.0} if name == "dr-grpo" else {}) | more)
+
+
+@pytest.fixture(scope="module")
+def rows():
+    rng = np.random.default_rng(0)
+    completions = [rng.integers(0, 9, n).tolist() for n in rng.integers(1, 7, N)]
+    totals = rng.integers(0, 4, N).astype(np.float32)
+    totals[5], totals[4], totals[6] = 9.0, 1.0, 2.0
+    mu = [[-1.0] * len(c) for c in completions]
+    everywhere = np.ones(N, bool)
+    return RoundData([[int(g)] for g in GROUPS], completions, mu, GROUPS, totals, everywhere, CUT, 0.1 * GROUPS)
+
+
+def only(data, keep):
+    kept = np.flatnonzero(keep)
+    values = {f.name: getattr(data, f.name) for f in dataclasses.fields(data)}
+    return RoundData(**{k: v[kept] if isinstance(v, np.ndarray) else [v[i] for i in kept] for k, v in values.items()})
+
+
+def taken(data, config):
+    """(which are trained on, advantages [N, T], groups of the steps as tokens) with a KL that differs by completion."""
+    algorithm, found = find(config.objective), selection.scored(data, config)
+    lengths = np.asarray([len(c) for c in data.completions])
+    penalty = 0.01 * lengths[:, None] * found.mask_NT if config.kl_in_reward else 0.0 * found.mask_NT
+    found = dataclasses.replace(found, penalty_NT=penalty)
+    keep = selection.trained(data, found, algorithm, config)
+    if config.needs_critic:
+        values = 0.3 * found.mask_NT * lengths[:, None]
+        judged = ppo.Judged(values, 0.0 * lengths, data.truncated_N)
+        advantages = ppo.token_advantages(found, judged, CriticSettings(lam=0.9))[0]
+    else:
+        advantages = np.asarray(algorithm.advantages(found))
+    advantages = advantages if advantages.ndim == 2 else advantages[:, None] * found.mask_NT
+    steps = [(g.prompt, g.completions) for step in data.steps(keep, 2) for g in step]
+    return keep, advantages, steps
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_masked_completion_might_as_well_not_be_there(name, rows):
+    keep, advantages, steps = taken(rows, settings(name, truncated="mask"))
+    alone_keep, alone_advantages, alone_steps = taken(only(rows, ~CUT), settings(name))
+    assert not (keep & CUT).any() and keep.any()
+    assert (keep[~CUT] == alone_keep).all() and steps == alone_steps
+    width = alone_advantages.shape[1]
+    np.testing.assert_allclose(advantages[keep, :width], alone_advantages[alone_keep], rtol=1e-9)
+    if find(settings(name).objective).paired:
+        assert all(len(completions) == 2 for _, completions in steps)
+
+
+def test_out_of_the_loss_alone_a_reward_counts_in_the_baseline(rows):
+    keep, advantages, _ = taken(rows, settings("dr-grpo", truncated="mask-loss"))
+    _, whole, _ = taken(rows, settings("dr-grpo"))
+    assert keep.any() and not (keep & CUT).any()
+    np.testing.assert_array_equal(advantages[keep], whole[keep])
+    assert (
+        np.abs(advantages[keep][:, 0] - taken(rows, settings("dr-grpo", truncated="mask"))[1][keep][:, 0]).max() > 0.1
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "stays"),
+    [
+        ({"kl_coef": 0.0}, False),
+        ({"kl_coef": 0.1}, True),
+        ({"kl_coef": 0.1, "tied_groups": "drop"}, False),
+        ({"kl_coef": 0.0, "entropy_coef": 0.1}, True),
+        ({"kl_coef": 0.0, "entropy_target": 0.1}, True),
+    ],
+)
+def test_tied_groups_stay_for_what_regularises(changes, stays, rows):
+    tied = dataclasses.replace(rows, totals_N=np.where(GROUPS == 4, 1.0, rows.totals_N))
+    assert taken(tied, settings("grpo", **changes))[0][GROUPS == 4].all() == stays
+    assert not taken(tied, settings("dapo"))[0][GROUPS == 4].any()
+
+
+def test_groups_that_tie_on_the_task_differ_by_their_kl(rows):
+    solved = dataclasses.replace(rows, totals_N=np.ones(N, np.float32))
+    lengths = np.asarray([len(c) for c in rows.completions])
+    keep, advantages, _ = taken(solved, settings("rloo"))
+    differ = np.asarray([len(set(lengths[g == GROUPS])) > 1 for g in GROUPS])
+    assert (keep == differ).all() and differ.any()
+    assert (np.abs(advantages[keep][:, 0]) > 0).any()
+    assert not taken(solved, settings("rloo", kl_in_reward=0.0))[0].any()

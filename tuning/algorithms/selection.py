@@ -1,0 +1,51 @@
+"""Which completions of a round count, and which of those are trained on.
+
+    failed reward, `truncated: mask`         leaves everything: baselines, whitening, coefficients, loss
+    `truncated: mask-loss`                   leaves the loss; its reward counts in the baseline of its group
+    group of equal rewards                   no advantage; `tied_groups` says whether it stays for KL and entropy
+
+Axes: N completions of the round, T completion tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tuning.algorithms.algorithm import Algorithm, Scored, informative
+from tuning.algorithms.round_data import RoundData
+from tuning.algorithms.settings import RoundSettings
+from tuning.precision import real
+
+
+def scored(data: RoundData, settings: RoundSettings) -> Scored:
+    """The round as an algorithm sees it, without a KL in the reward so far."""
+    valid_N = data.valid_N & ~data.truncated_N if settings.truncated == "mask" else data.valid_N
+    # 0 for NaN: 0 x NaN, as masks would compute it, is NaN.
+    totals_N = np.where(valid_N, data.totals_N, 0.0).astype(real())
+    mask_NT = (data.mask_NT & _in_loss(data, valid_N, settings)[:, None]).astype(real())
+    return Scored(totals_N, data.groups_N, valid_N, mask_NT, np.zeros(mask_NT.shape, real()), data.greedy_N)
+
+
+def candidates(data: RoundData, found: Scored, algorithm: Algorithm, settings: RoundSettings) -> np.ndarray:
+    """Completions that may be trained on before the KL in the reward is known, [N] bool."""
+    if settings.kl_in_reward > 0 and algorithm.keep is None:
+        # Rewards that tie now may differ by their KL, which takes a forward pass.
+        return _in_loss(data, found.valid_N, settings)
+    return trained(data, found, algorithm, settings)
+
+
+def trained(data: RoundData, found: Scored, algorithm: Algorithm, settings: RoundSettings) -> np.ndarray:
+    """Completions in the loss, [N] bool, by their whole rewards (R9, R24)."""
+    regularised = settings.kl_coef > 0 or settings.entropy_coef > 0 or settings.entropy_target is not None
+    if algorithm.keep is None and regularised and settings.tied_groups == "regularise":
+        return _in_loss(data, found.valid_N, settings)
+    return _in_loss(data, with_signal(found, algorithm), settings)
+
+
+def with_signal(found: Scored, algorithm: Algorithm) -> np.ndarray:
+    """Completions with an advantage, [N] bool: those of the algorithm's own rule, else informative ones."""
+    return informative(found) if algorithm.keep is None else algorithm.keep(found)
+
+
+def _in_loss(data: RoundData, keep_N: np.ndarray, settings: RoundSettings) -> np.ndarray:
+    return keep_N if settings.truncated == "keep" else keep_N & ~data.truncated_N

@@ -1,0 +1,98 @@
+"""The types and the exactness of a process's arithmetic: what a compute dtype asks of JAX beside the activations.
+
+dtype       weights, moments, sums     products of float32 arrays
+auto        float32                    as the device has it by default, unless it computes in float32
+bfloat16    float32                    as the device has it by default
+float32     float32                    exact: accelerators by default round their inputs to TF32 or bfloat16
+float64     float64                    exact; on CPU alone, for checks
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def real() -> np.dtype[Any]:
+    """Type of weights, moments and sums: float64 where JAX computes in it (`jax_enable_x64`), else float32."""
+    return np.dtype(jax.dtypes.canonicalize_dtype(np.float64))
+
+
+def resolved(dtype: str) -> str:
+    """The type that `auto` stands for on this device; other names stay.
+
+    Raises ValueError for float64 on an accelerator.
+    """
+    on_cpu = jax.default_backend() == "cpu"
+    if dtype == "auto":
+        # XLA's matrix product on CPU is faster in float32 than in bfloat16; accelerators are built for bfloat16.
+        return "float32" if on_cpu else "bfloat16"
+    if dtype == "float64" and not on_cpu:
+        raise ValueError(
+            f"compute.dtype float64 is for checks on a CPU, and this is a {jax.default_backend()}: use float32 here, "
+            "or set JAX_PLATFORMS=cpu"
+        )
+    return dtype
+
+
+def use(dtype: str) -> None:
+    """Sets JAX up for a compute dtype, before it makes arrays of it; call again to change it.
+
+    A float32 that is asked for is float32 in every product: by default an A100's or H100's products keep 10 bits, and
+    a TPU's 8.
+    """
+    kind = resolved(dtype)
+    jax.config.update("jax_enable_x64", kind == "float64")
+    jax.config.update("jax_default_matmul_precision", None if kind == "bfloat16" else "highest")
+
+
+@contextlib.contextmanager
+def using(dtype: str) -> Iterator[None]:
+    """`use` within a block; afterwards JAX is as it was."""
+    # Set for the process, not by JAX's own context managers: those reach this thread alone, and readers have others.
+    names = ("jax_enable_x64", "jax_default_matmul_precision")
+    before = {name: getattr(jax.config, name) for name in names}
+    use(dtype)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
+def without_float64(function: Callable[P, R]) -> Callable[P, R]:
+    """The function in float32 also where this process computes in float64: what samples has no use for more.
+
+    It holds for the calling thread alone.
+    """
+
+    @functools.wraps(function)
+    def narrow(*args: P.args, **kwargs: P.kwargs) -> R:
+        with jax.enable_x64(False):
+            return function(*args, **kwargs)
+
+    return narrow
+
+
+def in_real(tree: Any) -> Any:
+    """The tree with its floating-point arrays in the type of `real`; arrays that have it are not copied."""
+    kind = real()
+
+    def one(x: Any) -> Any:
+        other = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating) and x.dtype in _REALS and x.dtype != kind
+        # By NumPy: JAX without `jax_enable_x64` has no operation on a float64 array.
+        return jnp.asarray(np.asarray(x), kind) if other else x
+
+    return jax.tree.map(one, tree)
+
+
+_REALS = (np.dtype("float32"), np.dtype("float64"))
