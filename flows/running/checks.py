@@ -13,6 +13,7 @@ from flows.graph.build import Node, build, taken_artifact
 from flows.recipe.model import Recipe, RecipeError
 from stages.contract import signatures
 from stages.contract.registry import stage
+from stages.contract.sources import built_in_parameters, is_own_source
 from stages.score import MODEL
 from stages.store.artifacts import ArtifactError, Store
 
@@ -70,15 +71,14 @@ def _rewards(recipe: Recipe) -> Iterator[tuple[str, str, Collection[str]]]:
 
 
 def _check_reward(where: str, function: str, arguments: Collection[str]) -> None:
-    from tuning.rewards.functions import BUILT_IN
-
-    parameters = signatures.of_callable(BUILT_IN[function]) if function in BUILT_IN else None
-    place = f"{where}.arguments" if where.startswith("rl.") else where
+    in_rl = where.startswith("rl.")
+    place = f"{where}.arguments" if in_rl else where
+    parameters = built_in_parameters(function)
     if parameters is not None:
         # Of a function of one's own a parameter may be a column of the data.
         signatures.check_required(parameters, arguments, place, function, REWARD_COLUMNS)
     else:
-        parameters = signatures.of_name(function, f"{where}.function" if where.startswith("rl.") else where)
+        parameters = signatures.of_name(function, f"{where}.function" if in_rl else where)
     if parameters is not None:
         signatures.check_arguments(parameters, arguments, place, function, REWARD_COLUMNS)
 
@@ -101,10 +101,8 @@ def _check_algorithm(recipe: Recipe) -> None:
 
 def _sources(recipe: Recipe) -> Iterator[tuple[str, str, Collection[str]]]:
     """(place in the recipe, function, names of its arguments) of every data source that is a function of one's own."""
-    from tuning.data import files, tasks
-
     for source in recipe.data.all_sources():
-        if ":" in source.source and not files.is_files(source.source) and source.source not in tasks.BUILTIN:
+        if is_own_source(source.source):
             yield "data.source", source.source, source.source_args
 
 

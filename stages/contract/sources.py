@@ -7,6 +7,7 @@ import hashlib
 import json
 from pathlib import Path
 
+from stages.contract import signatures
 from stages.contract.fingerprint import OWN, find_spec, library_versions, reached
 
 
@@ -27,6 +28,20 @@ def function_digests(name: str, where: str) -> dict[str, str]:
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(BUILT_IN)}, or module:function"
         raise ValueError(f"{where}: no reward function {name!r}; {hint}")
     return user_digests(name, where)
+
+
+def built_in_parameters(name: str) -> signatures.Parameters | None:
+    """The parameters of a built-in reward function; None for a name that is none."""
+    from tuning.rewards.functions import BUILT_IN
+
+    return signatures.of_callable(BUILT_IN[name]) if name in BUILT_IN else None
+
+
+def is_own_source(name: str) -> bool:
+    """Whether a data source is the user's `module:function`."""
+    from tuning.data import files, tasks
+
+    return ":" in name and name not in tasks.BUILTIN and not files.is_files(name)
 
 
 def user_digests(name: str, where: str) -> dict[str, str]:
