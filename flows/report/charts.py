@@ -163,9 +163,9 @@ def round_charts(series: Series) -> list[Chart]:
     charts = []
     for m in (*MEASURES[:2], *rewards, *MEASURES[2:]):
         if any(v is not None for v in series[m.key]):
-            values = {m.key: series[m.key]}
+            line = {m.key: series[m.key]}
             first = m.key in MAIN
-            charts.append(Chart(m.title, m.unit, m.note, rounds, values, share=m.share, least=m.least, main=first))
+            charts.append(Chart(m.title, m.unit, m.note, rounds, line, share=m.share, least=m.least, main=first))
     for name, (parts, title, unit, note) in STACKS.items():
         stack = {part: series[f"{name}_{part}"] for part in parts}
         if any(v is not None for values in stack.values() for v in values):

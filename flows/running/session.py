@@ -17,7 +17,7 @@ from flows.running.naming import before, free_name
 from stages.contract.kept import keep
 from stages.store.artifacts import Artifact, Store
 from stages.store.leases import lease, this_process
-from stages.worker.client import Worker, WorkerDied
+from stages.worker.client import StageFailed, Worker, WorkerDied
 from stages.worker.protocol import Log, Progress, Report, Request
 
 
@@ -134,6 +134,8 @@ class Session:
         except BaseException as e:
             entry |= {"state": "failed", "error": f"{type(e).__name__}: {e}"}
             self.save()
+            if isinstance(e, StageFailed):
+                raise StageFailed(f"{node.name}: {e}") from e
             raise
         keep(self.store, parts)
         return Artifact(self.store, manifest)

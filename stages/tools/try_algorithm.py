@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
-from pathlib import Path
 
+from stages.contract.place import place_of
 from tuning.algorithms.settings import Objective
 
 PROMPTS, TOKENS = 2, 3
@@ -43,7 +42,7 @@ def fault(objective: Objective, completions: int) -> str | None:
         # Shapes alone: nothing is compiled.
         losses, sums = jax.eval_shape(lambda *arrays: algorithm.surrogate(Terms(*arrays)), *[jnp.ones((n, TOKENS))] * 5)
     except Exception as e:
-        return f"{_place(e)}{type(e).__name__}: {e}"
+        return f"{place_of(e)}{type(e).__name__}: {e}"
     if losses.shape != (n, TOKENS):
         return f"the surrogate's loss has the shape {losses.shape}: expected one of each token, {(n, TOKENS)}"
     if missing := NEEDED - sums.keys():
@@ -52,16 +51,6 @@ def fault(objective: Objective, completions: int) -> str | None:
             "`tuning.losses.policy`, as `tuning/algorithms/gpg.py` does"
         )
     return None
-
-
-def _place(error: Exception) -> str:
-    """File and line of the user's code in which an error came up; empty where it is in none."""
-    project = Path(__file__).parents[2]
-    rooms = [str(project / name) + os.sep for name in ("stages", "tuning", "flows")]
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if "site-packages" not in frame.filename and not frame.filename.startswith((*rooms, sys.prefix, "<")):
-            return f"{Path(frame.filename).name}, line {frame.lineno}: "
-    return ""
 
 
 def main() -> None:

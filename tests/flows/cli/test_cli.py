@@ -151,7 +151,7 @@ def test_a_stage_that_fails_ends_with_status_1_and_what_was_done_is_kept(rlhf, s
     sets = ["--set", f"store={store}", "--set", "reward.optimizer.learning_rate=1e30", "--set", "rl=null"]
     sets += ["--set", "reward.optimizer.clip_norm=1e30"]
     done = rlhf("run", "smoke", "--no-prefect", "--name", "fails", *sets, code=1)
-    assert "failed: NonFinite" in done.stderr
+    assert "failed: reward: NonFinite" in done.stderr
     assert "traceback in" in done.stderr
     assert "the same command goes on from there" in done.stderr
     failed = record(store, "fails")
