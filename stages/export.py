@@ -58,7 +58,7 @@ def run(ctx: Context) -> dict[str, Any]:
     for stray in ctx.out.glob(".*.part"):
         shutil.rmtree(stray, ignore_errors=True)
     size = sum(file.stat().st_size for file in ctx.out.glob("*.safetensors"))
-    ctx.log(f"exported {ctx.config.name}: {size / 1e6:.0f} MB of safetensors")
+    ctx.log(f"exported {ctx.config.name}: {_size({'bytes': size})} of safetensors")
     return {"bytes": size, "fingerprint": huggingface.fingerprint(params)}
 
 
