@@ -13,12 +13,11 @@ from pydantic import Field, model_validator
 from stages.common.models import (
     limits_of,
     load_policy,
-    load_rounded,
     load_tokenizer,
     save_model,
     stop_ids,
 )
-from stages.common.settings import Fitted, Fraction, Optimizer, refuse_unused, stored_as
+from stages.common.settings import Fitted, Fraction, Optimizer, refuse_unused
 from stages.contract.definition import Context, Reads, Stage
 from stages.training.adapters import fit
 from stages.training.examples import train_and_heldout
@@ -88,13 +87,13 @@ def run(ctx: Context) -> dict[str, Any]:
     device = choose(config.compute.dtype)
     budget = config.compute.tokens_per_micro_batch or device.row_tokens_per_step
 
-    def measure(params: Any) -> float:
+    def measure(params: Any) -> dict[str, float]:
         """Mean divergence of a held-out token."""
         forward = summed_divergence(model, teacher_model, config.weight, config.temperature, device.compute)
         divergences = per_completion(lambda batch: forward(params, teacher, batch), held_groups, budget)
         # Without masks all tokens of the completion count.
         masks = [g.masks[0] if g.masks else [1] * len(g.completions[0]) for g in held_groups]
-        return float(divergences.sum() / sum(map(sum, masks)))
+        return {"divergence": float(divergences.sum() / sum(map(sum, masks)))}
 
     graphs = decoder_graph(model), decoder_graph(teacher_model)
     sizes: dict[str, Any] = {}
@@ -109,14 +108,12 @@ def run(ctx: Context) -> dict[str, Any]:
         # The forward pass of the teacher.
         flops=lambda groups: forward_flops(teacher_model, groups),
         sample=_sampler(ctx, model, device) if config.on_policy > 0 else None,
+        measure=measure if held else None,
         **sizes,
     )
-    rounded = load_rounded(ctx, ctx.inputs["policy"], stored_as(config.lora))[1] if held else None
-    heldout = {"heldout_divergence_before": measure(rounded)} if held else {}
     params, metrics = fit(ctx, task, model, start, config, frozen=teacher)
     save_model(ctx, "decoder", model, params)
-    heldout |= {"heldout_divergence": measure(params)} if held else {}
-    return metrics | {"examples": len(train)} | heldout
+    return metrics | {"examples": len(train)}
 
 
 def _sampler(ctx: Context, model: Any, device: Any) -> Any:
@@ -179,7 +176,7 @@ STAGE = Stage(
     title="distilled",
     makes="policy",
     reads={
-        "data": Reads("data", ("sft/",)),
+        "data": Reads("data", ("sft/", "heldout_sft/")),
         "tokenizer": Reads("tokenizer"),
         "policy": Reads("policy"),
         "teacher": Reads("teacher"),

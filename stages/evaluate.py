@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from stages.common.settings import Compute
 from stages.common.tables import read_table
@@ -15,6 +16,22 @@ from stages.sampling.rows import Draw, sample_rows
 from tuning.rewards.samples import Sample
 from tuning.rows import CompletionRow, PromptRow, VerdictRow, write_table
 
+SCORES = "scores.json"
+"""The file of the artifact with its metrics, for stages that choose by them."""
+
+Arguments = dict[str, str | int | float | bool]
+
+
+class Judge(StageConfig):
+    """A further judge of an evaluation."""
+
+    function: str
+    """A reward function: a built-in name or `module:function`; 1 is right."""
+    arguments: Arguments = {}
+    """Its keyword arguments."""
+    seconds: Annotated[float, Field(gt=0)] = 10.0
+    """Wall-clock limit of one judgement."""
+
 
 class Config(StageConfig):
     """How a policy is judged."""
@@ -22,61 +39,106 @@ class Config(StageConfig):
     problems: Annotated[int, Field(ge=0)] = 0
     """Held-out problems to use, from the first; 0: all."""
     samples: Annotated[int, Field(ge=1)] = 4
-    """Completions of each problem."""
+    """Completions of each problem: n of pass@1 to pass@n and of maj@n."""
     max_tokens: Annotated[int, Field(ge=1)] = 64
     """Longest completion in tokens."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """Sampling temperature; 0 is greedy."""
     judge: str = "exact_match"
     """The reward function that decides, 1 is right: it may differ from what the policy was trained on."""
-    judge_arguments: dict[str, str | int | float | bool] = {}
+    judge_arguments: Arguments = {}
     """Its keyword arguments."""
     seconds: Annotated[float, Field(gt=0)] = 10.0
     """Wall-clock limit of one judgement."""
+    judges: dict[str, Judge] = {}
+    """Further judges by name, of the same completions: another verifier, a format, a length. The score, pass@k and
+    comparisons are of `judge`; each of these gets a score with an interval beside it."""
+    max_failed_fraction: float = execution_setting(0.1, ge=0, le=1)
+    """Share of a judge's judgements that may fail (time, memory, an error); with more the stage fails, since the score
+    would be of the judge. Those that may fail count as wrong: a policy must not gain by breaking its judge."""
+    every: int = execution_setting(0, ge=0)
+    """Also evaluate the policy after every so many rounds of RL; 0: only the policies at the end of their training."""
+    load_best_model_at_end: bool = execution_setting(False)
+    """RL ends with the best of the policies that `every` evaluates and the last, in place of the last: it is exported,
+    and later stages start from it. Its score is too high by the choice where the same problems judge it again."""
+    metric_for_best_model: str = execution_setting("score")
+    """What decides which is best, the higher the better: `score`, `pass_at_K`, `maj_at_N`, or a name of `judges`."""
     shard_prompts: Annotated[int, Field(ge=1)] = 64
     """Problems of one shard."""
     compute: Compute = Compute()
     """How to compute."""
     workers: int = execution_setting(2, ge=1)
-    """Processes that run the judge."""
+    """Processes that run the judges."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> Config:
+        if self.judge in self.judges:
+            raise ValueError(f"judges.{self.judge} has the name of the judge that decides: give it another one")
+        if self.load_best_model_at_end and not self.every:
+            raise ValueError("load_best_model_at_end chooses among the policies that `every` evaluates: set every")
+        passes = [f"pass_at_{k}" for k in range(1, self.samples + 1)]
+        known = ["score", *passes, *([f"maj_at_{self.samples}"] if self.samples > 1 else []), *self.judges]
+        if self.metric_for_best_model not in known:
+            raise ValueError(f"metric_for_best_model {self.metric_for_best_model!r}: there are {', '.join(known)}")
+        return self
+
+    @property
+    def all_judges(self) -> dict[str, Judge]:
+        """Every judge by its name in the verdicts; the first is the one that decides, by the name of its function."""
+        decides = Judge(function=self.judge, arguments=self.judge_arguments, seconds=self.seconds)
+        return {self.judge: decides} | dict(sorted(self.judges.items()))
 
 
 def source_digests(config: Config) -> dict[str, str]:
-    """Hashes of a judge that is not built in, for the key."""
-    return function_digests(config.judge, "evaluate.judge")
+    """Hashes of judges that are not built in, for the key."""
+    digests = function_digests(config.judge, "evaluate.judge")
+    for name, judge in config.judges.items():
+        digests |= function_digests(judge.function, f"evaluate.judges.{name}.function")
+    return digests
 
 
 def run(ctx: Context) -> dict[str, Any]:
-    """Writes the rollout table and `verdicts/`; returns the score with its interval over problems."""
+    """Writes the rollout table, `verdicts/` and `scores.json`; returns the scores with intervals over problems."""
     config: Config = ctx.config
     problems = read_table(ctx.inputs["data"], "heldout/", PromptRow)[: config.problems or None]
-    rows = sample_rows(
-        ctx,
-        # A problem keeps its place, and so its samples, whatever number of them is used.
-        list(enumerate(problems)),
-        Draw(config.samples, config.max_tokens, config.temperature, config.shard_prompts),
-    )
-    verdicts = _judged(config, rows)
-    write_table(ctx.out / "verdicts" / "part-00000.parquet", verdicts, VerdictRow.schema())
-    return _metrics(config, problems, rows, verdicts)
+    if not problems:
+        raise ValueError("the data has no held-out problems: raise data.heldout_fraction, or set evaluate to null")
+    # A problem keeps its place, and so its samples, whatever number of them is used.
+    placed = list(enumerate(problems))
+    draw = Draw(config.samples, config.max_tokens, config.temperature, config.shard_prompts)
+    rows = sample_rows(ctx, placed, draw)
+    groups = {place: problem.group or problem.prompt for place, problem in placed}
+    verdicts = {name: _verdicts(config, name, rows, groups) for name in config.all_judges}
+    table = [verdict for column in verdicts.values() for verdict in column]
+    write_table(ctx.out / "verdicts" / "part-00000.parquet", table, VerdictRow.schema())
+    metrics = _about(config, problems, rows) | _scores(config, rows, verdicts)
+    # As content too: what chooses by the scores has them in its key.
+    (ctx.out / SCORES).write_text(json.dumps(metrics, indent=1, sort_keys=True) + "\n")
+    return metrics
 
 
-def _judged(config: Config, rows: Sequence[CompletionRow]) -> list[VerdictRow]:
-    """The verdict on each completion, in the order of the rows."""
+def _verdicts(config: Config, name: str, rows: Sequence[CompletionRow], groups: Mapping[int, str]) -> list[VerdictRow]:
+    """A judge's verdict on each completion, in the order of the rows. Raises RuntimeError where too many failed."""
+    from tuning.evaluation.answers import answer_of
     from tuning.rewards.processes import evaluate
 
-    outcomes = evaluate(
-        config.judge,
-        config.judge_arguments,
-        [Sample.of(row) for row in rows],
-        seconds=config.seconds,
-        workers=config.workers,
-    )
+    judge = config.all_judges[name]
+    samples = [Sample.of(row) for row in rows]
+    outcomes = evaluate(judge.function, judge.arguments, samples, seconds=judge.seconds, workers=config.workers)
+    failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
+    if len(failures) > config.max_failed_fraction * len(outcomes):
+        raise RuntimeError(
+            f"judge {name} failed on {len(failures)} of {len(outcomes)} completions, more than "
+            f"evaluate.max_failed_fraction {config.max_failed_fraction:g} allows; the first failure: {failures[0]}"
+        )
     return [
         VerdictRow(
             place=row.place,
             sample=row.sample,
             prompt_id=row.prompt_id,
+            group=groups[row.place],
+            judge=name,
+            answer=answer_of(judge.function, judge.arguments, row.text),
             score=outcome.value,
             failure=outcome.failure,
         )
@@ -84,31 +146,40 @@ def _judged(config: Config, rows: Sequence[CompletionRow]) -> list[VerdictRow]:
     ]
 
 
-def _metrics(
-    config: Config, problems: Sequence[PromptRow], rows: Sequence[CompletionRow], verdicts: Sequence[VerdictRow]
-) -> dict[str, Any]:
-    import numpy as np
+def _about(config: Config, problems: Sequence[PromptRow], rows: Sequence[CompletionRow]) -> dict[str, Any]:
+    """What is true of the problems and the completions, whoever judges them."""
+    from tuning.evaluation.statistics import constant_baseline
 
-    from tuning.evaluation.statistics import constant_baseline, mean_interval, pass_at_k
-
-    # A judgement that failed counts as wrong: a policy must not gain by breaking its judge.
-    # [problems, samples]: the rows are in the order of the problems.
-    correct_PS = np.asarray([v.score or 0.0 for v in verdicts], np.float64).reshape(-1, config.samples)
-    mean, low, high = mean_interval(correct_PS)
-    metrics: dict[str, Any] = {
-        "score": mean,
-        "score_low": low,
-        "score_high": high,
+    about: dict[str, Any] = {
         "problems": len(problems),
         "samples": config.samples,
-        f"pass_at_{config.samples}": pass_at_k(correct_PS, config.samples),
-        "mean_length": float(np.mean([len(row.token_ids) for row in rows])),
-        "truncated": float(np.mean([row.stop == "length" for row in rows])),
-        "judge_failures": sum(v.failure is not None for v in verdicts),
+        "mean_length": sum(len(row.token_ids) for row in rows) / len(rows),
+        "truncated": sum(row.stop == "length" for row in rows) / len(rows),
     }
     answers = [problem.answer for problem in problems if problem.answer is not None]
     if answers:
-        metrics["constant_answer"], metrics["constant_score"] = constant_baseline(answers)
+        about["constant_answer"], about["constant_score"] = constant_baseline(answers)
+    return about
+
+
+def _scores(
+    config: Config, rows: Sequence[CompletionRow], verdicts: Mapping[str, Sequence[VerdictRow]]
+) -> dict[str, Any]:
+    """The scores of each judge; of the one that decides also pass@k, maj@n and what tells ability from form."""
+    from tuning.evaluation.verdicts import judged, summary
+
+    names = list(config.all_judges)
+    decides = judged(verdicts[names[0]], config.samples)
+    if not decides.problems:
+        raise ValueError(
+            f"judge {names[0]} applies to none of the problems: they may have no answer; name another evaluate.judge"
+        )
+    metrics = summary(decides)
+    # Beside the score: a policy that is only cut off, or never ends, may know the answers.
+    ended = [v.score or 0.0 for row, v in zip(rows, verdicts[names[0]], strict=True) if row.stop != "length"]
+    metrics["score_of_ended"] = sum(ended) / len(ended) if ended else None
+    if further := {name: judged(verdicts[name], config.samples).score() for name in names[1:]}:
+        metrics["judges"] = further
     return metrics
 
 
@@ -121,6 +192,6 @@ STAGE = Stage(
     section="evaluate",
     title="evaluation",
     reads={"policy": Reads("policy"), "data": Reads("data", ("heldout/",)), "tokenizer": Reads("tokenizer")},
-    headline=("score {score:.3f} [{score_low:.3f}, {score_high:.3f}]",),
+    headline=("score {score:.3f} [{score_low:.3f}, {score_high:.3f}]", "cut off {truncated:.2f}"),
     samples="rollouts/",
 )

@@ -8,6 +8,7 @@ reference point is the step's mean log-ratio on completions of other prompts (Et
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -78,13 +79,9 @@ def run(ctx: Context) -> dict[str, Any]:
 
     make = _labelled if config.unpaired else _pairs
     task, measure = make(ctx, model, config, logps, reference)
-    # Before training: the start as the adapter over its stored kernels sees it.
-    before = measure(load_rounded(ctx, ctx.inputs["policy"], kind)[1])
-    params, metrics = fit(ctx, task, model, start, config)
+    params, metrics = fit(ctx, dataclasses.replace(task, measure=measure), model, start, config)
     save_model(ctx, "decoder", model, params)
-    heldout = {f"heldout_{k}": v for k, v in measure(params).items()}
-    heldout |= {f"heldout_{k}_before": v for k, v in before.items() if k in ("loss", "ranking")}
-    return metrics | {"examples": len(task.examples)} | heldout
+    return metrics | {"examples": len(task.examples)}
 
 
 def _device(values: Any) -> Any:

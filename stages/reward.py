@@ -11,7 +11,7 @@ from stages.common.settings import Fitted, Optimizer
 from stages.common.tables import write_rows
 from stages.contract.definition import Context, Reads, Stage
 from stages.training.adapters import fit
-from stages.training.examples import train_and_heldout
+from stages.training.examples import Table, train_and_heldout
 from stages.training.fit import Task
 
 
@@ -30,11 +30,13 @@ class Config(Fitted):
 
 def run(ctx: Context) -> dict[str, Any]:
     """Trains the model, writes `heldout/`; returns metrics with held-out accuracy and calibration."""
+    import jax.numpy as jnp
     import numpy as np
     import pyarrow as pa
 
     from tuning.algorithms.supervised import reward_loss, reward_summary
     from tuning.evaluation.statistics import calibration_error
+    from tuning.losses.preference import bradley_terry
     from tuning.models import huggingface
     from tuning.models.decoder import scalar_graph
     from tuning.precision import real
@@ -42,17 +44,29 @@ def run(ctx: Context) -> dict[str, Any]:
 
     config, base = load_policy(ctx, ctx.inputs["base"])
     train, held = train_and_heldout(ctx, ctx.inputs["data"], "preference", ctx.config.heldout_fraction)
-    margins = ctx.config.margin_weight * np.asarray([m or 0.0 for m in train.column("margin")], real())
+
+    def weighted(table: Table) -> np.ndarray:
+        return ctx.config.margin_weight * np.asarray([m or 0.0 for m in table.column("margin")], real())
+
+    margins = weighted(train)
 
     def columns(params: Any, examples: list[int], packed: list[Any]) -> list[dict[str, Any]]:
         # Both completions of a pair carry its margin.
         return [{"margin_C": p.gather(np.repeat(margins[examples], 2))} for p in packed]
+
+    held_margins = jnp.asarray(weighted(held))
+
+    def measure(params: Any) -> dict[str, float]:
+        scores = jnp.asarray(score_groups(config, params, held.examples, dtype=ctx.config.compute.dtype))
+        losses = bradley_terry(scores[::2], scores[1::2], held_margins, ctx.config.centering)
+        return {"loss": float(losses.mean()), "accuracy": float((scores[::2] > scores[1::2]).mean())}
 
     task = Task(
         make_loss=lambda compute: reward_loss(scalar_graph(config), ctx.config.centering, compute),
         examples=train.examples,
         columns=columns,
         summary=reward_summary,
+        measure=measure if held else None,
     )
     start = huggingface.scalar_head_params(config, base)
     params, metrics = fit(ctx, task, config, start, ctx.config, role="scalar")
@@ -62,7 +76,6 @@ def run(ctx: Context) -> dict[str, Any]:
         scores = score_groups(config, params, held.examples, dtype=ctx.config.compute.dtype)
         # Chosen completions are at even places, rejected ones at odd.
         gaps = scores[::2] - scores[1::2]
-        metrics["heldout_accuracy"] = float((gaps > 0).mean())
         metrics["calibration_error"] = calibration_error(gaps)
         write_rows(
             ctx.out / "heldout" / "part-00000.parquet",
@@ -90,6 +103,7 @@ STAGE = Stage(
     },
     headline=(
         "loss {loss:.4f}",
+        "held-out {heldout_loss_before:.4f} -> {heldout_loss:.4f}",
         "held-out accuracy {heldout_accuracy:.3f}",
         "calibration error {calibration_error:.3f}",
     ),

@@ -13,7 +13,7 @@ from stages.common.models import load_policy, save_model
 from stages.common.settings import Fitted, Optimizer
 from stages.contract.definition import Context, Reads, Stage
 from stages.training.adapters import fit
-from stages.training.examples import Table
+from stages.training.examples import train_and_heldout
 from stages.training.fit import Task
 
 
@@ -22,27 +22,36 @@ class Config(Fitted):
 
     tokens_per_step: Annotated[int, Field(ge=1)] | None = None
     """Tokens of one optimizer step, prompts included, in place of examples_per_step: it takes the examples that fit."""
+    heldout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the examples kept out of training to measure the loss on, where the data holds out none."""
     optimizer: Optimizer = Optimizer(learning_rate=1e-4, schedule="linear", warmup_steps=2)
     """The optimizer."""
 
 
 def run(ctx: Context) -> dict[str, Any]:
-    """Trains the policy on the data's completions; returns the metrics of the last step."""
-    from tuning.algorithms.supervised import sft_loss, sft_summary
+    """Trains the policy on the data's completions; returns metrics of the last step and the loss on held-out ones."""
+    from tuning.algorithms.supervised import heldout_loss, sft_loss, sft_summary
+    from tuning.device import choose
     from tuning.models.decoder import decoder_graph
 
     config, base = load_policy(ctx, ctx.inputs["base"])
-    table = Table(ctx, ctx.inputs["data"], "sft")
+    train, held = train_and_heldout(ctx, ctx.inputs["data"], "sft", ctx.config.heldout_fraction)
+    device = choose(ctx.config.compute.dtype)
+    budget = ctx.config.compute.tokens_per_micro_batch or device.row_tokens_per_step
+
+    def measure(params: Any) -> dict[str, float]:
+        return {"loss": heldout_loss(config, params, held.examples, device.compute, budget)}
 
     task = Task(
         make_loss=lambda compute: sft_loss(decoder_graph(config), compute),
-        examples=table.examples,
+        examples=train.examples,
+        measure=measure if held else None,
         tokens_per_step=ctx.config.tokens_per_step,
         summary=sft_summary,
     )
     params, metrics = fit(ctx, task, config, base, ctx.config)
     save_model(ctx, "decoder", config, params)
-    return metrics | {"examples": len(table)}
+    return metrics | {"examples": len(train)}
 
 
 STAGE = Stage(
@@ -53,6 +62,11 @@ STAGE = Stage(
     section="sft",
     title="SFT",
     makes="policy",
-    reads={"base": Reads("policy"), "data": Reads("data", ("sft/",)), "tokenizer": Reads("tokenizer")},
-    headline=("loss {loss:.4f}", "{steps} steps", "{tokens_per_second:.0f} tok/s"),
+    reads={"base": Reads("policy"), "data": Reads("data", ("sft/", "heldout_sft/")), "tokenizer": Reads("tokenizer")},
+    headline=(
+        "loss {loss:.4f}",
+        "held-out {heldout_loss_before:.4f} -> {heldout_loss:.4f}",
+        "{steps} steps",
+        "{tokens_per_second:.0f} tok/s",
+    ),
 )

@@ -75,6 +75,8 @@ class PromptRow(Row):
     """Number of the record in its source, from 1."""
     content: Text | None = None
     """sha256 of all of the record but its id."""
+    group: Text | None = None
+    """Group of the record: related problems, which no split divides and statistics resample together."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,13 +142,19 @@ class ScoreRow(Row):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VerdictRow(Row):
-    """The verdict of an evaluation's judge on a completion."""
+    """The verdict of one of an evaluation's judges on a completion."""
 
     place: Number
     sample: Index
     prompt_id: Text
+    group: Text
+    """Group of the problem, or its prompt: statistics resample problems of one group together."""
+    judge: Text
+    """Name of the judge; of the one that decides, its function."""
+    answer: Text | None
+    """What the judge compares, in a form in which equals are equal: the completion's vote; None: no answer."""
     score: Real | None
-    """1 is right; None where the judge failed."""
+    """1 is right; None where the judge failed or, without a failure, does not apply."""
     failure: Text | None
 
 

@@ -15,6 +15,8 @@ from stages.contract.registry import by_section
 from stages.contract.registry import stage as find_stage
 from stages.greedy import Config as GreedyConfig
 from stages.refill import Config as RefillConfig
+from stages.select import EVALUATION, POLICY
+from stages.select import Config as SelectConfig
 from stages.store.artifacts import Artifact, ArtifactError, Store
 from stages.store.keys import config_content, derive_seed, digest
 
@@ -101,9 +103,10 @@ class _Graph:
 def _resolved(name: str, reads: Reads, roles: Mapping[str, Input]) -> dict[str, Input]:
     """The artifacts behind one declared input: one, or for `NAME_*` as many as there are."""
     if reads.role.endswith("*"):
-        return {role: source for role, source in roles.items() if role.startswith(reads.role[:-1])}
-    source = roles[reads.role]
-    return {name: Input(source.node, reads.parts or source.parts)}
+        sources = {role: source for role, source in roles.items() if role.startswith(reads.role[:-1])}
+    else:
+        sources = {name: roles[reads.role]}
+    return {name: Input(source.node, reads.parts or source.parts) for name, source in sources.items()}
 
 
 def _training_sections(recipe: Recipe) -> list[str]:
@@ -154,6 +157,9 @@ def _rounds(graph: _Graph, section: str, policies: Policies) -> None:
     start = graph.roles["policy"]
     trained = [start]
     sampled: list[dict[str, Input]] = []
+    evaluate = graph.recipe.evaluate
+    choosing = evaluate is not None and evaluate.load_best_model_at_end
+    candidates: dict[str, Input] = {}
     for i in range(rl.rounds):
         # Round i needs its rollouts now. Those of the `staleness` rounds behind it come from policies that are
         # there already.
@@ -161,7 +167,8 @@ def _rounds(graph: _Graph, section: str, policies: Policies) -> None:
             number = len(sampled)
             # trained[k] is the policy before round k.
             sampled.append(_scored(graph, rl, trained[max(0, number - rl.staleness)], number))
-        stored = (i + 1) % rl.checkpoint_every == 0 or i + 1 == rl.rounds
+        judged = _judged(graph.recipe, i)
+        stored = (i + 1) % rl.checkpoint_every == 0 or i + 1 == rl.rounds or (judged and choosing)
         change: dict[str, Any] = {"round": i, "temperature": rl.rollout.temperature, "store_state": stored}
         # The first round is sampled from the policy that it updates, whatever the staleness.
         if rl.rollouts_from is not None or (rl.staleness and i):
@@ -169,7 +176,24 @@ def _rounds(graph: _Graph, section: str, policies: Policies) -> None:
         settings = rl.update.model_copy(update=change)
         roles = {"policy": trained[-1], "reference": start, **sampled[i]}
         trained.append(graph.add(f"round-{i:03d}.update", "update", settings, (i,), roles=roles))
+        if judged:
+            assert evaluate is not None
+            made = graph.add(f"round-{i:03d}.evaluate", "evaluate", evaluate, roles={"policy": trained[-1]})
+            candidates |= {f"{POLICY}{i:03d}": trained[-1], f"{EVALUATION}{i:03d}": made}
     graph.roles["policy"] = trained[-1]
+    if evaluate is not None and choosing:
+        chosen = SelectConfig(metric=evaluate.metric_for_best_model)
+        graph.roles["policy"] = graph.add("select", "select", chosen, roles=candidates)
+
+
+def _judged(recipe: Recipe, number: int) -> bool:
+    """Whether the policy after round `number` is evaluated at once."""
+    evaluate = recipe.evaluate
+    if evaluate is None or recipe.rl is None or not evaluate.every:
+        return False
+    # The last policy is evaluated after all rounds, like those of other sections; a choice needs it before.
+    last = number + 1 == recipe.rl.rounds
+    return evaluate.load_best_model_at_end if last else (number + 1) % evaluate.every == 0
 
 
 def _scored(graph: _Graph, rl: RL, policy: Input, number: int) -> dict[str, Input]:

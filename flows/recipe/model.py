@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -14,11 +14,12 @@ from stages.distill import Config as DistillConfig
 from stages.evaluate import Config as EvaluateConfig
 from stages.export import Config as ExportConfig
 from stages.preference import Config as PreferenceConfig
+from stages.prepare.settings import Verifier
 from stages.prepare.stage import Config as DataConfig
 from stages.reward import Config as RewardConfig
 from stages.rollout import Config as RolloutConfig
-from stages.score import MODEL
-from stages.score import Config as ScoreConfig
+from stages.score.settings import MODEL
+from stages.score.settings import Config as ScoreConfig
 from stages.sft import Config as SFTConfig
 from stages.update.settings import Config as UpdateConfig
 from stages.update.settings import aggregation_of, needs_groups
@@ -138,6 +139,32 @@ class Recipe(BaseModel):
         for name in section.split("."):
             part = getattr(part, name, None)
         return part
+
+    @model_validator(mode="after")
+    def _with_what_sections_need(self) -> Recipe:
+        """Fills in the settings of `data` that follow from other sections, so that a dumped recipe shows them."""
+        derived: dict[str, Any] = {}
+        if "splits" not in self.data.model_fields_set:
+            # A held-out part of another split, such as heldout_preference, comes with both.
+            read = {part.removesuffix("/") for part in self._data_parts()}
+            wanted = read | ({"heldout"} if any(part.startswith("heldout") for part in read) else set())
+            derived["splits"] = [s for s in self.data.splits if s in wanted] or self.data.splits
+        if "verifiers" not in self.data.model_fields_set:
+            rewards = self.rl.score.rewards.values() if self.rl is not None else ()
+            judges = {r.function for r in rewards} | ({self.evaluate.judge} if self.evaluate is not None else set())
+            derived["verifiers"] = [name for name in get_args(Verifier) if name in judges]
+        # The recipe is frozen, but not yet anyone's.
+        object.__setattr__(self, "data", self.data.model_copy(update=derived))
+        return self
+
+    def _data_parts(self) -> list[str]:
+        """The parts of the prepared data that the sections read."""
+        parts: list[str] = []
+        for section, stage in by_section().items():
+            settings = self.settings(section)
+            reads = stage.inputs(settings, self.data.splits).values() if settings is not None else ()
+            parts += [part for one in reads if one.role == "data" for part in one.parts]
+        return parts
 
     @model_validator(mode="after")
     def _possible(self) -> Recipe:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from statistics import median_high
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flows.report.formats import LABELS, visible
+
+if TYPE_CHECKING:
+    from stages.common.verdicts import Difference
 
 CUT_OFF = 0.5
 """Share of an evaluation's completions from which on being cut off decides its score."""
@@ -42,23 +45,32 @@ def run_warnings(
     record: Mapping[str, Any],
     series: Mapping[str, Sequence[float | None]],
     evaluations: Mapping[str, Mapping[str, Any]],
+    differences: Mapping[str, Mapping[str, Difference]],
 ) -> list[Warn]:
-    """The warnings of a run: those of its rounds, of its rewards, and of its policies' evaluations in order."""
+    """The warnings of a run: those of its rounds, of its rewards, and of its policies' evaluations in order.
+
+    differences: of each policy to those that it is compared with (`stages.common.verdicts.differences`).
+    """
     rl = (record.get("recipe") or {}).get("rl") or {}
     update = dict(rl.get("update") or {})
     update["off_policy"] = bool(rl.get("staleness") or rl.get("rollouts_from"))
     warnings = round_warnings(series, update, learned_rewards((rl.get("score") or {}).get("rewards") or {}))
     warnings += _reward_model((record.get("nodes", {}).get("reward") or {}).get("metrics") or {})
     scores = [e.get("metrics") or {} for name, e in record.get("nodes", {}).items() if name.endswith(".score")]
-    failed = max((metrics.get("failed") or 0.0 for metrics in scores), default=0.0)
-    if failed > 0.01:
-        text = f"in the worst round {100 * failed:.1f} % of the completions got no reward."
-        warnings.append(Warn("Rewards failed", text))
+    worst = max(scores, key=lambda metrics: metrics.get("failed") or 0.0, default={})
+    if (failed := worst.get("failed") or 0.0) > 0.01:
+        reason = next(iter(worst.get("failures") or {}), "")
+        text = f"in the worst round rewards failed on {100 * failed:.1f} % of the completions"
+        warnings.append(
+            Warn("Rewards failed", f"{text}, most often with “{visible(reason, 200)}”." if reason else f"{text}.")
+        )
     for label, metrics in evaluations.items():
         if count := metrics.get("judge_failures"):
             text = f"{count} judgements of {LABELS.get(label, label)} failed and count as wrong."
             warnings.append(Warn("Judge failures", text))
-    for label, metrics in evaluations.items():
+        if count := metrics.get("not_applicable"):
+            text = f"the judge does not apply to {count} of {metrics['problems']} problems, which are left out."
+            warnings.append(Warn("Problems without a verdict", text))
         if metrics.get("truncated", 0.0) > CUT_OFF:
             text = (
                 f"{100 * metrics['truncated']:.0f} % of the completions of {LABELS.get(label, label)} reached "
@@ -66,7 +78,7 @@ def run_warnings(
                 "later policy gains on it: raise evaluate.max_tokens, or compare with a policy that stops."
             )
             warnings.append(Warn("Cut off", text))
-    return warnings + _final(list(evaluations.values()))
+    return list(dict.fromkeys(warnings)) + _final(evaluations, differences)
 
 
 def learned_rewards(rewards: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -101,21 +113,25 @@ def _flat(known: Numbers, name: str) -> Warn | None:
     )
 
 
-def _final(evaluations: Sequence[Mapping[str, Any]]) -> list[Warn]:
-    """Warnings about the last policy against the constant answer and against the policy before it."""
+def _final(
+    evaluations: Mapping[str, Mapping[str, Any]], differences: Mapping[str, Mapping[str, Difference]]
+) -> list[Warn]:
+    """Warnings about the last policy against the constant answer, and about policies worse than another one."""
     warnings = []
     if evaluations:
-        last = evaluations[-1]
+        last = list(evaluations.values())[-1]
         if last["score_low"] <= (last.get("constant_score") or -1.0):
             constant = f"always answering “{visible(last['constant_answer'], 60)}” scores {last['constant_score']:.3f}"
             text = f"the final policy scores {last['score']:.3f}, and {constant}."
             warnings.append(Warn("Not above the baseline", text))
-    if len(evaluations) > 1:
-        before, last = evaluations[-2:]
-        if last["score_high"] < before["score_low"]:
-            change = last["score"] - before["score"]
-            text = f"the final policy scores {change:+.3f} against the policy that it started from."
-            warnings.append(Warn("Worse than before", text))
+    for name, others in differences.items():
+        for other, found in others.items():
+            if found.verdict == "worse":
+                text = (
+                    f"{LABELS.get(name, name)} scores {found.mean:+.3f} against {LABELS.get(other, other)} on the same "
+                    f"problems, between {found.low:+.3f} and {found.high:+.3f}."
+                )
+                warnings.append(Warn("Worse than before", text))
     return warnings
 
 

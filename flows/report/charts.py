@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import io
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,6 +28,8 @@ STACKS = {
 """Parts, title, unit and note of the charts whose bars add up the series `<name>_<part>`."""
 STEP_MEASURES = (
     Measure("loss", "", "Loss", "nats", "training batch, before the step"),
+    Measure("heldout_loss", "", "Held-out loss", "nats", "examples kept out of training, before the step"),
+    Measure("heldout_accuracy", "", "Held-out accuracy", "share", "pairs kept out of training, ranked rightly", True),
     Measure("accuracy", "", "Pair accuracy", "share", "training pairs ranked rightly", True),
     Measure("grad_norm", "", "Gradient norm", "norm", "before clipping"),
 )
@@ -162,10 +165,14 @@ def round_charts(series: Series) -> list[Chart]:
             rewards.append(Measure(key, "score", title, "mean", "before its weight", least=0.2))
     charts = []
     for m in (*MEASURES[:2], *rewards, *MEASURES[2:]):
-        if any(v is not None for v in series[m.key]):
-            line = {m.key: series[m.key]}
-            first = m.key in MAIN
-            charts.append(Chart(m.title, m.unit, m.note, rounds, line, share=m.share, least=m.least, main=first))
+        known = [v is not None for v in series[m.key]]
+        # Evaluations may be many rounds apart: the line joins them. In other series a missing value is a gap.
+        shown = known if m.phase == "evaluate" else [True] * len(known)
+        if any(known):
+            values = list(itertools.compress(series[m.key], shown))
+            at = list(itertools.compress(rounds, shown))
+            line, first = {m.key: values}, m.key in MAIN
+            charts.append(Chart(m.title, m.unit, m.note, at, line, share=m.share, least=m.least, main=first))
     for name, (parts, title, unit, note) in STACKS.items():
         stack = {part: series[f"{name}_{part}"] for part in parts}
         if any(v is not None for values in stack.values() for v in values):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -18,6 +19,9 @@ from stages.contract.definition import Stage
 from stages.contract.registry import by_section
 from stages.contract.registry import stage as find_stage
 from stages.worker import protocol
+
+if TYPE_CHECKING:
+    from stages.common.verdicts import Difference
 
 LINE_SECONDS = 10.0
 
@@ -90,6 +94,10 @@ class ConsoleReporter:
         """Collects the nodes of a round; the policy update, its last, prints their figures in one line."""
         name, part = node.name.split(".")
         stage = find_stage(node.stage)
+        if part == "evaluate":
+            # Of the policy that the round has made: behind the round's line.
+            self.console.print(_line(node.name, state == "hit", seconds, stage.figures(manifest["metrics"])))
+            return
         line = self._rounds.setdefault(name, _Round())
         line.seconds += seconds
         line.cached &= state == "hit"
@@ -143,17 +151,35 @@ def policy_title(label: str) -> str:
     return next(titles, label)
 
 
-def closing_table(evaluations: dict[str, dict[str, Any]]) -> Table:
+def closing_table(evaluations: Mapping[str, Mapping[str, Any]]) -> Table:
     """The policies side by side, with intervals and the constant-answer baseline."""
     table = Table(title="Held-out problems", title_justify="left")
-    for column in ("policy", "score", "95 % interval", "truncated", "mean length"):
+    first = next(iter(evaluations.values()))
+    tops = [name for name in (f"pass_at_{first['samples']}", f"maj_at_{first['samples']}") if name in first]
+    shown = [name.replace("_at_", "@") for name in tops]
+    for column in ("policy", "score", "95 % interval", *shown, "cut off", "mean length"):
         table.add_column(column, justify="left" if column == "policy" else "right")
     for name, m in evaluations.items():
         interval = f"{m['score_low']:.3f} to {m['score_high']:.3f}"
-        table.add_row(
-            policy_title(name), f"{m['score']:.3f}", interval, f"{m['truncated']:.2f}", f"{m['mean_length']:.1f}"
-        )
-    first = next(iter(evaluations.values()))
+        rates = ["" if m.get(top) is None else f"{m[top]:.3f}" for top in tops]
+        rest = [f"{m['truncated']:.2f}", f"{m['mean_length']:.1f}"]
+        table.add_row(policy_title(name), f"{m['score']:.3f}", interval, *rates, *rest)
     if "constant_score" in first:
-        table.add_row(f"always {first['constant_answer']!r}", f"{first['constant_score']:.3f}", "", "", "")
+        table.add_row(f"always {first['constant_answer']!r}", f"{first['constant_score']:.3f}")
     return table
+
+
+def difference_lines(differences: Mapping[str, Mapping[str, Difference]]) -> list[str]:
+    """A line for each policy and each that it is compared with (`stages.common.verdicts.differences`)."""
+    compared = {
+        f"{policy_title(name)} against {policy_title(other)}": difference_text(found)
+        for name, others in differences.items()
+        for other, found in others.items()
+    }
+    width = max(map(len, compared), default=0)
+    return [f"{title:<{width}}  {text}" for title, text in compared.items()]
+
+
+def difference_text(difference: Difference) -> str:
+    """A paired difference with its interval and what it means: `better` or `worse` where the interval excludes 0."""
+    return f"{difference.mean:+.3f} [{difference.low:+.3f}, {difference.high:+.3f}]  {difference.verdict}"

@@ -9,10 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 PHASES = ("rollout", "score", "update")
-MAIN = ("reward", "pass_rate", "kl", "entropy")
+MAIN = ("reward", "pass_rate", "heldout_score", "kl", "entropy")
 """The measures to look at first."""
 PASS_RATES = ("few", "some", "most")
 """Prompts by the share of their completions that are right: the first bin of the histogram, those between, the last."""
+
+CHECKS = ("exact_match", "number_match", "math_equal", "code_passes", "contains", "matches", "tagged")
+"""Built-in rewards of 0 and 1."""
 
 Series = dict[str, list[float | None]]
 """Lists of equal length by name, one entry a round; None where a round lacks the number."""
@@ -42,6 +45,8 @@ MEASURES = (
     Measure("kl", "update", "KL to the reference", "nats / token", "how far the policy has moved from its start",
             least=0.02),
     Measure("entropy", "update", "Entropy", "nats / token", "spread of the next-token distribution", least=0.1),
+    Measure("heldout_score", "evaluate", "Held-out score", "score", "of the policy after the round, on all problems",
+            least=0.2, metric="score"),
     Measure("mean_length", "rollout", "Completion length", "tokens", "mean, end token included", least=2.0),
     Measure("truncated", "rollout", "Cut off", "share", "completions that hit max_tokens", True),
     Measure("mismatch_kl", "update", "Mismatch KL", "nats / token", "sampler against trainer; near 0", least=1e-3),
@@ -64,15 +69,18 @@ MEASURES = (
 
 
 def judged_reward(recipe: Mapping[str, Any]) -> str | None:
-    """The reward whose mean is the pass rate: the evaluation's judge, else exact_match, else the first rule."""
+    """The reward whose mean is the pass rate: the evaluation's judge, else a built-in check; None where there is none.
+
+    The mean of any other reward is no share of right completions: it is shown by its name alone.
+    """
     rewards = ((recipe.get("rl") or {}).get("score") or {}).get("rewards") or {}
     rules = {n: r.get("function") for n, r in sorted(rewards.items()) if r.get("function") != "reward_model"}
     # The reward that is also the judge, so that training and evaluation are comparable.
-    for wanted in ((recipe.get("evaluate") or {}).get("judge"), "exact_match"):
+    for wanted in ((recipe.get("evaluate") or {}).get("judge"), *CHECKS):
         for name, function in rules.items():
             if function == wanted:
                 return name
-    return next(iter(rules), None)
+    return None
 
 
 def finished_rounds(record: Mapping[str, Any]) -> dict[int, dict[str, dict[str, Any]]]:
@@ -101,6 +109,9 @@ def round_series(record: Mapping[str, Any]) -> Series:
     for m in MEASURES:
         metric = f"reward_{judged}" if m.key == "pass_rate" else m.metric or m.key
         series[m.key] = column(m.phase, metric)
+    # A judge of one's own may give any number.
+    if any(value is not None and not 0 <= value <= 1 for value in series["pass_rate"]):
+        series["pass_rate"] = [None] * len(rounds)
     scores = [parts.get("score", {}).get("metrics", {}) for parts in rounds.values()]
     names = {name for metrics in scores for name in metrics if name.startswith("reward_")}
     for name in sorted(names):

@@ -54,6 +54,7 @@ def view(store: Store, record: Mapping[str, Any]) -> dict[str, Any]:
     run = RunView(store, record)
     series = round_series(record)
     evaluations = run.evaluations()
+    compared = section(lambda: run.differences(list(evaluations)))
     stages = run.stages()
     rounds = [int(n) for n in series["round"] if n is not None]
     return {
@@ -61,9 +62,11 @@ def view(store: Store, record: Mapping[str, Any]) -> dict[str, Any]:
         "labels": LABELS,
         "summary": run.summary(stages),
         "known": {name: [v for v in values if v is not None] for name, values in series.items()},
-        "warnings": run_warnings(record, series, evaluations),
+        "warnings": run_warnings(record, series, evaluations, compared.content or {}),
         "failures": [(n, e.get("error", "")) for n, e in run.nodes.items() if e["state"] == "failed"],
         "evaluation": _evaluation(run, evaluations),
+        "compared": compared,
+        "chosen": run.nodes["select"]["metrics"] if "digest" in run.nodes.get("select", {}) else None,
         "charts": round_charts(series) if rounds else [],
         "numbers": _numbers(series),
         "training": [_training(run, name) for name in TRAINED if name in run.nodes and run.nodes[name].get("metrics")],
@@ -90,9 +93,8 @@ def _evaluation(run: RunView, evaluations: Mapping[str, dict[str, Any]]) -> dict
     for label, m in evaluations.items():
         ends = {"zero": 0.0, "score": m["score"], "low": m["score_low"], "high": m["score_high"]}
         bar = {name: place(value) for name, value in ends.items()}
-        pass_at = next((value for name, value in m.items() if name.startswith("pass_at_")), None)
         cached = run.nodes[f"evaluate.{label}"]["state"] == "hit"
-        rows.append({"label": label, "metrics": m, "bar": bar, "pass_at": pass_at, "cached": cached})
+        rows.append({"label": label, "metrics": m, "bar": bar, "rates": _rates(m), "cached": cached})
     # All policies are evaluated on the same problems, so what concerns the problems is the same in each.
     first = next(iter(evaluations.values()))
     constant = None
@@ -107,6 +109,17 @@ def _evaluation(run: RunView, evaluations: Mapping[str, dict[str, Any]]) -> dict
         "settings": run.record["recipe"].get("evaluate") or {},
         "range": (low, high),
     }
+
+
+def _rates(metrics: Mapping[str, Any]) -> dict[str, float | None]:
+    """pass@k, for k that double and for all samples, maj@n, and what tells ability from form, by their titles."""
+    samples = metrics.get("samples") or 1
+    doubling = {2**i for i in range(samples.bit_length())} | {samples}
+    names = {f"pass_at_{k}": f"pass@{k}" for k in sorted(doubling) if k <= samples}
+    names |= {f"maj_at_{samples}": f"maj@{samples}", "answered": "With an answer"}
+    names |= {"score_of_ended": "Score of those not cut off"}
+    rates = {title: metrics.get(name) for name, title in names.items() if name in metrics}
+    return rates | {f"Judge “{name}”": m.get("score") for name, m in metrics.get("judges", {}).items()}
 
 
 def _numbers(series: Series, most: int = 400) -> dict[str, Any]:

@@ -7,11 +7,14 @@ import dataclasses
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, NotRequired, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NotRequired, TypedDict, TypeVar
 
 from flows.report.charts import Chart, step_charts
 from flows.report.formats import LABELS, seconds_at
 from stages.store.artifacts import MANIFEST, Artifact, ArtifactError, Store
+
+if TYPE_CHECKING:
+    from stages.common.verdicts import Difference
 
 STATES = {"hit": "cached", "made": "made", "failed": "failed", "running": "unfinished",
           "interrupted": "unfinished"}  # fmt: skip
@@ -133,6 +136,12 @@ class RunView:
                 metrics[name.removeprefix("evaluate.")] = entry["metrics"]
         order = list(LABELS)
         return dict(sorted(metrics.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
+
+    def differences(self, labels: Sequence[str]) -> dict[str, dict[str, Difference]]:
+        """Paired differences of these policies. Raises ArtifactError where an evaluation is not in the store."""
+        from stages.common.verdicts import differences
+
+        return differences({label: self.stored(f"evaluate.{label}") for label in labels})
 
     def charts(self, name: str) -> list[Chart]:
         """Charts of a stage that trains on examples. Raises ArtifactError where its log is not in the store."""

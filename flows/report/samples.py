@@ -71,7 +71,10 @@ class _Policy:
         self.label = label
         self.rows = {(row["place"], row["sample"]): row for row in rows}
         self.scores: dict[int, list[float]] = {}
-        for verdict in run.rows(name, "verdicts/", ("place", "sample", "score")):
+        decides = run.stored(name).manifest["config"]["judge"]
+        for verdict in run.rows(name, "verdicts/", ("place", "sample", "judge", "score")):
+            if verdict["judge"] != decides:
+                continue
             # A completion that could not be judged counts as wrong, as in the evaluation.
             self.scores.setdefault(verdict["place"], []).append(verdict["score"] or 0.0)
 

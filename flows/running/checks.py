@@ -8,13 +8,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
+from typing import NamedTuple
 
 from flows.graph.build import Node, build, taken_artifact
 from flows.recipe.model import Recipe, RecipeError
 from stages.contract import signatures
 from stages.contract.registry import stage
 from stages.contract.sources import built_in_parameters, is_own_source
-from stages.score import MODEL
+from stages.score.settings import MODEL
 from stages.store.artifacts import ArtifactError, Store
 
 REWARD_COLUMNS = ("prompts", "completions", "completion_ids", "answer", "metadata")
@@ -48,8 +49,8 @@ def check(recipe: Recipe) -> None:
                 message = f"data.source: {message}"
             raise RecipeError(message) from e
     try:
-        for where, function, arguments in _rewards(recipe):
-            _check_reward(where, function, arguments)
+        for called in _rewards(recipe):
+            _check_reward(called)
         _check_algorithm(recipe)
         for where, function, arguments in _sources(recipe):
             parameters = signatures.of_name(function, where)
@@ -61,26 +62,40 @@ def check(recipe: Recipe) -> None:
         raise RecipeError(str(e)) from e
 
 
-def _rewards(recipe: Recipe) -> Iterator[tuple[str, str, Collection[str]]]:
-    """(place in the recipe, function, names of its arguments) of every reward and of the judge."""
+class Called(NamedTuple):
+    """A reward function that a recipe names, with the names of its arguments."""
+
+    function: str
+    arguments: Collection[str]
+    at: str
+    """Place of the function in the recipe."""
+    arguments_at: str
+
+
+def _rewards(recipe: Recipe) -> Iterator[Called]:
+    """Every reward and every judge."""
     for name, reward in recipe.rl.score.rewards.items() if recipe.rl is not None else ():
+        at = f"rl.score.rewards.{name}"
         if reward.function != MODEL:
-            yield f"rl.score.rewards.{name}", reward.function, reward.arguments
+            yield Called(reward.function, reward.arguments, f"{at}.function", f"{at}.arguments")
     if recipe.evaluate is not None:
-        yield "evaluate.judge", recipe.evaluate.judge, getattr(recipe.evaluate, "judge_arguments", {})
+        yield Called(
+            recipe.evaluate.judge, recipe.evaluate.judge_arguments, "evaluate.judge", "evaluate.judge_arguments"
+        )
+        for name, judge in recipe.evaluate.judges.items():
+            at = f"evaluate.judges.{name}"
+            yield Called(judge.function, judge.arguments, f"{at}.function", f"{at}.arguments")
 
 
-def _check_reward(where: str, function: str, arguments: Collection[str]) -> None:
-    in_rl = where.startswith("rl.")
-    place = f"{where}.arguments" if in_rl else where
-    parameters = built_in_parameters(function)
+def _check_reward(called: Called) -> None:
+    parameters = built_in_parameters(called.function)
     if parameters is not None:
         # Of a function of one's own a parameter may be a column of the data.
-        signatures.check_required(parameters, arguments, place, function, REWARD_COLUMNS)
+        signatures.check_required(parameters, called.arguments, called.arguments_at, called.function, REWARD_COLUMNS)
     else:
-        parameters = signatures.of_name(function, f"{where}.function" if in_rl else where)
+        parameters = signatures.of_name(called.function, called.at)
     if parameters is not None:
-        signatures.check_arguments(parameters, arguments, place, function, REWARD_COLUMNS)
+        signatures.check_arguments(parameters, called.arguments, called.arguments_at, called.function, REWARD_COLUMNS)
 
 
 def _check_algorithm(recipe: Recipe) -> None:

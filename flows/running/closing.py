@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flows.report.console import ConsoleReporter, closing_table
+from flows.report.console import ConsoleReporter, closing_table, difference_lines
 from flows.report.page import write_report
 from flows.running.session import Session
+from stages.store.artifacts import ArtifactError
+
+if TYPE_CHECKING:
+    from stages.common.verdicts import Difference
 
 
 def evaluations_of(session: Session) -> dict[str, dict[str, Any]]:
@@ -18,6 +22,20 @@ def evaluations_of(session: Session) -> dict[str, dict[str, Any]]:
 def status_after(error: BaseException) -> str:
     """The status of a run that this error has ended: `interrupted` by Ctrl-C, else `failed`."""
     return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+
+
+def _differences(session: Session) -> dict[str, dict[str, Difference]]:
+    """Paired differences of the evaluated policies; none where a table cannot be read."""
+    # Here and not above: tables load NumPy and Arrow, which the commands that only look do without.
+    from stages.common.verdicts import differences
+
+    found = {n.removeprefix("evaluate."): a for n, a in session.made.items() if n.startswith("evaluate.")}
+    try:
+        return differences(found)
+    except (ArtifactError, OSError, KeyError, ValueError) as e:
+        # All artifacts are in the store by now: a table about them must not turn a finished run into a failed one.
+        session.reporter.line(f"the policies could not be compared ({type(e).__name__}: {e})")
+        return {}
 
 
 def close(session: Session, status: str) -> str | None:
@@ -38,6 +56,8 @@ def summary(session: Session, reporter: ConsoleReporter, report: str | None) -> 
     evaluations = evaluations_of(session)
     if evaluations:
         reporter.console.print(closing_table(evaluations))
+        for line in difference_lines(_differences(session)):
+            reporter.console.print(line, markup=False)
     if "export" in session.made:
         reporter.console.print(f"model   {session.made['export'].url}")
     if report:

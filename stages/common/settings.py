@@ -187,3 +187,6 @@ class Fitted(Trained):
     """How to compute."""
     checkpoint_every: int = execution_setting(8, ge=1)
     """Steps between checkpoints."""
+    heldout_every: int = execution_setting(0, ge=0)
+    """Steps between measurements on the held-out examples, a curve in the report; 0: only before the first step and
+    after the last."""

@@ -6,7 +6,8 @@ Outputs, each as `<name>/part-00000-of-0000N.parquet`, sorted by id within a sha
     preference          a chosen and a rejected completion
     labelled            a completion and whether it is good
     prompts, heldout    prompts to sample from, with what a verifier needs
-    heldout_preference  as preference, of held-out groups; only where the source has such pairs
+    heldout_sft         as sft, of held-out groups; only where they have completions
+    heldout_preference  as preference; only where they have pairs
     heldout_labelled    likewise
 
 with `dead/dead.parquet`, the records that could not be used, each with the reason; `statistics.json`; and the data
@@ -59,6 +60,8 @@ def source_digests(config: Config) -> dict[str, str]:
         digests |= {f"source {i}: {name}": value for name, value in tasks.source_digests(source.source).items()}
     for i, name in enumerate(config.decontaminate.sources if config.decontaminate else (), start=1):
         digests |= {f"decontaminate {i}: {k}": v for k, v in tasks.source_digests(name).items()}
+    for verifier in config.verifiers:
+        digests |= function_digests(verifier, "data.verifiers")
     for rule in config.rules:
         digests |= {f"{rule}: {name}": value for name, value in function_digests(rule, "data.rules").items()}
     return digests
@@ -102,6 +105,8 @@ def run(ctx: Context) -> dict[str, Any]:
     _check_leak(ctx.out, list(written), merge.leaks(pieces, fates))
     baseline, constant = _constant_answer(ctx.out)
     ctx.log(f"prepare: {fates.kept} of {read} records kept; rows " + ", ".join(f"{k} {v}" for k, v in written.items()))
+    if fates.kept < read:
+        ctx.log(f"prepare: not kept: {_losses(records, fates, [receipts[name] for name in blocks])}")
     metrics = {
         "records": records,
         "dropped_records": dict(sorted(fates.dropped.items())),
@@ -144,7 +149,7 @@ def _planned(ctx: Context) -> tuple[list[Part], Plan, str]:
     plan = blocks.Plan(
         tokenizer=tokenizer,
         splits=tuple(config.splits),
-        sources=tuple(blocks.SourcePlan(s.rename, s.layout, s.weight) for s in config.all_sources()),
+        sources=tuple(blocks.SourcePlan(s.rename, s.fields, s.layout, s.weight) for s in config.all_sources()),
         system_prompt=config.system_prompt,
         extra_fields=config.extra_fields,
         seed=config.seed,
@@ -159,6 +164,7 @@ def _planned(ctx: Context) -> tuple[list[Part], Plan, str]:
         rules=tuple(config.rules),
         contamination=grams,
         contamination_lengths=lengths,
+        verifiers=tuple(config.verifiers),
         signatures=config.near_duplicates is not None,
     )
     return parts, plan, f"{scratch}/pieces"
@@ -174,19 +180,19 @@ def _contamination(ctx: Context, config: Config, scratch: str) -> tuple[str, tup
     import numpy as np
 
     from tuning.data import files, similar, tasks
+    from tuning.data.fields import Mapper
     from tuning.data.records import RecordError, parse_line
 
     settings = config.decontaminate
     assert settings is not None
     texts: list[str] = []
+    mapper = Mapper(settings.rename, settings.fields)
     for number, name in enumerate(settings.sources):
         spool = str(ctx.work / "evaluation")
         for part in tasks.parts_of_source(name, seed=config.seed, part_bytes=1 << 24, spool=spool, number=number):
             for line_number, line in files.read_part(part):
                 try:
-                    record = parse_line(
-                        line, part.label, line_number, settings.rename, "metadata", strings=part.strings
-                    )
+                    record = parse_line(line, part.label, line_number, mapper, "metadata", strings=part.strings)
                 except RecordError as error:
                     raise PrepareError(f"decontaminate: {error}") from error
                 # A document has no messages; its text counts as a whole.
@@ -243,6 +249,18 @@ def _write_dead(ctx: Context, config: Config, pieces: Pieces, receipts: list[dic
     return dead
 
 
+def _losses(records: Mapping[str, int], fates: Fates, receipts: list[dict[str, Any]]) -> str:
+    """Records that are in no output by reason, the most common ones, with the first dead letter in full."""
+    lost = [(records["duplicates"], "duplicates"), *((n, reason) for reason, n in fates.dropped.most_common(3))]
+    parts = [f"{count} {reason}" for count, reason in lost if count]
+    if fates.dropped.total() > sum(count for count, _ in lost[1:]):
+        parts.append("others for further reasons, in card.html")
+    first = next((reason for receipt in receipts for reason in receipt["reasons"]), None)
+    if first is not None:
+        parts.append(f"{records['dead']} dead ({first})")
+    return "; ".join(parts)
+
+
 def _refuse_too_long(config: Config, fates: Fates) -> None:
     """Raises PrepareError for rows beyond the limits where `too_long` is `error`."""
     if config.too_long == "error" and fates.dropped_rows:
@@ -257,7 +275,7 @@ def _write_outputs(out: Path, pieces: Pieces, config: Config, fates: Fates) -> d
     """Merge the pieces into the final files, a thread for each of the workers; returns the rows written by output."""
     from tuning.data import merge
 
-    more = [name for name in ("heldout_preference", "heldout_labelled") if name in pieces.outputs]
+    more = [name for name in ("heldout_sft", "heldout_preference", "heldout_labelled") if name in pieces.outputs]
     outputs = [*dict.fromkeys(config.splits), *more]
     # None: by id.
     seed = config.seed if config.order == "shuffled" else None
@@ -345,7 +363,7 @@ STAGE = Stage(
     Config,
     run,
     sources=source_digests,
-    libraries=("tokenizers", "transformers", "pyarrow", "numpy"),
+    libraries=("tokenizers", "transformers", "pyarrow", "numpy", "jinja2"),
     section="data",
     title="data",
     makes="data",

@@ -11,6 +11,7 @@ from stages.contract.fingerprint import library_versions
 def main() -> None:
     """Prints the table; see the module."""
     from tuning.device import choose
+    from tuning.rewards.sandbox import gaps
     from tuning.rollout.engine.cpu.kernels import build
 
     device = choose()
@@ -27,6 +28,7 @@ def main() -> None:
         print(f"mesh          parameters cut over {device.count} devices, unless compute.mesh says otherwise")
     print(f"micro-batch   {device.row_tokens_per_step} row tokens")
     print(f"rollout rows  {device.rollout_rows} side by side")
+    print(f"sandbox       code of completions can reach {', '.join(gaps()) or 'nothing of this machine'}")
     print(f"python        {sys.version.split()[0]}")
     for name, version in library_versions().items():
         print(f"{name:<13} {version}")

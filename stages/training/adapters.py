@@ -45,7 +45,7 @@ def fit(
     """As `training.fit`, with an adapter if `config.lora` is set; returns dense parameters either way.
 
     `model` is the DecoderConfig of `params`. The task's loss and columns see a tuned model in place of parameters,
-    its `sample` gets merged ones.
+    its `sample` and `measure` get merged ones.
     """
     task = dataclasses.replace(task, flops=_flops(task, model, role, config))
     if config.lora is None:
@@ -58,12 +58,13 @@ def fit(
     graph = tuned_graph(model, role, lora)
     dtype = choose(config.compute.dtype).compute.dtype
     trainable, base = tune(model, role, params, lora, seed=ctx.seed, dtype=dtype)
-    columns, sample = task.columns, task.sample
+    columns, sample, measure = task.columns, task.sample, task.measure
     adapted = dataclasses.replace(
         task,
         make_loss=lambda compute: over(graph, task.make_loss(compute)),
         columns=None if columns is None else lambda p, *rest: columns(join(graph, p, base), *rest),
         sample=None if sample is None else lambda p, *rest: sample(merge(model, role, params, p, lora), *rest),
+        measure=None if measure is None else lambda p: measure(merge(model, role, params, p, lora)),
     )
     trained, metrics = training.fit(ctx, adapted, trainable, config, (base, frozen))
     save_adapter(ctx.out / ADAPTER, trained, lora, name_of(ctx.inputs["policy" if "policy" in ctx.inputs else "base"]))

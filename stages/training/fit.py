@@ -37,6 +37,8 @@ class Task:
     """Groups -> FLOPs of a step on them, or of what a step computes beside the policy (`stages.training.adapters`)."""
     columns: Callable[[Any, list[int], list[Packed]], list[dict[str, Any]]] | None = None
     """(parameters, example numbers, micro-batches) -> what the loss needs of each beside its tokens."""
+    measure: Callable[[Any], dict[str, float]] | None = None
+    """Parameters -> metrics on held-out examples, such as `loss`; None: there are no such examples."""
     tokens_per_step: int | None = None
     """Tokens of a step, in place of a number of examples."""
     longest: int = 0
@@ -48,8 +50,9 @@ class Task:
 def fit(ctx: Context, task: Task, params: Any, config: Fitted, frozen: Any = None) -> tuple[Any, dict[str, Any]]:
     """Trains a copy of `params`; resumes from the newest checkpoint in `ctx.work`.
 
-    `frozen` is passed to the loss unchanged. Returns the parameters and the manifest's metrics. Raises ValueError where
-    there are no examples.
+    `frozen` is passed to the loss unchanged. Returns the parameters and the manifest's metrics: those of the last step,
+    and `heldout_NAME` of what the task measures, after training and as `heldout_NAME_before` before it. Raises
+    ValueError where there are no examples.
     """
     from tuning.training.checkpoint import Checkpoints
 
@@ -59,8 +62,12 @@ def fit(ctx: Context, task: Task, params: Any, config: Fitted, frozen: Any = Non
     checkpoints = Checkpoints(ctx.work / "checkpoints", ctx.saved)
     try:
         first = loop.resume(checkpoints)
+        if not first:
+            loop.measure(0)
         for step in range(first, loop.total):
             loop.train(step)
+            if step + 1 == loop.total or (config.heldout_every and (step + 1) % config.heldout_every == 0):
+                loop.measure(step + 1)
             # None after the last step: the artifact follows at once.
             if (step + 1) % config.checkpoint_every == 0 and step + 1 < loop.total:
                 checkpoints.save(step + 1, loop.state, {"step": step + 1, "lines": loop.lines})
@@ -70,7 +77,7 @@ def fit(ctx: Context, task: Task, params: Any, config: Fitted, frozen: Any = Non
     if "tokens" in loop.last:
         # All that were trained on; the other metrics are those of the last step.
         metrics["tokens"] = float(sum(line["tokens"] for line in loop.lines))
-    return loop.state[0], metrics | loop.meter.whole()
+    return loop.state[0], metrics | loop.heldout() | loop.meter.whole()
 
 
 class _Loop:
@@ -149,6 +156,20 @@ class _Loop:
         self.lines.append(line)
         self.ctx.metrics_line(**line)
         self.ctx.progress(step + 1, self.total, "step", loss=self.last["loss"], **self.meter.rates())
+
+    def measure(self, step: int) -> None:
+        """A line with the metrics on the held-out examples, before the step of this number."""
+        if self.task.measure is None:
+            return
+        line = {"step": step, **{f"heldout_{k}": float(v) for k, v in self.task.measure(self.state[0]).items()}}
+        self.lines.append(line)
+        self.ctx.metrics_line(**line)
+
+    def heldout(self) -> dict[str, float]:
+        """Metrics on the held-out examples, at the end and, as `NAME_before`, at the start."""
+        lines = [{k: v for k, v in line.items() if k.startswith("heldout_")} for line in self.lines]
+        known = [line for line in lines if line]
+        return known[-1] | {f"{k}_before": v for k, v in known[0].items()} if known else {}
 
     def batches(self, step: int, groups: list[Group]) -> list[dict[str, Any]]:
         """The micro-batches of a step, with what the task adds to each."""

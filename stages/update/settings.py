@@ -33,6 +33,8 @@ class Config(Trained, core.RoundSettings):  # type: ignore[misc]
     """Allow rollouts from an older policy than the one that is updated; importance weights correct for it."""
     short_of_groups: Literal["stop", "train"] = "stop"
     """What follows when all refills leave fewer informative groups than prompts."""
+    max_idle_rounds: int = execution_setting(3, ge=1)
+    """The run ends with the round that is the last of so many in a row without a step that moved weights."""
     store_state: bool = execution_setting(False)
     """Whether this round's weights and optimizer are stored; the recipe's checkpoint_every decides."""
 

@@ -23,6 +23,7 @@ from stages.sampling.groups import chosen_groups, read_scored, refills
 from stages.store.artifacts import Artifact
 from stages.training.adapters import lora_config, name_of
 from stages.update import state as states
+from stages.update.idle import check_idle, idle_metrics
 from stages.update.settings import Config
 from stages.update.state import NAME, State
 from tuning.rows import ScoreRow
@@ -47,6 +48,8 @@ def run(ctx: Context) -> dict[str, Any]:
     from tuning.models.peft import save_adapter
 
     state, metrics = _advance(ctx)
+    # Here and not in `_advance`, which also replays rounds that have been committed.
+    check_idle(metrics, ctx.config.max_idle_rounds)
     content = {"fingerprint": states.fingerprint_of(state), "round": ctx.config.round}
     if ctx.config.kl_target is not None or ctx.config.entropy_target is not None:
         assert state.coefficients is not None
@@ -108,7 +111,10 @@ def _advance(ctx: Context) -> tuple[State, dict[str, Any]]:
     else:
         state.adapter = result.policy.params
         _, state.params = states.merged(ctx, state.adapter)
-    return state, result.metrics | refills | {"seconds_update": round(time.monotonic() - started, 2)}
+    idle = idle_metrics(data, result.metrics, config, parent)
+    if idle:
+        ctx.log(f"round {config.round} has trained nothing: {idle['idle']}")
+    return state, result.metrics | refills | idle | {"seconds_update": round(time.monotonic() - started, 2)}
 
 
 def _coefficients(config: Config, parent: Artifact) -> Coefficients | None:
@@ -160,5 +166,11 @@ STAGE = Stage(
         "reference": Reads("reference", when=lambda c, _: c.needs_reference),
         "reward": Reads("reward", when=lambda c, _: c.needs_critic),
     },
-    headline=("KL {kl:.4f}", "mismatch {mismatch_kl:.1e}", "clip {clip_fraction:.3f}", "entropy {entropy:.3f}"),
+    headline=(
+        "trained nothing: {idle}",
+        "KL {kl:.4f}",
+        "mismatch {mismatch_kl:.1e}",
+        "clip {clip_fraction:.3f}",
+        "entropy {entropy:.3f}",
+    ),
 )

@@ -10,6 +10,7 @@ from flows.graph.build import build
 from flows.recipe.reading import load_recipe
 from stages.common.tables import read_rows
 from stages.store.artifacts import Store
+from tests.judge_server import judge_server
 
 
 def graph(*sets):
@@ -58,6 +59,32 @@ def test_other_rewards_on_the_rollouts_of_a_run_sample_nothing(rlhf, store, reco
         "round-002.rollout": "hit",
         "round-000.score": "made",
     }
+
+
+@pytest.mark.slow
+def test_a_run_whose_judge_is_down_goes_on_when_it_is_up_and_ends_where_rounds_train_nothing(rlhf, store, record):
+    with judge_server(lambda body: "5") as (url, _):
+        port = int(url.rpartition(":")[2].removesuffix("/v1"))
+    # One verdict for all: every group ties.
+    judge = f"{{function: judge, arguments: {{url: '{url}', model: m, retries: 0}}}}"
+    sets = [f"store={store}"]
+    sets += [f"rl.score.rewards.{name}.weight=0" for name in ("exact", "digits", "model")]
+    sets += [f"rl.score.rewards.j={judge}", "rl.update.max_idle_rounds=2", "evaluate=null", "export=null"]
+    command = ["run", "smoke", "--no-prefect", *[word for item in sets for word in ("--set", item)]]
+    before = {path.name for path in (store / "artifacts" / "score").iterdir()}
+    down = rlhf(*command, "--name", "down", code=1)
+    assert "reward j: no verdict" in down.stderr and "cannot be reached" in down.stderr
+    assert {path.name for path in (store / "artifacts" / "score").iterdir()} == before
+    with judge_server(lambda body: "5", port) as (_, asked):
+        idle = rlhf(*command, "--name", "idle", code=1)
+        assert "2 rounds in a row have trained nothing" in idle.stderr
+        assert "trained nothing: the completions of each prompt score alike" in idle.stdout
+        assert "reward 0.500" in idle.stdout
+        rlhf(*command, "--set", "rl.update.max_idle_rounds=9", "--name", "through")
+    assert len(asked) == 3 * 32
+    through = record(store, "through")["nodes"]
+    assert [through[f"round-00{i}.update"]["metrics"]["idle_rounds"] for i in range(3)] == [1, 2, 3]
+    assert through["round-000.update"]["state"] == "hit"
 
 
 def test_what_cannot_be_scored_again_is_said(rlhf, store):
@@ -113,6 +140,24 @@ def test_a_greedy_completion_of_each_prompt_is_remaxs_baseline(rlhf, store, reco
     assert all(r["temperature"] == 0 for r in greedy)
     assert run["nodes"]["round-000.greedy-score"]["metrics"]["completions"] == len(greedy)
     assert run["nodes"]["round-000.update"]["metrics"]["steps"] > 0
+
+
+@pytest.mark.slow
+def test_the_best_evaluated_policy_is_exported_without_judging_it_twice(rlhf, store, record):
+    # An untrained policy is told apart by the lengths of what it writes, not by what is right.
+    sets = ["evaluate.every=1", "evaluate.load_best_model_at_end=true", "evaluate.metric_for_best_model=short"]
+    sets += ["evaluate.judges={short: {function: length_at_most, arguments: {tokens: 1}}}", f"store={store}"]
+    shown = rlhf("run", "smoke", "--no-prefect", "--name", "best", *[x for s in sets for x in ("--set", s)]).stdout
+    run = record(store, "best")["nodes"]
+    scores = {i: run[f"round-00{i}.evaluate"]["metrics"]["judges"]["short"]["score"] for i in range(3)}
+    best = max(scores, key=lambda i: scores[i])
+    chosen = run[f"round-00{best}.update"]
+    assert run["select"]["metrics"]["round"] == best and run["select"]["digest"] == chosen["digest"]
+    assert states({"nodes": run}, "evaluate.rl", "select") == {"evaluate.rl": "hit", "select": "made"}
+    assert run["evaluate.rl"]["metrics"] == run[f"round-00{best}.evaluate"]["metrics"]
+    lineage = json.loads((store / "artifacts" / "export" / run["export"]["key"] / "provenance.json").read_text())
+    assert {"select", "update", "evaluate"} <= {p["stage"] for p in lineage}
+    assert "RL against SFT" in shown and f"round-00{best}.evaluate" in shown
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr-grpo", "gspo", "gspo-token", "cispo", "rloo", "reinforce-pp"])

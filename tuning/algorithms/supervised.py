@@ -5,6 +5,8 @@ Axes: C completions of a micro-batch, T completion tokens; completions 2b and 2b
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,6 +16,10 @@ from tuning.device import Compute
 from tuning.losses.aggregate import aggregate
 from tuning.losses.preference import bradley_terry
 from tuning.losses.sft import nll
+from tuning.models.config import DecoderConfig
+from tuning.models.decoder import decoder_graph
+from tuning.training.batch import Group
+from tuning.training.completions import per_completion
 from tuning.training.forward import logps_and_entropy, scores
 from tuning.training.step import LossFn
 
@@ -35,6 +41,28 @@ def sft_loss(graph: Any, compute: Compute) -> LossFn:
 def sft_summary(sums: dict[str, float]) -> dict[str, float]:
     """Metrics of a step from the sums of `sft_loss`."""
     return {"loss": sums["nll"] / sums["tokens"], "tokens": sums["tokens"]}
+
+
+def heldout_loss(model: DecoderConfig, params: Any, examples: Sequence[Group], compute: Compute, budget: int) -> float:
+    """-log p of the trained tokens of examples, mean over all of their tokens: what SFT minimises (R1).
+
+    budget: row tokens of a micro-batch.
+    """
+    logps = per_completion(lambda batch: _summed(model, compute)(params, batch), examples, budget)
+    return float(-logps.sum() / _trained_tokens(examples))
+
+
+@functools.lru_cache(maxsize=8)
+def _summed(model: DecoderConfig, compute: Compute) -> Any:
+    """A compiled (parameters, batch) -> log p of the trained tokens of each completion, [C]."""
+    graph = decoder_graph(model)
+    # Log-probabilities are 0 where masked.
+    return jax.jit(lambda params, batch: jnp.sum(logps_and_entropy(graph, params, batch, 1.0, compute)[0], axis=1))
+
+
+def _trained_tokens(examples: Sequence[Group]) -> int:
+    # Without masks all tokens of the completion count.
+    return sum(sum(g.masks[0]) if g.masks else len(g.completions[0]) for g in examples)
 
 
 def reward_loss(graph: Any, centering: float, compute: Compute) -> LossFn:

@@ -27,6 +27,8 @@ class SourcePlan:
     """How the records of one source are read and weighed."""
 
     rename: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """By name where their values come from, as for `tuning.data.fields.Mapper`."""
     layout: str = "auto"
     weight: float = 1.0
 
@@ -61,6 +63,8 @@ class Plan:
     """File of sorted n-gram hashes of evaluation prompts (NumPy)."""
     contamination_lengths: Sequence[int] = ()
     """Lengths of those n-grams, in words."""
+    verifiers: Sequence[str] = ()
+    """Rewards of `tuning.rewards.answers` that must be able to read the answers of prompts."""
     signatures: bool = False
     """Whether to compute the signatures by which near duplicates are detected."""
 

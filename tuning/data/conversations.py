@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from tuning.models.tokenizer import control_ids, turn_end
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
@@ -49,8 +51,8 @@ def conversation_ids(
     """Token ids up to the end of the last assistant turn, and their mask: 1 where SFT trains, else 0.
 
     SFT trains the tokens that the assistant generates in each of its turns: content, tool calls and the end-of-turn
-    token (R10). It does not train headers, which the template writes. A template with `{% generation %}` marks says
-    itself which tokens these are. Otherwise a turn is the text that it adds after the header of its turn.
+    token (R10, R23). It does not train headers, which the template writes. A template with `{% generation %}` marks
+    says itself which tokens these are. Otherwise a turn is the text that it adds after the header of its turn.
 
     Raises ConversationError where a turn changes the text before it, or there is no assistant turn.
     """
@@ -80,7 +82,7 @@ def _by_prefixes(tokenizer: PreTrainedTokenizerFast, turns: list[Any], tools: An
     full = render(len(turns))
     encoded: Any = tokenizer(full, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
-    control, mask = _control(tokenizer), [0] * len(ids)
+    mask = [0] * len(ids)
     for number, turn in enumerate(turns):
         if turn["role"] != "assistant":
             continue
@@ -95,26 +97,40 @@ def _by_prefixes(tokenizer: PreTrainedTokenizerFast, turns: list[Any], tools: An
         # Offsets are [start, stop) in characters. A token across the border of header and turn counts as the turn's.
         first = next(i for i, (_, stop) in enumerate(offsets) if stop > len(before))
         end = next((i for i, (start, _) in enumerate(offsets) if start >= len(after)), len(ids))
-        # Text that the template puts behind the end-of-turn token, such as a newline, is never generated.
-        ends = [i for i in range(first, end) if ids[i] in control]
-        if ends and not full[offsets[ends[-1]][1] : len(after)].strip():
-            end = ends[-1] + 1
+        texts = [full[start:stop] for start, stop in offsets[first:end]]
+        end = first + _turn_length(tokenizer, ids[first:end], texts)
         mask[first:end] = [1] * (end - first)
     return ids, mask
 
 
+def _turn_length(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int], texts: Sequence[str]) -> int:
+    """How many tokens of a rendered turn the assistant generates: all through its end; behind it nothing is sampled.
+
+    Where the turn ends in several control tokens it is the one of `turn_end`, else the last; all where it has none.
+    """
+    control, ends = control_ids(tokenizer), []
+    for i in range(len(ids) - 1, -1, -1):
+        if ids[i] in control:
+            ends.append(i)
+        elif texts[i].strip():
+            break
+    stop = turn_end(tokenizer)
+    return next((i for i in reversed(ends) if ids[i] == stop), ends[0] if ends else len(ids) - 1) + 1
+
+
 def _with_ends(tokenizer: PreTrainedTokenizerFast, ids: list[int], mask: list[int]) -> tuple[list[int], list[int]]:
     """Adds the end-of-turn token behind each turn to the mask, and cuts all tokens after the last turn."""
-    control = _control(tokenizer)
+    control, stop = control_ids(tokenizer), turn_end(tokenizer)
     # A mark usually closes before the end-of-turn token, which the model has to learn as well.
     for end in _run_ends(mask):
         if ids[end - 1] in control:
             continue
-        if end < len(ids) and ids[end] in control:
+        # Another control token would be the header of the next turn.
+        if end < len(ids) and ids[end] == stop:
             mask[end] = 1
-        elif 1 not in mask[end:] and tokenizer.eos_token_id is not None:
+        elif 1 not in mask[end:] and stop is not None:
             # The template writes no end of turn: the last one gets the token that stops generation.
-            ids, mask = [*ids[:end], int(tokenizer.eos_token_id)], [*mask[:end], 1]
+            ids, mask = [*ids[:end], stop], [*mask[:end], 1]
     last = len(mask) - mask[::-1].index(1)
     return ids[:last], mask[:last]
 
@@ -122,8 +138,3 @@ def _with_ends(tokenizer: PreTrainedTokenizerFast, ids: list[int], mask: list[in
 def _run_ends(mask: Sequence[int]) -> Iterator[int]:
     """The position after each run of ones; listed before the caller changes the mask."""
     return iter([i + 1 for i, m in enumerate(mask) if m and not any(mask[i + 1 : i + 2])])
-
-
-def _control(tokenizer: PreTrainedTokenizerFast) -> set[int]:
-    """Ids of the control tokens."""
-    return {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}

@@ -12,6 +12,7 @@ from jinja2 import TemplateError
 from tuning.data.blocks import Block, Counts, Draft, Plan, Step, tokenizer_of
 from tuning.data.conversations import ConversationError, conversation_ids, render_prompt
 from tuning.data.records import Message, Record, digest
+from tuning.models.tokenizer import begins_with_bos, turn_end
 
 
 def render(plan: Plan) -> Step:
@@ -45,27 +46,28 @@ def drafts_of(tokenizer: Any, plan: Plan, output: str, record: Record) -> list[D
     if record.text is not None:
         texts = {"prompt_ids": "", "completion_ids": record.text}
         return [Draft(output, record.content, columns | {"completion": record.text}, texts)]
-    if output == "sft" and record.conversation is not None:
-        return [_conversation(tokenizer, plan, record, columns)]
+    if output in ("sft", "heldout_sft") and record.conversation is not None:
+        return [_conversation(tokenizer, plan, output, record, columns)]
     texts = {"prompt_ids": render_prompt(tokenizer, _messages(plan, record.prompt), record.tools)}
-    if output in ("sft", "labelled", "heldout_labelled"):
+    if output in ("sft", "heldout_sft", "labelled", "heldout_labelled"):
         columns |= {"completion": record.completion, "label": record.label}
         return [Draft(output, record.content, columns, texts | {"completion_ids": record.completion or ""})]
     if output in ("preference", "heldout_preference"):
         return _pairs(output, record, columns, texts)
     # Several pairs of one prompt are one prompt to sample from, so completions are not part of the key.
     key = digest(json.dumps([record.prompt, record.answer], sort_keys=True))
-    return [Draft(output, key, columns | {"answer": record.answer, "metadata": record.metadata}, texts)]
+    columns |= {"answer": record.answer, "metadata": record.metadata, "group": record.group}
+    return [Draft(output, key, columns, texts)]
 
 
-def _conversation(tokenizer: Any, plan: Plan, record: Record, columns: dict[str, Any]) -> Draft:
+def _conversation(tokenizer: Any, plan: Plan, output: str, record: Record, columns: dict[str, Any]) -> Draft:
     """A conversation for SFT. Its prompt ends before the first trained token; later headers are masked."""
     assert record.conversation is not None
     ids, mask = conversation_ids(tokenizer, _messages(plan, record.conversation), record.tools)
     first = mask.index(1)
     # Ids, not texts: the mask belongs to the tokens of the rendered conversation.
     parts = {"prompt_ids": ids[:first], "completion_ids": ids[first:]}
-    return Draft("sft", record.content, columns | {"completion": record.completion}, ids=parts, mask=mask[first:])
+    return Draft(output, record.content, columns | {"completion": record.completion}, ids=parts, mask=mask[first:])
 
 
 def _pairs(output: str, record: Record, columns: dict[str, Any], texts: dict[str, str]) -> list[Draft]:
@@ -86,26 +88,33 @@ _BATCH = 512
 
 
 def tokenize(plan: Plan) -> Step:
-    """Texts of drafts to token ids, all texts of a block together; completions end with EOS."""
+    """Texts of drafts to token ids, all texts of a block together.
+
+    Completions end with the end of the assistant's turn (R23), documents with EOS.
+    """
     tokenizer = tokenizer_of(plan.tokenizer)
-    eos, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
+    end: Any = turn_end(tokenizer)
+    eos = tokenizer.eos_token_id
+    before = [tokenizer.bos_token_id] if begins_with_bos(tokenizer) else []
 
     def step(block: Block) -> Counts:
         drafts = [draft for entry in block.alive() for draft in entry.drafts]
         # Each distinct text is encoded once: the drafts of a record share its prompt.
         texts = list(dict.fromkeys(text for draft in drafts for text in draft.texts.values()))
-        if texts and eos is None:
+        if texts and (end is None or eos is None):
             raise ValueError("the tokenizer has no eos_token; set tokenizer.eos_token before encoding completions")
         ids = _encoded(tokenizer, texts)
         tokens = 0
         for draft in drafts:
+            # A document has no prompt, and no turn that could end.
+            last = end if draft.texts.get("prompt_ids", "template") else eos
             for name, text in draft.texts.items():
-                # The template has ended the prompt; a completion is bare text and gets its EOS here.
-                draft.ids[name] = ids[text] if name == "prompt_ids" else [*ids[text], eos]
+                # The template has ended the prompt; a completion is bare text and gets its end here.
+                draft.ids[name] = ids[text] if name == "prompt_ids" else [*ids[text], last]
             tokens += sum(map(len, draft.ids.values()))
             if not draft.ids["prompt_ids"]:
-                # A document. Without a BOS its first token has no context to be predicted from: it is the prompt.
-                document = draft.ids["completion_ids"] if bos is None else [bos, *draft.ids["completion_ids"]]
+                # Without a BOS a document's first token has no context to be predicted from: it is the prompt.
+                document = [*before, *draft.ids["completion_ids"]]
                 draft.ids |= {"prompt_ids": document[:1], "completion_ids": document[1:]}
         return {"tokens": tokens}
 

@@ -17,6 +17,7 @@ import functools
 import hashlib
 import io
 import json
+import re
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -247,8 +248,7 @@ def spooled(
 
 
 def _gather(lines: Iterable[bytes], part_bytes: int) -> Iterator[list[bytes]]:
-    block: list[bytes] = []
-    size = 0
+    block, size = list[bytes](), 0
     for line in lines:
         block.append(line + b"\n")
         size += len(line)
@@ -280,13 +280,13 @@ def _split_stream(stream: Any) -> Iterator[bytes]:
 
 
 def _json_list(file: DataFile) -> Iterator[bytes]:
-    """The elements of one JSON list; the file may hold JSON Lines as well."""
+    """The elements of one JSON list, or one object over several lines; the file may hold JSON Lines as well."""
     with _stream(file) as stream:
-        head = stream.peek(1 << 12).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
-        if head != b"[":
+        if not re.match(rb"(\xef\xbb\xbf)?\s*(\[|\{\s*\n)", stream.peek(1 << 12)):
             yield from _split_stream(stream)
             return
-        for element in json.loads(stream.read().decode("utf-8-sig")):
+        content = json.loads(stream.read().decode("utf-8-sig"))
+        for element in content if isinstance(content, list) else [content]:
             yield json.dumps(element).encode()
 
 

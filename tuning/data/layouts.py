@@ -220,16 +220,22 @@ def from_strings(raw: Mapping[str, Any]) -> Raw:
     """
     values: Raw = {}
     for name, text in raw.items():
+        if isinstance(text, bool | float):
+            # A computed field, which has its type.
+            values[name] = text
         if not isinstance(text, str) or text == "":
             continue
-        values[name] = text
-        if name == "label" and text.strip().lower() in _BOOLEANS:
-            values[name] = _BOOLEANS[text.strip().lower()]
-        elif name == "margin":
-            values[name] = _number(text)
-        elif name in _STRUCTURED and text.lstrip()[:1] in ("[", "{"):
+        values[name] = typed(name, text)
+        if name in _STRUCTURED and text.lstrip()[:1] in ("[", "{"):
             values[name] = _from_json(name, text)
     return values
+
+
+def typed(name: str, text: str) -> bool | float | str:
+    """The text of a field, as a boolean for `label` and as a number for `margin`."""
+    if name == "label":
+        return _BOOLEANS.get(text.strip().lower(), text)
+    return _number(text) if name == "margin" else text
 
 
 _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}

@@ -33,6 +33,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tuning.data import layouts
+from tuning.data.fields import Mapper
 from tuning.data.kinds import is_finite, is_list_of_objects, kind_of
 from tuning.names import closest
 
@@ -116,7 +117,7 @@ def parse_line(
     line: bytes | str,
     source: str,
     number: int,
-    rename: Mapping[str, str | None] | None = None,
+    mapper: Mapper | None = None,
     extra: str = "error",
     layout: str = "auto",
     strings: bool = False,
@@ -126,14 +127,14 @@ def parse_line(
         raw = json.loads(line.removeprefix(b"\xef\xbb\xbf") if isinstance(line, bytes) else line)
     except (ValueError, RecursionError) as error:
         raise RecordError(source, number, "(record)", "one JSON object on the line", f"{error}") from None
-    return parse_record(raw, source, number, rename, extra, layout, strings)
+    return parse_record(raw, source, number, mapper, extra, layout, strings)
 
 
 def parse_record(
     raw: Any,
     source: str,
     number: int,
-    rename: Mapping[str, str | None] | None = None,
+    mapper: Mapper | None = None,
     extra: str = "error",
     layout: str = "auto",
     strings: bool = False,
@@ -143,8 +144,7 @@ def parse_record(
     Args:
         raw: the object; fields that are None count as absent.
         source: file or task, and `number` the record's place in it (from 1): both only for error messages.
-        rename: the source's name of a field to the name in this layout, such as {"question": "prompt"}; to None: the
-            field is left out.
+        mapper: gives the source's fields the names of this layout.
         extra: what to do with unknown fields: "error", or "metadata" to move them into `metadata`.
         layout: one of `tuning.data.layouts.LAYOUTS`, or "auto" to detect it from the fields.
     Raises:
@@ -153,11 +153,9 @@ def parse_record(
     if not isinstance(raw, Mapping):
         raise RecordError(source, number, "(record)", "a JSON object", kind_of(raw))
     parser = _Parser(source, number, raw.get("id"))
-    names = rename or {}
-    kept = {name: value for name, value in raw.items() if value is not None and names.get(name, name) is not None}
-    renamed = {names.get(name) or name: value for name, value in kept.items()}
     try:
-        native, detected = layouts.translate(layouts.from_strings(renamed) if strings else renamed, layout)
+        named = (mapper or Mapper())(raw)
+        native, detected = layouts.translate(layouts.from_strings(named) if strings else named, layout)
         return parser.parse(native, extra, detected)
     except layouts.LayoutError as error:
         raise parser.error(error.field, error.expected, error.got) from None

@@ -71,10 +71,11 @@ ROWS: dict[str, type[Row]] = {
     "labelled": LabelledRow,
     "prompts": PromptRow,
     "heldout": PromptRow,
+    "heldout_sft": SftRow,
     "heldout_preference": PairRow,
     "heldout_labelled": LabelledRow,
 }
-"""Rows of each output; `heldout_preference` holds the pairs of held-out groups, and `heldout_labelled` likewise."""
+"""Rows of each output; `heldout_sft` holds completions of held-out groups, and the others with that word likewise."""
 SCHEMAS = {output: columns_of(kind) for output, kind in ROWS.items()}
 """Columns of each output."""
 

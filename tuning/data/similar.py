@@ -16,7 +16,10 @@ from collections.abc import Iterable
 import numpy as np
 
 PERMUTATIONS = 128
-BANDS = 16
+MIN_RECALL = 0.98
+"""Share of the pairs at the threshold that are compared; pairs above it are compared more often."""
+LOWEST_THRESHOLD = 0.3
+"""Below it nearly all records would be compared with each other."""
 SHINGLE_WORDS = 5
 _WORD = re.compile(r"\w+")
 _PRIME = np.uint64(0x100000001B3)
@@ -86,6 +89,18 @@ def signature(text: str) -> np.ndarray:
     return np.asarray(((grams[:, None] * multiply + add) >> np.uint64(32)).min(axis=0)).astype(np.uint32)
 
 
+def bands_of(threshold: float) -> tuple[int, int]:
+    """(bands, rows of each): the longest bands, so the fewest pairs, that compare `MIN_RECALL` of those at `threshold`.
+
+    Records of similarity s share one of b bands of r rows with probability 1 - (1 - s^r)^b (Leskovec et al., 3.4.2).
+    Raises ValueError below `LOWEST_THRESHOLD`.
+    """
+    if not LOWEST_THRESHOLD <= threshold <= 1:
+        raise ValueError(f"near_duplicates is {threshold}; expected a similarity from {LOWEST_THRESHOLD} to 1")
+    shapes = ((PERMUTATIONS // rows, rows) for rows in range(PERMUTATIONS, 0, -1))
+    return next((b, r) for b, r in shapes if 1 - (1 - threshold**r) ** b >= MIN_RECALL)
+
+
 def near_duplicates(signatures_NP: np.ndarray, rank_N: np.ndarray, threshold: float) -> np.ndarray:
     """Numbers of the records to leave out: all but the best-ranked of each set of linked records.
 
@@ -103,8 +118,8 @@ def near_duplicates(signatures_NP: np.ndarray, rank_N: np.ndarray, threshold: fl
         return i
 
     order_of = np.argsort(rank_N, kind="stable")
-    rows = PERMUTATIONS // BANDS
-    for band in range(BANDS):
+    bands, rows = bands_of(threshold)
+    for band in range(bands):
         keys = np.zeros(count, np.uint64)
         for column in range(band * rows, (band + 1) * rows):
             keys = keys * _PRIME + signatures_NP[:, column].astype(np.uint64)

@@ -16,10 +16,12 @@ import numpy as np
 
 from tuning.data.blocks import Block, Counts, Plan, Step, tokenizer_of
 from tuning.data.drafts import lengths, render, tokenize
+from tuning.data.fields import Mapper
 from tuning.data.records import Record, RecordError, canonical_json, parse_line
 from tuning.data.remote import local_copy
 from tuning.data.similar import is_contaminated, signature
 from tuning.names import function_of
+from tuning.rewards.answers import unreadable
 
 
 def uniform(seed: int, purpose: str, group: str) -> float:
@@ -43,13 +45,14 @@ def splits_of(record: Record, plan: Plan) -> list[str]:
         planned = ["sft"] if in_sft and record.completion is not None and record.label is not False else []
         planned += ["preference"] if pairs and (in_sft or plan.preference_all) else []
         planned += ["labelled"] if record.label is not None and (in_sft or plan.preference_all) else []
-        planned += ["prompts"] if plan.prompts_all or not in_sft else []
+        # A record without an answer to imitate has no use but its prompt.
+        planned += ["prompts"] if plan.prompts_all or not in_sft or record.completion is None else []
     planned = [split for split in planned if split in plan.splits]
-    if planned == ["heldout"] and pairs and "preference" in plan.splits:
-        planned.append("heldout_preference")
-    if planned == ["heldout"] and record.label is not None and "labelled" in plan.splits:
-        planned.append("heldout_labelled")
-    return planned
+    if planned != ["heldout"]:
+        return planned
+    imitated = record.completion is not None and record.label is not False
+    more = {"sft": imitated, "preference": pairs, "labelled": record.label is not None}
+    return planned + [f"heldout_{split}" for split, has in more.items() if has and split in plan.splits]
 
 
 def validate(plan: Plan) -> Step:
@@ -57,14 +60,15 @@ def validate(plan: Plan) -> Step:
     # `(?!)` matches nothing, for a tokenizer without control tokens.
     special = {token.content for token in tokenizer_of(plan.tokenizer).added_tokens_decoder.values() if token.special}
     search = re.compile("|".join(re.escape(token) for token in sorted(special)) or r"(?!)").search
+    mappers = [Mapper(source.rename, source.fields) for source in plan.sources]
 
     def step(block: Block) -> Counts:
         part, bad, layouts = block.part, {}, Counter[str]()
-        source = plan.sources[part.source]
+        mapper, layout = mappers[part.source], plan.sources[part.source].layout
         for entry in block.entries:
             try:
                 entry.record = parse_line(
-                    *(entry.line, part.label, entry.number, source.rename, plan.extra_fields, source.layout),
+                    *(entry.line, part.label, entry.number, mapper, plan.extra_fields, layout),
                     strings=part.strings,
                 )
             except RecordError as error:
@@ -175,6 +179,27 @@ def split(plan: Plan) -> Step:
     return step
 
 
+def answers(plan: Plan) -> Step:
+    """Prompts whose answer a verifier cannot read are dead: all their completions would fail or score 0."""
+
+    def step(block: Block) -> Counts:
+        bad = {}
+        for entry in block.alive():
+            if not {"prompts", "heldout"} & set(entry.outputs):
+                continue
+            record = entry.record
+            for name in plan.verifiers:
+                reason = unreadable(name, record.answer, json.loads(record.metadata))
+                if reason is not None:
+                    where = f"{block.part.label}, record {entry.number}, field `answer`"
+                    bad[entry.position] = f"{where}: {name} expects {reason}"
+                    break
+        block.bury(bad, "answers")
+        return {"dead": len(bad)}
+
+    return step
+
+
 def sign(plan: Plan) -> Step:
     """MinHash signatures, with which `tuning.data.merge` detects near duplicates."""
 
@@ -191,6 +216,7 @@ STEPS: dict[str, Callable[[Plan], Step]] = {
     "Rules": rules,
     "Decontaminate": decontaminate,
     "Split": split,
+    "Answers": answers,
     "Render": render,
     "Tokenize": tokenize,
     "Lengths": lengths,
@@ -200,5 +226,7 @@ STEPS: dict[str, Callable[[Plan], Step]] = {
 
 def wanted_steps(plan: Plan) -> list[str]:
     """The steps that this plan needs, in order."""
-    needless = {"Rules": not plan.rules, "Decontaminate": not plan.contamination, "Sign": not plan.signatures}
-    return [name for name in STEPS if not needless.get(name, False)]
+    needed = {
+        "Rules": plan.rules, "Decontaminate": plan.contamination, "Answers": plan.verifiers, "Sign": plan.signatures,
+    }  # fmt: skip
+    return [name for name in STEPS if needed.get(name, True)]

@@ -1,33 +1,49 @@
-"""Intervals and comparisons for evaluations. Problems are resampled: samples of one problem are dependent."""
+"""Intervals and comparisons for evaluations. Problems are resampled: samples of one problem are dependent.
+
+`correct_PS` is [problems, samples]: the score of each completion, NaN where the judge does not apply. A problem without
+any score is left out. Problems of one cluster (a group of related problems) are resampled together.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from statistics import NormalDist
 
 import numpy as np
 
 RESAMPLES = 2000
+_CHUNK = 1 << 22
+"""Numbers drawn at a time: the resamples of many problems do not fit the memory together."""
+
+Clusters = Sequence[Hashable] | None
+"""The cluster of each problem; None: every problem is its own."""
 
 
-def mean_interval(correct_PS: np.ndarray, confidence: float = 0.95, seed: int = 0) -> tuple[float, float, float]:
-    """Mean over problems of the mean over samples, with a percentile bootstrap interval over problems.
+def problem_means(correct_PS: np.ndarray) -> np.ndarray:
+    """Mean over the samples of each problem, [problems]; NaN where none has a score."""
+    scores = np.asarray(correct_PS, np.float64)
+    counts = np.isfinite(scores).sum(axis=1)
+    return np.where(counts > 0, np.nansum(scores, axis=1) / np.maximum(counts, 1), np.nan)
 
-    `correct_PS` is [problems, samples] with values in [0, 1]; the bootstrap is Efron's (1979). Where all problems have
-    one value the bootstrap has no width, and Wilson's interval over problems takes its place. Raises ValueError
-    without a problem.
+
+def mean_interval(
+    correct_PS: np.ndarray, confidence: float = 0.95, seed: int = 0, clusters: Clusters = None
+) -> tuple[float, float, float]:
+    """Mean over problems of the mean over samples, with a percentile bootstrap interval over clusters of problems.
+
+    The bootstrap is Efron's (1979), of clusters as in Field and Welsh (2007). Where all problems have one value the
+    bootstrap has no width, and for a share Wilson's interval takes its place. Raises ValueError without a problem.
     """
-    per_problem = np.asarray(correct_PS, np.float64).mean(axis=1)
-    n = len(per_problem)
-    if n == 0:
-        raise ValueError("an interval needs at least one problem")
-    mean = float(per_problem.mean())
-    rng = np.random.default_rng(seed)
-    draws = per_problem[rng.integers(0, n, (RESAMPLES, n))].mean(axis=1)
-    low, high = np.quantile(draws, [(1 - confidence) / 2, (1 + confidence) / 2])
-    if per_problem.std() == 0:
-        low, high = wilson(mean, n)
-    return mean, float(low), float(high)
+    means = problem_means(correct_PS)
+    known = np.isfinite(means)
+    values, names = means[known], _names(clusters, known)
+    if len(values) == 0:
+        raise ValueError("an interval needs at least one problem that has a score")
+    mean = float(values.mean())
+    if np.ptp(values) == 0 and 0 <= mean <= 1:
+        return mean, *wilson(mean, len(set(names)), _z(confidence))
+    return mean, *_bootstrap(values, names, confidence, seed)
 
 
 def wilson(mean: float, n: int, z: float = 1.96) -> tuple[float, float]:
@@ -38,35 +54,103 @@ def wilson(mean: float, n: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def paired_difference(
-    a_PS: np.ndarray, b_PS: np.ndarray, confidence: float = 0.95, seed: int = 0
+    a_PS: np.ndarray, b_PS: np.ndarray, confidence: float = 0.95, seed: int = 0, clusters: Clusters = None
 ) -> tuple[float, float, float]:
-    """Mean of b - a with a bootstrap interval over problems. Both are [problems, samples]; rows match by problem."""
+    """Mean of b - a with a bootstrap interval over clusters of problems.
+
+    Both are [problems, samples], their rows match by problem, and problems without a score on either side are left out.
+    Where no problem differs, or all differ by a whole point, the bootstrap has no width: the interval then allows for
+    the largest share of other problems that Wilson's interval does not exclude. Raises ValueError without a problem.
+    """
     # Differences are resampled, not each side: the difficulty that a problem has for both cancels.
-    gaps = np.asarray(b_PS, np.float64).mean(axis=1) - np.asarray(a_PS, np.float64).mean(axis=1)
+    gaps = problem_means(b_PS) - problem_means(a_PS)
+    known = np.isfinite(gaps)
+    values, names = gaps[known], _names(clusters, known)
+    if len(values) == 0:
+        raise ValueError("a difference needs at least one problem that has a score on both sides")
+    mean = float(values.mean())
+    if np.ptp(values) == 0 and mean in (-1.0, 0.0, 1.0):
+        unseen = wilson(0.0, len(set(names)), _z(confidence))[1]
+        return mean, max(-1.0, mean * (1 - unseen) - unseen), min(1.0, mean * (1 - unseen) + unseen)
+    return mean, *_bootstrap(values, names, confidence, seed)
+
+
+def _z(confidence: float) -> float:
+    return NormalDist().inv_cdf((1 + confidence) / 2)
+
+
+def _names(clusters: Clusters, known: np.ndarray) -> list[Hashable]:
+    """The clusters of the problems that have a score."""
+    named: Sequence[Hashable] = range(len(known)) if clusters is None else clusters
+    return [name for name, there in zip(named, known, strict=True) if there]
+
+
+def _bootstrap(values: np.ndarray, names: Sequence[Hashable], confidence: float, seed: int) -> tuple[float, float]:
+    """Percentile interval of the mean of `values`, resampled by cluster."""
+    numbers: dict[Hashable, int] = {}
+    cluster_N = np.asarray([numbers.setdefault(name, len(numbers)) for name in names])
+    sums, counts = np.bincount(cluster_N, values), np.bincount(cluster_N)
     rng = np.random.default_rng(seed)
-    draws = gaps[rng.integers(0, len(gaps), (RESAMPLES, len(gaps)))].mean(axis=1)
-    low, high = np.quantile(draws, [(1 - confidence) / 2, (1 + confidence) / 2])
-    return float(gaps.mean()), float(low), float(high)
+    draws: list[np.ndarray] = []
+    rows = max(1, _CHUNK // len(sums))
+    for start in range(0, RESAMPLES, rows):
+        chosen = rng.integers(0, len(sums), (min(rows, RESAMPLES - start), len(sums)))
+        draws.append(sums[chosen].sum(axis=1) / counts[chosen].sum(axis=1))
+    low, high = np.quantile(np.concatenate(draws), [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(low), float(high)
 
 
 def pass_at_k(correct_PS: np.ndarray, k: int) -> float:
     """Unbiased pass@k (Chen et al., arXiv:2107.03374): mean over problems of 1 - C(n - c, k) / C(n, k).
 
-    `correct_PS` is [problems, samples]; above 0.5 counts as right. Raises ValueError unless 1 <= k <= n samples.
+    Above 0.5 counts as right; problems with fewer than k scores are left out. Raises ValueError unless
+    1 <= k <= n samples, and where no problem has k scores.
     """
-    correct = np.asarray(correct_PS) > 0.5
-    n = correct.shape[1]
-    if not 1 <= k <= n:
-        raise ValueError(f"pass@{k} needs between 1 and {n} samples a problem")
-    total = 0.0
-    for c in correct.sum(axis=1):
+    scores = np.asarray(correct_PS, np.float64)
+    if not 1 <= k <= scores.shape[1]:
+        raise ValueError(f"pass@{k} needs between 1 and {scores.shape[1]} samples a problem")
+    counts = np.isfinite(scores).sum(axis=1)
+    rates = [
         # The quotient of binomials as a product of at most n factors, which does not overflow.
-        total += 1.0 if n - c < k else 1.0 - float(np.prod(1.0 - k / np.arange(n - c + 1, n + 1)))
-    return total / len(correct)
+        1.0 if n - c < k else 1.0 - float(np.prod(1.0 - k / np.arange(n - c + 1, n + 1)))
+        for n, c in zip(counts, (scores > 0.5).sum(axis=1), strict=True)
+        if n >= k
+    ]
+    if not rates:
+        raise ValueError(f"pass@{k} needs at least one problem with {k} scores")
+    return float(np.mean(rates))
+
+
+def majority(correct_PS: np.ndarray, answers_PS: Sequence[Sequence[Hashable | None]]) -> float:
+    """maj@n, self-consistency (Wang et al., arXiv:2203.11171): the mean score of each problem's most common answer.
+
+    answers_PS: [problems, samples]; None, no answer, does not vote, and a problem without votes scores 0. Of answers
+    that are equally common each counts with an equal share, which is the mean over breaking the tie at random. Raises
+    ValueError where no problem has a score.
+    """
+    shares = []
+    for scores, answers in zip(np.asarray(correct_PS, np.float64), answers_PS, strict=True):
+        judged = [(a, s) for a, s in zip(answers, scores, strict=True) if np.isfinite(s)]
+        votes = Counter(a for a, _ in judged if a is not None)
+        most = max(votes.values(), default=0)
+        winners = [a for a, count in votes.items() if count == most]
+        if winners:
+            # A judge that sees more than the answer may score equal answers apart: their mean stands for them.
+            shares.append(np.mean([np.mean([s for a, s in judged if a == winner]) for winner in winners]))
+        elif judged:
+            shares.append(0.0)
+    if not shares:
+        raise ValueError("a majority needs at least one problem that has a score")
+    return float(np.mean(shares))
 
 
 def constant_baseline(answers: Sequence[str]) -> tuple[str, float]:
-    """The most common answer, and the share of problems that always giving it would solve."""
+    """The most common answer, and the share of problems that always giving it would solve.
+
+    Raises ValueError without an answer.
+    """
+    if not answers:
+        raise ValueError("a constant answer needs at least one problem that has an answer")
     answer, count = Counter(answers).most_common(1)[0]
     return answer, count / len(answers)
 

@@ -9,6 +9,7 @@ drops the digit splitting of the "smollm" type, so it is not used.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -165,11 +166,56 @@ def chat_prompt_ids(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Mappi
     return [int(index) for index in ids]
 
 
+def turn_end(tokenizer: PreTrainedTokenizerFast) -> int | None:
+    """The id that ends a turn of the assistant (R23).
+
+    It is the first control token that the chat template writes behind the text of an assistant's last turn. Where the
+    template writes none there, or no such turn, or is missing, it is the tokenizer's EOS, which may be None.
+    """
+    eos: Any = tokenizer.eos_token_id
+    return _turn_end(tokenizer, str(tokenizer.chat_template or ""), None if eos is None else int(eos))
+
+
+# By template and EOS too: both can be set on a tokenizer in use.
+@functools.lru_cache(maxsize=8)
+def _turn_end(tokenizer: PreTrainedTokenizerFast, template: str, eos: int | None) -> int | None:
+    from jinja2 import TemplateError
+
+    if not template:
+        return eos
+    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _PROBE}]
+    try:
+        text: Any = tokenizer.apply_chat_template(turns, tokenize=False)
+    except TemplateError:
+        # A template for prompts alone. Conversations are refused where they are rendered, with their record.
+        return eos
+    _, found, behind = str(text).rpartition(_PROBE)
+    control = control_ids(tokenizer)
+    ids = tokenizer.encode(behind, add_special_tokens=False) if found else []
+    return next((index for index in ids if index in control), eos)
+
+
+# Plain letters, which no template trims, splits or escapes.
+_PROBE: Final = "theanswerofthisprobe"
+
+
+def control_ids(tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
+    """Ids of the control tokens."""
+    return frozenset(index for index, token in tokenizer.added_tokens_decoder.items() if token.special)
+
+
+def begins_with_bos(tokenizer: PreTrainedTokenizerFast) -> bool:
+    """Whether the tokenizer itself puts its BOS before a text; many have one that only their chat template uses."""
+    # Not the empty text: where BOS and EOS are one token, its only token may be the EOS.
+    ids = tokenizer.encode("a", add_special_tokens=True)
+    return tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id]
+
+
 def eos_ids(tokenizer: PreTrainedTokenizerFast, generation_config: Mapping[str, Any] | None = None) -> tuple[int, ...]:
-    """Every id that ends a completion, sorted: the tokenizer's EOS and generation_config's eos_token_id.
+    """Every id that ends a completion, sorted: generation_config's eos_token_id, the tokenizer's EOS, and `turn_end`.
 
     `generation_config` is the content of generation_config.json; its eos_token_id is an int, a list of them, or
-    absent. The result is empty where neither names one.
+    absent. The result is empty where none of the three names one.
 
     Raises ValueError for an eos_token_id of another type.
     """
@@ -177,8 +223,8 @@ def eos_ids(tokenizer: PreTrainedTokenizerFast, generation_config: Mapping[str, 
     extra = [] if stop is None else list(stop) if isinstance(stop, (list, tuple)) else [stop]
     if not all(isinstance(index, int) and not isinstance(index, bool) for index in extra):
         raise ValueError(f"generation_config eos_token_id is {stop!r}; expected an int or a list of ints")
-    own: Any = tokenizer.eos_token_id
-    return tuple(sorted({*extra, *([] if own is None else [int(own)])}))
+    own: list[Any] = [tokenizer.eos_token_id, turn_end(tokenizer)]
+    return tuple(sorted({*extra, *(int(index) for index in own if index is not None)}))
 
 
 def _merge(line: str) -> tuple[str, str]:

@@ -1,17 +1,19 @@
 """Reward functions by name. A user's own is `module:function` with the same signature.
 
-The signature is TRL's: `f(prompts, completions, **columns) -> list[float | None]`; columns are
-`completion_ids`, `answer`, `metadata` (parsed), the entries of the metadata by their names, and the keyword arguments
-of the recipe. None means that the function does not apply to a sample.
+The signature is TRL's: `f(prompts, completions, **columns) -> list[float | None]`; columns are lists, as long as the
+prompts: `completion_ids`, `answer`, `metadata` (parsed), and for a function of one's own the entries of the metadata by
+their names. Keyword arguments of the recipe are single values. None means that the function does not apply to a sample.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tuning.names import function_of, nearest
+from tuning.rewards import judge as judges
+from tuning.rewards import sandbox
 from tuning.rewards.judge import judge
 from tuning.rewards.sandbox import code_passes
 
@@ -19,7 +21,7 @@ RewardFn = Callable[..., Sequence[float | None]]
 Texts = Sequence[str]
 Answers = Sequence[str | None]
 
-NUMBER = r"-?\d+(?:\.\d+)?"
+NUMBER = r"(?<![\d.])-?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?"
 
 
 def extracted(text: str, pattern: str | None) -> str:
@@ -58,16 +60,16 @@ def number_match(
 ) -> list[float | None]:
     """1 where the last number of the completion (or of the last match of `extract`) is the answer's; else 0.
 
-    `tolerance` is relative to the answer.
+    A number may begin with its point (.5), have commas between thousands (1,200) and an exponent. A minus behind a
+    digit is a dash or a difference: the last number of 12-5 is 5. `tolerance` is relative to the answer.
     """
 
     def one(text: str, answer: str) -> float:
-        # Commas separate thousands.
-        numbers = re.findall(NUMBER, extracted(text, extract).replace(",", ""))
+        numbers = re.findall(NUMBER, extracted(text, extract))
         if not numbers:
             return 0.0
         expected = float(answer.replace(",", ""))
-        return float(abs(float(numbers[-1]) - expected) <= tolerance * abs(expected))
+        return float(abs(float(numbers[-1].replace(",", "")) - expected) <= tolerance * abs(expected))
 
     return [None if a is None else one(c, a) for c, a in zip(completions, answer, strict=True)]
 
@@ -80,10 +82,11 @@ def math_equal(prompts: Texts, completions: Texts, *, answer: Answers, **_: Any)
     """
     from math_verify import parse, verify
 
+    from tuning.rewards.answers import expressions
+
     def one(text: str, answer: str) -> float | None:
         # The package's own time limits use signals, which work in a main thread only; the process has a limit anyway.
-        # LaTeX is found between delimiters only, which bare answers lack.
-        gold = parse(answer if "$" in answer or "\\boxed" in answer else f"${answer}$", parsing_timeout=None)
+        gold = expressions(answer)
         if not gold:
             return None
         return float(verify(gold, parse(text, parsing_timeout=None), timeout_seconds=None))
@@ -175,6 +178,15 @@ BUILT_IN: dict[str, RewardFn] = {
 
 PACKAGES = {"reasoning_gym_score": ("reasoning-gym",), "math_equal": ("math-verify", "sympy", "latex2sympy2-extended")}
 """Packages that influence the result of a built-in; their versions are part of the stage's key."""
+
+LOADS = {"reasoning_gym_score": ("reasoning_gym",), "math_equal": ("math_verify",)}
+"""Modules that a built-in imports when it is called, so that a process can import them before its time begins."""
+
+
+def least_seconds(name: str, arguments: Mapping[str, Any]) -> float:
+    """Seconds that a call of a built-in may take by limits of its own: the limit around it must not come first."""
+    limits = {"code_passes": sandbox.longest_seconds, "judge": judges.longest_seconds}
+    return limits[name](**arguments) if name in limits else 0.0
 
 
 def find(name: str) -> RewardFn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
@@ -10,7 +11,8 @@ import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
-from tuning.retries import BUSY, retried
+from tuning.retries import BUSY, pause, retried
+from tuning.rewards.failures import Outage, kind_of
 
 TEMPLATE = (
     "Rate the answer to the question for correctness and helpfulness from {low:g} to {high:g}.\n\n"
@@ -19,8 +21,11 @@ TEMPLATE = (
 )
 
 
+FIRST_PAUSE_SECONDS = 0.5
+
+
 class JudgeFailed(RuntimeError):
-    """The endpoint gave no usable verdict."""
+    """The judge read the answer and gave no usable verdict on it."""
 
 
 def judge(
@@ -35,20 +40,23 @@ def judge(
     high: float = 10.0,
     key_variable: str = "OPENAI_API_KEY",
     retries: int = 3,
+    timeout: float = 60.0,
     **_: Any,
 ) -> list[float]:
     """The judge's number for each sample, mapped linearly from [low, high] to [0, 1].
 
     `url` is the base of the API (http://host:8000/v1). `template` may use {prompt}, {completion}, {reference} (the
     answer, where there is one), {low} and {high}; the last number of the reply is the verdict. The API key is
-    read from the environment variable `key_variable`. Raises JudgeFailed for a reply without a number in the range, or
-    for an endpoint that fails or stays busy; the sample is then a failure with that reason.
+    read from the environment variable `key_variable`. A request takes at most `timeout` seconds and is tried again
+    `retries` times, after pauses that double. Raises JudgeFailed for a reply without a number in the range and for a
+    request that the server refuses as such (400), which is the sample's failure; Outage for a server that cannot be
+    reached, stays busy or silent, or knows neither key nor model.
     """
     verdicts = []
     for prompt, text, gold in zip(prompts, completions, answer, strict=True):
         reference = "" if gold is None else f"\nReference answer:\n{gold}\n"
         question = template.format(prompt=prompt, completion=text, reference=reference, low=low, high=high)
-        reply = _ask(url, model, question, os.environ.get(key_variable), retries)
+        reply = _ask(url, model, question, os.environ.get(key_variable), retries, timeout)
         # A model that reasons before it answers names its number last.
         numbers = re.findall(r"-?\d+(?:\.\d+)?", reply)
         if not numbers or not low <= float(numbers[-1]) <= high:
@@ -57,27 +65,41 @@ def judge(
     return verdicts
 
 
-def _ask(url: str, model: str, text: str, key: str | None, retries: int) -> str:
+def longest_seconds(*, retries: int = 3, timeout: float = 60.0, **_: Any) -> float:
+    """Longest that the verdict on one sample takes: all tries with their pauses, and a second for the rest."""
+    return (retries + 1) * timeout + sum(pause(i, FIRST_PAUSE_SECONDS) for i in range(retries)) + 1.0
+
+
+def _ask(url: str, model: str, text: str, key: str | None, retries: int, timeout: float) -> str:
     # Temperature 0: scores should repeat as far as the server's arithmetic does.
     body = {"model": model, "messages": [{"role": "user", "content": text}], "temperature": 0.0}
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     request = urllib.request.Request(f"{url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers)
 
-    def reply() -> str:
-        with urllib.request.urlopen(request) as response:
-            return str(json.load(response)["choices"][0]["message"]["content"])
+    def reply() -> Any:
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            return json.load(response)
 
     try:
-        return retried(reply, tries=retries + 1, first_seconds=0.5, passing=_passing)
+        answer = retried(reply, tries=retries + 1, first_seconds=FIRST_PAUSE_SECONDS, passing=_passing)
     except urllib.error.HTTPError as e:
-        raise JudgeFailed(f"{url} answered {e.code} {e.reason}") from e
-    except urllib.error.URLError as e:
-        raise JudgeFailed(f"{url} cannot be reached: {e.reason}") from e
+        failed = Outage if kind_of(e) == "outage" else JudgeFailed
+        raise failed(f"{url} answered {e.code} {e.reason}") from e
+    except TimeoutError as e:
+        raise Outage(f"{url} gave no answer within {timeout:g} s") from e
+    except OSError as e:
+        raise Outage(f"{url} cannot be reached: {getattr(e, 'reason', e)}") from e
+    except (http.client.HTTPException, ValueError) as e:
+        raise Outage(f"{url} gave no JSON: {type(e).__name__}: {e}") from e
+    try:
+        return str(answer["choices"][0]["message"]["content"])
+    except (KeyError, IndexError, TypeError) as e:
+        raise Outage(f"{url} speaks no chat completions of OpenAI: {str(answer)[:80]!r}") from e
 
 
 def _passing(error: Exception) -> bool:
     """Whether a later attempt at the same request may succeed."""
-    # An HTTPError is a URLError too. OpenAI's API answers 409 where it could not get a lock in time.
+    # An HTTPError is an OSError too. OpenAI's API answers 409 where it could not get a lock in time.
     if isinstance(error, urllib.error.HTTPError):
         return error.code in (409, *BUSY)
-    return isinstance(error, urllib.error.URLError)
+    return isinstance(error, OSError | http.client.HTTPException)

@@ -1,56 +1,45 @@
-"""Reward functions in processes that can be killed, one sample a call, with limits of time and memory (R20)."""
+"""Reward functions in processes that can be killed, with limits of time and memory for each call (R20).
+
+A call gets one sample, a group or all of them, as its caller says. A process makes one call at a time and is used
+again; one that passes its time is killed, and one that dies costs its call alone. Each has a pipe of its own, so that
+no death reaches another.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import functools
-import math
 import multiprocessing
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import TimeoutError as FutureTimeout
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import connection
 from typing import Any
 
-from pebble import ProcessExpired, ProcessFuture, ProcessPool
-
-from tuning.rewards.functions import find
+from tuning.rewards.calls import STARTED, Call, serve
+from tuning.rewards.failures import check_failures
+from tuning.rewards.functions import least_seconds
 from tuning.rewards.samples import Outcome, Sample
 
+LOAD_SECONDS = 600.0
+"""Longest that a process may take to import a function."""
+TRIES = 3
+"""How often a call is made whose process is killed from outside."""
+OUTAGES = 8
+"""Calls in a row without a verdict after which the others are not made."""
 
-def _one(name: str, arguments: Mapping[str, Any], sample: Sample, megabytes: int) -> float | None:
-    """The reward of one sample, in a process of the pool."""
-    # A fault of one sample must cost that sample alone, so the function never sees two at once.
-    with _memory_limit(megabytes):
-        (value,) = find(name)([sample.prompt], [sample.completion], **{**sample.columns, **arguments})
-    return None if value is None else float(value)
+# Signals by which the kernel (out of memory) or a person ends a process; a function that crashes gets others.
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
-
-@contextlib.contextmanager
-def _memory_limit(megabytes: int) -> Iterator[None]:
-    """Limits the process's data to its present size plus `megabytes`: a larger allocation raises MemoryError.
-
-    Linux only.
-    """
-    if sys.platform != "linux":
-        yield
-        return
-    import resource
-
-    with open("/proc/self/status") as f:
-        # /proc counts in units of 1024 bytes.
-        held_bytes = next(int(line.split()[1]) for line in f if line.startswith("VmData")) * 1024
-    # Data, not address space: libraries reserve far more addresses than they use. The soft limit alone, so that it can
-    # be lifted again.
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (held_bytes + megabytes * 2**20, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
+Finished = Callable[[Sequence[int], Sequence[Outcome]], None]
 
 
-def evaluate(
+def attempt(
     name: str,
     arguments: Mapping[str, Any],
     samples: Sequence[Sample],
@@ -58,59 +47,188 @@ def evaluate(
     seconds: float,
     megabytes: int = 2048,
     workers: int = 2,
-    finished: Callable[[int, Outcome], None] = lambda number, outcome: None,
+    calls: Sequence[Sequence[int]] | None = None,
+    finished: Finished = lambda numbers, outcomes: None,
 ) -> list[Outcome]:
     """The reward of each sample by the function `name` (`tuning.rewards.functions`), in order.
 
     Args:
         arguments: keyword arguments of the function.
-        seconds, megabytes: limits of one sample: wall-clock time, and memory on top of what its process already holds.
+        seconds, megabytes: limits of one call: wall-clock time after the function is imported, and memory on top of
+            what its process already holds. Functions with limits of their own get the time that these need
+            (`tuning.rewards.functions.least_seconds`).
         workers: processes.
-        finished: called with the number of each sample and its outcome, in order.
+        calls: numbers of the samples that each call gets; None: one call a sample.
+        finished: called with the numbers of a call's samples and their outcomes as soon as they are known.
     Returns:
-        Outcomes. A sample that exceeds a limit, raises, ends its process or gives no finite number has a failure and no
-        value; the other samples are not affected.
+        Outcomes. A call that exceeds a limit, raises, ends its process or gives no finite number costs its own samples.
+        An outage (`Outcome.is_outage`) is no verdict: the caller must not keep it, and ends with `check_failures`.
+        After OUTAGES of them in a row the remaining samples are outages too, without a call.
     """
-    if not samples:
-        return []
-    outcomes: list[Outcome] = []
-    pool = _pool(workers)
-    # The first call of a process also imports the function's packages, which must not count against a sample's time.
-    for warm in [pool.schedule(_known, args=(name,)) for _ in range(workers)]:
-        warm.result()
-    futures = [pool.schedule(_one, args=(name, arguments, s, megabytes), timeout=seconds) for s in samples]
-    for number, future in enumerate(futures):
-        outcomes.append(_outcome(future, seconds, megabytes))
-        finished(number, outcomes[-1])
+    numbers = calls if calls is not None else [[number] for number in range(len(samples))]
+    seconds = max(seconds, least_seconds(name, arguments))
+    todo = [Call(name, arguments, [samples[i] for i in some], seconds, megabytes) for some in numbers]
+    outcomes: dict[int, Outcome] = {}
+
+    def told(call: int, found: Sequence[Outcome]) -> None:
+        outcomes.update(zip(numbers[call], found, strict=True))
+        finished(numbers[call], found)
+
+    _run(todo, _pool(workers), told)
+    return [outcomes[number] for number in range(len(samples))]
+
+
+def evaluate(
+    name: str, arguments: Mapping[str, Any], samples: Sequence[Sample], *, seconds: float, **options: Any
+) -> list[Outcome]:
+    """As `attempt`, with its options, for a caller that keeps what it gets. Raises Outage where there is no verdict.
+
+    The failures that it returns are the samples' own. Outcomes with neither value nor failure are of samples to which
+    the function does not apply: they are not wrong, and leave means and rates (`tuning.rewards.failures.tallied`).
+    """
+    outcomes = attempt(name, arguments, samples, seconds=seconds, **options)
+    check_failures({name: outcomes}, 1.0)
     return outcomes
 
 
-def _outcome(future: ProcessFuture, seconds: float, megabytes: int) -> Outcome:
-    """Waits for the call; whatever went wrong in it becomes the failure."""
+def _run(calls: Sequence[Call], pool: list[_Process], told: Callable[[int, Sequence[Outcome]], None]) -> None:
+    """Makes all calls, each by the first process that is free."""
+    waiting = deque((number, TRIES) for number in range(len(calls)))
+    busy: dict[_Process, tuple[int, int]] = {}
+    outages, last = 0, ""
     try:
-        value = future.result()
-    except FutureTimeout:
-        return Outcome(None, f"timeout after {seconds:g} s")
-    except ProcessExpired as e:
-        return Outcome(None, f"process ended with status {e.exitcode}")
-    except MemoryError:
-        return Outcome(None, f"MemoryError: more than {megabytes} MB")
-    # A user's function may raise anything.
-    except Exception as e:
-        return Outcome(None, f"{type(e).__name__}: {e}")
-    bad = value is not None and not math.isfinite(value)
-    return Outcome(None, f"not finite: {value}") if bad else Outcome(value)
+        while waiting or busy:
+            for process in pool:
+                if waiting and process not in busy:
+                    number, tries = waiting.popleft()
+                    if outages >= OUTAGES:
+                        reason = f"not tried after {OUTAGES} calls in a row without a verdict, the last: {last}"
+                        told(number, [Outcome(None, reason, "outage")] * len(calls[number].samples))
+                        continue
+                    busy[process] = number, tries - 1
+                    process.start(calls[number])
+            _wait(list(busy))
+            for process in list(busy):
+                found = process.answer()
+                if found is None:
+                    continue
+                number, tries = busy.pop(process)
+                if process.was_killed and tries:
+                    # Not at once: what needs more memory than there is beside the others may find it at the end.
+                    waiting.append((number, tries))
+                    continue
+                failed = [outcome for outcome in found if outcome.is_outage]
+                outages = outages + 1 if failed else 0
+                last = failed[0].failure or "" if failed else ""
+                told(number, found)
+    finally:
+        # Interrupted, or `told` has raised: nobody waits for these any more.
+        for process in busy:
+            process.kill()
+
+
+def _wait(busy: Sequence[_Process]) -> None:
+    """Waits until a process answers, ends or passes its time."""
+    if busy:
+        nearest = min(process.deadline for process in busy) - time.monotonic()
+        connection.wait([handle for process in busy for handle in process.handles], max(0.0, nearest))
+
+
+class _Process:
+    """A process that makes one call at a time; started when there is one, and again after its death."""
+
+    def __init__(self) -> None:
+        self._process: Any = None
+        self._pipe: Any = None
+        self._folder = ""
+        self._call: Call | None = None
+        self._started = False
+        self.deadline = 0.0
+        self.was_killed = False
+        """Whether the last answer stands for a death from outside."""
+
+    @property
+    def handles(self) -> list[Any]:
+        """What to wait for: an answer, or the end of the process, whose pipe a child of its own may hold open."""
+        return [self._pipe, self._process.sentinel]
+
+    def start(self, call: Call) -> None:
+        """Sends a call."""
+        self._call, self._started, self.was_killed = call, False, False
+        self.deadline = time.monotonic() + LOAD_SECONDS
+        # It may have died since its last call.
+        if self._process is None or not self._process.is_alive():
+            self.kill()
+            self._spawn()
+        with contextlib.suppress(OSError):
+            # A death meanwhile is found by `answer`.
+            self._pipe.send(call)
+
+    def _spawn(self) -> None:
+        # Spawned, never forked: the parent holds JAX and its threads.
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.mkdtemp(prefix="rlhf-reward-")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, os.getpid(), self._folder), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def answer(self) -> list[Outcome] | None:
+        """The outcomes of the call, of which a death or too long a time is one; None where it goes on."""
+        assert self._call is not None
+        try:
+            # Before the process's end is asked for: it may have answered and died.
+            while self._pipe.poll():
+                message = self._pipe.recv()
+                if message != STARTED:
+                    return list(message)
+                self._started = True
+                self.deadline = time.monotonic() + self._call.seconds
+        except (EOFError, OSError):
+            self._process.join(1.0)
+        if not self._process.is_alive():
+            return self._died()
+        if time.monotonic() < self.deadline:
+            return None
+        self.kill()
+        if self._started:
+            return self._all(Outcome(None, f"timeout after {self._call.seconds:g} s"))
+        reason = f"{self._call.function} was not imported within {LOAD_SECONDS:g} s"
+        return self._all(Outcome(None, reason, "outage"))
+
+    def _died(self) -> list[Outcome]:
+        status = self._process.exitcode
+        self.kill()
+        if -status in _FROM_OUTSIDE:
+            self.was_killed = True
+            reason = f"the process was killed {TRIES} times from outside (status {status}), probably for want of memory"
+            return self._all(Outcome(None, f"{reason}: lower workers, or the reward's megabytes", "outage"))
+        return self._all(Outcome(None, f"process ended with status {status}", "sample" if self._started else "outage"))
+
+    def _all(self, outcome: Outcome) -> list[Outcome]:
+        assert self._call is not None
+        return [outcome] * len(self._call.samples)
+
+    def kill(self) -> None:
+        """Ends the process, and removes what its calls have left in its folder."""
+        if self._process is None:
+            return
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+        self._pipe.close()
+        self._process = None
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 @functools.lru_cache(maxsize=4)
-def _pool(workers: int) -> ProcessPool:
-    """A pool that lives as long as this process; pebble replaces a killed member."""
-    # Spawned, never forked: the parent holds JAX and its threads.
-    pool = ProcessPool(max_workers=workers, context=multiprocessing.get_context("spawn"))
-    atexit.register(pool.stop)
+def _pool(workers: int) -> list[_Process]:
+    """Processes that are used again as long as this one lives."""
+    pool = [_Process() for _ in range(workers)]
+
+    def close() -> None:
+        for process in pool:
+            process.kill()
+
+    atexit.register(close)
     return pool
-
-
-def _known(name: str) -> bool:
-    """Imports the function in a process of the pool."""
-    return find(name) is not None

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from tuning.rows import CompletionRow
+if TYPE_CHECKING:
+    # Each process that runs reward functions imports this module: without Arrow it starts in a third of the time.
+    from tuning.rows import CompletionRow
+
+Kind = Literal["sample", "outage"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,3 +45,22 @@ class Outcome:
 
     value: float | None
     failure: str | None = None
+    kind: Kind = "sample"
+    """Whose fault a failure is: the sample's own, which is content, or the infrastructure's, which never is (R25)."""
+
+    @property
+    def applies(self) -> bool:
+        """Whether there is a value, or a failure in its place."""
+        return self.value is not None or self.failure is not None
+
+    @property
+    def is_outage(self) -> bool:
+        """Whether there is no verdict on the sample, because what gives it could not be used."""
+        return self.failure is not None and self.kind == "outage"
+
+
+def outcome_of(value: float | None) -> Outcome:
+    """A number that a reward gave, or None where it does not apply; one that is not finite is a failure."""
+    if value is not None and not math.isfinite(value):
+        return Outcome(None, f"not finite: {value}")
+    return Outcome(value)

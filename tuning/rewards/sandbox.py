@@ -1,31 +1,51 @@
-"""Code from a completion, run in a process of its own with limits of time, memory and file size.
+"""Code from a completion, run with limits in a world of its own (`tuning.rewards.confine`), and a reward for it.
 
-The limits stop accidents and plain reward hacking: endless loops, large allocations, large files, children that outlive
-the program and, where the kernel allows it, the network. They are no security boundary: the code can read and write
-what the user can. Run a pipeline whose prompts or models are not trusted inside a container.
+On Linux with user namespaces the code sees no network, no files but Python's and the system's, and no processes but its
+own, of which none outlives it. Where a machine refuses that (many containers do), `gaps` says what the code can reach;
+limits of time, memory, file size and number of processes hold on each Unix. The kernel is shared: for code that means
+harm, run the pipeline in a virtual machine.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import functools
+import json
 import os
 import re
-import resource
+import secrets
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
-MEGABYTE = 2**20
-FILE_BYTES = 16 * MEGABYTE
-"""Largest file that the code can write, its output included."""
-OUTPUT_BYTES = 64 * 1024
-"""How much of its output is compared."""
-# From <linux/sched.h> and <linux/prctl.h>; the standard library has no names for them.
-CLONE_NEWUSER, CLONE_NEWNET, PR_SET_PDEATHSIG = 0x10000000, 0x40000000, 1
+from tuning.rewards import confine
+from tuning.rewards.failures import Outage
+
+START_SECONDS = 10.0
+"""Time that a run may take beyond its limit, to start and to clean up."""
+
+# Runs the code, then the test in the same names. The test and a word that only a passed test can say come through a
+# file without a name, so that the code cannot end before the test and seem to have passed it.
+RUNNER = """
+import json, os, sys
+given, told = map(int, sys.argv[1:])
+scope = {"__name__": "__main__", "__file__": "main.py", "__builtins__": __builtins__}
+del sys.argv[1:]
+try:
+    exec(compile(open("main.py", "rb").read(), "main.py", "exec"), scope)
+except SystemExit:
+    # A script may end so; what it has defined is tested all the same.
+    pass
+with os.fdopen(given, "rb") as file:
+    test = json.loads(file.read())
+exec(compile(test["code"], "test.py", "exec"), scope)
+os.write(told, test["word"].encode())
+"""
 
 
 def code_of(text: str) -> str:
@@ -35,54 +55,83 @@ def code_of(text: str) -> str:
 
 
 def run_python(code: str, stdin: str = "", *, seconds: float, megabytes: int) -> tuple[int, str]:
-    """(exit status, first 64 KiB of standard output) of a Python program; status -9 where it was killed."""
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as out:
-        source.write(stdin.encode())
+    """(exit status, standard output) of a Python program; status 137 where it was killed."""
+    with tempfile.TemporaryFile() as out:
+        status = _run(["main.py"], code, stdin, out, seconds, megabytes)
+        out.seek(0)
+        return status, out.read().decode(errors="replace")
+
+
+def passes_test(code: str, test: str, *, seconds: float, megabytes: int) -> bool:
+    """Whether `test`, run after the code and in its names, comes to its end without an error.
+
+    Code or a test that ends the program before that has not passed.
+    """
+    word = secrets.token_hex(16)
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as told, tempfile.TemporaryFile() as out:
+        given.write(json.dumps({"code": test, "word": word}).encode())
+        given.seek(0)
+        arguments = ["-c", RUNNER, str(given.fileno()), str(told.fileno())]
+        status = _run(arguments, code, "", out, seconds, megabytes, keep=(given.fileno(), told.fileno()))
+        told.seek(0)
+        return status == 0 and told.read() == word.encode()
+
+
+@functools.cache
+def gaps() -> tuple[str, ...]:
+    """What of this machine the code can reach: `network`, `files`, `processes`; empty where it is kept from all."""
+    with tempfile.TemporaryFile() as report, tempfile.TemporaryFile() as out:
+        _run(["main.py"], "", "", out, 10.0, 256, report=report.fileno())
+        report.seek(0)
+        return tuple(json.loads(report.read() or b'["network", "files", "processes"]'))
+
+
+def _run(
+    arguments: Sequence[str],
+    code: str,
+    stdin: str,
+    out: BinaryIO,
+    seconds: float,
+    megabytes: int,
+    keep: Sequence[int] = (),
+    report: int | None = None,
+) -> int:
+    """The exit status of a Python with these arguments, in a folder with the code as main.py."""
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as source:
+        # Text of a model may hold what is no UTF-8; Python then refuses the file, and the code has failed.
+        (Path(folder) / "main.py").write_bytes(code.encode(errors="surrogatepass"))
+        source.write(stdin.encode(errors="replace"))
         source.seek(0)
+        plan = {
+            # Isolated: no user site, no environment, no folder of the caller on the path.
+            "command": [sys.executable, "-I", *arguments],
+            "environment": {"PATH": os.defpath, "OPENBLAS_NUM_THREADS": "1"},
+            "folder": folder,
+            "prefixes": sorted({sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable))}),
+            "seconds": seconds,
+            "megabytes": megabytes,
+            "report": report,
+        }
         # Files, not pipes: a child of the program may hold a pipe open, and reading to its end would block.
         process = subprocess.Popen(
-            # Isolated: no user site, no environment, no folder of the caller on the path.
-            [sys.executable, "-I", "-c", code],
+            [sys.executable, "-I", "-S", confine.__file__, json.dumps(plan)],
             stdin=source,
             stdout=out,
             stderr=subprocess.DEVNULL,
             cwd=folder,
-            env={"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "OPENBLAS_NUM_THREADS": "1"},
+            env={},
+            pass_fds=[*keep, *([] if report is None else [report])],
             start_new_session=True,
-            preexec_fn=lambda: _confine(seconds, megabytes),
         )
         try:
-            status = process.wait(timeout=seconds)
+            return process.wait(timeout=seconds + START_SECONDS)
         except subprocess.TimeoutExpired:
-            status = -signal.SIGKILL
+            return confine.KILLED
         finally:
-            # The session is a process group of its own: this also ends children that stayed in it.
+            # The session is a process group of its own.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        out.seek(0)
-        return status, out.read(OUTPUT_BYTES).decode(errors="replace")
-
-
-def _confine(seconds: float, megabytes: int) -> None:
-    """Limits the new process, between fork and exec."""
-    libc = ctypes.CDLL(None)
-    if sys.platform == "linux":
-        # A reward process that is killed takes this process with it.
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        # A network namespace without interfaces; an unprivileged user needs a new user namespace for it. Errors are
-        # ignored, as many containers forbid both.
-        libc.unshare(CLONE_NEWUSER | CLONE_NEWNET)
-    limits = {
-        # Whole seconds only; the wall-clock limit comes first unless the parent is dead or the program has threads.
-        resource.RLIMIT_CPU: int(seconds) + 1,
-        resource.RLIMIT_AS: megabytes * MEGABYTE,
-        resource.RLIMIT_FSIZE: FILE_BYTES,
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_NOFILE: 64,
-    }
-    for which, value in limits.items():
-        resource.setrlimit(which, (value, value))
 
 
 def code_passes(
@@ -92,34 +141,47 @@ def code_passes(
     answer: Sequence[str | None],
     metadata: Sequence[dict[str, Any]],
     seconds: float = 5.0,
+    budget_seconds: float = 60.0,
     megabytes: int = 512,
     partial: bool = False,
+    require_isolation: bool = False,
     **_: Any,
 ) -> list[float | None]:
     """1 where the completion's code passes its tests; else 0. With `partial` the share of tests that pass.
 
-    Tests are `metadata["tests"]`: programs (text) that run after the code in the same file, or {"input", "output"} for
-    standard input and output; without them the column `answer` is one such program. `seconds` and `megabytes` limit
-    each run. Without any test the reward does not apply.
+    Tests are `metadata["tests"]`: programs (text) that run after the code in its names, or {"input", "output"} for
+    standard input and output; without them the column `answer` is one such program. Without any test the reward does
+    not apply. A test that runs for longer than `seconds`, takes more than `megabytes` or ends the program has failed;
+    so have those that `budget_seconds` for all tests of a completion leaves no time for. With `require_isolation` an
+    Outage is raised on a machine where the code can reach network, files or other processes (`gaps`).
     """
+    if require_isolation and gaps():
+        raise Outage(f"code_passes: on this machine the code can reach: {', '.join(gaps())}")
 
     def one(text: str, answer: str | None, meta: dict[str, Any]) -> float | None:
         tests = meta.get("tests") or ([answer] if answer is not None else [])
         if not tests:
             return None
-        code, passed = code_of(text), 0
+        code, passed, deadline = code_of(text), 0, time.monotonic() + budget_seconds
         for test in tests:
-            passed += _passes(code, test, seconds, megabytes)
-            if passed == 0 and not partial:
+            left = deadline - time.monotonic()
+            good = left > 0 and _passes(code, test, min(seconds, left), megabytes)
+            if not good and not partial:
                 return 0.0
-        return passed / len(tests) if partial else float(passed == len(tests))
+            passed += good
+        return passed / len(tests)
 
     return [one(c, a, m) for c, a, m in zip(completions, answer, metadata, strict=True)]
 
 
+def longest_seconds(*, budget_seconds: float = 60.0, **_: Any) -> float:
+    """Longest that the tests of one completion take: their budget, and the end of the last run."""
+    return budget_seconds + 2 * START_SECONDS
+
+
 def _passes(code: str, test: str | dict[str, str], seconds: float, megabytes: int) -> bool:
     if isinstance(test, str):
-        return run_python(f"{code}\n\n{test}\n", seconds=seconds, megabytes=megabytes)[0] == 0
+        return passes_test(code, test, seconds=seconds, megabytes=megabytes)
     status, out = run_python(code, test["input"], seconds=seconds, megabytes=megabytes)
     # As judges of programming contests do: only the tokens count, not the white space.
     return status == 0 and out.split() == test["output"].split()

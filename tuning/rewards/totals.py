@@ -18,6 +18,7 @@ from tuning.rewards.samples import Outcome
 
 Normalise = Literal["none", "group", "batch"]
 OnFailure = Literal["drop", "zero", "stop"]
+Unscored = Literal["drop", "zero"]
 
 
 class RewardFailed(RuntimeError):
@@ -57,13 +58,14 @@ def _sigmoid(value: float) -> float:
 
 
 def totals(
-    columns: Sequence[Sequence[Outcome]], parts: Sequence[Part], groups_B: Sequence[int]
+    columns: Sequence[Sequence[Outcome]], parts: Sequence[Part], groups_B: Sequence[int], unscored: Unscored = "drop"
 ) -> tuple[np.ndarray, list[str | None]]:
-    """Weighted sums [B] float32, NaN where a failed reward drops the sample, and the failures of each sample.
+    """Weighted sums [B] float32, NaN where the sample is dropped, and the failures of each sample.
 
     columns: for each part the outcome of every completion, with its shaped value. A reward with `normalise` is centred
     and scaled over the group or the round first (GDPO, arXiv:2601.05242). A reward that does not apply adds nothing. A
-    failed one drops its sample, counts as 0, or raises RewardFailed, according to its `on_failure`.
+    failed one drops its sample, counts as 0, or raises RewardFailed, according to its `on_failure`. A sample to which
+    no reward applies is dropped or has a total of 0, as `unscored` says.
     """
     sums_B = np.zeros(len(groups_B), np.float64)
     failures: list[list[str]] = [[] for _ in groups_B]
@@ -72,6 +74,11 @@ def totals(
         for causes, outcome in zip(failures, column, strict=True):
             if outcome.failure is not None:
                 causes.append(f"{part.name}: {outcome.failure}")
+    if unscored == "drop":
+        applies_B = [
+            any(o.value is not None or o.failure is not None for o in row) for row in zip(*columns, strict=True)
+        ]
+        sums_B[~np.asarray(applies_B, bool)] = np.nan
     # NaN + anything is NaN: one reward that drops a sample drops it from the total.
     return sums_B.astype(np.float32), ["; ".join(causes) or None for causes in failures]
 

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
+from tuning.precision import real
 from tuning.settings import OptimizerSettings
 
 Rule = Callable[[float, float, float], optax.GradientTransformation]
@@ -85,11 +87,12 @@ def make_schedule(
     """
     after = max(1, total_steps - warmup_steps)
     body = _named(SCHEDULES, "schedule", kind)(learning_rate, end, after)
-    if warmup_steps == 0:
-        return body
-    # From 1 / (warm-up + 1) of the peak, not from 0: the first step moves the weights too.
-    warmup = optax.linear_schedule(learning_rate / (warmup_steps + 1), learning_rate, warmup_steps)
-    return optax.join_schedules([warmup, body], [warmup_steps])
+    if warmup_steps > 0:
+        # From 1 / (warm-up + 1) of the peak, not from 0: the first step moves the weights too.
+        warmup = optax.linear_schedule(learning_rate / (warmup_steps + 1), learning_rate, warmup_steps)
+        body = optax.join_schedules([warmup, body], [warmup_steps])
+    # Of a count that is an integer optax makes a rate in float32, whatever the type of the weights.
+    return lambda count: body(jnp.asarray(count, real()))
 
 
 def decays(params: Any) -> Any:

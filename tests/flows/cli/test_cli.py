@@ -281,7 +281,7 @@ def test_chat_with_a_node_that_is_not_there(rlhf, smoke_store):
 
 def test_doctor_shows_the_device_and_versions(rlhf):
     out = rlhf("doctor").stdout
-    for word in ("device", "memory", "dtype", "decoding", "micro-batch", "rollout rows", "jax"):
+    for word in ("device", "memory", "dtype", "decoding", "micro-batch", "rollout rows", "sandbox", "jax"):
         assert re.search(rf"^{word} +\S", out, re.MULTILINE), word
 
 

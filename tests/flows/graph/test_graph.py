@@ -166,6 +166,40 @@ def test_weights_are_stored_every_so_many_rounds_and_after_the_last(rounds, ever
     assert [i for i in range(rounds) if nodes[f"round-{i:03d}.update"].config.store_state] == stored
 
 
+EVERY = ("rl.rounds=5", "rl.checkpoint_every=5", "evaluate.every=2")
+BEST = (*EVERY, "evaluate.load_best_model_at_end=true", "evaluate.metric_for_best_model=pass_at_2")
+
+
+def test_policies_are_evaluated_every_so_many_rounds_right_after_their_update():
+    nodes = graph(*EVERY)
+    rounds = [n for n in nodes if n.endswith(".evaluate")]
+    # The last policy is evaluated after the rounds.
+    assert rounds == ["round-001.evaluate", "round-003.evaluate"]
+    assert inputs(nodes["round-003.evaluate"])["policy"] == "round-003.update"
+    order = list(nodes)
+    assert order.index("round-003.evaluate") == order.index("round-003.update") + 1
+    # On the same random numbers as all others, with the same settings.
+    assert {nodes[n].seed for n in rounds} == {nodes["evaluate.base"].seed}
+    assert inputs(nodes["export"])["policy"] == "round-004.update"
+    assert [n for n in graph(*EVERY, "evaluate=null") if "evaluate" in n] == []
+
+
+def test_the_best_policy_of_the_evaluated_rounds_ends_the_rl():
+    nodes = graph(*BEST)
+    judged = ["001", "003", "004"]
+    assert inputs(nodes["select"]) == {f"candidate_{n}": f"round-{n}.update" for n in judged} | {
+        f"evaluation_{n}": f"round-{n}.evaluate" for n in judged
+    }
+    assert nodes["select"].inputs["evaluation_001"].parts == ("scores.json",)
+    assert nodes["select"].config.metric == "pass_at_2"
+    assert inputs(nodes["export"])["policy"] == inputs(nodes["evaluate.rl"])["policy"] == "select"
+    # A choice needs no replay.
+    stored = [n[6:9] for n, node in nodes.items() if n.endswith(".update") and node.config.store_state]
+    assert stored == judged
+    assert inputs(graph(*BEST, "distill={teacher: rl}")["distill"])["teacher"] == "select"
+    assert "select" not in graph(*EVERY)
+
+
 def test_seeds_differ_by_stage_and_round_and_follow_the_run_s():
     one, two = graph(), graph("seed=1")
     seeds = {name: node.seed for name, node in one.items()}
@@ -205,6 +239,7 @@ EVALUATIONS = {"evaluate.base", "evaluate.sft", "evaluate.rl"}
         (["data.heldout_fraction=0.2"], {"prepare"}),
         (["rl.rounds=9"], set()),
         (["rl.checkpoint_every=1"], set()),
+        (["evaluate.every=1", "evaluate.load_best_model_at_end=true"], set()),
         (["sft.checkpoint_every=1", "reward.checkpoint_every=1"], set()),
         (["sft.compute.tokens_per_micro_batch=64", "rl.rollout.compute.rollout_rows=3"], set()),
         (["data.workers=2", "data.chunk_megabytes=1.0", "rl.score.workers=1", "evaluate.workers=1"], set()),

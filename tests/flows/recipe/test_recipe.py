@@ -291,3 +291,44 @@ def test_a_recipe_that_cannot_run_ends_with_status_2_and_no_work(rlhf, tmp_path,
     assert done.stderr.startswith("error: ")
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "splits"),
+    [
+        ("{}", ["sft", "prompts", "heldout"]),
+        ("sft: null", ["prompts", "heldout"]),
+        ("{rl: null, evaluate: null}", ["sft"]),
+        ("{rl: null, evaluate: null, reward: {}}", ["sft", "preference", "heldout"]),
+        ("{rl: null, sft: null, preference: {loss: kto}}", ["preference", "heldout"]),
+        ("data: {splits: [sft, preference, prompts, heldout]}", ["sft", "preference", "prompts", "heldout"]),
+    ],
+)
+def test_only_splits_that_a_section_reads_are_wanted_unless_named(recipe, text, splits):
+    assert load_recipe(recipe(text)).data.splits == splits
+
+
+@pytest.mark.parametrize(
+    ("text", "verifiers"),
+    [
+        ("{}", []),
+        ("rl: {score: {rewards: {n: {function: number_match}, e: {function: exact_match}}}}", ["number_match"]),
+        ("{rl: {score: {rewards: {m: {function: math_equal}}}}, evaluate: {judge: number_match}}",
+         ["number_match", "math_equal"]),
+        ("{rl: null, evaluate: {judge: code_passes}}", ["code_passes"]),
+        ("{data: {verifiers: []}, evaluate: {judge: code_passes}}", []),
+    ],
+)  # fmt: skip
+def test_answers_must_be_readable_for_the_built_in_rewards_and_the_judge(recipe, text, verifiers):
+    assert load_recipe(recipe(text)).data.verifiers == verifiers
+
+
+def test_fields_of_a_source_are_checked_with_the_recipe(recipe):
+    text = 'data: {source: gsm8k.jsonl, fields: {prompt: question, answer: {from: answer, pattern: "#### (.*)"}}}'
+    loaded = load_recipe(recipe(text))
+    assert loaded.data.fields["answer"] == {"from": "answer", "pattern": "#### (.*)"}
+    assert Recipe.model_validate_json(loaded.model_dump_json()) == loaded
+    assert "fields.answer: '(' is no regular expression" in refused(
+        recipe('data: {fields: {answer: {from: answer, pattern: "("}}}')
+    )
+    assert "data.fields.answer" in refused(recipe("data: {fields: {answer: {form: answer}}}"))

@@ -51,12 +51,12 @@ def test_a_reward_model_that_does_not_move_is_named(scores, titles):
     ],
 )
 def test_a_weak_reward_model_is_named(metrics, said):
-    found = run_warnings({"nodes": {"reward": {"metrics": metrics}}}, {}, {})
+    found = run_warnings({"nodes": {"reward": {"metrics": metrics}}}, {}, {}, {})
     assert said in found[0].text if said else not found
 
 
 def test_a_policy_that_was_only_cut_off_is_named_whatever_it_scores():
     policy = {"score": 0.0, "score_low": 0.0, "score_high": 0.0, "truncated": 0.896}
     better = policy | {"score": 0.8, "score_low": 0.7, "score_high": 0.9, "truncated": 0.0}
-    (warning,) = run_warnings({}, {}, {"base": policy, "sft": better})
+    (warning,) = run_warnings({}, {}, {"base": policy, "sft": better}, {})
     assert warning.title == "Cut off" and "90 % of the completions of base" in warning.text

@@ -23,6 +23,7 @@ from stages.common.tables import write_rows
 from stages.store.artifacts import Store
 from stages.store.keys import digest
 from tests.browser import measure, screenshot
+from tuning.evaluation.verdicts import Difference
 from tuning.rows import CompletionRow, ScoreRow, VerdictRow
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=alert(1)>\x00\x1b[31m \u202eevil"
@@ -35,7 +36,8 @@ def recipe_of(store, **more):
     sampling = {"prompts": 4, "completions": 4, "max_tokens": 8}
     values = {"name": "demo", "description": "Addition on a laptop.", "seed": 7, "store": store, "reward": {}}
     values["rl"] = {"rounds": 8, "rollout": sampling, "score": {"rewards": {"exact": exact, "model": model}}}
-    values["evaluate"] = {"problems": 40, "samples": 4}
+    values["evaluate"] = {"problems": 40, "samples": 4, "every": 3, "judges": {"digits": {"function": "matches"}}}
+    values["evaluate"] |= {"load_best_model_at_end": True, "metric_for_best_model": "pass_at_4"}
     return Recipe.model_validate_json(json.dumps(values | more))
 
 
@@ -48,7 +50,7 @@ class Maker:
         self.record = {"name": name, "recipe": recipe.model_dump(mode="json"), "status": "finished", "host": "laptop"}
         self.record |= {"started": self.clock.isoformat(), "pid": 4321, "nodes": {}}
         self.seconds = {"base": 3.4, "prepare": 6.1, "sft": 41.0, "reward": 38.5, "rollout": 9.5, "score": 1.5}
-        self.seconds |= {"update": 12.0, "evaluate": 8.0, "export": 2.2}
+        self.seconds |= {"update": 12.0, "evaluate": 8.0, "select": 0.1, "export": 2.2}
 
     def run(self, until=None, cached=(), error="StageFailed: RuntimeError: sampler and trainer disagree"):
         made = {}
@@ -153,8 +155,14 @@ class Maker:
         found = {"kl": 0.004 * n**1.5, "entropy": 0.8 / (1 + 0.2 * n), "mismatch_kl": 2.1e-5 + 1e-6 * n}
         return found | {"clip_fraction": 0.01 + 0.002 * n, "grad_norm": 0.9, "steps": 4, "approx_kl": 0.001}
 
+    def make_select(self, node, out):
+        candidates = {"002": 0.2, "005": 0.7, "007": 0.6}
+        return {"round": 5, "metric": "pass_at_4", "best": 0.7, "candidates": candidates}
+
     def make_evaluate(self, node, out):
-        right = {"evaluate.base": 6, "evaluate.sft": 16, "evaluate.rl": 33}[node.name]
+        right = {"evaluate.base": 6, "evaluate.sft": 16, "evaluate.rl": 33}.get(node.name)
+        if right is None:
+            return {"score": 0.1 * int(node.name[6:9])}
         rows, verdicts = [], []
         for p in range(40):
             # Two problems are lost on the way: reports must not show gains only.
@@ -162,14 +170,14 @@ class Maker:
             for s in range(4):
                 text = str(22 + p) if good else f"{p + s} is the answer <b>!</b>"
                 rows.append(self.completion(p, s, text, stop="eos" if good else "length"))
-                verdicts.append(
-                    {"place": p, "sample": s, "prompt_id": f"p{p:03d}", "score": float(good), "failure": None}
-                )
+                place = {"place": p, "prompt_id": f"p{p:03d}", "sample": s, "group": f"g{p}"}
+                verdicts.append(place | {"judge": "exact_match", "answer": text, "score": float(good), "failure": None})
         write_rows(out / "rollouts" / "part-00000-of-00001.parquet", rows, CompletionRow.schema())
         write_rows(out / "verdicts" / "part-00000.parquet", verdicts, VerdictRow.schema())
         mean = right / 40
         found = {"score": mean, "score_low": max(0.0, mean - 0.11), "score_high": min(1.0, mean + 0.11), "problems": 40}
         more = {"samples": 4, "pass_at_4": mean, "mean_length": 4.4, "truncated": 1 - mean, "judge_failures": 0}
+        more |= {"pass_at_1": mean, "answered": 0.9, "judges": {"digits": {"score": 0.5}}}
         return found | more | {"constant_answer": "42", "constant_score": 0.075}
 
 
@@ -230,11 +238,16 @@ def test_report_shows_every_section(whole):
     assert (
         "3 cached" in page.text
         and "8 of 8" in page.text
-        and "1 cached, 23 made" in page.text.replace("23 made, 1 cached", "1 cached, 23 made")
+        and "1 cached, 26 made" in page.text.replace("26 made, 1 cached", "1 cached, 26 made")
     )
     assert record["nodes"]["sft"]["key"][:16] in page.text and "jax 0.10.2" in page.text
     assert "a1b2c3d4e5f60718" in page.text and "0123456789abcdef" in page.text
     assert "max_tokens: 8" in page.text, "the recipe is shown"
+    assert re.search(r"RL is \+0\.675 \[\+0\.[45]\d\d, \+0\.8\d\d\] against base, better\.", page.text)
+    assert "Of the completions of base 85 % were cut off at max_tokens, of those of RL 18 %" in page.text
+    assert "pass@4" in page.text and "With an answer" in page.text and "Judge “digits”" in page.text
+    assert "Held-out score in score over 3 rounds: first 0.2, last 0.7" in written(path)
+    assert "RL ends with the policy after round 5, the best of 3 by pass@4" in page.text
     assert "left out" not in page.text
     # Most completions of the base reach the limit in this run; there is nothing else to warn of.
     assert re.findall(r"What the numbers warn of ([\w ]+):", page.text) == ["Cut off"]
@@ -276,7 +289,7 @@ def test_browser_shows_the_page(whole, tmp_path, width):
     assert title == "Run demo-brave-otter" and scripts == "0"
     assert int(inner) == width and int(scroll) <= width, "the page scrolls sideways"
     assert tuple(ids.split()) == SECTIONS
-    assert (tall, drawn) == ("true", "true") and int(count) == 17
+    assert (tall, drawn) == ("true", "true") and int(count) == 18
     for dark in (False, True):
         picture = matplotlib.image.imread(screenshot(whole[2], tmp_path / "page.png", width, 1600, dark))
         seen = picture[:, :width, :3]
@@ -290,7 +303,7 @@ def test_failed_run_says_why_and_leaves_out_the_rest(tmp_path):
     Maker(store, recipe_of(store.url), tmp_path, "demo-sad-newt").run(until="round-002.update", error=error)
     page = Page(written(write_report(store, "demo-sad-newt")))
     assert "demo-sad-newt failed" in page.text and "round-002.update failed:" in page.text
-    assert "Not reached: evaluate.base, evaluate.sft, evaluate.rl, export." in page.text
+    assert "Not reached: select, evaluate.base, evaluate.sft, evaluate.rl, export." in page.text
     assert "No policy was evaluated" in page.text and "no policy was evaluated" in page.text
     assert "2 of 8" in page.text and "Reward “model”" in page.text and "script" not in page.tags
 
@@ -331,7 +344,7 @@ def test_run_without_rounds_and_evaluation(tmp_path):
 def test_cached_run_and_artifacts_that_are_gone(tmp_path):
     store = Store(str(tmp_path / "store"))
     maker = Maker(store, recipe_of(store.url), tmp_path, "demo-again")
-    every = ("base", "prepare", "sft", "reward", "rollout", "score", "update", "evaluate", "export")
+    every = ("base", "prepare", "sft", "reward", "rollout", "score", "update", "evaluate", "select", "export")
     record = maker.run(cached=every)
     page = Page(written(write_report(store, "demo-again")))
     assert "nothing was computed in this run" in page.text
@@ -369,11 +382,14 @@ def test_warnings_name_what_went_wrong(tmp_path):
     for word in ("Entropy collapse", "Reward saturation", "KL blow-up", "Length", "Mismatch", "Rewards failed"):
         assert f"{word}: " in text
     assert "Not above the baseline: the final policy scores 0.020, and always answering “42” scores 0.075." in text
-    assert "Worse than before: the final policy scores -0.380 against" in text
+    assert "Worse" not in text, "tables decide, not the marginal intervals of the record"
+    worse = {"rl": {"sft": Difference(-0.05, -0.08, -0.02, 40), "base": Difference(0.01, -0.02, 0.04, 40)}}
+    (warning,) = run_warnings({}, {}, {}, worse)
+    assert warning.text == "RL scores -0.050 against SFT on the same problems, between -0.080 and -0.020."
     only = {"rl": {"score": 0.5, "score_low": 0.4, "score_high": 0.6, "judge_failures": 3}}
     failures = Warn("Judge failures", "3 judgements of RL failed and count as wrong.")
-    assert run_warnings({}, {}, only) == [failures]
-    assert run_warnings({}, {}, {}) == []
+    assert run_warnings({}, {}, only, {}) == [failures]
+    assert run_warnings({}, {}, {}, {}) == []
 
 
 def test_round_series_has_gaps_where_rounds_lack_numbers(whole):

@@ -278,7 +278,7 @@ def hashes(tree: Path) -> dict[str, list[object]]:
         # What a stage is called and shows, and where it stands in a run, is in no key.
         ("stages/sft.py", 'title="SFT"', 'title="Tuned"', set()),
         ("stages/sft.py", 'headline=("loss', 'headline=("mean loss', set()),
-        ("stages/score.py", '"completions": 0', '"completions": 1', {"score"}),
+        ("stages/score/stage.py", '"completions": 0', '"completions": 1', {"score"}),
         (
             "tuning/settings.py",
             "= 0.95",

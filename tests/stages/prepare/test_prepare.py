@@ -192,6 +192,31 @@ def test_every_record_is_accounted_for(run, pairs, tmp_path):
         assert part in card, part
 
 
+def test_the_log_says_what_was_lost_and_why(run, pairs, tmp_path, capsys):
+    records = [
+        *pairs, *pairs[:2], {"prompt": "x " * 600}, {"prompt": "y " * 600}, {"prompt": "Other?", "anwser": "1"},
+        {"prompt": "One?", "completion": "word " * 50, "rejected": "no", "split": "preference"},
+    ]  # fmt: skip
+    run(Config(source=write(tmp_path / "data.jsonl", records), max_completion_tokens=20))
+    line = next(line for line in capsys.readouterr().out.splitlines() if "not kept" in line)
+    assert line.startswith(
+        "prepare: not kept: 2 duplicates; 2 prompt_too_long; 1 completion_too_long; 1 dead (data.jsonl, record 65"
+    )
+    assert "did you mean `answer`" in line
+
+
+def test_prompts_without_a_completion_are_prompts_whatever_share_feeds_sft(run, tmp_path):
+    records = [{"prompt": f"{i}?", "answer": str(i)} for i in range(40)]
+    records += [{"prompt": f"{i}!", "completion": str(i)} for i in range(40)]
+    metrics, out = run(
+        Config(source=write(tmp_path / "data.jsonl", records), splits=["sft", "prompts", "heldout"], sft_fraction=0.5)
+    )
+    assert metrics["records"]["kept"] == 80 and metrics["dropped_records"] == {}
+    found = {name: {row["prompt"] for row in rows(out, name)} for name in ("sft", "prompts", "heldout")}
+    assert {p for p in found["prompts"] | found["heldout"] if p.endswith("?")} == {r["prompt"] for r in records[:40]}
+    assert not found["sft"] & found["prompts"]
+
+
 @pytest.mark.parametrize(
     "extra, settings, message",
     [

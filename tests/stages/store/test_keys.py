@@ -41,7 +41,9 @@ EXECUTION = {
     "greedy": COMPUTE | ENGINE,
     "score": COMPUTE | {"workers"},
     "update": COMPUTE | {"store_state"},
-    "evaluate": COMPUTE | {"workers"},
+    "evaluate": COMPUTE
+    | {"workers", "max_failed_fraction", "every", "load_best_model_at_end", "metric_for_best_model"},
+    "select": set(),
     "export": set(),
 }
 

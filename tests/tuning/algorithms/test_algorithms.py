@@ -151,11 +151,11 @@ def test_coefficients_follow_their_targets():
     objective = config.objective
     high = Coefficients().next(objective, config, {"kl": 1.0, "entropy": 0.5, "completions": 20, "kept": 0.5})
     assert (high.kl_scale, high.entropy_coef) == (pytest.approx(1.02), 0.25)
-    low = high.next(objective, config, {"kl": 0.0, "entropy": 2.0, "completions": 10})
+    low = high.next(objective, config, {"kl": 0.0, "entropy": 2.0, "completions": 10, "kept": 1.0})
     assert low.kl_scale < high.kl_scale and low.entropy_coef == 0.0
-    assert low.next(objective, config, {"kl": 0.1, "entropy": 2.0, "completions": 10}).entropy_coef == 0.0
+    assert low.next(objective, config, {"kl": 0.1, "entropy": 2.0, "completions": 10, "kept": 1.0}).entropy_coef == 0.0
     plain = settings("grpo")
-    assert Coefficients().next(plain.objective, plain, {"kl": 1.0, "completions": 10}) == Coefficients()
+    assert Coefficients().next(plain.objective, plain, {"kl": 1.0, "completions": 10, "kept": 1.0}) == Coefficients()
 
 
 SCORED = Scored(

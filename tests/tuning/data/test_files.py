@@ -73,6 +73,11 @@ def test_lines_with_blanks_returns_and_no_end(read, tmp_path):
         assert read(tmp_path / "a.jsonl", part_bytes) == [("a.jsonl", 2, "x"), ("a.jsonl", 4, "y")]
     (tmp_path / "b.jsonl").write_bytes(b"")
     assert read(tmp_path / "b.jsonl") == []
+    # A .json file is a list, lines, or one object over several lines.
+    (tmp_path / "c.json").write_text(json.dumps({"a": [1]}, indent=4))
+    (tmp_path / "d.json").write_text('{"a": 1}\n{"a": 2}\n')
+    assert read(tmp_path / "c.json") == [("c.json", 1, {"a": [1]})]
+    assert read(tmp_path / "d.json") == [("d.json", 1, {"a": 1}), ("d.json", 2, {"a": 2})]
 
 
 def test_csv_cells_are_text_and_a_ragged_row_is_no_record(read, tmp_path):

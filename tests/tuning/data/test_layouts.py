@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 
+from tuning.data.fields import Mapper
 from tuning.data.layouts import LAYOUTS, detect
 from tuning.data.records import FIELDS, RecordError, parse_record
 
@@ -160,7 +161,7 @@ def test_what_does_not_fit_names_the_field(raw, settings, message):
 
 def test_columns_are_renamed_or_left_out():
     raw = {"q": "hello", "a": "4", "noise": 1, "prompt": None}
-    found = parse(raw, rename={"q": "prompt", "a": "answer", "noise": None})
+    found = parse(raw, mapper=Mapper({"q": "prompt", "a": "answer", "noise": None}))
     assert (found.prompt_text, found.answer, found.metadata) == ("hello", "4", "{}")
 
 

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 
+from tuning.data.fields import Mapper
 from tuning.data.records import RecordError, canonical_json, digest, parse_line, parse_record
 
 
@@ -108,7 +109,7 @@ def test_lines_that_are_no_object(line):
 
 def test_lines_byte_order_mark_and_renamed_fields():
     line = b"\xef\xbb\xbf" + json.dumps({"question": "q", "answer": "a", "level": 2}).encode()
-    record = parse_line(line, "d", 1, rename={"question": "prompt"}, extra="metadata")
+    record = parse_line(line, "d", 1, mapper=Mapper({"question": "prompt"}), extra="metadata")
     assert (record.prompt_text, record.answer, record.metadata) == ("q", "a", '{"level":2}')
 
 

@@ -48,6 +48,37 @@ def test_of_linked_records_the_first_by_rank_stays(order):
     assert sorted(ranks[shuffled][gone]) == list(range(30, 41))
 
 
+@pytest.mark.parametrize("threshold", [0.3, 0.5, 0.6, 0.7, 0.8, 0.95])
+def test_pairs_of_the_threshold_are_found_whatever_it_is(threshold):
+    """Of 400 pairs as similar as the threshold asks, nearly all are found, and none that is less similar."""
+    draw = np.random.default_rng(3)
+    bases = draw.integers(0, 2**32, (500, similar.PERMUTATIONS), dtype=np.uint32)
+    others = bases.copy()
+    # The share of equal positions is the estimate of the similarity: the first 400 reach the threshold.
+    equal = int(np.ceil(threshold * similar.PERMUTATIONS)) - (np.arange(500) >= 400)
+    for row, count in zip(others, equal, strict=True):
+        row[draw.permutation(similar.PERMUTATIONS)[count:]] += np.uint32(1)
+    gone = similar.near_duplicates(np.concatenate([bases, others]), np.arange(1000), threshold)
+    assert len(set(gone) & set(range(500, 900))) >= 0.95 * 400
+    assert set(gone) <= set(range(500, 900))
+
+
+def test_similar_records_are_found_among_many_that_share_a_preamble():
+    preamble = text(99, 30)
+    texts = [f"{preamble} {text(seed)}" for seed in range(150)]
+    others = [changed(t, 8, seed=i) for i, t in enumerate(texts[:50])]
+    assert 0.09 < jaccard(texts[0], texts[1]) < 0.2 and min(map(jaccard, texts, others)) > 0.5
+    signatures = np.stack([similar.signature(t) for t in [*texts, *others]])
+    gone = similar.near_duplicates(signatures, np.arange(200), 0.45)
+    assert list(gone) == list(range(150, 200))
+
+
+def test_a_similarity_that_is_no_longer_found_is_refused():
+    with pytest.raises(ValueError, match="near_duplicates is 0.1; expected a similarity from 0.3 to 1"):
+        similar.bands_of(0.1)
+    assert similar.bands_of(1.0) == (1, 128)
+
+
 def test_large_buckets_leave_one(seed=3):
     signatures = np.repeat(similar.signature(text(seed))[None], 100, axis=0)
     assert len(similar.near_duplicates(signatures, np.arange(100)[::-1], 1.0)) == 99

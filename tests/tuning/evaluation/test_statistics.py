@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
+from tuning.evaluation.answers import answer_of
 from tuning.evaluation.statistics import (
     calibration_error,
     constant_baseline,
+    majority,
     mean_interval,
     paired_difference,
     pass_at_k,
@@ -34,6 +36,54 @@ def test_unanimous_problems_still_have_a_width():
     assert mean == 1.0 and low < 0.9 and high == 1.0
 
 
+def test_copies_of_one_problem_are_one_problem():
+    """A group of related problems is resampled as a whole: ten copies of each problem tell nothing new."""
+    rng = np.random.default_rng(3)
+    once = (rng.random((20, 1)) < 0.5).astype(float)
+    copies, groups = np.repeat(once, 10, axis=0), np.repeat(np.arange(20), 10)
+    _, low, high = mean_interval(once)
+    _, narrow, wide = mean_interval(copies)
+    assert wide - narrow < 0.5 * (high - low)
+    assert mean_interval(copies, clusters=groups.tolist()) == pytest.approx(mean_interval(once))
+    zeros = np.zeros((200, 1))
+    assert paired_difference(zeros, copies, clusters=groups.tolist()) == pytest.approx(mean_interval(once))
+
+
+def test_scores_of_any_range_have_an_interval():
+    assert mean_interval(np.full((4, 2), 7.0)) == (7.0, 7.0, 7.0)
+
+
+def test_what_has_no_score_is_no_problem():
+    nan = np.nan
+    correct = np.asarray([[1, nan], [0, 0], [nan, nan]])
+    mean, _, _ = mean_interval(correct)
+    assert mean == 0.5
+    assert paired_difference(correct, np.asarray([[1, 1], [1, 0], [1, 1]]))[0] == pytest.approx(0.25)
+    assert pass_at_k(correct, 1) == 0.5 and pass_at_k(correct, 2) == 0.0
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: mean_interval(np.zeros((0, 2))),
+        lambda: mean_interval(np.full((2, 2), np.nan)),
+        lambda: paired_difference(np.zeros((0, 2)), np.zeros((0, 2))),
+        lambda: pass_at_k(np.zeros((0, 2)), 1),
+        lambda: majority(np.zeros((0, 2)), []),
+        lambda: constant_baseline([]),
+    ],
+)
+def test_no_problem_is_named_as_the_cause(call):
+    with pytest.raises(ValueError, match="at least one problem"):
+        call()
+
+
+def test_problems_that_all_stay_equal_still_leave_a_width():
+    same = np.ones((20, 2))
+    assert paired_difference(same, same) == pytest.approx((0, -0.161, 0.161), abs=1e-3)
+    assert paired_difference(0 * same, same) == pytest.approx((1, 0.678, 1), abs=1e-3)
+
+
 def test_paired_difference_sees_what_separate_intervals_hide():
     rng = np.random.default_rng(1)
     a = rng.random((60, 1))
@@ -46,6 +96,36 @@ def test_pass_at_k_is_the_unbiased_estimator():
     assert pass_at_k(np.asarray([[1, 1, 0, 0], [0, 0, 0, 0]]), 4) == pytest.approx(0.5)
     with pytest.raises(ValueError, match="between 1 and 4"):
         pass_at_k(np.zeros((1, 4)), 5)
+
+
+def test_pass_at_k_rises_from_the_mean_to_any_right():
+    correct = np.random.default_rng(4).random((50, 6)) < 0.3
+    rates = [pass_at_k(correct, k) for k in range(1, 7)]
+    assert rates == sorted(rates)
+    assert rates[0] == pytest.approx(correct.mean()) and rates[-1] == pytest.approx(correct.any(axis=1).mean())
+
+
+def test_the_majority_decides_and_ties_are_shared():
+    answers = [["1", "1", "2", None], ["1", "2", "3", "4"], [None] * 4]
+    correct = np.asarray([[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
+    assert majority(correct, answers) == pytest.approx((1 + 0.25 + 0) / 3)
+    assert majority(correct[:1], [["1", "1", "2", "2"]]) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("judge", "arguments", "texts", "answer"),
+    [
+        ("exact_match", {}, ["7", " 7\n"], "7"),
+        ("exact_match", {"extract": "A: (.)"}, ["so A: 7", "A: 1, no, A: 7"], "7"),
+        ("exact_match", {"extract": "A: (.)"}, ["seven", ""], None),
+        ("number_match", {}, ["it is 7", "7.0", "1 + 6 = 7.00"], "7.0"),
+        ("number_match", {}, ["seven"], None),
+        ("math_equal", {}, [r"hence \boxed{\frac{1}{2}}", r"\boxed{ \frac{1}{2} }."], r"\frac{1}{2}"),
+        ("mine:judge", {}, ["some text "], "some text"),
+    ],
+)
+def test_equal_answers_are_one_vote(judge, arguments, texts, answer):
+    assert {answer_of(judge, arguments, text) for text in texts} == {answer}
 
 
 def test_constant_baseline_is_the_share_of_the_most_common_answer():

@@ -19,6 +19,17 @@ def test_number_match_reads_the_last_number():
     assert f.number_match(["p"] * 3, ["so 3 + 4 = 7.", "1,200", "none"], answer=["7", "1200", "1"]) == [1.0, 1.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        (".5", "0.5"), ("-.5", "-0.5"), ("1,2", "2"), ("12-5", "5"), ("x = -5", "-5"), ("$1,234.56", "1234.56"),
+        ("2,500,000 of them", "2500000"), ("1e-3", "0.001"), ("It is 7.", "7"), ("v1.5", "1.5"), ("1,2000", "2000"),
+    ],
+)  # fmt: skip
+def test_a_number_is_read_as_people_write_it(text, number):
+    assert f.number_match(["p"], [text], answer=[number]) == [1.0]
+
+
 def test_token_share_counts_tokens():
     assert f.token_share(["p"], ["x"], completion_ids=[[5, 5, 1, 2]], token=5) == [0.5]
 

@@ -1,40 +1,20 @@
 """A judge on a real server that speaks as OpenAI's does: the last number of its reply counts, or the error says why."""
 
-import http.server
-import json
-import threading
+import socket
 
 import pytest
 
-from tuning.rewards.judge import JudgeFailed, judge
+from tests.judge_server import judge_server
+from tuning.rewards.failures import Outage
+from tuning.rewards.judge import JudgeFailed, judge, longest_seconds
 
 
 @pytest.fixture
 def server():
     """(URL, list of requests, list of replies to give: a status or a text)."""
-    asked, replies = [], []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            asked.append((self.path, self.headers.get("Authorization"), body))
-            reply = replies.pop(0)
-            if isinstance(reply, int):
-                self.send_error(reply)
-                return
-            text = json.dumps({"choices": [{"message": {"role": "assistant", "content": reply}}]}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
-
-        def log_message(self, *args):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as found:
-        threading.Thread(target=found.serve_forever, args=(0.01,), daemon=True).start()
-        yield f"http://127.0.0.1:{found.server_port}/v1", asked, replies
-        found.shutdown()
+    replies = []
+    with judge_server(lambda body: replies.pop(0)) as (url, asked):
+        yield url, asked, replies
 
 
 def ask(url, **more):
@@ -61,6 +41,19 @@ def test_a_verdict_that_is_none_says_why(server, reply, message):
         ask(server[0])
 
 
+@pytest.mark.parametrize(("reply", "message"), [(503, "answered 503"), (401, "answered 401"), (404, "answered 404")])
+def test_a_server_that_is_ill_or_refuses_the_key_is_an_outage(server, reply, message):
+    server[2].append(reply)
+    with pytest.raises(Outage, match=message):
+        ask(server[0], retries=0)
+
+
 def test_an_endpoint_that_is_not_there():
-    with pytest.raises(JudgeFailed, match="cannot be reached"):
+    with pytest.raises(Outage, match="cannot be reached"):
         ask("http://127.0.0.1:9/v1", retries=0)
+
+
+def test_an_endpoint_that_stays_silent_is_an_outage_within_the_limit_of_the_call():
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(Outage, match="within 0.1 s"):
+        ask(f"http://127.0.0.1:{silent.getsockname()[1]}/v1", retries=0, timeout=0.1)
+    assert longest_seconds(timeout=10.0, retries=2) == 3 * 10.0 + 0.5 + 1.0 + 1.0

@@ -1,32 +1,59 @@
-"""Rewards run where they can be killed (R20)."""
+"""Rewards run where they can be killed (R20), and an outage there is no verdict on a sample (R25)."""
 
 import dataclasses
 import math
+import multiprocessing
 import os
+import signal
 import time
 
-from tuning.rewards.processes import evaluate
+import pytest
+
+from tuning.rewards.calls import Call, keyword_arguments
+from tuning.rewards.failures import Outage
+from tuning.rewards.functions import exact_match, number_match
+from tuning.rewards.processes import OUTAGES, TRIES, attempt, evaluate
 from tuning.rewards.samples import Sample
 
+# Each process that calls a function of this module imports it first: as slow as a module that loads models.
+if multiprocessing.parent_process() is not None:
+    time.sleep(0.2)
 
-def loops_on_one(prompts, completions, **_):
-    while completions[0] == "loop":
-        time.sleep(0.1)
-    return [1.0]
+
+class Odd(Exception):
+    """Pickles, and cannot be unpickled."""
+
+    def __init__(self, a, b):
+        super().__init__(f"{a} {b}")
 
 
 def breaks(prompts, completions, **_):
     match completions[0]:
         case "raise":
             raise KeyError("no such answer")
+        case "odd":
+            raise Odd(1, 2)
+        case "leave":
+            raise SystemExit(1)
         case "exit":
             os._exit(3)
         case "nan":
             return [math.nan]
         case "none":
             return [None]
+        case "two":
+            return [1.0, 2.0]
+        case "text":
+            return ["good"]
         case "eat":
             return [float(len(bytearray(2**32)))]
+        case "loop":
+            while True:
+                pass
+        case "refused":
+            raise ConnectionRefusedError("port 9")
+        case "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
     return [0.5]
 
 
@@ -34,35 +61,128 @@ def samples(*texts):
     return [Sample("p", t, [1], "4") for t in texts]
 
 
-def test_a_reward_that_loops_for_ever_costs_one_sample():
-    found = evaluate(f"{__name__}:loops_on_one", {}, samples("a", "loop", "b", "c"), seconds=1.0)
-    assert [o.value for o in found] == [1.0, None, 1.0, 1.0]
-    assert found[1].failure == "timeout after 1 s"
+def outcomes(*texts, **options):
+    found = attempt(f"{__name__}:breaks", {}, samples(*texts), **({"seconds": 5.0, "workers": 1} | options))
+    return dict(zip(texts, found, strict=True))
 
 
-def test_failures_are_rows_with_a_reason():
-    found = evaluate(f"{__name__}:breaks", {}, samples("x", "raise", "nan", "none", "exit", "eat", "y"), seconds=5.0)
-    assert [o.value for o in found] == [0.5, None, None, None, None, None, 0.5]
-    assert "no such answer" in found[1].failure
-    assert "not finite" in found[2].failure
-    assert found[3].failure is None
-    assert "status 3" in found[4].failure
-    assert found[5].failure == "MemoryError: more than 2048 MB"
+def test_a_reward_that_loops_for_ever_costs_one_sample_and_its_successor_may_import_for_longer_than_the_limit():
+    found = outcomes("a", "loop", "b", "c", seconds=0.3)
+    assert {t: o.value for t, o in found.items()} == {"a": 0.5, "loop": None, "b": 0.5, "c": 0.5}
+    assert found["loop"].failure == "timeout after 0.3 s" and not found["loop"].is_outage
 
 
-def sees_columns(prompts, completions, *, difficulty, answer, factor, **_):
-    return [factor * d + float(a) for d, a in zip(difficulty, answer, strict=True)]
+def test_what_a_sample_does_to_its_call_costs_that_sample():
+    reasons = {
+        "raise": "KeyError: 'no such answer'", "nan": "not finite: nan", "odd": "Odd: 1 2", "leave": "SystemExit: 1",
+        "exit": "process ended with status 3", "eat": "MemoryError: more than 2048 MB",
+        "two": "TypeError: the function returned 2 values for 1 completions: expected one for each",
+        "text": "ValueError: could not convert string to float: 'good'",
+    }  # fmt: skip
+    found = outcomes("x", *reasons, "none", "y")
+    assert {t: o.failure for t, o in found.items() if o.failure} == reasons
+    assert not any(o.is_outage for o in found.values())
+    assert (found["x"].value, found["none"].value, found["y"].value) == (0.5, None, 0.5)
 
 
-def test_entries_of_the_metadata_are_columns_and_outcomes_are_told_in_order():
-    given = [dataclasses.replace(s, metadata={"difficulty": i}) for i, s in enumerate(samples("a", "b", "c"))]
+def test_a_process_that_ends_between_calls_is_replaced():
+    outcomes("x")
+    for process in multiprocessing.active_children():
+        os.kill(process.pid, signal.SIGKILL)
+    assert outcomes("x")["x"].value == 0.5
+
+
+def test_an_outage_is_told_apart_and_the_others_are_scored():
+    found = outcomes("x", "refused", "killed", "y")
+    assert {t: o.is_outage for t, o in found.items()} == {"x": False, "refused": True, "killed": True, "y": False}
+    assert found["refused"].failure == "ConnectionRefusedError: port 9"
+    assert f"killed {TRIES} times from outside" in found["killed"].failure
+
+
+def test_after_outages_in_a_row_no_more_calls_are_made():
+    found = attempt(f"{__name__}:breaks", {}, samples(*["refused"] * OUTAGES, "x", "y"), seconds=5.0, workers=1)
+    assert all(o.is_outage for o in found) and f"not tried after {OUTAGES} calls" in found[-1].failure
+
+
+def test_who_keeps_what_it_gets_gets_no_outage():
+    with pytest.raises(Outage, match=f"{__name__}:breaks: no verdict on 1 of 2 completions: ConnectionRefusedError"):
+        evaluate(f"{__name__}:breaks", {}, samples("x", "refused"), seconds=5.0, workers=1)
+    assert [o.value for o in evaluate(f"{__name__}:breaks", {}, samples("x", "raise"), seconds=5.0, workers=1)] == [
+        0.5,
+        None,
+    ]
+
+
+def test_a_function_that_cannot_be_imported_is_an_outage():
+    (found,) = attempt("no_such_package.rewards:f", {}, samples("x"), seconds=5.0, workers=1)
+    assert found.is_outage and "no_such_package" in found.failure
+
+
+def sees_group(prompts, completions, *, answer, factor, **_):
+    """Each completion's length against the longest of its call; knows nothing about short calls."""
+    if len(completions) == 1:
+        raise ValueError("alone")
+    return [factor * len(c) / max(map(len, completions)) for c in completions]
+
+
+def test_a_call_may_have_several_samples_and_its_failure_costs_them_all():
     told = []
-    evaluate(
-        f"{__name__}:sees_columns", {"factor": 2.0}, given, seconds=5.0, finished=lambda i, o: told.append((i, o.value))
+    found = attempt(
+        f"{__name__}:sees_group", {"factor": 2.0}, samples("a", "bb", "cccc", "d"), seconds=5.0, workers=1,
+        calls=[[0, 2], [1], [3]], finished=lambda some, found: told.append(some),
+    )  # fmt: skip
+    assert [o.value for o in found] == [0.5, None, 2.0, None]
+    assert found[1].failure == "ValueError: alone" and sorted(told) == [[0, 2], [1], [3]]
+
+
+@pytest.mark.parametrize("name", ["tolerance", "extract", "prompts", "completions", "task", "answer"])
+def test_an_entry_of_the_metadata_changes_no_argument_of_a_built_in(name):
+    (sample,) = samples("so 4")
+    given = dataclasses.replace(sample, metadata={name: 9})
+    (found,) = attempt("number_match", {}, [given], seconds=5.0, workers=1)
+    assert found.value == 1.0
+
+
+def optional(prompts, completions, *, difficulty=None, scale=1.0, metadata, **columns):
+    return [1.0]
+
+
+def closed(prompts, completions, completion_ids):
+    return [1.0]
+
+
+def given(function, **metadata):
+    return keyword_arguments(
+        function, Call("f", {"factor": 2}, [Sample("p", "c", [1], "4", metadata), Sample("p", "d", [2], "5")], 1.0, 1)
     )
-    assert told == [(0, 4.0), (1, 6.0), (2, 8.0)]
 
 
-def test_built_in_functions_are_found_by_name():
-    found = evaluate("exact_match", {}, samples("4", " 4 ", "5"), seconds=5.0)
-    assert [o.value for o in found] == [1.0, 1.0, 0.0]
+def test_columns_are_lists_and_a_setting_of_the_function_is_no_column():
+    found = given(optional, difficulty=3, scale=7, factor=8, answer="x", prompts="y", other=1)
+    assert found == {
+        "difficulty": [3, None], "other": [1, None], "completion_ids": [[1], [2]], "answer": ["4", "5"],
+        "metadata": [{"difficulty": 3, "scale": 7, "factor": 8, "answer": "x", "prompts": "y", "other": 1}, {}],
+        "factor": 2,
+    }  # fmt: skip
+    assert given(closed, difficulty=3) == {"completion_ids": [[1], [2]], "factor": 2}
+    assert (
+        given(exact_match, extract="x").keys()
+        == given(number_match).keys()
+        == given(closed).keys()
+        | {
+            "answer",
+            "metadata",
+        }
+    )
+
+
+@pytest.mark.slow
+def test_problems_of_reasoning_gym_are_scored_by_their_own_verifier():
+    from tuning.data.tasks import reasoning_gym
+
+    record = next(iter(reasoning_gym("chain_sum", size=1, seed=3)))
+    sample = Sample(record["prompt"], record["answer"], [1], record["answer"], record["metadata"])
+    wrong = dataclasses.replace(sample, completion="wrong")
+    # The package takes longer to import.
+    found = attempt("reasoning_gym_score", {}, [sample, wrong], seconds=2.0, workers=1)
+    assert found[0].value == 1.0 and found[1].value < 1.0

@@ -1,14 +1,24 @@
-"""Code of completions: what it may do, and what each limit costs."""
+"""Code of completions: what it may do, what it can reach, what each limit costs, and that only tests are paid for."""
 
+import json
 import os
+import shutil
+import socket
+import subprocess
+import sys
 import time
+import uuid
 
 import psutil
 import pytest
 
-from tuning.rewards.sandbox import code_of, code_passes, run_python
+from tuning.rewards.failures import Outage
+from tuning.rewards.processes import evaluate
+from tuning.rewards.samples import Sample
+from tuning.rewards.sandbox import code_of, code_passes, gaps, longest_seconds, run_python
 
 ADD = "Here:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
+TEST = "assert add(1, 2) == 3"
 
 
 def passes(text, tests, **options):
@@ -22,10 +32,11 @@ def test_the_last_block_of_python_is_the_code():
 
 
 def test_code_passes_its_tests_or_a_share_of_them():
-    tests = ["assert add(1, 2) == 3", "assert add(1, 1) == 3"]
+    tests = [TEST, "assert add(1, 1) == 3"]
     assert passes(ADD, tests[:1]) == 1.0
-    assert passes(ADD, tests) == 0.0
     assert passes(ADD, tests, partial=True) == 0.5
+    # The first test that fails decides.
+    assert passes(ADD, [*tests, "import time; time.sleep(60)"], seconds=60) == 0.0
     assert passes("print(sum(map(int, input().split())))", [{"input": "1 2", "output": "3\n"}]) == 1.0
     assert code_passes(["p"] * 2, [ADD] * 2, answer=["assert add(2, 2) == 4", None], metadata=[{}, {}]) == [1.0, None]
 
@@ -33,40 +44,125 @@ def test_code_passes_its_tests_or_a_share_of_them():
 @pytest.mark.parametrize(
     "code",
     [
-        "while True: pass",
-        "x = bytearray(2**30)",
-        "open('big', 'wb').write(b'0' * 2**26)",
-        "import socket; socket.create_connection(('127.0.0.1', PORT), timeout=1)",
+        "exit()",
+        "import os; os._exit(0)",
+        "def add(a, b): raise SystemExit(0)",
+        "import os\ndef add(a, b): os._exit(0)",
+        "def add(a, b):\n    return 3 if open(__file__).read().count('as' 'sert') else 0",
     ],
-    ids=["loop", "memory", "disk", "network"],
+)
+def test_code_that_ends_before_its_test_has_not_passed(code):
+    assert passes(code, [TEST]) == 0.0
+
+
+def test_code_may_end_as_scripts_do_and_is_tested_all_the_same():
+    assert passes("import sys\ndef add(a, b): return a + b\nsys.exit(0)", [TEST]) == 1.0
+
+
+def test_all_of_the_output_is_compared():
+    code = "print('\\n'.join(map(str, range(20000))))"
+    numbers = [str(n) for n in range(20000)]
+    assert passes(code, [{"input": "", "output": "\n".join(numbers)}]) == 1.0
+    assert passes(code, [{"input": "", "output": "\n".join([*numbers[:-1], "x"])}]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("extra", "value"), [("#" * 200_000, 1.0), ("\0", 0.0), ("\ud800", 0.0)], ids=["long", "nul", "bad"]
+)
+def test_any_text_is_code_that_is_right_or_wrong(extra, value):
+    assert passes(f"def add(a, b): return a + b\n{extra}", [TEST]) == value
+
+
+def test_a_program_that_takes_too_long_is_wrong_and_no_failure_of_the_reward():
+    tests = ["while True: pass"] * 3
+    sample = Sample("p", "x = 1", metadata={"tests": tests})
+    # The limit around the call is below those of the program, and gives way.
+    arguments = {"seconds": 0.2, "budget_seconds": 0.3, "partial": True}
+    (found,) = evaluate("code_passes", arguments, [sample], seconds=0.1, workers=1)
+    assert (found.value, found.failure) == (0.0, None)
+    assert longest_seconds(budget_seconds=0.3) > 0.3
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["while True: pass", "x = bytearray(2**30)", "open('big', 'wb').write(b'0' * 2**26)"],
+    ids=["loop", "memory", "disk"],
 )
 def test_limits(code):
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        code = code.replace("PORT", str(server.getsockname()[1]))
-        if "socket" in code and not hidden_network():
-            pytest.skip("this kernel lets no process leave the network without privileges")
-        started = time.monotonic()
-        assert run_python(code, seconds=1.0, megabytes=256)[0] != 0
-        assert time.monotonic() - started < 3
+    started = time.monotonic()
+    assert run_python(code, seconds=0.5, megabytes=256)[0] != 0
+    assert time.monotonic() - started < 5
 
 
-def hidden_network():
-    """Whether the program sees no network but its own loopback: two lines of titles, one of `lo`."""
-    status, out = run_python("print(len(open('/proc/net/dev').readlines()))", seconds=5, megabytes=256)
-    return status == 0 and int(out) <= 3
+LOOK = """
+import json, os, resource, socket, subprocess, sys
+seen = {"environment": sorted(os.environ), "files": [], "written": []}
+for path in json.loads(input()):
+    try:
+        open(path).read()
+        seen["files"].append(path)
+    except OSError:
+        pass
+    try:
+        open(os.path.join(os.path.dirname(path), "x"), "w")
+        seen["written"].append(path)
+    except OSError:
+        pass
+seen["network"] = len(open("/proc/net/dev").readlines()) - 2
+seen["processes"] = sorted(int(p) for p in os.listdir("/proc") if p.isdigit())
+seen["limited"] = resource.getrlimit(resource.RLIMIT_NPROC)[0] < 1_000_000
+subprocess.Popen(["sleep", sys.argv[-1] if len(sys.argv) > 1 else TOKEN], start_new_session=True)
+print(json.dumps(seen))
+"""
 
 
-def test_nothing_of_the_caller_is_seen_and_nothing_stays(tmp_path):
-    os.environ["SECRET_OF_THE_TEST"] = "x"
-    code = "import os, subprocess; print(os.environ.get('SECRET_OF_THE_TEST'), os.getcwd()); "
-    code += "print(subprocess.Popen(['sleep', '60']).pid)"
-    status, out = run_python(code, seconds=5, megabytes=256)
-    assert status == 0 and out.startswith("None ")
-    (folder, pid) = out.split()[1:]
-    assert not os.path.exists(folder)
-    deadline = time.monotonic() + 5
-    while psutil.pid_exists(int(pid)) and psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+def sleeping(token):
+    return [p for p in psutil.process_iter(["cmdline"]) if token in (p.info["cmdline"] or [])]
+
+
+def test_nothing_of_the_caller_is_seen_and_nothing_stays(tmp_path, monkeypatch):
+    monkeypatch.setenv("SECRET_OF_THE_TEST", "x")
+    (tmp_path / "answers").write_text("42")
+    token = f"60.{uuid.uuid4().int % 10**9:09d}"
+    paths = [str(tmp_path / "answers"), f"/proc/{os.getpid()}/environ", os.path.abspath(__file__), os.__file__]
+    with socket.create_server(("127.0.0.1", 0)):
+        status, out = run_python(LOOK.replace("TOKEN", repr(token)), json.dumps(paths), seconds=5, megabytes=256)
+    assert status == 0
+    seen = json.loads(out)
+    assert "SECRET_OF_THE_TEST" not in seen["environment"] and seen["limited"]
+    # It has left the session of the program, and ends with it all the same.
+    assert sleeping(token) == []
+    if "files" not in "".join(gaps()):
+        # Python's own, for reading.
+        assert (seen["files"], seen["written"]) == ([os.__file__], [])
+    if "network" not in gaps():
+        assert seen["network"] <= 1
+    if "processes" not in gaps():
+        assert max(seen["processes"]) < 10
+
+
+REFUSED = """
+import json, sys
+from tuning.rewards.sandbox import code_passes, gaps, run_python
+status, out = run_python(sys.stdin.read(), "[]", seconds=5, megabytes=256)
+given = {"answer": ["assert add(1, 2) == 3"] * 2, "metadata": [{}] * 2}
+found = code_passes(["p"] * 2, ["exit()", "def add(a, b): return a + b"], **given)
+print(json.dumps([gaps(), status, found]))
+code_passes(["p"] * 2, ["x"] * 2, require_isolation=True, **given)
+"""
+
+
+def test_a_machine_that_refuses_namespaces_is_told_and_strays_end_there_too():
+    unshare = shutil.which("unshare")
+    if unshare is None or subprocess.run([unshare, "-Ur", "true"], capture_output=True).returncode:
+        pytest.skip("this machine gives no user namespace in which others could be refused")
+    token = f"60.{uuid.uuid4().int % 10**9:09d}"
+    # In a namespace of users that may have none below it.
+    shell = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$0" -c "$1"'
+    done = subprocess.run(
+        [unshare, "-Ur", "sh", "-c", shell, sys.executable, REFUSED],
+        input=LOOK.replace("TOKEN", repr(token)), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert json.loads(done.stdout) == [["network", "files", "processes"], 0, [0.0, 1.0]]
+    assert f"{Outage.__name__}: code_passes: on this machine the code can reach: network, files" in done.stderr
+    assert sleeping(token) == []

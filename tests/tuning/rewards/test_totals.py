@@ -30,6 +30,15 @@ def test_a_failure_drops_counts_as_zero_or_stops():
         totals([column], [Part("a", on_failure="stop")], GROUPS)
 
 
+def test_a_completion_to_which_no_reward_applies_leaves_the_round_or_counts_as_zero():
+    columns = [given(None, 1.0, None, "timeout"), given(None, None, 2.0, None)]
+    parts = [Part("a", on_failure="zero"), Part("b")]
+    found, failures = totals(columns, parts, GROUPS)
+    np.testing.assert_array_equal(found, [np.nan, 1.0, 2.0, 0.0])
+    assert failures == [None, None, None, "a: timeout"]
+    assert totals(columns, parts, GROUPS, "zero")[0].tolist() == [0.0, 1.0, 2.0, 0.0]
+
+
 def test_a_reward_is_normalised_before_its_weight_over_the_group_or_the_round():
     column = given(1.0, 3.0, 10.0, 14.0)
     group = totals([column], [Part("a", 2.0, normalise="group")], GROUPS)[0]

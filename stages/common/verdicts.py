@@ -1,0 +1,37 @@
+"""Verdict tables of evaluations, and what they say of one policy against another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from stages.common.tables import read_table
+from stages.store.artifacts import Artifact
+from tuning.rows import VerdictRow
+
+if TYPE_CHECKING:
+    from tuning.evaluation.verdicts import Difference, Judged
+
+
+def verdicts_of(evaluation: Artifact) -> Judged:
+    """The verdicts of the judge that decides."""
+    from tuning.evaluation.verdicts import judged
+
+    config = evaluation.manifest["config"]
+    rows = read_table(evaluation, "verdicts/", VerdictRow)
+    return judged((row for row in rows if row.judge == config["judge"]), config["samples"])
+
+
+def differences(evaluations: Mapping[str, Artifact]) -> dict[str, dict[str, Difference]]:
+    """For each policy but the first its paired difference to the one before it, and to the first, by their names.
+
+    evaluations: by the policies' names, in the order of their training.
+    """
+    from tuning.evaluation.verdicts import difference
+
+    verdicts = {name: verdicts_of(evaluation) for name, evaluation in evaluations.items()}
+    names = list(verdicts)
+    return {
+        name: {other: difference(verdicts[other], verdicts[name]) for other in dict.fromkeys((before, names[0]))}
+        for before, name in zip(names, names[1:], strict=False)
+    }

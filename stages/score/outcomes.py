@@ -1,0 +1,237 @@
+"""What each reward gave for each completion of a round: calls, and what a kill or an outage leaves of them.
+
+    journal   of a reward function, in the work folder: one line a finished call
+    shards    outcomes of some groups by all rewards, in the work folder and mirrored to a remote store
+
+Both are trusted for values alone. A failure that an earlier try has met is tried again: it may have been the cause that
+the try ended, and is content only once the stage has succeeded (R25).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+import pyarrow as pa
+
+from stages.common.models import load_scorer
+from stages.common.tables import Shards, by_shard
+from stages.contract.definition import Context
+from stages.score.settings import MODEL, Config, Reward
+from tuning.rewards.failures import check_failures
+from tuning.rewards.samples import Outcome, Sample, outcome_of
+from tuning.rows import CompletionRow, Index, Number, Row, Text, columns_of
+
+Columns = dict[str, list[Outcome]]
+"""The outcomes of each reward by its name, one for each completion."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OutcomeRow(Row):
+    """The outcome of every reward for a completion: a row of a shard in the work folder."""
+
+    place: Number
+    sample: Index
+    prompt_id: Text
+    values: Annotated[Mapping[str, float | None], pa.struct([])]
+    failures: Annotated[Mapping[str, str | None], pa.struct([])]
+
+    @classmethod
+    def schema(cls, names: Sequence[str] = ()) -> pa.Schema:
+        """Columns of a table with these rewards."""
+        # As the functions gave them, in 64 bits: totals must not depend on which shards an earlier try has left.
+        values = pa.struct([(name, pa.float64()) for name in names])
+        failures = pa.struct([(name, pa.string()) for name in names])
+        # The structs have a field a reward, which the class cannot know.
+        columns = columns_of(cls) | {"values": values, "failures": failures}
+        return pa.schema(list(columns.items()))
+
+    def outcome(self, name: str) -> Outcome:
+        """What the reward `name` gave."""
+        return Outcome(self.values[name], self.failures[name])
+
+    @property
+    def failed(self) -> bool:
+        """Whether any reward failed."""
+        return any(failure is not None for failure in self.failures.values())
+
+
+def outcomes_of(ctx: Context, names: Sequence[str], rollouts: Sequence[CompletionRow]) -> Columns:
+    """The outcomes of the rewards `names`, in the order of the rollouts.
+
+    Raises Outage and TooManyFailures (`tuning.rewards.failures`), and RewardFailed for a reward whose `on_failure` is
+    `stop`. What was scored until then is kept in the work folder.
+    """
+    config: Config = ctx.config
+    groups = _groups(rollouts)
+    scoring = _Scoring(ctx, names, rollouts)
+    largest = max(map(len, groups), default=1)
+    size = max(1, config.shard_completions // largest)
+    rows, _ = by_shard(
+        ctx, Shards("scores", OutcomeRow, OutcomeRow.schema(names), size, "groups"), groups, scoring.make
+    )
+    # A shard has its groups one after the other, which the table of rollouts need not.
+    found = dict(zip([i for group in groups for i in group], rows, strict=True))
+    again = [group for group in groups if any(found[i].failed and i not in scoring.made for i in group)]
+    if again:
+        ctx.log(f"{len(again)} groups with rewards that failed in an earlier try are scored again")
+        found |= dict(zip([i for group in again for i in group], scoring.make(again), strict=True))
+    columns = {name: [found[i].outcome(name) for i in range(len(rollouts))] for name in names}
+    check_failures(columns, config.max_failed_fraction, setting="rl.score.max_failed_fraction")
+    return columns
+
+
+def _groups(rollouts: Sequence[CompletionRow]) -> list[list[int]]:
+    """Numbers of the rows of each prompt's completions."""
+    groups: dict[int, list[int]] = {}
+    for number, row in enumerate(rollouts):
+        groups.setdefault(row.place, []).append(number)
+    return list(groups.values())
+
+
+class _Scoring:
+    """The rewards of one round at work."""
+
+    def __init__(self, ctx: Context, names: Sequence[str], rollouts: Sequence[CompletionRow]):
+        self._ctx, self._names, self._rollouts = ctx, names, rollouts
+        self._rewards: dict[str, Reward] = ctx.config.rewards
+        # A function may be slow or cost money, so each of its calls is kept. A reward model is cheap to run again.
+        self._journals = {name: Journal(ctx, name) for name in names if self._rewards[name].function != MODEL}
+        self._whole: dict[str, Mapping[int, Outcome]] = {}
+        self.made: set[int] = set()
+        """Rows that this try has scored."""
+
+    def make(self, groups: Sequence[Sequence[int]]) -> list[OutcomeRow]:
+        """The outcomes of some groups by all rewards, one group after the other."""
+        numbers = [i for group in groups for i in group]
+        columns = {name: self._column(name, groups, numbers) for name in self._names}
+        # Before the shard is written: an outage is not content. What the sample did counts over the whole round.
+        check_failures(columns, 1.0)
+        for name, column in columns.items():
+            self._stop(name, numbers, column)
+        self.made.update(numbers)
+        rows = []
+        for k, number in enumerate(numbers):
+            rows.append(_outcome_row(self._rollouts[number], {name: columns[name][k] for name in self._names}))
+        return rows
+
+    def _column(self, name: str, groups: Sequence[Sequence[int]], numbers: Sequence[int]) -> list[Outcome]:
+        if name not in self._journals:
+            return _learned(self._ctx, [self._rollouts[i] for i in numbers])
+        match self._rewards[name].batch:
+            case "round":
+                whole = self._of_round(name)
+                return [whole[i] for i in numbers]
+            case "group":
+                found = self._called(name, groups)
+            case "sample":
+                found = self._called(name, [[i] for i in numbers])
+        return [found[i] for i in numbers]
+
+    def _of_round(self, name: str) -> Mapping[int, Outcome]:
+        """Outcomes of a function that sees the whole round; called once, by the first shard that is missing."""
+        if name not in self._whole:
+            self._whole[name] = self._called(name, [range(len(self._rollouts))])
+        return self._whole[name]
+
+    def _called(self, name: str, calls: Sequence[Sequence[int]]) -> dict[int, Outcome]:
+        """Outcomes of a reward function by row; the journal has those of calls that an earlier try has finished."""
+        from tuning.rewards.processes import attempt
+
+        reward, journal, config = self._rewards[name], self._journals[name], self._ctx.config
+        known = {tuple(call): journal.get([self._rollouts[i] for i in call]) for call in calls}
+        found = {i: o for call, kept in known.items() if kept is not None for i, o in zip(call, kept, strict=True)}
+        todo = [call for call, kept in known.items() if kept is None]
+        # Numbered anew: `attempt` gets the samples of these calls alone.
+        numbers = [i for call in todo for i in call]
+        place = {number: k for k, number in enumerate(numbers)}
+
+        def finished(some: Sequence[int], outcomes: Sequence[Outcome]) -> None:
+            if all(outcome.failure is None for outcome in outcomes):
+                journal.add([self._rollouts[numbers[k]] for k in some], outcomes)
+
+        outcomes = attempt(
+            reward.function,
+            reward.arguments,
+            [Sample.of(self._rollouts[i]) for i in numbers],
+            seconds=reward.seconds,
+            megabytes=reward.megabytes,
+            workers=config.workers,
+            calls=[[place[i] for i in call] for call in todo],
+            finished=finished,
+        )
+        return found | dict(zip(numbers, outcomes, strict=True))
+
+    def _stop(self, name: str, numbers: Sequence[int], column: Sequence[Outcome]) -> None:
+        """Raises RewardFailed at the first failure of a reward whose `on_failure` is `stop`."""
+        from tuning.rewards.totals import RewardFailed
+
+        if self._rewards[name].on_failure != "stop":
+            return
+        for number, outcome in zip(numbers, column, strict=True):
+            if outcome.failure is not None:
+                raise RewardFailed(f"reward {name} failed on completion {number} of the round: {outcome.failure}")
+
+
+def _outcome_row(row: CompletionRow, outcomes: Mapping[str, Outcome]) -> OutcomeRow:
+    values = {name: outcome.value for name, outcome in outcomes.items()}
+    failures = {name: outcome.failure for name, outcome in outcomes.items()}
+    return OutcomeRow(place=row.place, sample=row.sample, prompt_id=row.prompt_id, values=values, failures=failures)
+
+
+class Journal:
+    """Finished calls of a reward function, one line each, so that a kill costs only those under way."""
+
+    def __init__(self, ctx: Context, name: str):
+        self._path = ctx.work / f"journal-{name}.jsonl"
+        self._known: dict[tuple[int, int], float | None] = {}
+        if self._path.exists():
+            for line in self._path.read_text().splitlines():
+                # A line may have been cut off by a kill.
+                with contextlib.suppress(ValueError):
+                    self._known |= {(place, sample): value for place, sample, value in json.loads(line)}
+            ctx.log(f"reward {name}: {len(self._known)} finished scores are reused")
+
+    @staticmethod
+    def _name(row: CompletionRow) -> tuple[int, int]:
+        return row.place, row.sample
+
+    def get(self, rows: Sequence[CompletionRow]) -> list[Outcome] | None:
+        """The scores of a call's completions; None where one of them is missing."""
+        if any(self._name(row) not in self._known for row in rows):
+            return None
+        return [Outcome(self._known[self._name(row)]) for row in rows]
+
+    def add(self, rows: Sequence[CompletionRow], outcomes: Sequence[Outcome]) -> None:
+        """Stores the scores of a call, in which nothing failed."""
+        line = [[*self._name(row), outcome.value] for row, outcome in zip(rows, outcomes, strict=True)]
+        # Opened for each line: a kill costs at most the line that is being written, and the next begins with its end.
+        with self._path.open("a") as f:
+            f.write("\n" + json.dumps(line))
+
+
+def _learned(ctx: Context, rows: Sequence[CompletionRow]) -> list[Outcome]:
+    """Outcomes of the reward model; a score that is not finite is a failure, as of any reward."""
+    from tuning.rewards.learned import score_groups
+    from tuning.training.batch import Group
+
+    config, params = load_scorer(ctx, ctx.inputs["reward"])
+    # Completions of one prompt share its tokens in a packed row, and equal completions are computed once.
+    by_prompt: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}
+    places = []
+    count = 0
+    for row in rows:
+        # Tokens of a completion -> its number among the scores.
+        completions = by_prompt.setdefault(tuple(row.prompt_ids), {})
+        tokens = tuple(row.token_ids)
+        if tokens not in completions:
+            completions[tokens] = count
+            count += 1
+        places.append(completions[tokens])
+    groups = [Group(prompt, list(texts), list(texts.values())) for prompt, texts in by_prompt.items()]
+    compute = ctx.config.compute
+    scores = score_groups(config, params, groups, dtype=compute.dtype, budget=compute.tokens_per_micro_batch)
+    return [outcome_of(float(scores[place])) for place in places]

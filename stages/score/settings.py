@@ -1,0 +1,95 @@
+"""Settings of the stage `score`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from stages.common.settings import Compute
+from stages.contract.definition import StageConfig, execution_setting
+from stages.contract.sources import function_digests
+
+# The name, among reward functions, of the run's reward model.
+MODEL = "reward_model"
+
+
+class Reward(StageConfig):
+    """One reward in the sum."""
+
+    function: str = "exact_match"
+    """A built-in name, `module:function`, or `reward_model`."""
+    weight: float = 1.0
+    """Its factor in the sum."""
+    arguments: dict[str, str | int | float | bool] = {}
+    """Keyword arguments of the function."""
+    squash: Literal["none", "sigmoid"] = "none"
+    """Applied to the value first."""
+    clip: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
+    """Range to which the value is limited then."""
+    normalise: Literal["none", "group", "batch"] = "none"
+    """Centre and scale the values of a prompt's completions, or of the round, before the weight."""
+    batch: Literal["sample", "group", "round"] = "sample"
+    """What one call of the function gets: one completion, all of a prompt's, or all of the round's, as in TRL. A call
+    that fails costs all of its completions."""
+    on_failure: Literal["drop", "zero", "stop"] = "drop"
+    """What a timeout, an error or NaN does: the completion leaves the round, the reward counts as 0, or the run ends.
+    An outage, such as a judge that cannot be reached, is none of these: the run ends, and the same command goes on."""
+    seconds: Annotated[float, Field(gt=0)] = 10.0
+    """Wall-clock limit of one call, after its module is imported; code_passes and judge have limits of their own."""
+    megabytes: Annotated[int, Field(ge=16)] = 2048
+    """Memory that one call may take, beyond what the function's process holds before it."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Reward:
+        if self.clip is not None and self.clip[0] >= self.clip[1]:
+            raise ValueError(f"clip {self.clip}: the first number must be below the second")
+        if self.function == MODEL and self.batch != "sample":
+            raise ValueError(f"batch is for functions: a score of {MODEL} does not depend on other completions")
+        return self
+
+    @property
+    def part(self) -> dict[str, Any]:
+        """How it enters the total: the fields of `tuning.rewards.totals.Part` but the name."""
+        clip = None if self.clip is None else tuple(self.clip)
+        return self.model_dump(include={"weight", "squash", "normalise", "on_failure"}) | {"clip": clip}
+
+
+class Config(StageConfig):
+    """How completions are rewarded."""
+
+    rewards: dict[str, Reward] = {"exact": Reward()}
+    """Rewards by name."""
+    truncated: Literal["keep", "zero"] = "keep"
+    """What a completion cut off at max_tokens gets: its rewards, or a total of 0."""
+    unscored: Literal["drop", "zero"] = "drop"
+    """What a completion gets to which no reward applies (each gave None, such as for a prompt without an answer): it
+    leaves the round, or a total of 0 counts against it where others have one."""
+    max_failed_fraction: float = execution_setting(0.1, ge=0, le=1)
+    """Share of the completions, rounded up to whole ones, that a reward may fail on: with more the stage fails."""
+    shard_completions: Annotated[int, Field(ge=1)] = 256
+    """Completions of one shard, which holds whole groups: what a remote store keeps when scoring is interrupted."""
+    compute: Compute = Compute()
+    """How to compute."""
+    workers: int = execution_setting(2, ge=1)
+    """Processes that run reward functions."""
+
+    @model_validator(mode="after")
+    def _some(self) -> Config:
+        if not self.rewards:
+            raise ValueError("rewards is empty: name at least one reward")
+        return self
+
+    @property
+    def learned(self) -> bool:
+        """Whether a reward model takes part."""
+        return any(r.function == MODEL for r in self.rewards.values())
+
+
+def source_digests(config: Config) -> dict[str, str]:
+    """Hashes of reward functions that are not built in, for the key: an edited function is another reward."""
+    digests: dict[str, str] = {}
+    for name, reward in config.rewards.items():
+        if reward.function != MODEL:
+            digests |= function_digests(reward.function, f"rl.score.rewards.{name}.function")
+    return digests

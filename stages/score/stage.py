@@ -1,0 +1,153 @@
+"""Scores of one round's rollouts: each reward by name, and their weighted sum. Samples nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from stages.common.tables import read_table
+from stages.contract.definition import Context, Reads, Stage
+from stages.sampling.groups import informative_places, totals_by_place
+from stages.score.outcomes import Columns, outcomes_of
+from stages.score.settings import Config, source_digests
+from tuning.rewards.failures import MOST, tallied
+from tuning.rewards.samples import Outcome
+from tuning.rows import CompletionRow, ScoreRow, names_of, numbers_of_groups, write_table
+
+REASON_WIDTH = 60
+"""Characters of a reason on the console."""
+
+
+def run(ctx: Context) -> dict[str, Any]:
+    """Writes the score table; returns means by reward and shares of failures."""
+    config: Config = ctx.config
+    rollouts = read_table(ctx.inputs["rollouts"], "rollouts/", CompletionRow)
+    if len(set(names_of(rollouts))) != len(rollouts):
+        raise RuntimeError(f"{ctx.inputs['rollouts'].url}: two completions have one place and sample (R21)")
+    names = sorted(config.rewards)
+    reachable = _reachable(ctx)
+    columns = outcomes_of(ctx, names, rollouts)
+    rows = with_totals(config, rollouts, columns)
+    write_table(ctx.out / "scores" / "part-00000.parquet", rows, ScoreRow.schema(names))
+    return summarise(rows, columns) | reachable
+
+
+def _reachable(ctx: Context) -> dict[str, Any]:
+    """What of this machine the code of completions can reach, as a metric and a warning; empty where none is run."""
+    if all(reward.function != "code_passes" for reward in ctx.config.rewards.values()):
+        return {}
+    from tuning.rewards.sandbox import gaps
+
+    found = list(gaps())
+    if found:
+        ctx.log(
+            f"WARNING: code_passes runs the code of completions, and on this machine it can reach: {', '.join(found)}. "
+            "Allow unprivileged user namespaces, or run in a container without secrets and network; the argument "
+            "require_isolation refuses such a machine"
+        )
+    return {"code_can_reach": found}
+
+
+def with_totals(
+    config: Config, rollouts: Sequence[CompletionRow], columns: Mapping[str, Sequence[Outcome]]
+) -> list[ScoreRow]:
+    """The score table: shaped rewards, their weighted sum and the failures, in the order of the rollouts."""
+    from tuning.rewards.totals import Part, shaped, totals
+
+    parts = [Part(name, **reward.part) for name, reward in sorted(config.rewards.items())]
+
+    def shaped_outcome(outcome: Outcome, part: Part) -> Outcome:
+        return outcome if outcome.value is None else Outcome(shaped(outcome.value, part), outcome.failure)
+
+    values = {part.name: [shaped_outcome(outcome, part) for outcome in columns[part.name]] for part in parts}
+    sums, failures = totals(list(values.values()), parts, numbers_of_groups(rollouts), config.unscored)
+    rows = []
+    for i, (row, total) in enumerate(zip(rollouts, sums.tolist(), strict=True)):
+        rewards = {name: column[i].value for name, column in values.items()}
+        # The total is NaN where a reward failed and its `on_failure` is `drop`, or where none applies.
+        kept = None
+        if math.isfinite(total):
+            kept = 0.0 if config.truncated == "zero" and row.stop == "length" else total
+        rows.append(
+            ScoreRow(
+                place=row.place,
+                sample=row.sample,
+                prompt_id=row.prompt_id,
+                rewards=rewards,
+                total=kept,
+                failure=failures[i],
+            )
+        )
+    return rows
+
+
+def summarise(rows: Sequence[ScoreRow], columns: Columns) -> dict[str, Any]:
+    """Means by reward; shares of completions that failed, to which nothing applies, and of groups that all tie.
+
+    `failures` counts the commonest reasons, each behind the name of its reward. What has no number is None: without a
+    scored group no share of them ties.
+    """
+    import numpy as np
+
+    if not rows:
+        return {"completions": 0}
+    totals = [row.total for row in rows if row.total is not None]
+    groups = {place: mine for place, mine in totals_by_place(rows).items() if mine}
+    reasons = {f"{name}: {reason}": n for name in columns for reason, n in tallied(columns[name]).reasons.items()}
+    metrics: dict[str, Any] = {
+        "completions": len(rows),
+        "failed": sum(row.failure is not None for row in rows) / len(rows),
+        "failures": dict(sorted(reasons.items(), key=lambda item: -item[1])[:MOST]),
+        "unscored": sum(not any(o.applies for o in row) for row in zip(*columns.values(), strict=True)) / len(rows),
+        "reward": float(np.mean(totals)) if totals else None,
+        "spread": float(np.std(totals)) if totals else None,
+        "zero_variance": (len(groups) - len(informative_places(groups))) / len(groups) if groups else None,
+    }
+    for name in columns:
+        values = [value for row in rows if (value := row.rewards[name]) is not None]
+        metrics[f"reward_{name}"] = float(np.mean(values)) if values else None
+    return metrics
+
+
+def _total(metrics: Mapping[str, Any]) -> str:
+    """The mean total, also where there is none: a line without it would hide that."""
+    return f"reward {_number(metrics.get('reward'))}"
+
+
+def _by_name(metrics: Mapping[str, Any]) -> str:
+    """The mean of each reward by its name, unless there is one and it is the total."""
+    prefix = "reward_"
+    means = {k.removeprefix(prefix): v for k, v in sorted(metrics.items()) if k.startswith(prefix)}
+    if list(means.values()) == [metrics.get("reward")]:
+        return ""
+    return "  ".join(f"{name} {_number(value)}" for name, value in means.items())
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3f}"
+
+
+def _failed(metrics: Mapping[str, Any]) -> str:
+    """The shares without a reward, where there are any, and the commonest reason."""
+    shown = []
+    if failed := metrics.get("failed"):
+        reason = next(iter(metrics.get("failures") or {}), "")
+        shown.append(f"failed {failed:.2f}" + (f" ({reason[:REASON_WIDTH]})" if reason else ""))
+    if unscored := metrics.get("unscored"):
+        shown.append(f"no reward applies {unscored:.2f}")
+    return "  ".join(shown)
+
+
+STAGE = Stage(
+    "score",
+    1,
+    Config,
+    run,
+    sources=source_digests,
+    section="rl.score",
+    title="scores",
+    makes="scores",
+    reads={"rollouts": Reads("rollouts"), "reward": Reads("reward", when=lambda c, _: c.learned)},
+    headline=(_total, _by_name, _failed, "zero-var {zero_variance:.2f}"),
+)

@@ -1,0 +1,75 @@
+"""The best of several policies by their evaluations: its content is that of the policy that it chose.
+
+What reads the choice so has the key that it has for the chosen policy itself, and hits where that was read before.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import Any
+
+from stages.common.models import ADAPTER, load_policy
+from stages.contract.definition import Context, Reads, Stage, StageConfig
+from stages.store.artifacts import Artifact
+
+POLICY, EVALUATION = "candidate_", "evaluation_"
+"""Inputs are named so, with the number of the round behind."""
+
+
+class Config(StageConfig):
+    """How a policy is chosen."""
+
+    metric: str = "score"
+    """A metric of the evaluations, or the name of one of their judges; the highest wins, of equals the earliest."""
+
+
+def run(ctx: Context) -> dict[str, Any]:
+    """Copies the best candidate's content; returns which one it is, and what each has reached."""
+    reached = {
+        name.removeprefix(EVALUATION): _value(evaluation, ctx.config.metric)
+        for name, evaluation in sorted(ctx.inputs.items())
+        if name.startswith(EVALUATION)
+    }
+    # max keeps the first of equals: the policy that has moved least.
+    best = max(reached, key=lambda number: reached[number])
+    chosen = ctx.inputs[POLICY + best]
+    shutil.copy(chosen.local("policy.json"), ctx.out / "policy.json")
+    if chosen.has(f"{ADAPTER}/"):
+        shutil.copytree(chosen.local(f"{ADAPTER}/"), ctx.out / ADAPTER)
+    ctx.log(f"round {int(best)} is the best of {len(reached)} by {ctx.config.metric}: {reached[best]:.4g}")
+    return {"round": int(best), "metric": ctx.config.metric, "best": reached[best], "candidates": reached}
+
+
+def _value(evaluation: Artifact, metric: str) -> float:
+    """A metric of an evaluation. Raises ValueError where it has none."""
+    scores = json.loads(evaluation.local("scores.json").read_text())
+    value = scores["judges"][metric].get("score") if metric in scores.get("judges", {}) else scores.get(metric)
+    if value is None:
+        raise ValueError(
+            f"evaluate.metric_for_best_model: {evaluation.url} has no number for {metric}; it has "
+            f"{', '.join(sorted([*scores, *scores.get('judges', {})]))}"
+        )
+    return float(value)
+
+
+def restore(ctx: Context, artifact: Artifact) -> tuple[Any, Any]:
+    """(DecoderConfig, parameters) of the chosen policy."""
+    ref = artifact.manifest["inputs"][f"{POLICY}{artifact.metrics['round']:03d}"]
+    chosen = artifact.store.get(ref["stage"], ref["key"])
+    if chosen is None:
+        raise RuntimeError(f"{artifact.url} chose {ref['stage']}/{ref['key'][:12]}, which is not in the store any more")
+    return load_policy(ctx, chosen)
+
+
+STAGE = Stage(
+    "select",
+    1,
+    Config,
+    run,
+    restore=restore,
+    title="best of RL",
+    reads={"candidates": Reads(f"{POLICY}*"), "evaluations": Reads(f"{EVALUATION}*", ("scores.json",))},
+    makes="policy",
+    headline=("round {round}", "{metric} {best:.3f}"),
+)

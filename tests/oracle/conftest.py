@@ -1,0 +1,34 @@
+"""One store for the folder, float64 in JAX while a test of it runs, and a table of agreement at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from stages.common.compilation import configure_jax
+from tests.oracle.agreement import FIGURES
+from tests.oracle.product import DTYPE, Product
+from tuning.precision import using
+
+
+@pytest.fixture(scope="session")
+def product(tmp_path_factory: pytest.TempPathFactory) -> Product:
+    """The product's side, with models that all tests share."""
+    configure_jax()
+    return Product(tmp_path_factory.mktemp("oracle"))
+
+
+@pytest.fixture(autouse=True)
+def in_float64() -> Iterator[None]:
+    """Tests of other folders may share the process: they get their float32 back."""
+    with using(DTYPE):
+        yield
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The figures of agreement, with `-rP` or `-v`."""
+    if FIGURES and terminalreporter.verbosity > 0:
+        terminalreporter.write_sep("=", "agreement with the oracle: of parameters, of their change")
+        for label, far, change in FIGURES:
+            terminalreporter.write_line(f"{far:9.1e} {change:9.1e}  {label}")

@@ -1,0 +1,148 @@
+"""Advantages of a round, in loops over groups. A `Sample` is a completion that counts: failed ones are not here (R24).
+
+Rewards of tokens are [tokens]; the last one holds the score (R12).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+LEAST_SPREAD = 1e-6
+"""Groups whose rewards span less than this are ties (R9)."""
+
+
+@dataclasses.dataclass
+class Sample:
+    """A completion, as far as advantages are concerned."""
+
+    group: int
+    total: float
+    penalty: np.ndarray
+    """Weighted KL to the reference of each token; zeros without one."""
+    in_loss: bool = True
+    """False where the reward alone counts, in the baseline of its group."""
+    greedy: float = math.nan
+    """Reward of the greedy completion of the prompt."""
+    values: np.ndarray | None = None
+    """Of the states in which the tokens were chosen."""
+    after: float = 0.0
+    """Value behind the last token where the completion goes on there."""
+
+    @property
+    def reward(self) -> float:
+        """Of the completion as one action."""
+        return self.total - float(self.penalty.sum())
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """Token by token."""
+        found = -self.penalty
+        if len(found):
+            found[-1] += self.total
+        return found
+
+
+def groups_of(samples: Sequence[Sample]) -> dict[int, list[int]]:
+    """Numbers of the samples by group."""
+    found: dict[int, list[int]] = {}
+    for i, sample in enumerate(samples):
+        found.setdefault(sample.group, []).append(i)
+    return found
+
+
+def tied(rewards: Sequence[float]) -> bool:
+    """Whether a group of these rewards carries no signal (R9)."""
+    return len(rewards) < 2 or max(rewards) - min(rewards) < LEAST_SPREAD
+
+
+def deviation(values: Sequence[float]) -> float:
+    """The sample standard deviation; 0 for fewer than two."""
+    return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+
+
+def whitened(rows: Sequence[np.ndarray], samples: Sequence[Sample]) -> list[np.ndarray]:
+    """Tokens of all rows, those that are trained on with mean 0 and variance 1."""
+    every = np.concatenate([np.zeros(0), *(row for row, s in zip(rows, samples, strict=True) if s.in_loss)])
+    if not len(every):
+        return list(rows)
+    variance = float(np.var(every, ddof=1)) if len(every) > 1 else 0.0
+    return [(row - every.mean()) / math.sqrt(variance + 1e-8) for row in rows]
+
+
+def to_go(rewards: np.ndarray) -> np.ndarray:
+    """The sum of the rewards from each token on."""
+    return np.cumsum(rewards[::-1])[::-1].copy()
+
+
+def of_completions(settings: Any, samples: Sequence[Sample]) -> list[float]:
+    """One advantage a completion, by the algorithms whose baseline is the group's."""
+    found = [0.0] * len(samples)
+    every = [s.reward for s in samples]
+    for members in groups_of(samples).values():
+        rewards = [samples[i].reward for i in members]
+        if tied(rewards):
+            continue
+        for i, a in zip(members, _of_group(settings, rewards, [samples[i] for i in members], every), strict=True):
+            found[i] = a
+    return found
+
+
+def _of_group(settings: Any, r: list[float], members: Sequence[Sample], every: Sequence[float]) -> list[float]:
+    n, mean = len(r), sum(r) / len(r)
+    match settings["algorithm"]:
+        case "rloo":
+            return [x - (sum(r) - x) / (n - 1) for x in r]
+        case "opo":
+            lengths = [len(s.penalty) for s in members]
+            base = sum(a * b for a, b in zip(lengths, r, strict=True)) / max(sum(lengths), 1)
+            return [x - base for x in r]
+        case "gpg":
+            return [(x - mean) * len(every) / max(sum(y != 0 for y in every), 1) for x in r]
+        case "pass-at-k":
+            first, second = sorted(r, reverse=True)[:2]
+            return [(first - second) / (deviation(r) + 1e-6) if x == first else 0.0 for x in r]
+        case "reinforce-pp-baseline":
+            return [x - mean for x in r]
+    scale = {"std": deviation(r), "batch-std": deviation(every)}
+    if settings["normalisation"] == "none":
+        return [x - mean for x in r]
+    return [(x - mean) / (scale[settings["normalisation"]] + 1e-4) for x in r]
+
+
+def of_tokens(settings: Any, samples: Sequence[Sample]) -> list[np.ndarray]:
+    """The advantage of each token of each sample."""
+    match settings["algorithm"]:
+        case "reinforce-pp":
+            # Hu et al., arXiv:2501.03262.
+            return whitened([to_go(s.rewards) for s in samples], samples)
+        case "remax":
+            # Li et al., arXiv:2310.10505.
+            return [to_go(s.rewards) - s.greedy for s in samples]
+    rows = [np.full(len(s.penalty), a) for s, a in zip(samples, of_completions(settings, samples), strict=True)]
+    return whitened(rows, samples) if settings["algorithm"] == "reinforce-pp-baseline" else rows
+
+
+def gae(settings: Any, samples: Sequence[Sample], lam: float) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Raw advantages by Schulman et al., arXiv:1506.02438, and returns. `settings`: of the critic."""
+    rewards = [s.rewards for s in samples]
+    if settings["whiten_rewards"]:
+        # Scaled, not shifted (Ziegler et al., arXiv:1909.08593).
+        every = np.concatenate(rewards)
+        spread = math.sqrt((float(np.var(every, ddof=1)) if len(every) > 1 else 0.0) + 1e-8)
+        rewards = [(r - every.mean()) / spread + every.mean() for r in rewards]
+    advantages, returns = [], []
+    for sample, r in zip(samples, rewards, strict=True):
+        assert sample.values is not None
+        following, a, found = sample.after, 0.0, np.zeros(len(r))
+        for t in reversed(range(len(r))):
+            delta = r[t] + settings["gamma"] * following - sample.values[t]
+            a = delta + settings["gamma"] * lam * a
+            found[t], following = a, sample.values[t]
+        advantages.append(found)
+        returns.append(found + sample.values)
+    return advantages, returns

@@ -1,0 +1,320 @@
+"""A round of RL: from the tables of rollouts and scores to the parameters after it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tests.oracle.plain import advantages, losses, order
+from tests.oracle.plain.advantages import Sample
+from tests.oracle.plain.model import Model, real
+from tests.oracle.plain.optim import Optimizer
+from tests.oracle.plain.tables import Row
+
+UNGROUPED = ("reinforce-pp", "reinforce-pp-baseline", "remax", "ppo")
+"""Algorithms whose baseline, or whose whitening, is not the group's: a group of equal rewards carries a signal."""
+
+
+@dataclasses.dataclass
+class Learner:
+    """A model with its optimizer, through all rounds."""
+
+    model: Model
+    optimizer: Optimizer
+
+    @classmethod
+    def of(cls, module: Model, settings: Any) -> Learner:
+        """With an optimizer that remembers nothing yet."""
+        return cls(module, Optimizer(module.trained, settings))
+
+
+@dataclasses.dataclass
+class Coefficients:
+    """Weights that a run adapts from round to round."""
+
+    kl: float = 1.0
+    """Factor on both weights of the KL."""
+    entropy: float = 0.0
+
+
+@dataclasses.dataclass
+class Completion:
+    """A row of the tables, and what becomes of it."""
+
+    prompt: list[int]
+    tokens: list[int]
+    seen: list[int]
+    """Places of the tokens that count: those of finite log mu (R5)."""
+    mu: Tensor
+    group: int
+    total: float | None
+    truncated: bool
+    fate: str = "trained"
+    """`trained`, or why not."""
+    counts: bool = True
+    """Whether its reward is in statistics; always of those that are trained."""
+    old: Tensor = dataclasses.field(default_factory=lambda: real([]))
+    ref: Tensor | None = None
+    sample: Sample | None = None
+    advantages: Tensor = dataclasses.field(default_factory=lambda: real([]))
+    returns: Tensor = dataclasses.field(default_factory=lambda: real([]))
+
+    @classmethod
+    def of(cls, row: Row) -> Completion:
+        """From a joined row."""
+        seen = [i for i, x in enumerate(row["logprobs"]) if math.isfinite(x)]
+        mu = real([row["logprobs"][i] for i in seen])
+        total = row["total"] if row["total"] is not None and math.isfinite(row["total"]) else None
+        return cls(row["prompt_ids"], row["token_ids"], seen, mu, row["place"], total, row["stop"] == "length")
+
+    def logps(self, module: Model, temperature: float) -> tuple[Tensor, Tensor]:
+        """log pi and entropies of the tokens that count."""
+        if not self.tokens:
+            return real([]), real([])
+        found, entropy = module.logps(self.prompt, self.tokens, temperature)
+        return found[self.seen], entropy[self.seen]
+
+    def values(self, module: Model) -> tuple[Tensor, Tensor]:
+        """The critic's values of the tokens that count, and behind the last token."""
+        found, after = module.values(self.prompt, self.tokens)
+        return found[self.seen], after
+
+
+def choose(completions: Sequence[Completion], wanted: int) -> dict[str, int]:
+    """Of a round with refills the first `wanted` groups that carry a signal; counts of all prompts by fate.
+
+    Refills are sampled before any KL in the reward is known: totals alone decide.
+    """
+    members: dict[int, list[Completion]] = {}
+    for c in completions:
+        members.setdefault(c.group, []).append(c)
+    good = [g for g, own in members.items() if not advantages.tied([c.total for c in own if c.total is not None])]
+    for c in completions:
+        if c.group not in good[:wanted]:
+            c.fate, c.counts = ("spare" if c.group in good else "no signal"), False
+    return {
+        "prompts_sampled": len(members),
+        "prompts_without_signal": len(members) - len(good),
+        "prompts_to_spare": len(good) - len(good[:wanted]),
+    }
+
+
+@dataclasses.dataclass
+class Round:
+    """A round in progress; `run` does all of it."""
+
+    settings: Mapping[str, Any]
+    completions: list[Completion]
+    policy: Learner
+    reference: Model | None = None
+    critic: Learner | None = None
+    coefficients: Coefficients = dataclasses.field(default_factory=Coefficients)
+    greedy: Mapping[int, float | None] | None = None
+    """Reward of the greedy completion, by place."""
+
+    kl_sum: float = 0.0
+    entropy_sum: float = 0.0
+    tokens: int = 0
+
+    def run(self) -> None:
+        """Decides fates, takes what does not move from the policies as they are, and makes the steps."""
+        self.leave_unless_usable()
+        self.freeze()
+        self.leave_ties()
+        if self.critic is None and self.settings["algorithm"] != "online-dpo":
+            samples = [c.sample for c in self.counted if c.sample is not None]
+            self.take(self.counted, advantages.of_tokens(self.settings, samples))
+        steps = self.steps()
+        if not steps:
+            return
+        if self.critic is not None:
+            self.prepare_critic(steps)
+        for _ in range(self.settings["epochs"]):
+            for step in steps:
+                self.policy_step(step)
+                if self.critic is not None:
+                    self.critic_step(step)
+
+    @property
+    def trained(self) -> list[Completion]:
+        """Those that are in the loss, in table order."""
+        return [c for c in self.completions if c.fate == "trained"]
+
+    @property
+    def counted(self) -> list[Completion]:
+        """Those that are in statistics: no other is (R24)."""
+        return [c for c in self.completions if c.counts]
+
+    def leave_unless_usable(self) -> None:
+        """Failed rewards and, where the settings mask them, completions that were cut off."""
+        for c in self.completions:
+            if c.fate != "trained":
+                continue
+            if c.total is None:
+                c.fate, c.counts = "failed", False
+            elif c.truncated and self.settings["truncated"] != "keep":
+                c.fate, c.counts = "truncated", self.settings["truncated"] == "mask-loss"
+            elif self.greedy is not None and not _finite(self.greedy.get(c.group)):
+                c.fate, c.counts = "no baseline", False
+
+    @torch.no_grad()
+    def freeze(self) -> None:
+        """log pi_old, log pi_ref, and from them the KL in the reward (R4, R8)."""
+        s = self.settings
+        for c in self.counted:
+            c.old = c.logps(self.policy.model, s["temperature"])[0]
+            if self.reference is not None:
+                c.ref = c.logps(self.reference, s["temperature"])[0]
+            penalty = real([0.0] * len(c.seen))
+            if s["kl_in_reward"] > 0:
+                assert c.ref is not None
+                estimate = losses.kl(c.old, c.ref, s["kl_in_reward_kind"], s["kl_clamp"])
+                penalty = s["kl_in_reward"] * self.coefficients.kl * estimate
+            assert c.total is not None
+            c.sample = Sample(c.group, c.total, penalty.numpy(), c.fate == "trained")
+            if self.greedy is not None:
+                c.sample.greedy = float(self.greedy[c.group])  # type: ignore[arg-type]
+
+    def leave_ties(self) -> None:
+        """Groups whose whole rewards do not differ, the KL in them (R9, R24), unless KL or entropy ask for them.
+
+        Of the others online-DPO keeps the best and the worst.
+        """
+        s = self.settings
+        if s["algorithm"] in UNGROUPED:
+            return
+        regularised = s["kl_coef"] > 0 or s["entropy_coef"] > 0 or s["entropy_target"] is not None
+        paired = s["algorithm"] == "online-dpo"
+        stay = regularised and s["tied_groups"] == "regularise" and not paired
+        for members in self.by_group().values():
+            rewards = [c.sample.reward for c in members]  # type: ignore[union-attr]
+            if advantages.tied(rewards) and not stay:
+                self.leave(members, "tied")
+            elif paired:
+                pair = {rewards.index(max(rewards)), rewards.index(min(rewards))}
+                self.leave([c for i, c in enumerate(members) if i not in pair], "not in the pair")
+
+    def by_group(self) -> dict[int, list[Completion]]:
+        """Those that count, by group."""
+        found: dict[int, list[Completion]] = {}
+        for c in self.counted:
+            found.setdefault(c.group, []).append(c)
+        return found
+
+    def leave(self, members: Sequence[Completion], fate: str) -> None:
+        """Takes completions that count out of the loss."""
+        for c in members:
+            assert c.sample is not None
+            c.fate, c.sample.in_loss = (fate if c.fate == "trained" else c.fate), False
+
+    def take(self, whose: Sequence[Completion], rows: Sequence[np.ndarray]) -> None:
+        """Their advantages."""
+        for c, row in zip(whose, rows, strict=True):
+            c.advantages = torch.from_numpy(np.ascontiguousarray(row))
+
+    def steps(self) -> list[list[Completion]]:
+        """The completions of each optimizer step: whole groups, in the order of the table."""
+        numbers = list(dict.fromkeys(c.group for c in self.trained))
+        found = order.even(numbers, self.settings["prompts_per_step"])
+        return [[c for c in self.trained if c.group in set(step)] for step in found]
+
+    def policy_step(self, step: Sequence[Completion]) -> None:
+        """One step down the whole loss: surrogate, KL and entropy, each over the counts of the step (R1)."""
+        s, tokens = self.settings, sum(len(c.seen) for c in step)
+        total = real(0.0)
+        for c in step:
+            if not c.seen:
+                continue
+            logps, entropy = c.logps(self.policy.model, s["temperature"])
+
+            def share(x: Tensor) -> Tensor:
+                return losses.share(x, s, tokens, len(step))
+
+            if s["algorithm"] != "online-dpo":
+                surrogate = losses.surrogate(s, logps, c.old, c.advantages)
+                total = total + share(surrogate * losses.correction(s, c.old, c.mu))
+            if c.ref is not None:
+                kl = losses.kl(logps, c.ref, s["kl_kind"], s["kl_clamp"])
+                self.kl_sum += float(kl.detach().sum())
+                if s["kl_coef"] > 0:
+                    total = total + s["kl_coef"] * self.coefficients.kl * share(kl)
+            self.entropy_sum += float(entropy.detach().sum())
+            if s["entropy_coef"] > 0 or s["entropy_target"] is not None:
+                total = total - self.coefficients.entropy * share(entropy)
+        if s["algorithm"] == "online-dpo":
+            total = total + self.pairs(step)
+        self.tokens += tokens
+        self.policy.optimizer.step(total)
+
+    def pairs(self, step: Sequence[Completion]) -> Tensor:
+        """Guo et al., arXiv:2402.04792: DPO between the best and the worst completion of each prompt."""
+        found = []
+        for group in dict.fromkeys(c.group for c in step):
+            pair = [c for c in step if c.group == group]
+            ratios = []
+            for c in sorted(pair, key=lambda c: -c.sample.reward):  # type: ignore[union-attr]
+                assert c.ref is not None
+                ratios.append(c.logps(self.policy.model, self.settings["temperature"])[0].sum() - c.ref.sum())
+            found.append(losses.smoothed(self.settings["beta"] * (ratios[0] - ratios[1]), 0.0))
+        return torch.stack(found).mean()
+
+    def prepare_critic(self, steps: Sequence[Sequence[Completion]]) -> None:
+        """Passes that train the critic alone, towards Monte-Carlo returns, then its judgement of the round."""
+        assert self.critic is not None
+        epochs = self.settings["critic"]["pretrain_epochs"] if self.settings["round"] == 0 else 0
+        for _ in range(epochs):
+            self.judge(1.0)
+            for step in steps:
+                self.critic_step(step)
+        self.judge(self.settings["critic"]["lam"])
+
+    def judge(self, lam: float) -> None:
+        """Values, returns and whitened advantages by the critic as it is."""
+        critic = self.settings["critic"]
+        assert self.critic is not None
+        with torch.no_grad():
+            for c in self.trained:
+                assert c.sample is not None
+                values, after = c.values(self.critic.model)
+                c.sample.values = values.numpy()
+                c.sample.after = float(after) if c.truncated and critic["bootstrap_truncated"] else 0.0
+        samples = [c.sample for c in self.trained if c.sample is not None]
+        raw, returns = advantages.gae(critic, samples, lam)
+        self.take(self.trained, advantages.whitened(raw, samples))
+        for c, row in zip(self.trained, returns, strict=True):
+            c.returns = torch.from_numpy(row)
+
+    def critic_step(self, step: Sequence[Completion]) -> None:
+        """One step of the critic, mean over the tokens of the step."""
+        assert self.critic is not None
+        tokens, total = sum(len(c.seen) for c in step), real(0.0)
+        for c in step:
+            assert c.sample is not None and c.sample.values is not None
+            new, _ = c.values(self.critic.model)
+            old = torch.from_numpy(c.sample.values)
+            total = total + losses.value(new, old, c.returns, self.settings["critic"]["value_clip"]).sum() / tokens
+        self.critic.optimizer.step(total)
+
+    def next_coefficients(self) -> Coefficients:
+        """Ziegler et al., arXiv:1909.08593, for the KL; Skywork-OR1, arXiv:2505.22312, for the entropy."""
+        s, now = self.settings, self.coefficients
+        if not self.tokens:
+            return now
+        scale, entropy = now.kl, now.entropy
+        if s["kl_target"] is not None:
+            error = min(max(self.kl_sum / self.tokens / s["kl_target"] - 1, -0.2), 0.2)
+            scale *= 1 + error * len(self.trained) / s["kl_horizon"]
+        if s["entropy_target"] is not None:
+            below = self.entropy_sum / self.tokens < s["entropy_target"]
+            entropy = max(0.0, entropy + (s["entropy_step"] if below else -s["entropy_step"]))
+        return Coefficients(scale, entropy)
+
+
+def _finite(x: float | None) -> bool:
+    return x is not None and math.isfinite(x)

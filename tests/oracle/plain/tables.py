@@ -1,0 +1,39 @@
+"""Parquet tables of an artifact, as lists of dictionaries."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+Row = dict[str, Any]
+
+
+def read(folder: Path) -> list[Row]:
+    """All rows of the Parquet files of a folder, in the order of the files' names."""
+    return [row for path in sorted(folder.glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file of one JSON object."""
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def name(row: Row) -> tuple[int, int]:
+    """What a completion is called (R21): its place in the round, and its number among the samples of that place."""
+    return row["place"], row["sample"]
+
+
+def joined(rollouts: Sequence[Row], scores: Sequence[Row]) -> list[Row]:
+    """The rows of the rollout table with `total` of their own scores.
+
+    Raises ValueError unless each completion has one score and each score one completion.
+    """
+    by_name = {name(row): row for row in scores}
+    if len(by_name) != len(scores) or by_name.keys() != {name(row) for row in rollouts} or len(scores) != len(rollouts):
+        raise ValueError("completions and scores are not one to one")
+    return [row | {"total": by_name[name(row)]["total"]} for row in rollouts]

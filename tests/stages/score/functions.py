@@ -1,0 +1,24 @@
+"""Reward functions of tests, in a module that their processes import at once."""
+
+from pathlib import Path
+
+
+def shares(prompts, completions, **_):
+    """A value that has no exact form in 32 bits; fails on one text."""
+    if completions[0] == "boom":
+        raise KeyError("boom")
+    return [len(c) / 10 for c in completions]
+
+
+def flaky(prompts, completions, *, broken, text="", outage="", **_):
+    """Fails on every text, or on `text` alone, while the file `broken` exists; on `outage` the service is gone."""
+    if Path(broken).exists() and outage in completions:
+        raise ConnectionRefusedError("the service is gone")
+    if Path(broken).exists() and (not text or text in completions):
+        raise RuntimeError("boom")
+    return [1.0 for _ in completions]
+
+
+def relative(prompts, completions, **_):
+    """Lengths against the longest of the call, behind its size."""
+    return [10 * len(completions) + len(c) / max(map(len, completions)) for c in completions]

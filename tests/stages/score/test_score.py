@@ -1,0 +1,198 @@
+"""Scores of rollouts: one table, whichever shards an earlier try has left; no outage is in it (R25)."""
+
+import dataclasses
+import shutil
+
+import numpy as np
+import pytest
+
+from stages.contract.definition import Context
+from stages.score import stage as score
+from stages.score.outcomes import Journal
+from stages.score.settings import Config, Reward
+from stages.store.artifacts import Store
+from tests.judge_server import judge_server
+from tuning.rewards.failures import Outage, TooManyFailures
+from tuning.rewards.samples import Outcome
+from tuning.rewards.sandbox import gaps
+from tuning.rewards.totals import RewardFailed
+from tuning.rows import CompletionRow, ScoreRow, read_table, write_table
+
+TEXTS = ["4", "5", "4 ", "boom", "4", "44"]
+
+
+@pytest.fixture
+def rollouts(tmp_path):
+    store = Store(str(tmp_path / "store"))
+    folder = tmp_path / "made"
+    rows = [
+        CompletionRow(
+            place=i // 3,
+            sample=i % 3,
+            prompt_id=f"p{i // 3}",
+            answer="4",
+            prompt_ids=[1],
+            token_ids=[2] * len(text),
+            logprobs=[0.0] * len(text),
+            text=text,
+            stop="length" if text == "44" else "eos",
+        )
+        for i, text in enumerate(TEXTS)
+    ]
+    write_table(folder / "rollouts" / "part-00000.parquet", rows, CompletionRow.schema())
+    manifest = {"stage": "rollout", "key": "made", "config": {}, "inputs": {}, "seed": 0}
+    return store.commit(folder, manifest | {"device": "cpu", "versions": {}, "metrics": {}})
+
+
+def context(folder, rollouts, **settings):
+    rewards = {
+        "exact": Reward(weight=1.0),
+        "shares": Reward(function="tests.stages.score.functions:shares", weight=0.3),
+    }
+    config = Config(**{"rewards": rewards, "shard_completions": 3, "workers": 1, **settings})
+    out, work = folder / "out", folder / "work"
+    out.mkdir(parents=True)
+    work.mkdir(exist_ok=True)
+    log = []
+    ctx = Context(
+        config=config, inputs={"rollouts": rollouts}, out=out, work=work, seed=0, log=log.append, memory={},
+        progress=lambda *a, **k: None,
+    )  # fmt: skip
+    return ctx, log
+
+
+def table(ctx):
+    (path,) = (ctx.out / "scores").iterdir()
+    return path, read_table([path], ScoreRow)
+
+
+def test_a_failure_has_one_cause_and_leaves_the_sums(tmp_path, rollouts):
+    ctx, _ = context(tmp_path / "a", rollouts, truncated="zero")
+    metrics = score.run(ctx)
+    _, rows = table(ctx)
+    assert [(r.place, r.sample, r.prompt_id) for r in rows] == [(i // 3, i % 3, f"p{i // 3}") for i in range(6)]
+    assert [r.rewards["exact"] for r in rows] == [1.0, 0.0, 1.0, 0.0, 1.0, 0.0]
+    assert [r.failure for r in rows] == [None, None, None, "shares: KeyError: 'boom'", None, None]
+    # The last one was cut off at max_tokens.
+    assert [r.total for r in rows] == pytest.approx([1.03, 0.03, 1.06, None, 1.03, 0.0])
+    assert metrics["failed"] == 1 / 6 and metrics["failures"] == {"shares: KeyError: 'boom'": 1}
+    assert metrics["reward_exact"] == 0.5
+    assert metrics["zero_variance"] == 0.0
+
+
+def test_the_table_does_not_depend_on_which_shards_were_there(tmp_path, rollouts):
+    ctx, _ = context(tmp_path / "a", rollouts)
+    metrics = score.run(ctx)
+    path, _ = table(ctx)
+    first = path.read_bytes()
+
+    # A second try, with the shards of the first but for one; without journals, so that shards alone are read.
+    again, log = context(tmp_path / "b", rollouts)
+    for shard in sorted(ctx.work.glob("scores-*"))[1:]:
+        shard.rename(again.work / shard.name)
+    assert score.run(again) == metrics
+    assert table(again)[0].read_bytes() == first
+    assert "resumed: 1 of 2 shards of scores were there" in log
+
+
+def again(ctx):
+    """The context of the same command, given again."""
+    shutil.rmtree(ctx.out)
+    ctx.out.mkdir()
+    return ctx
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({}, TooManyFailures),
+        ({"on_failure": "zero"}, TooManyFailures),
+        ({"on_failure": "stop"}, RewardFailed),
+        ({"arguments": {"text": "5", "outage": "44"}}, Outage),
+    ],
+    ids=["drop", "zero", "stop", "outage"],
+)
+def test_a_stage_that_failures_have_ended_goes_on_when_their_cause_is_gone(tmp_path, rollouts, given, error):
+    (tmp_path / "broken").touch()
+    arguments = {"broken": str(tmp_path / "broken"), "outage": "none", **given.get("arguments", {})}
+    reward = Reward(function="tests.stages.score.functions:flaky", **(given | {"arguments": arguments}))
+    ctx, log = context(tmp_path / "a", rollouts, rewards={"mine": reward})
+    with pytest.raises(error, match="mine.*(boom|gone)"):
+        score.run(ctx)
+    assert not list(ctx.out.iterdir())
+    (tmp_path / "broken").unlink()
+    metrics = score.run(again(ctx))
+    assert metrics["failed"] == 0 and metrics["reward"] == 1.0
+    # The first group had a failure of its own; its other scores, and all that follows an outage, are not asked again.
+    assert any("scored again" in line for line in log) == (error is not RewardFailed)
+
+
+def test_a_judge_that_is_down_and_then_up_leaves_no_trace(tmp_path, rollouts):
+    up, spoken = [True], []
+
+    def reply(body):
+        spoken.append(body["messages"][0]["content"])
+        return f"{len(spoken)}" if up and len(spoken) <= 4 else 503
+
+    with judge_server(reply) as (url, asked):
+        arguments = {"url": url, "model": "m", "retries": 0, "template": "{completion}"}
+        ctx, _ = context(tmp_path / "a", rollouts, rewards={"j": Reward(function="judge", arguments=arguments)})
+        with pytest.raises(Outage, match=r"reward j: no verdict on 2 of 3 completions: .*answered 503"):
+            score.run(ctx)
+        assert not list(ctx.out.iterdir()) and "503" not in "".join(p.read_text() for p in ctx.work.glob("*.jsonl"))
+        first = len(asked)
+        spoken.clear()
+        metrics = score.run(again(ctx))
+    # Four verdicts were kept: the rest alone is asked for.
+    assert (first, len(asked) - first) == (6, 2)
+    assert metrics["failed"] == 0 and metrics["reward_j"] == pytest.approx((1 + 2 + 3 + 4 + 1 + 2) / 6 / 10)
+
+
+@pytest.mark.parametrize(("batch", "size"), [("sample", 1), ("group", 3), ("round", 6)])
+def test_a_function_sees_a_completion_a_group_or_the_round(tmp_path, rollouts, batch, size):
+    reward = Reward(function="tests.stages.score.functions:relative", batch=batch)
+    ctx, _ = context(tmp_path / "a", rollouts, rewards={"r": reward})
+    score.run(ctx)
+    longest = {"sample": [len(t) for t in TEXTS], "group": [2, 2, 2, 4, 4, 4], "round": [4] * 6}[batch]
+    expected = [10 * size + len(text) / most for text, most in zip(TEXTS, longest, strict=True)]
+    path, rows = table(ctx)
+    assert [r.total for r in rows] == pytest.approx(expected)
+    content = path.read_bytes()
+    for shard in ctx.work.glob("scores-*"):
+        shutil.rmtree(shard)
+    # From the journal alone.
+    score.run(again(ctx))
+    assert path.read_bytes() == content
+
+
+@pytest.mark.slow
+def test_a_score_of_the_reward_model_that_is_not_finite_is_a_failure(tmp_path, rollouts):
+    # Here: the module would cost each test of this file a second.
+    from tests.tuning.tiny import CONFIG, PARAMS
+    from tuning.models.huggingface import scalar_head_params
+
+    params = scalar_head_params(CONFIG, PARAMS, np.full(CONFIG.hidden_size, np.nan, np.float32))
+    ctx, _ = context(tmp_path / "a", rollouts, rewards={"model": Reward(function="reward_model")})
+    ctx = dataclasses.replace(ctx, inputs={**ctx.inputs, "reward": rollouts})
+    ctx.memory[f"scorer:{rollouts.digest}"] = (CONFIG, params)
+    with pytest.raises(TooManyFailures, match="reward model failed on 6 of 6 .*not finite: nan"):
+        score.run(ctx)
+
+
+def test_a_line_that_a_kill_has_cut_costs_one_score(tmp_path, rollouts):
+    ctx, log = context(tmp_path / "a", rollouts, rewards={"exact": Reward()})
+    score.run(ctx)
+    (journal,) = ctx.work.glob("*.jsonl")
+    text = journal.read_text()
+    journal.write_text(text[: len(text) // 2])
+    row = CompletionRow(place=7, prompt_id="p", prompt_ids=[1], token_ids=[1], logprobs=[0.0])
+    Journal(ctx, "exact").add([row], [Outcome(0.5)])
+    assert Journal(ctx, "exact").get([row]) == [Outcome(0.5)] and Journal(ctx, "exact").get([row, row]) is not None
+    assert "reward exact: 4 finished scores are reused" in log
+
+
+def test_where_code_is_run_the_metrics_say_what_it_can_reach(tmp_path, rollouts):
+    ctx, log = context(tmp_path / "a", rollouts, rewards={"c": Reward(function="code_passes")})
+    metrics = score.run(ctx)
+    assert metrics["code_can_reach"] == list(gaps())
+    assert any("WARNING: code_passes" in line for line in log) == bool(gaps())

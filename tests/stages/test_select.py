@@ -1,0 +1,60 @@
+"""The choice among policies has the content of the one that is best by its evaluation, and loads as that one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from stages import select
+from stages.contract.definition import Context
+from stages.store.artifacts import Store
+
+
+def commit(store, folder, stage, key, files, **manifest):
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+    return store.commit(folder, {"stage": stage, "key": key, "config": {}, "inputs": {}, "metrics": {}} | manifest)
+
+
+@pytest.fixture
+def candidates(tmp_path):
+    """Policies of three rounds, with weights that are no content, and their scores: the second and third are alike."""
+    store, inputs = Store(str(tmp_path / "store")), {}
+    for number, score in ((1, 0.2), (3, 0.7), (5, 0.7)):
+        name = f"{number:03d}"
+        files = {"policy.json": f"p{number}", "adapter/config.json": f"a{number}", "state/model/x": "w"}
+        inputs[f"candidate_{name}"] = commit(store, tmp_path / f"u{name}", "update", f"u{name}", files)
+        scores = {"score": score, "pass_at_2": 1 - score, "maj_at_2": None, "judges": {"form": {"score": 1 / number}}}
+        made = commit(store, tmp_path / f"e{name}", "evaluate", f"e{name}", {"scores.json": json.dumps(scores)})
+        inputs[f"evaluation_{name}"] = made
+    return store, inputs
+
+
+def chosen(tmp_path, candidates, metric):
+    store, inputs = candidates
+    ctx = Context(
+        config=select.Config(metric=metric), inputs=inputs, out=tmp_path / "out", work=tmp_path / "work", seed=0,
+        progress=lambda *a, **k: None, log=print, memory={},
+    )  # fmt: skip
+    ctx.out.mkdir()
+    metrics = select.run(ctx)
+    refs = {name: {"stage": a.stage, "key": a.key} for name, a in inputs.items()}
+    return ctx, store.commit(ctx.out, {"stage": "select", "key": "s", "config": {}, "inputs": refs, "metrics": metrics})
+
+
+@pytest.mark.parametrize(("metric", "number"), [("score", 3), ("pass_at_2", 1), ("form", 1)])
+def test_the_highest_wins_and_of_equals_the_earliest(tmp_path, candidates, metric, number):
+    ctx, artifact = chosen(tmp_path, candidates, metric)
+    best = candidates[1][f"candidate_{number:03d}"]
+    # Equal digests: what has read the policy itself is found again.
+    assert artifact.digest == best.digest and not artifact.has("state/")
+    assert artifact.metrics["round"] == number and set(artifact.metrics["candidates"]) == {"001", "003", "005"}
+    ctx.memory[f"decoder:{best.digest}"] = ("config", "parameters")
+    assert select.restore(ctx, artifact) == ("config", "parameters")
+
+
+def test_a_metric_that_an_evaluation_lacks_is_named_with_those_that_it_has(tmp_path, candidates):
+    with pytest.raises(ValueError, match="has no number for maj_at_2; it has form, judges, maj_at_2, pass_at_2, score"):
+        chosen(tmp_path, candidates, "maj_at_2")

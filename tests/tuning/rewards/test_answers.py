@@ -1,0 +1,45 @@
+"""An answer that a reward cannot read is known before anything is sampled; one that passes is rewarded."""
+
+import pytest
+
+from tuning.rewards.answers import CHECKS, unreadable
+from tuning.rewards.functions import BUILT_IN
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "metadata"),
+    [
+        ("number_match", "18", {}),
+        ("number_match", "-1,234.50", {}),
+        ("math_equal", r"\frac{1}{2}", {}),
+        ("math_equal", r"So it is $\boxed{x^2+1}$.", {}),
+        ("code_passes", "assert f(2) == 4", {}),
+        ("code_passes", None, {"tests": [{"input": "1", "output": "2"}, "f(3)"]}),
+        ("exact_match", "anything", {}),
+    ],
+)
+def test_readable(name, answer, metadata):
+    assert unreadable(name, answer, metadata) is None
+    if answer is not None and name != "code_passes":
+        assert BUILT_IN[name](["p"], [answer], answer=[answer], metadata=[metadata]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "metadata", "reason"),
+    [
+        ("number_match", "$18", {}, "one number, got '$18'"),
+        ("number_match", "nan", {}, "one number, got 'nan'"),
+        ("number_match", "Natalia sold 48/2 = 24 clips.\n#### 72", {}, "one number, got 'Natalia"),
+        ("math_equal", "$", {}, "a mathematical expression, got '$'"),
+        ("code_passes", "assert f(2) == ", {}, "tests in Python, got 'assert f(2) == ' (invalid syntax"),
+        ("code_passes", None, {"tests": [{"input": "1"}]}, "tests as programs or as {input, output}"),
+        ("code_passes", None, {"tests": "f(1)"}, "a list of tests in metadata.tests"),
+    ],
+)
+def test_unreadable(name, answer, metadata, reason):
+    assert str(unreadable(name, answer, metadata)).startswith(reason)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_without_an_answer_no_reward_applies_and_nothing_is_wrong(name):
+    assert unreadable(name, None, {}) is None

@@ -1,0 +1,159 @@
+"""Fields of a record that are taken from others, by a path, a pattern or a template.
+
+    prompt: question                                          the value of the field `question`
+    completion: {from: messages.1.content}                    a value inside others; list items count from 0, or from -1
+    answer: {from: answer, pattern: "#### (.*)"}              the last match: its first group, or all of it
+    prompt: {template: "{{ context }}\\n\\n{{ question }}"}     Jinja, sandboxed as chat templates are
+    answer: {template: "{{ solution | boxed }}"}              `boxed`: what the last \\boxed{} of a solution holds
+
+With `from`, a template finds its value, after the pattern, under the name `value`. A field that others are taken from
+leaves the record unless it is one of the record's own (prompt, completion, answer, ...): raw texts are no metadata.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tuning.data.kinds import kind_of
+from tuning.data.layouts import LayoutError, Raw, typed
+
+Spec = str | Mapping[Any, str]
+"""A path, or `from`, `pattern` and `template`."""
+
+KINDS = ("from", "pattern", "template")
+STAY = {"id", "prompt", "completion", "rejected", "label", "answer", "margin", "tools", "split", "group", "metadata"}
+"""Fields of a record that others can be taken from without their leaving it."""
+
+
+class Mapper:
+    """The fields of a source under the names of the record layout: computed fields first, then renamed ones."""
+
+    def __init__(self, rename: Mapping[str, str | None] | None = None, fields: Mapping[str, Spec] | None = None):
+        """rename: the source's name of a field to the layout's; None leaves the field out.
+
+        fields: the layout's name of a field to where its value comes from.
+        Raises ValueError, naming the field, for a pattern or template that cannot be read.
+        """
+        self.rename = dict(rename or {})
+        self.fields = {name: _Field(name, spec) for name, spec in (fields or {}).items()}
+        twice = sorted(self.fields.keys() & {new for new in self.rename.values() if new is not None})
+        if twice:
+            raise ValueError(f"fields.{twice[0]}: rename gives {twice[0]!r} too; leave one of them out")
+        self.read = {name for field in self.fields.values() for name in field.reads} - STAY
+
+    def __call__(self, raw: Mapping[str, Any]) -> Raw:
+        """The record with its new fields. Raises LayoutError where a field cannot be had."""
+        present = {name: value for name, value in raw.items() if value is not None}
+        made = {name: field(present) for name, field in self.fields.items()}
+        # Each name is replaced at once: {a: b, b: a} swaps two fields.
+        kept = {self.rename.get(name, name): value for name, value in present.items() if name not in self.read}
+        return {name: value for name, value in kept.items() if name is not None} | made
+
+
+class _Field:
+    """One computed field."""
+
+    def __init__(self, name: str, spec: Spec):
+        given = {"from": spec} if isinstance(spec, str) else dict(spec)
+        self.name, self.source = name, given.get("from")
+        if not given or given.keys() - set(KINDS):
+            raise ValueError(f"fields.{name}: expected a path, or some of {', '.join(KINDS)}, got {dict(given)}")
+        if self.source is None and "template" not in given:
+            raise ValueError(f"fields.{name}: a pattern needs `from`, the field to search in")
+        try:
+            self.pattern = re.compile(given["pattern"]) if "pattern" in given else None
+        except re.error as error:
+            raise ValueError(f"fields.{name}: {given['pattern']!r} is no regular expression ({error})") from None
+        self.text = given.get("template")
+        try:
+            self.template = None if self.text is None else ENVIRONMENT.from_string(self.text)
+        except TemplateSyntaxError as error:
+            raise ValueError(f"fields.{name}: {self.text!r} is no template ({error})") from None
+        names = meta.find_undeclared_variables(ENVIRONMENT.parse(self.text or ""))
+        # By its whole name too, which may have dots.
+        places = set() if self.source is None else {self.source, self.source.split(".")[0]}
+        self.reads = places | (names - {"value"})
+
+    def __call__(self, raw: Mapping[str, Any]) -> Any:
+        value = None if self.source is None else self.at(raw, self.source)
+        if self.pattern is not None:
+            value = self.matched(value)
+        if self.template is None:
+            return value
+        try:
+            text = self.template.render({**raw, "value": value})
+        # What a template computes may fail in any way: a sum of texts, an index beyond a list.
+        except (TemplateError, LayoutError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+            raise LayoutError(self.name, f"what the template {self.text!r} makes of the record", str(error)) from None
+        return typed(self.name, text)
+
+    def at(self, raw: Mapping[str, Any], path: str) -> Any:
+        """The value at a dotted path. A field whose name has dots itself goes before."""
+        if path in raw:
+            return raw[path]
+        value: Any = raw
+        for number, part in enumerate(path.split(".")):
+            if isinstance(value, Mapping) and value.get(part) is not None:
+                value = value[part]
+            elif isinstance(value, list) and re.fullmatch(r"-?\d+", part) and -len(value) <= int(part) < len(value):
+                value = value[int(part)]
+            else:
+                place = ".".join(path.split(".")[: number + 1])
+                there = ", ".join(raw) if number == 0 else kind_of(value)
+                raise LayoutError(self.name, f"a value at `{path}`", f"nothing at `{place}` (there is {there})")
+        return value
+
+    def matched(self, value: Any) -> str:
+        """The last match of the pattern that holds any text, without space around it."""
+        assert self.pattern is not None
+        found = re.finditer(self.pattern, text_of(value)) if isinstance(value, str | int | float) else ()
+        group = 1 if self.pattern.groups else 0
+        text = next(filter(None, reversed([(match[group] or "").strip() for match in found])), "")
+        if not text:
+            end = f"... {value[-60:]!r}" if isinstance(value, str) and len(value) > 60 else kind_of(value)
+            raise LayoutError(self.name, f"a match of {self.pattern.pattern!r} in `{self.source}`", end)
+        return text
+
+
+def text_of(value: Any) -> str:
+    """A text as it is, another value as JSON."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+_BOXED = re.compile(r"\\(?:boxed|fbox)\s*(\{|[^\s{]+)")
+
+
+def boxed(text: str) -> str:
+    """What the last \\boxed{} or \\fbox{} of a solution holds, with its inner braces; `\\boxed 5` holds 5.
+
+    As `last_boxed_only_string` of the MATH data set (Hendrycks et al., arXiv:2103.03874).
+    Raises ValueError where there is none, or its brace is not closed.
+    """
+    matches = list(_BOXED.finditer(text))
+    if not matches:
+        raise ValueError(f"no \\boxed{{}} in ... {text[-60:]!r}")
+    match = matches[-1]
+    if match[1] != "{":
+        return match[1].strip("$.")
+    depth = 1
+    for place in range(match.end(), len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if not depth:
+            return text[match.end() : place].strip()
+    raise ValueError(f"a \\boxed{{ without its closing brace in ... {text[-60:]!r}")
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    made = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+    filters: dict[str, Callable[..., Any]] = {"boxed": boxed}
+    made.filters.update(filters)
+    return made
+
+
+ENVIRONMENT = _environment()

@@ -1,0 +1,104 @@
+"""The verdict table of an evaluation as arrays, its scores, and the paired difference of two policies."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tuning.evaluation.statistics import majority, mean_interval, paired_difference, pass_at_k, problem_means
+from tuning.rows import VerdictRow
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """What one judge says of each completion of each problem, problems in the order of their places."""
+
+    places: list[int]
+    groups: list[str]
+    """The group of each problem: problems of one group are resampled together."""
+    correct_PS: np.ndarray
+    """Scores, [problems, samples]: 0 where the judge failed, NaN where it does not apply."""
+    answers_PS: list[list[str | None]]
+    failures: int
+
+    @property
+    def problems(self) -> int:
+        """Problems to which the judge applies."""
+        return int(np.isfinite(problem_means(self.correct_PS)).sum())
+
+    def score(self) -> dict[str, Any]:
+        """The mean score with its interval, and how many judgements failed or problems have none."""
+        found: dict[str, Any] = {"judge_failures": self.failures, "not_applicable": len(self.places) - self.problems}
+        if self.problems:
+            mean, low, high = mean_interval(self.correct_PS, clusters=self.groups)
+            found |= {"score": mean, "score_low": low, "score_high": high}
+        return found
+
+
+def judged(verdicts: Iterable[VerdictRow], samples: int) -> Judged:
+    """The verdicts of one judge, `samples` of each problem."""
+    by_place: dict[int, dict[int, VerdictRow]] = {}
+    for verdict in verdicts:
+        by_place.setdefault(verdict.place, {})[verdict.sample] = verdict
+    table = [[by_place[place][s] for s in range(samples)] for place in sorted(by_place)]
+    scores = [[_score(verdict) for verdict in problem] for problem in table]
+    return Judged(
+        sorted(by_place),
+        [problem[0].group for problem in table],
+        np.asarray(scores, np.float64).reshape(len(table), samples),
+        [[verdict.answer for verdict in problem] for problem in table],
+        sum(verdict.failure is not None for problem in table for verdict in problem),
+    )
+
+
+def _score(verdict: VerdictRow) -> float:
+    """0 where the judge failed: a policy must not gain by breaking its judge. NaN where it does not apply."""
+    if verdict.score is not None:
+        return verdict.score
+    return 0.0 if verdict.failure is not None else float("nan")
+
+
+def summary(of: Judged) -> dict[str, Any]:
+    """Score, pass@1 to pass@n and maj@n of the judge that decides, and the share of completions with an answer."""
+    samples = of.correct_PS.shape[1]
+    rates: dict[str, Any] = {f"pass_at_{k}": _pass_at(of, k) for k in range(1, samples + 1)}
+    if samples > 1:
+        rates[f"maj_at_{samples}"] = majority(of.correct_PS, of.answers_PS)
+    answered = [answer is not None for answers in of.answers_PS for answer in answers]
+    return of.score() | rates | {"answered": sum(answered) / len(answered)}
+
+
+def _pass_at(of: Judged, k: int) -> float | None:
+    """None where no problem has k scores."""
+    enough = (np.isfinite(of.correct_PS).sum(axis=1) >= k).any()
+    return pass_at_k(of.correct_PS, k) if enough else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How much better the second of two policies is on the problems that both were judged on."""
+
+    mean: float
+    low: float
+    high: float
+    problems: int
+
+    @property
+    def verdict(self) -> str:
+        """`better`, `worse`, or `even` where the interval holds 0."""
+        return "better" if self.low > 0 else "worse" if self.high < 0 else "even"
+
+
+def difference(before: Judged, after: Judged) -> Difference:
+    """after - before by problem (R21: joined by place). Raises ValueError where they share no problem."""
+    rows = {place: i for i, place in enumerate(before.places)}
+    shared: Sequence[tuple[int, int]] = [(rows[p], j) for j, p in enumerate(after.places) if p in rows]
+    first, second = [i for i, _ in shared], [j for _, j in shared]
+    groups = [after.groups[j] for j in second]
+    if any(before.groups[i] != group for i, group in zip(first, groups, strict=True)):
+        raise ValueError("the two evaluations are of different problems: evaluate both policies on the same data")
+    mean, low, high = paired_difference(before.correct_PS[first], after.correct_PS[second], clusters=groups)
+    return Difference(mean, low, high, len(shared))

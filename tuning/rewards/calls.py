@@ -1,0 +1,161 @@
+"""One call of a reward function, and the process that makes it: what is imported there is not timed, nothing escapes.
+
+The process gets a `Call` over its pipe, imports the function, answers STARTED, calls it and answers with its outcomes.
+Answers are plain texts and numbers: an exception of a user need not survive being pickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import importlib
+import inspect
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from tuning.rewards.failures import REASON_CHARACTERS, kind_of
+from tuning.rewards.functions import BUILT_IN, LOADS, find
+from tuning.rewards.samples import Outcome, Sample, outcome_of
+
+STARTED = "started"
+"""The answer that precedes the outcomes: the function is there, and its time begins."""
+PARENT_SECONDS = 0.5
+GRACE_SECONDS = 30.0
+"""Seconds after its limit at which a process ends itself, in case that nothing else has ended it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A reward function and the samples that one call of it gets."""
+
+    function: str
+    arguments: Mapping[str, Any]
+    samples: Sequence[Sample]
+    seconds: float
+    megabytes: int
+
+
+def serve(pipe: Connection, parent: int, folder: str) -> None:
+    """Answers calls until the pipe closes; temporary files of the calls are below `folder`, which is removed then."""
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    # Both: subprocesses read the environment, this process has read it.
+    tempfile.tempdir = os.environ["TMPDIR"] = folder
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            call: Call = pipe.recv()
+            pipe.send(_answer(call, pipe))
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(PARENT_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _answer(call: Call, pipe: Connection) -> list[Outcome]:
+    """The outcome of each sample of a call."""
+    try:
+        function = find(call.function)
+        for name in LOADS.get(call.function, ()):
+            importlib.import_module(name)
+    # Also SystemExit, which a module may raise as it is imported.
+    except BaseException as error:
+        return [Outcome(None, _text(error), "outage")] * len(call.samples)
+    pipe.send(STARTED)
+    try:
+        with _last_resort(call.seconds + GRACE_SECONDS), _memory_limit(call.megabytes):
+            texts = [s.prompt for s in call.samples], [s.completion for s in call.samples]
+            return _outcomes(function(*texts, **keyword_arguments(function, call)), len(call.samples))
+    except MemoryError:
+        return [Outcome(None, f"MemoryError: more than {call.megabytes} MB")] * len(call.samples)
+    # A user's function may raise anything, SystemExit and KeyboardInterrupt among them.
+    except BaseException as error:
+        return [Outcome(None, _text(error), kind_of(error))] * len(call.samples)
+
+
+def _outcomes(values: Any, count: int) -> list[Outcome]:
+    """What a function returned as outcomes. Raises TypeError for anything but `count` numbers and None."""
+    found = list(values)
+    if len(found) != count:
+        raise TypeError(f"the function returned {len(found)} values for {count} completions: expected one for each")
+    return [outcome_of(None if value is None else float(value)) for value in found]
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".replace("\n", " ")[:REASON_CHARACTERS]
+
+
+def keyword_arguments(function: Any, call: Call) -> dict[str, Any]:
+    """Columns and arguments of a call by name, as far as the function takes them.
+
+    The recipe's arguments come first, then the columns `completion_ids`, `answer` and `metadata`. Entries of the
+    metadata are columns too, as in TRL, but for built-in functions and where a parameter of that name has a default
+    other than None: it is a setting of the function, which data must not change. `metadata` always has them all.
+    """
+    try:
+        parameters = dict(inspect.signature(function).parameters)
+    except ValueError:
+        # A callable without a signature, such as one in C.
+        parameters = {}
+    settings = {n for n, p in parameters.items() if p.default not in (inspect.Parameter.empty, None)}
+    columns: dict[str, list[Any]] = {}
+    if function not in BUILT_IN.values():
+        # An entry that only some samples have is None for the others.
+        names = dict.fromkeys(name for sample in call.samples for name in sample.metadata)
+        columns = {name: [s.metadata.get(name) for s in call.samples] for name in names if name not in settings}
+    columns |= {
+        "completion_ids": [s.completion_ids for s in call.samples],
+        "answer": [s.answer for s in call.samples],
+        "metadata": [s.metadata for s in call.samples],
+    }
+    for name in ("prompts", "completions", *call.arguments):
+        columns.pop(name, None)
+    if parameters and not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        columns = {name: column for name, column in columns.items() if name in parameters}
+    return {**columns, **call.arguments}
+
+
+@contextlib.contextmanager
+def _last_resort(seconds: float) -> Iterator[None]:
+    """Ends this process after `seconds`, though it runs no Python any more and its parent is gone."""
+    with open(os.devnull, "w") as nowhere:
+        # A thread in C: it needs no interpreter lock, which a regular expression may hold for ever.
+        faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+@contextlib.contextmanager
+def _memory_limit(megabytes: int) -> Iterator[None]:
+    """Limits the process's data to its present size plus `megabytes`: a larger allocation raises MemoryError.
+
+    Linux only.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    import resource
+
+    with open("/proc/self/status") as f:
+        # /proc counts in units of 1024 bytes.
+        held_bytes = next(int(line.split()[1]) for line in f if line.startswith("VmData")) * 1024
+    # Data, not address space: libraries reserve far more addresses than they use. The soft limit alone, so that it can
+    # be lifted again.
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (held_bytes + megabytes * 2**20, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)

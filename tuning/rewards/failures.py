@@ -1,0 +1,132 @@
+"""Failures of rewards: whose fault one is, and how many of them a stage bears (R25).
+
+sample    the function raised, took too long, ran out of memory or gave no finite number on this completion: content
+outage    a service, a package, a process or the machine failed: never content; the same command tries again
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import errno
+import math
+import urllib.error
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from tuning.rewards.samples import Kind, Outcome
+
+MOST = 5
+"""Reasons that are listed: the commonest."""
+REASON_CHARACTERS = 300
+"""Length to which a reason is cut."""
+
+# HTTP statuses that are an answer to what was sent; any other error is the service's, or of how it is set up.
+_OF_THE_REQUEST = (400, 413, 422)
+_OF_THE_MACHINE = (
+    errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ETIMEDOUT,
+    errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTUNREACH,
+)  # fmt: skip
+# Packages that a user's function may call, by name: none of them has to be installed.
+_OF_PACKAGES = {
+    "requests": ("ConnectionError", "Timeout"),
+    "httpx": ("TransportError",),
+    "urllib3": ("HTTPError",),
+    "aiohttp": ("ClientConnectionError", "ServerTimeoutError"),
+    "openai": ("APIConnectionError",),
+    "anthropic": ("APIConnectionError",),
+    "grpc": ("RpcError",),
+}
+
+
+class Outage(RuntimeError):
+    """What gives a reward cannot be used at present. A reward function may raise it: it is no verdict on a sample."""
+
+
+class TooManyFailures(RuntimeError):
+    """More samples failed than the settings allow."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tally:
+    """How the outcomes of one reward are divided."""
+
+    failed: int
+    unscored: int
+    """The reward does not apply: neither right nor wrong. Means and pass rates are over the others."""
+    reasons: dict[str, int]
+    """The commonest failures with their counts, the most frequent first."""
+
+
+def kind_of(error: BaseException) -> Kind:
+    """Whose fault an exception of a reward function is: an outage where it, or what caused it, is one."""
+    return "outage" if any(map(_is_outage, _with_causes(error))) else "sample"
+
+
+def _with_causes(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    found: BaseException | None = error
+    while found is not None and id(found) not in seen:
+        yield found
+        seen.add(id(found))
+        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+
+
+def _is_outage(error: BaseException) -> bool:
+    if isinstance(error, Outage | ConnectionError | concurrent.futures.BrokenExecutor):
+        return True
+    status = _http_status(error)
+    if status is not None:
+        return status not in _OF_THE_REQUEST
+    if isinstance(error, urllib.error.URLError) or (isinstance(error, OSError) and error.errno in _OF_THE_MACHINE):
+        return True
+    return any(c.__name__ in _OF_PACKAGES.get(c.__module__.split(".")[0], ()) for c in type(error).__mro__)
+
+
+def _http_status(error: BaseException) -> int | None:
+    """The status that a server answered with, as urllib, requests, httpx and clients of APIs keep it."""
+    if isinstance(error, urllib.error.HTTPError):
+        return error.code
+    status = getattr(error, "status_code", getattr(getattr(error, "response", None), "status_code", None))
+    return status if isinstance(status, int) else None
+
+
+def tallied(outcomes: Sequence[Outcome]) -> Tally:
+    """Counts of the outcomes of one reward."""
+    failures = Counter(outcome.failure for outcome in outcomes if outcome.failure is not None)
+    unscored = sum(not outcome.applies for outcome in outcomes)
+    return Tally(sum(failures.values()), unscored, dict(failures.most_common(MOST)))
+
+
+def check_failures(
+    outcomes: Mapping[str, Sequence[Outcome]], max_failed_fraction: float, *, setting: str = "max_failed_fraction"
+) -> None:
+    """Ends a stage whose rewards failed: on any outage, and where a reward failed on too many samples.
+
+    Args:
+        outcomes: of each reward by name, one for each sample.
+        max_failed_fraction: share of the samples, rounded up to whole ones, that each reward may fail on.
+        setting: how that limit is called in a recipe.
+    Raises:
+        Outage: there is an outage among the outcomes, however few.
+        TooManyFailures: what fails on so many samples is not their fault.
+    """
+    for name, column in outcomes.items():
+        lost = [outcome for outcome in column if outcome.is_outage]
+        if lost:
+            raise Outage(
+                f"reward {name}: no verdict on {len(lost)} of {len(column)} completions: {lost[0].failure}. This is an "
+                "outage and no fault of theirs: what was scored is kept, and the same command goes on when the cause "
+                "is gone"
+            )
+    for name, column in outcomes.items():
+        found = tallied(column)
+        if found.failed > math.ceil(max_failed_fraction * len(column)):
+            reason, count = next(iter(found.reasons.items()))
+            example = next(number for number, outcome in enumerate(column) if outcome.failure == reason)
+            raise TooManyFailures(
+                f"reward {name} failed on {found.failed} of {len(column)} completions ({setting} is "
+                f"{max_failed_fraction:g}), most often ({count} times, first on completion {example}) with: {reason}. "
+                f"Mend the reward and give the same command again, or raise {setting} if these completions are at "
+                "fault; no failure is kept"
+            )
