@@ -104,3 +104,9 @@ def test_chat_export_and_serve_say_which_run_they_chose(store):
     unfinished(Store(str(store)))
     done = invoked("export", "--store", store)
     assert done.stderr == "run first\n" and len(done.stdout.splitlines()) == 1
+
+
+def test_a_name_that_is_taken_is_told_before_prefect_starts(store):
+    done = invoked("run", "smoke", "--name", "first", "--store", store)
+    assert done.exit_code == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: run first is finished") and done.stderr.count("\n") == 1
