@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,6 +10,7 @@ import typer
 from flows.cli.checks import check, read_recipe
 from flows.cli.shared import NoPrefect, RecipeName, RunName, Sets, StoreUrl, group, out, record_of, usage_error
 from flows.recipe.model import Recipe, RecipeError
+from flows.recipe.reading import checked
 from flows.records import all_runs, find_run, finished_nodes
 from stages.store.artifacts import Store
 
@@ -96,7 +97,12 @@ def rerun(
 
     record = record_of(store, run_name)
     # The record has the address that the store had when the run was made; it may have moved since.
-    recipe = Recipe.model_validate_json(json.dumps(record["recipe"])).model_copy(update={"store": store})
+    try:
+        recipe = checked(record["recipe"], Path(f"run {record['name']}"), None, set()).model_copy(
+            update={"store": store}
+        )
+    except RecipeError as e:
+        raise usage_error(str(e)) from e
     nodes = {n.name: n for n in build(recipe)}
     if not stage:
         stages = dict.fromkeys(n.stage for n in nodes.values())
