@@ -167,6 +167,21 @@ class RefusedRow(Row):
     reason: Text
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FateRow(Row):
+    """What an update did with a completion: a row of its table `fates`."""
+
+    place: Number
+    sample: Index
+    prompt_id: Text
+    fate: Text
+    """trained, regularised, failed, truncated, tied, left out or spare (`stages.update.fates`)."""
+    reason: Text | None = None
+    """Why it was not trained on."""
+    advantage: Real | None = None
+    """Its advantage, where all of its tokens have one; None where it was not in the loss or they differ."""
+
+
 class OfCompletion(Protocol):
     """A row that belongs to a completion."""
 

@@ -19,14 +19,15 @@ from stages.common.settings import stored_as
 from stages.common.tables import read_table
 from stages.contract.definition import Context, Reads, Stage
 from stages.contract.sources import user_digests
-from stages.sampling.groups import chosen_groups, read_scored, refills
+from stages.sampling.groups import Scored, chosen_groups, read_scored, refills
 from stages.store.artifacts import Artifact
 from stages.training.adapters import lora_config, name_of
 from stages.update import state as states
+from stages.update.fates import counts, fates_of
 from stages.update.idle import check_idle, idle_metrics
 from stages.update.settings import Config
 from stages.update.state import NAME, State
-from tuning.rows import ScoreRow
+from tuning.rows import FateRow, ScoreRow, write_table
 
 if TYPE_CHECKING:
     from tuning.algorithms.diagnostics import Coefficients
@@ -47,7 +48,7 @@ def run(ctx: Context) -> dict[str, Any]:
     """Writes `policy.json`, and the adapter and state where they are stored; returns the round's metrics."""
     from tuning.models.peft import save_adapter
 
-    state, metrics = _advance(ctx)
+    state, metrics, fates = _round(ctx)
     # Here and not in `_advance`, which also replays rounds that have been committed.
     check_idle(metrics, ctx.config.max_idle_rounds)
     content = {"fingerprint": states.fingerprint_of(state), "round": ctx.config.round}
@@ -55,13 +56,14 @@ def run(ctx: Context) -> dict[str, Any]:
         assert state.coefficients is not None
         content |= dataclasses.asdict(state.coefficients)
     (ctx.out / "policy.json").write_text(json.dumps(content) + "\n")
+    write_table(ctx.out / "fates" / "part-00000.parquet", fates, FateRow.schema())
     if ctx.config.lora is not None:
         below = name_of(states.start_of(ctx.config, ctx.inputs["policy"]))
         save_adapter(ctx.out / ADAPTER, state.adapter, lora_config(ctx.config.lora), below)
     if ctx.config.store_state or ctx.config.lora is not None:
         states.save(ctx, state)
     states.remember_policy(ctx, state, "new")
-    return metrics
+    return metrics | {"fates": counts(fates)}
 
 
 def restore(ctx: Context, artifact: Artifact) -> tuple[Any, Any]:
@@ -71,11 +73,17 @@ def restore(ctx: Context, artifact: Artifact) -> tuple[Any, Any]:
 
 def _advance(ctx: Context) -> tuple[State, dict[str, Any]]:
     """The state after this round, and the round's metrics."""
+    state, metrics, _ = _round(ctx)
+    return state, metrics
+
+
+def _round(ctx: Context) -> tuple[State, dict[str, Any], list[FateRow]]:
+    """The state after this round, the round's metrics, and what became of each completion."""
     from tuning.algorithms.rounds import run_round
 
     config: Config = ctx.config
     parent = ctx.inputs["policy"]
-    data, refills = _rollouts(ctx)
+    every, taken, data, refills = _rollouts(ctx)
     # A first round, or one with another adapter, begins with new optimizers.
     if states.continues(config, parent):
         state = states.state_after(ctx, parent, _advance)
@@ -114,7 +122,8 @@ def _advance(ctx: Context) -> tuple[State, dict[str, Any]]:
     idle = idle_metrics(data, result.metrics, config, parent)
     if idle:
         ctx.log(f"round {config.round} has trained nothing: {idle['idle']}")
-    return state, result.metrics | refills | idle | {"seconds_update": round(time.monotonic() - started, 2)}
+    metrics = result.metrics | refills | idle | {"seconds_update": round(time.monotonic() - started, 2)}
+    return state, metrics, fates_of(every, taken, result.fates)
 
 
 def _coefficients(config: Config, parent: Artifact) -> Coefficients | None:
@@ -128,12 +137,13 @@ def _coefficients(config: Config, parent: Artifact) -> Coefficients | None:
     return Coefficients(**{n: kept[n] for n in names}) if names <= kept.keys() else None
 
 
-def _rollouts(ctx: Context) -> tuple[RoundData, dict[str, Any]]:
-    """The round's scored rollouts, those of its refills behind them, and counts of prompts by fate."""
+def _rollouts(ctx: Context) -> tuple[Scored, Scored, RoundData, dict[str, Any]]:
+    """The round's scored rollouts, those of its refills behind them; those to train on, also as arrays; and counts of
+    prompts by fate."""
     from tuning.algorithms.round_data import RoundData
 
     config: Config = ctx.config
-    scored = read_scored(ctx.inputs)
+    every = scored = read_scored(ctx.inputs)
     digest = ctx.inputs["policy"].digest
     wrong = [] if config.off_policy else [row for row in scored.rollouts if row.policy != digest]
     if wrong:
@@ -142,7 +152,7 @@ def _rollouts(ctx: Context) -> tuple[RoundData, dict[str, Any]]:
     if refills(ctx.inputs):
         scored, about = chosen_groups(scored, config.short_of_groups)
     greedy = read_table(ctx.inputs["greedy_scores"], "scores/", ScoreRow) if config.needs_greedy else None
-    return RoundData.from_rows(scored.rollouts, scored.scores, greedy), about
+    return every, scored, RoundData.from_rows(scored.rollouts, scored.scores, greedy), about
 
 
 STAGE = Stage(

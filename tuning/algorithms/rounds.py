@@ -56,6 +56,8 @@ class RoundResult:
     """Of the next round."""
     metrics: dict[str, Any]
     """JSON values by name; `steps` is 0 where no completion carried a signal."""
+    fates: selection.Fates
+    """What became of each completion."""
 
 
 def run_round(
@@ -80,7 +82,8 @@ def run_round(
     under_way = _Round(data, settings, model, policy, critic, coefficients, progress, record)
     of_steps = under_way.run(reference) if under_way.steps else {"steps": 0}
     metrics = {k: _plain(v) for k, v in (under_way.overview() | of_steps).items()}
-    return RoundResult(policy, critic, coefficients.next(settings.objective, settings, metrics), metrics)
+    after = coefficients.next(settings.objective, settings, metrics)
+    return RoundResult(policy, critic, after, metrics, under_way.fates())
 
 
 @dataclasses.dataclass
@@ -125,6 +128,11 @@ class _Round:
     def trained_NT(self) -> np.ndarray:
         """Tokens that take part in the loss, [N, T] bool."""
         return (self.scored.mask_NT > 0) & self.keep_N[:, None]
+
+    def fates(self) -> selection.Fates:
+        """What became of each completion."""
+        advantages_NT = self.columns_NT.get("advantages")
+        return selection.fates(self.data, self.scored, self.algorithm, self.settings, self.keep_N, advantages_NT)
 
     def overview(self) -> dict[str, Any]:
         """Metrics of the data, and of what was trained on."""
