@@ -1,6 +1,6 @@
 """Rows of the tables between the stages of a round. Each class is the one definition of its table's columns.
 
-    prepare --PromptRow--> rollout --CompletionRow--> score --ScoreRow--> update
+    prepare --PromptRow--> rollout --CompletionRow--> score --ScoreRow--> update --FateRow--> audit
                            evaluate: CompletionRow and VerdictRow
 
 A completion is named by its place and sample (R21), and every table of a round joins on the two. The place is the
@@ -159,27 +159,27 @@ class VerdictRow(Row):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class FateRow(Row):
+    """What an update did with a completion of its round or refills: each has one fate."""
+
+    place: Number
+    sample: Index
+    prompt_id: Text
+    fate: Text
+    """`trained`, or why not: `failed`, `truncated`, `tied`, `unchosen` or `spare`."""
+    reason: Text | None = None
+    """In words; None where it was trained on for its advantage."""
+    advantage: Real | None = None
+    """Where it is trained on with one advantage for all of its tokens."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RefusedRow(Row):
     """A prompt from which nothing is sampled."""
 
     place: Number
     prompt_id: Text
     reason: Text
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FateRow(Row):
-    """What an update did with a completion: a row of its table `fates`."""
-
-    place: Number
-    sample: Index
-    prompt_id: Text
-    fate: Text
-    """trained, regularised, failed, truncated, tied, left out or spare (`stages.update.fates`)."""
-    reason: Text | None = None
-    """Why it was not trained on."""
-    advantage: Real | None = None
-    """Its advantage, where all of its tokens have one; None where it was not in the loss or they differ."""
 
 
 class OfCompletion(Protocol):

@@ -1,70 +1,56 @@
-"""What became of each completion of a round, so that every one has a score and one fate with a reason.
-
-trained       in the loss
-regularised   in the loss for the KL and the entropy bonus alone: the rewards of its group do not differ
-failed        has no reward
-truncated     was cut off at max_tokens and is masked
-tied          the rewards of its group do not differ
-left out      the algorithm's own rule does not take it
-spare         in a group beyond those that the round wants, which refills may give
-"""
+"""What an update did with each completion of its round: trained, or left out for a reason (R16, R24)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from typing import TYPE_CHECKING
 
-from stages.sampling.groups import Scored, informative_places, totals_by_place
-from tuning.rows import FateRow, ScoreRow
+from stages.sampling.groups import Scored
+from tuning.rows import CompletionRow, FateRow, ScoreRow
 
 if TYPE_CHECKING:
-    from tuning.algorithms.selection import Fates
+    from tuning.algorithms.rounds import RoundResult
 
-NO_REWARD = "no reward applies"
-REASONS = {
-    "trained": None,
-    "regularised": "the rewards of its group do not differ; it stays for the KL and the entropy bonus",
-    "truncated": "cut off at max_tokens",
-    "tied": "the rewards of its group do not differ",
-    "left out": "the algorithm does not take it",
-    "spare": "the round has as many groups as it wants without this one",
-}
+FATES = "fates"
+"""The folder of an update that holds the table."""
+TIED = "the rewards of its group are equal"
 
 
-def fates_of(every: Scored, taken: Scored, found: Fates) -> list[FateRow]:
-    """A row for each completion of the round and its refills, in the order of their tables.
+def fates_of(sampled: Scored, chosen: Scored, result: RoundResult, truncated: str) -> list[FateRow]:
+    """One row for each completion, in the order of sampling.
 
-    taken: those of `every` that the update was given; found: their fates, in the same order.
+    sampled: all of the round and its refills. chosen: those that the round takes, in the order of the result's arrays.
+    truncated: the setting of that name.
     """
-    known = {
-        (score.place, score.sample): (fate, advantage)
-        for score, fate, advantage in zip(taken.scores, found.names, found.advantages, strict=True)
-    }
-    spare = set(informative_places(totals_by_place(every.scores)))
+    numbers = {(row.place, row.sample): number for number, row in enumerate(chosen.rollouts)}
+    teaching = {row.place for row, signal in zip(chosen.rollouts, result.signal_N, strict=True) if signal}
+
+    def fate(rollout: CompletionRow, score: ScoreRow, number: int | None) -> tuple[str, str | None]:
+        if number is not None and result.trained_N[number]:
+            return "trained", None if result.signal_N[number] else f"{TIED}: it counts for KL and entropy alone"
+        if score.total is None:
+            return "failed", score.failure or "no reward applies to it"
+        if number is None:
+            return "spare", f"{TIED}, or the round has as many groups as it wants without it"
+        if truncated != "keep" and rollout.stop == "length":
+            return "truncated", "it was cut off at max_tokens, and such completions are masked"
+        if rollout.place not in teaching:
+            return "tied", TIED
+        return "unchosen", "the algorithm trains on other completions of its group"
+
     rows = []
-    for score in every.scores:
-        # Of a group that was not taken: what keeps it from teaching comes first.
-        otherwise = "spare" if score.place in spare else "tied"
-        fate, advantage = known.get((score.place, score.sample), (otherwise, None))
-        rows.append(_row(score, "failed" if score.total is None else fate, advantage))
+    for rollout, score in zip(sampled.rollouts, sampled.scores, strict=True):
+        number = numbers.get((rollout.place, rollout.sample))
+        what, reason = fate(rollout, score, number)
+        advantage = float(result.advantages_N[number]) if number is not None and what == "trained" else math.nan
+        rows.append(
+            FateRow(
+                place=rollout.place,
+                sample=rollout.sample,
+                prompt_id=rollout.prompt_id,
+                fate=what,
+                reason=reason,
+                advantage=None if math.isnan(advantage) else advantage,
+            )
+        )
     return rows
-
-
-def _row(score: ScoreRow, fate: str, advantage: float | None) -> FateRow:
-    reason = score.failure or NO_REWARD if fate == "failed" else REASONS[fate]
-    return FateRow(
-        place=score.place,
-        sample=score.sample,
-        prompt_id=score.prompt_id,
-        fate=fate,
-        reason=reason,
-        advantage=advantage,
-    )
-
-
-def counts(rows: Sequence[FateRow]) -> dict[str, int]:
-    """Completions by fate."""
-    found: dict[str, int] = {}
-    for row in rows:
-        found[row.fate] = found.get(row.fate, 0) + 1
-    return dict(sorted(found.items()))

@@ -115,7 +115,6 @@ def test_refills_find_prompts_that_teach_and_every_prompt_is_accounted_for(rlhf,
         names = [(r["place"], r["sample"]) for t in tables for r in rows(store, run, t, "rollouts/")]
         assert [(f["place"], f["sample"]) for f in fates] == names and len(set(names)) == len(names)
         assert sum(f["fate"] == "trained" for f in fates) == 2 * metrics["groups"]
-        assert all((f["reason"] is None) == (f["fate"] == "trained") for f in fates)
         taught = metrics["prompts_sampled"] - metrics["prompts_without_signal"] - metrics["prompts_to_spare"]
         assert taught == metrics["groups"] <= 8
         assert sampled[1] or metrics["prompts_without_signal"] == 0

@@ -9,8 +9,6 @@ Axes: N completions of the round, T completion tokens.
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 
 from tuning.algorithms.algorithm import Algorithm, Scored, informative
@@ -47,41 +45,6 @@ def trained(data: RoundData, found: Scored, algorithm: Algorithm, settings: Roun
 def with_signal(found: Scored, algorithm: Algorithm) -> np.ndarray:
     """Completions with an advantage, [N] bool: those of the algorithm's own rule, else informative ones."""
     return informative(found) if algorithm.keep is None else algorithm.keep(found)
-
-
-@dataclasses.dataclass(frozen=True)
-class Fates:
-    """What became of each completion of a round, [N] each."""
-
-    names: list[str]
-    """trained, regularised (in the loss for KL and entropy alone), failed, truncated, tied or left out."""
-    advantages: list[float | None]
-    """Of those in the loss, where all tokens of the completion have the same."""
-
-
-def fates(
-    data: RoundData,
-    found: Scored,
-    algorithm: Algorithm,
-    settings: RoundSettings,
-    keep_N: np.ndarray,
-    advantages_NT: np.ndarray | None,
-) -> Fates:
-    """The fates of all completions; `keep_N` are those in the loss, `found` has their whole rewards."""
-    signal_N = with_signal(found, algorithm)
-    other = "tied" if algorithm.keep is None else "left out"
-    masked_N = data.truncated_N & (settings.truncated != "keep")
-    names = np.select(
-        [keep_N & signal_N, keep_N, ~data.valid_N, masked_N], ["trained", "regularised", "failed", "truncated"], other
-    )
-    return Fates(names.tolist(), [_common(keep_N[i], found.mask_NT[i], advantages_NT, i) for i in range(len(names))])
-
-
-def _common(kept: bool, mask_T: np.ndarray, advantages_NT: np.ndarray | None, number: int) -> float | None:
-    if not kept or advantages_NT is None or not mask_T.any():
-        return None
-    values = advantages_NT[number][mask_T > 0]
-    return float(values[0]) if (values == values[0]).all() else None
 
 
 def _in_loss(data: RoundData, keep_N: np.ndarray, settings: RoundSettings) -> np.ndarray:

@@ -80,55 +80,65 @@ def totals(
     scales: for rewards that are normalised over the batch, by name, the mean and deviation of the round that these
     completions belong to (`scales_of`); without them those of the completions themselves.
     """
-    scales = scales_of(columns, parts) if scales is None else scales
-    sums_B = np.zeros(len(groups_B), np.float64)
+    dropped_B = _dropped(columns, parts, unscored)
+    scales = scales_of(columns, parts, unscored) if scales is None else scales
+    sums_B = np.where(dropped_B, np.nan, 0.0)
     failures: list[list[str]] = [[] for _ in groups_B]
     for column, part in zip(columns, parts, strict=True):
-        sums_B += _weighted(column, part, groups_B, scales.get(part.name))
+        sums_B += _weighted(column, part, groups_B, dropped_B, scales.get(part.name))
         for causes, outcome in zip(failures, column, strict=True):
             if outcome.failure is not None:
                 causes.append(f"{part.name}: {outcome.failure}")
-    if unscored == "drop":
-        applies_B = [
-            any(o.value is not None or o.failure is not None for o in row) for row in zip(*columns, strict=True)
-        ]
-        sums_B[~np.asarray(applies_B, bool)] = np.nan
-    # NaN + anything is NaN: one reward that drops a sample drops it from the total.
     return sums_B.astype(np.float32), ["; ".join(causes) or None for causes in failures]
 
 
-def scales_of(columns: Sequence[Sequence[Outcome]], parts: Sequence[Part]) -> dict[str, Scale]:
+def scales_of(
+    columns: Sequence[Sequence[Outcome]], parts: Sequence[Part], unscored: Unscored = "drop"
+) -> dict[str, Scale]:
     """Mean and standard deviation of the rewards that are normalised over the batch, by name, for `totals`.
 
     Rewards that do not differ have a deviation of 1: values of another sampling are then only centred.
     """
+    dropped_B = _dropped(columns, parts, unscored)
     scales = {}
     for column, part in zip(columns, parts, strict=True):
         if part.normalise == "batch":
-            values_B = _known(column, part)
-            values_B = values_B[np.isfinite(values_B)]
+            values_B = _values(column)
+            values_B = values_B[np.isfinite(values_B) & ~dropped_B]
             deviation = float(values_B.std(ddof=1)) if len(values_B) > 1 else 0.0
             scales[part.name] = (float(values_B.mean()) if len(values_B) else 0.0, deviation or 1.0)
     return scales
 
 
-def _known(column: Sequence[Outcome], part: Part) -> np.ndarray:
-    """The values of a reward, [B] float64; NaN where it does not apply or its failure drops the sample."""
-    failed_B = np.asarray([outcome.failure is not None for outcome in column], bool)
+def _dropped(columns: Sequence[Sequence[Outcome]], parts: Sequence[Part], unscored: Unscored) -> np.ndarray:
+    """Which samples leave: a reward failed, or none applies; [B] bool. Raises RewardFailed where that ends the run."""
+    applies = [any(outcome.applies for outcome in row) for row in zip(*columns, strict=True)]
+    dropped_B = ~np.asarray(applies, bool) & (unscored == "drop")
+    for column, part in zip(columns, parts, strict=True):
+        failed_B = np.asarray([outcome.failure is not None for outcome in column], bool)
+        if part.on_failure == "stop" and failed_B.any():
+            first = int(failed_B.argmax())
+            cause = column[first].failure
+            raise RewardFailed(f"reward {part.name} failed on completion {first} of the round: {cause}")
+        dropped_B |= failed_B & (part.on_failure == "drop")
+    return dropped_B
+
+
+def _values(column: Sequence[Outcome]) -> np.ndarray:
+    """The values of a reward, [B] float64: 0 where it failed, NaN where it does not apply."""
     values_B = np.asarray([np.nan if outcome.value is None else outcome.value for outcome in column], np.float64)
-    # A failure that counts as 0 also enters the statistics; a dropped sample does not.
-    values_B[failed_B] = 0.0 if part.on_failure == "zero" else np.nan
+    values_B[[outcome.failure is not None for outcome in column]] = 0.0
     return values_B
 
 
-def _weighted(column: Sequence[Outcome], part: Part, groups_B: Sequence[int], scale: Scale | None) -> np.ndarray:
-    """What one reward adds to the totals, [B] float64; NaN drops the sample."""
-    failed_B = np.asarray([outcome.failure is not None for outcome in column], bool)
-    if part.on_failure == "stop" and failed_B.any():
-        first = int(failed_B.argmax())
-        raise RewardFailed(f"reward {part.name} failed on completion {first} of the round: {column[first].failure}")
-    values_B = _known(column, part)
-    known_B = np.isfinite(values_B)
+def _weighted(
+    column: Sequence[Outcome], part: Part, groups_B: Sequence[int], dropped_B: np.ndarray, scale: Scale | None
+) -> np.ndarray:
+    """What one reward adds to the totals, [B] float64."""
+    values_B = _values(column)
+    # A failure that counts as 0 enters the statistics. A dropped sample enters none, those of a reward which has a
+    # value for it included (R24).
+    known_B = np.isfinite(values_B) & ~dropped_B
     if scale is not None:
         values_B = (values_B - scale[0]) / (scale[1] + EPS)
     elif part.normalise == "group":
@@ -136,7 +146,4 @@ def _weighted(column: Sequence[Outcome], part: Part, groups_B: Sequence[int], sc
         values = jnp.asarray(np.where(known_B, values_B, 0.0), jnp.float32)
         normed = group_advantages(values, jnp.asarray(groups_B), valid=jnp.asarray(known_B), eps=EPS)
         values_B[known_B] = np.asarray(normed)[known_B]
-    added_B = part.weight * np.where(known_B, values_B, 0.0)
-    if part.on_failure == "drop":
-        added_B[failed_B] = np.nan
-    return added_B
+    return np.where(known_B, part.weight * values_B, 0.0)

@@ -65,6 +65,12 @@ def test_a_failed_sample_leaves_the_statistics():
     assert np.isnan(found[3])
 
 
+def test_what_one_reward_drops_is_in_the_statistics_of_no_other():
+    columns = [given(1.0, 3.0, 100.0, 5.0), given(0.0, 0.0, "error", 0.0)]
+    found = totals(columns, [Part("a", normalise="batch"), Part("b")], GROUPS)[0]
+    np.testing.assert_allclose(found[[0, 1, 3]], [-1.0, 0.0, 1.0], atol=1e-3)
+
+
 def test_squash_comes_before_clip():
     assert shaped(0.0, Part("a", squash="sigmoid", clip=(0.6, 1.0))) == 0.6
     assert shaped(-1000.0, Part("a", squash="sigmoid")) == 0.0
