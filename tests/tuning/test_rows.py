@@ -35,7 +35,8 @@ def test_the_columns_of_a_round_are_those_that_stores_hold():
     assert ScoreRow.schema(["exact", "model"]) == pa.schema(
         [*NAME, ("rewards", rewards), ("total", pa.float32()), ("failure", TEXT)]
     )
-    assert VerdictRow.schema() == pa.schema([*NAME, ("score", pa.float32()), ("failure", TEXT)])
+    verdict = [("group", TEXT), ("judge", TEXT), ("answer", TEXT), ("score", pa.float32()), ("failure", TEXT)]
+    assert VerdictRow.schema() == pa.schema(NAME + verdict)
     assert RefusedRow.schema() == pa.schema([("place", pa.int64()), ("prompt_id", TEXT), ("reason", TEXT)])
 
 
