@@ -38,13 +38,13 @@ def find_run(store: Store, name: str | None) -> dict[str, Any]:
     if name in (None, "latest"):
         runs = all_runs(store)
         if not runs:
-            raise UnknownRun(f"no runs in {store.url}; `rlhf run demo` makes one")
+            raise UnknownRun(f"no runs in {store.shown}; `rlhf run demo` makes one")
         return runs[-1]
     assert name is not None
     record = store.read_json("runs", name, "run.json")
     if record is None:
         names = [r["name"] for r in all_runs(store)]
-        raise UnknownRun(f"no run {name!r} in {store.url}; {nearest(name, names)}")
+        raise UnknownRun(f"no run {name!r} in {store.shown}; {nearest(name, names)}")
     return record
 
 

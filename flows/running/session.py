@@ -14,12 +14,16 @@ from typing import Any, Protocol
 
 from coolname import generate_slug
 
-from flows.graph.build import Node, build, key_of, key_parts, taken_artifact
+from flows.graph.build import Node, build, code_of, key_of, key_parts, taken_artifact
 from flows.recipe.model import Recipe, RecipeError
 from stages.store.artifacts import Artifact, Store
+from stages.store.keys import published
 from stages.store.leases import lease, this_process
-from stages.worker.client import Worker, WorkerDied
+from stages.worker.client import CodeChanged, Worker, WorkerDied
 from stages.worker.protocol import Log, Progress, Report, Request
+
+EDITS = 3
+"""How often a stage is made again because its code was edited while it ran."""
 
 
 class Reporter(Protocol):
@@ -48,7 +52,7 @@ class Session:
         self.name = name or self._free_name()
         # A generated name is free already.
         if name is not None and self.store.read_json("runs", name, "run.json") is not None:
-            raise FileExistsError(f"run {name} exists in {recipe.store}; runs never overwrite each other")
+            raise FileExistsError(f"run {name} exists in {self.store.shown}; runs never overwrite each other")
         self.nodes = {n.name: n for n in build(recipe)}
         self.force = force or set()
         self.made: dict[str, Artifact] = {}
@@ -56,7 +60,7 @@ class Session:
         self.worker = Worker(log)
         self.record: dict[str, Any] = {
             "name": self.name,
-            "recipe": recipe.model_dump(mode="json"),
+            "recipe": published(recipe.model_dump(mode="json")),
             "status": "running",
             "started": now(),
             "host": socket.gethostname(),
@@ -77,8 +81,20 @@ class Session:
         self.store.write_json(self.record, "runs", self.name, "run.json")
 
     def run_node(self, name: str) -> tuple[str, Artifact]:
-        """Makes or reads the artifact of one node: (`hit` or `made`, artifact). Its inputs must have run before."""
+        """Makes or reads the artifact of one node: (`hit` or `made`, artifact). Its inputs must have run before.
+
+        Where code was edited meanwhile, a fresh worker makes it with the new code, under the key of that.
+        """
+        for _ in range(EDITS):
+            try:
+                return self._made_or_read(name)
+            except CodeChanged as e:
+                self.reporter.line(f"{name}: {e}; a fresh worker makes it with the code as it is now")
+        return self._made_or_read(name)
+
+    def _made_or_read(self, name: str) -> tuple[str, Artifact]:
         node = self.nodes[name]
+        files = code_of(node).files
         parts = key_parts(node, self.made)
         key = key_of(parts)
         forced = node.name in self.force
@@ -102,7 +118,7 @@ class Session:
                 artifact = None if forced else self.store.get(node.stage, key)
                 state = "hit" if artifact is not None else "made"
                 if artifact is None:
-                    artifact = self._make(node, key, parts, forced, entry)
+                    artifact = self._make(node, key, parts, files, forced, entry)
         seconds = time.monotonic() - started
         entry |= {"state": state, "digest": artifact.digest, "metrics": artifact.metrics, "seconds": round(seconds, 2)}
         # What making took, here or in the run that did it.
@@ -112,17 +128,26 @@ class Session:
         self.reporter.stage_ended(node, state, artifact.manifest, seconds)
         return state, artifact
 
-    def _make(self, node: Node, key: str, parts: dict[str, Any], forced: bool, entry: dict[str, Any]) -> Artifact:
+    def _make(
+        self,
+        node: Node,
+        key: str,
+        parts: dict[str, Any],
+        files: dict[str, str],
+        forced: bool,
+        entry: dict[str, Any],
+    ) -> Artifact:
         """Has the worker make an artifact; a failure goes into the record's entry and is raised."""
         request = Request(
             stage=node.stage,
             key=key,
             key_parts=parts,
             config=node.config.model_dump(mode="json"),
-            inputs={n: (self.made[i.node].stage, self.made[i.node].key) for n, i in node.inputs.items()},
+            inputs={n: (a.stage, a.key, a.digest) for n, i in node.inputs.items() for a in [self.made[i.node]]},
             seed=node.seed,
             store=self.recipe.store,
             run=self.name,
+            files=files,
             # A retry within this run resumes its own partial work; another forced run starts from nothing.
             force=self.name if forced else None,
         )

@@ -14,14 +14,14 @@ from flows.recipe.model import Recipe
 from flows.records import UnknownRun
 from flows.report.advice import Warn, run_warnings
 from flows.report.charts import PNG_LIMIT, curves_png_data
-from flows.report.formats import duration, redacted, visible
+from flows.report.formats import duration, visible
 from flows.report.measures import judged_reward, round_series
 from flows.report.page import write_report
 from flows.report.run_view import RunView
 from flows.report.samples import chosen_samples, round_samples
 from stages.common.tables import write_rows
 from stages.store.artifacts import Store
-from stages.store.keys import digest
+from stages.store.keys import digest, without_userinfo
 from tests.browser import measure, screenshot
 from tuning.evaluation.verdicts import Difference
 from tuning.rows import CompletionRow, ScoreRow, VerdictRow
@@ -423,6 +423,9 @@ def test_choices_and_texts():
     assert chosen_samples(["g"] * 20, [], []) == ["g"] * 12 and chosen_samples([], ["l"] * 3, ["s"]) == ["l"] * 3 + [
         "s"
     ]
-    assert redacted("ftp://me:secret@host/x") == "ftp://host/x" and redacted("s3://bucket/a@b") == "s3://bucket/a@b"
+    assert (
+        without_userinfo("ftp://me:secret@host/x") == "ftp://host/x"
+        and without_userinfo("s3://bucket/a@b") == "s3://bucket/a@b"
+    )
     assert [duration(s) for s in (None, 0.31, 200, 3900)] == ["–", "0.3 s", "3 min 20 s", "1 h 05 min"]
     assert visible("a\x00b\n") == "a\\x00b\n" and visible("x" * 1300).endswith("… (100 more characters)")
