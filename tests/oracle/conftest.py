@@ -27,12 +27,18 @@ def product(tmp_path_factory: pytest.TempPathFactory) -> Product:
 
 @pytest.fixture(autouse=True)
 def in_float64() -> Iterator[None]:
-    """Tests of other folders may share the process: they get their float32 back, and their optimised programs."""
+    """Tests of other folders may share the process: they get their float32, optimised programs and threads back."""
+    import torch
+
+    # Two threads wait for each other longer than they work on matrices of this size.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     quick = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", True)
     with using(DTYPE):
         yield
     jax.config.update("jax_disable_most_optimizations", quick)
+    torch.set_num_threads(threads)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -19,15 +19,19 @@ pytestmark = pytest.mark.slow
 
 RECIPE = """
 base: {source: "random:tiny"}
-data: {source: addition, system_prompt: null, heldout_fraction: 0.1, sft_fraction: 0.8}
-sft: {examples_per_step: 128, optimizer: {learning_rate: 0.003}, compute: {dtype: float64}}
-reward: {examples_per_step: 256, optimizer: {learning_rate: 0.001}, compute: {dtype: float64}}
+data:
+  sources: [{source: addition, weight: 0.15}]
+  system_prompt: null
+  heldout_fraction: 0.1
+  sft_fraction: 0.8
+sft: {examples_per_step: 32, optimizer: {learning_rate: 0.003}, compute: {dtype: float64}}
+reward: {examples_per_step: 64, optimizer: {learning_rate: 0.001}, compute: {dtype: float64}}
 rl:
   rounds: 3
   staleness: 1
   checkpoint_every: 1
   refills: 1
-  rollout: {prompts: 20, completions: 3, max_tokens: 5, temperature: 1.2}
+  rollout: {prompts: 12, completions: 3, max_tokens: 5, temperature: 1.2}
   score:
     rewards:
       digits: {function: matches, weight: 0.5, arguments: {pattern: "[0-9]+"}}
@@ -35,7 +39,7 @@ rl:
   update:
     algorithm: rloo
     kl_coef: 0.02
-    prompts_per_step: 7
+    prompts_per_step: 5
     epochs: 2
     truncated: mask
     short_of_groups: train
