@@ -41,7 +41,6 @@ rl:
     kl_coef: 0.02
     prompts_per_step: 5
     epochs: 2
-    truncated: mask
     short_of_groups: train
     max_mismatch_kl: 100.0
     optimizer: {learning_rate: 0.001, weight_decay: 0.01, schedule: linear, decay_steps: 40}
