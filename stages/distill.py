@@ -53,7 +53,8 @@ class Config(Fitted):
     sampling_temperature: Annotated[float, Field(gt=0)] = 1.0
     """Temperature of sampling."""
     heldout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Share of the examples kept out of training to measure the divergence on."""
+    """Share of the examples kept out of training to measure the divergence on;
+    drawn by group, so that completions of one prompt are on one side."""
     optimizer: Optimizer = Optimizer(learning_rate=2e-5, schedule="linear", warmup_steps=2)
     """The optimizer."""
 

@@ -14,6 +14,7 @@ from stages.common.tables import read_table
 from stages.contract.definition import Context, Reads, Stage, StageConfig, execution_setting
 from stages.contract.sources import function_digests
 from stages.sampling.rows import Draw, sample_rows
+from tuning.draws import some_by_group
 from tuning.rewards.samples import Sample
 from tuning.rows import CompletionRow, PromptRow, VerdictRow, write_table
 
@@ -38,7 +39,7 @@ class Config(StageConfig):
     """How a policy is judged."""
 
     problems: Annotated[int, Field(ge=0)] = 0
-    """Held-out problems to use, from the first; 0: all."""
+    """Held-out problems to use, drawn at random by group, the same for all policies; 0: all."""
     samples: Annotated[int, Field(ge=1)] = 4
     """Completions of each problem: n of pass@1 to pass@n and of maj@n."""
     max_tokens: Annotated[int, Field(ge=1)] = 64
@@ -101,22 +102,32 @@ def source_digests(config: Config) -> dict[str, str]:
 def run(ctx: Context) -> dict[str, Any]:
     """Writes the rollout table, `verdicts/` and `scores.json`; returns the scores with intervals over problems."""
     config: Config = ctx.config
-    problems = read_table(ctx.inputs["data"], "heldout/", PromptRow)[: config.problems or None]
-    if not problems:
+    table = read_table(ctx.inputs["data"], "heldout/", PromptRow)
+    if not table:
         raise ValueError("the data has no held-out problems: raise data.heldout_fraction, or set evaluate to null")
-    # A problem keeps its place, and so its samples, whatever number of them is used.
-    placed = list(enumerate(problems))
+    placed = drawn(table, config.problems)
+    groups = {place: problem.group or problem.prompt for place, problem in placed}
     draw = Draw(config.samples, config.max_tokens, config.temperature, config.shard_prompts)
     rows = sample_rows(ctx, placed, draw)
-    groups = {place: problem.group or problem.prompt for place, problem in placed}
     reachable = code_can_reach(ctx, [judge.function for judge in config.all_judges.values()])
     verdicts = {name: _verdicts(config, name, rows, groups) for name in config.all_judges}
-    table = [verdict for column in verdicts.values() for verdict in column]
-    write_table(ctx.out / "verdicts" / "part-00000.parquet", table, VerdictRow.schema())
+    judged = [verdict for column in verdicts.values() for verdict in column]
+    write_table(ctx.out / "verdicts" / "part-00000.parquet", judged, VerdictRow.schema())
+    problems = [problem for _, problem in placed]
     metrics = _about(config, problems, rows) | _scores(config, rows, verdicts) | reachable
     # As content too: what chooses by the scores has them in its key.
     (ctx.out / SCORES).write_text(json.dumps(metrics, indent=1, sort_keys=True) + "\n")
     return metrics
+
+
+def drawn(table: Sequence[PromptRow], count: int) -> list[tuple[int, PromptRow]]:
+    """(place, problem) of `count` held-out problems, or with 0 of all: group after random group (R22).
+
+    They are the same in all runs on this data, whatever their seeds. A problem keeps its place, and so its samples,
+    whatever number of them is used.
+    """
+    groups = [problem.group or problem.prompt for problem in table]
+    return [(place, table[place]) for place in some_by_group(groups, count or len(table), 0, "evaluate")]
 
 
 def _verdicts(config: Config, name: str, rows: Sequence[CompletionRow], groups: Mapping[int, str]) -> list[VerdictRow]:

@@ -1,6 +1,6 @@
 """Rows of the tables between the stages of a round. Each class is the one definition of its table's columns.
 
-    prepare --PromptRow--> rollout --CompletionRow--> score --ScoreRow--> update
+    prepare --PromptRow--> rollout --CompletionRow--> score --ScoreRow--> update --FateRow--> audit
                            evaluate: CompletionRow and VerdictRow
 
 A completion is named by its place and sample (R21), and every table of a round joins on the two. The place is the
@@ -156,6 +156,21 @@ class VerdictRow(Row):
     score: Real | None
     """1 is right; None where the judge failed or, without a failure, does not apply."""
     failure: Text | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FateRow(Row):
+    """What an update did with a completion of its round or refills: each has one fate."""
+
+    place: Number
+    sample: Index
+    prompt_id: Text
+    fate: Text
+    """`trained`, or why not: `failed`, `truncated`, `tied`, `unchosen` or `spare`."""
+    reason: Text | None = None
+    """In words; None where it was trained on for its advantage."""
+    advantage: Real | None = None
+    """Where it is trained on with one advantage for all of its tokens."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -208,7 +208,10 @@ def _scored(graph: _Graph, rl: RL, policy: Input, number: int) -> dict[str, Inpu
     sampling = rl.rollout.model_copy(update={"round": number, "quantize": quantize, "order_seed": order})
 
     def scored(rollouts: Input, place: str) -> Input:
-        return graph.add(place, "score", rl.score, roles={"rollouts": rollouts})
+        first = f"{name}.score"
+        # Refills and baselines are on the scale of the round's own rollouts.
+        settings = rl.score.model_copy(update={"round_scale": place != first and rl.score.scaled})
+        return graph.add(place, "score", settings, roles={"rollouts": rollouts, "scale": Input(first)})
 
     rollouts = graph.add(f"{name}.rollout", "rollout", sampling, (number,), rl.rollouts_from, {"policy": policy})
     roles = {"rollouts": rollouts, "scores": scored(rollouts, f"{name}.score")}

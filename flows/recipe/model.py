@@ -18,7 +18,7 @@ from stages.prepare.settings import Verifier
 from stages.prepare.stage import Config as DataConfig
 from stages.reward import Config as RewardConfig
 from stages.rollout import Config as RolloutConfig
-from stages.score.settings import MODEL
+from stages.score.settings import MODEL, Reward
 from stages.score.settings import Config as ScoreConfig
 from stages.sft import Config as SFTConfig
 from stages.update.settings import Config as UpdateConfig
@@ -90,7 +90,30 @@ class RL(StageConfig):
                 f"refills replace groups whose completions score alike, and {self.update.algorithm} learns from those "
                 "too: leave refills out"
             )
+        if self.score.round_scale:
+            raise ValueError("score.round_scale is said by the pipeline: leave it out")
+        for name, reward in self.score.rewards.items():
+            self._comparable(name, reward)
         return self
+
+    def _comparable(self, name: str, reward: Reward) -> None:
+        """Raises ValueError where sampled completions and those scored apart from them would have other rewards."""
+        where = f"score.rewards.{name}"
+        if self.update.needs_greedy and reward.normalise == "group":
+            raise ValueError(
+                f"{where}.normalise: group centres by a group's own mean, and {self.update.algorithm} by the reward of "
+                "a greedy completion, which has no group: use none or batch"
+            )
+        if self.update.needs_greedy and reward.batch != "sample":
+            raise ValueError(
+                f"{where}.batch: {reward.batch}: the greedy completion, whose reward is the baseline of "
+                f"{self.update.algorithm}, is scored without the others: use batch: sample"
+            )
+        if self.refills and reward.batch == "round":
+            raise ValueError(
+                f"{where}.batch: round: refills are sampled after the round is scored, and a call cannot get both: use "
+                "batch: group or sample, or leave rl.refills out"
+            )
 
 
 class Recipe(BaseModel):

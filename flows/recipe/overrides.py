@@ -23,7 +23,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 # The graph sets these itself, round by round.
-MANAGED = {"round", "store_state"}
+MANAGED = {"round", "store_state", "round_scale"}
 
 
 def _no_default(schema: dict[str, Any]) -> None:

@@ -75,6 +75,7 @@ def view(store: Store, record: Mapping[str, Any]) -> dict[str, Any]:
         "stages": stages,
         "graph": stage_graph({row.name: row.sources for row in stages}),
         "provenance": _provenance(run),
+        "audit": run.store.read_json("runs", run.record["name"], "audit.json"),
     }
 
 

@@ -91,7 +91,8 @@ class Reads:
 
     role: str
     """`policy`: the policy trained so far. `base`, `tokenizer`, `data`, `reward`: those of the run. In a round of RL
-    also `reference` (the policy before the first round), `rollouts`, `scores`, `greedy_scores`. `NAME_*`: every
+    also `reference` (the policy before the first round), `rollouts`, `scores`, `greedy_scores`, `scale` (the
+    scores of the round's own rollouts). `NAME_*`: every
     artifact whose role begins so, each an input under its own role."""
     parts: tuple[str, ...] = ()
     """Path prefixes that are read: only their content is in the key. Empty: what the role offers, mostly all of it."""

@@ -97,5 +97,5 @@ def _samples(out: Path, output: str) -> list[dict[str, str]]:
     import pyarrow.parquet as pq
 
     path = min((out / output).glob("part-*.parquet"))
-    texts = [f.name for f in pq.read_schema(path) if f.type == pa.string() and f.name not in ("id", "content")]
+    texts = [f.name for f in pq.read_schema(path) if f.type == pa.string() and f.name not in ("id", "content", "group")]
     return [{k: v for k, v in row.items() if v} for row in _first_rows(path, SAMPLES, texts)]

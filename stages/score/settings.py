@@ -28,7 +28,8 @@ class Reward(StageConfig):
     clip: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
     """Range to which the value is limited then."""
     normalise: Literal["none", "group", "batch"] = "none"
-    """Centre and scale the values of a prompt's completions, or of the round, before the weight."""
+    """Centre and scale the values of a prompt's completions, or of the round, before the weight. With batch, refills
+    and ReMax's greedy completions are on the scale of the round's own rollouts."""
     batch: Literal["sample", "group", "round"] = "sample"
     """What one call of the function gets: one completion, all of a prompt's, or all of the round's, as in TRL. A call
     that fails costs all of its completions."""
@@ -69,6 +70,9 @@ class Config(StageConfig):
     """Share of the completions, rounded up to whole ones, that a reward may fail on: with more the stage fails."""
     shard_completions: Annotated[int, Field(ge=1)] = 256
     """Completions of one shard, which holds whole groups: what a remote store keeps when scoring is interrupted."""
+    round_scale: bool = False
+    """Whether `normalise: batch` takes mean and deviation from the round's own scores; the graph says so for refills
+    and greedy completions."""
     compute: Compute = Compute()
     """How to compute."""
     workers: int = execution_setting(2, ge=1)
@@ -79,6 +83,11 @@ class Config(StageConfig):
         if not self.rewards:
             raise ValueError("rewards is empty: name at least one reward")
         return self
+
+    @property
+    def scaled(self) -> bool:
+        """Whether a reward is normalised over the round."""
+        return any(r.normalise == "batch" for r in self.rewards.values())
 
     @property
     def learned(self) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stages.common.code import code_can_reach
 from stages.common.tables import read_table
@@ -16,6 +17,11 @@ from tuning.rewards.failures import MOST, tallied
 from tuning.rewards.samples import Outcome
 from tuning.rows import CompletionRow, ScoreRow, names_of, numbers_of_groups, write_table
 
+if TYPE_CHECKING:
+    from tuning.rewards.totals import Part, Scale
+
+SCALE = "scale.json"
+"""The file of the artifact with the scales of rewards that are normalised over the round."""
 REASON_WIDTH = 60
 """Characters of a reason on the console."""
 
@@ -29,24 +35,55 @@ def run(ctx: Context) -> dict[str, Any]:
     names = sorted(config.rewards)
     reachable = code_can_reach(ctx, [reward.function for reward in config.rewards.values()])
     columns = outcomes_of(ctx, names, rollouts)
-    rows = with_totals(config, rollouts, columns)
+    scales = _scales(ctx, columns)
+    rows = with_totals(config, rollouts, columns, scales)
     write_table(ctx.out / "scores" / "part-00000.parquet", rows, ScoreRow.schema(names))
     return summarise(rows, columns) | reachable
 
 
-def with_totals(
-    config: Config, rollouts: Sequence[CompletionRow], columns: Mapping[str, Sequence[Outcome]]
-) -> list[ScoreRow]:
-    """The score table: shaped rewards, their weighted sum and the failures, in the order of the rollouts."""
-    from tuning.rewards.totals import Part, shaped, totals
+def _parts(config: Config) -> list[Part]:
+    from tuning.rewards.totals import Part
 
-    parts = [Part(name, **reward.part) for name, reward in sorted(config.rewards.items())]
+    return [Part(name, **reward.part) for name, reward in sorted(config.rewards.items())]
 
-    def shaped_outcome(outcome: Outcome, part: Part) -> Outcome:
+
+def _shaped(columns: Columns, parts: Sequence[Part]) -> Columns:
+    """The outcomes with shaped values."""
+    from tuning.rewards.totals import shaped
+
+    def one(outcome: Outcome, part: Part) -> Outcome:
         return outcome if outcome.value is None else Outcome(shaped(outcome.value, part), outcome.failure)
 
-    values = {part.name: [shaped_outcome(outcome, part) for outcome in columns[part.name]] for part in parts}
-    sums, failures = totals(list(values.values()), parts, numbers_of_groups(rollouts), config.unscored)
+    return {part.name: [one(outcome, part) for outcome in columns[part.name]] for part in parts}
+
+
+def _scales(ctx: Context, columns: Columns) -> dict[str, Scale]:
+    """Mean and deviation of the rewards that are normalised over the round.
+
+    Those of the round's own scores are written to `scale.json`, where refills and greedy completions find them.
+    """
+    from tuning.rewards.totals import scales_of
+
+    config: Config = ctx.config
+    if config.round_scale:
+        kept = json.loads(ctx.inputs["scale"].local(SCALE).read_text())
+        return {name: (mean, deviation) for name, (mean, deviation) in kept.items()}
+    parts = _parts(config)
+    scales = scales_of(list(_shaped(columns, parts).values()), parts, config.unscored)
+    if scales:
+        (ctx.out / SCALE).write_text(json.dumps(scales, sort_keys=True) + "\n")
+    return scales
+
+
+def with_totals(
+    config: Config, rollouts: Sequence[CompletionRow], columns: Columns, scales: Mapping[str, Scale]
+) -> list[ScoreRow]:
+    """The score table: shaped rewards, their weighted sum and the failures, in the order of the rollouts."""
+    from tuning.rewards.totals import totals
+
+    parts = _parts(config)
+    values = _shaped(columns, parts)
+    sums, failures = totals(list(values.values()), parts, numbers_of_groups(rollouts), config.unscored, scales)
     rows = []
     for i, (row, total) in enumerate(zip(rollouts, sums.tolist(), strict=True)):
         rewards = {name: column[i].value for name, column in values.items()}
@@ -134,6 +171,10 @@ STAGE = Stage(
     section="rl.score",
     title="scores",
     makes="scores",
-    reads={"rollouts": Reads("rollouts"), "reward": Reads("reward", when=lambda c, _: c.learned)},
+    reads={
+        "rollouts": Reads("rollouts"),
+        "reward": Reads("reward", when=lambda c, _: c.learned),
+        "scale": Reads("scale", (SCALE,), when=lambda c, _: c.round_scale),
+    },
     headline=(_total, _by_name, _failed, "zero-var {zero_variance:.2f}"),
 )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from stages.contract.definition import Context
 from stages.store.artifacts import Artifact
+from tuning.draws import whole_groups
 
 if TYPE_CHECKING:
     from tuning.data.reading import Examples
@@ -22,19 +24,22 @@ class Table:
         from tuning.data.reading import read_examples
 
         self._paths = sorted(data.local(f"{part}/").glob("*.parquet"))
-        # All rows; `part` narrows them.
-        self._rows = slice(None)
         ctx.work.mkdir(parents=True, exist_ok=True)
         completions = COMPLETIONS.get(part.removeprefix("heldout_"), ("completion",))
         self.examples: Examples = read_examples(self._paths, completions, ctx.work)
+        # All rows; `only` narrows them.
+        self._rows: Sequence[int] = range(len(self.examples))
 
     def __len__(self) -> int:
         return len(self.examples)
 
-    def part(self, start: int, stop: int | None = None) -> Table:
-        """Some of the rows."""
+    def only(self, rows: Sequence[int]) -> Table:
+        """Some of the rows, by number."""
+        import numpy as np
+
         other = copy.copy(self)
-        other._rows, other.examples = slice(start, stop), self.examples[start:stop]
+        other._rows = [self._rows[row] for row in rows]
+        other.examples = self.examples[np.asarray(rows, np.int64)]
         return other
 
     def column(self, name: str) -> list[Any]:
@@ -42,21 +47,28 @@ class Table:
         import pyarrow.parquet as pq
 
         values = [value for path in self._paths for value in pq.read_table(path, columns=[name])[name].to_pylist()]
-        return values[self._rows]
+        return [values[row] for row in self._rows]
+
+    def groups(self) -> list[str]:
+        """The group of each row; where the data names none, its prompt is the group."""
+        prompts = self.examples.prompt_bytes()
+        return [group or prompt.hex() for group, prompt in zip(self.column("group"), prompts, strict=True)]
 
 
 def train_and_heldout(ctx: Context, data: Artifact, part: str, fraction: float) -> tuple[Table, Table]:
-    """The rows of `part` to train on and those to measure on: of held-out groups where the data has such, else a slice.
+    """The rows of `part` to train on and those to measure on: of held-out groups where the data has such, else a share.
 
-    Raises ValueError where nothing is left to train on.
+    The share is drawn by group, at random by the stage's seed: completions of one prompt are on one side (R22). Raises
+    ValueError where nothing is left to train on.
     """
     table = Table(ctx, data, part)
     if data.has(f"heldout_{part}/"):
         return table, Table(ctx, data, f"heldout_{part}")
-    # Rows are in the order of a hash of their content: a slice is a random sample.
-    count = int(len(table) * fraction)
-    if len(table) == count:
+    held = whole_groups(table.groups(), int(len(table) * fraction), ctx.seed, "heldout")
+    if len(held) == len(table):
         raise ValueError(
-            f"{part} has {len(table)} rows, all of them held out: give more data, or lower heldout_fraction"
+            f"{part} has {len(table)} rows of one prompt or group, all of them held out: give more data, or set "
+            "heldout_fraction to 0"
         )
-    return table.part(count), table.part(0, count)
+    rest = sorted(set(range(len(table))) - set(held))
+    return table.only(rest), table.only(held)

@@ -19,14 +19,15 @@ from stages.common.settings import stored_as
 from stages.common.tables import read_table
 from stages.contract.definition import Context, Reads, Stage
 from stages.contract.sources import user_digests
-from stages.sampling.groups import chosen_groups, read_scored, refills
+from stages.sampling.groups import Scored, chosen_groups, read_scored, refills
 from stages.store.artifacts import Artifact
 from stages.training.adapters import lora_config, name_of
 from stages.update import state as states
+from stages.update.fates import FATES, fates_of
 from stages.update.idle import check_idle, idle_metrics
 from stages.update.settings import Config
 from stages.update.state import NAME, State
-from tuning.rows import ScoreRow
+from tuning.rows import FateRow, ScoreRow, write_table
 
 if TYPE_CHECKING:
     from tuning.algorithms.diagnostics import Coefficients
@@ -47,7 +48,7 @@ def run(ctx: Context) -> dict[str, Any]:
     """Writes `policy.json`, and the adapter and state where they are stored; returns the round's metrics."""
     from tuning.models.peft import save_adapter
 
-    state, metrics = _advance(ctx)
+    state, metrics = _advance(ctx, with_fates=True)
     # Here and not in `_advance`, which also replays rounds that have been committed.
     check_idle(metrics, ctx.config.max_idle_rounds)
     content = {"fingerprint": states.fingerprint_of(state), "round": ctx.config.round}
@@ -69,13 +70,14 @@ def restore(ctx: Context, artifact: Artifact) -> tuple[Any, Any]:
     return states.remember_policy(ctx, states.state_after(ctx, artifact, _advance), artifact.digest)
 
 
-def _advance(ctx: Context) -> tuple[State, dict[str, Any]]:
-    """The state after this round, and the round's metrics."""
+def _advance(ctx: Context, with_fates: bool = False) -> tuple[State, dict[str, Any]]:
+    """The state after this round, and the round's metrics; with `with_fates`, also writes the table `fates/`."""
     from tuning.algorithms.rounds import run_round
 
     config: Config = ctx.config
     parent = ctx.inputs["policy"]
-    data, refills = _rollouts(ctx)
+    sampled, chosen, refills = _rollouts(ctx)
+    data = _round_data(ctx, chosen)
     # A first round, or one with another adapter, begins with new optimizers.
     if states.continues(config, parent):
         state = states.state_after(ctx, parent, _advance)
@@ -111,6 +113,9 @@ def _advance(ctx: Context) -> tuple[State, dict[str, Any]]:
     else:
         state.adapter = result.policy.params
         _, state.params = states.merged(ctx, state.adapter)
+    if with_fates:
+        rows = fates_of(sampled, chosen, result, config.truncated)
+        write_table(ctx.out / FATES / "part-00000.parquet", rows, FateRow.schema())
     idle = idle_metrics(data, result.metrics, config, parent)
     if idle:
         ctx.log(f"round {config.round} has trained nothing: {idle['idle']}")
@@ -128,21 +133,24 @@ def _coefficients(config: Config, parent: Artifact) -> Coefficients | None:
     return Coefficients(**{n: kept[n] for n in names}) if names <= kept.keys() else None
 
 
-def _rollouts(ctx: Context) -> tuple[RoundData, dict[str, Any]]:
-    """The round's scored rollouts, those of its refills behind them, and counts of prompts by fate."""
-    from tuning.algorithms.round_data import RoundData
-
+def _rollouts(ctx: Context) -> tuple[Scored, Scored, dict[str, Any]]:
+    """All of the round's scored rollouts, those of its refills behind them; what the round takes of them; counts."""
     config: Config = ctx.config
     scored = read_scored(ctx.inputs)
     digest = ctx.inputs["policy"].digest
     wrong = [] if config.off_policy else [row for row in scored.rollouts if row.policy != digest]
     if wrong:
         raise RuntimeError(f"rollouts come from policy {wrong[0].policy[:12]}, the update starts at {digest[:12]}")
-    about: dict[str, Any] = {}
-    if refills(ctx.inputs):
-        scored, about = chosen_groups(scored, config.short_of_groups)
-    greedy = read_table(ctx.inputs["greedy_scores"], "scores/", ScoreRow) if config.needs_greedy else None
-    return RoundData.from_rows(scored.rollouts, scored.scores, greedy), about
+    if not refills(ctx.inputs):
+        return scored, scored, {}
+    return scored, *chosen_groups(scored, config.short_of_groups)
+
+
+def _round_data(ctx: Context, chosen: Scored) -> RoundData:
+    from tuning.algorithms.round_data import RoundData
+
+    greedy = read_table(ctx.inputs["greedy_scores"], "scores/", ScoreRow) if ctx.config.needs_greedy else None
+    return RoundData.from_rows(chosen.rollouts, chosen.scores, greedy)
 
 
 STAGE = Stage(

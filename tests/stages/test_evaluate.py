@@ -95,6 +95,16 @@ def test_no_problem_or_none_to_judge_is_an_error(base, tmp_path):
         judged(base, tmp_path / "b", count=1)
 
 
+def test_problems_are_random_whole_groups_that_keep_their_places():
+    table = [PromptRow(id=f"p{i}", prompt_ids=[1], prompt=f"{i}?", group=f"g{i // 2}") for i in range(100)]
+    some, more, every = (evaluate.drawn(table, count) for count in (20, 30, 0))
+    assert every == list(enumerate(table))
+    assert [place for place, _ in some] != list(range(20)) and len(some) == 20
+    assert len({problem.group for _, problem in some}) == 10
+    assert {place for place, _ in some} < {place for place, _ in more}
+    assert all(table[place] is problem for place, problem in more)
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -20,7 +20,7 @@ from tuning.rows import (
 
 TEXT, IDS = pa.string(), pa.list_(pa.int32())
 NAME = [("place", pa.int64()), ("sample", pa.int32()), ("prompt_id", TEXT)]
-PROVENANCE = {"source": TEXT, "record": pa.int64(), "content": TEXT}
+PROVENANCE = {"source": TEXT, "record": pa.int64(), "content": TEXT, "group": TEXT}
 
 
 def test_the_columns_of_a_round_are_those_that_stores_hold():
@@ -35,7 +35,8 @@ def test_the_columns_of_a_round_are_those_that_stores_hold():
     assert ScoreRow.schema(["exact", "model"]) == pa.schema(
         [*NAME, ("rewards", rewards), ("total", pa.float32()), ("failure", TEXT)]
     )
-    assert VerdictRow.schema() == pa.schema([*NAME, ("score", pa.float32()), ("failure", TEXT)])
+    verdict = [("group", TEXT), ("judge", TEXT), ("answer", TEXT), ("score", pa.float32()), ("failure", TEXT)]
+    assert VerdictRow.schema() == pa.schema(NAME + verdict)
     assert RefusedRow.schema() == pa.schema([("place", pa.int64()), ("prompt_id", TEXT), ("reason", TEXT)])
 
 

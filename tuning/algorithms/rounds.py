@@ -56,6 +56,12 @@ class RoundResult:
     """Of the next round."""
     metrics: dict[str, Any]
     """JSON values by name; `steps` is 0 where no completion carried a signal."""
+    trained_N: np.ndarray
+    """Completions in the loss, [N] bool."""
+    signal_N: np.ndarray
+    """Completions with an advantage, [N] bool."""
+    advantages_N: np.ndarray
+    """The advantage that all tokens of a completion share, [N]; NaN where tokens differ or nothing is trained."""
 
 
 def run_round(
@@ -80,7 +86,16 @@ def run_round(
     under_way = _Round(data, settings, model, policy, critic, coefficients, progress, record)
     of_steps = under_way.run(reference) if under_way.steps else {"steps": 0}
     metrics = {k: _plain(v) for k, v in (under_way.overview() | of_steps).items()}
-    return RoundResult(policy, critic, coefficients.next(settings.objective, settings, metrics), metrics)
+    return RoundResult(
+        policy,
+        critic,
+        coefficients.next(settings.objective, settings, metrics),
+        metrics,
+        # Without a step nothing was trained, whatever was to be.
+        under_way.keep_N & bool(metrics["steps"]),
+        under_way.signal_N,
+        under_way.advantages_N(),
+    )
 
 
 @dataclasses.dataclass
@@ -254,6 +269,15 @@ class _Round:
         # The advantages of a tied group are rounding where they are not 0.
         counts_NT = (self.scored.mask_NT > 0) & self.signal_N[:, None]
         return np.where(counts_NT, of_tokens, 0.0).astype(real())
+
+    def advantages_N(self) -> np.ndarray:
+        """The advantage that the trained tokens of each completion share, [N]; NaN without one."""
+        if "advantages" not in self.columns_NT:
+            return np.full(len(self.keep_N), np.nan)
+        trained_NT = self.trained_NT
+        low = np.where(trained_NT, self.columns_NT["advantages"], np.inf).min(axis=1)
+        high = np.where(trained_NT, self.columns_NT["advantages"], -np.inf).max(axis=1)
+        return np.where(low == high, low, np.nan)
 
     def prepare_critic(self, critic: Learner, pretrain_epochs: int) -> dict[str, Any]:
         """Trains the critic alone where the settings ask for it, then takes advantages and returns from it."""

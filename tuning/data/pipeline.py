@@ -169,6 +169,7 @@ def _placed(entry: Entry, draft: Draft, label: str) -> Iterator[dict[str, Any]]:
     """The columns of a row with its provenance, once and again for each further copy by weight."""
     row = {**draft.columns, **draft.ids, "completion_mask": draft.mask, "key": draft.key}
     row |= {"source": label, "record": entry.number, "content": entry.record.content, "position": entry.position}
+    row["group"] = entry.record.group
     yield row
     for copy in range(1, entry.times):
         # A key of its own, or the copy would be removed as a duplicate.

@@ -49,9 +49,9 @@ class Examples(Sequence[Group]):
     @overload
     def __getitem__(self, index: int) -> Group: ...
     @overload
-    def __getitem__(self, index: slice) -> Examples: ...
-    def __getitem__(self, index: int | slice) -> Group | Examples:
-        if isinstance(index, slice):
+    def __getitem__(self, index: slice | np.ndarray) -> Examples: ...
+    def __getitem__(self, index: int | slice | np.ndarray) -> Group | Examples:
+        if isinstance(index, slice | np.ndarray):
             return dataclasses.replace(
                 self, prompts_N2=self.prompts_N2[index], completions_NC2=self.completions_NC2[index]
             )

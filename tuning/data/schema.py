@@ -30,6 +30,8 @@ class SftRow(Row):
     """Its number there, from 1."""
     content: Text
     """sha256 of all of the record but its id."""
+    group: Text
+    """Group of the record, which no split divides; the prompt's, where the record names none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,7 @@ class PairRow(Row):
     source: Text
     record: Number
     content: Text
+    group: Text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +66,7 @@ class LabelledRow(Row):
     source: Text
     record: Number
     content: Text
+    group: Text
 
 
 ROWS: dict[str, type[Row]] = {

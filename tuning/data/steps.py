@@ -5,7 +5,6 @@ The steps of this module decide which records are used; those of `tuning.data.dr
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections import Counter
@@ -20,14 +19,9 @@ from tuning.data.fields import Mapper
 from tuning.data.records import Record, RecordError, canonical_json, parse_line
 from tuning.data.remote import local_copy
 from tuning.data.similar import is_contaminated, signature
+from tuning.draws import uniform
 from tuning.names import function_of
 from tuning.rewards.answers import unreadable
-
-
-def uniform(seed: int, purpose: str, group: str) -> float:
-    """A number in [0, 1) that depends on its arguments alone: more data never moves a group to another split."""
-    bits = hashlib.sha256(f"{seed}\n{purpose}\n{group}".encode()).digest()[:8]
-    return int.from_bytes(bits, "big") / 2.0**64
 
 
 def splits_of(record: Record, plan: Plan) -> list[str]:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
 
-from tuning.algorithms.advantages import group_advantages, standardise
+from tuning.algorithms.advantages import group_advantages
 from tuning.rewards.samples import Outcome
 
 Normalise = Literal["none", "group", "batch"]
@@ -57,8 +57,18 @@ def _sigmoid(value: float) -> float:
     return math.exp(value) / (1 + math.exp(value))
 
 
+Scale = tuple[float, float]
+"""Mean and standard deviation of a reward over the round."""
+EPS = 1e-4
+"""Added to standard deviations."""
+
+
 def totals(
-    columns: Sequence[Sequence[Outcome]], parts: Sequence[Part], groups_B: Sequence[int], unscored: Unscored = "drop"
+    columns: Sequence[Sequence[Outcome]],
+    parts: Sequence[Part],
+    groups_B: Sequence[int],
+    unscored: Unscored = "drop",
+    scales: Mapping[str, Scale] | None = None,
 ) -> tuple[np.ndarray, list[str | None]]:
     """Weighted sums [B] float32, NaN where the sample is dropped, and the failures of each sample.
 
@@ -66,48 +76,74 @@ def totals(
     and scaled over the group or the round first (GDPO, arXiv:2601.05242). A reward that does not apply adds nothing. A
     failed one drops its sample, counts as 0, or raises RewardFailed, according to its `on_failure`. A sample to which
     no reward applies is dropped or has a total of 0, as `unscored` says.
+
+    scales: for rewards that are normalised over the batch, by name, the mean and deviation of the round that these
+    completions belong to (`scales_of`); without them those of the completions themselves.
     """
-    dropped_B = np.zeros(len(groups_B), bool)
-    for column, part in zip(columns, parts, strict=True):
-        dropped_B |= _drops(column, part)
-    if unscored == "drop":
-        dropped_B |= ~np.asarray([any(outcome.applies for outcome in row) for row in zip(*columns, strict=True)], bool)
+    dropped_B = _dropped(columns, parts, unscored)
+    scales = scales_of(columns, parts, unscored) if scales is None else scales
     sums_B = np.where(dropped_B, np.nan, 0.0)
     failures: list[list[str]] = [[] for _ in groups_B]
     for column, part in zip(columns, parts, strict=True):
-        sums_B += _weighted(column, part, groups_B, dropped_B)
+        sums_B += _weighted(column, part, groups_B, dropped_B, scales.get(part.name))
         for causes, outcome in zip(failures, column, strict=True):
             if outcome.failure is not None:
                 causes.append(f"{part.name}: {outcome.failure}")
     return sums_B.astype(np.float32), ["; ".join(causes) or None for causes in failures]
 
 
-def _drops(column: Sequence[Outcome], part: Part) -> np.ndarray:
-    """Which samples leave because this reward failed, [B] bool. Raises RewardFailed where that ends the run."""
-    failed_B = np.asarray([outcome.failure is not None for outcome in column], bool)
-    if part.on_failure == "stop" and failed_B.any():
-        first = int(failed_B.argmax())
-        raise RewardFailed(f"reward {part.name} failed on completion {first} of the round: {column[first].failure}")
-    return failed_B & (part.on_failure == "drop")
+def scales_of(
+    columns: Sequence[Sequence[Outcome]], parts: Sequence[Part], unscored: Unscored = "drop"
+) -> dict[str, Scale]:
+    """Mean and standard deviation of the rewards that are normalised over the batch, by name, for `totals`.
+
+    Rewards that do not differ have a deviation of 1: values of another sampling are then only centred.
+    """
+    dropped_B = _dropped(columns, parts, unscored)
+    scales = {}
+    for column, part in zip(columns, parts, strict=True):
+        if part.normalise == "batch":
+            values_B = _values(column)
+            values_B = values_B[np.isfinite(values_B) & ~dropped_B]
+            deviation = float(values_B.std(ddof=1)) if len(values_B) > 1 else 0.0
+            scales[part.name] = (float(values_B.mean()) if len(values_B) else 0.0, deviation or 1.0)
+    return scales
 
 
-def _weighted(column: Sequence[Outcome], part: Part, groups_B: Sequence[int], dropped_B: np.ndarray) -> np.ndarray:
-    """What one reward adds to the totals, [B] float64."""
+def _dropped(columns: Sequence[Sequence[Outcome]], parts: Sequence[Part], unscored: Unscored) -> np.ndarray:
+    """Which samples leave: a reward failed, or none applies; [B] bool. Raises RewardFailed where that ends the run."""
+    applies = [any(outcome.applies for outcome in row) for row in zip(*columns, strict=True)]
+    dropped_B = ~np.asarray(applies, bool) & (unscored == "drop")
+    for column, part in zip(columns, parts, strict=True):
+        failed_B = np.asarray([outcome.failure is not None for outcome in column], bool)
+        if part.on_failure == "stop" and failed_B.any():
+            first = int(failed_B.argmax())
+            cause = column[first].failure
+            raise RewardFailed(f"reward {part.name} failed on completion {first} of the round: {cause}")
+        dropped_B |= failed_B & (part.on_failure == "drop")
+    return dropped_B
+
+
+def _values(column: Sequence[Outcome]) -> np.ndarray:
+    """The values of a reward, [B] float64: 0 where it failed, NaN where it does not apply."""
     values_B = np.asarray([np.nan if outcome.value is None else outcome.value for outcome in column], np.float64)
-    # A failure that counts as 0 also enters the statistics below. A dropped sample enters none, that of a reward which
-    # has a value for it included (R24).
     values_B[[outcome.failure is not None for outcome in column]] = 0.0
+    return values_B
+
+
+def _weighted(
+    column: Sequence[Outcome], part: Part, groups_B: Sequence[int], dropped_B: np.ndarray, scale: Scale | None
+) -> np.ndarray:
+    """What one reward adds to the totals, [B] float64."""
+    values_B = _values(column)
+    # A failure that counts as 0 enters the statistics. A dropped sample enters none, those of a reward which has a
+    # value for it included (R24).
     known_B = np.isfinite(values_B) & ~dropped_B
-    if part.normalise != "none":
-        values_B[known_B] = _normalised(values_B, known_B, groups_B, part.normalise)[known_B]
+    if scale is not None:
+        values_B = (values_B - scale[0]) / (scale[1] + EPS)
+    elif part.normalise == "group":
+        # Unknown values are masked, but NaN * 0 would still be NaN.
+        values = jnp.asarray(np.where(known_B, values_B, 0.0), jnp.float32)
+        normed = group_advantages(values, jnp.asarray(groups_B), valid=jnp.asarray(known_B), eps=EPS)
+        values_B[known_B] = np.asarray(normed)[known_B]
     return np.where(known_B, part.weight * values_B, 0.0)
-
-
-def _normalised(values_B: np.ndarray, known_B: np.ndarray, groups_B: Sequence[int], how: Normalise) -> np.ndarray:
-    """The known values centred and scaled over their group or the round, [B] float32."""
-    # Unknown values are masked, but NaN * 0 would still be NaN.
-    values = jnp.asarray(np.where(known_B, values_B, 0.0), jnp.float32)
-    known = jnp.asarray(known_B)
-    if how == "batch":
-        return np.asarray(standardise(values, valid=known, eps=1e-4))
-    return np.asarray(group_advantages(values, jnp.asarray(groups_B), valid=known))

@@ -51,6 +51,16 @@ def test_the_first_round_is_sampled_from_the_kernels_that_an_adapter_is_trained_
     assert graph("rl.update.lora.rank=4")["round-000.rollout"].config.quantize == "none"
 
 
+def test_baselines_and_refills_are_scored_on_the_scale_of_the_rounds_own_rollouts():
+    normed = "rl.score.rewards={exact: {normalise: batch}}"
+    nodes = graph(normed, "rl.update={algorithm: remax}")
+    assert inputs(nodes["round-001.greedy-score"])["scale"] == "round-001.score"
+    assert "scale" not in inputs(nodes["round-001.score"])
+    nodes = graph(normed, "rl.refills=2")
+    assert [inputs(nodes[f"round-000.refill-{i}-score"])["scale"] for i in (1, 2)] == ["round-000.score"] * 2
+    assert not any("scale" in inputs(node) for node in graph("rl.refills=1").values())
+
+
 def test_what_each_stage_reads():
     nodes = graph()
     assert list(nodes)[:4] == ["base", "prepare", "sft", "reward"]
@@ -254,7 +264,7 @@ def test_a_setting_changes_the_keys_of_its_own_stage_alone(made, sets, reached):
 
 def test_a_key_holds_the_content_of_the_parts_that_are_read(made):
     parts = {name: key_parts(node, made) for name, node in graph().items()}
-    assert parts["sft"]["inputs"]["data"] == made["prepare"].part_digest(("sft/",))
+    assert parts["sft"]["inputs"]["data"] == made["prepare"].part_digest(("sft/", "heldout_sft/"))
     assert parts["reward"]["inputs"]["data"] == made["prepare"].part_digest(("preference/", "heldout_preference/"))
     assert parts["round-000.rollout"]["inputs"]["data"] == made["prepare"].part_digest(("prompts/",))
     assert parts["evaluate.base"]["inputs"]["data"] == made["prepare"].part_digest(("heldout/",))

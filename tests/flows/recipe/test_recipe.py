@@ -135,6 +135,19 @@ def test_all_mistakes_are_told_at_once(recipe):
         ("rl: {update: {kl_kind: k1}}\n", "rl.update: kl_kind k1 in the loss has a gradient of zero"),
         ("rl: {update: {algorithm: remax}, refills: 2}\n", "remax learns from those too: leave refills out"),
         ("rl: {score: {rewards: {a: {clip: [1.0, 0.0]}}}}\n", "the first number must be below the second"),
+        (
+            "rl: {update: {algorithm: remax}, score: {rewards: {a: {normalise: group}}}}\n",
+            "score.rewards.a.normalise: group centres by a group's own mean, and remax by the reward of",
+        ),
+        (
+            "rl: {update: {algorithm: remax}, score: {rewards: {a: {batch: group}}}}\n",
+            "score.rewards.a.batch: group: the greedy completion, whose reward is the baseline of remax, is scored",
+        ),
+        (
+            "rl: {refills: 1, score: {rewards: {a: {batch: round}}}}\n",
+            "score.rewards.a.batch: round: refills are sampled after the round is scored",
+        ),
+        ("rl: {score: {round_scale: true}}\n", "score.round_scale is said by the pipeline: leave it out"),
         ("rl: {score: {rewards: {}}}\n", "rewards is empty: name at least one reward"),
         ("rl: {rollout: {round: 3}}\n", "rollout.round is counted by the pipeline: leave it out"),
         ("rl: {update: {store_state: true}}\n", "update.store_state follows from rl.checkpoint_every: leave it out"),

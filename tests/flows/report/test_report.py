@@ -14,6 +14,7 @@ from flows.recipe.model import Recipe
 from flows.records import UnknownRun
 from flows.report.advice import Warn, run_warnings
 from flows.report.charts import PNG_LIMIT, curves_png_data
+from flows.report.console import difference_lines
 from flows.report.formats import duration, visible
 from flows.report.measures import judged_reward, round_series
 from flows.report.page import write_report
@@ -386,6 +387,17 @@ def test_warnings_name_what_went_wrong(tmp_path):
     failures = Warn("Judge failures", "3 judgements of RL failed and count as wrong.")
     assert run_warnings({}, {}, only, {}) == [failures]
     assert run_warnings({}, {}, {}, {}) == []
+
+
+def test_the_console_names_what_each_policy_is_compared_with():
+    compared = {"sft": {"base": Difference(0.25, 0.1, 0.4, 40)}}
+    compared["rl"] = {"sft": Difference(-0.01, -0.05, 0.03, 40), "base": Difference(0.24, 0.1, 0.4, 40)}
+    assert difference_lines(compared) == [
+        "SFT against base  +0.250 [+0.100, +0.400]  better",
+        "RL against SFT    -0.010 [-0.050, +0.030]  even",
+        "RL against base   +0.240 [+0.100, +0.400]  better",
+    ]
+    assert difference_lines({}) == []
 
 
 def test_round_series_has_gaps_where_rounds_lack_numbers(whole):

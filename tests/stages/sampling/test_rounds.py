@@ -10,9 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from stages import base as base_model
-from stages import greedy, rollout, score
+from stages import greedy, rollout
 from stages.common.compilation import configure_jax
 from stages.sampling.groups import chosen_groups, read_scored
+from stages.score import stage as score
+from stages.score.settings import Reward
+from tests.stages.score.functions import weighed
 from tests.stages.training.support import Folder, data, ids, perform
 from tuning.algorithms.round_data import RoundData
 from tuning.rows import CompletionRow, RefusedRow, ScoreRow, names_of, read_table
@@ -21,11 +24,8 @@ PROMPTS, COMPLETIONS = 8, 2
 QUESTIONS = ["1+1=", "some words?", "2*3=", "far too long " * 500]
 # Two passes over the four prompts, in each of which the last is refused.
 PLACES = [0, 2, 3, 4, 5, 6]
-
-
-def value(prompts, completions, **_):
-    """A number of its own for each text."""
-    return [sum((i + 1) * ord(c) for i, c in enumerate(text)) / 1000 for text in completions]
+WEIGHED = Reward(function="tests.stages.score.functions:weighed")
+REWARDS = score.Config(rewards={"v": WEIGHED}, shard_completions=4, workers=1)
 
 
 def rows(folder: Folder, part, kind):
@@ -55,8 +55,7 @@ def made(inputs):
     found["metrics"], found["rollouts"] = perform(
         rollout, config, folder / "rollout", memory, data=inputs["prompts"], **policy
     )
-    rewards = score.Config(rewards={"v": score.Reward(function=f"{__name__}:value")}, shard_completions=4, workers=1)
-    _, found["scores"] = perform(score, rewards, folder / "score", memory, rollouts=found["rollouts"])
+    _, found["scores"] = perform(score, REWARDS, folder / "score", memory, rollouts=found["rollouts"])
     return found
 
 
@@ -93,7 +92,7 @@ def test_a_round_whose_prompts_are_all_refused_says_so(inputs, tmp_path):
 def test_each_completion_has_its_own_reward(made):
     table, scores = rows(made["rollouts"], "rollouts", CompletionRow), rows(made["scores"], "scores", ScoreRow)
     assert names_of(scores) == names_of(table)
-    assert [s.total for s in scores] == pytest.approx(value(None, [r.text for r in table]), rel=1e-6)
+    assert [s.total for s in scores] == pytest.approx(weighed(None, [r.text for r in table]), rel=1e-6)
     assert len({s.total for s in scores}) == len(scores)
 
 
@@ -101,12 +100,11 @@ def test_a_journal_that_a_kill_has_left_gives_the_same_scores(made, inputs):
     source = inputs["folder"] / "score"
     again = inputs["folder"] / "again"
     (again / "work").mkdir(parents=True)
-    lines = (source / "work" / "journal-v.jsonl").read_text().splitlines(keepends=True)
+    lines = (source / "work" / "journal-v.jsonl").read_text().strip().splitlines(keepends=True)
     assert len(lines) == len(PLACES) * COMPLETIONS
     # The kill came while the seventh line was written, before the second shard.
     (again / "work" / "journal-v.jsonl").write_text("".join(lines[:6]) + lines[6][:5])
-    config = score.Config(rewards={"v": score.Reward(function=f"{__name__}:value")}, shard_completions=4, workers=1)
-    _, scores = perform(score, config, again, inputs["memory"], rollouts=made["rollouts"])
+    _, scores = perform(score, REWARDS, again, inputs["memory"], rollouts=made["rollouts"])
     assert rows(scores, "scores", ScoreRow) == rows(made["scores"], "scores", ScoreRow)
 
 

@@ -10,6 +10,11 @@ def shares(prompts, completions, **_):
     return [len(c) / 10 for c in completions]
 
 
+def weighed(prompts, completions, **_):
+    """A number of its own for each text."""
+    return [sum((i + 1) * ord(c) for i, c in enumerate(text)) / 1000 for text in completions]
+
+
 def flaky(prompts, completions, *, broken, text="", outage="", **_):
     """Fails on every text, or on `text` alone, while the file `broken` exists; on `outage` the service is gone."""
     if Path(broken).exists() and outage in completions:

@@ -1,6 +1,7 @@
 """Scores of rollouts: one table, whichever shards an earlier try has left; no outage is in it (R25)."""
 
 import dataclasses
+import json
 import shutil
 
 import numpy as np
@@ -12,6 +13,7 @@ from stages.score.outcomes import Journal
 from stages.score.settings import Config, Reward
 from stages.store.artifacts import Store
 from tests.judge_server import judge_server
+from tests.stages.training.support import Folder
 from tuning.rewards.failures import Outage, TooManyFailures
 from tuning.rewards.samples import Outcome
 from tuning.rewards.sandbox import gaps
@@ -64,6 +66,28 @@ def context(folder, rollouts, **settings):
 def table(ctx):
     (path,) = (ctx.out / "scores").iterdir()
     return path, read_table([path], ScoreRow)
+
+
+def test_what_is_scored_apart_is_on_the_scale_of_its_round(tmp_path, rollouts):
+    rewards = {
+        "shares": Reward(function="tests.stages.score.functions:shares", normalise="batch", clip=[0.0, 0.15], weight=3),
+        "exact": Reward(),
+    }
+    more = {"rewards": rewards, "max_failed_fraction": 0.5}
+    first, _ = context(tmp_path / "a", rollouts, **more)
+    score.run(first)
+    # The same completions as greedy ones, one a place: their statistics would be others.
+    rows = [row for row in read_table(sorted(rollouts.local("rollouts/").glob("*")), CompletionRow) if row.sample == 2]
+    write_table(tmp_path / "greedy" / "rollouts" / "part-00000.parquet", rows, CompletionRow.schema())
+    greedy = Folder(tmp_path / "greedy", "greedy")
+    apart, _ = context(tmp_path / "b", greedy, round_scale=True, **more)
+    score.run(dataclasses.replace(apart, inputs={"rollouts": greedy, "scale": Folder(first.out, "first")}))
+    totals = {(row.place, row.sample): row.total for row in table(first)[1]}
+    assert [row.total for row in table(apart)[1]] == [totals[0, 2], totals[1, 2]]
+    # 0.1, 0.1, 0.15, 0.1, 0.15 with one failed: over the round, not over the two.
+    mean, deviation = json.loads((first.out / "scale.json").read_text())["shares"]
+    assert (mean, deviation) == pytest.approx((0.12, 0.0273861), rel=1e-5)
+    assert totals[0, 2] == pytest.approx(1 + 3 * 0.03 / (deviation + 1e-4), rel=1e-6)
 
 
 def test_a_failure_has_one_cause_and_leaves_the_sums(tmp_path, rollouts):

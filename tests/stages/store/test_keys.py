@@ -20,7 +20,7 @@ COMPUTE = {
     *("compute.tokens_per_micro_batch", "compute.rollout_rows"),
     *("compute.mesh.data", "compute.mesh.fsdp", "compute.mesh.tensor"),
 }
-FITTED = COMPUTE | {"checkpoint_every"}
+FITTED = COMPUTE | {"checkpoint_every", "heldout_every"}
 # Where servers are and how they are used; which engine it is, its version, type, arguments and command are content.
 ENGINE = {
     f"engine.{name}"

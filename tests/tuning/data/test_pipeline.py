@@ -183,7 +183,7 @@ def test_groups_go_whole_and_by_hash(plan):
     pair = {"completion": "x", "rejected": "y"}
     planned = [splits(i, **pair) for i in range(2000)]
     kinds = {
-        ("heldout", "heldout_preference"): 0.25,
+        ("heldout", "heldout_sft", "heldout_preference"): 0.25,
         ("sft", "preference"): 0.375,
         ("preference", "prompts"): 0.375,
     }
@@ -196,14 +196,8 @@ def test_groups_go_whole_and_by_hash(plan):
 
     everything = dataclasses.replace(plan, prompts_all=True, preference_all=False)
     assert {tuple(splits(i, everything, **pair)) for i in range(200)} == {
-        ("heldout", "heldout_preference"), ("sft", "preference", "prompts"), ("prompts",)
+        ("heldout", "heldout_sft", "heldout_preference"), ("sft", "preference", "prompts"), ("prompts",)
     }  # fmt: skip
     prompts_only = dataclasses.replace(plan, splits=("prompts",))
     assert {tuple(splits(i, prompts_only, **pair)) for i in range(50)} == {("prompts",)}
     assert splits(1, prompts_only, completion="x", split="sft") == []
-
-
-def test_uniform_is_uniform():
-    values = [steps.uniform(0, "heldout", str(i)) for i in range(4000)]
-    assert sum(values) / 4000 == pytest.approx(0.5, abs=0.02) and min(values) >= 0 and max(values) < 1
-    assert steps.uniform(0, "sft", "1") != steps.uniform(0, "heldout", "1")

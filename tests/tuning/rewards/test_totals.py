@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tuning.rewards.samples import Outcome
-from tuning.rewards.totals import Part, RewardFailed, shaped, totals
+from tuning.rewards.totals import Part, RewardFailed, scales_of, shaped, totals
 
 GROUPS = [0, 0, 1, 1]
 
@@ -47,11 +47,28 @@ def test_a_reward_is_normalised_before_its_weight_over_the_group_or_the_round():
     np.testing.assert_allclose([batch.mean(), batch.std(ddof=1)], [0.0, 1.0], atol=1e-3)
 
 
+def test_totals_on_a_given_scale_and_where_the_round_ties():
+    part = Part("a", normalise="batch")
+    every, some = given(1.0, 3.0, 10.0, 14.0), given(10.0, 20.0)
+    whole = totals([every], [part], GROUPS)[0]
+    assert totals([some], [part], [0, 1], scales=scales_of([every], [part]))[0][0] == whole[2]
+    tied = scales_of([given(2.0, 2.0, None)], [part])
+    # Only centred: there is no deviation to divide by.
+    np.testing.assert_allclose(totals([some], [part], [0, 1], scales=tied)[0], [8.0, 18.0], rtol=2e-4)
+    assert scales_of([every], [Part("a", normalise="group")]) == {}
+
+
 def test_a_failed_sample_leaves_the_statistics():
     column = given(1.0, 3.0, 5.0, "error")
     found = totals([column], [Part("a", normalise="batch")], GROUPS)[0]
     np.testing.assert_allclose(found[:3], [-1.0, 0.0, 1.0], atol=1e-3)
     assert np.isnan(found[3])
+
+
+def test_what_one_reward_drops_is_in_the_statistics_of_no_other():
+    columns = [given(1.0, 3.0, 100.0, 5.0), given(0.0, 0.0, "error", 0.0)]
+    found = totals(columns, [Part("a", normalise="batch"), Part("b")], GROUPS)[0]
+    np.testing.assert_allclose(found[[0, 1, 3]], [-1.0, 0.0, 1.0], atol=1e-3)
 
 
 def test_squash_comes_before_clip():

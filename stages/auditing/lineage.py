@@ -1,0 +1,59 @@
+"""Laws of lineage: what a run names is there, and was made from what it says."""
+
+from __future__ import annotations
+
+from stages.auditing.laws import Finding, Law
+from stages.auditing.run import AuditedRun
+from stages.store.artifacts import content_digest
+
+
+def is_there(run: AuditedRun) -> Finding:
+    """Each finished node's artifact is in the store, with the digest of the record."""
+    finding = Finding("artifacts")
+    for name, entry in run.entries.items():
+        artifact = run.artifacts.get(name)
+        finding.check(artifact is not None, f"{name} is gone or damaged; `rlhf run` makes it again")
+        if artifact is not None:
+            now, then = artifact.digest, entry["digest"]
+            finding.check(now == then, f"{name} is {now[:12]} now, the run used {then[:12]}")
+    return finding
+
+
+def lists_its_files(run: AuditedRun) -> Finding:
+    """The digest of each artifact is that of its list of files."""
+    finding = Finding("artifacts")
+    for name, artifact in run.artifacts.items():
+        right = content_digest(artifact.manifest["files"])
+        finding.check(right == artifact.digest, f"{name}: its files have the digest {right[:12]}, not its own")
+    return finding
+
+
+def made_from(run: AuditedRun) -> Finding:
+    """Each input that a manifest names is an artifact of the store with that digest."""
+    finding = Finding("inputs")
+    for name, artifact in run.artifacts.items():
+        for role, source in artifact.manifest["inputs"].items():
+            found = run.store.get(source["stage"], source["key"], repair=False)
+            place = f"{name} was made from {role} {source['stage']}/{source['key'][:12]}"
+            finding.check(found is not None, f"{place}, which is gone")
+            if found is not None:
+                same = found.digest == source["digest"]
+                finding.check(same, f"{place}, which has another content now")
+    return finding
+
+
+def has_its_bytes(run: AuditedRun) -> Finding:
+    """Each file of each artifact has the checksum of the manifest."""
+    finding = Finding("artifacts")
+    for name, artifact in run.artifacts.items():
+        fault = run.store.verify(artifact)
+        finding.check(fault is None, f"{name}: {fault}; `rlhf verify` sets it aside")
+    return finding
+
+
+LAWS = [
+    Law("artifacts", "what the record names is in the store, as it was used", is_there),
+    Law("content", "the digest of an artifact is that of its files", lists_its_files),
+    Law("lineage", "every input is an artifact with the digest that its consumer was made from", made_from),
+    Law("checksums", "every file has the bytes that were written", has_its_bytes, deep=True),
+]

@@ -1,0 +1,149 @@
+"""Laws of prompts: a pass sees each once, what was drawn is accounted for, and nothing held out is trained on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import pyarrow.parquet as pq
+
+from stages.auditing.laws import Finding, Law
+from stages.auditing.run import AuditedRun, Round, Sampled
+from stages.store.artifacts import Artifact
+
+HELD_OUT = ("heldout", "heldout_preference", "heldout_sft", "heldout_labelled")
+
+
+def drawn(own: Sampled) -> dict[int, str]:
+    """The prompt id of each place of a round, refused ones included."""
+    return {row.place: row.prompt_id for row in own.refused} | {row.place: row.prompt_id for row in own.rows}
+
+
+def pass_by_pass(run: AuditedRun) -> Finding:
+    """Rounds draw every prompt once before any comes again (R22): counts differ by at most one after each round."""
+    finding = Finding("draws")
+    known = [prompt.id for prompt in run.prompts("prompts")]
+    counts: Counter[str] = Counter(dict.fromkeys(known, 0))
+    for round_ in run.rounds:
+        if not known or round_.number != run.rounds.index(round_):
+            finding.left_out.append(f"{round_.name} and later: rounds or prompts before it are not in this run")
+            break
+        places = drawn(round_.sampled[0])
+        counts.update(places.values())
+        few, many = min(counts.values()), max(counts.values())
+        finding.checked += len(places)
+        if many - few > 1 or len(counts) != len(known):
+            often = counts.most_common(1)[0][0]
+            never = next((i for i in known if counts[i] == few), "?")
+            finding.broken.append(
+                f"{round_.name}: prompt {often} was drawn {many} times while {never} was drawn {few} times "
+                f"(after {counts.total()} draws of {len(known)} prompts)"
+            )
+            break
+    return finding
+
+
+def one_group_a_place(run: AuditedRun) -> Finding:
+    """(place, sample) names one completion; a place has one prompt and G samples; refused and sampled add up."""
+    finding = Finding("places")
+    for round_ in run.rounds:
+        for sampled in round_.sampled:
+            _places(sampled, finding)
+    return finding
+
+
+def _places(sampled: Sampled, finding: Finding) -> None:
+    config = sampled.rollouts.manifest["config"]
+    groups: dict[int, list[tuple[str, int]]] = {}
+    for row in sampled.rows:
+        groups.setdefault(row.place, []).append((row.prompt_id, row.sample))
+    expected = list(range(config["completions"]))
+    for place, members in groups.items():
+        prompts = {prompt for prompt, _ in members}
+        samples = sorted(sample for _, sample in members)
+        right = len(prompts) == 1 and samples == expected
+        finding.check(right, f"{sampled.name}, place {place}: prompts and samples {members[:4]}")
+    if sampled.rollouts.stage == "rollout":
+        refused = {row.place for row in sampled.refused}
+        both = refused & groups.keys()
+        total = len(refused) + len(groups)
+        finding.check(
+            not both and total == config["prompts"],
+            f"{sampled.name}: {len(groups)} sampled and {len(refused)} refused of {config['prompts']} places",
+        )
+
+
+def recorded(run: AuditedRun) -> Finding:
+    """A completion has a log-probability for each token, names the policy of its rollout, and ended or was cut off."""
+    finding = Finding("completions")
+    for round_ in run.rounds:
+        for sampled in round_.sampled:
+            policy = sampled.rollouts.manifest["inputs"]["policy"]["digest"]
+            limit = sampled.rollouts.manifest["config"]["max_tokens"]
+            for row in sampled.rows:
+                tokens = len(row.token_ids)
+                right = tokens == len(row.logprobs) and 0 < tokens <= limit and row.policy == policy
+                right = right and (row.stop == "eos" or tokens == limit)
+                right = right and all(logp <= 1e-6 or logp != logp for logp in row.logprobs)
+                finding.check(right, f"{sampled.name}, place {row.place}, sample {row.sample}")
+    return finding
+
+
+def nothing_held_out(run: AuditedRun) -> Finding:
+    """No held-out prompt, by its group and its text, is in what is trained on."""
+    finding = Finding("held-out prompts")
+    data = run.artifacts.get("prepare")
+    if data is None:
+        finding.left_out.append("prepare is not in this run")
+        return finding
+    splits = sorted({f["path"].split("/")[0] for f in data.manifest["files"] if f["path"].endswith(".parquet")})
+    trained: dict[str, str] = {}
+    for split in splits:
+        if split not in HELD_OUT and split != "dead":
+            trained |= dict.fromkeys(_names(data, split), split)
+    for split in HELD_OUT:
+        if split in splits:
+            for name in _names(data, split):
+                finding.check(name not in trained, f"{split}: {name!r} is in {trained.get(name)} too")
+    return finding
+
+
+def _names(data: Artifact, split: str) -> Iterable[str]:
+    """The groups and texts of the prompts of a split."""
+    for path in sorted(data.local(f"{split}/").glob("*.parquet")):
+        # A dataset of many gigabytes: batches of two columns, not rows of all.
+        file = pq.ParquetFile(path)
+        columns = [c for c in ("group", "prompt") if c in file.schema_arrow.names]
+        for batch in file.iter_batches(columns=columns):
+            for column in columns:
+                prefix = f"{column} "
+                yield from {prefix + str(v) for v in batch.column(column).to_pylist() if v not in (None, "")}
+
+
+def trained_on_own(run: AuditedRun) -> Finding:
+    """Prompts of the rounds are rows of the data's `prompts`, with the tokens that they have there."""
+    finding = Finding("prompts")
+    known = {prompt.id: prompt.prompt_ids for prompt in run.prompts("prompts")}
+    if not known:
+        return finding
+    for round_ in run.rounds:
+        for name, prompt, ids in _prompts_of(round_):
+            same = known.get(prompt) == ids
+            finding.check(same, f"{name}: prompt {prompt} is not in the data, or has other tokens")
+    return finding
+
+
+def _prompts_of(round_: Round) -> Iterable[tuple[str, str, list[int]]]:
+    for sampled in round_.sampled:
+        for row in sampled.rows:
+            if row.sample == 0:
+                yield sampled.name, row.prompt_id, row.prompt_ids
+
+
+LAWS = [
+    Law("leakage", "no held-out prompt is trained on", nothing_held_out),
+    Law("coverage", "each prompt is drawn once before any is drawn again", pass_by_pass),
+    Law("prompts", "what is sampled from is the prepared data, token by token", trained_on_own),
+    Law("places", "each place of a round has one prompt and all its samples, or a reason", one_group_a_place),
+    Law("record", "each completion has its tokens' log-probabilities, its policy and its end", recorded),
+]

@@ -1,0 +1,186 @@
+"""Laws of scores: every completion has its own, totals are the sums of their rewards, failures are few.
+
+Axes: N completions of a table.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from stages.auditing.laws import Finding, Law
+from stages.auditing.run import AuditedRun, Sampled
+
+RTOL, ATOL = 1e-4, 1e-5
+"""Rewards and totals are stored as float32, and the normalised ones are computed in it."""
+EPS = 1e-4
+"""Added to a spread before the division, as in TRL."""
+CALLED_AGAIN = 24
+"""Completions whose rewards are computed anew, for each reward function."""
+
+
+def one_score_each(run: AuditedRun) -> Finding:
+    """The score table lists the completions of its rollout table by place and sample, in their order (R21)."""
+    finding = Finding("completions")
+    for sampled in _scored(run):
+        names = [(row.place, row.sample, row.prompt_id) for row in sampled.rows]
+        scored = [(row.place, row.sample, row.prompt_id) for row in sampled.score_rows]
+        finding.checked += len(names)
+        if names != scored:
+            first = next((a for a, b in zip(names, scored, strict=False) if a != b), "the length")
+            finding.broken.append(f"{sampled.name}: the scores are not those of its completions, from {first} on")
+    return finding
+
+
+def totals_are_sums(run: AuditedRun) -> Finding:
+    """Each total is the weighted sum of its rewards, normalised as the settings say, computed anew."""
+    finding = Finding("totals")
+    for sampled in _scored(run):
+        if not sampled.score_rows:
+            continue
+        assert sampled.scores is not None
+        config = sampled.scores.manifest["config"]
+        if any(reward["normalise"] != "none" for reward in config["rewards"].values()) and "refill" in sampled.name:
+            finding.left_out.append(f"{sampled.name}: normalised with the statistics of the round's own completions")
+            continue
+        expected_N = _totals(sampled, config)
+        for row, expected in zip(sampled.score_rows, expected_N.tolist(), strict=True):
+            got = math.nan if row.total is None else row.total
+            right = bool(np.isclose(got, expected, equal_nan=True, rtol=RTOL, atol=ATOL))
+            case = f"{sampled.name}, place {row.place}, sample {row.sample}: total {row.total}"
+            finding.check(right, f"{case}, its rewards {dict(row.rewards)} give {expected:.6g}")
+    return finding
+
+
+def _totals(sampled: Sampled, config: Mapping[str, Any]) -> np.ndarray:
+    """The totals from the reward columns, [N] float64; NaN where the completion leaves the round."""
+    rows = sampled.score_rows
+    places_N = np.asarray([row.place for row in rows])
+    total_N = np.zeros(len(rows))
+    counts_N = np.zeros(len(rows), int)
+    for name, reward in config["rewards"].items():
+        value_N = np.asarray([math.nan if row.rewards[name] is None else row.rewards[name] for row in rows], float)
+        failed_N = np.asarray([f"{name}: " in (row.failure or "") for row in rows])
+        counts_N += np.isfinite(value_N) | failed_N
+        if reward["on_failure"] == "zero":
+            value_N[failed_N] = 0.0
+        lost_N = failed_N & (reward["on_failure"] == "drop")
+        part_N = _normalised(np.where(lost_N, math.nan, value_N), places_N, reward["normalise"])
+        total_N += reward["weight"] * np.where(lost_N, math.nan, np.nan_to_num(part_N))
+    if config.get("unscored", "zero") == "drop":
+        total_N[counts_N == 0] = math.nan
+    if config["truncated"] == "zero":
+        cut_N = np.asarray([row.stop == "length" for row in sampled.rows])
+        total_N[cut_N & np.isfinite(total_N)] = 0.0
+    return total_N
+
+
+def _normalised(value_N: np.ndarray, places_N: np.ndarray, how: str) -> np.ndarray:
+    """Values centred and scaled by the sample deviation of their group or of the table, NaN left out."""
+    if how == "none":
+        return value_N
+    out_N = value_N.copy()
+    for group_N in [places_N == p for p in np.unique(places_N)] if how == "group" else [np.full(len(value_N), True)]:
+        known = value_N[group_N & np.isfinite(value_N)]
+        if len(known) < 2:
+            out_N[group_N & np.isfinite(value_N)] = 0.0
+        else:
+            spread = known.std(ddof=1)
+            out_N[group_N] = (value_N[group_N] - known.mean()) / (spread + EPS)
+    return out_N
+
+
+def called_again(run: AuditedRun) -> Finding:
+    """Reward functions give some of the completions the rewards that they have in the table."""
+    from stages.contract.registry import stage
+
+    finding = Finding("rewards")
+    tables = [sampled for sampled in _scored(run) if sampled.score_rows]
+    if not tables:
+        return finding
+    assert tables[0].scores is not None
+    manifest = tables[0].scores.manifest
+    rewards = manifest["config"]["rewards"]
+    definition = stage("score")
+    now = definition.sources(definition.config.model_validate(manifest["config"], strict=False))
+    if now != manifest["key_parts"]["sources"]:
+        changed = sorted(k for k in now.keys() | manifest["key_parts"]["sources"].keys() if "reached" not in k)
+        finding.left_out.append(f"all: the code of rewards has changed since ({', '.join(changed)})")
+        return finding
+    for name, reward in rewards.items():
+        why = _not_called(reward)
+        if why:
+            finding.left_out.append(f"{name}: {why}")
+        else:
+            _call(name, reward, tables, finding)
+    return finding
+
+
+def _not_called(reward: Mapping[str, Any]) -> str:
+    if reward["function"] == "reward_model":
+        return "a model computes it"
+    if reward["function"] == "judge":
+        return "each call of a judge may cost money"
+    return "" if reward.get("batch", "sample") == "sample" else f"a call sees a whole {reward['batch']}"
+
+
+def _call(name: str, reward: Mapping[str, Any], tables: Sequence[Sampled], finding: Finding) -> None:
+    from tuning.rewards.processes import evaluate
+    from tuning.rewards.samples import Sample
+    from tuning.rewards.totals import Part, shaped
+
+    pairs = [(t.name, row, score) for t in tables for row, score in zip(t.rows, t.score_rows, strict=True)]
+    # The same ones each time: an audit that is given twice says the same.
+    chosen = random.Random(0).sample(pairs, min(CALLED_AGAIN, len(pairs)))
+    samples = [Sample.of(row) for _, row, _ in chosen]
+    limits = {"seconds": reward["seconds"], "megabytes": reward["megabytes"]}
+    outcomes = evaluate(reward["function"], reward["arguments"], samples, **limits)
+    clip = None if reward["clip"] is None else tuple(reward["clip"])
+    part = Part(name, squash=reward["squash"], clip=clip)
+    for (place, row, score), outcome in zip(chosen, outcomes, strict=True):
+        value = None if outcome.value is None else shaped(outcome.value, part)
+        stored = score.rewards[name]
+        case = f"{place}, place {row.place}, sample {row.sample}: {name} is {stored} in the table and {value} now"
+        finding.check(_same(value, stored), case)
+
+
+def _same(a: float | None, b: float | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return bool(np.isclose(a, b, rtol=RTOL, atol=ATOL))
+
+
+def few_failures(run: AuditedRun) -> Finding:
+    """Rewards failed on no more completions than the settings allow, and some completion of each round has a total."""
+    finding = Finding("rounds")
+    for sampled in _scored(run):
+        rows = sampled.score_rows
+        if not rows:
+            continue
+        assert sampled.scores is not None
+        config = sampled.scores.manifest["config"]
+        limit = config.get("max_failed_fraction", 1.0)
+        finding.checked += 1
+        for name in config["rewards"]:
+            failures = [row.failure for row in rows if f"{name}: " in (row.failure or "")]
+            if len(failures) > math.ceil(limit * len(rows)):
+                finding.broken.append(f"{sampled.name}: {name} failed on {len(failures)} of {len(rows)}: {failures[0]}")
+        if all(row.total is None for row in rows):
+            finding.broken.append(f"{sampled.name}: no completion has a total")
+    return finding
+
+
+def _scored(run: AuditedRun) -> list[Sampled]:
+    return [sampled for round_ in run.rounds for sampled in round_.sampled if sampled.scores is not None]
+
+
+LAWS = [
+    Law("scores", "each completion has one score, its own", one_score_each),
+    Law("totals", "totals are the weighted sums of the reward columns", totals_are_sums),
+    Law("rewards", "a sample of the rewards, called again, gives the same", called_again),
+    Law("failures", "rewards failed on few, and every round has rewards", few_failures),
+]

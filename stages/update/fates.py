@@ -1,0 +1,56 @@
+"""What an update did with each completion of its round: trained, or left out for a reason (R16, R24)."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from stages.sampling.groups import Scored
+from tuning.rows import CompletionRow, FateRow, ScoreRow
+
+if TYPE_CHECKING:
+    from tuning.algorithms.rounds import RoundResult
+
+FATES = "fates"
+"""The folder of an update that holds the table."""
+TIED = "the rewards of its group are equal"
+
+
+def fates_of(sampled: Scored, chosen: Scored, result: RoundResult, truncated: str) -> list[FateRow]:
+    """One row for each completion, in the order of sampling.
+
+    sampled: all of the round and its refills. chosen: those that the round takes, in the order of the result's arrays.
+    truncated: the setting of that name.
+    """
+    numbers = {(row.place, row.sample): number for number, row in enumerate(chosen.rollouts)}
+    teaching = {row.place for row, signal in zip(chosen.rollouts, result.signal_N, strict=True) if signal}
+
+    def fate(rollout: CompletionRow, score: ScoreRow, number: int | None) -> tuple[str, str | None]:
+        if number is not None and result.trained_N[number]:
+            return "trained", None if result.signal_N[number] else f"{TIED}: it counts for KL and entropy alone"
+        if score.total is None:
+            return "failed", score.failure or "no reward applies to it"
+        if number is None:
+            return "spare", f"{TIED}, or the round has as many groups as it wants without it"
+        if truncated != "keep" and rollout.stop == "length":
+            return "truncated", "it was cut off at max_tokens, and such completions are masked"
+        if rollout.place not in teaching:
+            return "tied", TIED
+        return "unchosen", "the algorithm trains on other completions of its group"
+
+    rows = []
+    for rollout, score in zip(sampled.rollouts, sampled.scores, strict=True):
+        number = numbers.get((rollout.place, rollout.sample))
+        what, reason = fate(rollout, score, number)
+        advantage = float(result.advantages_N[number]) if number is not None and what == "trained" else math.nan
+        rows.append(
+            FateRow(
+                place=rollout.place,
+                sample=rollout.sample,
+                prompt_id=rollout.prompt_id,
+                fate=what,
+                reason=reason,
+                advantage=None if math.isnan(advantage) else advantage,
+            )
+        )
+    return rows

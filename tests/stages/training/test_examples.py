@@ -1,0 +1,51 @@
+"""What a stage itself holds out: a random draw by prompt or group, as prepare's splits are."""
+
+import pytest
+
+from stages.contract.definition import Context
+from stages.training.examples import train_and_heldout
+from tests.stages.training.support import data, rows_of
+
+
+def tables(tmp_path, part, rows, seed=3, fraction=0.25):
+    made = data(tmp_path / part, **{part: rows})
+    ctx = Context(
+        config=None, inputs={}, out=tmp_path, work=tmp_path / "work", seed=seed, progress=lambda *a, **k: None,
+        log=print, memory={},
+    )  # fmt: skip
+    return train_and_heldout(ctx, made, part, fraction)
+
+
+@pytest.mark.parametrize("part", ["sft", "preference", "labelled"])
+@pytest.mark.parametrize("named", [False, True])
+def test_a_prompt_is_never_on_both_sides_and_the_rows_held_out_are_no_slice(tmp_path, part, named):
+    # Of each prompt three rows: wide apart, as in the order of a hash of their content.
+    rows = [row | {"id": f"{copy}-{row['id']}"} for copy in range(3) for row in rows_of(part, 40)]
+    if named:
+        # Pairs of prompts belong together, whatever their words.
+        rows = [row | {"group": f"g{int(row['id'][-4:]) // 2}"} for row in rows]
+    train, held = tables(tmp_path, part, rows)
+    assert 24 <= len(held) <= 30 and len(train) + len(held) == 120
+    sides = [set(zip(table.groups(), table.examples.prompt_bytes(), strict=True)) for table in (train, held)]
+    assert not {group for group, _ in sides[0]} & {group for group, _ in sides[1]}
+    assert not {prompt for _, prompt in sides[0]} & {prompt for _, prompt in sides[1]}
+    numbers = sorted({int(name[-4:]) for name in held.column("id")})
+    assert numbers != list(range(len(numbers))) and numbers[-1] > 20
+    # Examples and columns are of the same rows.
+    by_id = {row["id"]: row for row in rows}
+    assert [g.prompt for g in held.examples] == [by_id[name]["prompt_ids"] for name in held.column("id")]
+
+
+def test_another_seed_holds_out_others_and_the_same_seed_the_same(tmp_path):
+    found = [
+        tables(tmp_path / str(i), "sft", rows_of("sft", 40), seed)[1].column("id") for i, seed in enumerate((1, 1, 2))
+    ]
+    assert found[0] == found[1] != found[2]
+
+
+def test_rows_of_one_prompt_cannot_be_divided(tmp_path):
+    rows = [row | {"prompt_ids": [5]} for row in rows_of("sft", 8)]
+    with pytest.raises(ValueError, match="8 rows of one prompt or group, all of them held out.*heldout_fraction to 0"):
+        tables(tmp_path, "sft", rows)
+    train, held = tables(tmp_path / "0", "sft", rows, fraction=0.0)
+    assert (len(train), len(held)) == (8, 0)
