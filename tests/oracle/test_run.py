@@ -14,6 +14,7 @@ from stages.store.artifacts import Artifact, Store
 from tests.oracle.agreement import assert_same
 from tests.oracle.plain import fit, model, order, rl, tables
 from tests.oracle.plain.model import Model
+from tests.oracle.rounds import assert_fates
 
 pytestmark = pytest.mark.slow
 
@@ -134,4 +135,5 @@ def test_rounds(run: Run) -> None:
         learner = learner or rl.Learner.of(policy, settings["optimizer"])
         rl.Round(settings, completions, learner, reference).run()
         assert_same(f"{at} of the run", start, policy.dense, model.weights_of(made.local("state/model/")))
+        assert_fates(made, completions)
         assert json.loads(made.local("policy.json").read_text())["round"] == number
