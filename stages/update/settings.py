@@ -68,6 +68,11 @@ class Config(Trained, core.RoundSettings):  # type: ignore[misc]
                 f"truncated mask-loss keeps a reward in the baseline of its group, and {self.algorithm} has none of "
                 "rewards alone; use mask"
             )
+        if self.truncated == "mask-loss" and self.kl_in_reward > 0:
+            raise ValueError(
+                "truncated mask-loss counts a reward whose KL is not known, beside others that have theirs taken off: "
+                "set kl_in_reward to 0, or use mask"
+            )
         if self.truncated == "mask" and self.critic.bootstrap_truncated:
             raise ValueError(
                 "critic.bootstrap_truncated has no meaning where truncated: mask leaves such completions out"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TOLERANCE = 1e-9
 """Relative to the largest entry of a tensor. What limits it: Adam divides a gradient by its own size, so the

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from stages.store.artifacts import Artifact
 from stages.update import stage as update
 from tests.oracle.agreement import assert_same
@@ -34,7 +36,20 @@ def check_round(
     now.run()
     found = model.weights_of(made.local("state/model/"))
     assert_same(label, start, now.policy.model.dense, found)
+    assert_fates(made, now.completions)
     return now
+
+
+def assert_fates(made: Artifact, completions: Sequence[rl.Completion]) -> None:
+    """That the update tells of each completion once, and what became of it."""
+    rows = tables.read(made.local("fates/"))
+    found = {tables.name(row): row for row in rows}
+    assert len(found) == len(rows)
+    assert {n: row["fate"] for n, row in found.items()} == {(c.group, c.number): c.fate for c in completions}
+    for c in completions:
+        advantage = found[c.group, c.number]["advantage"]
+        if advantage is not None and c.seen:
+            assert advantage == pytest.approx(float(c.advantages[0]), rel=1e-5, abs=1e-6)
 
 
 def update_once(

@@ -10,7 +10,7 @@ from stages.update import stage as update
 from tests.oracle.agreement import assert_same
 from tests.oracle.plain import model, rl, tables
 from tests.oracle.product import Product
-from tests.oracle.rounds import COMMON, check_round, update_once
+from tests.oracle.rounds import COMMON, assert_fates, check_round, update_once
 from tests.oracle.tables import Drawn, round_of
 from tuning.algorithms.registry import ALGORITHMS
 
@@ -112,4 +112,5 @@ def test_refills_take_the_place_of_groups_without_signal(product: Product) -> No
     rl.Round(settings, completions, learner).run()
     assert [c.group for c in completions if c.fate == "trained"] == [1, 1, 3, 3, 5, 5]
     assert {name: metrics[name] for name in counts} == counts
+    assert_fates(made, completions)
     assert_same("refills", start, learner.model.dense, model.weights_of(made.local("state/model/")))

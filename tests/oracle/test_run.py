@@ -14,20 +14,25 @@ from stages.store.artifacts import Artifact, Store
 from tests.oracle.agreement import assert_same
 from tests.oracle.plain import fit, model, order, rl, tables
 from tests.oracle.plain.model import Model
+from tests.oracle.rounds import assert_fates
 
 pytestmark = pytest.mark.slow
 
 RECIPE = """
 base: {source: "random:tiny"}
-data: {source: addition, system_prompt: null, heldout_fraction: 0.1, sft_fraction: 0.8}
-sft: {examples_per_step: 128, optimizer: {learning_rate: 0.003}, compute: {dtype: float64}}
-reward: {examples_per_step: 256, optimizer: {learning_rate: 0.001}, compute: {dtype: float64}}
+data:
+  sources: [{source: addition, weight: 0.15}]
+  system_prompt: null
+  heldout_fraction: 0.1
+  sft_fraction: 0.8
+sft: {examples_per_step: 32, optimizer: {learning_rate: 0.003}, compute: {dtype: float64}}
+reward: {examples_per_step: 64, optimizer: {learning_rate: 0.001}, compute: {dtype: float64}}
 rl:
   rounds: 3
   staleness: 1
   checkpoint_every: 1
   refills: 1
-  rollout: {prompts: 20, completions: 3, max_tokens: 5, temperature: 1.2}
+  rollout: {prompts: 12, completions: 3, max_tokens: 5, temperature: 1.2}
   score:
     rewards:
       digits: {function: matches, weight: 0.5, arguments: {pattern: "[0-9]+"}}
@@ -35,9 +40,8 @@ rl:
   update:
     algorithm: rloo
     kl_coef: 0.02
-    prompts_per_step: 7
+    prompts_per_step: 5
     epochs: 2
-    truncated: mask
     short_of_groups: train
     max_mismatch_kl: 100.0
     optimizer: {learning_rate: 0.001, weight_decay: 0.01, schedule: linear, decay_steps: 40}
@@ -131,4 +135,5 @@ def test_rounds(run: Run) -> None:
         learner = learner or rl.Learner.of(policy, settings["optimizer"])
         rl.Round(settings, completions, learner, reference).run()
         assert_same(f"{at} of the run", start, policy.dense, model.weights_of(made.local("state/model/")))
+        assert_fates(made, completions)
         assert json.loads(made.local("policy.json").read_text())["round"] == number

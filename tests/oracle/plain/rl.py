@@ -15,7 +15,7 @@ from tests.oracle.plain import advantages, losses, order
 from tests.oracle.plain.advantages import Sample
 from tests.oracle.plain.model import Model, real
 from tests.oracle.plain.optim import Optimizer
-from tests.oracle.plain.tables import Row
+from tests.oracle.plain.tables import Row, name
 
 UNGROUPED = ("reinforce-pp", "reinforce-pp-baseline", "remax", "ppo")
 """Algorithms whose baseline, or whose whitening, is not the group's: a group of equal rewards carries a signal."""
@@ -53,6 +53,8 @@ class Completion:
     """Places of the tokens that count: those of finite log mu (R5)."""
     mu: Tensor
     group: int
+    number: int
+    """Among the samples of its place."""
     total: float | None
     truncated: bool
     fate: str = "trained"
@@ -71,7 +73,7 @@ class Completion:
         seen = [i for i, x in enumerate(row["logprobs"]) if math.isfinite(x)]
         mu = real([row["logprobs"][i] for i in seen])
         total = row["total"] if row["total"] is not None and math.isfinite(row["total"]) else None
-        return cls(row["prompt_ids"], row["token_ids"], seen, mu, row["place"], total, row["stop"] == "length")
+        return cls(row["prompt_ids"], row["token_ids"], seen, mu, *name(row), total, row["stop"] == "length")
 
     def logps(self, module: Model, temperature: float) -> tuple[Tensor, Tensor]:
         """log pi and entropies of the tokens that count."""
@@ -97,7 +99,7 @@ def choose(completions: Sequence[Completion], wanted: int) -> dict[str, int]:
     good = [g for g, own in members.items() if not advantages.tied([c.total for c in own if c.total is not None])]
     for c in completions:
         if c.group not in good[:wanted]:
-            c.fate, c.counts = ("spare" if c.group in good else "no signal"), False
+            c.fate, c.counts = ("failed" if c.total is None else "spare"), False
     return {
         "prompts_sampled": len(members),
         "prompts_without_signal": len(members) - len(good),
@@ -198,7 +200,7 @@ class Round:
                 self.leave(members, "tied")
             elif paired:
                 pair = {rewards.index(max(rewards)), rewards.index(min(rewards))}
-                self.leave([c for i, c in enumerate(members) if i not in pair], "not in the pair")
+                self.leave([c for i, c in enumerate(members) if i not in pair], "unchosen")
 
     def by_group(self) -> dict[int, list[Completion]]:
         """Those that count, by group."""

@@ -54,6 +54,7 @@ def test_every_name_has_a_config_and_what_it_needs():
         ({"algorithm": "grpo", "beta": 0.2}, "beta has no meaning with algorithm grpo; it belongs to online-dpo"),
         ({"algorithm": "ppo", "tied_groups": "drop"}, "tied_groups has no meaning with algorithm ppo"),
         ({"algorithm": "online-dpo", "truncated": "mask-loss"}, "online-dpo has none of rewards alone; use mask"),
+        ({"algorithm": "rloo", "truncated": "mask-loss"}, "set kl_in_reward to 0, or use mask"),
         ({"algorithm": "ppo", "truncated": "mask", "critic": {"bootstrap_truncated": True}}, "has no meaning where"),
         ({"algorithm": "dapo", "kl_target": 0.1}, "kl_target scales kl_coef and kl_in_reward, and both are 0"),
         ({"algorithm": "dapo", "algorithm_arguments": {"x": 1}}, "algorithm_arguments are for"),
