@@ -27,6 +27,7 @@ from flows.running.checks import check, try_algorithm
 from flows.running.closing import close, evaluations_of, status_after, summary
 from flows.running.session import Session
 from stages.contract.registry import stage as find_stage
+from stages.store.keys import published
 from stages.worker.client import WorkerDied
 
 NAME = "rlhf-pipeline"
@@ -117,7 +118,7 @@ def _run(session: Session, force: list[str], only: list[str]) -> dict[str, Any]:
     recipe, reporter = session.recipe, session.reporter
     assert isinstance(reporter, PrefectReporter)
     _sessions[session.name] = session
-    reporter.console.print(f"run {session.name}  store {recipe.store}")
+    reporter.console.print(f"run {session.name}  store {session.store.shown}")
     try:
         session.force = select(session.nodes, force)
         chosen = with_inputs(session.nodes, select(session.nodes, only)) if only else set(session.nodes)
@@ -142,7 +143,8 @@ def _run(session: Session, force: list[str], only: list[str]) -> dict[str, Any]:
 def run_recipe(recipe: Recipe, *, name: str | None, force: set[str] | None, only: set[str] | None) -> None:
     """Runs the flow in this process for the command line."""
     name = name or f"{recipe.name}-{generate_slug(2)}"
-    shown = recipe.model_dump(mode="json", exclude_unset=True, exclude_none=True, exclude={"name", "description"})
+    values = recipe.model_dump(mode="json", exclude_unset=True, exclude_none=True, exclude={"name", "description"})
+    shown = published(values)
     options = {"run_name": name, "force": sorted(force or []), "only": sorted(only or [])}
     # Prefect fills in braces in a run's name. The recipe is valid already, and its values are JSON here.
     local = rlhf_pipeline.with_options(flow_run_name=re.sub(r"[{}]", "", name), validate_parameters=False)

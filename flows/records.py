@@ -41,7 +41,7 @@ def find_run(store: Store, name: str | None) -> dict[str, Any]:
     if name in (None, "latest"):
         runs = all_runs(store)
         if not runs:
-            raise UnknownRun(f"no runs in {store.url}; `rlhf run demo` makes one")
+            raise UnknownRun(f"no runs in {store.shown}; `rlhf run demo` makes one")
         return runs[-1]
     assert name is not None
     record = store.read_json("runs", name, "run.json")
@@ -53,8 +53,8 @@ def find_run(store: Store, name: str | None) -> dict[str, Any]:
         if len(begun) == 1:
             return records[begun[0]]
         if begun:
-            raise UnknownRun(f"several runs in {store.url} begin with {name!r}: {', '.join(begun)}")
-        raise UnknownRun(f"no run {name!r} in {store.url}; {nearest(name, names)}")
+            raise UnknownRun(f"several runs in {store.shown} begin with {name!r}: {', '.join(begun)}")
+        raise UnknownRun(f"no run {name!r} in {store.shown}; {nearest(name, names)}")
     return record
 
 

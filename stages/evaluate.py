@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
+from stages.common.code import code_can_reach
 from stages.common.settings import Compute
 from stages.common.tables import read_table
 from stages.contract.definition import Context, Reads, Stage, StageConfig, execution_setting
@@ -108,29 +109,30 @@ def run(ctx: Context) -> dict[str, Any]:
     draw = Draw(config.samples, config.max_tokens, config.temperature, config.shard_prompts)
     rows = sample_rows(ctx, placed, draw)
     groups = {place: problem.group or problem.prompt for place, problem in placed}
+    reachable = code_can_reach(ctx, [judge.function for judge in config.all_judges.values()])
     verdicts = {name: _verdicts(config, name, rows, groups) for name in config.all_judges}
     table = [verdict for column in verdicts.values() for verdict in column]
     write_table(ctx.out / "verdicts" / "part-00000.parquet", table, VerdictRow.schema())
-    metrics = _about(config, problems, rows) | _scores(config, rows, verdicts)
+    metrics = _about(config, problems, rows) | _scores(config, rows, verdicts) | reachable
     # As content too: what chooses by the scores has them in its key.
     (ctx.out / SCORES).write_text(json.dumps(metrics, indent=1, sort_keys=True) + "\n")
     return metrics
 
 
 def _verdicts(config: Config, name: str, rows: Sequence[CompletionRow], groups: Mapping[int, str]) -> list[VerdictRow]:
-    """A judge's verdict on each completion, in the order of the rows. Raises RuntimeError where too many failed."""
+    """A judge's verdict on each completion, in the order of the rows.
+
+    Raises Outage and TooManyFailures (`tuning.rewards.failures`).
+    """
     from tuning.evaluation.answers import answer_of
-    from tuning.rewards.processes import evaluate
+    from tuning.rewards.failures import check_failures
+    from tuning.rewards.processes import attempt
 
     judge = config.all_judges[name]
     samples = [Sample.of(row) for row in rows]
-    outcomes = evaluate(judge.function, judge.arguments, samples, seconds=judge.seconds, workers=config.workers)
-    failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
-    if len(failures) > config.max_failed_fraction * len(outcomes):
-        raise RuntimeError(
-            f"judge {name} failed on {len(failures)} of {len(outcomes)} completions, more than "
-            f"evaluate.max_failed_fraction {config.max_failed_fraction:g} allows; the first failure: {failures[0]}"
-        )
+    outcomes = attempt(judge.function, judge.arguments, samples, seconds=judge.seconds, workers=config.workers)
+    setting = "evaluate.max_failed_fraction"
+    check_failures({name: outcomes}, config.max_failed_fraction, setting=setting, what="judge")
     return [
         VerdictRow(
             place=row.place,

@@ -10,6 +10,7 @@ from typing import Any
 from stages.common.models import ADAPTER, load_policy, load_tokenizer, stop_ids, token_ids
 from stages.contract.definition import Context, Reads, Stage, StageConfig
 from stages.store.artifacts import Artifact
+from stages.store.keys import published
 
 
 class Config(StageConfig):
@@ -29,9 +30,9 @@ def lineage(artifact: Artifact) -> list[dict[str, Any]]:
             continue
         manifest = current.manifest
         names = ("stage", "key", "digest", "seed", "config", "inputs", "versions", "device")
-        history[current.key] = {name: manifest[name] for name in names}
+        history[current.key] = {name: manifest[name] for name in names} | {"config": published(manifest["config"])}
         for ref in manifest["inputs"].values():
-            parent = current.store.get(ref["stage"], ref["key"])
+            parent = current.store.with_digest(ref["stage"], ref["key"], ref["digest"])
             # An ancestor that is no longer stored ends its branch of the history.
             if parent is not None:
                 queue.append(parent)

@@ -58,7 +58,7 @@ def run(ctx: Context) -> dict[str, Any]:
 
     def measure(params: Any) -> dict[str, float]:
         scores = jnp.asarray(score_groups(config, params, held.examples, dtype=ctx.config.compute.dtype))
-        losses = bradley_terry(scores[::2], scores[1::2], held_margins, ctx.config.centering)
+        losses = bradley_terry(scores[::2], scores[1::2], jnp.asarray(held_margins), ctx.config.centering)
         return {"loss": float(losses.mean()), "accuracy": float((scores[::2] > scores[1::2]).mean())}
 
     task = Task(

@@ -56,7 +56,7 @@ def _value(evaluation: Artifact, metric: str) -> float:
 def restore(ctx: Context, artifact: Artifact) -> tuple[Any, Any]:
     """(DecoderConfig, parameters) of the chosen policy."""
     ref = artifact.manifest["inputs"][f"{POLICY}{artifact.metrics['round']:03d}"]
-    chosen = artifact.store.get(ref["stage"], ref["key"])
+    chosen = artifact.store.with_digest(ref["stage"], ref["key"], ref["digest"])
     if chosen is None:
         raise RuntimeError(f"{artifact.url} chose {ref['stage']}/{ref['key'][:12]}, which is not in the store any more")
     return load_policy(ctx, chosen)

@@ -7,12 +7,10 @@ alone costs two seconds.
 
 from __future__ import annotations
 
-import os
-import sys
-
 import typer
 
 from flows.cli import look, machine, policy, run, settings
+from stages.worker.interpreter import add_current_folder
 
 app = typer.Typer(
     help="Post-training as explicit, cached, resumable stages: data, SFT, reward model, RL rounds, evaluation, export.",
@@ -27,8 +25,8 @@ for module in (run, settings, look, policy, machine):
 
 def main() -> None:
     """Entry point of the console script."""
-    # A user's `module:function` may be in the current folder, which `python -m`, the worker, has on its path.
-    sys.path.append(os.getcwd())
+    # A user's `module:function` may be in the current folder.
+    add_current_folder()
     app()
 
 

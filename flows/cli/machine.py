@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 import typer
 
 from flows.cli.shared import group
+from stages.worker import interpreter
 
 commands = group()
 
@@ -15,4 +15,4 @@ commands = group()
 @commands.command()
 def doctor() -> None:
     """Show the device, what it decides for a recipe, and the versions in use."""
-    raise typer.Exit(subprocess.call([sys.executable, "-m", "stages.tools.doctor"]))
+    raise typer.Exit(subprocess.call(interpreter.command("stages.tools.doctor")))

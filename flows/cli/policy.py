@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +24,7 @@ from flows.cli.shared import (
 )
 from stages.serving.settings import Chat, ChatOptions, PolicyPlace, Serve, ServeOptions
 from stages.store.artifacts import Store
+from stages.worker import interpreter
 
 commands = group()
 
@@ -73,7 +73,7 @@ def export(
         if fault:
             err.print(f"failed: {fault}", markup=False)
             raise typer.Exit(1)
-        raise typer.Exit(subprocess.call([sys.executable, "-m", "stages.tools.verify_export", str(folder)]))
+        raise typer.Exit(subprocess.call(interpreter.command("stages.tools.verify_export", str(folder))))
 
 
 def _policy(store: str, run_name: str | None, node: str) -> tuple[dict[str, Any], PolicyPlace]:

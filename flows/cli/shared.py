@@ -12,6 +12,7 @@ from rich.console import Console
 from flows.recipe.model import Recipe
 from flows.records import UnknownRun, all_runs, find_run, finished_nodes
 from stages.store.artifacts import Artifact, Store
+from stages.worker import interpreter
 from stages.worker.client import worker_environment
 
 out = Console(highlight=False)
@@ -71,11 +72,11 @@ def artifact_of(store: Store, record: dict[str, Any], node: str) -> Artifact:
         raise usage_error(f"run {record['name']} has no finished {node}; finished are {', '.join(record['nodes'])}")
     artifact = store.get(entry["stage"], entry["key"])
     if artifact is None:
-        raise usage_error(f"{node} of {record['name']} is gone from {store.url}; `rlhf run` makes it again")
+        raise usage_error(f"{node} of {record['name']} is gone from {store.shown}; `rlhf run` makes it again")
     return artifact
 
 
 def become(module: str, argument: str) -> None:
     """Replaces this process (exec) with a module, so that signals reach the program and no child outlives it."""
     sys.stdout.flush()
-    os.execve(sys.executable, [sys.executable, "-m", module, argument], worker_environment())
+    os.execve(sys.executable, interpreter.command(module, argument), worker_environment())

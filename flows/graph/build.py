@@ -10,7 +10,7 @@ from typing import Any
 from flows.recipe.model import RL, Recipe, trained_sections
 from stages.common.settings import stored_as
 from stages.contract.definition import Reads, StageConfig
-from stages.contract.fingerprint import library_versions, reached
+from stages.contract.fingerprint import Code, library_versions, reached
 from stages.contract.registry import by_section
 from stages.contract.registry import stage as find_stage
 from stages.greedy import Config as GreedyConfig
@@ -19,6 +19,7 @@ from stages.select import EVALUATION, POLICY
 from stages.select import Config as SelectConfig
 from stages.store.artifacts import Artifact, ArtifactError, Store
 from stages.store.keys import config_content, derive_seed, digest
+from stages.worker.devices import device_kind
 
 # What the role `tokenizer` offers of the base: special ids are in the two configs.
 TOKENIZER = ("tokenizer/", "model/config.json", "model/generation_config.json")
@@ -254,10 +255,16 @@ def with_inputs(nodes: Mapping[str, Node], names: set[str]) -> set[str]:
     return needed
 
 
+def code_of(node: Node) -> Code:
+    """The code that the node's stage reaches with these settings, as its files are now."""
+    stage = find_stage(node.stage)
+    return reached(stage.module, *stage.loads(node.config))
+
+
 def key_parts(node: Node, made: Mapping[str, Artifact]) -> dict[str, Any]:
     """Everything that the node's key is derived from; `made` holds the artifacts of its inputs."""
     stage = find_stage(node.stage)
-    code = reached(stage.module, *stage.loads(node.config))
+    code = code_of(node)
     return {
         "stage": node.stage,
         "version": stage.version,
@@ -268,6 +275,8 @@ def key_parts(node: Node, made: Mapping[str, Artifact]) -> dict[str, Any]:
         "seed": node.seed,
         "sources": stage.sources(node.config),
         "versions": library_versions(stage.libraries),
+        # Empty: the same bits on every kind of device.
+        "device": device_kind() if stage.computes(node.config) else "",
     }
 
 
@@ -277,9 +286,11 @@ def taken_artifact(store: Store, node: Node) -> Artifact | None:
         return None
     record = store.read_json("runs", node.taken, "run.json")
     entry = (record or {"nodes": {}})["nodes"].get(node.name, {})
-    artifact = store.get(entry["stage"], entry["key"], repair=False) if "digest" in entry else None
+    finished = "digest" in entry
+    # What that run had, also where it was made again since.
+    artifact = store.with_digest(entry["stage"], entry["key"], entry["digest"], repair=False) if finished else None
     if artifact is None:
-        raise ArtifactError(f"rl.rollouts_from: run {node.taken} has no finished {node.name} in {store.url}")
+        raise ArtifactError(f"rl.rollouts_from: run {node.taken} has no finished {node.name} in {store.shown}")
     return artifact
 
 

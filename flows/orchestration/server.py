@@ -20,6 +20,8 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+from stages.worker import interpreter
+
 START_SECONDS = 120.0
 
 
@@ -42,7 +44,7 @@ class PrivateServer:
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "flows.orchestration.server", str(listener.fileno()), str(os.getpid())],
+            interpreter.command("flows.orchestration.server", str(listener.fileno()), str(os.getpid())),
             pass_fds=[listener.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=self._log,
@@ -114,5 +116,10 @@ def serve(descriptor: int, parent: int) -> None:
     Server(config).run(sockets=[socket.socket(fileno=descriptor)])
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Reads descriptor and parent from the command line."""
     serve(int(sys.argv[1]), int(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()

@@ -28,7 +28,7 @@ STACKS = {
 """Parts, title, unit and note of the charts whose bars add up the series `<name>_<part>`."""
 STEP_MEASURES = (
     Measure("loss", "", "Loss", "nats", "training batch, before the step"),
-    Measure("heldout_loss", "", "Held-out loss", "nats", "examples kept out of training, before the step"),
+    Measure("heldout_loss", "", "Held-out loss", "nats", "examples kept out of training, after the step"),
     Measure("heldout_accuracy", "", "Held-out accuracy", "share", "pairs kept out of training, ranked rightly", True),
     Measure("accuracy", "", "Pair accuracy", "share", "training pairs ranked rightly", True),
     Measure("grad_norm", "", "Gradient norm", "norm", "before clipping"),

@@ -43,11 +43,6 @@ def when(text: str) -> str:
     return datetime.datetime.fromisoformat(text).astimezone(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def redacted(url: str) -> str:
-    """A store's URL without user and password."""
-    return re.sub(r"//[^/@]*@", "//", url)
-
-
 def visible(text: str | None, longest: int = LONGEST) -> str:
     """A model's text with control and direction characters as escapes, shortened to `longest` characters."""
     text = text or ""

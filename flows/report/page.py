@@ -7,7 +7,6 @@ has a report.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,12 @@ from typing import Any
 from flows.records import find_run
 from flows.report.advice import run_warnings
 from flows.report.charts import round_charts, stage_graph
-from flows.report.formats import LABELS, duration, redacted, show, visible, when
+from flows.report.formats import LABELS, duration, show, visible, when
 from flows.report.measures import Series, round_series
 from flows.report.run_view import RunView, section
 from flows.report.samples import round_samples, samples
 from stages.store.artifacts import Store
+from stages.store.keys import published
 
 TRAINED = {"sft": "SFT", "distill": "Distillation", "preference": "Preference", "reward": "Reward model"}
 """Stages that train on examples, with their titles."""
@@ -163,10 +163,7 @@ def _provenance(run: RunView) -> dict[str, Any]:
     for name, part in parts.items():
         for module, fingerprint in part.get("code", {}).items():
             code.setdefault(module, {}).setdefault(fingerprint, []).append(name)
-    # A copy, whose store may be changed below.
-    recipe = json.loads(json.dumps(run.record["recipe"]))
-    # A store's URL may hold a password.
-    recipe["store"] = redacted(str(recipe.get("store", "")))
+    recipe = published(run.record["recipe"])
     devices = by_value(lambda m: m.get("device"))
     return {
         "manifests": manifests,
@@ -177,7 +174,7 @@ def _provenance(run: RunView) -> dict[str, Any]:
         "code": dict(sorted(code.items())),
         "recipe": yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=100),
         "seed": recipe.get("seed"),
-        "store": redacted(run.store.url),
+        "store": run.store.shown,
     }
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, NotRequired, TypedDict, TypeVar
 from flows.report.charts import Chart, step_charts
 from flows.report.formats import LABELS, seconds_at
 from stages.store.artifacts import MANIFEST, Artifact, ArtifactError, Store
+from stages.store.keys import SHOWN
 
 if TYPE_CHECKING:
     from stages.common.verdicts import Difference
@@ -192,7 +193,7 @@ class RunView:
         from flows.recipe.model import Recipe
 
         try:
-            nodes = build(Recipe.model_validate_json(json.dumps(self.record["recipe"])))
+            nodes = build(Recipe.model_validate_json(json.dumps(self.record["recipe"]), context=SHOWN))
         except ValueError:
             return {name: [] for name in self.nodes}
         return {n.name: sorted({i.node for i in n.inputs.values()}) for n in nodes}

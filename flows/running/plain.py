@@ -18,7 +18,7 @@ def run_plain(
     """
     reporter = ConsoleReporter()
     session = Session(recipe, reporter, name, force)
-    reporter.console.print(f"run {session.name}  store {recipe.store}")
+    reporter.console.print(f"run {session.name}  store {session.store.shown}")
     try:
         for node in session.nodes:
             if only is None or node in only:

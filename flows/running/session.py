@@ -11,14 +11,18 @@ import socket
 import time
 from typing import Any, Protocol
 
-from flows.graph.build import Node, build, key_of, key_parts, taken_artifact
+from flows.graph.build import Node, build, code_of, key_of, key_parts, taken_artifact
 from flows.recipe.model import Recipe
 from flows.running.naming import before, free_name
 from stages.contract.kept import keep
 from stages.store.artifacts import Artifact, Store
+from stages.store.keys import published
 from stages.store.leases import lease, this_process
-from stages.worker.client import StageFailed, Worker, WorkerDied
+from stages.worker.client import CodeChanged, StageFailed, Worker, WorkerDied
 from stages.worker.protocol import Log, Progress, Report, Request
+
+EDITS = 3
+"""How often a stage is made again because its code was edited while it ran."""
 
 
 class Reporter(Protocol):
@@ -52,7 +56,7 @@ class Session:
         self.worker = Worker(log)
         self.record: dict[str, Any] = {
             "name": self.name,
-            "recipe": recipe.model_dump(mode="json"),
+            "recipe": published(recipe.model_dump(mode="json")),
             "status": "running",
             "started": now(),
             "host": socket.gethostname(),
@@ -68,8 +72,20 @@ class Session:
         self.store.write_json(self.record, "runs", self.name, "run.json")
 
     def run_node(self, name: str) -> tuple[str, Artifact]:
-        """Makes or reads the artifact of one node: (`hit` or `made`, artifact). Its inputs must have run before."""
+        """Makes or reads the artifact of one node: (`hit` or `made`, artifact). Its inputs must have run before.
+
+        Where code was edited meanwhile, a fresh worker makes it with the new code, under the key of that.
+        """
+        for _ in range(EDITS):
+            try:
+                return self._made_or_read(name)
+            except CodeChanged as e:
+                self.reporter.line(f"{name}: {e}; a fresh worker makes it with the code as it is now")
+        return self._made_or_read(name)
+
+    def _made_or_read(self, name: str) -> tuple[str, Artifact]:
         node = self.nodes[name]
+        files = code_of(node).files
         parts = key_parts(node, self.made)
         key = key_of(parts)
         forced = node.name in self.force
@@ -93,7 +109,7 @@ class Session:
                 artifact = None if forced else self.store.get(node.stage, key)
                 state = "hit" if artifact is not None else "made"
                 if artifact is None:
-                    artifact = self._make(node, key, parts, forced, entry)
+                    artifact = self._make(node, key, parts, files, forced, entry)
         seconds = time.monotonic() - started
         entry |= {"state": state, "digest": artifact.digest, "metrics": artifact.metrics, "seconds": round(seconds, 2)}
         # What making took, here or in the run that did it.
@@ -103,17 +119,26 @@ class Session:
         self.reporter.stage_ended(node, state, artifact.manifest, seconds)
         return state, artifact
 
-    def _make(self, node: Node, key: str, parts: dict[str, Any], forced: bool, entry: dict[str, Any]) -> Artifact:
+    def _make(
+        self,
+        node: Node,
+        key: str,
+        parts: dict[str, Any],
+        files: dict[str, str],
+        forced: bool,
+        entry: dict[str, Any],
+    ) -> Artifact:
         """Has the worker make an artifact; a failure goes into the record's entry and is raised."""
         request = Request(
             stage=node.stage,
             key=key,
             key_parts=parts,
             config=node.config.model_dump(mode="json"),
-            inputs={n: (self.made[i.node].stage, self.made[i.node].key) for n, i in node.inputs.items()},
+            inputs={n: (a.stage, a.key, a.digest) for n, i in node.inputs.items() for a in [self.made[i.node]]},
             seed=node.seed,
             store=self.recipe.store,
             run=self.name,
+            files=files,
             # A retry within this run resumes its own partial work; another forced run starts from nothing.
             force=self.name if forced else None,
         )
@@ -134,7 +159,7 @@ class Session:
         except BaseException as e:
             entry |= {"state": "failed", "error": f"{type(e).__name__}: {e}"}
             self.save()
-            if isinstance(e, StageFailed):
+            if type(e) is StageFailed:
                 raise StageFailed(f"{node.name}: {e}") from e
             raise
         keep(self.store, parts)

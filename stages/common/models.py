@@ -130,7 +130,7 @@ def token_ids(base: Artifact) -> dict[str, Any]:
 
 
 def stop_ids(ctx: Context, base: Artifact) -> tuple[int, ...]:
-    """Every id that ends a completion: the generation config's and the tokenizer's (R10)."""
+    """Every id that ends a completion: the generation config's, the tokenizer's and the chat template's (R10, R23)."""
     from tuning.models.tokenizer import eos_ids
 
     return eos_ids(load_tokenizer(ctx, base), token_ids(base))

@@ -123,6 +123,10 @@ def _loads_nothing(config: Any) -> tuple[str, ...]:
     return ()
 
 
+def _computes(config: Any) -> bool:
+    return True
+
+
 @dataclasses.dataclass(frozen=True)
 class Stage:
     """All that the pipeline knows of a stage: each stage's module ends with one, called STAGE.
@@ -145,6 +149,8 @@ class Stage:
     """Settings -> modules of this project that the stage loads by name: their code is part of the key."""
     libraries: tuple[str, ...] = NUMERIC_LIBRARIES
     """Libraries whose versions are part of the key."""
+    computes: Callable[[Any], bool] = _computes
+    """Settings -> whether it computes on the device, whose kind is then part of the key: bits differ between kinds."""
     restore: Callable[[Context, Artifact], tuple[Any, Any]] | None = None
     """(DecoderConfig, parameters) of an artifact that may hold no weights; None: its folder `model` has them."""
     section: str = ""

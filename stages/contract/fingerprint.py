@@ -21,9 +21,11 @@ import importlib.util
 import itertools
 import json
 import re
+import sys
 import sysconfig
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 OWN = ("stages", "tuning")
 
@@ -31,13 +33,33 @@ OWN = ("stages", "tuning")
 INFRASTRUCTURE = ("stages.contract", "stages.store", "stages.worker")
 
 # Versions of libraries that change numbers or bytes.
-NUMERIC_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy", "tokenizers", "transformers", "pyarrow", "safetensors")
+NUMERIC_LIBRARIES = (
+    *("jax", "jaxlib", "flax", "optax", "numpy", "tokenizers", "transformers", "pyarrow", "safetensors"),
+    # The order of prompts and examples; the text of chat templates.
+    *("grain", "jinja2"),
+)
 
 # Arguments of a module's `STAGE = Stage(...)` that describe the stage and place it in a run: no part of its key.
 # Which artifacts it reads is in the key already, as the digests of its inputs.
 DESCRIPTION = ("section", "title", "reads", "makes", "headline", "samples")
 
 _OWN_NAME = re.compile(rf"({'|'.join(OWN)})(\.\w+)+\.?")
+
+
+@functools.cache
+def _distributions() -> Mapping[str, list[str]]:
+    return importlib.metadata.packages_distributions()
+
+
+def package_versions(modules: tuple[str, ...]) -> dict[str, str]:
+    """Versions of the packages that hold top-level modules, by the packages' names; `absent` where none does."""
+    versions: dict[str, str] = {}
+    for module in modules:
+        # Most packages are called as their module: the list of all takes a tenth of a second.
+        found = library_versions((module,))
+        names = [module] if found[module] != "absent" else _distributions().get(module, [module])
+        versions |= library_versions(tuple(names))
+    return versions
 
 
 @functools.cache
@@ -60,6 +82,11 @@ class Code:
     """Short hash of each module's content, by the module's name. The names serve messages; keys hold the hashes."""
     imports: str
     """Hash of the graph of imports: which content each import statement reaches, and what that one reaches."""
+    packages: tuple[str, ...]
+    """Top-level names of the modules of others that are imported, but for Python's own."""
+    files: dict[str, str] = dataclasses.field(compare=False)
+    """SHA-256 of the sources, by module, and with its suffix for what lies beside one: what a process compares with
+    what it has loaded. Not in a key: comments count here."""
 
 
 def reached(*roots: str, folder: Path | None = None) -> Code:
@@ -72,6 +99,8 @@ def reached(*roots: str, folder: Path | None = None) -> Code:
     only = roots[0].split(".")[0] if installed else None
     hashes: dict[str, str] = {}
     links: dict[str, tuple[tuple[str, str], ...]] = {}
+    files: dict[str, str] = {}
+    packages: set[str] = set()
     seen: set[str] = set()
     queue = list(roots)
     while queue:
@@ -84,12 +113,16 @@ def reached(*roots: str, folder: Path | None = None) -> Code:
             continue
         # Importing a.b.c runs a/__init__.py and a/b/__init__.py first.
         queue.extend(name.rsplit(".", n)[0] for n in range(1, name.count(".") + 1))
-        changed = tuple(p.stat().st_mtime_ns for p in (path, *_beside(path)))
-        content, imports = _read(str(path), changed, name, folder, only)
-        queue.extend(target for _, target in imports)
-        if content is not None:
-            hashes[name], links[name] = content, imports
-    return Code(dict(sorted(hashes.items())), _graph_hash(roots, hashes, links))
+        # Not the time of change alone: tools that copy files set it back.
+        stats = [p.stat() for p in (path, *_beside(path))]
+        changed = tuple((s.st_mtime_ns, s.st_ctime_ns, s.st_size, s.st_ino) for s in stats)
+        module = _read(str(path), changed, name, folder, only)
+        queue.extend(target for _, target in module.imports)
+        files |= {f"{name}{suffix}": value for suffix, value in module.files.items()}
+        packages |= module.packages
+        if module.content is not None:
+            hashes[name], links[name] = module.content, module.imports
+    return Code(dict(sorted(hashes.items())), _graph_hash(roots, hashes, links), tuple(sorted(packages)), files)
 
 
 def _graph_hash(
@@ -139,22 +172,52 @@ def _source(name: str, folder: Path | None, only: str | None) -> Path | None:
     return None
 
 
+@dataclasses.dataclass(frozen=True)
+class _Module:
+    """What is read of one module."""
+
+    content: str | None
+    """Short hash of what it does; None where there is no code."""
+    imports: tuple[tuple[str, str], ...]
+    """(what is bound, own module that it comes from)."""
+    packages: frozenset[str]
+    """Top-level names of what it imports from others."""
+    files: dict[str, str]
+    """SHA-256 of its source (under "") and of what lies beside it (by suffix)."""
+
+
 @functools.cache
-def _read(
-    path: str, _mtimes_ns: tuple[int, ...], name: str, folder: Path | None, only: str | None
-) -> tuple[str | None, tuple[tuple[str, str], ...]]:
-    """(hash of the content, or None where there is no code; (what is bound, own module that it comes from))."""
-    tree = ast.parse(Path(path).read_text(), filename=path)
+def _read(path: str, _changed: tuple[Any, ...], name: str, folder: Path | None, only: str | None) -> _Module:
+    data = Path(path).read_bytes()
+    files = {"": hashlib.sha256(data).hexdigest()}
+    tree = ast.parse(data, filename=path)
     package = name.split(".") if Path(path).name == "__init__.py" else name.split(".")[:-1]
     neutral = _Neutral(package, lambda module: _source(module, folder, only) is not None, name.split(".")[0] in OWN)
     tree = neutral.visit(tree)
+    packages = frozenset(neutral.packages - sys.stdlib_module_names - set(OWN))
     if all(isinstance(s, ast.Pass) for s in tree.body):
-        return None, ()
-    text = ast.dump(tree, annotate_fields=False, include_attributes=False)
+        return _Module(None, (), packages, files)
+    text = canonical_tree(tree)
     for source in _beside(Path(path)):
         is_c = source.suffix in (".c", ".h")
         text += re.sub(r"\s*//.*", "", source.read_text()) if is_c else source.read_text()
-    return _short_hash(text), tuple(sorted(neutral.imports))
+        files[source.name.removeprefix(Path(path).stem)] = hashlib.sha256(source.read_bytes()).hexdigest()
+    return _Module(_short_hash(text), tuple(sorted(neutral.imports)), packages, files)
+
+
+def canonical_tree(node: Any) -> str:
+    """A syntax tree as text, the same in every version of Python: fields that are empty or None are left out.
+
+    `ast.dump` shows them up to 3.12 and not from 3.13 on, and each version has added some. Fields are named: without
+    a field that is left out the others would change places.
+    """
+    if isinstance(node, ast.AST):
+        shown = [(n, canonical_tree(v)) for n, v in ast.iter_fields(node) if v is not None and v != []]
+        # A context follows from where a name is.
+        return f"{type(node).__name__}({', '.join(f'{n}={v}' for n, v in shown if n != 'ctx')})"
+    if isinstance(node, list):
+        return f"[{', '.join(map(canonical_tree, node))}]"
+    return repr(node)
 
 
 class _Neutral(ast.NodeTransformer):
@@ -169,6 +232,7 @@ class _Neutral(ast.NodeTransformer):
         self._is_own = is_own
         self._in_project = in_project
         self.imports: list[tuple[str, str]] = []
+        self.packages: set[str] = set()
 
     def _link(self, bound: str, module: str) -> None:
         # Numbered: of two imports that bind one name, the later one wins.
@@ -187,6 +251,7 @@ class _Neutral(ast.NodeTransformer):
     def visit_Import(self, node: ast.Import) -> ast.AST:
         for alias in node.names:
             if not self._is_own(alias.name):
+                self.packages.add(alias.name.split(".")[0])
                 continue
             self._link(alias.asname or alias.name, alias.name)
             if alias.asname:
@@ -198,6 +263,7 @@ class _Neutral(ast.NodeTransformer):
         module = ".".join([*above, *([node.module] if node.module else [])])
         submodules = [alias for alias in node.names if self._is_own(f"{module}.{alias.name}")]
         if not self._is_own(module) and not submodules:
+            self.packages.add(module.split(".")[0])
             return node
         for alias in node.names:
             bound = alias.asname or alias.name
@@ -240,7 +306,7 @@ def _sorted_imports(statements: list[ast.stmt]) -> list[ast.stmt]:
         neighbours = list(group)
         names = [a.asname or a.name for s in neighbours if isinstance(s, ast.Import | ast.ImportFrom) for a in s.names]
         free = is_import and "*" not in names and len(set(names)) == len(names)
-        ordered.extend(sorted(neighbours, key=ast.dump) if free else neighbours)
+        ordered.extend(sorted(neighbours, key=canonical_tree) if free else neighbours)
     return ordered
 
 

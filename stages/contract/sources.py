@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 from stages.contract import signatures
-from stages.contract.fingerprint import OWN, find_spec, library_versions, reached
+from stages.contract.fingerprint import OWN, find_spec, library_versions, package_versions, reached
 
 
 def function_digests(name: str, where: str) -> dict[str, str]:
@@ -45,7 +45,8 @@ def is_own_source(name: str) -> bool:
 
 
 def user_digests(name: str, where: str) -> dict[str, str]:
-    """Hashes of the code behind a user's `module:function`: of each of the user's modules, and of all that they reach.
+    """Hashes of the code behind a user's `module:function`: of each of the user's modules, and of all that they reach;
+    and the versions of the packages that they import.
 
     Raises ValueError, naming `where`, for a module that is not there; nothing is executed.
     """
@@ -67,4 +68,15 @@ def user_digests(name: str, where: str) -> dict[str, str]:
     theirs = {f"module:{k}": v for k, v in code.modules.items() if k.split(".")[0] not in OWN}
     # Modules of this project among them count by content alone: they may move.
     everything = json.dumps([sorted(set(code.modules.values())), code.imports])
-    return theirs | {f"reached from {module}": hashlib.sha256(everything.encode()).hexdigest()[:16]}
+    reach = {f"reached from {module}": hashlib.sha256(everything.encode()).hexdigest()[:16]}
+    return theirs | reach | {f"package:{n}": v for n, v in package_versions(code.packages).items()}
+
+
+def data_digests(source: str, where: str) -> dict[str, str]:
+    """Digests of a source of records: of files and tasks as `tuning.data.tasks` has them, of a user's function by all
+    the code that it reaches. What that function opens by itself is not seen."""
+    from tuning.data import files, tasks
+
+    if files.is_files(source) or source in tasks.BUILTIN or ":" not in source:
+        return tasks.source_digests(source)
+    return {"task": source.partition(":")[2]} | user_digests(source, where)

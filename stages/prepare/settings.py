@@ -127,9 +127,9 @@ class Config(StageConfig):
     max_prompt_tokens: int = Field(default=512, ge=1)
     """Most tokens of a prompt, with chat template."""
     max_completion_tokens: int = Field(default=512, ge=1)
-    """Most tokens of a completion, with EOS."""
+    """Most tokens of a completion, with the end of the turn."""
     too_long: Literal["drop", "truncate", "error"] = "drop"
-    """Longer rows are dropped, cut (a prompt keeps its end, a completion its start and no EOS) or refused."""
+    """Longer rows are dropped, cut (a prompt keeps its end, a completion its start without an end) or refused."""
     order: Literal["id", "shuffled"] = "id"
     """Order of the rows of a shard: by id, or shuffled by the seed."""
     shards: int = Field(default=0, ge=0, le=10_000)

@@ -11,8 +11,8 @@ Outputs, each as `<name>/part-00000-of-0000N.parquet`, sorted by id within a sha
     heldout_labelled    likewise
 
 with `dead/dead.parquet`, the records that could not be used, each with the reason; `statistics.json`; and the data
-card, `card.html`. Token ids are int32; completions end with EOS. The files are byte for byte the same for any runner,
-number of workers and size of chunk.
+card, `card.html`. Token ids are int32; completions end with the end of the assistant's turn (R23). The files are byte
+for byte the same for any runner, number of workers and size of chunk.
 
 A group of records (by default: those of one prompt) is either held out or used for training, by a hash of the split
 seed and the group. Held-out groups are in no other output. Of the training groups, a part feeds `sft`; pairs come
@@ -52,14 +52,13 @@ def source_digests(config: Config) -> dict[str, str]:
     An edit in place is a miss; a file that was renamed or touched is a hit.
     Raises ValueError if a source or rule does not exist.
     """
-    from stages.contract.sources import function_digests
-    from tuning.data import tasks
+    from stages.contract.sources import data_digests, function_digests
 
     digests: dict[str, str] = {}
     for i, source in enumerate(config.all_sources(), start=1):
-        digests |= {f"source {i}: {name}": value for name, value in tasks.source_digests(source.source).items()}
+        digests |= {f"source {i}: {name}": value for name, value in data_digests(source.source, "data.source").items()}
     for i, name in enumerate(config.decontaminate.sources if config.decontaminate else (), start=1):
-        digests |= {f"decontaminate {i}: {k}": v for k, v in tasks.source_digests(name).items()}
+        digests |= {f"decontaminate {i}: {k}": v for k, v in data_digests(name, "data.decontaminate").items()}
     for verifier in config.verifiers:
         digests |= function_digests(verifier, "data.verifiers")
     for rule in config.rules:
@@ -364,6 +363,7 @@ STAGE = Stage(
     run,
     sources=source_digests,
     libraries=("tokenizers", "transformers", "pyarrow", "numpy", "jinja2"),
+    computes=lambda config: False,
     section="data",
     title="data",
     makes="data",

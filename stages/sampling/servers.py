@@ -172,7 +172,7 @@ def _below(artifact: Artifact) -> tuple[Artifact, str] | None:
         return None
     while artifact.stage == "update" and artifact.manifest["config"].get("lora") == lora:
         ref = artifact.manifest["inputs"]["policy"]
-        parent = artifact.store.get(ref["stage"], ref["key"])
+        parent = artifact.store.with_digest(ref["stage"], ref["key"], ref["digest"])
         if parent is None:
             raise RuntimeError(f"{artifact.url} has an adapter over {ref['stage']}/{ref['key'][:12]}, which is gone")
         artifact = parent

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from stages.common.settings import Compute
 from stages.contract.definition import StageConfig, execution_setting
+from stages.store.keys import HIDDEN, SHOWN, KeyForm, program_and_words, variables_by_digest
 
 NATIVE = ("quantization", "kv_cache_dtype")
 """Settings of the engine in the worker, and its arguments."""
@@ -35,11 +37,14 @@ class EngineSettings(StageConfig):
     """More arguments of started servers (--tensor-parallel-size, 2)."""
     url: str | list[str] | None = execution_setting(None)
     """Addresses of running servers (http://host:8000); null: they are started here."""
-    command: str | list[str] | None = execution_setting(None)
+    command: Annotated[str | list[str] | None, KeyForm(program_and_words)] = None
     """Command that starts a server, in an environment of its own (.venv-vllm/bin/python -m
-    vllm.entrypoints.openai.api_server); --model, --port and others are added."""
-    environment: dict[str, str] = execution_setting({})
-    """Variables of started servers."""
+    vllm.entrypoints.openai.api_server); --model, --port and others are added. Its words are in the key of rollouts,
+    but for the folder of the program."""
+    environment: Annotated[dict[str, str], KeyForm(variables_by_digest)] = {}
+    """Variables of started servers. Their digests are in the key of rollouts, but for names that say they are secrets
+    (HF_TOKEN, OPENAI_API_KEY); records have the names alone. The value `***` takes the variable of that name from
+    where rlhf runs, which is how a run is repeated from its record."""
     servers: int = execution_setting(1, ge=1)
     """How many are started."""
     sync: Literal["auto", "weights", "adapter", "restart", "none"] = execution_setting("auto")
@@ -62,6 +67,16 @@ class EngineSettings(StageConfig):
     policy's. Seen with SmolLM2 on vLLM: 0.03 in bfloat16, 1e-5 in float32."""
     key_variable: str | None = execution_setting(None)
     """Environment variable that holds the servers' API key."""
+
+    @field_validator("environment")
+    @classmethod
+    def _known(cls, variables: dict[str, str], info: ValidationInfo) -> dict[str, str]:
+        if info.context == SHOWN:
+            return variables
+        missing = [n for n, v in variables.items() if v == HIDDEN and n not in os.environ]
+        if missing:
+            raise ValueError(f"the value of {missing[0]} is not recorded: export {missing[0]}, or set it in the recipe")
+        return {n: os.environ[n] if v == HIDDEN else v for n, v in variables.items()}
 
     @model_validator(mode="after")
     def _meaningful(self) -> EngineSettings:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from stages.common.code import code_can_reach
 from stages.common.tables import read_table
 from stages.contract.definition import Context, Reads, Stage
 from stages.sampling.groups import informative_places, totals_by_place
@@ -26,27 +27,11 @@ def run(ctx: Context) -> dict[str, Any]:
     if len(set(names_of(rollouts))) != len(rollouts):
         raise RuntimeError(f"{ctx.inputs['rollouts'].url}: two completions have one place and sample (R21)")
     names = sorted(config.rewards)
-    reachable = _reachable(ctx)
+    reachable = code_can_reach(ctx, [reward.function for reward in config.rewards.values()])
     columns = outcomes_of(ctx, names, rollouts)
     rows = with_totals(config, rollouts, columns)
     write_table(ctx.out / "scores" / "part-00000.parquet", rows, ScoreRow.schema(names))
     return summarise(rows, columns) | reachable
-
-
-def _reachable(ctx: Context) -> dict[str, Any]:
-    """What of this machine the code of completions can reach, as a metric and a warning; empty where none is run."""
-    if all(reward.function != "code_passes" for reward in ctx.config.rewards.values()):
-        return {}
-    from tuning.rewards.sandbox import gaps
-
-    found = list(gaps())
-    if found:
-        ctx.log(
-            f"WARNING: code_passes runs the code of completions, and on this machine it can reach: {', '.join(found)}. "
-            "Allow unprivileged user namespaces, or run in a container without secrets and network; the argument "
-            "require_isolation refuses such a machine"
-        )
-    return {"code_can_reach": found}
 
 
 def with_totals(
@@ -145,6 +130,7 @@ STAGE = Stage(
     Config,
     run,
     sources=source_digests,
+    computes=lambda config: config.learned,
     section="rl.score",
     title="scores",
     makes="scores",

@@ -3,11 +3,13 @@
     <root>/artifacts/<stage>/<key>/   data files, then manifest.json, written last
     <root>/work/<stage>/<key>/        checkpoints and finished shards of a stage under way
     <root>/damaged/                   artifacts that failed a check, set aside
+    <root>/replaced/                  manifests of artifacts that were made again (`--force`)
     <root>/runs/<run>/                what a run did
     <root>/leases/                    which process makes which artifact
 
-An artifact exists when its manifest does. Files below `state/` (weights that can be replayed,
-optimizer moments) and `logs/` (timings) are stored and checked, but are no part of the content
+An artifact exists when its manifest does. One that replaces another has its files in a folder of its own,
+`<key>.<id>/`, which the manifest names: whoever reads the files of before keeps them. Files below `state/` (weights
+that can be replayed, optimizer moments) and `logs/` (timings) are stored and checked, but are no part of the content
 that downstream keys see.
 """
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import hashlib
 import json
 import os
@@ -26,7 +29,7 @@ from typing import Any
 
 import fsspec
 
-from stages.store.keys import digest
+from stages.store.keys import digest, without_userinfo
 from tuning.atomic import whole_file
 
 MANIFEST = "manifest.json"
@@ -52,6 +55,15 @@ def content_digest(files: list[dict[str, Any]], parts: tuple[str, ...] = ("",)) 
     if not chosen:
         raise ArtifactError(f"no content below {parts}; the artifact holds {[f['path'] for f in files]}")
     return digest(sorted(chosen))
+
+
+@functools.cache
+def _umask() -> int:
+    """The bits that this process takes from the modes of new files."""
+    # It can only be asked for by setting it.
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 class Artifact:
@@ -81,8 +93,13 @@ class Artifact:
         return self.manifest["metrics"]
 
     @property
+    def folder(self) -> str:
+        """The name of the folder of its files: the key, or that of a replacement."""
+        return self.manifest.get("folder", self.key)
+
+    @property
     def url(self) -> str:
-        return self.store.join("artifacts", self.stage, self.key)
+        return self.store.join("artifacts", self.stage, self.folder)
 
     def part_digest(self, parts: tuple[str, ...] = ("",)) -> str:
         """Digest of the files below any of `parts` (folders with their slash, or "" for all)."""
@@ -97,7 +114,7 @@ class Artifact:
         if part and not self.has(part):
             raise ArtifactError(f"{self.url} has no {part!r}; it holds {[f['path'] for f in self.manifest['files']]}")
         if self.store.is_local:
-            return Path(self.store.root, "artifacts", self.stage, self.key, part)
+            return Path(self.store.root, "artifacts", self.stage, self.folder, part)
         return self.store.fetch(self, part)
 
 
@@ -114,6 +131,11 @@ class Store:
         name = hashlib.sha256(url.encode()).hexdigest()[:12]
         default = Path(os.environ.get("RLHF_SCRATCH", Path.home() / ".cache" / "rlhf-pipeline" / "scratch")) / name
         self.scratch = Path(self.root) if self.is_local else Path(scratch or default)
+
+    @property
+    def shown(self) -> str:
+        """The URL as messages and records have it."""
+        return without_userinfo(self.url)
 
     def join(self, *parts: str) -> str:
         """A path below the root, as the file system takes it."""
@@ -141,6 +163,21 @@ class Store:
             aside = self.set_aside(stage, key)
             place = self.join("artifacts", stage, key)
             warnings.warn(f"artifact {place} is damaged ({fault}); moved to {aside}; made again", stacklevel=2)
+        return None
+
+    def with_digest(self, stage: str, key: str, digest: str, repair: bool = True) -> Artifact | None:
+        """The artifact of a key that has this content, also where it was replaced since; None where it is gone.
+
+        repair: as in `get`.
+        """
+        artifact = self.get(stage, key, repair)
+        if artifact is not None and artifact.digest == digest:
+            return artifact
+        for path in self.fs.glob(self.join("replaced", stage, f"{key}-*.json")):
+            manifest = self.read_json("replaced", stage, path.rsplit("/", 1)[1])
+            old = Artifact(self, manifest) if manifest is not None else None
+            if old is not None and old.digest == digest and self._sizes_fault(old) is None:
+                return old
         return None
 
     def _sizes_fault(self, artifact: Artifact) -> str | None:
@@ -172,14 +209,19 @@ class Store:
         """Moves an artifact out of the way (never deletes it) and returns where to."""
         place = self.join("artifacts", stage, key)
         aside = self.join("damaged", stage, f"{key[:16]}-{uuid.uuid4().hex[:6]}")
+        folder = place
+        with contextlib.suppress(ArtifactError):
+            manifest = self.read_json("artifacts", stage, key, MANIFEST) or {}
+            folder = self.join("artifacts", stage, manifest.get("folder", key))
         # The manifest goes first: without it nothing reads the half-moved folder as whole.
-        for path in sorted(self.fs.find(place), key=lambda p: not p.endswith(f"/{MANIFEST}")):
-            target = aside + path[len(place) :]
+        moves = {f"{place}/{MANIFEST}": f"{aside}/{MANIFEST}"}
+        moves |= {path: aside + path[len(folder) :] for path in self.fs.find(folder)}
+        for path, target in moves.items():
             self.fs.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
             with contextlib.suppress(FileNotFoundError):  # another process moves it too
                 self.fs.mv(path, target)
         if self.is_local:
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
         return aside
 
     def all_keys(self) -> list[tuple[str, str]]:
@@ -207,7 +249,9 @@ class Store:
     def commit(self, folder: Path, manifest: dict[str, Any], replace: bool = False) -> Artifact:
         """Makes the files of `folder` the artifact `manifest["stage"]/manifest["key"]`; the manifest is written last.
 
-        `folder` is consumed. An artifact that the key already has stays; with `replace` it is set aside.
+        `folder` is consumed. An artifact that the key already has stays. With `replace` the new files are written
+        beside it, and the one step that makes them the artifact is the write of the manifest: at each moment there is
+        one of the two, and the old one's files stay where its readers have them.
         """
         stage, key = manifest["stage"], manifest["key"]
         files: list[dict[str, Any]] = []
@@ -222,6 +266,7 @@ class Store:
         manifest = manifest | {
             "files": files,
             "digest": content_digest(files),
+            "folder": key,
             "committed": datetime.datetime.now(datetime.UTC).isoformat(),
         }
         existing = self.get(stage, key)
@@ -229,13 +274,17 @@ class Store:
             shutil.rmtree(folder)
             return existing
         if existing is not None:
-            self.set_aside(stage, key)
-        target = self.join("artifacts", stage, key)
+            # A new name for each try: what a killed one has left is no part of this.
+            manifest["folder"] = f"{key}.{uuid.uuid4().hex[:8]}"
+            self._keep_manifest(existing)
+        target = self.join("artifacts", stage, manifest["folder"])
         for parent in sorted({f"{target}/{f['path']}".rsplit("/", 1)[0] for f in files}):
             self.fs.makedirs(parent, exist_ok=True)
         for f in files:
             destination = f"{target}/{f['path']}"
             if self.is_local:
+                # Some libraries make files that their owner alone may read; a store is shared as far as umask says.
+                (folder / f["path"]).chmod(0o666 & ~_umask())
                 # A rename: the work folder of a local store is on its file system.
                 os.replace(folder / f["path"], destination)
             else:
@@ -248,6 +297,11 @@ class Store:
         self.write_json(manifest, "artifacts", stage, key, MANIFEST)
         shutil.rmtree(folder, ignore_errors=True)
         return Artifact(self, manifest)
+
+    def _keep_manifest(self, old: Artifact) -> None:
+        """Leaves the manifest of an artifact that is about to be replaced in `replaced/`, to find its files by."""
+        name = f"{old.key}-{digest([old.folder, old.manifest['committed']])[:8]}.json"
+        self.write_json(old.manifest, "replaced", old.stage, name)
 
     def read_json(self, *parts: str) -> Any | None:
         """The JSON value of a file, or None where there is no such file."""

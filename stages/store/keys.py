@@ -6,10 +6,14 @@ path object, an instance of a class) is an error, never a guess.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from pathlib import PurePath
 from typing import Any
 
 from pydantic import BaseModel
@@ -17,6 +21,23 @@ from pydantic.fields import FieldInfo
 
 # Marks, in the JSON schema of a model, a field that stays out of the key.
 EXECUTION: dict[str, Any] = {"execution": True}
+
+
+HIDDEN = "***"
+"""What stands in records for the value of a variable."""
+SHOWN = "shown"
+"""The context in which settings from a record are validated only to be shown: hidden values may be missing."""
+# User and password of a URL.
+_USERINFO = re.compile(r"(?<=://)[^/@\s]*@")
+# Variables that say who asks, not what is computed.
+_SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|KEY|AUTH)(_|$)", re.IGNORECASE)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyForm:
+    """Marks a field (`Annotated[..., KeyForm(f)]`) that the key holds as `f(value)`."""
+
+    of: Callable[[Any], Any]
 
 
 class NotCanonical(TypeError):
@@ -65,11 +86,46 @@ def config_content(config: BaseModel) -> dict[str, Any]:
     for name, field in type(config).model_fields.items():
         if _is_execution(field):
             continue
-        content[name] = _content(getattr(config, name))
+        value = getattr(config, name)
+        forms = [m.of for m in field.metadata if isinstance(m, KeyForm)]
+        content[name] = forms[0](value) if forms else _content(value)
     return content
 
 
+def without_userinfo(text: str) -> str:
+    """The text without user and password in any URL that it holds."""
+    return _USERINFO.sub("", text)
+
+
+def variables_by_digest(variables: Any) -> Any:
+    """For a key: digests of environment variables by name, but for those whose names say that they are secrets."""
+    if not isinstance(variables, Mapping):
+        return digest(variables)
+    return {n: digest([n, v])[:16] for n, v in variables.items() if not _SECRET.search(n)}
+
+
+def program_and_words(command: Any) -> list[str]:
+    """For a key: a command in words, its program without the folder that it lies in."""
+    words = shlex.split(command) if isinstance(command, str) else list(command or [])
+    return [word if i else PurePath(word).name for i, word in enumerate(words)]
+
+
+def published(value: Any, name: str = "") -> Any:
+    """Settings as they are written to a store, shown and exported: URLs without user and password, variables of an
+    `environment` by name alone."""
+    if isinstance(value, Mapping):
+        if name == "environment":
+            return dict.fromkeys(value, HIDDEN)
+        return {k: published(v, k) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [published(v) for v in value]
+    return without_userinfo(value) if isinstance(value, str) else value
+
+
 def _content(value: Any) -> Any:
+    # Who reads does not decide what is read.
+    if isinstance(value, str):
+        return without_userinfo(value)
     if isinstance(value, BaseModel):
         return config_content(value)
     if isinstance(value, list | tuple):

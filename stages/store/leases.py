@@ -51,7 +51,7 @@ def _started(pid: int) -> float | None:
 
 
 @functools.cache
-def _host() -> str:
+def host_scope() -> str:
     """The scope in which a process id is unique: host name, boot and, on Linux, PID namespace."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
@@ -110,13 +110,13 @@ def lease(store: Store, stage: str, key: str, on_wait: Callable[[str], None]) ->
 
 
 def this_process() -> dict[str, Any]:
-    """Identifies this process: its id, start time and scope (`_host`)."""
-    return {"pid": os.getpid(), "started": _started(os.getpid()), "host": _host()}
+    """Identifies this process: its id, start time and scope (`host_scope`)."""
+    return {"pid": os.getpid(), "started": _started(os.getpid()), "host": host_scope()}
 
 
 def is_gone(process: dict[str, Any]) -> bool | None:
     """Whether a process, as `this_process` described it, has ended; None where this host cannot see that."""
-    if process["host"] != _host():
+    if process["host"] != host_scope():
         return None
     started = _started(process["pid"])
     # A process id may be in use again: the start times differ then.

@@ -62,12 +62,8 @@ def fit(ctx: Context, task: Task, params: Any, config: Fitted, frozen: Any = Non
     checkpoints = Checkpoints(ctx.work / "checkpoints", ctx.saved)
     try:
         first = loop.resume(checkpoints)
-        if not first:
-            loop.measure(0)
         for step in range(first, loop.total):
-            loop.train(step)
-            if step + 1 == loop.total or (config.heldout_every and (step + 1) % config.heldout_every == 0):
-                loop.measure(step + 1)
+            loop.train(step, measure=step + 1 == loop.total or _due(step + 1, config.heldout_every))
             # None after the last step: the artifact follows at once.
             if (step + 1) % config.checkpoint_every == 0 and step + 1 < loop.total:
                 checkpoints.save(step + 1, loop.state, {"step": step + 1, "lines": loop.lines})
@@ -78,6 +74,10 @@ def fit(ctx: Context, task: Task, params: Any, config: Fitted, frozen: Any = Non
         # All that were trained on; the other metrics are those of the last step.
         metrics["tokens"] = float(sum(line.get("tokens", 0.0) for line in loop.lines))
     return loop.state[0], metrics | loop.heldout() | loop.meter.whole()
+
+
+def _due(steps: int, every: int) -> bool:
+    return every > 0 and steps % every == 0
 
 
 class _Loop:
@@ -140,9 +140,10 @@ class _Loop:
         self.ctx.log(f"resumed at step {first} of {self.total}")
         return first
 
-    def train(self, step: int) -> None:
-        """One optimizer step, and its line of metrics."""
+    def train(self, step: int, measure: bool) -> None:
+        """One optimizer step, and its line of metrics; with `measure` those on the held-out examples after it."""
         task = self.task
+        before = {f"{k}_before": v for k, v in self.measured().items()} if step == 0 else {}
         groups = self.groups(step)
         if task.sample is not None:
             # With the parameters of this step: on policy.
@@ -153,23 +154,25 @@ class _Loop:
         tokens = sum(g.size for g in groups)
         speed = self.meter.step(tokens, task.flops(groups))
         line = {"step": step, "grad_norm": float(sums["grad_norm"]), "row_tokens": tokens, **self.last, **speed}
+        line |= before | (self.measured() if measure else {})
         self.lines.append(line)
         self.ctx.metrics_line(**line)
         self.ctx.progress(step + 1, self.total, "step", loss=self.last["loss"], **self.meter.rates())
 
-    def measure(self, step: int) -> None:
-        """A line with the metrics on the held-out examples, before the step of this number."""
+    def measured(self) -> dict[str, float]:
+        """Metrics on the held-out examples with the parameters of now; none where there are no such examples."""
         if self.task.measure is None:
-            return
-        line = {"step": step, **{f"heldout_{k}": float(v) for k, v in self.task.measure(self.state[0]).items()}}
-        self.lines.append(line)
-        self.ctx.metrics_line(**line)
+            return {}
+        found = {f"heldout_{k}": float(v) for k, v in self.task.measure(self.state[0]).items()}
+        self.meter.skip()
+        return found
 
     def heldout(self) -> dict[str, float]:
         """Metrics on the held-out examples, at the end and, as `NAME_before`, at the start."""
-        lines = [{k: v for k, v in line.items() if k.startswith("heldout_")} for line in self.lines]
-        known = [line for line in lines if line]
-        return known[-1] | {f"{k}_before": v for k, v in known[0].items()} if known else {}
+        # A resumed stage has the lines of before the kill too.
+        first, last = self.lines[0], self.lines[-1]
+        before = {k: v for k, v in first.items() if k.startswith("heldout_") and k.endswith("_before")}
+        return {k: v for k, v in last.items() if k.startswith("heldout_")} | before
 
     def batches(self, step: int, groups: list[Group]) -> list[dict[str, Any]]:
         """The micro-batches of a step, with what the task adds to each."""

@@ -41,7 +41,7 @@ class Config(Trained, core.RoundSettings):  # type: ignore[misc]
     @model_validator(mode="before")
     @classmethod
     def _presets_of_the_algorithm(cls, values: Any) -> Any:
-        name = values.get("algorithm") if isinstance(values, dict) else None
+        name = _name(values) if isinstance(values, dict) else None
         return {**registry.presets(name), **values} if isinstance(name, str) else values
 
     @model_validator(mode="after")
@@ -83,9 +83,14 @@ class Config(Trained, core.RoundSettings):  # type: ignore[misc]
 
 def aggregation_of(values: dict[str, Any]) -> Any:
     """The aggregation of settings as written in a recipe, by themselves or by the algorithm's presets."""
-    name = values.get("algorithm")
+    name = _name(values)
     presets = registry.presets(name) if isinstance(name, str) else {}
     return values.get("aggregation", presets.get("aggregation"))
+
+
+def _name(values: dict[str, Any]) -> Any:
+    """The algorithm of settings as written: the field's default where they leave it out."""
+    return values.get("algorithm", core.RoundSettings.algorithm)
 
 
 def needs_groups(algorithm: str) -> bool:

@@ -170,7 +170,7 @@ def merged(ctx: Context, adapter: Any) -> tuple[DecoderConfig, Any]:
 def input_of(artifact: Artifact, name: str) -> Artifact:
     """The input of this name that `artifact` was made from. Raises RuntimeError where it is not stored any more."""
     ref = artifact.manifest["inputs"][name]
-    stored = artifact.store.get(ref["stage"], ref["key"])
+    stored = artifact.store.with_digest(ref["stage"], ref["key"], ref["digest"])
     if stored is None:
         raise RuntimeError(f"{artifact.url} cannot be replayed: its input {name} ({ref['stage']}) is gone")
     return stored

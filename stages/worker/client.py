@@ -7,7 +7,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -15,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from stages.worker.protocol import Done, Event, Failed, Heartbeat, Report, Request, parse_event
+from stages.worker import interpreter
+from stages.worker.protocol import Changed, Done, Event, Failed, Heartbeat, Report, Request, parse_event
 
 # A worker sends a heartbeat every two seconds: after this time without one it counts as hung.
 SILENCE_SECONDS = 600.0
@@ -38,6 +38,10 @@ def worker_environment() -> dict[str, str]:
 
 class StageFailed(RuntimeError):
     """The stage raised an exception; the worker still runs."""
+
+
+class CodeChanged(StageFailed):
+    """Code was edited while the run goes on: a fresh worker has to load it, and the stage gets another key."""
 
 
 class WorkerDied(RuntimeError):
@@ -64,15 +68,14 @@ class Worker:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         request_read, request_write = os.pipe()
         event_read, event_write = os.pipe()
-        command = [sys.executable, "-m", "stages.worker.process", "--parent", str(os.getpid())]
-        command += ["--requests", str(request_read), "--events", str(event_write)]
+        arguments = ["--parent", str(os.getpid()), "--requests", str(request_read), "--events", str(event_write)]
         # The kernel's signal follows the thread that starts the worker, and only the main one lives as long as
         # the process.
         if threading.current_thread() is threading.main_thread():
-            command.append("--kernel-watches-parent")
+            arguments.append("--kernel-watches-parent")
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                command,
+                interpreter.command("stages.worker.process", *arguments),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -91,7 +94,8 @@ class Worker:
         """Runs one stage and returns its manifest.
 
         on_event: called with each progress report and log line. Raises StageFailed with the stage's own error,
-        WorkerDied when the process ends, or sends nothing for SILENCE_SECONDS.
+        CodeChanged where the worker has other code than the request's key says (it is ended then), WorkerDied when the
+        process ends, or sends nothing for SILENCE_SECONDS.
         """
         if self._process is None or self._process.poll() is not None:
             self.close()
@@ -106,6 +110,9 @@ class Worker:
                         return manifest
                     case Failed(error, _):
                         raise StageFailed(f"{error}\n  traceback in {self.log}")
+                    case Changed(what):
+                        self.close()
+                        raise CodeChanged(what)
                     case Heartbeat():
                         continue
                     case report:

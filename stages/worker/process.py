@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from stages.common.compilation import configure_jax, use_precision
 from stages.contract.place import place_of
-from stages.worker.protocol import Done, Event, Failed, Heartbeat, Log, Progress, Request, event_line
+from stages.worker import loaded
+from stages.worker.protocol import Changed, Done, Event, Failed, Heartbeat, Log, Progress, Request, event_line
 
 if TYPE_CHECKING:
     from stages.contract.definition import Context, StageConfig
@@ -72,8 +73,10 @@ def run_request(request: Request, memory: dict[str, Any], events: Events) -> dic
     from stages.contract.fingerprint import library_versions
     from stages.contract.registry import stage as find_stage
     from stages.store.artifacts import Store
+    from stages.store.keys import published
     from stages.store.work import WorkFolder
 
+    loaded.check_before(request)
     store = Store(request.store)
     stage = find_stage(request.stage)
     # Through JSON: strict models take lists and numbers as JSON has them.
@@ -95,11 +98,12 @@ def run_request(request: Request, memory: dict[str, Any], events: Events) -> dic
         metrics = stage.run(context)
     finally:
         context.close()
+    loaded.check_after(request, stage.sources(config))
     manifest = {
         "stage": request.stage,
         "key": request.key,
         "key_parts": request.key_parts,
-        "config": config.model_dump(mode="json"),
+        "config": published(config.model_dump(mode="json")),
         "inputs": {n: {"stage": a.stage, "key": a.key, "digest": a.digest} for n, a in inputs.items()},
         "seed": request.seed,
         "versions": library_versions(),
@@ -120,12 +124,13 @@ def run_request(request: Request, memory: dict[str, Any], events: Events) -> dic
 
 
 def _inputs(store: Store, request: Request) -> dict[str, Artifact]:
-    """The artifacts behind a request's inputs. Raises RuntimeError, naming the input, where one is missing."""
+    """The artifacts behind a request's inputs. Raises RuntimeError, naming the input, that is gone."""
     inputs = {}
-    for name, (stage, key) in request.inputs.items():
-        artifact = store.get(stage, key)
+    for name, (stage, key, digest) in request.inputs.items():
+        artifact = store.with_digest(stage, key, digest)
         if artifact is None:
-            raise RuntimeError(f"input {name} ({stage}/{key[:12]}) is gone from {store.url}; run again")
+            place = f"input {name} ({stage}/{key[:12]}) with digest {digest[:12]}"
+            raise RuntimeError(f"{place} is gone from {store.shown}, or another replaced it; run again")
         inputs[name] = artifact
     return inputs
 
@@ -191,6 +196,8 @@ def main() -> None:
     for line in requests:
         try:
             events.send(Done(run_request(Request.parse(line), memory, events)))
+        except loaded.CodeDiffers as e:
+            events.send(Changed(str(e)))
         except BaseException as e:
             traceback.print_exc()
             sys.stderr.flush()

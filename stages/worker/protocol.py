@@ -4,6 +4,7 @@ parent                                worker
   Request            ---------->        one stage at a time
                      <----------        Log, Progress, Heartbeat, in any number and order
                      <----------        Done or Failed: the worker is ready for the next request
+                                        Changed: a fresh worker has to make it, under the key of the new code
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ class Request:
     """What the key was derived from; the manifest keeps it, so that `rlhf plan` can say what changed."""
     config: dict[str, Any]
     """The stage's settings as JSON."""
-    inputs: dict[str, tuple[str, str]]
-    """(stage, key) of the artifact behind each input."""
+    inputs: dict[str, tuple[str, str, str]]
+    """(stage, key, digest) of the artifact behind each input: the key's is of this content and no other."""
     seed: int
     store: str
     """Folder or URL of the store that holds the inputs and gets the artifact."""
     run: str
+    files: dict[str, str] = dataclasses.field(default_factory=dict)
+    """SHA-256 of the source of each of this project's modules in `key_parts`, as it was when the key was made."""
     force: str | None = None
     """Set to the run's name where an artifact with this key is replaced: a retry in that run resumes its own work."""
 
@@ -80,11 +83,21 @@ class Failed:
     traceback: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Changed:
+    """Nothing is committed: the code that this process has loaded is not the one that the request's key names."""
+
+    what: str
+    """What changed, and when."""
+
+
 Report: TypeAlias = Progress | Log
 """Events that the caller of a worker sees; the others end or only prolong the wait."""
-Event: TypeAlias = Report | Heartbeat | Done | Failed
+Event: TypeAlias = Report | Heartbeat | Done | Failed | Changed
 
-_EVENTS: dict[str, type[Event]] = {kind.__name__.lower(): kind for kind in (Progress, Log, Heartbeat, Done, Failed)}
+_EVENTS: dict[str, type[Event]] = {
+    kind.__name__.lower(): kind for kind in (Progress, Log, Heartbeat, Done, Failed, Changed)
+}
 
 
 def event_line(event: Event) -> str:

@@ -25,7 +25,7 @@ def examples(name: str) -> list[dict[str, Any]]:
     found = []
     for i in range(ROWS):
         row: dict[str, Any] = {"id": f"{i:04d}", "prompt": "p", "prompt_ids": tokens_of(1, i, 2 + i % 3)}
-        long, short = tokens_of(2, i, 2 + i), tokens_of(3, i, 1 + (3 * i) % 5)
+        long, short = tokens_of(2, i, 2 + 2 * i), tokens_of(3, i, 1 + (3 * i) % 5)
         if name == "preference":
             row |= {
                 "chosen_ids": long,
@@ -57,7 +57,13 @@ def slow(*names: str) -> list[Any]:
 LORA = {"rank": 2, "alpha": 3.0, "use_rslora": True, "targets": ["q", "v", "down"]}
 STEPS: dict[str, dict[str, Any]] = {
     "tokens": {"tokens_per_step": 20, "epochs": 2},
-    "lora": {"lora": LORA, "compute": {"dtype": DTYPE, "tokens_per_micro_batch": 64}},
+    "lora": {
+        "lora": LORA,
+        # Two micro-batches.
+        "examples_per_step": ROWS,
+        "compute": {"dtype": DTYPE, "tokens_per_micro_batch": 64},
+        "epochs": 2,
+    },
     "decay": {"optimizer": {"weight_decay": 0.1, "clip_norm": 0.2, "schedule": "cosine", "learning_rate": 0.01}},
     "wsd": {
         "optimizer": {"schedule": "wsd", "warmup_steps": 2, "end_fraction": 0.1, "learning_rate": 0.01},
@@ -145,3 +151,24 @@ def test_distillation(divergence: str, product: Product, prepared: Any) -> None:
     start = policy.dense
     fit.distill(settings, policy, teacher, tables.read(prepared.local("sft/")), SEED)
     assert_same(f"distillation {divergence}", start, policy.dense, model.weights_of(made.local("model/")))
+
+
+@pytest.mark.slow
+def test_what_is_held_out_is_not_trained_on(product: Product) -> None:
+    """By prompt and not by row: what the reward model is measured on shares no prompt with what it has learned."""
+    rows = [row | {"id": f"{i}-{row['id']}", "group": row["id"]} for i in range(3) for row in examples("preference")]
+    data = product.data(preference=rows)
+    config = COMMON | {"heldout_fraction": 0.4}
+    made, metrics, settings = product.run(
+        reward, config, {"base": product.base, "data": data, "tokenizer": product.base}
+    )
+    held = {row["id"] for row in tables.read(made.local("heldout/"))}
+    rows = tables.read(data.local("preference/"))
+    rest = [row for row in rows if row["id"] not in held]
+    prompts = {tuple(row["prompt_ids"]) for row in rows if row["id"] in held}
+    assert len(held) == metrics["heldout_pairs"] > 0
+    assert not prompts & {tuple(row["prompt_ids"]) for row in rest}
+    scorer = model.load(product.base.local("model/"), fresh_head=True)
+    start = scorer.dense
+    fit.reward(settings, scorer, rest, SEED)
+    assert_same("reward without what is held out", start, scorer.dense, model.weights_of(made.local("model/")))

@@ -5,23 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from stages.update import stage as update
 from tests.oracle.product import Product
+from tests.oracle.rounds import COMMON, check_round
+from tests.oracle.support import COMMONLY
 from tests.oracle.tables import Drawn
-from tests.oracle.test_rl import COMMON, check_round
 from tuning.algorithms.registry import ALGORITHMS
 
-# The same examples each time: a failure is one of the change at hand. The product outlives them all.
-COMMONLY: dict[str, Any] = {
-    "derandomize": True,
-    "deadline": None,
-    "suppress_health_check": list(HealthCheck),
-    "database": None,
-}
 # Few values of each setting: every new combination compiles a program.
 RECIPES: dict[str, st.SearchStrategy[Any]] = {
     "algorithm": st.sampled_from(sorted(ALGORITHMS)),
@@ -84,7 +78,7 @@ def check(product: Product, recipe: dict[str, Any], drawn: list[Drawn]) -> None:
 def test_tables(product: Product, drawn: list[Drawn]) -> None:
     """One recipe whose loss has every term, so that the examples share their programs."""
     recipe = {"algorithm": "grpo", "kl_coef": 0.1, "kl_in_reward": 0.1, "entropy_coef": 0.05, "truncated": "mask"}
-    check(product, recipe | {"epochs": 2}, drawn)
+    check(product, recipe | {"epochs": 2, "prompts_per_step": 8}, drawn)
 
 
 @pytest.mark.slow

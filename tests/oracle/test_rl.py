@@ -2,74 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from stages.store.artifacts import Artifact
 from stages.update import stage as update
 from tests.oracle.agreement import assert_same
 from tests.oracle.plain import model, rl, tables
-from tests.oracle.product import DTYPE, Product
+from tests.oracle.product import Product
+from tests.oracle.rounds import COMMON, check_round, update_once
 from tests.oracle.tables import Drawn, round_of
 from tuning.algorithms.registry import ALGORITHMS
-
-Config = dict[str, Any]
-
-COMMON: dict[str, Any] = {
-    "compute": {"dtype": DTYPE},
-    "optimizer": {"learning_rate": 0.01},
-    "prompts_per_step": 2,
-    "temperature": 0.8,
-    "max_mismatch_kl": 1e9,
-    "off_policy": True,
-    "store_state": True,
-}
-
-
-def check_round(
-    label: str, product: Product, config: dict[str, Any], drawn: Sequence[Drawn], seed: int = 0
-) -> rl.Round:
-    """One round from the base, of the stage and of the oracle; the oracle's."""
-    made, now = update_once(product, config, drawn, seed)
-    start = now.policy.model.dense
-    now.run()
-    found = model.weights_of(made.local("state/model/"))
-    assert_same(label, start, now.policy.model.dense, found)
-    return now
-
-
-def update_once(
-    product: Product, config: Config, drawn: Sequence[Drawn], seed: int, policy: Artifact | None = None
-) -> tuple[Artifact, rl.Round]:
-    """The stage's round over `policy`, the base unless given, and the oracle's before it has run."""
-    policy = policy or product.base
-    rollouts, scores = round_of(drawn, policy.digest, seed)
-    inputs = {"rollouts": product.rollouts(rollouts), "scores": product.scores(scores)}
-    full = update.Config.model_validate(COMMON | config)
-    shared = {"policy": policy, "reference": product.other, "tokenizer": product.base}
-    if full.needs_critic:
-        shared["reward"] = product.reward
-    if full.needs_greedy:
-        best = [Drawn(p, p, 0, 3, 0.1 * p) for p in sorted({d.place for d in drawn})]
-        shared["greedy_scores"] = product.scores(round_of(best, "", seed)[1])
-    made, _, settings = product.run(update, COMMON | config, inputs | shared)
-    rows = tables.joined(*(tables.read(inputs[n].local(f"{n}/")) for n in ("rollouts", "scores")))
-    now = rl.Round(
-        settings,
-        [rl.Completion.of(row) for row in rows],
-        rl.Learner.of(model.load(product.base.local("model/")), settings["optimizer"]),
-        reference=model.load(product.other.local("model/")) if full.needs_reference else None,
-    )
-    now.coefficients.entropy = settings["entropy_coef"]
-    if full.needs_critic:
-        critic = model.load(product.reward.local("model/"))
-        now.critic = rl.Learner.of(critic, settings["critic"]["optimizer"])
-    if full.needs_greedy:
-        now.greedy = {r["place"]: r["total"] for r in tables.read(shared["greedy_scores"].local("scores/"))}
-    return made, now
-
 
 FAST = ("grpo", "rloo", "ppo")
 

@@ -11,6 +11,7 @@ import pytest
 from stages import evaluate
 from tests.stages.training.support import TOKENIZER, Folder, perform
 from tuning.models.tokenizer import save_tokenizer
+from tuning.rewards.failures import Outage
 from tuning.rows import CompletionRow, PromptRow, VerdictRow, read_table, write_table
 
 FLAKY = "tests.stages.judges:flaky"
@@ -79,6 +80,12 @@ def test_a_judge_that_fails_often_fails_the_stage(base, tmp_path):
     message = r"judge .*flaky failed on 8 of 32 .* evaluate.max_failed_fraction 0.1 .*KeyError: '3'"
     with pytest.raises(RuntimeError, match=message):
         judged(base, tmp_path, judge_arguments={"failing": "3,5"})
+
+
+def test_a_judge_that_cannot_be_reached_is_an_outage_and_no_verdict(base, tmp_path):
+    nowhere = {"url": "http://127.0.0.1:9/v1", "model": "m", "retries": 0}
+    with pytest.raises(Outage, match=r"judge judge: no verdict on 32 of 32 .*cannot be reached"):
+        judged(base, tmp_path, judge="judge", judge_arguments=nowhere, max_failed_fraction=1.0)
 
 
 def test_no_problem_or_none_to_judge_is_an_error(base, tmp_path):

@@ -69,7 +69,7 @@ class Algorithm:
     advantages: Callable[[Scored], jax.Array]
     """Of every completion [N], or of every token [N, T]."""
     surrogate: Callable[[Terms], tuple[jax.Array, Metrics]]
-    """Loss of every token [C, T], 0 where masked, and sums for the metrics, as in `tuning.losses.policy`."""
+    """Loss of every token [C, T], 0 where masked, and sums for metrics, as in `tuning.losses.policy`, or none."""
     keep: Callable[[Scored], np.ndarray] | None = None
     """Which completions are trained on, [N] bool; None: `informative`, and the rest as `tied_groups` says."""
     paired: bool = False

@@ -16,7 +16,7 @@ from tuning.losses.aggregate import aggregate
 from tuning.losses.distillation_head import token_divergences
 from tuning.models.config import DecoderConfig
 from tuning.models.decoder import decoder_graph
-from tuning.training.forward import response_hidden
+from tuning.training.forward import by_completion, response_hidden
 from tuning.training.step import LossFn
 
 
@@ -29,16 +29,15 @@ def divergences(
         graphs[1], jax.lax.stop_gradient(teacher), batch, compute
     )
     values = token_divergences(
-        hidden.reshape(-1, hidden.shape[-1]),
+        hidden,
         head,
-        teacher_hidden.reshape(-1, teacher_hidden.shape[-1]),
+        teacher_hidden,
         teacher_head,
         beta=beta,
         temperature=temperature,
         softcaps=(softcap, teacher_softcap),
     )
-    mask = batch["mask_CT"]
-    return jnp.where(mask > 0, values.reshape(mask.shape), 0.0)
+    return by_completion(batch, values)
 
 
 def distillation_loss(graphs: tuple[Any, Any], beta: float, temperature: float, compute: Compute) -> LossFn:

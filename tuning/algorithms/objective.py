@@ -5,6 +5,7 @@ Axes: C completions of a micro-batch, T completion tokens.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from tuning.losses.aggregate import aggregate
 from tuning.losses.importance import gated_weights, importance_weights, log_ratio_bins, mismatch_metrics
 from tuning.losses.kl import kl_per_token
 from tuning.losses.masks import masked
+from tuning.losses.policy import Metrics, log_ratio, metric_sums
 from tuning.precision import real
 from tuning.training.forward import logps_and_entropy
 from tuning.training.step import LossFn
@@ -81,7 +83,7 @@ def policy_loss(graph: Any, algorithm: Algorithm, objective: Objective, compute:
                 constant=objective.constant,
             )
 
-        surrogate, sums = algorithm.surrogate(terms)
+        surrogate, sums = _surrogate(objective.algorithm, algorithm, terms)
         # The correction multiplies outside the surrogate: a clip compares pi with pi_old, not with mu.
         value = total(surrogate * correction_weights(objective, old, batch["mu_CT"], mask))
         sums = dict(sums) | {f"old_{k}": v for k, v in mismatch_metrics(old, batch["mu_CT"], mask).items()}
@@ -99,3 +101,25 @@ def policy_loss(graph: Any, algorithm: Algorithm, objective: Objective, compute:
         return value, {k: jnp.asarray(v, real()) for k, v in sums.items()}
 
     return loss
+
+
+def _surrogate(name: str, algorithm: Algorithm, terms: Terms) -> tuple[jax.Array, Metrics]:
+    """The surrogate's losses and sums, with the sums that every metric needs where it leaves them out.
+
+    Raises ValueError for anything but losses [C, T] and a mapping of scalars.
+    """
+    returned = algorithm.surrogate(terms)
+    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)):
+        raise ValueError(f"algorithm {name!r}: the surrogate must return a pair, losses [C, T] and a dict of sums")
+    losses, sums = returned
+    if jnp.shape(losses) != terms.mask_CT.shape:
+        raise ValueError(
+            f"algorithm {name!r}: the surrogate returned losses of shape {jnp.shape(losses)}, expected one of each "
+            f"token, {terms.mask_CT.shape}"
+        )
+    wrong = [metric for metric, value in sums.items() if jnp.ndim(value) != 0]
+    if wrong:
+        raise ValueError(
+            f"algorithm {name!r}: the metric {wrong[0]!r} of the surrogate is no scalar; return its sum over tokens"
+        )
+    return losses, metric_sums(log_ratio(terms.logps_CT, terms.old_CT, terms.mask_CT), terms.mask_CT) | dict(sums)

@@ -40,7 +40,8 @@ GSPO = SEQUENCE | {"clip_low": 3e-4, "clip_high": 4e-4, "kl_coef": 0.0}
 RLOO = SEQUENCE | {"kl_coef": 0.0, "kl_in_reward": 0.05, "correction": "sequence"}
 
 ALGORITHMS: dict[str, Entry] = {
-    "grpo": Entry("grpo"),
+    # DeepSeekMath, arXiv:2402.03300, equation 3 and section 4.2.
+    "grpo": Entry("grpo", SEQUENCE | {"kl_coef": 0.04}),
     "dr-grpo": Entry("grpo", {"normalisation": "none", "aggregation": "constant", "kl_coef": 0.0}),
     "dapo": Entry("dapo", {"clip_high": 0.28, "kl_coef": 0.0, "tied_groups": "drop"}),
     "gspo": Entry("gspo", GSPO, ratio="sequence"),
@@ -56,7 +57,7 @@ ALGORITHMS: dict[str, Entry] = {
     "pass-at-k": Entry("pass_at_k"),
     "rloo": Entry("rloo", RLOO, ratio="sequence-sum"),
     "reinforce-pp": Entry("reinforce_pp", {"kl_coef": 0.0, "kl_in_reward": 0.01}, groups=False),
-    "reinforce-pp-baseline": Entry("reinforce_pp", {"kl_kind": "k2"}),
+    "reinforce-pp-baseline": Entry("reinforce_pp", {"kl_kind": "k2", "kl_coef": 0.01}),
     "remax": Entry("remax", {"kl_coef": 0.0, "kl_in_reward": 0.01}, groups=False, greedy=True),
     # KL in the reward, as in Ouyang et al.: the critic learns it too.
     "ppo": Entry("ppo", {"kl_coef": 0.0, "kl_in_reward": 0.02}, groups=False, critic=True),

@@ -153,7 +153,9 @@ REFERENCE_FREE = ("orpo", "simpo", "cpo")
 UNPAIRED = ("kto", "apo-zero-unpaired")
 SUMMED = ("dpo", "ipo", "hinge", "robust", "exo-pair", "nca-pair", "sppo-hard", "apo-zero", "apo-down", "discopop")
 
-LOSS_DEFAULTS: dict[str, dict[str, float]] = {
+LOSS_DEFAULTS: dict[str, dict[str, float | bool]] = {
+    # A gap of 1 / (2 beta) a token: what IPO's authors call the loss of their paper, and TRL computes.
+    "ipo": {"average": True},
     "simpo": {"beta": 2.0, "gamma": 1.0},
     "orpo": {"sft_weight": 1.0},
     "cpo": {"sft_weight": 1.0},
@@ -192,7 +194,7 @@ class Preference:
     divergence: Literal["reverse-kl", "forward-kl", "js"] = "reverse-kl"
     """Divergence to the reference that the policy pays for (f-DPO)."""
     average: bool = False
-    """Divide log-ratios by the completion's length."""
+    """Divide log-ratios by the completion's length; true with ipo unless given, whose target gap then is a token's."""
     ld_alpha: Fraction = 1.0
     """Weight of tokens past the length of the other completion; below 1 length gains less (LD-DPO)."""
     sft_weight: NotNegative = 0.0

@@ -55,7 +55,7 @@ class Plan:
     max_prompt_tokens: int = 512
     max_completion_tokens: int = 512
     too_long: str = "drop"
-    """drop, or truncate: a prompt keeps its end; a completion keeps its start and has no EOS then (R10)."""
+    """drop, or truncate: a prompt keeps its end; a completion keeps its start and has no end then (R10)."""
     shards: int = 1
     rules: Sequence[str] = ()
     """`module:function` of the user's filters."""

@@ -82,7 +82,8 @@ def source_digests(source: str) -> dict[str, str]:
     """Digests of everything but arguments that the records depend on: task, code, package version, contents of files.
 
     Files are numbered in the order of their names, so that renaming or touching one changes nothing. The code of
-    `addition` and `words` is this module's. For `module:function` only the file of that module counts.
+    `addition` and `words` is this module's. For `module:function` only the file of that module counts;
+    the stage counts what it imports too.
     """
     if files.is_files(source) and source not in BUILTIN:
         paths = files.expand(source)

@@ -9,7 +9,7 @@ With m the mask, x the per-token loss, L_b the valid tokens of sequence b, N_tok
 
 | mode | value | used by |
 | --- | --- | --- |
-| `token-mean` | sum(m x) / N_tok | DAPO (arXiv:2503.14476); default of `grpo` here |
+| `token-mean` | sum(m x) / N_tok | DAPO (arXiv:2503.14476) |
 | `sequence-mean-token-mean` | sum_b [sum_t(m x) / L_b] / N_seq | GRPO's paper (arXiv:2402.03300), GSPO |
 | `sequence-mean-token-sum` | sum(m x) / N_seq | REINFORCE |
 | `constant` | sum(m x) / (N_seq C), C a token budget, never the padded width | Dr. GRPO (arXiv:2503.20783) |

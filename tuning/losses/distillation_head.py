@@ -5,6 +5,8 @@ Axes: M positions, D and E hidden sizes of student and teacher, V vocabulary.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -33,7 +35,9 @@ def token_divergences(
     padded to different vocabularies; only the tokens of the smaller one are compared.
     """
     vocabulary = min(student_head_VD.shape[0], teacher_head_VE.shape[0])
-    student_head = student_head_VD[:vocabulary].astype(student_MD.dtype)
+    student_head = student_head_VD[:vocabulary]
+    # Cast once, not in each chunk; the gradient goes to the head as it is stored, which sums the chunks' parts.
+    cast = jax.lax.stop_gradient(student_head).astype(student_MD.dtype)
     teacher_head = jax.lax.stop_gradient(teacher_head_VE[:vocabulary]).astype(teacher_ME.dtype)
     size = min(chunk, student_MD.shape[0])
 
@@ -44,20 +48,41 @@ def token_divergences(
     # Without the checkpoint the backward pass would keep the logits of every chunk.
     @jax.checkpoint
     def one(args: tuple[jax.Array, jax.Array]) -> jax.Array:
-        student, teacher = (
-            _capped(
-                jnp.einsum(
-                    "md,vd->mv", hidden, head, preferred_element_type=jnp.promote_types(hidden.dtype, jnp.float32)
-                ),
-                cap,
-            )
-            for hidden, head, cap in zip(args, (student_head, teacher_head), softcaps, strict=True)
-        )
-        return generalised_jsd(student, teacher, beta, temperature)
+        student, teacher = _logits(args[0], student_head, cast), _product("md,vd->mv", args[1], teacher_head)
+        return generalised_jsd(_capped(student, softcaps[0]), _capped(teacher, softcaps[1]), beta, temperature)
 
     # A sequential map, not vmap: one chunk's logits of both models exist at a time.
     divergences = jax.lax.map(one, (chunks(student_MD), chunks(jax.lax.stop_gradient(teacher_ME))))
     return divergences.reshape(-1)[: student_MD.shape[0]]
+
+
+def _product(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """The einsum of two arrays, in at least float32."""
+    return jnp.einsum(axes, a, b, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
+
+
+@jax.custom_vjp
+def _logits(hidden_MD: jax.Array, head_VD: jax.Array, cast_VD: jax.Array) -> jax.Array:
+    """hidden @ head.T, [M, V], by `cast`, the head in the type of `hidden`.
+
+    The gradient of the head has the head's own type (R13): chunks add up in the type of what they are added to.
+    """
+    return _product("md,vd->mv", hidden_MD, cast_VD)
+
+
+def _forward(hidden_MD: jax.Array, head_VD: jax.Array, cast_VD: jax.Array) -> tuple[jax.Array, Any]:
+    # An array of no elements carries the type of the head to the backward pass.
+    return _logits(hidden_MD, head_VD, cast_VD), (hidden_MD, cast_VD, head_VD[:0])
+
+
+def _backward(saved: Any, g_MV: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    hidden, cast, like = saved
+    g = g_MV.astype(hidden.dtype)
+    of_hidden, of_head = _product("mv,vd->md", g, cast), _product("mv,md->vd", g, hidden)
+    return of_hidden.astype(hidden.dtype), of_head.astype(like.dtype), None
+
+
+_logits.defvjp(_forward, _backward)
 
 
 def _capped(logits: jax.Array, softcap: float | None) -> jax.Array:

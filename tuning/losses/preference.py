@@ -98,7 +98,7 @@ def dpo(
     | --- | --- |
     | sigmoid | -(1-s) log sigmoid(z) - s log sigmoid(-z); DPO arXiv:2305.18290, cDPO |
     | hinge | max(0, 1 - z); SLiC arXiv:2305.10425 |
-    | ipo | (x - y - 1/(2 beta))^2; arXiv:2310.12036 |
+    | ipo | (x - y - 1/(2 beta))^2; arXiv:2310.12036; its settings average x and y over tokens |
     | robust | (-(1-s) log sigmoid(z) + s log sigmoid(-z)) / (1 - 2s); arXiv:2403.00409 |
     | exo-pair | KL(sigmoid(z) against the label distribution (1-s, s)); arXiv:2402.00856 |
     | nca-pair | -log sigmoid(bx) - (log sigmoid(-bx) + log sigmoid(-by))/2; arXiv:2402.05369 |

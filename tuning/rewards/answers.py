@@ -10,6 +10,11 @@ from typing import Any
 Check = Callable[[str | None, Mapping[str, Any]], str | None]
 
 
+def number(answer: str) -> float:
+    """The number that an answer is, with commas between thousands or without. Raises ValueError for another text."""
+    return float(answer.replace(",", ""))
+
+
 def expressions(answer: str) -> list[Any]:
     """What math-verify reads in a reference answer; empty where it is no mathematical expression."""
     from math_verify import parse
@@ -22,7 +27,7 @@ def expressions(answer: str) -> list[Any]:
 def number_match(answer: str | None, metadata: Mapping[str, Any]) -> str | None:
     """The answer is one number, with commas between thousands or without."""
     try:
-        readable = answer is None or math.isfinite(float(answer.replace(",", "")))
+        readable = answer is None or math.isfinite(number(answer))
     except ValueError:
         readable = False
     return None if readable else f"one number, got {_shown(answer)}"

@@ -99,14 +99,18 @@ def tallied(outcomes: Sequence[Outcome]) -> Tally:
 
 
 def check_failures(
-    outcomes: Mapping[str, Sequence[Outcome]], max_failed_fraction: float, *, setting: str = "max_failed_fraction"
+    outcomes: Mapping[str, Sequence[Outcome]],
+    max_failed_fraction: float,
+    *,
+    setting: str = "max_failed_fraction",
+    what: str = "reward",
 ) -> None:
     """Ends a stage whose rewards failed: on any outage, and where a reward failed on too many samples.
 
     Args:
         outcomes: of each reward by name, one for each sample.
         max_failed_fraction: share of the samples, rounded up to whole ones, that each reward may fail on.
-        setting: how that limit is called in a recipe.
+        setting: how that limit is called in a recipe. what: how what gives the outcomes is.
     Raises:
         Outage: there is an outage among the outcomes, however few.
         TooManyFailures: what fails on so many samples is not their fault.
@@ -115,7 +119,7 @@ def check_failures(
         lost = [outcome for outcome in column if outcome.is_outage]
         if lost:
             raise Outage(
-                f"reward {name}: no verdict on {len(lost)} of {len(column)} completions: {lost[0].failure}. This is an "
+                f"{what} {name}: no verdict on {len(lost)} of {len(column)} completions: {lost[0].failure}. This is an "
                 "outage and no fault of theirs: what was scored is kept, and the same command goes on when the cause "
                 "is gone"
             )
@@ -125,8 +129,8 @@ def check_failures(
             reason, count = next(iter(found.reasons.items()))
             example = next(number for number, outcome in enumerate(column) if outcome.failure == reason)
             raise TooManyFailures(
-                f"reward {name} failed on {found.failed} of {len(column)} completions ({setting} is "
-                f"{max_failed_fraction:g}), most often ({count} times, first on completion {example}) with: {reason}. "
-                f"Mend the reward and give the same command again, or raise {setting} if these completions are at "
-                "fault; no failure is kept"
+                f"{what} {name} failed on {found.failed} of {len(column)} completions, more than {setting} "
+                f"{max_failed_fraction:g} allows, most often ({count} times, first on completion {example}) with: "
+                f"{reason}. Mend the {what} and give the same command again, or raise {setting} if these "
+                "completions are at fault; no failure is kept"
             )

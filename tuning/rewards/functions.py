@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tuning.names import function_of, nearest
+from tuning.rewards import answers, sandbox
 from tuning.rewards import judge as judges
-from tuning.rewards import sandbox
 from tuning.rewards.judge import judge
 from tuning.rewards.sandbox import code_passes
 
@@ -68,7 +68,7 @@ def number_match(
         numbers = re.findall(NUMBER, extracted(text, extract))
         if not numbers:
             return 0.0
-        expected = float(answer.replace(",", ""))
+        expected = answers.number(answer)
         return float(abs(float(numbers[-1].replace(",", "")) - expected) <= tolerance * abs(expected))
 
     return [None if a is None else one(c, a) for c, a in zip(completions, answer, strict=True)]
@@ -82,11 +82,9 @@ def math_equal(prompts: Texts, completions: Texts, *, answer: Answers, **_: Any)
     """
     from math_verify import parse, verify
 
-    from tuning.rewards.answers import expressions
-
     def one(text: str, answer: str) -> float | None:
         # The package's own time limits use signals, which work in a main thread only; the process has a limit anyway.
-        gold = expressions(answer)
+        gold = answers.expressions(answer)
         if not gold:
             return None
         return float(verify(gold, parse(text, parsing_timeout=None), timeout_seconds=None))

@@ -67,38 +67,40 @@ def totals(
     failed one drops its sample, counts as 0, or raises RewardFailed, according to its `on_failure`. A sample to which
     no reward applies is dropped or has a total of 0, as `unscored` says.
     """
-    sums_B = np.zeros(len(groups_B), np.float64)
+    dropped_B = np.zeros(len(groups_B), bool)
+    for column, part in zip(columns, parts, strict=True):
+        dropped_B |= _drops(column, part)
+    if unscored == "drop":
+        dropped_B |= ~np.asarray([any(outcome.applies for outcome in row) for row in zip(*columns, strict=True)], bool)
+    sums_B = np.where(dropped_B, np.nan, 0.0)
     failures: list[list[str]] = [[] for _ in groups_B]
     for column, part in zip(columns, parts, strict=True):
-        sums_B += _weighted(column, part, groups_B)
+        sums_B += _weighted(column, part, groups_B, dropped_B)
         for causes, outcome in zip(failures, column, strict=True):
             if outcome.failure is not None:
                 causes.append(f"{part.name}: {outcome.failure}")
-    if unscored == "drop":
-        applies_B = [
-            any(o.value is not None or o.failure is not None for o in row) for row in zip(*columns, strict=True)
-        ]
-        sums_B[~np.asarray(applies_B, bool)] = np.nan
-    # NaN + anything is NaN: one reward that drops a sample drops it from the total.
     return sums_B.astype(np.float32), ["; ".join(causes) or None for causes in failures]
 
 
-def _weighted(column: Sequence[Outcome], part: Part, groups_B: Sequence[int]) -> np.ndarray:
-    """What one reward adds to the totals, [B] float64; NaN drops the sample."""
+def _drops(column: Sequence[Outcome], part: Part) -> np.ndarray:
+    """Which samples leave because this reward failed, [B] bool. Raises RewardFailed where that ends the run."""
     failed_B = np.asarray([outcome.failure is not None for outcome in column], bool)
     if part.on_failure == "stop" and failed_B.any():
         first = int(failed_B.argmax())
         raise RewardFailed(f"reward {part.name} failed on completion {first} of the round: {column[first].failure}")
+    return failed_B & (part.on_failure == "drop")
+
+
+def _weighted(column: Sequence[Outcome], part: Part, groups_B: Sequence[int], dropped_B: np.ndarray) -> np.ndarray:
+    """What one reward adds to the totals, [B] float64."""
     values_B = np.asarray([np.nan if outcome.value is None else outcome.value for outcome in column], np.float64)
-    # A failure that counts as 0 also enters the statistics below; a dropped sample does not.
-    values_B[failed_B] = 0.0 if part.on_failure == "zero" else np.nan
-    known_B = np.isfinite(values_B)
+    # A failure that counts as 0 also enters the statistics below. A dropped sample enters none, that of a reward which
+    # has a value for it included (R24).
+    values_B[[outcome.failure is not None for outcome in column]] = 0.0
+    known_B = np.isfinite(values_B) & ~dropped_B
     if part.normalise != "none":
         values_B[known_B] = _normalised(values_B, known_B, groups_B, part.normalise)[known_B]
-    added_B = part.weight * np.where(known_B, values_B, 0.0)
-    if part.on_failure == "drop":
-        added_B[failed_B] = np.nan
-    return added_B
+    return np.where(known_B, part.weight * values_B, 0.0)
 
 
 def _normalised(values_B: np.ndarray, known_B: np.ndarray, groups_B: Sequence[int], how: Normalise) -> np.ndarray:

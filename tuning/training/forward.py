@@ -37,26 +37,33 @@ def logps_and_entropy(
     float32."""
     decoder = assemble(graph, params)
     hidden = _hidden(decoder, batch, compute)
-    where, shape = batch["where_M"], batch["mask_CT"].shape
-    # Past the end a gather reads anything and a scatter writes nothing.
-    at, targets = (jnp.take(batch[name], where, mode="clip") for name in ("at_CT", "targets_CT"))
+    at, targets = masked_tokens(batch, "at_CT"), masked_tokens(batch, "targets_CT")
     logps, entropy = token_logps(
         hidden[at], targets, decoder.head_weight(), temperature=temperature, softcap=decoder.config.final_softcap
     )
-
-    # Only the M tokens with a mask of 1 went through the head; back to [C, T].
-    def by_completion(values_M: jax.Array) -> jax.Array:
-        return jnp.zeros(shape[0] * shape[1], values_M.dtype).at[where].set(values_M, mode="drop").reshape(shape)
-
-    return by_completion(logps), by_completion(entropy)
+    return by_completion(batch, logps), by_completion(batch, entropy)
 
 
 def response_hidden(
     graph: Any, params: Any, batch: Batch, compute: Compute
 ) -> tuple[jax.Array, jax.Array, float | None]:
-    """Hidden states that predict the completion tokens [C, T, D], and the head: its weight [V, D] and softcap."""
+    """Hidden states that predict the M tokens with a mask of 1, [M, D], and the head: its weight [V, D] and softcap."""
     decoder = assemble(graph, params)
-    return _hidden(decoder, batch, compute)[batch["at_CT"]], decoder.head_weight(), decoder.config.final_softcap
+    hidden = _hidden(decoder, batch, compute)[masked_tokens(batch, "at_CT")]
+    return hidden, decoder.head_weight(), decoder.config.final_softcap
+
+
+def masked_tokens(batch: Batch, name: str) -> jax.Array:
+    """An integer array [C, T] of the batch at the M tokens with a mask of 1, which alone reach the LM head, [M]."""
+    # Past the end a gather reads anything and a scatter writes nothing.
+    return jnp.take(batch[name], batch["where_M"], mode="clip")
+
+
+def by_completion(batch: Batch, values_M: jax.Array) -> jax.Array:
+    """Values of the M tokens with a mask of 1 at their places, [C, T]; 0 where masked."""
+    shape = batch["mask_CT"].shape
+    flat = jnp.zeros(shape[0] * shape[1], values_M.dtype)
+    return flat.at[batch["where_M"]].set(values_M, mode="drop").reshape(shape)
 
 
 def values(graph: Any, params: Any, batch: Batch, compute: Compute) -> jax.Array:

@@ -34,7 +34,19 @@ def _rmsprop(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
 
 def _adafactor(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
     momentum = [optax.ema(b1, debias=False)] if b1 else []
-    return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), *momentum)
+    return optax.chain(optax.scale_by_factored_rms(), _clip_by_matrix(1.0), *momentum)
+
+
+def _clip_by_matrix(limit: float) -> optax.GradientTransformation:
+    """Scales the update of each matrix down to a root mean square of `limit` (Shazeer and Stern, 2018, section 6)."""
+
+    def one(path: Any, x: jax.Array) -> jax.Array:
+        # Layers are stacked: each has a matrix, or a vector, of its own.
+        axes = tuple(range(1 if "layers" in jax.tree_util.keystr(path) else 0, x.ndim))
+        rms = jnp.sqrt(jnp.mean(jnp.square(x), axis=axes, keepdims=True))
+        return x / jnp.maximum(1.0, rms / limit)
+
+    return optax.stateless(lambda updates, params: jax.tree_util.tree_map_with_path(one, updates))
 
 
 def _muon(b1: float, b2: float, eps: float) -> optax.GradientTransformation:

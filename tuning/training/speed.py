@@ -90,6 +90,10 @@ class Meter:
         self._steps.append(rates)
         return {"seconds": seconds} | rates
 
+    def skip(self) -> None:
+        """What was done since the last step, such as a measurement, is no part of the next one."""
+        self._last = time.monotonic()
+
     def rates(self) -> dict[str, float]:
         """Medians of the steps so far, so that steps that compile do not count."""
         return {n: statistics.median_high(s[n] for s in self._steps) for n in (self._steps or [{}])[0]}

@@ -21,7 +21,7 @@ from flows.cli.app import app
 from flows.recipe.model import Recipe
 from flows.recipe.reading import load_recipe
 from stages.store.artifacts import Store
-from tests.support import RLHF
+from tests.support import RLHF, write_files
 
 
 def state(record: dict, *names: str) -> dict[str, str]:
@@ -300,7 +300,9 @@ def test_a_store_that_has_moved_is_as_good_and_may_be_named_from_the_current_fol
 def test_a_reward_function_in_the_current_folder_is_found(rlhf, store, record):
     folder = store.parent
     code = "def short(prompts, completions, **_):\n    return [-float(len(c)) for c in completions]\n"
-    (folder / "my_rewards.py").write_text(code)
+    # None of these is imported in place of the project's or of Python's.
+    traps = dict.fromkeys(("stages____init__.py", "tuning____init__.py", "random.py"), "raise SystemExit('a trap')\n")
+    write_files(folder, **traps, **{"my_rewards.py": code})
     sets = ["store=store", "rl.rounds=1", "evaluate=null", "export=null"]
     sets += ["rl.score.rewards={exact: null, mine: {function: 'my_rewards:short'}}"]
     words = [w for item in sets for w in ("--set", item)]

@@ -9,6 +9,7 @@ import pytest
 
 from flows.graph.build import build, key_of, key_parts
 from flows.recipe.reading import load_recipe
+from stages.contract.registry import stage
 from stages.store.artifacts import Artifact, Store
 
 
@@ -253,12 +254,24 @@ def test_a_setting_changes_the_keys_of_its_own_stage_alone(made, sets, reached):
 
 def test_a_key_holds_the_content_of_the_parts_that_are_read(made):
     parts = {name: key_parts(node, made) for name, node in graph().items()}
-    assert parts["sft"]["inputs"]["data"] == made["prepare"].part_digest(("sft/",))
+    assert parts["sft"]["inputs"]["data"] == made["prepare"].part_digest(("sft/", "heldout_sft/"))
     assert parts["reward"]["inputs"]["data"] == made["prepare"].part_digest(("preference/", "heldout_preference/"))
     assert parts["round-000.rollout"]["inputs"]["data"] == made["prepare"].part_digest(("prompts/",))
     assert parts["evaluate.base"]["inputs"]["data"] == made["prepare"].part_digest(("heldout/",))
     assert parts["evaluate.base"]["inputs"]["policy"] == made["base"].digest
     assert parts["sft"]["versions"]["jax"][0].isdigit()
+
+
+def test_what_is_computed_is_of_one_kind_of_device(made):
+    device = {name: key_parts(node, made)["device"] for name, node in graph().items() if name in made}
+    assert {name for name, kind in device.items() if not kind} == {"prepare"}
+    (kind,) = set(device.values()) - {""}
+    assert made["sft"].manifest["device"].startswith(f"{kind} x")
+    # Scores by functions are shared by all kinds; those of a reward model are not.
+    assert [stage("score").computes(c) for c in (stage("score").config(), graph()["round-000.score"].config)] == [
+        False,
+        True,
+    ]
 
 
 def test_a_rollout_records_the_policy_that_made_it(made):

@@ -298,7 +298,7 @@ def test_a_recipe_that_cannot_run_ends_with_status_2_and_no_work(rlhf, tmp_path,
     [
         ("{}", ["sft", "prompts", "heldout"]),
         ("sft: null", ["prompts", "heldout"]),
-        ("{rl: null, evaluate: null}", ["sft"]),
+        ("{rl: null, evaluate: null}", ["sft", "heldout"]),
         ("{rl: null, evaluate: null, reward: {}}", ["sft", "preference", "heldout"]),
         ("{rl: null, sft: null, preference: {loss: kto}}", ["preference", "heldout"]),
         ("data: {splits: [sft, preference, prompts, heldout]}", ["sft", "preference", "prompts", "heldout"]),

@@ -14,14 +14,15 @@ from flows.recipe.model import Recipe
 from flows.records import UnknownRun
 from flows.report.advice import Warn, run_warnings
 from flows.report.charts import PNG_LIMIT, curves_png_data
-from flows.report.formats import duration, redacted, visible
+from flows.report.console import difference_lines
+from flows.report.formats import duration, visible
 from flows.report.measures import judged_reward, round_series
 from flows.report.page import write_report
 from flows.report.run_view import RunView
 from flows.report.samples import chosen_samples, round_samples
 from stages.common.tables import write_rows
 from stages.store.artifacts import Store
-from stages.store.keys import digest
+from stages.store.keys import digest, without_userinfo
 from tests.browser import measure, screenshot
 from tuning.evaluation.verdicts import Difference
 from tuning.rows import CompletionRow, ScoreRow, VerdictRow
@@ -392,6 +393,17 @@ def test_warnings_name_what_went_wrong(tmp_path):
     assert run_warnings({}, {}, {}, {}) == []
 
 
+def test_the_console_names_what_each_policy_is_compared_with():
+    compared = {"sft": {"base": Difference(0.25, 0.1, 0.4, 40)}}
+    compared["rl"] = {"sft": Difference(-0.01, -0.05, 0.03, 40), "base": Difference(0.24, 0.1, 0.4, 40)}
+    assert difference_lines(compared) == [
+        "SFT against base  +0.250 [+0.100, +0.400]  better",
+        "RL against SFT    -0.010 [-0.050, +0.030]  even",
+        "RL against base   +0.240 [+0.100, +0.400]  better",
+    ]
+    assert difference_lines({}) == []
+
+
 def test_round_series_has_gaps_where_rounds_lack_numbers(whole):
     record = json.loads(json.dumps(whole[1]))
     del record["nodes"]["round-003.update"]["metrics"]["kl"]
@@ -431,6 +443,9 @@ def test_choices_and_texts():
     assert chosen_samples(["g"] * 20, [], []) == ["g"] * 12 and chosen_samples([], ["l"] * 3, ["s"]) == ["l"] * 3 + [
         "s"
     ]
-    assert redacted("ftp://me:secret@host/x") == "ftp://host/x" and redacted("s3://bucket/a@b") == "s3://bucket/a@b"
+    assert (
+        without_userinfo("ftp://me:secret@host/x") == "ftp://host/x"
+        and without_userinfo("s3://bucket/a@b") == "s3://bucket/a@b"
+    )
     assert [duration(s) for s in (None, 0.31, 200, 3900)] == ["–", "0.3 s", "3 min 20 s", "1 h 05 min"]
     assert visible("a\x00b\n") == "a\\x00b\n" and visible("x" * 1300).endswith("… (100 more characters)")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +52,10 @@ class Optimizer:
 
     def step(self, loss: Tensor) -> float:
         """One step down the gradient of `loss`; its norm before clipping. Skipped where that is not finite."""
-        found = torch.autograd.grad(loss, list(self.parameters.values()), allow_unused=True)
+        found: Sequence[Tensor | None] = [None] * len(self.parameters)
+        # A step of completions without tokens has a loss of 0, and moments move on.
+        if loss.requires_grad:
+            found = torch.autograd.grad(loss, list(self.parameters.values()), allow_unused=True)
         grads = {
             name: torch.zeros_like(p) if g is None else g
             for (name, p), g in zip(self.parameters.items(), found, strict=True)

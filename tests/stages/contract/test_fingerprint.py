@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import json
 import shutil
 import subprocess
@@ -12,9 +14,8 @@ import pytest
 
 import stages
 from flows.graph.build import key_of
-from stages.contract.fingerprint import INFRASTRUCTURE, OWN, Code, library_versions, reached
+from stages.contract.fingerprint import INFRASTRUCTURE, OWN, Code, canonical_tree, library_versions, reached
 from stages.contract.registry import modules, stage
-from stages.contract.sources import function_digests
 from stages.sampling.settings import SERVERS, EngineSettings
 
 STAGE = '''"""A stage."""
@@ -339,19 +340,17 @@ def test_every_stage_names_its_own_module_and_no_infrastructure():
         assert not [name for name in found for room in INFRASTRUCTURE if name.startswith(room)]
 
 
-def test_a_reward_function_of_the_user_is_content(tmp_path, monkeypatch):
-    (tmp_path / "myreward.py").write_text(
-        "import json\nimport myhelper\n\n\ndef f(prompts, completions, **_):\n    return [1.0]\n"
-    )
-    (tmp_path / "myhelper.py").write_text("LIMIT = 3\n")
-    (tmp_path / "other.py").write_text("LIMIT = 3\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    before = function_digests("myreward:f", "here")
-    assert set(before) == {"module:myreward", "module:myhelper", "reached from myreward"}
-    (tmp_path / "other.py").write_text("LIMIT = 4\n")
-    assert function_digests("myreward:f", "here") == before
-    (tmp_path / "myhelper.py").write_text("LIMIT = 44\n")
-    assert function_digests("myreward:f", "here") != before
+def test_a_tree_is_written_alike_in_every_version_of_python():
+    tree = ast.parse("@d\ndef f(x: int = 1, *, y='a') -> None:\n    return lambda: [x, y][0]\n")
+    text = canonical_tree(tree)
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "e9a54299f9450231"
+    # Fields that later versions have and earlier ones have not.
+    for node in ast.walk(tree):
+        node._fields = (*node._fields, "of_a_later_version")
+        node.of_a_later_version = []
+    assert canonical_tree(tree) == text
+    other = ast.parse("def f(x: int = 1, *, y='a') -> None:\n    return lambda: [x, y][0]\n")
+    assert canonical_tree(other) != text
 
 
 def test_what_a_stage_loads_by_name_is_content_where_it_is_used():
@@ -366,23 +365,6 @@ def test_what_a_stage_loads_by_name_is_content_where_it_is_used():
     update = stage("update")
     assert update.loads(update.config(algorithm="rloo")) == ("tuning.algorithms.rloo",)
     assert "tuning.algorithms.rloo" not in reached(update.module).modules
-
-
-def test_a_builtin_reward_needs_no_digest_of_its_own():
-    assert function_digests("exact_match", "here") == {}
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("exact_mach", "rl.score.x: no reward function 'exact_mach'; did you mean exact_match?"),
-        ("no_such_module:f", "rl.score.x: no module 'no_such_module' can be imported"),
-    ],
-)
-def test_a_reward_function_that_is_not_there(name, message):
-    with pytest.raises(ValueError) as e:
-        function_digests(name, "rl.score.x")
-    assert message in str(e.value)
 
 
 def test_versions_of_libraries():

@@ -79,14 +79,21 @@ def test_addition(run, base):
     metrics, out = run(Config(system_prompt=SYSTEM), progress=lambda *args, **metrics: seen.append(args))
     assert metrics["records"] == {"read": 720, "kept": 720, "duplicates": 0, "dropped": 0, "dead": 0}
     counts = metrics["rows"]
-    assert counts == {"sft": 193, "preference": 1146, "prompts": 380, "heldout": 147, "heldout_preference": 294}
+    assert counts == {
+        "sft": 193,
+        "preference": 1146,
+        "prompts": 380,
+        "heldout": 147,
+        "heldout_sft": 147,
+        "heldout_preference": 294,
+    }
     assert {name: len(rows(out, name)) for name in counts} == counts
     assert seen[-1] == (1, 1, "block")
     problems = {name: {row["prompt"] for row in rows(out, name)} for name in counts}
     assert not problems["heldout"] & (problems["sft"] | problems["preference"] | problems["prompts"])
     assert not problems["sft"] & problems["prompts"]
     assert problems["preference"] == problems["sft"] | problems["prompts"]
-    assert problems["heldout_preference"] == problems["heldout"]
+    assert problems["heldout_sft"] == problems["heldout_preference"] == problems["heldout"]
     assert 0 < metrics["constant_answer_baseline"] < 0.06
     assert metrics["tokens"]["sft"]["completion_ids"] == {"mean": 3.0, "p50": 3.0, "p95": 3.0, "max": 3.0}
 
@@ -107,7 +114,7 @@ def test_bytes_do_not_depend_on_workers_chunks_or_reruns(run, pairs, tmp_path):
     settings = {"source": source, "shards": 3, "near_duplicates": 0.9}
     metrics, out = run(Config(**settings))
     expected = digests(out)
-    assert len(expected) == 5 * 3 + 3
+    assert len(expected) == 6 * 3 + 3
     assert metrics["records"] == {"read": 67, "kept": 60, "duplicates": 5, "dropped": 1, "dead": 1}
     for variant in ({}, {"chunk_megabytes": 0.01}, {"chunk_megabytes": 1e-6}, {"workers": 2, "chunk_megabytes": 0.003}):
         again, other = run(Config(**settings, **variant))

@@ -6,7 +6,7 @@ from flows.graph.build import build
 from flows.recipe.model import RecipeError
 from flows.recipe.reading import load_recipe
 from stages.sampling.settings import EngineSettings
-from stages.store.keys import config_content
+from stages.store.keys import config_content, published
 
 URL = ["rl.rollout.engine.kind=vllm", "rl.rollout.engine.url=http://127.0.0.1:8000", "rl.rollout.engine.version='1.0'"]
 
@@ -45,6 +45,29 @@ def test_where_servers_are_is_no_content_and_what_they_are_is():
     assert content(*sets(url="[http://a, http://b]", concurrency=3, tolerance=0.2)) == content()
     assert content(*sets(version="'1.1'")) != content()
     assert content(*sets(dtype="float32")) != content()
+
+
+def test_how_a_server_is_started_is_content_and_who_asks_and_where_it_lies_is_not():
+    def content(command="a/bin/vllm serve", **variables):
+        settings = EngineSettings(kind="vllm", version="1", command=command, environment=variables)
+        return config_content(settings)
+
+    plain = content(VLLM_SEED="1")
+    assert content("b/bin/vllm serve", VLLM_SEED="1", HF_TOKEN="x", OPENAI_API_KEY="y") == plain
+    assert content("a/bin/vllm serve --quantization fp8", VLLM_SEED="1") != plain != content(VLLM_SEED="2")
+    assert "hidden" not in str(content(VLLM_SEED="hidden"))
+
+
+def test_a_variable_that_a_record_hides_comes_from_the_environment(monkeypatch):
+    values = published(
+        EngineSettings(kind="vllm", version="1", command="c", environment={"HF_TOKEN": "x"}).model_dump()
+    )
+    assert values["environment"] == {"HF_TOKEN": "***"}
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with pytest.raises(ValueError, match="HF_TOKEN is not recorded: export HF_TOKEN"):
+        EngineSettings.model_validate(values)
+    monkeypatch.setenv("HF_TOKEN", "mine")
+    assert EngineSettings.model_validate(values).environment == {"HF_TOKEN": "mine"}
 
 
 def test_how_the_native_engine_holds_numbers_is_content():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import time
@@ -145,15 +146,38 @@ def test_a_second_commit_keeps_the_first(store, tmp_path):
     assert damaged(store) == []
 
 
-def test_a_replacing_commit_sets_the_first_aside(store, tmp_path):
-    make(store, tmp_path)
+def test_a_replacing_commit_leaves_readers_their_files(store, tmp_path):
+    first = make(store, tmp_path)
+    reader = store.get("sft", KEY)
     second = make(store, tmp_path, replace=True, **FILES | {"config.json": "[]"})
+    third = make(store, tmp_path, replace=True, **FILES | {"config.json": "[3]"})
     found = store.get("sft", KEY)
-    assert found.manifest == second.manifest
-    assert found.local("config.json").read_text() == "[]"
-    assert store.verify(found) is None
-    aside = [p for p in store.fs.find(store.join("damaged")) if p.endswith("config.json")]
-    assert store.fs.cat_file(aside[0]) == b"{}"
+    assert found.manifest == third.manifest
+    for artifact, text in ((reader, "{}"), (second, "[]"), (found, "[3]")):
+        assert artifact.local("config.json").read_text() == text
+        assert store.verify(artifact) is None
+        assert store.with_digest("sft", KEY, artifact.digest).manifest == artifact.manifest
+    assert store.with_digest("sft", KEY, "0" * 64) is None
+    assert store.all_keys() == [("sft", KEY)]
+    kept = [json.loads(store.fs.cat_file(p)) for p in store.fs.find(store.join("replaced"))]
+    assert sorted(m["committed"] for m in kept) == [first.manifest["committed"], second.manifest["committed"]]
+
+    # A damaged replacement goes aside without what it replaced.
+    overwrite(store, found, "config.json", b"")
+    with pytest.warns(UserWarning, match="is damaged"):
+        assert store.get("sft", KEY) is None
+    assert (MANIFEST in damaged(store)) and ("config.json" in damaged(store))
+    assert store.verify(reader) is None
+
+
+def test_files_are_as_readable_as_umask_lets_them(tmp_path):
+    out = write_files(tmp_path / "out", **FILES)
+    (out / "model" / "weights.bin").chmod(0o600)
+    old = os.umask(0o022)
+    os.umask(old)
+    artifact = Store(str(tmp_path / "store")).commit(out, {"stage": "sft", "key": KEY, "metrics": {}})
+    modes = {(artifact.local() / f["path"]).stat().st_mode & 0o777 for f in artifact.manifest["files"]}
+    assert modes == {0o666 & ~old}
 
 
 def test_what_a_killed_commit_left_is_no_part_of_the_next(store, tmp_path):
@@ -176,7 +200,7 @@ out.mkdir(parents=True)
 for i in range(int(sys.argv[3])):
     (out / f"part-{i:03d}").write_text(f"{i}" * 50)
 print("go", flush=True)
-Store(sys.argv[1]).commit(out, {"stage": "sft", "key": "k" * 64, "metrics": {}})
+Store(sys.argv[1]).commit(out, {"stage": "sft", "key": "k" * 64, "metrics": {}}, replace="replace" in sys.argv)
 """
 
 
@@ -207,6 +231,34 @@ def test_a_commit_that_is_killed_leaves_nothing_or_everything(kind, tmp_path, re
         again = store.get("sft", KEY)
         assert again is not None
         assert store.verify(again) is None
+    assert halves > 0, "no kill hit the middle of a commit: this test shows nothing"
+
+
+def test_a_replacing_commit_that_is_killed_leaves_the_first_or_the_second(tmp_path):
+    count = 300
+    store = Store(str(tmp_path / "store"))
+    first = make(store, tmp_path)
+    place = Path(store.join("artifacts", "sft"))
+    draw = random.Random(0)
+    halves = 0
+    for attempt in range(4):
+        before = store.get("sft", KEY, repair=False)
+        folders = len(list(place.iterdir()))
+        process = python(COMMITTER, store.url, tmp_path / f"out-{attempt}", count, "replace")
+        process.stdout.readline()
+        enough = draw.randrange(1, count + 1)
+        new: list[Path] = []
+        while process.poll() is None and sum(1 for f in new for _ in f.iterdir()) < enough:
+            time.sleep(0.0005)
+            new = sorted(place.iterdir(), key=lambda f: f.stat().st_ctime)[folders:]
+            # Not for a moment is there none.
+            assert store.get("sft", KEY, repair=False) is not None
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        after = store.get("sft", KEY)
+        assert store.verify(after) is None
+        halves += after.manifest == before.manifest
+        assert store.verify(first) is None
     assert halves > 0, "no kill hit the middle of a commit: this test shows nothing"
 
 

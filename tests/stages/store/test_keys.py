@@ -13,19 +13,19 @@ from pydantic import BaseModel
 
 from flows.recipe.reading import load_recipe
 from stages.contract.registry import modules, stage
-from stages.store.keys import NotCanonical, canonical, config_content, derive_seed, differences, digest
+from stages.store.keys import NotCanonical, canonical, config_content, derive_seed, differences, digest, published
 
 # How a stage computes, not what. Everything else of its config is in the key.
 COMPUTE = {
     *("compute.tokens_per_micro_batch", "compute.rollout_rows"),
     *("compute.mesh.data", "compute.mesh.fsdp", "compute.mesh.tensor"),
 }
-FITTED = COMPUTE | {"checkpoint_every"}
-# Where servers are and how they are used; which engine it is, its version, type and arguments are content.
+FITTED = COMPUTE | {"checkpoint_every", "heldout_every"}
+# Where servers are and how they are used; which engine it is, its version, type, arguments and command are content.
 ENGINE = {
     f"engine.{name}"
     for name in (
-        *("url", "command", "environment", "servers", "sync", "folder", "concurrency", "timeout"),
+        *("url", "servers", "sync", "folder", "concurrency", "timeout"),
         *("start_seconds", "wait_seconds", "tries", "tolerance", "key_variable"),
     )
 }
@@ -165,6 +165,16 @@ def test_differences_names_each_leaf_with_both_values():
     assert differences(old, old) == []
     assert differences({"a": [1, 2]}, {"a": [1, 3]}) == ["a: [1, 2] -> [1, 3]"]
     assert differences({"a": {}}, {"a": 1}) == ["a: {} -> 1"]
+
+
+def test_who_reads_a_url_is_neither_in_a_key_nor_in_a_record():
+    config, other = (stage("base").config(source=f"s3://{user}bucket/a@b") for user in ("me:secret@", "you:hidden@"))
+    assert config_content(config) == config_content(other) == {"source": "s3://bucket/a@b"}
+    record = {"data": {"source": [{"source": "ftp://me:secret@host/x"}]}, "engine": {"environment": {"A": "secret"}}}
+    assert published(record) == {
+        "data": {"source": [{"source": "ftp://host/x"}]},
+        "engine": {"environment": {"A": "***"}},
+    }
 
 
 def test_long_values_are_shortened():

@@ -33,6 +33,10 @@ def test_every_name_has_a_config_and_what_it_needs():
         assert (config.needs_critic, config.needs_greedy) == (entry.critic, entry.greedy)
         assert config.needs_reference == (entry.reference or config.kl_coef > 0 or config.kl_in_reward > 0)
         assert Config.model_validate_json(json.dumps(config.model_dump(mode="json"))) == config
+    # The paper's (arXiv:2402.03300), also where the recipe leaves out the name.
+    for grpo in (settings("grpo"), Config()):
+        assert (grpo.aggregation, grpo.kl_coef, grpo.normalisation) == ("sequence-mean-token-mean", 0.04, "std")
+        assert (grpo.clip_low, grpo.clip_high, grpo.kl_kind, grpo.epochs) == (0.2, 0.2, "k3", 1)
     assert not settings("grpo", kl_coef=0.0).needs_reference
     assert settings("dapo").clip_high == 0.28 and settings("dapo", clip_high=0.3).clip_high == 0.3
 
@@ -48,6 +52,9 @@ def test_every_name_has_a_config_and_what_it_needs():
         ({"algorithm": "rloo", "normalisation": "batch-std"}, "normalisation has no meaning with algorithm rloo"),
         ({"algorithm": "grpo", "critic": {"lam": 0.9}}, "critic has no meaning with algorithm grpo"),
         ({"algorithm": "grpo", "beta": 0.2}, "beta has no meaning with algorithm grpo; it belongs to online-dpo"),
+        ({"algorithm": "ppo", "tied_groups": "drop"}, "tied_groups has no meaning with algorithm ppo"),
+        ({"algorithm": "online-dpo", "truncated": "mask-loss"}, "online-dpo has none of rewards alone; use mask"),
+        ({"algorithm": "ppo", "truncated": "mask", "critic": {"bootstrap_truncated": True}}, "has no meaning where"),
         ({"algorithm": "dapo", "kl_target": 0.1}, "kl_target scales kl_coef and kl_in_reward, and both are 0"),
         ({"algorithm": "dapo", "algorithm_arguments": {"x": 1}}, "algorithm_arguments are for"),
         ({"correction": "mask", "importance_min": 1.0, "importance_max": 1.0}, "importance_min must be below"),

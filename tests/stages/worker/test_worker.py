@@ -20,6 +20,7 @@ from stages.store.work import WorkFolder
 from stages.worker import client
 from stages.worker.client import StageFailed, Worker, WorkerDied, worker_environment
 from stages.worker.protocol import (
+    Changed,
     Done,
     Event,
     Failed,
@@ -32,7 +33,7 @@ from stages.worker.protocol import (
     parse_event,
 )
 from tests.stages.worker.support import ignore, request
-from tests.support import python
+from tests.support import python, write_files
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +55,17 @@ def worker(doomed, tmp_path):
 def warm(tmp_path_factory):
     """A worker that several tests share; none of them ends it."""
     worker = Worker(tmp_path_factory.mktemp("warm") / "worker.log")
+    # Where it starts lies what would be imported in place of Python's and the project's modules.
+    wrong = "raise SystemExit('imported from the current folder')\n"
+    traps = dict.fromkeys(("stages____init__.py", "tuning____init__.py", "random.py", "numpy.py"), wrong)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(write_files(tmp_path_factory.mktemp("traps"), **traps))
+        worker.run(request(tmp_path_factory.mktemp("first")), ignore)
     yield worker
     worker.close()
 
 
 def test_it_starts_with_the_first_request_and_makes_an_artifact(warm, tmp_path):
-    assert (warm.pid, warm.starts) == (None, 0)
     events: list[Report] = []
     manifest = warm.run(request(tmp_path), events.append)
     assert warm.starts == 1
@@ -80,11 +86,18 @@ def test_it_starts_with_the_first_request_and_makes_an_artifact(warm, tmp_path):
 
 @pytest.mark.parametrize(
     "event",
-    [Progress(1, 2, "steps", {"loss": 0.5}), Log("a line"), Heartbeat(), Done({"key": "k"}), Failed("E: why", "where")],
+    [
+        Progress(1, 2, "steps", {"loss": 0.5}),
+        Log("a line"),
+        Heartbeat(),
+        Done({"key": "k"}),
+        Failed("E: why", "where"),
+        Changed("m"),
+    ],
     ids=lambda e: type(e).__name__,
 )
 def test_requests_and_events_travel_as_one_line_of_json(event: Event, tmp_path):
-    ask = dataclasses.replace(request(tmp_path), inputs={"data": ["prepare", "d" * 64]}, force="a\nb")
+    ask = dataclasses.replace(request(tmp_path), inputs={"data": ["prepare", "d" * 64, "e" * 64]}, force="a\nb")
     assert Request.parse(ask.line()) == ask
     assert parse_event(event_line(event)) == event
     assert [ask.line().count("\n"), event_line(event).count("\n")] == [1, 1]
@@ -120,8 +133,10 @@ def test_a_stage_that_fails_does_not_end_it(warm, tmp_path, ask, message):
 
 
 def test_an_input_that_is_gone_is_named(warm, tmp_path):
-    ask = dataclasses.replace(request(tmp_path), inputs={"data": ("prepare", "d" * 64)})
-    with pytest.raises(StageFailed, match=r"input data \(prepare/dddddddddddd\) is gone from .*; run again"):
+    ask = dataclasses.replace(request(tmp_path), inputs={"data": ("prepare", "d" * 64, "e" * 64)})
+    with pytest.raises(
+        StageFailed, match=r"input data \(prepare/dddddddddddd\) with digest eeeeeeeeeeee is gone from .*; run again"
+    ):
         warm.run(ask, ignore)
 
 
@@ -132,7 +147,7 @@ def test_a_forced_run_starts_from_nothing_and_replaces(warm, tmp_path):
     again = warm.run(dataclasses.replace(request(tmp_path), force="run-two", seed=8), ignore)
     assert again["seed"] == 8
     assert store.get("base", "k" * 64).manifest["seed"] == 8
-    assert len(store.fs.find(store.join("damaged"))) > 0
+    assert len(store.fs.find(store.join("replaced"))) > 0
     assert (WorkFolder(store, "base", "k" * 64).open() / "left-by-an-earlier-try").exists()
 
 

@@ -192,8 +192,3 @@ def test_aggregation_is_refused_by_the_ratio():
         registry.check_aggregation(ratio, "sequence-mean-token-mean")
         with pytest.raises(ValueError, match="token-mean"):
             registry.check_aggregation(ratio, "token-mean")
-
-
-def test_a_surrogate_without_its_metrics_is_told_what_to_return():
-    with pytest.raises(ValueError, match="no approx_kl, n_tokens among its metrics: return `metric_sums"):
-        summarise({"entropy": 1.0})

@@ -19,10 +19,12 @@ from tests.tuning.algorithms.objective_program import (
     loss_and_gradient,
 )
 from tests.tuning.tiny import CONFIG, PARAMS, ragged_groups
-from tuning.algorithms.algorithm import find
+from tuning.algorithms.algorithm import Algorithm, every_valid, find
+from tuning.algorithms.diagnostics import summarise
 from tuning.algorithms.objective import policy_loss
 from tuning.algorithms.settings import Objective
 from tuning.device import Compute
+from tuning.losses.policy import reinforce
 from tuning.models.decoder import decoder_graph
 from tuning.training.batch import micro_batches
 from tuning.training.forward import logps_and_entropy
@@ -76,3 +78,38 @@ def test_meshes_change_nothing():
     assert len(found) == len(OBJECTIVES) * len(MESHES)
     for name, differences in found.items():
         assert max(differences) < 1e-6, name
+
+
+def sums_of(surrogate):
+    """The sums of a micro-batch's metrics, as shapes, for an algorithm with this surrogate."""
+    groups = ragged_groups(7, count=3)
+    (packed,) = micro_batches(groups, layout=LAYOUTS["one"], completion_tokens=8)
+    made_up, counts = columns(groups), {"n_tokens": np.float32(9), "n_completions": np.float32(3)}
+    batch = packed.arrays() | counts | {name: packed.gather(made_up[name]) for name in ("mu_CT", "advantages_CT")}
+    objective = Objective(kl_coef=0.0)
+    loss = policy_loss(decoder_graph(CONFIG), Algorithm(every_valid, surrogate), objective, Compute())
+    return jax.eval_shape(loss, PARAMS, batch, None)[1]
+
+
+def test_a_surrogate_may_leave_out_the_metrics():
+    for surrogate in (
+        lambda t: (-t.logps_CT * t.advantages_CT, {}),
+        lambda t: reinforce(t.logps_CT, t.advantages_CT, t.mask_CT),
+    ):
+        found = summarise(dict.fromkeys(sums_of(surrogate), 1.0))
+        assert {"approx_kl", "entropy", "mismatch_kl"} <= found.keys()
+    own = sums_of(lambda t: (-t.logps_CT, {"mine": t.mask_CT.sum()}))
+    assert "mine" in own and "ratio" in own
+
+
+@pytest.mark.parametrize(
+    ("surrogate", "message"),
+    [
+        (lambda t: -t.logps_CT, "a pair"),
+        (lambda t: (-t.logps_CT.sum(), {}), "losses of shape"),
+        (lambda t: (-t.logps_CT, {"mine": t.mask_CT}), "'mine'"),
+    ],
+)
+def test_what_a_surrogate_returns_is_checked(surrogate, message):
+    with pytest.raises(ValueError, match=message):
+        sums_of(surrogate)

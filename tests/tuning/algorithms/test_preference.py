@@ -71,9 +71,11 @@ def test_settings_reach_the_formula():
     np.testing.assert_allclose(
         pair_losses(of("simpo"), LOGPS, LENGTHS, None).loss_B, jnp.log1p(jnp.exp(-gap)), rtol=1e-5
     )
-    # IPO asks for a gap of 1 / (2 beta).
-    ipo = pair_losses(of("ipo", beta=0.25), LOGPS, LENGTHS, REFERENCE).loss_B
-    np.testing.assert_allclose(ipo, ((plain - reference)[0] - (plain - reference)[1] - 2.0) ** 2, rtol=1e-5)
+    # IPO asks for a gap of 1 / (2 beta), a token by default and a completion on request.
+    for average, ratios in ((None, (plain - reference) / lengths), (False, plain - reference)):
+        p = of("ipo", beta=0.25, **({} if average is None else {"average": average}))
+        ipo = pair_losses(p, LOGPS, LENGTHS, REFERENCE).loss_B
+        np.testing.assert_allclose(ipo, (ratios[0] - ratios[1] - 2.0) ** 2, rtol=1e-5)
 
 
 def test_tokens_past_the_other_side_weigh_less():

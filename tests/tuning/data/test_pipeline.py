@@ -183,7 +183,7 @@ def test_groups_go_whole_and_by_hash(plan):
     pair = {"completion": "x", "rejected": "y"}
     planned = [splits(i, **pair) for i in range(2000)]
     kinds = {
-        ("heldout", "heldout_preference"): 0.25,
+        ("heldout", "heldout_sft", "heldout_preference"): 0.25,
         ("sft", "preference"): 0.375,
         ("preference", "prompts"): 0.375,
     }
@@ -196,7 +196,7 @@ def test_groups_go_whole_and_by_hash(plan):
 
     everything = dataclasses.replace(plan, prompts_all=True, preference_all=False)
     assert {tuple(splits(i, everything, **pair)) for i in range(200)} == {
-        ("heldout", "heldout_preference"), ("sft", "preference", "prompts"), ("prompts",)
+        ("heldout", "heldout_sft", "heldout_preference"), ("sft", "preference", "prompts"), ("prompts",)
     }  # fmt: skip
     prompts_only = dataclasses.replace(plan, splits=("prompts",))
     assert {tuple(splits(i, prompts_only, **pair)) for i in range(50)} == {("prompts",)}

@@ -70,3 +70,16 @@ def test_whole_logits_are_never_held():
 
     program = jax.jit(jax.grad(total, (0, 1))).lower(jnp.zeros((size, D)), normal(1, 512, D)).compile()
     assert program.memory_analysis().temp_size_in_bytes < size * 512 * 4 / 2
+
+
+def test_gradients_of_the_head_do_not_depend_on_the_chunks_in_bfloat16():
+    """Each chunk adds its part of the head's gradient: in bfloat16 the sum would lose what is small beside it."""
+    student, teacher = (normal(seed, 2048, 8).astype(jnp.bfloat16) for seed in (5, 6))
+    head, other = normal(7, 32, 8), normal(8, 32, 8)
+
+    def gradient(chunk):
+        return jax.grad(lambda h: token_divergences(student, h, teacher, other, beta=0.0, chunk=chunk).sum())(head)
+
+    chunked, at_once = gradient(8), gradient(2048)
+    assert chunked.dtype == jnp.float32
+    np.testing.assert_allclose(chunked, at_once, atol=1e-5 * float(jnp.abs(at_once).max()))

@@ -58,7 +58,7 @@ def test_a_few_failures_pass_and_more_end_the_stage_with_the_commonest_reason():
     check_failures({"a": [BAD], "b": [NONE]}, 0.1)
     column = [GOOD, Outcome(None, "rare"), BAD, BAD, NONE]
     with pytest.raises(TooManyFailures, match=r"reward a failed on 3 of 5 .*2 times, first on completion 2.*KeyError"):
-        check_failures({"b": [GOOD] * 5, "a": column}, 0.1, setting="rl.score.max_failed_fraction")
+        check_failures({"b": [GOOD] * 5, "a": column}, 0.1)
     check_failures({"a": [BAD] * 5}, 1.0)
     with pytest.raises(TooManyFailures):
         check_failures({"a": [GOOD] * 99 + [BAD]}, 0.0)

@@ -149,3 +149,19 @@ def test_the_recipe_names_what_there_is():
         make_optimizer(optax.constant_schedule(1), name="adan", b1=0, b2=0, weight_decay=0, clip_norm=1, max_skipped=0)
     with pytest.raises(ValueError, match="there are constant, linear, cosine, wsd"):
         make_schedule("step", 1.0, 0, 10)
+
+
+def test_adafactor_limits_the_update_of_each_layer():
+    """As of one matrix (Shazeer and Stern, 2018, section 6), not of all layers together."""
+    rule = OPTIMIZERS["adafactor"](0.0, 0.95, 1e-8)
+    calm = {"layers": {"q": {"kernel": jnp.ones((8, 128, 136))}}, "embedding": jnp.ones((128, 136))}
+    state = rule.init(calm)
+    for _ in range(3):
+        _, state = rule.update(calm, state, calm)
+    # The gradient of one layer jumps.
+    jump = jax.tree.map(lambda x: x.at[0].multiply(100.0), calm)
+    updates, _ = rule.update(jump, state, calm)
+    each = np.sqrt(np.mean(np.square(updates["layers"]["q"]["kernel"]), axis=(1, 2)))
+    assert each.max() == pytest.approx(1.0) and each[1:] == pytest.approx(each[1])
+    # The embedding is one matrix.
+    assert np.sqrt(np.mean(np.square(updates["embedding"]))) == pytest.approx(1.0)

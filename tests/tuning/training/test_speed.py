@@ -64,6 +64,14 @@ def test_steps_that_compile_are_left_out_of_the_whole():
     assert Meter("float32").rates() == {}
 
 
+def test_a_measurement_between_two_steps_is_no_part_of_the_next():
+    meter = Meter("float32")
+    meter._last -= 100.0
+    meter.skip()
+    meter._last -= 2.0
+    assert meter.step(1000, 1.0)["seconds"] == pytest.approx(2.0, rel=0.02)
+
+
 def test_the_peak_is_a_rate_that_a_device_can_have():
     assert 1e9 < measured_peak("float32") < 1e16
     assert measured_peak("float32") is measured_peak("float32")

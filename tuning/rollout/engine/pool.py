@@ -39,6 +39,7 @@ class Pool:
         self._config, self._limits, self._kv, self._mesh, self._rolled = config, limits, kv, mesh, rolled
         self._context = min(limits.context, self.widest)
         self._copies: list[tuple[int, int]] = []
+        self.generation = 0
 
     @property
     def capacity(self) -> int:
@@ -164,10 +165,17 @@ class Pool:
         self.slots = [Slot() for _ in self.slots]
 
     def forget(self) -> None:
-        """Empties free slots: what they hold was computed with other weights."""
+        """Begins a generation of weights: nothing that was computed with the last ones is taken over from now on.
+
+        Runs in progress keep what they have cached.
+        """
+        self.generation += 1
         for slot in self.slots:
             if slot.run is None:
                 slot.held.clear()
+            elif not slot.held:
+                # A follower prefills its prompt itself: its leader has begun with the last weights.
+                slot.run.leader, slot.generation = None, self.generation
 
     def _slot_bytes(self, context: int) -> int:
         return kv_cache.token_bytes(self._config, self._kv) * self._capacities(context)[-1]
@@ -204,11 +212,12 @@ class Pool:
         The first sample of a request becomes its leader, which prefills; the others follow it, unless a slot already
         holds the whole prompt.
         """
-        leader = next((s for s in self.slots if s.prefilling and s.run and s.run.request is run.request), None)
-        source, common = longest_prefix(self.slots, run) if self._limits.prefix_reuse else (None, 0)
+        current = [s for s in self.slots if s.generation == self.generation]
+        leader = next((s for s in current if s.prefilling and s.run and s.run.request is run.request), None)
+        source, common = longest_prefix(current, run) if self._limits.prefix_reuse else (None, 0)
         free = [s for s in self.slots if s.run is None]
         slot = min(free, key=lambda s: (s is not source, s.left_at))
-        slot.run = run
+        slot.run, slot.generation = run, self.generation
         if leader is not None and common < run.prefill_tokens:
             # Nothing counts as held until the cache of the leader is copied.
             run.leader = leader

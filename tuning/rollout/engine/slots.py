@@ -67,6 +67,9 @@ class Slot:
     """The tokens whose keys and values the slot holds, of its run or of the last one."""
     left_at: int = 0
     """When its last run left, on the engine's clock of runs that ended."""
+    generation: int = 0
+    """The engine's count of weights (`Pool.generation`) when its tokens began to be cached: others take none of an
+    earlier one."""
 
     @property
     def decoding(self) -> bool:

@@ -1,5 +1,7 @@
 """Continuous batching: what runs beside a request, before it or after it cannot be seen in what it gets."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -270,3 +272,33 @@ def test_smaller_types_stay_near_the_exact_policy(options, gap):
         (completion,) = found[i]
         gaps = np.abs(np.asarray(completion.logps) - trainer_logps(request.prompt, completion.tokens))
         assert 0 < gaps.mean() < gap
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_what_old_weights_cached_is_not_used_with_new_ones(steps):
+    """Weights that change during a run: later requests, of the same prompt too, get what a fresh engine gives them."""
+    limits = Limits(slots=2, context=128, steps=4)
+    engine = loaded(limits)
+    (first, second), changed = requests_of(2, seed=9, samples=1), jax.tree.map(lambda x: 1.3 * x, PARAMS)
+    # Three samples and two slots: the third waits, and its prompt is in a slot of the old weights.
+    first = dataclasses.replace(first, prompt=list(range(2, 42)), max_tokens=16, samples=3)
+
+    def ended(used):
+        updates = []
+        while not used.idle:
+            updates += used.step()
+        return {u.sample: u.completion for u in updates if u.completion}
+
+    engine.submit(first)
+    for _ in range(steps):
+        assert not any(u.completion for u in engine.step())
+    engine.load(changed)
+    fresh = Engine(CONFIG, limits=limits)
+    fresh.load(changed)
+    late = ended(engine)[2]
+    for request in (first, second):
+        fresh.submit(request)
+        wanted = ended(fresh)
+        assert request is not first or late == wanted[2]
+        engine.submit(request)
+        assert ended(engine) == wanted

@@ -1,0 +1,27 @@
+"""What the code of completions can reach, where a reward or a judge runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from stages.contract.definition import Context
+
+RUNS_CODE = "code_passes"
+"""The built-in function that runs the code of completions."""
+
+
+def code_can_reach(ctx: Context, functions: Iterable[str]) -> dict[str, Any]:
+    """What of this machine that code can reach, as a metric and a warning in the log; empty where none is run."""
+    if RUNS_CODE not in functions:
+        return {}
+    from tuning.rewards.sandbox import gaps
+
+    found = list(gaps())
+    if found:
+        ctx.log(
+            f"WARNING: {RUNS_CODE} runs the code of completions, and on this machine it can reach: {', '.join(found)}. "
+            "Allow unprivileged user namespaces, or run in a container without secrets and network; the argument "
+            "require_isolation refuses such a machine"
+        )
+    return {"code_can_reach": found}

@@ -1,0 +1,74 @@
+"""The kind of device that a worker computes on, told without loading JAX: it is in the keys of what is computed.
+
+Where JAX has no plugin for an accelerator it computes on the processor. Elsewhere JAX is asked once, in a process of
+its own, and the answer is kept in a file for as long as nothing changes that it may follow from.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from stages.store.leases import host_scope
+from tuning.atomic import whole_file
+
+CPU = "cpu:cpu"
+VARIABLES = ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "TPU_CHIPS")
+"""Environment variables that choose a device."""
+DEVICE_FILES = ("nvidia[0-9]*", "accel*", "kfd", "vfio/*")
+_ASK = "import jax; d = jax.devices()[0]; print(f'{d.platform}:{d.device_kind}')"
+
+
+@functools.cache
+def device_kind() -> str:
+    """Platform and kind of this machine's first device, as `gpu:NVIDIA H100 80GB HBM3` or `cpu:cpu`.
+
+    Raises RuntimeError, with the end of its output, where JAX cannot say.
+    """
+    plugins = _plugins()
+    if not plugins or os.environ.get("JAX_PLATFORMS") == "cpu":
+        return CPU
+    place = _remembered(plugins)
+    if place.is_file():
+        return place.read_text()
+    # Memory that it would reserve may be in use.
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    done = subprocess.run([sys.executable, "-P", "-c", _ASK], capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise RuntimeError(f"JAX finds no device; `rlhf doctor` shows the versions:\n{done.stderr.strip()[-1000:]}")
+    kind = done.stdout.strip().splitlines()[-1]
+    with whole_file(place) as partial:
+        partial.write_text(kind)
+    return kind
+
+
+def forget() -> None:
+    """Has JAX asked again next time: a worker has found another device."""
+    if plugins := _plugins():
+        _remembered(plugins).unlink(missing_ok=True)
+
+
+def _plugins() -> dict[str, str]:
+    """Versions of what JAX may load for an accelerator, by name."""
+    found = {e.name: e.dist.version if e.dist else "" for e in importlib.metadata.entry_points(group="jax_plugins")}
+    for name in ("jax_plugins", "libtpu"):
+        if importlib.util.find_spec(name) is not None:
+            found.setdefault(name, "")
+    return found
+
+
+def _remembered(plugins: dict[str, str]) -> Path:
+    """The file with the answer; its name holds all that the answer may follow from."""
+    devices = sorted(str(p) for pattern in DEVICE_FILES for p in Path("/dev").glob(pattern))
+    facts = [host_scope(), sys.executable, importlib.metadata.version("jaxlib"), plugins, devices]
+    facts.append({n: os.environ.get(n) for n in VARIABLES})
+    name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    scratch = os.environ.get("RLHF_SCRATCH", Path.home() / ".cache" / "rlhf-pipeline" / "scratch")
+    return Path(scratch) / "devices" / name

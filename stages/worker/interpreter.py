@@ -1,0 +1,84 @@
+"""How a Python process of this project is started, and a record of the code that it imports.
+
+`python -m` puts the current folder first, where a file `random.py` or a folder `stages` would be imported in place of
+what was meant. Processes start without it (`-P`) and take over the path of the process that starts them, so that what
+one hashes is what the other runs. Nothing of the project is imported here: the record begins before it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.machinery
+import json
+import os
+import sys
+import sysconfig
+from importlib.abc import PathEntryFinder
+from pathlib import Path
+from types import CodeType
+
+PROJECT = Path(__file__).parents[2]
+"""The folder of the packages of this project: a checkout, or one of installed packages."""
+
+_START = (
+    "import importlib, json, sys;"
+    "sys.path[:] = json.loads(sys.argv.pop(1));"
+    "importlib.import_module('stages.worker.interpreter').record();"
+    "sys.exit(importlib.import_module(sys.argv.pop(1)).main())"
+)
+
+_digests: dict[str, str] = {}
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    """The command that calls `main` of a module of this project in another process, which has this one's path."""
+    # An empty entry is the current folder of whoever reads it.
+    path = [entry or os.getcwd() for entry in sys.path]
+    return [sys.executable, "-P", "-c", _START, json.dumps(path), module, *arguments]
+
+
+def add_current_folder() -> None:
+    """Makes a user's modules in the current folder importable, behind everything else.
+
+    The project comes before it: an editable install has no entry of its own on the path, and a user's folder called
+    `stages` would win against it in processes that this one starts.
+    """
+    for folder in (str(PROJECT), os.getcwd()):
+        if folder not in sys.path:
+            sys.path.append(folder)
+
+
+class _Recorder(importlib.machinery.SourceFileLoader):
+    """Loads a module and keeps the digest of its source."""
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        _digests[fullname] = hashlib.sha256(self.get_data(self.path)).hexdigest()
+        return super().get_code(fullname)
+
+
+def record() -> None:
+    """From now on keeps digests of the sources of imported modules, but for installed packages of others."""
+    from importlib.machinery import BYTECODE_SUFFIXES, EXTENSION_SUFFIXES, SOURCE_SUFFIXES
+
+    plain = importlib.machinery.FileFinder.path_hook(
+        (importlib.machinery.ExtensionFileLoader, EXTENSION_SUFFIXES),
+        (_Recorder, SOURCE_SUFFIXES),
+        (importlib.machinery.SourcelessFileLoader, BYTECODE_SUFFIXES),
+    )
+    installed = [Path(sysconfig.get_path(n)) for n in ("stdlib", "platstdlib", "purelib", "platlib")]
+    own = [PROJECT / n for n in ("flows", "stages", "tuning")]
+
+    def hook(path: str) -> PathEntryFinder:
+        place = Path(path)
+        theirs = any(place.is_relative_to(f) for f in installed) and not any(place.is_relative_to(f) for f in own)
+        if theirs:
+            raise ImportError(f"{path} is left to the usual loader")
+        return plain(path)
+
+    sys.path_hooks.insert(0, hook)
+    sys.path_importer_cache.clear()
+
+
+def recorded() -> dict[str, str]:
+    """SHA-256 of the source of each module that was imported since `record`, as it was imported, by name."""
+    return dict(_digests)

@@ -1,0 +1,119 @@
+"""Whether this process has the code, packages and device that the key of a request names (R26).
+
+A module counts as it was imported, whatever its file holds by now (`stages.worker.interpreter.record`). Reward
+functions and readers of data run in children of this process, which may import a module later than it does: for those
+the file must be the same at the end too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stages.worker import devices, interpreter
+from stages.worker.protocol import Request
+
+IN_CHILDREN = ("tuning.data.", "tuning.rewards.")
+"""Modules of this project that children of the worker import, too."""
+USER_CODE = ("module:", "reached from ")
+"""How names of sources in a key begin that are a user's code (`stages.contract.sources`), after where they are used."""
+
+_asked: dict[str, str] = {}
+"""Digests of modules by name in the requests so far: what children have loaded is one of these."""
+
+
+class CodeDiffers(RuntimeError):
+    """The process has loaded other code than the key says; a fresh one loads it."""
+
+
+def check_before(request: Request) -> None:
+    """Raises CodeDiffers where a module that is loaded is older than the key, RuntimeError for another package."""
+    _check_packages(request, "this worker has")
+    _check_device(request)
+    users = {n: v for n, v in request.key_parts.get("sources", {}).items() if any(kind in n for kind in USER_CODE)}
+    for name, digest in (request.files | users).items():
+        if _asked.setdefault(name, digest) != digest:
+            raise CodeDiffers(f"{name} was edited after it was loaded")
+    for name, digest in interpreter.recorded().items():
+        if request.files.get(name, digest) != digest:
+            raise CodeDiffers(f"module {name} was edited after it was loaded")
+        if name not in request.files and _is_users(name) and _on_disk(name) not in (None, digest):
+            raise CodeDiffers(f"module {name} was edited after it was loaded")
+
+
+def check_after(request: Request, sources: Mapping[str, str]) -> None:
+    """Raises CodeDiffers where code was edited while the stage ran, so that it may have loaded either.
+
+    sources: what the stage read from outside, as it is now. Raises RuntimeError, naming the file, where data changed,
+    and where packages or the device are not those of the key.
+    """
+    loaded = interpreter.recorded()
+    for name, digest in request.files.items():
+        late = loaded.get(name, digest) != digest
+        if late or (name.startswith(IN_CHILDREN) and _on_disk(name) not in (None, digest)):
+            raise CodeDiffers(f"module {name} was edited while {request.stage} ran")
+    before = request.key_parts.get("sources", sources)
+    changed = [n for n in sorted(before.keys() | sources.keys()) if before.get(n) != sources.get(n)]
+    for name in changed:
+        if any(kind in name for kind in USER_CODE):
+            raise CodeDiffers(f"{name.removeprefix('module:')} was edited while {request.stage} ran")
+    if changed:
+        raise RuntimeError(
+            f"{changed[0]} changed while {request.stage} ran, so what was read is neither the old nor the new content; "
+            "nothing is kept of it, run again"
+        )
+    _check_packages(request, f"while {request.stage} ran it became")
+
+
+def _check_packages(request: Request, how: str) -> None:
+    for name, version in request.key_parts.get("versions", {}).items():
+        # Not remembered: an upgrade in the middle of a run is what is looked for.
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found = "absent"
+        if found != version:
+            raise RuntimeError(
+                f"package {name} was {version} when the run began, {how} {found}: start the run again, and what "
+                "depends on it is made again"
+            )
+
+
+def _check_device(request: Request) -> None:
+    wanted = request.key_parts.get("device", "")
+    if not wanted:
+        return
+    import jax
+
+    device = jax.devices()[0]
+    found = f"{device.platform}:{device.device_kind}"
+    if found != wanted:
+        devices.forget()
+        raise RuntimeError(
+            f"{request.stage} was to be computed on {wanted}, this worker has {found}: run again for {found}, or set "
+            "JAX_PLATFORMS so that JAX finds the other"
+        )
+
+
+def _is_users(name: str) -> bool:
+    return name.split(".")[0] not in ("flows", "stages", "tuning", "__main__", "__mp_main__")
+
+
+def _on_disk(name: str) -> str | None:
+    """SHA-256 of the source of a module as its file is now; None where there is none."""
+    module: Any = sys.modules.get(name)
+    spec = getattr(module, "__spec__", None)
+    if spec is None:
+        try:
+            spec = importlib.util.find_spec(name)
+        except (ImportError, ValueError):
+            spec = None
+    origin = getattr(spec, "origin", None)
+    if not origin or not Path(origin).is_file():
+        return None
+    return hashlib.sha256(Path(origin).read_bytes()).hexdigest()

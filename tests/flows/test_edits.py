@@ -1,0 +1,166 @@
+"""Code, data and inputs that change while a run goes on: an artifact is made by what its key names (R26)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.graph.build import Input, Node, key_of, key_parts
+from flows.recipe.reading import load_recipe
+from flows.running.session import Session
+from stages.contract.registry import stage
+from stages.store.artifacts import Artifact, Store
+from stages.worker.client import StageFailed
+from stages.worker.protocol import Progress
+from tests.support import write_files
+from tuning.rows import CompletionRow, write_table
+
+REWARD = """
+def f(prompts, completions, **_):
+    return [1.0 for _ in completions]
+"""
+# While it runs it becomes the module of above.
+EDITOR = """
+def f(prompts, completions, **_):
+    open(__file__, "w").write(OTHER)
+    return [0.5 for _ in completions]
+OTHER = {other!r}
+"""
+
+
+class Lines:
+    """What a run says."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def stage_started(self, node: Node) -> None:
+        pass
+
+    def progress(self, node: Node, event: Progress) -> None:
+        pass
+
+    def line(self, text: str) -> None:
+        self.lines.append(text)
+
+    def stage_ended(self, node: Node, state: str, manifest: dict[str, Any], seconds: float) -> None:
+        pass
+
+
+def rollouts(store: Store, folder: Path, text: str = "4", *, replace: bool = False) -> Artifact:
+    row = CompletionRow(
+        prompt_id="p", place=0, sample=0, answer="4", prompt_ids=[1], token_ids=[2], logprobs=[0.0], text=text
+    )
+    write_table(folder / "rollouts" / "part-00000.parquet", [row], CompletionRow.schema())
+    manifest = {"stage": "rollout", "key": "made", "config": {}, "inputs": {}, "metrics": {}, "seconds": 0}
+    return store.commit(folder, manifest, replace=replace)
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory):
+    """A run of one stage: scores of one completion by the function `mine_edited:f`, whose folder is on the path."""
+    folder = tmp_path_factory.mktemp("edits")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        write_files(folder, **{"mine_edited.py": REWARD})
+        lines = Lines()
+        run = Session(load_recipe("smoke", sets=[f"store={folder / 'store'}"]), lines)
+        rewards = {"mine": {"function": "mine_edited:f"}}
+        config = stage("score").config.model_validate_json(json.dumps({"rewards": rewards, "workers": 1}))
+        run.nodes = {"score": Node("score", "score", config, {"rollouts": Input("sampled")}, 0)}
+        run.made["sampled"] = rollouts(run.store, folder / "out")
+        yield run, lines, folder
+        run.worker.close()
+
+
+def test_a_reward_that_is_edited_is_what_the_next_score_is_made_by(session):
+    run, lines, folder = session
+    _, first = run.run_node("score")
+    assert first.metrics["reward_mine"] == 1.0
+    write_files(folder, **{"mine_edited.py": REWARD.replace("1.0", "0.25")})
+    _, second = run.run_node("score")
+    assert second.metrics["reward_mine"] == 0.25
+    assert second.key != first.key
+    assert "mine_edited was edited after it was loaded; a fresh worker makes it" in lines.lines[-1]
+    assert run.worker.starts == 2
+
+    # Remarks change no key and no result.
+    write_files(folder, **{"mine_edited.py": "# a remark\n" + REWARD.replace("1.0", "0.25")})
+    assert run.run_node("score") == ("hit", run.made["score"])
+    assert run.worker.starts == 2
+
+
+@pytest.mark.slow
+def test_a_score_whose_reward_is_edited_meanwhile_is_made_again(session):
+    run, lines, folder = session
+    before = run.worker.starts
+    known = run.store.all_keys()
+    write_files(folder, **{"mine_edited.py": EDITOR.format(other=REWARD.replace("1.0", "2.0"))})
+    _, made = run.run_node("score")
+    assert made.metrics["reward_mine"] == 2.0
+    assert "mine_edited was edited while score ran; a fresh worker makes it" in lines.lines[-1]
+    assert run.worker.starts <= before + 2
+    # What the function of before returned was kept under no key.
+    assert set(run.store.all_keys()) - set(known) == {("score", made.key)}
+    assert key_of(key_parts(run.nodes["score"], run.made)) == made.key
+
+
+def test_an_input_that_was_replaced_meanwhile_is_the_one_of_the_key_or_refused(session, tmp_path):
+    run, _, _ = session
+    # Another key: an artifact of the old rollouts would be a hit.
+    node = run.nodes["score"]
+    run.nodes["score"] = dataclasses.replace(node, config=node.config.model_copy(update={"truncated": "zero"}))
+    old = run.made["sampled"]
+    new = rollouts(run.store, tmp_path / "out", "5", replace=True)
+    assert run.store.get("rollout", "made").digest == new.digest != old.digest
+    _, made = run.run_node("score")
+    assert made.manifest["inputs"]["rollouts"]["digest"] == old.digest
+    assert key_of(key_parts(run.nodes["score"], run.made)) == made.key
+
+    run.nodes["score"] = node
+    run.made["sampled"] = Artifact(run.store, old.manifest | {"digest": "0" * 64})
+    with pytest.raises(StageFailed, match=r"input rollouts \(rollout/made\) with digest 000000000000 is gone from .*"):
+        run.run_node("score")
+    run.made["sampled"] = new
+
+
+def test_a_record_of_a_run_holds_no_secret(tmp_path):
+    engine = "{kind: vllm, version: '1', command: [vllm, serve], environment: {HF_TOKEN: SECRET}}"
+    sets = [f"store={tmp_path}", "data.source=s3://me:SECRET@bucket/x.jsonl", f"rl.rollout.engine={engine}"]
+    run = Session(load_recipe("smoke", sets=sets), Lines())
+    text = Path(run.store.join("runs", run.name, "run.json")).read_text()
+    assert "HF_TOKEN" in text
+    assert "SECRET" not in text
+    assert run.recipe.rl.rollout.engine.environment == {"HF_TOKEN": "SECRET"}
+
+
+@dataclasses.dataclass
+class Case:
+    parts: dict[str, Any]
+    message: str
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case({"versions": {"numpy": "0.1"}}, "package numpy was 0.1 when the run began, this worker has"),
+        Case({"device": "gpu:Abacus"}, "score was to be computed on gpu:Abacus, this worker has cpu:"),
+        Case({"sources": {"file 1": "0"}}, "file 1 changed while score ran"),
+    ],
+    ids=["package", "device", "data"],
+)
+def test_what_a_key_says_and_the_worker_does_not_have_is_refused(session, monkeypatch, case):
+    run, _, _ = session
+    node = run.nodes["score"]
+    files: dict[str, str] = {}
+    parts = key_parts(node, run.made)
+    for name, values in case.parts.items():
+        parts[name] = values if isinstance(values, str) else parts[name] | values
+    before = run.store.all_keys()
+    with pytest.raises(StageFailed, match=case.message):
+        run._make(node, "k" * 64, parts, files, False, {})
+    assert run.store.all_keys() == before

@@ -1,0 +1,68 @@
+"""A user's code in a key: rewards, and functions that give records, with all that they import."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+import pytest
+
+from stages.contract.sources import data_digests, function_digests
+from tests.support import write_files
+
+
+def test_a_reward_function_of_the_user_is_content(tmp_path, monkeypatch):
+    (tmp_path / "myreward.py").write_text(
+        "import json\nimport myhelper\n\n\ndef f(prompts, completions, **_):\n    return [1.0]\n"
+    )
+    (tmp_path / "myhelper.py").write_text("LIMIT = 3\n")
+    (tmp_path / "other.py").write_text("LIMIT = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = function_digests("myreward:f", "here")
+    assert set(before) == {"module:myreward", "module:myhelper", "reached from myreward"}
+    (tmp_path / "other.py").write_text("LIMIT = 4\n")
+    assert function_digests("myreward:f", "here") == before
+    (tmp_path / "myhelper.py").write_text("LIMIT = 44\n")
+    assert function_digests("myreward:f", "here") != before
+
+
+def test_a_function_that_gives_records_is_content_with_what_it_imports(tmp_path, monkeypatch):
+    write_files(tmp_path, **{"mysource.py": "from myrows import rows\n", "myrows.py": "def rows():\n    return []\n"})
+    monkeypatch.syspath_prepend(tmp_path)
+    before = data_digests("mysource:rows", "data.source")
+    assert set(before) == {"task", "module:mysource", "module:myrows", "reached from mysource"}
+    write_files(tmp_path, **{"myrows.py": "def rows():\n    return [{}]\n"})
+    assert data_digests("mysource:rows", "data.source") != before
+    assert data_digests("addition", "data.source") == {"task": "addition"}
+    with pytest.raises(ValueError, match="data.source: no module 'nosource' can be imported"):
+        data_digests("nosource:rows", "data.source")
+
+
+def test_packages_that_a_users_code_imports_are_content(tmp_path, monkeypatch):
+    code = "import json\nimport yaml\nfrom numpy import mean\n\n\ndef f():\n    import no_such_package\n"
+    write_files(tmp_path, **{"mypackages.py": code})
+    monkeypatch.syspath_prepend(tmp_path)
+    found = function_digests("mypackages:f", "here")
+    assert {n: v for n, v in found.items() if n.startswith("package:")} == {
+        "package:PyYAML": version("PyYAML"),
+        "package:numpy": version("numpy"),
+        "package:no_such_package": "absent",
+    }
+    (sentiment,) = [n for n in function_digests("tuning.rewards.sentiment:vader", "here") if "vader" in n.lower()]
+    assert sentiment.startswith("package:vaderSentiment")
+
+
+def test_a_builtin_reward_needs_no_digest_of_its_own():
+    assert function_digests("exact_match", "here") == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("exact_mach", "rl.score.x: no reward function 'exact_mach'; did you mean exact_match?"),
+        ("no_such_module:f", "rl.score.x: no module 'no_such_module' can be imported"),
+    ],
+)
+def test_a_reward_function_that_is_not_there(name, message):
+    with pytest.raises(ValueError) as e:
+        function_digests(name, "rl.score.x")
+    assert message in str(e.value)
