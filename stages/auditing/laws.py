@@ -80,4 +80,12 @@ def audit(store: Store, record: Mapping[str, Any], *, deep: bool = False) -> Ite
     run = AuditedRun(store, record)
     for law in all_laws():
         if deep or not law.deep:
-            yield Verdict(law, law.look(run))
+            yield Verdict(law, _looked(law, run))
+
+
+def _looked(law: Law, run: AuditedRun) -> Finding:
+    """What the law finds. Artifacts that it cannot make sense of break it: one law must not end the audit."""
+    try:
+        return law.look(run)
+    except Exception as e:
+        return Finding("cases", broken=[f"the artifacts cannot be read as this law needs: {type(e).__name__}: {e}"])

@@ -14,13 +14,14 @@ import numpy as np
 
 from stages.auditing.laws import Finding, Law
 from stages.auditing.run import AuditedRun, Sampled
+from tuning.rows import CompletionRow, ScoreRow
 
 RTOL, ATOL = 1e-4, 1e-5
 """Rewards and totals are stored as float32, and the normalised ones are computed in it."""
 EPS = 1e-4
 """Added to a spread before the division, as in TRL."""
-CALLED_AGAIN = 24
-"""Completions whose rewards are computed anew, for each reward function."""
+CALLED_AGAIN = 8
+"""Completions of a table whose rewards are computed anew, and as many of prompts that a round draws twice."""
 
 
 def one_score_each(run: AuditedRun) -> Finding:
@@ -137,9 +138,7 @@ def _call(name: str, reward: Mapping[str, Any], tables: Sequence[Sampled], findi
     from tuning.rewards.samples import Sample
     from tuning.rewards.totals import Part, shaped
 
-    pairs = [(t.name, row, score) for t in tables for row, score in zip(t.rows, t.score_rows, strict=True)]
-    # The same ones each time: an audit that is given twice says the same.
-    chosen = random.Random(0).sample(pairs, min(CALLED_AGAIN, len(pairs)))
+    chosen = [pick for table in tables for pick in _picked(table)]
     samples = [Sample.of(row) for _, row, _ in chosen]
     limits = {"seconds": reward["seconds"], "megabytes": reward["megabytes"]}
     outcomes = evaluate(reward["function"], reward["arguments"], samples, **limits)
@@ -150,6 +149,23 @@ def _call(name: str, reward: Mapping[str, Any], tables: Sequence[Sampled], findi
         stored = score.rewards[name]
         case = f"{place}, place {row.place}, sample {row.sample}: {name} is {stored} in the table and {value} now"
         finding.check(_same(value, stored), case)
+
+
+def _picked(table: Sampled) -> list[tuple[str, CompletionRow, ScoreRow]]:
+    """Completions of a table whose rewards are computed anew: some at random, and some of prompts with two places.
+
+    The same ones each time: an audit that is given twice says the same.
+    """
+    pairs = list(zip(table.rows, table.score_rows, strict=True))
+    places: dict[str, set[int]] = {}
+    for row in table.rows:
+        places.setdefault(row.prompt_id, set()).add(row.place)
+    # Where one prompt has two groups, what joins by prompt gives one the rewards of the other.
+    twice = [number for number, (row, _) in enumerate(pairs) if len(places[row.prompt_id]) > 1]
+    others = [number for number in range(len(pairs)) if number not in set(twice)]
+    draw = random.Random(table.name)
+    numbers = [number for group in (twice, others) for number in draw.sample(group, min(CALLED_AGAIN, len(group)))]
+    return [(table.name, *pairs[number]) for number in numbers]
 
 
 def _same(a: float | None, b: float | None) -> bool:

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from flows.cli.app import app
 from flows.recipe.model import Recipe
 from flows.recipe.reading import load_recipe
+from stages.auditing.laws import all_laws
 from stages.store.artifacts import Store
 from tests.support import RLHF, write_files
 
@@ -88,6 +89,20 @@ def test_runs_and_show(rlhf, smoke_store):
         assert re.search(rf"^  {re.escape(name)} +made ", shown, re.MULTILINE)
     assert rlhf("show", "--store", smoke_store).stdout == shown
     assert Path(re.search(r"^log +(.+)$", shown, re.MULTILINE).group(1)).is_file()
+
+
+def test_an_audit_has_a_line_for_each_law_a_table_in_the_report_and_an_exit_status(rlhf, store):
+    out = rlhf("audit", "first", "--store", store).stdout
+    assert len(re.findall(r"^  holds ", out, re.MULTILINE)) == len([law for law in all_laws() if not law.deep])
+    assert "each prompt is drawn once before any is drawn again" in out
+    page = (store / "runs" / "first" / "report.html").read_text()
+    assert "totals are the weighted sums of the reward columns" in page
+
+    lost = next((store / "artifacts" / "score").glob("*/manifest.json"))
+    lost.unlink()
+    out = rlhf("audit", "first", "--store", store, code=1).stdout
+    assert re.search(r"^  BROKEN +artifacts .*\n +round-00\d.score is gone", out, re.MULTILINE)
+    assert "laws are broken: artifacts" in out
 
 
 def test_a_run_that_is_not_there(rlhf, smoke_store, tmp_path):
