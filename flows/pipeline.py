@@ -23,7 +23,8 @@ from flows.orchestration.show import (
 from flows.recipe.model import Recipe
 from flows.recipe.overrides import recipe_parameters, values_of
 from flows.recipe.reading import load_recipe
-from flows.running.closing import close, evaluations_of, summary
+from flows.running.checks import check, try_algorithm
+from flows.running.closing import close, evaluations_of, status_after, summary
 from flows.running.session import Session
 from stages.contract.registry import stage as find_stage
 from stages.store.keys import published
@@ -97,6 +98,9 @@ def rlhf_pipeline(
     """
     from_command = _resolved.get()
     resolved = from_command or load_recipe(recipe, values_of(fields) | dict.fromkeys(skip or []))
+    if from_command is None:
+        check(resolved)
+        try_algorithm(resolved)
     session = Session(resolved, PrefectReporter(silent=from_command is None), free_name(resolved, run_name), None)
     return _run(session, force or [], only or [])
 
@@ -123,8 +127,8 @@ def _run(session: Session, force: list[str], only: list[str]) -> dict[str, Any]:
                 stage_task.with_options(retries=recipe.retries, retry_condition_fn=is_dead_worker)(
                     session.name, node.name, node.stage, return_state=True
                 ).result(raise_on_failure=True)
-    except BaseException:
-        close(session, "failed")
+    except BaseException as e:
+        close(session, status_after(e))
         raise
     finally:
         _sessions.pop(session.name)

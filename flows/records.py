@@ -27,14 +27,17 @@ def all_runs(store: Store) -> list[dict[str, Any]]:
 
 
 def status_of(record: dict[str, Any]) -> str:
-    """`running`, `finished` or `failed`; `killed` where the record says running but its process has ended."""
+    """`running`, `finished`, `interrupted` (by Ctrl-C), `failed`, or `killed`: its process ended without a word."""
     # None, for a process of another host, counts as running.
     gone = record["status"] == "running" and is_gone(record["process"])
     return "killed" if gone else record["status"]
 
 
 def find_run(store: Store, name: str | None) -> dict[str, Any]:
-    """The record of a run, or of the newest where `name` is None or `latest`."""
+    """The record of a run by its name or the beginning of it, or of the newest where `name` is None or `latest`.
+
+    Raises UnknownRun where there is none, or several begin so.
+    """
     if name in (None, "latest"):
         runs = all_runs(store)
         if not runs:
@@ -43,7 +46,14 @@ def find_run(store: Store, name: str | None) -> dict[str, Any]:
     assert name is not None
     record = store.read_json("runs", name, "run.json")
     if record is None:
-        names = [r["name"] for r in all_runs(store)]
+        records = {r["name"]: r for r in all_runs(store)}
+        names = list(records)
+        begun = [n for n in names if n.startswith(name)]
+        # The beginning of one name alone stands for it.
+        if len(begun) == 1:
+            return records[begun[0]]
+        if begun:
+            raise UnknownRun(f"several runs in {store.shown} begin with {name!r}: {', '.join(begun)}")
         raise UnknownRun(f"no run {name!r} in {store.shown}; {nearest(name, names)}")
     return record
 
@@ -61,3 +71,8 @@ def latest_with(runs: list[dict[str, Any]], recipe: str, node: str) -> dict[str,
         # The newest of the entries that failed or were interrupted.
         tried = tried or entry
     return tried
+
+
+def finished_nodes(record: dict[str, Any]) -> set[str]:
+    """Names of a run's nodes that have an artifact."""
+    return {name for name, entry in record["nodes"].items() if "digest" in entry}

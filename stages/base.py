@@ -50,7 +50,8 @@ def locate(source: str) -> Path | None:
     else:
         path = Path(source).expanduser()
     if not path.exists():
-        raise SourceMissing(f"base.source: {path} does not exist")
+        random = "; the random model is random:tiny" if source.startswith("random") else ""
+        raise SourceMissing(f"base.source: {path} does not exist{random}")
     return path
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from typing import Any
 
 from stages.common.models import ADAPTER, load_policy, load_tokenizer, stop_ids, token_ids
@@ -58,7 +59,7 @@ def run(ctx: Context) -> dict[str, Any]:
     for stray in ctx.out.glob(".*.part"):
         shutil.rmtree(stray, ignore_errors=True)
     size = sum(file.stat().st_size for file in ctx.out.glob("*.safetensors"))
-    ctx.log(f"exported {ctx.config.name}: {size / 1e6:.0f} MB of safetensors")
+    ctx.log(f"exported {ctx.config.name}: {_size({'bytes': size})} of safetensors")
     return {"bytes": size, "fingerprint": huggingface.fingerprint(params)}
 
 
@@ -75,6 +76,12 @@ def _card(name: str, policy: Artifact, history: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, "", f"Policy digest: {policy.digest}", ""])
 
 
+def _size(metrics: Mapping[str, Any]) -> str:
+    """Megabytes, with digits behind the point where there are few: a tiny model is no 0 MB."""
+    megabytes = metrics.get("bytes", 0) / 1e6
+    return f"{megabytes:.0f} MB" if megabytes >= 10 else f"{megabytes:.2g} MB"
+
+
 STAGE = Stage(
     "export",
     1,
@@ -83,5 +90,5 @@ STAGE = Stage(
     section="export",
     title="export",
     reads={"policy": Reads("policy"), "tokenizer": Reads("tokenizer")},
-    headline=("{bytes:.0fM} MB",),
+    headline=(_size,),
 )

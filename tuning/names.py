@@ -10,7 +10,10 @@ from typing import Any
 
 def closest(name: str, known: Iterable[str]) -> str | None:
     """The name among `known` that `name` probably meant; None where none is similar."""
-    return next(iter(difflib.get_close_matches(name, list(known), 1)), None)
+    names = list(known)
+    # Two letters in the wrong order are half of a short name, too few for the measure of likeness.
+    swapped = (n for n in names if sorted(n) == sorted(name))
+    return next(iter(difflib.get_close_matches(name, names, 1)), None) or next(swapped, None)
 
 
 def nearest(name: str, known: Iterable[str], also: str = "") -> str:

@@ -27,13 +27,21 @@ def launch(
     only: set[str] | None = None,
 ) -> None:
     """Runs a recipe. Exits with 2 for a usage error, 1 for a failed stage, 130 after Ctrl-C."""
+    from flows.running.naming import before
     from flows.running.plain import run_plain
+    from stages.store.artifacts import ArtifactError, Store
     from stages.worker.client import StageFailed, WorkerDied
 
     try:
+        # Here too: Prefect takes seconds to start.
+        if name is not None and (begun := before(Store(recipe.store), recipe, name)) is not None:
+            err.print(f"run {name} goes on (try {begun.get('tries', 1) + 1}): what is finished is reused", markup=False)
         (run_plain if no_prefect else run_with_prefect)(recipe, name=name, force=force, only=only)
-    except (FileExistsError, RecipeError) as e:
+    except RecipeError as e:
         raise usage_error(str(e)) from e
+    except ArtifactError as e:
+        err.print(f"failed: {e}", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from e
     except (StageFailed, WorkerDied) as e:
         err.print(f"failed: {e}", markup=False, soft_wrap=True)
         err.print("what is finished is kept; the same command goes on from there", markup=False)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import warnings
 
 import typer
+from rich.console import Console
 from rich.table import Table
 
 from flows.cli.shared import RunName, StoreUrl, group, out, record_of
 from flows.records import all_runs, status_of
+from flows.report.formats import when
 from stages.store.artifacts import Store
 
 commands = group()
@@ -18,15 +20,17 @@ commands = group()
 def runs(store: StoreUrl) -> None:
     """List the runs of a store."""
     table = Table(box=None)
-    for column in ("run", "status", "started", "made", "cached", "RL score"):
+    table.add_column("run", no_wrap=True, overflow="fold")
+    for column in ("status", "started", "made", "cached", "RL score"):
         table.add_column(column)
     for record in all_runs(Store(store)):
         states = [e.get("state") for e in record["nodes"].values()]
         score = record["nodes"].get("evaluate.rl", {}).get("metrics", {}).get("score")
         shown = "" if score is None else f"{score:.3f}"
-        cells = [record["name"], status_of(record), record["started"], states.count("made"), states.count("hit"), shown]
-        table.add_row(*[str(c) for c in cells])
-    out.print(table)
+        counts = [str(states.count(state)) for state in ("made", "hit")]
+        table.add_row(record["name"], status_of(record), when(record["started"]), *counts, shown)
+    # Not cut to the width of a terminal that is not there: scripts read the names.
+    (out if out.is_terminal else Console(highlight=False, width=1000)).print(table)
 
 
 @commands.command()

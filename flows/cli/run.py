@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flows.cli.checks import check, read_recipe
 from flows.cli.shared import NoPrefect, RecipeName, RunName, Sets, StoreUrl, group, out, record_of, usage_error
 from flows.recipe.model import Recipe, RecipeError
-from flows.recipe.reading import load_recipe
-from flows.records import find_run
+from flows.recipe.reading import checked
+from flows.records import all_runs, find_run, finished_nodes
 from stages.store.artifacts import Store
 
 if TYPE_CHECKING:
-    from flows.graph.build import Node
     from flows.graph.plan import Planned
 
 commands = group()
 
 RunTitle = Annotated[str | None, typer.Option("--name", help="Name of the run; two words are chosen if left out.")]
 
+OwnStore = Annotated[
+    str | None, typer.Option("--store", help="Folder or fsspec URL of the artifacts; the recipe's if left out.")
+]
+
+
+def _with_store(sets: list[str] | None, store: str | None) -> list[str]:
+    return [*(sets or []), *([f"store={store}"] if store is not None else [])]
+
 
 @commands.command()
 def run(
     recipe: RecipeName,
     sets: Sets = None,
+    store: OwnStore = None,
     name: RunTitle = None,
     force: Annotated[
         list[str] | None, typer.Option(help="Make this stage or node again although it is cached.")
@@ -35,7 +44,7 @@ def run(
     """Run a recipe. Stages whose inputs, settings and code did not change are taken from the store."""
     from flows.cli.launch import launch
 
-    resolved = read_recipe(recipe, sets)
+    resolved = read_recipe(recipe, _with_store(sets, store))
     launch(resolved, no_prefect, name=name, force=_nodes(resolved, force) if force else None)
 
 
@@ -43,6 +52,7 @@ def run(
 def plan(
     recipe: RecipeName,
     sets: Sets = None,
+    store: OwnStore = None,
     config: Annotated[
         bool, typer.Option("--config", help="Print the recipe with all defaults and presets filled in, as YAML.")
     ] = False,
@@ -50,7 +60,7 @@ def plan(
     """Show hit or miss for each stage, and for a miss what changed. Runs nothing."""
     from flows.graph.plan import plan as make_plan
 
-    resolved = read_recipe(recipe, sets)
+    resolved = read_recipe(recipe, _with_store(sets, store))
     if config:
         import yaml
 
@@ -61,7 +71,8 @@ def plan(
     for label, nodes in _folded(planned):
         first = nodes[0]
         count = f" ({len(nodes)} nodes)" if len(nodes) > 1 else ""
-        out.print(f"{first.state:<6} {label}{count}", markup=False)
+        against = f"  (nearest: run {first.nearest})" if first.nearest else ""
+        out.print(f"{first.state:<6} {label}{count}{against}", markup=False, soft_wrap=True)
         for reason in first.reasons if first.state == "miss" else ():
             out.print(f"         {reason}", markup=False, soft_wrap=True)
     counts = {s: sum(p.state == s for p in planned) for s in ("hit", "miss", "waits")}
@@ -86,7 +97,12 @@ def rerun(
 
     record = record_of(store, run_name)
     # The record has the address that the store had when the run was made; it may have moved since.
-    recipe = Recipe.model_validate_json(json.dumps(record["recipe"])).model_copy(update={"store": store})
+    try:
+        recipe = checked(record["recipe"], Path(f"run {record['name']}"), None, set()).model_copy(
+            update={"store": store}
+        )
+    except RecipeError as e:
+        raise usage_error(str(e)) from e
     nodes = {n.name: n for n in build(recipe)}
     if not stage:
         stages = dict.fromkeys(n.stage for n in nodes.values())
@@ -121,47 +137,25 @@ def rescore(
     from flows.cli.launch import launch
     from flows.recipe.rescore import rescored
 
-    record = record_of(store, run_name)
     try:
-        recipe = rescored(record, reward or [], sets or [], store)
-        _check_sources(recipe)
+        recipe = rescored(_sampled(store, run_name), reward or [], sets or [], store)
+        check(recipe)
     except RecipeError as e:
         raise usage_error(str(e)) from e
     launch(recipe, no_prefect, name=name)
 
 
-def read_recipe(name: str, sets: list[str] | None) -> Recipe:
-    """The recipe with its `--set` options, checked as far as that works without running it; else a usage error."""
-    try:
-        recipe = load_recipe(name, sets=sets)
-        _check_sources(recipe)
-        return recipe
-    except (RecipeError, FileNotFoundError) as e:
-        raise usage_error(str(e)) from e
-
-
-def _check_sources(recipe: Recipe) -> None:
-    """Raises RecipeError for a model, data, a reward function, a judge or an algorithm that is not there.
-
-    A run would find out when it comes to that stage, after minutes or hours of work.
-    """
-    from flows.graph.build import build
-    from stages.contract.registry import stage
-
-    # Nodes of one stage in several rounds have the same sources; each base model has its own.
-    nodes: dict[str, Node] = {}
-    for node in build(recipe):
-        nodes.setdefault(node.stage if node.inputs else node.name, node)
-    for node in nodes.values():
-        try:
-            stage(node.stage).sources(node.config)
-        except (ValueError, OSError) as e:
-            message = str(e)
-            if node.name == "teacher":
-                message = message.replace("base.source", "distill.teacher", 1)
-            elif node.stage == "prepare":
-                message = f"data.source: {message}"
-            raise RecipeError(message) from e
+def _sampled(store: str, run_name: str | None) -> dict[str, Any]:
+    """The record of the named run, or of the newest that has the rollouts of all its rounds. Raises RecipeError."""
+    named = record_of(store, run_name)
+    if run_name is not None:
+        return named
+    for record in reversed(all_runs(Store(store))):
+        rl = record["recipe"].get("rl")
+        if rl and all(f"round-{i:03d}.rollout" in finished_nodes(record) for i in range(rl["rounds"])):
+            out.print(f"rollouts of run {record['name']}", markup=False)
+            return record
+    raise RecipeError(f"no run in {store} has the rollouts of all its rounds; the newest is {named['name']}")
 
 
 def _nodes(recipe: Recipe, names: list[str]) -> set[str]:
@@ -175,10 +169,23 @@ def _nodes(recipe: Recipe, names: list[str]) -> set[str]:
 
 
 def _folded(planned: list[Planned]) -> list[tuple[str, list[Planned]]]:
-    """The plan by label. Rounds that are no miss share one label: there may be hundreds, with nothing to explain."""
-    folded: dict[tuple[str, str], list[Planned]] = {}
+    """The plan by label. Rounds that are no miss share a line: there may be hundreds, with nothing to explain.
+
+    A miss among them ends the line before it, so that each line says which rounds it is about.
+    """
+    folded: list[tuple[str, list[Planned]]] = []
     for p in planned:
         in_round = p.node.name.startswith("round-") and p.state != "miss"
-        label = "rounds: rollout, score, update" if in_round else p.node.name
-        folded.setdefault((label, p.state), []).append(p)
-    return [(label, nodes) for (label, _), nodes in folded.items()]
+        last = folded[-1][1][-1] if folded else None
+        if in_round and last is not None and last.node.name.startswith("round-") and last.state == p.state:
+            folded[-1][1].append(p)
+        else:
+            folded.append((p.node.name, [p]))
+    return [(_rounds(nodes) if len(nodes) > 1 else name, nodes) for name, nodes in folded]
+
+
+def _rounds(nodes: list[Planned]) -> str:
+    """The rounds and stages of a folded line, such as `rounds 1 to 7: rollout, score, update`."""
+    numbers = sorted({int(p.node.name.removeprefix("round-").split(".")[0]) for p in nodes})
+    rounds = f"rounds {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"round {numbers[0]}"
+    return f"{rounds}: {', '.join(dict.fromkeys(p.node.stage for p in nodes))}"

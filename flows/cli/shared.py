@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from flows.recipe.model import Recipe
-from flows.records import UnknownRun, all_runs, find_run
+from flows.records import UnknownRun, all_runs, find_run, finished_nodes
 from stages.store.artifacts import Artifact, Store
 from stages.worker import interpreter
 from stages.worker.client import worker_environment
@@ -56,7 +56,8 @@ def record_of(store: str, name: str | None, node: str | None = None) -> dict[str
     # The newest run may be unfinished, or one whose recipe lacks that node.
     if name is None and node is not None:
         for record in reversed(all_runs(Store(store))):
-            if "digest" in record["nodes"].get(node, {}):
+            if node in finished_nodes(record):
+                err.print(f"run {record['name']}", markup=False)
                 return record
     try:
         return find_run(Store(store), name)

@@ -85,6 +85,12 @@ class RL(StageConfig):
                 raise ValueError(f"{name}.round is counted by the pipeline: leave it out")
         if self.update.store_state:
             raise ValueError("update.store_state follows from rl.checkpoint_every: leave it out")
+        entry = self.update.entry
+        if entry is not None and entry.groups and self.rollout.completions == 1:
+            raise ValueError(
+                f"rollout.completions is 1, and {self.update.algorithm} compares the completions of a prompt: each "
+                "would teach nothing; use 2 or more"
+            )
         if self.refills and not needs_groups(self.update.algorithm):
             raise ValueError(
                 f"refills replace groups whose completions score alike, and {self.update.algorithm} learns from those "

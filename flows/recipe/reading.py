@@ -69,8 +69,9 @@ def load_recipe(name: str, overrides: dict[str, Any] | None = None, sets: list[s
         raise RecipeError(f"{path}: a recipe is a mapping of sections, found {type(values).__name__}")
     # A recipe without a name has that of its file.
     values.setdefault("name", path.stem)
-    values, set_places = with_sets(merge(values, overrides or {}), sets or [])
-    return checked(values, path, node, set_places)
+    unset = merge(values, overrides or {})
+    values, set_places = with_sets(unset, sets or [])
+    return checked(values, path, node, set_places, unset)
 
 
 def with_sets(values: dict[str, Any], sets: list[str]) -> tuple[dict[str, Any], set[str]]:
@@ -88,19 +89,42 @@ def with_sets(values: dict[str, Any], sets: list[str]) -> tuple[dict[str, Any], 
     return values, set_places
 
 
-def checked(values: dict[str, Any], path: Path, node: yaml.Node | None, set_places: set[str]) -> Recipe:
+def checked(
+    values: dict[str, Any],
+    path: Path,
+    node: yaml.Node | None,
+    set_places: set[str],
+    unset: dict[str, Any] | None = None,
+) -> Recipe:
     """Validates a recipe's values. Raises RecipeError with the line of each mistake.
 
     path: the recipe's file. node: its parsed YAML, which knows the lines; None where there is no file.
-    set_places: dotted places that `--set` gave.
+    set_places: dotted places that `--set` gave. unset: the values without them, whose mistakes are the file's.
     """
     try:
         # Through JSON: strict JSON input may give lists and floats as YAML writes them.
         return Recipe.model_validate_json(json.dumps(values))
     except ValidationError as e:
-        raise RecipeError("\n".join(_explain(path, node, set_places, error) for error in e.errors())) from e
+        old = _mistakes(unset) if set_places and unset is not None else set()
+        lines = [_explain(path, node, set() if _mistake(m) in old else set_places, m) for m in e.errors()]
+        raise RecipeError("\n".join(lines)) from e
     except TypeError as e:
         raise RecipeError(f"{path}: {e}") from e
+
+
+def _mistakes(values: dict[str, Any]) -> set[tuple[Any, str]]:
+    """Place and message of each mistake in a recipe's values."""
+    try:
+        Recipe.model_validate_json(json.dumps(values))
+    except ValidationError as e:
+        return {_mistake(error) for error in e.errors()}
+    except TypeError:
+        pass
+    return set()
+
+
+def _mistake(error: Any) -> tuple[Any, str]:
+    return error["loc"], error["msg"]
 
 
 def _parse(text: str) -> Any:
@@ -127,13 +151,25 @@ def _explain(path: Path, node: Any, set_places: set[str], error: Any) -> str:
     dotted = ".".join(place)
     lines = _lines(node, place)
     # `--set a.b=1` may be wrong at `a` (no such section) or at `a.b.c` (it gave a mapping).
-    was_set = any((t + ".").startswith(dotted + ".") or (dotted + ".").startswith(t + ".") for t in set_places)
-    by_set = dotted and was_set and (dotted in set_places or len(lines) < len(place))
-    where = f"--set {dotted}" if by_set else f"{path}:{lines[-1] if lines else 1}: {dotted}" if dotted else f"{path}"
+    above = next((t for t in sorted(set_places) if (dotted + ".").startswith(t + ".")), None)
+    below = sorted(t for t in set_places if (t + ".").startswith(dotted + ".") and t != dotted)
+    # A mistake between the fields of a section is told of the section: what was set there last is the likelier cause.
+    whole = error["type"] in ("value_error", "assertion_error")
+    if dotted and (above is not None or (below and not whole and len(lines) < len(place))):
+        where = f"--set {dotted}"
+    elif below and whole:
+        where = f"--set {', '.join(below)}"
+        where += f": {dotted}" if dotted else ""
+    else:
+        where = f"{path}:{lines[-1] if lines else 1}: {dotted}" if dotted else f"{path}"
     if error["type"] == "extra_forbidden":
         return f"{where}: unknown key; {nearest(place[-1], _fields_at(place[:-1]))}"
     message = error["msg"].removeprefix("Value error, ")
     value = error.get("input")
+    if value is None and error["type"] != "missing":
+        message = f"{message.replace('Input should be', 'expected')}, not null: leave it out for its default"
+        message += "" if not error["type"].startswith(("float", "int")) else ", or set it to 0"
+        return f"{where}: {message}"
     shown = "" if isinstance(value, dict) else f" (found {value!r})"
     return f"{where}: {message}{shown}"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import median_high
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,6 +11,8 @@ from flows.report.formats import LABELS, visible
 if TYPE_CHECKING:
     from stages.common.verdicts import Difference
 
+CUT_OFF = 0.5
+"""Share of an evaluation's completions from which on being cut off decides its score."""
 WINDOW = 3
 """Rounds over which a state must hold that a single round may show by chance."""
 
@@ -25,14 +27,17 @@ class Warn(NamedTuple):
     text: str
 
 
-def round_warnings(series: Mapping[str, Sequence[float | None]], update: Mapping[str, Any]) -> list[Warn]:
-    """The warnings of a run's rounds so far; `update` are the settings of `rl.update`.
+def round_warnings(
+    series: Mapping[str, Sequence[float | None]], update: Mapping[str, Any], learned: Collection[str] = ()
+) -> list[Warn]:
+    """The warnings of a run's rounds so far; `update` are the settings of `rl.update`, `learned` names reward models.
 
     `series` (`flows.report.measures.round_series`) has a list by name with one entry a round, None for no number.
     """
     known = {name: [v for v in values if v is not None] for name, values in series.items()}
     checks = (_entropy, _kl, _length, _signal, _mismatch, _weights, _gradient)
     warnings = [check(known, update) for check in checks]
+    warnings += [_flat(known, name) for name in learned]
     return [warning for warning in warnings if warning is not None]
 
 
@@ -46,8 +51,11 @@ def run_warnings(
 
     differences: of each policy to those that it is compared with (`stages.common.verdicts.differences`).
     """
-    update = ((record.get("recipe") or {}).get("rl") or {}).get("update") or {}
-    warnings = round_warnings(series, update)
+    rl = (record.get("recipe") or {}).get("rl") or {}
+    update = dict(rl.get("update") or {})
+    update["off_policy"] = bool(rl.get("staleness") or rl.get("rollouts_from"))
+    warnings = round_warnings(series, update, learned_rewards((rl.get("score") or {}).get("rewards") or {}))
+    warnings += _reward_model((record.get("nodes", {}).get("reward") or {}).get("metrics") or {})
     scores = [e.get("metrics") or {} for name, e in record.get("nodes", {}).items() if name.endswith(".score")]
     worst = max(scores, key=lambda metrics: metrics.get("failed") or 0.0, default={})
     if (failed := worst.get("failed") or 0.0) > 0.01:
@@ -63,7 +71,46 @@ def run_warnings(
         if count := metrics.get("not_applicable"):
             text = f"the judge does not apply to {count} of {metrics['problems']} problems, which are left out."
             warnings.append(Warn("Problems without a verdict", text))
+        if metrics.get("truncated", 0.0) > CUT_OFF:
+            text = (
+                f"{100 * metrics['truncated']:.0f} % of the completions of {LABELS.get(label, label)} reached "
+                "evaluate.max_tokens. Its score is of where it stops more than of what it can do, and so is what a "
+                "later policy gains on it: raise evaluate.max_tokens, or compare with a policy that stops."
+            )
+            warnings.append(Warn("Cut off", text))
     return list(dict.fromkeys(warnings)) + _final(evaluations, differences)
+
+
+def learned_rewards(rewards: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Names of the rewards, in the settings of `rl.score.rewards`, that are the run's reward model."""
+    return [name for name, reward in sorted(rewards.items()) if reward.get("function") == "reward_model"]
+
+
+def _reward_model(metrics: Mapping[str, Any]) -> list[Warn]:
+    """Warnings about a reward model from its held-out pairs."""
+    accuracy, error = metrics.get("heldout_accuracy"), metrics.get("calibration_error")
+    text = ""
+    if accuracy is not None and accuracy < 0.6:
+        text = f"it ranks {100 * accuracy:.0f} % of the held-out pairs rightly; chance is 50 %."
+    elif error is not None and error > 0.2:
+        text = f"its probabilities for held-out pairs are off by {error:.2f} on average (calibration error)."
+    more = " Train it longer, on more pairs, or leave it out of the rewards."
+    return [Warn("Weak reward model", text + more)] if text else []
+
+
+def _flat(known: Numbers, name: str) -> Warn | None:
+    """A reward model that scores all rounds alike while the share of right completions moved."""
+    values, passed = known.get(f"reward_{name}", []), known.get("pass_rate", [])
+    if len(values) < WINDOW or len(passed) < WINDOW or max(passed) - min(passed) < 0.1:
+        return None
+    if max(values) - min(values) > 0.1 * (max(passed) - min(passed)):
+        return None
+    return Warn(
+        "Flat reward model",
+        f"“{name}” stayed between {min(values):.3f} and {max(values):.3f} while the pass rate went from "
+        f"{passed[0]:.2f} to {passed[-1]:.2f}: it does not see what the policy learns. Look at its "
+        "held-out accuracy, or leave it out.",
+    )
 
 
 def _final(
@@ -105,6 +152,13 @@ def _kl(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
     # The first round alone is often 0: the policy has not left its reference yet.
     early = median_high(values[:3]) if values else 0.0
     if len(values) < 2 or values[-1] <= max(0.5, 10 * early):
+        if len(values) > 3 and values[-1] > max(0.1, 20 * early):
+            return Warn(
+                "KL growth",
+                f"the KL to the reference grew {values[-1] / max(early, 1e-9):.0f}-fold, from {early:.3g} to "
+                f"{values[-1]:.3g} nats a token. Compare samples of the first and the last round; a larger kl_coef or "
+                "a lower learning rate holds the policy closer.",
+            )
         return None
     return Warn(
         "KL blow-up",
@@ -145,18 +199,33 @@ def _signal(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
             f"{share} gave completions that all score alike, so these rounds taught next to nothing. Use other "
             "prompts, or stop earlier.",
         )
+    start = known["zero_variance"][0]
+    if sum(flat) / WINDOW > max(0.5, 2 * start):
+        return Warn(
+            "Fading signal",
+            f"prompts whose completions all score alike rose from {100 * start:.0f} % to {100 * flat[-1]:.0f} %: that "
+            "share of the sampling taught nothing. Use harder prompts, rl.refills, or stop earlier.",
+        )
     return None
 
 
 def _mismatch(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
     # From a tenth of the limit on: a warning well before the run stops.
     worst, limit = max(known.get("mismatch_kl", []), default=0.0), update.get("max_mismatch_kl") or 0.1
-    if worst <= limit / 10:
+    stale = bool(update.get("off_policy"))
+    # Older rollouts differ by as much as the policy has moved since: that is no fault until it nears the limit.
+    if worst <= limit / (2 if stale else 10):
         return None
+    if stale:
+        return Warn(
+            "Stale rollouts",
+            f"the policy that is trained is up to {worst:.3g} nats a token from the older one that sampled (the run "
+            f"stops above {limit:.3g}). Lower the learning rate or the staleness, or raise rl.update.max_mismatch_kl.",
+        )
     return Warn(
         "Mismatch",
         f"sampler and trainer disagree by up to {worst:.3g} nats a token (the run stops above {limit:.3g}). Compare "
-        "their dtypes, or lower the staleness of the rollouts.",
+        "their dtypes.",
     )
 
 

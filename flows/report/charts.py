@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flows.report.formats import show
-from flows.report.measures import MEASURES, PASS_RATES, PHASES, Measure, Series, number, round_series
+from flows.report.measures import MAIN, MEASURES, PASS_RATES, PHASES, Measure, Series, number, round_series
 
 PNG_LIMIT = 120_000
 """Characters that the URL of `curves_png_data` stays below."""
@@ -78,6 +78,10 @@ class Chart:
     """Values by name, one for each of `x`; the chart is stacked bars where there are several."""
     over: str = "round"
     share: bool = False
+    least: float = 0.0
+    """The least range of the axis (`Measure.least`)."""
+    main: bool = False
+    """Whether it is one of those to look at first."""
 
     @property
     def legend(self) -> list[str]:
@@ -116,7 +120,7 @@ class Chart:
         margin = max(0.6 if self.stacked else 0.0, 0.02 * (self.x[-1] - self.x[0])) or 0.5
         across = _Scale(self.x[0] - margin, self.x[-1] + margin, FRAME.left, FRAME.right)
         totals = self.totals
-        low, high = limits([0.0, *totals] if self.stacked else totals, self.share)
+        low, high = limits([0.0, *totals] if self.stacked else totals, self.share, self.least)
         up = _Scale(low, high, FRAME.bottom, FRAME.top)
         dots: Points = []
         if self.stacked:
@@ -158,7 +162,7 @@ def round_charts(series: Series) -> list[Chart]:
         # The judging reward is the pass rate: one chart of it is enough.
         if key.startswith("reward_") and values != series["pass_rate"]:
             title = f"Reward “{key.removeprefix('reward_')}”"
-            rewards.append(Measure(key, "score", title, "mean", "before its weight"))
+            rewards.append(Measure(key, "score", title, "mean", "before its weight", least=0.2))
     charts = []
     for m in (*MEASURES[:2], *rewards, *MEASURES[2:]):
         known = [v is not None for v in series[m.key]]
@@ -167,7 +171,8 @@ def round_charts(series: Series) -> list[Chart]:
         if any(known):
             values = list(itertools.compress(series[m.key], shown))
             at = list(itertools.compress(rounds, shown))
-            charts.append(Chart(m.title, m.unit, m.note, at, {m.key: values}, share=m.share))
+            line, first = {m.key: values}, m.key in MAIN
+            charts.append(Chart(m.title, m.unit, m.note, at, line, share=m.share, least=m.least, main=first))
     for name, (parts, title, unit, note) in STACKS.items():
         stack = {part: series[f"{name}_{part}"] for part in parts}
         if any(v is not None for values in stack.values() for v in values):
@@ -202,16 +207,24 @@ class _Scale:
         return round(self.start + (self.end - self.start) * (value - self.low) / (self.high - self.low), 1)
 
 
-def limits(values: Sequence[float], share: bool) -> tuple[float, float]:
-    """Ends of an axis for these values: 0 to 1 for a share, from 0 where that is not far off, else close around."""
+# Shares are means of floats: one that is 1 may be a little above.
+ROUNDING = 1e-3
+
+
+def limits(values: Sequence[float], share: bool, least: float = 0.0) -> tuple[float, float]:
+    """Ends of an axis for these values: 0 to 1 for a share, from 0 where that is not far off, else close around.
+
+    least: the least range, below which a change is drawn as small as it is.
+    """
     low, high = min(values), max(values)
-    if share and low >= 0 and high <= 1:
+    if share and low >= -ROUNDING and high <= 1 + ROUNDING:
         return 0.0, 1.0
-    if 0 <= low <= 0.6 * high:
-        return 0.0, 1.06 * high or 1.0
+    if 0 <= low <= max(0.6 * high, least - high):
+        return 0.0, max(1.06 * high, least) or 1.0
     largest = max(abs(low), abs(high))
     # Rounding noise around a constant is drawn flat; three digits of a label would not tell its values apart.
     margin = 0.1 * largest if high - low < 1e-3 * largest else 0.05 * (high - low)
+    margin = max(margin, (least - (high - low)) / 2)
     return low - margin, high + margin
 
 

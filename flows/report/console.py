@@ -13,8 +13,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 
 from flows.graph.build import Node
-from flows.report.advice import round_warnings
+from flows.report.advice import learned_rewards, round_warnings
 from flows.report.measures import round_series
+from stages.contract.definition import Stage
 from stages.contract.registry import by_section
 from stages.contract.registry import stage as find_stage
 from stages.worker import protocol
@@ -37,14 +38,15 @@ class ConsoleReporter:
         self.console = console or Console(highlight=False, width=log_width())
         self._bar: Progress | None = None
         self._task: TaskID | None = None
-        self._started = 0.0
         self._last = 0.0
+        self._first: tuple[float, int] | None = None
         self._rounds: dict[str, _Round] = {}
         self._nodes: dict[str, dict[str, Any]] = {}
         self._warned: set[str] = set()
 
     def stage_started(self, node: Node) -> None:
-        self._started = self._last = time.monotonic()
+        self._last = time.monotonic()
+        self._first = None
         if self.console.is_terminal:
             self._bar = Progress(
                 TextColumn("[cyan]{task.description:<18}"),
@@ -63,14 +65,17 @@ class ConsoleReporter:
 
     def progress(self, node: Node, event: protocol.Progress) -> None:
         done, total, unit = event.done, event.total, event.unit
+        # The first step compiles: how long the others take is known from the second on.
+        self._first = self._first or (time.monotonic(), done)
         detail = "  ".join(f"{k.replace('_per_second', '/s')} {v:,.4g}" for k, v in event.metrics.items())
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=done, total=total, count=f"{done}/{total} {unit}", detail=detail)
         elif time.monotonic() - self._last > LINE_SECONDS:
             self._last = time.monotonic()
-            spent = self._last - self._started
-            left = spent / max(done, 1) * (total - done)
-            self.console.print(f"  {node.name:<18} {done}/{total} {unit}  {left:.0f} s left  {detail}")
+            since, before = self._first
+            each = (self._last - since) / (done - before) if done > before else None
+            left = "" if each is None else f"{each * (total - done):.0f} s left  "
+            self.console.print(f"  {node.name:<18} {done}/{total} {unit}  {left}{detail}")
 
     def line(self, text: str) -> None:
         self.console.print(f"  [dim]{text}[/dim]" if self.console.is_terminal else f"  {text}", markup=True)
@@ -82,7 +87,7 @@ class ConsoleReporter:
         if node.name.startswith("round-"):
             self._round(node, state, manifest, seconds)
             return
-        figures = find_stage(node.stage).figures(manifest["metrics"])
+        figures = _figures(find_stage(node.stage), state, manifest)
         self.console.print(_line(node.name, state == "hit", seconds, figures))
 
     def _round(self, node: Node, state: str, manifest: dict[str, Any], seconds: float) -> None:
@@ -98,7 +103,7 @@ class ConsoleReporter:
         line.cached &= state == "hit"
         # Refills and baselines have scores of their own: the line shows those of the round's rollouts.
         if part == stage.name:
-            line.figures.append(stage.figures(manifest["metrics"]))
+            line.figures.append(_figures(stage, state, manifest))
         # Manifests have `config` and `metrics` as the entries of a record do, which `round_series` reads.
         self._nodes[node.name] = manifest
         if stage.makes == "policy":
@@ -110,7 +115,8 @@ class ConsoleReporter:
         """Prints each warning once, in the first round that it applies to."""
         scored = self._nodes.get(f"{name}.score", {}).get("config", {})
         series = round_series({"nodes": self._nodes, "recipe": {"rl": {"score": scored}}})
-        for warning in round_warnings(series, update):
+        learned = learned_rewards(scored.get("rewards", {}))
+        for warning in round_warnings(series, update, learned):
             if warning.title not in self._warned:
                 self._warned.add(warning.title)
                 self.console.print(f"! {warning.title}: {warning.text}", style="yellow", markup=False)
@@ -123,6 +129,14 @@ class _Round:
     seconds: float = 0.0
     cached: bool = True
     figures: list[str] = dataclasses.field(default_factory=list)
+
+
+def _figures(stage: Stage, state: str, manifest: dict[str, Any]) -> str:
+    """The headline of an artifact; what was not made now has no speed."""
+    metrics = manifest["metrics"]
+    if state == "hit":
+        metrics = {name: value for name, value in metrics.items() if not name.endswith("per_second")}
+    return stage.figures(metrics)
 
 
 def _line(name: str, cached: bool, seconds: float, figures: str) -> str:

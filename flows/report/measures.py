@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 PHASES = ("rollout", "score", "update")
+MAIN = ("reward", "pass_rate", "heldout_score", "kl", "entropy")
+"""The measures to look at first."""
 PASS_RATES = ("few", "some", "most")
 """Prompts by the share of their completions that are right: the first bin of the histogram, those between, the last."""
 
@@ -31,31 +33,34 @@ class Measure:
     note: str
     share: bool = False
     """Whether its axis runs from 0 to 1."""
+    least: float = 0.0
+    """The least range of its axis: a change that means nothing looks like one. 0: the axis fits the values."""
     metric: str = ""
     """Its name among the stage's metrics, where that is not the key."""
 
 
 MEASURES = (
-    Measure("reward", "score", "Reward", "weighted sum", "mean of the totals of a round"),
+    Measure("reward", "score", "Reward", "weighted sum", "mean of the totals of a round", least=0.2),
     Measure("pass_rate", "score", "Pass rate", "share", "right completions: mean of the reward that judges", True),
-    Measure("kl", "update", "KL to the reference", "nats / token", "how far the policy has moved from its start"),
-    Measure("entropy", "update", "Entropy", "nats / token", "spread of the next-token distribution"),
+    Measure("kl", "update", "KL to the reference", "nats / token", "how far the policy has moved from its start",
+            least=0.02),
+    Measure("entropy", "update", "Entropy", "nats / token", "spread of the next-token distribution", least=0.1),
     Measure("heldout_score", "evaluate", "Held-out score", "score", "of the policy after the round, on all problems",
-            metric="score"),
-    Measure("mean_length", "rollout", "Completion length", "tokens", "mean, end token included"),
+            least=0.2, metric="score"),
+    Measure("mean_length", "rollout", "Completion length", "tokens", "mean, end token included", least=2.0),
     Measure("truncated", "rollout", "Cut off", "share", "completions that hit max_tokens", True),
-    Measure("mismatch_kl", "update", "Mismatch KL", "nats / token", "sampler against trainer; near 0"),
-    Measure("clip_fraction", "update", "Clip fraction", "share", "tokens whose ratio was clipped"),
+    Measure("mismatch_kl", "update", "Mismatch KL", "nats / token", "sampler against trainer; near 0", least=1e-3),
+    Measure("clip_fraction", "update", "Clip fraction", "share", "tokens whose ratio was clipped", least=0.05),
     Measure("zero_variance", "score", "Zero-variance prompts", "share",
             "prompts whose completions all score alike: no signal", True),
-    Measure("clip_high", "update", "Clipped above", "share", "tokens with a gain past the range"),
-    Measure("clip_low", "update", "Clipped below", "share", "tokens with a loss past the range"),
+    Measure("clip_high", "update", "Clipped above", "share", "tokens with a gain past the range", least=0.05),
+    Measure("clip_low", "update", "Clipped below", "share", "tokens with a loss past the range", least=0.05),
     Measure("effective_sample_size", "update", "Effective sample size", "share",
             "what the weights between sampler and trainer leave", True),
-    Measure("ratio_p99", "update", "Ratio, 99 %", "ratio", "trainer to sampler, 99 % of the tokens below"),
-    Measure("ratio_p01", "update", "Ratio, 1 %", "ratio", "trainer to sampler, 1 % of the tokens below"),
-    Measure("advantage_spread", "update", "Advantage spread", "std", "over the tokens trained on"),
-    Measure("value_explained", "update", "Value, explained", "share", "variance of the returns"),
+    Measure("ratio_p99", "update", "Ratio, 99 %", "ratio", "trainer to sampler, 99 % of the tokens below", least=0.1),
+    Measure("ratio_p01", "update", "Ratio, 1 %", "ratio", "trainer to sampler, 1 % of the tokens below", least=0.1),
+    Measure("advantage_spread", "update", "Advantage spread", "std", "over the tokens trained on", least=0.1),
+    Measure("value_explained", "update", "Value, explained", "share", "variance of the returns", least=0.2),
     Measure("grad_norm", "update", "Gradient norm", "norm", "mean over the steps, before clipping"),
     Measure("tokens_per_second", "rollout", "Sampling speed", "tokens / s", "generated tokens"),
     Measure("train_tokens_per_second", "update", "Training speed", "tokens / s",
@@ -109,7 +114,7 @@ def round_series(record: Mapping[str, Any]) -> Series:
         series["pass_rate"] = [None] * len(rounds)
     scores = [parts.get("score", {}).get("metrics", {}) for parts in rounds.values()]
     names = {name for metrics in scores for name in metrics if name.startswith("reward_")}
-    for name in sorted(names - {"reward_std"}):
+    for name in sorted(names):
         series[name] = column("score", name)
     for phase in PHASES:
         series[f"seconds_{phase}"] = [number(parts.get(phase, {}).get("made_seconds")) for parts in rounds.values()]

@@ -17,7 +17,8 @@ from stages.store.keys import SHOWN
 if TYPE_CHECKING:
     from stages.common.verdicts import Difference
 
-STATES = {"hit": "cached", "made": "made", "failed": "failed", "running": "unfinished"}
+STATES = {"hit": "cached", "made": "made", "failed": "failed", "running": "unfinished",
+          "interrupted": "unfinished"}  # fmt: skip
 NOT_REACHED = "not reached"
 
 T = TypeVar("T")

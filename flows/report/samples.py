@@ -13,6 +13,8 @@ SAMPLES = 12
 """Problems shown."""
 SAME = 3
 """How many of them are problems whose score did not change, where there are enough others."""
+SAME_MEAN = 1e-6
+"""Means of equal scores may differ by so much, by rounding."""
 ROUND_PROMPTS, ROUND_SAMPLES = 4, 2
 """Prompts shown of a round, and completions of each."""
 
@@ -39,6 +41,15 @@ class Card:
 
 
 @dataclasses.dataclass(frozen=True)
+class Step:
+    """How many problems the policy `ends[1]` solves better and worse than `ends[0]`, from which it was trained."""
+
+    ends: tuple[str, str]
+    gained: int
+    lost: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Samples:
     """Problems under each policy, and how many changed between the first and the last policy."""
 
@@ -47,6 +58,8 @@ class Samples:
     gained: int
     lost: int
     same: int
+    steps: list[Step]
+    """The same from each policy to the next; empty where there are but two."""
 
 
 class _Policy:
@@ -85,10 +98,9 @@ def samples(run: RunView, labels: Sequence[str]) -> Samples | None:
     first, last = policies[0], policies[-1]
     shared = [place for place in first.scores if all(place in p.scores for p in policies)]
     change = {place: last.mean(place) - first.mean(place) for place in shared}
-    # Means of equal scores may differ by rounding.
-    gained = sorted((p for p in shared if change[p] > 1e-6), key=lambda p: -change[p])
-    lost = sorted((p for p in shared if change[p] < -1e-6), key=lambda p: change[p])
-    same = [p for p in shared if abs(change[p]) <= 1e-6]
+    gained = sorted((p for p in shared if change[p] > SAME_MEAN), key=lambda p: -change[p])
+    lost = sorted((p for p in shared if change[p] < -SAME_MEAN), key=lambda p: change[p])
+    same = [p for p in shared if abs(change[p]) <= SAME_MEAN]
     cards = []
     for place in chosen_samples(gained, lost, same):
         scores = list(zip(first.scores[place], last.scores[place], strict=False))
@@ -96,7 +108,12 @@ def samples(run: RunView, labels: Sequence[str]) -> Samples | None:
         shown = next((i for i, (before, after) in enumerate(scores) if before != after), 0)
         row = last.rows[place, shown]
         cards.append(Card(row["prompt"], row["answer"], [p.answer(place, shown) for p in policies]))
-    return Samples(cards, (first.label, last.label), len(gained), len(lost), len(same))
+    steps = []
+    for before, after in zip(policies, policies[1:], strict=False) if len(policies) > 2 else ():
+        changes = [after.mean(p) - before.mean(p) for p in shared]
+        ends = (before.label, after.label)
+        steps.append(Step(ends, sum(c > SAME_MEAN for c in changes), sum(c < -SAME_MEAN for c in changes)))
+    return Samples(cards, (first.label, last.label), len(gained), len(lost), len(same), steps)
 
 
 def chosen_samples(gained: Sequence[int], lost: Sequence[int], same: Sequence[int], count: int = SAMPLES) -> list[int]:

@@ -19,6 +19,11 @@ def evaluations_of(session: Session) -> dict[str, dict[str, Any]]:
     return {n.removeprefix("evaluate."): a.metrics for n, a in artifacts.items() if n.startswith("evaluate.")}
 
 
+def status_after(error: BaseException) -> str:
+    """The status of a run that this error has ended: `interrupted` by Ctrl-C, else `failed`."""
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+
+
 def _differences(session: Session) -> dict[str, dict[str, Difference]]:
     """Paired differences of the evaluated policies; none where a table cannot be read."""
     # Here and not above: tables load NumPy and Arrow, which the commands that only look do without.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flows.recipe.model import Recipe
 from flows.report.console import ConsoleReporter
-from flows.running.closing import close, summary
+from flows.running.closing import close, status_after, summary
 from flows.running.session import Session
 
 
@@ -23,8 +23,8 @@ def run_plain(
         for node in session.nodes:
             if only is None or node in only:
                 session.run_with_retries(node)
-    except BaseException:
-        close(session, "failed")
+    except BaseException as e:
+        close(session, status_after(e))
         raise
     summary(session, reporter, close(session, "finished"))
     return session

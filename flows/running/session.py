@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import datetime
 import os
-import re
 import socket
 import time
 from typing import Any, Protocol
 
-from coolname import generate_slug
-
 from flows.graph.build import Node, build, code_of, key_of, key_parts, taken_artifact
-from flows.recipe.model import Recipe, RecipeError
+from flows.recipe.model import Recipe
+from flows.running.naming import before, free_name
+from stages.contract.kept import keep
 from stages.store.artifacts import Artifact, Store
 from stages.store.keys import published
 from stages.store.leases import lease, this_process
-from stages.worker.client import CodeChanged, Worker, WorkerDied
+from stages.worker.client import CodeChanged, StageFailed, Worker, WorkerDied
 from stages.worker.protocol import Log, Progress, Report, Request
 
 EDITS = 3
@@ -47,12 +46,9 @@ class Session:
         self.recipe = recipe
         self.store = Store(recipe.store)
         self.reporter = reporter
-        if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-            raise RecipeError(f"run name {name!r}: expected letters, digits, dots and dashes")
-        self.name = name or self._free_name()
+        self.name = name or free_name(self.store, recipe.name)
         # A generated name is free already.
-        if name is not None and self.store.read_json("runs", name, "run.json") is not None:
-            raise FileExistsError(f"run {name} exists in {self.store.shown}; runs never overwrite each other")
+        unfinished = before(self.store, recipe, name) if name is not None else None
         self.nodes = {n.name: n for n in build(recipe)}
         self.force = force or set()
         self.made: dict[str, Artifact] = {}
@@ -66,15 +62,10 @@ class Session:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "process": this_process(),
+            "tries": 1 + (unfinished or {"tries": 0}).get("tries", 1),
             "nodes": {},
         }
         self.save()
-
-    def _free_name(self) -> str:
-        while True:
-            name = f"{self.recipe.name}-{generate_slug(2)}"
-            if self.store.read_json("runs", name, "run.json") is None:
-                return name
 
     def save(self) -> None:
         """Writes the record to the store."""
@@ -161,10 +152,17 @@ class Session:
 
         try:
             manifest = self.worker.run(request, on_event)
+        except KeyboardInterrupt:
+            entry["state"] = "interrupted"
+            self.save()
+            raise
         except BaseException as e:
             entry |= {"state": "failed", "error": f"{type(e).__name__}: {e}"}
             self.save()
+            if isinstance(e, StageFailed):
+                raise StageFailed(f"{node.name}: {e}") from e
             raise
+        keep(self.store, parts)
         return Artifact(self.store, manifest)
 
     def run_with_retries(self, name: str) -> tuple[str, Artifact]:

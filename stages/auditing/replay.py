@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from pathlib import Path
 
 from stages.auditing.laws import Finding, Law
 from stages.auditing.run import AuditedRun
-from stages.store.artifacts import Artifact, Store
-from stages.worker.client import Worker
+from stages.store.artifacts import MANIFEST, Artifact, Store
+from stages.worker.client import CodeChanged, Worker
 from stages.worker.protocol import Request
 
 
@@ -20,9 +21,13 @@ def replayed(run: AuditedRun) -> Finding:
     if not updates:
         return finding
     stored = updates[-1]
-    with tempfile.TemporaryDirectory(prefix="audit-") as folder:
-        again = _made_again(run, stored, Path(folder))
     name = f"round-{len(updates) - 1:03d}.update"
+    try:
+        with tempfile.TemporaryDirectory(prefix="audit-") as folder:
+            again = _made_again(run, stored, Path(folder))
+    except CodeChanged as e:
+        finding.left_out.append(f"{name}: {e}")
+        return finding
     if again["device"] != stored.manifest["device"] and again["digest"] != stored.digest:
         finding.left_out.append(f"{name} was made on {stored.manifest['device']}: bits are promised on one device only")
         return finding
@@ -34,17 +39,17 @@ def replayed(run: AuditedRun) -> Finding:
 def _made_again(run: AuditedRun, stored: Artifact, folder: Path) -> dict[str, str]:
     """The manifest of the artifact made again in a store of its own, whose other artifacts are links to the run's."""
     for artifact in run.artifacts.values():
-        place = folder / "store" / "artifacts" / artifact.stage / artifact.key
-        if (artifact.stage, artifact.key) != (stored.stage, stored.key) and not place.exists():
-            place.parent.mkdir(parents=True, exist_ok=True)
-            os.symlink(artifact.local().absolute(), place, target_is_directory=True)
+        if (artifact.stage, artifact.key) != (stored.stage, stored.key):
+            _link(artifact, folder / "store" / "artifacts" / artifact.stage)
     manifest = stored.manifest
     request = Request(
         stage=stored.stage,
         key=stored.key,
         key_parts=manifest["key_parts"],
         config=manifest["config"],
-        inputs={name: (source["stage"], source["key"]) for name, source in manifest["inputs"].items()},
+        inputs={
+            name: (source["stage"], source["key"], source["digest"]) for name, source in manifest["inputs"].items()
+        },
         seed=manifest["seed"],
         store=Store(str(folder / "store")).url,
         run="audit",
@@ -54,6 +59,16 @@ def _made_again(run: AuditedRun, stored: Artifact, folder: Path) -> dict[str, st
         return worker.run(request, lambda event: None)
     finally:
         worker.close()
+
+
+def _link(artifact: Artifact, place: Path) -> None:
+    """The artifact in another store: its manifest, and links to its files."""
+    for file in artifact.manifest["files"]:
+        link = place / artifact.folder / file["path"]
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if not link.exists():
+            os.symlink(artifact.local(file["path"]).absolute(), link)
+    (place / artifact.key / MANIFEST).write_text(json.dumps(artifact.manifest))
 
 
 LAWS = [Law("replay", "an update that is made again has the same content", replayed, deep=True)]

@@ -61,18 +61,22 @@ def _totals(sampled: Sampled, config: Mapping[str, Any]) -> np.ndarray:
     rows = sampled.score_rows
     places_N = np.asarray([row.place for row in rows])
     total_N = np.zeros(len(rows))
-    counts_N = np.zeros(len(rows), int)
+    failed_FN = {name: np.asarray([f"{name}: " in (row.failure or "") for row in rows]) for name in config["rewards"]}
+    value_FN = {
+        name: np.asarray([math.nan if row.rewards[name] is None else row.rewards[name] for row in rows], float)
+        for name in config["rewards"]
+    }
+    # Who leaves the round leaves the statistics of every reward.
+    leaves_N = np.zeros(len(rows), bool)
     for name, reward in config["rewards"].items():
-        value_N = np.asarray([math.nan if row.rewards[name] is None else row.rewards[name] for row in rows], float)
-        failed_N = np.asarray([f"{name}: " in (row.failure or "") for row in rows])
-        counts_N += np.isfinite(value_N) | failed_N
-        if reward["on_failure"] == "zero":
-            value_N[failed_N] = 0.0
-        lost_N = failed_N & (reward["on_failure"] == "drop")
-        part_N = _normalised(np.where(lost_N, math.nan, value_N), places_N, reward["normalise"])
-        total_N += reward["weight"] * np.where(lost_N, math.nan, np.nan_to_num(part_N))
-    if config.get("unscored", "zero") == "drop":
-        total_N[counts_N == 0] = math.nan
+        leaves_N |= failed_FN[name] & (reward["on_failure"] == "drop")
+    if config["unscored"] == "drop":
+        leaves_N |= ~np.any([np.isfinite(value_FN[n]) | failed_FN[n] for n in config["rewards"]], axis=0)
+    for name, reward in config["rewards"].items():
+        value_N = np.where(failed_FN[name], 0.0, value_FN[name])
+        part_N = _normalised(np.where(leaves_N, math.nan, value_N), places_N, reward["normalise"])
+        total_N += reward["weight"] * np.nan_to_num(part_N)
+    total_N[leaves_N] = math.nan
     if config["truncated"] == "zero":
         cut_N = np.asarray([row.stop == "length" for row in sampled.rows])
         total_N[cut_N & np.isfinite(total_N)] = 0.0

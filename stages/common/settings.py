@@ -66,7 +66,10 @@ def refuse_unused(
     for name, choices in uses.items():
         default = (defaults or {}).get(name, type(config).model_fields[name].default)
         if choice not in choices and getattr(config, name) != default:
-            raise ValueError(f"{name} has no meaning with {by} {choice}; it belongs to {', '.join(choices)}")
+            raise ValueError(
+                f"{name} has no meaning with {by} {choice}; it belongs to {', '.join(choices)}. "
+                f"Leave it out, or set it to {default}"
+            )
 
 
 # A model is frozen by its config, which the checker does not see: it takes it for a mutable child of a frozen class.

@@ -7,6 +7,7 @@ import hashlib
 import json
 from pathlib import Path
 
+from stages.contract import signatures
 from stages.contract.fingerprint import OWN, find_spec, library_versions, package_versions, reached
 
 
@@ -29,6 +30,20 @@ def function_digests(name: str, where: str) -> dict[str, str]:
     return user_digests(name, where)
 
 
+def built_in_parameters(name: str) -> signatures.Parameters | None:
+    """The parameters of a built-in reward function; None for a name that is none."""
+    from tuning.rewards.functions import BUILT_IN
+
+    return signatures.of_callable(BUILT_IN[name]) if name in BUILT_IN else None
+
+
+def is_own_source(name: str) -> bool:
+    """Whether a data source is the user's `module:function`."""
+    from tuning.data import files, tasks
+
+    return ":" in name and name not in tasks.BUILTIN and not files.is_files(name)
+
+
 def user_digests(name: str, where: str) -> dict[str, str]:
     """Hashes of the code behind a user's `module:function`: of each of the user's modules, and of all that they reach;
     and the versions of the packages that they import.
@@ -36,6 +51,9 @@ def user_digests(name: str, where: str) -> dict[str, str]:
     Raises ValueError, naming `where`, for a module that is not there; nothing is executed.
     """
     module = name.partition(":")[0]
+    if module.endswith(".py") or "/" in module:
+        dotted = module.removesuffix(".py").removeprefix("./").replace("/", ".")
+        raise ValueError(f"{where}: {name!r} is a file: a module is written without, {dotted}:{name.partition(':')[2]}")
     # The folder of the top-level package: modules beside it count as the user's.
     top = find_spec(module.split(".")[0])
     places = [*(top.submodule_search_locations or []), top.origin] if top is not None else []

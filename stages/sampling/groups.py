@@ -82,7 +82,10 @@ def totals_by_place(scores: Iterable[ScoreRow]) -> dict[int, list[float]]:
 
 
 def informative_places(groups: Mapping[int, Sequence[float]]) -> list[int]:
-    """The places whose completions carry a signal (R9), in their order."""
+    """The places whose completions carry a signal (R9), in their order, by their totals.
+
+    A KL in the reward is not known before the update: a place that ties on the task has no signal here.
+    """
     from tuning.losses.groups import is_informative
 
     return [place for place, totals in groups.items() if is_informative(totals)]

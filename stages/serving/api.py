@@ -25,7 +25,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Fields of the API that this server does not implement, and the values at which they have no effect."""
 # Accepted without effect: they describe the caller, not the answer.
-IGNORED = ("model", "user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier")
+IGNORED = ("user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier")
 
 
 class StreamOptions(BaseModel):
@@ -38,6 +38,7 @@ class Asked(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
+    model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
     top_k: Annotated[int, Field(ge=-1)] | None = 0
@@ -110,7 +111,7 @@ class CompletionRequest(Asked):
 
 class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
-    role: str
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None = None
 
     def plain(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException
 
 from stages.common.compilation import configure_jax
 from stages.sampling.settings import NATIVE
@@ -132,8 +133,13 @@ def _next(stream: Any) -> Any:
         return None
 
 
-def _error(status: int, message: str, kind: str = "invalid_request_error", param: str | None = None) -> Any:
-    return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": None}}, status)
+class UnknownModel(LookupError):
+    """A request for a model that this server does not serve."""
+
+
+def _error(status: int, message: str, param: str | None = None, code: str | None = None) -> Any:
+    error = {"message": message, "type": "invalid_request_error", "param": param, "code": code}
+    return JSONResponse({"error": error}, status)
 
 
 def make_app(server: Server) -> Any:
@@ -144,11 +150,20 @@ def make_app(server: Server) -> Any:
     async def invalid(_: Request, error: RequestValidationError) -> Any:
         first = error.errors()[0]
         where = ".".join(str(p) for p in first["loc"][1:])
-        return _error(400, f"{where}: {first['msg']}" if where else first["msg"], param=where or None)
+        message = first["msg"].removeprefix("Value error, ")
+        return _error(400, f"{where}: {message}" if where else message, param=where or None)
 
     @app.exception_handler(ValueError)
     async def refused(_: Request, error: ValueError) -> Any:
         return _error(400, str(error))
+
+    @app.exception_handler(HTTPException)
+    async def no_route(_: Request, error: HTTPException) -> Any:
+        return _error(error.status_code, str(error.detail))
+
+    @app.exception_handler(UnknownModel)
+    async def unknown_model(_: Request, error: UnknownModel) -> Any:
+        return _error(404, str(error), param="model", code="model_not_found")
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -223,6 +238,8 @@ async def _answer(
     server: Server, asked: Asked, prompts: list[list[int]], max_tokens: int | None, http: Any, shape: Any
 ) -> Any:
     """The answer as one JSON value, or as a stream of events if the request sets `stream`."""
+    if asked.model not in (None, server.name, server.policy):
+        raise UnknownModel(f"no model {asked.model!r}; this server has {server.name}")
     if (shape.top or 0) > TOP_LOGPROBS:
         raise ValueError(f"at most {TOP_LOGPROBS} of the most probable tokens can be shown, {shape.top} were asked for")
     head = {"id": f"{shape.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": server.name}

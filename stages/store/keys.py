@@ -158,5 +158,8 @@ def differences(old: Any, new: Any, where: str = "") -> list[str]:
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, str) and len(value) > 58:
+        # The quote is closed: what is cut off is seen to be.
+        value = value[:57] + "…"
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -70,6 +70,9 @@ def fit(ctx: Context, task: Task, params: Any, config: Fitted, frozen: Any = Non
     finally:
         checkpoints.close()
     metrics: dict[str, Any] = {"steps": loop.total} | {k: float(v) for k, v in loop.last.items()}
+    if "tokens" in loop.last:
+        # All that were trained on; the other metrics are those of the last step.
+        metrics["tokens"] = float(sum(line.get("tokens", 0.0) for line in loop.lines))
     return loop.state[0], metrics | loop.heldout() | loop.meter.whole()
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from stages.common.compilation import configure_jax, use_precision
+from stages.contract.place import place_of
 from stages.worker import loaded
 from stages.worker.protocol import Changed, Done, Event, Failed, Heartbeat, Log, Progress, Request, event_line
 
@@ -200,7 +201,7 @@ def main() -> None:
         except BaseException as e:
             traceback.print_exc()
             sys.stderr.flush()
-            events.send(Failed(f"{type(e).__name__}: {e}", traceback.format_exc()))
+            events.send(Failed(f"{place_of(e)}{type(e).__name__}: {e}", traceback.format_exc()))
             # SystemExit and the like: reported, and then the worker ends.
             if not isinstance(e, Exception):
                 raise

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from flows.cli.app import app
 from flows.graph.build import Input, Node, key_of, key_parts
 from flows.recipe.reading import load_recipe
 from flows.running.session import Session
@@ -136,6 +138,9 @@ def test_a_record_of_a_run_holds_no_secret(tmp_path):
     assert "HF_TOKEN" in text
     assert "SECRET" not in text
     assert run.recipe.rl.rollout.engine.environment == {"HF_TOKEN": "SECRET"}
+    done = CliRunner().invoke(app, ["rerun", "--store", str(tmp_path), "--stage", "score"], env={"HF_TOKEN": None})
+    assert done.exit_code == 2
+    assert "environment: the value of HF_TOKEN is not recorded: export HF_TOKEN" in done.output
 
 
 @dataclasses.dataclass

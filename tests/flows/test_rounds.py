@@ -110,6 +110,11 @@ def test_refills_find_prompts_that_teach_and_every_prompt_is_accounted_for(rlhf,
         tables = [f"{name}.rollout", f"{name}.refill-1", f"{name}.refill-2"]
         sampled = [{r["prompt_id"] for r in rows(store, run, t, "rollouts/")} for t in tables]
         assert sum(map(len, sampled)) == len(set.union(*sampled)) == metrics["prompts_sampled"]
+        # Each completion has one fate, under its place and sample.
+        fates = rows(store, run, f"{name}.update", "fates/")
+        names = [(r["place"], r["sample"]) for t in tables for r in rows(store, run, t, "rollouts/")]
+        assert [(f["place"], f["sample"]) for f in fates] == names and len(set(names)) == len(names)
+        assert sum(f["fate"] == "trained" for f in fates) == 2 * metrics["groups"]
         taught = metrics["prompts_sampled"] - metrics["prompts_without_signal"] - metrics["prompts_to_spare"]
         assert taught == metrics["groups"] <= 8
         assert sampled[1] or metrics["prompts_without_signal"] == 0
@@ -136,7 +141,7 @@ def test_a_greedy_completion_of_each_prompt_is_remaxs_baseline(rlhf, store, reco
     run = record(store, "remax")
     sampled = rows(store, run, "round-000.rollout", "rollouts/")
     greedy = rows(store, run, "round-000.greedy", "rollouts/")
-    assert [r["prompt_id"] for r in greedy] == list(dict.fromkeys(r["prompt_id"] for r in sampled))
+    assert [r["place"] for r in greedy] == list(dict.fromkeys(r["place"] for r in sampled))
     assert all(r["temperature"] == 0 for r in greedy)
     assert run["nodes"]["round-000.greedy-score"]["metrics"]["completions"] == len(greedy)
     assert run["nodes"]["round-000.update"]["metrics"]["steps"] > 0

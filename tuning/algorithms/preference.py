@@ -92,7 +92,8 @@ def preference_loss(graph: Any, p: Preference, compute: Compute) -> LossFn:
         chosen, rejected = logps_C.reshape(-1, 2).T
         each = {
             "losses": losses.loss_B,
-            "right": margins > 0,
+            # A tie is half right: before the first step policy and reference are one.
+            "right": (margins > 0) + 0.5 * (margins == 0),
             "margin": margins,
             "chosen": chosen,
             "rejected": rejected,

@@ -79,9 +79,10 @@ def reward_loss(graph: Any, centering: float, compute: Compute) -> LossFn:
         margin = batch["margin_C"][::2]
         # Empty slots read position 0 twice: their difference is 0 and finite, then masked.
         losses = jnp.where(valid, bradley_terry(chosen, rejected, margin, centering), 0.0)
-        right = jnp.where(valid, chosen > rejected, False)
+        # A tie is half right: a new head scores all alike, which is chance.
+        right = jnp.where(valid, (chosen > rejected) + 0.5 * (chosen == rejected), 0.0)
         value = jnp.sum(losses) / batch["n_groups"]
-        return value, {"bt": jnp.sum(losses), "right": jnp.sum(right).astype(jnp.float32), "pairs": jnp.sum(valid)}
+        return value, {"bt": jnp.sum(losses), "right": jnp.sum(right), "pairs": jnp.sum(valid)}
 
     return loss
 

@@ -30,7 +30,8 @@ def state(record: dict, *names: str) -> dict[str, str]:
 
 def test_help_names_every_verb(rlhf):
     text = rlhf("--help").stdout
-    verbs = ["run", "plan", "rerun", "rescore", "runs", "show", "chat", "serve", "export", "verify", "report", "doctor"]
+    verbs = ["run", "plan", "settings", "rerun", "rescore", "runs", "show", "chat", "serve", "export", "verify"]
+    verbs += ["report", "doctor"]
     for verb in verbs:
         assert re.search(rf"^\W*{verb}\s+\w", text, re.MULTILINE), verb
         shown = CliRunner().invoke(app, [verb, "--help"])
@@ -69,7 +70,7 @@ def test_the_second_run_is_all_cached_and_starts_no_worker(rlhf, store, record):
 def test_a_run_never_overwrites_another(rlhf, smoke_store):
     before = (smoke_store / "runs" / "first" / "run.json").read_bytes()
     done = rlhf("run", "smoke", "--no-prefect", "--name", "first", "--set", f"store={smoke_store}", code=2)
-    assert "run first exists" in done.stderr
+    assert "run first is finished" in done.stderr and "choose another --name" in done.stderr
     assert (smoke_store / "runs" / "first" / "run.json").read_bytes() == before
 
 
@@ -98,7 +99,9 @@ def test_plan_tells_what_a_run_would_do(rlhf, smoke_store):
     sets = ["--set", f"store={smoke_store}"]
     assert " 0 miss, 0 wait" in rlhf("plan", "smoke", *sets).stdout
     out = rlhf("plan", "smoke", *sets, "--set", "sft.optimizer.learning_rate=1e-3").stdout
-    assert re.search(r"^miss +sft\n +sft\.optimizer\.learning_rate: 0\.003 -> 0\.001$", out, re.MULTILINE)
+    assert re.search(
+        r"^miss +sft  \(nearest: run first\)\n +sft\.optimizer\.learning_rate: 0\.003 -> 0\.001$", out, re.MULTILINE
+    )
     assert re.search(r"^hit +reward$", out, re.MULTILINE)
 
 
@@ -149,7 +152,7 @@ def test_a_stage_that_fails_ends_with_status_1_and_what_was_done_is_kept(rlhf, s
     sets = ["--set", f"store={store}", "--set", "reward.optimizer.learning_rate=1e30", "--set", "rl=null"]
     sets += ["--set", "reward.optimizer.clip_norm=1e30"]
     done = rlhf("run", "smoke", "--no-prefect", "--name", "fails", *sets, code=1)
-    assert "failed: NonFinite" in done.stderr
+    assert "failed: reward: NonFinite" in done.stderr
     assert "traceback in" in done.stderr
     assert "the same command goes on from there" in done.stderr
     failed = record(store, "fails")
@@ -179,7 +182,7 @@ def test_ctrl_c_ends_a_run_and_its_worker(store, record, rlhf):
     assert process.returncode == 130, err
     assert "interrupted; what is finished is kept" in err
     assert "Traceback" not in err
-    assert record(store, "stopped")["status"] == "failed"
+    assert record(store, "stopped")["status"] == "interrupted"
     assert list((store / "leases").iterdir()) == []
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
@@ -312,7 +315,8 @@ def test_a_reward_function_in_the_current_folder_is_found(rlhf, store, record):
     assert mine["round-000.score"]["metrics"]["failed"] == 0
     (folder / "my_rewards.py").write_text(code.replace("-float", "float"))
     out = rlhf("plan", "smoke", *words, cwd=folder).stdout
-    assert re.search(r"^miss +round-000\.score\n +sources\.module:my_rewards: ", out, re.MULTILINE)
+    assert re.search(r"^miss +round-000\.score  \(nearest: run mine\)\n +code my_rewards changed\n", out, re.MULTILINE)
+    assert "my_rewards.py:2 +     return [float(len(c)) for c in completions]" in out
 
 
 def test_an_option_that_only_the_settings_refuse_is_a_usage_error(rlhf, smoke_store):

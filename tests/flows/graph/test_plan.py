@@ -151,7 +151,7 @@ def project(tmp_path_factory):
     [
         ("stages/sft.py", "    config, base = ", "    # A remark.\n    config, base = ", " 0 miss, 0 wait"),
         ("stages/sft.py", '"""Supervised fine-tuning."""', '"""SFT."""', " 0 miss, 0 wait"),
-        ("stages/sft.py", "return metrics |", "return {} | metrics |", "code stages.sft changed"),
+        ("stages/sft.py", "return metrics |", "return {} | metrics |", "+     return {} | metrics |"),
         ("tuning/losses/sft.py", "\n\n\ndef ", "\n\n\nX = 1\n\n\ndef ", "code tuning.losses.sft changed"),
     ],
     ids=["comment", "docstring", "stage", "core"],

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from flows.graph.build import build
 from flows.recipe.model import Recipe, RecipeError
 from flows.recipe.reading import RECIPES, find_recipe, load_recipe, merge
 
@@ -98,6 +99,22 @@ def test_what_is_wrong_is_named_with_its_place(recipe, text, message):
     assert message in refused(recipe(text))
 
 
+def test_a_mistake_of_the_file_is_not_blamed_on_an_option(recipe):
+    file = recipe("rl:\n  rollout: {round: 3}\n")
+    assert "mine.yaml:1: rl: rollout.round is counted" in refused(file, sets=["rl.update.clip_high=0.3"])
+
+
+@pytest.mark.parametrize("sections", ["", "name: mine\nbase: {}\ndata: {}\n"])
+def test_sections_that_are_left_out_run_or_not_as_the_page_says(recipe, sections):
+    """docs/recipes.md and README.md: three sections run only where they are given; null is not run."""
+    left_out = load_recipe(recipe(sections))
+    assert {n for n in Recipe.model_fields if left_out.settings(n) is None} == {"distill", "preference", "reward"}
+    stages = [n.stage for n in build(left_out)]
+    assert set(stages) == {"base", "prepare", "sft", "rollout", "score", "update", "evaluate", "export"}
+    nothing = load_recipe(recipe(sections + "rl: null\nevaluate: null\nexport: null\n"))
+    assert [n.stage for n in build(nothing)] == ["base", "prepare", "sft"]
+
+
 def test_all_mistakes_are_told_at_once(recipe):
     text = refused(recipe("sft: {epoch: 1}\nrl: {round: 3}\nseed: -1\n"))
     assert [line.split(": ")[1] for line in text.splitlines()] == ["seed", "sft.epoch", "rl.round"]
@@ -106,6 +123,7 @@ def test_all_mistakes_are_told_at_once(recipe):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("rl: {rollout: {completions: 1}}\n", "mine.yaml:1: rl: rollout.completions is 1, and grpo compares the"),
         ("sft: null\nrl: null\n", "sft, distill, preference, rl are all null: nothing would be trained"),
         ("distill: {teacher: preference}\n", "distill.teacher is preference, but the section preference is null"),
         ("sft: null\ndistill: {teacher: sft}\n", "distill.teacher is sft, but the section sft is null"),
@@ -232,6 +250,10 @@ def test_set_opens_a_section_that_is_null(recipe):
         ("sft={epoch: 2}", "--set sft.epoch: unknown key; did you mean epochs?"),
         ("stf.epochs=2", "--set stf: unknown key; did you mean sft?"),
         ("sft.epochs=two", "--set sft.epochs: Input should be a valid integer (found 'two')"),
+        ("rl.update.algorithm=gropo", "--set rl.update.algorithm: rl.update: no algorithm 'gropo'; did you mean grpo?"),
+        ("rl.rollout.completions=1", "--set rl.rollout.completions: rl: rollout.completions is 1, and grpo compares"),
+        ("rl.update.kl_coef=null", "--set rl.update.kl_coef: expected a valid number, not null: leave it out for"),
+        ("rl.update.algorithm=online-dpo", "Leave it out, or set it to 0.0"),
         ("sft.epochs", "--set sft.epochs: expected a.b=value"),
         ("=2", "--set =2: expected a.b=value"),
         ("sft=[1", "--set sft=[1: the value is not YAML"),

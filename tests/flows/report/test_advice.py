@@ -2,7 +2,7 @@
 
 import pytest
 
-from flows.report.advice import round_warnings
+from flows.report.advice import round_warnings, run_warnings
 
 HEALTHY = {"entropy": [1.0] * 3, "kl": [0.01] * 3, "mean_length": [5.0] * 3, "zero_variance": [0.3] * 3}
 
@@ -18,7 +18,45 @@ HEALTHY = {"entropy": [1.0] * 3, "kl": [0.01] * 3, "mean_length": [5.0] * 3, "ze
         ({"effective_sample_size": [0.99, 0.4, None]}, "Few effective samples"),
         ({"grad_norm": [1.0, 1.1, 0.9, 40.0]}, "Gradient spike"),
         ({"mismatch_kl": [1e-6, 0.02, 1e-6]}, "Mismatch"),
+        ({"kl": [0.0, 0.006, 0.006, 0.367]}, "KL growth"),
+        ({"kl": [0.0, 0.1, 0.3, 5.0]}, "KL blow-up"),
+        ({"zero_variance": [0.09, 0.5, 0.55, 0.59]}, "Fading signal"),
     ],
 )
 def test_a_state_that_teaches_nothing_has_its_own_name(change, title):
     assert [w.title for w in round_warnings(HEALTHY | change, {})] == ([] if title is None else [title])
+
+
+@pytest.mark.parametrize(("worst", "titles"), [(0.0103, []), (0.06, ["Stale rollouts"])])
+def test_rollouts_of_an_older_policy_are_no_disagreement(worst, titles):
+    found = round_warnings(HEALTHY | {"mismatch_kl": [0.0, worst]}, {"off_policy": True})
+    assert [w.title for w in found] == titles
+
+
+@pytest.mark.parametrize(
+    ("scores", "titles"),
+    [([0.532, 0.529, 0.531], ["Flat reward model"]), ([0.5, 0.6, 0.7], []), ([0.532, 0.531], [])],
+)
+def test_a_reward_model_that_does_not_move_is_named(scores, titles):
+    series = HEALTHY | {"pass_rate": [0.52, 0.7, 0.84], "reward_model": scores}
+    assert [w.title for w in round_warnings(series, {}, ["model"])] == titles
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        ({"heldout_accuracy": 0.55, "calibration_error": 0.1}, "it ranks 55 % of the held-out pairs"),
+        ({"heldout_accuracy": 0.9, "calibration_error": 0.271}, "off by 0.27"),
+        ({"heldout_accuracy": 0.9, "calibration_error": 0.1}, None),
+    ],
+)
+def test_a_weak_reward_model_is_named(metrics, said):
+    found = run_warnings({"nodes": {"reward": {"metrics": metrics}}}, {}, {}, {})
+    assert said in found[0].text if said else not found
+
+
+def test_a_policy_that_was_only_cut_off_is_named_whatever_it_scores():
+    policy = {"score": 0.0, "score_low": 0.0, "score_high": 0.0, "truncated": 0.896}
+    better = policy | {"score": 0.8, "score_low": 0.7, "score_high": 0.9, "truncated": 0.0}
+    (warning,) = run_warnings({}, {}, {"base": policy, "sft": better}, {})
+    assert warning.title == "Cut off" and "90 % of the completions of base" in warning.text

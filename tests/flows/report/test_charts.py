@@ -29,6 +29,20 @@ def test_axis_fits_the_numbers(values, share, expected):
     assert limits(values, share) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("values", "share", "least", "expected"),
+    [
+        ([1.0, 1.0000001], True, 0.0, (0.0, 1.0)),
+        ([0.532, 0.531], False, 0.2, (0.43155, 0.63145)),
+        ([1e-9, 3e-9], False, 1e-3, (0.0, 1e-3)),
+        ([0.0, 0.37], False, 0.02, (0.0, 1.06 * 0.37)),
+    ],
+    ids=["a share with rounding", "a change that is none", "noise above zero", "a change"],
+)
+def test_a_change_that_means_nothing_looks_like_one(values, share, least, expected):
+    assert limits(values, share, least) == pytest.approx(expected, abs=1e-3)
+
+
 def test_ticks_are_round_numbers_inside_the_axis():
     assert ticks(0, 1, 4) == [0, 0.25, 0.5, 0.75, 1]
     assert ticks(-0.05, 11.3, 6, whole=True) == [0, 2, 4, 6, 8, 10]

@@ -148,7 +148,7 @@ class Maker:
         write_rows(out / "scores" / "part-00000-of-00001.parquet", rows, ScoreRow.schema(names))
         n = int(re.findall(r"\d+", node.name)[0])
         exact, model = 0.31 + 0.07 * n, 0.5 + 0.03 * n
-        found = {"completions": 16, "failed": 0.0, "reward": exact + 0.2 * model, "reward_std": 0.4}
+        found = {"completions": 16, "failed": 0.0, "reward": exact + 0.2 * model, "spread": 0.4}
         return found | {"zero_variance": 0.2 + 0.04 * n, "reward_exact": exact, "reward_model": model}
 
     def make_update(self, node, out):
@@ -233,6 +233,8 @@ def test_report_shows_every_section(whole):
         assert title in page.text
     assert "Supervised stages" in page.text and "heldout accuracy 0.94" in page.text and "Pair accuracy" in page.text
     assert "29 problems gained, 2 lost and 9 stayed equal" in page.text
+    assert "of these, from base to SFT 10 gained and 0 lost, from SFT to RL 19 gained and 2 lost" in page.text
+    assert "more curves: single rewards, lengths" in page.text
     assert "Round 0" in page.text and "Round 7" in page.text and "exact: TimeoutError" in page.text
     assert (
         "3 cached" in page.text
@@ -247,7 +249,9 @@ def test_report_shows_every_section(whole):
     assert "pass@4" in page.text and "With an answer" in page.text and "Judge “digits”" in page.text
     assert "Held-out score in score over 3 rounds: first 0.2, last 0.7" in written(path)
     assert "RL ends with the policy after round 5, the best of 3 by pass@4" in page.text
-    assert "left out" not in page.text and "What the numbers warn of" not in page.text
+    assert "left out" not in page.text
+    # Most completions of the base reach the limit in this run; there is nothing else to warn of.
+    assert re.findall(r"What the numbers warn of ([\w ]+):", page.text) == ["Cut off"]
 
 
 def test_report_refers_to_nothing_outside_and_runs_nothing(whole):
@@ -266,7 +270,7 @@ def test_report_refers_to_nothing_outside_and_runs_nothing(whole):
 def test_report_can_be_read_without_seeing_it(whole):
     page = Page(written(whole[2]))
     assert page.unnamed == []
-    assert page.tags.count("h1") == 1 and page.tags.count("h2") == len(SECTIONS)
+    assert page.tags.count("h1") == 1 and page.tags.count("h2") == len((*SECTIONS, "warnings"))
     assert page.tags.count("table") <= page.tags.count("tbody")
     assert "KL to the reference in nats / token over 8 rounds: first 0, last 0.0741" in written(whole[2])
 
@@ -408,6 +412,10 @@ def test_round_series_has_gaps_where_rounds_lack_numbers(whole):
     assert series["round"] == list(range(8)) and {len(v) for v in series.values()} == {8}
     assert series["kl"][3] is None and series["kl"][4] == pytest.approx(0.032)
     assert series["entropy"][4] is None
+    for name, entry in record["nodes"].items():
+        if name.endswith(".score"):
+            entry["metrics"]["reward_std"] = 0.5
+    assert round_series(record)["reward_std"] == [0.5] * 8, "a reward may have any name"
     assert series["pass_rate"] == series["reward_exact"] and series["seconds_update"] == [12.0] * 8
 
 

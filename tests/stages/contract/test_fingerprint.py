@@ -278,7 +278,7 @@ def hashes(tree: Path) -> dict[str, list[object]]:
         ("stages/sft.py", "return metrics |", "return {} | metrics |", {"sft"}),
         # What a stage is called and shows, and where it stands in a run, is in no key.
         ("stages/sft.py", 'title="SFT"', 'title="Tuned"', set()),
-        ("stages/sft.py", 'headline=("loss', 'headline=("mean loss', set()),
+        ("stages/sft.py", '"loss {loss', '"mean loss {loss', set()),
         ("stages/score/stage.py", '"completions": 0', '"completions": 1', {"score"}),
         (
             "tuning/settings.py",

@@ -138,6 +138,20 @@ def test_what_cannot_be_done_is_refused_by_name(client, asked, message):
         client.completions.create(model="tiny", max_tokens=5, **asked)
 
 
+def test_an_unknown_model_role_or_route_is_answered_as_openai_does(client):
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.completions.create(model="gpt-4", prompt="x", max_tokens=5)
+    assert unknown.value.code == "model_not_found" and "this server has tiny" in str(unknown.value)
+    with pytest.raises(openai.BadRequestError, match="role") as role:
+        client.chat.completions.create(model="tiny", messages=[{"role": "wizard", "content": "x"}])
+    with pytest.raises(openai.BadRequestError) as penalty:
+        client.completions.create(model="tiny", prompt="x", suffix="y")
+    assert "Value error" not in f"{role.value}{penalty.value}"
+    with pytest.raises(openai.NotFoundError) as route:
+        client.embeddings.create(model="tiny", input="x")
+    assert route.value.body["message"] == "Not Found" and route.value.type == "invalid_request_error"
+
+
 def test_a_client_that_leaves_frees_its_slots(client, live):
     stream = client.completions.create(
         model="tiny", prompt="abc", max_tokens=190, n=4, stream=True, extra_body={"ignore_eos": True}

@@ -30,6 +30,7 @@ def test_a_step_takes_the_examples_that_fit_its_tokens(base, memory, tmp_path):
     config = settings(sft, epochs=2, tokens_per_step=64)
     metrics, made = perform(sft, config, tmp_path / "sft", memory, base=base, data=table, tokenizer=base)
     lines = [json.loads(line) for line in (made.path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    assert metrics["tokens"] == sum(line["tokens"] for line in lines) > lines[-1]["tokens"]
     assert metrics["steps"] == len(lines) and sum(line["row_tokens"] for line in lines) == 2 * sum(sizes)
     assert all(line["row_tokens"] <= 64 for line in lines) and lines[0]["row_tokens"] + max(sizes) > 64
 

@@ -1,0 +1,128 @@
+"""The settings of a recipe as a list: each with its type, default and sentence, read from the models themselves."""
+
+from __future__ import annotations
+
+import json
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, NamedTuple
+
+import typer
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from rich.console import Console
+from rich.padding import Padding
+
+from flows.cli.shared import group, usage_error
+from flows.recipe.model import Recipe
+from flows.recipe.overrides import MANAGED
+from tuning.names import nearest
+
+commands = group()
+
+
+class Setting(NamedTuple):
+    """One setting, by its dotted place; `*` stands for a name of one's own."""
+
+    place: str
+    kind: str
+    default: str
+    text: str
+
+
+@commands.command()
+def settings(
+    section: Annotated[
+        str | None, typer.Argument(metavar="[SECTION]", help="A dotted place such as rl.update; all if left out.")
+    ] = None,
+) -> None:
+    """List the settings of a recipe, or of one section, with type, default and what each does."""
+    found = [s for s in every_setting() if section is None or f"{s.place}.".startswith(f"{section}.")]
+    if not found:
+        places = {s.place for s in every_setting()} | {s.place.rpartition(".")[0] for s in every_setting()}
+        raise usage_error(f"no setting {section!r}; {nearest(section or '', sorted(places - {''}))}")
+    # As wide as a terminal, and whole lines elsewhere: each setting can then be found by grep.
+    console = Console(highlight=False)
+    wide = Console(highlight=False, width=1000)
+    for s in found:
+        head = f"{s.place}: {s.kind} = {s.default}"
+        if console.is_terminal:
+            console.print(head, style="bold", markup=False)
+            console.print(Padding(s.text, (0, 0, 0, 4)), markup=False)
+        else:
+            wide.print(f"{head}  {s.text}", markup=False, soft_wrap=True)
+
+
+def every_setting() -> Iterator[Setting]:
+    """All settings of a recipe in its own order, sections before what is in them."""
+    return _settings(Recipe, "", None)
+
+
+def _settings(model: type[BaseModel], above: str, given: BaseModel | None) -> Iterator[Setting]:
+    """The settings of a model. `given`: its values where it stands, in place of the defaults of its fields."""
+    for name, field in model.model_fields.items():
+        if name in MANAGED:
+            continue
+        place = f"{above}{name}"
+        default = getattr(given, name) if given is not None else field.get_default(call_default_factory=True)
+        required = field.is_required() and given is None
+        text = " ".join((field.description or "").split())
+        inner = _models(field.annotation)
+        shown = "required" if required else _shown(default, inner)
+        yield Setting(place, _kind(field), shown, text)
+        for key, one in inner:
+            yield from _settings(one, f"{place}{key}.", default if isinstance(default, BaseModel) else None)
+
+
+def _models(kind: Any) -> list[tuple[str, type[BaseModel]]]:
+    """The models in a type, with what stands between their settings and the field: `.*` in a mapping or a list."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return [("", kind)]
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (dict, list):
+        return [(f".*{key}", model) for key, model in _models(arguments[-1])]
+    if origin in (typing.Union, types.UnionType):
+        return [found for argument in arguments for found in _models(argument)]
+    return _models(arguments[0]) if origin is Annotated else []
+
+
+def _shown(default: Any, inner: list[Any]) -> str:
+    """A default as YAML has it; of a section only whether it is there."""
+    if isinstance(default, BaseModel):
+        return "{...}"
+    if inner and isinstance(default, Mapping):
+        return "{" + ", ".join(f"{name}: ..." for name in default) + "}"
+    return json.dumps(default, ensure_ascii=False, default=str)
+
+
+def _kind(field: FieldInfo) -> str:
+    """The type of a field in the words of a recipe, with its bounds."""
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+    bounds = [
+        f"{sign} {getattr(m, bound)}"
+        for m in field.metadata
+        for bound, sign in signs.items()
+        if getattr(m, bound, None) is not None
+    ]
+    return " ".join([_word(field.annotation), *([f"({', '.join(bounds)})"] if bounds else [])])
+
+
+WORDS = {str: "text", int: "integer", float: "number", bool: "true or false", type(None): "null"}
+
+
+def _word(kind: Any) -> str:
+    if kind in WORDS:
+        return WORDS[kind]
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        return " | ".join(str(a) for a in arguments)
+    if origin is Annotated:
+        return _kind(FieldInfo.from_annotation(kind))
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(_word(a) for a in arguments)
+    if origin in (dict, Mapping) or getattr(origin, "__name__", "") == "Mapping":
+        return f"mapping of {_word(arguments[1])}"
+    if origin in (list, tuple):
+        return f"list of {_word(arguments[0])}"
+    return "section"

@@ -1,0 +1,138 @@
+"""Why a node is a miss: what differs from the nearest artifact that an earlier run has made of it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flows.graph.build import Node
+from stages.contract.kept import kept
+from stages.contract.registry import stage as find_stage
+from stages.contract.signatures import source_file
+from stages.store.artifacts import Artifact, Store
+from stages.store.keys import differences
+
+MOST_COMPARED = 20
+"""Artifacts of a node that are compared, the newest: each is a manifest to read."""
+FAR = 8
+"""Differences from which on an artifact of another recipe is no comparison."""
+MOST_LINES = 8
+"""Changed lines of a module that are shown."""
+
+Record = Mapping[str, Any]
+
+
+def reasons_of(
+    store: Store, recipe: str, node: Node, parts: dict[str, Any], key: str, runs: Sequence[Record]
+) -> tuple[list[str], str]:
+    """Why a node is a miss, a line for each part of its key that differs, and the run that it is compared with.
+
+    runs: records, oldest first.
+    """
+    work = store.scratch / "work" / node.stage / key
+    begun = [f"goes on from work in progress ({work})"] if work.exists() and any(work.iterdir()) else []
+    entries = [(r, e) for r in reversed(runs) if (e := r["nodes"].get(node.name)) and e["stage"] == node.stage]
+    same = [e for _, e in entries if e["key"] == key]
+    if same:
+        # Nothing of the key changed: the artifact is missing.
+        gone = any("digest" in e for e in same)
+        return ["its artifact is gone or damaged" if gone else "was not finished last time", *begun], ""
+    found = _nearest(store, recipe, node, parts, entries)
+    if found is None:
+        ours = any(r["recipe"]["name"] == recipe and "digest" in e for r, e in entries)
+        return ["changed; the artifact that would say what is gone" if ours else "never made", *begun], ""
+    record, artifact = found
+    return [*_told(store, node, artifact.manifest["key_parts"], parts), *begun], record["name"]
+
+
+def _nearest(
+    store: Store, recipe: str, node: Node, parts: dict[str, Any], entries: Sequence[tuple[Record, Record]]
+) -> tuple[Record, Artifact] | None:
+    """The artifact, of those that runs made of this node, from which the fewest parts of the key differ."""
+    keys: set[str] = set()
+    found: list[tuple[int, bool, int, Record, Artifact]] = []
+    for age, (record, entry) in enumerate(entries):
+        if "digest" not in entry or entry["key"] in keys or len(keys) == MOST_COMPARED:
+            continue
+        keys.add(entry["key"])
+        artifact = store.get(node.stage, entry["key"], repair=False)
+        if artifact is not None:
+            count = len(differences(*_moves_left_out(artifact.manifest["key_parts"], parts)))
+            other = record["recipe"]["name"] != recipe
+            if not other or count <= FAR:
+                # Of equals the recipe's own, then the newest.
+                found.append((count, other, age, record, artifact))
+    best = min(found, key=lambda f: f[:3], default=None)
+    return best and best[3:]
+
+
+def _told(store: Store, node: Node, old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """The differences between the parts of two keys, in words."""
+    texts: dict[str, dict[str, str]] | None = None
+    lines: list[str] = []
+    reached: list[str] = []
+    for line in differences(*_moves_left_out(old, new)):
+        section, _, rest = line.partition(".")
+        place, _, change = rest.partition(": ")
+        if section == "inputs":
+            source = node.inputs[place].node if place in node.inputs else ""
+            lines.append(f"input {place}{f' ({source})' if source else ''} has other content")
+        elif section == "code" or (section == "sources" and "module:" in rest):
+            module, _, change = rest.rpartition("module:")[2].partition(": ")
+            lines.append(f"code {module} {_fate(change)}")
+            texts = kept(store, old) if texts is None else texts
+            lines += changed_lines(texts.get(module), source_file(module))
+        elif section.startswith("imports:"):
+            lines.append("an import reaches another module")
+        elif section == "sources" and rest.startswith("reached from "):
+            reached.append(f"code that {place.removeprefix('reached from ')} imports changed")
+        elif section == "sources" and "file " in place:
+            lines.append(f"{_named(node, place)} {_fate(change, 'has other content')}")
+        elif section == "config":
+            lines.append(f"{find_stage(node.stage).section or node.stage}.{rest}")
+        else:
+            lines.append(line)
+    # What a user's module reaches changes with the module itself.
+    return lines or reached
+
+
+def changed_lines(before: Mapping[str, str] | None, path: Path | None) -> list[str]:
+    """The file of a module, with the lines that are new and gone; empty where its old or its new text is not there.
+
+    before: `file` and `text` as they were.
+    """
+    if path is None or before is None:
+        return []
+    old, new = before["text"].splitlines(), path.read_text().splitlines()
+    shown = []
+    for tag, i, j, k, m in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        if tag != "equal":
+            shown += [f"  {path.name}:{at + 1} - {old[at]}" for at in range(i, j)]
+            shown += [f"  {path.name}:{at + 1} + {new[at]}" for at in range(k, m)]
+    more = len(shown) - MOST_LINES
+    return [*shown[:MOST_LINES], *([f"  and {more} more changed lines of {path.name}"] if more > 0 else [])]
+
+
+def _named(node: Node, place: str) -> str:
+    """A file of a data source, with the setting's value: `source 1: file 2` -> `data.source data/*.jsonl: file 2`."""
+    kind, _, file = place.partition(": ")
+    word, _, number = kind.partition(" ")
+    if word == "source" and number.isdecimal() and hasattr(node.config, "all_sources"):
+        return f"data.source {node.config.all_sources()[int(number) - 1].source}: {file}"
+    return place
+
+
+def _fate(change: str, else_: str = "changed") -> str:
+    """What became of a module or file, from a line of `differences`."""
+    return next((word for word in ("new", "gone") if change.startswith(word)), else_)
+
+
+def _moves_left_out(old: dict[str, Any], new: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The parts of two keys without the modules whose content is in both, under any name."""
+    both = set(old["code"].values()) & set(new["code"].values())
+    codes = [{name: content for name, content in p["code"].items() if content not in both} for p in (old, new)]
+    # A module that changed has changed links too; links say something only where no module changed.
+    hidden = {"imports": ""} if any(codes) else {}
+    return old | {"code": codes[0]} | hidden, new | {"code": codes[1]} | hidden

@@ -1,0 +1,141 @@
+"""Checks of a recipe that need files, code and the store: before a run of it is recorded.
+
+A run would find out when it comes to that stage, after minutes or hours of work.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+from flows.graph.build import Node, build, taken_artifact
+from flows.recipe.model import Recipe, RecipeError
+from stages.contract import signatures
+from stages.contract.registry import stage
+from stages.contract.sources import built_in_parameters, is_own_source
+from stages.score.settings import MODEL
+from stages.store.artifacts import ArtifactError, Store
+
+REWARD_COLUMNS = ("prompts", "completions", "completion_ids", "answer", "metadata")
+"""What every reward function is called with, beside the entries of the record's metadata."""
+TRY_SECONDS = 120
+"""Longest that a try of an algorithm of one's own may take; most of it is the import of JAX."""
+
+
+def check(recipe: Recipe) -> None:
+    """Raises RecipeError for a model, data, rollouts, a reward, a judge or an algorithm that is not there.
+
+    Functions are looked up in their modules' text, with their arguments; nothing of the user's is executed.
+    """
+    # Nodes of one stage in several rounds have the same sources; each base model has its own.
+    nodes: dict[str, Node] = {}
+    store = Store(recipe.store)
+    for node in build(recipe):
+        nodes.setdefault(node.stage if node.inputs else node.name, node)
+        try:
+            taken_artifact(store, node)
+        except ArtifactError as e:
+            raise RecipeError(str(e)) from e
+    for node in nodes.values():
+        try:
+            stage(node.stage).sources(node.config)
+        except (ValueError, OSError) as e:
+            message = str(e)
+            if node.name == "teacher":
+                message = message.replace("base.source", "distill.teacher", 1)
+            elif node.stage == "prepare":
+                message = f"data.source: {message}"
+            raise RecipeError(message) from e
+    try:
+        for called in _rewards(recipe):
+            _check_reward(called)
+        _check_algorithm(recipe)
+        for where, function, arguments in _sources(recipe):
+            parameters = signatures.of_name(function, where)
+            if parameters is not None:
+                # The pipeline gives the seed to a function that takes one.
+                signatures.check_arguments(parameters, arguments, f"{where}_args", function)
+                signatures.check_required(parameters, arguments, f"{where}_args", function, ["seed"])
+    except ValueError as e:
+        raise RecipeError(str(e)) from e
+
+
+class Called(NamedTuple):
+    """A reward function that a recipe names, with the names of its arguments."""
+
+    function: str
+    arguments: Collection[str]
+    at: str
+    """Place of the function in the recipe."""
+    arguments_at: str
+
+
+def _rewards(recipe: Recipe) -> Iterator[Called]:
+    """Every reward and every judge."""
+    for name, reward in recipe.rl.score.rewards.items() if recipe.rl is not None else ():
+        at = f"rl.score.rewards.{name}"
+        if reward.function != MODEL:
+            yield Called(reward.function, reward.arguments, f"{at}.function", f"{at}.arguments")
+    if recipe.evaluate is not None:
+        yield Called(
+            recipe.evaluate.judge, recipe.evaluate.judge_arguments, "evaluate.judge", "evaluate.judge_arguments"
+        )
+        for name, judge in recipe.evaluate.judges.items():
+            at = f"evaluate.judges.{name}"
+            yield Called(judge.function, judge.arguments, f"{at}.function", f"{at}.arguments")
+
+
+def _check_reward(called: Called) -> None:
+    parameters = built_in_parameters(called.function)
+    if parameters is not None:
+        # Of a function of one's own a parameter may be a column of the data.
+        signatures.check_required(parameters, called.arguments, called.arguments_at, called.function, REWARD_COLUMNS)
+    else:
+        parameters = signatures.of_name(called.function, called.at)
+    if parameters is not None:
+        signatures.check_arguments(parameters, called.arguments, called.arguments_at, called.function, REWARD_COLUMNS)
+
+
+def _check_algorithm(recipe: Recipe) -> None:
+    """An algorithm of one's own: its factory's parameters."""
+    if recipe.rl is None or recipe.rl.update.entry is not None:
+        return
+    update = recipe.rl.update
+    parameters = signatures.of_name(update.algorithm, "rl.update.algorithm")
+    if parameters is None:
+        return
+    where = "rl.update.algorithm_arguments"
+    if not parameters.positional:
+        raise ValueError(f"rl.update.algorithm: {update.algorithm} takes no objective: its first parameter is that")
+    objective = parameters.positional[:1]
+    signatures.check_arguments(parameters, update.algorithm_arguments, where, update.algorithm, objective)
+    signatures.check_required(parameters, update.algorithm_arguments, where, update.algorithm, objective)
+
+
+def _sources(recipe: Recipe) -> Iterator[tuple[str, str, Collection[str]]]:
+    """(place in the recipe, function, names of its arguments) of every data source that is a function of one's own."""
+    for source in recipe.data.all_sources():
+        if is_own_source(source.source):
+            yield "data.source", source.source, source.source_args
+
+
+def try_algorithm(recipe: Recipe) -> None:
+    """Has an algorithm of one's own made and called once on small numbers, in a process of its own.
+
+    Raises RecipeError with the line of the error. An algorithm of the library needs no try.
+    """
+    if recipe.rl is None or recipe.rl.update.entry is not None:
+        return
+    settings = recipe.rl.update.model_dump_json()
+    command = [sys.executable, "-m", "stages.tools.try_algorithm", settings, str(recipe.rl.rollout.completions)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TRY_SECONDS)
+    except subprocess.TimeoutExpired as e:
+        raise RecipeError(
+            f"rl.update.algorithm: a call of {recipe.rl.update.algorithm} took over {TRY_SECONDS} s"
+        ) from e
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"]
+        raise RecipeError(f"rl.update.algorithm: {lines[-1]}")

@@ -1,0 +1,69 @@
+"""Names of runs: which are free, and which belong to a run that the same command goes on with."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from typing import Any
+
+from coolname import generate_slug
+from pydantic import ValidationError
+
+from flows.recipe.model import Recipe, RecipeError
+from flows.records import status_of
+from stages.store.artifacts import Store
+from stages.store.keys import differences, published
+
+# The address of a store may have changed, and retries decide nothing of what a run makes.
+FREE = ("store", "retries")
+MOST = 5
+"""Differences that a message lists."""
+
+
+def free_name(store: Store, recipe: str) -> str:
+    """`recipe` with two words behind it, of which the store has no run."""
+    while True:
+        name = f"{recipe}-{generate_slug(2)}"
+        if store.read_json("runs", name, "run.json") is None:
+            return name
+
+
+def before(store: Store, recipe: Recipe, name: str) -> dict[str, Any] | None:
+    """The record of the unfinished run `name` of this recipe, with which a run of that name goes on; None without one.
+
+    Raises RecipeError where the name is no name, or belongs to a run that is finished, still running, or of another
+    recipe: runs never overwrite each other.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise RecipeError(f"run name {name!r}: expected letters, digits, dots and dashes")
+    record = store.read_json("runs", name, "run.json")
+    if record is None:
+        return None
+    status = status_of(record)
+    other = f"choose another --name, or none; what {name} has made is reused"
+    if status == "finished":
+        raise RecipeError(f"run {name} is finished (`rlhf show {name}`): {other}")
+    if status == "running":
+        raise RecipeError(
+            f"run {name} is running (process {record['pid']} on {record['host']}): wait for it, or {other}"
+        )
+    changed = _changes(record["recipe"], recipe)
+    if changed:
+        more = f" and {len(changed) - MOST} more" if len(changed) > MOST else ""
+        raise RecipeError(f"run {name} is of another recipe ({'; '.join(changed[:MOST])}{more}): {other}")
+    return record
+
+
+def _changes(old: dict[str, Any], recipe: Recipe) -> list[str]:
+    """The differences between a record's recipe and this one, a line each."""
+    # Written by an older version, it may lack settings that have their defaults, or have some that are no more.
+    with contextlib.suppress(ValidationError):
+        old = Recipe.model_validate_json(json.dumps(old)).model_dump(mode="json")
+    new = recipe.model_dump(mode="json")
+    return differences(_compared(old), _compared(new))
+
+
+def _compared(values: dict[str, Any]) -> dict[str, Any]:
+    # A record holds no secrets: they are left out of the comparison.
+    return {k: v for k, v in published(values).items() if k not in FREE}

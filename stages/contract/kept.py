@@ -1,0 +1,44 @@
+"""The text of the code behind artifacts, kept in the store once for each state of the code.
+
+A key holds hashes of modules. The text says later which lines a module had, when its hash has changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from stages.contract.signatures import source_file
+from stages.store.artifacts import ArtifactError, Store
+from stages.store.keys import digest
+
+FOLDER = "sources"
+
+
+def modules_of(parts: Mapping[str, Any]) -> dict[str, str]:
+    """The modules in the parts of a key, with their hashes: the project's and the user's."""
+    # A source is called `module:NAME`, with the setting that names it before that where there are several.
+    theirs = {name.rpartition("module:")[2]: h for name, h in parts["sources"].items() if "module:" in name}
+    return {**parts["code"], **theirs}
+
+
+def keep(store: Store, parts: Mapping[str, Any]) -> None:
+    """Stores the text of the modules in the parts of a key as `sources/<hash>.json`, unless it is there."""
+    modules = modules_of(parts)
+    name = f"{digest(modules)}.json"
+    if store.fs.exists(store.join(FOLDER, name)):
+        return
+    texts = {}
+    for module in modules:
+        path = source_file(module)
+        if path is not None:
+            texts[module] = {"file": str(path), "text": path.read_text()}
+    store.write_json(texts, FOLDER, name)
+
+
+def kept(store: Store, parts: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """File and text of each module in the parts of an artifact's key; empty where the store has none."""
+    with contextlib.suppress(ArtifactError):
+        return store.read_json(FOLDER, f"{digest(modules_of(parts))}.json") or {}
+    return {}

@@ -1,0 +1,148 @@
+"""The parameters of a function that a recipe names, read from its module's syntax tree: nothing is executed."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from stages.contract.fingerprint import find_spec
+from tuning.names import nearest
+
+MOST_HOPS = 5
+"""Modules through which an imported name is followed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameters:
+    """What a function can be called with."""
+
+    positional: tuple[str, ...]
+    """Names of parameters that can be given by position, in order."""
+    named: tuple[str, ...]
+    """All parameters that can be given by name."""
+    required: tuple[str, ...]
+    """Those without a default."""
+    takes_more: bool
+    """Whether `**columns` takes further names. `**_` does too, but says that they have no effect: it is none."""
+
+
+def of_callable(function: Callable[..., Any]) -> Parameters:
+    """The parameters of a function at hand."""
+    found = inspect.signature(function).parameters.values()
+    plain = [p for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return Parameters(
+        tuple(p.name for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)),
+        tuple(p.name for p in plain),
+        tuple(p.name for p in plain if p.default is p.empty),
+        any(p.kind is p.VAR_KEYWORD and p.name != "_" for p in found),
+    )
+
+
+def of_name(name: str, where: str) -> Parameters | None:
+    """The parameters of `module:function`; None where the tree does not tell (a class, a decorated function, a call).
+
+    Raises ValueError, naming `where`, for a function that its module does not define.
+    """
+    module, _, function = name.partition(":")
+    return _parameters(module, function, name, where, MOST_HOPS)
+
+
+def source_file(module: str) -> Path | None:
+    """The file of a module, found without importing it or the packages above; None where there is none in Python."""
+    package, *rest = module.split(".")
+    spec = find_spec(package)
+    if spec is None:
+        return None
+    if not rest and spec.origin is not None and not spec.submodule_search_locations:
+        return Path(spec.origin) if spec.origin.endswith(".py") else None
+    for folder in spec.submodule_search_locations or ():
+        base = Path(folder).joinpath(*rest)
+        for path in (base / "__init__.py", base.with_suffix(".py")):
+            if path.is_file():
+                return path
+    return None
+
+
+def _parameters(module: str, function: str, name: str, where: str, hops: int) -> Parameters | None:
+    path = source_file(module)
+    if path is None or not hops:
+        return None
+    tree = ast.parse(path.read_text(), filename=str(path))
+    bound = _bound(tree.body)
+    if function not in bound:
+        # What `import *` and a module's `__getattr__` bring cannot be seen.
+        if "*" in bound or "__getattr__" in bound:
+            return None
+        hint = nearest(function, [n for n, at in bound.items() if isinstance(at, ast.FunctionDef)])
+        raise ValueError(f"{where}: {path.name} has no function {function!r}; {hint}")
+    at = bound[function]
+    if isinstance(at, ast.FunctionDef) and not at.decorator_list:
+        return _of_definition(at)
+    if isinstance(at, ast.ImportFrom) and not at.level and at.module:
+        original = next(a.name for a in at.names if (a.asname or a.name) == function)
+        # A submodule has no entry in its package's file.
+        if source_file(f"{at.module}.{original}") is None:
+            return _parameters(at.module, original, name, where, hops - 1)
+    return None
+
+
+def _of_definition(at: ast.FunctionDef) -> Parameters:
+    a = at.args
+    positional = [p.arg for p in (*a.posonlyargs, *a.args)]
+    without = positional[: len(positional) - len(a.defaults)]
+    without += [p.arg for p, default in zip(a.kwonlyargs, a.kw_defaults, strict=True) if default is None]
+    return Parameters(
+        tuple(positional),
+        tuple(p.arg for p in (*a.args, *a.kwonlyargs)),
+        tuple(without),
+        a.kwarg is not None and a.kwarg.arg != "_",
+    )
+
+
+def _bound(statements: Collection[ast.stmt]) -> dict[str, ast.stmt]:
+    """The names that a module's statements bind, those of its branches included, and the statement of each."""
+    bound: dict[str, ast.stmt] = {}
+    for s in statements:
+        match s:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                bound[s.name] = s
+            case ast.Import() | ast.ImportFrom():
+                bound |= {(a.asname or a.name).split(".")[0]: s for a in s.names}
+            case _:
+                names = [n.id for n in ast.walk(s) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+                bound |= dict.fromkeys(names, s)
+        for field in ("body", "orelse", "finalbody", "handlers"):
+            inner = getattr(s, field, ())
+            if not isinstance(s, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                for part in inner:
+                    bound |= _bound(part.body if isinstance(part, ast.ExceptHandler) else [part])
+    return bound
+
+
+def check_arguments(
+    parameters: Parameters, arguments: Collection[str], where: str, function: str, given: Collection[str] = ()
+) -> None:
+    """Raises ValueError, naming `where`, for an argument that a function does not take.
+
+    given: what the pipeline passes itself.
+    """
+    own = [n for n in parameters.named if n not in given]
+    for argument in arguments:
+        if argument in given:
+            raise ValueError(f"{where}: {argument} is given to {function} by the pipeline: leave it out")
+        if argument not in parameters.named and not parameters.takes_more:
+            hint = nearest(argument, own) if own else "it takes none"
+            raise ValueError(f"{where}: {function} takes no argument {argument!r}; {hint}")
+
+
+def check_required(
+    parameters: Parameters, arguments: Collection[str], where: str, function: str, given: Collection[str] = ()
+) -> None:
+    """Raises ValueError, naming `where`, for a parameter without a default that nothing gives."""
+    missing = [n for n in parameters.required if n not in arguments and n not in given]
+    if missing:
+        raise ValueError(f"{where}: {function} needs {', '.join(missing)}, which the recipe does not give")

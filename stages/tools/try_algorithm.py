@@ -1,0 +1,67 @@
+"""Makes an algorithm of one's own and calls it once on small numbers, before a run.
+
+Arguments: the settings of `rl.update` as JSON, and the completions of a prompt. Exits with 1 and one line about the
+error, with file and line where it is in the user's code.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from stages.contract.place import place_of
+from tuning.algorithms.settings import Objective
+
+PROMPTS, TOKENS = 2, 3
+
+
+def fault(objective: Objective, completions: int) -> str | None:
+    """What is wrong with the objective's algorithm, in a sentence; None where nothing is."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from tuning.algorithms.algorithm import Scored, Terms, find
+    from tuning.algorithms.diagnostics import NEEDED
+
+    n = PROMPTS * completions
+    totals = np.arange(n, dtype=np.float32) % 3 / 2
+    groups = np.repeat(np.arange(PROMPTS), completions)
+    ones = np.ones((n, TOKENS), np.float32)
+    scored = Scored(totals, groups, np.ones(n, bool), ones, 0 * ones, totals)
+    try:
+        algorithm = find(objective)
+        shape = np.shape(algorithm.advantages(scored))
+        if shape not in ((n,), (n, TOKENS)):
+            return (
+                f"advantages have the shape {shape} for {n} completions of {TOKENS} tokens: expected one of each "
+                f"completion, {(n,)}, or of each token, {(n, TOKENS)}"
+            )
+        if algorithm.keep is not None and np.shape(algorithm.keep(scored)) != (n,):
+            return f"keep has the shape {np.shape(algorithm.keep(scored))}: expected one bool a completion, {(n,)}"
+        # Shapes alone: nothing is compiled.
+        losses, sums = jax.eval_shape(lambda *arrays: algorithm.surrogate(Terms(*arrays)), *[jnp.ones((n, TOKENS))] * 5)
+    except Exception as e:
+        return f"{place_of(e)}{type(e).__name__}: {e}"
+    if losses.shape != (n, TOKENS):
+        return f"the surrogate's loss has the shape {losses.shape}: expected one of each token, {(n, TOKENS)}"
+    if missing := NEEDED - sums.keys():
+        return (
+            f"the surrogate returned no {', '.join(sorted(missing))} among its metrics: return `metric_sums(...)` of "
+            "`tuning.losses.policy`, as `tuning/algorithms/gpg.py` does"
+        )
+    return None
+
+
+def main() -> None:
+    from stages.update.settings import Config
+
+    # As the worker has it: modules of the current folder come last.
+    sys.path.append(os.getcwd())
+    wrong = fault(Config.model_validate_json(sys.argv[1]).objective, int(sys.argv[2]))
+    if wrong:
+        sys.exit(wrong.replace("\n", " "))
+
+
+if __name__ == "__main__":
+    main()

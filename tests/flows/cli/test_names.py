@@ -1,0 +1,112 @@
+"""Names of runs: an unfinished run goes on under its own, others stay untouched, rescoring finds rollouts."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+from typer.testing import CliRunner
+
+from flows.cli.app import app
+from flows.recipe.model import RecipeError
+from flows.recipe.reading import load_recipe
+from flows.running.naming import before
+from flows.running.session import Session
+from stages.store.artifacts import Store
+
+
+def unfinished(place: Store, name: str = "k1", **changes) -> dict:
+    """A run of the smoke recipe whose process was killed in round 0."""
+    first = place.read_json("runs", "first", "run.json")
+    process = subprocess.Popen(["true"])
+    process.wait()
+    nodes = {n: first["nodes"][n] for n in ("base", "prepare", "sft", "reward", "round-000.rollout")}
+    nodes["round-000.score"] = {"stage": "score", "key": "f" * 64, "state": "running", "started": first["started"]}
+    record = first | {"name": name, "status": "running", "nodes": nodes, "started": "2999-01-01T00:00:00+00:00"}
+    record["process"] = first["process"] | {"pid": process.pid}
+    place.write_json(record | changes, "runs", name, "run.json")
+    return record
+
+
+@pytest.mark.parametrize("status", ["running", "failed", "interrupted"])
+def test_the_same_command_goes_on_with_an_unfinished_run_of_its_name(store, status):
+    place = Store(str(store))
+    unfinished(place, status=status)
+    session = Session(load_recipe("smoke", sets=[f"store={store}"]), None, "k1")
+    record = place.read_json("runs", "k1", "run.json")
+    assert record["tries"] == 2 and record["status"] == "running" and session.record == record
+
+
+def test_a_name_of_another_run_is_refused_with_the_reason(store):
+    place = Store(str(store))
+    unfinished(place)
+    same = load_recipe("smoke", sets=[f"store={store}"])
+    other = load_recipe("smoke", sets=[f"store={store}", "sft.epochs=7"])
+    with pytest.raises(RecipeError, match=r"k1 is of another recipe \(sft\.epochs: 1 -> 7\)"):
+        before(place, other, "k1")
+    with pytest.raises(RecipeError, match="first is finished .*choose another --name"):
+        before(place, same, "first")
+    session = Session(same, None, "alive")
+    with pytest.raises(RecipeError, match="alive is running"):
+        before(place, same, session.name)
+    assert before(place, same, "free") is None
+
+
+def invoked(*args: object):
+    return CliRunner().invoke(app, [str(a) for a in args])
+
+
+def test_rescore_takes_the_newest_run_with_all_rollouts_and_leaves_no_victim(store, monkeypatch):
+    place = Store(str(store))
+    unfinished(place)
+    runs = {p.name for p in (store / "runs").iterdir()}
+    done = invoked("rescore", "k1", "--reward", "number_match", "--no-prefect", "--store", store)
+    assert done.exit_code == 2
+    assert "run k1 has no finished round-001.rollout" in done.stderr and "Traceback" not in done.stderr
+    assert {p.name for p in (store / "runs").iterdir()} == runs
+    # Stops before anything is made: no reward of that name.
+    done = invoked("rescore", "--reward", "nonesuch", "--no-prefect", "--store", store)
+    assert "rollouts of run first" in done.stdout and "nonesuch" in done.stderr
+    assert {p.name for p in (store / "runs").iterdir()} == runs
+
+
+def test_without_any_rollouts_rescore_says_so(tmp_path, smoke_store):
+    place = Store(str(tmp_path / "store"))
+    place.write_json(
+        Store(str(smoke_store)).read_json("runs", "first", "run.json") | {"nodes": {}}, "runs", "first", "run.json"
+    )
+    done = invoked("rescore", "--reward", "number_match", "--store", tmp_path / "store")
+    assert done.exit_code == 2 and "has the rollouts of all its rounds" in done.stderr
+
+
+def test_plan_with_rollouts_of_an_unfinished_run_is_one_line(store):
+    unfinished(Store(str(store)))
+    done = invoked("plan", "smoke", "--set", "rl.rollouts_from=k1", "--store", store)
+    assert done.exit_code == 2 and done.stderr.count("\n") == 1
+    assert "error: rl.rollouts_from: run k1 has no finished round-001.rollout" in done.stderr
+
+
+def test_a_run_is_found_by_the_beginning_of_its_name(store):
+    assert invoked("show", "fir", "--store", store).stdout.startswith("first  finished")
+    unfinished(Store(str(store)), "fire")
+    assert "several runs" in invoked("show", "fir", "--store", store).stderr
+
+
+def test_names_of_runs_are_whole_where_no_terminal_shows_them(store, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    name = "smoke-with-a-name-that-is-longer-than-any-that-two-words-could-ever-make"
+    unfinished(Store(str(store)), name)
+    lines = invoked("runs", "--store", store).stdout.splitlines()
+    assert sum(name in line for line in lines) == 1 and len(lines) == 3
+
+
+def test_chat_export_and_serve_say_which_run_they_chose(store):
+    unfinished(Store(str(store)))
+    done = invoked("export", "--store", store)
+    assert done.stderr == "run first\n" and len(done.stdout.splitlines()) == 1
+
+
+def test_a_name_that_is_taken_is_told_before_prefect_starts(store):
+    done = invoked("run", "smoke", "--name", "first", "--store", store)
+    assert done.exit_code == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: run first is finished") and done.stderr.count("\n") == 1

@@ -1,0 +1,58 @@
+"""`rlhf settings`: every setting with type, default and sentence, as the models have them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from flows.cli.app import app
+from flows.cli.settings import every_setting
+from flows.recipe.model import Recipe
+from flows.recipe.overrides import MANAGED
+from flows.recipe.reading import RECIPES, load_recipe
+
+
+def shown(*args: str):
+    return CliRunner().invoke(app, ["settings", *args])
+
+
+def test_every_setting_has_a_type_a_default_and_a_sentence():
+    settings = list(every_setting())
+    assert len({s.place for s in settings}) == len(settings) > 200
+    assert [s.place for s in settings if not (s.kind and s.default and len(s.text) > 5)] == []
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in RECIPES.glob("*.yaml")))
+def test_every_setting_of_a_resolved_recipe_is_listed(name):
+    listed = {s.place for s in every_setting()}
+
+    def check(values: dict, above: str) -> None:
+        for key, value in values.items():
+            place = f"{above}{key}"
+            inside = [s for s in listed if s.startswith(f"{place}.")]
+            assert place in listed or f"{above}*" in listed or key in MANAGED or above.endswith(".*."), place
+            if isinstance(value, dict) and inside:
+                starred = any(s.startswith(f"{place}.*") for s in inside)
+                for inner in value.values() if starred else [value]:
+                    check(inner, f"{place}.*." if starred else f"{place}.")
+
+    check(load_recipe(name).model_dump(mode="json"), "")
+
+
+def test_a_section_alone_and_piped_one_line_each():
+    lines = shown("rl.rollout").stdout.splitlines()
+    assert lines[0].startswith("rl.rollout: section = {...}  Sampling of each round.")
+    assert all(line.startswith("rl.rollout") for line in lines)
+    assert any(line.startswith("rl.rollout.completions: integer (>= 1) = 8  ") for line in lines)
+    assert "grpo" in shown("rl.update.algorithm").stdout
+    defaults = {s.place: s.default for s in every_setting()}
+    assert json.loads(defaults["rl.rounds"]) == Recipe().rl.rounds
+    # The default of a section's own, not of the class that sections share.
+    assert json.loads(defaults["rl.update.optimizer.learning_rate"]) == Recipe().rl.update.optimizer.learning_rate
+
+
+def test_an_unknown_section_names_the_nearest():
+    done = shown("rl.updat")
+    assert done.exit_code == 2 and "did you mean rl.update?" in done.stderr

@@ -1,0 +1,127 @@
+"""A miss names what differs from the nearest earlier artifact: the setting, the input, the file, the line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from flows.cli.run import _folded
+from flows.graph.build import Node, build, key_of, key_parts
+from flows.graph.changes import _named, changed_lines, reasons_of
+from flows.graph.plan import Planned, plan
+from flows.recipe.reading import load_recipe
+from flows.records import all_runs
+from stages.contract.kept import keep
+from stages.store.artifacts import Artifact, Store
+from tests.support import write_files
+
+REWARD = """
+def other():
+    return 1
+
+def vowels(prompts, completions, **_):
+    return [1.0 for c in completions]
+"""
+
+
+class Made:
+    """Artifacts of the score of round 0 in a store, as runs with these settings would have left them."""
+
+    def __init__(self, folder):
+        self.store = Store(str(folder))
+        self.count = 0
+
+    def node(self, *sets):
+        recipe = load_recipe("smoke", sets=[f"store={self.store.url}", "rl.rounds=1", *sets])
+        self.recipe = recipe.name
+        return next(n for n in build(recipe) if n.name == "round-000.score")
+
+    def parts(self, node):
+        inputs = Artifact(self.store, {"digest": "0" * 64, "files": []})
+        return key_parts(node, dict.fromkeys((i.node for i in node.inputs.values()), inputs))
+
+    def make(self, run, *sets, recipe="smoke"):
+        node, self.count = self.node(*sets), self.count + 1
+        parts = self.parts(node)
+        out = self.store.scratch / f"out-{self.count}"
+        out.mkdir(parents=True)
+        (out / "x").write_text(run)
+        manifest = {"stage": "score", "key": key_of(parts), "key_parts": parts, "metrics": {}, "seconds": 1.0}
+        artifact = self.store.commit(out, manifest)
+        keep(self.store, parts)
+        entry = {"stage": "score", "key": artifact.key, "state": "made", "digest": artifact.digest}
+        record = {"name": run, "recipe": {"name": recipe}, "started": f"2026-01-01T00:00:{self.count:02d}"}
+        self.store.write_json(record | {"nodes": {node.name: entry}}, "runs", run, "run.json")
+
+    def why(self, *sets):
+        node = self.node(*sets)
+        parts = self.parts(node)
+        return reasons_of(self.store, self.recipe, node, parts, key_of(parts), all_runs(self.store))
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    monkeypatch.setenv("RLHF_SCRATCH", str(tmp_path / "scratch"))
+    return Made(tmp_path / "store")
+
+
+WEIGHT = "rl.score.rewards.digits.weight=%s"
+
+
+def test_the_nearest_artifact_is_compared_and_not_the_newest(made):
+    made.make("near", WEIGHT % 0.5)
+    made.make("far", WEIGHT % 0.9, "rl.score.truncated=zero", "rl.score.shard_completions=9")
+    reasons, run = made.why(WEIGHT % 0.25)
+    assert (reasons, run) == (["rl.score.rewards.digits.weight: 0.5 -> 0.25"], "near")
+
+
+def test_an_artifact_of_another_recipe_counts_where_it_is_near(made):
+    made.make("theirs", WEIGHT % 0.5, recipe="other")
+    assert made.why(WEIGHT % 0.25) == (["rl.score.rewards.digits.weight: 0.5 -> 0.25"], "theirs")
+    far = [WEIGHT % 0.25, "rl.score.truncated=zero", "rl.score.shard_completions=9", "rl.score.workers=1"]
+    far += [f"rl.score.rewards.exact.{name}=9" for name in ("weight", "seconds")] + ["rl.score.compute.dtype=float32"]
+    far += ["rl.score.rewards.exact.arguments={extract: a}", "rl.score.rewards.more={function: exact_match}"]
+    assert made.why(*far, "rl.score.rewards.digits.megabytes=99") == (["never made"], "")
+
+
+def test_an_edit_of_a_reward_is_told_by_file_and_line(made, tmp_path, monkeypatch):
+    code = write_files(tmp_path / "own", **{"told_reward.py": REWARD})
+    monkeypatch.syspath_prepend(code)
+    mine = "rl.score.rewards={mine: {function: 'told_reward:vowels'}}"
+    made.make("before", mine)
+    (code / "told_reward.py").write_text(REWARD.replace("1.0 for", "2.0 for"))
+    assert made.why(mine) == (
+        [
+            "code told_reward changed",
+            "  told_reward.py:6 -     return [1.0 for c in completions]",
+            "  told_reward.py:6 +     return [2.0 for c in completions]",
+        ],
+        "before",
+    )
+
+
+def test_many_changed_lines_are_cut(tmp_path):
+    path = tmp_path / "long.py"
+    path.write_text("\n".join(f"a = {i}" for i in range(20)))
+    lines = changed_lines({"file": "long.py", "text": ""}, path)
+    assert len(lines) == 9 and lines[-1] == "  and 12 more changed lines of long.py"
+
+
+def test_a_file_of_the_data_is_named(tmp_path):
+    data = tmp_path / "mine.jsonl"
+    rows = [{"prompt": f"{i}+1", "completion": str(i + 1), "rejected": "x"} for i in range(4)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = load_recipe("smoke", sets=[f"data.source={data}"]).data
+    node = Node("prepare", "prepare", config, {}, 0)
+    assert _named(node, "source 1: file 1") == f"data.source {data}: file 1"
+
+
+def test_folded_lines_say_which_rounds_and_stages_they_are_about(smoke_store):
+    sets = [f"store={smoke_store}", "rl.update.clip_high=0.3", "rl.refills=1"]
+    planned = plan(load_recipe("smoke", sets=sets))
+    labels = [(nodes[0].state, label) for label, nodes in _folded(planned) if "round" in label]
+    assert labels[0] == ("hit", "round 0: rollout, score")
+    assert any("refill" in label for _, label in labels)
+    more = [Planned(n.node, "waits", [], None) for n in planned if n.node.name.startswith("round-")]
+    assert [label for label, _ in _folded(more)] == ["rounds 0 to 2: rollout, score, refill, update"]

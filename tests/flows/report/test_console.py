@@ -1,0 +1,56 @@
+"""The console's lines: a round always has its reward, cached stages have no speed, time left leaves compilation out."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from flows.graph.build import build
+from flows.recipe.reading import load_recipe
+from flows.report.console import ConsoleReporter
+from stages.worker.protocol import Progress
+
+NODES = {n.name: n for n in build(load_recipe("smoke", sets=["rl.rounds=1"]))}
+METRICS = {
+    "round-000.rollout": {"tokens_per_second": 6555.0},
+    "round-000.score": {"reward": 4.469, "zero_variance": 0.5, "reward_exact": 0.25},
+    "round-000.update": {"kl": 0.0, "mismatch_kl": 1e-6, "clip_fraction": 0.0, "entropy": 1.0},
+    "sft": {"loss": 0.3, "steps": 4, "tokens_per_second": 812.0},
+}
+
+
+def lines_of(state: str, **changes: dict) -> str:
+    out = io.StringIO()
+    reporter = ConsoleReporter(Console(file=out, width=200, highlight=False))
+    for name, metrics in (METRICS | changes).items():
+        config = NODES[name].config.model_dump(mode="json")
+        reporter.stage_ended(NODES[name], state, {"metrics": metrics, "config": config}, 1.0)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(("state", "speeds"), [("made", 2), ("hit", 0)])
+def test_what_was_not_made_now_has_no_speed(state, speeds):
+    text = lines_of(state)
+    assert text.count("tok/s") == speeds
+    assert "reward 4.469" in text and "loss 0.3000  4 steps" in text
+
+
+def test_a_round_without_rewards_says_so():
+    nothing = {"reward": None, "zero_variance": 1.0, "reward_exact": None}
+    assert "reward none" in lines_of("made", **{"round-000.score": nothing})
+
+
+def test_time_left_is_told_from_the_second_step_on(monkeypatch):
+    """The first step compiles, and would make the rest seem to take as long."""
+    moments = iter([0.0, 50.0, 50.0, 50.0, 70.0, 70.0])
+    monkeypatch.setattr("flows.report.console.time.monotonic", lambda: next(moments))
+    out = io.StringIO()
+    reporter = ConsoleReporter(Console(file=out, width=200, highlight=False))
+    reporter.stage_started(NODES["sft"])
+    for done in (1, 3):
+        reporter.progress(NODES["sft"], Progress(done, 9, "step", {}))
+    first, second = out.getvalue().splitlines()[1:]
+    assert "1/9 step" in first and "left" not in first
+    assert "3/9 step  60 s left" in second

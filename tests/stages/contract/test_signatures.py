@@ -1,0 +1,123 @@
+"""Functions that a recipe names are looked up, with their arguments, without being executed."""
+
+from __future__ import annotations
+
+import pytest
+
+from flows.recipe.model import RecipeError
+from flows.recipe.reading import load_recipe
+from flows.running.checks import check
+from stages.contract import signatures
+from stages.tools.try_algorithm import fault
+from tests.support import write_files
+from tuning.algorithms.settings import Objective
+
+CODE = """
+raise SystemExit("executed")
+from helpers import shared as borrowed
+
+def vowels(prompts, completions, *, scale=1.0, level=None, **_):
+    return [1.0]
+
+def open_ended(prompts, completions, **columns):
+    return [1.0]
+
+def algorithm(objective, *, decay=0.9):
+    return None
+
+def no_objective():
+    return None
+
+def problems(size, seed=0):
+    yield {}
+"""
+MINE = "rl.score.rewards={mine: {function: 'own_code:%s', arguments: %s}}"
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    write_files(tmp_path, **{"own_code.py": CODE, "helpers.py": "def shared(prompts, completions, *, x=1): ...\n"})
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        ([MINE % ("vowls", "{}")], "mine.function: own_code.py has no function 'vowls'; did you mean vowels?"),
+        ([MINE % ("vowels", "{scal: 2}")], "own_code:vowels takes no argument 'scal'; did you mean scale?"),
+        ([MINE % ("vowels", "{prompts: 2}")], "prompts is given to own_code:vowels by the pipeline"),
+        ([MINE % ("borrowed", "{y: 2}")], "own_code:borrowed takes no argument 'y'"),
+        (["rl.score.rewards={j: {function: 'own_code.py:vowels'}}"], "is a file: a module is written"),
+        (["rl.score.rewards={t: {function: token_share}}"], "t.arguments: token_share needs token"),
+        (["rl.score.rewards={t: {function: exact_match, arguments: {extrct: a}}}"], "did you mean extract?"),
+        (["evaluate.judge=token_share"], "evaluate.judge_arguments: token_share needs token"),
+        (["evaluate.judges={t: {function: token_share}}"], "evaluate.judges.t.arguments: token_share needs token"),
+        (["evaluate.judge=own_code:nothing"], "evaluate.judge: own_code.py has no function 'nothing'"),
+        (["rl.update.algorithm=own_code:algoritm"], "no function 'algoritm'; did you mean algorithm?"),
+        (["rl.update={algorithm: 'own_code:algorithm', algorithm_arguments: {deca: 1.0}}"], "did you mean decay?"),
+        (["rl.update.algorithm=own_code:no_objective"], "takes no objective"),
+        (["data.source=own_code:problems"], "own_code:problems needs size"),
+        (["data={source: 'own_code:problems', source_args: {sizes: 3}}"], "own_code:problems takes no argument"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_called_is_refused_before_any_work(own, sets, message):
+    with pytest.raises(RecipeError) as e:
+        check(load_recipe("smoke", sets=[f"store={own / 'store'}", *sets]))
+    assert message in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        [MINE % ("vowels", "{scale: 2.0}")],
+        [MINE % ("open_ended", "{anything: 2.0}")],
+        [MINE % ("borrowed", "{x: 2}")],
+        ["rl.update={algorithm: 'own_code:algorithm', algorithm_arguments: {decay: 1.0}}"],
+        ["data={source: 'own_code:problems', source_args: {size: 3}}"],
+    ],
+)
+def test_what_can_be_called_is_accepted_and_nothing_is_executed(own, sets):
+    check(load_recipe("smoke", sets=[f"store={own / 'store'}", *sets]))
+
+
+def test_names_that_a_tree_cannot_tell_are_accepted(tmp_path, monkeypatch):
+    text = "from elsewhere import *\nimport functools\nif True:\n    made = functools.partial(print)\n"
+    write_files(tmp_path, **{"starred.py": text, "plain.py": text.replace("from elsewhere import *\n", "")})
+    monkeypatch.syspath_prepend(tmp_path)
+    assert signatures.of_name("starred:anything", "x") is None
+    assert signatures.of_name("plain:made", "x") is None
+    with pytest.raises(ValueError, match="plain.py has no function 'anything'"):
+        signatures.of_name("plain:anything", "x")
+
+
+ALGORITHM = """
+import jax.numpy as jnp
+from tuning.algorithms.algorithm import Algorithm, clipped, group_relative
+from tuning.losses.policy import reinforce
+
+def right(objective): return Algorithm(group_relative("std"), clipped(objective))
+def raises(objective): return {}["my bug"]
+def shapes(objective): return Algorithm(lambda s: jnp.ones((3, 1)) * jnp.ones((4, 8)), clipped(objective))
+def few(objective): return Algorithm(lambda s: jnp.ones((3, 1)), clipped(objective))
+def silent(objective):
+    return Algorithm(group_relative("std"), lambda t: (reinforce(t.logps_CT, t.advantages_CT, t.mask_CT)[0], {}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("right", None),
+        ("raises", "tried.py, line 7: KeyError: 'my bug'"),
+        ("shapes", "tried.py, line 8: "),
+        ("few", "advantages have the shape (3, 1) for 8 completions of 3 tokens"),
+        ("silent", "returned no approx_kl, n_tokens among its metrics"),
+    ],
+)
+def test_an_algorithm_of_ones_own_is_called_once_before_a_run(tmp_path, monkeypatch, name, message):
+    write_files(tmp_path, **{"tried.py": ALGORITHM})
+    monkeypatch.syspath_prepend(tmp_path)
+    found = fault(Objective(algorithm=f"tried:{name}"), 4)
+    assert found is None if message is None else message in found
