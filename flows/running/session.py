@@ -159,7 +159,7 @@ class Session:
         except BaseException as e:
             entry |= {"state": "failed", "error": f"{type(e).__name__}: {e}"}
             self.save()
-            if isinstance(e, StageFailed):
+            if type(e) is StageFailed:
                 raise StageFailed(f"{node.name}: {e}") from e
             raise
         keep(self.store, parts)

@@ -22,7 +22,6 @@ def fault(objective: Objective, completions: int) -> str | None:
     import numpy as np
 
     from tuning.algorithms.algorithm import Scored, Terms, find
-    from tuning.algorithms.diagnostics import NEEDED
 
     n = PROMPTS * completions
     totals = np.arange(n, dtype=np.float32) % 3 / 2
@@ -40,16 +39,11 @@ def fault(objective: Objective, completions: int) -> str | None:
         if algorithm.keep is not None and np.shape(algorithm.keep(scored)) != (n,):
             return f"keep has the shape {np.shape(algorithm.keep(scored))}: expected one bool a completion, {(n,)}"
         # Shapes alone: nothing is compiled.
-        losses, sums = jax.eval_shape(lambda *arrays: algorithm.surrogate(Terms(*arrays)), *[jnp.ones((n, TOKENS))] * 5)
+        losses, _ = jax.eval_shape(lambda *arrays: algorithm.surrogate(Terms(*arrays)), *[jnp.ones((n, TOKENS))] * 5)
     except Exception as e:
         return f"{place_of(e)}{type(e).__name__}: {e}"
     if losses.shape != (n, TOKENS):
         return f"the surrogate's loss has the shape {losses.shape}: expected one of each token, {(n, TOKENS)}"
-    if missing := NEEDED - sums.keys():
-        return (
-            f"the surrogate returned no {', '.join(sorted(missing))} among its metrics: return `metric_sums(...)` of "
-            "`tuning.losses.policy`, as `tuning/algorithms/gpg.py` does"
-        )
     return None
 
 

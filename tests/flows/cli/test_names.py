@@ -23,7 +23,7 @@ def unfinished(place: Store, name: str = "k1", **changes) -> dict:
     nodes = {n: first["nodes"][n] for n in ("base", "prepare", "sft", "reward", "round-000.rollout")}
     nodes["round-000.score"] = {"stage": "score", "key": "f" * 64, "state": "running", "started": first["started"]}
     record = first | {"name": name, "status": "running", "nodes": nodes, "started": "2999-01-01T00:00:00+00:00"}
-    record["process"] = first["process"] | {"pid": process.pid}
+    record |= {"process": first["process"] | {"pid": process.pid}, "tries": 1}
     place.write_json(record | changes, "runs", name, "run.json")
     return record
 
