@@ -67,7 +67,7 @@ class Product:
         seed: int = SEED,
     ) -> Artifact:
         """The folder as an artifact."""
-        refs = {name: {"stage": a.stage, "key": a.key} for name, a in (inputs or {}).items()}
+        refs = {name: {"stage": a.stage, "key": a.key, "digest": a.digest} for name, a in (inputs or {}).items()}
         manifest = {"stage": stage, "key": folder.name, "config": config or {}, "inputs": refs, "seed": seed}
         about = {"device": "cpu", "versions": {"jax": jax.__version__}, "metrics": {}}
         return self.store.commit(folder, manifest | about)

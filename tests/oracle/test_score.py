@@ -15,6 +15,7 @@ from tests.oracle.product import Product
 from tests.oracle.support import COMMONLY
 from tests.oracle.tables import Drawn, completion
 from tuning.rewards.samples import Outcome
+from tuning.rewards.totals import Part, shaped, totals
 
 SPOKEN = f"{__package__}.functions:spoken"
 PARTS = {
@@ -43,11 +44,10 @@ def scored(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, list[rewards.Outc
 @given(drawn=scored())
 def test_totals(drawn: tuple[dict[str, Any], dict[str, list[rewards.Outcome]], list[int]]) -> None:
     parts, columns, places = drawn
-    # All places have one prompt, and rows are not in the order of places.
-    rows = [completion(Drawn(0, place, i, 3, 0.0), "", 0) for i, place in enumerate(places)]
     config = score.Config.model_validate({"rewards": parts})
-    outcomes = {name: [Outcome(*o) for o in column] for name, column in columns.items()}
-    found = [row.total for row in score.with_totals(config, rows, outcomes)]
+    own = [Part(name, **config.rewards[name].part) for name in parts]
+    outcomes = [[Outcome(None if v is None else shaped(v, p), why) for v, why in columns[p.name]] for p in own]
+    found = [None if math.isnan(x) else x for x in totals(outcomes, own, places)[0].tolist()]
     wanted = rewards.totals({n: config.rewards[n].model_dump() for n in parts}, columns, places)
     for x, y in zip(found, wanted, strict=True):
         assert (x is None) == (y is None)
