@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from stages.common.compilation import use_precision
 from tests.tuning.tiny import CONFIG, PARAMS, ragged_groups
 from tuning.algorithms.supervised import sft_loss
 from tuning.device import Compute, choose
@@ -67,16 +66,3 @@ def test_float64_is_set_up_before_it_is_asked_for(tmp_path):
     assert {x.dtype.name for x in jax.tree.leaves(narrow)} == {"float32"}
     # A worker without float64 reads the same folder in its own type.
     jax.tree.map(np.testing.assert_array_equal, load_decoder(tmp_path)[1], narrow)
-
-
-def test_what_a_worker_keeps_leaves_with_the_type_of_weights():
-    class Config:
-        compute = ComputeSettings("float64")
-
-    memory = {"decoder:x": 1}
-    with using("float32"):
-        use_precision(None, memory)
-        assert memory
-        use_precision(Config, memory)
-        assert real() == np.float64 and not memory
-    assert real() == np.float32

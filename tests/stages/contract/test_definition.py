@@ -8,8 +8,10 @@ from flows.recipe.model import Recipe
 from stages.contract.definition import Stage, StageConfig
 from stages.contract.registry import by_section, modules, stage
 
-# The graph itself gives these roles: other policies, the base model's tokenizer, and scores of a round's other tables.
-OF_THE_GRAPH = {"base", "tokenizer", "teacher", "reference", "greedy_scores", "refill_*", "candidate_*", "evaluation_*"}
+# The graph itself gives these roles: other policies, the base model's tokenizer, scores of a round's other tables, and
+# the scores that set their scale.
+OF_THE_GRAPH = {"base", "tokenizer", "teacher", "reference", "greedy_scores", "scale"}
+OF_THE_GRAPH |= {"refill_*", "candidate_*", "evaluation_*"}
 
 
 def test_every_section_is_one_of_the_recipe_and_holds_the_settings_of_its_stage():
