@@ -12,6 +12,7 @@ from typing import Any
 from stages.common.models import ADAPTER, load_policy
 from stages.contract.definition import Context, Reads, Stage, StageConfig
 from stages.store.artifacts import Artifact
+from stages.update.fates import FATES
 
 POLICY, EVALUATION = "candidate_", "evaluation_"
 """Inputs are named so, with the number of the round behind."""
@@ -35,8 +36,9 @@ def run(ctx: Context) -> dict[str, Any]:
     best = max(reached, key=lambda number: reached[number])
     chosen = ctx.inputs[POLICY + best]
     shutil.copy(chosen.local("policy.json"), ctx.out / "policy.json")
-    if chosen.has(f"{ADAPTER}/"):
-        shutil.copytree(chosen.local(f"{ADAPTER}/"), ctx.out / ADAPTER)
+    for folder in (ADAPTER, FATES):
+        if chosen.has(f"{folder}/"):
+            shutil.copytree(chosen.local(f"{folder}/"), ctx.out / folder)
     ctx.log(f"round {int(best)} is the best of {len(reached)} by {ctx.config.metric}: {reached[best]:.4g}")
     return {"round": int(best), "metric": ctx.config.metric, "best": reached[best], "candidates": reached}
 
