@@ -7,6 +7,7 @@ import pytest
 
 from tuning.algorithms import advantages as adv
 from tuning.losses.groups import informative_groups, is_informative
+from tuning.losses.returns import whiten
 
 REWARDS = np.array([[1.0, 0.0, 0.0, 1.0], [0.6, 0.6, 0.6, 0.6], [0.1, 0.9, 0.4, 0.2]], np.float32)
 ESTIMATORS = {
@@ -46,9 +47,13 @@ def opo(rewards, ids=None, **more):
     return adv.opo_advantages(rewards, ids, jnp.arange(1, 1 + rewards.size), **more)
 
 
-@pytest.mark.parametrize("name", ["std", "none", "batch-std", "rloo", "passk", "opo", "standardised"])
+def whitened(rewards, ids):
+    return whiten(rewards[None], jnp.ones((1, rewards.size)))[0]
+
+
+@pytest.mark.parametrize("name", ["std", "none", "batch-std", "rloo", "passk", "opo", "standardised", "whitened"])
 def test_rewards_far_from_zero_have_the_advantages_of_those_near_it(name: str) -> None:
-    estimate = {"opo": opo, "standardised": lambda r, ids: adv.standardise(r)} | ESTIMATORS
+    estimate = {"opo": opo, "standardised": lambda r, ids: adv.standardise(r), "whitened": whitened} | ESTIMATORS
     # Multiples of 1/128 are exact in float32 at 1000 too: the rewards differ by the shift and by nothing else.
     near = jnp.asarray(np.random.default_rng(2).integers(0, 9, 60) / 128, jnp.float32)
     ids = jnp.asarray(np.arange(60) // 12)
