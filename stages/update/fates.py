@@ -41,7 +41,7 @@ def fates_of(
         if truncated != "keep" and rollout.stop == "length":
             return "truncated", "it was cut off at max_tokens, and such completions are masked"
         if greedy_N is not None and not np.isfinite(greedy_N[number]):
-            return "failed", NO_BASELINE
+            return "unchosen", NO_BASELINE
         if rollout.place not in teaching:
             return "tied", TIED
         return "unchosen", "the algorithm trains on other completions of its group"

@@ -80,6 +80,6 @@ def test_a_completion_without_a_baseline_is_not_called_tied():
     every, how = scored(prompts=5), RoundSettings.of("remax", kl_in_reward=0.0)
     greedy_N = np.repeat([0.0, np.nan, 1.0, 0.0, 0.0], 2)
     rows = fates_of(every, every, result(every, how, greedy_N), "keep", greedy_N)
-    assert [row.fate for row in rows] == ["trained"] * 2 + ["failed"] * 2 + ["trained", "failed"] + ["trained"] * 4
+    assert [row.fate for row in rows] == ["trained"] * 2 + ["unchosen"] * 2 + ["trained", "failed"] + ["trained"] * 4
     assert {row.reason for row in rows if row.place == 1} == {NO_BASELINE}
     assert rows[5].reason == "exact: boom"
