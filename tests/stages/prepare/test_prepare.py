@@ -227,7 +227,7 @@ def test_prompts_without_a_completion_are_prompts_whatever_share_feeds_sft(run, 
 @pytest.mark.parametrize(
     "extra, settings, message",
     [
-        ([], {"max_completion_tokens": 1}, "no rows for `sft`.*sft:completion_too_long.*leave it out of `splits`"),
+        ([], {"max_completion_tokens": 1}, "no rows for `sft`.*sft:completion_too_long.*leave it out of `data.splits`"),
         ([], {"heldout_fraction": 0.0}, "no rows for `heldout`: heldout_fraction is 0.0"),
         ([], {"sft_fraction": 1.0}, "no rows for `prompts`.*use 'all-training'"),
         ([{"promt": "x"}] * 20, {}, "20 of 80 records .*dead.parquet.*did you mean `prompt`"),
