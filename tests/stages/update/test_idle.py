@@ -43,7 +43,9 @@ def test_rounds_in_a_row_are_counted_and_one_that_trains_begins_anew():
     second = idle_metrics(DATA, NOTHING, Config(), parent("update", idle_rounds=1))
     assert second["idle_rounds"] == 2
     check_idle(second, 3)
-    trained = idle_metrics(DATA, {"steps": 2, "skipped": 1, "groups": 2, "tied": 1}, Config(), parent("update", idle_rounds=2))
+    trained = idle_metrics(
+        DATA, {"steps": 2, "skipped": 1, "groups": 2, "tied": 1}, Config(), parent("update", idle_rounds=2)
+    )
     assert trained == {}
     check_idle(trained, 1)
     assert idle_metrics(DATA, NOTHING, Config(), parent("update"))["idle_rounds"] == 1
