@@ -185,7 +185,12 @@ BUILT_IN: dict[str, RewardFn] = {
     )
 }  # fmt: skip
 
-PACKAGES = {"reasoning_gym_score": ("reasoning-gym",), "math_equal": ("math-verify", "sympy", "latex2sympy2-extended")}
+PACKAGES = {
+    "exact_match": ("regex",),
+    "number_match": ("regex",),
+    "reasoning_gym_score": ("reasoning-gym",),
+    "math_equal": ("math-verify", "sympy", "latex2sympy2-extended", "regex"),
+}
 """Packages that influence the result of a built-in; their versions are part of the stage's key."""
 
 LOADS = {"reasoning_gym_score": ("reasoning_gym",), "math_equal": ("math_verify",)}
