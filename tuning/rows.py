@@ -202,10 +202,14 @@ def numbers_of_groups(rows: Iterable[OfCompletion]) -> list[int]:
     return [numbers.setdefault(row.place, len(numbers)) for row in rows]
 
 
+class OtherColumns(ValueError):
+    """A file is no table of the kind that is asked for: another version of a stage wrote it."""
+
+
 def read_table(paths: Iterable[Path], kind: type[R]) -> list[R]:
     """The rows of Parquet files, one file after another; a field without a column keeps its default.
 
-    Raises ValueError for a file of other columns.
+    Raises OtherColumns.
     """
     return [kind(**row) for path in paths for row in _checked(pq.read_table(path), path, kind).to_pylist()]
 
@@ -216,7 +220,7 @@ def _checked(table: pa.Table, path: Path, kind: type[Row]) -> pa.Table:
     needed = {n for n, f in fields.items() if f.default is nothing and f.default_factory is nothing}
     lacks, strange = sorted(needed - set(table.column_names)), sorted(set(table.column_names) - set(fields))
     if lacks or strange:
-        raise ValueError(
+        raise OtherColumns(
             f"{path} is no table of {kind.__name__}: it lacks columns {lacks} and has {strange}, which are unknown. It "
             "was written by another version of the stage: make it again"
         )

@@ -81,4 +81,4 @@ def _policy(store: str, run_name: str | None, node: str) -> tuple[dict[str, Any]
     record = record_of(store, run_name, node)
     artifact = artifact_of(Store(store), record, node)
     base = record["nodes"]["base"]["key"]
-    return record, PolicyPlace(store=store, stage=artifact.stage, key=artifact.key, base=base)
+    return record, PolicyPlace(store=store, stage=artifact.stage, key=artifact.key, digest=artifact.digest, base=base)

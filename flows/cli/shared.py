@@ -70,7 +70,8 @@ def artifact_of(store: Store, record: dict[str, Any], node: str) -> Artifact:
     entry = record["nodes"].get(node)
     if entry is None or "digest" not in entry:
         raise usage_error(f"run {record['name']} has no finished {node}; finished are {', '.join(record['nodes'])}")
-    artifact = store.get(entry["stage"], entry["key"])
+    # By digest: another run may have made the key anew since.
+    artifact = store.with_digest(entry["stage"], entry["key"], entry["digest"])
     if artifact is None:
         raise usage_error(f"{node} of {record['name']} is gone from {store.shown}; `rlhf run` makes it again")
     return artifact

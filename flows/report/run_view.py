@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, NotRequired, TypedDict, TypeVar
 
 from flows.report.charts import Chart, step_charts
 from flows.report.formats import LABELS, seconds_at
-from stages.store.artifacts import MANIFEST, Artifact, ArtifactError, Store
+from stages.store.artifacts import Artifact, ArtifactError, Store
 from stages.store.keys import SHOWN
 
 if TYPE_CHECKING:
@@ -102,17 +102,18 @@ class RunView:
         self._artifacts: dict[str, Artifact | None] = {}
 
     def artifact(self, name: str) -> Artifact | None:
-        """The artifact of a finished node, or None where the store has lost it.
+        """The artifact of a finished node as the run used it, or None where the store has lost it.
 
-        Reads the manifest only. `Store.get` would move a damaged artifact aside, which reading a report must not do.
+        A damaged one is not moved aside, which reading a report must not do.
         """
         if name not in self._artifacts:
             entry = self.nodes.get(name)
-            manifest = None
+            found = None
             if entry and entry["state"] in ("hit", "made"):
                 with contextlib.suppress(ArtifactError, OSError):
-                    manifest = self.store.read_json("artifacts", entry["stage"], entry["key"], MANIFEST)
-            self._artifacts[name] = Artifact(self.store, manifest) if manifest else None
+                    # By digest: another run may have made the key anew since.
+                    found = self.store.with_digest(entry["stage"], entry["key"], entry["digest"], repair=False)
+            self._artifacts[name] = found
         return self._artifacts[name]
 
     def stored(self, name: str) -> Artifact:

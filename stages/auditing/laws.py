@@ -12,6 +12,7 @@ from typing import Any
 
 from stages.auditing.run import AuditedRun
 from stages.store.artifacts import Store
+from tuning.rows import OtherColumns
 
 SHOWN = 3
 """Broken cases that a line shows."""
@@ -84,8 +85,11 @@ def audit(store: Store, record: Mapping[str, Any], *, deep: bool = False) -> Ite
 
 
 def _looked(law: Law, run: AuditedRun) -> Finding:
-    """What the law finds. Artifacts that it cannot make sense of break it: one law must not end the audit."""
+    """What the law finds. Tables of an older version are left out; what it cannot make sense of breaks it: one law must
+    not end the audit."""
     try:
         return law.look(run)
+    except OtherColumns as e:
+        return Finding("cases", left_out=[f"a table is of another version: {e}"])
     except Exception as e:
         return Finding("cases", broken=[f"the artifacts cannot be read as this law needs: {type(e).__name__}: {e}"])

@@ -24,8 +24,8 @@ def pass_by_pass(run: AuditedRun) -> Finding:
     finding = Finding("draws")
     known = [prompt.id for prompt in run.prompts("prompts")]
     counts: Counter[str] = Counter(dict.fromkeys(known, 0))
-    for round_ in run.rounds:
-        if not known or round_.number != run.rounds.index(round_):
+    for number, round_ in enumerate(run.rounds):
+        if not known or round_.number != number:
             finding.left_out.append(f"{round_.name} and later: rounds or prompts before it are not in this run")
             break
         places = drawn(round_.sampled[0])

@@ -9,31 +9,48 @@ from pathlib import Path
 
 from stages.auditing.laws import Finding, Law
 from stages.auditing.run import AuditedRun
+from stages.contract.fingerprint import library_versions, reached
+from stages.contract.registry import stage
 from stages.store.artifacts import MANIFEST, Artifact, Store
-from stages.worker.client import CodeChanged, Worker
+from stages.worker.client import CodeChanged, StageFailed, Worker
 from stages.worker.protocol import Request
 
 
 def replayed(run: AuditedRun) -> Finding:
     """The last round's update, made once more from its stored rollouts and scores, has the same content."""
     finding = Finding("updates")
-    updates = [round_.update for round_ in run.rounds if round_.update is not None]
-    if not updates:
+    stored, name = None, ""
+    for round_ in run.rounds:
+        if round_.update is not None:
+            stored, name = round_.update, f"{round_.name}.update"
+    if stored is None:
         return finding
-    stored = updates[-1]
-    name = f"round-{len(updates) - 1:03d}.update"
+    why = _changed_since(stored)
+    if why:
+        finding.left_out.append(f"{name}: {why}")
+        return finding
     try:
         with tempfile.TemporaryDirectory(prefix="audit-") as folder:
             again = _made_again(run, stored, Path(folder))
-    except CodeChanged as e:
+    except (CodeChanged, StageFailed) as e:
         finding.left_out.append(f"{name}: {e}")
-        return finding
-    if again["device"] != stored.manifest["device"] and again["digest"] != stored.digest:
-        finding.left_out.append(f"{name} was made on {stored.manifest['device']}: bits are promised on one device only")
         return finding
     now, then = again["digest"], stored.digest
     finding.check(now == then, f"{name} made again is {now[:12]}, the run has {then[:12]}")
     return finding
+
+
+def _changed_since(stored: Artifact) -> str:
+    """What is not as it was when the artifact was made, so that other bits would mean nothing; empty where all is."""
+    definition = stage(stored.stage)
+    parts = stored.manifest["key_parts"]
+    config = definition.config.model_validate(stored.manifest["config"], strict=False)
+    code = reached(definition.module, *definition.loads(config))
+    if sorted(code.modules.values()) != sorted(parts["code"].values()):
+        return "the code has changed since"
+    if library_versions(definition.libraries) != parts["versions"]:
+        return "versions of libraries have changed since"
+    return ""
 
 
 def _made_again(run: AuditedRun, stored: Artifact, folder: Path) -> dict[str, str]:
@@ -68,6 +85,8 @@ def _link(artifact: Artifact, place: Path) -> None:
         link.parent.mkdir(parents=True, exist_ok=True)
         if not link.exists():
             os.symlink(artifact.local(file["path"]).absolute(), link)
+    # Under the key, also where the files of an artifact that was made anew have a folder of their own.
+    (place / artifact.key).mkdir(parents=True, exist_ok=True)
     (place / artifact.key / MANIFEST).write_text(json.dumps(artifact.manifest))
 
 

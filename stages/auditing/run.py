@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stages.common.tables import read_table
@@ -71,17 +71,22 @@ class AuditedRun:
     @functools.cached_property
     def artifacts(self) -> dict[str, Artifact]:
         """The artifact of each finished node that is still there."""
-        found = {n: self.store.get(e["stage"], e["key"], repair=False) for n, e in self.entries.items()}
+        found = {}
+        for name, entry in self.entries.items():
+            # By digest: another run may have made the key anew since.
+            found[name] = self.store.with_digest(entry["stage"], entry["key"], entry["digest"], repair=False)
         return {name: artifact for name, artifact in found.items() if artifact is not None}
 
-    @functools.cached_property
-    def rounds(self) -> list[Round]:
-        """The rounds whose rollouts are there, in order."""
+    @property
+    def rounds(self) -> Iterator[Round]:
+        """The rounds whose rollouts are there, in order. A law's loop holds the tables of one round at a time."""
         parts: dict[int, dict[str, Artifact]] = {}
         for name, artifact in self.artifacts.items():
             if match := ROUND.fullmatch(name):
                 parts.setdefault(int(match[1]), {})[match[2]] = artifact
-        return [self._round(number, parts[number]) for number in sorted(parts) if "rollout" in parts[number]]
+        for number in sorted(parts):
+            if "rollout" in parts[number]:
+                yield self._round(number, parts[number])
 
     def _round(self, number: int, parts: Mapping[str, Artifact]) -> Round:
         refills = sorted((n for n in parts if re.fullmatch(r"refill-\d+", n)), key=lambda n: int(n.split("-")[1]))
@@ -93,6 +98,16 @@ class AuditedRun:
     def evaluations(self) -> dict[str, Artifact]:
         """The evaluations by node."""
         return {name: artifact for name, artifact in self.artifacts.items() if artifact.stage == "evaluate"}
+
+    @property
+    def sampled(self) -> Iterator[Sampled]:
+        """The scored tables of all rounds."""
+        for round_ in self.rounds:
+            while round_.sampled:
+                # Taken out of the round, so that its rows leave the memory with it.
+                sampled = round_.sampled.pop(0)
+                if sampled.scores is not None:
+                    yield sampled
 
     def verdicts(self, artifact: Artifact) -> list[VerdictRow]:
         """The verdicts of an evaluation."""

@@ -18,6 +18,8 @@ from tuning.rows import CompletionRow, ScoreRow
 
 RTOL, ATOL = 1e-4, 1e-5
 """Rewards and totals are stored as float32, and the normalised ones are computed in it."""
+ROUNDING = 8 * float(np.finfo(np.float32).eps)
+"""Of the largest value: what a mean and a difference in float32 may lose."""
 EPS = 1e-4
 """Added to a spread before the division, as in TRL."""
 CALLED_AGAIN = 8
@@ -27,7 +29,7 @@ CALLED_AGAIN = 8
 def one_score_each(run: AuditedRun) -> Finding:
     """The score table lists the completions of its rollout table by place and sample, in their order (R21)."""
     finding = Finding("completions")
-    for sampled in _scored(run):
+    for sampled in run.sampled:
         names = [(row.place, row.sample, row.prompt_id) for row in sampled.rows]
         scored = [(row.place, row.sample, row.prompt_id) for row in sampled.score_rows]
         finding.checked += len(names)
@@ -40,7 +42,7 @@ def one_score_each(run: AuditedRun) -> Finding:
 def totals_are_sums(run: AuditedRun) -> Finding:
     """Each total is the weighted sum of its rewards, normalised as the settings say, computed anew."""
     finding = Finding("totals")
-    for sampled in _scored(run):
+    for sampled in run.sampled:
         if not sampled.score_rows:
             continue
         assert sampled.scores is not None
@@ -48,21 +50,21 @@ def totals_are_sums(run: AuditedRun) -> Finding:
         if any(reward["normalise"] != "none" for reward in config["rewards"].values()) and "refill" in sampled.name:
             finding.left_out.append(f"{sampled.name}: normalised with the statistics of the round's own completions")
             continue
-        expected_N = _totals(sampled, config)
-        for row, expected in zip(sampled.score_rows, expected_N.tolist(), strict=True):
+        expected_N, slack_N = _totals(sampled, config)
+        for row, expected, slack in zip(sampled.score_rows, expected_N.tolist(), slack_N.tolist(), strict=True):
             got = math.nan if row.total is None else row.total
-            right = bool(np.isclose(got, expected, equal_nan=True, rtol=RTOL, atol=ATOL))
+            right = bool(np.isclose(got, expected, equal_nan=True, rtol=RTOL, atol=ATOL + slack))
             case = f"{sampled.name}, place {row.place}, sample {row.sample}: total {row.total}"
             finding.check(right, f"{case}, its rewards {dict(row.rewards)} give {expected:.6g}")
     return finding
 
 
-def _totals(sampled: Sampled, config: Mapping[str, Any]) -> np.ndarray:
-    """The totals from the reward columns, [N] float64; NaN where the completion leaves the round."""
+def _totals(sampled: Sampled, config: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """The totals from the reward columns, NaN where the completion leaves the round; and what float32 may add; [N]."""
     rows = sampled.score_rows
     places_N = np.asarray([row.place for row in rows])
-    total_N = np.zeros(len(rows))
-    failed_FN = {name: np.asarray([f"{name}: " in (row.failure or "") for row in rows]) for name in config["rewards"]}
+    total_N, slack_N = np.zeros(len(rows)), np.zeros(len(rows))
+    failed_FN = {name: np.asarray([failed(row, name) for row in rows]) for name in config["rewards"]}
     value_FN = {
         name: np.asarray([math.nan if row.rewards[name] is None else row.rewards[name] for row in rows], float)
         for name in config["rewards"]
@@ -75,28 +77,32 @@ def _totals(sampled: Sampled, config: Mapping[str, Any]) -> np.ndarray:
         leaves_N |= ~np.any([np.isfinite(value_FN[n]) | failed_FN[n] for n in config["rewards"]], axis=0)
     for name, reward in config["rewards"].items():
         value_N = np.where(failed_FN[name], 0.0, value_FN[name])
-        part_N = _normalised(np.where(leaves_N, math.nan, value_N), places_N, reward["normalise"])
+        part_N, rounding_N = _normalised(np.where(leaves_N, math.nan, value_N), places_N, reward["normalise"])
         total_N += reward["weight"] * np.nan_to_num(part_N)
+        slack_N += abs(reward["weight"]) * rounding_N
     total_N[leaves_N] = math.nan
     if config["truncated"] == "zero":
         cut_N = np.asarray([row.stop == "length" for row in sampled.rows])
         total_N[cut_N & np.isfinite(total_N)] = 0.0
-    return total_N
+    return total_N, slack_N
 
 
-def _normalised(value_N: np.ndarray, places_N: np.ndarray, how: str) -> np.ndarray:
-    """Values centred and scaled by the sample deviation of their group or of the table, NaN left out."""
+def _normalised(value_N: np.ndarray, places_N: np.ndarray, how: str) -> tuple[np.ndarray, np.ndarray]:
+    """Values centred and scaled by the sample deviation of their group or of the table, NaN left out; and what float32
+    may add to each, [N]."""
+    out_N, rounding_N = value_N.copy(), np.full(len(value_N), ROUNDING * np.abs(np.nan_to_num(value_N)).max(initial=0))
     if how == "none":
-        return value_N
-    out_N = value_N.copy()
+        return out_N, rounding_N
     for group_N in [places_N == p for p in np.unique(places_N)] if how == "group" else [np.full(len(value_N), True)]:
         known = value_N[group_N & np.isfinite(value_N)]
         if len(known) < 2:
             out_N[group_N & np.isfinite(value_N)] = 0.0
-        else:
-            spread = known.std(ddof=1)
-            out_N[group_N] = (value_N[group_N] - known.mean()) / (spread + EPS)
-    return out_N
+            continue
+        # Values that do not differ have a deviation of 1 over the table, and are 0 in their group either way.
+        spread = known.std(ddof=1) or 1.0
+        out_N[group_N] = (value_N[group_N] - known.mean()) / (spread + EPS)
+        rounding_N[group_N] /= spread + EPS
+    return out_N, rounding_N
 
 
 def called_again(run: AuditedRun) -> Finding:
@@ -104,24 +110,25 @@ def called_again(run: AuditedRun) -> Finding:
     from stages.contract.registry import stage
 
     finding = Finding("rewards")
-    tables = [sampled for sampled in _scored(run) if sampled.score_rows]
-    if not tables:
-        return finding
-    assert tables[0].scores is not None
-    manifest = tables[0].scores.manifest
-    rewards = manifest["config"]["rewards"]
     definition = stage("score")
-    now = definition.sources(definition.config.model_validate(manifest["config"], strict=False))
-    if now != manifest["key_parts"]["sources"]:
-        changed = sorted(k for k in now.keys() | manifest["key_parts"]["sources"].keys() if "reached" not in k)
+    settings, picks = None, []
+    for sampled in run.sampled:
+        assert sampled.scores is not None
+        settings = settings or sampled.scores.manifest
+        if sampled.score_rows:
+            picks += _picked(sampled)
+    if settings is None:
+        return finding
+    config, then = settings["config"], settings["key_parts"]["sources"]
+    now = definition.sources(definition.config.model_validate(config, strict=False))
+    if now != then:
+        changed = sorted(k for k in now.keys() | then.keys() if now.get(k) != then.get(k) and "reached" not in k)
         finding.left_out.append(f"all: the code of rewards has changed since ({', '.join(changed)})")
         return finding
-    for name, reward in rewards.items():
-        why = _not_called(reward)
+    for name, reward in config["rewards"].items():
+        why = _not_called(reward) or _call(name, reward, picks, finding)
         if why:
             finding.left_out.append(f"{name}: {why}")
-        else:
-            _call(name, reward, tables, finding)
     return finding
 
 
@@ -133,15 +140,23 @@ def _not_called(reward: Mapping[str, Any]) -> str:
     return "" if reward.get("batch", "sample") == "sample" else f"a call sees a whole {reward['batch']}"
 
 
-def _call(name: str, reward: Mapping[str, Any], tables: Sequence[Sampled], finding: Finding) -> None:
+Pick = tuple[str, CompletionRow, ScoreRow]
+"""The name of a table, a completion and its scores."""
+
+
+def _call(name: str, reward: Mapping[str, Any], chosen: Sequence[Pick], finding: Finding) -> str:
+    """Compares the rewards of some completions with the table. Returns why none could be had; empty otherwise."""
+    from tuning.rewards.failures import Outage
     from tuning.rewards.processes import evaluate
     from tuning.rewards.samples import Sample
     from tuning.rewards.totals import Part, shaped
 
-    chosen = [pick for table in tables for pick in _picked(table)]
     samples = [Sample.of(row) for _, row, _ in chosen]
     limits = {"seconds": reward["seconds"], "megabytes": reward["megabytes"]}
-    outcomes = evaluate(reward["function"], reward["arguments"], samples, **limits)
+    try:
+        outcomes = evaluate(reward["function"], reward["arguments"], samples, **limits)
+    except Outage as e:
+        return str(e)
     clip = None if reward["clip"] is None else tuple(reward["clip"])
     part = Part(name, squash=reward["squash"], clip=clip)
     for (place, row, score), outcome in zip(chosen, outcomes, strict=True):
@@ -149,9 +164,10 @@ def _call(name: str, reward: Mapping[str, Any], tables: Sequence[Sampled], findi
         stored = score.rewards[name]
         case = f"{place}, place {row.place}, sample {row.sample}: {name} is {stored} in the table and {value} now"
         finding.check(_same(value, stored), case)
+    return ""
 
 
-def _picked(table: Sampled) -> list[tuple[str, CompletionRow, ScoreRow]]:
+def _picked(table: Sampled) -> list[Pick]:
     """Completions of a table whose rewards are computed anew: some at random, and some of prompts with two places.
 
     The same ones each time: an audit that is given twice says the same.
@@ -177,7 +193,7 @@ def _same(a: float | None, b: float | None) -> bool:
 def few_failures(run: AuditedRun) -> Finding:
     """Rewards failed on no more completions than the settings allow, and some completion of each round has a total."""
     finding = Finding("rounds")
-    for sampled in _scored(run):
+    for sampled in run.sampled:
         rows = sampled.score_rows
         if not rows:
             continue
@@ -186,7 +202,7 @@ def few_failures(run: AuditedRun) -> Finding:
         limit = config.get("max_failed_fraction", 1.0)
         finding.checked += 1
         for name in config["rewards"]:
-            failures = [row.failure for row in rows if f"{name}: " in (row.failure or "")]
+            failures = [row.failure for row in rows if failed(row, name)]
             if len(failures) > math.ceil(limit * len(rows)):
                 finding.broken.append(f"{sampled.name}: {name} failed on {len(failures)} of {len(rows)}: {failures[0]}")
         if all(row.total is None for row in rows):
@@ -194,8 +210,9 @@ def few_failures(run: AuditedRun) -> Finding:
     return finding
 
 
-def _scored(run: AuditedRun) -> list[Sampled]:
-    return [sampled for round_ in run.rounds for sampled in round_.sampled if sampled.scores is not None]
+def failed(row: ScoreRow, name: str) -> bool:
+    """Whether the reward `name` failed on a completion: failures are listed as `NAME: reason; NAME: reason`."""
+    return any(part.startswith(f"{name}: ") for part in (row.failure or "").split("; "))
 
 
 LAWS = [

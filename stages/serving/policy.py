@@ -54,7 +54,7 @@ def open_policy(place: PolicyPlace) -> Opened:
     from tuning.models.huggingface import read_config
 
     store = Store(place.store)
-    artifact, base = store.get(place.stage, place.key), store.get("base", place.base)
+    artifact, base = store.with_digest(place.stage, place.key, place.digest), store.get("base", place.base)
     if artifact is None or base is None:
         sys.exit(f"{place.stage}/{place.key[:12]} or its base model is gone from {place.store}; run the recipe again")
     if artifact.stage in NO_POLICY:

@@ -18,6 +18,8 @@ class PolicyPlace(StageConfig):
     """The stage that made the artifact."""
     key: str
     """Its key."""
+    digest: str
+    """Its digest: the key may have been made anew since."""
     base: str
     """Key of the base model, which has the tokenizer."""
 
