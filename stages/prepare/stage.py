@@ -362,7 +362,7 @@ STAGE = Stage(
     Config,
     run,
     sources=source_digests,
-    libraries=("tokenizers", "transformers", "pyarrow", "numpy", "jinja2"),
+    libraries=("tokenizers", "transformers", "pyarrow", "numpy", "jinja2", "regex"),
     computes=lambda config: False,
     section="data",
     title="data",
