@@ -19,8 +19,8 @@ class UnknownRun(KeyError):
 def all_runs(store: Store) -> list[dict[str, Any]]:
     """Every run's record, oldest first."""
     records = []
-    for path in store.fs.glob(store.join("runs", "*", "run.json")):
-        record = store.read_json("runs", path.split("/")[-2], "run.json")
+    for name in store.names("runs"):
+        record = store.read_json("runs", name, "run.json")
         if record is not None:
             records.append(record)
     return sorted(records, key=lambda r: r["started"])
