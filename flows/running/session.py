@@ -56,6 +56,7 @@ class Session:
         self.made: dict[str, Artifact] = {}
         log = self.store.scratch / "runs" / self.name / "worker.log"
         self.worker = Worker(log)
+        self._saved = 0.0
         self.record: dict[str, Any] = {
             "name": self.name,
             "recipe": published(recipe.model_dump(mode="json")),
