@@ -24,6 +24,8 @@ def test_preference_on_pairs(loss, base, memory, judged, tmp_path):
     assert metrics["heldout_chosen_logps"] > metrics["heldout_rejected_logps"]
     if loss == "dpo":
         assert metrics["heldout_loss_before"] == pytest.approx(np.log(2), rel=1e-5)
+        # The policy is its reference: every pair ties.
+        assert metrics["heldout_accuracy_before"] == 0.5
     assert (tmp_path / loss / "work" / "reference-logps").exists() == (loss == "dpo")
     lines = [json.loads(line) for line in (made.path / "logs" / "metrics.jsonl").read_text().splitlines()]
     assert {"loss", "accuracy", "margin", "chosen_logps", "rejected_logps", "grad_norm"} <= set(lines[0])
@@ -86,6 +88,8 @@ def test_long_pairs_stay_pairs_in_reward_and_preference(base, memory, tmp_path):
     config = settings(reward, examples_per_step=4, epochs=2)
     metrics, _ = perform(reward, config, tmp_path / "reward", memory, base=base, **inputs)
     assert metrics["accuracy"] == metrics["heldout_accuracy"] == 1.0
+    # The head starts at zero: every pair ties.
+    assert metrics["heldout_accuracy_before"] == 0.5
     config = settings(preference, loss="simpo", examples_per_step=4, epochs=2)
     metrics, _ = perform(preference, config, tmp_path / "preference", memory, policy=base, **inputs)
     assert metrics["accuracy"] == metrics["heldout_accuracy"] == 1.0
