@@ -256,6 +256,18 @@ def test_errors_say_what_to_change(run, pairs, tmp_path, extra, settings, messag
         run(config)
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_held_out_prompt_within_a_conversation_is_found(run, pairs, tmp_path, count):
+    turns = [
+        {"role": role, "content": text} for role, text in (("user", "2+2?"), ("assistant", "4"), ("user", "Sure?"))
+    ]
+    conversation = {"messages": [*turns, {"role": "assistant", "content": "Yes."}], "split": "sft"}
+    own = {"prompt": [{"role": "system", "content": "Be brief."}, *turns[:count]], "split": "heldout"}
+    config = Config(source=write(tmp_path / "data.jsonl", [*pairs, conversation, own]), system_prompt="Be brief.")
+    with pytest.raises(PrepareError, match="a held-out prompt is in `sft` too .*Sure.*the same `group`"):
+        run(config)
+
+
 def test_prompts_without_answers(run):
     metrics, out = run(Config(source="words", splits=["prompts", "heldout"]))
     assert metrics["rows"]["prompts"] + metrics["rows"]["heldout"] == metrics["records"]["read"]
