@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -179,7 +180,7 @@ def _scores(
     config: Config, rows: Sequence[CompletionRow], verdicts: Mapping[str, Sequence[VerdictRow]]
 ) -> dict[str, Any]:
     """The scores of each judge; of the one that decides also pass@k, maj@n and what tells ability from form."""
-    from tuning.evaluation.verdicts import judged, summary
+    from tuning.evaluation.verdicts import judged, score_of, summary
 
     names = list(config.all_judges)
     decides = judged(verdicts[names[0]], config.samples)
@@ -189,7 +190,8 @@ def _scores(
         )
     metrics = summary(decides)
     # Beside the score: a policy that is only cut off, or never ends, may know the answers.
-    ended = [v.score or 0.0 for row, v in zip(rows, verdicts[names[0]], strict=True) if row.stop != "length"]
+    pairs = zip(rows, verdicts[names[0]], strict=True)
+    ended = [score for row, v in pairs if row.stop != "length" and not math.isnan(score := score_of(v))]
     metrics["score_of_ended"] = sum(ended) / len(ended) if ended else None
     if further := {name: judged(verdicts[name], config.samples).score() for name in names[1:]}:
         metrics["judges"] = further

@@ -9,9 +9,9 @@ import json
 import shutil
 from typing import Any
 
-from stages.common.models import ADAPTER, load_policy
+from stages.common.models import load_policy
 from stages.contract.definition import Context, Reads, Stage, StageConfig
-from stages.store.artifacts import Artifact
+from stages.store.artifacts import NOT_CONTENT, Artifact
 
 POLICY, EVALUATION = "candidate_", "evaluation_"
 """Inputs are named so, with the number of the round behind."""
@@ -34,9 +34,9 @@ def run(ctx: Context) -> dict[str, Any]:
     # max keeps the first of equals: the policy that has moved least.
     best = max(reached, key=lambda number: reached[number])
     chosen = ctx.inputs[POLICY + best]
-    shutil.copy(chosen.local("policy.json"), ctx.out / "policy.json")
-    if chosen.has(f"{ADAPTER}/"):
-        shutil.copytree(chosen.local(f"{ADAPTER}/"), ctx.out / ADAPTER)
+    for path in (f["path"] for f in chosen.manifest["files"] if not f["path"].startswith(NOT_CONTENT)):
+        (ctx.out / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(chosen.local(path), ctx.out / path)
     ctx.log(f"round {int(best)} is the best of {len(reached)} by {ctx.config.metric}: {reached[best]:.4g}")
     return {"round": int(best), "metric": ctx.config.metric, "best": reached[best], "candidates": reached}
 

@@ -21,12 +21,13 @@ ROUND_PROMPTS, ROUND_SAMPLES = 4, 2
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """A policy's completion of a problem; `mean` is the score over all `count` completions of the problem."""
+    """A policy's completion of a problem; `mean` is over the `count` completions that the judge applies to."""
 
     label: str
     text: str
     stop: str
-    score: float
+    score: float | None
+    """None where the judge does not apply."""
     mean: float
     count: int
 
@@ -70,21 +71,22 @@ class _Policy:
         rows = run.rows(name, "rollouts/", ("place", "sample", "prompt", "answer", "text", "stop"))
         self.label = label
         self.rows = {(row["place"], row["sample"]): row for row in rows}
-        self.scores: dict[int, list[float]] = {}
+        self.scores: dict[int, dict[int, float]] = {}
+        """By place and sample, of what the judge applies to."""
         decides = run.stored(name).manifest["config"]["judge"]
-        for verdict in run.rows(name, "verdicts/", ("place", "sample", "judge", "score")):
-            if verdict["judge"] != decides:
-                continue
-            # A completion that could not be judged counts as wrong, as in the evaluation.
-            self.scores.setdefault(verdict["place"], []).append(verdict["score"] or 0.0)
+        for verdict in run.rows(name, "verdicts/", ("place", "sample", "judge", "score", "failure")):
+            applies = verdict["score"] is not None or verdict["failure"] is not None
+            if verdict["judge"] == decides and applies:
+                # A completion on which the judge failed counts as wrong, as in the evaluation.
+                self.scores.setdefault(verdict["place"], {})[verdict["sample"]] = verdict["score"] or 0.0
 
     def mean(self, place: int) -> float:
-        scores = self.scores[place]
+        scores = self.scores[place].values()
         return sum(scores) / len(scores)
 
     def answer(self, place: int, sample: int) -> Answer:
         row, scores = self.rows[place, sample], self.scores[place]
-        return Answer(self.label, row["text"], row["stop"], scores[sample], self.mean(place), len(scores))
+        return Answer(self.label, row["text"], row["stop"], scores.get(sample), self.mean(place), len(scores))
 
 
 def samples(run: RunView, labels: Sequence[str]) -> Samples | None:
@@ -103,15 +105,16 @@ def samples(run: RunView, labels: Sequence[str]) -> Samples | None:
     same = [p for p in shared if abs(change[p]) <= SAME_MEAN]
     cards = []
     for place in chosen_samples(gained, lost, same):
-        scores = list(zip(first.scores[place], last.scores[place], strict=False))
-        # The first sample whose score changed, which is the same draw under every policy.
-        shown = next((i for i, (before, after) in enumerate(scores) if before != after), 0)
+        before, after = first.scores[place], last.scores[place]
+        # The first sample whose score changed, which is the same draw under every policy; else one that has a score.
+        both = sorted(before.keys() & after.keys())
+        shown = next((s for s in both if before[s] != after[s]), both[0] if both else min(after))
         row = last.rows[place, shown]
         cards.append(Card(row["prompt"], row["answer"], [p.answer(place, shown) for p in policies]))
     steps = []
-    for before, after in zip(policies, policies[1:], strict=False) if len(policies) > 2 else ():
-        changes = [after.mean(p) - before.mean(p) for p in shared]
-        ends = (before.label, after.label)
+    for start, end in zip(policies, policies[1:], strict=False) if len(policies) > 2 else ():
+        changes = [end.mean(p) - start.mean(p) for p in shared]
+        ends = (start.label, end.label)
         steps.append(Step(ends, sum(c > SAME_MEAN for c in changes), sum(c < -SAME_MEAN for c in changes)))
     return Samples(cards, (first.label, last.label), len(gained), len(lost), len(same), steps)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from stages.sampling.groups import Scored
 from tuning.rows import CompletionRow, FateRow, ScoreRow
 
@@ -14,13 +16,17 @@ if TYPE_CHECKING:
 FATES = "fates"
 """The folder of an update that holds the table."""
 TIED = "the rewards of its group are equal"
+NO_BASELINE = "the greedy completion of its prompt, the baseline, has no reward"
 
 
-def fates_of(sampled: Scored, chosen: Scored, result: RoundResult, truncated: str) -> list[FateRow]:
+def fates_of(
+    sampled: Scored, chosen: Scored, result: RoundResult, truncated: str, greedy_N: np.ndarray | None = None
+) -> list[FateRow]:
     """One row for each completion, in the order of sampling.
 
     sampled: all of the round and its refills. chosen: those that the round takes, in the order of the result's arrays.
-    truncated: the setting of that name.
+    truncated: the setting of that name. greedy_N: where it is the baseline, the reward of the greedy completion of the
+    prompt of each that is chosen, NaN without one.
     """
     numbers = {(row.place, row.sample): number for number, row in enumerate(chosen.rollouts)}
     teaching = {row.place for row, signal in zip(chosen.rollouts, result.signal_N, strict=True) if signal}
@@ -34,6 +40,8 @@ def fates_of(sampled: Scored, chosen: Scored, result: RoundResult, truncated: st
             return "spare", f"{TIED}, or the round has as many groups as it wants without it"
         if truncated != "keep" and rollout.stop == "length":
             return "truncated", "it was cut off at max_tokens, and such completions are masked"
+        if greedy_N is not None and not np.isfinite(greedy_N[number]):
+            return "failed", NO_BASELINE
         if rollout.place not in teaching:
             return "tied", TIED
         return "unchosen", "the algorithm trains on other completions of its group"

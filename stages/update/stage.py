@@ -114,7 +114,7 @@ def _advance(ctx: Context, with_fates: bool = False) -> tuple[State, dict[str, A
         state.adapter = result.policy.params
         _, state.params = states.merged(ctx, state.adapter)
     if with_fates:
-        rows = fates_of(sampled, chosen, result, config.truncated)
+        rows = fates_of(sampled, chosen, result, config.truncated, data.greedy_N)
         write_table(ctx.out / FATES / "part-00000.parquet", rows, FateRow.schema())
     idle = idle_metrics(data, result.metrics, config, parent)
     if idle:

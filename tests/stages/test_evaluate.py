@@ -63,6 +63,8 @@ def test_every_judge_has_a_verdict_on_every_completion(base, tmp_path):
     assert metrics["score_low"] < 3 / 7 < metrics["score_high"]
     assert (metrics["judge_failures"], metrics["not_applicable"]) == (4, 1)
     assert metrics["judges"]["format"]["score"] == 0.25
+    # Of problems 1 to 7 too.
+    assert metrics["score_of_ended"] == pytest.approx(3 / 7)
 
 
 def test_form_and_ability_are_told_apart(base, tmp_path):

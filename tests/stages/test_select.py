@@ -9,6 +9,8 @@ import pytest
 from stages import select
 from stages.contract.definition import Context
 from stages.store.artifacts import Store
+from stages.update.fates import FATES
+from tuning.rows import FateRow, write_table
 
 
 def commit(store, folder, stage, key, files, **manifest):
@@ -25,6 +27,8 @@ def candidates(tmp_path):
     for number, score in ((1, 0.2), (3, 0.7), (5, 0.7)):
         name = f"{number:03d}"
         files = {"policy.json": f"p{number}", "adapter/config.json": f"a{number}", "state/model/x": "w"}
+        fates = [FateRow(place=0, sample=0, prompt_id="p", fate="trained", advantage=score)]
+        write_table(tmp_path / f"u{name}" / FATES / "part-00000.parquet", fates, FateRow.schema())
         inputs[f"candidate_{name}"] = commit(store, tmp_path / f"u{name}", "update", f"u{name}", files)
         scores = {"score": score, "pass_at_2": 1 - score, "maj_at_2": None, "judges": {"form": {"score": 1 / number}}}
         made = commit(store, tmp_path / f"e{name}", "evaluate", f"e{name}", {"scores.json": json.dumps(scores)})
@@ -40,7 +44,7 @@ def chosen(tmp_path, candidates, metric):
     )  # fmt: skip
     ctx.out.mkdir()
     metrics = select.run(ctx)
-    refs = {name: {"stage": a.stage, "key": a.key} for name, a in inputs.items()}
+    refs = {name: {"stage": a.stage, "key": a.key, "digest": a.digest} for name, a in inputs.items()}
     return ctx, store.commit(ctx.out, {"stage": "select", "key": "s", "config": {}, "inputs": refs, "metrics": metrics})
 
 

@@ -62,27 +62,36 @@ def _group_max(x_B: jax.Array, groups_B: jax.Array, keep_B: jax.Array) -> jax.Ar
     return jax.ops.segment_max(masked(x_B, keep_B, -jnp.inf), groups_B, num_segments=x_B.shape[0])[groups_B]
 
 
-def _group_mean_std(
+def _above_least(r_B: jax.Array, groups_B: jax.Array, keep_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Rewards less the least of their group, 0 where not kept, and whether all of the group are equal; both [B].
+
+    Sums of these are near 0: in float32 the mean of rewards such as 1000.01 is off by more than their differences.
+    """
+    least = -_group_max(-r_B, groups_B, keep_B)
+    return masked(r_B - least, keep_B), _group_max(r_B, groups_B, keep_B) == least
+
+
+def _group_deviations(
     rewards: jax.Array, groups: jax.Array, keep: jax.Array, ddof: int
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Mean, deviation from it, standard deviation (0 for n <= ddof) and size of each sample's group, all [B].
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Deviation from the mean, standard deviation (0 for n <= ddof) and size of each sample's group, all [B].
 
     Deviations of a group of equal rewards are exactly 0, whatever the rounding of the mean.
     """
     n = _group_sum(keep.astype(rewards.dtype), groups)
-    mean = _group_sum(rewards, groups) / jnp.maximum(n, 1)
-    # max == min, by -max(-r).
-    equal = _group_max(rewards, groups, keep) == -_group_max(-rewards, groups, keep)
-    deviation = jnp.where(keep & ~equal, rewards - mean, 0)
+    above, equal = _above_least(rewards, groups, keep)
+    deviation = jnp.where(keep & ~equal, above - _group_sum(above, groups) / jnp.maximum(n, 1), 0)
     std = jnp.sqrt(_group_sum(deviation**2, groups) / jnp.maximum(n - ddof, 1))
-    return mean, deviation, std, n
+    return deviation, std, n
 
 
 def _batch_std(x_B: jax.Array, keep_B: jax.Array, ddof: int) -> jax.Array:
     """Standard deviation of the kept values, a scalar; 0 for n <= ddof."""
     n = keep_B.sum()
-    mean = masked(x_B, keep_B).sum() / jnp.maximum(n, 1)
-    return jnp.sqrt(masked((x_B - mean) ** 2, keep_B).sum() / jnp.maximum(n - ddof, 1))
+    # The least value as the origin, as in `_above_least`.
+    above_B = masked(x_B - masked(x_B, keep_B, jnp.inf).min(initial=jnp.inf), keep_B)
+    mean = above_B.sum() / jnp.maximum(n, 1)
+    return jnp.sqrt(masked((above_B - mean) ** 2, keep_B).sum() / jnp.maximum(n - ddof, 1))
 
 
 def group_advantages(
@@ -102,7 +111,7 @@ def group_advantages(
     (divided by 1 + eps unless "none") with singleton="reward".
     """
     r, groups, keep = _flat(rewards, group_ids, valid)
-    _, advantages, std, n = _group_mean_std(r, groups, keep, ddof)
+    advantages, std, n = _group_deviations(r, groups, keep, ddof)
     if singleton == "reward":
         # A lone sample has no spread: 1 in its place leaves the raw reward.
         advantages, std = jnp.where(n == 1, r, advantages), jnp.where(n == 1, 1, std)
@@ -131,7 +140,7 @@ def rloo_advantages(
     reward_clip limits the rewards before the baseline.
     """
     r, groups, keep = _flat(rewards if reward_clip is None else jnp.clip(rewards, *reward_clip), group_ids, valid)
-    _, deviation, _, n = _group_mean_std(r, groups, keep, 1)
+    deviation, _, n = _group_deviations(r, groups, keep, 1)
     # r - mean of the others = (r - mean) n / (n - 1): no sum of each sample's others.
     advantages = deviation * n / jnp.maximum(n - 1, 1)
     if singleton == "reward":
@@ -144,8 +153,8 @@ def standardise(
 ) -> jax.Array:
     """(x - mean) / (std + eps) over the valid values of the batch, any shape; `scale=False` only removes the mean."""
     keep = jnp.ones(x.shape, bool) if valid is None else valid > 0
-    mean = masked(x, keep).sum() / jnp.maximum(keep.sum(), 1)
-    out = (masked(x, keep) - mean) / ((_batch_std(x, keep, ddof) + eps) if scale else 1)
+    above = masked(x - masked(x, keep, jnp.inf).min(initial=jnp.inf), keep)
+    out = (above - above.sum() / jnp.maximum(keep.sum(), 1)) / ((_batch_std(x, keep, ddof) + eps) if scale else 1)
     return masked(out, keep)
 
 
@@ -182,10 +191,10 @@ def opo_advantages(
     """OPO (arXiv:2505.23585), [B]: r minus the group's mean reward weighted by length."""
     r, groups, keep = _flat(rewards_B, group_ids_B, valid)
     weight = masked(lengths_B.astype(r.dtype), keep)
-    baseline = _group_sum(weight * r, groups) / jnp.maximum(_group_sum(weight, groups), 1)
+    above, equal = _above_least(r, groups, keep)
+    baseline = _group_sum(weight * above, groups) / jnp.maximum(_group_sum(weight, groups), 1)
     # The weighted mean of equal rewards is off by its rounding: their advantage is exactly 0.
-    equal = _group_max(r, groups, keep) == -_group_max(-r, groups, keep)
-    advantages = jnp.where(equal, 0, r - baseline)
+    advantages = jnp.where(equal, 0, above - baseline)
     if singleton == "reward":
         advantages = jnp.where(_group_sum(keep.astype(r.dtype), groups) == 1, r, advantages)
     return masked(advantages, keep)
@@ -218,7 +227,7 @@ def passk_advantages(
 ) -> jax.Array:
     """Pass@k credit (arXiv:2503.19595): the best of a group gets its lead over the second best, the others 0."""
     r, groups, keep = _flat(rewards, group_ids, valid)
-    _, _, std, n = _group_mean_std(r, groups, keep, ddof)
+    _, std, n = _group_deviations(r, groups, keep, ddof)
     is_best = keep & (r == _group_max(r, groups, keep))
     others = keep & ~is_best
     # Without others the maximum is -inf and the lead infinite; `unique` leaves those out.

@@ -188,7 +188,9 @@ class _Round:
         metrics |= self.train()
         # With old log-probabilities the mismatch was checked before any step.
         self.check_mismatch(0.0 if needs_old else metrics.get("mismatch_kl", 0.0))
-        metrics["advantage_spread"] = float(self.columns_NT["advantages"][self.trained_NT].std())
+        advantages = self.columns_NT["advantages"][self.trained_NT]
+        # Completions without a token have no advantage.
+        metrics["advantage_spread"] = float(advantages.std()) if advantages.size else 0.0
         return metrics | {f"seconds_{name}": round(s, 3) for name, s in self.seconds.items()}
 
     def pack(self, passes: int) -> None:
@@ -246,16 +248,16 @@ class _Round:
                 self.pack(0)
 
     def mismatch_kl(self) -> float:
-        """Mean k3 estimate of KL(mu || pi_old) over the tokens that are trained."""
+        """Mean k3 estimate of KL(mu || pi_old) over the tokens that are trained; 0 without any."""
         mask = self.data.mask_NT & self.keep_N[:, None]
         # k3 = exp(x) - 1 - x; expm1 keeps it exact near 0, where a healthy mismatch is.
         log_rho = np.where(mask, self.columns_NT["old"] - self.data.mu_NT, 0.0)
-        return float((np.expm1(log_rho) - log_rho).sum() / mask.sum())
+        return float((np.expm1(log_rho) - log_rho).sum() / max(mask.sum(), 1))
 
     def check_mismatch(self, kl: float) -> None:
-        """Raises Mismatch where `kl` exceeds the limit of the settings."""
+        """Raises Mismatch where `kl` exceeds the limit of the settings, or is no number."""
         limit = self.settings.max_mismatch_kl
-        if kl > limit:
+        if not kl <= limit:
             raise Mismatch(
                 f"sampler and trainer disagree: mismatch KL {kl:.4f} is above max_mismatch_kl {limit}; compare dtypes "
                 "(those of rl.rollout.engine too), lower the staleness of the rollouts, or raise the limit knowingly"

@@ -2,6 +2,10 @@
 
 `correct_PS` is [problems, samples]: the score of each completion, NaN where the judge does not apply. A problem without
 any score is left out. Problems of one cluster (a group of related problems) are resampled together.
+
+A bootstrap of a few clusters is too narrow, and of one it has no width. Below `FEW` clusters an interval is Student's,
+of the means of the clusters; a single cluster does not tell how clusters differ, and its interval is all that is
+possible.
 """
 
 from __future__ import annotations
@@ -11,8 +15,11 @@ from collections.abc import Hashable, Sequence
 from statistics import NormalDist
 
 import numpy as np
+from scipy.special import stdtrit
 
 RESAMPLES = 2000
+FEW = 10
+"""Clusters from which on they are resampled."""
 _CHUNK = 1 << 22
 """Numbers drawn at a time: the resamples of many problems do not fit the memory together."""
 
@@ -32,8 +39,9 @@ def mean_interval(
 ) -> tuple[float, float, float]:
     """Mean over problems of the mean over samples, with a percentile bootstrap interval over clusters of problems.
 
-    The bootstrap is Efron's (1979), of clusters as in Field and Welsh (2007). Where all problems have one value the
-    bootstrap has no width, and for a share Wilson's interval takes its place. Raises ValueError without a problem.
+    The bootstrap is Efron's (1979), of clusters as in Field and Welsh (2007); below `FEW` clusters the interval is
+    Student's (`_few`). Where all problems have one value neither has a width, and for a share Wilson's interval takes
+    their place. Raises ValueError without a problem.
     """
     means = problem_means(correct_PS)
     known = np.isfinite(means)
@@ -43,6 +51,9 @@ def mean_interval(
     mean = float(values.mean())
     if np.ptp(values) == 0 and 0 <= mean <= 1:
         return mean, *wilson(mean, len(set(names)), _z(confidence))
+    if np.ptp(values) > 0 and len(set(names)) < FEW:
+        # What scores can be: from 0 to 1, unless they themselves go beyond.
+        return mean, *_few(values, names, confidence, (min(0.0, float(values.min())), max(1.0, float(values.max()))))
     return mean, *_bootstrap(values, names, confidence, seed)
 
 
@@ -56,11 +67,12 @@ def wilson(mean: float, n: int, z: float = 1.96) -> tuple[float, float]:
 def paired_difference(
     a_PS: np.ndarray, b_PS: np.ndarray, confidence: float = 0.95, seed: int = 0, clusters: Clusters = None
 ) -> tuple[float, float, float]:
-    """Mean of b - a with a bootstrap interval over clusters of problems.
+    """Mean of b - a with a bootstrap interval over clusters of problems, Student's below `FEW` clusters (`_few`).
 
     Both are [problems, samples], their rows match by problem, and problems without a score on either side are left out.
-    Where no problem differs, or all differ by a whole point, the bootstrap has no width: the interval then allows for
-    the largest share of other problems that Wilson's interval does not exclude. Raises ValueError without a problem.
+    Where no problem differs, all differ by a whole point, or those of a few clusters differ alike, neither has a width:
+    the interval then allows for the largest share of other problems that Wilson's interval does not exclude. That of
+    one cluster always holds 0. Raises ValueError without a problem.
     """
     # Differences are resampled, not each side: the difficulty that a problem has for both cancels.
     gaps = problem_means(b_PS) - problem_means(a_PS)
@@ -68,10 +80,16 @@ def paired_difference(
     values, names = gaps[known], _names(clusters, known)
     if len(values) == 0:
         raise ValueError("a difference needs at least one problem that has a score on both sides")
-    mean = float(values.mean())
-    if np.ptp(values) == 0 and mean in (-1.0, 0.0, 1.0):
-        unseen = wilson(0.0, len(set(names)), _z(confidence))[1]
-        return mean, max(-1.0, mean * (1 - unseen) - unseen), min(1.0, mean * (1 - unseen) + unseen)
+    mean, count = float(values.mean()), len(set(names))
+    # What a difference can be: a whole point, unless one is larger.
+    most = max(1.0, float(np.abs(values).max()))
+    # Equal differences of scores are equal up to rounding.
+    alike = np.ptp(values) == 0 and mean in (-1.0, 0.0, 1.0) if count >= FEW else np.ptp(values) < 1e-9 * most
+    if alike:
+        unseen = wilson(0.0, count, _z(confidence))[1]
+        return mean, max(-most, mean * (1 - unseen) - unseen * most), min(most, mean * (1 - unseen) + unseen * most)
+    if count < FEW:
+        return mean, *_few(values, names, confidence, (-most, most))
     return mean, *_bootstrap(values, names, confidence, seed)
 
 
@@ -85,11 +103,34 @@ def _names(clusters: Clusters, known: np.ndarray) -> list[Hashable]:
     return [name for name, there in zip(named, known, strict=True) if there]
 
 
-def _bootstrap(values: np.ndarray, names: Sequence[Hashable], confidence: float, seed: int) -> tuple[float, float]:
-    """Percentile interval of the mean of `values`, resampled by cluster."""
+def _by_cluster(values: np.ndarray, names: Sequence[Hashable]) -> tuple[np.ndarray, np.ndarray]:
+    """The sum and the number of the values of each cluster."""
     numbers: dict[Hashable, int] = {}
     cluster_N = np.asarray([numbers.setdefault(name, len(numbers)) for name in names])
-    sums, counts = np.bincount(cluster_N, values), np.bincount(cluster_N)
+    return np.bincount(cluster_N, values), np.bincount(cluster_N)
+
+
+def _few(
+    values: np.ndarray, names: Sequence[Hashable], confidence: float, possible: tuple[float, float]
+) -> tuple[float, float]:
+    """Student's interval of the mean of `values` with clusters - 1 degrees of freedom, within what is `possible`.
+
+    The mean weighs clusters by their shares w of the problems: its variance is sum(w^2) s^2, s^2 the variance of the
+    means of clusters, and at least that of independent problems, since a few means may agree by chance. One cluster has
+    no s^2: all that is possible.
+    """
+    sums, counts = _by_cluster(values, names)
+    if len(sums) == 1:
+        return possible
+    shares = counts / counts.sum()
+    variance = max((shares**2).sum() * np.var(sums / counts, ddof=1), np.var(values, ddof=1) / len(values))
+    half = stdtrit(len(sums) - 1, (1 + confidence) / 2) * np.sqrt(variance)
+    return float(max(possible[0], values.mean() - half)), float(min(possible[1], values.mean() + half))
+
+
+def _bootstrap(values: np.ndarray, names: Sequence[Hashable], confidence: float, seed: int) -> tuple[float, float]:
+    """Percentile interval of the mean of `values`, resampled by cluster."""
+    sums, counts = _by_cluster(values, names)
     rng = np.random.default_rng(seed)
     draws: list[np.ndarray] = []
     rows = max(1, _CHUNK // len(sums))

@@ -44,7 +44,7 @@ def judged(verdicts: Iterable[VerdictRow], samples: int) -> Judged:
     for verdict in verdicts:
         by_place.setdefault(verdict.place, {})[verdict.sample] = verdict
     table = [[by_place[place][s] for s in range(samples)] for place in sorted(by_place)]
-    scores = [[_score(verdict) for verdict in problem] for problem in table]
+    scores = [[score_of(verdict) for verdict in problem] for problem in table]
     return Judged(
         sorted(by_place),
         [problem[0].group for problem in table],
@@ -54,7 +54,7 @@ def judged(verdicts: Iterable[VerdictRow], samples: int) -> Judged:
     )
 
 
-def _score(verdict: VerdictRow) -> float:
+def score_of(verdict: VerdictRow) -> float:
     """0 where the judge failed: a policy must not gain by breaking its judge. NaN where it does not apply."""
     if verdict.score is not None:
         return verdict.score

@@ -26,17 +26,19 @@ def whiten(
 
     shift_mean=False adds the mean back; scale=False only removes it.
     """
-    x = masked(x_BT, mask_BT)
+    # From the least value on: in float32 the mean of values such as 1000.01 is off by more than their differences.
+    least = masked(x_BT, mask_BT, jnp.inf).min(keepdims=True, initial=jnp.inf)
+    above = masked(x_BT - least, mask_BT)
     # Two passes: the variance of centred values does not cancel, as sum(x^2) - n mean^2 does.
-    n = (mask_BT > 0).sum(keepdims=True).astype(x.dtype)
-    mean = x.sum(keepdims=True) / jnp.maximum(n, 1)
-    centred = masked(x - mean, mask_BT)
+    n = (mask_BT > 0).sum(keepdims=True).astype(x_BT.dtype)
+    mean = above.sum(keepdims=True) / jnp.maximum(n, 1)
+    centred = masked(above - mean, mask_BT)
     if scale:
         variance = (centred**2).sum(keepdims=True) / jnp.maximum(n - ddof, 1)
         variance = jnp.maximum(variance, variance_floor) + eps
         # With eps = 0 a constant batch has variance 0 and stays 0.
         centred = centred * jnp.where(variance > 0, jax.lax.rsqrt(variance), 0)
-    return centred if shift_mean else masked(centred + mean, mask_BT)
+    return centred if shift_mean else masked(centred + mean + least, mask_BT)
 
 
 @jax.jit

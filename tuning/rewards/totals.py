@@ -142,8 +142,12 @@ def _weighted(
     if scale is not None:
         values_B = (values_B - scale[0]) / (scale[1] + EPS)
     elif part.normalise == "group":
+        # Less the least of the group before they are rounded: 1e6 + 0.01 is 1e6 in float32.
+        _, numbers_B = np.unique(groups_B, return_inverse=True)
+        least_G = np.full(len(values_B), np.inf)
+        np.minimum.at(least_G, numbers_B[known_B], values_B[known_B])
         # Unknown values are masked, but NaN * 0 would still be NaN.
-        values = jnp.asarray(np.where(known_B, values_B, 0.0), jnp.float32)
+        values = jnp.asarray(np.where(known_B, values_B - least_G[numbers_B], 0.0), jnp.float32)
         normed = group_advantages(values, jnp.asarray(groups_B), valid=jnp.asarray(known_B), eps=EPS)
         values_B[known_B] = np.asarray(normed)[known_B]
     return np.where(known_B, part.weight * values_B, 0.0)

@@ -1,12 +1,13 @@
 """Every completion of a round has one fate with a reason, and the numbers add up."""
 
+import dataclasses
 from collections import Counter
 
 import numpy as np
 import pytest
 
 from stages.sampling.groups import Scored, chosen_groups
-from stages.update.fates import fates_of
+from stages.update.fates import NO_BASELINE, fates_of
 from tuning.algorithms import selection
 from tuning.algorithms.algorithm import find
 from tuning.algorithms.round_data import RoundData
@@ -35,9 +36,9 @@ def scored(prompts):
     return Scored(rollouts, scores, prompts)
 
 
-def result(taken, settings):
+def result(taken, settings, greedy_N=None):
     """What a round on these would return of its completions."""
-    data = RoundData.from_rows(taken.rollouts, taken.scores)
+    data = dataclasses.replace(RoundData.from_rows(taken.rollouts, taken.scores), greedy_N=greedy_N)
     algorithm, found = find(settings.objective), selection.scored(data, settings)
     trained_N, signal_N = selection.trained(data, found, algorithm, settings), selection.with_signal(found, algorithm)
     advantages_N = np.where(np.arange(len(trained_N)) == 8, np.nan, np.arange(len(trained_N)))
@@ -73,3 +74,12 @@ def test_groups_that_a_round_with_refills_does_not_take_are_spare_or_failed():
     rows = fates_of(every, taken, result(taken, RoundSettings.of("grpo", kl_coef=0.0)), "keep")
     assert Counter(row.fate for row in rows) == {"trained": 4, "failed": 1, "spare": 5}
     assert about == {"prompts_sampled": 5, "prompts_without_signal": 2, "prompts_to_spare": 1}
+
+
+def test_a_completion_without_a_baseline_is_not_called_tied():
+    every, how = scored(prompts=5), RoundSettings.of("remax", kl_in_reward=0.0)
+    greedy_N = np.repeat([0.0, np.nan, 1.0, 0.0, 0.0], 2)
+    rows = fates_of(every, every, result(every, how, greedy_N), "keep", greedy_N)
+    assert [row.fate for row in rows] == ["trained"] * 2 + ["failed"] * 2 + ["trained", "failed"] + ["trained"] * 4
+    assert {row.reason for row in rows if row.place == 1} == {NO_BASELINE}
+    assert rows[5].reason == "exact: boom"

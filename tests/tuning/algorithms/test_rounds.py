@@ -96,6 +96,14 @@ def test_a_sampler_that_disagrees_with_the_trainer_ends_the_round(epochs):
         run_round(data, config, CONFIG, Learner.start(copy(PARAMS), config.optimizer))
 
 
+def test_a_round_of_empty_completions_has_numbers_for_metrics():
+    rows, scores = rollouts(PARAMS, 0)
+    data = RoundData.from_rows([dataclasses.replace(r, token_ids=[], logprobs=[]) for r in rows], scores)
+    config = settings(epochs=2, prompts_per_step=6)
+    metrics = run_round(data, config, CONFIG, Learner.start(copy(PARAMS), config.optimizer)).metrics
+    assert all(np.isfinite(v) for v in metrics.values() if isinstance(v, float))
+
+
 def test_steps_are_even():
     ones = np.ones(9, np.float32)
     data = RoundData([[1]] * 9, [[2]] * 9, [[0.0]] * 9, np.arange(9), ones, ones > 0, ones < 0)

@@ -49,6 +49,33 @@ def test_copies_of_one_problem_are_one_problem():
     assert paired_difference(zeros, copies, clusters=groups.tolist()) == pytest.approx(mean_interval(once))
 
 
+@pytest.mark.parametrize("count", [1, 2, 4, 9])
+def test_few_clusters_are_seldom_called_different_by_chance(count):
+    """Groups of problems move up or down together: the policies are even, and 5 % of the intervals may miss that."""
+    rng, missed, trials = np.random.default_rng(count), 0, 300
+    for _ in range(trials):
+        names = np.repeat(np.arange(count), rng.integers(20, 60, count))
+        gaps = rng.normal(0, 0.1, count)[names] + rng.normal(0, 0.05, len(names))
+        _, low, high = paired_difference(np.zeros((len(names), 1)), gaps[:, None], clusters=names.tolist())
+        missed += low > 0 or high < 0
+    assert missed <= 0.08 * trials and (count > 1 or missed == 0)
+
+
+def test_a_few_clusters_that_agree_still_leave_a_width():
+    zeros, gains = np.zeros((50, 1)), (np.arange(50) % 10 < 1).astype(float)[:, None]
+    for clusters in (["g"] * 50, ["g"] * 20 + ["h"] * 30, ["g"] * 25 + ["h"] * 25):
+        mean, low, high = paired_difference(zeros, gains, clusters=clusters)
+        assert mean == pytest.approx(0.1) and low < 0 < mean < high
+        mean, low, high = mean_interval(gains, clusters=clusters)
+        assert 0 <= low < mean < high <= 1 and high - low > 0.2
+    # Three problems that gain a quarter each are no proof either, and one gain of any size is none.
+    before = np.asarray([[0.1], [0.2], [0.3]])
+    assert paired_difference(before, before + 0.25)[1] < 0
+    assert paired_difference(zeros[:1], zeros[:1] + 7)[1] < 0
+    # Nine that gain about as much are.
+    assert paired_difference(zeros[:9], 0.3 + 0.02 * np.arange(9)[:, None])[1] > 0.3
+
+
 def test_scores_of_any_range_have_an_interval():
     assert mean_interval(np.full((4, 2), 7.0)) == (7.0, 7.0, 7.0)
 

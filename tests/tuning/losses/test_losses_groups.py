@@ -7,6 +7,7 @@ import pytest
 
 from tuning.algorithms import advantages as adv
 from tuning.losses.groups import informative_groups, is_informative
+from tuning.losses.returns import whiten
 
 REWARDS = np.array([[1.0, 0.0, 0.0, 1.0], [0.6, 0.6, 0.6, 0.6], [0.1, 0.9, 0.4, 0.2]], np.float32)
 ESTIMATORS = {
@@ -40,6 +41,24 @@ def test_order_and_shape_do_not_matter(name: str) -> None:
     np.testing.assert_allclose(flat, np.asarray(square).reshape(-1)[shuffle], rtol=1e-5, atol=1e-6)
     traced = jax.jit(ESTIMATORS[name])(jnp.asarray(REWARDS.reshape(-1)), jnp.asarray(ids))
     np.testing.assert_allclose(traced, np.asarray(square).reshape(-1), rtol=1e-5, atol=1e-6)
+
+
+def opo(rewards, ids=None, **more):
+    return adv.opo_advantages(rewards, ids, jnp.arange(1, 1 + rewards.size), **more)
+
+
+def whitened(rewards, ids):
+    return whiten(rewards[None], jnp.ones((1, rewards.size)))[0]
+
+
+@pytest.mark.parametrize("name", ["std", "none", "batch-std", "rloo", "passk", "opo", "standardised", "whitened"])
+def test_rewards_far_from_zero_have_the_advantages_of_those_near_it(name: str) -> None:
+    estimate = {"opo": opo, "standardised": lambda r, ids: adv.standardise(r), "whitened": whitened} | ESTIMATORS
+    # Multiples of 1/128 are exact in float32 at 1000 too: the rewards differ by the shift and by nothing else.
+    near = jnp.asarray(np.random.default_rng(2).integers(0, 9, 60) / 128, jnp.float32)
+    ids = jnp.asarray(np.arange(60) // 12)
+    far = estimate[name](near + 1000, ids)
+    np.testing.assert_allclose(far, estimate[name](near, ids), rtol=1e-5, atol=1e-6)
 
 
 def test_equal_rewards_give_exactly_zero_and_carry_no_signal() -> None:

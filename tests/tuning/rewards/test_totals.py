@@ -47,6 +47,12 @@ def test_a_reward_is_normalised_before_its_weight_over_the_group_or_the_round():
     np.testing.assert_allclose([batch.mean(), batch.std(ddof=1)], [0.0, 1.0], atol=1e-3)
 
 
+def test_the_size_of_a_reward_does_not_round_away_what_tells_a_group_apart():
+    near, far = ([Outcome(value=base + 0.01 * i) for i in range(len(GROUPS))] for base in (0.0, 1e6))
+    part = Part("a", normalise="group")
+    np.testing.assert_allclose(totals([far], [part], GROUPS)[0], totals([near], [part], GROUPS)[0], atol=1e-5)
+
+
 def test_totals_on_a_given_scale_and_where_the_round_ties():
     part = Part("a", normalise="batch")
     every, some = given(1.0, 3.0, 10.0, 14.0), given(10.0, 20.0)
