@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
 
 from stages.store.artifacts import Store
-from stages.store.leases import is_gone
+from stages.store.leases import beats, is_gone, rebooted
 from tuning.names import nearest
+
+SILENT_MINUTES = 10
+"""After so long without a sign of life a run of a process that this host cannot see (another host or container) counts
+as killed. Signs are the saves of its record and, while it makes an artifact, the beats of that lease."""
 
 
 class UnknownRun(KeyError):
@@ -19,18 +24,29 @@ class UnknownRun(KeyError):
 def all_runs(store: Store) -> list[dict[str, Any]]:
     """Every run's record, oldest first."""
     records = []
-    for path in store.fs.glob(store.join("runs", "*", "run.json")):
-        record = store.read_json("runs", path.split("/")[-2], "run.json")
+    for name in store.names("runs"):
+        record = store.read_json("runs", name, "run.json")
         if record is not None:
             records.append(record)
     return sorted(records, key=lambda r: r["started"])
 
 
-def status_of(record: dict[str, Any]) -> str:
+def status_of(record: dict[str, Any], store: Store) -> str:
     """`running`, `finished`, `interrupted` (by Ctrl-C), `failed`, or `killed`: its process ended without a word."""
-    # None, for a process of another host, counts as running.
-    gone = record["status"] == "running" and is_gone(record["process"])
-    return "killed" if gone else record["status"]
+    if record["status"] != "running":
+        return record["status"]
+    gone = is_gone(record["process"])
+    return "killed" if gone or (gone is None and _silent(record, store)) else "running"
+
+
+def _silent(record: dict[str, Any], store: Store) -> bool:
+    """Whether a run whose process this host cannot see has ended, by its signs of life."""
+    if any(e["state"] == "running" and beats(store, e["stage"], e["key"]) for e in record["nodes"].values()):
+        return False
+    # No process outlives its boot. Else the run may be between two stages, where it holds no lease.
+    saved = datetime.datetime.fromisoformat(record.get("saved", record["started"]))
+    silence = datetime.datetime.now(datetime.UTC) - saved
+    return rebooted(record["process"]) or silence > datetime.timedelta(minutes=SILENT_MINUTES)
 
 
 def find_run(store: Store, name: str | None) -> dict[str, Any]:

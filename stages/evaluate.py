@@ -143,8 +143,8 @@ def _verdicts(config: Config, name: str, rows: Sequence[CompletionRow], groups: 
     judge = config.all_judges[name]
     samples = [Sample.of(row) for row in rows]
     outcomes = attempt(judge.function, judge.arguments, samples, seconds=judge.seconds, workers=config.workers)
-    setting = "evaluate.max_failed_fraction"
-    check_failures({name: outcomes}, config.max_failed_fraction, setting=setting, what="judge")
+    setting, kept = "evaluate.max_failed_fraction", "the completions are kept, and judged anew"
+    check_failures({name: outcomes}, config.max_failed_fraction, setting=setting, what="judge", kept=kept)
     return [
         VerdictRow(
             place=row.place,

@@ -141,11 +141,12 @@ def _pairs(
         return {
             "pairs": len(held),
             "loss": float(losses.mean()),
-            "accuracy": float((chosen > rejected).mean()),
+            # A tie is half right: before training all rewards tie.
+            "accuracy": float(((chosen > rejected) + 0.5 * (chosen == rejected)).mean()),
             "margin": float((chosen - rejected).mean()),
             "chosen_logps": float(pairs[:, 0].mean()),
             "rejected_logps": float(pairs[:, 1].mean()),
-            "ranking": float((pairs[:, 0] > pairs[:, 1]).mean()),
+            "ranking": float(((pairs[:, 0] > pairs[:, 1]) + 0.5 * (pairs[:, 0] == pairs[:, 1])).mean()),
         }
 
     task = Task(

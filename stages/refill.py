@@ -13,7 +13,7 @@ from pydantic import Field
 
 from stages.common.tables import read_table
 from stages.contract.definition import Context, Reads, Stage
-from stages.sampling.groups import missing_prompts, read_scored, totals_by_place
+from stages.sampling.groups import missing_prompts, read_scored
 from stages.sampling.order import prompts_of_refill
 from stages.sampling.rows import FOLDER, Draw, sample_rows, too_long
 from stages.sampling.settings import Rollout, loads
@@ -27,13 +27,16 @@ class Config(Rollout):
     """Which refill of the round this is."""
     start: Annotated[int, Field(ge=0)] = 0
     """Where it begins in the order of refills: behind all refills that come before it in the run."""
+    truncated_masked: bool = False
+    """Whether a completion cut off at max_tokens leaves its group, as with rl.update.truncated: mask, from which the
+    recipe takes it."""
 
 
 def run(ctx: Context) -> dict[str, Any]:
     """Writes the rollout table; returns counts of prompts, completions and tokens."""
     config: Config = ctx.config
     scored = read_scored(ctx.inputs)
-    groups, drawn = totals_by_place(scored.scores), {row.prompt_id for row in scored.rollouts}
+    groups, drawn = scored.totals(config.truncated_masked), {row.prompt_id for row in scored.rollouts}
     table = read_table(ctx.inputs["data"], "prompts/", PromptRow)
     # What cannot be sampled is passed over, not refused: nobody asked for these prompts.
     unfit = {row.place for row in too_long(ctx, enumerate(table), config.max_tokens)}

@@ -59,7 +59,9 @@ def run(ctx: Context) -> dict[str, Any]:
     def measure(params: Any) -> dict[str, float]:
         scores = jnp.asarray(score_groups(config, params, held.examples, dtype=ctx.config.compute.dtype))
         losses = bradley_terry(scores[::2], scores[1::2], jnp.asarray(held_margins), ctx.config.centering)
-        return {"loss": float(losses.mean()), "accuracy": float((scores[::2] > scores[1::2]).mean())}
+        good, bad = scores[::2], scores[1::2]
+        # A tie is half right, or a scorer that knows nothing would be below chance.
+        return {"loss": float(losses.mean()), "accuracy": float(((good > bad) + 0.5 * (good == bad)).mean())}
 
     task = Task(
         make_loss=lambda compute: reward_loss(scalar_graph(config), ctx.config.centering, compute),

@@ -23,12 +23,13 @@ def runs(store: StoreUrl) -> None:
     table.add_column("run", no_wrap=True, overflow="fold")
     for column in ("status", "started", "made", "cached", "RL score"):
         table.add_column(column)
-    for record in all_runs(Store(store)):
+    place = Store(store)
+    for record in all_runs(place):
         states = [e.get("state") for e in record["nodes"].values()]
         score = record["nodes"].get("evaluate.rl", {}).get("metrics", {}).get("score")
         shown = "" if score is None else f"{score:.3f}"
         counts = [str(states.count(state)) for state in ("made", "hit")]
-        table.add_row(record["name"], status_of(record), when(record["started"]), *counts, shown)
+        table.add_row(record["name"], status_of(record, place), when(record["started"]), *counts, shown)
     # Not cut to the width of a terminal that is not there: scripts read the names.
     (out if out.is_terminal else Console(highlight=False, width=1000)).print(table)
 
@@ -38,15 +39,14 @@ def show(store: StoreUrl, run_name: RunName = None) -> None:
     """Show a run: each stage with its state, time, key and first figures."""
     from stages.contract.registry import stage
 
-    record = record_of(store, run_name)
-    out.print(f"{record['name']}  {status_of(record)}  {record['started']}", markup=False)
+    record, place = record_of(store, run_name), Store(store)
+    out.print(f"{record['name']}  {status_of(record, place)}  {record['started']}", markup=False)
     for name, e in record["nodes"].items():
         figures = stage(e["stage"]).figures(e["metrics"]) if "metrics" in e else e.get("error", "")
         seconds = f"{e.get('seconds', 0):.1f} s"
         out.print(
             f"  {name:<20} {e['state']:<7} {seconds:>8}  {e['key'][:12]}  {figures}", markup=False, soft_wrap=True
         )
-    place = Store(store)
     out.print(f"report  {place.join('runs', record['name'], 'report.html')}", markup=False, soft_wrap=True)
     out.print(f"log     {place.scratch / 'runs' / record['name'] / 'worker.log'}", markup=False, soft_wrap=True)
 

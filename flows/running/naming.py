@@ -11,9 +11,10 @@ from coolname import generate_slug
 from pydantic import ValidationError
 
 from flows.recipe.model import Recipe, RecipeError
-from flows.records import status_of
+from flows.records import SILENT_MINUTES, status_of
 from stages.store.artifacts import Store
 from stages.store.keys import differences, published
+from stages.store.leases import is_gone
 
 # The address of a store may have changed, and retries decide nothing of what a run makes.
 FREE = ("store", "retries")
@@ -40,13 +41,15 @@ def before(store: Store, recipe: Recipe, name: str) -> dict[str, Any] | None:
     record = store.read_json("runs", name, "run.json")
     if record is None:
         return None
-    status = status_of(record)
+    status = status_of(record, store)
     other = f"choose another --name, or none; what {name} has made is reused"
     if status == "finished":
         raise RecipeError(f"run {name} is finished (`rlhf show {name}`): {other}")
     if status == "running":
+        unseen = f" (if it was killed there, this command goes on {SILENT_MINUTES} minutes after its last sign of life)"
         raise RecipeError(
-            f"run {name} is running (process {record['pid']} on {record['host']}): wait for it, or {other}"
+            f"run {name} is running (process {record['pid']} on {record['host']}): wait for it"
+            f"{unseen if is_gone(record['process']) is None else ''}, or {other}"
         )
     changed = _changes(record["recipe"], recipe)
     if changed:

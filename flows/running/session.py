@@ -23,6 +23,8 @@ from stages.worker.protocol import Log, Progress, Report, Request
 
 EDITS = 3
 """How often a stage is made again because its code was edited while it ran."""
+SAVE_SECONDS = 2.0
+"""How often the record is written while nothing is made: it is written whole, and grows with the nodes."""
 
 
 class Reporter(Protocol):
@@ -54,6 +56,7 @@ class Session:
         self.made: dict[str, Artifact] = {}
         log = self.store.scratch / "runs" / self.name / "worker.log"
         self.worker = Worker(log)
+        self._saved = 0.0
         self.record: dict[str, Any] = {
             "name": self.name,
             "recipe": published(recipe.model_dump(mode="json")),
@@ -67,8 +70,15 @@ class Session:
         }
         self.save()
 
-    def save(self) -> None:
-        """Writes the record to the store."""
+    def save(self, soon: bool = False) -> None:
+        """Writes the record to the store.
+
+        soon: not where it was written in the last `SAVE_SECONDS`; the next save has what this one would have had.
+        """
+        if soon and time.monotonic() - self._saved < SAVE_SECONDS:
+            return
+        self._saved = time.monotonic()
+        self.record["saved"] = now()
         self.store.write_json(self.record, "runs", self.name, "run.json")
 
     def run_node(self, name: str) -> tuple[str, Artifact]:
@@ -115,7 +125,7 @@ class Session:
         # What making took, here or in the run that did it.
         entry["made_seconds"] = artifact.manifest["seconds"]
         self.made[name] = artifact
-        self.save()
+        self.save(soon=True)
         self.reporter.stage_ended(node, state, artifact.manifest, seconds)
         return state, artifact
 

@@ -109,11 +109,11 @@ def nothing_held_out(run: AuditedRun) -> Finding:
 
 
 def _names(data: Artifact, split: str) -> Iterable[str]:
-    """The groups and texts of the prompts of a split."""
+    """The groups, texts and tokens of the prompts of a split; in SFT those end before the first trained token."""
     for path in sorted(data.local(f"{split}/").glob("*.parquet")):
-        # A dataset of many gigabytes: batches of two columns, not rows of all.
+        # A dataset of many gigabytes: batches of three columns, not rows of all.
         file = pq.ParquetFile(path)
-        columns = [c for c in ("group", "prompt") if c in file.schema_arrow.names]
+        columns = [c for c in ("group", "prompt", "prompt_ids") if c in file.schema_arrow.names]
         for batch in file.iter_batches(columns=columns):
             for column in columns:
                 prefix = f"{column} "

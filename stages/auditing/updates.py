@@ -166,19 +166,19 @@ def sampler_agrees(run: AuditedRun) -> Finding:
 
 
 def something_is_learnt(run: AuditedRun) -> Finding:
-    """The rounds of a run train: at least one of them takes a step that moves weights."""
+    """The rounds of a run learn from rewards: at least one of them takes a step for an advantage."""
     finding = Finding("rounds")
     idle = []
     for round_ in run.rounds:
         if round_.update is not None:
             finding.checked += 1
             metrics = round_.update.metrics
-            if metrics.get("steps", 0) <= metrics.get("skipped", 0):
+            if metrics.get("steps", 0) <= metrics.get("skipped", 0) or metrics.get("tied") == metrics.get("groups"):
                 idle.append(round_.name)
     if idle and len(idle) == finding.checked:
-        finding.broken.append(f"none of the {len(idle)} rounds moved the weights: the policy is the one before them")
+        finding.broken.append(f"none of the {len(idle)} rounds had rewards to learn from: read their samples")
     elif idle:
-        finding.left_out.append(f"{', '.join(idle)}: no step that moves weights, the policy stayed as it was")
+        finding.left_out.append(f"{', '.join(idle)}: no step for an advantage, all groups tie or failed")
     return finding
 
 
@@ -188,5 +188,5 @@ LAWS = [
     Law("advantages", "advantages follow from the totals of their group", advantages_follow),
     Law("on-policy", "an update starts at the policy that sampled its rollouts", sampled_by_its_policy),
     Law("sampler", "sampler and trainer agree on what was sampled", sampler_agrees),
-    Law("learning", "the rounds train", something_is_learnt),
+    Law("learning", "the rounds learn from rewards", something_is_learnt),
 ]

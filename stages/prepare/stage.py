@@ -98,8 +98,8 @@ def run(ctx: Context) -> dict[str, Any]:
         if not written[split]:
             raise PrepareError(
                 f"no rows for `{split}`: {_advice(split, config)} Records: {records}; dropped: "
-                f"{dict(fates.dropped + fates.dropped_rows) or 'none'}. If {split} is not needed, leave it out of "
-                "`splits`."
+                f"{dict(fates.dropped + fates.dropped_rows) or 'none'}. If {split} is not needed, set the "
+                "section that reads it to null, or leave it out of `data.splits` where that names it."
             )
     _check_leak(ctx.out, list(written), merge.leaks(pieces, fates))
     baseline, constant = _constant_answer(ctx.out)
@@ -306,21 +306,35 @@ def _check_counts(records: Mapping[str, int], rows: Counter[str], written: Mappi
 
 
 def _check_leak(out: Path, outputs: list[str], candidates: bool) -> None:
-    """Raise PrepareError if a held-out prompt is in training data; the texts are compared only if hashes were equal."""
+    """Raise PrepareError if a held-out prompt is in training data, by text or tokens; reads only if hashes agreed."""
     if not candidates:
         return
-    heldout: set[str] = set()
+    heldout: set[str | tuple[int, ...]] = set()
     for name in outputs:
-        for table in _tables(out, name, ["prompt"]) if name.startswith("heldout") else ():
-            heldout.update(table["prompt"].to_pylist())
+        for _, names in _prompts(out, name) if name.startswith("heldout") else ():
+            heldout.update(names)
     for name in outputs:
-        for table in _tables(out, name, ["id", "prompt"]) if not name.startswith("heldout") else ():
-            for id, prompt in zip(table["id"].to_pylist(), table["prompt"].to_pylist(), strict=True):
-                if prompt in heldout:
-                    raise PrepareError(
-                        f"a held-out prompt is in `{name}` too (record {id!r}): {prompt[:80]!r}. Give its records the "
-                        "same `group`, or name their `split`"
-                    )
+        for row, names in _prompts(out, name) if not name.startswith("heldout") else ():
+            if not heldout.isdisjoint(names):
+                raise PrepareError(
+                    f"a held-out prompt is in `{name}` too (record {row['id']!r}): {row['prompt'][:80]!r}. Give its "
+                    "records the same `group`, or name their `split`"
+                )
+
+
+def _prompts(out: Path, name: str) -> Iterator[tuple[dict[str, Any], set[str | tuple[int, ...]]]]:
+    """Each row of an output and its prompts: the text, and the tokens before each stretch of trained ones."""
+    from tuning.data.conversations import contexts
+    from tuning.data.schema import SCHEMAS
+
+    wanted = ("id", "prompt", "prompt_ids", "completion_ids", "completion_mask")
+    columns: list[str] = [column for column in wanted if column in SCHEMAS[name]]
+    for table in _tables(out, name, columns):
+        for row in table.to_pylist():
+            # A document has no prompt.
+            if row["prompt"]:
+                ids = row["prompt_ids"], row.get("completion_ids") or [], row.get("completion_mask")
+                yield row, {row["prompt"], *contexts(*ids)}
 
 
 def _constant_answer(out: Path) -> tuple[float | None, str | None]:
@@ -362,7 +376,7 @@ STAGE = Stage(
     Config,
     run,
     sources=source_digests,
-    libraries=("tokenizers", "transformers", "pyarrow", "numpy", "jinja2"),
+    libraries=("tokenizers", "transformers", "pyarrow", "numpy", "jinja2", "regex"),
     computes=lambda config: False,
     section="data",
     title="data",

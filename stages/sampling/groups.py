@@ -39,6 +39,12 @@ class Scored:
         rollouts, scores = [self.rollouts[i] for i in kept], [self.scores[i] for i in kept]
         return dataclasses.replace(self, rollouts=rollouts, scores=scores)
 
+    def totals(self, masked: bool) -> dict[int, list[float]]:
+        """The totals that count in each place's group. masked: those of completions cut off do not."""
+        cut = [masked and row.stop == "length" for row in self.rollouts]
+        kept = [dataclasses.replace(s, total=None) if out else s for s, out in zip(self.scores, cut, strict=True)]
+        return totals_by_place(kept)
+
 
 def refills(inputs: Mapping[str, Artifact]) -> int:
     """How many refills are among the inputs of a stage."""
@@ -91,12 +97,13 @@ def informative_places(groups: Mapping[int, Sequence[float]]) -> list[int]:
     return [place for place, totals in groups.items() if is_informative(totals)]
 
 
-def chosen_groups(scored: Scored, when_short: str) -> tuple[Scored, dict[str, int]]:
+def chosen_groups(scored: Scored, when_short: str, masked: bool = False) -> tuple[Scored, dict[str, int]]:
     """The first informative groups, as many as the round has prompts, and counts of all prompts by fate.
 
+    masked: whether the update leaves completions out that were cut off, also of their groups' statistics (R24).
     Raises TooFewGroups with the histogram of pass rates where there are fewer and `when_short` is `stop`.
     """
-    groups = totals_by_place(scored.scores)
+    groups = scored.totals(masked)
     good = informative_places(groups)
     if len(good) < scored.prompts and when_short == "stop":
         raise TooFewGroups(

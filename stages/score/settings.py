@@ -62,7 +62,8 @@ class Config(StageConfig):
     rewards: dict[str, Reward] = {"exact": Reward()}
     """Rewards by name."""
     truncated: Literal["keep", "zero"] = "keep"
-    """What a completion cut off at max_tokens gets: its rewards, or a total of 0."""
+    """What a completion cut off at max_tokens gets: its rewards, or a total of 0; zero goes without `normalise`, under
+    which 0 is the mean."""
     unscored: Literal["drop", "zero"] = "drop"
     """What a completion gets to which no reward applies (each gave None, such as for a prompt without an answer): it
     leaves the round, or a total of 0 counts against it where others have one."""
@@ -82,6 +83,17 @@ class Config(StageConfig):
     def _some(self) -> Config:
         if not self.rewards:
             raise ValueError("rewards is empty: name at least one reward")
+        return self
+
+    @model_validator(mode="after")
+    def _zero_is_low(self) -> Config:
+        normed = [name for name, reward in self.rewards.items() if reward.normalise != "none"]
+        if self.truncated == "zero" and normed:
+            raise ValueError(
+                f"truncated: zero sets a total of 0, which beside rewards.{normed[0]}.normalise: "
+                f"{self.rewards[normed[0]].normalise} is the mean, not a low reward: leave normalise out, or set "
+                "truncated: keep (rl.update.truncated: mask leaves such completions out)"
+            )
         return self
 
     @property

@@ -47,6 +47,14 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
+def files_of(folder: Path) -> list[dict[str, Any]]:
+    """Path, size and checksum of each file of a folder, as a manifest has them."""
+    return [
+        {"path": path.relative_to(folder).as_posix(), "size": path.stat().st_size, "sha256": sha256_file(path)}
+        for path in sorted(p for p in folder.rglob("*") if p.is_file())
+    ]
+
+
 def content_digest(files: list[dict[str, Any]], parts: tuple[str, ...] = ("",)) -> str:
     """Digest of names and checksums of the files below any of `parts`, without what is not content."""
     chosen = [
@@ -173,8 +181,10 @@ class Store:
         artifact = self.get(stage, key, repair)
         if artifact is not None and artifact.digest == digest:
             return artifact
-        for path in self.fs.glob(self.join("replaced", stage, f"{key}-*.json")):
-            manifest = self.read_json("replaced", stage, path.rsplit("/", 1)[1])
+        for name in self.names("replaced", stage):
+            if not name.startswith(f"{key}-"):
+                continue
+            manifest = self.read_json("replaced", stage, name)
             old = Artifact(self, manifest) if manifest is not None else None
             if old is not None and old.digest == digest and self._sizes_fault(old) is None:
                 return old
@@ -226,8 +236,17 @@ class Store:
 
     def all_keys(self) -> list[tuple[str, str]]:
         """(stage, key) of everything in the store that has a manifest."""
-        paths = sorted(self.fs.glob(self.join("artifacts", "*", "*", MANIFEST)))
-        return [(stage, key) for stage, key in (path.split("/")[-3:-1] for path in paths)]
+        keys = [(stage, key) for stage in self.names("artifacts") for key in self.names("artifacts", stage)]
+        return [(stage, key) for stage, key in keys if self.fs.exists(self.join("artifacts", stage, key, MANIFEST))]
+
+    def names(self, *parts: str) -> list[str]:
+        """Names of what lies in a folder, sorted; none where there is no such folder."""
+        # Not by glob, which would take a `[` in the root for a pattern.
+        try:
+            paths = self.fs.ls(self.join(*parts), detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(path.rstrip("/").rsplit("/", 1)[1] for path in paths)
 
     def fetch(self, artifact: Artifact, part: str = "") -> Path:
         """Downloads the files below `part` to scratch (complete files only) and returns the local path."""
@@ -246,23 +265,23 @@ class Store:
 
     # -- writing ---------------------------------------------------------------------------
 
-    def commit(self, folder: Path, manifest: dict[str, Any], replace: bool = False) -> Artifact:
+    def commit(
+        self,
+        folder: Path,
+        manifest: dict[str, Any],
+        replace: bool = False,
+        files: list[dict[str, Any]] | None = None,
+    ) -> Artifact:
         """Makes the files of `folder` the artifact `manifest["stage"]/manifest["key"]`; the manifest is written last.
 
         `folder` is consumed. An artifact that the key already has stays. With `replace` the new files are written
         beside it, and the one step that makes them the artifact is the write of the manifest: at each moment there is
         one of the two, and the old one's files stay where its readers have them.
+
+        files: `files_of(folder)`, from a caller that has it.
         """
         stage, key = manifest["stage"], manifest["key"]
-        files: list[dict[str, Any]] = []
-        for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-            files.append(
-                {
-                    "path": path.relative_to(folder).as_posix(),
-                    "size": path.stat().st_size,
-                    "sha256": sha256_file(path),
-                }
-            )
+        files = files_of(folder) if files is None else files
         manifest = manifest | {
             "files": files,
             "digest": content_digest(files),

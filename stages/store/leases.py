@@ -123,6 +123,18 @@ def is_gone(process: dict[str, Any]) -> bool | None:
     return started is None or abs(started - process["started"]) >= 1
 
 
+def rebooted(process: dict[str, Any]) -> bool:
+    """Whether a process was one of a host of this name, but of an earlier boot."""
+    then, here = process["host"].split(), host_scope().split()
+    return then[0] == here[0] and then[1:2] != here[1:2]
+
+
+def beats(store: Store, stage: str, key: str) -> bool:
+    """Whether a live process holds the lease of a key."""
+    holder = _holder(store, f"{stage}-{key}.json")
+    return holder is not None and not _dead(holder)
+
+
 def _record(token: str) -> bytes:
     return json.dumps({"token": token, "beat": time.time()} | this_process()).encode()
 

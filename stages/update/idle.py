@@ -1,4 +1,4 @@
-"""Rounds that train nothing: why one did, and how many in a row a run bears (R25)."""
+"""Rounds whose rewards teach nothing: why one did, and how many in a row a run bears (R25)."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ if TYPE_CHECKING:
 
 
 class IdleRounds(RuntimeError):
-    """So many rounds in a row have trained nothing that the run is of no use."""
+    """So many rounds in a row have taught nothing that the run is of no use."""
 
 
 def idle_metrics(data: RoundData, metrics: dict[str, Any], config: Config, parent: Artifact) -> dict[str, Any]:
-    """Why a round has moved no weight (`idle`), and how many have not in a row (`idle_rounds`); empty where one has.
+    """Why a round has taught nothing (`idle`), and how many have not in a row (`idle_rounds`); empty where one has.
 
-    metrics: of the round. parent: the artifact whose policy it started from.
+    It has where a step moved weights for an advantage: one for KL and entropy alone does not count. metrics: of the
+    round. parent: the artifact whose policy it started from.
     """
-    if metrics["steps"] > metrics.get("skipped", 0):
+    if metrics["steps"] > metrics.get("skipped", 0) and metrics["tied"] < metrics["groups"]:
         return {}
     before = parent.metrics.get("idle_rounds", 0) if parent.stage == "update" else 0
-    return {"idle": _reason(data, metrics["steps"], config.truncated == "mask"), "idle_rounds": before + 1}
+    return {"idle": _reason(data, metrics, config.truncated == "mask"), "idle_rounds": before + 1}
 
 
-def _reason(data: RoundData, steps: int, masks_truncated: bool) -> str:
-    if steps:
+def _reason(data: RoundData, metrics: dict[str, Any], masks_truncated: bool) -> str:
+    steps = metrics["steps"]
+    if steps and steps == metrics.get("skipped"):
         return f"the gradients of all {steps} steps were not finite"
     everyone = len(data.completions)
     lost = int((~data.valid_N).sum())
@@ -36,15 +38,17 @@ def _reason(data: RoundData, steps: int, masks_truncated: bool) -> str:
     masked = int((data.valid_N & data.truncated_N).sum()) if masks_truncated else 0
     if lost + masked == everyone:
         return f"all completions with a reward were cut off at max_tokens ({masked}), and truncated is mask"
-    return f"the completions of each prompt score alike ({lost} of {everyone} have no reward, {masked} were cut off)"
+    alone = "; its steps followed KL and entropy alone" if steps else ""
+    left = f"{lost} of {everyone} have no reward, {masked} were cut off"
+    return f"the completions of each prompt score alike ({left}){alone}"
 
 
 def check_idle(metrics: dict[str, Any], limit: int) -> None:
-    """Raises IdleRounds where the round is the last of `limit` in a row that have trained nothing."""
+    """Raises IdleRounds where the round is the last of `limit` in a row that have taught nothing."""
     count = metrics.get("idle_rounds", 0)
     if count >= limit:
         raise IdleRounds(
-            f"{count} rounds in a row have trained nothing; in this one {metrics['idle']}. Read the samples of the "
+            f"{count} rounds in a row have taught nothing; in this one {metrics['idle']}. Read the samples of the "
             "last round. Where nothing is right, use easier prompts, more completions of each or rl.refills; where all "
             "is right, end with fewer rl.rounds; or raise rl.update.max_idle_rounds"
         )

@@ -118,7 +118,7 @@ def _advance(ctx: Context, with_fates: bool = False) -> tuple[State, dict[str, A
         write_table(ctx.out / FATES / "part-00000.parquet", rows, FateRow.schema())
     idle = idle_metrics(data, result.metrics, config, parent)
     if idle:
-        ctx.log(f"round {config.round} has trained nothing: {idle['idle']}")
+        ctx.log(f"round {config.round} has taught nothing: {idle['idle']}")
     return state, result.metrics | refills | idle | {"seconds_update": round(time.monotonic() - started, 2)}
 
 
@@ -143,7 +143,7 @@ def _rollouts(ctx: Context) -> tuple[Scored, Scored, dict[str, Any]]:
         raise RuntimeError(f"rollouts come from policy {wrong[0].policy[:12]}, the update starts at {digest[:12]}")
     if not refills(ctx.inputs):
         return scored, scored, {}
-    return scored, *chosen_groups(scored, config.short_of_groups)
+    return scored, *chosen_groups(scored, config.short_of_groups, config.truncated == "mask")
 
 
 def _round_data(ctx: Context, chosen: Scored) -> RoundData:
@@ -175,7 +175,7 @@ STAGE = Stage(
         "reward": Reads("reward", when=lambda c, _: c.needs_critic),
     },
     headline=(
-        "trained nothing: {idle}",
+        "taught nothing: {idle}",
         "KL {kl:.4f}",
         "mismatch {mismatch_kl:.1e}",
         "clip {clip_fraction:.3f}",

@@ -58,6 +58,7 @@ class Worker:
         self._requests: TextIO | None = None
         self._events: int = -1
         self._buffer = b""
+        self._silent = False
 
     @property
     def pid(self) -> int | None:
@@ -127,7 +128,7 @@ class Worker:
 
     def _next_event(self) -> Event:
         """Waits for an event. Raises EOFError where the worker has ended, or is silent for too long and was killed."""
-        deadline = time.monotonic() + SILENCE_SECONDS
+        deadline, self._silent = time.monotonic() + SILENCE_SECONDS, False
         while b"\n" not in self._buffer:
             ready, _, _ = select.select([self._events], [], [], 1.0)
             if ready:
@@ -137,6 +138,7 @@ class Worker:
                     raise EOFError
                 self._buffer += chunk
             elif time.monotonic() > deadline:
+                self._silent = True
                 self.kill()
                 raise EOFError
         line, self._buffer = self._buffer.split(b"\n", 1)
@@ -150,7 +152,9 @@ class Worker:
         except subprocess.TimeoutExpired:
             self.kill()
             code = -signal.SIGKILL
-        if code < 0:
+        if self._silent:
+            cause = f"sent nothing for {SILENCE_SECONDS:g} s, and was ended"
+        elif code < 0:
             cause = f"was ended by signal {signal.Signals(-code).name}"
             if -code == signal.SIGKILL:
                 cause += " (the kernel does this when memory runs out; `dmesg` tells)"

@@ -72,7 +72,7 @@ def run_request(request: Request, memory: dict[str, Any], events: Events) -> dic
     """Runs one stage and commits its artifact; returns the manifest."""
     from stages.contract.fingerprint import library_versions
     from stages.contract.registry import stage as find_stage
-    from stages.store.artifacts import Store
+    from stages.store.artifacts import Store, content_digest, files_of
     from stages.store.keys import published
     from stages.store.work import WorkFolder
 
@@ -96,9 +96,13 @@ def run_request(request: Request, memory: dict[str, Any], events: Events) -> dic
     context.saved = folder.mirror
     try:
         metrics = stage.run(context)
+        loaded.check_after(request, stage.sources(config))
+    except BaseException:
+        # Else the next request would take it for its own.
+        _name_new(memory, None)
+        raise
     finally:
         context.close()
-    loaded.check_after(request, stage.sources(config))
     manifest = {
         "stage": request.stage,
         "key": request.key,
@@ -115,12 +119,21 @@ def run_request(request: Request, memory: dict[str, Any], events: Events) -> dic
         "started": datetime.datetime.fromtimestamp(started, datetime.UTC).isoformat(),
         "seconds": round(time.time() - started, 3),
     }
-    committed = store.commit(out, manifest, replace=bool(request.force))
-    # A stage leaves models in memory as `...:new`: the digest of its artifact is known only after the commit.
-    for name in [n for n in memory if n.endswith(":new")]:
-        memory[name.removesuffix("new") + committed.digest] = memory.pop(name)
+    files = files_of(out)
+    made = content_digest(files)
+    committed = store.commit(out, manifest, replace=bool(request.force), files=files)
+    # Another process may have committed the key meanwhile: its artifact stays, and is not what is in memory here.
+    _name_new(memory, made if committed.digest == made else None)
     folder.drop()
     return committed.manifest
+
+
+def _name_new(memory: dict[str, Any], digest: str | None) -> None:
+    """Names what a stage left in memory as `...:new` by the digest of its artifact; drops it where that is None."""
+    for name in [n for n in memory if n.endswith(":new")]:
+        value = memory.pop(name)
+        if digest is not None:
+            memory[name.removesuffix("new") + digest] = value
 
 
 def _inputs(store: Store, request: Request) -> dict[str, Artifact]:

@@ -77,8 +77,8 @@ def test_a_run_whose_judge_is_down_goes_on_when_it_is_up_and_ends_where_rounds_t
     assert {path.name for path in (store / "artifacts" / "score").iterdir()} == before
     with judge_server(lambda body: "5", port) as (_, asked):
         idle = rlhf(*command, "--name", "idle", code=1)
-        assert "2 rounds in a row have trained nothing" in idle.stderr
-        assert "trained nothing: the completions of each prompt score alike" in idle.stdout
+        assert "2 rounds in a row have taught nothing" in idle.stderr
+        assert "taught nothing: the completions of each prompt score alike" in idle.stdout
         assert "reward 0.500" in idle.stdout
         rlhf(*command, "--set", "rl.update.max_idle_rounds=9", "--name", "through")
     assert len(asked) == 3 * 32

@@ -86,7 +86,7 @@ def test_a_judge_that_fails_often_fails_the_stage(base, tmp_path):
 
 def test_a_judge_that_cannot_be_reached_is_an_outage_and_no_verdict(base, tmp_path):
     nowhere = {"url": "http://127.0.0.1:9/v1", "model": "m", "retries": 0}
-    with pytest.raises(Outage, match=r"judge judge: no verdict on 32 of 32 .*cannot be reached"):
+    with pytest.raises(Outage, match=r"no verdict on 32 of 32 .*cannot be reached.*completions are kept, and judged"):
         judged(base, tmp_path, judge="judge", judge_arguments=nowhere, max_failed_fraction=1.0)
 
 

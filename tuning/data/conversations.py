@@ -8,6 +8,7 @@ In ChatML:
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -68,6 +69,14 @@ def conversation_ids(
     if 1 not in mask:
         raise ConversationError("the chat template renders no turn of the assistant")
     return _with_ends(tokenizer, ids, mask)
+
+
+def contexts(prompt: Sequence[int], completion: Sequence[int], mask: Sequence[int] | None) -> Iterator[tuple[int, ...]]:
+    """Token ids before each stretch of trained ones: the prompt, and a conversation up to each later turn trained."""
+    yield tuple(prompt)
+    for i, (before, now) in enumerate(itertools.pairwise(mask or ()), start=1):
+        if now > before:
+            yield (*prompt, *completion[:i])
 
 
 def _by_prefixes(tokenizer: PreTrainedTokenizerFast, turns: list[Any], tools: Any) -> tuple[list[int], list[int]]:

@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import regex
 from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -29,6 +30,9 @@ Spec = str | Mapping[Any, str]
 KINDS = ("from", "pattern", "template")
 STAY = {"id", "prompt", "completion", "rejected", "label", "answer", "margin", "tools", "split", "group", "metadata"}
 """Fields of a record that others can be taken from without their leaving it."""
+
+PATTERN_SECONDS = 1.0
+"""Longest that a pattern may search one value: some take time exponential in its length (`(a|aa)+$`)."""
 
 
 class Mapper:
@@ -67,8 +71,8 @@ class _Field:
         if self.source is None and "template" not in given:
             raise ValueError(f"fields.{name}: a pattern needs `from`, the field to search in")
         try:
-            self.pattern = re.compile(given["pattern"]) if "pattern" in given else None
-        except re.error as error:
+            self.pattern = regex.compile(given["pattern"]) if "pattern" in given else None
+        except regex.error as error:
             raise ValueError(f"fields.{name}: {given['pattern']!r} is no regular expression ({error})") from None
         self.text = given.get("template")
         try:
@@ -112,13 +116,17 @@ class _Field:
     def matched(self, value: Any) -> str:
         """The last match of the pattern that holds any text, without space around it."""
         assert self.pattern is not None
-        found = re.finditer(self.pattern, text_of(value)) if isinstance(value, str | int | float) else ()
+        text, within = text_of(value) if isinstance(value, str | int | float) else "", ""
         group = 1 if self.pattern.groups else 0
-        text = next(filter(None, reversed([(match[group] or "").strip() for match in found])), "")
-        if not text:
+        try:
+            found = [(match[group] or "").strip() for match in self.pattern.finditer(text, timeout=PATTERN_SECONDS)]
+        except TimeoutError:
+            found, within = [], f" within {PATTERN_SECONDS:g} s"
+        match = next(filter(None, reversed(found)), "")
+        if not match:
             end = f"... {value[-60:]!r}" if isinstance(value, str) and len(value) > 60 else kind_of(value)
-            raise LayoutError(self.name, f"a match of {self.pattern.pattern!r} in `{self.source}`", end)
-        return text
+            raise LayoutError(self.name, f"a match of {self.pattern.pattern!r} in `{self.source}`{within}", end)
+        return match
 
 
 def text_of(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -26,3 +27,13 @@ def kind_of(value: Any) -> str:
     shown = repr(value)
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
     return f"{names.get(type(value), type(value).__name__)} {shown}"
+
+
+def opening(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The turns before the assistant's first one, the system's left out; where there are none, all but the system's.
+
+    Records that begin alike may train what another asks: a recipe adds system prompts, and SFT trains every turn.
+    """
+    turns = [message for message in messages if message["role"] != "system"]
+    first = next((i for i, message in enumerate(turns) if message["role"] == "assistant"), len(turns))
+    return turns[:first] or turns

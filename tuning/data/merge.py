@@ -116,7 +116,8 @@ def fates(pieces: Pieces, threshold: float | None = None) -> Fates:
         total.dropped_rows.update(_counted(ledger["dropped"].filter(near_rows)))
         live = ledger.filter(mask)
         # Eight bytes a record instead of its texts; `_clash` reads texts again only where hashes repeat.
-        hashes.append((_uint64(ledger["id_hash"]), _uint64(live["group_hash"]), live["heldout"].to_numpy()))
+        named = live.filter(pc.is_valid(live["group_hash"]))
+        hashes.append((_uint64(ledger["id_hash"]), _uint64(named["group_hash"]), named["heldout"].to_numpy()))
     total.clash = _clash(pieces, [np.concatenate(column) for column in zip(*hashes, strict=True)])
     return total
 
@@ -216,17 +217,18 @@ def write_output(
 
 
 def leaks(pieces: Pieces, found: Fates) -> bool:
-    """Whether the hash of some prompt is both held out and in training data; texts are not compared."""
+    """Whether a hash of some prompt, of its text or its tokens, is both held out and in training data.
+
+    The prompts behind the hashes are not compared.
+    """
     held_out: list[np.ndarray] = []
     trained: list[np.ndarray] = []
     for shard in range(pieces.shards):
-        ledger, _ = unique(pieces.read("ledger", shard, ["key", "position", "fate", "heldout", "rows", "prompt_hash"]))
+        names = ["key", "position", "fate", "heldout", "rows", "prompt_hashes"]
+        ledger, _ = unique(pieces.read("ledger", shard, names))
         live = ledger.filter(pc.equal(ledger["fate"], ""))
-        # Documents have no prompt.
-        live = live.filter(pc.is_valid(live["prompt_hash"]))
         if found.gone is not None:
             live = live.filter(pc.invert(pc.is_in(live["key"], value_set=found.gone)))
-        side, hashes = live["heldout"].to_numpy(), _uint64(live["prompt_hash"])
-        held_out.append(hashes[side])
-        trained.append(hashes[~side])
+        for side, hashes in ((live["heldout"], held_out), (pc.invert(live["heldout"]), trained)):
+            hashes.append(_uint64(pc.list_flatten(live.filter(side)["prompt_hashes"])))
     return len(np.intersect1d(np.concatenate(held_out), np.concatenate(trained))) > 0

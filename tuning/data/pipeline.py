@@ -36,6 +36,7 @@ from apache_beam.metrics import Metrics
 from apache_beam.options.pipeline_options import PipelineOptions
 
 from tuning.data.blocks import Block, Draft, Entry, Plan
+from tuning.data.conversations import contexts
 from tuning.data.files import Part, read_part
 from tuning.data.remote import again, filesystem, publish, type_of
 from tuning.data.runners import Runner, flags_of
@@ -187,12 +188,22 @@ def _fate(entry: Entry) -> dict[str, Any]:
         "rows": [draft.output for draft in entry.drafts for _ in range(entry.times)],
         "dropped": entry.dropped,
         "id_hash": _hash64(record.id),
-        "group_hash": _hash64(record.group),
-        "prompt_hash": None if record.text is not None else _hash64(record.prompt_text),
+        # Default groups never clash: `tuning.data.merge.leaks` compares the prompts themselves.
+        "group_hash": _hash64(record.group) if record.named_group else None,
+        "prompt_hashes": _prompt_hashes(entry),
         "signature": None if entry.signature is None else entry.signature.tobytes(),
         "key": record.content,
         "position": entry.position,
     }
+
+
+def _prompt_hashes(entry: Entry) -> list[int]:
+    """Hashes of the prompt's text and of all that comes before trained tokens; none of a document."""
+    if entry.record.text is not None:
+        return []
+    ids = [(d.ids["prompt_ids"], d.ids.get("completion_ids", []), d.mask) for d in entry.drafts]
+    found = {context for draft in ids for context in contexts(*draft)}
+    return sorted({_hash64(entry.record.prompt_text), *(_hash64(" ".join(map(str, context))) for context in found)})
 
 
 def receipts(folder: str) -> dict[str, dict[str, Any]]:

@@ -11,7 +11,7 @@ A raw record is a JSON object:
     margin      float, optional: how much better `completion` is than `rejected`.
     tools       list of objects, optional: the functions that the chat template tells the assistant about.
     split       "sft" | "preference" | "labelled" | "prompts" | "heldout", optional: the only one to use the record.
-    group       str, optional: records of one group never straddle training and held-out. Default: the prompt.
+    group       str, optional: records of one group never straddle training and held-out. Default: by `opening`.
     metadata    object, optional: passed through to rewards and reports.
     text        str, alone: a document for SFT, every token of which is trained.
 
@@ -34,7 +34,7 @@ from typing import Any
 
 from tuning.data import layouts
 from tuning.data.fields import Mapper
-from tuning.data.kinds import is_finite, is_list_of_objects, kind_of
+from tuning.data.kinds import is_finite, is_list_of_objects, kind_of, opening
 from tuning.names import closest
 
 SPLITS = ("sft", "preference", "labelled", "prompts", "heldout")
@@ -87,6 +87,8 @@ class Record:
     """A document; such a record has no prompt and no completion."""
     layout: str = "native"
     """The layout that it came in."""
+    named_group: bool = False
+    """Whether `group` is the record's own, not the default."""
 
     @property
     def prompt_text(self) -> str:
@@ -200,7 +202,7 @@ class _Parser:
             "metadata": metadata,
         }
         text = self.canonical(content)
-        beginning = prompt if document is None else document
+        beginning: Any = opening(prompt) if document is None else document
         return Record(
             id=self.optional_text("id", values) or digest(text),
             content=digest(text),
@@ -217,6 +219,7 @@ class _Parser:
             metadata=canonical_json(metadata),
             text=document,
             layout=layout,
+            named_group=content["group"] is not None,
         )
 
     def metadata(self, values: Mapping[str, Any], extra: str) -> dict[str, Any]:

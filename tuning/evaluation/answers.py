@@ -9,25 +9,27 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tuning.rewards.functions import NUMBER, extracted
+from tuning.rewards.functions import extracted, last_number
 
-BOXED = r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}"
-"""The content of a LaTeX box, with braces nested once."""
+BOXED = r"\\boxed\{((?:[^{}]++|(\{(?:[^{}]++|(?2))*+\}))*+)\}"
+"""The content of a LaTeX box, with the braces in it."""
+SECONDS = 1.0
+"""Longest that the search for an answer takes: unlike the judge it runs in the worker, which nothing ends for it."""
 
 
 def _text(text: str, arguments: Mapping[str, Any]) -> str | None:
-    return extracted(text, arguments.get("extract")).strip() or None
+    return extracted(text, arguments.get("extract"), SECONDS).strip() or None
 
 
 def _number(text: str, arguments: Mapping[str, Any]) -> str | None:
-    numbers = re.findall(NUMBER, extracted(text, arguments.get("extract")).replace(",", ""))
+    number = last_number(extracted(text, arguments.get("extract"), SECONDS))
     # 7, 7.0 and 7.00 are one vote.
-    return repr(float(numbers[-1])) if numbers else None
+    return None if number is None else repr(number)
 
 
 def _boxed(text: str, arguments: Mapping[str, Any]) -> str | None:
     # Forms of one value (1/2 and 0.5) stay apart: to tell that they are equal takes the judge's own parser.
-    boxed = extracted(text, BOXED) if "\\boxed" in text else text
+    boxed = extracted(text, BOXED, SECONDS) if "\\boxed" in text else text
     return re.sub(r"\s+", "", boxed) or None
 
 
@@ -38,5 +40,11 @@ FORMS: dict[str, Callable[[str, Mapping[str, Any]], str | None]] = {
 
 
 def answer_of(judge: str, arguments: Mapping[str, Any], text: str) -> str | None:
-    """The answer that the function `judge` with these arguments finds in a completion; None where there is none."""
-    return FORMS.get(judge, _text)(text, arguments)
+    """The answer that the function `judge` with these arguments finds in a completion.
+
+    None where there is none, or none within SECONDS.
+    """
+    try:
+        return FORMS.get(judge, _text)(text, arguments)
+    except TimeoutError:
+        return None

@@ -45,8 +45,13 @@ class Call:
 
 
 def serve(pipe: Connection, parent: int, folder: str) -> None:
-    """Answers calls until the pipe closes; temporary files of the calls are below `folder`, which is removed then."""
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    """Answers calls until the pipe closes; temporary files of the calls are below `folder`, which is removed then.
+
+    What the calls start is in the process group of this process, and is ended with it.
+    """
+    os.setsid()
+    watch = threading.Thread(target=_end_with, args=(parent,), daemon=True)
+    watch.start()
     # Both: subprocesses read the environment, this process has read it.
     tempfile.tempdir = os.environ["TMPDIR"] = folder
     with contextlib.suppress(EOFError, OSError):
@@ -54,12 +59,14 @@ def serve(pipe: Connection, parent: int, folder: str) -> None:
             call: Call = pipe.recv()
             pipe.send(_answer(call, pipe))
     shutil.rmtree(folder, ignore_errors=True)
+    # A pipe may close a little before its other end's process is gone, with which the whole group ends.
+    watch.join(3 * PARENT_SECONDS)
 
 
 def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(PARENT_SECONDS)
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.killpg(0, signal.SIGKILL)
 
 
 def _answer(call: Call, pipe: Connection) -> list[Outcome]:

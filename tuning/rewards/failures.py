@@ -104,6 +104,7 @@ def check_failures(
     *,
     setting: str = "max_failed_fraction",
     what: str = "reward",
+    kept: str = "what was scored is kept",
 ) -> None:
     """Ends a stage whose rewards failed: on any outage, and where a reward failed on too many samples.
 
@@ -111,6 +112,7 @@ def check_failures(
         outcomes: of each reward by name, one for each sample.
         max_failed_fraction: share of the samples, rounded up to whole ones, that each reward may fail on.
         setting: how that limit is called in a recipe. what: how what gives the outcomes is.
+        kept: what an outage leaves for the next try of the caller's stage.
     Raises:
         Outage: there is an outage among the outcomes, however few.
         TooManyFailures: what fails on so many samples is not their fault.
@@ -120,8 +122,7 @@ def check_failures(
         if lost:
             raise Outage(
                 f"{what} {name}: no verdict on {len(lost)} of {len(column)} completions: {lost[0].failure}. This is an "
-                "outage and no fault of theirs: what was scored is kept, and the same command goes on when the cause "
-                "is gone"
+                f"outage and no fault of theirs: {kept}, and the same command goes on when the cause is gone"
             )
     for name, column in outcomes.items():
         found = tallied(column)

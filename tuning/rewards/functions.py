@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import regex
+
 from tuning.names import function_of, nearest
 from tuning.rewards import answers, sandbox
 from tuning.rewards import judge as judges
@@ -24,15 +26,24 @@ Answers = Sequence[str | None]
 NUMBER = r"(?<![\d.])-?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?"
 
 
-def extracted(text: str, pattern: str | None) -> str:
-    """The last match of `pattern` in the text: its first group, or all of it; "" without a match."""
+def extracted(text: str, pattern: str | None, seconds: float | None = None) -> str:
+    """The last match of `pattern` in the text: its first group, or all of it; "" without a match.
+
+    Raises TimeoutError where the search takes longer than `seconds`.
+    """
     if pattern is None:
         return text
-    matches = list(re.finditer(pattern, text, re.DOTALL))
+    matches = list(regex.finditer(pattern, text, regex.DOTALL, timeout=seconds))
     if not matches:
         return ""
     group = 1 if matches[-1].re.groups else 0
     return matches[-1][group]
+
+
+def last_number(text: str) -> float | None:
+    """The last number in a text, as `number_match` reads it; None without one."""
+    numbers = re.findall(NUMBER, text)
+    return float(numbers[-1].replace(",", "")) if numbers else None
 
 
 def exact_match(
@@ -65,11 +76,11 @@ def number_match(
     """
 
     def one(text: str, answer: str) -> float:
-        numbers = re.findall(NUMBER, extracted(text, extract))
-        if not numbers:
+        number = last_number(extracted(text, extract))
+        if number is None:
             return 0.0
         expected = answers.number(answer)
-        return float(abs(float(numbers[-1].replace(",", "")) - expected) <= tolerance * abs(expected))
+        return float(abs(number - expected) <= tolerance * abs(expected))
 
     return [None if a is None else one(c, a) for c, a in zip(completions, answer, strict=True)]
 
@@ -174,7 +185,12 @@ BUILT_IN: dict[str, RewardFn] = {
     )
 }  # fmt: skip
 
-PACKAGES = {"reasoning_gym_score": ("reasoning-gym",), "math_equal": ("math-verify", "sympy", "latex2sympy2-extended")}
+PACKAGES = {
+    "exact_match": ("regex",),
+    "number_match": ("regex",),
+    "reasoning_gym_score": ("reasoning-gym",),
+    "math_equal": ("math-verify", "sympy", "latex2sympy2-extended", "regex"),
+}
 """Packages that influence the result of a built-in; their versions are part of the stage's key."""
 
 LOADS = {"reasoning_gym_score": ("reasoning_gym",), "math_equal": ("math_verify",)}
@@ -182,7 +198,7 @@ LOADS = {"reasoning_gym_score": ("reasoning_gym",), "math_equal": ("math_verify"
 
 
 def least_seconds(name: str, arguments: Mapping[str, Any]) -> float:
-    """Seconds that a call of a built-in may take by limits of its own: the limit around it must not come first."""
+    """Seconds that a built-in may take for one sample by limits of its own: those around it must not come first."""
     limits = {"code_passes": sandbox.longest_seconds, "judge": judges.longest_seconds}
     return limits[name](**arguments) if name in limits else 0.0
 

@@ -6,9 +6,10 @@ import http.client
 import json
 import os
 import re
+import threading
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tuning.retries import BUSY, pause, retried
@@ -22,6 +23,10 @@ TEMPLATE = (
 
 
 FIRST_PAUSE_SECONDS = 0.5
+
+
+# A number, and what it is said to be of: 7/10, **7** out of 10.
+_VERDICT = re.compile(r"(-?\d+(?:\.\d+)?)(?:[\s*_`]*(?:/|out of)[\s*_`]*(\d+(?:\.\d+)?))?")
 
 
 class JudgeFailed(RuntimeError):
@@ -46,23 +51,32 @@ def judge(
     """The judge's number for each sample, mapped linearly from [low, high] to [0, 1].
 
     `url` is the base of the API (http://host:8000/v1). `template` may use {prompt}, {completion}, {reference} (the
-    answer, where there is one), {low} and {high}; the last number of the reply is the verdict. The API key is
-    read from the environment variable `key_variable`. A request takes at most `timeout` seconds and is tried again
-    `retries` times, after pauses that double. Raises JudgeFailed for a reply without a number in the range and for a
-    request that the server refuses as such (400), which is the sample's failure; Outage for a server that cannot be
-    reached, stays busy or silent, or knows neither key nor model.
+    answer, where there is one), {low} and {high}; the last number of the reply is the verdict, and of 7/10 or
+    7 out of 10 it is 7. The API key is read from the environment variable `key_variable`. A request takes at most
+    `timeout` seconds from its beginning to the last byte of the reply, and is tried again `retries` times, after pauses
+    that double. Raises JudgeFailed for a reply without a number in the range or with one out of another than `high`
+    (3/5 where 10 is best), and for a request that the server refuses as such (400), which is the sample's failure;
+    Outage for a server that cannot be reached, stays busy or silent, or knows neither key nor model.
     """
     verdicts = []
     for prompt, text, gold in zip(prompts, completions, answer, strict=True):
         reference = "" if gold is None else f"\nReference answer:\n{gold}\n"
         question = template.format(prompt=prompt, completion=text, reference=reference, low=low, high=high)
         reply = _ask(url, model, question, os.environ.get(key_variable), retries, timeout)
-        # A model that reasons before it answers names its number last.
-        numbers = re.findall(r"-?\d+(?:\.\d+)?", reply)
-        if not numbers or not low <= float(numbers[-1]) <= high:
-            raise JudgeFailed(f"the judge's reply has no number from {low:g} to {high:g}: {reply[:80]!r}")
-        verdicts.append((float(numbers[-1]) - low) / (high - low))
+        verdicts.append((_number(reply, low, high) - low) / (high - low))
     return verdicts
+
+
+def _number(reply: str, low: float, high: float) -> float:
+    """The number that the judge gives. Raises JudgeFailed where there is none in the range."""
+    found = list(_VERDICT.finditer(reply))
+    if not found:
+        raise JudgeFailed(f"the judge's reply has no number from {low:g} to {high:g}: {reply[:80]!r}")
+    # A model that reasons before it answers names its number last.
+    number, best = found[-1].groups()
+    if not low <= float(number) <= high or (best is not None and float(best) != high):
+        raise JudgeFailed(f"the judge's reply ends with no number from {low:g} to {high:g}: {reply[-80:]!r}")
+    return float(number)
 
 
 def longest_seconds(*, retries: int = 3, timeout: float = 60.0, **_: Any) -> float:
@@ -81,7 +95,9 @@ def _ask(url: str, model: str, text: str, key: str | None, retries: int, timeout
             return json.load(response)
 
     try:
-        answer = retried(reply, tries=retries + 1, first_seconds=FIRST_PAUSE_SECONDS, passing=_passing)
+        answer = retried(
+            lambda: _within(timeout, reply), tries=retries + 1, first_seconds=FIRST_PAUSE_SECONDS, passing=_passing
+        )
     except urllib.error.HTTPError as e:
         failed = Outage if kind_of(e) == "outage" else JudgeFailed
         raise failed(f"{url} answered {e.code} {e.reason}") from e
@@ -95,6 +111,31 @@ def _ask(url: str, model: str, text: str, key: str | None, retries: int, timeout
         return str(answer["choices"][0]["message"]["content"])
     except (KeyError, IndexError, TypeError) as e:
         raise Outage(f"{url} speaks no chat completions of OpenAI: {str(answer)[:80]!r}") from e
+
+
+def _within(seconds: float, action: Callable[[], Any]) -> Any:
+    """The result of `action`. Raises what it raises, and TimeoutError after `seconds`.
+
+    A socket's own limit is of each wait: a server that sends a blank now and then, as proxies do, never passes it.
+    """
+    results: list[Any] = []
+    errors: list[Exception] = []
+
+    def act() -> None:
+        try:
+            results.append(action())
+        except Exception as error:
+            errors.append(error)
+
+    # No thread can be ended: one that still waits for its server goes with the process.
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError
+    return results[0]
 
 
 def _passing(error: Exception) -> bool:

@@ -7,7 +7,6 @@ no death reaches another.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import multiprocessing
@@ -18,7 +17,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import connection
+from multiprocessing import connection, util
 from typing import Any
 
 from tuning.rewards.calls import STARTED, Call, serve
@@ -55,8 +54,8 @@ def attempt(
     Args:
         arguments: keyword arguments of the function.
         seconds, megabytes: limits of one call: wall-clock time after the function is imported, and memory on top of
-            what its process already holds. Functions with limits of their own get the time that these need
-            (`tuning.rewards.functions.least_seconds`).
+            what its process already holds. Functions with limits of their own get the time that these need for all
+            samples of the call (`tuning.rewards.functions.least_seconds`).
         workers: processes.
         calls: numbers of the samples that each call gets; None: one call a sample.
         finished: called with the numbers of a call's samples and their outcomes as soon as they are known.
@@ -66,8 +65,10 @@ def attempt(
         After OUTAGES of them in a row the remaining samples are outages too, without a call.
     """
     numbers = calls if calls is not None else [[number] for number in range(len(samples))]
-    seconds = max(seconds, least_seconds(name, arguments))
-    todo = [Call(name, arguments, [samples[i] for i in some], seconds, megabytes) for some in numbers]
+    todo = [
+        Call(name, arguments, [samples[i] for i in some], call_seconds(name, arguments, seconds, len(some)), megabytes)
+        for some in numbers
+    ]
     outcomes: dict[int, Outcome] = {}
 
     def told(call: int, found: Sequence[Outcome]) -> None:
@@ -76,6 +77,11 @@ def attempt(
 
     _run(todo, _pool(workers), told)
     return [outcomes[number] for number in range(len(samples))]
+
+
+def call_seconds(name: str, arguments: Mapping[str, Any], seconds: float, samples: int) -> float:
+    """Wall-clock limit of a call with so many samples: `seconds`, or what the function's own limits add up to."""
+    return max(seconds, samples * least_seconds(name, arguments))
 
 
 def evaluate(
@@ -169,7 +175,8 @@ class _Process:
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.mkdtemp(prefix="rlhf-reward-")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, os.getpid(), self._folder), daemon=True)
+        # A daemonic process could have no children, and a reward may use multiprocessing.
+        self._process = context.Process(target=serve, args=(theirs, os.getpid(), self._folder), daemon=False)
         self._process.start()
         theirs.close()
 
@@ -210,9 +217,12 @@ class _Process:
         return [outcome] * len(self._call.samples)
 
     def kill(self) -> None:
-        """Ends the process, and removes what its calls have left in its folder."""
+        """Ends the process and what its calls have started, and removes what they have left in its folder."""
         if self._process is None:
             return
+        # It leads a process group, unless it is only starting.
+        with contextlib.suppress(OSError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.join()
         self._process.close()
@@ -230,5 +240,6 @@ def _pool(workers: int) -> list[_Process]:
         for process in pool:
             process.kill()
 
-    atexit.register(close)
+    # Python waits for children that are no daemons as it ends: before that, and in forked or spawned parents too.
+    util.Finalize(None, close, exitpriority=0)
     return pool

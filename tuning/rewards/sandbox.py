@@ -30,21 +30,35 @@ START_SECONDS = 10.0
 """Time that a run may take beyond its limit, to start and to clean up."""
 
 # Runs the code, then the test in the same names. The test and a word that only a passed test can say come through a
-# file without a name, so that the code cannot end before the test and seem to have passed it.
+# file without a name, so that the code cannot end before the test and seem to have passed it. The file is closed, and
+# all that is used after the code is bound, before the code runs: no name and no descriptor leads it to the word, and
+# what it makes of `builtins` and modules changes neither the runner nor the test's own builtins.
 RUNNER = """
-import json, os, sys
-given, told = map(int, sys.argv[1:])
-scope = {"__name__": "__main__", "__file__": "main.py", "__builtins__": __builtins__}
-del sys.argv[1:]
-try:
-    exec(compile(open("main.py", "rb").read(), "main.py", "exec"), scope)
-except SystemExit:
-    # A script may end so; what it has defined is tested all the same.
-    pass
-with os.fdopen(given, "rb") as file:
-    test = json.loads(file.read())
-exec(compile(test["code"], "test.py", "exec"), scope)
-os.write(told, test["word"].encode())
+import builtins, json, os, sys
+
+def main(run=exec, write=os.write, leave=os._exit, end=SystemExit):
+    given, told = map(int, sys.argv[1:])
+    # Not the module's names: code finds those in `__main__`.
+    own = dict(vars(builtins))
+    with os.fdopen(given, "rb") as file:
+        task = json.load(file)
+    with open("main.py", "rb") as file:
+        code = file.read()
+    test, word = compile(task["code"], "test.py", "exec"), task["word"].encode()
+    code = compile(code, "main.py", "exec")
+    del sys.argv[1:]
+    sys.orig_argv[:] = sys.argv[:]
+    scope = {"__name__": "__main__", "__file__": "main.py", "__builtins__": builtins}
+    try:
+        run(code, scope)
+    except end:
+        # A script may end so; what it has defined is tested all the same.
+        pass
+    scope["__builtins__"] = own
+    run(test, scope)
+    write(told, word)
+
+main()
 """
 
 

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from flows.cli.app import app
 from flows.recipe.model import Recipe
 from flows.recipe.reading import load_recipe
+from flows.running.session import now
 from stages.auditing.laws import all_laws
 from stages.store.artifacts import Store
 from tests.support import RLHF, write_files
@@ -209,7 +210,7 @@ def test_a_run_whose_process_is_gone_is_shown_as_killed(rlhf, store):
     process = subprocess.Popen(["true"])
     process.wait()
     gone = first | {"name": "gone", "status": "running", "process": first["process"] | {"pid": process.pid}}
-    elsewhere = gone | {"name": "elsewhere", "process": first["process"] | {"host": "another"}}
+    elsewhere = gone | {"name": "elsewhere", "process": first["process"] | {"host": "another"}, "saved": now()}
     for run in (gone, elsewhere):
         place.write_json(run, "runs", run["name"], "run.json")
     lines = rlhf("runs", "--store", store).stdout.splitlines()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import subprocess
+import time
 
 import pytest
 from typer.testing import CliRunner
@@ -13,6 +15,7 @@ from flows.recipe.reading import load_recipe
 from flows.running.naming import before
 from flows.running.session import Session
 from stages.store.artifacts import Store
+from stages.store.leases import host_scope, this_process
 
 
 def unfinished(place: Store, name: str = "k1", **changes) -> dict:
@@ -35,6 +38,36 @@ def test_the_same_command_goes_on_with_an_unfinished_run_of_its_name(store, stat
     session = Session(load_recipe("smoke", sets=[f"store={store}"]), None, "k1")
     record = place.read_json("runs", "k1", "run.json")
     assert record["tries"] == 2 and record["status"] == "running" and session.record == record
+
+
+OTHER_BOOT = f"{host_scope().split()[0]} 00000000-0000-4000-8000-000000000000 pid:[1]"
+
+
+@pytest.mark.parametrize(
+    ("host", "minutes", "beat", "goes_on"),
+    [
+        (OTHER_BOOT, 0, None, True),
+        (OTHER_BOOT, 0, 60, True),
+        (OTHER_BOOT, 0, 0, False),
+        ("container", 0, None, False),
+        ("container", 11, None, True),
+        ("container", 11, 0, False),
+        ("container", 11, 60, True),
+    ],
+)
+def test_a_run_whose_process_cannot_be_seen_lives_by_its_signs(store, host, minutes, beat, goes_on):
+    place, recipe = Store(str(store)), load_recipe("smoke", sets=[f"store={store}"])
+    saved = datetime.datetime.now(datetime.UTC) - datetime.timedelta(minutes=minutes)
+    process = this_process() | {"host": host}
+    unfinished(place, process=process, saved=saved.isoformat(), started=saved.isoformat())
+    if beat is not None:
+        holder = process | {"token": "t", "beat": time.time() - beat}
+        place.write_json(holder, "leases", f"score-{'f' * 64}.json")
+    if goes_on:
+        assert before(place, recipe, "k1")["name"] == "k1"
+    else:
+        with pytest.raises(RecipeError, match=r"k1 is running .*if it was killed there, .* 10 minutes after"):
+            before(place, recipe, "k1")
 
 
 def test_a_name_of_another_run_is_refused_with_the_reason(store):

@@ -51,6 +51,12 @@ def test_the_first_round_is_sampled_from_the_kernels_that_an_adapter_is_trained_
     assert graph("rl.update.lora.rank=4")["round-000.rollout"].config.quantize == "none"
 
 
+def test_refills_know_which_completions_the_update_masks():
+    for truncated in ("keep", "mask-loss", "mask"):
+        nodes = graph("rl.refills=1", f"rl.update={{algorithm: grpo, truncated: {truncated}}}")
+        assert nodes["round-000.refill-1"].config.truncated_masked == (truncated == "mask")
+
+
 def test_baselines_and_refills_are_scored_on_the_scale_of_the_rounds_own_rollouts():
     normed = "rl.score.rewards={exact: {normalise: batch}}"
     nodes = graph(normed, "rl.update={algorithm: remax}")

@@ -142,6 +142,20 @@ def test_a_held_out_prompt_that_is_trained_on_is_leakage(run):
     assert case.startswith("heldout") and "heldout" in HELD_OUT and first["prompt"] in case
 
 
+def test_a_held_out_prompt_is_known_by_its_tokens_too(run):
+    store, record = run
+    data = AuditedRun(store, record).artifacts["prepare"]
+    (trained,) = data.local("sft/").glob("*.parquet")
+    first = pq.read_table(trained).to_pylist()[0]
+
+    def leak(rows):
+        rows[0]["prompt_ids"] = first["prompt_ids"]
+
+    edited(run, "prepare", "heldout/", leak)
+    (case,) = broken(run)["leakage"]
+    assert case.startswith("heldout") and "prompt_ids" in case
+
+
 def test_a_missing_artifact_and_changed_bytes_are_told(run):
     store, record = run
     artifacts = AuditedRun(store, record).artifacts

@@ -51,8 +51,9 @@ def test_packages_that_a_users_code_imports_are_content(tmp_path, monkeypatch):
     assert sentiment.startswith("package:vaderSentiment")
 
 
-def test_a_builtin_reward_needs_no_digest_of_its_own():
-    assert function_digests("exact_match", "here") == {}
+def test_a_builtin_reward_needs_no_digest_of_its_own_but_the_version_of_what_it_reads_with():
+    assert function_digests("contains", "here") == {}
+    assert function_digests("exact_match", "here") == {"package:regex": version("regex")}
 
 
 @pytest.mark.parametrize(

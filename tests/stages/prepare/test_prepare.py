@@ -227,7 +227,7 @@ def test_prompts_without_a_completion_are_prompts_whatever_share_feeds_sft(run, 
 @pytest.mark.parametrize(
     "extra, settings, message",
     [
-        ([], {"max_completion_tokens": 1}, "no rows for `sft`.*sft:completion_too_long.*leave it out of `splits`"),
+        ([], {"max_completion_tokens": 1}, "no rows for `sft`.*sft:completion_too_long.*leave it out of `data.splits`"),
         ([], {"heldout_fraction": 0.0}, "no rows for `heldout`: heldout_fraction is 0.0"),
         ([], {"sft_fraction": 1.0}, "no rows for `prompts`.*use 'all-training'"),
         ([{"promt": "x"}] * 20, {}, "20 of 80 records .*dead.parquet.*did you mean `prompt`"),
@@ -253,6 +253,18 @@ def test_prompts_without_a_completion_are_prompts_whatever_share_feeds_sft(run, 
 def test_errors_say_what_to_change(run, pairs, tmp_path, extra, settings, message):
     config = Config(source=write(tmp_path / "data.jsonl", [*pairs, *extra]), **settings)
     with pytest.raises(PrepareError, match="(?s)" + message):
+        run(config)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_held_out_prompt_within_a_conversation_is_found(run, pairs, tmp_path, count):
+    turns = [
+        {"role": role, "content": text} for role, text in (("user", "2+2?"), ("assistant", "4"), ("user", "Sure?"))
+    ]
+    conversation = {"messages": [*turns, {"role": "assistant", "content": "Yes."}], "split": "sft"}
+    own = {"prompt": [{"role": "system", "content": "Be brief."}, *turns[:count]], "split": "heldout"}
+    config = Config(source=write(tmp_path / "data.jsonl", [*pairs, conversation, own]), system_prompt="Be brief.")
+    with pytest.raises(PrepareError, match="a held-out prompt is in `sft` too .*Sure.*the same `group`"):
         run(config)
 
 

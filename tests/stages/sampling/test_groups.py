@@ -1,8 +1,14 @@
 """Which groups a round takes, and what it says where there are too few."""
 
+import dataclasses
+
 import pytest
 
-from stages.sampling.groups import Scored, TooFewGroups, chosen_groups
+from stages.sampling.groups import Scored, TooFewGroups, chosen_groups, missing_prompts
+from tuning.algorithms import selection
+from tuning.algorithms.algorithm import find
+from tuning.algorithms.round_data import RoundData
+from tuning.algorithms.settings import RoundSettings
 from tuning.rows import CompletionRow, ScoreRow
 
 
@@ -32,3 +38,19 @@ def test_the_first_informative_groups_are_taken_and_the_rest_are_counted():
     assert [row.place for row in taken.rollouts] == [0, 0, 2, 2]
     assert [row.place for row in taken.scores] == [0, 0, 2, 2]
     assert metrics == {"prompts_sampled": 4, "prompts_without_signal": 1, "prompts_to_spare": 1}
+
+
+def test_completions_that_the_update_masks_give_a_group_no_signal():
+    """Places 0 and 1 differ by completions that were cut off: with `truncated: mask` refills replace them."""
+    every = scored([(1, 0), (1, 0), (1, 0), (0, 1)], prompts=2)
+    cut = [dataclasses.replace(row, stop="length" if row.place < 2 and row.sample else "eos") for row in every.rollouts]
+    every = dataclasses.replace(every, rollouts=cut)
+    assert missing_prompts(every.only([0, 1]).totals(masked=False), 2) == 0
+    assert missing_prompts(every.only([0, 1]).totals(masked=True), 2) == 2
+    taken, metrics = chosen_groups(every, "stop", masked=True)
+    assert [row.place for row in taken.rollouts] == [2, 2, 3, 3]
+    assert metrics == {"prompts_sampled": 4, "prompts_without_signal": 2, "prompts_to_spare": 0}
+    settings = RoundSettings.of("dapo", truncated="mask")
+    data = RoundData.from_rows(taken.rollouts, taken.scores)
+    assert selection.trained(data, selection.scored(data, settings), find(settings.objective), settings).all()
+    assert {row.place for row in chosen_groups(every, "stop")[0].rollouts} == {0, 1}

@@ -6,6 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from stages.contract.definition import Context
 from stages.score import stage as score
@@ -220,3 +221,12 @@ def test_where_code_is_run_the_metrics_say_what_it_can_reach(tmp_path, rollouts)
     metrics = score.run(ctx)
     assert metrics["code_can_reach"] == list(gaps())
     assert any("WARNING: code_passes" in line for line in log) == bool(gaps())
+
+
+def test_a_zero_for_what_was_cut_off_is_refused_where_zero_is_the_mean():
+    for normalise in ("group", "batch"):
+        values = {"truncated": "zero", "rewards": {"exact": {"normalise": normalise}, "plain": {}}}
+        with pytest.raises(ValidationError, match=f"rewards.exact.normalise: {normalise} .* set truncated: keep"):
+            Config.model_validate(values)
+        Config.model_validate(values | {"truncated": "keep"})
+    Config.model_validate({"truncated": "zero", "rewards": {"exact": {"normalise": "none"}}})

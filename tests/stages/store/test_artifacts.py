@@ -170,6 +170,16 @@ def test_a_replacing_commit_leaves_readers_their_files(store, tmp_path):
     assert store.verify(reader) is None
 
 
+def test_a_root_may_hold_what_patterns_are_made_of(tmp_path):
+    store = Store(str(tmp_path / "a[1]*?" / "{b}"))
+    first = make(store, tmp_path)
+    second = make(store, tmp_path, replace=True, **FILES | {"config.json": "[]"})
+    store.write_json({}, "runs", "r", "run.json")
+    assert store.all_keys() == [("sft", KEY)]
+    assert store.with_digest("sft", KEY, first.digest).digest == first.digest != second.digest
+    assert store.names("runs") == ["r"] and store.names("nothing") == []
+
+
 def test_files_are_as_readable_as_umask_lets_them(tmp_path):
     out = write_files(tmp_path / "out", **FILES)
     (out / "model" / "weights.bin").chmod(0o600)
@@ -296,14 +306,10 @@ def test_a_replaced_artifact_is_fetched_again(remote, tmp_path):
 
 def test_another_process_s_files_are_seen_at_once(remote):
     remote.write_json({}, "runs", "a", "run.json")
-
-    def names() -> list[str]:
-        return [p.split("/")[-2] for p in remote.fs.glob(remote.join("runs", "*", "run.json"))]
-
-    assert names() == ["a"]
+    assert remote.names("runs") == ["a"]
     bucket, _, key = remote.join("runs", "b", "run.json").partition("/")
     boto3.client("s3").put_object(Bucket=bucket, Key=key, Body=b"{}")
-    assert names() == ["a", "b"]
+    assert remote.names("runs") == ["a", "b"]
 
 
 def test_json_is_written_in_one_step(tmp_path):

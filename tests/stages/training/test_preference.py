@@ -24,6 +24,8 @@ def test_preference_on_pairs(loss, base, memory, judged, tmp_path):
     assert metrics["heldout_chosen_logps"] > metrics["heldout_rejected_logps"]
     if loss == "dpo":
         assert metrics["heldout_loss_before"] == pytest.approx(np.log(2), rel=1e-5)
+        # The policy is its reference: every pair ties.
+        assert metrics["heldout_accuracy_before"] == 0.5
     assert (tmp_path / loss / "work" / "reference-logps").exists() == (loss == "dpo")
     lines = [json.loads(line) for line in (made.path / "logs" / "metrics.jsonl").read_text().splitlines()]
     assert {"loss", "accuracy", "margin", "chosen_logps", "rejected_logps", "grad_norm"} <= set(lines[0])

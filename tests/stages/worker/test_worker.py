@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,11 +15,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from stages.base import SourceMissing
 from stages.contract.registry import stage
 from stages.store.artifacts import Store
 from stages.store.work import WorkFolder
 from stages.worker import client
 from stages.worker.client import StageFailed, Worker, WorkerDied, worker_environment
+from stages.worker.process import Events, run_request
 from stages.worker.protocol import (
     Changed,
     Done,
@@ -34,6 +37,7 @@ from stages.worker.protocol import (
 )
 from tests.stages.worker.support import ignore, request
 from tests.support import python, write_files
+from tuning.precision import using
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +155,34 @@ def test_a_forced_run_starts_from_nothing_and_replaces(warm, tmp_path):
     assert (WorkFolder(store, "base", "k" * 64).open() / "left-by-an-earlier-try").exists()
 
 
+@pytest.mark.parametrize("same", [True, False], ids=["equal", "another"])
+def test_memory_is_named_by_the_artifact_that_was_made_alone(warm, tmp_path, same):
+    here, there, memory = request(tmp_path / "here"), request(tmp_path / "there"), {"decoder:new": "weights"}
+    made = warm.run(there, ignore)
+    store = Store(here.store)
+    if same:
+        made_there = Store(there.store).get("base", "k" * 64)
+        out = Path(shutil.copytree(made_there.local(), tmp_path / "out"))
+        (out / "manifest.json").unlink()
+    else:
+        out = write_files(tmp_path / "out", **{"config.json": "{}"})
+    # Another process has committed the key by the time that this one does.
+    store.commit(out, {"stage": "base", "key": "k" * 64, "metrics": {}})
+    with using("auto"), (tmp_path / "events").open("w") as events:
+        manifest = run_request(here, memory, Events(events))
+    assert (manifest["digest"] == made["digest"]) == same
+    assert {n: v for n, v in memory.items() if n.startswith("decoder:")} == (
+        {f"decoder:{made['digest']}": "weights"} if same else {}
+    )
+
+
+def test_memory_of_a_stage_that_failed_is_dropped(tmp_path):
+    memory = {"decoder:new": "weights"}
+    with using("auto"), (tmp_path / "events").open("w") as events, pytest.raises(SourceMissing):
+        run_request(request(tmp_path, source="/no/such/model"), memory, Events(events))
+    assert [n for n in memory if n.startswith("decoder:")] == []
+
+
 def test_a_worker_that_is_killed_at_work_says_how_it_died_and_what_is_left(doomed, tmp_path):
     killed: list[int] = []
 
@@ -188,8 +220,9 @@ def test_a_worker_that_was_killed_while_idle_is_replaced_in_silence(worker, tmp_
 def test_a_worker_that_falls_silent_is_ended(worker, tmp_path, monkeypatch):
     monkeypatch.setattr(client, "SILENCE_SECONDS", 3.0)
     os.kill(worker.pid, signal.SIGSTOP)
-    with pytest.raises(WorkerDied, match="SIGKILL"):
+    with pytest.raises(WorkerDied, match="sent nothing for 3 s, and was ended in stage base") as e:
         worker.run(request(tmp_path), ignore)
+    assert "memory" not in str(e.value)
 
 
 def test_an_interrupted_request_ends_it(worker, tmp_path):

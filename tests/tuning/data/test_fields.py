@@ -5,6 +5,7 @@ import re
 import pytest
 
 from tests.tuning.data.run import letters, rows, run
+from tuning.data import fields
 from tuning.data.blocks import Plan, SourcePlan
 from tuning.data.fields import Mapper, boxed
 from tuning.data.layouts import LayoutError
@@ -69,6 +70,12 @@ def test_templates_give_labels_and_margins_their_types():
 def test_what_cannot_be_had_names_field_pattern_and_place(spec, message):
     with pytest.raises(LayoutError, match=re.escape(message)):
         Mapper(fields={"x": spec})(RECORD)
+
+
+def test_a_pattern_that_never_ends_is_told_as_one_that_does_not_match(monkeypatch):
+    monkeypatch.setattr(fields, "PATTERN_SECONDS", 0.1)
+    with pytest.raises(LayoutError, match=re.escape("a match of '(a|aa)+$' in `answer` within 0.1 s, got ... 'aaa")):
+        Mapper(fields={"x": {"from": "answer", "pattern": "(a|aa)+$"}})({"answer": "a" * 70 + "c"})
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.tuning.data.run import letters, rows, run
-from tuning.data import blocks, files, pipeline, steps
+from tests.tuning.data.run import letters, pieces, rows, run
+from tuning.data import blocks, files, merge, pipeline, steps
 from tuning.data.records import parse_record
 from tuning.models.tokenizer import save_tokenizer
 
@@ -111,7 +111,7 @@ def test_rows_that_are_too_long_can_be_cut(plan, tmp_path):
 
 def test_equal_records_and_prompts_merge_within_and_across_blocks(plan, tmp_path):
     pair = {"prompt": "p", "completion": "x", "rejected": "y", "split": "preference"}
-    prompts = [{"prompt": "p", "split": "prompts", "metadata": {"n": n}} for n in (1, 2)]
+    prompts = [{"prompt": "p", "split": "prompts", "completion": str(n), "metadata": {"n": 1}} for n in (1, 2)]
     records = [{**pair, "id": "one"}, prompts[0], {**pair, "id": "two"}, {**pair, "id": "three"}, prompts[1]]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert len(run(plan, whole, *records)) == 1
@@ -201,3 +201,34 @@ def test_groups_go_whole_and_by_hash(plan):
     prompts_only = dataclasses.replace(plan, splits=("prompts",))
     assert {tuple(splits(i, prompts_only, **pair)) for i in range(50)} == {("prompts",)}
     assert splits(1, prompts_only, completion="x", split="sft") == []
+
+
+def test_prompts_that_a_reward_or_the_policy_can_tell_apart_stay_apart(plan, tmp_path):
+    tests = [{"metadata": {"tests": [f"assert f() == {n}"]}} for n in (1, 2)]
+    tools = [{"tools": [{"type": "function", "function": {"name": name, "parameters": {}}}]} for name in ("add", "mul")]
+    records = [{"prompt": "p", "split": "prompts", **more} for more in ({}, {"completion": "c"}, *tests, *tools)]
+    run(plan, tmp_path, *records)
+    assert sorted(row["record"] for row in rows(plan, "prompts", tmp_path)) == [1, 3, 4, 5, 6]
+
+
+SYSTEM, ASK = {"role": "system", "content": "sys"}, {"role": "user", "content": "q"}
+ANSWER, MORE = {"role": "assistant", "content": "a"}, {"role": "user", "content": "sure?"}
+
+
+@pytest.mark.parametrize(
+    "trained, heldout, leaking",
+    [
+        ([ASK], [SYSTEM, ASK], True),
+        ([ASK, ANSWER, MORE], [SYSTEM, ASK], True),
+        ([ASK, ANSWER, MORE], [ASK, ANSWER, MORE], True),
+        ([ASK, ANSWER, MORE, ANSWER, ASK], [SYSTEM, ASK, ANSWER, MORE], True),
+        ([ASK, ANSWER, MORE], [MORE], False),
+    ],
+)
+def test_held_out_prompts_are_found_by_the_tokens_before_what_is_trained(plan, tmp_path, trained, heldout, leaking):
+    plan = dataclasses.replace(plan, system_prompt="sys", max_completion_tokens=100)
+    records = [{"messages": [*trained, ANSWER], "split": "sft"}, {"prompt": heldout, "split": "heldout"}]
+    run(plan, tmp_path, *records, {"text": "document"})
+    found = pieces(plan, tmp_path)
+    fates = merge.fates(found)
+    assert fates.kept == 3 and merge.leaks(found, fates) == leaking

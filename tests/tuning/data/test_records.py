@@ -38,6 +38,16 @@ def test_equal_prompts_are_one_group_by_default():
     assert parse(prompt="a").group != parse(prompt="b").group
 
 
+def test_conversations_that_begin_alike_are_one_group_by_default():
+    system, more = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Sure?"}
+    opening = parse(prompt="hello").group
+    assert parse(prompt=[system, USER]).group == opening
+    assert parse(messages=[USER, BOT, more, BOT]).group == parse(prompt=[system, USER, RUDE, more]).group == opening
+    assert parse(prompt=[USER, more]).group != opening
+    # Without a turn before the assistant's first one, all turns but the system's count.
+    assert parse(prompt=[BOT, USER]).group != parse(prompt=[BOT, more]).group
+
+
 USER = {"role": "user", "content": "hello"}
 BOT = {"role": "assistant", "content": "hi"}
 RUDE = {"role": "assistant", "content": "what"}

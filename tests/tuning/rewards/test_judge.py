@@ -1,6 +1,8 @@
 """A judge on a real server that speaks as OpenAI's does: the last number of its reply counts, or the error says why."""
 
+import contextlib
 import socket
+import threading
 
 import pytest
 
@@ -51,6 +53,44 @@ def test_a_server_that_is_ill_or_refuses_the_key_is_an_outage(server, reply, mes
 def test_an_endpoint_that_is_not_there():
     with pytest.raises(Outage, match="cannot be reached"):
         ask("http://127.0.0.1:9/v1", retries=0)
+
+
+@contextlib.contextmanager
+def dripping(head):
+    """The URL of a server that answers with `head`, and then with a blank every 20 ms."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip():
+            connection = server.accept()[0]
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(head)
+                while not done.wait(0.02):
+                    connection.sendall(b" ")
+
+        done, thread = threading.Event(), threading.Thread(target=drip)
+        thread.start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/v1"
+        done.set()
+        thread.join()
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nX:"], ids=["body", "headers"])
+def test_an_endpoint_that_sends_blanks_while_it_waits_is_an_outage_too(head):
+    with dripping(head) as url, pytest.raises(Outage, match="no answer within 0.2 s"):
+        ask(url, retries=0, timeout=0.2)
+
+
+@pytest.mark.parametrize(
+    ("reply", "value"), [("Score: 7/10", 0.7), ("**7** / 10", 0.7), ("I say 8.5 out of 10.", 0.85), ("3/5", None)]
+)
+def test_a_number_of_so_many_counts_where_the_best_is_so_many(server, reply, value):
+    server[2].append(reply)
+    if value is not None:
+        assert ask(server[0]) == [value]
+        return
+    with pytest.raises(JudgeFailed, match="no number from 0 to 10"):
+        ask(server[0])
 
 
 def test_an_endpoint_that_stays_silent_is_an_outage_within_the_limit_of_the_call():

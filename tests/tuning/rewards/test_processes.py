@@ -5,14 +5,17 @@ import math
 import multiprocessing
 import os
 import signal
+import subprocess
 import time
+import uuid
 
+import psutil
 import pytest
 
 from tuning.rewards.calls import Call, keyword_arguments
 from tuning.rewards.failures import Outage
 from tuning.rewards.functions import exact_match, number_match
-from tuning.rewards.processes import OUTAGES, TRIES, attempt, evaluate
+from tuning.rewards.processes import OUTAGES, TRIES, attempt, call_seconds, evaluate
 from tuning.rewards.samples import Sample
 
 # Each process that calls a function of this module imports it first: as slow as a module that loads models.
@@ -54,6 +57,15 @@ def breaks(prompts, completions, **_):
             raise ConnectionRefusedError("port 9")
         case "killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        case "pool":
+            child = multiprocessing.get_context("fork").Process(target=os._exit, args=(7,))
+            child.start()
+            child.join()
+            return [float(child.exitcode)]
+        case text if text.startswith("leave-"):
+            subprocess.Popen(["sleep", text.removeprefix("leave-")])
+            while True:
+                pass
     return [0.5]
 
 
@@ -83,6 +95,17 @@ def test_what_a_sample_does_to_its_call_costs_that_sample():
     assert {t: o.failure for t, o in found.items() if o.failure} == reasons
     assert not any(o.is_outage for o in found.values())
     assert (found["x"].value, found["none"].value, found["y"].value) == (0.5, None, 0.5)
+
+
+def test_what_a_reward_has_started_ends_with_its_time():
+    token = f"60.{uuid.uuid4().int % 10**9:09d}"
+    assert outcomes(f"leave-{token}", seconds=0.3)[f"leave-{token}"].failure == "timeout after 0.3 s"
+    left = [p for p in psutil.process_iter(["cmdline"]) if token in (p.info["cmdline"] or [])]
+    assert psutil.wait_procs(left, timeout=1.0)[1] == []
+
+
+def test_a_reward_may_start_processes():
+    assert outcomes("pool")["pool"].value == 7.0
 
 
 def test_a_process_that_ends_between_calls_is_replaced():
@@ -133,6 +156,13 @@ def test_a_call_may_have_several_samples_and_its_failure_costs_them_all():
     )  # fmt: skip
     assert [o.value for o in found] == [0.5, None, 2.0, None]
     assert found[1].failure == "ValueError: alone" and sorted(told) == [[0, 2], [1], [3]]
+
+
+@pytest.mark.parametrize(("name", "arguments"), [("judge", {"timeout": 30.0}), ("code_passes", {})])
+def test_a_call_with_many_samples_has_the_time_that_each_of_them_may_take(name, arguments):
+    one = call_seconds(name, arguments, 5.0, 1)
+    assert one > 60 and call_seconds(name, arguments, 5.0, 16) == 16 * one
+    assert call_seconds("exact_match", {}, 5.0, 16) == call_seconds(name, arguments, 5.0, 0) == 5.0
 
 
 @pytest.mark.parametrize("name", ["tolerance", "extract", "prompts", "completions", "task", "answer"])

@@ -55,6 +55,48 @@ def test_code_that_ends_before_its_test_has_not_passed(code):
     assert passes(code, [TEST]) == 0.0
 
 
+REPLACED = """
+import builtins, json, os
+def nothing(*a, **k): return None
+for name in ("exec", "compile", "abs", "all", "isinstance", "print"):
+    setattr(builtins, name, nothing)
+json.loads = json.load = lambda *a, **k: {"code": "pass", "word": "x"}
+builtins.sum = lambda *a: 3
+"""
+SEARCHED = """
+import json, os, sys, __main__
+def word(text):
+    try:
+        return json.loads(text)["word"].encode()
+    except (ValueError, KeyError):
+        return None
+def add(a, b):
+    found = [str(n) for n in range(3, 64)] + [n for a in sys.orig_argv for n in a.split()]
+    for number in map(int, filter(str.isdigit, found)):
+        try:
+            given = word(os.pread(number, 10**6, 0))
+        except OSError:
+            continue
+        for told in range(3, 64) if given else ():
+            try:
+                os.write(told, given)
+            except OSError:
+                pass
+    os._exit(0)
+%s
+"""
+
+
+@pytest.mark.parametrize(
+    "code", [REPLACED, SEARCHED % "", SEARCHED % "add(1, 2)"], ids=["builtins", "descriptors", "before the test"]
+)
+def test_code_does_not_pass_by_what_it_makes_of_the_runner(code):
+    # What the test uses of Python's own is as it was.
+    assert passes(code, ["assert sum([add(1, 2)]) == 3" if code is not REPLACED else "assert sum([1, 1]) == 3"]) == 0.0
+    if code is REPLACED:
+        assert passes(code + "def add(a, b): return a + b", [f"{TEST}; assert sum([1, 1]) == 2 and abs(-1) == 1"]) == 1
+
+
 def test_code_may_end_as_scripts_do_and_is_tested_all_the_same():
     assert passes("import sys\ndef add(a, b): return a + b\nsys.exit(0)", [TEST]) == 1.0
 

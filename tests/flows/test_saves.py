@@ -1,0 +1,46 @@
+"""The record of a run is written often enough to tell a kill from a run at work, and no oftener."""
+
+from __future__ import annotations
+
+import pytest
+
+from flows.recipe.reading import load_recipe
+from flows.report.console import ConsoleReporter
+from flows.running import session
+from flows.running.session import Session
+from stages.store.artifacts import Store
+
+
+@pytest.fixture
+def run(store, monkeypatch):
+    """A session over a store that has everything."""
+    monkeypatch.setattr(session, "SAVE_SECONDS", 1e9)
+    return Session(load_recipe("smoke", sets=[f"store={store}"]), ConsoleReporter(), "again")
+
+
+def test_a_run_that_makes_nothing_writes_its_record_at_its_two_ends(run, store):
+    path = store / "runs" / "again" / "run.json"
+    # Each write is a new file.
+    writes = {path.stat().st_mtime_ns}
+    for node in run.nodes:
+        assert run.run_node(node)[0] == "hit"
+        writes.add(path.stat().st_mtime_ns)
+    assert len(run.nodes) > 5 and len(writes) == 1
+    run.finish("finished")
+    record = Store(str(store)).read_json("runs", "again", "run.json")
+    assert record == run.record and {e["state"] for e in record["nodes"].values()} == {"hit"}
+
+
+def test_a_stage_is_on_disk_as_running_before_its_work_begins(run, store):
+    place = Store(str(store))
+
+    class Interrupted(ConsoleReporter):
+        def stage_started(self, node):
+            raise KeyboardInterrupt
+
+    run.run_node("base")
+    run.reporter, run.force = Interrupted(), {"prepare"}
+    with pytest.raises(KeyboardInterrupt):
+        run.run_node("prepare")
+    nodes = place.read_json("runs", "again", "run.json")["nodes"]
+    assert {name: entry["state"] for name, entry in nodes.items()} == {"base": "hit", "prepare": "running"}
