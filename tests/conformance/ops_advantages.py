@@ -53,15 +53,14 @@ def grpo(case: Case) -> dict[str, Any]:
 
 
 @op("advantages_group", "rloo")
-@op("advantages_group", "rloo_normalized")
 def rloo(case: Case) -> dict[str, Any]:
     r = case["rewards"]
-    ddof, eps = case.param("ddof"), case.param("eps")
+    case.known("normalize", None)
+    # Of the normalisation that these cases do not have.
+    case.param("ddof"), case.param("eps")
     out = adv.rloo_advantages(
         r, group_ids(case, len(r)), singleton=singleton(case), reward_clip=pair(case.param("reward_clip"))
     )
-    if case.known("normalize", None, "batch mean/std"):
-        out = adv.standardise(out, ddof=ddof, eps=eps)
     return {"advantages": out}
 
 

@@ -65,8 +65,17 @@ class Run:
         (worker,) = [c for c in psutil.Process(self.process.pid).children() if "stages.worker.process" in c.cmdline()]
         return [worker, *worker.children(recursive=True)]
 
-    def kill_worker(self) -> int:
-        worker, *others = self.family()
+    def worker(self) -> psutil.Process:
+        """The worker, as soon as there is one: found before the moment to kill it comes."""
+        children = psutil.Process(self.process.pid).children
+        self.until(lambda: any("stages.worker.process" in child.cmdline() for child in children()))
+        return self.family()[0]
+
+    def kill_worker(self, worker: psutil.Process | None = None) -> int:
+        worker = worker or self.family()[0]
+        # Stopped at once: while what it has started is looked for, it does nothing more.
+        worker.suspend()
+        others = worker.children(recursive=True)
         worker.kill()
         # What it had started (reward functions) must not live on without it.
         _, alive = psutil.wait_procs(others, timeout=10)

@@ -14,7 +14,7 @@ from tests.oracle.rounds import COMMON, assert_fates, check_round, update_once
 from tests.oracle.tables import Drawn, round_of
 from tuning.algorithms.registry import ALGORITHMS
 
-FAST = ("grpo", "rloo", "ppo")
+FAST = ("grpo", "ppo")
 
 
 @pytest.mark.parametrize("algorithm", [a if a in FAST else pytest.param(a, marks=pytest.mark.slow) for a in ALGORITHMS])
@@ -68,7 +68,8 @@ def test_options(case: str, product: Product) -> None:
     check_round(case, product, {"algorithm": "grpo"} | OPTIONS[case], awkward())
 
 
-@pytest.mark.parametrize("lora", [None, pytest.param({"rank": 2, "alpha": 4.0}, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4.0}])
 def test_two_rounds_with_what_they_pass_on(lora: Any, product: Product) -> None:
     """Moments of the optimizer and adapted coefficients go from round to round; the second one is stale."""
     config = COMMON | {"algorithm": "grpo", "kl_coef": 0.1, "kl_target": 0.001, "kl_horizon": 20.0, "lora": lora}

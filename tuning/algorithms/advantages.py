@@ -148,16 +148,6 @@ def rloo_advantages(
     return masked(advantages, keep).reshape(rewards.shape)
 
 
-def standardise(
-    x: jax.Array, *, valid: jax.Array | None = None, ddof: int = 1, eps: float = 1e-8, scale: bool = True
-) -> jax.Array:
-    """(x - mean) / (std + eps) over the valid values of the batch, any shape; `scale=False` only removes the mean."""
-    keep = jnp.ones(x.shape, bool) if valid is None else valid > 0
-    above = masked(x - masked(x, keep, jnp.inf).min(initial=jnp.inf), keep)
-    out = (above - above.sum() / jnp.maximum(keep.sum(), 1)) / ((_batch_std(x, keep, ddof) + eps) if scale else 1)
-    return masked(out, keep)
-
-
 def reinforce_pp_baseline_advantages(
     rewards_B: jax.Array,
     group_ids_B: jax.Array,

@@ -29,7 +29,7 @@ from tuning.rows import CompletionRow, ScoreRow, VerdictRow
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=alert(1)>\x00\x1b[31m \u202eevil"
 BEGIN = datetime.datetime(2026, 3, 1, 9, 30, tzinfo=datetime.UTC)
-SECTIONS = ("evaluation", "curves", "training", "samples", "rollouts", "stages", "provenance")
+SECTIONS = ("evaluation", "curves", "training", "samples", "rollouts", "stages", "audit", "provenance")
 
 
 def recipe_of(store, **more):

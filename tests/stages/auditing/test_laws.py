@@ -168,7 +168,8 @@ def test_a_missing_artifact_and_changed_bytes_are_told(run):
     laws = {law.name: law for law in all_laws()}
     found = {name: laws[name].look(AuditedRun(*run)).broken for name in ("checksums", "artifacts")}
     assert [case.split(":")[0] for case in found["checksums"]] == ["sft"]
-    assert found["artifacts"] == ["round-002.score is gone or damaged; `rlhf run` makes it again"]
+    (case,) = found["artifacts"]
+    assert case == f"round-002.score with digest {gone.digest[:12]} is gone or damaged; `rlhf run` makes it again"
 
 
 def test_rewards_that_are_those_of_another_completion_are_found(run):

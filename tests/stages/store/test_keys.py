@@ -39,8 +39,8 @@ EXECUTION = {
     "rollout": COMPUTE | ENGINE,
     "refill": COMPUTE | ENGINE,
     "greedy": COMPUTE | ENGINE,
-    "score": COMPUTE | {"workers"},
-    "update": COMPUTE | {"store_state"},
+    "score": COMPUTE | {"workers", "max_failed_fraction"},
+    "update": COMPUTE | {"store_state", "max_idle_rounds"},
     "evaluate": COMPUTE
     | {"workers", "max_failed_fraction", "every", "load_best_model_at_end", "metric_for_best_model"},
     "select": set(),

@@ -8,6 +8,7 @@ import pytest
 from tuning.examples import rl_loop, sft
 
 
+@pytest.mark.slow
 def test_the_reward_of_the_rl_loop_rises():
     before, after = rl_loop.main()
     assert before < 0.05
