@@ -128,32 +128,19 @@ def test_what_an_artifact_says_otherwise_breaks_a_law(run, node, part, edit, law
     assert any(name in found[law][0] for name in (node, node.split(".")[0]))
 
 
-def test_a_held_out_prompt_that_is_trained_on_is_leakage(run):
-    store, record = run
-    data = AuditedRun(store, record).artifacts["prepare"]
-    (trained,) = data.local("prompts/").glob("*.parquet")
+@pytest.mark.parametrize(("split", "column"), [("prompts", "prompt"), ("sft", "prompt_ids")])
+def test_a_held_out_prompt_that_is_trained_on_is_leakage(run, split, column):
+    data = AuditedRun(*run).artifacts["prepare"]
+    (trained,) = data.local(f"{split}/").glob("*.parquet")
     first = pq.read_table(trained).to_pylist()[0]
 
     def leak(rows):
-        rows[0]["prompt"] = first["prompt"]
+        rows[0][column] = first[column]
 
     edited(run, "prepare", "heldout/", leak)
     (case,) = broken(run)["leakage"]
-    assert case.startswith("heldout") and "heldout" in HELD_OUT and first["prompt"] in case
-
-
-def test_a_held_out_prompt_is_known_by_its_tokens_too(run):
-    store, record = run
-    data = AuditedRun(store, record).artifacts["prepare"]
-    (trained,) = data.local("sft/").glob("*.parquet")
-    first = pq.read_table(trained).to_pylist()[0]
-
-    def leak(rows):
-        rows[0]["prompt_ids"] = first["prompt_ids"]
-
-    edited(run, "prepare", "heldout/", leak)
-    (case,) = broken(run)["leakage"]
-    assert case.startswith("heldout") and "prompt_ids" in case
+    assert case.startswith("heldout") and "heldout" in HELD_OUT
+    assert (first["prompt"] if column == "prompt" else column) in case
 
 
 def test_a_missing_artifact_and_changed_bytes_are_told(run):
