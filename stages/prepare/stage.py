@@ -240,9 +240,10 @@ def _write_dead(ctx: Context, config: Config, pieces: Pieces, receipts: list[dic
         # The output folder is emptied by the next try, the work folder is not.
         shutil.copyfile(ctx.out / "dead" / "dead.parquet", kept)
         reasons = [reason for receipt in receipts for reason in receipt["reasons"]][:3]
+        most = f", max_dead_records {limit}" if limit is not None else ""
         raise PrepareError(
             f"{dead} of {read} records of {', '.join(s.source for s in config.all_sources())} cannot be used "
-            f"(max_dead_fraction is {config.max_dead_fraction}, max_dead_records {limit}); all of them are in {kept}. "
+            f"(max_dead_fraction is {config.max_dead_fraction}{most}); all of them are in {kept}. "
             "The first reasons:\n  " + "\n  ".join(reasons)
         )
     return dead

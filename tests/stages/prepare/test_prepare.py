@@ -238,7 +238,11 @@ def test_prompts_without_a_completion_are_prompts_whatever_share_feeds_sft(run, 
         ([], {"max_completion_tokens": 1}, "no rows for `sft`.*sft:completion_too_long.*leave it out of `data.splits`"),
         ([], {"heldout_fraction": 0.0}, "no rows for `heldout`: heldout_fraction is 0.0"),
         ([], {"sft_fraction": 1.0}, "no rows for `prompts`.*use 'all-training'"),
-        ([{"promt": "x"}] * 20, {}, "20 of 80 records .*dead.parquet.*did you mean `prompt`"),
+        (
+            [{"promt": "x"}] * 20,
+            {},
+            r"20 of 80 .* \(max_dead_fraction is 0.1\); .*dead.parquet.*did you mean `prompt`",
+        ),
         ([{"promt": "x"}] * 2, {"max_dead_records": 1}, "2 of 62 records .*max_dead_records 1"),
         (
             [{"prompt": "x " * 600}],
