@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from tuning.data.files import Part
     from tuning.data.merge import Fates, Pieces
 
-Receipts = Collection[Mapping[str, Any]]
-"""Of the blocks, in the order of their records."""
+    Receipt = Mapping[str, Any]
+
 # Raw bytes of a shard, where the settings name no number of shards: a shard is sorted in memory.
 SHARD_BYTES = 1 << 26
 
@@ -232,7 +232,7 @@ def _run_blocks(ctx: Context, config: Config, parts: list[Part], plan: Plan, fol
     return {name: receipts[name] for name in sorted(blocks)}
 
 
-def _write_dead(ctx: Context, config: Config, pieces: Pieces, receipts: Receipts, read: int) -> int:
+def _write_dead(ctx: Context, config: Config, pieces: Pieces, receipts: Collection[Receipt], read: int) -> int:
     """Write the dead letters; raises PrepareError where they are more than the settings allow."""
     from tuning.data.schema import DEAD, write_parquet
 
@@ -251,7 +251,7 @@ def _write_dead(ctx: Context, config: Config, pieces: Pieces, receipts: Receipts
     return dead
 
 
-def _losses(config: Config, records: Mapping[str, int], fates: Fates, receipts: Receipts) -> str:
+def _losses(config: Config, records: Mapping[str, int], fates: Fates, receipts: Iterable[Receipt]) -> str:
     """Records that are in no output by reason, the most common ones, with the first dead letter in full."""
     lost = [(records["duplicates"], "duplicates"), *((n, reason) for reason, n in fates.dropped.most_common(3))]
     parts = [f"{count} {reason}{_why(reason, config)}" for count, reason in lost if count]

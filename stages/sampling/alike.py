@@ -28,7 +28,7 @@ def alike(values: Mapping[str, Sequence[float | None]], rollouts: Sequence[Compl
 
 
 def alone(names: Sequence[str]) -> str:
-    """What to set where these rewards are alike in each group, called with one completion at a time, and not with all."""
+    """What to set where these rewards are alike in each group, called with one completion at a time, not with all."""
     rewards = " and ".join(f"“{name}”" for name in names)
     places = " and ".join(f"rl.score.rewards.{name}.batch: group" for name in names)
     return (

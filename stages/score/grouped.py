@@ -1,4 +1,4 @@
-"""Whether a function that is called with one completion at a time needs all of a prompt's: it is asked, on a few groups.
+"""Whether a function that is called with one completion at a time needs all of a prompt's: a few groups tell.
 
 What it gives there is in no score.
 """
@@ -50,9 +50,8 @@ def hint(ctx: Context, columns: Mapping[str, Mapping[int, Outcome]], rollouts: S
     names = []
     for name, column in columns.items():
         # What works for some completions of a prompt alone does not need the others.
-        groups = [
-            g for g in _groups(rollouts) if len(g) > 1 and all(i in column and column[i].failure is not None for i in g)
-        ]
+        lost = {number for number, outcome in column.items() if outcome.failure is not None}
+        groups = [group for group in _groups(rollouts) if len(group) > 1 and lost.issuperset(group)]
         if _is_single(config.rewards[name]) and groups:
             found = _called(ctx, name, groups, rollouts)
             names += [name] if any(all(outcome.failure is None for outcome in group) for group in found) else []

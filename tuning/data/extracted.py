@@ -46,8 +46,8 @@ def together(receipts: Iterable[Mapping[str, Any]]) -> Extracted:
 def warnings(extracted: Extracted) -> list[str]:
     """A sentence for each field whose pattern took a part of a number."""
     return [
-        f"data.fields.{field}: the pattern takes a part of a number in {found['parts']} records ({found['example']}); "
-        r"`([\d,.]+)` would take a number with commas and a point"
+        f"the pattern of `fields.{field}` takes a part of a number in {found['parts']} records ({found['example']}); "
+        r"`(-?\d+(?:[.,]\d+)*)` takes all of one"
         for field, found in extracted.items()
         if found["parts"]
     ]

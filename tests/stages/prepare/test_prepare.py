@@ -227,7 +227,7 @@ def test_a_pattern_that_takes_parts_of_numbers_is_told_with_a_record(run, tmp_pa
     metrics, out = run(Config(source=write(tmp_path / "data.jsonl", records), chunk_megabytes=0.0002, **settings))
     example = "data.jsonl, record 5: '#### (\\\\d+)' takes '1' of '1,207'"
     assert metrics["extracted"] == {"answer": {"values": ["7", "307"], "parts": 26, "example": example}}
-    told = f"prepare: data.fields.answer: the pattern takes a part of a number in 26 records ({example})"
+    told = f"prepare: the pattern of `fields.answer` takes a part of a number in 26 records ({example})"
     assert told in capsys.readouterr().out
     assert "Extracted by patterns" in (out / "card.html").read_text()
 
