@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from stages.contract.definition import Context
 from stages.sampling.alike import alike
@@ -78,7 +79,7 @@ def _called(
 
     reward: Reward = ctx.config.rewards[name]
     episodes = episodes_of(ctx.inputs["rollouts"])
-    limits = {"seconds": reward.seconds, "megabytes": reward.megabytes}
+    limits: dict[str, Any] = {"seconds": reward.seconds, "megabytes": reward.megabytes}
     samples = [sample_of(rollouts[i], episodes) for group in groups[:TRIED] for i in group]
     ends = list(itertools.accumulate(map(len, groups[:TRIED]), initial=0))
     calls = [range(start, end) for start, end in itertools.pairwise(ends)]
