@@ -173,7 +173,7 @@ def closing_table(evaluations: Mapping[str, Mapping[str, Any]]) -> Table:
     first = next(iter(evaluations.values()))
     tops = [name for name in (f"pass_at_{first['samples']}", f"maj_at_{first['samples']}") if name in first]
     shown = [name.replace("_at_", "@") for name in tops]
-    for column in ("policy", "score", "95 % interval", *shown, "cut off", "mean sampled tokens"):
+    for column in ("policy", "score", "95 % interval", *shown, "cut off", "mean tokens"):
         table.add_column(column, justify="left" if column == "policy" else "right")
     levels = levels_of(first)
     for number, (name, m) in enumerate(evaluations.items()):
