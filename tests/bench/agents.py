@@ -17,10 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stages.store.store import Store
-
 from flows.records import find_run
 from flows.report.measures import finished_rounds, round_series
+from stages.store.artifacts import Store
 
 RESULTS = Path(__file__).parent / "results"
 POLICIES = ("base", "sft", "rl")
