@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,13 @@ from tuning.models.config import DecoderConfig, UnsupportedModel
 from tuning.models.config_json import from_hugging_face, to_hugging_face
 from tuning.models.decoder import Decoder, ScalarHead, abstract_decoder
 from tuning.models.mapping import SCORE, tensor_names
-from tuning.models.tensors import INDEX, Place, Tensors, load_tensors, place_tensors
+from tuning.models.tensors import INDEX, KINDS, Place, Tensors, check, load_tensors, place_tensors
 from tuning.precision import real
 
 SHARD_BYTES = 5_000_000_000
 """The largest file that is written, unless one tensor is larger."""
+Lazy = tuple[str, int, Callable[[], np.ndarray]]
+"""Name, size in bytes and maker of a tensor."""
 
 
 def random_params(config: DecoderConfig, seed: int) -> Any:
@@ -62,8 +66,8 @@ def tensors_from_params(pure: dict[str, Any], dtype: Any = np.float32) -> Iterat
         yield name, make()
 
 
-def _lazy_tensors(pure: dict[str, Any], dtype: Any) -> Iterator[tuple[str, int, Callable[[], np.ndarray]]]:
-    """Name, size in bytes and maker of each tensor. A tensor leaves the device when its maker is called."""
+def _lazy_tensors(pure: dict[str, Any], dtype: Any) -> Iterator[Lazy]:
+    """The tensors of parameters. A tensor leaves the device when its maker is called."""
     flat = flatten_dict(pure)
     layers = max((leaf.shape[0] for path, leaf in flat.items() if path[0] == "layers"), default=0)
     for path, names in tensor_names(flat, layers).items():
@@ -74,8 +78,20 @@ def _lazy_tensors(pure: dict[str, Any], dtype: Any) -> Iterator[tuple[str, int, 
 
 
 def _tensor(leaf: Any, layer: int | None, transposed: bool, dtype: Any) -> np.ndarray:
-    value = np.asarray(leaf if layer is None else leaf[layer])
+    value = _on_host(leaf) if layer is None else np.asarray(leaf[layer])
     return np.ascontiguousarray((value.T if transposed else value).astype(dtype))
+
+
+def _on_host(leaf: Any) -> np.ndarray:
+    """The values of an array, gathered from its devices."""
+    # JAX keeps what it has gathered beside the array for as long as that lives: here beside a copy.
+    return np.asarray(leaf if _in_host_memory(leaf) else jnp.copy(leaf))
+
+
+def _in_host_memory(leaf: Any) -> bool:
+    return (
+        not isinstance(leaf, jax.Array) or {d.platform for d in leaf.devices()} == {"cpu"} and len(leaf.devices()) == 1
+    )
 
 
 def read_config(folder: Path) -> DecoderConfig:
@@ -108,9 +124,14 @@ def load_scalar_head(folder: Path, mesh: Mesh | None = None, dtype: str | None =
     return config, scalar_head_params(config, decoder, jnp.asarray(score))
 
 
+def scalar_head_shapes(config: DecoderConfig) -> Any:
+    """Parameter shapes of a ScalarHead."""
+    return nnx.state(nnx.eval_shape(lambda: ScalarHead(config, rngs=nnx.Rngs(0))), nnx.Param)
+
+
 def scalar_head_params(config: DecoderConfig, decoder: Any, score: jax.Array | None = None) -> Any:
     """Parameters of a ScalarHead over given decoder parameters; a new head starts at zero."""
-    shapes = nnx.state(nnx.eval_shape(lambda: ScalarHead(config, rngs=nnx.Rngs(0))), nnx.Param)
+    shapes = scalar_head_shapes(config)
     values: dict[str, Any] = {"decoder": nnx.to_pure_dict(decoder)}
     values["score"] = jnp.zeros(config.hidden_size, real()) if score is None else score
     nnx.replace_by_pure_dict(shapes, values)
@@ -132,7 +153,6 @@ def save_decoder(
 
     Models larger than `shard_bytes` become several files with an index; one file's tensors are on the host at a time.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     kind = jnp.dtype(dtype or real())
     pure = _pure(params)
     scalar = "decoder" in pure
@@ -140,6 +160,38 @@ def save_decoder(
     if scalar:
         score = np.asarray(pure["score"])[None].astype(kind)
         tensors.append((SCORE, score.nbytes, lambda: score))
+    _write(folder, tensors, shard_bytes)
+    _write_config(folder, config, scalar, token_ids, kind.name)
+
+
+def copy_decoder(
+    source: Path, folder: Path, token_ids: dict[str, Any], *, shard_bytes: int = SHARD_BYTES
+) -> tuple[DecoderConfig, int]:
+    """Writes the decoder of a model folder as `save_decoder` does, each tensor in the type that it has there.
+
+    One file's tensors are on the host at a time. Returns its config and the number of parameters. Raises as
+    `load_decoder` does.
+    """
+    config = read_config(source)
+    with Tensors(source) as tensors:
+        shapes, places = abstract_decoder(config)[1], _places(config)
+        check(config, tensors, shapes, places)
+        sizes = {name: math.prod(tensors.shapes[name]) for name in places}
+        held: dict[str, int] = collections.Counter()
+        lazy = []
+        for name, size in sizes.items():
+            kind = jnp.dtype(KINDS[tensors.kinds[name]])
+            held[kind.name] += size
+            lazy.append((name, size * kind.itemsize, functools.partial(tensors.read, name)))
+        _write(folder, lazy, shard_bytes)
+    # Of most of the weights: some models have norms in a wider type than matrices.
+    _write_config(folder, config, False, token_ids, max(held, key=lambda kind: held[kind]))
+    return config, sum(sizes.values())
+
+
+def _write(folder: Path, tensors: Sequence[Lazy], shard_bytes: int) -> None:
+    """Writes tensors as one safetensors file, or as several with an index."""
+    folder.mkdir(parents=True, exist_ok=True)
     # Files of an earlier model with more shards would be read along with the new ones.
     for stale in [*folder.glob("model*.safetensors"), *folder.glob(INDEX)]:
         stale.unlink()
@@ -152,13 +204,16 @@ def save_decoder(
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(size for _, size, _ in tensors)}, "weight_map": file_of}
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    values = to_hugging_face(config, scalar=scalar, **token_ids | {"torch_dtype": kind.name})
+
+
+def _write_config(folder: Path, config: DecoderConfig, scalar: bool, token_ids: dict[str, Any], dtype: str) -> None:
+    values = to_hugging_face(config, scalar=scalar, **token_ids | {"torch_dtype": dtype})
     (folder / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
-def _shards(tensors: list[Any], limit: int) -> list[list[Any]]:
+def _shards(tensors: Sequence[Lazy], limit: int) -> list[list[Lazy]]:
     """The (name, bytes, maker) of each file, in order."""
-    shards: list[list[Any]] = [[]]
+    shards: list[list[Lazy]] = [[]]
     used = 0
     for entry in tensors:
         if shards[-1] and used + entry[1] > limit:
@@ -178,10 +233,15 @@ def untied(config: DecoderConfig, params: Any) -> tuple[DecoderConfig, Any]:
 
 
 def fingerprint(params: Any) -> str:
-    """SHA-256 over names, types, shapes and bytes of the parameters: the identity of a policy."""
+    """SHA-256 over names, types, shapes and bytes of the parameters: the identity of a policy.
+
+    Of parameters on several devices, or not in the host's memory, one layer at a time is gathered.
+    """
     h = hashlib.sha256()
     for path, leaf in sorted(jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(params)), key=lambda x: str(x[0])):
-        array = np.ascontiguousarray(leaf)
-        h.update(f"{jax.tree_util.keystr(path)}{array.dtype}{array.shape}".encode())
-        h.update(array.reshape(-1).view(np.uint8).data)
+        name = jax.tree_util.keystr(path)
+        h.update(f"{name}{leaf.dtype}{leaf.shape}".encode())
+        by_layer = "['layers']" in name and not _in_host_memory(leaf)
+        for part in (np.asarray(leaf[i]) for i in range(leaf.shape[0])) if by_layer else [_on_host(leaf)]:
+            h.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
     return h.hexdigest()

@@ -26,7 +26,7 @@ from tuning.models.mapping import SCORE
 from tuning.models.sharding import shardings
 
 INDEX = "model.safetensors.index.json"
-KINDS = ("F64", "F32", "F16", "BF16")
+KINDS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Types of tensors that are read, by their names in safetensors files."""
 THREADS = 4
 """Slices that are read at a time."""
@@ -194,8 +194,7 @@ class _Parameter:
         holders: dict[tuple[tuple[int, int], ...], list[Any]] = collections.defaultdict(list)
         for device, index in sharding.addressable_devices_indices_map(self.shape).items():
             assert index is not None
-            ranges = [s.indices(size)[:2] for s, size in zip(index, self.shape, strict=True)]
-            holders[tuple((start, stop) for start, stop in ranges)].append(device)
+            holders[tuple(s.indices(size)[:2] for s, size in zip(index, self.shape, strict=True))].append(device)
         shards = []
         for ranges, devices in holders.items():
             part = self.read(tuple(slice(start, stop) for start, stop in ranges))

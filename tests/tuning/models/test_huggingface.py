@@ -276,3 +276,30 @@ def test_a_folder_without_a_model_says_what_it_lacks(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(to_hugging_face(config(True))))
     with pytest.raises(FileNotFoundError, match="holds no"):
         hf.load_decoder(tmp_path)
+
+
+def test_a_copied_folder_keeps_the_type_of_each_tensor_and_drops_what_is_not_read(tmp_path):
+    source, copied = tmp_path / "source", tmp_path / "copied"
+    hf.save_decoder(source, config(True), hf.random_params(config(True), 1), {}, dtype="bfloat16")
+    with tensors.Tensors(source) as read:
+        named = {name: read.read(name) for name in read.shapes}
+    norms = {name: value.astype(np.float32) for name, value in named.items() if "norm" in name}
+    more = {"lm_head.weight": named["model.embed_tokens.weight"], "x.rotary_emb.inv_freq": np.ones(2, np.float32)}
+    save_file(named | norms | more, source / "model.safetensors")
+    cfg, count = hf.copy_decoder(source, copied, {"eos_token_id": 2}, shard_bytes=30_000)
+    assert cfg == config(True) and count == sum(x.size for x in named.values())
+    assert len(list(copied.glob("*.safetensors"))) > 2
+    about = json.loads((copied / "config.json").read_text())
+    assert about["torch_dtype"] == "bfloat16" and about["eos_token_id"] == 2
+    with tensors.Tensors(copied) as read:
+        assert read.kinds == {name: "F32" if name in norms else "BF16" for name in named}
+    assert hf.fingerprint(hf.load_decoder(copied)[1]) == hf.fingerprint(hf.load_decoder(source)[1])
+
+
+def test_a_folder_that_lacks_a_tensor_is_not_copied(tmp_path):
+    hf.save_decoder(tmp_path, config(True), hf.random_params(config(True), 1), {})
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"num_hidden_layers": 4}))
+    with pytest.raises(UnsupportedModel, match="9 tensors missing, first model.layers.3.input_layernorm.weight"):
+        hf.copy_decoder(tmp_path, tmp_path / "copied", {})
+    assert not (tmp_path / "copied").exists()
