@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from stages.common.models import (
     limits_of,
+    load_frozen,
     load_policy,
     load_tokenizer,
     save_model,
@@ -82,7 +83,7 @@ def run(ctx: Context) -> dict[str, Any]:
     config: Config = ctx.config
     check_tokenizers(ctx)
     model, start = load_policy(ctx, ctx.inputs["policy"])
-    teacher_model, teacher = load_policy(ctx, ctx.inputs["teacher"])
+    teacher_model, teacher = load_frozen(ctx, ctx.inputs["teacher"])
     train, held = train_and_heldout(ctx, ctx.inputs["data"], "sft", config.heldout_fraction)
     groups, held_groups = train.examples, held.examples
     device = choose(config.compute.dtype)

@@ -123,13 +123,52 @@ def load_rounded(ctx: Context, artifact: Artifact, kind: str) -> tuple[Any, Any]
     return remember(ctx, name, (config, rounded(config, "decoder", params, kind)))
 
 
-def load_scorer(ctx: Context, artifact: Artifact) -> tuple[Any, Any]:
-    """(DecoderConfig, ScalarHead parameters) of a reward artifact."""
-    from tuning.models.huggingface import load_scalar_head
+def load_frozen(ctx: Context, artifact: Artifact, kind: str = "none") -> tuple[Any, Any]:
+    """As `load_rounded`, for weights that the stage only reads: matrices are in its type of computation.
 
-    name = f"scorer:{artifact.digest}"
-    kept = recall(ctx, name)
-    return kept if kept is not None else remember(ctx, name, load_scalar_head(artifact.local("model/"), mesh_of(ctx)))
+    A smaller type than that of weights halves the memory, and changes no product: each casts its matrix.
+    """
+    from tuning.models.huggingface import load_decoder
+    from tuning.models.tensors import narrowed
+
+    dtype = _smaller(ctx)
+    if dtype is None:
+        return load_rounded(ctx, artifact, kind)
+    name = f"decoder:{artifact.digest}:{kind}:{dtype}"
+    found = recall(ctx, name)
+    if found is not None:
+        return found
+    if kind == "none" and artifact.has("model/") and f"decoder:{artifact.digest}" not in ctx.memory:
+        return remember(ctx, name, load_decoder(artifact.local("model/"), mesh_of(ctx), dtype))
+    config, params = load_rounded(ctx, artifact, kind)
+    return remember(ctx, name, (config, narrowed(params, dtype)))
+
+
+def _smaller(ctx: Context) -> str | None:
+    """The stage's type of computation where it is smaller than that of weights."""
+    import jax.numpy as jnp
+
+    from tuning.device import choose
+    from tuning.precision import real
+
+    dtype = choose(ctx.config.compute.dtype).compute.dtype
+    return dtype if jnp.dtype(dtype).itemsize < real().itemsize else None
+
+
+def load_scorer(ctx: Context, artifact: Artifact, *, frozen: bool = False) -> tuple[Any, Any]:
+    """(DecoderConfig, ScalarHead parameters) of a reward artifact; `frozen` as in `load_frozen`."""
+    from tuning.models.huggingface import load_scalar_head
+    from tuning.models.tensors import narrowed
+
+    dtype = _smaller(ctx) if frozen else None
+    name, whole = (f"scorer:{artifact.digest}{end}" for end in ("" if dtype is None else f":{dtype}", ""))
+    found = recall(ctx, name)
+    if found is not None:
+        return found
+    if whole in ctx.memory:
+        config, params = ctx.memory[whole]
+        return remember(ctx, name, (config, narrowed(params, dtype)))
+    return remember(ctx, name, load_scalar_head(artifact.local("model/"), mesh_of(ctx), dtype))
 
 
 def save_model(ctx: Context, kind: Literal["decoder", "scorer"], config: DecoderConfig, params: Any) -> None:

@@ -14,7 +14,7 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
-from stages.common.models import ADAPTER, TRAINER, load_policy, load_rounded
+from stages.common.models import ADAPTER, TRAINER, load_frozen, load_policy
 from stages.common.settings import stored_as
 from stages.common.tables import read_table
 from stages.contract.definition import Context, Reads, Stage
@@ -91,7 +91,7 @@ def _advance(ctx: Context, with_fates: bool = False) -> tuple[State, dict[str, A
     reference = None
     if config.needs_reference:
         # Rounded like the stored base, so that the KL is 0 while the adapter is.
-        reference = load_rounded(ctx, ctx.inputs["reference"], stored_as(config.lora))[1]
+        reference = load_frozen(ctx, ctx.inputs["reference"], stored_as(config.lora))[1]
     started = time.monotonic()
     policy, critic = state.learners(states.bases(ctx))
     result = run_round(

@@ -174,6 +174,21 @@ def load_tensors(
     return state
 
 
+def narrowed(params: Any, dtype: Any) -> Any:
+    """Parameters that are only read, with the `MATRICES` in the type of computation: what `load_tensors` gives with it.
+
+    The arrays of what has that type already are shared.
+    """
+
+    def one(path: Any, leaf: jax.Array) -> jax.Array:
+        # Paths of nnx states and of pure dicts have keys of different types.
+        names = [str(getattr(k, "key", getattr(k, "name", k))) for k in path]
+        last = next(n for n in reversed(names) if n != "value")
+        return leaf.astype(dtype) if last in MATRICES and leaf.dtype != dtype else leaf
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
 class _Parameter:
     """A parameter that is being read."""
 
