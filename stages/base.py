@@ -140,7 +140,11 @@ def _random(seed: int) -> Model:
 
     tok = byte_tokenizer()
     config = tiny(len(tok))
-    ids = {"bos_token_id": tok.bos_token_id, "eos_token_id": tok.eos_token_id, "pad_token_id": tok.pad_token_id}
+    ids: dict[str, Any] = {
+        "bos_token_id": tok.bos_token_id,
+        "eos_token_id": tok.eos_token_id,
+        "pad_token_id": tok.pad_token_id,
+    }
     return config, random_params(config, seed), tok, ids
 
 

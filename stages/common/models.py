@@ -48,7 +48,7 @@ def remember(ctx: Context, name: str, value: Any) -> Any:
 
 def held(memory: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of the newest update's policy and trainer among values that are kept; none where no update is."""
-    newest = next((name for name in reversed(memory) if name.startswith(TRAINER)), None)
+    newest = next((name for name in reversed(list(memory)) if name.startswith(TRAINER)), None)
     return () if newest is None else (newest, newest.replace(TRAINER, "decoder:", 1))
 
 
