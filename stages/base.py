@@ -158,7 +158,7 @@ def _from_gguf(path: Path) -> Model:
     checkpoint = GGUFCheckpoint(file)
     values = checkpoint.config()
     config = from_hugging_face(values, str(path))
-    ids = {k: values[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if k in values}
+    ids: dict[str, Any] = {k: values[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if k in values}
     return config, params_from_tensors(config, checkpoint.tensors(), str(path)), tokenizer_from_gguf(file), ids
 
 
