@@ -204,8 +204,9 @@ class _Parameter:
 
     def put(self, sharding: Sharding | None) -> jax.Array:
         """The parameter on its devices; without a sharding on the default one."""
+        # One part at a time is on the host: it has left before the next is read.
         if sharding is None:
-            return jax.device_put(self.read(None))
+            return jax.block_until_ready(jax.device_put(self.read(None)))
         holders: dict[tuple[tuple[int, int], ...], list[Any]] = collections.defaultdict(list)
         for device, index in sharding.addressable_devices_indices_map(self.shape).items():
             assert index is not None
@@ -213,7 +214,6 @@ class _Parameter:
         shards = []
         for ranges, devices in holders.items():
             part = self.read(tuple(slice(start, stop) for start, stop in ranges))
-            # One part at a time is on the host: it has left before the next is read.
             shards += jax.block_until_ready([jax.device_put(part, device) for device in devices])
         return jax.make_array_from_single_device_arrays(self.shape, sharding, shards)
 
