@@ -200,7 +200,7 @@ def _learned(ctx: Context, rows: Sequence[CompletionRow]) -> list[Outcome]:
     from tuning.training.batch import Group
 
     end = turn_end(load_tokenizer(ctx, ctx.inputs["tokenizer"]))
-    config, params = load_scorer(ctx, ctx.inputs["reward"])
+    config, params = load_scorer(ctx, ctx.inputs["reward"], frozen=True)
     # Completions of one prompt share its tokens in a packed row, and equal completions are computed once.
     by_prompt: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}
     places = []
