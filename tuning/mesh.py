@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -12,10 +13,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tuning.axes import Axes
-from tuning.models.sharding import shardings
-
-ROWS = ("data", "fsdp")
-"""Axes over which a batch is sharded: its rows, and its completions."""
+from tuning.models.sharding import ROWS, shardings
 
 
 def make_mesh(axes: Axes, devices: list[Any] | None = None) -> Mesh:
@@ -41,6 +39,20 @@ def make_mesh(axes: Axes, devices: list[Any] | None = None) -> Mesh:
 def over_devices(axes: Axes) -> Mesh | None:
     """The mesh of all devices; None for a single device."""
     return None if jax.device_count() == 1 else make_mesh(axes)
+
+
+def mesh_of(tree: Any) -> Mesh | None:
+    """The mesh that a tree of arrays is on; None for a single device."""
+    for leaf in jax.tree.leaves(tree):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1 and isinstance(sharding.mesh, Mesh):
+            return sharding.mesh
+    return None
+
+
+def under(mesh: Mesh | None) -> AbstractContextManager[Any]:
+    """Within it programs are traced for this mesh: what runs as a kernel is cut by hand (`models.attention`)."""
+    return nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
 def row_shards(mesh: Mesh | None) -> int:

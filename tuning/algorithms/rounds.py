@@ -29,7 +29,7 @@ from tuning.algorithms.round_data import RoundData
 from tuning.algorithms.settings import RoundSettings
 from tuning.device import Compute, choose
 from tuning.losses.rewards import kl_penalty
-from tuning.mesh import over_devices, put_batch, put_params, row_shards
+from tuning.mesh import over_devices, put_batch, put_params, row_shards, under
 from tuning.models.config import DecoderConfig
 from tuning.models.decoder import decoder_graph, scalar_graph
 from tuning.precision import real
@@ -215,7 +215,8 @@ class _Round:
         """The output of a program for each micro-batch; its time counts under `name`."""
         started, outputs = time.monotonic(), []
         for batch in self.flat:
-            outputs.append(np.asarray(program(weights, put_batch(batch.arrays(), self.mesh))))
+            with under(self.mesh):
+                outputs.append(np.asarray(program(weights, put_batch(batch.arrays(), self.mesh))))
             self._ticked(1)
         self.seconds[name] += time.monotonic() - started
         return outputs

@@ -10,6 +10,9 @@ completion. The LM head sees response positions only, through `at`.
     group          1 1 1 1 1 1 1 1 | 2 2 2 2 2 2 2 0 0        a token sees its own group only,
     branch         0 0 0 1 1 1 2 2 | 0 0 1 1 1 1 2 0 0        and there the prompt (0) and its own branch
 
+Where a kernel takes segments and no other mask (`Layout.shared`), each completion has a copy of the prompt to itself
+and is a group of its own; then there are no branches.
+
 A trajectory whose contexts do not extend one another is several groups, each a part behind its own prompt. Its parts
 fill one slot of [C, T], one after another, so what is summed over a completion is summed over the trajectory; they
 stay in one micro-batch.
@@ -25,6 +28,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from tuning.shapes import bucket, round_up
+from tuning.target import target_platform
+
+SHARED_TOKENS = 1024
+"""Groups of up to this size are not divided."""
+TPU_ROWS = 128
+"""Rows on a TPU have a multiple of this many tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +75,8 @@ class Shape:
     completions: int
     completion_tokens: int
     trained_tokens: int
+    shared: bool = True
+    """Whether the rows have branches."""
 
 
 @dataclasses.dataclass
@@ -75,7 +86,8 @@ class Packed:
     tokens_BL: np.ndarray
     positions_BL: np.ndarray
     group_BL: np.ndarray
-    branch_BL: np.ndarray
+    branch_BL: np.ndarray | None
+    """None where no completions share a prompt."""
     at_CT: np.ndarray
     """Flat index (row * L + column) of the position whose hidden state predicts the token."""
     targets_CT: np.ndarray
@@ -90,7 +102,8 @@ class Packed:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """What the device gets."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "ids_C"}
+        named = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "ids_C"}
+        return {name: array for name, array in named.items() if array is not None}
 
     def gather(self, values: np.ndarray) -> np.ndarray:
         """Rows of a [completions of the caller, ...] array in this micro-batch's order; zeros in empty slots."""
@@ -128,16 +141,21 @@ def split_group(group: Group, row_tokens: int) -> list[Group]:
     return pieces
 
 
-def plan_rows(groups: Sequence[Group], row_tokens: int) -> list[list[Group]]:
+def alone(groups: Sequence[Group]) -> list[Group]:
+    """Each completion as a group of its own, with its own copy of the prompt."""
+    return [group.part(i, i + 1) for group in groups for i in range(len(group.completions))]
+
+
+def plan_rows(groups: Sequence[Group], row_tokens: int, shared: bool = True) -> list[list[Group]]:
     """First-fit decreasing of groups into rows; ties keep the given order, so the plan is deterministic."""
-    return [row for block in plan_blocks(groups, row_tokens) for row in block]
+    return [row for block in plan_blocks(groups, row_tokens, shared) for row in block]
 
 
-def plan_blocks(groups: Sequence[Group], row_tokens: int) -> list[list[list[Group]]]:
+def plan_blocks(groups: Sequence[Group], row_tokens: int, shared: bool = True) -> list[list[list[Group]]]:
     """The rows of `plan_rows` in blocks that one micro-batch has to hold: a row each, but for the rows of a trajectory
-    whose parts together exceed one."""
+    whose parts together exceed one. shared: completions share their prompt where a row holds several."""
     pieces, blocks = [], []
-    for unit in _units(groups):
+    for unit in _units(groups if shared else alone(groups)):
         if len(unit) > 1 and _size(unit) > row_tokens:
             blocks.append(_first_fit([[part] for part in unit], row_tokens))
         else:
@@ -186,6 +204,8 @@ class Layout:
 
     row_tokens: int
     rows: int
+    shared: bool = True
+    """Whether completions share their prompt where a row holds several."""
 
 
 def choose_rows(steps: Sequence[Sequence[Group]], budget: int, least: int = 0) -> Layout:
@@ -193,23 +213,35 @@ def choose_rows(steps: Sequence[Sequence[Group]], budget: int, least: int = 0) -
 
     Groups stay undivided where they fit 1024 tokens, so that a shared prompt is computed once; longer
     ones are split by completion. Rows hold `least` tokens or more: no group of up to that size is split.
+
+    On a TPU rows fit blocks of the attention kernel, and completions in rows of more than 1024 tokens have their
+    prompts to themselves unless `least` forbids to split them: there a mask for shared prompts costs more than the
+    copies, as it has a bit for each pair of tokens.
     """
+    tpu = target_platform() == "tpu"
+    grain = TPU_ROWS if tpu else 64
+    undivided = least > 0
     largest = max(_size(unit) for groups in steps for unit in _units(groups))
     # The longest prompt with one completion: no split makes a piece shorter than that.
     longest = max(len(g.prompt) + max(len(c) for c in g.completions) for groups in steps for g in groups)
-    least = round_up(max(least, largest if largest <= 1024 else longest), 64)
+    least = round_up(max(least, largest if largest <= SHARED_TOKENS else longest), grain)
+    single = all(len(g.completions) == 1 for groups in steps for g in groups)
+    shared = not (tpu and (single or (least > SHARED_TOKENS and not undivided)))
+    if tpu and least > SHARED_TOKENS:
+        # Blocks of the kernel divide a row: large ones leave fewer steps.
+        least = round_up(least, 4 * grain)
     best: tuple[int, int] | None = None
-    for length in range(least, max(least, 512) + 1, 64):
+    for length in range(least, max(least, 512) + 1, grain):
         most = max(1, budget // length)
         cost = 0
         for groups in steps:
             # The row tokens that are computed, padding included: every micro-batch of a step has the same rows.
-            planned = len(plan_rows(groups, length))
+            planned = len(plan_rows(groups, length, shared))
             cost += _even(planned, most) * -(-planned // _even(planned, most)) * length
         if best is None or cost < best[0]:
             best = (cost, length)
     assert best is not None
-    return Layout(best[1], max(1, budget // best[1]))
+    return Layout(best[1], max(1, budget // best[1]), shared)
 
 
 def _even(planned: int, most: int) -> int:
@@ -259,7 +291,7 @@ def pack_rows(rows: Sequence[Sequence[Group]], shape: Shape) -> Packed:
     where = np.full(shape.trained_tokens, c * t, np.int32)
     trained = np.flatnonzero(mask)
     where[: len(trained)] = trained
-    return Packed(tokens, positions, group, branch, at, targets, mask, where, last, ids)
+    return Packed(tokens, positions, group, branch if shape.shared else None, at, targets, mask, where, last, ids)
 
 
 def micro_batches(groups: Sequence[Group], *, layout: Layout, completion_tokens: int, shards: int = 1) -> list[Packed]:
@@ -275,7 +307,7 @@ def micro_batches(groups: Sequence[Group], *, layout: Layout, completion_tokens:
     slots = round_up(bucket(max(map(_slots, members)), 1), shards)
     trained = round_up(bucket(max(sum(g.trained for g in chunk) for chunk in members)), shards)
     rows = round_up(max(map(len, chunks)), shards)
-    shape = Shape(rows, layout.row_tokens, slots, completion_tokens, trained)
+    shape = Shape(rows, layout.row_tokens, slots, completion_tokens, trained, layout.shared)
     return [pack_rows(chunk, shape) for chunk in chunks]
 
 
@@ -287,7 +319,7 @@ def _slots(groups: Sequence[Group]) -> int:
 
 def _chunks(groups: Sequence[Group], layout: Layout, shards: int) -> list[list[list[Group]]]:
     """The rows of each micro-batch."""
-    blocks = plan_blocks(groups, layout.row_tokens)
+    blocks = plan_blocks(groups, layout.row_tokens, layout.shared)
     count = sum(map(len, blocks))
     rows = round_up(_even(count, max(layout.rows, shards)), shards)
     if all(len(block) == 1 for block in blocks):

@@ -23,7 +23,7 @@ def _hidden(decoder: Decoder, batch: Batch, compute: Compute) -> jax.Array:
     hidden, _ = decoder(
         batch["tokens_BL"],
         batch["positions_BL"],
-        packed_attention(batch["group_BL"], batch["branch_BL"]),
+        packed_attention(batch["group_BL"], batch.get("branch_BL")),
         dtype=jnp.dtype(compute.dtype),
         remat=compute.remat,
     )

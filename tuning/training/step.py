@@ -20,7 +20,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tuning.losses.aggregate import count
-from tuning.mesh import put_batch, state_shardings
+from tuning.mesh import put_batch, state_shardings, under
 from tuning.training.batch import Group, Packed
 
 Tree = Any
@@ -119,16 +119,17 @@ def make_step(
         params: Tree, opt_state: Tree, batches: Sequence[dict[str, Any]], frozen: Tree = None
     ) -> tuple[Tree, Tree, dict[str, float]]:
         batches = [put_batch(b, mesh) for b in batches]
-        if len(batches) == 1:
-            params, opt_state, norm, sums = program("single", params)(params, opt_state, batches[0], frozen)
-        else:
-            grads = program("zeros", params)(params)
-            sums = None
-            for batch in batches:
-                # Shares of the step's loss add up, so gradients do, whatever the split.
-                grads, more = program("add", params)(grads, params, batch, frozen)
-                sums = more if sums is None else jax.tree.map(jnp.add, sums, more)
-            params, opt_state, norm = program("apply", params)(params, opt_state, grads)
+        with under(mesh):
+            if len(batches) == 1:
+                params, opt_state, norm, sums = program("single", params)(params, opt_state, batches[0], frozen)
+            else:
+                grads = program("zeros", params)(params)
+                sums = None
+                for batch in batches:
+                    # Shares of the step's loss add up, so gradients do, whatever the split.
+                    grads, more = program("add", params)(grads, params, batch, frozen)
+                    sums = more if sums is None else jax.tree.map(jnp.add, sums, more)
+                params, opt_state, norm = program("apply", params)(params, opt_state, grads)
         # Reading a number waits for the device: nothing above does.
         skipped = int(opt_state.notfinite_count)
         if skipped > max_skipped:

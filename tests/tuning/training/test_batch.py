@@ -9,6 +9,7 @@ from tuning.device import Compute
 from tuning.models.decoder import decoder_graph, scalar_graph
 from tuning.models.huggingface import scalar_head_params
 from tuning.shapes import bucket
+from tuning.target import compiling_for
 from tuning.training.batch import Group, Layout, choose_rows, micro_batches, plan_rows, split_group
 from tuning.training.forward import logps_and_entropy, scores
 
@@ -28,7 +29,7 @@ def logps_by_completion(groups: list[Group], layout: Layout) -> dict[int, np.nda
     return found
 
 
-@pytest.mark.parametrize("layout", [Layout(64, 2), Layout(128, 1), Layout(64, 8)])
+@pytest.mark.parametrize("layout", [Layout(64, 2), Layout(128, 1), Layout(64, 8), Layout(64, 8, shared=False)])
 def test_packed_logprobs_equal_those_of_each_completion_alone(layout):
     groups = ragged_groups()
     packed = logps_by_completion(groups, layout)
@@ -117,6 +118,23 @@ def test_masked_tokens_are_read_and_not_counted():
     logps = logps_by_completion([group], Layout(64, 1))
     unmasked = logps_by_completion([Group([1, 2], group.completions, [0, 1])], Layout(64, 1))
     np.testing.assert_array_equal(logps[0], unmasked[0][[0, 2]])
+
+
+def test_on_a_tpu_long_completions_have_their_prompts_to_themselves():
+    """One mask of L x L booleans costs more there than a copy of the prompt; rows fit the kernel's blocks."""
+    short, long = ([Group(range(40), [range(n)] * 3, [0, 1, 2])] for n in (100, 1200))
+    assert choose_rows([long], 4096).shared
+    with compiling_for("tpu"):
+        layout = choose_rows([long], 4096)
+        assert not layout.shared and layout.row_tokens == 1536
+        assert choose_rows([short], 4096).shared
+        # A pair has to stay together.
+        assert choose_rows([long], 4096, least=3640).shared
+        # Nothing is shared where every group has one completion.
+        assert not choose_rows([[Group(range(40), [range(50)], [0])]], 4096).shared
+    batches = micro_batches(long, layout=layout, completion_tokens=1200)
+    assert all(b.branch_BL is None and "branch_BL" not in b.arrays() for b in batches)
+    assert sorted(i for b in batches for i in b.ids_C.tolist() if i >= 0) == [0, 1, 2]
 
 
 def test_pairs_longer_than_a_row_of_others_stay_in_neighbouring_slots():
