@@ -204,9 +204,9 @@ class _Round:
         groups = [g for step in self.steps for g in step]
         # A pair must be in one micro-batch: rows hold the largest group, so none is split.
         largest_pair = max(g.size for g in groups) if self.algorithm.paired else 0
-        budget = self.settings.compute.tokens_per_micro_batch or self.device.row_tokens_per_step
-        layout = choose_rows(self.steps, budget, largest_pair)
         width, shards = self.data.mu_NT.shape[1], row_shards(self.mesh)
+        budget = self.settings.compute.tokens_per_micro_batch or self.device.row_tokens_per_step * shards
+        layout = choose_rows(self.steps, budget, largest_pair)
         self.packed = [micro_batches(s, layout=layout, completion_tokens=width, shards=shards) for s in self.steps]
         self.flat = [p for step in self.packed for p in step]
         self.total_work = self.done + len(self.flat) * (passes + self.settings.epochs)

@@ -113,7 +113,7 @@ def _by_device(attend: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: 
     if not rows or q.shape[0] % math.prod(mesh.shape[a] for a in rows):
         rows = None
     parts = mesh.shape.get("tensor", 1)
-    heads = "tensor" if parts > 1 and q.shape[2] % parts == 0 else None
+    heads = "tensor" if "tensor" in mesh.shape and q.shape[2] % parts == 0 else None
     if heads:
         # Devices of one key-value head each get a copy of it; its query heads stay with it.
         each = q.shape[2] // k.shape[2]

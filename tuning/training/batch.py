@@ -89,12 +89,13 @@ class Packed:
     branch_BL: np.ndarray | None
     """None where no completions share a prompt."""
     at_CT: np.ndarray
-    """Flat index (row * L + column) of the position whose hidden state predicts the token."""
+    """Flat index (row * L + column, of the rows of its shard) of the position whose hidden state predicts the token."""
     targets_CT: np.ndarray
     mask_CT: np.ndarray
     where_M: np.ndarray
     """Flat index (completion * T + token) of each token with a mask of 1; past the end (C * T) where there is none.
-    The LM head sees these positions only."""
+    The LM head sees these positions only. Of several shards [S, M / S], with indices into each one's own completions,
+    which are those of its own rows: no index reaches from one device to another."""
     last_C: np.ndarray
     """Flat index of the completion's last token (R12)."""
     ids_C: np.ndarray
@@ -250,6 +251,17 @@ def _even(planned: int, most: int) -> int:
     return -(-planned // -(-planned // most))
 
 
+def pack_shards(shards: Sequence[Sequence[Sequence[Group]]], shape: Shape) -> Packed:
+    """Lays the planned rows of each shard out side by side, in arrays of the given shape for each."""
+    parts = [pack_rows(rows, shape) for rows in shards]
+    if len(parts) == 1:
+        return parts[0]
+    arrays = {f.name: [getattr(part, f.name) for part in parts] for f in dataclasses.fields(Packed)}
+    where = np.stack(arrays.pop("where_M"))
+    joined = {name: None if values[0] is None else np.concatenate(values) for name, values in arrays.items()}
+    return Packed(**joined, where_M=where)
+
+
 def pack_rows(rows: Sequence[Sequence[Group]], shape: Shape) -> Packed:
     """Lays planned rows out in arrays of the given shape."""
     b, length, c, t = shape.rows, shape.row_tokens, shape.completions, shape.completion_tokens
@@ -298,17 +310,21 @@ def micro_batches(groups: Sequence[Group], *, layout: Layout, completion_tokens:
     """Packs groups into equal micro-batches of at most `layout.rows` rows.
 
     `completion_tokens` is the width T; every completion fits it. Rows and completion slots are
-    multiples of `shards`.
+    multiples of `shards`; a completion's slot is in the shard of its row, but where a trajectory takes several rows.
     """
-    chunks = _chunks(groups, layout, shards)
-    members = [[g for row in chunk for g in row] for chunk in chunks]
+    chunks, whole = _chunks(groups, layout, shards)
+    # The fullest rows come first: they are dealt out in turn.
+    parts = 1 if whole else shards
+    cut = [[chunk[s::parts] for s in range(parts)] for chunk in chunks]
+    members = [[g for row in part for g in row] for chunk in cut for part in chunk]
     # All micro-batches of a step share one shape, sized by the largest of them and bucketed, so few are
     # compiled.
-    slots = round_up(bucket(max(map(_slots, members)), 1), shards)
-    trained = round_up(bucket(max(sum(g.trained for g in chunk) for chunk in members)), shards)
-    rows = round_up(max(map(len, chunks)), shards)
+    multiple = shards // parts
+    slots = round_up(bucket(max(map(_slots, members)), 1), multiple)
+    trained = round_up(bucket(max(sum(g.trained for g in part) for part in members)), multiple)
+    rows = round_up(max(map(len, chunks)), shards) // parts
     shape = Shape(rows, layout.row_tokens, slots, completion_tokens, trained, layout.shared)
-    return [pack_rows(chunk, shape) for chunk in chunks]
+    return [pack_shards(chunk, shape) for chunk in cut]
 
 
 def _slots(groups: Sequence[Group]) -> int:
@@ -317,14 +333,14 @@ def _slots(groups: Sequence[Group]) -> int:
     return whole + len({i for g in groups if g.starts is not None for i in g.ids})
 
 
-def _chunks(groups: Sequence[Group], layout: Layout, shards: int) -> list[list[list[Group]]]:
-    """The rows of each micro-batch."""
+def _chunks(groups: Sequence[Group], layout: Layout, shards: int) -> tuple[list[list[list[Group]]], bool]:
+    """The rows of each micro-batch, and whether a completion may have several of them."""
     blocks = plan_blocks(groups, layout.row_tokens, layout.shared)
     count = sum(map(len, blocks))
     rows = round_up(_even(count, max(layout.rows, shards)), shards)
     if all(len(block) == 1 for block in blocks):
         planned = [row for block in blocks for row in block]
-        return [planned[i : i + rows] for i in range(0, count, rows)]
+        return [planned[i : i + rows] for i in range(0, count, rows)], False
     # A trajectory longer than the budget of a micro-batch is one all the same.
     rows = max(rows, *map(len, blocks))
     chunks: list[list[list[Group]]] = []
@@ -335,4 +351,4 @@ def _chunks(groups: Sequence[Group], layout: Layout, shards: int) -> list[list[l
                 break
         else:
             chunks.append([*block])
-    return chunks
+    return chunks, True
