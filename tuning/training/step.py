@@ -98,6 +98,13 @@ def _parts(loss_fn: LossFn, optimizer: optax.GradientTransformation) -> dict[str
     }
 
 
+def step_programs(
+    loss_fn: LossFn, optimizer: optax.GradientTransformation, params: Tree, mesh: Mesh | None
+) -> dict[str, Callable[..., Any]]:
+    """A step's programs `single`, `zeros`, `add` and `apply`, which compile when called; `params` may be shapes."""
+    return {name: part.compiled(optimizer, params, mesh) for name, part in _parts(loss_fn, optimizer).items()}
+
+
 def make_step(
     loss_fn: LossFn, optimizer: optax.GradientTransformation, max_skipped: int, mesh: Mesh | None = None
 ) -> StepFn:
@@ -107,12 +114,11 @@ def make_step(
     an adapter). On a mesh all three are where `tuning.mesh` puts them, and parameters and state stay there. Raises
     NonFinite after more than `max_skipped` skipped steps in a row.
     """
-    parts = _parts(loss_fn, optimizer)
     programs: dict[str, Callable[..., Any]] = {}
 
     def program(name: str, params: Tree) -> Callable[..., Any]:
-        if name not in programs:
-            programs[name] = parts[name].compiled(optimizer, params, mesh)
+        if not programs:
+            programs.update(step_programs(loss_fn, optimizer, params, mesh))
         return programs[name]
 
     def step(

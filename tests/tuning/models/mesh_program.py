@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tests.tuning.models.test_attention import LENGTH, alone, packed
+from tests.tuning.models.rows import LENGTH, alone, packed
 from tuning.axes import Axes
 from tuning.mesh import make_mesh, under
 from tuning.models import attention as att

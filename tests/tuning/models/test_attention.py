@@ -14,27 +14,12 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from tests.tuning.models.rows import LENGTH, alone, packed
 from tuning.models import attention as att
 from tuning.models.config import tiny
 from tuning.models.decoder import UNLIMITED, AttentionSpec, abstract_decoder
 from tuning.models.splash import block
 from tuning.target import compiling_for, target_platform
-
-LENGTH = 384
-
-
-def packed(length: int = LENGTH):
-    """One row of two groups with branches, and padding; and a row that is one group."""
-    group, branch, position = (np.zeros((2, length), np.int32) for _ in range(3))
-    column = 0
-    for number, (prompt, *completions) in enumerate([(70, 40, 90), (33, 101)], start=1):
-        for arm, size in enumerate([prompt, *completions]):
-            here = slice(column, column + size)
-            group[0, here], branch[0, here] = number, arm
-            position[0, here] = (prompt if arm else 0) + np.arange(size)
-            column += size
-    group[1], position[1] = 1, np.arange(length)
-    return jnp.asarray(group), jnp.asarray(branch), jnp.asarray(position)
 
 
 def qkv(length: int = LENGTH, head_dim: int = 16):
@@ -55,18 +40,6 @@ def value_and_grads(implementation, spec, length=LENGTH, rows=None):
 
     (_, out), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(qkv(length))
     return out, grads
-
-
-def alone():
-    """One row of segments and padding, and a row that is one segment: no prompt is shared."""
-    group, position = (np.zeros((2, LENGTH), np.int32) for _ in range(2))
-    column = 0
-    for number, size in enumerate([70, 140, 33], start=1):
-        here = slice(column, column + size)
-        group[0, here], position[0, here] = number, np.arange(size)
-        column += size
-    group[1], position[1] = 1, np.arange(LENGTH)
-    return jnp.asarray(group), None, jnp.asarray(position)
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
