@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental.topologies import get_topology_desc
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from tuning.algorithms.algorithm import find
 from tuning.algorithms.objective import policy_loss
@@ -68,30 +68,31 @@ class Case:
         return f"{self.program} {self.model} {self.topology}"
 
 
-def lowered(case: Case, devices: list[Any] | None = None, platform: str = "tpu") -> tuple[Any, float]:
+def lowered(case: Case, mesh: Mesh | AbstractMesh | None = None) -> tuple[Any, float]:
     """The lowered program, and the FLOPs of its products that a device has to do where loops go round once: what
     XLA's cost analysis counts of a program that wastes nothing. Kernels of attention are in neither.
 
-    devices: of this process, in place of the case's topology.
+    mesh: in place of that of the case's topology, which only libtpu knows.
     """
-    devices = devices or list(get_topology_desc(platform="tpu", topology_name=case.topology).devices)
-    make = {"sft": _training, "grpo": _training, "prefill": _sampling, "decode": _sampling}[case.program]
-    with compiling_for(platform):
-        return make(case, devices, platform)
+    trains = case.program in ("sft", "grpo")
+    if mesh is None:
+        devices = list(get_topology_desc(platform="tpu", topology_name=case.topology).devices)
+        mesh = make_mesh(Axes(1, -1, 1) if trains else Axes(-1, 1, 1), devices)
+    with compiling_for("tpu"):
+        return (_training if trains else _sampling)(case, mesh)
 
 
 def _placed(tree: Any, where: Any) -> Any:
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, where)
 
 
-def _everywhere(tree: Any, mesh: Mesh) -> Any:
+def _everywhere(tree: Any, mesh: Any) -> Any:
     sharding = NamedSharding(mesh, PartitionSpec())
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype, sharding=sharding), tree)
 
 
-def _training(case: Case, devices: list[Any], platform: str) -> tuple[Any, float]:
+def _training(case: Case, mesh: Any) -> tuple[Any, float]:
     config = MODELS[case.model]
-    mesh = make_mesh(Axes(), devices)
     graph, shapes = abstract_decoder(config)
     optimizer = make_optimizer(
         make_schedule("constant", 1e-5, 0, 10), b1=0.9, b2=0.95, weight_decay=0.1, clip_norm=1.0, max_skipped=2
@@ -106,9 +107,9 @@ def _training(case: Case, devices: list[Any], platform: str) -> tuple[Any, float
         loss = sft_loss(graph, COMPUTE)
     step = step_programs(loss, optimizer, shapes, mesh)["single"]
     with under(mesh):
-        program = step.trace(params, state, batch, None).lower(lowering_platforms=(platform,))
+        program = step.trace(params, state, batch, None).lower(lowering_platforms=("tpu",))
     tokens = ROWS_A_DEVICE * (PROMPT + COMPLETION)
-    positions = batch["where_M"].size / len(devices)
+    positions = batch["where_M"].size / mesh.size
     # Of a layer: forward, forward again, and two products backward. Of a slice of the head: the same.
     kernels = config.hidden_size * (
         config.head_dim * 2 * (config.num_heads + config.num_kv_heads) + 3 * config.intermediate_size
@@ -122,7 +123,7 @@ def _slice(config: DecoderConfig, positions: float) -> int:
     return -(-config.vocab_size // (slices * 128)) * 128
 
 
-def _batch(case: Case, mesh: Mesh) -> dict[str, Any]:
+def _batch(case: Case, mesh: Any) -> dict[str, Any]:
     """A micro-batch as the trainer packs it: one completion a prompt for SFT, four for GRPO."""
     count, shards = ROWS_A_DEVICE * row_shards(mesh), row_shards(mesh)
     each = 4 if case.program == "grpo" else 1
@@ -139,14 +140,13 @@ def _batch(case: Case, mesh: Mesh) -> dict[str, Any]:
     )
 
 
-def _sampling(case: Case, devices: list[Any], platform: str) -> tuple[Any, float]:
+def _sampling(case: Case, mesh: Any) -> tuple[Any, float]:
     config = dataclasses.replace(MODELS[case.model], num_layers=DECODING_LAYERS)
-    mesh = make_mesh(Axes(len(devices), 1, 1), devices)
     graph, shapes = abstract_weights(
         decoder_graph(config), config, join=True, rolled=False, quantization="none", dtype="bfloat16"
     )
     weights = _placed(shapes, shardings(shapes, mesh))
-    slots = SLOTS * len(devices)
+    slots = SLOTS * mesh.size
     stacks = jax.eval_shape(lambda: cache.make(config, slots, CAPACITY, "bfloat16", rolled=False))
     held = _placed(stacks, cache_shardings(stacks, mesh))
     options = {"kv": "bfloat16", "dtype": "bfloat16", "kernels": Kernels()}
@@ -157,11 +157,11 @@ def _sampling(case: Case, devices: list[Any], platform: str) -> tuple[Any, float
         chunk, _, prefixed = pack([Slot() for _ in range(slots)], CHUNK)
         traced = programs.prefill.trace(graph, weights, held, _everywhere(chunk, mesh), prefixed=prefixed, **options)
         # A chunk is one row, which every replica computes.
-        return traced.lower(lowering_platforms=(platform,)), 2.0 * config.num_layers * kernels * CHUNK
+        return traced.lower(lowering_platforms=("tpu",)), 2.0 * config.num_layers * kernels * CHUNK
     seen = jax.ShapeDtypeStruct((slots, config.vocab_size), bool, sharding=NamedSharding(mesh, PartitionSpec()))
     rows = _everywhere(row_arrays([Slot() for _ in range(slots)], CAPACITY, STEPS), mesh)
     wake, most = _everywhere((np.int32(slots), np.int32(STEPS)), mesh)
     state = programs.State(held, seen)
     traced = programs.decode.trace(graph, weights, state, rows, wake, most, steps=STEPS, top=0, **options)
     head = config.hidden_size * config.vocab_size
-    return traced.lower(lowering_platforms=(platform,)), 2.0 * (config.num_layers * kernels + head) * SLOTS
+    return traced.lower(lowering_platforms=("tpu",)), 2.0 * (config.num_layers * kernels + head) * SLOTS
