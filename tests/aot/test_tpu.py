@@ -3,10 +3,11 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.aot.bounds import BOUNDS, CASES
+from tests.aot.bounds import BOUNDS, CASES, table
 
 
 @pytest.mark.tpu
@@ -18,5 +19,7 @@ def test_it_compiles_within_its_bounds(case):
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-3000:]}"
 
 
-def test_every_case_has_bounds():
-    assert sorted(json.loads(BOUNDS.read_text())) == sorted(case.name for case in CASES)
+def test_every_case_has_bounds_and_a_row_in_the_docs():
+    known = json.loads(BOUNDS.read_text())
+    assert sorted(known) == sorted(case.name for case in CASES)
+    assert table(known) in (Path(__file__).parents[2] / "docs" / "devices.md").read_text()

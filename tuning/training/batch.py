@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -256,10 +257,12 @@ def pack_shards(shards: Sequence[Sequence[Sequence[Group]]], shape: Shape) -> Pa
     parts = [pack_rows(rows, shape) for rows in shards]
     if len(parts) == 1:
         return parts[0]
-    arrays = {f.name: [getattr(part, f.name) for part in parts] for f in dataclasses.fields(Packed)}
-    where = np.stack(arrays.pop("where_M"))
-    joined = {name: None if values[0] is None else np.concatenate(values) for name, values in arrays.items()}
-    return Packed(**joined, where_M=where)
+    arrays: dict[str, Any] = {}
+    for name in (f.name for f in dataclasses.fields(Packed)):
+        of_parts = [getattr(part, name) for part in parts]
+        join = np.stack if name == "where_M" else np.concatenate
+        arrays[name] = None if of_parts[0] is None else join(of_parts)
+    return Packed(**arrays)
 
 
 def pack_rows(rows: Sequence[Sequence[Group]], shape: Shape) -> Packed:

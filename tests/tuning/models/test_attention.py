@@ -159,6 +159,13 @@ def test_a_training_pass_lowers_for_a_tpu_of_eight_chips(sizes):
     assert not re.search(r"2048x2048xi1", text)
 
 
+def test_a_kernel_that_is_not_cut_by_hand_does_not_lower(monkeypatch):
+    monkeypatch.setattr(att, "_by_device", lambda attend, *arrays: attend(*arrays))
+    config = dataclasses.replace(tiny(97), head_dim=128)
+    with pytest.raises(NotImplementedError, match="cannot be automatically partitioned"):
+        lowered_for_tpu(AbstractMesh((1, 8, 1), ("data", "fsdp", "tensor")), 2048, config)
+
+
 def test_windows_by_layer_are_two_kernels_on_a_tpu():
     config = dataclasses.replace(tiny(97), head_dim=128, sliding_window=512, sliding_layers=(True, False))
     text = lowered_for_tpu(AbstractMesh((1, 8, 1), ("data", "fsdp", "tensor")), 2048, config)

@@ -19,9 +19,9 @@ def tempered_logps(batch):
     return logps_and_entropy(decoder_graph(CONFIG), PARAMS, batch, 0.7, Compute())[0]
 
 
-def logps_by_completion(groups: list[Group], layout: Layout) -> dict[int, np.ndarray]:
+def logps_by_completion(groups: list[Group], layout: Layout, shards: int = 1) -> dict[int, np.ndarray]:
     found = {}
-    for batch in micro_batches(groups, layout=layout, completion_tokens=8):
+    for batch in micro_batches(groups, layout=layout, completion_tokens=8, shards=shards):
         logps = tempered_logps(batch.arrays())
         for slot, number in enumerate(batch.ids_C):
             if number >= 0:
@@ -118,6 +118,26 @@ def test_masked_tokens_are_read_and_not_counted():
     logps = logps_by_completion([group], Layout(64, 1))
     unmasked = logps_by_completion([Group([1, 2], group.completions, [0, 1])], Layout(64, 1))
     np.testing.assert_array_equal(logps[0], unmasked[0][[0, 2]])
+
+
+def test_a_shard_has_the_rows_of_its_completions():
+    """So no index reaches from one device to another, and log-probabilities are those of one device."""
+    groups = ragged_groups(count=12)
+    for batch in micro_batches(groups, layout=Layout(64, 8), completion_tokens=8, shards=4):
+        rows, completions = (len(x) // 4 for x in (batch.tokens_BL, batch.at_CT))
+        assert batch.at_CT.max() < rows * 64 and batch.where_M.shape[0] == 4
+        assert batch.where_M.max() <= completions * 8
+        for shard in range(4):
+            mine = slice(shard * completions, (shard + 1) * completions)
+            tokens = batch.tokens_BL[shard * rows : (shard + 1) * rows].reshape(-1)
+            last = batch.ids_C[mine] >= 0
+            lengths = (batch.mask_CT[mine] > 0).sum(axis=1)
+            ends = batch.targets_CT[mine][np.arange(completions), np.maximum(lengths - 1, 0)]
+            np.testing.assert_array_equal(tokens[batch.last_C[mine]][last], ends[last])
+    sharded, whole = (logps_by_completion(groups, Layout(64, 8), shards) for shards in (4, 1))
+    assert sharded.keys() == whole.keys()
+    for number, logps in whole.items():
+        np.testing.assert_allclose(sharded[number], logps, atol=1e-5)
 
 
 def test_on_a_tpu_long_completions_have_their_prompts_to_themselves():
