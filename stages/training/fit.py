@@ -107,7 +107,7 @@ class _Loop:
         self.width = bucket(max(task.longest, table.longest))
         budget = config.compute.tokens_per_micro_batch or device.row_tokens_per_step * row_shards(self.mesh)
         # One layout serves all steps, so that each program compiles once; the first steps stand for the rest.
-        self.layout = choose_rows([self.groups(s) for s in range(min(self.total, SHAPE_STEPS))], budget, largest)
+        self.layout = choose_rows([self.groups(s) for s in range(min(self.total, SHAPE_STEPS))], budget, largest, True)
 
         # A copy: the step donates its arrays, and those of the worker's memory are needed again.
         params, self.frozen = put_params(copy(params), self.mesh), put_params(frozen, self.mesh)

@@ -70,7 +70,7 @@ class Case:
 
 def lowered(case: Case, mesh: Mesh | AbstractMesh | None = None) -> tuple[Any, float]:
     """The lowered program, and the FLOPs of its products that a device has to do where loops go round once: what
-    XLA's cost analysis counts of a program that wastes nothing. Kernels of attention are in neither.
+    XLA's cost analysis counts of a program that wastes nothing. Kernels are in neither.
 
     mesh: in place of that of the case's topology, which only libtpu knows.
     """
@@ -156,12 +156,14 @@ def _sampling(case: Case, mesh: Any) -> tuple[Any, float]:
     if case.program == "prefill":
         chunk, _, prefixed = pack([Slot() for _ in range(slots)], CHUNK)
         traced = programs.prefill.trace(graph, weights, held, _everywhere(chunk, mesh), prefixed=prefixed, **options)
-        # A chunk is one row, which every replica computes.
-        return traced.lower(lowering_platforms=("tpu",)), 2.0 * config.num_layers * kernels * CHUNK
+        # A chunk is one row, which every replica computes. No kernel: each pair of tokens is multiplied.
+        ideal = 2.0 * config.num_layers * CHUNK * (kernels + 2 * config.num_heads * config.head_dim * CHUNK)
+        return traced.lower(lowering_platforms=("tpu",)), ideal
     seen = jax.ShapeDtypeStruct((slots, config.vocab_size), bool, sharding=NamedSharding(mesh, PartitionSpec()))
     rows = _everywhere(row_arrays([Slot() for _ in range(slots)], CAPACITY, STEPS), mesh)
     wake, most = _everywhere((np.int32(slots), np.int32(STEPS)), mesh)
     state = programs.State(held, seen)
     traced = programs.decode.trace(graph, weights, state, rows, wake, most, steps=STEPS, top=0, **options)
     head = config.hidden_size * config.vocab_size
-    return traced.lower(lowering_platforms=("tpu",)), 2.0 * (config.num_layers * kernels + head) * SLOTS
+    read = 2 * config.num_heads * config.head_dim * (CAPACITY + STEPS)
+    return traced.lower(lowering_platforms=("tpu",)), 2.0 * (config.num_layers * (kernels + read) + head) * SLOTS

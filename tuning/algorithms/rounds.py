@@ -206,7 +206,7 @@ class _Round:
         largest_pair = max(g.size for g in groups) if self.algorithm.paired else 0
         width, shards = self.data.mu_NT.shape[1], row_shards(self.mesh)
         budget = self.settings.compute.tokens_per_micro_batch or self.device.row_tokens_per_step * shards
-        layout = choose_rows(self.steps, budget, largest_pair)
+        layout = choose_rows(self.steps, budget, largest_pair, self.algorithm.paired)
         self.packed = [micro_batches(s, layout=layout, completion_tokens=width, shards=shards) for s in self.steps]
         self.flat = [p for step in self.packed for p in step]
         self.total_work = self.done + len(self.flat) * (passes + self.settings.epochs)

@@ -10,7 +10,7 @@ completion. The LM head sees response positions only, through `at`.
     group          1 1 1 1 1 1 1 1 | 2 2 2 2 2 2 2 0 0        a token sees its own group only,
     branch         0 0 0 1 1 1 2 2 | 0 0 1 1 1 1 2 0 0        and there the prompt (0) and its own branch
 
-Where a kernel takes segments and no other mask (`Layout.shared`), each completion has a copy of the prompt to itself
+Where a kernel takes segments and no other mask (`Layout.prompts`), each completion has a copy of the prompt to itself
 and is a group of its own; then there are no branches.
 
 A trajectory whose contexts do not extend one another is several groups, each a part behind its own prompt. Its parts
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -33,6 +33,9 @@ from tuning.target import target_platform
 
 SHARED_TOKENS = 1024
 """Groups of up to this size are not divided."""
+Prompts = Literal["shared", "apart", "side by side"]
+"""Whether the completions of a group share their prompt where a row holds several; or have each a copy of it, in any
+row or next to each other."""
 TPU_ROWS = 128
 """Rows on a TPU have a multiple of this many tokens."""
 
@@ -148,16 +151,17 @@ def alone(groups: Sequence[Group]) -> list[Group]:
     return [group.part(i, i + 1) for group in groups for i in range(len(group.completions))]
 
 
-def plan_rows(groups: Sequence[Group], row_tokens: int, shared: bool = True) -> list[list[Group]]:
+def plan_rows(groups: Sequence[Group], row_tokens: int, prompts: Prompts = "shared") -> list[list[Group]]:
     """First-fit decreasing of groups into rows; ties keep the given order, so the plan is deterministic."""
-    return [row for block in plan_blocks(groups, row_tokens, shared) for row in block]
+    return [row for block in plan_blocks(groups, row_tokens, prompts) for row in block]
 
 
-def plan_blocks(groups: Sequence[Group], row_tokens: int, shared: bool = True) -> list[list[list[Group]]]:
-    """The rows of `plan_rows` in blocks that one micro-batch has to hold: a row each, but for the rows of a trajectory
-    whose parts together exceed one. shared: completions share their prompt where a row holds several."""
+def plan_blocks(groups: Sequence[Group], row_tokens: int, prompts: Prompts = "shared") -> list[list[list[Group]]]:
+    """The rows of `plan_rows` in blocks that one micro-batch has to hold: a row each, but for the rows of a trajectory,
+    or of completions side by side, that together exceed one."""
     pieces, blocks = [], []
-    for unit in _units(groups if shared else alone(groups)):
+    units = _units(alone(groups) if prompts == "apart" else groups)
+    for unit in [alone(unit) for unit in units] if prompts == "side by side" else units:
         if len(unit) > 1 and _size(unit) > row_tokens:
             blocks.append(_first_fit([[part] for part in unit], row_tokens))
         else:
@@ -206,29 +210,33 @@ class Layout:
 
     row_tokens: int
     rows: int
-    shared: bool = True
-    """Whether completions share their prompt where a row holds several."""
+    prompts: Prompts = "shared"
 
 
-def choose_rows(steps: Sequence[Sequence[Group]], budget: int, least: int = 0) -> Layout:
+def choose_rows(steps: Sequence[Sequence[Group]], budget: int, least: int = 0, whole: bool = False) -> Layout:
     """The row length that wastes least over some steps, with at most `budget` row tokens a micro-batch.
 
     Groups stay undivided where they fit 1024 tokens, so that a shared prompt is computed once; longer
     ones are split by completion. Rows hold `least` tokens or more: no group of up to that size is split.
 
+    whole: the completions of a group stay in neighbouring slots, as those of a pair have to.
+
     On a TPU rows fit blocks of the attention kernel, and completions in rows of more than 1024 tokens have their
-    prompts to themselves unless `least` forbids to split them: there a mask for shared prompts costs more than the
-    copies, as it has a bit for each pair of tokens.
+    prompts to themselves: there a mask for shared prompts costs more than the copies, as it has a bit for each pair of
+    tokens.
     """
     tpu = target_platform() == "tpu"
     grain = TPU_ROWS if tpu else 64
-    undivided = least > 0
     largest = max(_size(unit) for groups in steps for unit in _units(groups))
     # The longest prompt with one completion: no split makes a piece shorter than that.
     longest = max(len(g.prompt) + max(len(c) for c in g.completions) for groups in steps for g in groups)
     least = round_up(max(least, largest if largest <= SHARED_TOKENS else longest), grain)
     single = all(len(g.completions) == 1 for groups in steps for g in groups)
-    shared = not (tpu and (single or (least > SHARED_TOKENS and not undivided)))
+    prompts: Prompts = "shared"
+    if tpu and (single or least > SHARED_TOKENS):
+        prompts = "side by side" if whole and not single else "apart"
+    if prompts == "side by side":
+        least = max(least, max(_size(alone([g])) for groups in steps for g in groups))
     if tpu and least > SHARED_TOKENS:
         # Blocks of the kernel divide a row: large ones leave fewer steps.
         least = round_up(least, 4 * grain)
@@ -238,12 +246,12 @@ def choose_rows(steps: Sequence[Sequence[Group]], budget: int, least: int = 0) -
         cost = 0
         for groups in steps:
             # The row tokens that are computed, padding included: every micro-batch of a step has the same rows.
-            planned = len(plan_rows(groups, length, shared))
+            planned = len(plan_rows(groups, length, prompts))
             cost += _even(planned, most) * -(-planned // _even(planned, most)) * length
         if best is None or cost < best[0]:
             best = (cost, length)
     assert best is not None
-    return Layout(best[1], max(1, budget // best[1]), shared)
+    return Layout(best[1], max(1, budget // best[1]), prompts)
 
 
 def _even(planned: int, most: int) -> int:
@@ -326,7 +334,7 @@ def micro_batches(groups: Sequence[Group], *, layout: Layout, completion_tokens:
     slots = round_up(bucket(max(map(_slots, members)), 1), multiple)
     trained = round_up(bucket(max(sum(g.trained for g in part) for part in members)), multiple)
     rows = round_up(max(map(len, chunks)), shards) // parts
-    shape = Shape(rows, layout.row_tokens, slots, completion_tokens, trained, layout.shared)
+    shape = Shape(rows, layout.row_tokens, slots, completion_tokens, trained, layout.prompts == "shared")
     return [pack_shards(chunk, shape) for chunk in cut]
 
 
@@ -338,7 +346,7 @@ def _slots(groups: Sequence[Group]) -> int:
 
 def _chunks(groups: Sequence[Group], layout: Layout, shards: int) -> tuple[list[list[list[Group]]], bool]:
     """The rows of each micro-batch, and whether a completion may have several of them."""
-    blocks = plan_blocks(groups, layout.row_tokens, layout.shared)
+    blocks = plan_blocks(groups, layout.row_tokens, layout.prompts)
     count = sum(map(len, blocks))
     rows = round_up(_even(count, max(layout.rows, shards)), shards)
     if all(len(block) == 1 for block in blocks):

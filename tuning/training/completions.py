@@ -41,7 +41,7 @@ def per_completion(
     like = like or groups
     largest = max(g.size if whole else len(g.prompt) + max(len(c) for c in g.completions) for g in like)
     # A part of the groups is enough to choose the padding; `largest`, over all, makes sure that each fits.
-    layout = choose_rows([like[:64]], budget, largest)
+    layout = choose_rows([like[:64]], budget, largest, whole)
     width = bucket(max(len(c) for g in like for c in g.completions))
     out = np.zeros(max(i for g in groups for i in g.ids) + 1, real())
     # The last part may be smaller, but layout and width are those of all: few shapes.

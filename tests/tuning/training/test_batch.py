@@ -29,7 +29,9 @@ def logps_by_completion(groups: list[Group], layout: Layout, shards: int = 1) ->
     return found
 
 
-@pytest.mark.parametrize("layout", [Layout(64, 2), Layout(128, 1), Layout(64, 8), Layout(64, 8, shared=False)])
+@pytest.mark.parametrize(
+    "layout", [Layout(64, 2), Layout(128, 1), Layout(64, 8), Layout(64, 8, "apart"), Layout(64, 8, "side by side")]
+)
 def test_packed_logprobs_equal_those_of_each_completion_alone(layout):
     groups = ragged_groups()
     packed = logps_by_completion(groups, layout)
@@ -143,18 +145,20 @@ def test_a_shard_has_the_rows_of_its_completions():
 def test_on_a_tpu_long_completions_have_their_prompts_to_themselves():
     """One mask of L x L booleans costs more there than a copy of the prompt; rows fit the kernel's blocks."""
     short, long = ([Group(range(40), [range(n)] * 3, [0, 1, 2])] for n in (100, 1200))
-    assert choose_rows([long], 4096).shared
+    assert choose_rows([long], 4096).prompts == "shared"
     with compiling_for("tpu"):
         layout = choose_rows([long], 4096)
-        assert not layout.shared and layout.row_tokens == 1536
-        assert choose_rows([short], 4096).shared
-        # A pair has to stay together.
-        assert choose_rows([long], 4096, least=3640).shared
+        assert (layout.prompts, layout.row_tokens) == ("apart", 1536)
+        assert choose_rows([short], 4096).prompts == "shared"
         # Nothing is shared where every group has one completion.
-        assert not choose_rows([[Group(range(40), [range(50)], [0])]], 4096).shared
-    batches = micro_batches(long, layout=layout, completion_tokens=1200)
-    assert all(b.branch_BL is None and "branch_BL" not in b.arrays() for b in batches)
-    assert sorted(i for b in batches for i in b.ids_C.tolist() if i >= 0) == [0, 1, 2]
+        assert choose_rows([[Group(range(40), [range(50)], [0])]], 4096).prompts == "apart"
+        together = choose_rows([long], 4096, least=3640, whole=True)
+        assert (together.prompts, together.row_tokens) == ("side by side", 4096)
+    for chosen in (layout, together):
+        batches = micro_batches(long * 2, layout=chosen, completion_tokens=1200)
+        assert all(b.branch_BL is None and "branch_BL" not in b.arrays() for b in batches)
+        assert sorted(i for b in batches for i in b.ids_C.tolist() if i >= 0) == [0, 0, 1, 1, 2, 2]
+    assert [b.ids_C.tolist() for b in batches] == [[0, 1, 2]] * 2
 
 
 def test_pairs_longer_than_a_row_of_others_stay_in_neighbouring_slots():
