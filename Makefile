@@ -5,9 +5,10 @@ BIN := $(VENV)/bin
 REQUIREMENTS := infra/requirements.txt
 DEV_REQUIREMENTS := infra/requirements-dev.txt
 VLLM_VENV ?= .venv-vllm
+TPU_VENV ?= .venv-tpu
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test coverage test-slow test-vllm lint bench lock clean
+.PHONY: demo test coverage test-slow test-vllm tpu lint bench lock clean
 
 demo: $(VENV)/.ready
 	$(BIN)/rlhf run demo $(ARGS)
@@ -29,6 +30,18 @@ test-vllm: $(VENV)/.ready-dev $(VLLM_VENV)/.ready
 
 $(VLLM_VENV)/.ready: infra/vllm.sh
 	infra/vllm.sh $(VLLM_VENV) $(PYTHON)
+
+# The programs compiled for TPUs that are not here, in an environment of its own that has their compiler.
+tpu: $(TPU_VENV)/.ready
+	$(TPU_VENV)/bin/pytest -m tpu --numprocesses=0 tests/aot $(ARGS)
+
+$(TPU_VENV)/.ready: $(REQUIREMENTS) $(DEV_REQUIREMENTS) infra/requirements-tpu.txt
+	$(PYTHON) -m venv $(TPU_VENV)
+	$(TPU_VENV)/bin/pip install --quiet --no-compile --no-deps --require-hashes -r $(REQUIREMENTS)
+	$(TPU_VENV)/bin/pip install --quiet --no-compile --no-deps --require-hashes -r $(DEV_REQUIREMENTS)
+	$(TPU_VENV)/bin/pip install --quiet --no-compile --no-deps --require-hashes -r infra/requirements-tpu.txt
+	$(TPU_VENV)/bin/pip install --quiet --no-compile --no-deps --no-build-isolation -e .
+	touch $@
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .

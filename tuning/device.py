@@ -34,7 +34,7 @@ class Device:
     memory_bytes: int
     compute: Compute
     row_tokens_per_step: int
-    """Tokens of one micro-batch in training."""
+    """Tokens of one micro-batch in training, for each device that has rows of it."""
     rollout_rows: int
     """Completions decoded side by side."""
     cache_bytes: int

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from tuning.axes import Axes
-from tuning.models.sharding import shardings
-
-ROWS = ("data", "fsdp")
-"""Axes over which a batch is sharded: its rows, and its completions."""
+from tuning.models.sharding import ROWS, shardings
 
 
 def make_mesh(axes: Axes, devices: list[Any] | None = None) -> Mesh:
@@ -35,12 +34,33 @@ def make_mesh(axes: Axes, devices: list[Any] | None = None) -> Mesh:
     if math.prod(sizes.values()) != len(devices):
         raise ValueError(f"mesh {sizes} asks for {math.prod(sizes.values())} devices, there are {len(devices)}")
     # Innermost means neighbours: `tensor` communicates in every layer and needs the fastest links.
-    return Mesh(np.array(devices).reshape(tuple(sizes.values())), tuple(sizes))
+    return Mesh(_by_links(devices, tuple(sizes.values())), tuple(sizes))
+
+
+def _by_links(devices: list[Any], shape: tuple[int, ...]) -> np.ndarray:
+    """The devices in this shape; on TPU so that neighbours along an axis share a link, as rings of sums need."""
+    if len(devices) == 1 or devices[0].platform != "tpu" or len({getattr(d, "slice_index", 0) for d in devices}) > 1:
+        return np.array(devices).reshape(shape)
+    return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
 
 
 def over_devices(axes: Axes) -> Mesh | None:
     """The mesh of all devices; None for a single device."""
     return None if jax.device_count() == 1 else make_mesh(axes)
+
+
+def mesh_of(tree: Any) -> Mesh | None:
+    """The mesh that a tree of arrays is on; None for a single device."""
+    for leaf in jax.tree.leaves(tree):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1 and isinstance(sharding.mesh, Mesh):
+            return sharding.mesh
+    return None
+
+
+def under(mesh: Mesh | None) -> AbstractContextManager[Any]:
+    """Within it programs are traced for this mesh: what runs as a kernel is cut by hand (`models.attention`)."""
+    return nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
 def row_shards(mesh: Mesh | None) -> int:

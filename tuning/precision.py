@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tuning.target import target_platform
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -32,13 +34,13 @@ def resolved(dtype: str) -> str:
 
     Raises ValueError for float64 on an accelerator.
     """
-    on_cpu = jax.default_backend() == "cpu"
+    on_cpu = target_platform() == "cpu"
     if dtype == "auto":
         # XLA's matrix product on CPU is faster in float32 than in bfloat16; accelerators are built for bfloat16.
         return "float32" if on_cpu else "bfloat16"
     if dtype == "float64" and not on_cpu:
         raise ValueError(
-            f"compute.dtype float64 is for checks on a CPU, and this is a {jax.default_backend()}: use float32 here, "
+            f"compute.dtype float64 is for checks on a CPU, and this is a {target_platform()}: use float32 here, "
             "or set JAX_PLATFORMS=cpu"
         )
     return dtype

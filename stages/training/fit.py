@@ -86,7 +86,7 @@ class _Loop:
     def __init__(self, ctx: Context, task: Task, config: Fitted, params: Any, frozen: Any):
         from tuning.data.reading import Steps
         from tuning.device import choose
-        from tuning.mesh import over_devices, put_params
+        from tuning.mesh import over_devices, put_params, row_shards
         from tuning.shapes import bucket
         from tuning.training.batch import choose_rows
         from tuning.training.optimizers import optimizer_of
@@ -107,9 +107,9 @@ class _Loop:
         # No group is split: the completions of one are in neighbouring slots.
         largest = max(task.largest, int(table.sizes_N.max()))
         self.width = bucket(max(task.longest, table.longest))
-        budget = config.compute.tokens_per_micro_batch or device.row_tokens_per_step
+        budget = config.compute.tokens_per_micro_batch or device.row_tokens_per_step * row_shards(self.mesh)
         # One layout serves all steps, so that each program compiles once; the first steps stand for the rest.
-        self.layout = choose_rows([self.groups(s) for s in range(min(self.total, SHAPE_STEPS))], budget, largest)
+        self.layout = choose_rows([self.groups(s) for s in range(min(self.total, SHAPE_STEPS))], budget, largest, True)
 
         self.start, self.frozen = params, put_params(frozen, self.mesh)
         self.state: tuple[Any, Any]

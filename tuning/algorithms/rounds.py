@@ -29,7 +29,7 @@ from tuning.algorithms.round_data import RoundData
 from tuning.algorithms.settings import RoundSettings
 from tuning.device import Compute, choose
 from tuning.losses.rewards import kl_penalty
-from tuning.mesh import over_devices, put_batch, put_params, row_shards
+from tuning.mesh import over_devices, put_batch, put_params, row_shards, under
 from tuning.models.config import DecoderConfig
 from tuning.models.decoder import decoder_graph, scalar_graph
 from tuning.precision import real
@@ -204,9 +204,9 @@ class _Round:
         groups = [g for step in self.steps for g in step]
         # A pair must be in one micro-batch: rows hold the largest group, so none is split.
         largest_pair = max(g.size for g in groups) if self.algorithm.paired else 0
-        budget = self.settings.compute.tokens_per_micro_batch or self.device.row_tokens_per_step
-        layout = choose_rows(self.steps, budget, largest_pair)
         width, shards = self.data.mu_NT.shape[1], row_shards(self.mesh)
+        budget = self.settings.compute.tokens_per_micro_batch or self.device.row_tokens_per_step * shards
+        layout = choose_rows(self.steps, budget, largest_pair, self.algorithm.paired)
         self.packed = [micro_batches(s, layout=layout, completion_tokens=width, shards=shards) for s in self.steps]
         self.flat = [p for step in self.packed for p in step]
         self.total_work = self.done + len(self.flat) * (passes + self.settings.epochs)
@@ -215,7 +215,8 @@ class _Round:
         """The output of a program for each micro-batch; its time counts under `name`."""
         started, outputs = time.monotonic(), []
         for batch in self.flat:
-            outputs.append(np.asarray(program(weights, put_batch(batch.arrays(), self.mesh))))
+            with under(self.mesh):
+                outputs.append(np.asarray(program(weights, put_batch(batch.arrays(), self.mesh))))
             self._ticked(1)
         self.seconds[name] += time.monotonic() - started
         return outputs

@@ -16,6 +16,7 @@ from tuning.device import Compute
 from tuning.losses.aggregate import aggregate
 from tuning.losses.preference import bradley_terry
 from tuning.losses.sft import nll
+from tuning.mesh import mesh_of
 from tuning.models.config import DecoderConfig
 from tuning.models.decoder import decoder_graph
 from tuning.training.batch import Group
@@ -48,7 +49,7 @@ def heldout_loss(model: DecoderConfig, params: Any, examples: Sequence[Group], c
 
     budget: row tokens of a micro-batch.
     """
-    logps = per_completion(lambda batch: _summed(model, compute)(params, batch), examples, budget)
+    logps = per_completion(lambda batch: _summed(model, compute)(params, batch), examples, budget, mesh=mesh_of(params))
     return float(-logps.sum() / _trained_tokens(examples))
 
 

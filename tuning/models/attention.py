@@ -13,71 +13,145 @@ only those less than `window` positions before it. Positions continue from the p
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from tuning.models.blocked import Segments, blocked_attention, visible
 from tuning.models.decoder import Attention, AttentionSpec, soft_cap
+from tuning.models.sharding import ROWS
+from tuning.target import target_platform
 
 Implementation = Literal["plain", "blocked", "cudnn", "splash"]
 
 PLAIN_TOKENS = 1024
-"""The longest row whose logits [B, N, L, L] are held in memory at once."""
+"""The longest row whose logits [B, N, L, L], or mask [B, L, L], are held in memory at once."""
 PLAIN_TOKENS_CPU = 255
 """The longest row for which blocks are no faster on a CPU; two blocks skip a quarter of the logits."""
-_LANES = 128
-"""Splash's blocks and head sizes are multiples of it."""
+LANES = 128
+"""Splash's rows, blocks and head sizes are multiples of it."""
 
 
-def choose(q: jax.Array, softcap: float | None, platform: str | None = None) -> Implementation:
-    """The implementation for queries of this shape and type on a platform (by default that of this process)."""
-    platform = platform or jax.default_backend()
+def choose(q: jax.Array, softcap: float | None, platform: str | None = None, shared: bool = True) -> Implementation:
+    """The implementation for queries of this shape and type on a platform (by default `target_platform`).
+
+    shared: whether completions may share a prompt.
+    """
+    platform = platform or target_platform()
     length, head_dim = q.shape[1], q.shape[3]
     half = q.dtype in (jnp.bfloat16, jnp.float16)
     # cuDNN has no softcap, and takes heads of more than 128 on some devices only.
     if platform == "gpu" and half and softcap is None and head_dim <= 128 and head_dim % 8 == 0 and length % 2 == 0:
         return "cudnn"
-    if platform == "tpu" and length % _LANES == 0:
+    # Prompts that are shared make splash's mask an array of L x L.
+    if platform == "tpu" and length % LANES == 0 and (not shared or length <= PLAIN_TOKENS):
         return "splash"
     return "plain" if length <= (PLAIN_TOKENS_CPU if platform == "cpu" else PLAIN_TOKENS) else "blocked"
 
 
 def packed_attention(
-    group_BL: jax.Array, branch_BL: jax.Array, implementation: Implementation | None = None
+    group_BL: jax.Array, branch_BL: jax.Array | None, implementation: Implementation | None = None
 ) -> Attention:
     """Attention for training and scoring of whole rows, without a cache; `choose` picks the implementation.
 
+    branch_BL: None where no two completions share a prompt; the positions of a group are then consecutive.
+    On a mesh that the caller has set (`tuning.mesh.under`) each device attends to its own rows and heads.
+
     Tested: `plain` and `blocked` on CPU against each other and transformers; `splash` against them on CPU in
-    Pallas' interpreter, forward and backward, on no TPU. Not run at all: `cudnn`, which is the documented
-    `jax.nn.dot_product_attention(implementation="cudnn")` with a boolean mask.
+    Pallas' interpreter, forward and backward, and by the compiler for TPU, on no TPU. Not run at all: `cudnn`, which
+    is the documented `jax.nn.dot_product_attention(implementation="cudnn")` with a boolean mask.
     """
     length = group_BL.shape[1]
+    branches_BL = jnp.zeros_like(group_BL) if branch_BL is None else branch_BL
 
     def mask_of(positions_BL: jax.Array, window: int | jax.Array | None) -> jax.Array:
-        return visible(Segments(group_BL, branch_BL, positions_BL), window, 0, length, length)[:, None]
+        return visible(Segments(group_BL, branches_BL, positions_BL), window, 0, length, length)[:, None]
 
     # One mask for all layers, unless it differs by layer or is too large to keep; blocked attention computes its own.
     # Without a window positions do not matter, so any array takes their place.
     shared = mask_of(group_BL, None) if length <= PLAIN_TOKENS else None
 
     def attention(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, cache: Any) -> tuple[jax.Array, Any]:
-        how = implementation or choose(q, spec.softcap)
+        how = implementation or choose(q, spec.softcap, shared=branch_BL is not None)
         if how == "blocked":
-            segments = Segments(group_BL, branch_BL, spec.positions_BL)
-            return blocked_attention(q, k, v, segments, spec.window, spec.scale, spec.softcap), cache
+            return _blocked(q, k, v, Segments(group_BL, branches_BL, spec.positions_BL), spec), cache
+        if how == "splash" and branch_BL is None:
+            return _segments(q, k, v, group_BL, spec), cache
         mask = shared
         if mask is None or spec.window is not None:
             mask = mask_of(spec.positions_BL, spec.window)
-        if how == "splash":
-            return _splash(q, k, v, mask, spec), cache
         if how == "cudnn":
+            # XLA cuts this call over a mesh by itself.
             out = jax.nn.dot_product_attention(q, k, v, mask=mask, scale=spec.scale, implementation="cudnn")
             return out, cache
-        return _plain(q, k, v, mask, spec), cache
+        if how == "splash":
+            from tuning.models.splash import masked_attention
+
+            def masked(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+                return masked_attention(q, k, v, mask[:, 0], spec.scale, spec.softcap)
+
+            return _by_device(masked, q, k, v, mask), cache
+        return _by_device(lambda q, k, v, mask: _plain(q, k, v, mask, spec), q, k, v, mask), cache
 
     return attention
+
+
+def _by_device(attend: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, *of_rows: Any) -> jax.Array:
+    """`attend(q, k, v, *of_rows)` by each device of the mesh for its own rows and heads, without a word to others.
+
+    `of_rows` are trees of arrays [B, ...], and of scalars that are the same everywhere. Rows or heads that their axes
+    do not divide are not cut.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.size <= 1:
+        return attend(q, k, v, *of_rows)
+    rows: tuple[str, ...] | None = tuple(a for a in ROWS if a in mesh.shape)
+    if not rows or q.shape[0] % math.prod(mesh.shape[a] for a in rows):
+        rows = None
+    parts = mesh.shape.get("tensor", 1)
+    heads = "tensor" if "tensor" in mesh.shape and q.shape[2] % parts == 0 else None
+    if heads:
+        # Devices of one key-value head each get a copy of it; its query heads stay with it.
+        each = q.shape[2] // k.shape[2]
+        copies = next(c for c in range(1, each + 1) if each % c == 0 and k.shape[2] * c % parts == 0)
+        k, v = (jnp.repeat(x, copies, axis=2) if copies > 1 else x for x in (k, v))
+    by_head = PartitionSpec(rows, None, heads, None)
+    others = jax.tree.map(lambda x: PartitionSpec(rows) if jnp.ndim(x) else PartitionSpec(), of_rows)
+    # Mosaic's kernels say nothing of how their outputs vary over devices.
+    local = jax.shard_map(attend, in_specs=(by_head,) * 3 + others, out_specs=by_head, check_vma=False)
+    return local(q, k, v, *of_rows)
+
+
+def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, spec: AttentionSpec) -> jax.Array:
+    if not isinstance(spec.window, jax.Array):
+        return _by_device(
+            lambda q, k, v, s: blocked_attention(q, k, v, s, spec.window, spec.scale, spec.softcap), q, k, v, segments
+        )
+    return _by_device(
+        lambda q, k, v, s, window: blocked_attention(q, k, v, s, window, spec.scale, spec.softcap),
+        *(q, k, v, segments, spec.window),
+    )
+
+
+def _segments(q: jax.Array, k: jax.Array, v: jax.Array, group_BL: jax.Array, spec: AttentionSpec) -> jax.Array:
+    """Splash by segment ids."""
+    from tuning.models.splash import segment_attention
+
+    def within(window: int | None) -> Callable[..., jax.Array]:
+        def local(q: jax.Array, k: jax.Array, v: jax.Array, group_BL: jax.Array) -> jax.Array:
+            return segment_attention(q, k, v, group_BL, window, spec.scale, spec.softcap)
+
+        return lambda *arrays: _by_device(local, *arrays)
+
+    if not isinstance(spec.window, jax.Array):
+        return within(spec.window)(q, k, v, group_BL)
+    # The mask is part of the program: one for layers with a window and one for those without, chosen layer by layer.
+    slides = spec.window == spec.sliding_window
+    return jax.lax.cond(slides, within(spec.sliding_window), within(None), q, k, v, group_BL)
 
 
 def _plain(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, spec: AttentionSpec) -> jax.Array:
@@ -94,30 +168,3 @@ def _plain(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, spec: Atte
     logits = jnp.where(mask[:, :, None], soft_cap(logits * spec.scale, spec.softcap), -1e30)
     weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
     return jnp.einsum("bkaml,blkh->bmkah", weights, v).reshape(b, length, n, h)
-
-
-def _splash(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, spec: AttentionSpec) -> jax.Array:
-    """`_plain` by the TPU kernel, row by row; heads are padded with zeros to a multiple of its lanes."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-
-    interpret = jax.default_backend() != "tpu"
-    head_dim = q.shape[-1]
-
-    def heads_first(x: jax.Array) -> jax.Array:
-        # Zeros add nothing to q k^T, and the extra columns of the output are cut off below.
-        return jnp.moveaxis(jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, -head_dim % _LANES))), 1, 2)
-
-    def row(q_NLH: jax.Array, k_KLH: jax.Array, v_KLH: jax.Array, mask_LL: jax.Array) -> jax.Array:
-        kernel = splash.make_splash_mha(
-            mask_LL[None], head_shards=1, q_seq_shards=1, attn_logits_soft_cap=spec.softcap, interpret=interpret
-        )
-        # The kernel branches on this flag in Python, but under jit it is an array.
-        for name in ("fwd_mask_info", "dq_mask_info", "dkv_mask_info"):
-            info = getattr(kernel, name)
-            if info is not None:
-                setattr(kernel, name, info._replace(is_dynamic_mask=True))
-        return kernel(q_NLH, k_KLH, v_KLH)
-
-    # The kernel has no scale of its own.
-    out = jax.vmap(row)(heads_first(q * jnp.asarray(spec.scale, q.dtype)), heads_first(k), heads_first(v), mask[:, 0])
-    return jnp.moveaxis(out[..., :head_dim], 1, 2).astype(q.dtype)

@@ -46,6 +46,8 @@ class AttentionSpec:
     """A query sees keys less than `window` positions before it; None for all; an array where layers differ."""
     positions_BL: jax.Array
     """Positions of the queries."""
+    sliding_window: int | None = None
+    """The window of the layers that have one, where `window` is an array: it is this, or wider than any row."""
 
 
 # attention(q_BLNH, k_BLKH, v_BLKH, spec, cache of this layer) -> (out_BLNH, new cache of this layer)
@@ -223,7 +225,8 @@ def by_layer(
 
     def of_layer(mine: dict[str, jax.Array]) -> tuple[tuple[jax.Array, jax.Array], AttentionSpec]:
         cos, sin = (table[mine.get("rope", 0)] for table in tables)
-        spec = AttentionSpec(c.attention_scale, c.attention_softcap, mine.get("window", window), positions_BL)
+        width = mine.get("window", window)
+        spec = AttentionSpec(c.attention_scale, c.attention_softcap, width, positions_BL, c.sliding_window)
         return (cos, sin), spec
 
     return differs, of_layer

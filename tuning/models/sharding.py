@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+ROWS = ("data", "fsdp")
+"""Axes over which a batch is sharded: its rows, and its completions."""
 _INTO = {"q", "k", "v", "gate", "up"}
 """Projections out of the residual stream: sharded by output over `tensor`."""
 _BACK = {"o", "down"}

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from tuning.device import Compute, choose
+from tuning.mesh import mesh_of
 from tuning.models.config import DecoderConfig
 from tuning.models.decoder import scalar_graph
 from tuning.training.batch import Group
@@ -43,4 +44,4 @@ def score_groups(
     """
     device = choose(dtype)
     forward = functools.partial(_scorer(config, device.compute), params)
-    return per_completion(forward, groups, budget or device.row_tokens_per_step)
+    return per_completion(forward, groups, budget or device.row_tokens_per_step, mesh=mesh_of(params))

@@ -10,6 +10,9 @@ completion. The LM head sees response positions only, through `at`.
     group          1 1 1 1 1 1 1 1 | 2 2 2 2 2 2 2 0 0        a token sees its own group only,
     branch         0 0 0 1 1 1 2 2 | 0 0 1 1 1 1 2 0 0        and there the prompt (0) and its own branch
 
+Where a kernel takes segments and no other mask (`Layout.prompts`), each completion has a copy of the prompt to itself
+and is a group of its own; then there are no branches.
+
 A trajectory whose contexts do not extend one another is several groups, each a part behind its own prompt. Its parts
 fill one slot of [C, T], one after another, so what is summed over a completion is summed over the trajectory; they
 stay in one micro-batch.
@@ -21,10 +24,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any, Literal
 
 import numpy as np
 
 from tuning.shapes import bucket, round_up
+from tuning.target import target_platform
+
+SHARED_TOKENS = 1024
+"""Groups of up to this size are not divided."""
+Prompts = Literal["shared", "apart", "side by side"]
+"""Whether the completions of a group share their prompt where a row holds several; or have each a copy of it, in any
+row or next to each other."""
+TPU_ROWS = 128
+"""Rows on a TPU have a multiple of this many tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +79,8 @@ class Shape:
     completions: int
     completion_tokens: int
     trained_tokens: int
+    shared: bool = True
+    """Whether the rows have branches."""
 
 
 @dataclasses.dataclass
@@ -75,14 +90,16 @@ class Packed:
     tokens_BL: np.ndarray
     positions_BL: np.ndarray
     group_BL: np.ndarray
-    branch_BL: np.ndarray
+    branch_BL: np.ndarray | None
+    """None where no completions share a prompt."""
     at_CT: np.ndarray
-    """Flat index (row * L + column) of the position whose hidden state predicts the token."""
+    """Flat index (row * L + column, of the rows of its shard) of the position whose hidden state predicts the token."""
     targets_CT: np.ndarray
     mask_CT: np.ndarray
     where_M: np.ndarray
     """Flat index (completion * T + token) of each token with a mask of 1; past the end (C * T) where there is none.
-    The LM head sees these positions only."""
+    The LM head sees these positions only. Of several shards [S, M / S], with indices into each one's own completions,
+    which are those of its own rows: no index reaches from one device to another."""
     last_C: np.ndarray
     """Flat index of the completion's last token (R12)."""
     ids_C: np.ndarray
@@ -90,7 +107,8 @@ class Packed:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """What the device gets."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "ids_C"}
+        named = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "ids_C"}
+        return {name: array for name, array in named.items() if array is not None}
 
     def gather(self, values: np.ndarray) -> np.ndarray:
         """Rows of a [completions of the caller, ...] array in this micro-batch's order; zeros in empty slots."""
@@ -128,16 +146,22 @@ def split_group(group: Group, row_tokens: int) -> list[Group]:
     return pieces
 
 
-def plan_rows(groups: Sequence[Group], row_tokens: int) -> list[list[Group]]:
+def alone(groups: Sequence[Group]) -> list[Group]:
+    """Each completion as a group of its own, with its own copy of the prompt."""
+    return [group.part(i, i + 1) for group in groups for i in range(len(group.completions))]
+
+
+def plan_rows(groups: Sequence[Group], row_tokens: int, prompts: Prompts = "shared") -> list[list[Group]]:
     """First-fit decreasing of groups into rows; ties keep the given order, so the plan is deterministic."""
-    return [row for block in plan_blocks(groups, row_tokens) for row in block]
+    return [row for block in plan_blocks(groups, row_tokens, prompts) for row in block]
 
 
-def plan_blocks(groups: Sequence[Group], row_tokens: int) -> list[list[list[Group]]]:
-    """The rows of `plan_rows` in blocks that one micro-batch has to hold: a row each, but for the rows of a trajectory
-    whose parts together exceed one."""
+def plan_blocks(groups: Sequence[Group], row_tokens: int, prompts: Prompts = "shared") -> list[list[list[Group]]]:
+    """The rows of `plan_rows` in blocks that one micro-batch has to hold: a row each, but for the rows of a trajectory,
+    or of completions side by side, that together exceed one."""
     pieces, blocks = [], []
-    for unit in _units(groups):
+    units = _units(alone(groups) if prompts == "apart" else groups)
+    for unit in [alone(unit) for unit in units] if prompts == "side by side" else units:
         if len(unit) > 1 and _size(unit) > row_tokens:
             blocks.append(_first_fit([[part] for part in unit], row_tokens))
         else:
@@ -186,36 +210,67 @@ class Layout:
 
     row_tokens: int
     rows: int
+    prompts: Prompts = "shared"
 
 
-def choose_rows(steps: Sequence[Sequence[Group]], budget: int, least: int = 0) -> Layout:
+def choose_rows(steps: Sequence[Sequence[Group]], budget: int, least: int = 0, whole: bool = False) -> Layout:
     """The row length that wastes least over some steps, with at most `budget` row tokens a micro-batch.
 
     Groups stay undivided where they fit 1024 tokens, so that a shared prompt is computed once; longer
     ones are split by completion. Rows hold `least` tokens or more: no group of up to that size is split.
+
+    whole: the completions of a group stay in neighbouring slots, as those of a pair have to.
+
+    On a TPU rows fit blocks of the attention kernel, and completions in rows of more than 1024 tokens have their
+    prompts to themselves: there a mask for shared prompts costs more than the copies, as it has a bit for each pair of
+    tokens.
     """
+    tpu = target_platform() == "tpu"
+    grain = TPU_ROWS if tpu else 64
     largest = max(_size(unit) for groups in steps for unit in _units(groups))
     # The longest prompt with one completion: no split makes a piece shorter than that.
     longest = max(len(g.prompt) + max(len(c) for c in g.completions) for groups in steps for g in groups)
-    least = round_up(max(least, largest if largest <= 1024 else longest), 64)
+    least = round_up(max(least, largest if largest <= SHARED_TOKENS else longest), grain)
+    single = all(len(g.completions) == 1 for groups in steps for g in groups)
+    prompts: Prompts = "shared"
+    if tpu and (single or least > SHARED_TOKENS):
+        prompts = "side by side" if whole and not single else "apart"
+    if prompts == "side by side":
+        least = max(least, max(_size(alone([g])) for groups in steps for g in groups))
+    if tpu and least > SHARED_TOKENS:
+        # Blocks of the kernel divide a row: large ones leave fewer steps.
+        least = round_up(least, 4 * grain)
     best: tuple[int, int] | None = None
-    for length in range(least, max(least, 512) + 1, 64):
+    for length in range(least, max(least, 512) + 1, grain):
         most = max(1, budget // length)
         cost = 0
         for groups in steps:
             # The row tokens that are computed, padding included: every micro-batch of a step has the same rows.
-            planned = len(plan_rows(groups, length))
+            planned = len(plan_rows(groups, length, prompts))
             cost += _even(planned, most) * -(-planned // _even(planned, most)) * length
         if best is None or cost < best[0]:
             best = (cost, length)
     assert best is not None
-    return Layout(best[1], max(1, budget // best[1]))
+    return Layout(best[1], max(1, budget // best[1]), prompts)
 
 
 def _even(planned: int, most: int) -> int:
     """Rows of each micro-batch when `planned` rows go into the fewest of at most `most` rows."""
     # -(-a // b) is a / b rounded up. Nine rows of at most eight become 5 + 4, not 8 + 1.
     return -(-planned // -(-planned // most))
+
+
+def pack_shards(shards: Sequence[Sequence[Sequence[Group]]], shape: Shape) -> Packed:
+    """Lays the planned rows of each shard out side by side, in arrays of the given shape for each."""
+    parts = [pack_rows(rows, shape) for rows in shards]
+    if len(parts) == 1:
+        return parts[0]
+    arrays: dict[str, Any] = {}
+    for name in (f.name for f in dataclasses.fields(Packed)):
+        of_parts = [getattr(part, name) for part in parts]
+        join = np.stack if name == "where_M" else np.concatenate
+        arrays[name] = None if of_parts[0] is None else join(of_parts)
+    return Packed(**arrays)
 
 
 def pack_rows(rows: Sequence[Sequence[Group]], shape: Shape) -> Packed:
@@ -259,24 +314,28 @@ def pack_rows(rows: Sequence[Sequence[Group]], shape: Shape) -> Packed:
     where = np.full(shape.trained_tokens, c * t, np.int32)
     trained = np.flatnonzero(mask)
     where[: len(trained)] = trained
-    return Packed(tokens, positions, group, branch, at, targets, mask, where, last, ids)
+    return Packed(tokens, positions, group, branch if shape.shared else None, at, targets, mask, where, last, ids)
 
 
 def micro_batches(groups: Sequence[Group], *, layout: Layout, completion_tokens: int, shards: int = 1) -> list[Packed]:
     """Packs groups into equal micro-batches of at most `layout.rows` rows.
 
     `completion_tokens` is the width T; every completion fits it. Rows and completion slots are
-    multiples of `shards`.
+    multiples of `shards`; a completion's slot is in the shard of its row, but where a trajectory takes several rows.
     """
-    chunks = _chunks(groups, layout, shards)
-    members = [[g for row in chunk for g in row] for chunk in chunks]
+    chunks, whole = _chunks(groups, layout, shards)
+    # The fullest rows come first: they are dealt out in turn.
+    parts = 1 if whole else shards
+    cut = [[chunk[s::parts] for s in range(parts)] for chunk in chunks]
+    members = [[g for row in part for g in row] for chunk in cut for part in chunk]
     # All micro-batches of a step share one shape, sized by the largest of them and bucketed, so few are
     # compiled.
-    slots = round_up(bucket(max(map(_slots, members)), 1), shards)
-    trained = round_up(bucket(max(sum(g.trained for g in chunk) for chunk in members)), shards)
-    rows = round_up(max(map(len, chunks)), shards)
-    shape = Shape(rows, layout.row_tokens, slots, completion_tokens, trained)
-    return [pack_rows(chunk, shape) for chunk in chunks]
+    multiple = shards // parts
+    slots = round_up(bucket(max(map(_slots, members)), 1), multiple)
+    trained = round_up(bucket(max(sum(g.trained for g in part) for part in members)), multiple)
+    rows = round_up(max(map(len, chunks)), shards) // parts
+    shape = Shape(rows, layout.row_tokens, slots, completion_tokens, trained, layout.prompts == "shared")
+    return [pack_shards(chunk, shape) for chunk in cut]
 
 
 def _slots(groups: Sequence[Group]) -> int:
@@ -285,14 +344,14 @@ def _slots(groups: Sequence[Group]) -> int:
     return whole + len({i for g in groups if g.starts is not None for i in g.ids})
 
 
-def _chunks(groups: Sequence[Group], layout: Layout, shards: int) -> list[list[list[Group]]]:
-    """The rows of each micro-batch."""
-    blocks = plan_blocks(groups, layout.row_tokens)
+def _chunks(groups: Sequence[Group], layout: Layout, shards: int) -> tuple[list[list[list[Group]]], bool]:
+    """The rows of each micro-batch, and whether a completion may have several of them."""
+    blocks = plan_blocks(groups, layout.row_tokens, layout.prompts)
     count = sum(map(len, blocks))
     rows = round_up(_even(count, max(layout.rows, shards)), shards)
     if all(len(block) == 1 for block in blocks):
         planned = [row for block in blocks for row in block]
-        return [planned[i : i + rows] for i in range(0, count, rows)]
+        return [planned[i : i + rows] for i in range(0, count, rows)], False
     # A trajectory longer than the budget of a micro-batch is one all the same.
     rows = max(rows, *map(len, blocks))
     chunks: list[list[list[Group]]] = []
@@ -303,4 +362,4 @@ def _chunks(groups: Sequence[Group], layout: Layout, shards: int) -> list[list[l
                 break
         else:
             chunks.append([*block])
-    return chunks
+    return chunks, True

@@ -8,8 +8,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from tuning.device import Compute
+from tuning.mesh import put_batch, row_shards, under
 from tuning.models.config import DecoderConfig
 from tuning.models.decoder import decoder_graph
 from tuning.precision import real
@@ -28,23 +30,26 @@ def per_completion(
     *,
     like: Sequence[Group] | None = None,
     whole: bool = False,
+    mesh: Mesh | None = None,
 ) -> np.ndarray:
     """`forward(batch)` [C] of every completion as [max id + 1], in the order of the groups' ids.
 
     budget: row tokens of a micro-batch. like: all groups of which `groups` are some, so that few shapes are compiled.
-    whole: no group is split, so its completions are in neighbouring slots.
+    whole: no group is split, so its completions are in neighbouring slots. mesh: where the model is; its devices
+    divide the rows.
     """
     like = like or groups
     largest = max(g.size if whole else len(g.prompt) + max(len(c) for c in g.completions) for g in like)
     # A part of the groups is enough to choose the padding; `largest`, over all, makes sure that each fits.
-    layout = choose_rows([like[:64]], budget, largest)
+    layout = choose_rows([like[:64]], budget, largest, whole)
     width = bucket(max(len(c) for g in like for c in g.completions))
     out = np.zeros(max(i for g in groups for i in g.ids) + 1, real())
     # The last part may be smaller, but layout and width are those of all: few shapes.
     for start in range(0, len(groups), AT_ONCE):
         part = [groups[i] for i in range(start, min(start + AT_ONCE, len(groups)))]
-        for batch in micro_batches(part, layout=layout, completion_tokens=width):
-            values_C = np.asarray(forward(batch.arrays()))
+        for batch in micro_batches(part, layout=layout, completion_tokens=width, shards=row_shards(mesh)):
+            with under(mesh):
+                values_C = np.asarray(forward(put_batch(batch.arrays(), mesh)))
             filled = batch.ids_C >= 0
             out[batch.ids_C[filled]] = values_C[filled]
     return out

@@ -1,6 +1,6 @@
 """Packed rows through a model: response log-probabilities, entropies, values and scores.
 
-Axes as in `batch`: C completions, T completion tokens.
+Axes as in `batch`: C completions, T completion tokens, M completion tokens with a mask of 1, S shards of a batch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from tuning.device import Compute
-from tuning.losses.head import token_logps
+from tuning.losses.head import ELEMENTS, KEPT, token_logps
 from tuning.models.attention import packed_attention
 from tuning.models.decoder import Decoder
 from tuning.models.lora import assemble
@@ -23,11 +23,25 @@ def _hidden(decoder: Decoder, batch: Batch, compute: Compute) -> jax.Array:
     hidden, _ = decoder(
         batch["tokens_BL"],
         batch["positions_BL"],
-        packed_attention(batch["group_BL"], batch["branch_BL"]),
+        packed_attention(batch["group_BL"], batch.get("branch_BL")),
         dtype=jnp.dtype(compute.dtype),
         remat=compute.remat,
     )
     return hidden.reshape(-1, hidden.shape[-1])
+
+
+def _shards(batch: Batch) -> int:
+    return 1 if batch["where_M"].ndim == 1 else len(batch["where_M"])
+
+
+def _taken(batch: Batch, values: jax.Array, index: jax.Array, mode: Any = None) -> jax.Array:
+    """Values [n, ...] at flat indices [...], shard by shard: then a device reads what it has itself."""
+    shards = _shards(batch)
+    if shards == 1:
+        return jnp.take(values, index, axis=0, mode=mode) if mode else values[index]
+    split = values.reshape(shards, -1, *values.shape[1:]), index.reshape(shards, -1)
+    taken = jax.vmap(lambda x, i: jnp.take(x, i, axis=0, mode=mode))(*split)
+    return taken.reshape(*index.shape, *values.shape[1:])
 
 
 def logps_and_entropy(
@@ -38,8 +52,16 @@ def logps_and_entropy(
     decoder = assemble(graph, params)
     hidden = _hidden(decoder, batch, compute)
     at, targets = masked_tokens(batch, "at_CT"), masked_tokens(batch, "targets_CT")
+    # Each shard has its own part of the logits that are held at a time.
+    shards = _shards(batch)
     logps, entropy = token_logps(
-        hidden[at], targets, decoder.head_weight(), temperature=temperature, softcap=decoder.config.final_softcap
+        _taken(batch, hidden, at),
+        targets,
+        decoder.head_weight(),
+        temperature=temperature,
+        softcap=decoder.config.final_softcap,
+        elements=ELEMENTS * shards,
+        kept=KEPT * shards,
     )
     return by_completion(batch, logps), by_completion(batch, entropy)
 
@@ -49,40 +71,46 @@ def response_hidden(
 ) -> tuple[jax.Array, jax.Array, float | None]:
     """Hidden states that predict the M tokens with a mask of 1, [M, D], and the head: its weight [V, D] and softcap."""
     decoder = assemble(graph, params)
-    hidden = _hidden(decoder, batch, compute)[masked_tokens(batch, "at_CT")]
+    hidden = _taken(batch, _hidden(decoder, batch, compute), masked_tokens(batch, "at_CT"))
     return hidden, decoder.head_weight(), decoder.config.final_softcap
 
 
 def masked_tokens(batch: Batch, name: str) -> jax.Array:
     """An integer array [C, T] of the batch at the M tokens with a mask of 1, which alone reach the LM head, [M]."""
     # Past the end a gather reads anything and a scatter writes nothing.
-    return jnp.take(batch[name], batch["where_M"], mode="clip")
+    return _taken(batch, batch[name].reshape(-1), batch["where_M"].reshape(-1), "clip")
 
 
 def by_completion(batch: Batch, values_M: jax.Array) -> jax.Array:
     """Values of the M tokens with a mask of 1 at their places, [C, T]; 0 where masked."""
-    shape = batch["mask_CT"].shape
+    shape, where = batch["mask_CT"].shape, batch["where_M"]
     flat = jnp.zeros(shape[0] * shape[1], values_M.dtype)
-    return flat.at[batch["where_M"]].set(values_M, mode="drop").reshape(shape)
+
+    def put(flat: jax.Array, where: jax.Array, values: jax.Array) -> jax.Array:
+        return flat.at[where].set(values, mode="drop")
+
+    if where.ndim == 1:
+        return put(flat, where, values_M).reshape(shape)
+    return jax.vmap(put)(flat.reshape(len(where), -1), where, values_M.reshape(where.shape)).reshape(shape)
 
 
 def values(graph: Any, params: Any, batch: Batch, compute: Compute) -> jax.Array:
     """Critic values [C, T] of the states in which each completion token was chosen, 0 where masked."""
     model = assemble(graph, params)
     hidden = _hidden(model.decoder, batch, compute)
-    return jnp.where(batch["mask_CT"] > 0, model.scores(hidden[batch["at_CT"]]), 0.0)
+    return jnp.where(batch["mask_CT"] > 0, model.scores(_taken(batch, hidden, batch["at_CT"])), 0.0)
 
 
 def values_and_last(graph: Any, params: Any, batch: Batch, compute: Compute) -> jax.Array:
     """Critic values [C, T + 1]: before each completion token as in `values`, then of the state after the last one."""
     model = assemble(graph, params)
     hidden = _hidden(model.decoder, batch, compute)
-    before = jnp.where(batch["mask_CT"] > 0, model.scores(hidden[batch["at_CT"]]), 0.0)
-    return jnp.concatenate([before, model.scores(hidden[batch["last_C"]])[:, None]], axis=1)
+    before = jnp.where(batch["mask_CT"] > 0, model.scores(_taken(batch, hidden, batch["at_CT"])), 0.0)
+    return jnp.concatenate([before, model.scores(_taken(batch, hidden, batch["last_C"]))[:, None]], axis=1)
 
 
 def scores(graph: Any, params: Any, batch: Batch, compute: Compute) -> jax.Array:
     """Reward-model scores [C], read at the recorded last token (R12)."""
     model = assemble(graph, params)
     hidden = _hidden(model.decoder, batch, compute)
-    return model.scores(hidden[batch["last_C"]])
+    return model.scores(_taken(batch, hidden, batch["last_C"]))

@@ -20,7 +20,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tuning.losses.aggregate import count
-from tuning.mesh import put_batch, state_shardings
+from tuning.mesh import put_batch, state_shardings, under
 from tuning.training.batch import Group, Packed
 
 Tree = Any
@@ -98,6 +98,13 @@ def _parts(loss_fn: LossFn, optimizer: optax.GradientTransformation) -> dict[str
     }
 
 
+def step_programs(
+    loss_fn: LossFn, optimizer: optax.GradientTransformation, params: Tree, mesh: Mesh | None
+) -> dict[str, Callable[..., Any]]:
+    """A step's programs `single`, `zeros`, `add` and `apply`, which compile when called; `params` may be shapes."""
+    return {name: part.compiled(optimizer, params, mesh) for name, part in _parts(loss_fn, optimizer).items()}
+
+
 def make_step(
     loss_fn: LossFn, optimizer: optax.GradientTransformation, max_skipped: int, mesh: Mesh | None = None
 ) -> StepFn:
@@ -107,28 +114,28 @@ def make_step(
     an adapter). On a mesh all three are where `tuning.mesh` puts them, and parameters and state stay there. Raises
     NonFinite after more than `max_skipped` skipped steps in a row.
     """
-    parts = _parts(loss_fn, optimizer)
     programs: dict[str, Callable[..., Any]] = {}
 
     def program(name: str, params: Tree) -> Callable[..., Any]:
-        if name not in programs:
-            programs[name] = parts[name].compiled(optimizer, params, mesh)
+        if not programs:
+            programs.update(step_programs(loss_fn, optimizer, params, mesh))
         return programs[name]
 
     def step(
         params: Tree, opt_state: Tree, batches: Sequence[dict[str, Any]], frozen: Tree = None
     ) -> tuple[Tree, Tree, dict[str, float]]:
         batches = [put_batch(b, mesh) for b in batches]
-        if len(batches) == 1:
-            params, opt_state, norm, sums = program("single", params)(params, opt_state, batches[0], frozen)
-        else:
-            grads = program("zeros", params)(params)
-            sums = None
-            for batch in batches:
-                # Shares of the step's loss add up, so gradients do, whatever the split.
-                grads, more = program("add", params)(grads, params, batch, frozen)
-                sums = more if sums is None else jax.tree.map(jnp.add, sums, more)
-            params, opt_state, norm = program("apply", params)(params, opt_state, grads)
+        with under(mesh):
+            if len(batches) == 1:
+                params, opt_state, norm, sums = program("single", params)(params, opt_state, batches[0], frozen)
+            else:
+                grads = program("zeros", params)(params)
+                sums = None
+                for batch in batches:
+                    # Shares of the step's loss add up, so gradients do, whatever the split.
+                    grads, more = program("add", params)(grads, params, batch, frozen)
+                    sums = more if sums is None else jax.tree.map(jnp.add, sums, more)
+                params, opt_state, norm = program("apply", params)(params, opt_state, grads)
         # Reading a number waits for the device: nothing above does.
         skipped = int(opt_state.notfinite_count)
         if skipped > max_skipped:

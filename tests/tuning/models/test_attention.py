@@ -1,32 +1,25 @@
 """Implementations of attention agree, forward and backward; long rows never hold all their logits."""
 
 import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from tests.tuning.models.rows import LENGTH, alone, packed
 from tuning.models import attention as att
 from tuning.models.config import tiny
-from tuning.models.decoder import AttentionSpec, abstract_decoder
-
-LENGTH = 384
-
-
-def packed(length: int = LENGTH):
-    """One row of two groups with branches, and padding; and a row that is one group."""
-    group, branch, position = (np.zeros((2, length), np.int32) for _ in range(3))
-    column = 0
-    for number, (prompt, *completions) in enumerate([(70, 40, 90), (33, 101)], start=1):
-        for arm, size in enumerate([prompt, *completions]):
-            here = slice(column, column + size)
-            group[0, here], branch[0, here] = number, arm
-            position[0, here] = (prompt if arm else 0) + np.arange(size)
-            column += size
-    group[1], position[1] = 1, np.arange(length)
-    return jnp.asarray(group), jnp.asarray(branch), jnp.asarray(position)
+from tuning.models.decoder import UNLIMITED, AttentionSpec, abstract_decoder
+from tuning.models.splash import block
+from tuning.target import compiling_for, target_platform
 
 
 def qkv(length: int = LENGTH, head_dim: int = 16):
@@ -35,8 +28,8 @@ def qkv(length: int = LENGTH, head_dim: int = 16):
     return [jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)]
 
 
-def value_and_grads(implementation, spec, length=LENGTH):
-    group, branch, _ = packed(length)
+def value_and_grads(implementation, spec, length=LENGTH, rows=None):
+    group, branch, _ = rows or packed(length)
     attention = att.packed_attention(group, branch, implementation)
     weight = jax.random.normal(jax.random.key(1), (2, length, 4, 16))
     real = (group > 0)[..., None, None]
@@ -49,6 +42,18 @@ def value_and_grads(implementation, spec, length=LENGTH):
     return out, grads
 
 
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize(("window", "by_layer"), [(None, None), (20, None), (20, 20), (UNLIMITED, 20)])
+def test_splash_by_segments_agrees_with_the_plain_form(softcap, window, by_layer):
+    window = jnp.asarray(window) if by_layer else window
+    spec = AttentionSpec(0.3, softcap, window, alone()[2], by_layer)
+    out, grads = value_and_grads("splash", spec, rows=alone())
+    expected, expected_grads = value_and_grads("plain", spec, rows=alone())
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    for ours, theirs in zip(grads, expected_grads, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
 @pytest.mark.parametrize("implementation", ["blocked", "splash"])
 @pytest.mark.parametrize(("softcap", "window"), [(None, None), (3.0, 20)])
 def test_implementations_agree(implementation, softcap, window):
@@ -58,6 +63,15 @@ def test_implementations_agree(implementation, softcap, window):
     np.testing.assert_allclose(out, expected, atol=1e-5)
     for ours, theirs in zip(grads, expected_grads, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_every_implementation_is_the_same_on_a_mesh():
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "tests.tuning.models.mesh_program"]
+    gaps = json.loads(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
+    assert len(gaps) == 15
+    assert {name: gap for name, gap in gaps.items() if gap > 1e-4} == {}
 
 
 def test_long_rows_never_hold_their_logits():
@@ -85,13 +99,78 @@ def test_long_rows_never_hold_their_logits():
         ("gpu", "float32", 4096, 64, None, "blocked"),
         ("gpu", "float32", 1024, 64, None, "plain"),
         ("gpu", "bfloat16", 4097, 64, None, "blocked"),
-        ("tpu", "bfloat16", 4096, 64, 50.0, "splash"),
+        ("tpu", "bfloat16", 1024, 64, 50.0, "splash"),
+        ("tpu", "bfloat16", 4096, 64, 50.0, "blocked"),
         ("tpu", "bfloat16", 64, 64, None, "plain"),
     ],
 )
 def test_the_choice_of_an_implementation(platform, dtype, length, head_dim, softcap, expected):
     q = jax.ShapeDtypeStruct((1, length, 4, head_dim), jnp.dtype(dtype))
     assert att.choose(q, softcap, platform) == expected
+    with compiling_for(platform):
+        assert att.choose(q, softcap) == expected
+
+
+def test_rows_without_shared_prompts_are_splashs_whatever_their_length():
+    q = jax.ShapeDtypeStruct((1, 32768, 4, 64), jnp.bfloat16)
+    assert att.choose(q, None, "tpu", shared=False) == "splash"
+
+
+@pytest.mark.parametrize(("length", "expected"), [(128, 128), (640, 640), (1536, 768), (2048, 1024), (8192, 1024)])
+def test_blocks_of_splash_are_the_largest_that_divide_a_row(length, expected):
+    assert block(length) == expected
+
+
+def test_what_was_traced_for_one_platform_is_not_taken_for_another():
+    traced = []
+    program = jax.jit(lambda x: traced.append(target_platform()) or x)
+    program(1.0)
+    with compiling_for("tpu"):
+        program(1.0)
+    program(1.0)
+    assert traced == [jax.default_backend(), "tpu"]
+
+
+def lowered_for_tpu(mesh, length, config):
+    """The text of a training pass for a TPU of these devices, without a compiler for it."""
+    graph, shapes = abstract_decoder(config)
+
+    def on(*axes):
+        return NamedSharding(mesh, PartitionSpec(*axes))
+
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on()), shapes)
+    ints = jax.ShapeDtypeStruct((8, length), jnp.int32, sharding=on(("data", "fsdp")))
+
+    def loss(params, tokens, group, positions):
+        attention = att.packed_attention(group, None)
+        return nnx.merge(graph, params)(tokens, positions, attention, dtype=jnp.bfloat16)[0].astype(jnp.float32).sum()
+
+    with compiling_for("tpu"), jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(jax.grad(loss)).trace(params, ints, ints, ints)
+        return traced.lower(lowering_platforms=("tpu",)).as_text()
+
+
+@pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 2, 2)])
+def test_a_training_pass_lowers_for_a_tpu_of_eight_chips(sizes):
+    """Kernels cannot be cut by the partitioner, so each device runs its own over its rows and heads."""
+    config = dataclasses.replace(tiny(97), head_dim=128)
+    text = lowered_for_tpu(AbstractMesh(sizes, ("data", "fsdp", "tensor")), 2048, config)
+    assert text.count("tpu_custom_call") >= 3
+    assert not re.search(r"2048x2048xi1", text)
+
+
+def test_a_kernel_that_is_not_cut_by_hand_does_not_lower(monkeypatch):
+    monkeypatch.setattr(att, "_by_device", lambda attend, *arrays: attend(*arrays))
+    config = dataclasses.replace(tiny(97), head_dim=128)
+    with pytest.raises(NotImplementedError, match="cannot be automatically partitioned"):
+        lowered_for_tpu(AbstractMesh((1, 8, 1), ("data", "fsdp", "tensor")), 2048, config)
+
+
+def test_windows_by_layer_are_two_kernels_on_a_tpu():
+    config = dataclasses.replace(tiny(97), head_dim=128, sliding_window=512, sliding_layers=(True, False))
+    text = lowered_for_tpu(AbstractMesh((1, 8, 1), ("data", "fsdp", "tensor")), 2048, config)
+    assert text.count("tpu_custom_call") >= 6
+    assert not re.search(r"2048x2048xi1", text)
 
 
 def test_a_model_without_windows_and_caps_does_not_compute_any():

@@ -9,6 +9,7 @@ from tuning.device import Compute
 from tuning.models.decoder import decoder_graph, scalar_graph
 from tuning.models.huggingface import scalar_head_params
 from tuning.shapes import bucket
+from tuning.target import compiling_for
 from tuning.training.batch import Group, Layout, choose_rows, micro_batches, plan_rows, split_group
 from tuning.training.forward import logps_and_entropy, scores
 
@@ -18,9 +19,9 @@ def tempered_logps(batch):
     return logps_and_entropy(decoder_graph(CONFIG), PARAMS, batch, 0.7, Compute())[0]
 
 
-def logps_by_completion(groups: list[Group], layout: Layout) -> dict[int, np.ndarray]:
+def logps_by_completion(groups: list[Group], layout: Layout, shards: int = 1) -> dict[int, np.ndarray]:
     found = {}
-    for batch in micro_batches(groups, layout=layout, completion_tokens=8):
+    for batch in micro_batches(groups, layout=layout, completion_tokens=8, shards=shards):
         logps = tempered_logps(batch.arrays())
         for slot, number in enumerate(batch.ids_C):
             if number >= 0:
@@ -28,7 +29,9 @@ def logps_by_completion(groups: list[Group], layout: Layout) -> dict[int, np.nda
     return found
 
 
-@pytest.mark.parametrize("layout", [Layout(64, 2), Layout(128, 1), Layout(64, 8)])
+@pytest.mark.parametrize(
+    "layout", [Layout(64, 2), Layout(128, 1), Layout(64, 8), Layout(64, 8, "apart"), Layout(64, 8, "side by side")]
+)
 def test_packed_logprobs_equal_those_of_each_completion_alone(layout):
     groups = ragged_groups()
     packed = logps_by_completion(groups, layout)
@@ -117,6 +120,45 @@ def test_masked_tokens_are_read_and_not_counted():
     logps = logps_by_completion([group], Layout(64, 1))
     unmasked = logps_by_completion([Group([1, 2], group.completions, [0, 1])], Layout(64, 1))
     np.testing.assert_array_equal(logps[0], unmasked[0][[0, 2]])
+
+
+def test_a_shard_has_the_rows_of_its_completions():
+    """So no index reaches from one device to another, and log-probabilities are those of one device."""
+    groups = ragged_groups(count=12)
+    for batch in micro_batches(groups, layout=Layout(64, 8), completion_tokens=8, shards=4):
+        rows, completions = (len(x) // 4 for x in (batch.tokens_BL, batch.at_CT))
+        assert batch.at_CT.max() < rows * 64 and batch.where_M.shape[0] == 4
+        assert batch.where_M.max() <= completions * 8
+        for shard in range(4):
+            mine = slice(shard * completions, (shard + 1) * completions)
+            tokens = batch.tokens_BL[shard * rows : (shard + 1) * rows].reshape(-1)
+            last = batch.ids_C[mine] >= 0
+            lengths = (batch.mask_CT[mine] > 0).sum(axis=1)
+            ends = batch.targets_CT[mine][np.arange(completions), np.maximum(lengths - 1, 0)]
+            np.testing.assert_array_equal(tokens[batch.last_C[mine]][last], ends[last])
+    sharded, whole = (logps_by_completion(groups, Layout(64, 8), shards) for shards in (4, 1))
+    assert sharded.keys() == whole.keys()
+    for number, logps in whole.items():
+        np.testing.assert_allclose(sharded[number], logps, atol=1e-5)
+
+
+def test_on_a_tpu_long_completions_have_their_prompts_to_themselves():
+    """One mask of L x L booleans costs more there than a copy of the prompt; rows fit the kernel's blocks."""
+    short, long = ([Group(range(40), [range(n)] * 3, [0, 1, 2])] for n in (100, 1200))
+    assert choose_rows([long], 4096).prompts == "shared"
+    with compiling_for("tpu"):
+        layout = choose_rows([long], 4096)
+        assert (layout.prompts, layout.row_tokens) == ("apart", 1536)
+        assert choose_rows([short], 4096).prompts == "shared"
+        # Nothing is shared where every group has one completion.
+        assert choose_rows([[Group(range(40), [range(50)], [0])]], 4096).prompts == "apart"
+        together = choose_rows([long], 4096, least=3640, whole=True)
+        assert (together.prompts, together.row_tokens) == ("side by side", 4096)
+    for chosen in (layout, together):
+        batches = micro_batches(long * 2, layout=chosen, completion_tokens=1200)
+        assert all(b.branch_BL is None and "branch_BL" not in b.arrays() for b in batches)
+        assert sorted(i for b in batches for i in b.ids_C.tolist() if i >= 0) == [0, 0, 1, 1, 2, 2]
+    assert [b.ids_C.tolist() for b in batches] == [[0, 1, 2]] * 2
 
 
 def test_pairs_longer_than_a_row_of_others_stay_in_neighbouring_slots():

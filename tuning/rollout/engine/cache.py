@@ -20,6 +20,7 @@ import numpy as np
 from tuning.models.config import DecoderConfig
 from tuning.models.decoder import AttentionSpec, soft_cap
 from tuning.rollout.engine.arrays import Array
+from tuning.target import target_platform
 
 KV = Literal["float32", "bfloat16", "float16", "int8"]
 Layer = dict[str, jax.Array]
@@ -72,7 +73,7 @@ def make(config: DecoderConfig, slots: int, capacity: int, kv: KV, *, rolled: bo
 def _as_stored(x: jax.Array) -> jax.Array:
     """The array as the cache stores it. On CPU bfloat16 is stored as its uint16 bits: to write a few elements, XLA
     would convert the whole cache to float32 and back."""
-    as_bits = x.dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
+    as_bits = x.dtype == jnp.bfloat16 and target_platform() == "cpu"
     return jax.lax.bitcast_convert_type(x, jnp.uint16) if as_bits else x
 
 

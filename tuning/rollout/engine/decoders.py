@@ -27,6 +27,7 @@ from tuning.models.quantize import Int8
 from tuning.models.rope import rope_tables
 from tuning.rollout.engine.cache import Stack
 from tuning.rollout.engine.cpu import products
+from tuning.target import target_platform
 
 Graph = nnx.GraphDef[Any]
 """The static half of a module; its other half is an `nnx.State`."""
@@ -81,7 +82,7 @@ class DecodingDecoder(nnx.Module):
 
     def logits(self, hidden_RD: jax.Array) -> jax.Array:
         """Logits [R, V] in at least float32 of final hidden states."""
-        if jax.default_backend() != "cpu":
+        if target_platform() != "cpu":
             return self.rest.logits(hidden_RD)
         weight = self.rest.head_weight().astype(hidden_RD.dtype)
         return soft_cap(products.product(hidden_RD, weight[None], 0, self.target), self.config.final_softcap)

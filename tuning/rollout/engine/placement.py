@@ -32,11 +32,15 @@ def put_weights(state: nnx.State, mesh: Mesh | None) -> nnx.State:
 
 
 def put_cache(cache: list[dict[str, jax.Array]], mesh: Mesh | None) -> list[dict[str, jax.Array]]:
-    """Caches moved to the mesh; slots or heads that an axis does not divide evenly are not sharded over it."""
-    if mesh is None:
-        return cache
+    """Caches moved to the mesh by `cache_shardings`; unchanged without a mesh."""
+    return cache if mesh is None else jax.device_put(cache, cache_shardings(cache, mesh))
 
-    def one(x: jax.Array) -> jax.Array:
+
+def cache_shardings(cache: Any, mesh: Mesh) -> Any:
+    """A sharding for each array of the caches; slots or heads that an axis does not divide evenly are not sharded over
+    it."""
+
+    def one(x: jax.Array) -> NamedSharding:
         rows = tuple(a for a in ("data", "fsdp") if mesh.shape.get(a, 1) > 1)
         across = 1
         for axis in rows:
@@ -44,6 +48,6 @@ def put_cache(cache: list[dict[str, jax.Array]], mesh: Mesh | None) -> list[dict
         heads = mesh.shape.get("tensor", 1)
         _, slots, kv_heads, *_ = x.shape
         spec = (None, rows if rows and slots % across == 0 else None, "tensor" if kv_heads % heads == 0 else None)
-        return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+        return NamedSharding(mesh, PartitionSpec(*spec))
 
     return jax.tree.map(one, cache)

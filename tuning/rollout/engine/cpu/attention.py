@@ -15,6 +15,7 @@ import numpy as np
 from tuning.models.decoder import AttentionSpec
 from tuning.rollout.engine.cache import Stack
 from tuning.rollout.engine.cpu.kernels import KV_TYPES
+from tuning.target import target_platform
 
 LANES = 16
 """The kernel's vectors: a head's size must be a multiple."""
@@ -41,7 +42,7 @@ def of_step(length_R: jax.Array, live_R: jax.Array, t: jax.Array | int) -> Spans
 
 def suits(kv: str, head_dim: int) -> bool:
     """Whether the kernel supports this backend, this type of keys and values, and this head size."""
-    return jax.default_backend() == "cpu" and kv in KV_TYPES and head_dim % LANES == 0
+    return target_platform() == "cpu" and kv in KV_TYPES and head_dim % LANES == 0
 
 
 def attend(

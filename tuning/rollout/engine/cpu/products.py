@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tuning.models.quantize import Stored, int8_decode, int8_encode
+from tuning.target import target_platform
 
 FEW_ROWS = 32
 """Up to this number of rows, XLA on CPU reads the matrix faster if it is the left operand."""
@@ -21,7 +22,7 @@ FEW_ROWS = 32
 
 def suits(dtype: str) -> bool:
     """Whether the kernel supports this backend and type of computation; weights may be in int8."""
-    return jax.default_backend() == "cpu" and dtype in ("float32", "bfloat16")
+    return target_platform() == "cpu" and dtype in ("float32", "bfloat16")
 
 
 def product(

@@ -1,0 +1,53 @@
+"""Attention on meshes of this program's devices and without one: the largest gaps; run by `test_attention`."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tests.tuning.models.rows import LENGTH, alone, packed
+from tuning.axes import Axes
+from tuning.mesh import make_mesh, under
+from tuning.models import attention as att
+from tuning.models.decoder import AttentionSpec
+
+MESHES = {"rows": Axes(2, 1, 1), "heads": Axes(1, 2, 2), "copies": Axes(1, 2, 4), "whole": Axes(1, 1, 3)}
+"""`copies`: two key-value heads over four devices. `whole`: neither rows nor heads divide."""
+
+
+def loss(implementation, group, branch, spec):
+    attention = att.packed_attention(group, branch, implementation)
+    weight = jax.random.normal(jax.random.key(1), (2, LENGTH, 4, 16))
+    return lambda arrays: jnp.sum(
+        jnp.where((group > 0)[..., None, None], attention(*arrays, spec, None)[0] * weight, 0)
+    )
+
+
+def arrays():
+    keys = jax.random.split(jax.random.key(0), 3)
+    return [jax.random.normal(k, (2, LENGTH, n, 16)) for k, n in zip(keys, (4, 2, 2), strict=True)]
+
+
+def gap(implementation, rows, axes, window, by_layer):
+    group, branch, positions = rows
+    spec = AttentionSpec(0.3, 3.0, jnp.int32(window) if by_layer else window, positions, by_layer)
+    program = jax.jit(jax.value_and_grad(loss(implementation, group, branch, spec)))
+    expected = program(arrays())
+    sizes = axes.data * axes.fsdp * axes.tensor
+    mesh = make_mesh(axes, jax.devices()[:sizes])
+    with under(mesh):
+        found = program(jax.device_put(arrays(), NamedSharding(mesh, PartitionSpec())))
+    return max(float(np.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True))
+
+
+gaps = {}
+for name, axes in MESHES.items():
+    for implementation in ("plain", "blocked"):
+        gaps[f"{name} {implementation}"] = gap(implementation, packed(), axes, 20, None)
+    gaps[f"{name} splash"] = gap("splash", alone(), axes, None, None)
+gaps["windows by layer, blocked"] = gap("blocked", packed(), MESHES["heads"], 20, 20)
+gaps["windows by layer, splash"] = gap("splash", alone(), MESHES["heads"], 20, 20)
+gaps["shared prompts, splash"] = gap("splash", packed(), MESHES["heads"], None, None)
+print(json.dumps(gaps))

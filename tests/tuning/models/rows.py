@@ -1,0 +1,32 @@
+"""Packed rows for tests of attention: with prompts that completions share, and without."""
+
+import jax.numpy as jnp
+import numpy as np
+
+LENGTH = 384
+
+
+def packed(length: int = LENGTH):
+    """One row of two groups with branches, and padding; and a row that is one group."""
+    group, branch, position = (np.zeros((2, length), np.int32) for _ in range(3))
+    column = 0
+    for number, (prompt, *completions) in enumerate([(70, 40, 90), (33, 101)], start=1):
+        for arm, size in enumerate([prompt, *completions]):
+            here = slice(column, column + size)
+            group[0, here], branch[0, here] = number, arm
+            position[0, here] = (prompt if arm else 0) + np.arange(size)
+            column += size
+    group[1], position[1] = 1, np.arange(length)
+    return jnp.asarray(group), jnp.asarray(branch), jnp.asarray(position)
+
+
+def alone():
+    """One row of segments and padding, and a row that is one segment: no prompt is shared."""
+    group, position = (np.zeros((2, LENGTH), np.int32) for _ in range(2))
+    column = 0
+    for number, size in enumerate([70, 140, 33], start=1):
+        here = slice(column, column + size)
+        group[0, here], position[0, here] = number, np.arange(size)
+        column += size
+    group[1], position[1] = 1, np.arange(LENGTH)
+    return jnp.asarray(group), None, jnp.asarray(position)

@@ -1,0 +1,93 @@
+"""Attention on TPU by JAX's splash kernel: memory grows with the length of rows, not with its square.
+
+Where completions do not share prompts, a token sees the earlier ones of its group: segment ids and a mask that is known
+when the program is made, so that blocks above the diagonal and outside of a window are never visited. Where they do,
+the mask is data: an array of L x L booleans a row, for short rows.
+
+Axes: B rows, L tokens, N query heads, K key-value heads, H head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+from tuning.models.attention import LANES
+from tuning.models.remat import KEPT
+from tuning.target import target_platform
+
+LONGEST_BLOCK = 1024
+"""Queries, and keys, of a block at most: its logits take 4 MiB of the 16 MiB that a kernel has on a v5e."""
+
+
+def block(length: int) -> int:
+    """The largest block that divides a row of this length, a multiple of `LANES`."""
+    return max(b for b in range(LANES, min(length, LONGEST_BLOCK) + 1, LANES) if length % b == 0)
+
+
+def segment_attention(
+    q_BLNH: jax.Array,
+    k_BLKH: jax.Array,
+    v_BLKH: jax.Array,
+    group_BL: jax.Array,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+) -> jax.Array:
+    """Attention [B, L, N, H] to the earlier tokens of a token's own group; with a window, to the `window` newest."""
+    length, heads = q_BLNH.shape[1:3]
+    shape = (length, length)
+    mask = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
+    kernel = _kernel(masks.MultiHeadMask([mask] * heads), length, softcap)
+
+    def row(q: jax.Array, k: jax.Array, v: jax.Array, group_L: jax.Array) -> jax.Array:
+        return kernel(q, k, v, segment_ids=splash.SegmentIds(group_L, group_L))
+
+    return _by_rows(row, q_BLNH, k_BLKH, v_BLKH, group_BL, scale)
+
+
+def masked_attention(
+    q_BLNH: jax.Array, k_BLKH: jax.Array, v_BLKH: jax.Array, mask_BLL: jax.Array, scale: float, softcap: float | None
+) -> jax.Array:
+    """Attention [B, L, N, H] where `mask_BLL` is true."""
+
+    def row(q: jax.Array, k: jax.Array, v: jax.Array, mask_LL: jax.Array) -> jax.Array:
+        kernel = _kernel(mask_LL[None], mask_LL.shape[0], softcap)
+        # The kernel branches on this flag in Python, but under jit it is an array.
+        for name in ("fwd_mask_info", "dq_mask_info", "dkv_mask_info"):
+            info = getattr(kernel, name)
+            setattr(kernel, name, info._replace(is_dynamic_mask=True))
+        return kernel(q, k, v)
+
+    return _by_rows(row, q_BLNH, k_BLKH, v_BLKH, mask_BLL, scale)
+
+
+def _kernel(mask: Any, length: int, softcap: float | None) -> Any:
+    b = block(length)
+    sizes = splash.BlockSizes(block_q=b, block_kv=b, block_q_dkv=b, block_kv_dkv=b, block_q_dq=b, block_kv_dq=b)
+    return splash.make_splash_mha(
+        mask,
+        block_sizes=sizes,
+        head_shards=1,
+        q_seq_shards=1,
+        attn_logits_soft_cap=softcap,
+        residual_checkpoint_name=KEPT,
+        interpret=target_platform() != "tpu",
+    )
+
+
+def _by_rows(row: Any, q: jax.Array, k: jax.Array, v: jax.Array, of_row: jax.Array, scale: float) -> jax.Array:
+    """`row` over all rows, with heads first and padded with zeros to a multiple of the kernel's lanes."""
+    head_dim = q.shape[-1]
+
+    def heads_first(x: jax.Array) -> jax.Array:
+        # Zeros add nothing to q k^T, and the extra columns of the output are cut off below.
+        return jnp.moveaxis(jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, -head_dim % LANES))), 1, 2)
+
+    # The kernel has no scale of its own.
+    out = jax.vmap(row)(heads_first(q * jnp.asarray(scale, q.dtype)), heads_first(k), heads_first(v), of_row)
+    return jnp.moveaxis(out[..., :head_dim], 1, 2).astype(q.dtype)

@@ -1,0 +1,28 @@
+"""The platform that programs are made for: this process's own, or another for which one is compiled ahead of time.
+
+Everything that a trace chooses by platform (kernels, types, sizes) asks here.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Literal
+
+import jax
+
+Platform = Literal["cpu", "gpu", "tpu"]
+
+# JAX's own context, not a ContextVar: it is part of the keys of compiled functions, so that what was traced for one
+# platform is not taken for another.
+_target = jax.make_user_context(None)
+
+
+def target_platform() -> str:
+    """`cpu`, `gpu` or `tpu`: what the program in tracing is for; by default the backend of this process."""
+    return _target.value or jax.default_backend()
+
+
+def compiling_for(platform: Platform) -> AbstractContextManager[None]:
+    """Within it this thread traces for that platform, which this process need not have."""
+    context: AbstractContextManager[None] = _target(platform)
+    return context
