@@ -10,6 +10,7 @@ their keys.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import json
 import math
@@ -91,7 +92,7 @@ class _Episodes:
         found = self._finished({(e.place, e.sample): e for e in episodes})
         recorded = self._recorded() if self.settings.replay else {}
         left = [
-            Episode(e.place, e.sample, e.name, e.task, e.messages, recorded.get((e.place, e.sample), ()))
+            dataclasses.replace(e, **recorded.get((e.place, e.sample), {}))
             for e in episodes
             if (e.place, e.sample) not in found
         ]
@@ -235,11 +236,12 @@ class _Episodes:
     def _recorder(self, stack: contextlib.ExitStack) -> Any:
         """What is called with each turn: with `replay` it keeps them."""
         if not self.settings.replay:
-            return lambda episode, number, turn: None
+            return lambda episode, number, turn, context: None
         file = stack.enter_context(self._lines(self.turns))
 
-        def said(episode: Episode, number: int, turn: Turn) -> None:
-            _write(file, json.dumps([episode.place, episode.sample, number, vars(turn)]))
+        def said(episode: Episode, number: int, turn: Turn, context: Sequence[int]) -> None:
+            began = list(context) if number == 0 else None
+            _write(file, json.dumps([episode.place, episode.sample, number, vars(turn), began]))
 
         return said
 
@@ -256,17 +258,24 @@ class _Episodes:
             self.ctx.log(f"resumed: {len(found)} of {len(episodes)} episodes had been played")
         return found
 
-    def _recorded(self) -> dict[tuple[int, int], list[Turn]]:
-        """Turns of unfinished episodes, for a replay."""
+    def _recorded(self) -> dict[tuple[int, int], dict[str, Any]]:
+        """Turns of unfinished episodes and what they began with, for a replay: fields of `Episode`."""
         turns: dict[tuple[int, int], dict[int, Turn]] = {}
-        for place, sample, number, values in _read(self.turns):
+        contexts: dict[tuple[int, int], list[int]] = {}
+        for place, sample, number, values, began in _read(self.turns):
             mine = turns.setdefault((place, sample), {})
             if number == 0 and values["observation"] is None:
                 # A try began anew.
                 mine.clear()
             mine[number] = Turn(**values)
+            if number == 0:
+                contexts[place, sample] = began
         # Without a gap, from the first turn on.
-        return {name: [mine[i] for i in sorted(mine)] for name, mine in turns.items() if len(mine) == max(mine) + 1}
+        return {
+            name: {"recorded": [mine[i] for i in sorted(mine)], "began": contexts[name]}
+            for name, mine in turns.items()
+            if len(mine) == max(mine) + 1
+        }
 
     def _check(self, ended: Sequence[Ended]) -> None:
         failed = [e for e in ended if e.status in WITHOUT_REWARD]
@@ -290,8 +299,10 @@ def _write(file: TextIO, line: str) -> None:
 def _read(path: Any) -> Iterator[list[Any]]:
     if not path.exists():
         return
-    for line in path.read_text().splitlines():
-        # A line may have been cut off by a kill.
-        with contextlib.suppress(ValueError):
-            if isinstance(values := json.loads(line or "null"), list):
-                yield values
+    # Line by line: a round of long episodes is gigabytes.
+    with path.open() as lines:
+        for line in lines:
+            # A line may have been cut off by a kill.
+            with contextlib.suppress(ValueError):
+                if isinstance(values := json.loads(line.strip() or "null"), list):
+                    yield values

@@ -16,6 +16,7 @@ import bisect
 import collections
 import dataclasses
 import re
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -246,65 +247,72 @@ class Session:
 
 
 class Sessions:
-    """Sessions by name; the ones that were used last, as many as fit."""
+    """Sessions by name; the ones that were used last, as many as fit. For several threads: episodes of programs begin
+    and end in threads of theirs, while the server looks sessions up."""
 
     def __init__(self, most: int, tokens: int, *, closed: bool = False):
         """tokens: of all sessions together. closed: whether only sessions that were added have calls."""
         self.most, self.tokens, self._closed = most, tokens, closed
         self._sessions: collections.OrderedDict[str, Session] = collections.OrderedDict()
         self._evicted: collections.OrderedDict[str, None] = collections.OrderedDict()
+        self._lock = threading.RLock()
 
     def add(self, session: Session) -> None:
         """A session whose terms are decided here."""
-        self._sessions[session.name] = session
+        with self._lock:
+            self._sessions[session.name] = session
 
     def of_call(self, name: str) -> Session:
         """The session of a call, which begins with its first one.
 
         Raises ValueError for a name that is none, EvictedSession and, where only known ones have calls, UnknownSession.
         """
-        if name in self._sessions or self._closed:
-            session = self.get(name)
-            if session.tokens > self.tokens:
-                raise LimitReached(
-                    f"session {name} alone has all {self.tokens} tokens that sessions may have: DELETE it"
-                )
-            return session
-        if not NAME.fullmatch(name):
-            raise ValueError("a session's name is 1 to 128 letters, digits and . _ : -")
-        self._not_evicted(name)
-        self.add(Session(name))
-        self.evict(keep=name)
-        return self._sessions[name]
+        with self._lock:
+            if name in self._sessions or self._closed:
+                session = self.get(name)
+                if session.tokens > self.tokens:
+                    raise LimitReached(
+                        f"session {name} alone has all {self.tokens} tokens that sessions may have: DELETE it"
+                    )
+                return session
+            if not NAME.fullmatch(name):
+                raise ValueError("a session's name is 1 to 128 letters, digits and . _ : -")
+            self._not_evicted(name)
+            self.add(Session(name))
+            self.evict(keep=name)
+            return self._sessions[name]
 
     def get(self, name: str) -> Session:
         """The session of a name. Raises UnknownSession and EvictedSession."""
-        self._not_evicted(name)
-        if name not in self._sessions:
-            raise UnknownSession(f"there is no session {name!r}; it begins with its first call")
-        self._sessions.move_to_end(name)
-        return self._sessions[name]
+        with self._lock:
+            self._not_evicted(name)
+            if name not in self._sessions:
+                raise UnknownSession(f"there is no session {name!r}; it begins with its first call")
+            self._sessions.move_to_end(name)
+            return self._sessions[name]
 
     def remove(self, name: str) -> Session:
         """Forgets a session, also that it was dropped; its name may be used again. Raises as `get` does."""
-        try:
-            session = self.get(name)
-        finally:
-            self._evicted.pop(name, None)
-        del self._sessions[name]
-        return session
+        with self._lock:
+            try:
+                session = self.get(name)
+            finally:
+                self._evicted.pop(name, None)
+            del self._sessions[name]
+            return session
 
     def evict(self, keep: str) -> None:
         """Drops the sessions that were not used for longest until the others fit; never the one that is in use."""
-        held = sum(session.tokens for session in self._sessions.values())
-        for name in list(self._sessions):
-            if len(self._sessions) <= self.most and held <= self.tokens:
-                break
-            if name != keep:
-                held -= self._sessions.pop(name).tokens
-                self._evicted[name] = None
-        while len(self._evicted) > FORGOTTEN:
-            self._evicted.popitem(last=False)
+        with self._lock:
+            held = sum(session.tokens for session in self._sessions.values())
+            for name in list(self._sessions):
+                if len(self._sessions) <= self.most and held <= self.tokens:
+                    break
+                if name != keep:
+                    held -= self._sessions.pop(name).tokens
+                    self._evicted[name] = None
+            while len(self._evicted) > FORGOTTEN:
+                self._evicted.popitem(last=False)
 
     def _not_evicted(self, name: str) -> None:
         if name in self._evicted:

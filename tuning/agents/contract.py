@@ -114,3 +114,10 @@ def success_of(value: Any) -> bool | None:
     if isinstance(value, bool | int | float) and value in (0, 1):
         return bool(value)
     raise ValueError(f'info["success"] is {repr(value)[:100]}: expected true or false, or none where it is not known')
+
+
+def calls_of(value: Any) -> list[Mapping[str, Any]] | None:
+    """`info["calls"]` as tool calls, each with a `name`; None for anything else that an environment calls so."""
+    if isinstance(value, list | tuple) and all(isinstance(call, Mapping) and "name" in call for call in value):
+        return list(value)
+    return None

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from tuning.agents.contract import Fault, Message, Observation, Observed, Status, Task
+from tuning.agents.contract import Fault, Message, Observation, Observed, Status, Task, calls_of
 from tuning.agents.trajectory import Ended, Episode, Rules, Turn
 from tuning.rollout.requests import Completion, Request, Sampling, Update
 
@@ -99,10 +99,10 @@ class Player:
         sampling: Sampling,
         seed: int,
         *,
-        said: Callable[[Episode, int, Turn], None] = lambda episode, number, turn: None,
+        said: Callable[[Episode, int, Turn, Sequence[int]], None] = lambda episode, number, turn, context: None,
     ):
-        """said: called with each turn, and its number, when it is sampled and again when it is answered, for records
-        that a replay begins from."""
+        """said: called with each turn, its number, and the first context, when the turn is sampled and again when it is
+        answered, for records that a replay begins from."""
         self._engine, self._environments, self._words, self._rules = engine, environments, words, rules
         self._stop_ids, self._sampling, self._seed, self._said = stop_ids, sampling, seed, said
         self._live: dict[Key, _Live] = {}
@@ -188,6 +188,9 @@ class Player:
         except (ValueError, TypeError) as error:
             self._again(live, "failed", f"the observation of the reset cannot be shown: {error}")
             return
+        if live.episode.recorded and list(live.episode.began) != live.context:
+            self._again(live, "diverged", "the reset of the replay met another observation")
+            return
         live.ids, live.state = list(live.context), first.info.get("state")
         if len(live.ids) + 1 > self._rules.tokens:
             self._end(live, "failed", f"the first context has {len(live.ids)} of {self._rules.tokens} tokens")
@@ -237,7 +240,7 @@ class Player:
             stop=completion.stop,
             state=live.state,
         )
-        self._said(live.episode, len(live.turns), turn)
+        self._said(live.episode, len(live.turns), turn, live.context)
         self._turn(live, turn)
 
     def _turn(self, live: _Live, turn: Turn) -> None:
@@ -264,10 +267,11 @@ class Player:
             return
         turn.reward, turn.observation = answer.reward if self._rules.rewarded else None, seen
         turn.terminated, turn.truncated = answer.terminated, answer.truncated
-        turn.action, turn.valid, turn.calls = info.get("action"), bool(info.get("valid", True)), info.get("calls")
-        turn.success, live.state = info.get("success"), info.get("state")
+        turn.action, turn.valid = info.get("action"), bool(info.get("valid", True))
+        turn.calls, turn.success = calls_of(info.get("calls")), info.get("success")
+        live.state = info.get("state")
         live.conversation += seen
-        self._said(live.episode, number - 1, turn)
+        self._said(live.episode, number - 1, turn, live.context)
         if answer.terminated or answer.truncated:
             self._end(live, "done" if answer.terminated else "truncated")
             return
@@ -299,7 +303,7 @@ class Player:
         self._leave(live)
         # With the same seeds, and so, as far as the environment allows, the same episode; never from the record that
         # may have led to the fault.
-        self._open(dataclasses.replace(live.episode, recorded=()), live.tries + 1)
+        self._open(dataclasses.replace(live.episode, recorded=(), began=()), live.tries + 1)
 
     def _end(self, live: _Live, status: Status, reason: str | None = None) -> None:
         self._leave(live)

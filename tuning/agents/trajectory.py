@@ -79,6 +79,8 @@ class Episode:
     """Before the first observation: the system's message, and of a task with a prompt the user's."""
     recorded: Sequence[Turn] = ()
     """Turns of an earlier try that a kill ended, to be replayed."""
+    began: Sequence[int] = ()
+    """The first context that they were sampled behind."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -131,6 +131,22 @@ def test_what_a_kill_leaves_is_gone_on_with_and_is_the_same(inputs, made):
     assert sum(line in new for line in map(str.rstrip, lines[:6]) if line) == len([x for x in lines[:6] if x.strip()])
 
 
+def test_with_replay_the_recorded_turns_of_an_unfinished_episode_are_played_and_not_sampled_again(inputs):
+    recording = GUESS.model_copy(update={"replay": True})
+    _, whole = played(inputs, "recorded", recording)
+    lines = (inputs["folder"] / "recorded" / "work" / "turns.jsonl").read_text().splitlines(keepends=True)
+    work = inputs["folder"] / "replayed" / "work"
+    work.mkdir(parents=True)
+    (work / "turns.jsonl").write_text("".join(lines[: len(lines) // 2]) + lines[-1][:30])
+    known = {tuple(json.loads(line)[:3]) for line in lines[: len(lines) // 2] if line.strip()}
+    _, artifact = played(inputs, "replayed", recording)
+    for part, kind in (("rollouts", CompletionRow), ("turns", TurnRow), ("trajectories", TrajectoryRow)):
+        assert_same(rows(artifact, part, kind), rows(whole, part, kind))
+    added = [json.loads(x) for x in (work / "turns.jsonl").read_text().splitlines()[len(lines) // 2 + 1 :] if x]
+    sampled = {tuple(line[:3]) for line in added if line[3]["observation"] is None}
+    assert sampled and known and not sampled & known
+
+
 def test_alone_is_as_among_others(inputs, made):
     """One episode at a time gives the tables of eight at a time (R15)."""
     _, artifact = played(inputs, "alone", GUESS.model_copy(update={"processes": 1}))

@@ -1,5 +1,8 @@
 """Sessions record a client's calls as ids that only grow, whatever the client sends back of them."""
 
+import sys
+import threading
+
 import httpx
 import openai
 import pytest
@@ -153,6 +156,32 @@ def test_sessions_leave_for_the_tokens_of_others():
         sessions.of_call("a")
     with pytest.raises(ValueError, match="letters, digits"):
         sessions.of_call("../b")
+
+
+def test_episodes_that_begin_and_end_in_threads_disturb_no_call_of_another():
+    sessions = Sessions(most=sys.maxsize, tokens=sys.maxsize, closed=True)
+    for number in range(64):
+        sessions.add(Session(f"s{number}"))
+    over = threading.Event()
+
+    def episodes(thread):
+        while not over.is_set():
+            sessions.add(Session(thread))
+            sessions.remove(thread)
+
+    threads = [threading.Thread(target=episodes, args=(f"thread{n}",)) for n in range(2)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for call in range(30_000):
+            sessions.evict(keep=sessions.of_call(f"s{call % 64}").name)
+    finally:
+        over.set()
+        sys.setswitchinterval(interval)
+        for thread in threads:
+            thread.join()
 
 
 def test_thoughts_that_a_client_leaves_out_stay_in_the_ids():

@@ -10,7 +10,7 @@ from tests.tuning.rollout.engine.support import EOS, PARAMS
 from tests.tuning.tiny import CONFIG
 from tuning.agents.contract import Observed, Task
 from tuning.agents.play import Player
-from tuning.agents.trajectory import Episode, Rules, from_line, to_line, trajectory_row
+from tuning.agents.trajectory import Episode, Rules, Turn, from_line, to_line, trajectory_row
 from tuning.agents.words import Words
 from tuning.models.byte_tokenizer import byte_tokenizer
 from tuning.rollout.engine.engine import Engine
@@ -93,6 +93,51 @@ def test_episodes_out_of_time_leave_no_slot_taken(engine, words, lockstep):
     assert engine._pool.taken == 0
 
 
+class Killed(BaseException):
+    pass
+
+
+def replayed(engine, words, first="begin", second="on"):
+    """(the episode as it ends undisturbed, the same one that goes on from its record behind a kill in turn 2)."""
+    settings = Rules(turns=3, turn_tokens=4, tokens=90, observation_tokens=20, live=SLOTS)
+
+    def player(rooms, **more):
+        return Player(engine, rooms, words, settings, tuple(EOS), Sampling(1.0), 0, **more)
+
+    [whole] = player(Rooms(lambda key: Observed("on", 0.5))).play([Episode(0, 0, "e", Task(0))])
+    lines = []
+
+    def said(episode, number, turn, context):
+        lines.append(json.dumps([number, vars(turn), list(context)]))
+        if number == 1:
+            raise Killed
+
+    with pytest.raises(Killed):
+        list(player(Rooms(lambda key: Observed("on", 0.5)), said=said).play([Episode(0, 0, "e", Task(0))]))
+    read = [json.loads(line) for line in lines]
+    turns = {number: Turn(**values) for number, values, _ in read}
+    episode = Episode(0, 0, "e", Task(0), (), [turns[n] for n in sorted(turns)], read[0][2])
+    sampled = []
+    rooms = Rooms(lambda key: Observed(second if key[2] == 1 else "on", 0.5))
+    rooms.open = lambda key, task: rooms._answers.update({key: Observed(first if key[2] == 1 else "begin")})
+    [ended] = player(rooms, said=lambda e, number, turn, _: sampled.append((number, turn.observation))).play([episode])
+    return whole, ended, [number for number, observation in sampled if observation is None]
+
+
+def test_a_replay_plays_the_recorded_turns_and_samples_the_others(engine, words):
+    whole, ended, sampled = replayed(engine, words)
+    assert (ended.turns, ended.context, ended.status, ended.tries) == (whole.turns, whole.context, whole.status, 1)
+    assert sampled == [2]
+
+
+@pytest.mark.parametrize("other", [{"first": "another beginning"}, {"second": "another answer"}])
+def test_a_replay_that_meets_another_observation_is_begun_again(engine, words, other):
+    """Of the reset as of a step: the recorded turns were sampled behind what was seen then."""
+    whole, ended, sampled = replayed(engine, words, **other)
+    assert (ended.turns, ended.context, ended.status, ended.tries) == (whole.turns, whole.context, whole.status, 2)
+    assert sampled == [0, 1, 2]
+
+
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "won"}]}]
 ODD = [[{"role": "user"}], PARTS, "half a pair \udcff"]
 
@@ -115,6 +160,17 @@ def test_an_observation_that_cannot_be_written_costs_its_own_episode(engine, wor
     assert other.reward == 1.5 and failed.reason.startswith(
         f"the observation of {'the reset' if where == 'reset' else 'turn 1'}"
     )
+
+
+@pytest.mark.parametrize("calls", [3, "two", ["add"], {"made": 1}, [{"count": 2}]])
+def test_what_an_environment_has_under_the_name_of_calls_and_is_none_is_left_out(engine, words, calls):
+    """What reads the table takes them for calls of tools."""
+
+    def kept(calls):
+        [ended] = played(engine, words, Rooms(lambda key: Observed("", 1.0, True, info={"calls": calls})), count=1)
+        return ended.turns[0].calls
+
+    assert kept(calls) is None and kept([{"name": "add"}]) == [{"name": "add"}]
 
 
 def test_a_success_of_an_older_journal_is_a_flag_or_the_line_is_none(engine, words):

@@ -72,6 +72,10 @@ SOON = 0.99
 """Of two ways to win, perfect play takes the shorter: a win counts this much less a move later."""
 
 
+SOLVED = 100_000
+"""States whose worth is kept from one episode to the next, where these have states in common: some 50 MB."""
+
+
 class Played(Generic[State]):
     """A game as a text environment: reward 1 when it is won, else 0.
 
@@ -91,6 +95,9 @@ class Played(Generic[State]):
         """Begins an episode."""
         self._random = random.Random(f"{self.rules.name}:{seed}")
         self._used = 0
+        if self._ahead.cache_info().currsize > SOLVED:
+            # Boards of one episode are rarely those of the next.
+            self._ahead.cache_clear()
         outcome = self._draw(self.rules.start(seed))
         self._state = outcome.state
         return self.rules.opening(outcome.state, outcome.event), {"state": self.rules.anchor(outcome.state)}

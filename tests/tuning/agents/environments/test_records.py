@@ -1,6 +1,7 @@
 """Records of environments are valid, cover what they must, and hold out what training never sees."""
 
 import collections
+import itertools
 import json
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from tests.tuning.agents import templates
 from tuning.agents.calls import parse
 from tuning.agents.contract import Task
-from tuning.agents.environments import BUILT_IN
+from tuning.agents.environments import BUILT_IN, games
 from tuning.agents.environments.frozenlake import FrozenLake
 from tuning.agents.environments.sokoban import Sokoban
 from tuning.agents.suffix import Renderer
@@ -178,6 +179,21 @@ def test_transcripts_of_the_calculator_are_episodes_as_they_are_played():
         first, suffix = renderer.first([question]), renderer.suffix([result], ended=True)
         start = len(first) + mask[len(first) :].index(0)
         assert ids[start : start + len(suffix)] == suffix and mask[start + len(suffix)] == 1
+
+
+def test_perfect_play_of_many_boards_keeps_the_worth_of_few(monkeypatch):
+    many = list(BUILT_IN["sokoban"].records(transcripts=12, prompts=0, heldout=0, skilled=1.0))
+    monkeypatch.setattr(games, "SOLVED", 500)
+    kept = []
+    reset = Sokoban.reset
+
+    def counted(self, *, seed):
+        kept.append(self._ahead.cache_info().currsize)
+        return reset(self, seed=seed)
+
+    monkeypatch.setattr(Sokoban, "reset", counted)
+    assert list(BUILT_IN["sokoban"].records(transcripts=12, prompts=0, heldout=0, skilled=1.0)) == many
+    assert max(kept) < 12 * 500 and sum(b < a for a, b in itertools.pairwise(kept)) > 1
 
 
 def answer(record):
