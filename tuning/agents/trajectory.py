@@ -129,7 +129,9 @@ def completion_rows(ended: Ended, prompt: PromptRow, policy: str, seed: int, tem
 
     A row ends with its last sampled token: nothing is trained behind it.
     """
-    cut = "length" if ended.status in LIMITS else "eos"
+    # A last turn without its end token is a cut, whatever its reader made of it.
+    unfinished = bool(ended.turns) and ended.turns[-1].stop == "length"
+    cut = "length" if ended.status in LIMITS or unfinished else "eos"
     rows: list[CompletionRow] = []
     for part, context in enumerate([ended.context, *ended.forks]):
         turns = _of_part(ended, part)

@@ -10,12 +10,13 @@ from tests.tuning.rollout.engine.support import EOS, PARAMS
 from tests.tuning.tiny import CONFIG
 from tuning.agents.contract import Observed, Task
 from tuning.agents.play import Player
-from tuning.agents.trajectory import Episode, Rules, Turn, from_line, to_line, trajectory_row
+from tuning.agents.trajectory import Episode, Rules, Turn, completion_rows, from_line, to_line, trajectory_row
 from tuning.agents.words import Words
 from tuning.models.byte_tokenizer import byte_tokenizer
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.engine.limits import Limits
 from tuning.rollout.requests import Sampling
+from tuning.rows import PromptRow
 
 SLOTS = 2
 
@@ -91,6 +92,17 @@ def test_episodes_out_of_time_leave_no_slot_taken(engine, words, lockstep):
     while not engine.idle:
         engine.step()
     assert engine._pool.taken == 0
+
+
+def test_an_episode_whose_last_turn_has_no_end_token_was_cut_off(engine, words):
+    """The environment takes the text as it is, as tools alone do an answer: it is the first half of one."""
+    ended = played(engine, words, Rooms(lambda key: Observed(None, 1.0, terminated=True)), count=24)
+    assert {e.status for e in ended} == {"done"}
+    stops = {}
+    for e in ended:
+        [row] = completion_rows(e, PromptRow(id="task", prompt_ids=[1], prompt="p"), "digest", 0, 1.0)
+        stops.setdefault(e.turns[-1].stop, set()).add(row.stop)
+    assert stops == {"length": {"length"}, "eos": {"eos"}}
 
 
 class Killed(BaseException):

@@ -49,7 +49,7 @@ class Table(Rules[State], Protocol[State]):
 
     @property
     def limit(self) -> int:
-        """Most moves of an episode, invalid ones included: a game that goes on then is truncated."""
+        """Most moves of an episode, invalid ones included: a game that goes on then is lost."""
 
     @property
     def together(self) -> int:
@@ -77,7 +77,7 @@ SOLVED = 100_000
 
 
 class Played(Generic[State]):
-    """A game as a text environment: reward 1 when it is won, else 0.
+    """A game as a text environment: reward 1 when it is won, else 0. It is lost when its moves are used up.
 
     A turn that names no move, too many moves or one that is not valid there changes nothing, is answered by what is
     valid, and counts as a move. Chance is drawn from the episode's own generator.
@@ -128,7 +128,9 @@ class Played(Generic[State]):
             events.append(outcome.event)
         self._used += 0 if made else 1
         value = self.rules.value(self._state)
-        terminated, truncated = value is not None, value is None and self._used >= self.rules.limit
+        # The limit of moves is one of the game's rules. As a cut (`truncated`) a game that it ends could be masked, and
+        # groups would keep their winners alone.
+        ended = value is not None or self._used >= self.rules.limit
         text = self.rules.told(self._state, events[-1]) if events else self._refusal()
         info = {
             "state": self.rules.anchor(self._state),
@@ -136,9 +138,9 @@ class Played(Generic[State]):
             "valid": valid,
             "success": value == 1.0,
         }
-        if terminated or truncated:
+        if ended:
             self._random = None
-        return text, value or 0.0, terminated, truncated, info
+        return text, value or 0.0, ended, False, info
 
     def _expected(self, state: State, move: str, left: int) -> float:
         return SOON * sum(o.probability * self._ahead(o.state, left - 1) for o in self.rules.after(state, move))

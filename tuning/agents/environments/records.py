@@ -46,8 +46,9 @@ def records(
 
     Args:
         seed: of the data; another one gives other seeds of tasks. transcripts, prompts, heldout: how many.
-        instance: what an episode's seed stands for (a map): training and held-out tasks share none. None: tasks are
-            numbered one after another, the held-out ones behind the others.
+        instance: what an episode's seed stands for (a map): training and held-out tasks share none, and the tasks of
+            one are a group. None: tasks are numbered one after another, the held-out ones behind the others, and each
+            is a group of its own.
         together: moves of each random turn of the transcripts.
         skilled: share of the transcripts that are of perfect play, one move a turn.
     Raises:
@@ -71,9 +72,14 @@ def records(
     sides = {"prompts": list(itertools.islice(trained, prompts)), "heldout": list(itertools.islice(held, heldout))}
     shown = list(itertools.islice(played, transcripts))
     chosen = set(random.Random(f"{name}:skilled:{seed}").sample(shown, round(skilled * len(shown))))
+
+    def grouped(record: RawRecord, number: int) -> RawRecord:
+        # Tasks of one map are one problem told twice: whoever counts problems counts it once.
+        return record if instance is None else {**record, "group": f"{name}:{instance(number)}"}
+
     return itertools.chain(
-        (transcript(name, environment, number, together, number in chosen) for number in shown),
-        (task(name, number, split) for split, numbers in sides.items() for number in numbers),
+        (grouped(transcript(name, environment, number, together, number in chosen), number) for number in shown),
+        (grouped(task(name, number, split), number) for split, numbers in sides.items() for number in numbers),
     )
 
 

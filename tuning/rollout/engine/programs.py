@@ -44,6 +44,8 @@ from tuning.rollout.engine.sampling import Controls, sample, uniforms
 
 Prefixed = Literal["none", "one", "many"]
 """Which pieces of a chunk continue what their slots hold: none, the first alone, or any."""
+ABREAST = 8
+"""Windows of pieces that `_attend_pieces` computes at a time."""
 SCORED = 32
 """Positions whose logits `score` holds at a time, at most."""
 
@@ -180,31 +182,44 @@ def _forward(
 def _attend_pieces(
     q_1CNH: jax.Array, new: Layer, far: Layer, chunk: Chunk[jax.Array], before_C: jax.Array, spec: AttentionSpec
 ) -> jax.Array:
-    """Attention of a chunk [1, C, N, H] whose pieces continue slots of their own: a row for each window of a piece,
-    with a copy of its slot's keys and values. Out [1, C, N, H]."""
-    entries, length = chunk.entries, q_1CNH.shape[1]
-    # Windows behind the end of the chunk, and entries that are not used, see nothing and are dropped below.
-    place_IW = entries.start_I[:, None] + jnp.arange(WINDOW)
-    mine_IW = (jnp.arange(WINDOW) < entries.tokens_I[:, None]) & (jnp.arange(len(entries.slot_I)) < entries.used)[
-        :, None
-    ]
-    taken_IW = jnp.minimum(place_IW, length - 1)
-    position_IW, start_IW, before_IW = (x[taken_IW][:, :, None] for x in (chunk.positions_C, chunk.start_C, before_C))
-    cached, place = jnp.arange(far["v"].shape[2]), jnp.arange(length)
-    older = mine_IW[:, :, None] & (cached < before_IW)
-    newer = mine_IW[:, :, None] & (place >= start_IW) & (place <= taken_IW[:, :, None])
-    rows = len(entries.slot_I)
-    parts = [
-        ({n: x[entries.slot_I] for n, x in far.items()}, within_window(older, position_IW, cached, spec)),
-        (
-            {n: jnp.broadcast_to(x, (rows, *x.shape[1:])) for n, x in new.items()},
-            within_window(newer, position_IW, chunk.positions_C, spec),
-        ),
-    ]
-    out = attend(q_1CNH[0][taken_IW], parts, spec)
-    flat = jnp.where(mine_IW, place_IW, length).reshape(-1)
-    whole = jnp.zeros((length + 1, *q_1CNH.shape[2:]), q_1CNH.dtype)
-    return whole.at[flat].set(out.reshape(-1, *out.shape[2:]))[None, :length]
+    """Attention of a chunk [1, C, N, H] whose pieces continue slots of their own. Out [1, C, N, H].
+
+    A row for each window of a piece, with a copy of its slot's keys and values; `ABREAST` of them at a time, and no
+    more than there are pieces for, so that neither memory nor work grows with the number of slots.
+    """
+    length, place = q_1CNH.shape[1], jnp.arange(q_1CNH.shape[1])
+    cached = jnp.arange(far["v"].shape[2])
+    entries = len(chunk.entries.slot_I)
+
+    def some(number: jax.Array, out: jax.Array) -> jax.Array:
+        wanted = number * ABREAST + jnp.arange(ABREAST)
+        slot, start, count = (
+            x[jnp.minimum(wanted, entries - 1)]
+            for x in (chunk.entries.slot_I, chunk.entries.start_I, chunk.entries.tokens_I)
+        )
+        place_IW = start[:, None] + jnp.arange(WINDOW)
+        # Entries that are not used, and windows behind their piece's end, see nothing and are dropped below.
+        mine_IW = (wanted < chunk.entries.used)[:, None] & (jnp.arange(WINDOW) < count[:, None])
+        taken_IW = jnp.minimum(place_IW, length - 1)
+        position_IW, start_IW, before_IW = (
+            x[taken_IW][:, :, None] for x in (chunk.positions_C, chunk.start_C, before_C)
+        )
+        older = mine_IW[:, :, None] & (cached < before_IW)
+        newer = mine_IW[:, :, None] & (place >= start_IW) & (place <= taken_IW[:, :, None])
+        parts = [
+            ({n: x[slot] for n, x in far.items()}, within_window(older, position_IW, cached, spec)),
+            (
+                {n: jnp.broadcast_to(x, (ABREAST, *x.shape[1:])) for n, x in new.items()},
+                within_window(newer, position_IW, chunk.positions_C, spec),
+            ),
+        ]
+        found = attend(q_1CNH[0][taken_IW], parts, spec)
+        # Index C is behind the end: such updates are dropped.
+        flat = jnp.where(mine_IW, place_IW, length).reshape(-1)
+        return out.at[flat].set(found.reshape(-1, *found.shape[2:]), mode="drop")
+
+    blocks = (chunk.entries.used + ABREAST - 1) // ABREAST
+    return jax.lax.fori_loop(0, blocks, some, jnp.zeros_like(q_1CNH[0]))[None]
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "top", "kv", "dtype", "kernels"), donate_argnames="cache")

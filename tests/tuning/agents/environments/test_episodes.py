@@ -140,7 +140,8 @@ def test_moves_of_one_turn_are_made_one_after_another_until_the_end():
     assert (text, reward, terminated, info["action"]) == ("You are at the goal.", 1.0, True, "right down")
     lake.reset(seed=0)
     assert lake.step("up up up up")[3] is False
-    assert lake.step("right down")[1:4] == (0.0, False, True)
+    # Without moves left the game is lost, which is an end and no cut.
+    assert lake.step("right down")[1:4] == (0.0, True, False)
     lake.reset(seed=0)
     assert lake.step("up up up up up")[4]["valid"] is False
 

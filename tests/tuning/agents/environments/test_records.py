@@ -66,6 +66,19 @@ def test_transcripts_are_what_the_environment_says(name):
         assert ended
 
 
+@pytest.mark.parametrize("name", ["frozenlake", "sokoban"])
+def test_tasks_of_one_map_are_a_group_and_no_group_is_on_both_sides(name):
+    rules = BUILT_IN[name].ENVIRONMENT().rules
+    records = parsed(name, transcripts=40, prompts=40, heldout=40)
+    by_group = collections.defaultdict(set)
+    for record in records:
+        seed = json.loads(record.metadata)["seed"]
+        [start] = rules.start(seed)
+        by_group[record.group].add((str(rules.anchor(start.state)), record.split == "heldout"))
+    assert all(len(of) == 1 for of in by_group.values())
+    assert len(by_group) == len(set.union(*by_group.values())) < len(records)
+
+
 @pytest.mark.parametrize("name", GAMES)
 def test_perfect_play_succeeds_as_often_as_can_be_and_the_others_are_played_at_random(name):
     module = BUILT_IN[name]

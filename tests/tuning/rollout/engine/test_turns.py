@@ -9,6 +9,7 @@ from tests.tuning.rollout.engine.support import EOS, PARAMS, trainer_logps
 from tests.tuning.tiny import CONFIG
 from tuning.models.decoder import decoder_graph
 from tuning.rollout.engine import programs
+from tuning.rollout.engine import slots as slots_module
 from tuning.rollout.engine.cpu import attention, products
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.engine.limits import Limits
@@ -87,6 +88,24 @@ def test_turns_of_many_episodes_are_prefilled_together(kernel, monkeypatch):
     for ids, answer in zip(seconds, answers, strict=True):
         expected = trainer_logps(ids, answer.tokens, 1.0, decoder_graph(config))
         np.testing.assert_allclose(answer.logps, expected, atol=2e-5)
+
+
+def test_turns_that_go_on_together_take_no_memory_for_slots_that_do_not(monkeypatch):
+    monkeypatch.setattr(attention, "suits", lambda *_: False)
+    monkeypatch.setattr(products, "suits", lambda *_: False)
+
+    def temporary(slots, prefixed):
+        under_test = Engine(CONFIG, limits=Limits(slots=slots, context=448, chunks=(64,)))
+        under_test.load(PARAMS)
+        under_test._pool.resize(slots, 448)
+        chunk, _, _ = slots_module.pack([slots_module.Slot() for _ in range(slots)], 64)
+        graph, weights = under_test._decoding
+        lowered = programs.prefill.lower(
+            graph, weights, under_test._state_shapes().cache, chunk, prefixed=prefixed, **under_test._program_options
+        )
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary(64, "many") < 1.1 * temporary(16, "many") + 2**16
 
 
 def test_episodes_that_begin_alike_share_the_prefill_of_their_first_context(monkeypatch):
