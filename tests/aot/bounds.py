@@ -57,7 +57,7 @@ def broken(found: dict[str, Any], known: dict[str, Any] | None) -> list[str]:
 def table(known: dict[str, Any]) -> str:
     """The rows of the docs' table."""
     lines = [
-        "| program, model | topology | held, temporary MB a chip | FLOPs share | collectives | compile s |",
+        "| program, model | topology | held, temporary MB a chip | FLOPs share | collectives | compile, CPU s |",
         "|---|---|---|---|---|---|",
     ]
     for name, at in known.items():
