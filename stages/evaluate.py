@@ -136,7 +136,7 @@ def run(ctx: Context) -> dict[str, Any]:
     metrics = _about(config, problems, rows) | _scores(config, rows, verdicts) | reachable
     if config.environment and episodes:
         metrics |= _about_episodes(config, problems, list(episodes.values()))
-        metrics |= turns_summary(ctx.out / "turns", bool(config.environment.tools))
+        metrics |= turns_summary(ctx.out / "turns", bool(config.environment.tools), episodes.values())
     # As content too: what chooses by the scores has them in its key.
     (ctx.out / SCORES).write_text(json.dumps(metrics, indent=1, sort_keys=True) + "\n")
     return metrics

@@ -34,10 +34,11 @@ def run(ctx: Context) -> dict[str, Any]:
     tokens = sum(len(row.token_ids) for row in rows)
     episodes: dict[str, Any] = {"mean_length": tokens / len(rows)}
     if config.environment:
-        episodes = summary(read_rows((ctx.out / FOLDER).glob("*.parquet"), TrajectoryRow))
+        played = list(read_rows((ctx.out / FOLDER).glob("*.parquet"), TrajectoryRow))
+        episodes = summary(played)
         # No token of an observation, and those of all parts of a trajectory.
         tokens = episodes["sampled_tokens"]
-        episodes |= turns_summary(ctx.out / "turns", bool(config.environment.tools))
+        episodes |= turns_summary(ctx.out / "turns", bool(config.environment.tools), played)
     return episodes | {
         "refused_prompts": len(chosen) - len(prompts),
         "completions": len(rows),

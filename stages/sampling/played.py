@@ -84,12 +84,19 @@ def summary(episodes: Sequence[TrajectoryRow]) -> dict[str, Any]:
     }
 
 
-def turns_summary(folder: Path, tools: bool) -> dict[str, Any]:
+def turns_summary(folder: Path, tools: bool, episodes: Iterable[TrajectoryRow]) -> dict[str, Any]:
     """What the turns of an artifact's table are like: shares of valid turns, of episodes that call a tool, and of calls
-    that failed. tools: whether there are tools; without any, and without a call, nothing is said of calls."""
+    that failed. Episodes without a result are in none of them.
+
+    tools: whether there are tools; without any, and without a call, nothing is said of calls.
+    """
     columns = ["place", "sample", "valid", "calls"]
+    said = {name for name, row in by_name(episodes).items() if row.status not in WITHOUT_REWARD}
     rows = [
-        row for path in sorted(folder.glob("*.parquet")) for row in pq.read_table(path, columns=columns).to_pylist()
+        row
+        for path in sorted(folder.glob("*.parquet"))
+        for row in pq.read_table(path, columns=columns).to_pylist()
+        if (row["place"], row["sample"]) in said
     ]
     calls = {i: json.loads(row["calls"]) for i, row in enumerate(rows) if row["calls"]}
     found: dict[str, Any] = {"valid_turns": sum(row["valid"] for row in rows) / len(rows)} if rows else {}

@@ -28,7 +28,7 @@ from typing import Any
 
 from tuning.agents import adapters
 from tuning.agents.contract import Spec, success_of
-from tuning.agents.frames import Inbox, packed, plain, receive
+from tuning.agents.frames import Inbox, packed, plain, receive, state
 
 REASON_CHARACTERS = 500
 # From <linux/prctl.h>.
@@ -76,6 +76,8 @@ class Episode:
             found = {"observation": observed(observation), "reward": finite(reward)}
             found |= {"terminated": bool(terminated), "truncated": bool(truncated)}
         told = dict(info or {})
+        if "state" in told:
+            told["state"] = state(told["state"])
         if "success" in told:
             # As JSON has it: numpy's flags are none of Python's.
             told["success"] = success_of(json.loads(json.dumps(told["success"], default=plain)))

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 _LENGTH = struct.Struct("!I")
+_ADDRESS = " at 0x"
+"""In the text of an object that has none of its own; an address is another one in each process."""
 PIECE = 1 << 16
 """Bytes that are read at once."""
 LONGEST = 1 << 28
@@ -34,8 +36,25 @@ def plain(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return sorted(value, key=str)
     text = str(value)
-    # An address is another one in each process.
-    return type(value).__name__ if " at 0x" in text else text
+    return type(value).__name__ if _ADDRESS in text else text
+
+
+def state(value: Any) -> Any:
+    """What an environment says of its state, as JSON: equal where it is in an equal place.
+
+    Raises TypeError for an object that has no text but its address: all states would be the same one.
+    """
+
+    def known(part: Any) -> Any:
+        found = plain(part)
+        if isinstance(found, str) and _ADDRESS in str(part):
+            raise TypeError(
+                f'info["state"] holds an object of type {found}, which has no text of its own: expected numbers, text, '
+                "lists and dicts of these, or an object with __str__"
+            )
+        return found
+
+    return json.loads(json.dumps(value, default=known))
 
 
 class Inbox:

@@ -18,29 +18,36 @@ def turn(place: int, number: int, *failures: bool, valid: bool = True) -> TurnRo
     return TurnRow(place=place, sample=0, turn=number, start=0, valid=valid, calls=calls, **more)
 
 
-def test_calls_are_counted_by_episode_and_their_failures_by_call(tmp_path):
-    turns = [turn(0, 0, False, True), turn(0, 1), turn(1, 0, False), turn(2, 0, valid=False)]
-    write_table(tmp_path / "part-00000.parquet", turns, TurnRow.schema())
-    assert turns_summary(tmp_path, tools=False) == {"valid_turns": 0.75, "calling": 2 / 3, "failed_calls": 1 / 3}
-
-
-def test_without_a_call_it_matters_whether_there_are_tools(tmp_path):
-    write_table(tmp_path / "part-00000.parquet", [turn(0, 0)], TurnRow.schema())
-    assert turns_summary(tmp_path, tools=True) == {"valid_turns": 1.0, "calling": 0.0, "failed_calls": None}
-    assert turns_summary(tmp_path, tools=False) == {"valid_turns": 1.0}
-
-
-def test_no_turns_say_nothing(tmp_path):
-    write_table(tmp_path / "part-00000.parquet", [], TurnRow.schema())
-    assert turns_summary(tmp_path, tools=True) == {}
-
-
-def episode(status: str, *rewards: float | None, told: bool | None = None):
+def episode(status: str, *rewards: float | None, told: bool | None = None, place: int = 0):
     """The row of an episode whose turns got these rewards, and whose last one told a success."""
     turns = [Turn(0, [1], [-1.0], "", "eos", reward=reward) for reward in rewards]
     turns[-1].success = told
     reason = "lost" if status == "failed" else None
-    return trajectory_row(Ended(Episode(0, 0, "p", Task(1, {})), [1], turns, status, reason, 1, [], 0.0))
+    return trajectory_row(Ended(Episode(place, 0, "p", Task(1, {})), [1], turns, status, reason, 1, [], 0.0))
+
+
+def test_calls_are_counted_by_episode_and_their_failures_by_call(tmp_path):
+    turns = [turn(0, 0, False, True), turn(0, 1), turn(1, 0, False), turn(2, 0, valid=False)]
+    # An episode without a result is in no share.
+    turns += [turn(3, n, True, valid=False) for n in range(4)]
+    write_table(tmp_path / "part-00000.parquet", turns, TurnRow.schema())
+    episodes = [episode("failed" if place == 3 else "done", 1.0, place=place) for place in range(4)]
+    assert turns_summary(tmp_path, False, episodes) == {"valid_turns": 0.75, "calling": 2 / 3, "failed_calls": 1 / 3}
+
+
+def test_without_a_call_it_matters_whether_there_are_tools(tmp_path):
+    write_table(tmp_path / "part-00000.parquet", [turn(0, 0)], TurnRow.schema())
+    assert turns_summary(tmp_path, True, [episode("done", 1.0)]) == {
+        "valid_turns": 1.0,
+        "calling": 0.0,
+        "failed_calls": None,
+    }
+    assert turns_summary(tmp_path, False, [episode("done", 1.0)]) == {"valid_turns": 1.0}
+
+
+def test_no_turns_say_nothing(tmp_path):
+    write_table(tmp_path / "part-00000.parquet", [], TurnRow.schema())
+    assert turns_summary(tmp_path, True, []) == {}
 
 
 @pytest.mark.parametrize(
