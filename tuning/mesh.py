@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tuning.axes import Axes
@@ -24,7 +25,7 @@ def make_mesh(axes: Axes, devices: list[Any] | None = None) -> Mesh:
     devices = jax.devices() if devices is None else devices
     sizes = axis_sizes(axes, len(devices))
     # Innermost means neighbours: `tensor` communicates in every layer and needs the fastest links.
-    return Mesh(np.array(devices).reshape(tuple(sizes.values())), tuple(sizes))
+    return Mesh(_by_links(devices, tuple(sizes.values())), tuple(sizes))
 
 
 def axis_sizes(axes: Axes, count: int) -> dict[str, int]:
@@ -40,6 +41,13 @@ def axis_sizes(axes: Axes, count: int) -> dict[str, int]:
     if math.prod(sizes.values()) != count:
         raise ValueError(f"mesh {sizes} asks for {math.prod(sizes.values())} devices, there are {count}")
     return sizes
+
+
+def _by_links(devices: list[Any], shape: tuple[int, ...]) -> np.ndarray:
+    """The devices in this shape; on TPU so that neighbours along an axis share a link, as rings of sums need."""
+    if len(devices) == 1 or devices[0].platform != "tpu" or len({getattr(d, "slice_index", 0) for d in devices}) > 1:
+        return np.array(devices).reshape(shape)
+    return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
 
 
 def over_devices(axes: Axes) -> Mesh | None:
