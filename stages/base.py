@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stages.contract.definition import Context, Stage, StageConfig
 from stages.store.artifacts import sha256_file
+
+if TYPE_CHECKING:
+    from tuning.models.config import DecoderConfig
 
 HUB_FILES = [
     "config.json",
@@ -105,40 +108,58 @@ def token_ids_of(folder: Path) -> dict[str, Any]:
 
 
 def run(ctx: Context) -> dict[str, Any]:
-    """Writes `model/` and `tokenizer/`; returns the numbers of parameters, tokens of the vocabulary and layers."""
+    """Writes `model/` and `tokenizer/`; returns the numbers of parameters, tokens of the vocabulary and layers.
+
+    The weights of a Hugging Face folder keep their types, and a file of them at a time is in memory.
+    """
     import jax
 
     from tuning.models import huggingface, tokenizer
-    from tuning.models.byte_tokenizer import byte_tokenizer
-    from tuning.models.config import tiny
-    from tuning.models.config_json import from_hugging_face
 
-    path = locate(ctx.config.source)
-    model, tokenizer_folder = ctx.out / "model", ctx.out / "tokenizer"
-    if path is None:
-        tok = byte_tokenizer()
-        config = tiny(len(tok))
-        params = huggingface.random_params(config, ctx.seed)
-        ids = {"bos_token_id": tok.bos_token_id, "eos_token_id": tok.eos_token_id, "pad_token_id": tok.pad_token_id}
-    elif path.is_file():
-        from tuning.models.gguf import GGUFCheckpoint, GGUFFile
-
-        file = GGUFFile(path)
-        checkpoint = GGUFCheckpoint(file)
-        values = checkpoint.config()
-        config = from_hugging_face(values, str(path))
-        params = huggingface.params_from_tensors(config, checkpoint.tensors(), str(path))
-        tok = tokenizer.tokenizer_from_gguf(file)
-        ids = {k: values[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if k in values}
-    else:
-        config, params = huggingface.load_decoder(path)
+    path, model = locate(ctx.config.source), ctx.out / "model"
+    if path is not None and path.is_dir():
+        config, count = huggingface.copy_decoder(path, model, token_ids_of(path))
         tok = tokenizer.load_tokenizer(path)
-        ids = token_ids_of(path)
-    huggingface.save_decoder(model, config, params, ids)
-    tokenizer.save_tokenizer(tok, tokenizer_folder)
-    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    else:
+        config, params, tok, ids = _random(ctx.seed) if path is None else _from_gguf(path)
+        huggingface.save_decoder(model, config, params, ids)
+        count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    tokenizer.save_tokenizer(tok, ctx.out / "tokenizer")
     ctx.log(f"{ctx.config.source}: {count / 1e6:.1f} M parameters, vocabulary {config.vocab_size}")
     return {"parameters": int(count), "vocabulary": config.vocab_size, "layers": config.num_layers}
+
+
+Model = tuple["DecoderConfig", Any, Any, dict[str, Any]]
+"""Config, parameters, tokenizer, and bos, eos and pad ids."""
+
+
+def _random(seed: int) -> Model:
+    from tuning.models.byte_tokenizer import byte_tokenizer
+    from tuning.models.config import tiny
+    from tuning.models.huggingface import random_params
+
+    tok = byte_tokenizer()
+    config = tiny(len(tok))
+    ids: dict[str, Any] = {
+        "bos_token_id": tok.bos_token_id,
+        "eos_token_id": tok.eos_token_id,
+        "pad_token_id": tok.pad_token_id,
+    }
+    return config, random_params(config, seed), tok, ids
+
+
+def _from_gguf(path: Path) -> Model:
+    from tuning.models.config_json import from_hugging_face
+    from tuning.models.gguf import GGUFCheckpoint, GGUFFile
+    from tuning.models.huggingface import params_from_tensors
+    from tuning.models.tokenizer import tokenizer_from_gguf
+
+    file = GGUFFile(path)
+    checkpoint = GGUFCheckpoint(file)
+    values = checkpoint.config()
+    config = from_hugging_face(values, str(path))
+    ids: dict[str, Any] = {k: values[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if k in values}
+    return config, params_from_tensors(config, checkpoint.tensors(), str(path)), tokenizer_from_gguf(file), ids
 
 
 STAGE = Stage(

@@ -12,8 +12,10 @@ from pydantic import Field, model_validator
 
 from stages.common.models import (
     limits_of,
+    load_frozen,
     load_policy,
     load_tokenizer,
+    mesh_of,
     save_model,
     stop_ids,
 )
@@ -75,6 +77,7 @@ def run(ctx: Context) -> dict[str, Any]:
 
     from tuning.algorithms.distillation import distillation_loss, summed_divergence
     from tuning.device import choose
+    from tuning.mesh import put_params
     from tuning.models.decoder import decoder_graph
     from tuning.training.completions import per_completion
     from tuning.training.speed import forward_flops
@@ -82,7 +85,9 @@ def run(ctx: Context) -> dict[str, Any]:
     config: Config = ctx.config
     check_tokenizers(ctx)
     model, start = load_policy(ctx, ctx.inputs["policy"])
-    teacher_model, teacher = load_policy(ctx, ctx.inputs["teacher"])
+    teacher_model, teacher = load_frozen(ctx, ctx.inputs["teacher"])
+    # Beside the student, also where another stage has loaded it on another mesh.
+    teacher = put_params(teacher, mesh_of(ctx))
     train, held = train_and_heldout(ctx, ctx.inputs["data"], "sft", config.heldout_fraction)
     groups, held_groups = train.examples, held.examples
     device = choose(config.compute.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from stages.common.models import ADAPTER, load_policy, load_tokenizer, stop_ids, token_ids
 from stages.contract.definition import Context, Reads, Stage, StageConfig
@@ -18,6 +18,8 @@ class Config(StageConfig):
 
     name: str = "policy"
     """Name of the model in its card."""
+    dtype: Literal["base", "float32", "bfloat16", "float16"] = "base"
+    """Type of the weights; base: that of the base model. Training goes on from float32 weights whatever this says."""
 
 
 def lineage(artifact: Artifact) -> list[dict[str, Any]]:
@@ -46,7 +48,10 @@ def run(ctx: Context) -> dict[str, Any]:
     policy, base = ctx.inputs["policy"], ctx.inputs["tokenizer"]
     config, params = load_policy(ctx, policy)
     ids = token_ids(base)
-    huggingface.save_decoder(ctx.out, config, params, ids)
+    dtype = ctx.config.dtype
+    if dtype == "base":
+        dtype = json.loads(base.local("model/config.json").read_text())["torch_dtype"]
+    huggingface.save_decoder(ctx.out, config, params, ids, dtype=dtype)
     tokenizer.save_tokenizer(load_tokenizer(ctx, base), ctx.out)
     # Every id that ends a completion: other engines must stop where training did (R10).
     generation = {k: v for k, v in ids.items() if v is not None} | {"eos_token_id": list(stop_ids(ctx, base))}

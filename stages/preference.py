@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, model_validator
 
-from stages.common.models import load_policy, load_rounded, save_model
+from stages.common.models import load_frozen, load_policy, save_model
 from stages.common.settings import Fitted, Optimizer, refuse_unused, stored_as, with_defaults
 from stages.contract.definition import Context, Reads, Stage
 from stages.training.adapters import fit
@@ -70,7 +70,7 @@ def run(ctx: Context) -> dict[str, Any]:
     config: Config = ctx.config
     model, start = load_policy(ctx, ctx.inputs["policy"])
     kind = stored_as(config.lora)
-    reference = load_rounded(ctx, ctx.inputs["reference"], kind)[1] if config.needs_reference else None
+    reference = load_frozen(ctx, ctx.inputs["reference"], kind)[1] if config.needs_reference else None
     device = choose(config.compute.dtype)
     budget = config.compute.tokens_per_micro_batch or device.row_tokens_per_step
     forward = scorer(model, config.ld_alpha, device.compute)

@@ -18,7 +18,7 @@ from tuning.rows import read_table as read_rows
 
 
 def run(ctx: Context) -> dict[str, Any]:
-    """Writes the rollout table and `refused/`; returns counts, mean length and tokens per second."""
+    """Writes the rollout table and `refused/`; returns counts, and mean length and speed of the sampled tokens."""
     config: Config = ctx.config
     table = read_table(ctx.inputs["data"], "prompts/", PromptRow)
     seed = ctx.seed if config.order_seed is None else config.order_seed
@@ -32,15 +32,16 @@ def run(ctx: Context) -> dict[str, Any]:
     if len(rows) != len(prompts) * config.completions:
         raise RuntimeError(f"{len(rows)} completions for {len(prompts)} prompts x {config.completions}")
     tokens = sum(len(row.token_ids) for row in rows)
-    episodes: dict[str, Any] = {}
+    episodes: dict[str, Any] = {"mean_length": tokens / len(rows)}
     if config.environment:
         episodes = summary(read_rows((ctx.out / FOLDER).glob("*.parquet"), TrajectoryRow))
+        # No token of an observation, and those of all parts of a trajectory.
+        tokens = episodes["sampled_tokens"]
         episodes |= turns_summary(ctx.out / "turns", bool(config.environment.tools))
     return episodes | {
         "refused_prompts": len(chosen) - len(prompts),
         "completions": len(rows),
         "tokens": tokens,
-        "mean_length": tokens / len(rows),
         "truncated": sum(row.stop == "length" for row in rows) / len(rows),
         "tokens_per_second": round(tokens / max(seconds, 1e-9), 1),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 
@@ -43,18 +44,17 @@ class Device:
 
 
 def memory_bytes() -> int:
-    """Memory of one device; on CPU that of the host, or of its control group where that is less."""
+    """Memory of one device; on CPU the host's, or its control group's where that is less, over the devices there."""
     stats = jax.devices()[0].memory_stats() or {}
     if "bytes_limit" in stats:
         return int(stats["bytes_limit"])
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        # A container's limit (cgroup v2), or the word `max`.
-        with open("/sys/fs/cgroup/memory.max") as f:
-            limit = f.read().strip()
-        return min(total, int(limit)) if limit.isdigit() else total
-    except OSError:
-        return total
+    # A container's limit (cgroup v2), or the word `max`.
+    with contextlib.suppress(OSError), open("/sys/fs/cgroup/memory.max") as f:
+        limit = f.read().strip()
+        total = min(total, int(limit)) if limit.isdigit() else total
+    # A CPU that stands for several devices has one memory for them all.
+    return total // jax.local_device_count()
 
 
 def peak_memory_bytes() -> int:

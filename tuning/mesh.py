@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import mesh_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from tuning.axes import Axes
 from tuning.models.sharding import ROWS, shardings
@@ -92,6 +92,16 @@ def put_params(params: Any, mesh: Mesh | None) -> Any:
     return params if mesh is None else _lay(params, shardings(params, mesh))
 
 
+def own_params(params: Any, mesh: Mesh | None) -> Any:
+    """A copy of parameters, on the mesh where there is one, for a step that donates it."""
+    if mesh is None:
+        return jax.tree.map(jnp.copy, params)
+    # Where an array lies as it should, each device copies its part; `put` copies the others.
+    return jax.tree.map(
+        lambda x, s: jnp.copy(x) if getattr(x, "sharding", None) == s else put(x, s), params, shardings(params, mesh)
+    )
+
+
 def put_state(optimizer: optax.GradientTransformation, params: Any, state: Any, mesh: Mesh | None) -> tuple[Any, Any]:
     """Parameters and their optimizer's state on the mesh."""
     if mesh is None:
@@ -141,6 +151,19 @@ def init_state(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh 
         return jax.jit(optimizer.init)(params)
     # Under jit the state is created sharded; no device ever holds all of it.
     return jax.jit(optimizer.init, out_shardings=state_shardings(optimizer, params, mesh)[1])(params)
+
+
+def state_shapes(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh | None) -> tuple[Any, Any]:
+    """Shapes of parameters, given as arrays or shapes, and of their optimizer's state, each with its place.
+
+    A checkpoint is restored into these: no array is made to be replaced.
+    """
+    shapes = params, jax.eval_shape(optimizer.init, params)
+    if mesh is None:
+        one = SingleDeviceSharding(jax.local_devices()[0])
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), shapes)
+    places = state_shardings(optimizer, params, mesh)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, places)
 
 
 def gather(tree: Any) -> Any:

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from flows.cli.shared import usage_error
+import re
+
+from flows.cli.shared import err, usage_error
 from flows.recipe.model import Recipe, RecipeError
-from flows.recipe.reading import load_recipe
+from flows.recipe.reading import added, load_recipe
 
 
 def read_recipe(name: str, sets: list[str] | None) -> Recipe:
     """The recipe with its `--set` options, checked as far as that works without running it; else a usage error."""
     try:
         recipe = load_recipe(name, sets=sets)
+        for line in added(name, sets or []):
+            err.print(line, markup=False, soft_wrap=True)
         check(recipe)
         return recipe
-    except (RecipeError, FileNotFoundError) as e:
+    except RecipeError as e:
+        raise usage_error(_with_option(str(e), sets or [])) from e
+    except FileNotFoundError as e:
         raise usage_error(str(e)) from e
+
+
+def _with_option(message: str, sets: list[str]) -> str:
+    """A message that begins with a setting's place, with the option that set it."""
+    places = [item.partition("=")[0] for item in sets]
+    return f"--set {message}" if any(re.match(rf"{re.escape(place)}[.:\s]", message) for place in places) else message
 
 
 def check(recipe: Recipe) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import typer
 
 from flows.cli.shared import err, usage_error
 from flows.recipe.model import Recipe, RecipeError
+
+if TYPE_CHECKING:
+    from stages.worker.client import StageFailed, WorkerDied
 
 # Prefect's own lines stay out of the terminal; its log of the run has them.
 QUIET = {
@@ -44,11 +48,20 @@ def launch(
         raise typer.Exit(1) from e
     except (StageFailed, WorkerDied) as e:
         err.print(f"failed: {e}", markup=False, soft_wrap=True)
-        err.print("what is finished is kept; the same command goes on from there", markup=False)
+        err.print(f"what is finished is kept{_advice(e)}", markup=False)
         raise typer.Exit(1) from e
     except KeyboardInterrupt as e:
         err.print("interrupted; what is finished is kept, the same command goes on from there", markup=False)
         raise typer.Exit(130) from e
+
+
+def _advice(error: StageFailed | WorkerDied) -> str:
+    """What to do after a stage has failed: not what would fail in the same way again."""
+    from stages.worker.client import CodeChanged, StageOutage, WorkerDied
+
+    if isinstance(error, WorkerDied | StageOutage | CodeChanged):
+        return "; the same command goes on from there"
+    return " and reused: change what the message names, in the recipe, the data or the code, and run again"
 
 
 def run_with_prefect(recipe: Recipe, *, name: str | None, force: set[str] | None, only: set[str] | None) -> None:

@@ -43,9 +43,10 @@ def show(store: StoreUrl, run_name: RunName = None) -> None:
     out.print(f"{record['name']}  {status_of(record, place)}  {record['started']}", markup=False)
     for name, e in record["nodes"].items():
         figures = stage(e["stage"]).figures(e["metrics"]) if "metrics" in e else e.get("error", "")
-        seconds = f"{e.get('seconds', 0):.1f} s"
+        # A stage that runs, or was killed, has no end.
+        seconds = f"{e['seconds']:.1f} s" if "seconds" in e else ""
         out.print(
-            f"  {name:<20} {e['state']:<7} {seconds:>8}  {e['key'][:12]}  {figures}", markup=False, soft_wrap=True
+            f"  {name:<20} {e['state']:<11} {seconds:>8}  {e['key'][:12]}  {figures}", markup=False, soft_wrap=True
         )
     out.print(f"report  {place.join('runs', record['name'], 'report.html')}", markup=False, soft_wrap=True)
     out.print(f"log     {place.scratch / 'runs' / record['name'] / 'worker.log'}", markup=False, soft_wrap=True)

@@ -91,11 +91,17 @@ def _told(store: Store, node: Node, old: dict[str, Any], new: dict[str, Any]) ->
         elif section == "sources" and "file " in place:
             lines.append(f"{_named(node, place)} {_fate(change, 'has other content')}")
         elif section == "config":
-            lines.append(f"{find_stage(node.stage).section or node.stage}.{rest}")
+            lines.append(_setting(find_stage(node.stage).section or node.stage, rest))
         else:
             lines.append(line)
     # What a user's module reaches changes with the module itself.
     return lines or reached
+
+
+def _setting(section: str, rest: str) -> str:
+    """A setting's change with its place in the recipe, where the environment has a section of its own."""
+    told = rest.startswith(("environment.", "environment:"))
+    return rest if told else f"{section}.{rest}"
 
 
 def changed_lines(before: Mapping[str, str] | None, path: Path | None) -> list[str]:

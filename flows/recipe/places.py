@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from flows.recipe.model import Recipe
 from stages.common.settings import Trained
@@ -18,6 +20,20 @@ def fields_at(place: Sequence[str]) -> list[str]:
     """Names of the fields of the section at `place`."""
     model = _model_at(place)
     return list(model.model_fields) if model is not None else []
+
+
+def takes(place: Sequence[str], value: Any) -> bool:
+    """Whether the field at `place` allows a value by itself; false where there is no such field."""
+    model = _model_at(place[:-1]) if place else None
+    if model is None or place[-1] not in model.model_fields:
+        return False
+    field = model.model_fields[place[-1]]
+    bounded: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+    try:
+        TypeAdapter(bounded, config=ConfigDict(strict=True)).validate_json(json.dumps(value))
+    except ValidationError:
+        return False
+    return True
 
 
 def _model_at(place: Sequence[str]) -> Any:

@@ -12,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from flows.recipe.model import Recipe, RecipeError
-from flows.recipe.places import fields_at, lines_of, merge, whole
+from flows.recipe.places import fields_at, lines_of, merge, takes, whole
 from tuning.names import nearest
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -84,10 +84,30 @@ def with_sets(values: dict[str, Any], sets: list[str]) -> tuple[dict[str, Any], 
             raise RecipeError(f"--set {item}: expected a.b=value")
         set_places.add(place)
         try:
-            values = merge(values, _nested(place.split("."), _parse(value)))
+            parsed = _parse(value)
+            json.dumps(parsed)
         except yaml.YAMLError as e:
             raise RecipeError(f"--set {item}: the value is not YAML: {e}") from e
+        except TypeError as e:
+            # YAML has dates and sets, which settings have not.
+            raise RecipeError(f"--set {item}: {e}: put a text in quotes, '{place}=\"{value}\"'") from e
+        values = merge(values, _nested(place.split("."), parsed))
     return values, set_places
+
+
+def added(name: str, sets: list[str]) -> list[str]:
+    """A line for each section that a recipe's file says is null and an option `--set` of one of its fields adds."""
+    path = find_recipe(name)
+    null = {n for n, value in (_parse(path.read_text()) or {}).items() if value is None}
+    lines: dict[str, str] = {}
+    for place in (item.partition("=")[0] for item in sets):
+        section, dot, _ = place.partition(".")
+        if not dot:
+            # Said outright, whatever it is.
+            null.discard(section)
+        elif section in null:
+            lines.setdefault(section, f"--set {place} adds the section {section}, which is null in {path}")
+    return list(lines.values())
 
 
 def checked(
@@ -157,6 +177,8 @@ def _explain(path: Path, node: Any, set_places: set[str], error: Any) -> str:
     elif below and section:
         where = f"--set {', '.join(below)}"
         where += f": {dotted}" if dotted else ""
+    elif not dotted and set_places:
+        where = f"--set {', '.join(_meant(error['msg'], set_places))}"
     else:
         where = f"{path}:{lines[-1] if lines else 1}: {dotted}" if dotted else f"{path}"
     if error["type"] == "extra_forbidden":
@@ -165,7 +187,14 @@ def _explain(path: Path, node: Any, set_places: set[str], error: Any) -> str:
     value = error.get("input")
     if value is None and error["type"] != "missing":
         message = f"{message.replace('Input should be', 'expected')}, not null: leave it out for its default"
-        message += "" if not error["type"].startswith(("float", "int")) else ", or set it to 0"
+        is_number = error["type"].startswith(("float", "int"))
+        message += ", or set it to 0" if is_number and takes(place, 0) else ""
         return f"{where}: {message}"
     shown = "" if isinstance(value, dict) else f" (found {value!r})"
     return f"{where}: {message}{shown}"
+
+
+def _meant(message: str, set_places: set[str]) -> list[str]:
+    """The places that were set in sections that a mistake of the whole recipe names; all where it names none."""
+    words = set(re.findall(r"\w+", message))
+    return sorted(t for t in set_places if t.split(".")[0] in words) or sorted(set_places)

@@ -32,6 +32,8 @@ def rescored(record: dict[str, Any], rewards: list[str], sets: list[str], store:
         rl["score"]["rewards"] = dict(_named(r) for r in rewards)
     # The record of a rescored run lists the rollouts too, so a chain of rescored runs works.
     rl["rollouts_from"] = record["name"]
+    # It follows from the rewards, which are others now; a dumped recipe has that of the old ones.
+    rl["update"].pop("environment_weight", None)
     # Rounds drift from the policies that sampled them, and a group that was informative may be so no longer.
     rl["update"] |= {"max_mismatch_kl": MISMATCH, "short_of_groups": "train"}
     values, set_places = with_sets(values, [*sets, f"store={store}"])

@@ -91,6 +91,16 @@ class ConsoleReporter:
         figures = _figures(find_stage(node.stage), state, manifest)
         self.console.print(_line(node.name, state == "hit", seconds, figures))
 
+    def run_ended(self) -> None:
+        """Shows the stages of rounds that have no line, since their policy update was not wanted or has failed."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = self._task = None
+        for line in self._rounds.values():
+            for text in line.nodes:
+                self.console.print(text)
+            line.nodes.clear()
+
     def _round(self, node: Node, state: str, manifest: dict[str, Any], seconds: float) -> None:
         """Collects the nodes of a round; the policy update, its last, prints their figures in one line."""
         name, part = node.name.split(".")
@@ -100,6 +110,7 @@ class ConsoleReporter:
             self.console.print(_line(node.name, state == "hit", seconds, stage.figures(manifest["metrics"])))
             return
         line = self._rounds.setdefault(name, _Round())
+        line.nodes.append(_line(node.name, state == "hit", seconds, _figures(stage, state, manifest)))
         line.seconds += seconds
         line.cached &= state == "hit"
         # Refills and baselines have scores of their own: the line shows those of the round's rollouts.
@@ -110,6 +121,7 @@ class ConsoleReporter:
         if stage.makes == "policy":
             figures = "  ".join(f for f in line.figures if f)
             self.console.print(_line(name, line.cached, line.seconds, figures))
+            line.nodes.clear()
             self._warn(name, manifest["config"])
 
     def _warn(self, name: str, update: dict[str, Any]) -> None:
@@ -131,6 +143,8 @@ class _Round:
     seconds: float = 0.0
     cached: bool = True
     figures: list[str] = dataclasses.field(default_factory=list)
+    nodes: list[str] = dataclasses.field(default_factory=list)
+    """A line for each of its stages, for a round that does not get to its end."""
 
 
 def _figures(stage: Stage, state: str, manifest: dict[str, Any]) -> str:
@@ -159,7 +173,7 @@ def closing_table(evaluations: Mapping[str, Mapping[str, Any]]) -> Table:
     first = next(iter(evaluations.values()))
     tops = [name for name in (f"pass_at_{first['samples']}", f"maj_at_{first['samples']}") if name in first]
     shown = [name.replace("_at_", "@") for name in tops]
-    for column in ("policy", "score", "95 % interval", *shown, "cut off", "mean length"):
+    for column in ("policy", "score", "95 % interval", *shown, "cut off", "mean tokens"):
         table.add_column(column, justify="left" if column == "policy" else "right")
     levels = levels_of(first)
     for number, (name, m) in enumerate(evaluations.items()):

@@ -58,7 +58,7 @@ MEASURES = (
     Measure("calling", "rollout", "Tool calls", "share", "episodes that call a tool", True),
     Measure("failed_calls", "rollout", "Failed calls", "share", "calls that raise, or of no tool", True),
     Measure("valid_turns", "rollout", "Valid turns", "share", "turns that the environment understands", True),
-    Measure("mean_length", "rollout", "Completion length", "tokens", "mean, end token included", least=2.0),
+    Measure("mean_length", "rollout", "Completion length", "tokens", "mean, the end token included", least=2.0),
     Measure("truncated", "rollout", "Cut off", "share", "completions that hit max_tokens", True),
     Measure("mismatch_kl", "update", "Mismatch KL", "nats / token", "sampler against trainer; near 0", least=1e-3),
     Measure("clip_fraction", "update", "Clip fraction", "share", "tokens whose ratio was clipped", least=0.05),

@@ -18,6 +18,7 @@ from stages.contract.registry import stage
 from stages.contract.sources import built_in_parameters, is_own_source
 from stages.score.settings import COMPUTED
 from stages.store.artifacts import ArtifactError, Store
+from stages.tools.environments import check as check_environment
 
 REWARD_COLUMNS = ("prompts", "completions", "completion_ids", "answer", "metadata")
 """What every reward function is called with, beside the entries of the record's metadata."""
@@ -26,9 +27,10 @@ TRY_SECONDS = 120
 
 
 def check(recipe: Recipe) -> None:
-    """Raises RecipeError for a model, data, rollouts, a reward, a judge or an algorithm that is not there.
+    """Raises RecipeError for a model, data, rollouts, a reward, a judge, an algorithm, an environment or a tool that is
+    not there.
 
-    Functions are looked up in their modules' text, with their arguments; nothing of the user's is executed.
+    Functions and classes are looked up in their modules' text, with their arguments; nothing of the user's is executed.
     """
     # Nodes of one stage in several rounds have the same sources; each base model has its own.
     nodes: dict[str, Node] = {}
@@ -54,6 +56,8 @@ def check(recipe: Recipe) -> None:
         for called in _rewards(recipe):
             _check_reward(called)
         _check_algorithm(recipe)
+        if recipe.environment is not None:
+            check_environment(recipe.environment)
         for where, function, arguments in _sources(recipe):
             parameters = signatures.of_name(function, where)
             if parameters is not None:

@@ -42,6 +42,7 @@ def _differences(session: Session) -> dict[str, dict[str, Difference]]:
 def close(session: Session, status: str) -> str | None:
     """Ends a session and writes its report. Returns the report's path or URL; None where there is none."""
     session.finish(status)
+    session.reporter.run_ended()
     if not session.made:
         return None
     try:

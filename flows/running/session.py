@@ -34,6 +34,7 @@ class Reporter(Protocol):
     def progress(self, node: Node, event: Progress) -> None: ...
     def line(self, text: str) -> None: ...
     def stage_ended(self, node: Node, state: str, manifest: dict[str, Any], seconds: float) -> None: ...
+    def run_ended(self) -> None: ...
 
 
 def now() -> str:
@@ -160,17 +161,19 @@ class Session:
                 case Log(line):
                     self.reporter.line(f"{node.name}: {line}")
 
+        started = time.monotonic()
         try:
             manifest = self.worker.run(request, on_event)
         except KeyboardInterrupt:
-            entry["state"] = "interrupted"
+            entry |= {"state": "interrupted", "seconds": round(time.monotonic() - started, 2)}
             self.save()
             raise
         except BaseException as e:
-            entry |= {"state": "failed", "error": f"{type(e).__name__}: {e}"}
+            seconds = round(time.monotonic() - started, 2)
+            entry |= {"state": "failed", "error": f"{type(e).__name__}: {e}", "seconds": seconds}
             self.save()
-            if type(e) is StageFailed:
-                raise StageFailed(f"{node.name}: {e}") from e
+            if isinstance(e, StageFailed) and not isinstance(e, CodeChanged):
+                raise type(e)(f"{node.name}: {e}") from e
             raise
         keep(self.store, parts)
         return Artifact(self.store, manifest)

@@ -42,7 +42,8 @@ def _choice(run: AuditedRun, name: str, choice: Artifact, finding: Finding) -> N
         finding.left_out.append(f"{name}: the policy of round {chosen} is gone")
         return
     wrong = sorted({path for path, _ in _content(choice) ^ _content(candidate)})
-    finding.check(not wrong, f"{name}: not the content of round {chosen}: {', '.join(wrong[:3])}")
+    if wrong:
+        finding.broken.append(f"{name}: not the content of round {chosen}: {', '.join(wrong[:3])}")
 
 
 def _input(run: AuditedRun, choice: Artifact, role: str) -> Artifact | None:

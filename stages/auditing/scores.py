@@ -216,7 +216,7 @@ def _same(a: float | None, b: float | None) -> bool:
 
 def few_failures(run: AuditedRun) -> OfRounds:
     """Rewards failed on no more completions than the settings allow, and some completion of each round has a total."""
-    finding = Finding("rounds")
+    finding = Finding("tables")
     while (round_ := (yield)) is not None:
         for sampled in round_.scored:
             if sampled.score_rows:

@@ -137,7 +137,7 @@ def _advantages(round_: Round, config: Mapping[str, Any]) -> dict[tuple[int, int
 
 def sampled_by_its_policy(run: AuditedRun) -> OfRounds:
     """An update starts at the policy that sampled its rollouts; off-policy, at one that this run has made since."""
-    finding = Finding("rounds")
+    finding = Finding("tables")
     policies: list[str] = []
     while (round_ := (yield)) is not None:
         if round_.update is None:

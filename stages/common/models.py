@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import json
+import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from stages.contract.definition import Context
@@ -10,37 +13,57 @@ from stages.contract.registry import stage
 from stages.store.artifacts import Artifact
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from tuning.device import Device
     from tuning.models.config import DecoderConfig
     from tuning.rollout.engine.pool import Limits
 
 MEMORY_SHARE = 0.35
 """Share of the device's memory for values that are kept between stages."""
+TRAINER = "trainer:"
+"""How the name of what an update needs beside its policy begins, in the worker's memory."""
 ADAPTER = "adapter"
 """The folder of an artifact that holds an adapter, as PEFT loads it."""
 
 
 def remember(ctx: Context, name: str, value: Any) -> Any:
-    """Keeps a value that holds arrays; the least recently used leave when the memory's share is full."""
-    import jax
+    """Keeps a value that holds arrays; the least recently used leave when a device's share is full.
 
+    What stays, however large: the value itself, since the stage needs it, and the policy and trainer of the newest
+    update (`held`), which could only be had again by training once more.
+    """
     from tuning.device import memory_bytes
 
-    limit = MEMORY_SHARE * memory_bytes()
     # Popped and set again, it is the last: the order of insertion is that of use.
     ctx.memory.pop(name, None)
     ctx.memory[name] = value
-
-    def size(tree: Any) -> int:
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(tree) if hasattr(leaf, "nbytes"))
-
-    total = sum(size(v) for v in ctx.memory.values())
-    for old in list(ctx.memory):
-        # The newest value stays, however large: the stage needs it.
-        if total <= limit or old == name:
+    stays = {name, *held(ctx.memory)}
+    for old in [n for n, kept in ctx.memory.items() if n not in stays and bytes_by_device(kept)]:
+        if max(bytes_by_device(ctx.memory).values(), default=0) <= MEMORY_SHARE * memory_bytes():
             break
-        total -= size(ctx.memory.pop(old))
+        del ctx.memory[old]
     return value
+
+
+def held(memory: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the newest update's policy and trainer among values that are kept; none where no update is."""
+    newest = next((name for name in reversed(list(memory)) if name.startswith(TRAINER)), None)
+    return () if newest is None else (newest, newest.replace(TRAINER, "decoder:", 1))
+
+
+def bytes_by_device(tree: Any) -> dict[Any, int]:
+    """Bytes of a tree's arrays on each device of this process; an array that is there twice counts once."""
+    import jax
+
+    arrays = {id(leaf): leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)}
+    found: dict[Any, int] = collections.Counter()
+    for array in arrays.values():
+        # Without touching the values: an array that was donated has none.
+        part = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+        for device in array.sharding.addressable_devices:
+            found[device] += part
+    return found
 
 
 def recall(ctx: Context, name: str) -> Any | None:
@@ -50,6 +73,20 @@ def recall(ctx: Context, name: str) -> Any | None:
     value = ctx.memory.pop(name)
     ctx.memory[name] = value
     return value
+
+
+def mesh_of(ctx: Context) -> Mesh | None:
+    """The mesh of the stage's settings, else one over all devices; None for a single device, and where no stage runs.
+
+    Raises ValueError where the settings ask for other devices than there are.
+    """
+    if ctx.config is None:
+        return None
+    from tuning.axes import Axes
+    from tuning.mesh import over_devices
+
+    compute = getattr(ctx.config, "compute", None)
+    return over_devices(Axes() if compute is None else compute.mesh)
 
 
 def load_policy(ctx: Context, artifact: Artifact) -> tuple[Any, Any]:
@@ -64,7 +101,7 @@ def load_policy(ctx: Context, artifact: Artifact) -> tuple[Any, Any]:
     if artifact.has("model/"):
         from tuning.models.huggingface import load_decoder
 
-        return remember(ctx, name, load_decoder(artifact.local("model/")))
+        return remember(ctx, name, load_decoder(artifact.local("model/"), mesh_of(ctx)))
     # By name, not by import: how a policy is restored is no part of what samples or scores it.
     restore = stage(artifact.stage).restore
     if restore is None:
@@ -86,13 +123,52 @@ def load_rounded(ctx: Context, artifact: Artifact, kind: str) -> tuple[Any, Any]
     return remember(ctx, name, (config, rounded(config, "decoder", params, kind)))
 
 
-def load_scorer(ctx: Context, artifact: Artifact) -> tuple[Any, Any]:
-    """(DecoderConfig, ScalarHead parameters) of a reward artifact."""
-    from tuning.models.huggingface import load_scalar_head
+def load_frozen(ctx: Context, artifact: Artifact, kind: str = "none") -> tuple[Any, Any]:
+    """As `load_rounded`, for weights that the stage only reads: matrices are in its type of computation.
 
-    name = f"scorer:{artifact.digest}"
-    kept = recall(ctx, name)
-    return kept if kept is not None else remember(ctx, name, load_scalar_head(artifact.local("model/")))
+    A smaller type than that of weights halves the memory, and changes no product: each casts its matrix.
+    """
+    from tuning.models.huggingface import load_decoder
+    from tuning.models.tensors import narrowed
+
+    dtype = _smaller(ctx)
+    if dtype is None:
+        return load_rounded(ctx, artifact, kind)
+    name = f"decoder:{artifact.digest}:{kind}:{dtype}"
+    found = recall(ctx, name)
+    if found is not None:
+        return found
+    if kind == "none" and artifact.has("model/") and f"decoder:{artifact.digest}" not in ctx.memory:
+        return remember(ctx, name, load_decoder(artifact.local("model/"), mesh_of(ctx), dtype))
+    config, params = load_rounded(ctx, artifact, kind)
+    return remember(ctx, name, (config, narrowed(params, dtype)))
+
+
+def _smaller(ctx: Context) -> str | None:
+    """The stage's type of computation where it is smaller than that of weights."""
+    import jax.numpy as jnp
+
+    from tuning.device import choose
+    from tuning.precision import real
+
+    dtype = choose(ctx.config.compute.dtype).compute.dtype
+    return dtype if jnp.dtype(dtype).itemsize < real().itemsize else None
+
+
+def load_scorer(ctx: Context, artifact: Artifact, *, frozen: bool = False) -> tuple[Any, Any]:
+    """(DecoderConfig, ScalarHead parameters) of a reward artifact; `frozen` as in `load_frozen`."""
+    from tuning.models.huggingface import load_scalar_head
+    from tuning.models.tensors import narrowed
+
+    dtype = _smaller(ctx) if frozen else None
+    name, whole = (f"scorer:{artifact.digest}{end}" for end in ("" if dtype is None else f":{dtype}", ""))
+    found = recall(ctx, name)
+    if found is not None:
+        return found
+    if whole in ctx.memory:
+        config, params = ctx.memory[whole]
+        return remember(ctx, name, (config, narrowed(params, dtype)))
+    return remember(ctx, name, load_scalar_head(artifact.local("model/"), mesh_of(ctx), dtype))
 
 
 def save_model(ctx: Context, kind: Literal["decoder", "scorer"], config: DecoderConfig, params: Any) -> None:

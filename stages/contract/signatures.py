@@ -1,11 +1,11 @@
-"""The parameters of a function that a recipe names, read from its module's syntax tree: nothing is executed."""
+"""Parameters of a function or class that a recipe names, read from its module's syntax tree: nothing is executed."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,14 @@ from stages.contract.fingerprint import find_spec
 from tuning.names import nearest
 
 MOST_HOPS = 5
-"""Modules through which an imported name is followed."""
+"""Modules, and bases of a class, through which a name is followed."""
+WITHOUT_INIT = ("object", "Generic", "Protocol", "ABC")
+"""Bases that take no arguments."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
-    """What a function can be called with."""
+    """What a function or class can be called with."""
 
     positional: tuple[str, ...]
     """Names of parameters that can be given by position, in order."""
@@ -42,13 +44,14 @@ def of_callable(function: Callable[..., Any]) -> Parameters:
     )
 
 
-def of_name(name: str, where: str) -> Parameters | None:
-    """The parameters of `module:function`; None where the tree does not tell (a class, a decorated function, a call).
+def of_name(name: str, where: str, kind: str = "function") -> Parameters | None:
+    """The parameters of `module:function`, or those of the constructor of `module:Class`.
 
-    Raises ValueError, naming `where`, for a function that its module does not define.
+    None where the tree does not tell (what is decorated, the result of a call, a class whose base is not found). kind:
+    what is looked for, in words. Raises ValueError, naming `where`, for a name that its module does not define.
     """
     module, _, function = name.partition(":")
-    return _parameters(module, function, name, where, MOST_HOPS)
+    return _parameters(module, function, f"{where}: ", kind, MOST_HOPS)
 
 
 def source_file(module: str) -> Path | None:
@@ -67,40 +70,66 @@ def source_file(module: str) -> Path | None:
     return None
 
 
-def _parameters(module: str, function: str, name: str, where: str, hops: int) -> Parameters | None:
+def _parameters(module: str, name: str, where: str, kind: str, hops: int) -> Parameters | None:
     path = source_file(module)
     if path is None or not hops:
         return None
     tree = ast.parse(path.read_text(), filename=str(path))
     bound = _bound(tree.body)
-    if function not in bound:
+    if name not in bound:
         # What `import *` and a module's `__getattr__` bring cannot be seen.
         if "*" in bound or "__getattr__" in bound:
             return None
-        hint = nearest(function, [n for n, at in bound.items() if isinstance(at, ast.FunctionDef)])
-        raise ValueError(f"{where}: {path.name} has no function {function!r}; {hint}")
-    at = bound[function]
-    if isinstance(at, ast.FunctionDef) and not at.decorator_list:
+        defined = ast.FunctionDef if kind == "function" else ast.FunctionDef | ast.ClassDef
+        hint = nearest(name, [n for n, at in bound.items() if isinstance(at, defined)])
+        raise ValueError(f"{where}{path.name} has no {kind} {name!r}; {hint}")
+    at = bound[name]
+    if isinstance(at, ast.FunctionDef):
         return _of_definition(at)
+    if isinstance(at, ast.ClassDef):
+        return _of_class(at, module, bound, where, hops)
     if isinstance(at, ast.ImportFrom) and not at.level and at.module:
-        original = next(a.name for a in at.names if (a.asname or a.name) == function)
+        original = next(a.name for a in at.names if (a.asname or a.name) == name)
         # A submodule has no entry in its package's file.
         if source_file(f"{at.module}.{original}") is None:
-            return _parameters(at.module, original, name, where, hops - 1)
+            return _parameters(at.module, original, where, kind, hops - 1)
     return None
 
 
-def _of_definition(at: ast.FunctionDef) -> Parameters:
+def _of_definition(at: ast.FunctionDef, bound: int = 0) -> Parameters | None:
+    """The parameters of a function; of a method without the first, which is bound. None where it is decorated."""
+    if at.decorator_list:
+        return None
     a = at.args
     positional = [p.arg for p in (*a.posonlyargs, *a.args)]
-    without = positional[: len(positional) - len(a.defaults)]
+    without = positional[: len(positional) - len(a.defaults)][bound:]
     without += [p.arg for p, default in zip(a.kwonlyargs, a.kw_defaults, strict=True) if default is None]
+    own = positional[:bound]
     return Parameters(
-        tuple(positional),
-        tuple(p.arg for p in (*a.args, *a.kwonlyargs)),
+        tuple(positional[bound:]),
+        tuple(p.arg for p in (*a.args, *a.kwonlyargs) if p.arg not in own),
         tuple(without),
         a.kwarg is not None and a.kwarg.arg != "_",
     )
+
+
+def _of_class(at: ast.ClassDef, module: str, bound: Mapping[str, ast.stmt], where: str, hops: int) -> Parameters | None:
+    """The parameters of a class's `__init__`, its own or that of its base; None where the tree does not tell."""
+    methods = _bound(at.body)
+    # A decorator, a metaclass and `__new__` may make something else of a call.
+    if at.decorator_list or at.keywords or "__new__" in methods:
+        return None
+    if "__init__" in methods:
+        init = methods["__init__"]
+        return _of_definition(init, bound=1) if isinstance(init, ast.FunctionDef) else None
+    bases = [base.value if isinstance(base, ast.Subscript) else base for base in at.bases]
+    bases = [base for base in bases if not (isinstance(base, ast.Name) and base.id in WITHOUT_INIT)]
+    if not bases:
+        return Parameters((), (), (), False)
+    # The first of several may leave it to the next.
+    if len(bases) > 1 or not isinstance(bases[0], ast.Name) or bases[0].id not in bound:
+        return None
+    return _parameters(module, bases[0].id, where, "class", hops - 1)
 
 
 def _bound(statements: Collection[ast.stmt]) -> dict[str, ast.stmt]:

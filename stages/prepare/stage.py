@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from tuning.data.files import Part
     from tuning.data.merge import Fates, Pieces
 
+    Receipt = Mapping[str, Any]
 
 # Raw bytes of a shard, where the settings name no number of shards: a shard is sorted in memory.
 SHARD_BYTES = 1 << 26
@@ -74,14 +75,17 @@ def run(ctx: Context) -> dict[str, Any]:
         SourceError: a source cannot be found or read.
     """
     from stages.prepare.card import write_card
-    from tuning.data import merge, statistics
+    from tuning.data import extracted, merge, statistics
 
     config: Config = ctx.config
     parts, plan, folder = _planned(ctx)
-    blocks, receipts = _run_blocks(ctx, config, parts, plan, folder)
-    pieces = merge.Pieces(folder, {name: receipts[name]["outputs"] for name in blocks}, plan.shards)
-    read = sum(receipts[name]["records"] for name in blocks)
-    dead = _write_dead(ctx, config, pieces, [receipts[name] for name in blocks], read)
+    receipts = _run_blocks(ctx, config, parts, plan, folder)
+    pieces = merge.Pieces(folder, {name: receipt["outputs"] for name, receipt in receipts.items()}, plan.shards)
+    taken = extracted.together(receipts.values())
+    for warning in extracted.warnings(taken):
+        ctx.log(f"prepare: {warning}")
+    read = sum(receipt["records"] for receipt in receipts.values())
+    dead = _write_dead(ctx, config, pieces, receipts.values(), read)
 
     fates = merge.fates(pieces, config.near_duplicates)
     if fates.clash:
@@ -105,7 +109,7 @@ def run(ctx: Context) -> dict[str, Any]:
     if crowd is not None:
         ctx.log(f"prepare: {crowd}")
     if fates.kept < read:
-        ctx.log(f"prepare: not kept: {_losses(config, records, fates, [receipts[name] for name in blocks])}")
+        ctx.log(f"prepare: not kept: {_losses(config, records, fates, receipts.values())}")
     metrics = {
         "records": records,
         "dropped_records": dict(sorted(fates.dropped.items())),
@@ -115,8 +119,9 @@ def run(ctx: Context) -> dict[str, Any]:
         "tokens": {name: statistics.token_lengths(ctx.out, name) for name in written},
         "constant_answer_baseline": baseline,
         "constant_answer": constant,
+        "extracted": taken,
     }
-    counts = statistics.added([receipts[name] for name in blocks])
+    counts = statistics.added(receipts.values())
     facts = {"metrics": metrics, **counts, "histograms": {n: statistics.histograms(ctx.out, n) for n in written}}
     (ctx.out / "statistics.json").write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n")
     write_card(ctx.out, facts, config)
@@ -202,10 +207,8 @@ def _contamination(ctx: Context, config: Config, scratch: str) -> tuple[str, tup
     return shared, tuple(similar.lengths_of(texts, settings.words))
 
 
-def _run_blocks(
-    ctx: Context, config: Config, parts: list[Part], plan: Plan, folder: str
-) -> tuple[list[str], dict[str, Any]]:
-    """Makes the pieces that are missing; returns the names of all blocks, in order, and the receipts."""
+def _run_blocks(ctx: Context, config: Config, parts: list[Part], plan: Plan, folder: str) -> dict[str, dict[str, Any]]:
+    """Makes the pieces that are missing; returns the receipts of all blocks by name, in order."""
     from tuning.data import files, pipeline
 
     todo, done = pipeline.finished(parts, pipeline.receipts(folder))
@@ -226,10 +229,10 @@ def _run_blocks(
     ctx.progress(len(blocks), len(blocks), "block")
     if "://" in folder:
         files.download(folder, str(ctx.work / "pieces"))
-    return sorted(blocks), receipts
+    return {name: receipts[name] for name in sorted(blocks)}
 
 
-def _write_dead(ctx: Context, config: Config, pieces: Pieces, receipts: list[dict[str, Any]], read: int) -> int:
+def _write_dead(ctx: Context, config: Config, pieces: Pieces, receipts: Collection[Receipt], read: int) -> int:
     """Write the dead letters; raises PrepareError where they are more than the settings allow."""
     from tuning.data.schema import DEAD, write_parquet
 
@@ -240,15 +243,16 @@ def _write_dead(ctx: Context, config: Config, pieces: Pieces, receipts: list[dic
         # The output folder is emptied by the next try, the work folder is not.
         shutil.copyfile(ctx.out / "dead" / "dead.parquet", kept)
         reasons = [reason for receipt in receipts for reason in receipt["reasons"]][:3]
+        most = f", max_dead_records {limit}" if limit is not None else ""
         raise PrepareError(
             f"{dead} of {read} records of {', '.join(s.source for s in config.all_sources())} cannot be used "
-            f"(max_dead_fraction is {config.max_dead_fraction}, max_dead_records {limit}); all of them are in {kept}. "
+            f"(max_dead_fraction is {config.max_dead_fraction}{most}); all of them are in {kept}. "
             "The first reasons:\n  " + "\n  ".join(reasons)
         )
     return dead
 
 
-def _losses(config: Config, records: Mapping[str, int], fates: Fates, receipts: list[dict[str, Any]]) -> str:
+def _losses(config: Config, records: Mapping[str, int], fates: Fates, receipts: Iterable[Receipt]) -> str:
     """Records that are in no output by reason, the most common ones, with the first dead letter in full."""
     lost = [(records["duplicates"], "duplicates"), *((n, reason) for reason, n in fates.dropped.most_common(3))]
     parts = [f"{count} {reason}{_why(reason, config)}" for count, reason in lost if count]

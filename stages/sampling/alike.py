@@ -28,10 +28,10 @@ def alike(values: Mapping[str, Sequence[float | None]], rollouts: Sequence[Compl
 
 
 def alone(names: Sequence[str]) -> str:
-    """What to look at where these rewards, called with one completion at a time, are alike in each group."""
+    """What to set where these rewards are alike in each group, called with one completion at a time, not with all."""
     rewards = " and ".join(f"“{name}”" for name in names)
     places = " and ".join(f"rl.score.rewards.{name}.batch: group" for name in names)
     return (
-        f"{rewards} gave all completions of each prompt the same. Each call gets one completion (batch: sample): a "
-        f"function that compares those of a prompt needs {places}"
+        f"{rewards} gave all completions of each prompt the same, as each call gets one of them (batch: sample); with "
+        f"all of them in one call the values differ, which needs {places}"
     )

@@ -79,7 +79,8 @@ class Environment(StageConfig):
     """Wall-clock limit of an episode, past which it has no reward; null: none but those of its parts, and ten minutes
     for an agent."""
     megabytes: int = execution_setting(2048, ge=16)
-    """Memory that an environment may take, beyond what its process holds before it."""
+    """Memory that an environment may take, beyond what its process holds before it, and each process of an agent in
+    all; on Linux."""
     processes: int = execution_setting(64, ge=1)
     """Episodes under way at a time, each with a process of its own; never more than the engine has slots."""
 

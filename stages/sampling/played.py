@@ -64,9 +64,13 @@ def success_of(row: CompletionRow, episodes: Mapping[Name, TrajectoryRow]) -> Ou
 
 
 def summary(episodes: Sequence[TrajectoryRow]) -> dict[str, Any]:
-    """Counts by status, and means over the episodes that say something of the policy."""
+    """Counts by status, and means over the episodes that say something of the policy.
+
+    `mean_length` is of the tokens that it sampled, over all turns: what an environment says does not make it longer.
+    """
     said = [row for row in episodes if row.status not in WITHOUT_REWARD]
     solved = [row.success for row in said if row.success is not None]
+    sampled = sum(row.sampled_tokens for row in said)
     return {
         "statuses": dict(sorted(Counter(row.status for row in episodes).items())),
         "failed_episodes": len(episodes) - len(said),
@@ -74,7 +78,8 @@ def summary(episodes: Sequence[TrajectoryRow]) -> dict[str, Any]:
         # Only where it is so: environments that tell have nothing to say of it.
         **({"success_guessed": True} if any(row.success_guessed for row in said) else {}),
         "turns": sum(row.turns for row in said) / len(said) if said else None,
-        "sampled_tokens": sum(row.sampled_tokens for row in said),
+        "mean_length": sampled / max(1, len(said)),
+        "sampled_tokens": sampled,
         "observed_tokens": sum(row.observed_tokens for row in said),
     }
 

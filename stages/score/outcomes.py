@@ -21,8 +21,9 @@ from stages.common.models import load_scorer, load_tokenizer
 from stages.common.tables import Shards, by_shard
 from stages.contract.definition import Context
 from stages.sampling.played import FAILED, episodes_of, reward_of, sample_of
+from stages.score.grouped import hint
 from stages.score.settings import COMPUTED, ENVIRONMENT, Config, Reward
-from tuning.rewards.failures import check_failures
+from tuning.rewards.failures import TooManyFailures, check_failures
 from tuning.rewards.samples import Outcome, outcome_of
 from tuning.rows import CompletionRow, Index, Number, Row, Text, columns_of
 
@@ -83,7 +84,11 @@ def outcomes_of(ctx: Context, names: Sequence[str], rollouts: Sequence[Completio
     columns = {name: [found[i].outcome(name) for i in range(len(rollouts))] for name in names}
     # What the environment failed has been judged where episodes were played.
     played = {name: [o for o, row in zip(columns[name], rollouts, strict=True) if row.stop != FAILED] for name in names}
-    check_failures(played, config.max_failed_fraction, setting="rl.score.max_failed_fraction")
+    try:
+        check_failures(played, config.max_failed_fraction, setting="rl.score.max_failed_fraction")
+    except TooManyFailures as error:
+        by_number = {name: dict(enumerate(column)) for name, column in columns.items()}
+        raise TooManyFailures(f"{error}{hint(ctx, by_number, rollouts)}") from None
     return columns
 
 
@@ -178,7 +183,8 @@ class _Scoring:
             return
         for number, outcome in zip(numbers, column, strict=True):
             if outcome.failure is not None:
-                raise RewardFailed(f"reward {name} failed on completion {number} of the round: {outcome.failure}")
+                more = hint(self._ctx, {name: dict(zip(numbers, column, strict=True))}, self._rollouts)
+                raise RewardFailed(f"reward {name} failed on completion {number} of the round: {outcome.failure}{more}")
 
 
 def _outcome_row(row: CompletionRow, outcomes: Mapping[str, Outcome]) -> OutcomeRow:
@@ -194,7 +200,7 @@ def _learned(ctx: Context, rows: Sequence[CompletionRow]) -> list[Outcome]:
     from tuning.training.batch import Group
 
     end = turn_end(load_tokenizer(ctx, ctx.inputs["tokenizer"]))
-    config, params = load_scorer(ctx, ctx.inputs["reward"])
+    config, params = load_scorer(ctx, ctx.inputs["reward"], frozen=True)
     # Completions of one prompt share its tokens in a packed row, and equal completions are computed once.
     by_prompt: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}
     places = []

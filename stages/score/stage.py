@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from stages.common.code import code_can_reach
 from stages.common.tables import read_table
 from stages.contract.definition import Context, Reads, Stage
-from stages.sampling.alike import alike
 from stages.sampling.groups import informative_places, totals_by_place
 from stages.sampling.played import FAILED
+from stages.score.grouped import comparing
 from stages.score.outcomes import Columns, outcomes_of
 from stages.score.settings import Config, source_digests
 from tuning.rewards.failures import MOST, tallied
@@ -42,15 +42,8 @@ def run(ctx: Context) -> dict[str, Any]:
     scales = _scales(ctx, columns)
     rows = with_totals(config, rollouts, columns, scales)
     write_table(ctx.out / "scores" / "part-00000.parquet", rows, ScoreRow.schema(names))
-    return summarise(rows, columns) | _alike(config, rollouts, columns) | reachable
-
-
-def _alike(config: Config, rollouts: Sequence[CompletionRow], columns: Columns) -> dict[str, list[str]]:
-    """The user's functions that are called with one completion at a time and do not tell those of a prompt apart."""
-    own = [name for name, reward in sorted(config.rewards.items()) if ":" in reward.function]
-    single = {name: [o.value for o in columns[name]] for name in own if config.rewards[name].batch == "sample"}
-    names = alike(single, rollouts)
-    return {"alike": names} if names else {}
+    compared = comparing(ctx, columns, rollouts)
+    return summarise(rows, columns) | ({"alike": compared} if compared else {}) | reachable
 
 
 def _parts(config: Config) -> list[Part]:

@@ -19,6 +19,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import secrets
 import subprocess
 import sys
@@ -41,6 +42,14 @@ from tuning.rollout.servers import keeper
 TAIL_BYTES = 65536
 """Of a program's output: its last line, or its last words, are in them."""
 START_SECONDS = 60.0
+_LIMITED = ("/bin/sh", "-c", 'ulimit -d "$0" 2>/dev/null; exec "$@"')
+"""Runs a command, behind the KiB of data that each of its processes may have.
+
+Data, not address space: libraries reserve far more addresses than they use. Where the system allows less than that, its
+own limit stays.
+"""
+_OF_MEMORY = re.compile(r"MemoryError|cannot allocate memory|bad_alloc|out of memory", re.IGNORECASE)
+"""What runtimes say whose allocation has failed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,21 +114,27 @@ class Programs:
                 return Fault("timeout", f"{' '.join(words)} took longer than {seconds:g} s")
             if process.returncode != 0:
                 said = _tail(errors) or ["nothing on its standard error"]
-                return Fault("crash", f"{' '.join(words)} ended with status {process.returncode}: {said[-1]}")
+                more = self._limit if sys.platform == "linux" and any(map(_OF_MEMORY.search, said)) else ""
+                return Fault("crash", f"{' '.join(words)} ended with status {process.returncode}: {said[-1]}{more}")
             return outcome_of(_tail(out))
 
     def _started(
         self, command: Sequence[str], episode: Episode, name: str, out: IO[bytes], errors: IO[bytes]
     ) -> subprocess.Popen[bytes]:
-        """The program under a keeper, which ends it with this process."""
+        """The program under a keeper, which ends it with this process, and with a limit of memory on Linux."""
+        limited = [*_LIMITED, str(self._settings.megabytes * 1024)] if sys.platform == "linux" else []
         return subprocess.Popen(
-            [sys.executable, "-S", str(Path(keeper.__file__)), *command],
+            [sys.executable, "-S", str(Path(keeper.__file__)), *limited, *command],
             stdin=subprocess.PIPE,
             stdout=out,
             stderr=errors,
             env=self._environment(episode, name),
             start_new_session=True,
         )
+
+    @property
+    def _limit(self) -> str:
+        return f" (environment.megabytes gives each of its processes {self._settings.megabytes} MB)"
 
     def _wait(self, process: subprocess.Popen[bytes], deadline: float) -> bool:
         """Whether it ended before its deadline, and before all are to end."""

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import re
 import shlex
 from collections.abc import Callable, Mapping
@@ -143,24 +144,57 @@ def derive_seed(root: int, *names: str | int) -> int:
 
 
 def differences(old: Any, new: Any, where: str = "") -> list[str]:
-    """What changed between two canonical values, one line a leaf: `sft.learning_rate: 0.0001 -> 0.0002`."""
+    """What changed between two canonical values, one line a leaf: `sft.learning_rate: 0.0001 -> 0.0002`.
+
+    A list counts as a leaf where both fit in the line whole; of others the items are compared by index.
+    """
+    if old == new:
+        return []
     if isinstance(old, dict) and isinstance(new, dict):
         lines: list[str] = []
         for k in sorted(old.keys() | new.keys()):
-            place = f"{where}.{k}" if where else k
-            if k not in old:
-                lines.append(f"{place}: new, {_short(new[k])}")
-            elif k not in new:
-                lines.append(f"{place}: gone (was {_short(old[k])})")
-            else:
-                lines.extend(differences(old[k], new[k], place))
+            lines += _difference(old, new, k, f"{where}.{k}" if where else k)
         return lines
-    return [] if old == new else [f"{where}: {_short(old)} -> {_short(new)}"]
+    if isinstance(old, list) and isinstance(new, list) and not (_is_leaf(old) and _is_leaf(new)):
+        items, others = dict(enumerate(old)), dict(enumerate(new))
+        return [line for i in sorted(items | others) for line in _difference(items, others, i, f"{where}[{i}]")]
+    return [f"{where}: {' -> '.join(_shown(old, new))}"]
+
+
+def _difference(old: dict[Any, Any], new: dict[Any, Any], key: Any, place: str) -> list[str]:
+    if key not in old:
+        return [f"{place}: new, {_short(new[key])}"]
+    if key not in new:
+        return [f"{place}: gone (was {_short(old[key])})"]
+    return differences(old[key], new[key], place)
+
+
+def _is_leaf(items: list[Any]) -> bool:
+    return not any(isinstance(item, dict | list) for item in items) and len(_text(items)) <= WIDEST
+
+
+def _shown(old: Any, new: Any) -> tuple[str, str]:
+    """Two different values, short; where long ones begin alike, from shortly before they differ."""
+    shown = _short(old), _short(new)
+    if shown[0] != shown[1]:
+        return shown
+    texts = [value if isinstance(value, str) else _text(value) for value in (old, new)]
+    start = max(0, len(os.path.commonprefix(texts)) - 20)
+    first, second = (_short("…" + text[start:]) for text in texts)
+    return first, second
+
+
+WIDEST = 60
+"""Characters of a value in a line of `differences`."""
 
 
 def _short(value: Any) -> str:
-    if isinstance(value, str) and len(value) > 58:
+    if isinstance(value, str) and len(value) > WIDEST - 2:
         # The quote is closed: what is cut off is seen to be.
-        value = value[:57] + "…"
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
+        value = value[: WIDEST - 3] + "…"
+    text = _text(value)
+    return text if len(text) <= WIDEST else text[: WIDEST - 3] + "..."
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)

@@ -86,11 +86,11 @@ class _Loop:
     def __init__(self, ctx: Context, task: Task, config: Fitted, params: Any, frozen: Any):
         from tuning.data.reading import Steps
         from tuning.device import choose
-        from tuning.mesh import init_state, over_devices, put_params, row_shards
+        from tuning.mesh import over_devices, put_params, row_shards
         from tuning.shapes import bucket
         from tuning.training.batch import choose_rows
         from tuning.training.optimizers import optimizer_of
-        from tuning.training.step import copy, make_step
+        from tuning.training.step import make_step
 
         self.ctx, self.task = ctx, task
         device, table = choose(config.compute.dtype), task.examples
@@ -98,9 +98,11 @@ class _Loop:
         self.steps = Steps(table.sizes_N, config.epochs, ctx.seed, per_step, task.tokens_per_step)
         self.total = len(self.steps)
         # The number of steps is known, so a schedule ends with the last of them.
-        optimizer = optimizer_of(config.optimizer, self.total)
+        self.optimizer = optimizer_of(config.optimizer, self.total)
         self.mesh = over_devices(config.compute.mesh)
-        self.step_fn = make_step(task.make_loss(device.compute), optimizer, config.optimizer.max_skipped, self.mesh)
+        self.step_fn = make_step(
+            task.make_loss(device.compute), self.optimizer, config.optimizer.max_skipped, self.mesh
+        )
 
         # No group is split: the completions of one are in neighbouring slots.
         largest = max(task.largest, int(table.sizes_N.max()))
@@ -109,9 +111,8 @@ class _Loop:
         # One layout serves all steps, so that each program compiles once; the first steps stand for the rest.
         self.layout = choose_rows([self.groups(s) for s in range(min(self.total, SHAPE_STEPS))], budget, largest, True)
 
-        # A copy: the step donates its arrays, and those of the worker's memory are needed again.
-        params, self.frozen = put_params(copy(params), self.mesh), put_params(frozen, self.mesh)
-        self.state: tuple[Any, Any] = params, init_state(optimizer, params, self.mesh)
+        self.start, self.frozen = params, put_params(frozen, self.mesh)
+        self.state: tuple[Any, Any]
         self.lines: list[dict[str, Any]] = []
         self.last: dict[str, float] = {}
         self.dtype = device.compute.dtype
@@ -123,10 +124,15 @@ class _Loop:
         return numbered([self.task.examples[i] for i in self.steps[step]])
 
     def resume(self, checkpoints: Checkpoints) -> int:
-        """Takes the newest checkpoint's state, where there is one; the number of the first step to train."""
+        """Takes the newest checkpoint's state, or makes the first one; the number of the first step to train."""
+        from tuning.mesh import init_state, own_params, state_shapes
         from tuning.training.speed import Meter
 
-        restored = checkpoints.restore(self.state)
+        restored = checkpoints.restore(state_shapes(self.optimizer, self.start, self.mesh))
+        if restored is None:
+            # A copy: the step donates its arrays, and those of the worker's memory are needed again.
+            params = own_params(self.start, self.mesh)
+            self.state = params, init_state(self.optimizer, params, self.mesh)
         # The clock of the steps starts here: reading a checkpoint is no part of the first one.
         self.meter = Meter(self.dtype)
         if restored is None:

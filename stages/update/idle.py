@@ -37,12 +37,14 @@ def _reason(data: RoundData, metrics: dict[str, Any], truncated: str) -> str:
     lost = int((~data.valid_N).sum())
     if lost == everyone:
         return f"none of the {everyone} completions has a reward"
-    masked = int((data.valid_N & data.truncated_N).sum()) if truncated != "keep" else 0
-    if lost + masked == everyone:
-        return f"all completions with a reward were cut off at max_tokens ({masked}), and truncated is {truncated}"
-    alone = "; its steps followed KL and entropy alone" if steps else ""
-    left = f"{lost} of {everyone} have no reward, {masked} were cut off"
-    return f"the completions of each prompt score alike ({left}){alone}"
+    # Counted once: what has no reward may have been cut off too.
+    cut = int((data.valid_N & data.truncated_N).sum())
+    if truncated != "keep" and lost + cut == everyone:
+        return f"all completions with a reward were cut off at max_tokens ({cut}), and truncated is {truncated}"
+    kept = f" and {'kept' if truncated == 'keep' else 'masked'}" if cut else ""
+    followed = "; its steps followed KL and entropy alone" if steps else ""
+    left = f"{lost} of {everyone} have no reward, {cut} were cut off{kept}"
+    return f"the completions of each prompt score alike ({left}){followed}"
 
 
 def check_idle(metrics: dict[str, Any], limit: int, alike: Sequence[str] = ()) -> None:

@@ -14,7 +14,7 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
-from stages.common.models import ADAPTER, load_policy, load_rounded
+from stages.common.models import ADAPTER, TRAINER, load_frozen, load_policy
 from stages.common.settings import stored_as
 from stages.common.tables import read_table
 from stages.contract.definition import Context, Reads, Stage
@@ -84,14 +84,14 @@ def _advance(ctx: Context, with_fates: bool = False) -> tuple[State, dict[str, A
     else:
         state = states.fresh(ctx, *load_policy(ctx, parent))
     # The step donates the arrays that it is given: the parent's trainer state leaves the memory.
-    ctx.memory.pop(f"trainer:{parent.digest}", None)
+    ctx.memory.pop(f"{TRAINER}{parent.digest}", None)
     if parent.stage == NAME:
         # The last round's policy is not read again; a copy beside the new one would only fill the memory.
         ctx.memory.pop(f"decoder:{parent.digest}", None)
     reference = None
     if config.needs_reference:
         # Rounded like the stored base, so that the KL is 0 while the adapter is.
-        reference = load_rounded(ctx, ctx.inputs["reference"], stored_as(config.lora))[1]
+        reference = load_frozen(ctx, ctx.inputs["reference"], stored_as(config.lora))[1]
     started = time.monotonic()
     policy, critic = state.learners(states.bases(ctx))
     result = run_round(

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stages.common.models import load_policy, load_scorer, recall, remember, token_ids
+from stages.common.models import TRAINER, load_policy, load_scorer, mesh_of, recall, remember, token_ids
 from stages.contract.definition import Context
 from stages.store.artifacts import Artifact
 from stages.training.adapters import based, lora_config
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tuning.algorithms.diagnostics import Coefficients
     from tuning.algorithms.learner import Learner
     from tuning.models.config import DecoderConfig
-    from tuning.models.lora import Base
+    from tuning.models.lora import Base, LoraConfig
 
 NAME = "update"
 
@@ -92,7 +92,7 @@ def state_after(ctx: Context, artifact: Artifact, advance: Advance) -> State:
     """The training state after the update `artifact`: kept in memory, stored, or replayed by `advance`."""
     from tuning import precision
 
-    kept, trainer = recall(ctx, f"decoder:{artifact.digest}"), recall(ctx, f"trainer:{artifact.digest}")
+    kept, trainer = recall(ctx, f"decoder:{artifact.digest}"), recall(ctx, f"{TRAINER}{artifact.digest}")
     # Memory may have dropped either of them alone.
     if kept is not None and trainer is not None:
         return State(kept[0], kept[1], *trainer)
@@ -110,27 +110,51 @@ def state_after(ctx: Context, artifact: Artifact, advance: Advance) -> State:
 def fresh(ctx: Context, config: DecoderConfig, params: Any) -> State:
     """The state before the first update: new optimizers and, with `lora`, new adapters."""
     from tuning.algorithms.learner import Learner
+    from tuning.mesh import own_params
     from tuning.models.lora import Role, tune
-    from tuning.training.step import copy
 
-    lora = ctx.config.lora
-    # The adapter is the same over any form of the frozen kernels.
-    plain = None if lora is None else dataclasses.replace(lora_config(lora), quantize="none")
+    plain, mesh = _plain(ctx.config), mesh_of(ctx)
 
     def trainable(role: Role, model: DecoderConfig, weights: Any) -> Any:
         # What is trained is donated; all else stays shared with what the worker keeps.
-        return copy(weights if plain is None else tune(model, role, weights, plain, seed=ctx.seed)[0])
+        own = weights if plain is None else tune(model, role, weights, plain, seed=ctx.seed)[0]
+        return own_params(own, mesh)
 
-    policy = Learner.start(trainable("decoder", config, params), ctx.config.optimizer)
-    if lora is None:
+    policy = Learner.start(trainable("decoder", config, params), ctx.config.optimizer, mesh=mesh)
+    if plain is None:
         state = State(config, policy.params, policy.opt_state)
     else:
         state = State(config, params, policy.opt_state, adapter=policy.params)
     if ctx.config.needs_critic:
         scorer = trainable("scalar", *_critic_start(ctx, config, params))
-        critic = Learner.start(scorer, ctx.config.critic.optimizer)
+        critic = Learner.start(scorer, ctx.config.critic.optimizer, mesh=mesh)
         state.critic, state.critic_opt = critic.params, critic.opt_state
     return state
+
+
+def _plain(config: Config) -> LoraConfig | None:
+    """The adapters of these settings over dense kernels: they are the same over any form of the frozen ones."""
+    return None if config.lora is None else dataclasses.replace(lora_config(config.lora), quantize="none")
+
+
+def trainer_shapes(ctx: Context, config: DecoderConfig) -> tuple[Any, Any, Any, Any]:
+    """Shapes and places of what `State.trainer` of a policy of this config holds."""
+    from tuning.mesh import state_shapes
+    from tuning.models.decoder import abstract_decoder
+    from tuning.models.huggingface import read_config, scalar_head_shapes
+    from tuning.models.lora import trainable_shapes
+    from tuning.training.optimizers import optimizer_of
+
+    plain, mesh = _plain(ctx.config), mesh_of(ctx)
+    shapes = abstract_decoder(config)[1] if plain is None else trainable_shapes(config, "decoder", plain)
+    policy, opt_state = state_shapes(optimizer_of(ctx.config.optimizer), shapes, mesh)
+    critic = critic_opt = None
+    if ctx.config.needs_critic:
+        if ctx.config.needs_reward_model:
+            config = read_config(ctx.inputs["reward"].local("model/"))
+        shapes = scalar_head_shapes(config) if plain is None else trainable_shapes(config, "scalar", plain)
+        critic, critic_opt = state_shapes(optimizer_of(ctx.config.critic.optimizer), shapes, mesh)
+    return opt_state, critic, critic_opt, None if plain is None else policy
 
 
 def _critic_start(ctx: Context, config: DecoderConfig, params: Any) -> tuple[DecoderConfig, Any]:
@@ -171,9 +195,12 @@ def bases(ctx: Context) -> tuple[Base | None, Base | None]:
 
 def merged(ctx: Context, adapter: Any) -> tuple[DecoderConfig, Any]:
     """The model's config and its dense parameters with an adapter that was trained in the context `ctx`."""
+    from tuning.mesh import put_params
     from tuning.models.lora import merge
 
     config, params = load_policy(ctx, start_of(ctx.config, ctx.inputs["policy"]))
+    # The stage that loaded them may have another mesh than the one that trained the adapter.
+    params, adapter = (put_params(tree, mesh_of(ctx)) for tree in (params, adapter))
     return config, merge(config, "decoder", params, adapter, lora_config(ctx.config.lora))
 
 
@@ -193,11 +220,10 @@ def _load(own: Context, artifact: Artifact) -> State:
 
     folder: Path = artifact.local("state/")
     if own.config.lora is None:
-        config, params = load_decoder(folder / "model")
-        # A fresh state gives the structure to read into; its values are replaced.
-        return State(config, params, *load_tree(folder / "trainer", fresh(own, config, params).trainer))
-    start = load_policy(own, start_of(own.config, artifact))
-    trainer = load_tree(folder / "trainer", fresh(own, *start).trainer)
+        config, params = load_decoder(folder / "model", mesh_of(own))
+        return State(config, params, *load_tree(folder / "trainer", trainer_shapes(own, config)))
+    config, _ = load_policy(own, start_of(own.config, artifact))
+    trainer = load_tree(folder / "trainer", trainer_shapes(own, config))
     return State(*merged(own, trainer[-1]), *trainer)
 
 
@@ -238,5 +264,5 @@ def _silent(done: int, total: int, unit: str, **metrics: float) -> None:
 def remember_policy(ctx: Context, state: State, name: str) -> tuple[DecoderConfig, Any]:
     """Keeps the policy and its trainer in the worker's memory under `name`; the model's config and parameters."""
     policy: tuple[DecoderConfig, Any] = remember(ctx, f"decoder:{name}", (state.config, state.params))
-    remember(ctx, f"trainer:{name}", state.trainer)
+    remember(ctx, f"{TRAINER}{name}", state.trainer)
     return policy

@@ -40,6 +40,10 @@ class StageFailed(RuntimeError):
     """The stage raised an exception; the worker still runs."""
 
 
+class StageOutage(StageFailed):
+    """A service, a disk or the machine failed the stage: the same request may succeed when that is over."""
+
+
 class CodeChanged(StageFailed):
     """Code was edited while the run goes on: a fresh worker has to load it, and the stage gets another key."""
 
@@ -94,9 +98,9 @@ class Worker:
     def run(self, request: Request, on_event: Callable[[Report], None]) -> dict[str, Any]:
         """Runs one stage and returns its manifest.
 
-        on_event: called with each progress report and log line. Raises StageFailed with the stage's own error,
-        CodeChanged where the worker has other code than the request's key says (it is ended then), WorkerDied when the
-        process ends, or sends nothing for SILENCE_SECONDS.
+        on_event: called with each progress report and log line. Raises StageFailed with the stage's own error
+        (StageOutage where it is one), CodeChanged where the worker has other code than the request's key says (it is
+        ended then), WorkerDied when the process ends, or sends nothing for SILENCE_SECONDS.
         """
         if self._process is None or self._process.poll() is not None:
             self.close()
@@ -109,8 +113,8 @@ class Worker:
                 match self._next_event():
                     case Done(manifest):
                         return manifest
-                    case Failed(error, _):
-                        raise StageFailed(f"{error}\n  traceback in {self.log}")
+                    case Failed(error, _, outage):
+                        raise (StageOutage if outage else StageFailed)(f"{error}\n  traceback in {self.log}")
                     case Changed(what):
                         self.close()
                         raise CodeChanged(what)

@@ -214,7 +214,10 @@ def main() -> None:
         except BaseException as e:
             traceback.print_exc()
             sys.stderr.flush()
-            events.send(Failed(f"{place_of(e)}{type(e).__name__}: {e}", traceback.format_exc()))
+            from tuning.rewards.failures import kind_of
+
+            outage = kind_of(e) == "outage"
+            events.send(Failed(f"{place_of(e)}{type(e).__name__}: {e}", traceback.format_exc(), outage))
             # SystemExit and the like: reported, and then the worker ends.
             if not isinstance(e, Exception):
                 raise

@@ -81,6 +81,8 @@ class Failed:
     error: str
     """Type and message."""
     traceback: str
+    outage: bool = False
+    """Whether a service, a disk or the machine failed: the same request may succeed when that is over."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,6 +52,9 @@ class Lines:
     def stage_ended(self, node: Node, state: str, manifest: dict[str, Any], seconds: float) -> None:
         pass
 
+    def run_ended(self) -> None:
+        pass
+
 
 def rollouts(store: Store, folder: Path, text: str = "4", *, replace: bool = False) -> Artifact:
     row = CompletionRow(

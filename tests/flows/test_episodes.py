@@ -64,3 +64,22 @@ def test_a_game_without_a_data_set(tmp_path, update):
         assert metrics["steps"] == 2 and metrics["mismatch_kl"] < 1e-6 and metrics["grad_norm"] > 0
     audited = rlhf(tmp_path, "audit", "g", "--deep", "--store", f"{tmp_path}/store")
     assert audited.returncode == 0, audited.stdout
+
+
+def test_a_game_is_scored_again_by_another_reward_and_by_its_own(tmp_path):
+    (tmp_path / "game.yaml").write_text(RECIPE % "algorithm: grpo")
+    (tmp_path / "door.py").write_text(GAME)
+    words = ["--no-prefect", "--store", f"{tmp_path}/store"]
+    played = rlhf(tmp_path, "run", "game.yaml", "--name", "g", *words)
+    assert played.returncode == 0, played.stdout + played.stderr
+    letters = "{function: matches, arguments: {pattern: '.*[a-m].*'}}"
+    for name, options in (
+        ("other", ["--set", f"rl.score.rewards.letters={letters}"]),
+        ("half", ["--set", "rl.score.rewards.environment.weight=0.5"]),
+    ):
+        again = rlhf(tmp_path, "rescore", "g", *options, "--name", name, *words)
+        assert again.returncode == 0, again.stdout + again.stderr
+        nodes = Store(str(tmp_path / "store")).read_json("runs", name, "run.json")["nodes"]
+        assert [nodes[f"round-00{i}.{part}"]["state"] for i in range(2) for part in ("rollout", "score", "update")] == [
+            "hit", "made", "made", "hit", "made", "made"
+        ]  # fmt: skip

@@ -74,10 +74,11 @@ def test_a_run_whose_judge_is_down_goes_on_when_it_is_up_and_ends_where_rounds_t
     before = {path.name for path in (store / "artifacts" / "score").iterdir()}
     down = rlhf(*command, "--name", "down", code=1)
     assert "reward j: no verdict" in down.stderr and "cannot be reached" in down.stderr
+    assert "what is finished is kept; the same command goes on from there" in down.stderr
     assert {path.name for path in (store / "artifacts" / "score").iterdir()} == before
     with judge_server(lambda body: "5", port) as (_, asked):
         idle = rlhf(*command, "--name", "idle", code=1)
-        assert "2 rounds in a row have taught nothing" in idle.stderr
+        assert "2 rounds in a row have taught nothing" in idle.stderr and "the same command" not in idle.stderr
         assert "taught nothing: the completions of each prompt score alike" in idle.stdout
         assert "reward 0.500" in idle.stdout
         rlhf(*command, "--set", "rl.update.max_idle_rounds=9", "--name", "through")

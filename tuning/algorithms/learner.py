@@ -7,7 +7,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from tuning.algorithms import ppo
@@ -15,7 +14,7 @@ from tuning.algorithms.algorithm import find
 from tuning.algorithms.objective import policy_loss
 from tuning.algorithms.settings import CriticSettings, Objective
 from tuning.device import Compute
-from tuning.mesh import put_params, put_state
+from tuning.mesh import init_state, put_params, put_state
 from tuning.models.config import DecoderConfig
 from tuning.models.decoder import decoder_graph, scalar_graph
 from tuning.models.lora import Base, join, over
@@ -35,9 +34,14 @@ class Learner:
     """What is frozen under an adapter; None: all parameters are trained."""
 
     @classmethod
-    def start(cls, params: Any, settings: OptimizerSettings, base: Base | None = None) -> Learner:
-        """With the optimizer's first state. The first step donates `params`: pass a copy where others use them."""
-        return cls(params, jax.jit(optimizer_of(settings).init)(params), base)
+    def start(
+        cls, params: Any, settings: OptimizerSettings, base: Base | None = None, mesh: Mesh | None = None
+    ) -> Learner:
+        """With the optimizer's first state, on the mesh that `params` are on.
+
+        The first step donates `params`: pass a copy where others use them.
+        """
+        return cls(params, init_state(optimizer_of(settings), params, mesh), base)
 
     def put(self, settings: OptimizerSettings, mesh: Mesh | None) -> None:
         """Moves parameters, optimizer state and frozen base to the mesh; arrays already there are not copied."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from tuning.data.extracted import Extracted
 from tuning.data.files import Part
 from tuning.data.records import Record
 from tuning.data.remote import local_copy
@@ -121,6 +122,8 @@ class Block:
     dead: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     counts: dict[str, Counts] = dataclasses.field(default_factory=dict)
     """Counts by step."""
+    extracted: Extracted = dataclasses.field(default_factory=dict)
+    """What patterns took from its records."""
 
     def alive(self) -> list[Entry]:
         """The entries that no step has dropped."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import regex
 from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, meta
@@ -35,6 +35,16 @@ PATTERN_SECONDS = 1.0
 """Longest that a pattern may search one value: some take time exponential in its length (`(a|aa)+$`)."""
 
 
+class Found(NamedTuple):
+    """What the pattern of a field took from a record."""
+
+    field: str
+    pattern: str
+    value: str
+    number: str | None
+    """The number of which the value holds a part alone, as 1 of 1,028; None where it cuts none."""
+
+
 class Mapper:
     """The fields of a source under the names of the record layout: computed fields first, then renamed ones."""
 
@@ -50,11 +60,14 @@ class Mapper:
         if twice:
             raise ValueError(f"fields.{twice[0]}: rename gives {twice[0]!r} too; leave one of them out")
         self.read = {name for field in self.fields.values() for name in field.reads} - STAY
+        self.found: list[Found] = []
+        """What patterns took from the record that was mapped last."""
 
     def __call__(self, raw: Mapping[str, Any]) -> Raw:
         """The record with its new fields. Raises LayoutError where a field cannot be had."""
         present = {name: value for name, value in raw.items() if value is not None}
-        made = {name: field(present) for name, field in self.fields.items()}
+        self.found = []
+        made = {name: field(present, self.found) for name, field in self.fields.items()}
         # Each name is replaced at once: {a: b, b: a} swaps two fields.
         kept = {self.rename.get(name, name): value for name, value in present.items() if name not in self.read}
         return {name: value for name, value in kept.items() if name is not None} | made
@@ -84,10 +97,12 @@ class _Field:
         places = set() if self.source is None else {self.source, self.source.split(".")[0]}
         self.reads = places | (names - {"value"})
 
-    def __call__(self, raw: Mapping[str, Any]) -> Any:
+    def __call__(self, raw: Mapping[str, Any], found: list[Found]) -> Any:
+        """The field's value; what its pattern took is added to `found`."""
         value = None if self.source is None else self.at(raw, self.source)
         if self.pattern is not None:
-            value = self.matched(value)
+            found.append(self.matched(value))
+            value = found[-1].value
         if self.template is None:
             return value
         try:
@@ -113,20 +128,32 @@ class _Field:
                 raise LayoutError(self.name, f"a value at `{path}`", f"nothing at `{place}` (there is {there})")
         return value
 
-    def matched(self, value: Any) -> str:
+    def matched(self, value: Any) -> Found:
         """The last match of the pattern that holds any text, without space around it."""
         assert self.pattern is not None
         text, within = text_of(value) if isinstance(value, str | int | float) else "", ""
         group = 1 if self.pattern.groups else 0
         try:
-            found = [(match[group] or "").strip() for match in self.pattern.finditer(text, timeout=PATTERN_SECONDS)]
+            spans = [match.span(group) for match in self.pattern.finditer(text, timeout=PATTERN_SECONDS)]
         except TimeoutError:
-            found, within = [], f" within {PATTERN_SECONDS:g} s"
-        match = next(filter(None, reversed(found)), "")
-        if not match:
+            spans, within = [], f" within {PATTERN_SECONDS:g} s"
+        # A group outside the branch that matched has no place, and the span -1 to -1.
+        start, stop = next(((a, b) for a, b in reversed(spans) if text[a:b].strip()), (0, 0))
+        if start == stop:
             end = f"... {value[-60:]!r}" if isinstance(value, str) and len(value) > 60 else kind_of(value)
             raise LayoutError(self.name, f"a match of {self.pattern.pattern!r} in `{self.source}`{within}", end)
-        return match
+        return Found(self.name, self.pattern.pattern, text[start:stop].strip(), _cut(text, start, stop))
+
+
+_NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+
+
+def _cut(text: str, start: int, stop: int) -> str | None:
+    """The number of a text inside which a stretch of it starts or stops; None where it cuts none."""
+    if not any(text[at : at + 1].isdigit() or text[max(0, at - 1) : at].isdigit() for at in (start, stop)):
+        return None
+    cut = (n[0] for n in _NUMBER.finditer(text) if n.start() < start < n.end() or n.start() < stop < n.end())
+    return next(cut, None)
 
 
 def text_of(value: Any) -> str:

@@ -140,6 +140,7 @@ class Write(beam.DoFn):
             "reasons": [letter["reason"] for letter in block.dead[:3]],
             "outputs": sorted(pieces),
             "counts": block.counts,
+            "extracted": block.extracted,
         }
         # Last: a block with a receipt has all its pieces.
         publish(f"{self.folder}/{block.name}{RECEIPT}", json.dumps(receipt).encode())

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from tuning.data import extracted
 from tuning.data.blocks import Block, Counts, Plan, Step, tokenizer_of
 from tuning.data.drafts import lengths, render, tokenize
 from tuning.data.fields import Mapper
@@ -72,6 +73,8 @@ def validate(plan: Plan) -> Step:
                 bad[entry.position] = str(error)
                 continue
             layouts[f"layout {entry.record.layout}"] += 1
+            for found in mapper.found:
+                extracted.add(block.extracted, found, f"{part.label}, record {entry.number}")
             match = next(filter(None, map(search, _texts(entry.record))), None)
             if match:
                 bad[entry.position] = (

@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from flax.traverse_util import flatten_dict, unflatten_dict
-from safetensors import safe_open
+from flax.traverse_util import flatten_dict
+from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
 from tuning.models.config import DecoderConfig, UnsupportedModel
 from tuning.models.config_json import from_hugging_face, to_hugging_face
 from tuning.models.decoder import Decoder, ScalarHead, abstract_decoder
 from tuning.models.mapping import SCORE, tensor_names
+from tuning.models.tensors import INDEX, KINDS, Place, Tensors, check, load_tensors, place_tensors
 from tuning.precision import real
 
-INDEX = "model.safetensors.index.json"
-ParamPath = tuple[Any, ...]
-"""The path of a parameter in a tree."""
 SHARD_BYTES = 5_000_000_000
 """The largest file that is written, unless one tensor is larger."""
+Lazy = tuple[str, int, Callable[[], np.ndarray]]
+"""Name, size in bytes and maker of a tensor."""
 
 
 def random_params(config: DecoderConfig, seed: int) -> Any:
@@ -38,80 +38,12 @@ def random_params(config: DecoderConfig, seed: int) -> Any:
     return nnx.state(Decoder(config, rngs=nnx.Rngs(seed)), nnx.Param)
 
 
-class Place(NamedTuple):
-    """The parameter, or part of one, that a tensor of a checkpoint fills."""
-
-    path: ParamPath
-    """The parameter."""
-    part: tuple[Any, ...] = ()
-    """Index into the parameter, such as (layer,); all of it by default."""
-    transposed: bool = False
-
-
-def params_from_tensors(
-    config: DecoderConfig, tensors: Iterable[tuple[str, np.ndarray]], source: str, shardings: Any = None
-) -> Any:
+def params_from_tensors(config: DecoderConfig, tensors: Iterable[tuple[str, np.ndarray]], source: str) -> Any:
     """Decoder parameters (an nnx State of `precision.real`) from named Hugging Face tensors, taken one at a time.
 
     In the order of `_places`, at most one parameter is on the host at a time. Otherwise like `place_tensors`.
     """
-    return place_tensors(config, tensors, source, abstract_decoder(config)[1], _places(config), shardings)
-
-
-def place_tensors(
-    config: DecoderConfig,
-    tensors: Iterable[tuple[str, np.ndarray]],
-    source: str,
-    state: Any,
-    places: Mapping[str, Place],
-    shardings: Any = None,
-) -> Any:
-    """`state`, an nnx State of shapes and types, with the values that named tensors have at their `places`.
-
-    A parameter is collected on the host and goes to the device after its last tensor. `shardings` is a pytree
-    of the parameters' structure (a state or a pure dict) with a `jax.sharding.Sharding` for each.
-
-    Raises UnsupportedModel for a tensor that is unknown, missing or of another shape.
-    """
-    shapes = flatten_dict(nnx.to_pure_dict(state))
-    placed = {} if shardings is None else flatten_dict(_pure(shardings))
-    pending = dict(places)
-    remaining = collections.Counter(place.path for place in places.values())
-    host: dict[ParamPath, np.ndarray] = {}
-    done: dict[ParamPath, jax.Array] = {}
-    for name, tensor in tensors:
-        if name not in pending:
-            # Some checkpoints repeat a tied head or store rotary frequencies; `load_scalar_head` reads score heads.
-            tied_copy = name == "lm_head.weight" and config.tie_embeddings
-            if tied_copy or name == SCORE or name.endswith("rotary_emb.inv_freq"):
-                continue
-            raise UnsupportedModel(f"{source}: unexpected tensor {name} {tensor.shape}")
-        path, part, transposed = pending.pop(name)
-        if path not in host:
-            host[path] = _aligned(shapes[path])
-        target = host[path][part]
-        value = tensor.T if transposed else tensor
-        if target.shape != value.shape:
-            expected = target.T.shape if transposed else target.shape
-            raise UnsupportedModel(f"{source}: {name} has shape {tensor.shape}, the config asks for {expected}")
-        target[...] = value
-        remaining[path] -= 1
-        if not remaining[path]:
-            done[path] = jax.device_put(host.pop(path), placed.get(path))
-            # A view would keep the host's copy alive.
-            del target
-    if pending:
-        raise UnsupportedModel(f"{source}: {len(pending)} tensors missing, first {sorted(pending)[0]}")
-    nnx.replace_by_pure_dict(state, unflatten_dict(done))
-    return state
-
-
-def _aligned(like: Any) -> np.ndarray:
-    """An array of this shape and type at a multiple of 64 bytes, where XLA on CPU takes it without a copy."""
-    size = like.size * like.dtype.itemsize
-    raw = np.empty(size + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + size].view(like.dtype).reshape(like.shape)
+    return place_tensors(config, tensors, source, abstract_decoder(config)[1], _places(config))
 
 
 def _places(config: DecoderConfig) -> dict[str, Place]:
@@ -134,8 +66,8 @@ def tensors_from_params(pure: dict[str, Any], dtype: Any = np.float32) -> Iterat
         yield name, make()
 
 
-def _lazy_tensors(pure: dict[str, Any], dtype: Any) -> Iterator[tuple[str, int, Callable[[], np.ndarray]]]:
-    """Name, size in bytes and maker of each tensor. A tensor leaves the device when its maker is called."""
+def _lazy_tensors(pure: dict[str, Any], dtype: Any) -> Iterator[Lazy]:
+    """The tensors of parameters. A tensor leaves the device when its maker is called."""
     flat = flatten_dict(pure)
     layers = max((leaf.shape[0] for path, leaf in flat.items() if path[0] == "layers"), default=0)
     for path, names in tensor_names(flat, layers).items():
@@ -146,8 +78,20 @@ def _lazy_tensors(pure: dict[str, Any], dtype: Any) -> Iterator[tuple[str, int, 
 
 
 def _tensor(leaf: Any, layer: int | None, transposed: bool, dtype: Any) -> np.ndarray:
-    value = np.asarray(leaf if layer is None else leaf[layer])
+    value = _on_host(leaf) if layer is None else np.asarray(leaf[layer])
     return np.ascontiguousarray((value.T if transposed else value).astype(dtype))
+
+
+def _on_host(leaf: Any) -> np.ndarray:
+    """The values of an array, gathered from its devices."""
+    # JAX keeps what it has gathered beside the array for as long as that lives: here beside a copy.
+    return np.asarray(leaf if _in_host_memory(leaf) else jnp.copy(leaf))
+
+
+def _in_host_memory(leaf: Any) -> bool:
+    return (
+        not isinstance(leaf, jax.Array) or {d.platform for d in leaf.devices()} == {"cpu"} and len(leaf.devices()) == 1
+    )
 
 
 def read_config(folder: Path) -> DecoderConfig:
@@ -158,61 +102,36 @@ def read_config(folder: Path) -> DecoderConfig:
     return from_hugging_face(json.loads(path.read_text()), str(path))
 
 
-def read_tensors(folder: Path, first: Iterable[str] = ()) -> Iterator[tuple[str, np.ndarray]]:
-    """All tensors of a folder, one at a time, in their own type: those named in `first` in that order, then the rest.
+def load_decoder(folder: Path, mesh: Mesh | None = None, dtype: str | None = None) -> tuple[DecoderConfig, Any]:
+    """Config and parameters of a model folder, each parameter's part straight on the device of the mesh that keeps it.
 
-    The files are those of `model.safetensors.index.json`, else `model.safetensors`, else all `*.safetensors`.
+    Parameters are of `precision.real`. With `dtype` those of `tensors.MATRICES` have that type: for weights that are
+    not trained, in the type of computation, to which the decoder casts them anyway.
     """
-    index, single = folder / INDEX, folder / "model.safetensors"
-    if index.is_file():
-        paths = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-        missing = [path.name for path in paths if not path.is_file()]
-        if missing:
-            raise FileNotFoundError(f"{index} names {missing[0]}, which is not there; {len(missing)} files missing")
-    else:
-        paths = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
-    if not paths:
-        raise FileNotFoundError(f"{folder} holds no *.safetensors")
-    with contextlib.ExitStack() as stack:
-        place: dict[str, tuple[Path, Any]] = {}
-        for path in paths:
-            file = stack.enter_context(safe_open(path, framework="numpy"))
-            place |= dict.fromkeys(file.keys(), (path, file))
-        for name in dict.fromkeys([*(n for n in first if n in place), *place]):
-            path, file = place[name]
-            kind = file.get_slice(name).get_dtype()
-            if kind not in ("F64", "F32", "F16", "BF16"):
-                raise UnsupportedModel(f"{path}: {name} is of type {kind}, supported are F64, F32, F16 and BF16")
-            yield name, file.get_tensor(name)
-
-
-def load_decoder(folder: Path, shardings: Any = None) -> tuple[DecoderConfig, Any]:
-    """Config and parameters (of `precision.real`) of a model folder; `shardings` as in `params_from_tensors`."""
     config = read_config(folder)
-    return config, params_from_tensors(config, read_tensors(folder, _places(config)), str(folder), shardings)
+    with Tensors(folder) as tensors:
+        return config, load_tensors(config, tensors, abstract_decoder(config)[1], _places(config), mesh, dtype)
 
 
-def load_scalar_head(folder: Path) -> tuple[DecoderConfig, Any]:
-    """Config and parameters of a reward model or critic folder (`score.weight` [1, D] beside the decoder)."""
+def load_scalar_head(folder: Path, mesh: Mesh | None = None, dtype: str | None = None) -> tuple[DecoderConfig, Any]:
+    """As `load_decoder`, of a reward model or critic folder (`score.weight` [1, D] beside the decoder)."""
     config = read_config(folder)
-    score: dict[str, np.ndarray] = {}
+    with Tensors(folder) as tensors:
+        if SCORE not in tensors.shapes:
+            raise UnsupportedModel(f"{folder} has no {SCORE}: it is no reward model")
+        decoder = load_tensors(config, tensors, abstract_decoder(config)[1], _places(config), mesh, dtype)
+        score = tensors.read(SCORE)[0].astype(real())
+    return config, scalar_head_params(config, decoder, jnp.asarray(score))
 
-    def decoder_tensors() -> Iterator[tuple[str, np.ndarray]]:
-        for name, tensor in read_tensors(folder, _places(config)):
-            if name == SCORE:
-                score["value"] = tensor.astype(real())
-            else:
-                yield name, tensor
 
-    decoder = params_from_tensors(config, decoder_tensors(), str(folder))
-    if "value" not in score:
-        raise UnsupportedModel(f"{folder} has no {SCORE}: it is no reward model")
-    return config, scalar_head_params(config, decoder, jnp.asarray(score["value"][0]))
+def scalar_head_shapes(config: DecoderConfig) -> Any:
+    """Parameter shapes of a ScalarHead."""
+    return nnx.state(nnx.eval_shape(lambda: ScalarHead(config, rngs=nnx.Rngs(0))), nnx.Param)
 
 
 def scalar_head_params(config: DecoderConfig, decoder: Any, score: jax.Array | None = None) -> Any:
     """Parameters of a ScalarHead over given decoder parameters; a new head starts at zero."""
-    shapes = nnx.state(nnx.eval_shape(lambda: ScalarHead(config, rngs=nnx.Rngs(0))), nnx.Param)
+    shapes = scalar_head_shapes(config)
     values: dict[str, Any] = {"decoder": nnx.to_pure_dict(decoder)}
     values["score"] = jnp.zeros(config.hidden_size, real()) if score is None else score
     nnx.replace_by_pure_dict(shapes, values)
@@ -234,7 +153,6 @@ def save_decoder(
 
     Models larger than `shard_bytes` become several files with an index; one file's tensors are on the host at a time.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     kind = jnp.dtype(dtype or real())
     pure = _pure(params)
     scalar = "decoder" in pure
@@ -242,6 +160,38 @@ def save_decoder(
     if scalar:
         score = np.asarray(pure["score"])[None].astype(kind)
         tensors.append((SCORE, score.nbytes, lambda: score))
+    _write(folder, tensors, shard_bytes)
+    _write_config(folder, config, scalar, token_ids, kind.name)
+
+
+def copy_decoder(
+    source: Path, folder: Path, token_ids: dict[str, Any], *, shard_bytes: int = SHARD_BYTES
+) -> tuple[DecoderConfig, int]:
+    """Writes the decoder of a model folder as `save_decoder` does, each tensor in the type that it has there.
+
+    One file's tensors are on the host at a time. Returns its config and the number of parameters. Raises as
+    `load_decoder` does.
+    """
+    config = read_config(source)
+    with Tensors(source) as tensors:
+        shapes, places = abstract_decoder(config)[1], _places(config)
+        check(config, tensors, shapes, places)
+        sizes = {name: math.prod(tensors.shapes[name]) for name in places}
+        held: dict[str, int] = collections.Counter()
+        lazy = []
+        for name, size in sizes.items():
+            kind = jnp.dtype(KINDS[tensors.kinds[name]])
+            held[kind.name] += size
+            lazy.append((name, size * kind.itemsize, functools.partial(tensors.read, name)))
+        _write(folder, lazy, shard_bytes)
+    # Of most of the weights: some models have norms in a wider type than matrices.
+    _write_config(folder, config, False, token_ids, max(held, key=lambda kind: held[kind]))
+    return config, sum(sizes.values())
+
+
+def _write(folder: Path, tensors: Sequence[Lazy], shard_bytes: int) -> None:
+    """Writes tensors as one safetensors file, or as several with an index."""
+    folder.mkdir(parents=True, exist_ok=True)
     # Files of an earlier model with more shards would be read along with the new ones.
     for stale in [*folder.glob("model*.safetensors"), *folder.glob(INDEX)]:
         stale.unlink()
@@ -254,13 +204,16 @@ def save_decoder(
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(size for _, size, _ in tensors)}, "weight_map": file_of}
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    values = to_hugging_face(config, scalar=scalar, **token_ids | {"torch_dtype": kind.name})
+
+
+def _write_config(folder: Path, config: DecoderConfig, scalar: bool, token_ids: dict[str, Any], dtype: str) -> None:
+    values = to_hugging_face(config, scalar=scalar, **token_ids | {"torch_dtype": dtype})
     (folder / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
-def _shards(tensors: list[Any], limit: int) -> list[list[Any]]:
+def _shards(tensors: Sequence[Lazy], limit: int) -> list[list[Lazy]]:
     """The (name, bytes, maker) of each file, in order."""
-    shards: list[list[Any]] = [[]]
+    shards: list[list[Lazy]] = [[]]
     used = 0
     for entry in tensors:
         if shards[-1] and used + entry[1] > limit:
@@ -280,10 +233,15 @@ def untied(config: DecoderConfig, params: Any) -> tuple[DecoderConfig, Any]:
 
 
 def fingerprint(params: Any) -> str:
-    """SHA-256 over names, types, shapes and bytes of the parameters: the identity of a policy."""
+    """SHA-256 over names, types, shapes and bytes of the parameters: the identity of a policy.
+
+    Of parameters on several devices, or not in the host's memory, one layer at a time is gathered.
+    """
     h = hashlib.sha256()
     for path, leaf in sorted(jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(params)), key=lambda x: str(x[0])):
-        array = np.ascontiguousarray(leaf)
-        h.update(f"{jax.tree_util.keystr(path)}{array.dtype}{array.shape}".encode())
-        h.update(array.reshape(-1).view(np.uint8).data)
+        name = jax.tree_util.keystr(path)
+        h.update(f"{name}{leaf.dtype}{leaf.shape}".encode())
+        by_layer = "['layers']" in name and not _in_host_memory(leaf)
+        for part in (np.asarray(leaf[i]) for i in range(leaf.shape[0])) if by_layer else [_on_host(leaf)]:
+            h.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
     return h.hexdigest()

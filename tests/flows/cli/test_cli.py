@@ -154,6 +154,7 @@ def test_a_run_does_what_the_plan_said_and_no_more(rlhf, store, record):
 def test_rerun_makes_one_stage_again_and_that_stage_alone(rlhf, store, record):
     out = rlhf("rerun", "first", "--stage", "evaluate", "--no-prefect", "--store", store).stdout
     assert "the output is the same as before" in out
+    assert "+ evaluate.rl" in out
     name = next(p.name for p in (store / "runs").iterdir() if p.name != "first")
     again = record(store, name)
     assert {n for n, s in state(again).items() if s == "made"} == {"evaluate.base", "evaluate.sft", "evaluate.rl"}
@@ -175,11 +176,28 @@ def test_a_stage_that_fails_ends_with_status_1_and_what_was_done_is_kept(rlhf, s
     done = rlhf("run", "smoke", "--no-prefect", "--name", "fails", *sets, code=1)
     assert "failed: reward: NonFinite" in done.stderr
     assert "traceback in" in done.stderr
-    assert "the same command goes on from there" in done.stderr
+    # It would end in the same way.
+    assert "the same command" not in done.stderr
+    assert "what is finished is kept and reused: change what the message names" in done.stderr
     failed = record(store, "fails")
     assert failed["status"] == "failed"
     assert state(failed, "sft", "reward") == {"sft": "hit", "reward": "failed"}
-    assert "NonFinite" in rlhf("show", "fails", "--store", store).stdout
+    shown = next(x for x in rlhf("show", "fails", "--store", store).stdout.splitlines() if x.startswith("  reward"))
+    assert "NonFinite" in shown and " 0.0 s" not in shown and re.search(r"failed +\d+\.\d s", shown)
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        ("ConnectionRefusedError('no answer')", "what is finished is kept; the same command goes on from there"),
+        ("ValueError('no such column')", "what is finished is kept and reused: change what the message names, in the"),
+    ],
+)
+def test_the_same_command_is_advised_only_where_it_may_go_on(rlhf, tmp_path, error, advice):
+    write_files(tmp_path, **{"mine.py": f"def records(seed=0):\n    raise {error}\n"})
+    sets = ["--set", f"store={tmp_path / 'store'}", "--set", "data.source=mine:records"]
+    done = rlhf("run", "smoke", "--no-prefect", *sets, code=1, cwd=tmp_path)
+    assert error[:10] in done.stderr and done.stderr.splitlines()[-1].startswith(advice)
 
 
 def test_ctrl_c_ends_a_run_and_its_worker(store, record, rlhf):

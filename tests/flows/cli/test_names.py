@@ -118,7 +118,7 @@ def test_plan_with_rollouts_of_an_unfinished_run_is_one_line(store):
     unfinished(Store(str(store)))
     done = invoked("plan", "smoke", "--set", "rl.rollouts_from=k1", "--store", store)
     assert done.exit_code == 2 and done.stderr.count("\n") == 1
-    assert "error: rl.rollouts_from: run k1 has no finished round-001.rollout" in done.stderr
+    assert "error: --set rl.rollouts_from: run k1 has no finished round-001.rollout" in done.stderr
 
 
 def test_a_run_is_found_by_the_beginning_of_its_name(store):

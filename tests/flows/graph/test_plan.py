@@ -54,6 +54,14 @@ def test_a_changed_setting_is_named_with_both_values_and_what_follows_waits(smok
     assert tree(smoke_store) == before
 
 
+def test_the_environment_is_named_as_the_recipe_has_it(smoke_store):
+    found = planned(smoke_store, "environment={name: guess}")
+    for name in ("round-000.rollout", "evaluate.base"):
+        reasons = found[name].reasons
+        assert any(r.startswith("environment: null -> {") for r in reasons), name
+        assert not any("rollout.environment" in r or "evaluate.environment" in r for r in reasons), name
+
+
 @pytest.mark.parametrize(
     ("setting", "missing", "reason", "hits"),
     [

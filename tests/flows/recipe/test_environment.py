@@ -8,6 +8,7 @@ import pytest
 
 from flows.recipe.model import Recipe, RecipeError
 from flows.recipe.reading import load_recipe
+from flows.recipe.rescore import rescored
 
 PPO = "algorithm: ppo, critic: {start: policy}"
 BI_LEVEL = "algorithm: ppo, critic: {start: policy, bi_level_gae: true}"
@@ -96,3 +97,19 @@ def test_without_an_environment_nothing_has_its_weight_and_with_one_it_is_the_to
     for text, weight in (("", 0.0), ("environment: {name: guess}\n", 1.0)):
         path.write_text(text)
         assert load_recipe(str(path)).rl.update.environment_weight == weight
+
+
+@pytest.mark.parametrize(
+    ("rewards", "sets", "weight"),
+    [
+        (["exact_match"], [], 0.0),
+        (["game=environment"], [], 1.0),
+        (["game=environment"], ["rl.score.rewards.game.weight=0.5"], 0.5),
+        ([], ["rl.score.rewards.environment.weight=2.0"], 2.0),
+    ],
+)
+def test_a_run_in_an_environment_is_scored_again_by_any_rewards(loaded, rewards, sets, weight):
+    """The update's weight of the environment's rewards follows from the new ones."""
+    record = {"name": "played", "recipe": loaded("").model_dump(mode="json")}
+    again = rescored(record, rewards, sets, "store")
+    assert again.rl.update.environment_weight == weight and again.rl.rollouts_from == "played"

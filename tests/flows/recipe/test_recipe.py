@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from flows.cli.app import app
 from flows.graph.build import build
 from flows.recipe.model import Recipe, RecipeError
 from flows.recipe.places import merge
-from flows.recipe.reading import RECIPES, find_recipe, load_recipe
+from flows.recipe.reading import RECIPES, added, find_recipe, load_recipe
 
 BUILT_IN = sorted(p.stem for p in RECIPES.glob("*.yaml"))
 
@@ -241,8 +243,30 @@ def test_set_reaches_every_depth():
     assert loaded.evaluate is None
 
 
-def test_set_opens_a_section_that_is_null(recipe):
-    assert load_recipe(recipe("sft: null\n"), sets=["sft.epochs=2"]).sft.epochs == 2
+def test_set_opens_a_section_that_is_null_and_that_is_said(recipe):
+    path = recipe("sft: null\n")
+    sets = ["sft.epochs=2", "sft.examples_per_step=4", "reward.epochs=2", "rl=null"]
+    assert load_recipe(path, sets=sets).sft.epochs == 2
+    assert added(path, sets) == [f"--set sft.epochs adds the section sft, which is null in {path}"]
+    assert added(path, ["sft={epochs: 2}", "sft.epochs=3"]) == []
+    done = CliRunner().invoke(app, ["plan", path, "--set", "base.source=random:tiny", "--set", "sft.epochs=2"])
+    assert done.stderr == f"--set sft.epochs adds the section sft, which is null in {path}\n"
+
+
+@pytest.mark.parametrize(
+    ("item", "advice"),
+    [
+        ("rl.update.kl_coef=null", True),
+        ("rl.update.optimizer.warmup_steps=null", True),
+        ("sft.learning_rate=null", False),
+        ("sft.epochs=null", False),
+        ("rl.rollout.completions=null", False),
+    ],
+)
+def test_zero_is_advised_for_null_where_it_is_allowed(item, advice):
+    text = refused("smoke", sets=[item])
+    assert text.startswith(f"--set {item.partition('=')[0]}: expected ")
+    assert text.endswith("not null: leave it out for its default" + ", or set it to 0" * advice)
 
 
 @pytest.mark.parametrize(
@@ -263,6 +287,8 @@ def test_set_opens_a_section_that_is_null(recipe):
         ("sft.epochs", "--set sft.epochs: expected a.b=value"),
         ("=2", "--set =2: expected a.b=value"),
         ("sft=[1", "--set sft=[1: the value is not YAML"),
+        ("data.source_args.day=2026-01-01", "--set data.source_args.day=2026-01-01: Object of type date is not JSON"),
+        ("data.splits=[sft, prompts, heldout]", "--set data.splits: data.splits lacks"),
     ],
 )
 def test_a_wrong_set_is_named(item, message):
@@ -318,17 +344,20 @@ def test_merge_keeps_what_it_is_given():
     ("sets", "message"),
     [
         (["sft.epoch=2"], "--set sft.epoch: unknown key; did you mean epochs?"),
-        (["sft=null", "rl=null"], "nothing would be trained"),
-        (["data.source=/no/such/file.jsonl"], "data.source: source '/no/such/file.jsonl': no such file"),
-        (["data.source=adition"], "data.source: unknown source 'adition' (did you mean 'addition'?)"),
-        (["base.source=/no/such/model.gguf"], "base.source: /no/such/model.gguf does not exist"),
+        (["sft=null", "rl=null"], "--set rl, sft: sft, distill, preference, rl are all null: nothing would be trained"),
+        (["data.source=/no/such/file.jsonl"], "--set data.source: source '/no/such/file.jsonl': no such file"),
+        (["data.source=adition"], "--set data.source: unknown source 'adition' (did you mean 'addition'?)"),
+        (["base.source=/no/such/model.gguf"], "--set base.source: /no/such/model.gguf does not exist"),
         (["distill={teacher: /no/such/model}"], "distill.teacher: /no/such/model does not exist"),
         (
             ["rl.score.rewards.exact.function=exact_mach"],
-            "rl.score.rewards.exact.function: no reward function 'exact_mach'; did you mean exact_match?",
+            "--set rl.score.rewards.exact.function: no reward function 'exact_mach'; did you mean exact_match?",
         ),
-        (["rl.rollout.max_tokens=512"], "rl.rollout.max_tokens 512 leaves no room for a prompt: random:tiny has 512"),
-        (["evaluate.judge=nothing_here:f"], "evaluate.judge: no module 'nothing_here' can be imported"),
+        (
+            ["rl.rollout.max_tokens=512"],
+            "--set rl.rollout.max_tokens 512 leaves no room for a prompt: random:",
+        ),
+        (["evaluate.judge=nothing_here:f"], "--set evaluate.judge: no module 'nothing_here' can be imported"),
     ],
 )
 @pytest.mark.parametrize("verb", ["run", "plan"])

@@ -27,6 +27,7 @@ def lines_of(state: str, **changes: dict) -> str:
     for name, metrics in (METRICS | changes).items():
         config = NODES[name].config.model_dump(mode="json")
         reporter.stage_ended(NODES[name], state, {"metrics": metrics, "config": config}, 1.0)
+    reporter.run_ended()
     return out.getvalue()
 
 
@@ -40,6 +41,20 @@ def test_what_was_not_made_now_has_no_speed(state, speeds):
 def test_a_round_without_rewards_says_so():
     nothing = {"reward": None, "zero_variance": 1.0, "reward_exact": None}
     assert "reward none" in lines_of("made", **{"round-000.score": nothing})
+
+
+def test_stages_of_a_round_that_does_not_get_to_its_update_have_lines_of_their_own():
+    out = io.StringIO()
+    reporter = ConsoleReporter(Console(file=out, width=200, highlight=False))
+    for name, state in (("round-000.rollout", "hit"), ("round-000.score", "made")):
+        reporter.stage_ended(NODES[name], state, {"metrics": METRICS[name], "config": {}}, 1.0)
+    assert not out.getvalue()
+    reporter.run_ended()
+    rollout, score = out.getvalue().splitlines()
+    assert rollout.startswith("= round-000.rollout") and "cached" in rollout
+    assert score.startswith("+ round-000.score") and "reward 4.469" in score
+    whole = lines_of("made")
+    assert "round-000.score" not in whole and "+ round-000 " in whole
 
 
 def test_time_left_is_told_from_the_second_step_on(monkeypatch):

@@ -59,6 +59,22 @@ def test_a_run_that_nothing_has_touched_keeps_every_law(run):
     assert verdicts["fates"].finding.checked == verdicts["scores"].finding.checked == 96
 
 
+def test_a_law_counts_what_its_unit_names(run):
+    """Evaluations by one judge each; three rounds of one table; held-out prompts that are in several splits."""
+    found = {v.law.name: f"{v.finding.checked} {v.finding.unit}" for v in audit(*run)}
+    artifacts = AuditedRun(*run).artifacts
+    splits = {f["path"].split("/")[0] for f in artifacts["prepare"].manifest["files"]}
+    tables = [pq.read_table(artifacts["prepare"].local(f"{split}/")) for split in splits & set(HELD_OUT)]
+    heldout = {prompt for table in tables for prompt in table["prompt"].to_pylist()}
+    assert len(heldout) < sum(map(len, tables))
+    evaluations = sum(artifact.stage == "evaluate" for artifact in artifacts.values())
+    assert found["leakage"] == f"{len(heldout)} held-out prompts"
+    assert found["evaluations"] == f"{evaluations} scores"
+    assert found["places"] == "24 places"
+    assert found["failures"] == found["on-policy"] == "3 tables"
+    assert found["learning"] == "3 rounds"
+
+
 def swap_scores(rows):
     """As a join by prompt and sample would leave them."""
     rows[0]["rewards"], rows[5]["rewards"] = rows[5]["rewards"], rows[0]["rewards"]
@@ -354,7 +370,7 @@ def test_a_choice_is_the_best_candidate_file_by_file(tmp_path, chosen, content, 
     settings = {"config": {"metric": "pass_at_2"}, "metrics": {"round": chosen}, "inputs": inputs}
     choice = made(store, tmp_path / "s", "select", "s", {"policy.json": content}, **settings)
     finding = one_law("choice", store, entries(select=choice))
-    assert finding.checked == 2 and finding.broken == cases
+    assert (finding.checked, finding.unit) == (1, "choices") and finding.broken == cases
 
 
 @pytest.mark.slow

@@ -31,12 +31,42 @@ def no_objective():
 def problems(size, seed=0):
     yield {}
 """
+ENVIRONMENTS = """
+raise SystemExit("executed")
+import dataclasses
+from abc import ABC
+from elsewhere import Unknown
+from helpers import Base
+
+class Door:
+    def __init__(self, high=7, *, colour="red"): ...
+
+class Gate(Door): ...
+class Bare(ABC): ...
+class Needy:
+    def __init__(self, level, task=None): ...
+class Wall(Base): ...
+class Strange(Unknown): ...
+class Grid:
+    def __init__(self, size=3): ...
+@dataclasses.dataclass
+class Data:
+    size: int = 3
+def made(high=7): ...
+def tool(text: str, path: str) -> str: ...
+"""
+HELPERS = """
+def shared(prompts, completions, *, x=1): ...
+class Base:
+    def __init__(self, rows): ...
+"""
 MINE = "rl.score.rewards={mine: {function: 'own_code:%s', arguments: %s}}"
 
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    write_files(tmp_path, **{"own_code.py": CODE, "helpers.py": "def shared(prompts, completions, *, x=1): ...\n"})
+    write_files(tmp_path, **{"own_code.py": CODE})
+    write_files(tmp_path, **{"own_env.py": ENVIRONMENTS, "helpers.py": HELPERS})
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -80,6 +110,51 @@ def test_what_cannot_be_called_is_refused_before_any_work(own, sets, message):
 )
 def test_what_can_be_called_is_accepted_and_nothing_is_executed(own, sets):
     check(load_recipe("smoke", sets=[f"store={own / 'store'}", *sets]))
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ("{name: 'own_env:Dor'}", "environment.name: own_env.py has no class 'Dor'; did you mean Door?"),
+        ("{name: 'own_env:Door', arguments: {hihg: 3}}", "own_env:Door takes no argument 'hihg'; did you mean high?"),
+        ("{name: 'own_env:Gate', arguments: {pieces: 3}}", "own_env:Gate takes no argument 'pieces'; there are high, "),
+        ("{name: 'own_env:Bare', arguments: {high: 3}}", "own_env:Bare takes no argument 'high'; it takes none"),
+        ("{name: 'own_env:Needy'}", "environment.arguments: own_env:Needy needs level, which the recipe does not give"),
+        ("{name: 'own_env:Wall', arguments: {columns: 3}}", "own_env:Wall takes no argument 'columns'"),
+        ("{name: 'own_env:made', arguments: {low: 3}}", "own_env:made takes no argument 'low'; there are high"),
+        ("{name: 'own_env:Grid', arguments: {options: 3}}", "own_env:Grid takes no argument 'options'"),
+        ("{name: gues}", "environment.name: environment 'gues': did you mean guess?"),
+        ("{name: calculator}", "environment.name: environment 'calculator' is made of tools alone"),
+        ("{name: guess, arguments: {hihg: 3}}", "environment.arguments: guess takes no argument 'hihg'; did you mean"),
+        ("{name: sokoban, arguments: {size: 99}}", "environment.arguments: environment sokoban: argument size must be"),
+        ("{tools: [calculater]}", "environment.tools: no tool 'calculater'; did you mean calculator?"),
+        ("{tools: ['own_env:tol']}", "environment.tools: own_env.py has no function 'tol'; did you mean tool?"),
+        ("{tools: ['own_env:tool'], tool_arguments: {tool: {pth: a}}}", "tool_arguments.tool: own_env:tool takes no"),
+    ],
+)  # fmt: skip
+def test_an_environment_that_cannot_be_made_is_refused_before_any_work(own, environment, message):
+    with pytest.raises(RecipeError) as e:
+        check(load_recipe("smoke", sets=[f"store={own / 'store'}", f"environment={environment}"]))
+    assert message in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        "{name: 'own_env:Door', arguments: {high: 3, colour: blue}}",
+        "{name: 'own_env:Needy', arguments: {level: 3}}",
+        "{name: 'own_env:Strange', arguments: {anything: 3}}",
+        "{name: 'own_env:Data', arguments: {size: 3}}",
+        "{name: 'own_env:Grid', arguments: {size: 4, actions: [up, down], options: 3}}",
+        "{name: 'own_env:made'}",
+        "{name: 'gymnasium:Any-v1', arguments: {anything: 3}}",
+        "{name: guess, arguments: {high: 3}}",
+        "{tools: [calculator, 'own_env:tool', 'mcp:server'], tool_arguments: {tool: {path: a}}}",
+        "{agent: [agent]}",
+    ],
+)
+def test_an_environment_that_can_be_made_is_accepted_and_nothing_is_executed(own, environment):
+    check(load_recipe("smoke", sets=[f"store={own / 'store'}", f"environment={environment}"]))
 
 
 def test_names_that_a_tree_cannot_tell_are_accepted(tmp_path, monkeypatch):

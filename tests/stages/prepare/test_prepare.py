@@ -220,6 +220,23 @@ def test_the_log_says_what_was_lost_and_why(run, pairs, tmp_path, capsys):
     assert "did you mean `answer`" in line
 
 
+def test_a_pattern_that_takes_parts_of_numbers_is_told_with_a_record(run, tmp_path, capsys):
+    records = [{"question": f"How many, {i}?", "answer": f"So.\n#### {i * 300 + 7:,}"} for i in range(30)]
+    taken = {"from": "answer", "pattern": r"#### (\d+)"}
+    settings = {"fields": {"prompt": "question", "answer": taken}, "splits": ["prompts", "heldout"]}
+    metrics, out = run(Config(source=write(tmp_path / "data.jsonl", records), chunk_megabytes=0.0002, **settings))
+    example = "data.jsonl, record 5: '#### (\\\\d+)' takes '1' of '1,207'"
+    assert metrics["extracted"] == {"answer": {"values": ["7", "307"], "parts": 26, "example": example}}
+    told = f"prepare: the pattern of `fields.answer` takes a part of a number in 26 records ({example})"
+    assert told in capsys.readouterr().out
+    assert "Extracted by patterns" in (out / "card.html").read_text()
+
+    taken["pattern"] = r"#### ([\d,]+)"
+    metrics, _ = run(Config(source=write(tmp_path / "data.jsonl", records), **settings))
+    assert metrics["extracted"] == {"answer": {"values": ["7", "307"], "parts": 0, "example": None}}
+    assert "a part of a number" not in capsys.readouterr().out
+
+
 def test_prompts_without_a_completion_are_prompts_whatever_share_feeds_sft(run, tmp_path):
     records = [{"prompt": f"{i}?", "answer": str(i)} for i in range(40)]
     records += [{"prompt": f"{i}!", "completion": str(i)} for i in range(40)]
@@ -238,7 +255,11 @@ def test_prompts_without_a_completion_are_prompts_whatever_share_feeds_sft(run, 
         ([], {"max_completion_tokens": 1}, "no rows for `sft`.*sft:completion_too_long.*leave it out of `data.splits`"),
         ([], {"heldout_fraction": 0.0}, "no rows for `heldout`: heldout_fraction is 0.0"),
         ([], {"sft_fraction": 1.0}, "no rows for `prompts`.*use 'all-training'"),
-        ([{"promt": "x"}] * 20, {}, "20 of 80 records .*dead.parquet.*did you mean `prompt`"),
+        (
+            [{"promt": "x"}] * 20,
+            {},
+            r"20 of 80 .* \(max_dead_fraction is 0.1\); .*dead.parquet.*did you mean `prompt`",
+        ),
         ([{"promt": "x"}] * 2, {"max_dead_records": 1}, "2 of 62 records .*max_dead_records 1"),
         (
             [{"prompt": "x " * 600}],

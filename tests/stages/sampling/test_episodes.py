@@ -99,6 +99,14 @@ def test_the_trained_ids_are_the_sampled_ids_and_nothing_else_is(made):
         assert row.token_ids == [*expected, *mine[-1].token_ids]
 
 
+def test_lengths_are_of_what_the_policy_sampled(made):
+    """No token of an observation: a policy does not grow where its environment says more."""
+    episodes, metrics = rows(made["artifact"], "trajectories", TrajectoryRow), made["metrics"]
+    assert any(e.observed_tokens for e in episodes)
+    assert metrics["tokens"] == sum(e.sampled_tokens for e in episodes)
+    assert metrics["mean_length"] == metrics["tokens"] / len(episodes)
+
+
 def test_a_group_is_a_task_and_the_environment_rewards_it(inputs, made):
     config = score.Config(rewards={ENVIRONMENT: Reward(function=ENVIRONMENT)}, workers=1)
     _, scores = perform(score, config, inputs["folder"] / "score", inputs["memory"], rollouts=made["artifact"])
@@ -147,6 +155,8 @@ def test_an_environment_that_fails_leaves_the_statistics_and_too_many_end_the_st
     assert [e.place for e in episodes if e.status == "failed"] == [1] * SAMPLES
     assert all(e.reward is None and e.success is None and e.tries == 2 for e in episodes if e.place == 1)
     assert metrics["failed_episodes"] == SAMPLES and metrics["success"] == 1.0
+    ended = [e.sampled_tokens for e in episodes if e.status != "failed"]
+    assert metrics["mean_length"] == sum(ended) / len(ended)
     config = score.Config(rewards={ENVIRONMENT: Reward(function=ENVIRONMENT)}, workers=1)
     _, scores = perform(score, config, inputs["folder"] / "flaky-score", inputs["memory"], rollouts=artifact)
     assert [s.total for s in rows(scores, "scores", ScoreRow)] == [1.0] * 4 + [None] * 4 + [1.0] * 4
@@ -160,6 +170,7 @@ def test_an_evaluation_plays_the_held_out_tasks_and_tells_what_chance_reaches(in
     episodes = rows(artifact, "trajectories", TrajectoryRow)
     assert [v.score for v in verdicts] == [float(e.success) for e in episodes]
     assert metrics["score"] == pytest.approx(sum(v.score for v in verdicts) / len(verdicts))
+    assert metrics["mean_length"] == sum(e.sampled_tokens for e in episodes) / len(episodes)
     # Three guesses find any of the three hidden numbers blindly.
     assert metrics["levels"] == {"random": pytest.approx(1 - 0.75**3), "blind": 1.0, "optimal": 1.0, "exact": True}
 

@@ -201,6 +201,30 @@ def test_a_judge_that_is_down_and_then_up_leaves_no_trace(tmp_path, rollouts):
     assert metrics["failed"] == 0 and metrics["reward_j"] == pytest.approx((1 + 2 + 3 + 4 + 1 + 2) / 6 / 10)
 
 
+@pytest.mark.parametrize("given", [{}, {"on_failure": "stop"}])
+def test_a_function_that_fails_on_one_completion_and_not_on_a_group_is_told_of_batch(tmp_path, rollouts, given):
+    reward = Reward(function="tests.stages.score.functions:standardised", **given)
+    told = r"two data points.*does not fail: rl\.score\.rewards\.r\.batch: group"
+    with pytest.raises((TooManyFailures, RewardFailed), match=told):
+        score.run(context(tmp_path / "a", rollouts, rewards={"r": reward})[0])
+    ctx, _ = context(tmp_path / "b", rollouts, rewards={"r": reward.model_copy(update={"batch": "group"})})
+    assert score.run(ctx)["failed"] == 0
+
+
+def test_a_function_that_fails_on_groups_too_is_not_told_of_batch(tmp_path, rollouts):
+    (tmp_path / "broken").touch()
+    arguments = {"broken": str(tmp_path / "broken")}
+    reward = Reward(function="tests.stages.score.functions:flaky", arguments=arguments)
+    with pytest.raises(TooManyFailures) as told:
+        score.run(context(tmp_path / "a", rollouts, rewards={"r": reward})[0])
+    assert "batch" not in str(told.value)
+
+
+def test_a_constant_function_is_not_told_of_batch(tmp_path, rollouts):
+    rewards = {name: Reward(function=f"tests.stages.score.functions:{name}") for name in ("constant", "relative")}
+    assert score.run(context(tmp_path / "a", rollouts, rewards=rewards)[0])["alike"] == ["relative"]
+
+
 @pytest.mark.parametrize(("batch", "size"), [("sample", 1), ("group", 3), ("round", 6)])
 def test_a_function_sees_a_completion_a_group_or_the_round(tmp_path, rollouts, batch, size):
     reward = Reward(function="tests.stages.score.functions:relative", batch=batch)

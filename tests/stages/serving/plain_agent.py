@@ -52,6 +52,11 @@ def hang():
     time.sleep(600)
 
 
+def large():
+    say("one")
+    print(json.dumps({"reward": len(bytearray(TASK["megabytes"] * 2**20))}))
+
+
 def silent():
     print('{"reward": 1}')
 

@@ -110,6 +110,24 @@ def test_a_deadline_ends_a_program_with_all_that_it_started(engine, tmp_path):
         time.sleep(0.05)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux")
+def test_a_program_that_takes_more_memory_than_allowed_is_told_of_the_limit(engine):
+    settings = PLAIN.model_copy(update={"megabytes": 128, "tries": 1})
+    less, more = play(engine, [{"do": "large", "megabytes": megabytes} for megabytes in (16, 256)], settings)
+    assert (less.status, less.reward) == ("done", 16 * 2**20)
+    assert (more.status, more.reward) == ("failed", None)
+    assert more.reason.startswith("crash of the program: ") and more.reason.endswith(
+        "ended with status 1: MemoryError (environment.megabytes gives each of its processes 128 MB)"
+    )
+
+
+def test_a_program_that_is_not_there_is_told(engine):
+    settings = PLAIN.model_copy(update={"agent": ["no-such-program"], "tries": 1})
+    [ended] = play(engine, [{}], settings)
+    assert ended.status == "failed" and "no-such-program" in ended.reason.partition(":")[2]
+    assert "not found" in ended.reason or "No such file" in ended.reason
+
+
 def test_through_an_engine_that_only_answers_requests_an_episode_is_the_same(made, engine):
     """As HTTP servers do: each turn is a request of its own."""
     [ended] = play(Turns(engine, 1), [{"do": "two_turns"}], temperature=HOT)

@@ -167,6 +167,26 @@ def test_differences_names_each_leaf_with_both_values():
     assert differences({"a": {}}, {"a": 1}) == ["a: {} -> 1"]
 
 
+def test_differences_of_lists_are_those_of_their_items_where_a_line_cannot_hold_them():
+    sources = [{"source": f"data/{'very/long/' * 6}{name}.jsonl", "weight": 1.0} for name in "abc"]
+    changed = [sources[0], sources[1] | {"weight": 2.0}, {"source": sources[2]["source"][:-7] + "d.jsonl"}]
+    weight, source, gone = differences({"data": {"sources": sources}}, {"data": {"sources": changed}})
+    assert weight == "data.sources[1].weight: 1.0 -> 2.0"
+    assert source.startswith("data.sources[2].source: ") and "c.jsonl" in source and "d.jsonl" in source
+    assert gone == "data.sources[2].weight: gone (was 1.0)"
+    assert differences({"a": [{"b": 1}]}, {"a": [{"b": 1}, {"b": 2}]}) == ['a[1]: new, {"b": 2}']
+    assert differences({"a": [[1, 2], [3]]}, {"a": [[1, 5]]}) == ["a[0]: [1, 2] -> [1, 5]", "a[1]: gone (was [3])"]
+    words = ["a long enough word"] * 9
+    assert differences({"a": words}, {"a": [*words[:4], "another", *words[5:]]}) == [
+        'a[4]: "a long enough word" -> "another"'
+    ]
+
+
+def test_long_texts_that_begin_alike_are_shown_where_they_differ():
+    (line,) = differences({"a": "x" * 200 + "old"}, {"a": "x" * 200 + "new"})
+    assert line == f'a: "…{"x" * 20}old" -> "…{"x" * 20}new"'
+
+
 def test_who_reads_a_url_is_neither_in_a_key_nor_in_a_record():
     config, other = (stage("base").config(source=f"s3://{user}bucket/a@b") for user in ("me:secret@", "you:hidden@"))
     assert config_content(config) == config_content(other) == {"source": "s3://bucket/a@b"}

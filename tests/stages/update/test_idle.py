@@ -12,6 +12,7 @@ from stages.update.settings import Config
 from tuning.algorithms.round_data import RoundData
 
 YES, NO = np.ones(4, bool), np.zeros(4, bool)
+SOME, LAST = np.arange(4) < 3, np.arange(4) == 3
 DATA = RoundData([[1]] * 4, [[2]] * 4, [[0.0]] * 4, np.arange(4) // 2, np.ones(4, np.float32), YES, NO)
 NOTHING = {"steps": 0, "groups": 2, "tied": 2, "informative": 0}
 
@@ -27,7 +28,11 @@ def parent(name="sft", **metrics):
         ({"valid_N": NO}, NOTHING, "keep", "none of the 4 completions has a reward"),
         ({"truncated_N": YES}, NOTHING, "mask", r"cut off at max_tokens \(4\), and truncated is mask"),
         ({"truncated_N": YES}, NOTHING, "mask-loss", r"cut off at max_tokens \(4\), and truncated is mask-loss"),
-        ({"truncated_N": YES}, NOTHING, "keep", "score alike"),
+        ({"truncated_N": YES}, NOTHING, "keep", r"\(0 of 4 have no reward, 4 were cut off and kept\)"),
+        ({"truncated_N": SOME}, NOTHING, "keep", r"0 of 4 have no reward, 3 were cut off and kept\)"),
+        ({"truncated_N": SOME}, NOTHING, "mask", r"0 of 4 have no reward, 3 were cut off and masked\)"),
+        # What has no reward and was cut off too is told once.
+        ({"truncated_N": SOME, "valid_N": LAST}, NOTHING, "keep", r"\(3 of 4 have no reward, 0 were cut off\)"),
         ({}, NOTHING | {"steps": 2}, "keep", "score alike .*; its steps followed KL and entropy alone"),
         # No group ties for an algorithm with the round's baseline.
         ({}, NOTHING | {"steps": 2, "tied": 0}, "keep", "score alike .*; its steps followed KL and entropy alone"),

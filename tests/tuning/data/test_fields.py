@@ -39,6 +39,26 @@ def test_values_by_path_pattern_and_template(spec, value):
     assert Mapper(fields={"x": spec})(RECORD)["x"] == value
 
 
+@pytest.mark.parametrize(
+    ("text", "pattern", "value", "number"),
+    [
+        ("#### 1,028", r"#### (\d+)", "1", "1,028"),
+        ("#### 3.5", r"#### (\d+)", "3", "3.5"),
+        ("#### 72", r"#### (\d)", "7", "72"),
+        ("#### 1,028", r"\d+", "028", "1,028"),
+        ("#### 1,028", r"#### ([\d,]+)", "1,028", None),
+        ("#### 72, or so.", r"#### (\d+)", "72", None),
+        ("It is 72.", r"(\d+)", "72", None),
+        ("(3, 4)", r"(\d+)", "4", None),
+        ("1,028 #### seven", r"#### (.*)", "seven", None),
+    ],
+)
+def test_a_pattern_that_takes_a_part_of_a_number_is_known(text, pattern, value, number):
+    mapper = Mapper(fields={"answer": {"from": "answer", "pattern": pattern}})
+    assert mapper({"answer": text})["answer"] == value
+    assert mapper.found == [fields.Found("answer", pattern, value, number)]
+
+
 def test_a_field_that_was_read_leaves_unless_it_is_one_of_the_record():
     made = Mapper({"score": None}, {"prompt": "question", "x": {"from": "answer", "pattern": "5"}})(RECORD)
     assert made.keys() == {"prompt", "x", "answer", "messages", "a.b"}

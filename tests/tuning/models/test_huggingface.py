@@ -9,11 +9,15 @@ import pytest
 from flax import nnx
 from safetensors.numpy import save_file
 
+from tuning.axes import Axes
+from tuning.mesh import make_mesh
 from tuning.models import huggingface as hf
+from tuning.models import tensors
 from tuning.models.attention import packed_attention
 from tuning.models.config import DecoderConfig, UnsupportedModel
 from tuning.models.config_json import from_hugging_face, to_hugging_face
 from tuning.models.decoder import decoder_graph, scalar_graph
+from tuning.models.sharding import shardings
 
 torch = pytest.importorskip("torch", reason="parity needs torch")
 
@@ -155,13 +159,13 @@ def test_values_that_would_be_guessed_are_refused(change, message):
 
 def test_missing_and_foreign_tensors_are_named(tmp_path):
     params = hf.random_params(config(True), 1)
-    tensors = dict(hf.tensors_from_params(nnx.to_pure_dict(params)))
-    gone = {k: v for k, v in tensors.items() if "layers.1.mlp.up" not in k}
+    named = dict(hf.tensors_from_params(nnx.to_pure_dict(params)))
+    gone = {k: v for k, v in named.items() if "layers.1.mlp.up" not in k}
     with pytest.raises(UnsupportedModel, match="1 tensors missing, first model.layers.1.mlp.up_proj.weight"):
         hf.params_from_tensors(config(True), gone.items(), "here")
     with pytest.raises(UnsupportedModel, match="unexpected tensor model.layers.0.extra"):
-        hf.params_from_tensors(config(True), (tensors | {"model.layers.0.extra": np.ones(2)}).items(), "here")
-    bent = tensors | {"model.layers.1.mlp.up_proj.weight": np.ones((3, 5), np.float32)}
+        hf.params_from_tensors(config(True), (named | {"model.layers.0.extra": np.ones(2)}).items(), "here")
+    bent = named | {"model.layers.1.mlp.up_proj.weight": np.ones((3, 5), np.float32)}
     with pytest.raises(UnsupportedModel, match=r"up_proj.weight has shape \(3, 5\), the config asks for \(80, 48\)"):
         hf.params_from_tensors(config(True), bent.items(), "here")
 
@@ -183,7 +187,7 @@ def test_another_type_is_saved_rounded_once_and_loads_in_transformers(tmp_path):
 def test_saving_again_replaces_shards_of_before(tmp_path):
     params = hf.random_params(config(True), 1)
     hf.save_decoder(tmp_path, config(True), params, {}, shard_bytes=30_000)
-    assert (tmp_path / hf.INDEX).is_file()
+    assert (tmp_path / tensors.INDEX).is_file()
     hf.save_decoder(tmp_path, config(True), params, {})
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["config.json", "model.safetensors"]
 
@@ -211,34 +215,42 @@ def test_quantised_tensors_are_refused(tmp_path):
         hf.load_decoder(tmp_path)
 
 
-def test_parameters_land_where_shardings_say(tmp_path):
+def test_parameters_land_where_the_mesh_says(tmp_path):
     params = hf.random_params(config(False), 1)
     hf.save_decoder(tmp_path, config(False), params, {})
-    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("data",))
-    shardings = jax.tree.map(
-        lambda x: jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*[None] * (x.ndim - 1), "data")), params
-    )
-    _, placed = hf.load_decoder(tmp_path, shardings)
-    assert jax.tree.leaves(jax.tree.map(lambda x: x.sharding, placed)) == jax.tree.leaves(shardings)
+    mesh = make_mesh(Axes(), jax.devices()[:1])
+    _, placed = hf.load_decoder(tmp_path, mesh)
+    where = jax.tree.leaves(shardings(params, mesh))
+    assert [x.sharding for x in jax.tree.leaves(placed)] == where
     assert hf.fingerprint(placed) == hf.fingerprint(params)
+
+
+def test_matrices_may_be_loaded_in_the_type_of_computation(tmp_path):
+    hf.save_decoder(tmp_path, config(False), hf.random_params(config(False), 1), {})
+    _, wide = hf.load_decoder(tmp_path)
+    _, narrow = hf.load_decoder(tmp_path, dtype="bfloat16")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(narrow)):
+        kind = jnp.float32 if "norm" in jax.tree_util.keystr(path) else jnp.bfloat16
+        assert leaf.dtype == kind, path
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype(a.dtype)), narrow, wide)
 
 
 def test_loading_holds_one_parameter_on_the_host(tmp_path, monkeypatch):
     hf.save_decoder(tmp_path, config(False), hf.random_params(config(False), 1), {}, shard_bytes=30_000)
     held, most = set(), []
 
-    def aligned(like):
-        array = np.zeros(like.shape, like.dtype)
+    def aligned(shape, dtype):
+        array = np.zeros(shape, dtype)
         held.add(id(array))
         most.append(len(held))
         return array
 
-    def put(array, sharding):
+    def put(array):
         held.remove(id(array))
         return jnp.array(array)
 
-    monkeypatch.setattr(hf, "_aligned", aligned)
-    monkeypatch.setattr(hf.jax, "device_put", put)
+    monkeypatch.setattr(tensors, "_aligned", aligned)
+    monkeypatch.setattr(tensors.jax, "device_put", put)
     hf.load_decoder(tmp_path)
     assert len(most) == 12 and max(most) == 1
 
@@ -248,12 +260,12 @@ def test_what_is_read_is_not_copied_again_on_cpu(tmp_path, monkeypatch):
     hf.save_decoder(tmp_path, config(False), hf.random_params(config(False), 1), {})
     same, put = [], jax.device_put
 
-    def device_put(array, sharding):
-        placed = put(array, sharding)
+    def device_put(array):
+        placed = put(array)
         same.append(placed.unsafe_buffer_pointer() == array.ctypes.data)
         return placed
 
-    monkeypatch.setattr(hf.jax, "device_put", device_put)
+    monkeypatch.setattr(tensors.jax, "device_put", device_put)
     hf.load_decoder(tmp_path)
     assert same == [True] * 12
 
@@ -264,3 +276,30 @@ def test_a_folder_without_a_model_says_what_it_lacks(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(to_hugging_face(config(True))))
     with pytest.raises(FileNotFoundError, match="holds no"):
         hf.load_decoder(tmp_path)
+
+
+def test_a_copied_folder_keeps_the_type_of_each_tensor_and_drops_what_is_not_read(tmp_path):
+    source, copied = tmp_path / "source", tmp_path / "copied"
+    hf.save_decoder(source, config(True), hf.random_params(config(True), 1), {}, dtype="bfloat16")
+    with tensors.Tensors(source) as read:
+        named = {name: read.read(name) for name in read.shapes}
+    norms = {name: value.astype(np.float32) for name, value in named.items() if "norm" in name}
+    more = {"lm_head.weight": named["model.embed_tokens.weight"], "x.rotary_emb.inv_freq": np.ones(2, np.float32)}
+    save_file(named | norms | more, source / "model.safetensors")
+    cfg, count = hf.copy_decoder(source, copied, {"eos_token_id": 2}, shard_bytes=30_000)
+    assert cfg == config(True) and count == sum(x.size for x in named.values())
+    assert len(list(copied.glob("*.safetensors"))) > 2
+    about = json.loads((copied / "config.json").read_text())
+    assert about["torch_dtype"] == "bfloat16" and about["eos_token_id"] == 2
+    with tensors.Tensors(copied) as read:
+        assert read.kinds == {name: "F32" if name in norms else "BF16" for name in named}
+    assert hf.fingerprint(hf.load_decoder(copied)[1]) == hf.fingerprint(hf.load_decoder(source)[1])
+
+
+def test_a_folder_that_lacks_a_tensor_is_not_copied(tmp_path):
+    hf.save_decoder(tmp_path, config(True), hf.random_params(config(True), 1), {})
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"num_hidden_layers": 4}))
+    with pytest.raises(UnsupportedModel, match="9 tensors missing, first model.layers.3.input_layernorm.weight"):
+        hf.copy_decoder(tmp_path, tmp_path / "copied", {})
+    assert not (tmp_path / "copied").exists()

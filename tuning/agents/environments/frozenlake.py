@@ -165,14 +165,19 @@ ENVIRONMENT = FrozenLake
 
 
 def records(
-    seed: int = 0, transcripts: int = 96, prompts: int = 32, heldout: int = 64, **arguments: Any
+    seed: int = 0,
+    transcripts: int = 96,
+    prompts: int = 32,
+    heldout: int = 64,
+    skilled: float = 0.0,
+    **arguments: Any,
 ) -> Iterator[RawRecord]:
     """Transcripts of random steps, and tasks. About a quarter of the maps is held out from all others.
 
     Small lakes have few maps (3x3 with two holes: 19, 6 of them held out), so several tasks share one.
 
     Args:
-        arguments: of `FrozenLake`.
+        skilled: share of the transcripts that are of perfect play. arguments: of `FrozenLake`.
     Raises:
         ValueError: arguments that do not fit.
     """
@@ -187,6 +192,7 @@ def records(
         heldout,
         lambda number: json.dumps(rules.anchor(rules.lake(number))),
         rules.together,
+        skilled,
     )
 
 

@@ -8,6 +8,7 @@ search     levels from the same rules (`tuning.agents.environments.search`)
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections.abc import Hashable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
@@ -67,6 +68,10 @@ class Table(Rules[State], Protocol[State]):
         """The state as JSON: equal where the policy is in an equal place."""
 
 
+SOON = 0.99
+"""Of two ways to win, perfect play takes the shorter: a win counts this much less a move later."""
+
+
 class Played(Generic[State]):
     """A game as a text environment: reward 1 when it is won, else 0.
 
@@ -80,6 +85,7 @@ class Played(Generic[State]):
         self.rules = rules
         self._random: random.Random | None = None
         self._used = 0
+        self._ahead = functools.cache(self._worth)
 
     def reset(self, *, seed: int) -> tuple[str, dict[str, Any]]:
         """Begins an episode."""
@@ -92,6 +98,12 @@ class Played(Generic[State]):
     def moves(self) -> list[str]:
         """The valid moves now."""
         return list(self.rules.moves(self._state))
+
+    def best(self) -> list[str]:
+        """The moves of perfect play, which wins as often as can be, and then as soon."""
+        left = self.rules.limit - self._used
+        worth = {move: self._expected(self._state, move, left) for move in self.moves()}
+        return [move for move, value in worth.items() if value > max(worth.values()) - 1e-9]
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Plays the moves of a turn, up to the end of the game. Raises RuntimeError outside an episode."""
@@ -120,6 +132,16 @@ class Played(Generic[State]):
         if terminated or truncated:
             self._random = None
         return text, value or 0.0, terminated, truncated, info
+
+    def _expected(self, state: State, move: str, left: int) -> float:
+        return SOON * sum(o.probability * self._ahead(o.state, left - 1) for o in self.rules.after(state, move))
+
+    def _worth(self, state: State, left: int) -> float:
+        """Expected value of a state by perfect play in `left` moves."""
+        value = self.rules.value(state)
+        if value is not None or left == 0:
+            return value or 0.0
+        return max(self._expected(state, move, left) for move in self.rules.moves(state))
 
     def _refusal(self) -> str:
         valid = ", ".join(self.moves())

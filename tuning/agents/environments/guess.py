@@ -51,6 +51,10 @@ class Guess:
         """The valid guesses."""
         return [str(number) for number in range(1, self.high + 1)]
 
+    def best(self) -> list[str]:
+        """The guess that halves what is left."""
+        return [str((self._low + self._high) // 2)]
+
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Takes one guess. Raises RuntimeError outside an episode."""
         if self._left == 0:
@@ -88,9 +92,15 @@ ENVIRONMENT = Guess
 
 
 def records(
-    seed: int = 0, transcripts: int = 84, prompts: int = 14, heldout: int = 70, high: int = 7, guesses: int = 3
+    seed: int = 0,
+    transcripts: int = 84,
+    prompts: int = 14,
+    heldout: int = 70,
+    high: int = 7,
+    guesses: int = 3,
+    skilled: float = 0.0,
 ) -> Iterator[RawRecord]:
-    """Transcripts of random guesses, which succeed as often as chance, and tasks.
+    """Transcripts of random guesses, which succeed as often as chance, with a share `skilled` that halves; and tasks.
 
     Held-out tasks are other episodes of the same game: the numbers are the same, since a policy that was trained with
     some of them alone would learn to guess these. `prompts` and `heldout` are multiples of `high`, so that both cover
@@ -101,7 +111,7 @@ def records(
     for argument, count in (("transcripts", transcripts), ("prompts", prompts), ("heldout", heldout)):
         if count % high:
             raise ValueError(f"argument {argument} must be a multiple of high = {high}, got {count}")
-    return records_of("guess", Guess(high, guesses), seed, transcripts, prompts, heldout)
+    return records_of("guess", Guess(high, guesses), seed, transcripts, prompts, heldout, skilled=skilled)
 
 
 def levels(

@@ -176,17 +176,22 @@ ENVIRONMENT = Nim
 
 
 def records(
-    seed: int = 0, transcripts: int = 64, prompts: int = 16, heldout: int = 64, **arguments: Any
+    seed: int = 0,
+    transcripts: int = 64,
+    prompts: int = 16,
+    heldout: int = 64,
+    skilled: float = 0.0,
+    **arguments: Any,
 ) -> Iterator[RawRecord]:
     """Transcripts of random takes, and tasks. Held-out tasks are other matches of the same game: the seed says who
     begins and what the opponent draws.
 
     Args:
-        arguments: of `Nim`.
+        skilled: share of the transcripts that are of perfect play. arguments: of `Nim`.
     Raises:
         ValueError: arguments that do not fit.
     """
-    return records_of("nim", Nim(**known("nim", Nim, arguments)), seed, transcripts, prompts, heldout)
+    return records_of("nim", Nim(**known("nim", Nim, arguments)), seed, transcripts, prompts, heldout, skilled=skilled)
 
 
 def levels(tasks: Sequence[Task], turns: int | None = None, **arguments: Any) -> Levels:

@@ -1,4 +1,8 @@
-"""Records of a game: tasks by seed, and transcripts of random play that teach SFT the form and no strategy."""
+"""Records of a game: tasks by seed, and transcripts that teach SFT the form of a turn.
+
+Transcripts are of random play, and in a chosen share of perfect play. A base model of 135M parameters that has seen
+nothing but random moves explores for hours; from a minority of good episodes RL finds out what pays.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +23,12 @@ _SEARCHED = 20_000
 
 
 class Playable(Protocol):
-    """A text environment that says which texts are valid moves."""
+    """A text environment that says which texts are valid moves, and which of them perfect play makes."""
 
     def reset(self, *, seed: int) -> tuple[str, dict[str, Any]]: ...
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]: ...
     def moves(self) -> list[str]: ...
+    def best(self) -> list[str]: ...
 
 
 def records(
@@ -35,6 +40,7 @@ def records(
     heldout: int,
     instance: Callable[[int], str] | None = None,
     together: int = 1,
+    skilled: float = 0.0,
 ) -> Iterator[RawRecord]:
     """Transcripts for `sft`, then tasks for `prompts` and `heldout`, which begin no episode of the others' instances.
 
@@ -42,13 +48,16 @@ def records(
         seed: of the data; another one gives other seeds of tasks. transcripts, prompts, heldout: how many.
         instance: what an episode's seed stands for (a map): training and held-out tasks share none. None: tasks are
             numbered one after another, the held-out ones behind the others.
-        together: moves of each turn of the transcripts.
+        together: moves of each random turn of the transcripts.
+        skilled: share of the transcripts that are of perfect play, one move a turn.
     Raises:
-        ValueError: a negative count, or no instance is left for a side.
+        ValueError: a negative count, a share outside 0..1, or no instance is left for a side.
     """
     for argument, count in (("transcripts", transcripts), ("prompts", prompts), ("heldout", heldout)):
         if not 0 <= count < _SEEDS // 2:
             raise ValueError(f"argument {argument} must be in 0..{_SEEDS // 2 - 1}, got {count}")
+    if not 0 <= skilled <= 1:
+        raise ValueError(f"argument skilled must be in 0..1, got {skilled}")
     first, middle = seed * _SEEDS, seed * _SEEDS + _SEEDS // 2
     trained: Iterator[int]
     held: Iterator[int]
@@ -61,8 +70,9 @@ def records(
     # Lists first: what is wrong is said before any record is written.
     sides = {"prompts": list(itertools.islice(trained, prompts)), "heldout": list(itertools.islice(held, heldout))}
     shown = list(itertools.islice(played, transcripts))
+    chosen = set(random.Random(f"{name}:skilled:{seed}").sample(shown, round(skilled * len(shown))))
     return itertools.chain(
-        (transcript(name, environment, number, together) for number in shown),
+        (transcript(name, environment, number, together, number in chosen) for number in shown),
         (task(name, number, split) for split, numbers in sides.items() for number in numbers),
     )
 
@@ -79,13 +89,13 @@ def task(name: str, seed: int, split: str | None = None) -> RawRecord:
     }
 
 
-def transcript(name: str, environment: Playable, seed: int, together: int = 1) -> RawRecord:
-    """An episode of uniformly random valid moves, as messages that end with the policy's last turn."""
+def transcript(name: str, environment: Playable, seed: int, together: int = 1, skilled: bool = False) -> RawRecord:
+    """An episode of uniformly random valid moves, or of perfect play, as messages that end with the policy's turn."""
     rng = random.Random(f"{name}:transcript:{seed}")
     observation, _ = environment.reset(seed=seed)
     messages, ended = [], False
     while not ended:
-        move = " ".join(rng.choices(environment.moves(), k=together))
+        move = rng.choice(environment.best()) if skilled else " ".join(rng.choices(environment.moves(), k=together))
         messages += [{"role": "user", "content": observation}, {"role": "assistant", "content": move}]
         observation, _, terminated, truncated, _ = environment.step(move)
         ended = terminated or truncated
@@ -94,7 +104,7 @@ def transcript(name: str, environment: Playable, seed: int, together: int = 1) -
         "messages": messages,
         "split": "sft",
         "group": f"{name}-play-{seed}",
-        "metadata": {"task": name, "seed": seed},
+        "metadata": {"task": name, "seed": seed, "skilled": skilled},
     }
 
 

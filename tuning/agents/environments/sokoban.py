@@ -164,12 +164,17 @@ ENVIRONMENT = Sokoban
 
 
 def records(
-    seed: int = 0, transcripts: int = 96, prompts: int = 64, heldout: int = 64, **arguments: Any
+    seed: int = 0,
+    transcripts: int = 96,
+    prompts: int = 64,
+    heldout: int = 64,
+    skilled: float = 0.0,
+    **arguments: Any,
 ) -> Iterator[RawRecord]:
     """Transcripts of random moves, and tasks. About a quarter of the boards is held out from all others.
 
     Args:
-        arguments: of `Sokoban`.
+        skilled: share of the transcripts that are of perfect play. arguments: of `Sokoban`.
     Raises:
         ValueError: arguments that do not fit.
     """
@@ -184,6 +189,7 @@ def records(
         heldout,
         lambda number: written(rules.board(number), rules.size),
         rules.together,
+        skilled,
     )
 
 

@@ -221,12 +221,18 @@ def _states(graph: Any, stacked: Any, *, layers: int, join: bool, quantization: 
 def lay_out(
     graph: Graph, params: nnx.State, *, join: bool, rolled: bool, quantization: Quantization, dtype: str
 ) -> tuple[Graph, nnx.State]:
-    """(graph, state) of a `DecodingDecoder` with a Decoder's parameters, the matrices of layers cast to `dtype`.
+    """(graph, state) of a `DecodingDecoder` with a Decoder's parameters.
+
+    The matrices of layers, and on accelerators the tables of tokens, are cast to `dtype`.
 
     It is a `RolledDecoder` if `rolled`, else an `UnrolledDecoder`. `join` concatenates kernels that share an input. It
     is not for a mesh with a `tensor` axis: an even split of the joined outputs would divide heads between devices.
     """
     decoder = nnx.merge(graph, params)
+    for name in ("embedding", "head"):
+        # XLA on CPU would hold a float32 copy of a smaller table through each run of steps.
+        if hasattr(decoder, name) and jax.default_backend() != "cpu":
+            setattr(decoder, name, nnx.Param(_cast(getattr(decoder, name)[...], dtype)))
     stack, stacked = nnx.split(decoder.layers)
     count = decoder.config.num_layers
     options: dict[str, Any] = {"join": join, "quantization": quantization, "dtype": dtype}

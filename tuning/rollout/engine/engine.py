@@ -7,7 +7,7 @@ The life of a sample (`Run`) and of the slot that it gets:
                        +-> follower -- copy of the leader's ----+      |                  (slot is free)
                                        cache, once it is done          +-- `steps` tokens a run, then the host looks
 
-Samples of one request share a prompt: one of them leads and prefills it, the others follow. A slot that is free still
+Samples of one prompt: one of them leads and prefills it, the others follow. A slot that is free still
 holds the tokens of its last run; a later prompt that begins with them starts behind them (`longest_prefix`).
 
 `step` does, in this order: end what was cancelled, seat waiting runs, prefill, decode. What always holds:
@@ -326,6 +326,9 @@ class Engine:
 
     def _prefill_chunk(self, size: int) -> None:
         chunk, pieces, prefixed = pack(self._pool.slots, size)
+        if prefixed == "one" and self._by_kernel["attention"]:
+            # The kernel takes any number in one program.
+            prefixed = "many"
         graph, weights = self._use("prefill", *_chunk_key(size, prefixed))
         cache = programs.prefill(
             graph, weights, self._pool.state.cache, chunk, prefixed=prefixed, **self._program_options
@@ -394,5 +397,5 @@ class Engine:
         return [Update(run.number, run.sample, [], [], run.completion("cancelled")) for run in ended]
 
 
-def _chunk_key(size: int, prefixed: bool) -> tuple[str, str]:
-    return f"chunk={size}", "behind a prefix" if prefixed else "from the start"
+def _chunk_key(size: int, prefixed: programs.Prefixed) -> tuple[str, str]:
+    return f"chunk={size}", {"none": "from the start", "one": "behind a prefix", "many": "behind prefixes"}[prefixed]

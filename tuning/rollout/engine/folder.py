@@ -10,8 +10,9 @@ from flax.traverse_util import flatten_dict
 
 from tuning.models.config import DecoderConfig, UnsupportedModel
 from tuning.models.decoder import abstract_decoder
-from tuning.models.huggingface import ParamPath, Place, load_decoder, place_tensors, read_config, read_tensors
+from tuning.models.huggingface import load_decoder, read_config
 from tuning.models.mapping import tensor_names
+from tuning.models.tensors import ParamPath, Place, Tensors, load_tensors
 from tuning.rollout.engine.decoders import JOINED
 from tuning.rollout.engine.engine import Engine
 
@@ -30,8 +31,8 @@ def load_folder(engine: Engine, folder: Path) -> None:
         return
 
     def read(shapes: Any) -> Any:
-        places = _places(config, shapes)
-        return place_tensors(config, read_tensors(folder, places), str(folder), shapes, places)
+        with Tensors(folder) as tensors:
+            return load_tensors(config, tensors, shapes, _places(config, shapes))
 
     engine.load_laid_out(read)
 

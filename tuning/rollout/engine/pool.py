@@ -265,11 +265,11 @@ class Pool:
     def _seat(self, run: Run) -> None:
         """Gives `run` a free slot, preferring the one whose prefix it takes over, then the one left first.
 
-        The first sample of a request becomes its leader, which prefills; the others follow it, unless a slot already
+        The first sample of a prompt becomes its leader, which prefills; the others follow it, unless a slot already
         holds the whole prompt.
         """
         current = [s for s in self.slots if s.generation == self.generation]
-        leader = next((s for s in current if s.prefilling and s.run and s.run.request is run.request), None)
+        leader = next((s for s in current if s.prefilling and s.run and s.run.shares_prompt(run)), None)
         own = next((s for s in self.slots if s.kept is not None and s.kept == run.request.after), None)
         if own is not None:
             # What it holds is the past of this prompt: a turn of an episode needs no search over all slots.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,9 @@ from tuning.models.decoder import AttentionSpec
 from tuning.rollout.engine.arrays import Array
 from tuning.rollout.engine.cache import (
     KV,
+    WINDOW,
     Entries,
+    Layer,
     Stack,
     append,
     attend,
@@ -40,6 +42,8 @@ from tuning.rollout.engine.cpu import attention as cpu_attention
 from tuning.rollout.engine.cpu.kernels import Kernels
 from tuning.rollout.engine.sampling import Controls, sample, uniforms
 
+Prefixed = Literal["none", "one", "many"]
+"""Which pieces of a chunk continue what their slots hold: none, the first alone, or any."""
 SCORED = 32
 """Positions whose logits `score` holds at a time, at most."""
 
@@ -59,10 +63,12 @@ class Chunk(NamedTuple, Generic[Array]):
     positions_C: Array
     group_C: Array
     """Which piece a token belongs to, 1, 2, ...; 0 is padding."""
+    start_C: Array
+    """The first token of its piece in the chunk."""
+    slot_C: Array
+    """The slot of its piece."""
     entries: Entries[Array]
     """Where the pieces go."""
-    prefix_slot: Array
-    """The slot that the first piece continues, if the program is `prefixed`."""
 
 
 class Rows(NamedTuple, Generic[Array]):
@@ -117,46 +123,88 @@ def prefill(
     cache: list[Stack],
     chunk: Chunk[jax.Array],
     *,
-    prefixed: bool,
+    prefixed: Prefixed,
     kv: KV,
     dtype: str,
     kernels: Kernels,
 ) -> list[Stack]:
-    """The caches with those of a chunk of prompts.
-
-    With `prefixed` the first piece continues the tokens that slot `prefix_slot` holds before position `positions_C[0]`.
-    """
+    """The caches with those of a chunk of prompts, some of which may continue what their slots hold."""
     model = nnx.merge(graph, weights)
     model.target = kernels.products
-    _, new = _forward(model, cache, chunk, prefixed, kv, dtype)
+    _, new = _forward(model, cache, chunk, prefixed, kv, dtype, kernels.attention)
     return insert(cache, new, chunk.entries)
 
 
 def _forward(
-    model: Any, cache: list[Stack], chunk: Chunk[jax.Array], prefixed: bool, kv: KV, dtype: str
+    model: Any,
+    cache: list[Stack],
+    chunk: Chunk[jax.Array],
+    prefixed: Prefixed,
+    kv: KV,
+    dtype: str,
+    kernel: str | None,
 ) -> tuple[jax.Array, list[Stack]]:
     """(hidden states [1, C, D], keys and values) of a chunk of prompts."""
     tokens, positions, group = (x[None] for x in (chunk.tokens_C, chunk.positions_C, chunk.group_C))
     length = tokens.shape[1]
+    place_C = jnp.arange(length)
+    # Tokens that its slot holds before a piece.
+    before_C = jnp.where(chunk.group_C > 0, chunk.positions_C + chunk.start_C - place_C, 0)
 
     def attention(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, mine: Any) -> tuple[jax.Array, Any]:
         far, near, number = mine
         new = stored(k, v, kv)
+        near = write(near, number, new, 0)
+        if prefixed != "none" and kernel:
+            spans = cpu_attention.Spans(chunk.slot_C, before_C, jnp.zeros_like(place_C), chunk.start_C, place_C + 1)
+            out = cpu_attention.attend(kernel, q[0], far, near, number, spans, chunk.positions_C, spec)
+            return out[None], (far, near, number)
         query, key = positions[:, :, None], positions[:, None]
         # Within a group the order of the chunk is the order of positions, so the chunk index is enough.
-        causal = (group[:, :, None] == group[:, None]) & (jnp.arange(length)[:, None] >= jnp.arange(length))
+        causal = (group[:, :, None] == group[:, None]) & (place_C[:, None] >= place_C)
         parts = [(new, within_window(causal, query, key, spec))]
-        if prefixed:
-            cached = jnp.arange(capacity_of(cache))[None, None]
-            # Only the first piece continues a cached prompt: it sees the tokens before its own first position.
-            before = (group[:, :, None] == 1) & (cached < positions[0, 0])
-            prefix = slot_of(far, number, chunk.prefix_slot)
+        cached = jnp.arange(capacity_of(cache))[None, None]
+        if prefixed == "one":
+            before = cached < before_C[None, :, None]
+            prefix = slot_of(far, number, chunk.slot_C[0])
             parts.append((prefix, within_window(before, query, cached, spec)))
-        return attend(q, parts, spec), (far, write(near, number, new, 0), number)
+        if prefixed != "many":
+            return attend(q, parts, spec), (far, near, number)
+        return _attend_pieces(q, new, layer_of(far, number), chunk, before_C, spec), (far, near, number)
 
     empty = make_like(cache, 1, length)
     hidden, new = model(tokens, positions, attention, live_BL=group > 0, cache=cache, new=empty, dtype=jnp.dtype(dtype))
     return hidden, new
+
+
+def _attend_pieces(
+    q_1CNH: jax.Array, new: Layer, far: Layer, chunk: Chunk[jax.Array], before_C: jax.Array, spec: AttentionSpec
+) -> jax.Array:
+    """Attention of a chunk [1, C, N, H] whose pieces continue slots of their own: a row for each window of a piece,
+    with a copy of its slot's keys and values. Out [1, C, N, H]."""
+    entries, length = chunk.entries, q_1CNH.shape[1]
+    # Windows behind the end of the chunk, and entries that are not used, see nothing and are dropped below.
+    place_IW = entries.start_I[:, None] + jnp.arange(WINDOW)
+    mine_IW = (jnp.arange(WINDOW) < entries.tokens_I[:, None]) & (jnp.arange(len(entries.slot_I)) < entries.used)[
+        :, None
+    ]
+    taken_IW = jnp.minimum(place_IW, length - 1)
+    position_IW, start_IW, before_IW = (x[taken_IW][:, :, None] for x in (chunk.positions_C, chunk.start_C, before_C))
+    cached, place = jnp.arange(far["v"].shape[2]), jnp.arange(length)
+    older = mine_IW[:, :, None] & (cached < before_IW)
+    newer = mine_IW[:, :, None] & (place >= start_IW) & (place <= taken_IW[:, :, None])
+    rows = len(entries.slot_I)
+    parts = [
+        ({n: x[entries.slot_I] for n, x in far.items()}, within_window(older, position_IW, cached, spec)),
+        (
+            {n: jnp.broadcast_to(x, (rows, *x.shape[1:])) for n, x in new.items()},
+            within_window(newer, position_IW, chunk.positions_C, spec),
+        ),
+    ]
+    out = attend(q_1CNH[0][taken_IW], parts, spec)
+    flat = jnp.where(mine_IW, place_IW, length).reshape(-1)
+    whole = jnp.zeros((length + 1, *q_1CNH.shape[2:]), q_1CNH.dtype)
+    return whole.at[flat].set(out.reshape(-1, *out.shape[2:]))[None, :length]
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "top", "kv", "dtype", "kernels"), donate_argnames="cache")
@@ -179,7 +227,7 @@ def score(
     """
     model = nnx.merge(graph, weights)
     model.target = kernels.products
-    hidden, new = _forward(model, cache, chunk, True, kv, dtype)
+    hidden, new = _forward(model, cache, chunk, "one", kv, dtype, None)
 
     def of_block(block: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         hidden_RD, next_R = block
@@ -302,7 +350,9 @@ def _attend_step(
     far, near, number = mine
     near = write(near, number, stored(k, v, kv), t)
     if kernel:
-        return cpu_attention.attend(kernel, q, far, near, number, live_R, length_R, t, spec), (far, near, number)
+        spans = cpu_attention.of_step(length_R, live_R, t)
+        out = cpu_attention.attend(kernel, q[:, 0], far, near, number, spans, length_R + t, spec)
+        return out[:, None], (far, near, number)
     query = (length_R + t)[:, None, None]
     cached = jnp.arange(capacity_of([far]))
     older = (cached < length_R[:, None])[:, None]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 
 import numpy as np
 
 from tuning.rollout.engine.cache import WINDOW, Entries
-from tuning.rollout.engine.programs import Chunk, Decoded, Rows
+from tuning.rollout.engine.programs import Chunk, Decoded, Prefixed, Rows
 from tuning.rollout.engine.sampling import Controls
 from tuning.rollout.requests import MAX_STOP_IDS, Completion, Request
 
@@ -37,6 +38,11 @@ class Run:
     def left(self) -> int:
         """Tokens that it may still get."""
         return self.request.max_tokens - len(self.tokens)
+
+    def shares_prompt(self, other: Run) -> bool:
+        """Whether both have the same prompt: of one request, or of episodes that begin alike."""
+        mine, its = self.request.prompt, other.request.prompt
+        return mine is its or (len(mine) == len(its) and all(map(operator.eq, mine, its)))
 
     def extend(self, row: Decoded[np.ndarray]) -> int:
         """Adds the tokens of a run of decoding (one row of it) and returns how many."""
@@ -172,24 +178,23 @@ def row_arrays(slots: list[Slot], capacity: int, steps: int) -> Rows[np.ndarray]
     return rows
 
 
-def pack(slots: list[Slot], size: int) -> tuple[Chunk[np.ndarray], list[tuple[int, int]], bool]:
+def pack(slots: list[Slot], size: int) -> tuple[Chunk[np.ndarray], list[tuple[int, int]], Prefixed]:
     """A chunk of at most `size` tokens of the prompts that slots still need.
 
-    Returns the chunk for `programs.prefill`, (slot, tokens) for each piece, and whether the first piece continues
-    tokens that its slot holds. A chunk of 12, with slot 4 at its prompt's token 3, then slots 0 and 2 at their first:
+    Returns the chunk for `programs.prefill`, (slot, tokens) for each piece, and which pieces continue tokens that their
+    slots hold. A chunk of 12, with slots 4 and 6 at their prompts' tokens 3 and 5, then slot 0 at its first:
 
-        tokens_C     d e f g   p q r   x y z   . .
-        positions_C  3 4 5 6   0 1 2   0 1 2   0 0
+        tokens_C     d e f g   u v w   x y z   . .
+        positions_C  3 4 5 6   5 6 7   0 1 2   0 0
         group_C      1 1 1 1   2 2 2   3 3 3   0 0    0 is padding; a token sees its own group only
-        entries      (slot 4, start 0, at 3, 4 tokens) (slot 0, start 4, at 0, 3) (slot 2, start 7, at 0, 3)
-
-    Only the first piece may continue a prompt: the program then looks up the cache of one slot, `prefix_slot`.
+        start_C      0 0 0 0   4 4 4   7 7 7   0 0
+        slot_C       4 4 4 4   6 6 6   0 0 0   0 0
+        entries      (slot 4, start 0, at 3, 4 tokens) (slot 6, start 4, at 5, 3) (slot 0, start 7, at 0, 3)
     """
     prefilling = [i for i, s in enumerate(slots) if s.prefilling]
     begun = [i for i in prefilling if slots[i].held]
-    first = begun[:1]
-    order = first + [i for i in prefilling if i not in begun]
-    tokens, positions, group = (np.zeros(size, np.int32) for _ in range(3))
+    order = begun + [i for i in prefilling if not slots[i].held]
+    tokens, positions, group, starts, slot = (np.zeros(size, np.int32) for _ in range(5))
     entries: list[tuple[int, int, int, int]] = []
     pieces: list[tuple[int, int]] = []
     start = 0
@@ -201,20 +206,20 @@ def pack(slots: list[Slot], size: int) -> tuple[Chunk[np.ndarray], list[tuple[in
         if count <= 0:
             break
         if start and count < left <= size:
-            # It fits the next chunk in one piece, which then needs no program that looks up a prefix.
+            # It fits the next chunk in one piece.
             continue
         here = slice(start, start + count)
         tokens[here] = run.request.prompt[at : at + count]
         positions[here] = np.arange(at, at + count)
-        group[here] = len(pieces) + 1
+        group[here], starts[here], slot[here] = len(pieces) + 1, start, i
         entries += [(i, start + n, at + n, min(WINDOW, count - n)) for n in range(0, count, WINDOW)]
         pieces.append((i, count))
         start += count
     # A piece has at most one entry that is no full window, so this many entries always suffice: the shape is fixed.
     table = np.zeros((4, len(slots) + size // WINDOW), np.int32)
     table[:, : len(entries)] = np.asarray(entries, np.int32).reshape(-1, 4).T
-    prefix_slot = np.asarray(first[0] if first else 0, np.int32)
     slot_I, start_I, at_I, tokens_I = table
     columns = Entries(slot_I, start_I, at_I, tokens_I, used=np.asarray(len(entries), np.int32))
-    chunk = Chunk(tokens, positions, group, columns, prefix_slot)
-    return chunk, pieces, bool(first)
+    going_on = sum(i in begun for i, _ in pieces)
+    prefixed: Prefixed = "many" if going_on > 1 else "one" if going_on else "none"
+    return Chunk(tokens, positions, group, starts, slot, columns), pieces, prefixed

@@ -65,6 +65,42 @@ def test_transcripts_are_what_the_environment_says(name):
         assert ended
 
 
+@pytest.mark.parametrize("name", GAMES)
+def test_perfect_play_succeeds_as_often_as_can_be_and_the_others_are_played_at_random(name):
+    module = BUILT_IN[name]
+    environment = module.ENVIRONMENT()
+
+    def success(skilled):
+        seen, tasks = [], []
+        for record in of_split(parsed(name, transcripts=140, prompts=0, heldout=0, skilled=skilled), "sft"):
+            facts = json.loads(record.metadata)
+            tasks.append(Task(facts["seed"]))
+            environment.reset(seed=facts["seed"])
+            said = [*(record.conversation or ({"content": ""}, {"content": record.completion}))][1::2]
+            *_, info = [environment.step(turn["content"])[-1] for turn in said]
+            seen.append((facts["skilled"], info["success"]))
+        levels = module.levels(tasks)
+        return {kind: [won for is_skilled, won in seen if is_skilled == kind] for kind in (True, False)}, levels
+
+    of, levels = success(0.5)
+    assert len(of[True]) == len(of[False]) == 70
+    # What perfect play reaches is exact but for a random opponent's draws.
+    assert sum(of[True]) / 70 == pytest.approx(levels.optimal, abs=0.1 if name == "nim" else 1e-9)
+    assert abs(sum(of[False]) / 70 - levels.random) < 0.2 < levels.optimal - levels.random
+
+
+def test_perfect_play_takes_the_shortest_way():
+    environment = FrozenLake(holes=0)
+    environment.reset(seed=3)
+    ended = [environment.step(environment.best()[0])[2] for _ in range(4)]
+    assert ended == [False, False, False, True]
+
+
+def test_a_share_of_perfect_play_is_a_share():
+    with pytest.raises(ValueError, match=r"argument skilled must be in 0\.\.1, got 1\.5"):
+        list(BUILT_IN["guess"].records(skilled=1.5))
+
+
 def test_turns_of_transcripts_have_as_many_moves_as_turns_may():
     played = of_split(parsed("sokoban", transcripts=5, prompts=0, heldout=0, together=2), "sft")
     said = [m["content"].split() for r in played for m in r.conversation or () if m["role"] == "assistant"]

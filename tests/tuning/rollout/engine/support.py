@@ -19,15 +19,16 @@ EOS = (7, 11)
 GRAPH = decoder_graph(CONFIG)
 
 
-@functools.partial(jax.jit, static_argnames="temperature")
-def forward(batch, temperature):
-    return logps_and_entropy(GRAPH, PARAMS, batch, temperature, Compute())[0]
+@functools.partial(jax.jit, static_argnames=("graph", "temperature"))
+def forward(graph, batch, temperature):
+    return logps_and_entropy(graph, PARAMS, batch, temperature, Compute())[0]
 
 
-def trainer_logps(prompt, tokens, temperature=1.0):
-    """Log-probabilities of up to 24 tokens after a prompt, as the trainer computes them."""
-    (batch,) = micro_batches([Group(list(prompt), [tokens], [0])], layout=Layout(64, 1), completion_tokens=24)
-    return np.asarray(forward(batch.arrays(), temperature))[0, : len(tokens)]
+def trainer_logps(prompt, tokens, temperature=1.0, graph=GRAPH):
+    """Log-probabilities of up to 24 tokens after a prompt of up to 168, as the trainer computes them."""
+    layout = Layout(64 if len(prompt) <= 40 else 192, 1)
+    (batch,) = micro_batches([Group(list(prompt), [tokens], [0])], layout=layout, completion_tokens=24)
+    return np.asarray(forward(graph, batch.arrays(), temperature))[0, : len(tokens)]
 
 
 def requests_of(count, seed=0, **fixed):

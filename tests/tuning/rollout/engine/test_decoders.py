@@ -138,6 +138,16 @@ def test_tokens_that_are_not_live_stay_zeros(family, rolled):
     assert not hidden[0, 1].any() and hidden[0, [0, 2]].all()
 
 
+@pytest.mark.parametrize("backend", ["cpu", "tpu"])
+def test_tables_of_tokens_are_in_the_type_of_computation_on_accelerators(backend, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    config = dataclasses.replace(CONFIG, tie_embeddings=False)
+    options = {"join": True, "rolled": False, "quantization": "none", "dtype": "bfloat16"}
+    rest = nnx.to_pure_dict(lay_out(decoder_graph(config), parameters(config), **options)[1])["rest"]
+    kind = {"cpu": "float32", "tpu": "bfloat16"}[backend]
+    assert {n: x.dtype.name for n, x in rest.items()} == {"embedding": kind, "head": kind, "norm": "float32"}
+
+
 def lowered(engine, monkeypatch):
     """The programs, prefill and decode, of an engine that prepares for a request, before XLA has seen them."""
     found = []

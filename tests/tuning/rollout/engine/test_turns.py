@@ -1,10 +1,15 @@
 """Slots that are kept between the turns of an episode."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from tests.tuning.rollout.engine.support import EOS, PARAMS, trainer_logps
 from tests.tuning.tiny import CONFIG
+from tuning.models.decoder import decoder_graph
+from tuning.rollout.engine import programs
+from tuning.rollout.engine.cpu import attention, products
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.engine.limits import Limits
 from tuning.rollout.requests import RefusedRequest, Request, Sampling
@@ -54,6 +59,47 @@ def test_a_turn_goes_on_in_the_slot_of_the_last_one_and_only_its_observation_is_
     under_test._waiting.clear()
     [answer] = ended(under_test, second)
     np.testing.assert_allclose(answer.logps, trainer_logps(ids, answer.tokens, 1.0), atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", ["kernels", "no kernels", "sliding window"])
+def test_turns_of_many_episodes_are_prefilled_together(kernel, monkeypatch):
+    config = CONFIG
+    if kernel == "no kernels":
+        monkeypatch.setattr(attention, "suits", lambda *_: False)
+        monkeypatch.setattr(products, "suits", lambda *_: False)
+    if kernel == "sliding window":
+        config = dataclasses.replace(CONFIG, sliding_window=7)
+    under_test = Engine(config, limits=Limits(slots=8, context=96, chunks=(64, 192)))
+    under_test.load(PARAMS)
+    # Not the same length, and one longer than what `insert` moves at a time.
+    firsts = [prompt(n, 12 + 3 * n) for n in range(6)] + [prompt(6, 4)]
+    kept = [under_test.submit(turn(ids, n, keep=True)) for n, ids in enumerate(firsts)]
+    said = ended(under_test, *kept)
+    calls = []
+    monkeypatch.setattr(programs, "prefill", lambda *a, _f=programs.prefill, **k: calls.append(k) or _f(*a, **k))
+    seconds = [
+        ids + completion.tokens + prompt(90 + n, 5 + n if n < 6 else 70)
+        for n, (ids, completion) in enumerate(zip(firsts, said, strict=True))
+    ]
+    numbers = [under_test.submit(turn(ids, n, after=kept[n])) for n, ids in enumerate(seconds)]
+    answers = ended(under_test, *numbers)
+    assert len(calls) == 1, "one chunk has room for all of them"
+    for ids, answer in zip(seconds, answers, strict=True):
+        expected = trainer_logps(ids, answer.tokens, 1.0, decoder_graph(config))
+        np.testing.assert_allclose(answer.logps, expected, atol=2e-5)
+
+
+def test_episodes_that_begin_alike_share_the_prefill_of_their_first_context(monkeypatch):
+    under_test = engine()
+    prefilled = []
+    monkeypatch.setattr(
+        programs, "prefill", lambda *a, _f=programs.prefill, **k: prefilled.append(a[3].group_C) or _f(*a, **k)
+    )
+    numbers = [under_test.submit(turn(prompt(0), n, keep=True)) for n in range(4)]
+    said = ended(under_test, *numbers)
+    assert [int((group > 0).sum()) for group in prefilled] == [len(prompt(0)) - 1]
+    for completion in said:
+        np.testing.assert_allclose(completion.logps, trainer_logps(prompt(0), completion.tokens), atol=1e-5)
 
 
 def test_turns_say_what_they_say_alone():

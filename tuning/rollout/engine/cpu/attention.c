@@ -1,11 +1,12 @@
 // Attention of one query a row over the cached keys and values of an engine's slots, on all cores.
 //
-// Axes: R rows, K key-value heads, A query heads of each, H head size (a multiple of LANES), S cached tokens, T new ones,
-// L layers. Arguments: q [R, K, A, H], already scaled; keys [L, R, K, H, S] and values [L, R, K, S, H]; the same of the new
-// tokens, T in place of S; the layer's number, a scalar, int32; spans [R, 4], int32: first and end of the cached tokens
-// that a row sees, then of the new ones, never empty together; for keys and values in int8 what a token's are multiplied
-// by, [L, R, K, S], float32, in the order of the keys and values. Attribute: softcap, float32, 0 for none. Result
-// [R, K, A, H]. Keys and values are of the type KV that this is compiled for, all else is float32.
+// Axes: R rows, P slots, N slots of new tokens, K key-value heads, A query heads of each, H head size (a multiple of
+// LANES), S cached tokens, T new ones, L layers. Arguments: q [R, K, A, H], already scaled; keys [L, P, K, H, S] and
+// values [L, P, K, S, H]; the same of the new tokens, N and T in place of P and S; the layer's number, a scalar, int32;
+// spans [R, 6], int32: of the cached tokens that a row sees slot, first and end, then the same of the new ones, never
+// empty together; for keys and values in int8 what a token's are multiplied by, [L, P, K, S], float32, in the order of
+// the keys and values. Attribute: softcap, float32, 0 for none. Result [R, K, A, H]. Keys and values are of the type KV
+// that this is compiled for, all else is float32.
 #include <math.h>
 
 #include "kernels.h"
@@ -14,6 +15,7 @@ enum {
   LANES = 16,        // floats of a vector
   VECTORS = 4,       // vectors that a tile spans
   QUERIES = 4,       // query heads at a time: with VECTORS, the sums of a tile fit the registers
+  SPAN = 6,          // numbers of a row's spans
   AHEAD = 16,        // rows to fetch ahead: the hardware does not foresee strides
   FEW_NUMBERS = 1 << 16,  // keys of fewer numbers than this are read sooner than another core wakes
 };
@@ -161,8 +163,8 @@ static void (*const scores_for[])(const float *, int64_t, const char *, int64_t,
 static void (*const values_for[])(const float *, int64_t, const char *, int64_t, int64_t, float *) = {
     values_1, values_2, values_3, values_4};
 
-// Some tokens of all slots in one layer: cached ones or new ones, `tokens` in each. `span` is where a row's pair of first
-// and end is in its spans.
+// Some tokens of all slots in one layer: cached ones or new ones, `tokens` in each. `span` is where a row's slot, first and
+// end are in its spans.
 typedef struct {
   const char *keys, *values;
   const float *key_scales, *value_scales;  // NULL but for int8
@@ -185,27 +187,29 @@ INLINE void multiply(float *numbers, int64_t stride, int queries, const float *b
     for (int64_t i = 0; i < count; i++) numbers[a * stride + i] *= by[i];
 }
 
-// `pair` counts key-value heads of rows.
+// `pair` counts key-value heads of rows, `where` those of the slots.
 static void score(const Work *w, const Tokens *x, int64_t pair, int queries, const float *q, float *scores) {
-  const int32_t *span = w->spans + 4 * (pair / w->heads) + x->span;
-  const char *keys = at(x->keys, pair * w->size * x->tokens);
-  scores_for[queries - 1](q, w->size, keys, x->tokens, span[0], span[1], scores, w->stride);
+  const int32_t *span = w->spans + SPAN * (pair / w->heads) + x->span;
+  int64_t where = span[0] * w->heads + pair % w->heads;
+  const char *keys = at(x->keys, where * w->size * x->tokens);
+  scores_for[queries - 1](q, w->size, keys, x->tokens, span[1], span[2], scores, w->stride);
   if (x->key_scales)
-    multiply(scores, w->stride, queries, x->key_scales + pair * x->tokens + span[0], span[1] - span[0]);
+    multiply(scores, w->stride, queries, x->key_scales + where * x->tokens + span[1], span[2] - span[1]);
 }
 
 static void add_values(const Work *w, const Tokens *x, int64_t pair, int queries, float *weights, float *out) {
-  const int32_t *span = w->spans + 4 * (pair / w->heads) + x->span;
-  const char *values = at(x->values, (pair * x->tokens + span[0]) * w->size);
+  const int32_t *span = w->spans + SPAN * (pair / w->heads) + x->span;
+  int64_t where = span[0] * w->heads + pair % w->heads;
+  const char *values = at(x->values, (where * x->tokens + span[1]) * w->size);
   if (x->value_scales)
-    multiply(weights, w->stride, queries, x->value_scales + pair * x->tokens + span[0], span[1] - span[0]);
-  values_for[queries - 1](weights, w->stride, values, w->size, span[1] - span[0], out);
+    multiply(weights, w->stride, queries, x->value_scales + where * x->tokens + span[1], span[2] - span[1]);
+  values_for[queries - 1](weights, w->stride, values, w->size, span[2] - span[1], out);
 }
 
 // All query heads of one key-value head of one row.
 static void attend(const Work *w, int64_t pair, float *scores) {
-  const int32_t *span = w->spans + 4 * (pair / w->heads);
-  int64_t size = w->size, far = span[1] - span[0], near = span[3] - span[2];
+  const int32_t *span = w->spans + SPAN * (pair / w->heads);
+  int64_t size = w->size, far = span[2] - span[1], near = span[5] - span[4];
   for (int64_t first = 0; first < w->group; first += QUERIES) {
     int queries = w->group - first < QUERIES ? w->group - first : QUERIES;
     const float *q = w->q + (pair * w->group + first) * size;
@@ -248,12 +252,12 @@ XLA_FFI_Error *attention(XLA_FFI_CallFrame *frame) {
   int64_t layer = *(const int32_t *)args[5]->data;
   Work work = {
       .cached = tokens_of(args + 1, args + 7, layer, 0),
-      .new = tokens_of(args + 3, args + 9, layer, 2),
+      .new = tokens_of(args + 3, args + 9, layer, 3),
       .q = args[0]->data,
       .spans = args[6]->data,
       .out = out->data,
       .softcap = *(float *)((XLA_FFI_Scalar *)frame->attrs.attrs[0])->value,
-      .rows = args[1]->dims[1],
+      .rows = args[0]->dims[0],
       .heads = args[1]->dims[2],
       .group = args[0]->dims[2],
       .size = args[1]->dims[3],
@@ -261,7 +265,7 @@ XLA_FFI_Error *attention(XLA_FFI_CallFrame *frame) {
   // Tiles write whole vectors behind the last score.
   work.stride = (work.cached.tokens + work.new.tokens + 2 * VECTORS * LANES) / LANES * LANES;
   int64_t numbers = 0;
-  for (int64_t r = 0; r < work.rows; r++) numbers += (work.spans[4 * r + 1] - work.spans[4 * r]) * work.heads * work.size;
+  for (int64_t r = 0; r < work.rows; r++) numbers += (work.spans[SPAN * r + 2] - work.spans[SPAN * r + 1]) * work.heads * work.size;
   // Lengths differ: one pair at a time.
   int64_t pairs = work.rows * work.heads, threads = numbers < FEW_NUMBERS ? 1 : threads_of(frame);
   return spread(frame, attend_pairs, &work, sizeof work, pairs, pairs + 1, threads, QUERIES * work.stride);

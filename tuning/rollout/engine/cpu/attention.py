@@ -1,10 +1,12 @@
-"""Attention of a decoding step by a kernel (`attention.c`).
+"""Attention of a decoding step, and of prompts that go on, by a kernel (`attention.c`).
 
 XLA on CPU runs the small products of attention on one core, over every slot to the capacity. The kernel takes all
 cores and reads only what each row sees. Where it does not suit, `cache.attend` computes the same.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,25 @@ LANES = 16
 """The kernel's vectors: a head's size must be a multiple."""
 
 
+class Spans(NamedTuple):
+    """What each row sees: tokens 0 to `end_R` of slot `slot_R` of the cache, then `first_new_R` to `end_new_R` of slot
+    `slot_new_R` of the new tokens, the last of which is its own."""
+
+    slot_R: jax.Array
+    end_R: jax.Array
+    slot_new_R: jax.Array
+    first_new_R: jax.Array
+    end_new_R: jax.Array
+
+
+def of_step(length_R: jax.Array, live_R: jax.Array, t: jax.Array | int) -> Spans:
+    """What rows see in step `t` of a run of decoding: their slots' `length_R` tokens, and those of the run up to this
+    step; rows that are not live the latter only."""
+    row_R = jnp.arange(len(length_R))
+    zero_R = jnp.zeros_like(row_R)
+    return Spans(row_R, jnp.where(live_R, length_R, 0), row_R, zero_R, zero_R + t + 1)
+
+
 def suits(kv: str, head_dim: int) -> bool:
     """Whether the kernel supports this backend, this type of keys and values, and this head size."""
     return target_platform() == "cpu" and kv in KV_TYPES and head_dim % LANES == 0
@@ -26,33 +47,39 @@ def suits(kv: str, head_dim: int) -> bool:
 
 def attend(
     name: str,
-    q_RCNH: jax.Array,
+    q_RNH: jax.Array,
     far: Stack,
     near: Stack,
     number: jax.Array | int,
-    live_R: jax.Array,
-    length_R: jax.Array,
-    t: jax.Array | int,
+    spans: Spans,
+    position_R: jax.Array,
     spec: AttentionSpec,
 ) -> jax.Array:
-    """Attention of one query a row (C is 1) over the first `length_R` cached tokens and `t` + 1 new ones.
+    """Attention of one query a row over cached tokens and new ones. Out [R, N, H], in the type of the queries.
 
-    Stacks as in `cache`, of the type that the kernel was built for; `number` is the layer's index in them. The query's
-    position is `length_R` + `t`. Rows that are not live see new tokens only; their output is not used. Out
-    [R, 1, N, H], in the type of the queries.
+    Stacks as in `cache`, of the type that the kernel was built for; `number` is the layer's index in them.
+    `position_R` is each query's. A row that sees neither cached nor new tokens is not defined.
     """
-    r, _, n, h = q_RCNH.shape
+    r, n, h = q_RNH.shape
     heads = far["k"].shape[2]
-    end = jnp.where(live_R, length_R, 0)
-    first, first_new = jnp.zeros((2, r), jnp.int32)
+    first_R = first_new_R = jnp.zeros(r, jnp.int32)
     if spec.window is not None:
-        oldest = length_R + t - spec.window + 1
-        first, first_new = jnp.clip(oldest, 0, end), jnp.clip(oldest - length_R, 0, t)
-    spans = jnp.stack([first, end, first_new, jnp.full(r, t + 1)], axis=-1).astype(jnp.int32)
+        first_R = position_R - spec.window + 1
+        # The last of the new tokens that a row sees is its own.
+        first_new_R = spans.end_new_R - spec.window
+    columns = (
+        spans.slot_R,
+        jnp.clip(first_R, 0, spans.end_R),
+        spans.end_R,
+        spans.slot_new_R,
+        jnp.maximum(first_new_R, spans.first_new_R),
+        spans.end_new_R,
+    )
     call = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((r, heads, n // heads, h), jnp.float32))
-    q = (q_RCNH.astype(jnp.float32) * spec.scale).reshape(r, heads, n // heads, h)
+    q = (q_RNH.astype(jnp.float32) * spec.scale).reshape(r, heads, n // heads, h)
     # Operands are positional, in the order that attention.c documents.
     stacks = [part[name] for part in (far, near) for name in ("k", "v")]
     scales = [part[name] for part in (far, near) for name in ("k_scale", "v_scale") if name in part]
-    out = call(q, *stacks, jnp.asarray(number, jnp.int32), spans, *scales, softcap=np.float32(spec.softcap or 0))
-    return out.reshape(q_RCNH.shape).astype(q_RCNH.dtype)
+    table = jnp.stack([jnp.broadcast_to(x, (r,)).astype(jnp.int32) for x in columns], axis=-1)
+    out = call(q, *stacks, jnp.asarray(number, jnp.int32), table, *scales, softcap=np.float32(spec.softcap or 0))
+    return out.reshape(q_RNH.shape).astype(q_RNH.dtype)

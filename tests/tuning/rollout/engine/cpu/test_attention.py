@@ -41,8 +41,14 @@ def kernel(q, far, near, length, t, spec, live=None, kv="float32", compiler=None
     live = jnp.ones(len(q), bool) if live is None else live
     name = kernels.build(kv, compiler).attention
     assert name is not None, "this machine has no C compiler, or it cannot build the kernels"
-    run = functools.partial(cpu_attention.attend, name, spec=spec)
-    return jax.jit(run)(q, among_others(far), among_others(near), 1, live, jnp.asarray(length), t)
+    length = jnp.asarray(length)
+    spans = cpu_attention.of_step(length, live, t)
+    run = functools.partial(attend, name, spec)
+    return jax.jit(run)(q[:, 0], among_others(far), among_others(near), 1, spans, length + t)[:, None]
+
+
+def attend(name, spec, *given):
+    return cpu_attention.attend(name, *given, spec)
 
 
 def among_others(layer):

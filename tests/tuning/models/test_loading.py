@@ -1,0 +1,35 @@
+"""Weights go from files to the devices that keep them: a device gets its part, the host holds one part at a time."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "tests.tuning.models.load_program", str(tmp_path_factory.mktemp("weights"))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(("axes", "parts"), [("fsdp", 8), ("tensor", 8), ("both", 8), ("copies", 4)])
+@pytest.mark.parametrize("kind", ["decoder", "scorer"])
+def test_each_device_holds_its_part_and_the_weights_are_those_of_one_device(found, kind, axes, parts):
+    loaded = found["small"][kind][axes]
+    assert loaded["same"] and loaded["placed"]
+    assert loaded["share"] <= 1 / parts + 0.02
+
+
+def test_a_checkpoint_of_a_gigabyte_is_loaded_through_one_part_at_a_time(found):
+    large = found["large"]
+    assert large["right"] and large["written"] > 1e9
+    assert max(large["devices"]) <= large["loaded"] * (1 / 8 + 0.02)
+    # Devices of a CPU are in the host's memory: what was loaded is there once, with less than a parameter beside it.
+    assert large["grown"] - large["loaded"] < large["largest"] / 2
