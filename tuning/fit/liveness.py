@@ -18,18 +18,93 @@ import numpy as np
 from jax.extend import core
 
 FUSED = frozenset(
-    """abs add add_any and atan2 broadcast_in_dim concatenate split ceil clamp convert_element_type copy cos copy_p div eq erf erf_inv
-    exp exp2 expand_dims expm1 floor ge gt integer_pow iota is_finite le log log1p logistic lt max min mul name ne neg
-    not or pad pow real reduce_precision rem reshape rev round rsqrt select_n shift_left shift_right_arithmetic
-    shift_right_logical sign sin slice sqrt square squeeze stop_gradient sub tan tanh transpose xor
-    random_bits random_wrap random_unwrap threefry2x32 bitcast_convert_type dynamic_slice pvary optimization_barrier""".split()
+    [
+        "abs",
+        "add",
+        "add_any",
+        "and",
+        "atan2",
+        "broadcast_in_dim",
+        "concatenate",
+        "split",
+        "ceil",
+        "clamp",
+        "convert_element_type",
+        "copy",
+        "cos",
+        "copy_p",
+        "div",
+        "eq",
+        "erf",
+        "erf_inv",
+        "exp",
+        "exp2",
+        "expand_dims",
+        "expm1",
+        "floor",
+        "ge",
+        "gt",
+        "integer_pow",
+        "iota",
+        "is_finite",
+        "le",
+        "log",
+        "log1p",
+        "logistic",
+        "lt",
+        "max",
+        "min",
+        "mul",
+        "name",
+        "ne",
+        "neg",
+        "not",
+        "or",
+        "pad",
+        "pow",
+        "real",
+        "reduce_precision",
+        "rem",
+        "reshape",
+        "rev",
+        "round",
+        "rsqrt",
+        "select_n",
+        "shift_left",
+        "shift_right_arithmetic",
+        "shift_right_logical",
+        "sign",
+        "sin",
+        "slice",
+        "sqrt",
+        "square",
+        "squeeze",
+        "stop_gradient",
+        "sub",
+        "tan",
+        "tanh",
+        "transpose",
+        "xor",
+        "random_bits",
+        "random_wrap",
+        "random_unwrap",
+        "threefry2x32",
+        "bitcast_convert_type",
+        "dynamic_slice",
+        "pvary",
+        "optimization_barrier",
+    ]
 )
 """Operations that have no buffer of their own unless something needs one."""
-REDUCED = frozenset("reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_prod argmax argmin".split())
+REDUCED = frozenset(
+    ["reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin"]
+)
 """Operations that read fused inputs and write a buffer."""
-IN_PLACE = frozenset("dynamic_update_slice scatter scatter-add scatter_add scatter_max scatter_mul".split())
+IN_PLACE = frozenset(["dynamic_update_slice", "scatter", "scatter-add", "scatter_add", "scatter_max", "scatter_mul"])
 """Operations that write into their first operand where nothing else needs it."""
-_DUPLICATED = frozenset("exp tanh log div rsqrt sqrt pow logistic erf integer_pow cos sin".split())
+_DUPLICATED = frozenset(
+    ["exp", "tanh", "log", "div", "rsqrt", "sqrt", "pow", "logistic", "erf", "integer_pow", "cos", "sin"]
+)
 """Operations that are not done twice for two readers."""
 
 WHOLE = frozenset(("dot_general", "dynamic_slice", "slice"))
@@ -117,7 +192,13 @@ class _Flat:
 
 def _called(equation: Any) -> Any:
     """The jaxpr that an equation only calls; None where it is an operation, a loop or a kernel."""
-    if equation.primitive.name in ("scan", "while", "cond", "pallas_call", "custom_call") or equation.primitive.name.startswith("scatter"):
+    if equation.primitive.name in (
+        "scan",
+        "while",
+        "cond",
+        "pallas_call",
+        "custom_call",
+    ) or equation.primitive.name.startswith("scatter"):
         return None
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         inner = equation.params.get(name)
@@ -199,11 +280,24 @@ def _fused(flat: _Flat, inputs: set[int]) -> tuple[dict[int, set[int]], set[int]
             fusible = step.name in FUSED
             needs = w in outputs or any(u not in FUSED | REDUCED for u in users)
             twice = len(users) > 1 and step.name in _DUPLICATED
-            view = step.name in ("reshape", "squeeze", "expand_dims", "name", "stop_gradient", "copy", "optimization_barrier")
+            view = step.name in (
+                "reshape",
+                "squeeze",
+                "expand_dims",
+                "name",
+                "stop_gradient",
+                "copy",
+                "optimization_barrier",
+            )
             source = set().union(*(roots[r] for r in step.reads)) if step.reads else set()
-            if view and len(source) == 1 and not (w in outputs and source & inputs):
-                roots[w] = source
-            elif fusible and not needs and not twice:
+            if (
+                view
+                and len(source) == 1
+                and not (w in outputs and source & inputs)
+                or fusible
+                and not needs
+                and not twice
+            ):
                 roots[w] = source
             else:
                 made.add(w)
@@ -220,7 +314,10 @@ def _inside(step: _Step, size: Size, ends: Callable[[int], bool]) -> tuple[float
         # A carry that someone else still needs is copied; the results of the loop are counted as its results.
         return found.peak, found.moved * params["length"]
     if step.name == "while":
-        return _held(params["body_jaxpr"].jaxpr, size, set()).peak, 0.0
+        body = params["body_jaxpr"].jaxpr
+        # How often it runs is not known: its bytes are counted once.
+        found = _held(body, size, set(range(params["body_nconsts"], len(body.invars))))
+        return found.peak, found.moved
     if step.name == "cond":
         branches = [_held(b.jaxpr, size, set()) for b in params["branches"]]
         results = sum(size(v.aval, False) for v in step.equation.outvars)

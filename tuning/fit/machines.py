@@ -93,7 +93,9 @@ def machine(name: str) -> Machine:
         return _here(name)
     match = re.fullmatch(r"([a-z]+\d+[a-z]*)(?:([-x])(\d+))?", name)
     if match is None or match[1] not in KINDS:
-        raise ValueError(f"--on {name}: say cpu, or a kind and a number, as v5e-16 or h100x8; kinds: {', '.join(KINDS)}")
+        raise ValueError(
+            f"--on {name}: say cpu, or a kind and a number, as v5e-16 or h100x8; kinds: {', '.join(KINDS)}"
+        )
     kind, number = KINDS[match[1]], int(match[3] or 1)
     cores = kind.cores if match[2] == "-" else 1
     if number < 1 or number % cores:
@@ -109,7 +111,9 @@ def _here(name: str) -> Machine:
 
     first, count = jax.devices()[0], jax.device_count()
     for kind in KINDS.values():
-        if first.platform == kind.platform and kind.name in first.device_kind.lower().replace(" ", "").replace("lite", "e"):
+        if first.platform == kind.platform and kind.name in first.device_kind.lower().replace(" ", "").replace(
+            "lite", "e"
+        ):
             return Machine(name, dataclasses.replace(kind, memory_bytes=device.memory_bytes(), usable=1.0), count)
     x = jnp.ones(2**24, jnp.float32)
     bytes_a_second = rate(lambda x: x + 1, x, work=2.0 * x.nbytes, repeats=3)[-1]
@@ -117,5 +121,7 @@ def _here(name: str) -> Machine:
     flops = measured_peak(device.choose().compute.dtype) / count
     # Devices that share one processor share its memory and its rates.
     return Machine(
-        name, Kind(first.device_kind, platform, device.memory_bytes(), 1.0, flops, bytes_a_second / count, bytes_a_second), count
+        name,
+        Kind(first.device_kind, platform, device.memory_bytes(), 1.0, flops, bytes_a_second / count, bytes_a_second),
+        count,
     )

@@ -4,19 +4,60 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
-from flax import nnx
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from tuning.axes import Axes
 from tuning.fit.liveness import Size, nbytes
 from tuning.mesh import axis_sizes, state_shardings
 from tuning.models.config import DecoderConfig
-from tuning.models.decoder import ScalarHead, abstract_decoder
+from tuning.models.decoder import abstract_decoder
+from tuning.models.huggingface import scalar_head_shapes
 from tuning.models.lora import LoraConfig, Role, trainable_shapes, tune
 from tuning.models.sharding import shardings
+from tuning.precision import real
+from tuning.settings import OptimizerSettings
+from tuning.training.optimizers import optimizer_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Beside:
+    """A model that is in the devices' memory while a program that does not read it runs."""
+
+    name: str
+    """What it is, for the table."""
+    model: DecoderConfig
+    role: Role = "decoder"
+    frozen: bool = False
+    """Whether its matrices are in the type of computation, where that is smaller."""
+    optimizer: OptimizerSettings | None = None
+    """Its moments in place of its weights."""
+    lora: LoraConfig | None = None
+    """The moments are those of such an adapter, and the adapter is with them."""
+
+
+def narrower(dtype: str) -> str | None:
+    """The type where it is smaller than that of weights, as `stages.common.models.load_frozen` has it."""
+    return dtype if jnp.dtype(dtype).itemsize < real().itemsize else None
+
+
+def of_others(others: Iterable[Beside], mesh: Any, dtype: str) -> dict[str, int]:
+    """Bytes on one device of each, by name; `dtype` is the type of computation."""
+    parts: dict[str, int] = {}
+    for other in others:
+        shapes = shapes_of(other.model, other.role)
+        if other.optimizer is not None:
+            own = shapes if other.lora is None else trees(other.model, other.role, other.lora, dtype)[0]
+            size = state_bytes(optimizer_of(other.optimizer), own, mesh)
+            size += weight_bytes(own, mesh) if other.lora is not None else 0
+        else:
+            size = weight_bytes(in_type(shapes, narrower(dtype) if other.frozen else None), mesh)
+        parts[other.name] = parts.get(other.name, 0) + size
+    return parts
 
 
 def abstract_mesh(axes: Axes, count: int) -> AbstractMesh:
@@ -53,7 +94,9 @@ def local(config: DecoderConfig, tensor: int) -> DecoderConfig:
 
     heads = part(config.num_heads)
     # Devices of one key-value head each have a copy of it.
-    kv_heads = config.num_kv_heads // tensor if config.num_kv_heads % tensor == 0 else math.gcd(config.num_kv_heads, heads)
+    kv_heads = (
+        config.num_kv_heads // tensor if config.num_kv_heads % tensor == 0 else math.gcd(config.num_kv_heads, heads)
+    )
     return dataclasses.replace(
         config,
         num_heads=heads,
@@ -67,7 +110,7 @@ def shapes_of(config: DecoderConfig, role: Role) -> Any:
     """Shapes of all parameters."""
     if role == "decoder":
         return abstract_decoder(config)[1]
-    return nnx.split(nnx.eval_shape(lambda: ScalarHead(config, rngs=nnx.Rngs(0))))[1]
+    return scalar_head_shapes(config)
 
 
 def trees(config: DecoderConfig, role: Role, lora: LoraConfig | None, dtype: str) -> tuple[Any, Any]:
@@ -88,3 +131,10 @@ def sizes_over(shapes: Any, fsdp: int) -> Size:
         return nbytes(aval) / (fsdp if not whole and getattr(aval, "shape", None) in cut else 1)
 
     return size
+
+
+def in_type(shapes: Any, dtype: str | None) -> Any:
+    """Shapes with their matrices in `dtype`; unchanged for None."""
+    if dtype is None:
+        return shapes
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype if len(x.shape) > 1 else x.dtype), shapes)
