@@ -87,7 +87,7 @@ def choose(dtype: str = "auto") -> Device:
 
 
 def choices(platform: str, kind: str, count: int, memory: int, dtype: str) -> Device:
-    """The choices for so many devices of a kind, which need not be here; `memory` in bytes of one, `dtype` no `auto`."""
+    """The choices for devices of a kind, which need not be here; `memory` is bytes of one, `dtype` no `auto`."""
     on_cpu = platform == "cpu"
     return Device(
         platform=platform,

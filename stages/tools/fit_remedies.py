@@ -145,5 +145,5 @@ def _factored(asked: Asked, machine: Machine) -> Iterator[Change]:
         )
 
 
-_KINDS = (_micro_batch, _cache, _slots, _axes, _quantized_sampling, _adapter, _factored)
+_KINDS = (_micro_batch, _axes, _cache, _quantized_sampling, _slots, _adapter, _factored)
 """From what costs least to what changes most."""

@@ -18,82 +18,14 @@ import numpy as np
 from jax.extend import core
 
 FUSED = frozenset(
-    [
-        "abs",
-        "add",
-        "add_any",
-        "and",
-        "atan2",
-        "broadcast_in_dim",
-        "concatenate",
-        "split",
-        "ceil",
-        "clamp",
-        "convert_element_type",
-        "copy",
-        "cos",
-        "copy_p",
-        "div",
-        "eq",
-        "erf",
-        "erf_inv",
-        "exp",
-        "exp2",
-        "expand_dims",
-        "expm1",
-        "floor",
-        "ge",
-        "gt",
-        "integer_pow",
-        "iota",
-        "is_finite",
-        "le",
-        "log",
-        "log1p",
-        "logistic",
-        "lt",
-        "max",
-        "min",
-        "mul",
-        "name",
-        "ne",
-        "neg",
-        "not",
-        "or",
-        "pad",
-        "pow",
-        "real",
-        "reduce_precision",
-        "rem",
-        "reshape",
-        "rev",
-        "round",
-        "rsqrt",
-        "select_n",
-        "shift_left",
-        "shift_right_arithmetic",
-        "shift_right_logical",
-        "sign",
-        "sin",
-        "slice",
-        "sqrt",
-        "square",
-        "squeeze",
-        "stop_gradient",
-        "sub",
-        "tan",
-        "tanh",
-        "transpose",
-        "xor",
-        "random_bits",
-        "random_wrap",
-        "random_unwrap",
-        "threefry2x32",
-        "bitcast_convert_type",
-        "dynamic_slice",
-        "pvary",
-        "optimization_barrier",
-    ]
+    """
+    abs add add_any and atan2 bitcast_convert_type broadcast_in_dim ceil clamp concatenate convert_element_type copy
+    copy_p cos div dynamic_slice eq erf erf_inv exp exp2 expand_dims expm1 floor ge gt integer_pow iota is_finite le
+    log log1p logistic lt max min mul name ne neg not optimization_barrier or pad pow pvary random_bits
+    random_unwrap random_wrap real reduce_precision rem reshape rev round rsqrt select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sin slice split sqrt square squeeze stop_gradient sub tan tanh
+    threefry2x32 transpose xor
+    """.split()  # noqa: SIM905
 )
 """Operations that have no buffer of their own unless something needs one."""
 REDUCED = frozenset(
@@ -102,13 +34,15 @@ REDUCED = frozenset(
 """Operations that read fused inputs and write a buffer."""
 IN_PLACE = frozenset(["dynamic_update_slice", "scatter", "scatter-add", "scatter_add", "scatter_max", "scatter_mul"])
 """Operations that write into their first operand where nothing else needs it."""
-_DUPLICATED = frozenset(
-    ["exp", "tanh", "log", "div", "rsqrt", "sqrt", "pow", "logistic", "erf", "integer_pow", "cos", "sin"]
-)
+_ONCE = frozenset(["exp", "tanh", "log", "div", "rsqrt", "sqrt", "pow", "logistic", "erf", "integer_pow", "cos", "sin"])
 """Operations that are not done twice for two readers."""
 
 WHOLE = frozenset(("dot_general", "dynamic_slice", "slice"))
 """Operations whose results are whole on each device: weights that were gathered, gradients that are not yet summed."""
+
+_LOOPS = frozenset(("scan", "while", "cond"))
+_VIEWS = frozenset(("reshape", "squeeze", "expand_dims", "name", "stop_gradient", "copy", "optimization_barrier"))
+"""Operations whose result may be their operand's buffer."""
 
 Size = Callable[[Any, bool], float]
 """(an abstract value, whether it is whole on each device) -> its bytes on a device."""
@@ -121,7 +55,7 @@ class Held:
     peak: float
     """Most bytes at once beside its arguments, its results included."""
     moved: float
-    """Bytes read and written."""
+    """Bytes that products and kernels read and write: what is elementwise may be part of them."""
     within: float = 0.0
     """Of the peak, what the body of a loop holds."""
 
@@ -233,7 +167,7 @@ def _held(jaxpr: Any, size: Size, free: set[int]) -> Held:
     alive: dict[int, float] = {}
     peak = now = moved = within = 0.0
     for at, step in enumerate(flat.steps):
-        inner, inside = _inside(step, size, lambda r, at=at: last.get(r) == at and (r in alive or r in owned))
+        inner, inside = _inside(step, size)
         moved += inside
         written = [w for w in step.writes if w in made]
         reused: set[int] = set()
@@ -244,7 +178,7 @@ def _held(jaxpr: Any, size: Size, free: set[int]) -> Held:
                 for r in itertools.chain(*(roots[x] for x in step.reads))
                 if last.get(r) == at and (r in alive or r in owned) and r not in reused and sizes[r] == sizes[w]
             ]
-            if ends and (step.name in FUSED | IN_PLACE or step.name in ("scan", "while")):
+            if ends and (step.name in FUSED | IN_PLACE or step.name in _LOOPS):
                 reused.add(ends[0])
                 if ends[0] in owned:
                     owned.discard(ends[0])
@@ -254,15 +188,22 @@ def _held(jaxpr: Any, size: Size, free: set[int]) -> Held:
             else:
                 alive[w] = sizes[w]
                 now += sizes[w]
-        if written:
-            sources = set(itertools.chain(*(roots[x] for x in step.reads)))
-            if step.name not in ("scan", "while", "cond"):
-                moved += sum(sizes[r] for r in sources) + sum(sizes[w] for w in written)
+        if step.name not in _LOOPS | FUSED | REDUCED:
+            moved += _traffic(step, sizes)
         if now + inner > peak:
             peak, within = now + inner, inner
         for number in [n for n in alive if last.get(n, at) <= at]:
             now -= alive.pop(number)
     return Held(peak, moved, within)
+
+
+def _traffic(step: _Step, sizes: dict[int, float]) -> float:
+    """Bytes that an operation reads and writes: of a table only what it takes from it or puts into it."""
+    if step.name == "gather":
+        return 2 * sum(sizes[w] for w in step.writes)
+    if step.name in IN_PLACE:
+        return 2 * sum(sizes[r] for r in step.reads[1:])
+    return sum(sizes[x] for x in (*step.reads, *step.writes))
 
 
 def _fused(flat: _Flat, inputs: set[int]) -> tuple[dict[int, set[int]], set[int]]:
@@ -279,39 +220,23 @@ def _fused(flat: _Flat, inputs: set[int]) -> tuple[dict[int, set[int]], set[int]
             users = readers.get(w, [])
             fusible = step.name in FUSED
             needs = w in outputs or any(u not in FUSED | REDUCED for u in users)
-            twice = len(users) > 1 and step.name in _DUPLICATED
-            view = step.name in (
-                "reshape",
-                "squeeze",
-                "expand_dims",
-                "name",
-                "stop_gradient",
-                "copy",
-                "optimization_barrier",
-            )
+            twice = len(users) > 1 and step.name in _ONCE
             source = set().union(*(roots[r] for r in step.reads)) if step.reads else set()
-            if (
-                view
-                and len(source) == 1
-                and not (w in outputs and source & inputs)
-                or fusible
-                and not needs
-                and not twice
-            ):
+            view = step.name in _VIEWS and len(source) == 1 and not (w in outputs and source & inputs)
+            if view or (fusible and not needs and not twice):
                 roots[w] = source
             else:
                 made.add(w)
     return roots, made
 
 
-def _inside(step: _Step, size: Size, ends: Callable[[int], bool]) -> tuple[float, float]:
+def _inside(step: _Step, size: Size) -> tuple[float, float]:
     """(bytes that an equation holds beside its results, bytes that it moves within)."""
     params = step.equation.params
     if step.name == "scan":
         body = params["jaxpr"].jaxpr
         kept, carried = params["num_consts"], params["num_carry"]
         found = _held(body, size, set(range(kept, kept + carried)))
-        # A carry that someone else still needs is copied; the results of the loop are counted as its results.
         return found.peak, found.moved * params["length"]
     if step.name == "while":
         body = params["body_jaxpr"].jaxpr

@@ -116,7 +116,7 @@ def _here(name: str) -> Machine:
         ):
             return Machine(name, dataclasses.replace(kind, memory_bytes=device.memory_bytes(), usable=1.0), count)
     x = jnp.ones(2**24, jnp.float32)
-    bytes_a_second = rate(lambda x: x + 1, x, work=2.0 * x.nbytes, repeats=3)[-1]
+    bytes_a_second = rate(lambda x: x + 1, x, work=2.0 * x.nbytes)[-1]
     platform: Platform = first.platform  # type: ignore[assignment]
     flops = measured_peak(device.choose().compute.dtype) / count
     # Devices that share one processor share its memory and its rates.
