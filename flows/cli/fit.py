@@ -7,6 +7,7 @@ import subprocess
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.table import Table
 
 from flows.cli.shared import RecipeName, Sets, group, out, usage_error
@@ -85,8 +86,8 @@ def _show(answer: dict[str, Any]) -> None:
     )
     table = Table(box=None)
     table.add_column("stage", no_wrap=True)
-    for column in ("held GB", "peak GB", "divided", "at best", "bound by", ""):
-        table.add_column(column)
+    for column in ("held GB", "peak GB", "divided", "at best", "bound by", "verdict"):
+        table.add_column(column, no_wrap=True)
     for stage in answer["stages"]:
         low, middle, high = (p / GB for p in stage["peak"])
         table.add_row(
@@ -98,7 +99,8 @@ def _show(answer: dict[str, Any]) -> None:
             stage["bound"],
             stage["verdict"],
         )
-    out.print(table)
+    # Not cut to the width of a terminal that is not there.
+    (out if out.is_terminal else Console(highlight=False, width=160)).print(table)
     for stage in answer["stages"]:
         parts = ", ".join(f"{name} {size / GB:.2f}" for name, size in stage["parts"].items() if size >= 0.005 * GB)
         rest = (f"{n / 1e12:.3g} {unit}" for n, unit in ((stage["flops"], "TFLOP"), (stage["moved"], "TB moved")))

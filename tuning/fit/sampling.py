@@ -52,7 +52,7 @@ class Sampled:
 
 
 def sampling(asked: Sampled, machine: Machine) -> Figures:
-    """The figures of a stage that samples; a step is one token of every slot.
+    """The figures of a stage that samples; a step is one token in every slot.
 
     Raises RefusedRequest where no slot fits the cache, ValueError where the mesh is not of the machine's devices.
     """
@@ -110,7 +110,7 @@ def _sampling(asked: Sampled, machine: Machine) -> Figures:
             "tokens": asked.completion * -(-asked.samples // slots),
             "run": steps,
         },
-        step="token of every slot",
+        step="token",
     )
 
 
