@@ -55,7 +55,7 @@ def test_what_has_no_room_says_what_it_lacks_and_what_was_tried(tmp_path):
     code, output = fit(recipe(tmp_path, "random:tiny", **sections), "--model", "llama-3-8b", "--on", "v5e-4")
     assert code == 0, output
     assert "does not fit v5e-4: sft lacks" in output
-    assert "sft with --set sft.lora" in output or "sft with --on" in output
+    assert "sft.lora.quantize=nf4: peak" in output and "fits" in output
 
 
 @pytest.mark.parametrize(
