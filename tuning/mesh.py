@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import mesh_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from tuning.axes import Axes
 from tuning.models.sharding import ROWS, shardings
@@ -69,7 +69,7 @@ def under(mesh: Mesh | None) -> AbstractContextManager[Any]:
     return nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
-def row_shards(mesh: Mesh | None) -> int:
+def row_shards(mesh: Mesh | AbstractMesh | None) -> int:
     """Shards of a batch; its rows and its completions are multiples of this."""
     return 1 if mesh is None else math.prod(mesh.shape[a] for a in ROWS)
 
