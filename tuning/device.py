@@ -78,17 +78,21 @@ def choose(dtype: str = "auto") -> Device:
     Raises ValueError for float64 where JAX is not set up for it.
     """
     device = jax.devices()[0]
-    on_cpu = device.platform == "cpu"
-    memory = memory_bytes()
     dtype = resolved(dtype)
     if dtype == "float64" and real() != dtype:
         raise ValueError(
             "compute dtype float64 needs JAX set up for it: call `tuning.precision.use` before arrays are made"
         )
+    return choices(device.platform, device.device_kind, jax.device_count(), memory_bytes(), dtype)
+
+
+def choices(platform: str, kind: str, count: int, memory: int, dtype: str) -> Device:
+    """The choices for devices of a kind, which need not be here; `memory` is bytes of one, `dtype` no `auto`."""
+    on_cpu = platform == "cpu"
     return Device(
-        platform=device.platform,
-        kind=device.device_kind,
-        count=jax.device_count(),
+        platform=platform,
+        kind=kind,
+        count=count,
         memory_bytes=memory,
         # On CPU memory is plentiful and products are slow: recomputing them costs more than it saves.
         compute=Compute(dtype=dtype, remat=not on_cpu),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import mesh_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from tuning.axes import Axes
 from tuning.models.sharding import ROWS, shardings
@@ -23,6 +23,13 @@ def make_mesh(axes: Axes, devices: list[Any] | None = None) -> Mesh:
     Raises ValueError where the sizes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
+    sizes = axis_sizes(axes, len(devices))
+    # Innermost means neighbours: `tensor` communicates in every layer and needs the fastest links.
+    return Mesh(_by_links(devices, tuple(sizes.values())), tuple(sizes))
+
+
+def axis_sizes(axes: Axes, count: int) -> dict[str, int]:
+    """The size of each axis over `count` devices. Raises ValueError where they do not multiply to that."""
     sizes = {"data": axes.data, "fsdp": axes.fsdp, "tensor": axes.tensor}
     known = math.prod(s for s in sizes.values() if s > 0)
     open_axes = [name for name, s in sizes.items() if s == -1]
@@ -30,11 +37,10 @@ def make_mesh(axes: Axes, devices: list[Any] | None = None) -> Mesh:
         raise ValueError(f"mesh {sizes}: sizes are positive, and one of them may be -1")
     if open_axes:
         # Rounded down; a remainder is reported by the check below.
-        sizes[open_axes[0]] = max(1, len(devices) // known)
-    if math.prod(sizes.values()) != len(devices):
-        raise ValueError(f"mesh {sizes} asks for {math.prod(sizes.values())} devices, there are {len(devices)}")
-    # Innermost means neighbours: `tensor` communicates in every layer and needs the fastest links.
-    return Mesh(_by_links(devices, tuple(sizes.values())), tuple(sizes))
+        sizes[open_axes[0]] = max(1, count // known)
+    if math.prod(sizes.values()) != count:
+        raise ValueError(f"mesh {sizes} asks for {math.prod(sizes.values())} devices, there are {count}")
+    return sizes
 
 
 def _by_links(devices: list[Any], shape: tuple[int, ...]) -> np.ndarray:
@@ -63,7 +69,7 @@ def under(mesh: Mesh | None) -> AbstractContextManager[Any]:
     return nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
-def row_shards(mesh: Mesh | None) -> int:
+def row_shards(mesh: Mesh | AbstractMesh | None) -> int:
     """Shards of a batch; its rows and its completions are multiples of this."""
     return 1 if mesh is None else math.prod(mesh.shape[a] for a in ROWS)
 

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tuning.axes import Axes
-from tuning.mesh import make_mesh
+from tuning.mesh import axis_sizes, make_mesh
 from tuning.models.sharding import shardings
 
 
@@ -22,8 +22,13 @@ def sampling_mesh(axes: Any, devices: list[Any] | None = None) -> Mesh | None:
     devices = jax.local_devices() if devices is None else devices
     if len(devices) == 1:
         return None
-    sizes = make_mesh(Axes(axes.data, axes.fsdp, axes.tensor), devices).shape
-    return make_mesh(Axes(sizes["data"] * sizes["fsdp"], 1, sizes["tensor"]), devices)
+    return make_mesh(sampling_axes(axes, len(devices)), devices)
+
+
+def sampling_axes(axes: Any, count: int) -> Axes:
+    """The axes of `sampling_mesh` over `count` devices. Raises ValueError where they do not multiply to that."""
+    sizes = axis_sizes(Axes(axes.data, axes.fsdp, axes.tensor), count)
+    return Axes(sizes["data"] * sizes["fsdp"], 1, sizes["tensor"])
 
 
 def put_weights(state: nnx.State, mesh: Mesh | None) -> nnx.State:

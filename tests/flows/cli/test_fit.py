@@ -1,0 +1,75 @@
+"""`rlhf fit`: what a recipe needs on a machine, from a model's config alone, and what would make room."""
+
+import json
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from flows.cli.app import app
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+
+
+def recipe(folder, source, **sections):
+    path = folder / "own.yaml"
+    path.write_text(yaml.safe_dump({"name": "own", "base": {"source": str(source)}} | sections))
+    return str(path)
+
+
+def fit(*arguments):
+    done = CliRunner().invoke(app, ["fit", *arguments])
+    return done.exit_code, done.output
+
+
+def test_every_stage_of_a_recipe_is_told_from_a_config_without_weights(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    rewards = {"exact": {"function": "exact_match"}, "model": {"function": "reward_model"}}
+    sections = {"reward": {}, "rl": {"score": {"rewards": rewards}, "update": {"algorithm": "ppo"}}, "preference": {}}
+    code, output = fit(recipe(tmp_path, tmp_path, **sections), "--on", "v5e-4", "--json")
+    assert code == 0, output
+    answer = json.loads(output.splitlines()[-1])
+    names = [s["stage"] for s in answer["stages"]]
+    assert names == ["sft", "preference", "reward", "rollout", "score", "update", "update (critic)", "evaluate"]
+    assert answer["fits"] and answer["machine"]["devices"] == 4
+    of = {s["stage"]: s for s in answer["stages"]}
+    assert of["sft"]["parts"]["moments"] > 1.9 * of["sft"]["parts"]["weights"]
+    assert {"critic", "its critic's moments"} <= of["update"]["parts"].keys()
+    assert of["score"]["parts"]["reward model"] < 0.6 * of["sft"]["parts"]["weights"]
+    assert all(s["peak"][0] <= s["peak"][1] <= s["peak"][2] for s in answer["stages"])
+
+
+def test_what_has_no_room_says_what_it_lacks_and_what_was_tried(tmp_path):
+    sections = {"sft": {"examples_per_step": 64}, "rl": None, "evaluate": None}
+    code, output = fit(recipe(tmp_path, "random:tiny", **sections), "--model", "llama-3-8b", "--on", "v5e-4")
+    assert code == 0, output
+    assert "does not fit v5e-4: sft lacks" in output
+    assert "sft.lora.quantize=nf4: peak" in output and "fits" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--on", "v9-4"], "--on v9-4: say cpu, or a kind and a number"),
+        (["--model", "llama-9", "--on", "v5e-4"], "--model llama-9 is unknown; there are llama-3-8b"),
+    ],
+)
+def test_a_machine_or_a_model_that_is_not_known_is_a_usage_error(tmp_path, arguments, message):
+    code, output = fit(recipe(tmp_path, "random:tiny", rl=None, evaluate=None), *arguments)
+    assert code == 2 and message in " ".join(output.split())
+
+
+def test_a_folder_without_a_config_is_named_with_its_field(tmp_path):
+    code, output = fit(recipe(tmp_path, tmp_path, rl=None, evaluate=None), "--on", "v5e-4")
+    assert code == 2 and "base.source" in output and "config.json" in output

@@ -1,0 +1,92 @@
+"""Training steps to compare with what XLA compiles: SFT and the update of GRPO, for a tiny model and one of 0.1 B."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from tuning.algorithms.algorithm import find
+from tuning.algorithms.objective import policy_loss
+from tuning.algorithms.settings import Objective
+from tuning.algorithms.supervised import sft_loss
+from tuning.axes import Axes
+from tuning.device import choose
+from tuning.fit.training import Trained
+from tuning.mesh import over_devices, row_shards, state_shapes, under
+from tuning.models.config import DecoderConfig, tiny
+from tuning.models.decoder import abstract_decoder, decoder_graph
+from tuning.models.sharding import ROWS
+from tuning.settings import ComputeSettings, OptimizerSettings
+from tuning.training.batch import Group, choose_rows, micro_batches
+from tuning.training.optimizers import optimizer_of
+from tuning.training.step import counted, step_programs
+
+MODELS = {
+    "tiny": tiny(259),
+    "0.1b": DecoderConfig(
+        vocab_size=32000, hidden_size=768, intermediate_size=2048, num_layers=12, num_heads=12, num_kv_heads=4,
+        head_dim=64, rope_theta=1e4, norm_eps=1e-5, tie_embeddings=True, max_positions=4096,
+    ),
+}  # fmt: skip
+SIZES = {"sft": (128, 128, 1), "grpo": (64, 64, 4)}
+"""Tokens of a prompt and of a completion, and completions of a prompt."""
+OBJECTIVE = Objective(kl_coef=0.01)
+
+
+def asked(model: str, kind: str, shards: int) -> Trained:
+    """One micro-batch of 1,024 row tokens on each of the shards, as a CPU has it."""
+    prompt, completion, each = SIZES[kind]
+    count = 1024 * shards // (prompt + each * completion)
+    if kind == "grpo":
+        loss = lambda config, compute: policy_loss(decoder_graph(config), find(OBJECTIVE), OBJECTIVE, compute)  # noqa: E731
+    else:
+        loss = lambda config, compute: sft_loss(decoder_graph(config), compute)  # noqa: E731
+    return Trained(
+        model=MODELS[model],
+        make_loss=loss,
+        groups=[Group([1] * prompt, [[2] * completion] * each, range(i * each, (i + 1) * each)) for i in range(count)],
+        width=completion,
+        optimizer=OptimizerSettings(),
+        compute=ComputeSettings(),
+        columns=("mu_CT", "old_CT", "ref_CT", "advantages_CT") if kind == "grpo" else (),
+    )
+
+
+def measured(step: Trained) -> tuple[int, int, int]:
+    """Bytes of the compiled step's arguments, those beside them, and those of what it is given and does not read, on a
+    device of this process."""
+    compute, mesh = choose().compute, over_devices(Axes())
+    optimizer = optimizer_of(step.optimizer)
+    shapes = abstract_decoder(step.model)[1]
+    shards = row_shards(mesh)
+    layout = choose_rows([step.groups], 1024 * shards)
+    (packed,) = micro_batches(step.groups, layout=layout, completion_tokens=step.width, shards=shards)
+    batch = counted(step.groups, [packed])[0] | {name: packed.mask_CT for name in step.columns}
+    if mesh is not None:
+        whole, cut = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*x)) for x in ((), (ROWS,)))
+        batch = {
+            name: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype, sharding=cut if np.ndim(x) else whole)
+            for name, x in batch.items()
+        }
+    program = step_programs(step.make_loss(step.model, compute), optimizer, shapes, mesh)["single"]
+    with under(mesh):
+        given = (*state_shapes(optimizer, shapes, mesh), batch)
+        traced = program.trace(*given, None)
+        memory = traced.lower().compile().memory_analysis()
+    return int(memory.argument_size_in_bytes), int(memory.temp_size_in_bytes), unread(traced.jaxpr.jaxpr, given)
+
+
+def unread(jaxpr: Any, given: Any) -> int:
+    """Bytes on a device of the arguments that no equation of a step's program reads."""
+    read = {v for equation in jaxpr.eqns for v in equation.invars if not isinstance(v, core.Literal)}
+    read |= {v for v in jaxpr.outvars if not isinstance(v, core.Literal)}
+    count = 0
+    for var, x in zip(jaxpr.invars, jax.tree.leaves(given), strict=True):
+        if var not in read:
+            cut = x.sharding.shard_shape(x.shape) if getattr(x, "sharding", None) else np.shape(x)
+            count += math.prod(cut) * np.dtype(x.dtype).itemsize
+    return count

@@ -1,0 +1,127 @@
+"""What is said of a training step is what the compilers say: arguments exactly, the peak within a tenth."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.aot.bounds import BOUNDS
+from tests.aot.programs import COMPLETION, PROMPT, ROWS_A_DEVICE
+from tests.tuning.fit.steps import asked
+from tuning.axes import Axes
+from tuning.fit.machines import machine
+from tuning.fit.shapes import VALUES, public
+from tuning.fit.training import training
+from tuning.models.lora import LoraConfig
+from tuning.settings import ComputeSettings
+from tuning.training.batch import Group
+
+ROOT = Path(__file__).parents[3]
+
+
+def compiled(model, kind, devices):
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.tuning.fit.compiled_program", model, kind]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "devices"),
+    [
+        ("tiny", "sft", 1),
+        ("tiny", "grpo", 8),
+        pytest.param("tiny", "grpo", 1, marks=pytest.mark.slow),
+        pytest.param("tiny", "sft", 8, marks=pytest.mark.slow),
+        *(pytest.param("0.1b", k, n, marks=pytest.mark.slow) for k in ("sft", "grpo") for n in (1, 8)),
+    ],
+)
+def test_a_step_on_cpu_has_the_arguments_to_the_byte_and_the_peak_within_a_tenth(model, kind, devices):
+    found = compiled(model, kind, devices)
+    arguments, temporary = found["measured"]
+    low, middle, high = found["temporary"]
+    # What a program does not read is no argument of it.
+    assert found["held"] == arguments + found["unread"]
+    assert low <= temporary <= high
+    assert found["held"] + middle == pytest.approx(arguments + temporary, rel=0.1)
+
+
+def on_tpu(model, kind, count):
+    each = 4 if kind == "grpo" else 1
+    rows = ROWS_A_DEVICE * count
+    groups = [Group([1] * PROMPT, [[2] * COMPLETION] * each, range(i, i + each)) for i in range(0, rows, each)]
+    step = asked("tiny", kind, 1)
+    compute = ComputeSettings(tokens_per_micro_batch=rows * (PROMPT + COMPLETION))
+    return dataclasses.replace(step, model=public(model), groups=groups, width=COMPLETION, compute=compute)
+
+
+def cases():
+    for name, bound in json.loads(BOUNDS.read_text()).items():
+        kind, model, topology = name.split()
+        if kind in ("sft", "grpo") and model in VALUES:
+            generation, _, shape = topology.partition(":")
+            count = 1
+            for side in shape.split("x"):
+                count *= int(side)
+            chips = machine(generation).kind.cores * count
+            yield pytest.param(model, kind, f"{generation}-{chips}", count, bound, id=name)
+
+
+@pytest.mark.parametrize(("model", "kind", "name", "count", "bound"), cases())
+def test_a_step_on_tpu_is_what_its_compiler_says(model, kind, name, count, bound):
+    found = training(on_tpu(model, kind, count), machine(name))
+    state = (found.parts["weights"] + found.parts["moments"]) / 1e6
+    assert state == pytest.approx(bound["held_mb"], rel=0.001)
+    assert found.temporary[0] / 1e6 <= bound["temporary_mb"] <= found.temporary[2] / 1e6 * 1.05
+    assert found.peak[1] / 1e6 == pytest.approx(bound["held_mb"] + bound["temporary_mb"], rel=0.1)
+
+
+def test_weights_and_moments_are_cut_over_the_devices():
+    one, eight = (training(asked("0.1b", "sft", 8), machine(name)).parts for name in ("v5e-1", "v5e-8"))
+    for name in ("weights", "moments"):
+        assert one[name] / 8 == pytest.approx(eight[name], rel=0.002)
+
+
+def test_a_smaller_micro_batch_rematerialisation_and_an_adapter_take_less():
+    step = asked("0.1b", "sft", 8)
+    whole = training(dataclasses.replace(step, remat=False), machine("v5e-1"))
+    remat = training(step, machine("v5e-1"))
+    assert remat.peak[1] < whole.peak[1]
+    parts = dataclasses.replace(step, compute=ComputeSettings(tokens_per_micro_batch=1024))
+    small = training(parts, machine("v5e-1"))
+    assert small.shape["micro_batches"] == 8 and small.temporary[1] < remat.temporary[1]
+    adapter = training(dataclasses.replace(step, lora=LoraConfig()), machine("v5e-1"))
+    assert adapter.parts["moments"] < 0.1 * remat.parts["moments"]
+    nf4 = training(dataclasses.replace(step, lora=LoraConfig(quantize="nf4")), machine("v5e-1"))
+    assert nf4.parts["frozen base"] < adapter.parts["frozen base"]
+
+
+def test_tensor_parallel_heads_keep_the_flops_and_halve_a_devices_activations():
+    step = dataclasses.replace(asked("0.1b", "sft", 8), model=public("qwen3-0.6b"))
+    rows = training(step, machine("v5e-2"))
+    heads = training(
+        dataclasses.replace(step, compute=ComputeSettings(mesh=Axes(1, 1, 2), tokens_per_micro_batch=2048)),
+        machine("v5e-2"),
+    )
+    assert heads.shape["mesh"]["tensor"] == 2 and heads.flops == pytest.approx(rows.flops, rel=0.01)
+    assert heads.sent > 0
+
+
+def test_a_70b_needs_no_memory_here_and_no_gpu_for_a_gpu():
+    step = dataclasses.replace(asked("tiny", "sft", 32), model=public("llama-3-70b"))
+    found = training(step, machine("v5p-64"))
+    assert found.parts["weights"] == pytest.approx(4 * 70.55e9 / 32, rel=0.001)
+    assert found.verdict(machine("v5p-64")) == "fits"
+    assert training(step, machine("h100x8")).verdict(machine("h100x8")) == "does not fit"
+
+
+def test_a_mesh_that_the_machine_does_not_have_is_refused():
+    step = dataclasses.replace(asked("tiny", "sft", 8), compute=ComputeSettings(mesh=Axes(1, 3, 1)))
+    with pytest.raises(ValueError, match="asks for 3 devices, there are 8"):
+        training(step, machine("v5e-8"))

@@ -1,0 +1,208 @@
+"""The memory and the work of a training step, from the product's own loss, packing, sharding and optimizer.
+
+The step's gradient is traced at the shapes of one device and its buffers are followed (`liveness`); weights, moments
+and micro-batch are exact, by the rules of `tuning.mesh` and `tuning.training.batch`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from tuning.device import Compute
+from tuning.fit.figures import Figures
+from tuning.fit.liveness import Held, held
+from tuning.fit.machines import Machine
+from tuning.fit.places import (
+    Beside,
+    abstract_mesh,
+    bytes_of,
+    in_type,
+    local,
+    narrower,
+    of_others,
+    shapes_of,
+    sizes_over,
+    state_bytes,
+    trees,
+    weight_bytes,
+)
+from tuning.mesh import row_shards
+from tuning.models.config import DecoderConfig
+from tuning.models.lora import LoraConfig, Role, over, tuned_graph
+from tuning.settings import ComputeSettings, OptimizerSettings
+from tuning.shapes import bucket
+from tuning.target import Platform, compiling_for
+from tuning.training.batch import Group, choose_rows, micro_batches
+from tuning.training.optimizers import optimizer_of
+from tuning.training.speed import ADAPTER, FULL, forward_flops
+from tuning.training.step import LossFn, counted
+
+SPREAD = {"cpu": (1.0, 1.46, 2.0), "tpu": (1.0, 2.5, 3.4), "gpu": (1.0, 1.6, 2.5)}
+"""Factors on the bytes that the body of a loop holds: least, expected, most. XLA's schedule within a body, copies for
+layouts and holes between buffers are not known before it compiles, and on TPU it spends free memory to hide what
+devices send. On CPU and TPU by what the compilers say (`tests/tuning/fit`, `tests/aot/bounds.json`); for GPUs nothing
+was measured."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What a stage trains, and on what."""
+
+    model: DecoderConfig
+    make_loss: Callable[[DecoderConfig, Compute], LossFn]
+    """Of the model as a device computes it."""
+    groups: Sequence[Group]
+    """The groups of one optimizer step."""
+    width: int
+    """Tokens of the longest completion."""
+    optimizer: OptimizerSettings
+    compute: ComputeSettings
+    role: Role = "decoder"
+    lora: LoraConfig | None = None
+    whole: bool = False
+    """Whether the completions of a group stay together, as those of a pair."""
+    columns: tuple[str, ...] = ()
+    """Names of what the loss reads beside tokens: `NAME_CT` of tokens, `NAME_C` of completions."""
+    teacher: DecoderConfig | None = None
+    """A model that the loss reads unchanged."""
+    beside: tuple[Beside, ...] = ()
+    """What else is in the devices' memory meanwhile."""
+    remat: bool | None = None
+    """In place of the device's choice."""
+
+
+def training(asked: Trained, machine: Machine) -> Figures:
+    """The figures of an optimizer step. Raises ValueError where the mesh is not of the machine's devices."""
+    with compiling_for(machine.kind.platform):
+        return _training(asked, machine)
+
+
+def _training(asked: Trained, machine: Machine) -> Figures:
+    device = machine.choices(asked.compute.dtype)
+    compute = device.compute if asked.remat is None else dataclasses.replace(device.compute, remat=asked.remat)
+    mesh = abstract_mesh(asked.compute.mesh, machine.count)
+    shards, fsdp, tensor = row_shards(mesh), mesh.shape["fsdp"], mesh.shape["tensor"]
+    # As `stages.training.fit` and `tuning.algorithms.rounds` pack a step.
+    budget = asked.compute.tokens_per_micro_batch or device.row_tokens_per_step * shards
+    largest = max(g.size for g in asked.groups) if asked.whole else 0
+    layout = choose_rows([asked.groups], budget, largest, asked.whole)
+    packed = micro_batches(asked.groups, layout=layout, completion_tokens=bucket(asked.width), shards=shards)
+    batch = of_one_device(counted(asked.groups, packed[:1])[0] | _columns(asked, packed[0]), shards)
+
+    optimizer = optimizer_of(asked.optimizer)
+    trained, frozen = trees(asked.model, asked.role, asked.lora, compute.dtype)
+    dense = shapes_of(asked.model, asked.role)
+    parts = {"weights": weight_bytes(trained, mesh), "moments": state_bytes(optimizer, trained, mesh)}
+    if frozen is not None:
+        parts["frozen base"] = weight_bytes(frozen, mesh)
+    if asked.teacher is not None:
+        parts["teacher"] = weight_bytes(in_type(shapes_of(asked.teacher, "decoder"), narrower(compute.dtype)), mesh)
+    parts |= of_others(asked.beside, mesh, compute.dtype)
+    parts["micro-batch"] = bytes_of(batch)
+    several = len(packed) > 1
+    gradients = weight_bytes(trained, mesh)
+    if several:
+        # One tree is added to, the other is new: the second is in `gradient`.
+        parts["gradients"] = gradients
+
+    with compiling_for(traceable(machine.kind.platform)):
+        traced = gradient(asked, compute, batch, tensor, fsdp)
+    outer = traced.peak - traced.within
+    item = np.dtype(jax.numpy.dtype(compute.dtype)).itemsize
+    if machine.kind.platform == "gpu":
+        # cuDNN takes a mask of all pairs of a row.
+        rows, length = batch["tokens_BL"].shape
+        outer += rows * length * length
+    factors = SPREAD[machine.kind.platform]
+    # The update needs the gradients and as much for what it changes.
+    apply = gradients if several else 2 * gradients
+    if machine.kind.platform != "cpu" and item < 4 and frozen is None:
+        # XLA casts the stacked weights once, before the loop over layers.
+        outer += weight_bytes(in_type(trained, compute.dtype), mesh)
+    low, middle, high = (max(int(outer + f * traced.within), apply) for f in factors)
+
+    tokens = sum(p.tokens_BL.size for p in packed)
+    head = asked.role == "decoder"
+    forward = forward_flops(asked.model, asked.groups, head=head)
+    # Padding is computed too.
+    forward *= tokens / max(1, sum(g.size for g in asked.groups))
+    passes = (FULL if asked.lora is None else ADAPTER) + int(compute.remat)
+    flops = passes * forward + (forward_flops(asked.teacher, asked.groups) if asked.teacher else 0.0)
+    state = parts["weights"] + parts["moments"]
+    sent = len(packed) * _sent(asked, mesh.shape, bytes_of(dense) // 4, item, tokens / len(packed) / shards)
+    return Figures(
+        parts=parts,
+        temporary=(low, middle, high),
+        flops=flops / machine.count,
+        moved=traced.moved * len(packed) + 2 * state + 2 * gradients,
+        sent=sent,
+        shape={
+            "micro_batches": len(packed),
+            "rows": packed[0].tokens_BL.shape[0] // shards,
+            "row_tokens": packed[0].tokens_BL.shape[1],
+            "remat": compute.remat,
+            "mesh": dict(mesh.shape),
+        },
+    )
+
+
+def gradient(asked: Trained, compute: Compute, batch: Any, tensor: int, fsdp: int) -> Held:
+    """What the program of value and gradient holds on one device, gradients included."""
+    model = local(asked.model, tensor)
+    trained, frozen = trees(model, asked.role, asked.lora, compute.dtype)
+    loss = asked.make_loss(model, compute)
+    teacher = None if asked.teacher is None else shapes_of(local(asked.teacher, tensor), "decoder")
+    if teacher is not None:
+        teacher = in_type(teacher, narrower(compute.dtype))
+    below: Any = teacher
+    if asked.lora is not None:
+        loss, below = over(tuned_graph(model, asked.role, asked.lora), loss), (frozen, teacher)
+    traced = jax.make_jaxpr(jax.value_and_grad(loss, has_aux=True))(trained, batch, below)
+    return held(traced, sizes_over((trained, below), fsdp))
+
+
+def traceable(platform: Platform) -> Platform:
+    """The platform that a program is traced for in place of another: cuDNN's kernel asks for the library, and what it
+    keeps (its output and the sums of its softmax) is what splash keeps."""
+    return "tpu" if platform == "gpu" else platform
+
+
+def _columns(asked: Trained, packed: Any) -> dict[str, np.ndarray]:
+    of_tokens, of_completions = packed.mask_CT, packed.mask_CT[:, 0]
+    return {n: of_tokens if n.endswith("_CT") else of_completions for n in asked.columns}
+
+
+def of_one_device(batch: dict[str, Any], shards: int) -> dict[str, Any]:
+    """Shapes of a micro-batch's part."""
+
+    def part(name: str, x: Any) -> Any:
+        shape = np.shape(x)
+        if name == "where_M" and len(shape) == 2:
+            shape = shape[1:]
+        elif shape and shards > 1:
+            shape = (shape[0] // shards, *shape[1:])
+        return jax.ShapeDtypeStruct(shape, np.asarray(x).dtype)
+
+    return {name: part(name, x) for name, x in batch.items()}
+
+
+def _sent(asked: Trained, sizes: Any, parameters: int, item: int, tokens: float) -> float:
+    """Bytes that a device sends for one micro-batch of `tokens` on each shard.
+
+    `fsdp`: parameters are gathered forward and backward in the type of computation, gradients scattered in float32
+    (Zhao et al., 2023). `data`: gradients are summed. `tensor`: two sums of activations a layer each way (Shoeybi et
+    al., 2019).
+    """
+    data, fsdp, tensor = sizes["data"], sizes["fsdp"], sizes["tensor"]
+    mine = parameters / tensor
+    # An adapter's gradients are small.
+    gradients = 0.0 if asked.lora is not None else 4.0 * mine
+    sent = (fsdp - 1) / fsdp * (2 * item * mine + gradients)
+    sent += 2 * (data - 1) / data * gradients / fsdp
+    sums = 4 * asked.model.num_layers * tokens * asked.model.hidden_size * item
+    return sent + 2 * (tensor - 1) / tensor * sums
