@@ -46,7 +46,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     on = machine(question["on"])
     model = model_of(question["model"] or question["source"], "--model" if question["model"] else "base.source")
     given = question["sections"]
-    sections = {
+    sections: dict[str, Any] = {
         name: by_section()[name].config.model_validate_json(json.dumps(given[name]))
         for name in SECTIONS
         if name in given

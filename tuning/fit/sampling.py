@@ -64,7 +64,7 @@ def _sampling(asked: Sampled, machine: Machine) -> Figures:
     dtype = machine.choices(asked.compute.dtype).compute.dtype
     dtype = "float32" if dtype == "float64" else dtype
     kv: Any = dtype if asked.kv == "auto" else asked.kv
-    mesh = abstract_mesh(sampling_axes(asked.compute.mesh, machine.count), machine.count)
+    mesh: Any = abstract_mesh(sampling_axes(asked.compute.mesh, machine.count), machine.count)
     tensor, replicas = mesh.shape["tensor"], mesh.shape["data"]
     rolled = machine.count == 1 and machine.kind.platform == "cpu" and products.suits(dtype) and has_compiler()
     layout = {"join": machine.count == 1, "rolled": rolled, "quantization": asked.quantization, "dtype": dtype}
@@ -73,7 +73,7 @@ def _sampling(asked: Sampled, machine: Machine) -> Figures:
         return abstract_weights(decoder_graph(model), model, **layout)
 
     context = min(asked.prompt + asked.completion, asked.model.max_positions)
-    mesh_of_pool: Any = mesh if machine.count > 1 else None
+    mesh_of_pool = mesh if machine.count > 1 else None
     pool = Pool(asked.model, asked.limits, kv, mesh_of_pool, rolled=rolled)
     slots = min(pool.most(context), asked.samples)
     capacity = pool.capacity_for(context)
@@ -127,7 +127,7 @@ def _programs(
     """What a run of decoding and a chunk of prefill hold."""
     graph, state = weights
     stacks = jax.eval_shape(lambda: cache.make(model, slots, capacity, kv, rolled=rolled))
-    seen = jax.ShapeDtypeStruct((slots, model.vocab_size), bool)
+    seen: Any = jax.ShapeDtypeStruct((slots, model.vocab_size), bool)
     options = {"kv": kv, "dtype": dtype, "kernels": Kernels()}
     empty = [Slot() for _ in range(slots)]
     rows = row_arrays(empty, capacity, limits.steps)
