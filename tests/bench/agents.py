@@ -43,7 +43,8 @@ def run(recipe: str, seed: int, store: str) -> dict[str, Any]:
         "episodes": last["samples"] * last["problems"],
         "score": {p: [round(m[k], 4) for k in ("score", "score_low", "score_high")] for p, m in metrics.items()},
         "above_blind": round(last["score"] - last["levels"]["blind"], 4),
-        "success": series["success"],
+        # Tools alone tell no success: the reward is of the answer.
+        "success": series["success"] if any(s is not None for s in series["success"]) else series["reward"],
         "calling": series["calling"],
         "rounds": len(finished_rounds(record)),
         "seconds": round(seconds, 1),
@@ -71,7 +72,7 @@ def plot(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
         for level in ("random", "blind"):
             style = "--" if level == "blind" else ":"
             axes.axhline(runs[0]["levels"][level], color="0.5", linewidth=0.8, linestyle=style)
-        title = recipe + (" (dotted: share of episodes with a call)" if any(runs[0]["calling"]) else "")
+        title = recipe + (" (dotted: share that calls)" if any(runs[0]["calling"]) else "")
         axes.set(title=title, ylim=(-0.02, 1.02), xlabel="round; dots: held out", ylabel="success")
         axes.grid(alpha=0.2)
         axes.legend(fontsize=7, loc="lower right")
