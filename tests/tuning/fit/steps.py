@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core
 
 from tuning.algorithms.algorithm import find
 from tuning.algorithms.objective import policy_loss
@@ -15,6 +14,7 @@ from tuning.algorithms.settings import Objective
 from tuning.algorithms.supervised import sft_loss
 from tuning.axes import Axes
 from tuning.device import choose
+from tuning.fit.liveness import unread
 from tuning.fit.training import Trained
 from tuning.mesh import over_devices, row_shards, state_shapes, under
 from tuning.models.config import DecoderConfig, tiny
@@ -77,16 +77,13 @@ def measured(step: Trained) -> tuple[int, int, int]:
         given = (*state_shapes(optimizer, shapes, mesh), batch)
         traced = program.trace(*given, None)
         memory = traced.lower().compile().memory_analysis()
-    return int(memory.argument_size_in_bytes), int(memory.temp_size_in_bytes), unread(traced.jaxpr.jaxpr, given)
+    return int(memory.argument_size_in_bytes), int(memory.temp_size_in_bytes), _unread(traced, given)
 
 
-def unread(jaxpr: Any, given: Any) -> int:
-    """Bytes on a device of the arguments that no equation of a step's program reads."""
-    read = {v for equation in jaxpr.eqns for v in equation.invars if not isinstance(v, core.Literal)}
-    read |= {v for v in jaxpr.outvars if not isinstance(v, core.Literal)}
-    count = 0
-    for var, x in zip(jaxpr.invars, jax.tree.leaves(given), strict=True):
-        if var not in read:
-            cut = x.sharding.shard_shape(x.shape) if getattr(x, "sharding", None) else np.shape(x)
-            count += math.prod(cut) * np.dtype(x.dtype).itemsize
+def _unread(traced: Any, given: Any) -> int:
+    """Bytes on a device of what a step is given and does not read."""
+    arrays, count = jax.tree.leaves(given), 0
+    for x in (arrays[i] for i in unread(traced.jaxpr)):
+        cut = x.sharding.shard_shape(x.shape) if getattr(x, "sharding", None) else np.shape(x)
+        count += math.prod(cut) * np.dtype(x.dtype).itemsize
     return count
