@@ -151,13 +151,6 @@ def held(closed: Any, size: Size = nbytes, free: Sequence[int] = ()) -> Held:
     return _held(closed.jaxpr, size, set(free))
 
 
-def unread(closed: Any) -> list[int]:
-    """Numbers of the arguments that nothing of the results depends on: XLA's program does not have them."""
-    flat = _Flat(closed.jaxpr)
-    read = {number for step in flat.steps for number in step.reads} | set(flat.outputs)
-    return [i for i, number in enumerate(flat.inputs) if number not in read]
-
-
 def _held(jaxpr: Any, size: Size, free: set[int]) -> Held:
     flat = _Flat(jaxpr)
     whole = {w for step in flat.steps if step.name in WHOLE for w in step.writes}

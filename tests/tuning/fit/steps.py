@@ -14,7 +14,6 @@ from tuning.algorithms.settings import Objective
 from tuning.algorithms.supervised import sft_loss
 from tuning.axes import Axes
 from tuning.device import choose
-from tuning.fit.liveness import unread
 from tuning.fit.training import Trained
 from tuning.mesh import over_devices, row_shards, state_shapes, under
 from tuning.models.config import DecoderConfig, tiny
@@ -75,15 +74,17 @@ def measured(step: Trained) -> tuple[int, int, int]:
     program = step_programs(step.make_loss(step.model, compute), optimizer, shapes, mesh)["single"]
     with under(mesh):
         given = (*state_shapes(optimizer, shapes, mesh), batch)
-        traced = program.trace(*given, None)
-        memory = traced.lower().compile().memory_analysis()
-    return int(memory.argument_size_in_bytes), int(memory.temp_size_in_bytes), _unread(traced, given)
+        compiled = program.lower(*given, None).compile()
+    memory = compiled.memory_analysis()
+    return int(memory.argument_size_in_bytes), int(memory.temp_size_in_bytes), _unread(compiled, given)
 
 
-def _unread(traced: Any, given: Any) -> int:
-    """Bytes on a device of what a step is given and does not read."""
-    arrays, count = jax.tree.leaves(given), 0
-    for x in (arrays[i] for i in unread(traced.jaxpr)):
+def _unread(compiled: Any, given: Any) -> int:
+    """Bytes on a device of what a step is given and its program does not have, as nothing reads it."""
+    # JAX says in no public place which arguments it left out.
+    kept = compiled._executable._kept_var_idx
+    count = 0
+    for x in (x for i, x in enumerate(jax.tree.leaves(given)) if i not in kept):
         cut = x.sharding.shard_shape(x.shape) if getattr(x, "sharding", None) else np.shape(x)
         count += math.prod(cut) * np.dtype(x.dtype).itemsize
     return count
