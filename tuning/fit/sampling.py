@@ -16,7 +16,7 @@ from tuning.fit.figures import Figures
 from tuning.fit.liveness import Held, held
 from tuning.fit.machines import Machine
 from tuning.fit.places import Beside, abstract_mesh, bytes_of, local, of_others, weight_bytes
-from tuning.fit.training import SPREAD
+from tuning.fit.training import spread
 from tuning.models.config import DecoderConfig
 from tuning.models.decoder import decoder_graph
 from tuning.rollout.engine import cache, programs
@@ -86,8 +86,8 @@ def _sampling(asked: Sampled, machine: Machine) -> Figures:
     own = slots // replicas if slots % replicas == 0 else slots
     model = local(asked.model, tensor)
     run, chunk = _programs(model, weights(model), own, capacity, asked.limits, kv, dtype, rolled)
-    factors = SPREAD[machine.kind.platform]
-    low, middle, high = (int(max(h.peak - h.within + f * h.within for h in (run, chunk))) for f in factors)
+    either = [spread(h.peak - h.within, h.within, machine.kind.platform) for h in (run, chunk)]
+    low, middle, high = (max(of_both) for of_both in zip(*either, strict=True))
     steps = asked.limits.steps
     # Of a token: two FLOPs for each weight of a product, and its attention over half of the context.
     c = model

@@ -22,7 +22,7 @@ from tuning.fit.places import (
     sizes_over,
     weight_bytes,
 )
-from tuning.fit.training import SPREAD, of_one_device, traceable
+from tuning.fit.training import of_one_device, spread, traceable
 from tuning.mesh import row_shards
 from tuning.models.config import DecoderConfig
 from tuning.models.decoder import scalar_graph
@@ -67,12 +67,11 @@ def scoring(asked: Scored, machine: Machine) -> Figures:
     with compiling_for(traceable(platform)):
         traced = jax.make_jaxpr(lambda p, b: scores(scalar_graph(own), p, b, compute))(shapes, batch)
         found = held(traced, sizes_over(shapes, mesh.shape["fsdp"]))
-    low, middle, high = (int(found.peak + (f - 1) * found.within) for f in SPREAD[platform])
     parameters = sum(x.size for x in jax.tree.leaves(shapes))
     fsdp = mesh.shape["fsdp"]
     return Figures(
         parts=parts,
-        temporary=(low, middle, high),
+        temporary=spread(found.peak - found.within, found.within, platform),
         flops=forward_flops(asked.model, asked.groups, head=False) / machine.count,
         moved=found.moved * len(packed),
         sent=len(packed) * (fsdp - 1) / fsdp * 2.0 * parameters,

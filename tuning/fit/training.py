@@ -118,13 +118,12 @@ def _training(asked: Trained, machine: Machine) -> Figures:
         # cuDNN takes a mask of all pairs of a row.
         rows, length = batch["tokens_BL"].shape
         outer += rows * length * length
-    factors = SPREAD[machine.kind.platform]
     # The update needs the gradients and as much for what it changes.
     apply = gradients if several else 2 * gradients
     if machine.kind.platform != "cpu" and item < 4 and frozen is None:
         # XLA casts the stacked weights once, before the loop over layers.
         outer += weight_bytes(in_type(trained, compute.dtype), mesh)
-    low, middle, high = (max(int(outer + f * traced.within), apply) for f in factors)
+    low, middle, high = (max(x, apply) for x in spread(outer, traced.within, machine.kind.platform))
 
     tokens = sum(p.tokens_BL.size for p in packed)
     head = asked.role == "decoder"
@@ -149,6 +148,13 @@ def _training(asked: Trained, machine: Machine) -> Figures:
             "mesh": dict(mesh.shape),
         },
     )
+
+
+def spread(outer: float, within: float, platform: Platform) -> tuple[int, int, int]:
+    """Least, expected and most bytes of a program that holds `within` of its bytes in the body of a loop."""
+    low, middle, high = (int(outer + factor * within) for factor in SPREAD[platform])
+    # What is outside of loops has holes and copies too.
+    return low, middle, max(high, int(1.1 * middle))
 
 
 def gradient(asked: Trained, compute: Compute, batch: Any, tensor: int, fsdp: int) -> Held:

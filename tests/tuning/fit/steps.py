@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core
 
 from tuning.algorithms.algorithm import find
 from tuning.algorithms.objective import policy_loss
@@ -75,18 +74,17 @@ def measured(step: Trained) -> tuple[int, int, int]:
     program = step_programs(step.make_loss(step.model, compute), optimizer, shapes, mesh)["single"]
     with under(mesh):
         given = (*state_shapes(optimizer, shapes, mesh), batch)
-        traced = program.trace(*given, None)
-        memory = traced.lower().compile().memory_analysis()
-    return int(memory.argument_size_in_bytes), int(memory.temp_size_in_bytes), unread(traced.jaxpr.jaxpr, given)
+        compiled = program.lower(*given, None).compile()
+    memory = compiled.memory_analysis()
+    return int(memory.argument_size_in_bytes), int(memory.temp_size_in_bytes), _unread(compiled, given)
 
 
-def unread(jaxpr: Any, given: Any) -> int:
-    """Bytes on a device of the arguments that no equation of a step's program reads."""
-    read = {v for equation in jaxpr.eqns for v in equation.invars if not isinstance(v, core.Literal)}
-    read |= {v for v in jaxpr.outvars if not isinstance(v, core.Literal)}
+def _unread(compiled: Any, given: Any) -> int:
+    """Bytes on a device of what a step is given and its program does not have, as nothing reads it."""
+    # JAX says in no public place which arguments it left out.
+    kept = compiled._executable._kept_var_idx
     count = 0
-    for var, x in zip(jaxpr.invars, jax.tree.leaves(given), strict=True):
-        if var not in read:
-            cut = x.sharding.shard_shape(x.shape) if getattr(x, "sharding", None) else np.shape(x)
-            count += math.prod(cut) * np.dtype(x.dtype).itemsize
+    for x in (x for i, x in enumerate(jax.tree.leaves(given)) if i not in kept):
+        cut = x.sharding.shard_shape(x.shape) if getattr(x, "sharding", None) else np.shape(x)
+        count += math.prod(cut) * np.dtype(x.dtype).itemsize
     return count
