@@ -59,13 +59,18 @@ def _nearest(
         keys.add(entry["key"])
         artifact = store.get(node.stage, entry["key"], repair=False)
         if artifact is not None:
-            count = len(differences(*_moves_left_out(artifact.manifest["key_parts"], parts)))
+            lines = differences(*_moves_left_out(artifact.manifest["key_parts"], parts))
             other = record["recipe"]["name"] != recipe
-            if not other or count <= FAR:
+            if not other or (len(lines) <= FAR and not any(map(_is_of_data, lines))):
                 # Of equals the recipe's own, then the newest.
-                found.append((count, other, age, record, artifact))
+                found.append((len(lines), other, age, record, artifact))
     best = min(found, key=lambda f: f[:3], default=None)
     return best and best[3:]
+
+
+def _is_of_data(line: str) -> bool:
+    """Whether a difference is one of data or weights that are read: another recipe's then say nothing of these."""
+    return line.startswith(("sources.source ", "config.source"))
 
 
 def _told(store: Store, node: Node, old: dict[str, Any], new: dict[str, Any]) -> list[str]:

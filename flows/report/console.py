@@ -78,6 +78,14 @@ class ConsoleReporter:
             left = "" if each is None else f"{each * (total - done):.0f} s left  "
             self.console.print(f"  {node.name:<18} {done}/{total} {unit}  {left}{detail}")
 
+    def compiling(self, node: Node) -> None:
+        """Says why nothing moves, as often as progress would be told."""
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, detail="compiling")
+        elif time.monotonic() - self._last > LINE_SECONDS:
+            self._last = time.monotonic()
+            self.console.print(f"  {node.name:<18} compiling")
+
     def line(self, text: str) -> None:
         self.console.print(f"  [dim]{text}[/dim]" if self.console.is_terminal else f"  {text}", markup=True)
 
@@ -89,7 +97,9 @@ class ConsoleReporter:
             self._round(node, state, manifest, seconds)
             return
         figures = _figures(find_stage(node.stage), state, manifest)
-        self.console.print(_line(node.name, state == "hit", seconds, figures))
+        # Also what a run has finished that was killed.
+        maker = f"  of {run}" if state == "hit" and (run := manifest.get("run")) else ""
+        self.console.print(_line(node.name, state == "hit", seconds, figures + maker))
 
     def run_ended(self) -> None:
         """Shows the stages of rounds that have no line, since their policy update was not wanted or has failed."""

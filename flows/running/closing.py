@@ -25,6 +25,15 @@ def status_after(error: BaseException) -> str:
     return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
 
 
+def data_lines(session: Session) -> list[str]:
+    """What the data's preparation warned of, again: at the end of a long run its own line is far above."""
+    # Here and not above: the commands that only look do without what reads data.
+    from stages.prepare.card import warnings_of
+
+    metrics = session.made["prepare"].metrics if "prepare" in session.made else {}
+    return [f"! data: {warning}" for warning in warnings_of(metrics)]
+
+
 def _differences(session: Session) -> dict[str, dict[str, Difference]]:
     """Paired differences of the evaluated policies; none where a table cannot be read."""
     # Here and not above: tables load NumPy and Arrow, which the commands that only look do without.
@@ -58,7 +67,8 @@ def summary(session: Session, reporter: ConsoleReporter, report: str | None) -> 
     evaluations = evaluations_of(session)
     if evaluations:
         reporter.console.print(closing_table(evaluations))
-        for line in [*difference_lines(_differences(session)), level_line(evaluations), guess(evaluations)]:
+        compared = difference_lines(_differences(session))
+        for line in [*data_lines(session), *compared, level_line(evaluations), guess(evaluations)]:
             if line:
                 reporter.console.print(line, markup=False, soft_wrap=True)
     if "export" in session.made:

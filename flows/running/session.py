@@ -19,7 +19,7 @@ from stages.store.artifacts import Artifact, Store
 from stages.store.keys import published
 from stages.store.leases import lease, this_process
 from stages.worker.client import CodeChanged, StageFailed, Worker, WorkerDied
-from stages.worker.protocol import Log, Progress, Report, Request
+from stages.worker.protocol import Heartbeat, Log, Progress, Report, Request
 
 EDITS = 3
 """How often a stage is made again because its code was edited while it ran."""
@@ -32,6 +32,7 @@ class Reporter(Protocol):
 
     def stage_started(self, node: Node) -> None: ...
     def progress(self, node: Node, event: Progress) -> None: ...
+    def compiling(self, node: Node) -> None: ...
     def line(self, text: str) -> None: ...
     def stage_ended(self, node: Node, state: str, manifest: dict[str, Any], seconds: float) -> None: ...
     def run_ended(self) -> None: ...
@@ -160,6 +161,8 @@ class Session:
                     self.reporter.progress(node, event)
                 case Log(line):
                     self.reporter.line(f"{node.name}: {line}")
+                case Heartbeat():
+                    self.reporter.compiling(node)
 
         started = time.monotonic()
         try:

@@ -99,3 +99,10 @@ def _samples(out: Path, output: str) -> list[dict[str, str]]:
     path = min((out / output).glob("part-*.parquet"))
     texts = [f.name for f in pq.read_schema(path) if f.type == pa.string() and f.name not in ("id", "content", "group")]
     return [{k: v for k, v in row.items() if v} for row in _first_rows(path, SAMPLES, texts)]
+
+
+def warnings_of(metrics: Mapping[str, Any]) -> list[str]:
+    """A sentence for each thing that the metrics of a preparation warn of."""
+    from tuning.data.extracted import warnings
+
+    return warnings(metrics.get("extracted", {}))

@@ -85,7 +85,8 @@ def outcomes_of(ctx: Context, names: Sequence[str], rollouts: Sequence[Completio
     # What the environment failed has been judged where episodes were played.
     played = {name: [o for o, row in zip(columns[name], rollouts, strict=True) if row.stop != FAILED] for name in names}
     try:
-        check_failures(played, config.max_failed_fraction, setting="rl.score.max_failed_fraction")
+        named = {name: config.rewards[name].function for name in names}
+        check_failures(played, config.max_failed_fraction, setting="rl.score.max_failed_fraction", functions=named)
     except TooManyFailures as error:
         by_number = {name: dict(enumerate(column)) for name, column in columns.items()}
         raise TooManyFailures(f"{error}{hint(ctx, by_number, rollouts)}") from None

@@ -98,9 +98,9 @@ class Worker:
     def run(self, request: Request, on_event: Callable[[Report], None]) -> dict[str, Any]:
         """Runs one stage and returns its manifest.
 
-        on_event: called with each progress report and log line. Raises StageFailed with the stage's own error
-        (StageOutage where it is one), CodeChanged where the worker has other code than the request's key says (it is
-        ended then), WorkerDied when the process ends, or sends nothing for SILENCE_SECONDS.
+        on_event: called with each progress report, log line and heartbeat of a compilation. Raises StageFailed with
+        the stage's own error (StageOutage where it is one), CodeChanged where the worker has other code than the
+        request's key says (it is ended then), WorkerDied when the process ends, or sends nothing for SILENCE_SECONDS.
         """
         if self._process is None or self._process.poll() is not None:
             self.close()
@@ -118,7 +118,7 @@ class Worker:
                     case Changed(what):
                         self.close()
                         raise CodeChanged(what)
-                    case Heartbeat():
+                    case Heartbeat(compiling=False):
                         continue
                     case report:
                         on_event(report)

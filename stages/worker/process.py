@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from stages.common.compilation import configure_jax, use_precision
@@ -32,6 +33,12 @@ if TYPE_CHECKING:
 
 HEARTBEAT_SECONDS = 2.0
 PARENT_SECONDS = 0.5
+
+# Modules of JAX that are on the stack only while a program is made, in each version that this project supports.
+_COMPILING = tuple(
+    os.path.join("jax", "_src", *path)
+    for path in (("compiler.py",), ("interpreters", "partial_eval.py"), ("interpreters", "mlir.py"))
+)
 
 
 def die_with_parent(parent: int, kernel: bool) -> None:
@@ -66,6 +73,17 @@ class Events:
         with self._lock:
             self._stream.write(event_line(event))
             self._stream.flush()
+
+
+def is_compiling() -> bool:
+    """Whether a thread of this process is in JAX's tracing, lowering or compilation."""
+    for frame in list(sys._current_frames().values()):
+        at: FrameType | None = frame
+        while at is not None:
+            if at.f_code.co_filename.endswith(_COMPILING):
+                return True
+            at = at.f_back
+    return False
 
 
 def run_request(request: Request, memory: dict[str, Any], events: Events) -> dict[str, Any]:
@@ -202,7 +220,7 @@ def main() -> None:
     def heartbeat() -> None:
         while True:
             time.sleep(HEARTBEAT_SECONDS)
-            events.send(Heartbeat())
+            events.send(Heartbeat(is_compiling()))
 
     threading.Thread(target=heartbeat, daemon=True).start()
     configure_jax()

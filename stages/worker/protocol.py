@@ -64,7 +64,10 @@ class Log:
 
 @dataclasses.dataclass(frozen=True)
 class Heartbeat:
-    """The process is alive although its stage has nothing to report, for example while XLA compiles."""
+    """The process is alive although its stage has nothing to report."""
+
+    compiling: bool = False
+    """Whether JAX traces or compiles a program at this moment, which may take minutes before a first step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +96,7 @@ class Changed:
     """What changed, and when."""
 
 
-Report: TypeAlias = Progress | Log
+Report: TypeAlias = Progress | Log | Heartbeat
 """Events that the caller of a worker sees; the others end or only prolong the wait."""
 Event: TypeAlias = Report | Heartbeat | Done | Failed | Changed
 

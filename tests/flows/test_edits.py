@@ -46,6 +46,9 @@ class Lines:
     def progress(self, node: Node, event: Progress) -> None:
         pass
 
+    def compiling(self, node: Node) -> None:
+        pass
+
     def line(self, text: str) -> None:
         self.lines.append(text)
 

@@ -80,7 +80,9 @@ def test_form_and_ability_are_told_apart(base, tmp_path):
 
 
 def test_a_judge_that_fails_often_fails_the_stage(base, tmp_path):
-    message = r"judge .*flaky failed on 8 of 32 .* evaluate.max_failed_fraction 0.1 .*KeyError: '3'"
+    message = (
+        r"judge .*flaky failed on 8 of 32 .* evaluate.max_failed_fraction 0.1 .*KeyError: '3' \(judges.py, line 9\)"
+    )
     with pytest.raises(RuntimeError, match=message):
         judged(base, tmp_path, judge_arguments={"failing": "3,5"})
 

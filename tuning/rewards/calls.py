@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -87,7 +88,9 @@ def _answer(call: Call, pipe: Connection) -> list[Outcome]:
         return [Outcome(None, f"MemoryError: more than {call.megabytes} MB")] * len(call.samples)
     # A user's function may raise anything, SystemExit and KeyboardInterrupt among them.
     except BaseException as error:
-        return [Outcome(None, _text(error), kind_of(error))] * len(call.samples)
+        kind = kind_of(error)
+        place = _place(error, function) if kind == "sample" else ""
+        return [Outcome(None, _text(error) + place, kind)] * len(call.samples)
 
 
 def _outcomes(values: Any, count: int) -> list[Outcome]:
@@ -100,6 +103,15 @@ def _outcomes(values: Any, count: int) -> list[Outcome]:
 
 def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".replace("\n", " ")[:REASON_CHARACTERS]
+
+
+def _place(error: BaseException, function: Any) -> str:
+    """` (mine.py, line 7)`: the last place of an error in the file of a user's function; empty elsewhere."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None or function in BUILT_IN.values():
+        return ""
+    lines = [at.lineno for at in traceback.extract_tb(error.__traceback__) if at.filename == code.co_filename]
+    return f" ({os.path.basename(code.co_filename)}, line {lines[-1]})" if lines else ""
 
 
 def keyword_arguments(function: Any, call: Call) -> dict[str, Any]:

@@ -104,6 +104,7 @@ def check_failures(
     *,
     setting: str = "max_failed_fraction",
     what: str = "reward",
+    functions: Mapping[str, str] | None = None,
     kept: str = "what was scored is kept",
 ) -> None:
     """Ends a stage whose rewards failed: on any outage, and where a reward failed on too many samples.
@@ -112,26 +113,30 @@ def check_failures(
         outcomes: of each reward by name, one for each sample.
         max_failed_fraction: share of the samples, rounded up to whole ones, that each reward may fail on.
         setting: how that limit is called in a recipe. what: how what gives the outcomes is.
+        functions: the function of each reward, where its name says little.
         kept: what an outage leaves for the next try of the caller's stage.
     Raises:
         Outage: there is an outage among the outcomes, however few.
         TooManyFailures: what fails on so many samples is not their fault.
     """
+    named = {name: f" ({function})" for name, function in (functions or {}).items() if function != name}
     for name, column in outcomes.items():
         lost = [outcome for outcome in column if outcome.is_outage]
         if lost:
             raise Outage(
-                f"{what} {name}: no verdict on {len(lost)} of {len(column)} completions: {lost[0].failure}. This is an "
-                f"outage and no fault of theirs: {kept}, and the same command goes on when the cause is gone"
+                f"{what} {name}{named.get(name, '')}: no verdict on {len(lost)} of {len(column)} completions: "
+                f"{lost[0].failure}. This is an outage and no fault of theirs: {kept}, and the same command goes on "
+                "when the cause is gone"
             )
     for name, column in outcomes.items():
         found = tallied(column)
         if found.failed > math.ceil(max_failed_fraction * len(column)):
             reason, count = next(iter(found.reasons.items()))
             example = next(number for number, outcome in enumerate(column) if outcome.failure == reason)
+            # What fails on all of them is no fault of completions.
+            or_else = "" if found.failed == len(column) else f", or raise {setting} if these completions are at fault"
             raise TooManyFailures(
-                f"{what} {name} failed on {found.failed} of {len(column)} completions, more than {setting} "
-                f"{max_failed_fraction:g} allows, most often ({count} times, first on completion {example}) with: "
-                f"{reason}. Mend the {what} and give the same command again, or raise {setting} if these "
-                "completions are at fault; no failure is kept"
+                f"{what} {name}{named.get(name, '')} failed on {found.failed} of {len(column)} completions, more than "
+                f"{setting} {max_failed_fraction:g} allows, most often ({count} times, first on completion {example}) "
+                f"with: {reason}. Mend the {what} and give the same command again{or_else}; no failure is kept"
             )

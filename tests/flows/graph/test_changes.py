@@ -8,7 +8,7 @@ import pytest
 
 from flows.cli.run import _folded
 from flows.graph.build import Node, build, key_of, key_parts
-from flows.graph.changes import _named, changed_lines, reasons_of
+from flows.graph.changes import _is_of_data, _named, changed_lines, reasons_of
 from flows.graph.plan import Planned, plan
 from flows.recipe.reading import load_recipe
 from flows.records import all_runs
@@ -84,6 +84,11 @@ def test_an_artifact_of_another_recipe_counts_where_it_is_near(made):
     far += [f"rl.score.rewards.exact.{name}=9" for name in ("weight", "seconds")] + ["rl.score.compute.dtype=float32"]
     far += ["rl.score.rewards.exact.arguments={extract: a}", "rl.score.rewards.more={function: exact_match}"]
     assert made.why(*far, "rl.score.rewards.digits.megabytes=99") == (["never made"], "")
+
+
+def test_other_data_of_another_recipe_is_no_comparison():
+    assert _is_of_data("sources.source 1: file 2: changed") and _is_of_data("config.source: a -> b")
+    assert not _is_of_data("sources.mine: module:mine: changed") and not _is_of_data("config.seed: 1 -> 2")
 
 
 def test_an_edit_of_a_reward_is_told_by_file_and_line(made, tmp_path, monkeypatch):

@@ -57,6 +57,17 @@ def test_stages_of_a_round_that_does_not_get_to_its_update_have_lines_of_their_o
     assert "round-000.score" not in whole and "+ round-000 " in whole
 
 
+def test_a_compilation_is_told_as_often_as_progress_would_be(monkeypatch):
+    moments = iter([0.0, 5.0, 12.0, 12.0, 14.0, 25.0, 25.0])
+    monkeypatch.setattr("flows.report.console.time.monotonic", lambda: next(moments))
+    out = io.StringIO()
+    reporter = ConsoleReporter(Console(file=out, width=200, highlight=False))
+    reporter.stage_started(NODES["sft"])
+    for _ in range(4):
+        reporter.compiling(NODES["sft"])
+    assert [line.split() for line in out.getvalue().splitlines()[1:]] == [["sft", "compiling"]] * 2
+
+
 def test_time_left_is_told_from_the_second_step_on(monkeypatch):
     """The first step compiles, and would make the rest seem to take as long."""
     moments = iter([0.0, 50.0, 50.0, 50.0, 70.0, 70.0])

@@ -125,10 +125,17 @@ def test_a_failure_has_one_cause_and_leaves_the_sums(tmp_path, rollouts):
     _, rows = table(ctx)
     assert [(r.place, r.sample, r.prompt_id) for r in rows] == [(i // 3, i % 3, f"p{i // 3}") for i in range(6)]
     assert [r.rewards["exact"] for r in rows] == [1.0, 0.0, 1.0, 0.0, 1.0, 0.0]
-    assert [r.failure for r in rows] == [None, None, None, "shares: KeyError: 'boom'", None, None]
+    assert [r.failure for r in rows] == [
+        None,
+        None,
+        None,
+        "shares: KeyError: 'boom' (functions.py, line 10)",
+        None,
+        None,
+    ]
     # The last one was cut off at max_tokens.
     assert [r.total for r in rows] == pytest.approx([1.03, 0.03, 1.06, None, 1.03, 0.0])
-    assert metrics["failed"] == 1 / 6 and metrics["failures"] == {"shares: KeyError: 'boom'": 1}
+    assert metrics["failed"] == 1 / 6 and metrics["failures"] == {"shares: KeyError: 'boom' (functions.py, line 10)": 1}
     assert metrics["reward_exact"] == 0.5
     assert metrics["zero_variance"] == 0.0
 

@@ -21,7 +21,7 @@ from stages.store.artifacts import Store
 from stages.store.work import WorkFolder
 from stages.worker import client
 from stages.worker.client import StageFailed, Worker, WorkerDied, worker_environment
-from stages.worker.process import Events, run_request
+from stages.worker.process import Events, is_compiling, run_request
 from stages.worker.protocol import (
     Changed,
     Done,
@@ -324,3 +324,21 @@ def test_the_worker_lies_on_huge_pages_unless_the_user_decides(monkeypatch):
     assert worker_environment()["GLIBC_TUNABLES"] == "glibc.malloc.check=1:glibc.malloc.hugetlb=1"
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=0")
     assert worker_environment()["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=0"
+
+
+def test_a_compilation_is_seen_from_any_thread():
+    import jax
+
+    traced: list[bool] = []
+
+    def program(x):
+        # Here JAX traces; another thread looks, as the heartbeat does.
+        looking = threading.Thread(target=lambda: traced.append(is_compiling()))
+        looking.start()
+        looking.join()
+        return x + 1
+
+    assert not is_compiling()
+    compiled = jax.jit(program)
+    compiled(1.0)
+    assert traced == [True] and not is_compiling()

@@ -59,6 +59,10 @@ def test_a_few_failures_pass_and_more_end_the_stage_with_the_commonest_reason():
     column = [GOOD, Outcome(None, "rare"), BAD, BAD, NONE]
     with pytest.raises(TooManyFailures, match=r"reward a failed on 3 of 5 .*2 times, first on completion 2.*KeyError"):
         check_failures({"b": [GOOD] * 5, "a": column}, 0.1)
+    with pytest.raises(TooManyFailures, match=r"reward a \(mine:f\) failed on 3 of 5 .*, or raise max_failed_fraction"):
+        check_failures({"a": column}, 0.1, functions={"a": "mine:f"})
+    with pytest.raises(TooManyFailures, match="give the same command again; no failure is kept"):
+        check_failures({"a": [BAD] * 5}, 0.1)
     check_failures({"a": [BAD] * 5}, 1.0)
     with pytest.raises(TooManyFailures):
         check_failures({"a": [GOOD] * 99 + [BAD]}, 0.0)

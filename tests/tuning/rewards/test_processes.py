@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 import uuid
+from pathlib import Path
 
 import psutil
 import pytest
@@ -69,6 +70,12 @@ def breaks(prompts, completions, **_):
     return [0.5]
 
 
+RAISED = {
+    "raise": 'raise KeyError("no such answer")', "odd": "raise Odd(1, 2)", "leave": "raise SystemExit(1)"
+}  # fmt: skip
+"""Lines of `breaks` that raise."""
+
+
 def samples(*texts):
     return [Sample("p", t, [1], "4") for t in texts]
 
@@ -85,8 +92,11 @@ def test_a_reward_that_loops_for_ever_costs_one_sample_and_its_successor_may_imp
 
 
 def test_what_a_sample_does_to_its_call_costs_that_sample():
+    lines = {text.strip(): number for number, text in enumerate(Path(__file__).read_text().splitlines(), 1)}
+    at = {text: f" ({Path(__file__).name}, line {lines[line]})" for text, line in RAISED.items()}
     reasons = {
-        "raise": "KeyError: 'no such answer'", "nan": "not finite: nan", "odd": "Odd: 1 2", "leave": "SystemExit: 1",
+        "raise": "KeyError: 'no such answer'" + at["raise"], "odd": "Odd: 1 2" + at["odd"],
+        "leave": "SystemExit: 1" + at["leave"], "nan": "not finite: nan",
         "exit": "process ended with status 3", "eat": "MemoryError: more than 2048 MB",
         "two": "TypeError: the function returned 2 values for 1 completions: expected one for each",
         "text": "ValueError: could not convert string to float: 'good'",
@@ -155,7 +165,8 @@ def test_a_call_may_have_several_samples_and_its_failure_costs_them_all():
         calls=[[0, 2], [1], [3]], finished=lambda some, found: told.append(some),
     )  # fmt: skip
     assert [o.value for o in found] == [0.5, None, 2.0, None]
-    assert found[1].failure == "ValueError: alone" and sorted(told) == [[0, 2], [1], [3]]
+    assert found[1].failure.startswith("ValueError: alone (test_processes.py, line ")
+    assert sorted(told) == [[0, 2], [1], [3]]
 
 
 @pytest.mark.parametrize(("name", "arguments"), [("judge", {"timeout": 30.0}), ("code_passes", {})])

@@ -1,4 +1,4 @@
-"""A frozen lake with holes, told by coordinates: from the start to the goal without falling in.
+"""A frozen lake with holes, told in words: from the start to the goal without falling in.
 
 Maps are our own, since other packages draw theirs from global generators or from hashes that differ by process.
 """
@@ -51,6 +51,7 @@ class FrozenLakeRules:
     together: int
     slip: float
     corners: bool
+    view: str
     name: str = "frozenlake"
 
     def cells(self) -> list[Cell]:
@@ -107,17 +108,29 @@ class FrozenLakeRules:
         return read(text)
 
     def opening(self, state: Lake, event: Any) -> str:
-        holes = " ".join(map(_written, state.holes)) or "none"
         many = f" up to {self.together} of" if self.together > 1 else ""
+        answer = f"Answer with{many} up, down, left or right."
+        if self.view == "around":
+            return f"{self._around(state)} {answer}"
+        holes = " ".join(map(_written, state.holes)) or "none"
         return (
             f"Grid of {self.rows} rows and {self.columns} columns. You are at {_written(state.at)}. "
-            f"Goal {_written(state.goal)}. Holes {holes}. Answer with{many} up, down, left or right."
+            f"Goal {_written(state.goal)}. Holes {holes}. {answer}"
         )
 
     def told(self, state: Lake, event: Any) -> str:
         if state.at == state.goal:
             return "You are at the goal."
-        return "You fell into a hole." if state.at in state.holes else f"You are at {_written(state.at)}."
+        if state.at in state.holes:
+            return "You fell into a hole."
+        return self._around(state) if self.view == "around" else f"You are at {_written(state.at)}."
+
+    def _around(self, state: Lake) -> str:
+        """`Goal right down down. Hole down.`: the steps to the goal as if there were no hole, and the holes beside."""
+        down, right = state.goal[0] - state.at[0], state.goal[1] - state.at[1]
+        steps = ["right"] * right + ["left"] * -right + ["down"] * down + ["up"] * -down
+        holes = [move for move in STEPS if self.moved(state.at, move) in state.holes]
+        return f"Goal {' '.join(steps)}. Hole {' '.join(holes) or 'none'}."
 
     def anchor(self, state: Lake) -> dict[str, Any]:
         return {"at": state.at, "goal": state.goal, "holes": state.holes}
@@ -134,7 +147,8 @@ class FrozenLake(Played[Lake]):
         rows, columns: 2 to 4. holes: how many; a path around them that an episode has moves for is certain.
         moves: most moves of an episode. together: most moves of a turn, which are made one after another.
         slip: probability that a move goes to one of its two sides. corners: from the top left to the bottom right;
-            false: start and goal are drawn.
+            false: start and goal are drawn. view: `cells`, the map at first and the own cell after each move, or
+            `around`, the steps to the goal and the holes next to the own cell each time.
     Raises:
         ValueError: an argument that does not fit.
     """
@@ -150,6 +164,7 @@ class FrozenLake(Played[Lake]):
         together: int = 1,
         slip: float = 0.0,
         corners: bool = True,
+        view: str = "cells",
     ) -> None:
         check("frozenlake", "rows", rows, 2, 4)
         check("frozenlake", "columns", columns, 2, 4)
@@ -158,7 +173,9 @@ class FrozenLake(Played[Lake]):
         check("frozenlake", "moves", moves, shortest, 100)
         check("frozenlake", "together", together, 1, moves)
         check("frozenlake", "slip", slip, 0, 1)
-        super().__init__(FrozenLakeRules(rows, columns, holes, moves, together, slip, corners))
+        if view not in ("cells", "around"):
+            raise ValueError(f"environment frozenlake: argument view must be cells or around, got {view!r}")
+        super().__init__(FrozenLakeRules(rows, columns, holes, moves, together, slip, corners, view))
 
 
 ENVIRONMENT = FrozenLake
@@ -197,7 +214,7 @@ def records(
 
 
 def levels(tasks: Sequence[Task], turns: int | None = None, **arguments: Any) -> Levels:
-    """Levels over exactly these tasks' maps: random and optimal exactly, blind as `Levels.exact` says.
+    """Levels over exactly these tasks' maps: random and optimal (knowing the map) exactly, blind as `exact` says.
 
     Args:
         tasks: their seeds count. turns: of the policy. arguments: of `FrozenLake`.

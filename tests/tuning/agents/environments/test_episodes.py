@@ -16,6 +16,7 @@ VARIANTS = {
     "guess-hard": {"high": 15, "guesses": 4, "bonus": 0.1},
     "frozenlake": {},
     "frozenlake-slips": {"slip": 0.5, "rows": 4, "corners": False, "moves": 9},
+    "frozenlake-around": {"corners": False, "view": "around"},
     "sokoban": {},
     "nim": {},
     "nim-optimal": {"opponent": "optimal", "misere": True},
@@ -131,6 +132,19 @@ def test_steps_on_the_lake_stop_at_the_border_and_slip_aside():
     slippery = FrozenLake(rows=2, columns=2, holes=0, moves=4, slip=1.0)
     slippery.reset(seed=0)
     assert slippery.step("right")[0] in ("You are at 1,1.", "You are at 2,1.")
+
+
+def test_the_way_to_the_goal_and_the_holes_beside_are_told_where_that_is_the_view():
+    lake = FrozenLake(rows=2, columns=2, holes=1, moves=4, view="around")
+    text, info = lake.reset(seed=0)
+    assert info["state"]["holes"] == ((1, 2),)
+    assert text.startswith("Goal right down. Hole right. Answer with up")
+    assert lake.step("up")[0] == "Goal right down. Hole right." and lake.step("down")[0] == "Goal right. Hole none."
+    assert lake.step("right")[:3] == ("You are at the goal.", 1.0, True)
+    lake.reset(seed=0)
+    assert lake.step("right")[:3] == ("You fell into a hole.", 0.0, True)
+    with pytest.raises(ValueError, match="argument view must be cells or around, got 'far'"):
+        FrozenLake(view="far")
 
 
 def test_moves_of_one_turn_are_made_one_after_another_until_the_end():
