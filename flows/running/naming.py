@@ -16,8 +16,8 @@ from stages.store.artifacts import Store
 from stages.store.keys import differences, published
 from stages.store.leases import is_gone
 
-# The address of a store may have changed, and retries decide nothing of what a run makes.
-FREE = ("store", "retries")
+# The address of a store may have changed; retries and time limits decide nothing of what a run makes.
+FREE = ("store", "retries", "stall_seconds")
 MOST = 5
 """Differences that a message lists."""
 

@@ -57,7 +57,7 @@ class Session:
         self.force = force or set()
         self.made: dict[str, Artifact] = {}
         log = self.store.scratch / "runs" / self.name / "worker.log"
-        self.worker = Worker(log)
+        self.worker = Worker(log, recipe.stall_seconds)
         self._saved = 0.0
         self.record: dict[str, Any] = {
             "name": self.name,

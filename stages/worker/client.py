@@ -17,8 +17,12 @@ from typing import Any, TextIO
 from stages.worker import interpreter
 from stages.worker.protocol import Changed, Done, Event, Failed, Heartbeat, Report, Request, parse_event
 
-# A worker sends a heartbeat every two seconds: after this time without one it counts as hung.
+# A worker sends a heartbeat every two seconds: after this time without one it counts as stopped.
 SILENCE_SECONDS = 600.0
+STACK_SECONDS = 1.0
+"""Time that a worker has to write the stacks of its threads before it is ended."""
+LOG_LINES = 8
+"""Lines of its log that the error of a dead worker has."""
 # For glibc's allocator: transparent huge pages by madvise.
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
@@ -55,14 +59,16 @@ class WorkerDied(RuntimeError):
 class Worker:
     """A worker process that is started by the first request and stays warm until `close`."""
 
-    def __init__(self, log: Path):
+    def __init__(self, log: Path, stall_seconds: float | None = None):
+        """log: file of its output. stall_seconds: how long a stage may report nothing while it does not compile."""
         self.log = log
+        self.stall_seconds = stall_seconds
         self.starts = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._requests: TextIO | None = None
         self._events: int = -1
         self._buffer = b""
-        self._silent = False
+        self._cause = ""
 
     @property
     def pid(self) -> int | None:
@@ -100,7 +106,8 @@ class Worker:
 
         on_event: called with each progress report, log line and heartbeat of a compilation. Raises StageFailed with
         the stage's own error (StageOutage where it is one), CodeChanged where the worker has other code than the
-        request's key says (it is ended then), WorkerDied when the process ends, or sends nothing for SILENCE_SECONDS.
+        request's key says (it is ended then), WorkerDied when the process ends, sends nothing for SILENCE_SECONDS, or
+        has nothing to report for `stall_seconds`.
         """
         if self._process is None or self._process.poll() is not None:
             self.close()
@@ -109,8 +116,14 @@ class Worker:
         try:
             self._requests.write(request.line())
             self._requests.flush()
+            moved = time.monotonic()
             while True:
-                match self._next_event():
+                event = self._next_event()
+                if event != Heartbeat():
+                    moved = time.monotonic()
+                elif self.stall_seconds is not None and time.monotonic() - moved > self.stall_seconds:
+                    self._end_hung()
+                match event:
                     case Done(manifest):
                         return manifest
                     case Failed(error, _, outage):
@@ -132,7 +145,7 @@ class Worker:
 
     def _next_event(self) -> Event:
         """Waits for an event. Raises EOFError where the worker has ended, or is silent for too long and was killed."""
-        deadline, self._silent = time.monotonic() + SILENCE_SECONDS, False
+        deadline = time.monotonic() + SILENCE_SECONDS
         while b"\n" not in self._buffer:
             ready, _, _ = select.select([self._events], [], [], 1.0)
             if ready:
@@ -142,11 +155,21 @@ class Worker:
                     raise EOFError
                 self._buffer += chunk
             elif time.monotonic() > deadline:
-                self._silent = True
-                self.kill()
-                raise EOFError
+                self._end(f"sent nothing for {SILENCE_SECONDS:g} s, and was ended")
         line, self._buffer = self._buffer.split(b"\n", 1)
         return parse_event(line)
+
+    def _end_hung(self) -> None:
+        """Ends a worker that lives and does not move; its log gets the stacks of its threads. Raises EOFError."""
+        assert self._process is not None
+        os.kill(self._process.pid, signal.SIGUSR1)
+        time.sleep(STACK_SECONDS)
+        self._end(f"made no progress for {self.stall_seconds:g} s (`stall_seconds`), and was ended")
+
+    def _end(self, cause: str) -> None:
+        self._cause = cause
+        self.kill()
+        raise EOFError
 
     def _obituary(self, request: Request) -> str:
         """What ended the worker, what is kept, and the last lines of its log."""
@@ -156,18 +179,17 @@ class Worker:
         except subprocess.TimeoutExpired:
             self.kill()
             code = -signal.SIGKILL
-        if self._silent:
-            cause = f"sent nothing for {SILENCE_SECONDS:g} s, and was ended"
-        elif code < 0:
+        cause, self._cause = self._cause, ""
+        if not cause and code < 0:
             cause = f"was ended by signal {signal.Signals(-code).name}"
             if -code == signal.SIGKILL:
                 cause += " (the kernel does this when memory runs out; `dmesg` tells)"
-        else:
+        elif not cause:
             cause = f"exited with status {code}"
         tail = ""
         if self.log.exists():
             with self.log.open(errors="replace") as f:
-                tail = "".join(f"\n    {line.rstrip()}" for line in deque(f, maxlen=5))
+                tail = "".join(f"\n    {line.rstrip()}" for line in deque(f, maxlen=LOG_LINES))
         return (
             f"the worker (pid {self._process.pid}) {cause} in stage {request.stage}\n"
             f"  finished stages, shards and checkpoints are kept; the same command goes on from there\n"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import datetime
+import faulthandler
 import json
 import os
 import shutil
@@ -213,6 +214,8 @@ def main() -> None:
     die_with_parent(args.parent, args.kernel_watches_parent)
     # Ctrl-C goes to the whole foreground group; the parent decides when the worker ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Sent by the parent before it ends a process that makes no progress.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     requests = os.fdopen(args.requests, "r")
     events = Events(os.fdopen(args.events, "w"))
     memory: dict[str, Any] = {}

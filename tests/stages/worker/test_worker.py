@@ -19,7 +19,7 @@ from stages.base import SourceMissing
 from stages.contract.registry import stage
 from stages.store.artifacts import Store
 from stages.store.work import WorkFolder
-from stages.worker import client
+from stages.worker import client, interpreter
 from stages.worker.client import StageFailed, Worker, WorkerDied, worker_environment
 from stages.worker.process import Events, is_compiling, run_request
 from stages.worker.protocol import (
@@ -223,6 +223,19 @@ def test_a_worker_that_falls_silent_is_ended(worker, tmp_path, monkeypatch):
     with pytest.raises(WorkerDied, match="sent nothing for 3 s, and was ended in stage base") as e:
         worker.run(request(tmp_path), ignore)
     assert "memory" not in str(e.value)
+
+
+def test_a_worker_that_lives_and_does_not_move_is_ended_with_its_stacks_in_the_log(tmp_path, monkeypatch):
+    real = interpreter.command
+    monkeypatch.setattr(
+        interpreter, "command", lambda module, *arguments: real("tests.stages.worker.hanging", *arguments)
+    )
+    worker = Worker(tmp_path / "worker.log", stall_seconds=1.0)
+    with pytest.raises(WorkerDied, match=r"made no progress for 1 s \(`stall_seconds`\), and was ended in stage base"):
+        worker.run(request(tmp_path), ignore)
+    assert "in waits_for_ever" in (tmp_path / "worker.log").read_text()
+    assert not psutil.pid_exists(worker.pid)
+    worker.close()
 
 
 def test_an_interrupted_request_ends_it(worker, tmp_path):
