@@ -38,16 +38,17 @@ def open_engine(
 def _native(ctx: Context, settings: EngineSettings, quantize: str, context: int) -> RolloutEngine:
     """The engine of this project, in the worker."""
     from tuning.device import choose
-    from tuning.rollout.engine.placement import sampling_mesh
+    from tuning.rollout.engine.placement import replicas_of, sampling_mesh
     from tuning.rollout.engine.replicas import engine_over
 
     compute = ctx.config.compute
     device = choose(compute.dtype)
     config, params = load_rounded(ctx, ctx.inputs["policy"], quantize)
+    mesh = sampling_mesh(compute.mesh)
     # `context` is bucketed and may exceed the positions.
-    limits = limits_of(compute, device, min(context, config.max_positions))
+    limits = limits_of(compute, device, min(context, config.max_positions), replicas_of(mesh))
     types = {name: getattr(settings, name) for name in NATIVE}
-    engine = engine_over(sampling_mesh(compute.mesh), config, device.compute.dtype, limits, **types)
+    engine = engine_over(mesh, config, device.compute.dtype, limits, **types)
     engine.load(params)
     ctx.log(f"the engine has {engine.size}")
     return engine

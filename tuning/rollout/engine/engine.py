@@ -142,6 +142,11 @@ class Engine(Batches):
         return abstract_weights(self._graph, self.config, **self._layout_options)
 
     @property
+    def loading_mesh(self) -> Mesh | None:
+        """A mesh for the parameters of `load`; None for one device."""
+        return self._place if isinstance(self._place, Mesh) else None
+
+    @property
     def takes_laid_out(self) -> bool:
         """Whether `load_laid_out` is possible: the weights are not quantised, and on one device."""
         return self._place is None and self._quantization == "none"

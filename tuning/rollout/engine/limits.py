@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+FREE_SHARE = 0.75
+"""Share of what weights leave free that a stage gives to keys and values; programs need the rest, for logits first."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Limits:

@@ -36,6 +36,11 @@ def sampling_axes(axes: Any, count: int) -> Axes:
     return Axes(sizes["data"] * sizes["fsdp"], 1, sizes["tensor"])
 
 
+def replicas_of(mesh: Mesh | None) -> int:
+    """How many engines a mesh of `sampling_mesh` has."""
+    return 1 if mesh is None else len(places_of(mesh))
+
+
 def places_of(mesh: Mesh) -> list[Place]:
     """The place of each replica of a mesh."""
     rows = mesh.devices.reshape(-1, mesh.shape.get("tensor", 1))

@@ -104,13 +104,8 @@ class Replicas(Batches):
             engine.use(graph, part_of(state, place))
 
     @property
-    def takes_laid_out(self) -> bool:
-        """Whether `Engine.load_laid_out` is possible."""
-        return False
-
-    @property
     def loading_mesh(self) -> Mesh:
-        """The mesh that `load` may have its parameters on: each device holds a part."""
+        """A mesh for the parameters of `load`: each device holds a part."""
         tensor = self._mesh.shape["tensor"]
         return make_mesh(Axes(1, -1, tensor), list(self._mesh.devices.flat))
 
