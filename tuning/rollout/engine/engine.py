@@ -134,7 +134,7 @@ class Engine(Batches):
     def use(self, graph: Graph, state: nnx.State) -> None:
         """As `load`, with weights that are laid out and in place."""
         self._decoding = graph, state
-        self._pool.fit()
+        self._pool.fit(state)
         self._pool.forget()
 
     @functools.cached_property

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,16 +62,20 @@ class Pool:
         longest = self._limits.context or self._config.max_positions
         return min(longest, self._config.max_positions, tokens // GRAIN * GRAIN - self._limits.steps)
 
-    def fit(self) -> None:
-        """Takes the memory that the weights have left, where the limits ask for a share of it and devices tell."""
-        free = free_bytes(self._place) if self._limits.cache_share else None
-        if free is None:
+    def fit(self, weights: Any) -> None:
+        """Takes the memory that the first weights leave, where the limits ask for a share of it and devices tell."""
+        if not self._limits.cache_share or self.generation or free_bytes(self._place) is None:
             return
+        # Temporaries of their layout are gone then.
+        jax.block_until_ready(jax.tree.leaves(weights))
+        free = free_bytes(self._place) or 0
         heads = self._place.shape.get("tensor", 1) if isinstance(self._place, Mesh) else 1
         # Heads that the devices do not divide evenly are on each of them.
         devices = heads if self._config.num_kv_heads % heads == 0 else 1
         room = int(self._limits.cache_share * free) * devices + self.bytes
-        self._limits = dataclasses.replace(self._limits, cache_bytes=room)
+        # Only its first four bits, so that a round in which a little more is free compiles nothing anew.
+        unit = 1 << max(0, room.bit_length() - 4)
+        self._limits = dataclasses.replace(self._limits, cache_bytes=room // unit * unit)
         self.__dict__.pop("widest", None)
         self._context = min(self._limits.context, self.widest)
 
@@ -85,7 +90,7 @@ class Pool:
         context = self._context or self.widest
         slots = self._affordable_slots(context)
         room = slots * self._slot_bytes(context)
-        return f"up to {slots} slots of {context} tokens, {room / 2**30:.2f} GiB of keys and values"
+        return f"up to {slots} slots of {context} tokens, {room / 2**20:,.1f} MiB of keys and values"
 
     @property
     def live(self) -> int:

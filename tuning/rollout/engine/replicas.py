@@ -22,7 +22,6 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -99,7 +98,6 @@ class Replicas(Batches):
             engine.unload()
         graph, state = self._engines[0].laid_out(params)
         state = put_weights(state, self._mesh)
-        jax.block_until_ready(jax.tree.leaves(state))
         for engine, place in zip(self._engines, self._places, strict=True):
             engine.use(graph, part_of(state, place))
 
