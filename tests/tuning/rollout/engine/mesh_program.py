@@ -1,8 +1,11 @@
 """Samples with engines on meshes of this program's eight devices and prints what they gave; run by `test_meshes`."""
 
+import contextlib
 import dataclasses
 import json
 import re
+import tempfile
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,8 +14,11 @@ from tests.tuning.rollout.engine.support import PARAMS, requests_of
 from tests.tuning.tiny import CONFIG
 from tuning.axes import Axes
 from tuning.mesh import make_mesh, put_params
+from tuning.models.huggingface import save_decoder
 from tuning.rollout.engine import programs
+from tuning.rollout.engine.folder import load_folder
 from tuning.rollout.engine.limits import Limits
+from tuning.rollout.engine.live import EngineStopped, Live
 from tuning.rollout.engine.placement import cache_shardings, sampling_mesh
 from tuning.rollout.engine.replicas import StepFailed, engine_over
 from tuning.rollout.engine.slots import Slot, pack, row_arrays
@@ -91,12 +97,12 @@ def steps_of_skewed_lengths(engine):
     return {"lengths": lengths, "steps": [b - a for a, b in zip(before, engine.steps, strict=True)]}
 
 
+def broken(tokens):
+    raise ZeroDivisionError("of this request")
+
+
 def others_go_on(engine):
     """A request whose stop search raises, one that is cancelled, and those beside them."""
-
-    def broken(tokens):
-        raise ZeroDivisionError("of this request")
-
     requests = [dataclasses.replace(r, samples=1) for r in requests_of(6, seed=3, max_tokens=16, stop_ids=())]
     alone = [c.tokens for (c,) in sampled(engine, requests)]
     numbers = [engine.submit(r) for r in requests]
@@ -115,6 +121,31 @@ def others_go_on(engine):
         "left": len(left),
         "others": all(done[numbers[i]].tokens == alone[i] for i in left),
         "accounted": len(done) + len(failed) == len(numbers) + 1,
+    }
+
+
+def served(engine):
+    """The same through a server's thread, with weights that the engine reads from a folder."""
+    requests = [dataclasses.replace(r, samples=1) for r in requests_of(6, seed=3, max_tokens=16, stop_ids=())]
+    alone = [c.tokens for (c,) in sampled(engine, requests)]
+    with tempfile.TemporaryDirectory() as folder:
+        save_decoder(Path(folder), CONFIG, PARAMS, {})
+        load_folder(engine, Path(folder))
+    with contextlib.closing(Live(engine)) as live:
+        bad = live.submit(Request([5, 6], 16, find_stop=broken))
+        streams = [live.submit(r) for r in requests]
+        ended = []
+        for stream in (bad, *streams):
+            try:
+                ended.append(stream.result()[0].tokens)
+            except EngineStopped:
+                ended.append(None)
+        later = live.submit(requests[0]).result()[0].tokens
+    return {
+        "failed": ended[0] is None,
+        "left": sum(tokens is not None for tokens in ended),
+        "others": all(tokens in (None, expected) for tokens, expected in zip(ended[1:], alone, strict=True)),
+        "later": later == alone[0],
     }
 
 
@@ -177,6 +208,7 @@ def main() -> None:
     found["skewed"] = steps_of_skewed_lengths(engine)
     found["turns"] = turns_stay(engine)
     found["others"] = others_go_on(engine)
+    found["served"] = served(engine)
     found["gathered"] = gathered()
     print(json.dumps(found))
 

@@ -79,6 +79,12 @@ def test_a_request_that_fails_or_is_cancelled_leaves_those_of_other_engines(foun
     assert others["left"] >= 2 and others["others"]
 
 
+def test_a_server_over_replicas_ends_the_requests_of_one_alone(found):
+    served = found["served"]
+    assert served["failed"] and served["others"] and served["later"]
+    assert served["left"] >= 2
+
+
 def test_no_program_of_a_replica_gathers_a_cache(found):
     assert set(found["gathered"]) == {"prefill none", "prefill one", "prefill many", "decode"}
     assert max(found["gathered"].values()) < 2**20
