@@ -126,13 +126,16 @@ def _sampler(ctx: Context, model: Any, device: Any) -> Any:
     """(parameters, step, groups) -> the groups, in steps on policy with completions that the policy samples."""
     import numpy as np
 
-    from tuning.rollout.engine.engine import Engine
+    from tuning.rollout.engine.placement import replicas_of, sampling_mesh
+    from tuning.rollout.engine.replicas import engine_over
     from tuning.rollout.requests import Sampling
     from tuning.training.batch import Group
 
     config: Config = ctx.config
     # One for all steps, so that its programs compile once.
-    engine = Engine(model, device.compute.dtype, limits_of(config.compute, device))
+    mesh = sampling_mesh(config.compute.mesh)
+    limits = limits_of(config.compute, device, replicas=replicas_of(mesh))
+    engine = engine_over(mesh, model, device.compute.dtype, limits)
     eos = stop_ids(ctx, ctx.inputs["tokenizer"])
 
     def sample(params: Any, step: int, groups: list[Group]) -> list[Group]:

@@ -179,14 +179,20 @@ def save_model(ctx: Context, kind: Literal["decoder", "scorer"], config: Decoder
     remember(ctx, f"{kind}:new", (config, params))
 
 
-def limits_of(compute: Any, device: Device, context: int = 0) -> Limits:
-    """The size of the engine by settings and device; `context` in tokens, where it is known beforehand."""
+def limits_of(compute: Any, device: Device, context: int = 0, replicas: int = 1) -> Limits:
+    """The size of each engine by settings and device; `context` in tokens, where it is known beforehand."""
     # `compute` has no type: export imports this module, and an edit of training's settings must not change its key.
-    from tuning.rollout.engine.limits import Limits
+    from tuning.rollout.engine.limits import FREE_SHARE, Limits
 
-    # 0: the device decides.
-    slots = compute.rollout_rows or device.rollout_rows
-    return Limits(slots=slots, context=context, cache_bytes=device.cache_bytes, chunks=device.chunk_tokens)
+    # 0: the device decides. The setting is of all replicas together.
+    slots = -(-compute.rollout_rows // replicas) or device.rollout_rows
+    return Limits(
+        slots=slots,
+        context=context,
+        cache_bytes=device.cache_bytes,
+        cache_share=FREE_SHARE,
+        chunks=device.chunk_tokens,
+    )
 
 
 def load_tokenizer(ctx: Context, artifact: Artifact) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -59,27 +59,37 @@ def by_shard(
 
     Slices that an earlier try has finished are read, not made.
     """
-    table: list[R] = []
-    files: list[Path] = []
-    kept = 0
+    return as_they_end(ctx, shards, items, lambda missing: ((n, make(part)) for n, part in missing.items()))
+
+
+def as_they_end(
+    ctx: Context,
+    shards: Shards[R],
+    items: Sequence[Item],
+    make: Callable[[dict[int, Sequence[Item]]], Iterable[tuple[int, list[R]]]],
+) -> tuple[list[R], list[Path]]:
+    """As `by_shard`. `make` gets all missing slices by number and gives (number, rows) of each, in any order."""
     total = -(-len(items) // shards.size)
-    for number in range(total):
-        first = number * shards.size
-        # The name has the number of shards: after a change of their size none is taken for another.
-        path = ctx.work / f"{shards.name}-{number:05d}" / f"part-{number:05d}-of-{total:05d}.parquet"
-        if path.exists():
-            table += rows.read_table([path], shards.kind)
-            kept += 1
-        else:
-            new_rows = make(items[first : first + shards.size])
-            rows.write_table(path, new_rows, shards.schema)
-            ctx.saved()
-            table += new_rows
-        files.append(path)
-        ctx.progress(min(first + shards.size, len(items)), len(items), shards.unit)
+    # The name has the number of shards: after a change of their size none is taken for another.
+    files = [
+        ctx.work / f"{shards.name}-{number:05d}" / f"part-{number:05d}-of-{total:05d}.parquet"
+        for number in range(total)
+    ]
+    found = {n: rows.read_table([path], shards.kind) for n, path in enumerate(files) if path.exists()}
+    slices = {n: items[n * shards.size : (n + 1) * shards.size] for n in range(total)}
+    missing = {n: part for n, part in slices.items() if n not in found}
+    kept, done = len(found), sum(len(slices[n]) for n in found)
+    if kept:
+        ctx.progress(done, len(items), shards.unit)
+    for number, new_rows in make(missing) if missing else ():
+        rows.write_table(files[number], new_rows, shards.schema)
+        ctx.saved()
+        found[number] = new_rows
+        done += len(slices[number])
+        ctx.progress(done, len(items), shards.unit)
     if kept:
         ctx.log(f"resumed: {kept} of {total} shards of {shards.name} were there")
-    return table, files
+    return [row for number in range(total) for row in found[number]], files
 
 
 def publish(files: Sequence[Path], folder: Path) -> None:

@@ -38,15 +38,28 @@ def open_engine(
 def _native(ctx: Context, settings: EngineSettings, quantize: str, context: int) -> RolloutEngine:
     """The engine of this project, in the worker."""
     from tuning.device import choose
-    from tuning.rollout.engine.engine import Engine
-    from tuning.rollout.engine.placement import sampling_mesh
+    from tuning.rollout.engine.placement import replicas_of, sampling_mesh
+    from tuning.rollout.engine.replicas import engine_over
 
     compute = ctx.config.compute
     device = choose(compute.dtype)
     config, params = load_rounded(ctx, ctx.inputs["policy"], quantize)
+    mesh = sampling_mesh(compute.mesh)
     # `context` is bucketed and may exceed the positions.
-    limits = limits_of(compute, device, min(context, config.max_positions))
+    limits = limits_of(compute, device, min(context, config.max_positions), replicas_of(mesh))
     types = {name: getattr(settings, name) for name in NATIVE}
-    engine = Engine(config, device.compute.dtype, limits, mesh=sampling_mesh(compute.mesh), **types)
+    engine = engine_over(mesh, config, device.compute.dtype, limits, **types)
     engine.load(params)
+    ctx.log(f"the engine has {engine.size}")
     return engine
+
+
+def in_one_go(settings: EngineSettings) -> bool:
+    """Whether all shards of a round are sampled together, each written when its last completion has come.
+
+    Else one after the other: on a single CPU device a shard then has the same bits after a kill. Elsewhere slots that
+    a shard has left would wait for its longest completion.
+    """
+    import jax
+
+    return settings.kind == "native" and (jax.default_backend() != "cpu" or jax.local_device_count() > 1)

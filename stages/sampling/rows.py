@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stages.common.models import load_policy, load_tokenizer, stop_ids
-from stages.common.tables import Shards, by_shard, publish
+from stages.common.tables import Shards, as_they_end, by_shard, publish
 from stages.contract.definition import Context
 from stages.sampling.environment import EPISODES
-from stages.sampling.native import open_engine
+from stages.sampling.native import in_one_go, open_engine
 from stages.sampling.settings import EngineSettings, SamplingConfig
 from tuning.rows import CompletionRow, PromptRow, RefusedRow, write_table
 
@@ -76,13 +76,16 @@ def sample_rows(ctx: Context, prompts: Sequence[tuple[int, PromptRow]], draw: Dr
         return rows
     sampler = _Sampler(ctx, draw, [prompt for _, prompt in prompts])
     shards = Shards(FOLDER, CompletionRow, CompletionRow.schema(), draw.shard_prompts, "prompts")
-    rows, files = by_shard(ctx, shards, prompts, sampler.shard)
+    if in_one_go(draw.engine):
+        rows, files = as_they_end(ctx, shards, prompts, sampler.stream)
+    else:
+        rows, files = by_shard(ctx, shards, prompts, sampler.shard)
     publish(files, ctx.out / FOLDER)
     return rows
 
 
 class _Sampler:
-    """Samples shard after shard with one engine, which is opened for the first shard that is missing."""
+    """Samples shards with one engine, which is opened for the first one that is missing."""
 
     def __init__(self, ctx: Context, draw: Draw, prompts: Sequence[PromptRow]):
         from tuning.shapes import bucket
@@ -99,11 +102,30 @@ class _Sampler:
 
     def shard(self, prompts: Sequence[tuple[int, PromptRow]]) -> list[CompletionRow]:
         """The rows of some prompts."""
+        return self._rows(prompts, dict(self._run(prompts)))
+
+    def stream(self, missing: dict[int, Sequence[tuple[int, PromptRow]]]) -> Iterator[tuple[int, list[CompletionRow]]]:
+        """(number, rows) of shards, given by number, as the last completion of each comes."""
+        shard_of = [number for number, prompts in missing.items() for _ in prompts]
+        first = {number: shard_of.index(number) for number in missing}
+        found: dict[int, dict[int, list[Completion]]] = {number: {} for number in missing}
+        for i, completions in self._run([one for prompts in missing.values() for one in prompts]):
+            number = shard_of[i]
+            found[number][i - first[number]] = completions
+            if len(found[number]) == len(missing[number]):
+                yield number, self._rows(missing[number], found.pop(number))
+
+    def _run(self, prompts: Sequence[tuple[int, PromptRow]]) -> Iterable[tuple[int, list[Completion]]]:
         requests = [self._request(number, prompt) for number, prompt in prompts]
         if self.engine is None:
             draw = self.draw
             self.engine = open_engine(self.ctx, draw.engine, draw.quantize, self.context, requests)
-        completions = dict(self.engine.run(requests))
+        run: Iterable[tuple[int, list[Completion]]] = self.engine.run(requests)
+        return run
+
+    def _rows(
+        self, prompts: Sequence[tuple[int, PromptRow]], completions: Mapping[int, list[Completion]]
+    ) -> list[CompletionRow]:
         return [
             self._row(number, prompt, sample, completion)
             for i, (number, prompt) in enumerate(prompts)

@@ -22,14 +22,20 @@ def main() -> None:
 
 def talk(policy: Opened, options: ChatOptions, system_prompt: str | None) -> None:
     """Reads lines until the end of input. The prompt is the conversation, without its oldest turns where it is long."""
+    import jax
+
+    from tuning.axes import Axes
     from tuning.device import choose
     from tuning.rollout.engine.limits import Limits
+    from tuning.rollout.engine.placement import sampling_mesh
     from tuning.rollout.requests import Request, Sampling
 
     device = choose()
     # Few steps at a time: the text appears as it is written.
     limits = Limits(slots=1, context=policy.config.max_positions, chunks=device.chunk_tokens, steps=4)
-    engine = policy.engine(limits, device.compute.dtype)
+    # One conversation has one replica.
+    mesh = sampling_mesh(Axes(1, 1, options.tensor), jax.local_devices()[: options.tensor])
+    engine = policy.engine(limits, device.compute.dtype, mesh)
     # An answer as long as the context would leave no room for a question.
     room = engine.context - min(options.max_tokens, engine.context // 2)
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []

@@ -32,13 +32,16 @@ class Opened:
     params: Any = None
     """Rebuilt parameters, until an engine takes them; else None."""
 
-    def engine(self, limits: Any, dtype: str, **options: Any) -> Any:
-        """An engine with this policy; `options` are `Engine`'s. May be called once: the engine takes the weights."""
-        from tuning.rollout.engine.engine import Engine
+    def engine(self, limits: Any, dtype: str, mesh: Any = None, **options: Any) -> Any:
+        """An engine with this policy, over a mesh of `placement.sampling_mesh`; `options` are `Engine`'s.
+
+        May be called once: the engine takes the weights.
+        """
         from tuning.rollout.engine.folder import load_folder
+        from tuning.rollout.engine.replicas import engine_over
         from tuning.rollout.requests import Request
 
-        engine = Engine(self.config, dtype, limits, **options)
+        engine = engine_over(mesh, self.config, dtype, limits, **options)
         if self.folder is None:
             engine.load(self.params)
             self.params = None

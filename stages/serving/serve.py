@@ -23,24 +23,27 @@ def main() -> None:
     configure_jax()
     import uvicorn
 
+    from tuning.axes import Axes
     from tuning.device import choose
-    from tuning.rollout.engine.limits import Limits
+    from tuning.rollout.engine.limits import FREE_SHARE, Limits
     from tuning.rollout.engine.live import Live
+    from tuning.rollout.engine.placement import replicas_of, sampling_mesh
 
     policy = open_policy(settings.policy)
     artifact = policy.artifact
-    device = choose()
+    device, mesh = choose(), sampling_mesh(Axes(tensor=options.tensor))
     # A long prompt is prefilled a chunk at a time between decoding steps: running answers go on meanwhile.
     limits = Limits(
-        slots=options.slots or device.rollout_rows,
+        slots=-(-options.slots // replicas_of(mesh)) or device.rollout_rows,
         context=min(options.context or CONTEXT, policy.config.max_positions),
         cache_bytes=device.cache_bytes,
+        cache_share=FREE_SHARE,
         chunks=device.chunk_tokens,
         steps=4,
         prefill_chunks=1,
     )
     smaller = {name: getattr(options, name) for name in NATIVE}
-    engine = policy.engine(limits, device.compute.dtype, top=TOP_LOGPROBS, **smaller)
+    engine = policy.engine(limits, device.compute.dtype, mesh, top=TOP_LOGPROBS, **smaller)
     live, context = Live(engine), engine.context
     # The digest of the trained policy, also for its export: clients know the policy by it.
     exported = artifact.manifest["inputs"]["policy"]["digest"] if artifact.stage == "export" else artifact.digest
@@ -49,6 +52,7 @@ def main() -> None:
     print(
         f"serving {settings.name} at http://{options.host}:{options.port}/v1, {context} tokens of context", flush=True
     )
+    print(f"the engine has {engine.size}", flush=True)
     try:
         uvicorn.run(make_app(server), host=options.host, port=options.port, log_level="warning")
     finally:

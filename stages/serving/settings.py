@@ -31,6 +31,8 @@ class ChatOptions(StageConfig):
     """0 is greedy."""
     max_tokens: Annotated[int, Field(ge=1)] = 128
     """Longest answer in tokens."""
+    tensor: Annotated[int, Field(ge=1)] = 1
+    """Devices over which the policy is divided."""
 
 
 class Chat(StageConfig):
@@ -53,6 +55,8 @@ class ServeOptions(StageConfig):
     """Longest prompt with its answer in tokens; 0: 4,096."""
     slots: Annotated[int, Field(ge=0)] = 0
     """Answers made side by side; 0: the device decides."""
+    tensor: Annotated[int, Field(ge=1)] = 1
+    """Devices over which the policy is divided; all devices together hold as many replicas as there is room for."""
     quantization: Literal["none", "int8"] = "none"
     """Of the weight matrices of layers."""
     sessions: Annotated[int, Field(ge=1)] = 1024

@@ -26,7 +26,7 @@ from __future__ import annotations
 import functools
 import operator
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, cast
 
 import jax
@@ -39,24 +39,25 @@ from tuning.models.decoder import decoder_graph
 from tuning.precision import in_real, without_float64
 from tuning.rollout.engine import programs
 from tuning.rollout.engine.ahead import Ahead, abstract_weights
+from tuning.rollout.engine.batches import Batches
 from tuning.rollout.engine.cache import KV
 from tuning.rollout.engine.cpu import attention, products
 from tuning.rollout.engine.cpu.kernels import Kernels, build, has_compiler
 from tuning.rollout.engine.decoders import Graph, Quantization, lay_out
 from tuning.rollout.engine.limits import Limits
-from tuning.rollout.engine.placement import put_weights
+from tuning.rollout.engine.placement import Place, put_weights
 from tuning.rollout.engine.pool import Pool
 from tuning.rollout.engine.programs import Decoded, State
-from tuning.rollout.engine.sampling import completion_keys, request_keys
+from tuning.rollout.engine.sampling import completion_keys
 from tuning.rollout.engine.scores import Scores, prompt_scores
 from tuning.rollout.engine.slots import Slot, pack, row_arrays
 from tuning.rollout.engine.waiting import Waiting
-from tuning.rollout.requests import Completion, Request, Sampling, Update
+from tuning.rollout.requests import Request, Update
 
 NO_WEIGHTS = "the engine has no weights; call load(params) first"
 
 
-class Engine:
+class Engine(Batches):
     """Generates with one policy at a time. Not thread-safe: see `live`."""
 
     def __init__(
@@ -68,13 +69,14 @@ class Engine:
         kv_cache_dtype: KV | Literal["auto"] = "auto",
         quantization: Quantization = "none",
         top: int = 0,
-        mesh: Mesh | None = None,
+        place: Place = None,
     ):
         """`dtype` is the type of computation (float64 samples in float32), `kv_cache_dtype` that of keys and values
-        (auto: `dtype`). The `top` most probable tokens are recorded at each token. `mesh`: where weights and caches
-        go, None for one device."""
+        (auto: `dtype`). The `top` most probable tokens are recorded at each token. `place`: where weights and caches
+        go; `Replicas` has an engine in each of several."""
         dtype = "float32" if dtype == "float64" else dtype
-        self.config, self._dtype, self._quantization, self._top, self._mesh = config, dtype, quantization, top, mesh
+        self.config, self._dtype, self._quantization, self._top, self._place = config, dtype, quantization, top, place
+        divided = isinstance(place, Mesh)
         self._kv = cast(KV, dtype if kv_cache_dtype == "auto" else kv_cache_dtype)
         self._limits = limits or Limits()
         self._graph = decoder_graph(config)
@@ -83,16 +85,20 @@ class Engine:
         self._cancelled: set[int] = set()
         self._programs_used: set[tuple[str, ...]] = set()
         self._ahead = Ahead()
+        self.steps = 0
+        """Decoding steps so far."""
+        # What `begin` has left for `finish`: updates, and the result of decoding, which may still be computed.
+        self._decoded: tuple[list[Update], Decoded[jax.Array] | None] | None = None
         # Whether a first token is returned at once, for streams; `run` turns it off.
         self._stream_first = True
         self._by_kernel = {
-            "attention": mesh is None and attention.suits(self._kv, config.head_dim),
-            "products": mesh is None and products.suits(dtype),
+            "attention": not divided and attention.suits(self._kv, config.head_dim),
+            "products": not divided and products.suits(dtype),
         }
         # Without the kernel a loop over stacked layers would copy each layer (`decoders`). The build runs
         # later, in a thread, so the choice rests on whether there is a compiler.
         self._rolled = self._by_kernel["products"] and has_compiler()
-        self._pool = Pool(config, self._limits, self._kv, mesh, rolled=self._rolled)
+        self._pool = Pool(config, self._limits, self._kv, place, rolled=self._rolled)
         if any(self._by_kernel.values()):
             # Compiling the C sources takes seconds: it overlaps with the loading of weights.
             threading.Thread(target=lambda: self._kernels, name="build", daemon=True).start()
@@ -102,18 +108,33 @@ class Engine:
         """Samples from these parameters from now on; runs in progress go on with them. Compiles nothing new."""
         # Dropped before the new weights are laid out: memory need not hold both.
         self._decoding = None
-        graph, state = lay_out(self._graph, in_real(params), **self._layout_options)
-        self._use_weights(graph, put_weights(state, self._mesh))
+        graph, state = self.laid_out(params)
+        if isinstance(self._place, Mesh):
+            state = put_weights(state, self._place)
+        elif self._place is not None:
+            state = jax.device_put(state, self._place)
+        self.use(graph, state)
+
+    @without_float64
+    def laid_out(self, params: nnx.State) -> tuple[Graph, nnx.State]:
+        """(graph, weights) in the layout of decoding, on the devices of the parameters."""
+        return lay_out(self._graph, in_real(params), **self._layout_options)
+
+    def unload(self) -> None:
+        """Gives up the weights, for memory."""
+        self._decoding = None
 
     @without_float64
     def load_laid_out(self, fill: Callable[[nnx.State], nnx.State]) -> None:
         """As `load`, with the state of a `DecodingDecoder` that `fill` returns for its shapes."""
         self._decoding = None
         graph, shapes = self._layout
-        self._use_weights(graph, fill(jax.tree.map(lambda x: x, shapes)))
+        self.use(graph, fill(jax.tree.map(lambda x: x, shapes)))
 
-    def _use_weights(self, graph: Graph, state: nnx.State) -> None:
+    def use(self, graph: Graph, state: nnx.State) -> None:
+        """As `load`, with weights that are laid out and in place."""
         self._decoding = graph, state
+        self._pool.fit(state)
         self._pool.forget()
 
     @functools.cached_property
@@ -121,19 +142,24 @@ class Engine:
         return abstract_weights(self._graph, self.config, **self._layout_options)
 
     @property
+    def loading_mesh(self) -> Mesh | None:
+        """A mesh for the parameters of `load`; None for one device."""
+        return self._place if isinstance(self._place, Mesh) else None
+
+    @property
     def takes_laid_out(self) -> bool:
         """Whether `load_laid_out` is possible: the weights are not quantised, and on one device."""
-        return self._mesh is None and self._quantization == "none"
+        return self._place is None and self._quantization == "none"
 
     @without_float64
     def prepare(self, requests: Sequence[Request]) -> None:
         """Starts to compile, in threads, the programs that requests like these use first, while weights are read.
 
-        With a mesh it does nothing: the layout of weights over devices is known only once they are loaded.
+        With a place it does nothing: the layout of weights over devices is known only once they are loaded.
 
         Raises RefusedRequest as `submit` does.
         """
-        if self._mesh is not None or not requests:
+        if self._place is not None or not requests:
             return
         self._pool.reserve(requests)
         graph, weights = self._layout
@@ -164,6 +190,21 @@ class Engine:
         return not self._waiting and not self._pool.live
 
     @property
+    def room(self) -> int:
+        """Runs that it could take beside those that it has."""
+        return self._pool.room - self._waiting.fresh
+
+    @property
+    def runs(self) -> int:
+        """Runs that it has, in slots or waiting for one."""
+        return self._pool.live + len(self._waiting.runs)
+
+    @property
+    def size(self) -> str:
+        """Slots and memory, in words."""
+        return self._pool.size
+
+    @property
     def cache_bytes(self) -> int:
         """Bytes of keys and values that are held now."""
         return self._pool.bytes
@@ -179,10 +220,14 @@ class Engine:
 
         Raises RefusedRequest, with the request's name, where it exceeds the model's positions or this engine's memory.
         """
-        self._pool.check(request)
+        self.check(request)
         if keys is None:
             keys = completion_keys(request.seed, [request.counter], request.samples)
         return self._waiting.add(request, keys)
+
+    def check(self, request: Request) -> None:
+        """Raises RefusedRequest, with the request's name, where `submit` would."""
+        self._pool.check(request)
 
     @without_float64
     def score(self, prompt: Sequence[int]) -> Scores:
@@ -211,7 +256,13 @@ class Engine:
         """Drops every request and all that slots hold, after a step that has raised; weights stay."""
         self._waiting.clear()
         self._cancelled.clear()
+        self._decoded = None
         self._pool.abandon()
+
+    def drop(self, number: int) -> None:
+        """Ends a request at once, without an update."""
+        self._waiting.remove({number}, self._pool)
+        self._pool.remove({number})
 
     def cancel(self, number: int) -> None:
         """Ends a request in the next step; the tokens so far become a completion with stop `cancelled`."""
@@ -220,71 +271,54 @@ class Engine:
     @without_float64
     def step(self) -> list[Update]:
         """Seats waiting runs, prefills and decodes some tokens; returns one update for each sample that moved on."""
+        self.begin()
+        return self.finish()
+
+    @without_float64
+    def begin(self, crowded: bool = False) -> None:
+        """The part of a step that gives the device its work, without waiting for it; `finish` must be next.
+
+        crowded: whether runs wait for slots of this engine elsewhere.
+        """
         if self._decoding is None:
             raise RuntimeError(NO_WEIGHTS)
         updates = self._end_cancelled()
         self._waiting.seat(self._pool)
         self._decode_ahead(*self._decoding)
         self._prefill()
-        return updates + self._decode()
+        self._decoded = updates, self._decode(crowded or bool(self._waiting))
 
-    def run(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[Completion]]]:
-        """(index, completions) of each request, as soon as the last of its samples has ended.
+    @without_float64
+    def finish(self) -> list[Update]:
+        """The rest of the step that was begun: waits for its tokens and returns the updates; [] where none was."""
+        if self._decoded is None:
+            return []
+        (updates, decoded), self._decoded = self._decoded, None
+        if decoded is None:
+            return updates
+        arrays = jax.tree.map(np.asarray, decoded)
+        self.steps += int(arrays.made_R.max())
+        return updates + [
+            self._advance(slot, jax.tree.map(operator.itemgetter(i), arrays))
+            for i, slot in enumerate(self._pool.slots)
+            if slot.decoding
+        ]
 
-        On an idle engine the result is bit for bit independent of earlier requests: slots start empty.
-        """
+    def _open(self, requests: Sequence[Request]) -> None:
         if self.idle:
             self._pool.clear()
-        index: dict[int, int] = {}
-        ended: dict[int, dict[int, Completion]] = {}
         self._pool.widen(requests)
         self._stream_first = False
-        try:
-            for i, (request, keys) in enumerate(zip(requests, request_keys(requests), strict=True)):
-                index[self.submit(request, keys)] = i
-            while not self.idle:
-                for update in self.step():
-                    if update.completion is None or update.number not in index:
-                        continue
-                    by_sample = ended.setdefault(update.number, {})
-                    by_sample[update.sample] = update.completion
-                    number = index[update.number]
-                    if len(by_sample) == requests[number].samples:
-                        yield number, [by_sample[s] for s in range(len(by_sample))]
-        finally:
-            # A caller that closes the generator early must find the engine idle.
-            self._stream_first = True
-            self._cancelled.update(index)
-            self._end_cancelled()
 
-    def generate(
-        self,
-        params: nnx.State,
-        prompts: Sequence[Sequence[int]],
-        *,
-        samples: int,
-        max_tokens: int,
-        sampling: Sampling,
-        eos_ids: Sequence[int],
-        seed: int,
-        counters: Sequence[int],
-    ) -> list[list[Completion]]:
-        """`samples` completions of each prompt; `counters` are the prompts' places in the random stream.
-
-        Raises RefusedRequest where a prompt with `max_tokens` exceeds the model's positions.
-        """
-        self.load(params)
-        stops = tuple(dict.fromkeys(eos_ids))
-        requests = [
-            Request(p, max_tokens, sampling, stops, seed, c, samples) for p, c in zip(prompts, counters, strict=True)
-        ]
-        completions = dict(self.run(requests))
-        return [completions[i] for i in range(len(requests))]
+    def _close(self, numbers: Collection[int]) -> None:
+        self._stream_first, self._decoded = True, None
+        self._cancelled.update(numbers)
+        self._end_cancelled()
 
     @property
     def _layout_options(self) -> dict[str, Any]:
         # A joined kernel cannot be sharded over heads (see `lay_out`).
-        join = self._mesh is None or self._mesh.shape.get("tensor", 1) == 1
+        join = not isinstance(self._place, Mesh)
         return {"join": join, "rolled": self._rolled, "quantization": self._quantization, "dtype": self._dtype}
 
     @functools.cached_property
@@ -299,7 +333,10 @@ class Engine:
         return (name, f"slots={len(self._pool.slots)}", f"tokens={self._pool.capacity}", *shape)
 
     def _state_shapes(self) -> State:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._pool.state)
+        def one(x: jax.Array) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if self._place is not None else None)
+
+        return jax.tree.map(one, self._pool.state)
 
     def _use(self, name: str, *shape: str) -> tuple[Graph, nnx.State]:
         """(graph, weights) for a program, once a thread that compiles it has finished."""
@@ -340,15 +377,15 @@ class Engine:
             at = len(self._pool.slots[i].held)
             self._pool.slots[i].held.extend(run.request.prompt[at : at + count])
 
-    def _decode(self) -> list[Update]:
+    def _decode(self, crowded: bool) -> Decoded[jax.Array] | None:
         live = [s for s in self._pool.slots if s.decoding]
         if not live:
-            return []
+            return None
         steps = self._limits.steps
         self._pool.resize(len(self._pool.slots), max(len(s.held) for s in live) + steps)
         # Ended rows go on costing time until the host looks. It looks when 1/8 of the rows have ended if runs wait for
         # a slot; else when 3/4 have, since then a smaller number of slots may do.
-        wake = max(1, len(live) // 8) if self._waiting else max(1, len(live) - len(live) // 4)
+        wake = max(1, len(live) // 8) if crowded else max(1, len(live) - len(live) // 4)
         # A stream gets its first token as soon as there is one, not after `steps` of them.
         most = 1 if self._stream_first and any(s.run and not s.run.tokens for s in live) else steps
         graph, weights = self._use("decode")
@@ -356,12 +393,7 @@ class Engine:
         self._pool.state, decoded = programs.decode(
             graph, weights, self._pool.state, rows, np.int32(wake), np.int32(most), **self._decode_options
         )
-        arrays = jax.tree.map(np.asarray, decoded)
-        return [
-            self._advance(slot, jax.tree.map(operator.itemgetter(i), arrays))
-            for i, slot in enumerate(self._pool.slots)
-            if slot.decoding
-        ]
+        return decoded
 
     @property
     def _program_options(self) -> dict[str, Any]:
@@ -374,7 +406,7 @@ class Engine:
     def _decode_ahead(self, graph: Graph, weights: nnx.State) -> None:
         """Starts a thread that compiles the decoding program, unless it is compiled, while prompts are prefilled."""
         key = self._key("decode")
-        if self._mesh is not None or key in self._programs_used or not self._pool.slots:
+        if isinstance(self._place, Mesh) or key in self._programs_used or not self._pool.slots:
             return
         rows = row_arrays([Slot() for _ in self._pool.slots], self._pool.capacity, self._limits.steps)
         arguments = (graph, weights, self._state_shapes(), rows, np.int32(1), np.int32(1))

@@ -15,9 +15,10 @@ from tuning.models.mapping import tensor_names
 from tuning.models.tensors import ParamPath, Place, Tensors, load_tensors
 from tuning.rollout.engine.decoders import JOINED
 from tuning.rollout.engine.engine import Engine
+from tuning.rollout.engine.replicas import Replicas
 
 
-def load_folder(engine: Engine, folder: Path) -> None:
+def load_folder(engine: Engine | Replicas, folder: Path) -> None:
     """`Engine.load` from a Hugging Face folder; dense weights on one device are in memory only once.
 
     Raises UnsupportedModel where the folder's config is not the engine's, or a tensor is unknown, missing or of another
@@ -26,8 +27,8 @@ def load_folder(engine: Engine, folder: Path) -> None:
     config = read_config(folder)
     if config != engine.config:
         raise UnsupportedModel(f"{folder} holds another model than this engine's: {config}, not {engine.config}")
-    if not engine.takes_laid_out:
-        engine.load(load_decoder(folder)[1])
+    if isinstance(engine, Replicas) or not engine.takes_laid_out:
+        engine.load(load_decoder(folder, engine.loading_mesh)[1])
         return
 
     def read(shapes: Any) -> Any:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+FREE_SHARE = 0.75
+"""Share of what weights leave free that a stage gives to keys and values; programs need the rest, for logits first."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
@@ -16,6 +19,8 @@ class Limits:
     cache_bytes: int = 2**62
     """Memory for keys and values; it may allow fewer than `slots`. Where layers are in one stack (`decoders`), the keys
     or the values are in memory twice while slots change in number or length."""
+    cache_share: float = 0.0
+    """In place of `cache_bytes`, this share of what weights leave free on the engine's devices, where these tell it."""
     steps: int = 16
     """Tokens a row that are decoded before the host looks at the result."""
     chunks: tuple[int, ...] = (64, 192, 320)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import collections
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from flax import nnx
 
 from tuning.rollout.engine.engine import Engine
+from tuning.rollout.engine.replicas import Replicas, StepFailed
 from tuning.rollout.engine.scores import Scores
 from tuning.rollout.requests import Completion, Request, Update
 
@@ -66,7 +67,7 @@ class Stream:
 class Live:
     """Runs an engine in a thread. The methods may be called from any thread."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine | Replicas):
         self._engine = engine
         self._streams: dict[int, Stream] = {}
         self._orders: collections.deque[Callable[[], Any]] = collections.deque()
@@ -173,6 +174,10 @@ class Live:
     def _step(self) -> None:
         try:
             updates = self._engine.step()
+        except StepFailed as e:
+            # Of one replica: the requests of the others go on.
+            self._end_streams(e, e.numbers)
+            return
         except Exception as e:
             if not self._stepped:
                 # The second one in a row, or the first of all: it is not the requests.
@@ -185,10 +190,10 @@ class Live:
         self._stepped = True
         self._deliver(updates)
 
-    def _end_streams(self, failure: BaseException) -> None:
-        for stream in self._streams.values():
-            stream.put(failure)
-        self._streams.clear()
+    def _end_streams(self, failure: BaseException, numbers: Collection[int] | None = None) -> None:
+        for number in list(self._streams):
+            if numbers is None or number in numbers:
+                self._streams.pop(number).put(failure)
 
     def _deliver(self, updates: list[Update]) -> None:
         for update in updates:

@@ -1,10 +1,12 @@
-"""How an engine's weights and caches are sharded over its mesh: heads over `tensor`, slots over the other axes."""
+"""Where engines are: a replica of the weights on each device, or heads and features of one divided over `tensor`."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -12,11 +14,14 @@ from tuning.axes import Axes
 from tuning.mesh import axis_sizes, make_mesh
 from tuning.models.sharding import shardings
 
+Place: TypeAlias = Mesh | jax.Device | None
+"""Where an engine is: a mesh whose only axis of more than one device is `tensor`, a device, or JAX's default device."""
+
 
 def sampling_mesh(axes: Any, devices: list[Any] | None = None) -> Mesh | None:
-    """The mesh of this process's devices that `data`, `fsdp` and `tensor` give an engine; None for a single one.
+    """The mesh of this process's devices that `data`, `fsdp` and `tensor` give engines; None for a single one.
 
-    Parameters that training shards over `fsdp` are replicated here, and each replica has a part of the slots: sampling
+    Parameters that training shards over `fsdp` are replicated here, and each replica has an engine of its own: sampling
     holds no optimizer state, and gathering weights for every token would cost more than replicas do.
     """
     devices = jax.local_devices() if devices is None else devices
@@ -31,21 +36,63 @@ def sampling_axes(axes: Any, count: int) -> Axes:
     return Axes(sizes["data"] * sizes["fsdp"], 1, sizes["tensor"])
 
 
+def replicas_of(mesh: Mesh | None) -> int:
+    """How many engines a mesh of `sampling_mesh` has."""
+    return 1 if mesh is None else len(places_of(mesh))
+
+
+def places_of(mesh: Mesh) -> list[Place]:
+    """The place of each replica of a mesh."""
+    rows = mesh.devices.reshape(-1, mesh.shape.get("tensor", 1))
+    return [row[0] if len(row) == 1 else Mesh(row.reshape(1, 1, -1), ("data", "fsdp", "tensor")) for row in rows]
+
+
 def put_weights(state: nnx.State, mesh: Mesh | None) -> nnx.State:
     """Weights moved to the mesh by the model's rules; unchanged without a mesh."""
-    return state if mesh is None else jax.device_put(state, shardings(state, mesh))
+    return state if mesh is None else _moved(state, shardings(state, mesh))
 
 
-def put_cache(cache: list[dict[str, jax.Array]], mesh: Mesh | None) -> list[dict[str, jax.Array]]:
-    """Caches moved to the mesh by `cache_shardings`; unchanged without a mesh."""
-    return cache if mesh is None else jax.device_put(cache, cache_shardings(cache, mesh))
+def part_of(state: nnx.State, place: Place) -> nnx.State:
+    """A replica's own weights, of those that `put_weights` has moved to the mesh of all replicas. Nothing is copied."""
+
+    def one(x: jax.Array) -> jax.Array:
+        parts = {shard.device: shard.data for shard in x.addressable_shards}
+        if isinstance(place, jax.Device):
+            return parts[place]
+        assert isinstance(place, Mesh) and isinstance(x.sharding, NamedSharding)
+        mine = [parts[device] for device in place.devices.flat]
+        return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(place, x.sharding.spec), mine)
+
+    return jax.tree.map(one, state)
+
+
+def make_at(place: Place, make: Callable[[], Any]) -> Any:
+    """The empty caches that `make` gives, made where they belong: no other device ever holds them."""
+    if place is None:
+        return make()
+    shapes = jax.eval_shape(make)
+    if isinstance(place, Mesh):
+        return jax.tree.map(_zeros, shapes, cache_shardings(shapes, place))
+    return jax.tree.map(lambda x: _zeros(x, place), shapes)
+
+
+def _zeros(x: Any, where: Any) -> jax.Array:
+    return jnp.zeros(x.shape, x.dtype, device=where)
+
+
+def put_cache(cache: list[dict[str, jax.Array]], place: Place) -> list[dict[str, jax.Array]]:
+    """Caches of a place as `cache_shardings` divides them; unchanged where there is no mesh."""
+    return _moved(cache, cache_shardings(cache, place)) if isinstance(place, Mesh) else cache
 
 
 def cache_shardings(cache: Any, mesh: Mesh) -> Any:
     """A sharding for each array of the caches; slots or heads that an axis does not divide evenly are not sharded over
     it."""
 
-    def one(x: jax.Array) -> NamedSharding:
+    def one(x: Any) -> NamedSharding:
+        if x.ndim < 3:
+            # Not of keys or values.
+            return NamedSharding(mesh, PartitionSpec())
         rows = tuple(a for a in ("data", "fsdp") if mesh.shape.get(a, 1) > 1)
         across = 1
         for axis in rows:
@@ -56,3 +103,35 @@ def cache_shardings(cache: Any, mesh: Mesh) -> Any:
         return NamedSharding(mesh, PartitionSpec(*spec))
 
     return jax.tree.map(one, cache)
+
+
+def free_bytes(place: Place) -> int | None:
+    """Bytes that are free on each device of a place, by the fullest of them; None where devices do not tell, as CPUs
+    do not."""
+    if isinstance(place, Mesh):
+        devices = list(place.devices.flat)
+    else:
+        devices = [jax.local_devices()[0] if place is None else place]
+    stats = [device.memory_stats() or {} for device in devices]
+    if not all("bytes_limit" in one and "bytes_in_use" in one for one in stats):
+        return None
+    return int(min(one["bytes_limit"] - one["bytes_in_use"] for one in stats))
+
+
+def _moved(tree: Any, where: Any) -> Any:
+    """The arrays in these shardings. Between devices alone where both are over the same devices in the same order:
+    `device_put` would take an array that is divided another way through the host."""
+
+    def one(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+        if x.sharding.is_equivalent_to(sharding, x.ndim) or len(x.sharding.device_set) == 1:
+            return jax.device_put(x, sharding)
+        if _devices(x.sharding) != _devices(sharding):
+            return jax.device_put(x, sharding)
+        return jax.jit(lambda y: y, out_shardings=sharding)(x)
+
+    return jax.tree.map(one, tree, where)
+
+
+def _devices(sharding: Any) -> list[Any]:
+    mesh = getattr(sharding, "mesh", None)
+    return list(mesh.devices.flat) if isinstance(mesh, Mesh) else list(sharding.device_set)

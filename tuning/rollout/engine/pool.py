@@ -6,8 +6,10 @@ Numbers of slots and of cached tokens come from two short ladders, so that few s
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,7 @@ from tuning.models.config import DecoderConfig
 from tuning.rollout.engine import cache as kv_cache
 from tuning.rollout.engine import programs
 from tuning.rollout.engine.limits import Limits
-from tuning.rollout.engine.placement import put_cache
+from tuning.rollout.engine.placement import Place, free_bytes, make_at, put_cache
 from tuning.rollout.engine.slots import Run, Slot, longest_prefix
 from tuning.rollout.requests import RefusedRequest, Request
 from tuning.shapes import bucket
@@ -32,11 +34,11 @@ WORTH_SHRINKING = 2
 class Pool:
     """Slots and their caches."""
 
-    def __init__(self, config: DecoderConfig, limits: Limits, kv: kv_cache.KV, mesh: Mesh | None, *, rolled: bool):
+    def __init__(self, config: DecoderConfig, limits: Limits, kv: kv_cache.KV, place: Place, *, rolled: bool):
         """`rolled` as in `cache.make`."""
         self.slots: list[Slot] = []
         self.state = programs.State([], jnp.zeros((0, config.vocab_size), bool))
-        self._config, self._limits, self._kv, self._mesh, self._rolled = config, limits, kv, mesh, rolled
+        self._config, self._limits, self._kv, self._place, self._rolled = config, limits, kv, place, rolled
         self._context = min(limits.context, self.widest)
         self._copies: list[tuple[int, int]] = []
         self.generation = 0
@@ -59,6 +61,36 @@ class Pool:
         # A run of decoding writes up to `steps` tokens behind the last one that counts.
         longest = self._limits.context or self._config.max_positions
         return min(longest, self._config.max_positions, tokens // GRAIN * GRAIN - self._limits.steps)
+
+    def fit(self, weights: Any) -> None:
+        """Takes the memory that the first weights leave, where the limits ask for a share of it and devices tell."""
+        if not self._limits.cache_share or self.generation or free_bytes(self._place) is None:
+            return
+        # Temporaries of their layout are gone then.
+        jax.block_until_ready(jax.tree.leaves(weights))
+        free = free_bytes(self._place) or 0
+        heads = self._place.shape.get("tensor", 1) if isinstance(self._place, Mesh) else 1
+        # Heads that the devices do not divide evenly are on each of them.
+        devices = heads if self._config.num_kv_heads % heads == 0 else 1
+        room = int(self._limits.cache_share * free) * devices + self.bytes
+        # Only its first four bits, so that a round in which a little more is free compiles nothing anew.
+        unit = 1 << max(0, room.bit_length() - 4)
+        self._limits = dataclasses.replace(self._limits, cache_bytes=room // unit * unit)
+        self.__dict__.pop("widest", None)
+        self._context = min(self._limits.context, self.widest)
+
+    @property
+    def room(self) -> int:
+        """Runs that could be seated now, of the longest context so far."""
+        return self._affordable_slots(self._context) - self.taken
+
+    @property
+    def size(self) -> str:
+        """The most slots, tokens of each and bytes of all, in words."""
+        context = self._context or self.widest
+        slots = self._affordable_slots(context)
+        room = slots * self._slot_bytes(context)
+        return f"up to {slots} slots of {context} tokens, {room / 2**20:,.1f} MiB of keys and values"
 
     @property
     def live(self) -> int:
@@ -166,9 +198,7 @@ class Pool:
         capacity = self._capacity(needed)
         if not self.slots:
             self.slots = [Slot() for _ in range(rows)]
-            cache = kv_cache.make(self._config, rows, capacity, self._kv, rolled=self._rolled)
-            seen = jnp.zeros((rows, self._config.vocab_size), bool)
-            self.state = programs.State(put_cache(cache, self._mesh), seen)
+            self.state = make_at(self._place, lambda: self._empty(rows, capacity))
             return
         if self.taken:
             # Never shorter under a run: as it goes on, the longer one would soon be needed again.
@@ -182,7 +212,7 @@ class Pool:
         numbers = [*kept, *[0] * fresh]
         kv_cache.resize(self.state.cache, numbers, capacity)
         seen = self.state.seen_RV[jnp.asarray(numbers)]
-        self.state = programs.State(put_cache(self.state.cache, self._mesh), seen)
+        self.state = programs.State(put_cache(self.state.cache, self._place), seen)
         self.slots = [self.slots[i] for i in kept] + [Slot() for _ in range(fresh)]
         for slot in self.slots:
             del slot.held[capacity:]
@@ -217,8 +247,8 @@ class Pool:
 
     def scratch(self, tokens: int) -> list[kv_cache.Stack]:
         """An empty cache of one slot beside those of the pool."""
-        cache = kv_cache.make(self._config, 1, self.capacity_for(tokens), self._kv, rolled=self._rolled)
-        return put_cache(cache, self._mesh)
+        scratch: programs.State = make_at(self._place, lambda: self._empty(1, self.capacity_for(tokens)))
+        return scratch.cache
 
     def forget(self) -> None:
         """Begins a generation of weights: nothing that was computed with the last ones is taken over from now on.
@@ -232,6 +262,10 @@ class Pool:
             elif not slot.held:
                 # A follower prefills its prompt itself: its leader has begun with the last weights.
                 slot.run.leader, slot.generation = None, self.generation
+
+    def _empty(self, rows: int, capacity: int) -> programs.State:
+        cache = kv_cache.make(self._config, rows, capacity, self._kv, rolled=self._rolled)
+        return programs.State(cache, jnp.zeros((rows, self._config.vocab_size), bool))
 
     def _slot_bytes(self, context: int) -> int:
         return kv_cache.token_bytes(self._config, self._kv) * self._capacities(context)[-1]

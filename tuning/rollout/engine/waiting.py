@@ -22,6 +22,11 @@ class Waiting:
     def __bool__(self) -> bool:
         return bool(self.runs)
 
+    @property
+    def fresh(self) -> int:
+        """Runs that no slot is kept for."""
+        return sum(run.request.after is None for run in self.runs)
+
     def add(self, request: Request, keys: np.ndarray) -> int:
         """Adds the samples of a request, with their key data [samples, 2], and returns its number."""
         self._submitted += 1

@@ -1,70 +1,215 @@
 """Samples with engines on meshes of this program's eight devices and prints what they gave; run by `test_meshes`."""
 
+import contextlib
+import dataclasses
 import json
+import re
+import tempfile
+from pathlib import Path
 
 import jax
+import numpy as np
 
 from tests.tuning.rollout.engine.support import PARAMS, requests_of
 from tests.tuning.tiny import CONFIG
 from tuning.axes import Axes
 from tuning.mesh import make_mesh, put_params
-from tuning.rollout.engine.engine import Engine
+from tuning.models.huggingface import save_decoder
+from tuning.rollout.engine import programs
+from tuning.rollout.engine.folder import load_folder
 from tuning.rollout.engine.limits import Limits
-from tuning.rollout.engine.placement import sampling_mesh
+from tuning.rollout.engine.live import EngineStopped, Live
+from tuning.rollout.engine.placement import cache_shardings, sampling_mesh
+from tuning.rollout.engine.replicas import StepFailed, engine_over
+from tuning.rollout.engine.slots import Slot, pack, row_arrays
+from tuning.rollout.requests import Request, Sampling
 
-LIMITS = Limits(slots=8, context=128, steps=4, chunks=(8, 32))
-TENSOR = Axes(data=2, fsdp=1, tensor=-1)
+# One capacity and one chunk: each program is compiled for each device.
+LIMITS = Limits(slots=4, context=80, steps=4, chunks=(32,))
 SMALL = {"quantization": "int8", "kv_cache_dtype": "bfloat16"}
 ENGINES = {
-    "one": (None, {}),
-    "replicas": (Axes(fsdp=-1), {}),
-    "tensor": (TENSOR, {}),
-    "both": (Axes(tensor=2), {}),
-    "small one": (None, SMALL),
-    "small tensor": (TENSOR, SMALL),
+    "one": (None, 1, {}),
+    "two": (Axes(data=2, fsdp=1), 2, {}),
+    "eight": (Axes(fsdp=-1), 8, {}),
+    "tensor": (Axes(data=2, fsdp=1, tensor=-1), 4, {}),
+    "whole": (Axes(tensor=2), 2, {}),
+    "small one": (None, 1, SMALL),
+    "small tensor": (Axes(data=2, fsdp=1, tensor=-1), 4, SMALL),
 }
 
 
-def share(arrays):
-    """Of all bytes, those on the first device."""
-    return sum(x.addressable_shards[0].data.nbytes for x in arrays) / sum(x.nbytes for x in arrays)
+def engines_of(engine):
+    return getattr(engine, "_engines", [engine])
 
 
-def tokens(engine, requests):
+def bytes_by_device(arrays):
+    found = {}
+    for x in arrays:
+        for shard in x.addressable_shards:
+            found[shard.device.id] = found.get(shard.device.id, 0) + shard.data.nbytes
+    return found
+
+
+def sampled(engine, requests):
     done = dict(engine.run(requests))
     return [done[i] for i in range(len(requests))]
 
 
-def main() -> None:
+def engine_of(axes, count, **options):
+    # The last devices: the first of them all is nobody's default.
+    mesh = sampling_mesh(axes, jax.devices()[-count:]) if axes else None
+    return engine_over(mesh, CONFIG, limits=LIMITS, **options)
+
+
+def same_samples():
     requests = requests_of(12, seed=5, max_tokens=12)
     found = {}
-    for name, (axes, options) in ENGINES.items():
-        # The trainer has the first four devices, sampling the other four.
-        trained = put_params(PARAMS, make_mesh(Axes(), jax.devices()[:4])) if axes else PARAMS
-        mesh = sampling_mesh(axes, jax.devices()[4:]) if axes else None
-        engine = Engine(CONFIG, limits=LIMITS, mesh=mesh, **options)
+    for name, (axes, count, options) in ENGINES.items():
+        engine = engine_of(axes, count, **options)
+        # A trainer divides its parameters over all devices, or over the first four.
+        trainers = jax.devices() if count == 8 else jax.devices()[:4]
+        trained = put_params(PARAMS, make_mesh(Axes(), trainers)) if axes else PARAMS
         engine.load(trained)
-        numbers = [engine.submit(r) for r in requests_of(8)]
-        engine.step()
-        weights = jax.tree.leaves(engine._decoding[1])
-        held = [x for layer in engine._pool.state.cache for x in layer.values()]
+        done = sampled(engine, requests)
+        weights = bytes_by_device(x for e in engines_of(engine) for x in jax.tree.leaves(e._decoding[1]))
+        held = bytes_by_device(x for e in engines_of(engine) for x in jax.tree.leaves(e._pool.state.cache))
         found[name] = {
-            "mesh": dict(mesh.shape) if mesh else {},
-            "devices": sorted({d.id for x in [*weights, *held] for d in x.devices()}),
-            "share_of_weights": share(weights),
-            "share_of_cache": share(held),
+            "weights": weights,
+            "cache_devices": sorted(held),
+            "tokens": [[c.tokens for c in samples] for samples in done],
+            "logps": [[c.logps for c in samples] for samples in done],
         }
-        for number in numbers:
-            engine.cancel(number)
-        done = tokens(engine, requests)
-        found[name]["tokens"] = [[c.tokens for c in samples] for samples in done]
-        found[name]["logps"] = [[c.logps for c in samples] for samples in done]
-        # Weights of the next round go the same way and compile nothing.
-        compiled = set(engine.programs)
-        engine.load(jax.tree.map(lambda x: x * 1.0, trained))
-        again = tokens(engine, requests)
-        found[name]["again"] = [[c.tokens for c in samples] for samples in again] == found[name]["tokens"]
-        found[name]["compiled"] = len(set(engine.programs) - compiled)
+        if name == "two":
+            # Weights of the next round go the same way, and the samples of a seed come again to the bit.
+            compiled = set(engine.programs)
+            engine.load(jax.tree.map(lambda x: x * 1.0, trained))
+            again = [[c.logps for c in samples] for samples in sampled(engine, requests)]
+            found["again"] = again == found[name]["logps"]
+            found["compiled"] = len(set(engine.programs) - compiled)
+    return found
+
+
+def steps_of_skewed_lengths(engine):
+    """Decoding steps of each engine for many short runs and a few long ones, which come last."""
+    lengths = [3] * 40 + [24] * 4
+    before = list(engine.steps)
+    list(engine.run([Request([1, 2, i], n, counter=i) for i, n in enumerate(lengths)]))
+    return {"lengths": lengths, "steps": [b - a for a, b in zip(before, engine.steps, strict=True)]}
+
+
+def broken(tokens):
+    raise ZeroDivisionError("of this request")
+
+
+def others_go_on(engine):
+    """A request whose stop search raises, one that is cancelled, and those beside them."""
+    requests = [dataclasses.replace(r, samples=1) for r in requests_of(6, seed=3, max_tokens=16, stop_ids=())]
+    alone = [c.tokens for (c,) in sampled(engine, requests)]
+    numbers = [engine.submit(r) for r in requests]
+    bad = engine.submit(Request([5, 6], 16, find_stop=broken))
+    engine.cancel(numbers[0])
+    failed, done = set(), {}
+    while not engine.idle:
+        try:
+            done |= {u.number: u.completion for u in engine.step() if u.completion}
+        except StepFailed as error:
+            failed |= error.numbers
+    left = [i for i, n in enumerate(numbers) if n not in failed and i]
+    return {
+        "failed": bad in failed,
+        "cancelled": done[numbers[0]].stop,
+        "left": len(left),
+        "others": all(done[numbers[i]].tokens == alone[i] for i in left),
+        "accounted": len(done) + len(failed) == len(numbers) + 1,
+    }
+
+
+def served(engine):
+    """The same through a server's thread, with weights that the engine reads from a folder."""
+    requests = [dataclasses.replace(r, samples=1) for r in requests_of(6, seed=3, max_tokens=16, stop_ids=())]
+    alone = [c.tokens for (c,) in sampled(engine, requests)]
+    with tempfile.TemporaryDirectory() as folder:
+        save_decoder(Path(folder), CONFIG, PARAMS, {})
+        load_folder(engine, Path(folder))
+    with contextlib.closing(Live(engine)) as live:
+        bad = live.submit(Request([5, 6], 16, find_stop=broken))
+        streams = [live.submit(r) for r in requests]
+        ended = []
+        for stream in (bad, *streams):
+            try:
+                ended.append(stream.result()[0].tokens)
+            except EngineStopped:
+                ended.append(None)
+        later = live.submit(requests[0]).result()[0].tokens
+    return {
+        "failed": ended[0] is None,
+        "left": sum(tokens is not None for tokens in ended),
+        "others": all(tokens in (None, expected) for tokens, expected in zip(ended[1:], alone, strict=True)),
+        "later": later == alone[0],
+    }
+
+
+def turns_stay(engine):
+    """Where three turns of four episodes are sampled, and how many of their slots are left when they are given up."""
+    places, last = {}, {}
+    for _ in range(3):
+        for i in range(4):
+            # All but the last token of the turn before is in the slot that is kept.
+            prompt = [i + 1, 2, 3] if i not in last else [*last[i][1], 4]
+            request = Request(prompt, 4, Sampling(0.0), after=last[i][0] if i in last else None, keep=True)
+            last[i] = engine.submit(request), prompt
+        while not engine.idle:
+            for update in engine.step():
+                if update.completion:
+                    (i,) = [i for i, (number, _) in last.items() if number == update.number]
+                    places.setdefault(i, []).append(engine._kept[update.number][0])
+                    last[i] = update.number, last[i][1] + update.completion.tokens
+    for number, _ in last.values():
+        engine.release(number)
+    return {"places": places, "taken": sum(e._pool.taken for e in engines_of(engine))}
+
+
+def gathered():
+    """Bytes of the largest all-gather of each program of a replica over two devices, with a cache of 16 MiB a layer."""
+    engine = engine_of(Axes(tensor=2), 2)
+    engine.load(PARAMS)
+    graph, weights = engine._decoding
+    state = jax.eval_shape(lambda: engine._pool._empty(64, 2048))
+    state = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, cache_shardings(state, engine._place)
+    )
+    rows = row_arrays([Slot() for _ in range(64)], 2048, 4)
+    chunk, _, _ = pack([Slot() for _ in range(64)], 32)
+    lowered = {
+        f"prefill {prefixed}": programs.prefill.lower(
+            graph, weights, state.cache, chunk, prefixed=prefixed, **engine._program_options
+        )
+        for prefixed in ("none", "one", "many")
+    }
+    lowered["decode"] = programs.decode.lower(
+        graph, weights, state, rows, np.int32(1), np.int32(4), **engine._decode_options
+    )
+    return {name: largest_gather(program.compile().as_text()) for name, program in lowered.items()}
+
+
+def largest_gather(text):
+    assert "all-reduce" in text
+    sizes = [0]
+    for kind, shape in re.findall(r"= \(?(\w+)\[([\d,]*)\][^=]* all-gather", text):
+        bits = int(re.sub(r"\D", "", kind) or 8)
+        sizes.append(int(np.prod([int(n) for n in shape.split(",") if n])) * bits // 8)
+    return max(sizes)
+
+
+def main() -> None:
+    found = same_samples()
+    engine = engine_of(Axes(data=2, fsdp=1), 2)
+    engine.load(PARAMS)
+    found["skewed"] = steps_of_skewed_lengths(engine)
+    found["turns"] = turns_stay(engine)
+    found["others"] = others_go_on(engine)
+    found["served"] = served(engine)
+    found["gathered"] = gathered()
     print(json.dumps(found))
 
 

@@ -1,0 +1,92 @@
+"""Requests as a batch: what `Engine` and `Replicas` have in common beside the steps."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Collection, Iterator, Sequence
+
+import numpy as np
+from flax import nnx
+
+from tuning.rollout.engine.sampling import request_keys
+from tuning.rollout.requests import Completion, Request, Sampling, Update
+
+
+class Batches(abc.ABC):
+    """Runs a batch of requests with `submit` and `step`."""
+
+    @property
+    @abc.abstractmethod
+    def idle(self) -> bool:
+        """Whether nothing waits or runs."""
+
+    @abc.abstractmethod
+    def load(self, params: nnx.State) -> None:
+        """Samples from these parameters from now on; runs in progress go on with them. Compiles nothing new."""
+
+    @abc.abstractmethod
+    def submit(self, request: Request, keys: np.ndarray | None = None) -> int:
+        """Queues a request and returns its number; `keys` [samples, 2] are its samples' key data, if already computed.
+
+        Raises RefusedRequest, with the request's name, where it exceeds the model's positions or this engine's memory.
+        """
+
+    @abc.abstractmethod
+    def step(self) -> list[Update]:
+        """Moves runs on; returns one update for each sample that has got tokens or ended."""
+
+    @abc.abstractmethod
+    def _open(self, requests: Sequence[Request]) -> None:
+        """Makes ready for a batch. Raises RefusedRequest."""
+
+    @abc.abstractmethod
+    def _close(self, numbers: Collection[int]) -> None:
+        """Drops what is left of a batch."""
+
+    def run(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[Completion]]]:
+        """(index, completions) of each request, as soon as the last of its samples has ended.
+
+        On an idle engine the result is bit for bit independent of earlier requests: slots start empty.
+        """
+        index: dict[int, int] = {}
+        ended: dict[int, dict[int, Completion]] = {}
+        self._open(requests)
+        try:
+            for i, (request, keys) in enumerate(zip(requests, request_keys(requests), strict=True)):
+                index[self.submit(request, keys)] = i
+            while not self.idle:
+                for update in self.step():
+                    if update.completion is None or update.number not in index:
+                        continue
+                    by_sample = ended.setdefault(update.number, {})
+                    by_sample[update.sample] = update.completion
+                    number = index[update.number]
+                    if len(by_sample) == requests[number].samples:
+                        yield number, [by_sample[s] for s in range(len(by_sample))]
+        finally:
+            # A caller that closes the generator early must find the engine idle.
+            self._close(index)
+
+    def generate(
+        self,
+        params: nnx.State,
+        prompts: Sequence[Sequence[int]],
+        *,
+        samples: int,
+        max_tokens: int,
+        sampling: Sampling,
+        eos_ids: Sequence[int],
+        seed: int,
+        counters: Sequence[int],
+    ) -> list[list[Completion]]:
+        """`samples` completions of each prompt; `counters` are the prompts' places in the random stream.
+
+        Raises RefusedRequest where a prompt with `max_tokens` exceeds the model's positions.
+        """
+        self.load(params)
+        stops = tuple(dict.fromkeys(eos_ids))
+        requests = [
+            Request(p, max_tokens, sampling, stops, seed, c, samples) for p, c in zip(prompts, counters, strict=True)
+        ]
+        completions = dict(self.run(requests))
+        return [completions[i] for i in range(len(requests))]
