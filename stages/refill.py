@@ -39,7 +39,7 @@ def run(ctx: Context) -> dict[str, Any]:
     scored = read_scored(ctx.inputs, NAMED)
     groups, drawn = scored.totals(config.truncated), {row.prompt_id for row in scored.rollouts}
     data = ctx.inputs["data"]
-    total, used = _unusable(data, drawn, room_of(ctx, config.max_tokens))
+    total, used = unusable(data, drawn, room_of(ctx, config.max_tokens))
     seed = ctx.seed if config.order_seed is None else config.order_seed
     # As many as the round has places: a prompt that the round refused is not replaced.
     missing = missing_prompts(groups, scored.prompts)
@@ -54,7 +54,7 @@ def run(ctx: Context) -> dict[str, Any]:
     return {"prompts": len(chosen), "completions": len(rows), "tokens": sum(len(r.token_ids) for r in rows)}
 
 
-def _unusable(data: Artifact, drawn: Collection[str], room: float) -> tuple[int, set[int]]:
+def unusable(data: Artifact, drawn: Collection[str], room: float) -> tuple[int, set[int]]:
     """The number of prompts, and the numbers of those that the round has or that are longer than `room`.
 
     What cannot be sampled is passed over, not refused: nobody asked for these prompts.

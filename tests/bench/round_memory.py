@@ -1,7 +1,7 @@
 """Memory of a round of RL: scoring and updating a synthetic rollout table, above what the process holds before.
 
 `python -m tests.bench.round_memory --completions 16384 --write` measures each stage in a process of its own and writes
-`results/round_memory.json`. Completions have 110 to 500 tokens, the model two layers of 16 units: nearly all memory is
+`results/round_memory.json`. Completions have 110 to 500 tokens, the model one layer of 16 units: nearly all memory is
 the round's. Before a measurement a small round of the same shapes compiles and loads everything.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results" / "round_memory.json"
-SHORTEST, LONGEST, GROUP, VOCABULARY = 110, 500, 16, 512
+SHORTEST, LONGEST, GROUP, VOCABULARY = 110, 500, 16, 128
 WARM = 64
 """Completions of the round before the measured one."""
 LIMIT = 4.0
@@ -32,9 +32,8 @@ def model() -> Any:
 
     from tuning.models.config import tiny
 
-    return dataclasses.replace(
-        tiny(VOCABULARY), hidden_size=16, intermediate_size=24, num_heads=2, num_kv_heads=1, head_dim=8
-    )
+    smallest = {"num_layers": 1, "hidden_size": 16, "intermediate_size": 16}
+    return dataclasses.replace(tiny(VOCABULARY), **smallest, num_heads=1, num_kv_heads=1, head_dim=8)
 
 
 def table(completions: int, policy: str) -> Any:
