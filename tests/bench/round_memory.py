@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results" / "round_memory.json"
-SHORTEST, LONGEST, GROUP, VOCABULARY = 110, 500, 16, 128
-WARM = 64
-"""Completions of the round before the measured one."""
+SHORTEST, LONGEST, PROMPT, GROUP, VOCABULARY = 110, 500, 64, 16, 128
+WARM = 1024
+"""Completions of the round before the measured one: two optimizer steps, with the programs of all others."""
 LIMIT = 4.0
 """Most memory in units of the table's bytes."""
 
@@ -45,13 +45,11 @@ def table(completions: int, policy: str) -> Any:
 
     rng = np.random.default_rng(0)
     places = np.repeat(np.arange(completions // GROUP), GROUP)
-    lengths = rng.integers(SHORTEST, LONGEST, completions)
-    # Both ends are there, so that every table has the same shapes.
-    lengths[:2] = SHORTEST, LONGEST
-    prompts = rng.integers(32, 96, completions // GROUP)[places]
-    prompts[:GROUP] = 96
+    # Each group has the same lengths in another order: every step then has the shapes of the round before.
+    spread = np.linspace(SHORTEST, LONGEST, GROUP).astype(np.int64)
+    lengths = np.concatenate([rng.permutation(spread) for _ in range(completions // GROUP)])
+    prompts = np.full(completions, PROMPT)
     letters = "".join(chr(97 + i % 26) for i in range(4 * LONGEST))
-    metadata = ["{}"] * completions
 
     def lists(sizes: Any, values: Any, kind: pa.DataType) -> pa.Array:
         offsets = pa.array(np.concatenate([[0], np.cumsum(sizes)]), pa.int32())
@@ -68,7 +66,7 @@ def table(completions: int, policy: str) -> Any:
         "prompt_id": [f"p{place}" for place in places],
         "prompt": [letters[: 4 * size] for size in prompts],
         "answer": ["7"] * completions,
-        "metadata": metadata,
+        "metadata": ["{}"] * completions,
         "prompt_ids": lists(prompts, of_prompts.astype(np.int32), pa.int32()),
         "token_ids": lists(lengths, rng.integers(0, VOCABULARY, lengths.sum(), np.int32), pa.int32()),
         "logprobs": lists(lengths, logps, pa.float32()),
