@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -21,12 +22,15 @@ from tuning.rows import CompletionRow, ScoreRow, by_trajectory, names_of, number
 from tuning.shapes import bucket
 from tuning.training.batch import Group
 
+OfTokens = Any
+"""An array with a number for each token, which a `Group` takes as a sequence."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Part:
     """A stretch of a trajectory that has a context of its own."""
 
-    prompt: np.ndarray
+    prompt: OfTokens
     start: int
     """Tokens of the trajectory before it."""
     length: int
@@ -36,11 +40,11 @@ class Part:
 class RoundData:
     """The rollouts of a round with their totals, in table order."""
 
-    prompts: Sequence[np.ndarray]
+    prompts: Sequence[OfTokens]
     """Tokens of the prompt of each completion, [N] arrays of int32; of a trajectory, its first context."""
-    completions: Sequence[np.ndarray]
+    completions: Sequence[OfTokens]
     """Tokens of each completion, [N] arrays of int32."""
-    mu: Sequence[np.ndarray]
+    mu: Sequence[OfTokens]
     """Log-probabilities of the sampler for these tokens, [N] arrays of float32."""
     groups_N: np.ndarray
     """Number of the completion's place: a prompt that is drawn twice is two groups (R21)."""
@@ -159,7 +163,7 @@ class RoundData:
     def _group(self, members: list[int]) -> Group:
         """The completions `members` of one prompt, with masks only where a token is left out."""
         completions = [self.completions[i] for i in members]
-        masks = [self.mask_NT[i, : len(tokens)] for i, tokens in zip(members, completions, strict=True)]
+        masks: list[OfTokens] = [self.mask_NT[i, : len(tokens)] for i, tokens in zip(members, completions, strict=True)]
         complete = all(mask.all() for mask in masks)
         return Group(self.prompts[members[0]], completions, members, None if complete else masks)
 
@@ -181,7 +185,7 @@ def _parts(rows: Sequence[CompletionRow]) -> list[Part]:
 
 def _joined(pieces: Sequence[Sequence[float]], dtype: type) -> np.ndarray:
     """Pieces of a row behind one another; one alone is no copy where it is an array of this type."""
-    arrays = [np.asarray(piece, dtype) for piece in pieces]
+    arrays: list[np.ndarray] = [np.asarray(piece, dtype) for piece in pieces]
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
