@@ -23,6 +23,7 @@ from stages.contract.definition import Context
 from stages.sampling.played import FAILED, episodes_of, reward_of, sample_of
 from stages.score.grouped import hint
 from stages.score.settings import COMPUTED, ENVIRONMENT, Config, Reward
+from tuning.columns import Numbers
 from tuning.rewards.failures import TooManyFailures, check_failures
 from tuning.rewards.samples import Outcome, outcome_of
 from tuning.rows import CompletionRow, Index, Number, Row, Text, columns_of
@@ -215,8 +216,9 @@ def _learned(ctx: Context, rows: Sequence[CompletionRow]) -> list[Outcome]:
         name = prompt.tobytes(), tokens.tobytes()
         if name not in numbers:
             numbers[name] = len(numbers)
-            group = groups.setdefault(name[0], Group(prompt, [], []))
-            groups[name[0]] = Group(prompt, [*group.completions, tokens], [*group.ids, numbers[name]])
+            group = groups.get(name[0]) or Group(Numbers(prompt), [], [])
+            completions = [*group.completions, Numbers(tokens)]
+            groups[name[0]] = dataclasses.replace(group, completions=completions, ids=[*group.ids, numbers[name]])
         places.append(numbers[name])
     compute = ctx.config.compute
     scores = score_groups(
