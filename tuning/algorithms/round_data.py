@@ -170,7 +170,8 @@ class RoundData:
     def _of_part(self, i: int, part: Part) -> Group:
         """A part of trajectory `i`."""
         here = slice(part.start, part.start + part.length)
-        return Group(part.prompt, [self.completions[i][here]], [i], [self.mask_NT[i, here]], [part.start])
+        mask: OfTokens = self.mask_NT[i, here]
+        return Group(part.prompt, [self.completions[i][here]], [i], [mask], [part.start])
 
 
 def _parts(rows: Sequence[CompletionRow]) -> list[Part]:
