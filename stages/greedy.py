@@ -11,6 +11,9 @@ from stages.sampling.rows import FOLDER, Draw, sample_rows
 from stages.sampling.settings import SamplingConfig, loads, sources
 from tuning.rows import CompletionRow, PromptRow
 
+# Of the completions themselves a baseline needs nothing.
+PROMPTS = ("place", "prompt_id", "prompt", "answer", "metadata", "prompt_ids")
+
 
 class Config(SamplingConfig):
     """Greedy decoding of a round's prompts, with the settings of the recipe's `rl.rollout`."""
@@ -18,7 +21,7 @@ class Config(SamplingConfig):
 
 def run(ctx: Context) -> dict[str, Any]:
     config: Config = ctx.config
-    prompts = prompts_by_place(read_table(ctx.inputs["rollouts"], f"{FOLDER}/", CompletionRow))
+    prompts = prompts_by_place(read_table(ctx.inputs["rollouts"], f"{FOLDER}/", CompletionRow, PROMPTS))
     rows = sample_rows(ctx, prompts, Draw.of(config, samples=1, temperature=0.0))
     return {"completions": len(rows), "tokens": sum(len(r.token_ids) for r in rows)}
 

@@ -7,16 +7,18 @@ informative groups and accounts for all others (`stages.sampling.groups`).
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from stages.common.tables import read_table
+from stages.common.tables import batches, rows_at
 from stages.contract.definition import Context, Reads, Stage
-from stages.sampling.groups import missing_prompts, read_scored
+from stages.sampling.groups import NAMED, missing_prompts, read_scored
 from stages.sampling.order import prompts_of_refill
-from stages.sampling.rows import FOLDER, Draw, sample_rows, too_long
+from stages.sampling.rows import FOLDER, Draw, room_of, sample_rows
 from stages.sampling.settings import Rollout, loads, sources
+from stages.store.artifacts import Artifact
 from tuning.rows import CompletionRow, PromptRow, write_table
 
 
@@ -34,16 +36,14 @@ class Config(Rollout):
 def run(ctx: Context) -> dict[str, Any]:
     """Writes the rollout table; returns counts of prompts, completions and tokens."""
     config: Config = ctx.config
-    scored = read_scored(ctx.inputs)
+    scored = read_scored(ctx.inputs, NAMED)
     groups, drawn = scored.totals(config.truncated), {row.prompt_id for row in scored.rollouts}
-    table = read_table(ctx.inputs["data"], "prompts/", PromptRow)
-    # What cannot be sampled is passed over, not refused: nobody asked for these prompts.
-    unfit = {row.place for row in too_long(ctx, enumerate(table), config.max_tokens)}
-    used = unfit | {number for number, prompt in enumerate(table) if prompt.id in drawn}
+    data = ctx.inputs["data"]
+    total, used = unusable(data, drawn, room_of(ctx, config.max_tokens))
     seed = ctx.seed if config.order_seed is None else config.order_seed
     # As many as the round has places: a prompt that the round refused is not replaced.
     missing = missing_prompts(groups, scored.prompts)
-    chosen = [table[i] for i in prompts_of_refill(missing, len(table), config.start, seed, used)]
+    chosen = rows_at(data, "prompts/", PromptRow, prompts_of_refill(missing, total, config.start, seed, used))
     if not chosen:
         # Stages that follow read a table, empty or not.
         write_table(ctx.out / FOLDER / "part-00000.parquet", [], CompletionRow.schema())
@@ -52,6 +52,24 @@ def run(ctx: Context) -> dict[str, Any]:
     places = enumerate(chosen, start=config.number * config.prompts)
     rows = sample_rows(ctx, list(places), Draw.of(config, config.completions, config.temperature))
     return {"prompts": len(chosen), "completions": len(rows), "tokens": sum(len(r.token_ids) for r in rows)}
+
+
+def unusable(data: Artifact, drawn: Collection[str], room: float) -> tuple[int, set[int]]:
+    """The number of prompts, and the numbers of those that the round has or that are longer than `room`.
+
+    What cannot be sampled is passed over, not refused: nobody asked for these prompts.
+    """
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    total, used, names = 0, set[int](), pa.array(sorted(drawn), pa.string())
+    for batch in batches(data, "prompts/", ("id", "prompt_ids")):
+        there = pc.is_in(batch["id"], value_set=names).to_numpy(zero_copy_only=False)
+        long = pc.list_value_length(batch["prompt_ids"]).to_numpy(zero_copy_only=False) > room
+        used |= set((total + np.flatnonzero(there | long)).tolist())
+        total += batch.num_rows
+    return total, used
 
 
 STAGE = Stage(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from stages.common.tables import read_table
+from stages.common.tables import count_rows, rows_at
 from stages.contract.definition import Context, Reads, Stage
 from stages.sampling.order import prompts_of_round
 from stages.sampling.played import FOLDER, summary, turns_summary
@@ -20,9 +20,10 @@ from tuning.rows import read_table as read_rows
 def run(ctx: Context) -> dict[str, Any]:
     """Writes the rollout table and `refused/`; returns counts, and mean length and speed of the sampled tokens."""
     config: Config = ctx.config
-    table = read_table(ctx.inputs["data"], "prompts/", PromptRow)
+    data = ctx.inputs["data"]
     seed = ctx.seed if config.order_seed is None else config.order_seed
-    chosen = [table[i] for i in prompts_of_round(config.prompts, len(table), config.round, seed)]
+    numbers = prompts_of_round(config.prompts, count_rows(data, "prompts/"), config.round, seed)
+    chosen = rows_at(data, "prompts/", PromptRow, numbers)
     refused = _refused(ctx, chosen)
     # A prompt has its place before others are refused: its samples do not depend on what else is in the round.
     prompts = [(place, prompt) for place, prompt in enumerate(chosen) if place not in refused]

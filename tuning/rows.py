@@ -12,23 +12,26 @@ The columns of a table are the fields of its class, by name and in their order; 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Protocol, TypeVar, get_args, get_type_hints
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tuning.atomic import whole_file
+from tuning.columns import holds_numbers, list_column, list_rows
 
 Text = Annotated[str, pa.string()]
 Number = Annotated[int, pa.int64()]
 Index = Annotated[int, pa.int32()]
 Real = Annotated[float, pa.float32()]
-Ids = Annotated[list[int], pa.list_(pa.int32())]
-Reals = Annotated[list[float], pa.list_(pa.float32())]
-Hashes = Annotated[list[int], pa.list_(pa.int64())]
+# What is read has `tuning.columns.Numbers` in them: arrays, which read like lists.
+Ids = Annotated[Sequence[int], pa.list_(pa.int32())]
+Reals = Annotated[Sequence[float], pa.list_(pa.float32())]
+Hashes = Annotated[Sequence[int], pa.list_(pa.int64())]
 
 
 def columns_of(kind: type) -> dict[str, pa.DataType]:
@@ -232,30 +235,81 @@ class OtherColumns(ValueError):
     """A file is no table of the kind that is asked for: another version of a stage wrote it."""
 
 
-def read_table(paths: Iterable[Path], kind: type[R]) -> list[R]:
+def read_table(paths: Iterable[Path], kind: type[R], columns: Collection[str] = ()) -> list[R]:
     """The rows of Parquet files, one file after another; a field without a column keeps its default.
 
-    Raises OtherColumns.
+    Lists of numbers are views of what Arrow has read (`tuning.columns.Numbers`).
+
+    columns: names of those that are read; none: all of them. Of a row of some columns the other fields have their
+    default, or are no attributes where they have none. Raises OtherColumns.
     """
-    return [kind(**row) for path in paths for row in _checked(pq.read_table(path), path, kind).to_pylist()]
+    return [row for path in paths for row in _rows_of(path, kind, columns)]
 
 
-def _checked(table: pa.Table, path: Path, kind: type[Row]) -> pa.Table:
+def read_rows_at(paths: Iterable[Path], kind: type[R], numbers: Sequence[int]) -> list[R]:
+    """The rows of these numbers, counted from 0 over all files, in the order of the numbers. Raises OtherColumns, and
+    KeyError for a number past the last row.
+    """
+    wanted, found, first = np.unique(np.asarray(numbers, np.int64)), dict[int, R](), 0
+    for path in paths:
+        with pq.ParquetFile(path) as file:
+            _check(file.schema_arrow.names, path, kind)
+            # In batches: the table may be many times larger than what is wanted of it.
+            for batch in file.iter_batches():
+                here = wanted[(wanted >= first) & (wanted < first + batch.num_rows)]
+                some = pa.Table.from_batches([batch]).take(pa.array(here - first))
+                rows = (kind(**row) for row in _dictionaries(some))
+                found |= dict(zip(here.tolist(), rows, strict=True))
+                first += batch.num_rows
+    return [found[number] for number in numbers]
+
+
+def _rows_of(path: Path, kind: type[R], columns: Collection[str]) -> list[R]:
+    with pq.ParquetFile(path) as file:
+        there = file.schema_arrow.names
+        _check(there, path, kind)
+        table = file.read(columns=[name for name in there if name in columns] if columns else None)
+    rows = _dictionaries(table)
+    return [_part(kind, row) for row in rows] if columns else [kind(**row) for row in rows]
+
+
+def _dictionaries(table: pa.Table) -> Iterator[dict[str, Any]]:
+    values = zip(*(_values(table[name]) for name in table.column_names), strict=True)
+    return (dict(zip(table.column_names, row, strict=True)) for row in values)
+
+
+def _values(column: pa.ChunkedArray) -> Sequence[Any]:
+    return list_rows(column) if holds_numbers(column.type) else column.to_pylist()
+
+
+def _part(kind: type[R], values: Mapping[str, Any]) -> R:
+    """A row of some fields: one that was not read and has no default is not there, and nobody takes it for empty."""
+    row = object.__new__(kind)
+    vars(row).update(values)
+    return row
+
+
+def _check(columns: Sequence[str], path: Path, kind: type[Row]) -> None:
+    """Raises OtherColumns unless a table of these columns is one of this kind."""
     fields = {field.name: field for field in dataclasses.fields(kind)}
     nothing = dataclasses.MISSING
     needed = {n for n, f in fields.items() if f.default is nothing and f.default_factory is nothing}
-    lacks, strange = sorted(needed - set(table.column_names)), sorted(set(table.column_names) - set(fields))
+    lacks, strange = sorted(needed - set(columns)), sorted(set(columns) - set(fields))
     if lacks or strange:
         raise OtherColumns(
             f"{path} is no table of {kind.__name__}: it lacks columns {lacks} and has {strange}, which are unknown. It "
             "was written by another version of the stage: make it again"
         )
-    return table
 
 
 def write_table(path: Path, rows: Sequence[Row], schema: pa.Schema) -> None:
     """One Parquet file, which is visible only when it is complete."""
-    write_arrow(path, pa.Table.from_pylist([vars(row) for row in rows], schema=schema))
+    columns = {field.name: _column([vars(row).get(field.name) for row in rows], field.type) for field in schema}
+    write_arrow(path, pa.Table.from_arrays(list(columns.values()), schema=schema))
+
+
+def _column(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
+    return list_column(values, kind) if holds_numbers(kind) else pa.array(values, kind)
 
 
 def write_arrow(path: Path, table: pa.Table) -> None:

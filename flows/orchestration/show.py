@@ -45,6 +45,7 @@ RECORD_SECONDS = 5.0
 """Longest wait for the server to store task runs and logs."""
 # Completions shown of a stage, and characters of a cell.
 SAMPLES = 12
+SAMPLE_COLUMNS = ("prompt", "text", "stop")
 CELL_CHARACTERS = 120
 
 
@@ -121,16 +122,16 @@ def show_artifact(node: str, artifact: Artifact) -> None:
     samples = find_stage(artifact.stage).samples
     if samples:
         # pyarrow, which reads tables, takes as long to import as a cached run; only a stage that ran pays for it.
-        from stages.common.tables import read_rows
+        from stages.common.tables import first_rows
 
         lines = ["| prompt | completion | stop |", "|---|---|---|"]
-        lines += [_sample_line(row) for row in read_rows(artifact, samples)[:SAMPLES]]
+        lines += [_sample_line(row) for row in first_rows(artifact, samples, SAMPLES, SAMPLE_COLUMNS)]
         create_markdown_artifact("\n".join(lines), key=artifact_key(node, "sample"), description=place)
 
 
 def _sample_line(row: Mapping[str, Any]) -> str:
     # A bar or a line break would end the cell of a Markdown table.
-    cells = [str(row[column]).replace("|", "\\|").replace("\n", " ") for column in ("prompt", "text", "stop")]
+    cells = [str(row[column]).replace("|", "\\|").replace("\n", " ") for column in SAMPLE_COLUMNS]
     return f"| {' | '.join(cell[:CELL_CHARACTERS] for cell in cells)} |"
 
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NotRequired, TypedDict, TypeVar
 
 from flows.report.charts import Chart, step_charts
@@ -123,12 +123,21 @@ class RunView:
             raise ArtifactError(f"the artifact of {name} is not in the store")
         return artifact
 
-    def rows(self, name: str, part: str, columns: Sequence[str]) -> list[dict[str, Any]]:
-        """Some columns of a table of a node's artifact. Token ids and logprobs would take most of the time."""
+    def rows(
+        self, name: str, part: str, columns: Sequence[str], places: Collection[int] | None = None
+    ) -> list[dict[str, Any]]:
+        """Some columns of a table of a node's artifact. Token ids and logprobs would take most of the time.
+
+        places: those whose rows are read; None: all.
+        """
         import pyarrow.parquet as pq
 
         files = sorted(self.stored(name).local(part).glob("*.parquet"))
-        return [row for path in files for row in pq.read_table(path, columns=list(columns)).to_pylist()]
+        if places is not None and not places:
+            return []
+        some = None if places is None else [("place", "in", set(places))]
+        tables = (pq.read_table(path, columns=list(columns), filters=some) for path in files)
+        return [row for table in tables for row in table.to_pylist()]
 
     def evaluations(self) -> dict[str, dict[str, Any]]:
         """Metrics of the evaluated policies by name, in the order of `LABELS`."""

@@ -153,12 +153,13 @@ def round_samples(run: RunView, rounds: Sequence[int]) -> list[RoundSamples]:
 def _of_round(run: RunView, number: int) -> RoundSamples:
     name = f"round-{number:03d}"
     scores = run.rows(f"{name}.score", "scores/", ("place", "sample", "rewards", "total", "failure"))
-    rows = run.rows(f"{name}.rollout", "rollouts/", ("place", "sample", "prompt", "answer", "text", "stop"))
+    every = [row["place"] for row in run.rows(f"{name}.rollout", "rollouts/", ("place",))]
     scored = {(row["place"], row["sample"]): row for row in scores}
-    places: dict[int, list[dict[str, Any]]] = {}
-    for row in rows:
-        places.setdefault(row["place"], []).append(row)
-    shown = [row for group in list(places.values())[:ROUND_PROMPTS] for row in group[:ROUND_SAMPLES]]
+    # The texts of a round may be gigabytes.
+    first = list(dict.fromkeys(every))[:ROUND_PROMPTS]
+    columns = ("place", "sample", "prompt", "answer", "text", "stop")
+    rows = run.rows(f"{name}.rollout", "rollouts/", columns, first)
+    shown = [row for place in first for row in [r for r in rows if r["place"] == place][:ROUND_SAMPLES]]
     joined = [row | scored[key] for row in shown if (key := (row["place"], row["sample"])) in scored]
     names = sorted(scores[0]["rewards"]) if scores else []
-    return RoundSamples(number, names, joined, len(rows))
+    return RoundSamples(number, names, joined, len(every))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stages.auditing.laws import Finding, Law, OfRounds
 from stages.auditing.run import AuditedRun, Round, Sampled, is_played, tokens_digest
 from stages.store.artifacts import Artifact
+from tuning.columns import list_rows
 
 HELD_OUT = ("heldout", "heldout_preference", "heldout_sft", "heldout_labelled")
 
@@ -85,7 +89,8 @@ def recorded(run: AuditedRun) -> OfRounds:
                 right = tokens == len(row.logprobs) and row.policy == policy
                 if not is_played(sampled.rollouts):
                     right = right and 0 < tokens <= limit and (row.stop == "eos" or tokens == limit)
-                right = right and all(logp <= 1e-6 or logp != logp for logp in row.logprobs)
+                logps = np.asarray(row.logprobs)
+                right = right and bool(((logps <= 1e-6) | np.isnan(logps)).all())
                 finding.check(right, f"{sampled.name}, place {row.place}, sample {row.sample}")
     return finding
 
@@ -125,12 +130,21 @@ def _names(data: Artifact, split: str) -> Iterable[tuple[str, list[str]]]:
         file = pq.ParquetFile(path)
         columns = [c for c in ("group", "prompt", "prompt_ids", "turns") if c in file.schema_arrow.names]
         for batch in file.iter_batches(columns=columns):
-            for row in batch.to_pylist():
+            values = [_values(name, batch[name]) for name in columns]
+            for of_row in zip(*values, strict=True):
+                row = dict(zip(columns, of_row, strict=True))
                 # Records that begin alike have one default group, and may be on either side where they name a split.
                 if str(row.get("group")).startswith("prompt:"):
                     del row["group"]
-                values = ((c, v) for c, value in row.items() for v in ((value or []) if c == "turns" else [value]))
-                yield row["prompt"], [f"{column} {value}" for column, value in values if value not in (None, "", [])]
+                said = ((c, v) for c, value in row.items() for v in ((value or []) if c == "turns" else [value]))
+                yield row["prompt"], [f"{column} {value}" for column, value in said if value not in (None, "")]
+
+
+def _values(name: str, column: pa.Array) -> list[Any]:
+    """The values of a column; of token ids digests, and None without any."""
+    if name != "prompt_ids":
+        return column.to_pylist()
+    return [tokens_digest(ids).hex() if ids else None for ids in list_rows(pa.chunked_array([column]))]
 
 
 def trained_on_own(run: AuditedRun) -> OfRounds:
@@ -147,7 +161,7 @@ def trained_on_own(run: AuditedRun) -> OfRounds:
     return finding
 
 
-def _prompts_of(round_: Round) -> Iterable[tuple[str, str, list[int] | None]]:
+def _prompts_of(round_: Round) -> Iterable[tuple[str, str, Sequence[int] | None]]:
     """Tables, prompts and their tokens; None of a task, whose first context is what its environment says."""
     for sampled in round_.sampled:
         for row in sampled.rows:

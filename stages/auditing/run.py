@@ -10,10 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stages.common.tables import read_table
 from stages.store.artifacts import Artifact, Store
+from tuning.columns import list_rows
 from tuning.rows import CompletionRow, FateRow, RefusedRow, ScoreRow, VerdictRow
 
 ROUND = re.compile(r"round-(\d+)\.(.+)")
@@ -179,8 +181,9 @@ class AuditedRun:
         for path in sorted(data.local("prompts/").glob("*.parquet")):
             # A dataset of many gigabytes: batches of two columns, not rows of all.
             for batch in pq.ParquetFile(path).iter_batches(columns=["id", "prompt_ids"]):
-                ids, tokens = (batch.column(name).to_pylist() for name in ("id", "prompt_ids"))
-                found |= {name: tokens_digest(of) for name, of in zip(ids, tokens, strict=True)}
+                tokens = list_rows(pa.chunked_array([batch.column("prompt_ids")]))
+                ids = batch.column("id").to_pylist()
+                found |= {name: tokens_digest(of or ()) for name, of in zip(ids, tokens, strict=True)}
         return found
 
 

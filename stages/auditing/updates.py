@@ -175,7 +175,7 @@ def loss_is_of_samples(run: AuditedRun) -> OfRounds:
             continue
         trained = {(row.place, row.sample) for row in round_.fates if row.fate == "trained"}
         rows = [row for part in round_.sampled for row in part.rows if (row.place, row.sample) in trained]
-        sampled = sum(math.isfinite(logprob) for row in rows for logprob in row.logprobs)
+        sampled = sum(int(np.isfinite(np.asarray(row.logprobs)).sum()) for row in rows)
         epochs = round_.update.manifest["config"]["epochs"]
         case = f"{round_.name}: {metrics['trained_tokens']} tokens in the loss of {epochs} epochs"
         finding.check(metrics["trained_tokens"] == epochs * sampled, f"{case}, {sampled} were sampled")

@@ -1,10 +1,11 @@
-"""Parquet tables of a stage: read whole, written at once or by shards, from which a stage goes on after a kill."""
+"""Parquet tables of a stage: read by rows and columns, written at once or by shards, from which a stage goes on after
+a kill."""
 
 from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -20,17 +21,46 @@ R = TypeVar("R", bound=rows.Row)
 
 
 def read_rows(artifact: Artifact, part: str) -> list[dict[str, Any]]:
-    """All rows of the Parquet files below `part`, in file order, as dictionaries: for display of any table."""
+    """All rows of the Parquet files below `part`, in file order, as dictionaries: for tables of any kind."""
     return [row for path in _files(artifact, part) for row in pq.read_table(path).to_pylist()]
 
 
-def read_table(artifact: Artifact, part: str, kind: type[R]) -> list[R]:
-    """As `read_rows`, with the type of the rows."""
-    return rows.read_table(_files(artifact, part), kind)
+def first_rows(artifact: Artifact, part: str, count: int, columns: Sequence[str]) -> list[dict[str, Any]]:
+    """The first rows of `read_rows`, and of them some columns: for display. Nothing behind them is read."""
+    found: list[dict[str, Any]] = []
+    for path in _files(artifact, part):
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(max(1, count), columns=list(columns)):
+                found += batch.to_pylist()
+                if len(found) >= count:
+                    return found[:count]
+    return found
+
+
+def read_table(artifact: Artifact, part: str, kind: type[R], columns: Collection[str] = ()) -> list[R]:
+    """The rows of the Parquet files below `part`, in file order; arguments as of `tuning.rows.read_table`."""
+    return rows.read_table(_files(artifact, part), kind, columns)
 
 
 def _files(artifact: Artifact, part: str) -> list[Path]:
     return sorted(artifact.local(part).glob("*.parquet"))
+
+
+def batches(artifact: Artifact, part: str, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    """Some columns of all rows below `part`, in file order: pieces that fit memory whatever the table's size is."""
+    for path in _files(artifact, part):
+        with pq.ParquetFile(path) as file:
+            yield from file.iter_batches(columns=list(columns))
+
+
+def count_rows(artifact: Artifact, part: str) -> int:
+    """The rows of the Parquet files below `part`, of which none is read."""
+    return sum(pq.read_metadata(path).num_rows for path in _files(artifact, part))
+
+
+def rows_at(artifact: Artifact, part: str, kind: type[R], numbers: Sequence[int]) -> list[R]:
+    """The rows of these numbers, counted from 0 over the files, in the order of the numbers. Others are not kept."""
+    return rows.read_rows_at(_files(artifact, part), kind, numbers)
 
 
 def write_rows(path: Path, table: Sequence[Mapping[str, Any]], schema: pa.Schema) -> None:

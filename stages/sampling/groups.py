@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from stages.common.tables import read_table
 from stages.sampling.played import FAILED
@@ -15,6 +15,12 @@ from stages.store.artifacts import Artifact
 from tuning.agents.rows import TurnRow
 from tuning.rows import CompletionRow, ScoreRow, by_trajectory, names_of
 
+NAMED = ("place", "sample", "part", "prompt_id", "stop", "policy")
+"""Columns of a rollout table that say what a completion is and how it ended: all that groups are told by."""
+TRAINED = (*NAMED, "prompt_ids", "token_ids", "logprobs")
+"""Those that an update reads."""
+OF_TURNS = ("place", "sample", "turn", "part", "start", "token_ids", "state", "reward")
+"""Columns of a table of turns that an update reads."""
 LEAST_SHARE = 0.25
 """A refill expects at least this share of its prompts to be informative: it stays small."""
 BINS = 5
@@ -68,9 +74,10 @@ def refills(inputs: Mapping[str, Artifact]) -> int:
     return sum(f"refill_{number}" in inputs for number in range(1, 100))
 
 
-def read_scored(inputs: Mapping[str, Artifact]) -> Scored:
+def read_scored(inputs: Mapping[str, Artifact], columns: Collection[str] = ()) -> Scored:
     """A round's rollouts with their scores, then those of its refills, from the inputs of a stage.
 
+    columns: those that are read of the rollout tables, `NAMED` among them; none: all of them.
     Raises RuntimeError where a score table does not list the completions of its rollout table in their order, and where
     two tables have a place in common.
     """
@@ -81,7 +88,7 @@ def read_scored(inputs: Mapping[str, Artifact]) -> Scored:
     earlier: dict[tuple[int, int], list[CompletionRow]] = {}
     prompts = 0
     for of_rollouts, of_scores in names:
-        trajectories = by_trajectory(read_table(inputs[of_rollouts], "rollouts/", CompletionRow))
+        trajectories = by_trajectory(read_table(inputs[of_rollouts], "rollouts/", CompletionRow, columns))
         rollouts = [parts[-1] for parts in trajectories]
         earlier |= {(parts[0].place, parts[0].sample): parts[:-1] for parts in trajectories if len(parts) > 1}
         scores = read_table(inputs[of_scores], "scores/", ScoreRow)
@@ -97,12 +104,15 @@ def read_scored(inputs: Mapping[str, Artifact]) -> Scored:
     return Scored(all_rollouts, all_scores, prompts, earlier)
 
 
-def read_turns(inputs: Mapping[str, Artifact]) -> list[TurnRow] | None:
-    """The turns of a round's trajectories and those of its refills; None where they were not sampled in turns."""
+def read_turns(inputs: Mapping[str, Artifact], columns: Collection[str] = ()) -> list[TurnRow] | None:
+    """The turns of a round's trajectories and those of its refills; None where they were not sampled in turns.
+
+    columns: those that are read; none: all of them.
+    """
     names = ["rollouts", *(f"refill_{number}" for number in range(1, refills(inputs) + 1))]
     if not inputs["rollouts"].has("turns/"):
         return None
-    return [row for name in names for row in read_table(inputs[name], "turns/", TurnRow)]
+    return [row for name in names for row in read_table(inputs[name], "turns/", TurnRow, columns)]
 
 
 def totals_by_place(scores: Iterable[ScoreRow]) -> dict[int, list[float]]:

@@ -37,8 +37,9 @@ def prompts_of_refill(count: int, total: int, start: int, seed: int, used: Colle
     are those that the next round draws anyway, and what a round draws must not depend on what was missing before it.
     """
     taken: dict[int, None] = {}
+    used = frozenset(used)
     for number in positions(total, start, derive_seed(seed, "refills")):
-        if len(taken) == count or len(taken) + len(set(used)) == total:
+        if len(taken) == count or len(taken) + len(used) == total:
             break
         if number not in used:
             taken.setdefault(number)

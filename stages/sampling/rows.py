@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from stages.common.models import load_policy, load_tokenizer, stop_ids
 from stages.common.tables import Shards, as_they_end, by_shard, publish
@@ -13,6 +16,7 @@ from stages.contract.definition import Context
 from stages.sampling.environment import EPISODES
 from stages.sampling.native import in_one_go, open_engine
 from stages.sampling.settings import EngineSettings, SamplingConfig
+from tuning.columns import Numbers
 from tuning.rows import CompletionRow, PromptRow, RefusedRow, write_table
 
 if TYPE_CHECKING:
@@ -43,17 +47,21 @@ class Draw:
 
 def too_long(ctx: Context, prompts: Iterable[tuple[int, PromptRow]], max_tokens: int) -> list[RefusedRow]:
     """The prompts, given by place, that are refused: their longest completion would leave the policy's positions."""
-    if ctx.config.environment is not None:
-        # The context of an episode begins with its first observation, which nobody knows yet.
-        return []
-    positions = load_policy(ctx, ctx.inputs["policy"])[0].max_positions
-    refused = []
+    room, refused = room_of(ctx, max_tokens), []
     for place, prompt in prompts:
         length = len(prompt.prompt_ids)
-        if length + max_tokens > positions:
+        if length > room:
+            positions = room + max_tokens
             reason = f"{length} tokens and {max_tokens} new ones exceed the model's {positions} positions"
             refused.append(RefusedRow(place=place, prompt_id=prompt.id, reason=reason))
     return refused
+
+
+def room_of(ctx: Context, max_tokens: int) -> float:
+    """Tokens that a prompt may have; infinite in an environment, where nobody knows the first observation yet."""
+    if ctx.config.environment is not None:
+        return math.inf
+    return int(load_policy(ctx, ctx.inputs["policy"])[0].max_positions) - max_tokens
 
 
 def write_refused(ctx: Context, refused: Sequence[RefusedRow]) -> None:
@@ -137,7 +145,7 @@ class _Sampler:
 
         sampling = Sampling(temperature=self.draw.temperature)
         return Request(
-            prompt.prompt_ids,
+            list(prompt.prompt_ids),
             self.draw.max_tokens,
             sampling,
             self.eos,
@@ -156,8 +164,9 @@ class _Sampler:
             answer=prompt.answer,
             metadata=prompt.metadata,
             prompt_ids=prompt.prompt_ids,
-            token_ids=completion.tokens,
-            logprobs=completion.logps,
+            # Flat from here on: a list has an object of its own for each token of the round.
+            token_ids=Numbers(np.asarray(completion.tokens, np.int32)),
+            logprobs=Numbers(np.asarray(completion.logps, np.float32)),
             # Rewards see the text alone, without EOS and other control tokens.
             text=self.tokenizer.decode([t for t in completion.tokens if t not in self.control]),
             stop=completion.stop,

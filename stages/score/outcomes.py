@@ -23,6 +23,7 @@ from stages.contract.definition import Context
 from stages.sampling.played import FAILED, episodes_of, reward_of, sample_of
 from stages.score.grouped import hint
 from stages.score.settings import COMPUTED, ENVIRONMENT, Config, Reward
+from tuning.columns import Numbers
 from tuning.rewards.failures import TooManyFailures, check_failures
 from tuning.rewards.samples import Outcome, outcome_of
 from tuning.rows import CompletionRow, Index, Number, Row, Text, columns_of
@@ -174,6 +175,7 @@ class _Scoring:
             seconds=reward.seconds,
             megabytes=reward.megabytes,
             workers=self._ctx.config.workers,
+            max_concurrency=self._ctx.config.max_concurrency,
         )
 
     def _stop(self, name: str, numbers: Sequence[int], column: Sequence[Outcome]) -> None:
@@ -196,6 +198,8 @@ def _outcome_row(row: CompletionRow, outcomes: Mapping[str, Outcome]) -> Outcome
 
 def _learned(ctx: Context, rows: Sequence[CompletionRow]) -> list[Outcome]:
     """Outcomes of the reward model; a score that is not finite is a failure, as of any reward."""
+    import numpy as np
+
     from tuning.models.tokenizer import turn_end
     from tuning.rewards.learned import ended_by, score_groups
     from tuning.training.batch import Group
@@ -203,18 +207,22 @@ def _learned(ctx: Context, rows: Sequence[CompletionRow]) -> list[Outcome]:
     end = turn_end(load_tokenizer(ctx, ctx.inputs["tokenizer"]))
     config, params = load_scorer(ctx, ctx.inputs["reward"], frozen=True)
     # Completions of one prompt share its tokens in a packed row, and equal completions are computed once.
-    by_prompt: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}
+    groups: dict[bytes, Group] = {}
+    # Bytes of the tokens of a prompt and of one of its completions -> the number of its score.
+    numbers: dict[tuple[bytes, bytes], int] = {}
     places = []
-    count = 0
     for row in rows:
-        # Tokens of a completion -> its number among the scores.
-        completions = by_prompt.setdefault(tuple(row.prompt_ids), {})
-        tokens = tuple(ended_by(end, row.token_ids) if row.stop == "eos" else row.token_ids)
-        if tokens not in completions:
-            completions[tokens] = count
-            count += 1
-        places.append(completions[tokens])
-    groups = [Group(prompt, list(texts), list(texts.values())) for prompt, texts in by_prompt.items()]
+        prompt = np.asarray(row.prompt_ids, np.int32)
+        tokens = ended_by(end if row.stop == "eos" else None, row.token_ids)
+        name = prompt.tobytes(), tokens.tobytes()
+        if name not in numbers:
+            numbers[name] = len(numbers)
+            group = groups.get(name[0]) or Group(Numbers(prompt), [], [])
+            completions = [*group.completions, Numbers(tokens)]
+            groups[name[0]] = dataclasses.replace(group, completions=completions, ids=[*group.ids, numbers[name]])
+        places.append(numbers[name])
     compute = ctx.config.compute
-    scores = score_groups(config, params, groups, dtype=compute.dtype, budget=compute.tokens_per_micro_batch)
+    scores = score_groups(
+        config, params, list(groups.values()), dtype=compute.dtype, budget=compute.tokens_per_micro_batch
+    )
     return [outcome_of(float(scores[place])) for place in places]

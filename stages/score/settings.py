@@ -91,6 +91,8 @@ class Config(StageConfig):
     """How to compute."""
     workers: int = execution_setting(2, ge=1)
     """Processes that run reward functions."""
+    max_concurrency: int = execution_setting(32, ge=1)
+    """Requests to a judge at a time; for these there are no processes."""
 
     @model_validator(mode="after")
     def _some(self) -> Config:

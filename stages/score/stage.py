@@ -22,6 +22,10 @@ from tuning.rows import CompletionRow, ScoreRow, by_trajectory, numbers_of_group
 if TYPE_CHECKING:
     from tuning.rewards.totals import Part, Scale
 
+# What rewards may see of a rollout: not the log-probabilities, which are as large as the tokens.
+SEEN = (
+    "place", "sample", "part", "prompt_id", "prompt", "answer", "metadata", "prompt_ids", "token_ids", "text", "stop",
+)  # fmt: skip
 SCALE = "scale.json"
 """The file of the artifact with the scales of rewards that are normalised over the round."""
 NO_END = "the episode has no end"
@@ -33,7 +37,7 @@ REASON_WIDTH = 60
 def run(ctx: Context) -> dict[str, Any]:
     """Writes the score table; returns means by reward and shares of failures."""
     config: Config = ctx.config
-    table = read_table(ctx.inputs["rollouts"], "rollouts/", CompletionRow)
+    table = read_table(ctx.inputs["rollouts"], "rollouts/", CompletionRow, SEEN)
     # A trajectory in several parts has one reward; its last part says how it ended.
     rollouts = [parts[-1] for parts in by_trajectory(table)]
     names = sorted(config.rewards)

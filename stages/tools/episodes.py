@@ -168,7 +168,7 @@ def _agent(turn: TurnRow, row: CompletionRow, first: bool) -> dict[str, Any]:
             prompt_tokens=len(row.prompt_ids) + turn.start,
             completion_tokens=len(turn.token_ids),
             prompt_token_ids=[*row.prompt_ids, *row.token_ids[: turn.start]] if first else None,
-            completion_token_ids=turn.token_ids,
+            completion_token_ids=list(turn.token_ids),
             logprobs=[logprob for logprob in turn.logprobs if math.isfinite(logprob)],
         ),
         extra=_present(
@@ -179,7 +179,7 @@ def _agent(turn: TurnRow, row: CompletionRow, first: bool) -> dict[str, Any]:
             state=turn.state,
             terminated=turn.terminated,
             truncated=turn.truncated,
-            observation_token_ids=turn.observation_ids or None,
+            observation_token_ids=list(turn.observation_ids) or None,
         ),
     )
 

@@ -19,7 +19,7 @@ from stages.common.settings import stored_as
 from stages.common.tables import read_table
 from stages.contract.definition import Context, Reads, Stage
 from stages.contract.sources import user_digests
-from stages.sampling.groups import Scored, chosen_groups, read_scored, read_turns, refills
+from stages.sampling.groups import OF_TURNS, TRAINED, Scored, chosen_groups, read_scored, read_turns, refills
 from stages.store.artifacts import Artifact
 from stages.training.adapters import lora_config, name_of
 from stages.update import state as states
@@ -136,7 +136,7 @@ def _coefficients(config: Config, parent: Artifact) -> Coefficients | None:
 def _rollouts(ctx: Context) -> tuple[Scored, Scored, dict[str, Any]]:
     """All of the round's scored rollouts, those of its refills behind them; what the round takes of them; counts."""
     config: Config = ctx.config
-    scored = read_scored(ctx.inputs)
+    scored = read_scored(ctx.inputs, TRAINED)
     digest = ctx.inputs["policy"].digest
     wrong = [] if config.off_policy else [row for row in scored.rows if row.policy != digest]
     if wrong:
@@ -150,7 +150,7 @@ def _round_data(ctx: Context, chosen: Scored) -> RoundData:
     from tuning.algorithms.round_data import RoundData
 
     greedy = read_table(ctx.inputs["greedy_scores"], "scores/", ScoreRow) if ctx.config.needs_greedy else None
-    return RoundData.from_rows(chosen.rows, chosen.scores, greedy, read_turns(ctx.inputs))
+    return RoundData.from_rows(chosen.rows, chosen.scores, greedy, read_turns(ctx.inputs, OF_TURNS))
 
 
 STAGE = Stage(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.oracle.support import JOURNAL, mutated
-from tuning.rewards.processes import OUTAGES
+from tuning.rewards.failures import OUTAGES
 
 pytestmark = pytest.mark.slow
 

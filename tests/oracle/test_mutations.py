@@ -75,8 +75,8 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     ),
     "pi_old is at another temperature": (
         "tuning/algorithms/rounds.py",
-        "logps = _logps(self.model, settings.temperature, compute)",
-        "logps = _logps(self.model, 1.0, compute)",
+        "logps = logps_program(self.model, settings.temperature, compute)",
+        "logps = logps_program(self.model, 1.0, compute)",
         "test_rl.py::test_every_algorithm[rloo]",
     ),
     "the mean of the others includes oneself": (
@@ -99,8 +99,8 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     ),
     "all of a place begin from its first context": (
         "tuning/algorithms/round_data.py",
-        "of_prompt.setdefault(tuple(self.prompts[i]), []).append(i)",
-        "of_prompt.setdefault((), []).append(i)",
+        "of_prompt.setdefault(self.prompts[i].tobytes(), []).append(i)",
+        'of_prompt.setdefault(b"", []).append(i)',
         "test_turns.py::test_trajectories[ppo over turns]",
     ),
     "the optimizer starts afresh in every round": (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -20,7 +20,7 @@ from tuning.models.decoder import decoder_graph, scalar_graph
 from tuning.models.lora import Base, join, over
 from tuning.settings import OptimizerSettings
 from tuning.training.optimizers import optimizer_of
-from tuning.training.step import LossFn, StepFn, make_step
+from tuning.training.step import LossFn, StepFn, Sums, make_step
 
 
 @dataclasses.dataclass
@@ -59,12 +59,16 @@ class Learner:
         """Parameters as the forward passes take them, the frozen ones included."""
         return self.params if self.base is None else join(self.base.graph, self.params, self.base.frozen)
 
-    def train(self, step: StepFn, batches: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """One optimizer step on micro-batches; the sums of its metrics."""
+    def start_step(self, step: StepFn, batches: Sequence[dict[str, Any]]) -> Callable[[], Sums]:
+        """Starts an optimizer step on micro-batches; a function that waits for the sums of its metrics."""
         # (frozen base, the frozen argument of the loss itself), as `lora.over` takes them.
         frozen = None if self.base is None else (self.base.frozen, None)
-        self.params, self.opt_state, sums = step(self.params, self.opt_state, batches, frozen)
+        self.params, self.opt_state, sums = step.start(self.params, self.opt_state, batches, frozen)
         return sums
+
+    def train(self, step: StepFn, batches: Sequence[dict[str, Any]]) -> Sums:
+        """One optimizer step on micro-batches; the sums of its metrics."""
+        return self.start_step(step, batches)()
 
 
 # Kept between rounds by their settings: a new function would be compiled again.

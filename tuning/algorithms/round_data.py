@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -21,12 +22,15 @@ from tuning.rows import CompletionRow, ScoreRow, by_trajectory, names_of, number
 from tuning.shapes import bucket
 from tuning.training.batch import Group
 
+OfTokens = Any
+"""An array with a number for each token, which a `Group` takes as a sequence."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Part:
     """A stretch of a trajectory that has a context of its own."""
 
-    prompt: list[int]
+    prompt: OfTokens
     start: int
     """Tokens of the trajectory before it."""
     length: int
@@ -36,12 +40,12 @@ class Part:
 class RoundData:
     """The rollouts of a round with their totals, in table order."""
 
-    prompts: list[list[int]]
-    """Tokens of the prompt of each completion, [N] lists; of a trajectory, its first context."""
-    completions: list[list[int]]
-    """Tokens of each completion, [N] lists."""
-    mu: list[list[float]]
-    """Log-probabilities of the sampler for these tokens, [N] lists."""
+    prompts: Sequence[OfTokens]
+    """Tokens of the prompt of each completion, [N] arrays of int32; of a trajectory, its first context."""
+    completions: Sequence[OfTokens]
+    """Tokens of each completion, [N] arrays of int32."""
+    mu: Sequence[OfTokens]
+    """Log-probabilities of the sampler for these tokens, [N] arrays of float32."""
     groups_N: np.ndarray
     """Number of the completion's place: a prompt that is drawn twice is two groups (R21)."""
     totals_N: np.ndarray
@@ -56,6 +60,11 @@ class RoundData:
     """Of trajectories in several parts, by number of the completion."""
     turns: Turns | None = None
     """Where the rollouts are of an environment."""
+
+    def __post_init__(self) -> None:
+        # Of lists too; arrays of these types are not copied.
+        for name, kind in {"prompts": np.int32, "completions": np.int32, "mu": np.float32}.items():
+            object.__setattr__(self, name, [np.asarray(row, kind) for row in getattr(self, name)])
 
     @classmethod
     def from_rows(
@@ -85,9 +94,9 @@ class RoundData:
             of_place = dict(zip([score.place for score in greedy], _totals(greedy), strict=True))
             greedy_N = np.asarray([of_place.get(row.place, np.nan) for row in last], np.float32)
         data = cls(
-            prompts=[rows[0].prompt_ids for rows in trajectories],
-            completions=[[token for row in rows for token in row.token_ids] for rows in trajectories],
-            mu=[[logp for row in rows for logp in row.logprobs] for rows in trajectories],
+            prompts=[np.asarray(rows[0].prompt_ids, np.int32) for rows in trajectories],
+            completions=[_joined([row.token_ids for row in rows], np.int32) for rows in trajectories],
+            mu=[_joined([row.logprobs for row in rows], np.float32) for rows in trajectories],
             groups_N=np.asarray(numbers_of_groups(last)),
             totals_N=totals_N,
             valid_N=np.isfinite(totals_N) & np.asarray([row.stop != "failed" for row in last], bool),
@@ -133,9 +142,9 @@ class RoundData:
 
     def check_pairs(self, algorithm: str) -> None:
         """Raises ValueError where completions of one place cannot be packed as a pair behind one prompt."""
-        first: dict[int, list[int]] = {}
+        first: dict[int, np.ndarray] = {}
         for i, prompt in enumerate(self.prompts):
-            if i in self.parts or first.setdefault(int(self.groups_N[i]), prompt) != prompt:
+            if i in self.parts or not np.array_equal(first.setdefault(int(self.groups_N[i]), prompt), prompt):
                 raise ValueError(
                     f"algorithm {algorithm!r} compares two completions of one prompt, and those of group "
                     f"{int(self.groups_N[i])} of the round have other contexts: use an algorithm without pairs, or an "
@@ -144,34 +153,41 @@ class RoundData:
 
     def _packed_together(self, members: list[int]) -> list[Group]:
         """The completions of a place, those of equal prompts together and each part of a trajectory by itself."""
-        of_prompt: dict[tuple[int, ...], list[int]] = {}
+        of_prompt: dict[bytes, list[int]] = {}
         for i in members:
             if i not in self.parts:
-                of_prompt.setdefault(tuple(self.prompts[i]), []).append(i)
+                of_prompt.setdefault(self.prompts[i].tobytes(), []).append(i)
         groups = [self._group(same) for same in of_prompt.values()]
         return groups + [self._of_part(i, part) for i in members for part in self.parts.get(i, ())]
 
     def _group(self, members: list[int]) -> Group:
         """The completions `members` of one prompt, with masks only where a token is left out."""
         completions = [self.completions[i] for i in members]
-        masks = [
-            self.mask_NT[i, : len(tokens)].astype(int).tolist() for i, tokens in zip(members, completions, strict=True)
-        ]
-        complete = all(all(mask) for mask in masks)
+        masks: list[OfTokens] = [self.mask_NT[i, : len(tokens)] for i, tokens in zip(members, completions, strict=True)]
+        complete = all(mask.all() for mask in masks)
         return Group(self.prompts[members[0]], completions, members, None if complete else masks)
 
     def _of_part(self, i: int, part: Part) -> Group:
         """A part of trajectory `i`."""
         here = slice(part.start, part.start + part.length)
-        mask = self.mask_NT[i, here].astype(int).tolist()
+        mask: OfTokens = self.mask_NT[i, here]
         return Group(part.prompt, [self.completions[i][here]], [i], [mask], [part.start])
 
 
 def _parts(rows: Sequence[CompletionRow]) -> list[Part]:
     """The parts of a trajectory in several rows; one without a token only where all are."""
     starts = np.cumsum([0, *(len(row.token_ids) for row in rows)])
-    parts = [Part(row.prompt_ids, int(start), len(row.token_ids)) for row, start in zip(rows, starts, strict=False)]
+    parts = [
+        Part(np.asarray(row.prompt_ids, np.int32), int(start), len(row.token_ids))
+        for row, start in zip(rows, starts, strict=False)
+    ]
     return [part for part in parts if part.length] or parts[-1:]
+
+
+def _joined(pieces: Sequence[Sequence[float]], dtype: type) -> np.ndarray:
+    """Pieces of a row behind one another; one alone is no copy where it is an array of this type."""
+    arrays: list[np.ndarray] = [np.asarray(piece, dtype) for piece in pieces]
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def _totals(scores: Iterable[ScoreRow]) -> np.ndarray:

@@ -5,7 +5,9 @@
     steps             epochs x steps of `prompts_per_step` prompts, each with all its completions
 
 The algorithm is found by name (`tuning.algorithms.algorithm`); nothing here depends on which one it is, but that PPO
-brings a critic. Axes: N completions of the round, C completions of a micro-batch, T completion tokens.
+brings a critic. While the device computes one optimizer step, a thread packs the next one's rows.
+
+Axes: N completions of the round, C completions of a micro-batch, T completion tokens.
 """
 
 from __future__ import annotations
@@ -13,33 +15,30 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tuning.algorithms import ppo, selection
 from tuning.algorithms.algorithm import find
-from tuning.algorithms.diagnostics import Coefficients, pass_histogram, plain, summarise
+from tuning.algorithms.diagnostics import Coefficients, pass_histogram, plain
 from tuning.algorithms.learner import Learner, critic_step, policy_step
+from tuning.algorithms.passes import Forward, logps_program, outputs_of, values_program
 from tuning.algorithms.round_data import RoundData
 from tuning.algorithms.settings import RoundSettings
-from tuning.device import Compute, choose
+from tuning.algorithms.tally import Tally
+from tuning.device import choose
 from tuning.losses.rewards import kl_penalty
-from tuning.mesh import over_devices, put_batch, put_params, row_shards, under
+from tuning.mesh import over_devices, put_params, row_shards
 from tuning.models.config import DecoderConfig
-from tuning.models.decoder import decoder_graph, scalar_graph
 from tuning.precision import real
-from tuning.training.batch import Group, Packed, choose_rows, micro_batches
-from tuning.training.forward import logps_and_entropy, values_and_last
+from tuning.training.ahead import one_ahead
+from tuning.training.batch import Group, Packed, choose_rows, count_micro_batches, micro_batches
 from tuning.training.speed import ADAPTER, FULL, Meter, forward_flops
-from tuning.training.step import counted
-
-Forward = Callable[[Any, dict[str, Any]], jax.Array]
-"""A compiled (parameters, batch) -> an array whose first axis is C."""
+from tuning.training.step import Sums, counted
 
 
 class Mismatch(RuntimeError):
@@ -109,7 +108,9 @@ class _Round:
 
         completions of the round   0 1 2 3 4 5
         ids_C of two micro-batches 0 1 4 -1 | 2 3 5 -1      -1: an empty slot
-        `arrays` gathers rows by these numbers, `collect` puts a forward pass's results back
+        `arrays` gathers rows by these numbers, `forward` puts a pass's results back
+
+    Steps are packed when a pass comes to them, and again in the next pass: all at once would be many times the round.
     """
 
     data: RoundData
@@ -131,6 +132,8 @@ class _Round:
         self.steps = data.steps(self.keep_N, settings.prompts_per_step)
         # Arrays [N, T] by name; a micro-batch has its rows of each as `NAME_CT`.
         self.columns_NT: dict[str, np.ndarray] = {"mu": data.mu_NT}
+        # The algorithm's, of a completion [N] or of each token [N, T]; None before they are known, and with a critic.
+        self.advantages: np.ndarray | None = None
         self.done = self.total_work = 0
         self.seconds: dict[str, float] = defaultdict(float)
 
@@ -175,13 +178,13 @@ class _Round:
         # Old and reference log-probabilities, and values: passes that the progress counts before the updates.
         self.pack(int(needs_old) + int(reference is not None) + values_passes)
 
-        logps = _logps(self.model, settings.temperature, compute)
+        logps = logps_program(self.model, settings.temperature, compute)
         if needs_old:
-            self.columns_NT["old"] = self.collect(self.forward(logps, self.policy.weights, "old"))
+            self.columns_NT["old"] = self.forward(logps, self.policy.weights, "old")
         if reference is not None:
             # Dense, and read in one forward pass: the loss gets its log-probabilities, not its weights.
             frozen = put_params(reference, self.mesh)
-            self.columns_NT["ref"] = self.collect(self.forward(logps, frozen, "reference"))
+            self.columns_NT["ref"] = self.forward(logps, frozen, "reference")
         self.penalise()
         if not self.steps:
             return {"steps": 0}
@@ -189,12 +192,12 @@ class _Round:
             self.check_mismatch(self.mismatch_kl())
         metrics = {} if critic is None else self.prepare_critic(critic, pretrain_epochs)
         if critic is None:
-            self.columns_NT["advantages"] = self.advantages_NT()
+            self.advantages = self.of_algorithm()
 
         metrics |= self.train()
         # With old log-probabilities the mismatch was checked before any step.
         self.check_mismatch(0.0 if needs_old else metrics.get("mismatch_kl", 0.0))
-        advantages = self.columns_NT["advantages"][self.trained_NT]
+        advantages = self.trained_advantages()
         # Completions without a token have no advantage.
         metrics["advantage_spread"] = float(advantages.std()) if advantages.size else 0.0
         return metrics | {f"seconds_{name}": round(s, 3) for name, s in self.seconds.items()}
@@ -207,27 +210,17 @@ class _Round:
         width, shards = self.data.mu_NT.shape[1], row_shards(self.mesh)
         budget = self.settings.compute.tokens_per_micro_batch or self.device.row_tokens_per_step * shards
         layout = choose_rows(self.steps, budget, largest_pair, self.algorithm.paired)
-        self.packed = [micro_batches(s, layout=layout, completion_tokens=width, shards=shards) for s in self.steps]
-        self.flat = [p for step in self.packed for p in step]
-        self.total_work = self.done + len(self.flat) * (passes + self.settings.epochs)
+        self.pack_step = functools.partial(micro_batches, layout=layout, completion_tokens=width, shards=shards)
+        count = sum(count_micro_batches(step, layout, shards) for step in self.steps)
+        self.total_work = self.done + count * (passes + self.settings.epochs)
 
-    def forward(self, program: Forward, weights: Any, name: str) -> list[np.ndarray]:
-        """The output of a program for each micro-batch; its time counts under `name`."""
-        started, outputs = time.monotonic(), []
-        for batch in self.flat:
-            with under(self.mesh):
-                outputs.append(np.asarray(program(weights, put_batch(batch.arrays(), self.mesh))))
-            self._ticked(1)
+    def forward(self, program: Forward, weights: Any, name: str) -> np.ndarray:
+        """The outputs [C, ...] of a program as one [N, ...] array of the round; its time counts under `name`."""
+        started = time.monotonic()
+        steps = map(self.pack_step, self.steps)
+        found = outputs_of(program, weights, steps, len(self.keep_N), self.mesh, lambda: self._ticked(1))
         self.seconds[name] += time.monotonic() - started
-        return outputs
-
-    def collect(self, outputs: Sequence[np.ndarray]) -> np.ndarray:
-        """[C, ...] arrays of the micro-batches as one [N, ...] array of the round."""
-        out = np.zeros((len(self.keep_N), *outputs[0].shape[1:]), real())
-        for batch, values_CT in zip(self.flat, outputs, strict=True):
-            filled = batch.ids_C >= 0
-            out[batch.ids_C[filled]] = values_CT[filled]
-        return out
+        return found
 
     def _ticked(self, count: int) -> None:
         self.done += count
@@ -256,10 +249,15 @@ class _Round:
 
     def mismatch_kl(self) -> float:
         """Mean k3 estimate of KL(mu || pi_old) over the tokens that are trained; 0 without any."""
-        mask = self.data.mask_NT & self.keep_N[:, None]
-        # k3 = exp(x) - 1 - x; expm1 keeps it exact near 0, where a healthy mismatch is.
-        log_rho = np.where(mask, self.columns_NT["old"] - self.data.mu_NT, 0.0)
-        return float((np.expm1(log_rho) - log_rho).sum() / max(mask.sum(), 1))
+        total, count = 0.0, 0
+        # By rows: arrays of all tokens would be as large as the round.
+        for i in np.flatnonzero(self.keep_N):
+            mask_T = self.data.mask_NT[i]
+            log_rho = (self.columns_NT["old"][i] - self.data.mu_NT[i])[mask_T]
+            # k3 = exp(x) - 1 - x; expm1 keeps it exact near 0, where a healthy mismatch is.
+            total += float((np.expm1(log_rho) - log_rho).sum())
+            count += len(log_rho)
+        return total / max(count, 1)
 
     def check_mismatch(self, kl: float) -> None:
         """Raises Mismatch where `kl` exceeds the limit of the settings, or is no number."""
@@ -270,23 +268,31 @@ class _Round:
                 "(those of rl.rollout.engine too), lower the staleness of the rollouts, or raise the limit knowingly"
             )
 
-    def advantages_NT(self) -> np.ndarray:
-        """The algorithm's advantages on every token, 0 where masked."""
-        # Of a completion, [N], or of each token, [N, T].
+    def of_algorithm(self) -> np.ndarray:
+        """The algorithm's advantages, of each completion [N] or of each token [N, T]."""
         advantages = np.asarray(self.algorithm.advantages(self.scored), real())
-        of_tokens = advantages if advantages.ndim == 2 else advantages[:, None]
-        # The advantages of a tied group are rounding where they are not 0.
-        counts_NT = (self.scored.mask_NT > 0) & self.signal_N[:, None]
-        return np.where(counts_NT, of_tokens, 0.0).astype(real())
+        # Those of a tied group are rounding where they are not 0.
+        signal = self.signal_N if advantages.ndim == 1 else self.signal_N[:, None]
+        return np.where(signal, advantages, 0.0).astype(real())
+
+    def trained_advantages(self) -> np.ndarray:
+        """The advantage of each token that is trained, [tokens], completion by completion."""
+        if self.advantages is None:
+            return self.columns_NT["advantages"][self.trained_NT]
+        if self.advantages.ndim == 2:
+            return self.advantages[self.trained_NT]
+        return np.repeat(self.advantages, self.trained_NT.sum(1))
 
     def advantages_N(self) -> np.ndarray:
         """The advantage that the trained tokens of each completion share, [N]; NaN without one."""
-        if "advantages" not in self.columns_NT:
+        if self.advantages is None and "advantages" not in self.columns_NT:
             return np.full(len(self.keep_N), np.nan)
-        trained_NT = self.trained_NT
-        low = np.where(trained_NT, self.columns_NT["advantages"], np.inf).min(axis=1)
-        high = np.where(trained_NT, self.columns_NT["advantages"], -np.inf).max(axis=1)
-        return np.where(low == high, low, np.nan)
+        found = np.full(len(self.keep_N), np.nan, real())
+        ends = np.cumsum(self.trained_NT.sum(1))
+        for i, of_tokens in enumerate(np.split(self.trained_advantages(), ends[:-1])):
+            if len(of_tokens) and (of_tokens == of_tokens[0]).all():
+                found[i] = of_tokens[0]
+        return found
 
     def prepare_critic(self, critic: Learner, pretrain_epochs: int) -> dict[str, Any]:
         """Trains the critic alone where the settings ask for it, then takes advantages and returns from it."""
@@ -304,67 +310,78 @@ class _Round:
         for _ in range(epochs):
             # Again in each epoch: the clipped value loss needs the values that the critic has now.
             self.judge(critic, lam=1.0)
-            arrays = (self.arrays(g, b) for g, b in zip(self.steps, self.packed, strict=True))
-            losses = [critic.train(step, a)["loss"] for a in arrays]
+            losses = [critic.train(step, arrays)["loss"] for arrays in one_ahead(map(self.arrays, self.steps))]
         return float(np.mean(losses))
 
     def judge(self, critic: Learner, lam: float | None = None) -> None:
         """Advantages and returns by the critic as it is now; `lam` in place of the settings' own."""
-        program = _values(self.model, self.device.compute)
-        values = self.collect(self.forward(program, critic.weights, "values"))
+        program = values_program(self.model, self.device.compute)
+        values = self.forward(program, critic.weights, "values")
         judged = ppo.Judged(values[:, :-1], values[:, -1], self.data.truncated_N)
         advantages, returns = ppo.token_advantages(self.scored, judged, self.settings.critic, lam)
         self.columns_NT |= {"old_values": values[:, :-1], "returns": returns, "advantages": advantages}
 
-    def arrays(self, groups: list[Group], batches: list[Packed]) -> list[dict[str, Any]]:
+    def arrays(self, groups: list[Group]) -> list[dict[str, Any]]:
         """The micro-batches of a step: tokens, counts of the whole step, coefficients, and the round's columns."""
+        batches = self.pack_step(groups)
         scalars = {
             # Arrays of the batch, not constants of the program: a new value compiles nothing.
             "kl_scale": real().type(self.coefficients.kl_scale),
             "entropy_coef": real().type(self.coefficients.entropy_coef),
         }
         return [
-            arrays | scalars | {f"{name}_CT": batch.gather(x_NT) for name, x_NT in self.columns_NT.items()}
+            arrays | scalars | {f"{name}_CT": column for name, column in self.gathered(batch).items()}
             for arrays, batch in zip(counted(groups, batches), batches, strict=True)
         ]
+
+    def gathered(self, batch: Packed) -> dict[str, np.ndarray]:
+        """The rows of a micro-batch of each of the round's columns, [C, T]."""
+        columns = {name: batch.gather(x_NT) for name, x_NT in self.columns_NT.items()}
+        if self.advantages is not None:
+            found = batch.gather(self.advantages)
+            of_tokens = found if found.ndim == 2 else found[:, None]
+            columns["advantages"] = np.where(batch.gather(self.scored.mask_NT) > 0, of_tokens, 0.0).astype(real())
+        return columns
 
     def train(self) -> dict[str, Any]:
         """All optimizer steps of the round; the metrics of policy and critic."""
         settings, critic, compute = self.settings, self.critic, self.device.compute
         step = policy_step(self.model, self.objective, settings.optimizer, compute, self.policy.graph, self.mesh)
-        sums, value_sums, norms, tokens, skipped = Counter[str](), Counter[str](), list[float](), 0, 0
-        value_steps = 0
-        started, meter = time.monotonic(), Meter(compute.dtype)
-        for epoch in range(settings.epochs):
-            for number, (groups, batches) in enumerate(zip(self.steps, self.packed, strict=True)):
-                arrays = self.arrays(groups, batches)
-                step_sums = self.policy.train(step, arrays)
-                # A norm is not a sum: kept apart from what is added over steps.
-                norm, skip = step_sums.pop("grad_norm"), step_sums.pop("skipped")
-                skipped += int(skip)
-                if not skip:
-                    # A step that was skipped trained nothing, and its sums need not be finite (R24).
-                    norms.append(norm)
-                    sums.update(step_sums)
-                if critic is not None:
-                    # After the policy, on the same arrays: advantages are from before either moved.
-                    value_step = critic_step(self.model, settings.critic, compute, critic.graph, self.mesh)
-                    of_critic = critic.train(value_step, arrays)
-                    if not of_critic["skipped"]:
-                        value_sums.update(of_critic)
-                        value_steps += 1
-                size = sum(g.size for g in groups)
-                tokens += size
-                self._ticked(len(batches))
-                speed = meter.step(size, self.flops(groups))
-                self.record(epoch=epoch, step=number, grad_norm=norm, **summarise(step_sums), **speed)
+        value_step = None
+        if critic is not None:
+            value_step = critic_step(self.model, settings.critic, compute, critic.graph, self.mesh)
+        tally, started, meter = Tally(), time.monotonic(), Meter(compute.dtype)
+
+        def ended(at: tuple[int, int], groups: list[Group], batches: int, sums: list[Callable[[], Sums]]) -> None:
+            of_policy = tally.add(sums[0]())
+            for of_critic in sums[1:]:
+                tally.add_value(of_critic())
+            size = sum(g.size for g in groups)
+            tally.tokens += size
+            self._ticked(batches)
+            self.record(epoch=at[0], step=at[1], **of_policy, **meter.step(size, self.flops(groups)))
+
+        # The step that the device may still compute. Its sums are read when it has the next one.
+        under_way: Callable[[], None] = lambda: None  # noqa: E731
+        for at, groups, arrays in one_ahead(self.work()):
+            sums = [self.policy.start_step(step, arrays)]
+            if critic is not None and value_step is not None:
+                # After the policy, on the same arrays: advantages are from before either moved.
+                sums.append(critic.start_step(value_step, arrays))
+            under_way()
+            under_way = functools.partial(ended, at, groups, len(arrays), sums)
+        under_way()
         self.seconds["train"] += time.monotonic() - started
-        metrics = meter.whole() | {"steps": len(norms) + skipped, "skipped": skipped, "row_tokens": tokens}
-        if norms:
-            metrics |= summarise(sums) | {"loss": sums["loss"] / len(norms), "grad_norm": float(np.mean(norms))}
-            # Of all epochs: for audits, which count what may be trained on in the tables.
-            metrics |= {"trained_tokens": round(sums["old_n_tokens"])} if "old_n_tokens" in sums else {}
-        return metrics | self.value_metrics(value_sums, value_steps) if value_steps else metrics
+        metrics = meter.whole() | tally.metrics()
+        if critic is not None:
+            metrics |= tally.value_metrics(self.columns_NT["returns"][self.trained_NT])
+        return metrics
+
+    def work(self) -> Iterator[tuple[tuple[int, int], list[Group], list[dict[str, Any]]]]:
+        """((epoch, step), groups, arrays) of each optimizer step of the round."""
+        for epoch in range(self.settings.epochs):
+            for number, groups in enumerate(self.steps):
+                yield (epoch, number), groups, self.arrays(groups)
 
     def flops(self, groups: Sequence[Group]) -> float:
         """FLOPs of one optimizer step of all learners."""
@@ -374,27 +391,3 @@ class _Round:
             (FULL if learner.base is None else ADAPTER) * forward_flops(self.model, groups, head=head)
             for learner, head in learners
         )
-
-    def value_metrics(self, sums: Mapping[str, float], steps: int) -> dict[str, float]:
-        """Metrics of the critic from the sums of its steps."""
-        n = max(sums["n_tokens"], 1.0)
-        spread = float(np.var(self.columns_NT["returns"][self.trained_NT]))
-        return {
-            "value_loss": sums["loss"] / steps,
-            "value_clipped": sums["value_clipped"] / n,
-            # All returns of a round may be equal.
-            "value_explained": 1.0 - sums["value_error_sq"] / n / max(spread, 1e-12),
-        }
-
-
-# Kept between rounds: a new function would be compiled again.
-@functools.lru_cache(maxsize=8)
-def _logps(model: DecoderConfig, temperature: float, compute: Compute) -> Forward:
-    graph = decoder_graph(model)
-    return jax.jit(lambda params, batch: logps_and_entropy(graph, params, batch, temperature, compute)[0])
-
-
-@functools.lru_cache(maxsize=8)
-def _values(model: DecoderConfig, compute: Compute) -> Forward:
-    graph = scalar_graph(model)
-    return jax.jit(lambda params, batch: values_and_last(graph, params, batch, compute))

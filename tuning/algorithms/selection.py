@@ -29,7 +29,9 @@ def scored(data: RoundData, settings: RoundSettings) -> Scored:
     # 0 for NaN: 0 x NaN, as masks would compute it, is NaN.
     totals_N = np.where(valid_N, data.totals_N, 0.0).astype(real())
     mask_NT = (data.mask_NT & _in_loss(data, valid_N, settings)[:, None]).astype(real())
-    found = Scored(totals_N, data.groups_N, valid_N, mask_NT, np.zeros(mask_NT.shape, real()), data.greedy_N)
+    # One zero, seen as an array.
+    penalty_NT = np.broadcast_to(real().type(0), mask_NT.shape)
+    found = Scored(totals_N, data.groups_N, valid_N, mask_NT, penalty_NT, data.greedy_N)
     if data.turns is None:
         if settings.credit == "turn":
             raise ValueError("credit: turn needs turns, and the rollouts have none: sample them from an environment")

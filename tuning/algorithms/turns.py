@@ -76,7 +76,7 @@ def _number(number_T: np.ndarray, rows: Sequence[CompletionRow], turns: Sequence
             )
         start = int(before[turn.part]) + turn.start
         number_T[start : start + len(turn.token_ids)] = turn.turn
-    sampled = np.isfinite([logp for row in rows for logp in row.logprobs])
+    sampled = np.isfinite(np.concatenate([np.asarray(row.logprobs, np.float64) for row in rows]))
     stray = np.flatnonzero(sampled & (number_T[: len(sampled)] < 0))
     if len(stray):
         raise ValueError(

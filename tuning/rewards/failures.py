@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from tuning.rewards.samples import Kind, Outcome
 
+OUTAGES = 8
+"""Calls in a row without a verdict after which the others are not made."""
 MOST = 5
 """Reasons that are listed: the commonest."""
 REASON_CHARACTERS = 300
@@ -56,6 +58,29 @@ class Tally:
     """The reward does not apply: neither right nor wrong. Means and pass rates are over the others."""
     reasons: dict[str, int]
     """The commonest failures with their counts, the most frequent first."""
+
+
+@dataclasses.dataclass
+class Streak:
+    """Calls in a row that had no verdict."""
+
+    length: int = 0
+    last: str = ""
+    """The reason of the last one."""
+
+    def add(self, outcomes: Sequence[Outcome]) -> None:
+        """Counts a call with these outcomes."""
+        failed = [outcome for outcome in outcomes if outcome.is_outage]
+        self.length = self.length + 1 if failed else 0
+        self.last = failed[0].failure or "" if failed else ""
+
+    @property
+    def untried(self) -> Outcome | None:
+        """The outcome of a call that is not made, as there are too many; None where it is to be made."""
+        if self.length < OUTAGES:
+            return None
+        reason = f"not tried after {OUTAGES} calls in a row without a verdict, the last: {self.last}"
+        return Outcome(None, reason, "outage")
 
 
 def kind_of(error: BaseException) -> Kind:

@@ -25,13 +25,14 @@ def _scorer(config: DecoderConfig, compute: Compute) -> Any:
     return jax.jit(lambda params, batch: scores(graph, params, batch, compute))
 
 
-def ended_by(end: int | None, token_ids: Sequence[int]) -> list[int]:
-    """The tokens of a completion that has ended, with `end`, the end of a turn, as the last one.
+def ended_by(end: int | None, token_ids: Sequence[int]) -> np.ndarray:
+    """The tokens of a completion that has ended, int32, with `end`, the end of a turn, as the last one.
 
     A policy may stop at another id of its generation config. The model was trained on completions that all end with the
     same token, at which it is read, and knows nothing of its score at others (R23). None: there is no such token.
     """
-    return list(token_ids) if end is None else [*token_ids[:-1], end]
+    tokens = np.asarray(token_ids, np.int32)
+    return tokens if end is None else np.append(tokens[:-1], np.int32(end))
 
 
 def score_groups(

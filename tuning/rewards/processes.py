@@ -20,8 +20,9 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection, util
 from typing import Any
 
+from tuning.rewards import waiting
 from tuning.rewards.calls import STARTED, Call, serve
-from tuning.rewards.failures import check_failures
+from tuning.rewards.failures import Streak, check_failures
 from tuning.rewards.functions import least_seconds
 from tuning.rewards.samples import Outcome, Sample
 
@@ -29,8 +30,6 @@ LOAD_SECONDS = 600.0
 """Longest that a process may take to import a function."""
 TRIES = 3
 """How often a call is made whose process is killed from outside."""
-OUTAGES = 8
-"""Calls in a row without a verdict after which the others are not made."""
 
 # Signals by which the kernel (out of memory) or a person ends a process; a function that crashes gets others.
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
@@ -46,6 +45,7 @@ def attempt(
     seconds: float,
     megabytes: int = 2048,
     workers: int = 2,
+    max_concurrency: int = 32,
     calls: Sequence[Sequence[int]] | None = None,
     finished: Finished = lambda numbers, outcomes: None,
 ) -> list[Outcome]:
@@ -57,6 +57,8 @@ def attempt(
             what its process already holds. Functions with limits of their own get the time that these need for all
             samples of the call (`tuning.rewards.functions.least_seconds`).
         workers: processes.
+        max_concurrency: calls at a time of a built-in that waits for a server (`tuning.rewards.waiting`), and for which
+            there is no process.
         calls: numbers of the samples that each call gets; None: one call a sample.
         finished: called with the numbers of a call's samples and their outcomes as soon as they are known.
     Returns:
@@ -75,7 +77,10 @@ def attempt(
         outcomes.update(zip(numbers[call], found, strict=True))
         finished(numbers[call], found)
 
-    _run(todo, _pool(workers), told)
+    if name in waiting.WAITS:
+        waiting.run(todo, max_concurrency, told)
+    else:
+        _run(todo, _pool(workers), told)
     return [outcomes[number] for number in range(len(samples))]
 
 
@@ -99,17 +104,16 @@ def evaluate(
 
 def _run(calls: Sequence[Call], pool: list[_Process], told: Callable[[int, Sequence[Outcome]], None]) -> None:
     """Makes all calls, each by the first process that is free."""
-    waiting = deque((number, TRIES) for number in range(len(calls)))
+    left = deque((number, TRIES) for number in range(len(calls)))
     busy: dict[_Process, tuple[int, int]] = {}
-    outages, last = 0, ""
+    streak = Streak()
     try:
-        while waiting or busy:
+        while left or busy:
             for process in pool:
-                if waiting and process not in busy:
-                    number, tries = waiting.popleft()
-                    if outages >= OUTAGES:
-                        reason = f"not tried after {OUTAGES} calls in a row without a verdict, the last: {last}"
-                        told(number, [Outcome(None, reason, "outage")] * len(calls[number].samples))
+                if left and process not in busy:
+                    number, tries = left.popleft()
+                    if (untried := streak.untried) is not None:
+                        told(number, [untried] * len(calls[number].samples))
                         continue
                     busy[process] = number, tries - 1
                     process.start(calls[number])
@@ -121,11 +125,9 @@ def _run(calls: Sequence[Call], pool: list[_Process], told: Callable[[int, Seque
                 number, tries = busy.pop(process)
                 if process.was_killed and tries:
                     # Not at once: what needs more memory than there is beside the others may find it at the end.
-                    waiting.append((number, tries))
+                    left.append((number, tries))
                     continue
-                failed = [outcome for outcome in found if outcome.is_outage]
-                outages = outages + 1 if failed else 0
-                last = failed[0].failure or "" if failed else ""
+                streak.add(found)
                 told(number, found)
     finally:
         # Interrupted, or `told` has raised: nobody waits for these any more.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import dataclasses
 import json
 import math
@@ -29,12 +30,14 @@ class Sample:
     @classmethod
     def of(cls, row: CompletionRow) -> Sample:
         """The sample of a row of the rollout table."""
-        return cls(row.prompt, row.text, row.token_ids, row.answer, json.loads(row.metadata or "{}"))
+        # Four bytes a token on the way to the process, which makes a list of them for the call.
+        ids = array.array("i", row.token_ids)
+        return cls(row.prompt, row.text, ids, row.answer, json.loads(row.metadata or "{}"))
 
     @property
     def columns(self) -> dict[str, list[Any]]:
         """The columns of a call with this sample alone."""
-        named = {"completion_ids": self.completion_ids, "answer": self.answer, "metadata": self.metadata}
+        named = {"completion_ids": list(self.completion_ids), "answer": self.answer, "metadata": self.metadata}
         # Named columns come last: an entry of the metadata cannot replace the answer.
         return {name: [value] for name, value in {**self.metadata, **named}.items()}
 

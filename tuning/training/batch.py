@@ -67,7 +67,7 @@ class Group:
     @property
     def trained(self) -> int:
         """Completion tokens that count."""
-        return sum(map(len, self.completions) if self.masks is None else map(sum, self.masks))
+        return sum(map(len, self.completions) if self.masks is None else map(np.count_nonzero, self.masks))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,7 +302,8 @@ def pack_rows(rows: Sequence[Sequence[Group]], shape: Shape) -> Packed:
                 group[row, here], branch[row, here] = number, arm
                 first = row * length + column
                 # The prompt's last position predicts the first token, each token the one after it.
-                at[slot, within] = [prompt_end, *range(first, first + m - 1)][:m]
+                at[slot, within] = np.arange(first - 1, first + m - 1)
+                at[slot, begin : begin + min(m, 1)] = prompt_end
                 targets[slot, within] = completion
                 mask[slot, within] = 1 if member.masks is None else member.masks[arm - 1]
                 ids[slot] = caller
@@ -336,6 +337,11 @@ def micro_batches(groups: Sequence[Group], *, layout: Layout, completion_tokens:
     rows = round_up(max(map(len, chunks)), shards) // parts
     shape = Shape(rows, layout.row_tokens, slots, completion_tokens, trained, layout.prompts == "shared")
     return [pack_shards(chunk, shape) for chunk in cut]
+
+
+def count_micro_batches(groups: Sequence[Group], layout: Layout, shards: int = 1) -> int:
+    """How many `micro_batches` there are."""
+    return len(_chunks(groups, layout, shards)[0])
 
 
 def _slots(groups: Sequence[Group]) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +30,23 @@ LossFn = Callable[[Tree, Batch, Tree], tuple[jax.Array, Batch]]
 """loss(params, batch, frozen) -> (share of the step's loss, sums for metrics)."""
 
 
-class StepFn(Protocol):
+Sums = dict[str, float]
+Start = Callable[[Tree, Tree, Sequence[dict[str, Any]], Tree], tuple[Tree, Tree, Callable[[], Sums]]]
+"""(params, opt_state, batches, frozen) -> what they become, and a function that waits for the step's sums."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepFn:
     """A step over the micro-batches: new parameters, new optimizer state, and the sums of the metrics."""
+
+    start: Start
+    """The same, which waits for nothing: the host may prepare the next step before it reads the sums of this one."""
 
     def __call__(
         self, params: Tree, opt_state: Tree, batches: Sequence[dict[str, Any]], frozen: Tree = None
-    ) -> tuple[Tree, Tree, dict[str, float]]: ...
+    ) -> tuple[Tree, Tree, Sums]:
+        params, opt_state, sums = self.start(params, opt_state, batches, frozen)
+        return params, opt_state, sums()
 
 
 def counted(groups: Sequence[Group], packed: Sequence[Packed]) -> list[dict[str, Any]]:
@@ -121,9 +132,9 @@ def make_step(
             programs.update(step_programs(loss_fn, optimizer, params, mesh))
         return programs[name]
 
-    def step(
-        params: Tree, opt_state: Tree, batches: Sequence[dict[str, Any]], frozen: Tree = None
-    ) -> tuple[Tree, Tree, dict[str, float]]:
+    def start(
+        params: Tree, opt_state: Tree, batches: Sequence[dict[str, Any]], frozen: Tree
+    ) -> tuple[Tree, Tree, Callable[[], Sums]]:
         batches = [put_batch(b, mesh) for b in batches]
         with under(mesh):
             if len(batches) == 1:
@@ -136,17 +147,23 @@ def make_step(
                     grads, more = program("add", params)(grads, params, batch, frozen)
                     sums = more if sums is None else jax.tree.map(jnp.add, sums, more)
                 params, opt_state, norm = program("apply", params)(params, opt_state, grads)
-        # Reading a number waits for the device: nothing above does.
-        skipped = int(opt_state.notfinite_count)
-        if skipped > max_skipped:
-            raise NonFinite(
-                f"gradients were not finite for {skipped} steps in a row; "
-                "lower the learning rate, or look at the data of the last batches in logs/metrics.jsonl"
-            )
-        metrics = {k: float(v) for k, v in sums.items()}
-        return params, opt_state, metrics | {"grad_norm": float(norm), "skipped": float(skipped > 0)}
+        # A copy: the next step donates the state, and may start before this number is read.
+        count = jnp.copy(opt_state.notfinite_count)
 
-    return step
+        def read() -> Sums:
+            # Reading a number waits for the device: nothing above does.
+            skipped = int(count)
+            if skipped > max_skipped:
+                raise NonFinite(
+                    f"gradients were not finite for {skipped} steps in a row; "
+                    "lower the learning rate, or look at the data of the last batches in logs/metrics.jsonl"
+                )
+            metrics = {k: float(v) for k, v in sums.items()}
+            return metrics | {"grad_norm": float(norm), "skipped": float(skipped > 0)}
+
+        return params, opt_state, read
+
+    return StepFn(start)
 
 
 def copy(tree: Tree) -> Tree:

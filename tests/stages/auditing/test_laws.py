@@ -260,7 +260,7 @@ def test_metrics_that_the_verdicts_do_not_give_are_found(run):
 
 
 def test_each_table_is_read_once_and_one_round_is_in_memory_at_a_time(run):
-    code, read, held = rows._checked.__code__, Counter(), []
+    code, read, held = rows._check.__code__, Counter(), []
 
     def watch(frame, event, arg):
         if event == "call" and frame.f_code is code:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from stages.store.artifacts import Store
 from tests.judge_server import judge_server
 from tests.stages.training.support import Folder
 from tuning.agents.rows import TurnRow
+from tuning.columns import Numbers
 from tuning.models.byte_tokenizer import byte_tokenizer
 from tuning.rewards.failures import Outage, TooManyFailures
 from tuning.rewards.samples import Outcome
@@ -187,6 +189,30 @@ def test_a_stage_that_failures_have_ended_goes_on_when_their_cause_is_gone(tmp_p
     assert any("scored again" in line for line in log) == (error is not RewardFailed)
 
 
+def test_scoring_makes_no_object_for_each_token(tmp_path, rollouts):
+    """A list of a completion's ids takes 36 bytes of a token."""
+    reward = {"short": Reward(function="length_at_most", arguments={"tokens": 4096})}
+    # Once before: what a first round imports is not the round's.
+    score.run(context(tmp_path / "a", rollouts, rewards=reward)[0])
+    count, tokens = 32, 16384
+    ids = Numbers(np.arange(1000, 1000 + tokens, dtype=np.int32))
+    logps = Numbers(np.zeros(tokens, np.float32))
+    rows = [
+        CompletionRow(place=i // 4, sample=i % 4, prompt_id=f"p{i}", prompt_ids=[1], token_ids=ids, logprobs=logps)
+        for i in range(count)
+    ]
+    write_table(tmp_path / "long" / "rollouts" / "part-00000.parquet", rows, CompletionRow.schema())
+    ctx, _ = context(tmp_path / "b", Folder(tmp_path / "long", "long"), rewards=reward, shard_completions=count)
+    tracemalloc.start()
+    try:
+        metrics = score.run(ctx)
+        peak = tracemalloc.get_traced_memory()[1] / count / tokens
+    finally:
+        tracemalloc.stop()
+    # Four bytes on the way to the function, whose process alone makes lists of them.
+    assert metrics["reward"] == -3.0 and peak < 12
+
+
 def test_a_judge_that_is_down_and_then_up_leaves_no_trace(tmp_path, rollouts):
     up, spoken = [True], []
 
@@ -196,7 +222,9 @@ def test_a_judge_that_is_down_and_then_up_leaves_no_trace(tmp_path, rollouts):
 
     with judge_server(reply) as (url, asked):
         arguments = {"url": url, "model": "m", "retries": 0, "template": "{completion}"}
-        ctx, _ = context(tmp_path / "a", rollouts, rewards={"j": Reward(function="judge", arguments=arguments)})
+        reward = Reward(function="judge", arguments=arguments)
+        # One request after the other, as the replies are counted.
+        ctx, _ = context(tmp_path / "a", rollouts, rewards={"j": reward}, max_concurrency=1)
         with pytest.raises(Outage, match=r"reward j: no verdict on 2 of 3 completions: .*answered 503"):
             score.run(ctx)
         assert not list(ctx.out.iterdir()) and "503" not in "".join(p.read_text() for p in ctx.work.glob("*.jsonl"))

@@ -69,7 +69,8 @@ def taken(data, config):
     else:
         advantages = np.asarray(algorithm.advantages(found))
     advantages = advantages if advantages.ndim == 2 else advantages[:, None] * found.mask_NT
-    steps = [(g.prompt, g.completions) for step in data.steps(keep, 2) for g in step]
+    groups = [group for step in data.steps(keep, 2) for group in step]
+    steps = [(group.prompt.tolist(), [tokens.tolist() for tokens in group.completions]) for group in groups]
     return keep, advantages, steps
 
 

@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from tuning.rewards.calls import Call, keyword_arguments
-from tuning.rewards.failures import Outage
+from tuning.rewards.failures import OUTAGES, Outage
 from tuning.rewards.functions import exact_match, number_match
-from tuning.rewards.processes import OUTAGES, TRIES, attempt, call_seconds, evaluate
+from tuning.rewards.processes import TRIES, attempt, call_seconds, evaluate
 from tuning.rewards.samples import Sample
 
 # Each process that calls a function of this module imports it first: as slow as a module that loads models.

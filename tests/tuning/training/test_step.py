@@ -75,6 +75,22 @@ def test_a_non_finite_step_changes_nothing_and_too_many_stop():
             params, state, _ = step(params, state, [batch | {"poison": np.float32("inf")}])
 
 
+def test_the_sums_of_a_step_may_be_read_when_the_next_one_has_started():
+    opt, batches = optimizer(), batches_of(Layout(64, 3))
+    step = make_step(loss_fn, opt, 2)
+    params, other = copy(PARAMS), copy(PARAMS)
+    state, other_state = opt.init(params), opt.init(other)
+    told, waiting = [], []
+    for _ in range(3):
+        params, state, sums = step(params, state, batches)
+        told.append(sums)
+        # The next step donates what this one has left.
+        other, other_state, sums = step.start(other, other_state, batches, None)
+        waiting.append(sums)
+    assert [sums() for sums in waiting] == told and len({sums["loss"] for sums in told}) == 3
+    assert fingerprint(params) == fingerprint(other)
+
+
 def test_resuming_from_a_checkpoint_gives_the_same_bits(tmp_path):
     opt = optimizer()
     step = make_step(loss_fn, opt, 2)

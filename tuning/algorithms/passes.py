@@ -1,0 +1,75 @@
+"""Forward passes over the micro-batches of a round: what a policy or a critic says of every completion.
+
+Axes: N completions of the round, C completions of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from tuning.device import Compute
+from tuning.mesh import put_batch, under
+from tuning.models.config import DecoderConfig
+from tuning.models.decoder import decoder_graph, scalar_graph
+from tuning.precision import real
+from tuning.training.ahead import one_ahead
+from tuning.training.batch import Packed
+from tuning.training.forward import logps_and_entropy, values_and_last
+
+Forward = Callable[[Any, dict[str, Any]], jax.Array]
+"""A compiled (parameters, batch) -> an array whose first axis is C."""
+
+
+def outputs_of(
+    program: Forward,
+    weights: Any,
+    steps: Iterable[list[Packed]],
+    count: int,
+    mesh: Mesh | None,
+    ended: Callable[[], None],
+) -> np.ndarray:
+    """The outputs [C, ...] of a program as one array of the round, [N, ...]; 0 for completions in no step.
+
+    steps: the micro-batches of each step, one of them at least. count: N. ended: called after each micro-batch.
+    """
+    found: list[np.ndarray] = []
+
+    def read(batch: Packed, values: jax.Array) -> None:
+        values_C, filled = np.asarray(values), batch.ids_C >= 0
+        if not found:
+            found.append(np.zeros((count, *values_C.shape[1:]), real()))
+        found[0][batch.ids_C[filled]] = values_C[filled]
+        ended()
+
+    # The micro-batch that the device may still compute: it is read when the device has the next one.
+    under_way: Callable[[], None] | None = None
+    for batch in (batch for step in one_ahead(steps) for batch in step):
+        with under(mesh):
+            values = program(weights, put_batch(batch.arrays(), mesh))
+        if under_way is not None:
+            under_way()
+        under_way = functools.partial(read, batch, values)
+    assert under_way is not None
+    under_way()
+    return found[0]
+
+
+# Kept between rounds: a new function would be compiled again.
+@functools.lru_cache(maxsize=8)
+def logps_program(model: DecoderConfig, temperature: float, compute: Compute) -> Forward:
+    """Log-probabilities of the tokens of completions, [C, T]."""
+    graph = decoder_graph(model)
+    return jax.jit(lambda params, batch: logps_and_entropy(graph, params, batch, temperature, compute)[0])
+
+
+@functools.lru_cache(maxsize=8)
+def values_program(model: DecoderConfig, compute: Compute) -> Forward:
+    """Values of a critic: of the tokens of completions, and behind them of the last one's state, [C, T + 1]."""
+    graph = scalar_graph(model)
+    return jax.jit(lambda params, batch: values_and_last(graph, params, batch, compute))

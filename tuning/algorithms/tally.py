@@ -1,0 +1,67 @@
+"""Sums over the optimizer steps of a round, and the metrics that follow from them (R19)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from tuning.algorithms.diagnostics import summarise
+from tuning.training.step import Sums
+
+
+@dataclasses.dataclass
+class Tally:
+    """What the steps of policy and critic add up to. A step that was skipped trained nothing, and its sums need not be
+    finite (R24)."""
+
+    sums: Counter[str] = dataclasses.field(default_factory=Counter)
+    norms: list[float] = dataclasses.field(default_factory=list)
+    """Of the gradients of each step that was not skipped."""
+    skipped: int = 0
+    tokens: int = 0
+    """Tokens in rows, padding not counted."""
+    value_sums: Counter[str] = dataclasses.field(default_factory=Counter)
+    value_steps: int = 0
+
+    def add(self, step: Sums) -> dict[str, float]:
+        """Adds a step of the policy; its own metrics."""
+        # A norm is not a sum: kept apart from what is added over steps.
+        norm, skip = step.pop("grad_norm"), step.pop("skipped")
+        self.skipped += int(skip)
+        if not skip:
+            self.norms.append(norm)
+            self.sums.update(step)
+        return {"grad_norm": norm} | summarise(step)
+
+    def add_value(self, step: Sums) -> None:
+        """Adds a step of the critic."""
+        if not step["skipped"]:
+            self.value_sums.update(step)
+            self.value_steps += 1
+
+    def metrics(self) -> dict[str, Any]:
+        """Of the policy over the round."""
+        metrics: dict[str, Any] = {"steps": len(self.norms) + self.skipped, "skipped": self.skipped}
+        metrics["row_tokens"] = self.tokens
+        if self.norms:
+            metrics |= summarise(self.sums)
+            metrics |= {"loss": self.sums["loss"] / len(self.norms), "grad_norm": float(np.mean(self.norms))}
+            # Of all epochs: for audits, which count what may be trained on in the tables.
+            if "old_n_tokens" in self.sums:
+                metrics["trained_tokens"] = round(self.sums["old_n_tokens"])
+        return metrics
+
+    def value_metrics(self, returns: np.ndarray) -> dict[str, float]:
+        """Of the critic; none where it made no step. returns: of the tokens that were trained."""
+        if not self.value_steps:
+            return {}
+        n = max(self.value_sums["n_tokens"], 1.0)
+        return {
+            "value_loss": self.value_sums["loss"] / self.value_steps,
+            "value_clipped": self.value_sums["value_clipped"] / n,
+            # All returns of a round may be equal.
+            "value_explained": 1.0 - self.value_sums["value_error_sq"] / n / max(float(np.var(returns)), 1e-12),
+        }
