@@ -14,7 +14,7 @@ from tuning.models.sharding import shardings
 
 
 def sampling_mesh(axes: Any, devices: list[Any] | None = None) -> Mesh | None:
-    """The mesh of this process's devices that `data`, `fsdp` and `tensor` give an engine; None for a single one.
+    """The mesh of this process's devices that the axes of training give an engine; None for a single one.
 
     Parameters that training shards over `fsdp` are replicated here, and each replica has a part of the slots: sampling
     holds no optimizer state, and gathering weights for every token would cost more than replicas do.
@@ -27,8 +27,9 @@ def sampling_mesh(axes: Any, devices: list[Any] | None = None) -> Mesh | None:
 
 def sampling_axes(axes: Any, count: int) -> Axes:
     """The axes of `sampling_mesh` over `count` devices. Raises ValueError where they do not multiply to that."""
-    sizes = axis_sizes(Axes(axes.data, axes.fsdp, axes.tensor), count)
-    return Axes(sizes["data"] * sizes["fsdp"], 1, sizes["tensor"])
+    sizes = axis_sizes(Axes(axes.data, axes.fsdp, axes.tensor, axes.context), count)
+    # A token is decoded behind a cache that one replica holds: there is no length to cut.
+    return Axes(sizes["data"] * sizes["fsdp"] * sizes.get("context", 1), 1, sizes["tensor"])
 
 
 def put_weights(state: nnx.State, mesh: Mesh | None) -> nnx.State:
