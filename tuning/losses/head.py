@@ -168,7 +168,7 @@ def _sums(
 
 
 def _counted(targets: jax.Array, weight: jax.Array, cut: HeadCut | None) -> jax.Array:
-    """Targets counted from the first token of a device's part of the vocabulary; those of others are out of its range."""
+    """Targets counted from the first token of a device's part of the vocabulary; those of others are out of range."""
     return targets if cut is None else targets - cut.first * weight.shape[0]
 
 

@@ -121,8 +121,8 @@ def with_cut_gradients(params: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class HeadCut:
-    """How an LM head [V, D] and the positions [M] that it reads are cut over the mesh in use: axes of each, with several
-    devices; none where a dimension is whole.
+    """How an LM head [V, D] and the positions [M] that it reads are cut over the mesh in use: axes of each that have
+    several devices, none where a dimension is whole.
 
     Positions lie shard by shard, those of a shard part by part over `context`.
     """
