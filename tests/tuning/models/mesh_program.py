@@ -13,8 +13,16 @@ from tuning.mesh import make_mesh, under
 from tuning.models import attention as att
 from tuning.models.decoder import AttentionSpec
 
-MESHES = {"rows": Axes(2, 1, 1), "heads": Axes(1, 2, 2), "copies": Axes(1, 2, 4), "whole": Axes(1, 1, 3)}
-"""`copies`: two key-value heads over four devices. `whole`: neither rows nor heads divide."""
+MESHES = {
+    "rows": Axes(2, 1, 1),
+    "heads": Axes(1, 2, 2),
+    "copies": Axes(1, 2, 4),
+    "whole": Axes(1, 1, 3),
+    "columns": Axes(1, 1, 2, 3),
+    "few columns": Axes(1, 2, 1, 4),
+}
+"""`copies`: two key-value heads over four devices. `whole`: neither rows nor heads divide. `few columns`: less than a
+block of queries, so splash is not asked."""
 
 
 def loss(implementation, group, branch, spec):
@@ -35,7 +43,7 @@ def gap(implementation, rows, axes, window, by_layer):
     spec = AttentionSpec(0.3, 3.0, jnp.int32(window) if by_layer else window, positions, by_layer)
     program = jax.jit(jax.value_and_grad(loss(implementation, group, branch, spec)))
     expected = program(arrays())
-    sizes = axes.data * axes.fsdp * axes.tensor
+    sizes = axes.data * axes.fsdp * axes.tensor * axes.context
     mesh = make_mesh(axes, jax.devices()[:sizes])
     with under(mesh):
         found = program(jax.device_put(arrays(), NamedSharding(mesh, PartitionSpec())))
@@ -46,8 +54,12 @@ gaps = {}
 for name, axes in MESHES.items():
     for implementation in ("plain", "blocked"):
         gaps[f"{name} {implementation}"] = gap(implementation, packed(), axes, 20, None)
-    gaps[f"{name} splash"] = gap("splash", alone(), axes, None, None)
+    if name != "few columns":
+        gaps[f"{name} splash"] = gap("splash", alone(), axes, None, None)
 gaps["windows by layer, blocked"] = gap("blocked", packed(), MESHES["heads"], 20, 20)
 gaps["windows by layer, splash"] = gap("splash", alone(), MESHES["heads"], 20, 20)
 gaps["shared prompts, splash"] = gap("splash", packed(), MESHES["heads"], None, None)
+gaps["windows by layer, columns, blocked"] = gap("blocked", packed(), MESHES["columns"], 20, 20)
+gaps["windows by layer, columns, splash"] = gap("splash", alone(), MESHES["columns"], 20, 20)
+gaps["shared prompts, columns, splash"] = gap("splash", packed(), MESHES["columns"], None, None)
 print(json.dumps(gaps))
