@@ -89,11 +89,11 @@ class Layer(nnx.Module):
         self.q = Linear(d, c.num_heads * h, bias=c.qkv_bias, rngs=rngs)
         self.k = Linear(d, c.num_kv_heads * h, bias=c.qkv_bias, rngs=rngs)
         self.v = Linear(d, c.num_kv_heads * h, bias=c.qkv_bias, rngs=rngs)
-        self.o = Linear(c.num_heads * h, d, bias=c.output_bias, rngs=rngs)
+        self.o = Linear(c.num_heads * h, d, bias=c.output_bias, back=True, rngs=rngs)
         self.mlp_norm = norm(d)
         self.gate = Linear(d, f, bias=c.mlp_bias, rngs=rngs)
         self.up = Linear(d, f, bias=c.mlp_bias, rngs=rngs)
-        self.down = Linear(f, d, bias=c.mlp_bias, rngs=rngs)
+        self.down = Linear(f, d, bias=c.mlp_bias, back=True, rngs=rngs)
         if c.qk_norm:
             self.q_norm, self.k_norm = norm(h), norm(h)
         if c.post_norms:

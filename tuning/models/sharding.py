@@ -13,12 +13,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from tuning.target import target_platform
 
 ROWS = ("data", "fsdp")
 """Axes over which a batch is sharded: its rows, and its completions."""
@@ -119,6 +122,67 @@ def with_cut_gradients(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(one, params)
 
 
+def sum_of_products(product: Callable[..., jax.Array], x: jax.Array, g: jax.Array, back: bool) -> jax.Array:
+    """product(x, g) [in, out] of x [B, L, in] and g [B, L, out], a sum over rows and columns: the gradient of a
+    projection. Each device sums over its own and keeps its part of the whole sum, as it keeps the projection.
+
+    back: whether the projection is one of those back into the residual stream.
+    """
+    mesh = mesh_in_use()
+    rows = () if mesh is None else dividing(mesh, x.shape[0], ROWS)
+    if mesh is None or x.ndim != 3 or len(rows) < sum(parts(mesh, a) > 1 for a in ROWS):
+        return product(x, g)
+    columns, of_in, of_out = (
+        dividing(mesh, *d)
+        for d in zip(
+            (x.shape[1], x.shape[2], g.shape[2]), (CONTEXT, *((TENSOR, FSDP) if back else (FSDP, TENSOR))), strict=True
+        )
+    )
+    scattered = FSDP in of_in + of_out
+
+    def local(x: jax.Array, g: jax.Array) -> jax.Array:
+        total = product(x, g)
+        if scattered:
+            total = scattered_sum(total, FSDP, 1 if back else 0)
+        others = tuple(a for a in rows + columns if not (scattered and a == FSDP))
+        return jax.lax.psum(total, others) if others else total
+
+    specs = (
+        PartitionSpec(rows or None, columns or None, tuple(a for a in axes if a == TENSOR) or None)
+        for axes in (of_in, of_out)
+    )
+    out = PartitionSpec(of_in or None, of_out or None)
+    return jax.shard_map(local, in_specs=tuple(specs), out_specs=out, check_vma=False)(x, g)
+
+
+LARGEST_GROUP = 8
+"""Chips of a reduce-scatter on TPU. Over 16 chips of a v5e XLA makes it a sum of the whole on each chip, of which the
+chip keeps its part; over 4 and then 4, or 2 and 8, whatever their places, it does not (libtpu 0.0.42)."""
+
+
+def scattered_sum(x: jax.Array, axis: str, dimension: int) -> jax.Array:
+    """In what is cut by hand: this device's part, along a dimension, of the sum over the devices of a mesh axis."""
+    count = jax.lax.axis_size(axis)
+    if target_platform() != "tpu" or count <= LARGEST_GROUP:
+        return jax.lax.psum_scatter(x, axis, scatter_dimension=dimension, tiled=True)
+    sizes = _group_sizes(count)
+    # A device's number on the axis in digits, the first of which says which of the largest parts it has.
+    numbers = np.arange(count).reshape(sizes)
+    for digit, size in enumerate(sizes):
+        groups = np.moveaxis(numbers, digit, -1).reshape(-1, size).tolist()
+        x = jax.lax.psum_scatter(x, axis, scatter_dimension=dimension, axis_index_groups=groups, tiled=True)
+    return x
+
+
+def _group_sizes(count: int) -> list[int]:
+    """Factors of a number, as even as can be; none is more than `LARGEST_GROUP` where its prime factors are not."""
+    if count <= LARGEST_GROUP:
+        return [count]
+    most = min(LARGEST_GROUP, math.isqrt(count))
+    first = max(f for f in range(1, most + 1) if count % f == 0)
+    return [count] if first == 1 else [first, *_group_sizes(count // first)]
+
+
 @dataclasses.dataclass(frozen=True)
 class HeadCut:
     """How an LM head [V, D] and the positions [M] that it reads are cut over the mesh in use: axes of each that have
@@ -173,11 +237,7 @@ class HeadCut:
     def own(self, gradient_WD: jax.Array) -> jax.Array:
         """Of a gradient of such tokens by each device's positions: this device's part of the width, summed over those
         that share it with `fsdp`."""
-        return (
-            jax.lax.psum_scatter(gradient_WD, self.width, scatter_dimension=1, tiled=True)
-            if self.width
-            else (gradient_WD)
-        )
+        return scattered_sum(gradient_WD, FSDP, 1) if self.width else gradient_WD
 
     def rest(self, gradient: jax.Array) -> jax.Array:
         """What `own` has left of the sum over positions."""

@@ -11,7 +11,9 @@ from tests.tuning.models.rows import LENGTH, alone, packed
 from tuning.axes import Axes
 from tuning.mesh import make_mesh, under
 from tuning.models import attention as att
+from tuning.models import sharding
 from tuning.models.decoder import AttentionSpec
+from tuning.target import compiling_for
 
 MESHES = {
     "rows": Axes(2, 1, 1),
@@ -50,6 +52,22 @@ def gap(implementation, rows, axes, window, by_layer):
     return max(float(np.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True))
 
 
+def gap_of_groups():
+    """A sum that each device keeps its part of, in groups of two as a TPU would have them of eight."""
+    x = jax.random.normal(jax.random.key(2), (8, 16, 3))
+    sharding.LARGEST_GROUP = 2
+
+    def parts():
+        local = jax.shard_map(
+            lambda x: sharding.scattered_sum(x[0], "fsdp", 0), mesh=make_mesh(Axes(1, 8, 1)),
+            in_specs=PartitionSpec("fsdp"), out_specs=PartitionSpec("fsdp"), check_vma=False,
+        )  # fmt: skip
+        return jax.jit(local)(x)
+
+    with compiling_for("tpu"):
+        return float(np.abs(parts() - x.sum(axis=0)).max())
+
+
 gaps = {}
 for name, axes in MESHES.items():
     for implementation in ("plain", "blocked"):
@@ -62,4 +80,5 @@ gaps["shared prompts, splash"] = gap("splash", packed(), MESHES["heads"], None, 
 gaps["windows by layer, columns, blocked"] = gap("blocked", packed(), MESHES["columns"], 20, 20)
 gaps["windows by layer, columns, splash"] = gap("splash", alone(), MESHES["columns"], 20, 20)
 gaps["shared prompts, columns, splash"] = gap("splash", packed(), MESHES["columns"], None, None)
+gaps["a sum in groups"] = gap_of_groups()
 print(json.dumps(gaps))
