@@ -43,8 +43,8 @@ def generalised_jsd(
     beta 0 is KL(teacher || student) and beta 1 is KL(student || teacher): the limits of the formula divided by beta
     and by 1 - beta. cut: the logits are those of this device's part of the vocabulary, in what is cut by hand.
     """
-    logps = (_log_softmax(x / temperature, cut) for x in (student_logits, teacher_logits))
-    divergence = _jsd(*logps, beta)
+    student, teacher = (_log_softmax(x / temperature, cut) for x in (student_logits, teacher_logits))
+    divergence = _jsd(student, teacher, beta)
     return divergence if cut is None else cut.summed(divergence)
 
 

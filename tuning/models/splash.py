@@ -64,7 +64,8 @@ def masked_attention(
     """Attention [B, L, N, H] where `mask_BLL` [B, queries, keys] is true."""
 
     def row(q: jax.Array, k: jax.Array, v: jax.Array, mask_LL: jax.Array) -> jax.Array:
-        kernel = _kernel(mask_LL[None], *mask_LL.shape, softcap)
+        queries, keys = mask_LL.shape
+        kernel = _kernel(mask_LL[None], queries, keys, softcap)
         # The kernel branches on this flag in Python, but under jit it is an array.
         for name in ("fwd_mask_info", "dq_mask_info", "dkv_mask_info"):
             info = getattr(kernel, name)
