@@ -27,3 +27,5 @@ class Axes:
     """Parts that parameters, optimizer and batch are cut into."""
     tensor: Devices = 1
     """Parts that heads, feed-forward and vocabulary are cut into."""
+    context: Devices = 1
+    """Parts that the length of rows is cut into, for rows whose activations one device does not hold."""

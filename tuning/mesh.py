@@ -14,7 +14,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from tuning.axes import Axes
-from tuning.models.sharding import ROWS, shardings
+from tuning.models.sharding import CONTEXT, ROWS, shardings
 
 
 def make_mesh(axes: Axes, devices: list[Any] | None = None) -> Mesh:
@@ -29,8 +29,13 @@ def make_mesh(axes: Axes, devices: list[Any] | None = None) -> Mesh:
 
 
 def axis_sizes(axes: Axes, count: int) -> dict[str, int]:
-    """The size of each axis over `count` devices. Raises ValueError where they do not multiply to that."""
-    sizes = {"data": axes.data, "fsdp": axes.fsdp, "tensor": axes.tensor}
+    """The size of each axis over `count` devices, outermost first; `context` is among them only where rows are cut.
+
+    Raises ValueError where they do not multiply to that.
+    """
+    sizes = {"data": axes.data, "fsdp": axes.fsdp, CONTEXT: axes.context, "tensor": axes.tensor}
+    if axes.context == 1:
+        del sizes[CONTEXT]
     known = math.prod(s for s in sizes.values() if s > 0)
     open_axes = [name for name, s in sizes.items() if s == -1]
     if len(open_axes) > 1 or any(s == 0 or s < -1 for s in sizes.values()):
@@ -115,15 +120,22 @@ def _lay(tree: Any, where: Any) -> Any:
 
 
 def put_batch(batch: dict[str, Any], mesh: Mesh | None) -> dict[str, Any]:
-    """A micro-batch sharded along its first axis; scalars (counts) are replicated."""
+    """A micro-batch sharded along its first axis, rows of tokens (`NAME_BL`) along their length too; scalars (counts)
+    are replicated."""
     if mesh is None:
         return batch
+    return {
+        name: put(np.asarray(value), NamedSharding(mesh, batch_spec(name, np.shape(value), mesh)))
+        for name, value in batch.items()
+    }
 
-    def one(value: Any) -> jax.Array:
-        value = np.asarray(value)
-        return put(value, NamedSharding(mesh, PartitionSpec(ROWS) if value.ndim else PartitionSpec()))
 
-    return {name: one(value) for name, value in batch.items()}
+def batch_spec(name: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """Where an array of a micro-batch is cut."""
+    if not shape:
+        return PartitionSpec()
+    cut = name.endswith("_BL") and CONTEXT in mesh.shape and shape[1] % mesh.shape[CONTEXT] == 0
+    return PartitionSpec(ROWS, CONTEXT) if cut else PartitionSpec(ROWS)
 
 
 def state_shardings(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh) -> tuple[Any, Any]:

@@ -73,4 +73,4 @@ class ComputeSettings:
     tokens_per_micro_batch: Annotated[int, Field(ge=0)] = 0
     """Row tokens of one forward and backward pass; 0: the device decides."""
     mesh: Axes = Axes()
-    """How several devices share the work. Sampling has no `fsdp`: those devices are replicas."""
+    """How several devices share the work. Sampling has no `fsdp` and no `context`: those devices are replicas."""

@@ -151,7 +151,7 @@ class Mesh(FromCore, core.Axes):  # type: ignore[misc]
 
     @model_validator(mode="after")
     def _one_is_open(self) -> Mesh:
-        rest = [name for name in ("data", "fsdp", "tensor") if getattr(self, name) == -1]
+        rest = [name for name in ("data", "fsdp", "tensor", "context") if getattr(self, name) == -1]
         if len(rest) > 1:
             raise ValueError(
                 f"{' and '.join(rest)} are -1, and one axis can take what the others leave: number the rest"

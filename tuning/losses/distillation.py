@@ -6,7 +6,8 @@ times the loss keeps the gradient's scale (Hinton et al., arXiv:1503.02531) and 
 
 import jax
 import jax.numpy as jnp
-from jax.nn import log_softmax
+
+from tuning.models.sharding import HeadCut
 
 
 def kl_divergence(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
@@ -18,6 +19,7 @@ def kl_divergence(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
 
 
 def _jsd(student_logps: jax.Array, teacher_logps: jax.Array, beta: float) -> jax.Array:
+    """Over the last axis; a part of the sum where the axis is a part of the vocabulary."""
     # At both ends the formula below is 0 (and log(0) enters it), so the limits are taken: see `generalised_jsd`.
     if beta == 0:
         return kl_divergence(teacher_logps, student_logps)
@@ -29,12 +31,25 @@ def _jsd(student_logps: jax.Array, teacher_logps: jax.Array, beta: float) -> jax
 
 
 def generalised_jsd(
-    student_logits: jax.Array, teacher_logits: jax.Array, beta: float = 0.5, temperature: float = 1.0
+    student_logits: jax.Array,
+    teacher_logits: jax.Array,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    cut: HeadCut | None = None,
 ) -> jax.Array:
     """Generalised Jensen-Shannon divergence of GKD (arXiv:2306.13649), [...], in nats.
 
     beta KL(teacher || m) + (1 - beta) KL(student || m), m = beta teacher + (1 - beta) student. Logits are [..., V].
     beta 0 is KL(teacher || student) and beta 1 is KL(student || teacher): the limits of the formula divided by beta
-    and by 1 - beta.
+    and by 1 - beta. cut: the logits are those of this device's part of the vocabulary, in what is cut by hand.
     """
-    return _jsd(log_softmax(student_logits / temperature), log_softmax(teacher_logits / temperature), beta)
+    student, teacher = (_log_softmax(x / temperature, cut) for x in (student_logits, teacher_logits))
+    divergence = _jsd(student, teacher, beta)
+    return divergence if cut is None else cut.summed(divergence)
+
+
+def _log_softmax(logits: jax.Array, cut: HeadCut | None) -> jax.Array:
+    if cut is None:
+        return jax.nn.log_softmax(logits)
+    top = cut.greatest(jax.lax.stop_gradient(logits.max(-1, keepdims=True)))
+    return logits - top - jnp.log(cut.summed(jnp.exp(logits - top).sum(-1, keepdims=True)))

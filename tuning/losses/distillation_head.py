@@ -1,16 +1,20 @@
 """Divergences between two LM heads in chunks: [positions, vocabulary] is never held, forward or backward.
 
+On a mesh each device has its own positions and its own part of both vocabularies, as in `head`.
+
 Axes: M positions, D and E hidden sizes of student and teacher, V vocabulary.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from tuning.losses.distillation import generalised_jsd
+from tuning.models.sharding import HeadCut
 
 CHUNK = 128
 """Positions whose logits are held at a time."""
@@ -35,10 +39,34 @@ def token_divergences(
     padded to different vocabularies; only the tokens of the smaller one are compared.
     """
     vocabulary = min(student_head_VD.shape[0], teacher_head_VE.shape[0])
-    student_head = student_head_VD[:vocabulary]
+    heads = student_head_VD[:vocabulary], jax.lax.stop_gradient(teacher_head_VE[:vocabulary])
+    cuts = tuple(HeadCut.of(student_MD.shape[0], *head.shape) for head in heads)
+
+    def local(student: jax.Array, head: jax.Array, teacher: jax.Array, other: jax.Array) -> jax.Array:
+        return _in_chunks(student, head, teacher, other, beta, temperature, softcaps, chunk, cuts)
+
+    if cuts[0] is not None and cuts[1] is not None:
+        of, (of_student, of_teacher) = cuts[0].of_positions, (cut.of_head for cut in cuts if cut)
+        local = jax.shard_map(local, in_specs=(of, of_student, of, of_teacher), out_specs=of, check_vma=False)
+    return local(student_MD, heads[0], jax.lax.stop_gradient(teacher_ME), heads[1])
+
+
+def _in_chunks(
+    student_MD: jax.Array,
+    student_head: jax.Array,
+    teacher_ME: jax.Array,
+    teacher_head: jax.Array,
+    beta: float,
+    temperature: float,
+    softcaps: tuple[float | None, float | None],
+    chunk: int,
+    cuts: tuple[HeadCut | None, ...],
+) -> jax.Array:
+    """The divergences [M] of a device's positions, from its parts of the heads."""
+    cut, of_teacher = cuts
     # Cast once, not in each chunk; the gradient goes to the head as it is stored, which sums the chunks' parts.
-    cast = jax.lax.stop_gradient(student_head).astype(student_MD.dtype)
-    teacher_head = jax.lax.stop_gradient(teacher_head_VE[:vocabulary]).astype(teacher_ME.dtype)
+    cast = _whole(jax.lax.stop_gradient(student_head).astype(student_MD.dtype), cut)
+    teacher_head = _whole(teacher_head.astype(teacher_ME.dtype), of_teacher)
     size = min(chunk, student_MD.shape[0])
 
     def chunks(x: jax.Array) -> jax.Array:
@@ -48,12 +76,17 @@ def token_divergences(
     # Without the checkpoint the backward pass would keep the logits of every chunk.
     @jax.checkpoint
     def one(args: tuple[jax.Array, jax.Array]) -> jax.Array:
-        student, teacher = _logits(args[0], student_head, cast), _product("md,vd->mv", args[1], teacher_head)
-        return generalised_jsd(_capped(student, softcaps[0]), _capped(teacher, softcaps[1]), beta, temperature)
+        student, teacher = _logits(args[0], student_head, cast, cut), _product("md,vd->mv", args[1], teacher_head)
+        logits = _capped(student, softcaps[0]), _capped(teacher, softcaps[1])
+        return generalised_jsd(*logits, beta, temperature, cut)
 
     # A sequential map, not vmap: one chunk's logits of both models exist at a time.
-    divergences = jax.lax.map(one, (chunks(student_MD), chunks(jax.lax.stop_gradient(teacher_ME))))
+    divergences = jax.lax.map(one, (chunks(student_MD), chunks(teacher_ME)))
     return divergences.reshape(-1)[: student_MD.shape[0]]
+
+
+def _whole(head: jax.Array, cut: HeadCut | None) -> jax.Array:
+    return head if cut is None else cut.whole(head)
 
 
 def _product(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -61,24 +94,28 @@ def _product(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(axes, a, b, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
 
 
-@jax.custom_vjp
-def _logits(hidden_MD: jax.Array, head_VD: jax.Array, cast_VD: jax.Array) -> jax.Array:
-    """hidden @ head.T, [M, V], by `cast`, the head in the type of `hidden`.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _logits(hidden_MD: jax.Array, head_VD: jax.Array, cast_VD: jax.Array, cut: HeadCut | None) -> jax.Array:
+    """hidden @ head.T, [M, V], by `cast`, the head in the type of `hidden` and in its whole width.
 
     The gradient of the head has the head's own type (R13): chunks add up in the type of what they are added to.
     """
     return _product("md,vd->mv", hidden_MD, cast_VD)
 
 
-def _forward(hidden_MD: jax.Array, head_VD: jax.Array, cast_VD: jax.Array) -> tuple[jax.Array, Any]:
+def _forward(
+    hidden_MD: jax.Array, head_VD: jax.Array, cast_VD: jax.Array, cut: HeadCut | None
+) -> tuple[jax.Array, Any]:
     # An array of no elements carries the type of the head to the backward pass.
-    return _logits(hidden_MD, head_VD, cast_VD), (hidden_MD, cast_VD, head_VD[:0])
+    return _logits(hidden_MD, head_VD, cast_VD, cut), (hidden_MD, cast_VD, head_VD[:0])
 
 
-def _backward(saved: Any, g_MV: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+def _backward(cut: HeadCut | None, saved: Any, g_MV: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     hidden, cast, like = saved
     g = g_MV.astype(hidden.dtype)
     of_hidden, of_head = _product("mv,vd->md", g, cast), _product("mv,md->vd", g, hidden)
+    # Sums over the other axes of positions, and of hidden states over `tensor`, are the transpose of `shard_map`.
+    of_head = of_head if cut is None else cut.own(of_head)
     return of_hidden.astype(hidden.dtype), of_head.astype(like.dtype), None
 
 

@@ -1,6 +1,9 @@
 """The LM head without the logits: log-probabilities and entropies, forward and backward in slices of the vocabulary.
 
-Axes: M positions, D hidden, V vocabulary, W tokens of a slice.
+On a mesh each device has its own positions, its own part of the vocabulary (Shoeybi et al., 2019: maxima and sums are
+exchanged, logits and the head are not) and its own part of the head's width, which it gathers slice by slice.
+
+Axes: M positions, D hidden, V vocabulary, W tokens of a slice. Under a mesh they are those of a device.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from tuning.models.sharding import HeadCut
 
 ELEMENTS = 2**25
 """Logits of a slice; in float32 128 MiB."""
@@ -26,21 +31,28 @@ def token_logps(
     softcap: float | None = None,
     elements: int = ELEMENTS,
     kept: int = KEPT,
+    shards: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
     """log softmax(z / T) of the targets and the entropy of that distribution, both [M] in float32 (or wider).
 
     z = hidden @ weight.T accumulates in float32; with a softcap c it becomes c * tanh(z / c). The normaliser is summed
     over slices of the vocabulary (Milakov and Gimelshein, arXiv:1805.02867), and the backward pass recomputes each
     slice (Wijmans et al., arXiv:2411.09009). So about `elements` logits are held at a time, or all of them if there
-    are at most `kept`. A temperature of 0 means greedy decoding and leaves logits unscaled.
+    are at most `kept`. A temperature of 0 means greedy decoding and leaves logits unscaled. shards: parts of the batch
+    that the positions come from; each holds as many logits.
     """
     scale = 1.0 / temperature if temperature > 0 else 1.0
     positions, vocabulary = hidden_MD.shape[0], weight_VD.shape[0]
+    cut = HeadCut.of(positions, *weight_VD.shape)
+    if cut is None:
+        elements, kept = elements * shards, kept * shards
+    else:
+        positions, vocabulary = cut.sizes(positions, vocabulary)
     # At least 128 tokens a slice. Slices get about the same size, rounded up to 128, the tile of matrix units, so that
     # the last slice repeats few tokens.
     slices = -(-vocabulary // max(128, elements // max(1, positions)))
     size = min(vocabulary, -(-vocabulary // (slices * 128)) * 128)
-    return _head(hidden_MD, weight_VD, targets_M, scale, softcap, size, positions * vocabulary <= kept)
+    return _head(hidden_MD, weight_VD, targets_M, scale, softcap, size, positions * vocabulary <= kept, cut)
 
 
 def _slice(weight_VD: jax.Array, number: jax.Array, size: int, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -75,23 +87,62 @@ def _targeted(targets: jax.Array, start: jax.Array, fresh: jax.Array) -> jax.Arr
     return (targets[:, None] - start == jnp.arange(fresh.shape[0])) & fresh
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6, 7))
 def _head(
-    hidden: jax.Array, weight: jax.Array, targets: jax.Array, scale: float, softcap: float | None, size: int, keep: bool
+    hidden: jax.Array,
+    weight: jax.Array,
+    targets: jax.Array,
+    scale: float,
+    softcap: float | None,
+    size: int,
+    keep: bool,
+    cut: HeadCut | None,
 ) -> tuple[jax.Array, jax.Array]:
     # This body runs only where no gradient is taken, so no logits are kept.
-    return _forward(hidden, weight, targets, scale, softcap, size, False)[0]
+    return _forward(hidden, weight, targets, scale, softcap, size, False, cut)[0]
 
 
 def _forward(
-    hidden: jax.Array, weight: jax.Array, targets: jax.Array, scale: float, softcap: float | None, size: int, keep: bool
+    hidden: jax.Array,
+    weight: jax.Array,
+    targets: jax.Array,
+    scale: float,
+    softcap: float | None,
+    size: int,
+    keep: bool,
+    cut: HeadCut | None,
 ) -> Any:
     """((log-probabilities, entropies) [M], residuals): one pass over the slices with a running maximum."""
+
+    def local(hidden: jax.Array, weight: jax.Array, targets: jax.Array) -> Any:
+        return _sums(hidden, weight, targets, scale, softcap, size, keep, cut)
+
+    if cut is not None:
+        of = cut.of_positions
+        local = jax.shard_map(
+            local, in_specs=(of, cut.of_head, of), out_specs=((of, of), (of, of, cut.of_logits)), check_vma=False
+        )
+    outputs, (logz, mean, logits) = local(hidden, weight, targets)
+    return outputs, (hidden, weight, targets, logz, mean, logits)
+
+
+def _sums(
+    hidden: jax.Array,
+    weight: jax.Array,
+    targets: jax.Array,
+    scale: float,
+    softcap: float | None,
+    size: int,
+    keep: bool,
+    cut: HeadCut | None,
+) -> Any:
+    """((log-probabilities, entropies), (log-normalisers, mean logits) [M], logits [slices, M, W] if they are kept)."""
+    targets = _counted(targets, weight, cut)
 
     def one(carry: Any, number: jax.Array) -> Any:
         top, total, weighted, chosen = carry
         start, part, fresh = _slice(weight, number, size, hidden.dtype)
-        z = _logits(hidden, part, scale, softcap)
+        z = _logits(hidden, part if cut is None else cut.whole(part), scale, softcap)
         # Repeated tokens do not change a maximum; the sums below leave them out.
         new_top = jnp.maximum(top, jnp.max(z, axis=-1))
         e = jnp.where(fresh, jnp.exp(z - new_top[:, None]), 0.0)
@@ -105,15 +156,54 @@ def _forward(
     zeros = jnp.zeros(hidden.shape[0], _wide(hidden))
     numbers = jnp.arange(-(-weight.shape[0] // size))
     (top, total, weighted, chosen), logits = jax.lax.scan(one, (zeros - jnp.inf, zeros, zeros, zeros), numbers)
+    if cut is not None:
+        # The same move to the maximum of all parts; a token's logit is on the device that has the token.
+        greatest = cut.greatest(top)
+        shrink, top = jnp.exp(top - greatest), greatest
+        total, weighted, chosen = cut.summed((total * shrink, weighted * shrink, chosen))
     # Entropy = logz - E[z], since -log p = logz - z.
     logz = top + jnp.log(total)
     mean = weighted / total
-    return (chosen - logz, logz - mean), (hidden, weight, targets, logz, mean, logits)
+    return (chosen - logz, logz - mean), (logz, mean, logits)
 
 
-def _backward(scale: float, softcap: float | None, size: int, keep: bool, saved: Any, cotangents: Any) -> Any:
-    hidden, weight, targets, logz, mean, logits = saved
-    g_logp, g_entropy = cotangents
+def _counted(targets: jax.Array, weight: jax.Array, cut: HeadCut | None) -> jax.Array:
+    """Targets counted from the first token of a device's part of the vocabulary; those of others are out of range."""
+    return targets if cut is None else targets - cut.first * weight.shape[0]
+
+
+def _backward(
+    scale: float, softcap: float | None, size: int, keep: bool, cut: HeadCut | None, saved: Any, cotangents: Any
+) -> Any:
+    def local(hidden: Any, weight: Any, targets: Any, logz: Any, mean: Any, logits: Any, *cotangents: Any) -> Any:
+        of_rows = targets, logz, mean, logits, *cotangents
+        return _gradients(hidden, weight, *of_rows, scale=scale, softcap=softcap, size=size, keep=keep, cut=cut)
+
+    if cut is not None:
+        of = cut.of_positions
+        specs = (of, cut.of_head, of, of, of, cut.of_logits, of, of)
+        local = jax.shard_map(local, in_specs=specs, out_specs=(of, cut.of_head), check_vma=False)
+    return *local(*saved, *cotangents), None
+
+
+def _gradients(
+    hidden: jax.Array,
+    weight: jax.Array,
+    targets: jax.Array,
+    logz: jax.Array,
+    mean: jax.Array,
+    logits: jax.Array | None,
+    g_logp: jax.Array,
+    g_entropy: jax.Array,
+    *,
+    scale: float,
+    softcap: float | None,
+    size: int,
+    keep: bool,
+    cut: HeadCut | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Gradients of the hidden states [M, D] and of the head [V, D]."""
+    targets = _counted(targets, weight, cut)
     # Contracts the positions: [M, W] and [M, D] to [W, D].
     d = (((0,), (0,)), ((), ()))
 
@@ -121,6 +211,7 @@ def _backward(scale: float, softcap: float | None, size: int, keep: bool, saved:
         dhidden, dweight = carry
         number, z = scanned
         start, part, fresh = _slice(weight, number, size, hidden.dtype)
+        part = part if cut is None else cut.whole(part)
         z = z if keep else _logits(hidden, part, scale, softcap)
         p = jnp.exp(z - logz[:, None])
         # d logp = onehot - p; d entropy = -p (z - mean).
@@ -130,6 +221,7 @@ def _backward(scale: float, softcap: float | None, size: int, keep: bool, saved:
             # z is capped and scaled, so z / (scale softcap) is the tanh, whose derivative is 1 - tanh^2.
             dz = dz * (1.0 - jnp.square(z / (scale * softcap)))
         dweight_part = jax.lax.dot_general(dz.astype(hidden.dtype), hidden, d, preferred_element_type=_wide(hidden))
+        dweight_part = dweight_part if cut is None else cut.own(dweight_part)
         dweight = jax.lax.dynamic_update_slice_in_dim(dweight, dweight_part.astype(weight.dtype), start, axis=0)
         # The last slice repeats tokens of the one before. Their rows of dweight were just written with equal values,
         # but dhidden is a sum over slices and would count them twice.
@@ -139,7 +231,9 @@ def _backward(scale: float, softcap: float | None, size: int, keep: bool, saved:
 
     zeros = jnp.zeros(hidden.shape, _wide(hidden)), jnp.zeros_like(weight)
     (dhidden, dweight), _ = jax.lax.scan(one, zeros, (jnp.arange(-(-weight.shape[0] // size)), logits))
-    return dhidden.astype(hidden.dtype), dweight, None
+    if cut is not None:
+        dhidden, dweight = cut.summed(dhidden), cut.rest(dweight)
+    return dhidden.astype(hidden.dtype), dweight
 
 
 _head.defvjp(_forward, _backward)

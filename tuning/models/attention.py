@@ -13,7 +13,6 @@ only those less than `window` positions before it. Positions continue from the p
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -23,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 from tuning.models.blocked import Segments, blocked_attention, visible
 from tuning.models.decoder import Attention, AttentionSpec, soft_cap
-from tuning.models.sharding import ROWS
+from tuning.models.sharding import CONTEXT, ROWS, TENSOR, dividing, mesh_in_use, parts
 from tuning.target import target_platform
 
 Implementation = Literal["plain", "blocked", "cudnn", "splash"]
@@ -36,19 +35,29 @@ LANES = 128
 """Splash's rows, blocks and head sizes are multiples of it."""
 
 
-def choose(q: jax.Array, softcap: float | None, platform: str | None = None, shared: bool = True) -> Implementation:
+def choose(
+    q: jax.Array, softcap: float | None, platform: str | None = None, shared: bool = True, context: int = 1
+) -> Implementation:
     """The implementation for queries of this shape and type on a platform (by default `target_platform`).
 
-    shared: whether completions may share a prompt.
+    shared: whether completions may share a prompt. context: devices that divide the queries of a row.
     """
     platform = platform or target_platform()
     length, head_dim = q.shape[1], q.shape[3]
     half = q.dtype in (jnp.bfloat16, jnp.float16)
-    # cuDNN has no softcap, and takes heads of more than 128 on some devices only.
-    if platform == "gpu" and half and softcap is None and head_dim <= 128 and head_dim % 8 == 0 and length % 2 == 0:
+    # cuDNN has no softcap, takes heads of more than 128 on some devices only, and is not cut along a row.
+    if (
+        platform == "gpu"
+        and context == 1
+        and half
+        and softcap is None
+        and head_dim <= 128
+        and head_dim % 8 == 0
+        and length % 2 == 0
+    ):
         return "cudnn"
     # Prompts that are shared make splash's mask an array of L x L.
-    if platform == "tpu" and length % LANES == 0 and (not shared or length <= PLAIN_TOKENS):
+    if platform == "tpu" and length % (LANES * context) == 0 and (not shared or length <= PLAIN_TOKENS):
         return "splash"
     return "plain" if length <= (PLAIN_TOKENS_CPU if platform == "cpu" else PLAIN_TOKENS) else "blocked"
 
@@ -59,7 +68,8 @@ def packed_attention(
     """Attention for training and scoring of whole rows, without a cache; `choose` picks the implementation.
 
     branch_BL: None where no two completions share a prompt; the positions of a group are then consecutive.
-    On a mesh that the caller has set (`tuning.mesh.under`) each device attends to its own rows and heads.
+    On a mesh that the caller has set (`tuning.mesh.under`) each device has the queries of its own rows and heads, and
+    where `context` cuts rows, of its own columns; keys and values of the other columns it gathers.
 
     Tested: `plain` and `blocked` on CPU against each other and transformers; `splash` against them on CPU in
     Pallas' interpreter, forward and backward, and by the compiler for TPU, on no TPU. Not run at all: `cudnn`, which
@@ -76,7 +86,8 @@ def packed_attention(
     shared = mask_of(group_BL, None) if length <= PLAIN_TOKENS else None
 
     def attention(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, cache: Any) -> tuple[jax.Array, Any]:
-        how = implementation or choose(q, spec.softcap, shared=branch_BL is not None)
+        context = parts(mesh_in_use(), _context(length))
+        how = implementation or choose(q, spec.softcap, shared=branch_BL is not None, context=context)
         if how == "blocked":
             return _blocked(q, k, v, Segments(group_BL, branches_BL, spec.positions_BL), spec), cache
         if how == "splash" and branch_BL is None:
@@ -100,41 +111,61 @@ def packed_attention(
     return attention
 
 
-def _by_device(attend: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, *of_rows: Any) -> jax.Array:
-    """`attend(q, k, v, *of_rows)` by each device of the mesh for its own rows and heads, without a word to others.
+def _context(length: int) -> tuple[str, ...]:
+    """The axis that cuts rows of this length; none of them on a mesh without it, and where it does not divide them."""
+    mesh = mesh_in_use()
+    return () if mesh is None else dividing(mesh, length, CONTEXT)
 
-    `of_rows` are trees of arrays [B, ...], and of scalars that are the same everywhere. Rows or heads that their axes
-    do not divide are not cut.
+
+def _by_device(attend: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, *of_rows: Any) -> jax.Array:
+    """`attend(q, k, v, *of_rows)` by each device of the mesh for its own rows, heads and, over `context`, columns of
+    the queries, with the keys and values of whole rows.
+
+    `of_rows` are trees of arrays [B, L], of masks [B, 1, L, L], whose queries are cut too, and of scalars that are the
+    same everywhere. Rows, heads or columns that their axes do not divide are not cut.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.size <= 1:
+    mesh = mesh_in_use()
+    if mesh is None:
         return attend(q, k, v, *of_rows)
-    rows: tuple[str, ...] | None = tuple(a for a in ROWS if a in mesh.shape)
-    if not rows or q.shape[0] % math.prod(mesh.shape[a] for a in rows):
-        rows = None
-    parts = mesh.shape.get("tensor", 1)
-    heads = "tensor" if "tensor" in mesh.shape and q.shape[2] % parts == 0 else None
+    rows, columns = dividing(mesh, q.shape[0], ROWS) or None, _context(q.shape[1]) or None
+    devices = parts(mesh, TENSOR)
+    heads = TENSOR if dividing(mesh, q.shape[2], TENSOR) else None
     if heads:
         # Devices of one key-value head each get a copy of it; its query heads stay with it.
         each = q.shape[2] // k.shape[2]
-        copies = next(c for c in range(1, each + 1) if each % c == 0 and k.shape[2] * c % parts == 0)
+        copies = next(c for c in range(1, each + 1) if each % c == 0 and k.shape[2] * c % devices == 0)
         k, v = (jnp.repeat(x, copies, axis=2) if copies > 1 else x for x in (k, v))
-    by_head = PartitionSpec(rows, None, heads, None)
-    others = jax.tree.map(lambda x: PartitionSpec(rows) if jnp.ndim(x) else PartitionSpec(), of_rows)
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, *of_rows: Any) -> jax.Array:
+        if columns:
+            k, v = (jax.lax.all_gather(x, columns, axis=1, tiled=True) for x in (k, v))
+        return attend(q, k, v, *of_rows)
+
+    def cut(x: Any) -> PartitionSpec:
+        axes = (rows, None, columns) if jnp.ndim(x) == 4 else (rows,)
+        return PartitionSpec(*axes[: jnp.ndim(x)])
+
+    by_head = PartitionSpec(rows, columns, heads, None)
+    specs = (by_head,) * 3 + jax.tree.map(cut, of_rows)
     # Mosaic's kernels say nothing of how their outputs vary over devices.
-    local = jax.shard_map(attend, in_specs=(by_head,) * 3 + others, out_specs=by_head, check_vma=False)
-    return local(q, k, v, *of_rows)
+    return jax.shard_map(local, in_specs=specs, out_specs=by_head, check_vma=False)(q, k, v, *of_rows)
+
+
+def _number(q: jax.Array, k: jax.Array) -> jax.Array | None:
+    """Which of the equal parts of a row's columns the queries of this device are; None: they are all of them."""
+    return None if q.shape[1] == k.shape[1] else jax.lax.axis_index(CONTEXT)
 
 
 def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, spec: AttentionSpec) -> jax.Array:
-    if not isinstance(spec.window, jax.Array):
-        return _by_device(
-            lambda q, k, v, s: blocked_attention(q, k, v, s, spec.window, spec.scale, spec.softcap), q, k, v, segments
-        )
-    return _by_device(
-        lambda q, k, v, s, window: blocked_attention(q, k, v, s, window, spec.scale, spec.softcap),
-        *(q, k, v, segments, spec.window),
-    )
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, window: Any = spec.window) -> jax.Array:
+        number = _number(q, k)
+        if number is not None:
+            segments = segments._replace(first=number * q.shape[1])
+        return blocked_attention(q, k, v, segments, window, spec.scale, spec.softcap)
+
+    if isinstance(spec.window, jax.Array):
+        return _by_device(local, q, k, v, segments, spec.window)
+    return _by_device(local, q, k, v, segments)
 
 
 def _segments(q: jax.Array, k: jax.Array, v: jax.Array, group_BL: jax.Array, spec: AttentionSpec) -> jax.Array:
@@ -143,7 +174,7 @@ def _segments(q: jax.Array, k: jax.Array, v: jax.Array, group_BL: jax.Array, spe
 
     def within(window: int | None) -> Callable[..., jax.Array]:
         def local(q: jax.Array, k: jax.Array, v: jax.Array, group_BL: jax.Array) -> jax.Array:
-            return segment_attention(q, k, v, group_BL, window, spec.scale, spec.softcap)
+            return segment_attention(q, k, v, group_BL, window, spec.scale, spec.softcap, _number(q, k))
 
         return lambda *arrays: _by_device(local, *arrays)
 

@@ -36,18 +36,22 @@ class Segments(NamedTuple):
     group_BL: jax.Array
     branch_BL: jax.Array
     positions_BL: jax.Array
+    first: jax.Array | None = None
+    """Column of the first query, where the queries are some of the L columns that follow one another; None: all."""
 
 
 def visible(
     segments: Segments, window: jax.Array | int | None, start: jax.Array | int, count: int, stop: int
 ) -> jax.Array:
-    """True where the queries [start, start + count) see the keys [0, stop), [B, Q, S].
+    """True where the queries [start, start + count) see the keys [0, stop), [B, Q, S]; queries count from the first.
 
     A token sees earlier tokens of its own group that belong to the prompt (branch 0) or to its own
     branch, and with a window those less than `window` positions before it.
     """
+    if segments.first is not None:
+        start = segments.first + start
     (group_q, group_k), (branch_q, branch_k), (position_q, position_k) = (
-        (jax.lax.dynamic_slice_in_dim(x, start, count, axis=1)[:, :, None], x[:, None, :stop]) for x in segments
+        (jax.lax.dynamic_slice_in_dim(x, start, count, axis=1)[:, :, None], x[:, None, :stop]) for x in segments[:3]
     )
     # By column, not by position: branches repeat positions.
     earlier = start + jnp.arange(count)[:, None] >= jnp.arange(stop)[None, :]
@@ -64,22 +68,31 @@ def blocked_attention(
     scale: float,
     softcap: float | None,
 ) -> jax.Array:
-    """softmax(mask(cap(scale * q k))) v, [B, L, N, H] in the type of v; logits and sums in at least float32."""
-    length = q_BLNH.shape[1]
-    padding = -length % BLOCK
+    """softmax(mask(cap(scale * q k))) v, [B, L, N, H] in the type of v; logits and sums in at least float32.
 
-    def pad(x: jax.Array, value: int = 0) -> jax.Array:
+    The queries are all columns of the row, or those from `segments.first`. Such a part meets all keys: where it begins
+    is not known when the program is made.
+    """
+    length, columns = q_BLNH.shape[1], k_BLKH.shape[1]
+    of_queries = -length % BLOCK
+    # Whole blocks of queries behind any first column are columns too.
+    of_keys = -columns % BLOCK if segments.first is None else of_queries + -(columns + of_queries) % BLOCK
+
+    def pad(x: jax.Array, padding: int = of_keys, value: int = 0) -> jax.Array:
         return jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2), constant_values=value) if padding else x
 
     # Padding is a group of its own (-1), so that each of its queries sees itself and the softmax is finite.
-    padded = Segments(pad(segments.group_BL, -1), pad(segments.branch_BL), pad(segments.positions_BL))
-    out = _attention(pad(q_BLNH), pad(k_BLKH), pad(v_BLKH), padded, window, scale, softcap)
+    group, branch = pad(segments.group_BL, value=-1), pad(segments.branch_BL)
+    padded = Segments(group, branch, pad(segments.positions_BL), segments.first)
+    out = _attention(pad(q_BLNH, of_queries), pad(k_BLKH), pad(v_BLKH), padded, window, scale, softcap)
     return out[:, :length]
 
 
-def _stripes(length: int) -> list[tuple[int, int, int]]:
-    """(first query, number of blocks, number of keys) of each stripe."""
+def _stripes(length: int, keys: int, part: bool) -> list[tuple[int, int, int]]:
+    """(first query, number of blocks, number of keys) of each stripe; part: whether the queries are some columns."""
     blocks = length // BLOCK
+    if part:
+        return [(0, blocks, keys)]
     # Rows of fewer blocks than STRIPES get one block a stripe.
     each = -(-blocks // STRIPES)
     return [(i * BLOCK, min(each, blocks - i), min(i + each, blocks) * BLOCK) for i in range(0, blocks, each)]
@@ -170,7 +183,7 @@ def _forward(
         return out.astype(v.dtype), top + jnp.log(total)
 
     outs, normalisers = [], []
-    for first, count, stop in _stripes(q.shape[3]):
+    for first, count, stop in _stripes(q.shape[3], k.shape[2], segments.first is not None):
         starts = first + BLOCK * jnp.arange(count)
         out, normaliser = jax.lax.map(functools.partial(block, stop=stop), starts)
         outs.append(out)
@@ -223,7 +236,7 @@ def _backward(
 
     # Gradients of keys and values as [B, K, H, L]: then the small operand of their products is the transposed one.
     dqs, dk, dv = [], *(jnp.zeros(x.swapaxes(2, 3).shape, _accumulator(x)) for x in (k, v))
-    for first, count, stop in _stripes(q.shape[3]):
+    for first, count, stop in _stripes(q.shape[3], k.shape[2], segments.first is not None):
         starts = first + BLOCK * jnp.arange(count)
         zeros = tuple(jnp.zeros((*x.shape[:3], stop), x.dtype) for x in (dk, dv))
         (dk_stripe, dv_stripe), dq = jax.lax.scan(functools.partial(block, stop=stop), zeros, starts)

@@ -23,6 +23,8 @@ from tuning.models.config import DecoderConfig
 from tuning.models.linear import Linear
 from tuning.models.remat import KEPT, keep
 from tuning.models.rope import rope_tables, rotate
+from tuning.models.sharding import INNER, RESIDUAL, constrain, with_cut_gradients
+from tuning.models.vocabulary import embedded
 from tuning.precision import real
 
 UNLIMITED = np.iinfo(np.int32).max
@@ -87,11 +89,11 @@ class Layer(nnx.Module):
         self.q = Linear(d, c.num_heads * h, bias=c.qkv_bias, rngs=rngs)
         self.k = Linear(d, c.num_kv_heads * h, bias=c.qkv_bias, rngs=rngs)
         self.v = Linear(d, c.num_kv_heads * h, bias=c.qkv_bias, rngs=rngs)
-        self.o = Linear(c.num_heads * h, d, bias=c.output_bias, rngs=rngs)
+        self.o = Linear(c.num_heads * h, d, bias=c.output_bias, back=True, rngs=rngs)
         self.mlp_norm = norm(d)
         self.gate = Linear(d, f, bias=c.mlp_bias, rngs=rngs)
         self.up = Linear(d, f, bias=c.mlp_bias, rngs=rngs)
-        self.down = Linear(f, d, bias=c.mlp_bias, rngs=rngs)
+        self.down = Linear(f, d, bias=c.mlp_bias, back=True, rngs=rngs)
         if c.qk_norm:
             self.q_norm, self.k_norm = norm(h), norm(h)
         if c.post_norms:
@@ -109,17 +111,17 @@ class Layer(nnx.Module):
         rows = x_BLD.shape[:2]
 
         # `keep` marks what the backward pass does not recompute: see `remat`.
-        q, k, v = (keep(x) for x in self._into_heads(self._norm(x_BLD, self.attention_norm)))
+        q, k, v = (keep(constrain(x, *INNER)) for x in self._into_heads(self._norm(x_BLD, self.attention_norm)))
         q = q.reshape(*rows, c.num_heads, c.head_dim)
         k, v = (x.reshape(*rows, c.num_kv_heads, c.head_dim) for x in (k, v))
         if c.qk_norm:
             q, k = self._norm(q, self.q_norm), self._norm(k, self.k_norm)
         out, cache = attention(rotate(q, *rope), rotate(k, *rope), v, spec, cache)
-        out = self.o(out.reshape(*rows, -1))
+        out = constrain(self.o(constrain(out.reshape(*rows, -1), *INNER)), *RESIDUAL)
         x_BLD = keep(x_BLD + (self._norm(keep(out), self.attention_post_norm) if c.post_norms else out))
 
-        gate, up = (keep(x) for x in self._into_mlp(self._norm(x_BLD, self.mlp_norm)))
-        out = self.down(_ACTIVATIONS[c.activation](gate) * up)
+        gate, up = (keep(constrain(x, *INNER)) for x in self._into_mlp(self._norm(x_BLD, self.mlp_norm)))
+        out = constrain(self.down(_ACTIVATIONS[c.activation](gate) * up), *RESIDUAL)
         return x_BLD + (self._norm(keep(out), self.mlp_post_norm) if c.post_norms else out), cache
 
     def _into_heads(self, normed: jax.Array) -> Sequence[jax.Array]:
@@ -157,8 +159,7 @@ class Decoder(nnx.Module):
 
     def embed(self, tokens: jax.Array, dtype: Any) -> jax.Array:
         """Embeddings of tokens [...] as the first layer reads them, [..., D] in `dtype`."""
-        # Gathered before the cast, so that no copy of the table is made.
-        x = self.embedding[...][tokens].astype(dtype)
+        x = embedded(self.embedding[...], tokens, dtype)
         return x if self.config.embed_scale is None else x * jnp.asarray(self.config.embed_scale, dtype)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
@@ -186,7 +187,7 @@ class Decoder(nnx.Module):
         A gradient keeps each layer's products and recomputes the rest; with `remat` it keeps the layer's input alone.
         """
         c = self.config
-        x_BLD = self.embed(tokens_BL, dtype)
+        x_BLD = constrain(self.embed(tokens_BL, dtype), *RESIDUAL)
 
         differs, of_layer = by_layer(c, positions_BL)
         graph, state = nnx.split(self.layers)
@@ -194,7 +195,7 @@ class Decoder(nnx.Module):
         def body(x: jax.Array, scanned: tuple[Any, dict[str, jax.Array], Any]) -> tuple[jax.Array, Any]:
             layer_state, mine, layer_cache = scanned
             rope, spec = of_layer(mine)
-            return nnx.merge(graph, layer_state)(x, rope, attention, spec, layer_cache)
+            return nnx.merge(graph, with_cut_gradients(layer_state))(x, rope, attention, spec, layer_cache)
 
         # Scans keep no common subexpressions across their bodies, so nothing needs to stop XLA from finding them.
         kept = None if remat else jax.checkpoint_policies.save_only_these_names(KEPT)

@@ -24,14 +24,16 @@ class Linear(nnx.Module):
     kernel: Any
     adapter: Any
 
-    def __init__(self, size_in: int, size_out: int, *, bias: bool = False, rngs: nnx.Rngs):
+    def __init__(self, size_in: int, size_out: int, *, bias: bool = False, back: bool = False, rngs: nnx.Rngs):
+        # Whether it leads back into the residual stream: what a mesh cuts then is its input, else its output.
+        self.back = back
         self.kernel = nnx.Param(_INIT(rngs.params(), (size_in, size_out), real()))
         if bias:
             self.bias = nnx.Param(jnp.zeros(size_out, real()))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         dense = isinstance(self.kernel, nnx.Variable)
-        out = matmul(x, self.kernel[...]) if dense else self.kernel(x)
+        out = matmul(x, self.kernel[...], self.back) if dense else self.kernel(x)
         if hasattr(self, "bias"):
             out = out + self.bias[...].astype(x.dtype)
         return out + self.adapter(x) if hasattr(self, "adapter") else out

@@ -37,15 +37,23 @@ def segment_attention(
     window: int | None,
     scale: float,
     softcap: float | None,
+    number: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention [B, L, N, H] to the earlier tokens of a token's own group; with a window, to the `window` newest."""
-    length, heads = q_BLNH.shape[1:3]
+    """Attention [B, L, N, H] to the earlier tokens of a token's own group; with a window, to the `window` newest.
+
+    number: the queries are those of this one of the equal parts of the row's columns; None: all.
+    """
+    queries, heads = q_BLNH.shape[1:3]
+    length = k_BLKH.shape[1]
     shape = (length, length)
     mask = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
-    kernel = _kernel(masks.MultiHeadMask([mask] * heads), length, softcap)
+    kernel = _kernel(masks.MultiHeadMask([mask] * heads), queries, length, softcap, length // queries)
+    if number is not None:
+        kernel = _part(kernel, number, length // queries)
 
     def row(q: jax.Array, k: jax.Array, v: jax.Array, group_L: jax.Array) -> jax.Array:
-        return kernel(q, k, v, segment_ids=splash.SegmentIds(group_L, group_L))
+        own = group_L if number is None else jax.lax.dynamic_slice_in_dim(group_L, number * queries, queries)
+        return kernel(q, k, v, segment_ids=splash.SegmentIds(own, group_L))
 
     return _by_rows(row, q_BLNH, k_BLKH, v_BLKH, group_BL, scale)
 
@@ -53,10 +61,11 @@ def segment_attention(
 def masked_attention(
     q_BLNH: jax.Array, k_BLKH: jax.Array, v_BLKH: jax.Array, mask_BLL: jax.Array, scale: float, softcap: float | None
 ) -> jax.Array:
-    """Attention [B, L, N, H] where `mask_BLL` is true."""
+    """Attention [B, L, N, H] where `mask_BLL` [B, queries, keys] is true."""
 
     def row(q: jax.Array, k: jax.Array, v: jax.Array, mask_LL: jax.Array) -> jax.Array:
-        kernel = _kernel(mask_LL[None], mask_LL.shape[0], softcap)
+        queries, keys = mask_LL.shape
+        kernel = _kernel(mask_LL[None], queries, keys, softcap)
         # The kernel branches on this flag in Python, but under jit it is an array.
         for name in ("fwd_mask_info", "dq_mask_info", "dkv_mask_info"):
             info = getattr(kernel, name)
@@ -66,18 +75,35 @@ def masked_attention(
     return _by_rows(row, q_BLNH, k_BLKH, v_BLKH, mask_BLL, scale)
 
 
-def _kernel(mask: Any, length: int, softcap: float | None) -> Any:
-    b = block(length)
-    sizes = splash.BlockSizes(block_q=b, block_kv=b, block_q_dkv=b, block_kv_dkv=b, block_q_dq=b, block_kv_dq=b)
+def _kernel(mask: Any, queries: int, keys: int, softcap: float | None, parts: int = 1) -> Any:
+    """The kernel for a mask; parts: equal ranges of queries, each with as many blocks of the mask in memory."""
+    q, k = block(queries), block(keys)
+    sizes = splash.BlockSizes(block_q=q, block_kv=k, block_q_dkv=q, block_kv_dkv=k, block_q_dq=q, block_kv_dq=k)
     return splash.make_splash_mha(
         mask,
         block_sizes=sizes,
         head_shards=1,
-        q_seq_shards=1,
+        q_seq_shards=parts,
         attn_logits_soft_cap=softcap,
         residual_checkpoint_name=KEPT,
         interpret=target_platform() != "tpu",
     )
+
+
+def _part(kernel: Any, number: jax.Array, parts: int) -> Any:
+    """The kernel of one of the ranges of queries: the mask is static, and which range a device has is not."""
+
+    def own(info: Any) -> Any:
+        def cut(name: str, axis: int) -> Any:
+            x = getattr(info, name)
+            size = 0 if x is None else x.shape[axis] // parts
+            return None if x is None else jax.lax.dynamic_slice_in_dim(x, number * size, size, axis)
+
+        of_blocks = {name: cut(name, 1) for name in ("data_next", "mask_next", "block_mask")}
+        return info._replace(**of_blocks, q_sequence=cut("q_sequence", 0))
+
+    infos = (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info)
+    return splash.SplashAttentionKernel(*map(own, infos), **kernel.kwargs)
 
 
 def _by_rows(row: Any, q: jax.Array, k: jax.Array, v: jax.Array, of_row: jax.Array, scale: float) -> jax.Array:

@@ -9,17 +9,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from tuning.device import Compute
-from tuning.losses.head import ELEMENTS, KEPT, token_logps
+from tuning.losses.head import token_logps
 from tuning.models.attention import packed_attention
 from tuning.models.decoder import Decoder
 from tuning.models.lora import assemble
+from tuning.models.sharding import CONTEXT, ROWS, constrain, dividing, mesh_in_use, parts
 
 Batch = dict[str, jax.Array]
 
 
 def _hidden(decoder: Decoder, batch: Batch, compute: Compute) -> jax.Array:
+    """Hidden states of all positions, [B * L, D]."""
     hidden, _ = decoder(
         batch["tokens_BL"],
         batch["positions_BL"],
@@ -44,6 +47,36 @@ def _taken(batch: Batch, values: jax.Array, index: jax.Array, mode: Any = None) 
     return taken.reshape(*index.shape, *values.shape[1:])
 
 
+def _states(batch: Batch, hidden: jax.Array, index: jax.Array) -> jax.Array:
+    """Hidden states [..., D] at flat indices [...], of those of all positions, [B * L, D]."""
+    mesh = mesh_in_use()
+    if mesh is None:
+        return _taken(batch, hidden, index)
+    rows, length = batch["tokens_BL"].shape
+    hidden_BLD = hidden.reshape(rows, length, -1)
+    shards, columns = dividing(mesh, rows, ROWS), dividing(mesh, length, CONTEXT)
+    if not columns or _shards(batch) != parts(mesh, shards):
+        whole = constrain(hidden_BLD, ROWS, None, None)
+        return _taken(batch, whole.reshape(hidden.shape), index)
+    each = length // parts(mesh, columns)
+    # Devices along `context` divide what they have found, if they can: each goes on with its part.
+    divides = index.shape[0] // _shards(batch) % parts(mesh, columns) == 0
+
+    def local(hidden_BLD: jax.Array, index: jax.Array) -> jax.Array:
+        row, column = index // length, index % length - jax.lax.axis_index(CONTEXT) * each
+        mine = (column >= 0) & (column < each)
+        flat = jnp.where(mine, row * each + column, 0)
+        found = jnp.where(mine[..., None], hidden_BLD.reshape(-1, hidden_BLD.shape[2])[flat], 0)
+        # One of the summands is not zero.
+        if divides:
+            return jax.lax.psum_scatter(found, columns, scatter_dimension=0, tiled=True)
+        return jax.lax.psum(found, columns)
+
+    given = PartitionSpec(shards or None, columns), PartitionSpec(shards or None)
+    out = PartitionSpec((shards + columns if divides else shards) or None)
+    return jax.shard_map(local, in_specs=given, out_specs=out, check_vma=False)(hidden_BLD, index)
+
+
 def logps_and_entropy(
     graph: Any, params: Any, batch: Batch, temperature: float, compute: Compute
 ) -> tuple[jax.Array, jax.Array]:
@@ -52,16 +85,13 @@ def logps_and_entropy(
     decoder = assemble(graph, params)
     hidden = _hidden(decoder, batch, compute)
     at, targets = masked_tokens(batch, "at_CT"), masked_tokens(batch, "targets_CT")
-    # Each shard has its own part of the logits that are held at a time.
-    shards = _shards(batch)
     logps, entropy = token_logps(
-        _taken(batch, hidden, at),
+        _states(batch, hidden, at),
         targets,
         decoder.head_weight(),
         temperature=temperature,
         softcap=decoder.config.final_softcap,
-        elements=ELEMENTS * shards,
-        kept=KEPT * shards,
+        shards=_shards(batch),
     )
     return by_completion(batch, logps), by_completion(batch, entropy)
 
@@ -71,7 +101,7 @@ def response_hidden(
 ) -> tuple[jax.Array, jax.Array, float | None]:
     """Hidden states that predict the M tokens with a mask of 1, [M, D], and the head: its weight [V, D] and softcap."""
     decoder = assemble(graph, params)
-    hidden = _taken(batch, _hidden(decoder, batch, compute), masked_tokens(batch, "at_CT"))
+    hidden = _states(batch, _hidden(decoder, batch, compute), masked_tokens(batch, "at_CT"))
     return hidden, decoder.head_weight(), decoder.config.final_softcap
 
 
@@ -84,6 +114,7 @@ def masked_tokens(batch: Batch, name: str) -> jax.Array:
 def by_completion(batch: Batch, values_M: jax.Array) -> jax.Array:
     """Values of the M tokens with a mask of 1 at their places, [C, T]; 0 where masked."""
     shape, where = batch["mask_CT"].shape, batch["where_M"]
+    values_M = constrain(values_M, ROWS)
     flat = jnp.zeros(shape[0] * shape[1], values_M.dtype)
 
     def put(flat: jax.Array, where: jax.Array, values: jax.Array) -> jax.Array:
@@ -98,19 +129,19 @@ def values(graph: Any, params: Any, batch: Batch, compute: Compute) -> jax.Array
     """Critic values [C, T] of the states in which each completion token was chosen, 0 where masked."""
     model = assemble(graph, params)
     hidden = _hidden(model.decoder, batch, compute)
-    return jnp.where(batch["mask_CT"] > 0, model.scores(_taken(batch, hidden, batch["at_CT"])), 0.0)
+    return jnp.where(batch["mask_CT"] > 0, model.scores(_states(batch, hidden, batch["at_CT"])), 0.0)
 
 
 def values_and_last(graph: Any, params: Any, batch: Batch, compute: Compute) -> jax.Array:
     """Critic values [C, T + 1]: before each completion token as in `values`, then of the state after the last one."""
     model = assemble(graph, params)
     hidden = _hidden(model.decoder, batch, compute)
-    before = jnp.where(batch["mask_CT"] > 0, model.scores(_taken(batch, hidden, batch["at_CT"])), 0.0)
-    return jnp.concatenate([before, model.scores(_taken(batch, hidden, batch["last_C"]))[:, None]], axis=1)
+    before = jnp.where(batch["mask_CT"] > 0, model.scores(_states(batch, hidden, batch["at_CT"])), 0.0)
+    return jnp.concatenate([before, model.scores(_states(batch, hidden, batch["last_C"]))[:, None]], axis=1)
 
 
 def scores(graph: Any, params: Any, batch: Batch, compute: Compute) -> jax.Array:
     """Reward-model scores [C], read at the recorded last token (R12)."""
     model = assemble(graph, params)
     hidden = _hidden(model.decoder, batch, compute)
-    return model.scores(_taken(batch, hidden, batch["last_C"]))
+    return model.scores(_states(batch, hidden, batch["last_C"]))

@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tuning.losses.aggregate import count
 from tuning.mesh import put_batch, state_shardings, under
+from tuning.models.sharding import with_cut_gradients
 from tuning.training.batch import Group, Packed
 
 Tree = Any
@@ -83,7 +84,10 @@ class _Part:
 
 
 def _parts(loss_fn: LossFn, optimizer: optax.GradientTransformation) -> dict[str, _Part]:
-    gradient = jax.value_and_grad(loss_fn, has_aux=True)
+    def loss(params: Tree, batch: Batch, frozen: Tree) -> tuple[jax.Array, Batch]:
+        return loss_fn(with_cut_gradients(params), batch, frozen)
+
+    gradient = jax.value_and_grad(loss, has_aux=True)
 
     def apply(params: Tree, opt_state: Tree, grads: Tree) -> tuple[Tree, Tree, jax.Array]:
         norm = optax.global_norm(grads)

@@ -11,10 +11,20 @@ from tests.tuning.models.rows import LENGTH, alone, packed
 from tuning.axes import Axes
 from tuning.mesh import make_mesh, under
 from tuning.models import attention as att
+from tuning.models import sharding
 from tuning.models.decoder import AttentionSpec
+from tuning.target import compiling_for
 
-MESHES = {"rows": Axes(2, 1, 1), "heads": Axes(1, 2, 2), "copies": Axes(1, 2, 4), "whole": Axes(1, 1, 3)}
-"""`copies`: two key-value heads over four devices. `whole`: neither rows nor heads divide."""
+MESHES = {
+    "rows": Axes(2, 1, 1),
+    "heads": Axes(1, 2, 2),
+    "copies": Axes(1, 2, 4),
+    "whole": Axes(1, 1, 3),
+    "columns": Axes(1, 1, 2, 3),
+    "few columns": Axes(1, 2, 1, 4),
+}
+"""`copies`: two key-value heads over four devices. `whole`: neither rows nor heads divide. `few columns`: less than a
+block of queries, so splash is not asked."""
 
 
 def loss(implementation, group, branch, spec):
@@ -35,19 +45,40 @@ def gap(implementation, rows, axes, window, by_layer):
     spec = AttentionSpec(0.3, 3.0, jnp.int32(window) if by_layer else window, positions, by_layer)
     program = jax.jit(jax.value_and_grad(loss(implementation, group, branch, spec)))
     expected = program(arrays())
-    sizes = axes.data * axes.fsdp * axes.tensor
+    sizes = axes.data * axes.fsdp * axes.tensor * axes.context
     mesh = make_mesh(axes, jax.devices()[:sizes])
     with under(mesh):
         found = program(jax.device_put(arrays(), NamedSharding(mesh, PartitionSpec())))
     return max(float(np.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True))
 
 
+def gap_of_groups():
+    """A sum that each device keeps its part of, in groups of two as a TPU would have them of eight."""
+    x = jax.random.normal(jax.random.key(2), (8, 16, 3))
+    sharding.LARGEST_GROUP = 2
+
+    def parts():
+        local = jax.shard_map(
+            lambda x: sharding.scattered_sum(x[0], "fsdp", 0), mesh=make_mesh(Axes(1, 8, 1)),
+            in_specs=PartitionSpec("fsdp"), out_specs=PartitionSpec("fsdp"), check_vma=False,
+        )  # fmt: skip
+        return jax.jit(local)(x)
+
+    with compiling_for("tpu"):
+        return float(np.abs(parts() - x.sum(axis=0)).max())
+
+
 gaps = {}
 for name, axes in MESHES.items():
     for implementation in ("plain", "blocked"):
         gaps[f"{name} {implementation}"] = gap(implementation, packed(), axes, 20, None)
-    gaps[f"{name} splash"] = gap("splash", alone(), axes, None, None)
+    if name != "few columns":
+        gaps[f"{name} splash"] = gap("splash", alone(), axes, None, None)
 gaps["windows by layer, blocked"] = gap("blocked", packed(), MESHES["heads"], 20, 20)
 gaps["windows by layer, splash"] = gap("splash", alone(), MESHES["heads"], 20, 20)
 gaps["shared prompts, splash"] = gap("splash", packed(), MESHES["heads"], None, None)
+gaps["windows by layer, columns, blocked"] = gap("blocked", packed(), MESHES["columns"], 20, 20)
+gaps["windows by layer, columns, splash"] = gap("splash", alone(), MESHES["columns"], 20, 20)
+gaps["shared prompts, columns, splash"] = gap("splash", packed(), MESHES["columns"], None, None)
+gaps["a sum in groups"] = gap_of_groups()
 print(json.dumps(gaps))

@@ -70,7 +70,7 @@ def test_every_implementation_is_the_same_on_a_mesh():
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "tests.tuning.models.mesh_program"]
     gaps = json.loads(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
-    assert len(gaps) == 15
+    assert len(gaps) == 24
     assert {name: gap for name, gap in gaps.items() if gap > 1e-4} == {}
 
 
@@ -150,11 +150,11 @@ def lowered_for_tpu(mesh, length, config):
         return traced.lower(lowering_platforms=("tpu",)).as_text()
 
 
-@pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 2, 2)])
+@pytest.mark.parametrize("sizes", [(1, 1, 8, 1), (2, 1, 2, 2), (1, 4, 2, 1)])
 def test_a_training_pass_lowers_for_a_tpu_of_eight_chips(sizes):
-    """Kernels cannot be cut by the partitioner, so each device runs its own over its rows and heads."""
+    """Kernels cannot be cut by the partitioner, so each device runs its own over its rows, heads and columns."""
     config = dataclasses.replace(tiny(97), head_dim=128)
-    text = lowered_for_tpu(AbstractMesh(sizes, ("data", "fsdp", "tensor")), 2048, config)
+    text = lowered_for_tpu(AbstractMesh(sizes, ("data", "context", "fsdp", "tensor")), 2048, config)
     assert text.count("tpu_custom_call") >= 3
     assert not re.search(r"2048x2048xi1", text)
 

@@ -1,4 +1,5 @@
-"""One model on 1, 2, 4 and 8 devices, and on two processes: the same losses; checkpoints move between meshes."""
+"""One model on 1, 2, 4 and 8 devices, and on two processes: the same losses and parameters, whichever axis cuts what;
+checkpoints move between meshes."""
 
 import json
 import os
@@ -12,14 +13,16 @@ from tuning.axes import Axes
 from tuning.mesh import make_mesh
 
 PROGRAM = "tests.tuning.training.mesh_program"
+AXES = "tests.tuning.training.axes_program"
+ALL = "data,fsdp,tensor,context,data fsdp tensor,data fsdp context,fsdp tensor context"
 
 
-def start(devices, *args):
+def start(devices, *args, program=PROGRAM, flags=""):
     environment = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {flags}",
         "JAX_PLATFORMS": "cpu",
     }
-    command = [sys.executable, "-m", PROGRAM, *map(str, args)]
+    command = [sys.executable, "-m", program, *map(str, args)]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -27,6 +30,25 @@ def result(process):
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err[-3000:]
     return json.loads(out.splitlines()[-1])
+
+
+def gaps(dtype, loss, meshes):
+    """The largest gaps of two steps' losses and of the parameters after them, by mesh."""
+    # Many programs that run once: little is gained by making them fast.
+    return result(start(8, dtype, loss, meshes, program=AXES, flags="--xla_backend_optimization_level=0"))
+
+
+def test_steps_are_those_of_one_device_where_rows_width_and_vocabulary_are_cut_at_once():
+    found = gaps("float64", "sft", "fsdp tensor context")
+    assert max(found["sft fsdp tensor context"]) < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["sft", "grpo", "dpo", "distill"])
+def test_steps_are_those_of_one_device_on_every_mesh(loss):
+    found = gaps("float64", loss, ALL)
+    assert len(found) == 7
+    assert {name: gap for name, gap in found.items() if max(gap) > 1e-10} == {}
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ Place: TypeAlias = Mesh | jax.Device | None
 
 
 def sampling_mesh(axes: Any, devices: list[Any] | None = None) -> Mesh | None:
-    """The mesh of this process's devices that `data`, `fsdp` and `tensor` give engines; None for a single one.
+    """The mesh of this process's devices that the axes of training give engines; None for a single one.
 
     Parameters that training shards over `fsdp` are replicated here, and each replica has an engine of its own: sampling
     holds no optimizer state, and gathering weights for every token would cost more than replicas do.
@@ -32,8 +32,9 @@ def sampling_mesh(axes: Any, devices: list[Any] | None = None) -> Mesh | None:
 
 def sampling_axes(axes: Any, count: int) -> Axes:
     """The axes of `sampling_mesh` over `count` devices. Raises ValueError where they do not multiply to that."""
-    sizes = axis_sizes(Axes(axes.data, axes.fsdp, axes.tensor), count)
-    return Axes(sizes["data"] * sizes["fsdp"], 1, sizes["tensor"])
+    sizes = axis_sizes(Axes(axes.data, axes.fsdp, axes.tensor, axes.context), count)
+    # A token is decoded behind a cache that one replica holds: there is no length to cut.
+    return Axes(sizes["data"] * sizes["fsdp"] * sizes.get("context", 1), 1, sizes["tensor"])
 
 
 def replicas_of(mesh: Mesh | None) -> int:

@@ -1,0 +1,130 @@
+"""Two optimizer steps on every mesh and without one: the gaps of losses and parameters; run by `test_mesh`.
+
+Usage: axes_program.py DTYPE LOSS,LOSS,... MESH,MESH,...
+"""
+
+import dataclasses
+import json
+import sys
+
+import jax
+import numpy as np
+
+from tests.tuning.tiny import ragged_groups
+from tuning.algorithms.algorithm import find
+from tuning.algorithms.distillation import distillation_loss
+from tuning.algorithms.objective import policy_loss
+from tuning.algorithms.preference import preference_loss
+from tuning.algorithms.settings import Objective, Preference
+from tuning.algorithms.supervised import sft_loss
+from tuning.axes import Axes
+from tuning.device import Compute
+from tuning.mesh import init_state, make_mesh, own_params, put_params, row_shards
+from tuning.models.config import tiny
+from tuning.models.decoder import decoder_graph
+from tuning.models.huggingface import random_params
+from tuning.precision import use
+from tuning.training.batch import Group, Layout, micro_batches
+from tuning.training.optimizers import make_optimizer, make_schedule
+from tuning.training.step import counted, make_step
+
+MESHES = {
+    "data": Axes(4, 1, 1),
+    "fsdp": Axes(1, 4, 1),
+    "tensor": Axes(1, 1, 4),
+    "context": Axes(1, 1, 1, 4),
+    "data fsdp tensor": Axes(2, 2, 2),
+    "data fsdp context": Axes(2, 2, 1, 2),
+    "fsdp tensor context": Axes(1, 2, 2, 2),
+}
+"""Four key-value heads or fewer: along `tensor` of 4 they are copied."""
+# Both heads of Gemma: caps on logits, tied embeddings that are scaled, and windows in some of the layers.
+GEMMA = dataclasses.replace(
+    tiny(100),
+    final_softcap=3.0,
+    attention_softcap=5.0,
+    embed_scale=8.0,
+    sliding_window=16,
+    sliding_layers=(True, False),
+)
+LLAMA = dataclasses.replace(tiny(100), tie_embeddings=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A loss, and the rows that it reads."""
+
+    model: object
+    loss: object
+    layout: Layout
+    columns: tuple[str, ...] = ()
+    frozen: object = None
+    pairs: bool = False
+
+    def batches(self, shards, dtype):
+        groups = ragged_groups(7, count=24)
+        if self.pairs:
+            groups = [
+                Group(g.prompt, [g.completions[0], g.completions[-1]], [2 * i, 2 * i + 1]) for i, g in enumerate(groups)
+            ]
+        packed = micro_batches(groups, layout=self.layout, completion_tokens=8, shards=shards)
+        rng, count = np.random.default_rng(5), sum(len(g.completions) for g in groups)
+        values = {n: -4.6 + 0.3 * rng.normal(size=(count, 8)).astype(dtype) for n in self.columns}
+        arrays = []
+        for batch, p in zip(counted(groups, packed), packed, strict=True):
+            batch |= {f"{n}_CT": p.gather(x) for n, x in values.items() if n != "reference"}
+            batch |= {f"{n}_C": p.gather(x[:, 0]) for n, x in values.items() if n == "reference"}
+            arrays.append(batch)
+        return arrays
+
+
+def cases(dtype):
+    compute = Compute(dtype, remat=True)
+    gemma, llama = decoder_graph(GEMMA), decoder_graph(LLAMA)
+    objective = Objective(kl_coef=0.1, entropy_coef=0.01)
+    columns = ("mu", "old", "ref", "advantages")
+    return {
+        # Rows in blocks, a prompt for several completions; one micro-batch.
+        "sft": Case(GEMMA, sft_loss(gemma, compute), Layout(320, 64)),
+        # Short rows, several micro-batches.
+        "grpo": Case(LLAMA, policy_loss(llama, find(objective), objective, compute), Layout(64, 8), columns),
+        "dpo": Case(
+            LLAMA, preference_loss(llama, Preference(), compute), Layout(128, 64, "side by side"), ("reference",),
+            pairs=True,
+        ),
+        "distill": Case(
+            GEMMA, distillation_loss((gemma, llama), 0.3, 1.3, compute), Layout(64, 64), frozen=random_params(LLAMA, 9)
+        ),
+    }  # fmt: skip
+
+
+def steps(case, mesh, dtype):
+    """Losses and gradient norms of two steps, and the parameters after them."""
+    optimizer = make_optimizer(
+        make_schedule("constant", 1e-2, 0, 10), b1=0.9, b2=0.95, weight_decay=0.1, clip_norm=1.0, max_skipped=2
+    )
+    params = own_params(random_params(case.model, 3), mesh)
+    state, step = init_state(optimizer, params, mesh), make_step(case.loss, optimizer, 2, mesh)
+    frozen, found = put_params(case.frozen, mesh), []
+    for _ in range(2):
+        params, state, sums = step(params, state, case.batches(row_shards(mesh), dtype), frozen)
+        found += [sums["loss"], sums["grad_norm"]]
+    return np.array(found), jax.tree.map(np.asarray, params)
+
+
+def main(dtype, losses, meshes):
+    use(dtype)
+    gaps, known = {}, cases(dtype)
+    for name in losses.split(","):
+        case = known[name]
+        wanted, params = steps(case, None, dtype)
+        for label in meshes.split(","):
+            axes = MESHES[label]
+            count = axes.data * axes.fsdp * axes.tensor * axes.context
+            found, moved = steps(case, make_mesh(axes, jax.devices()[:count]), dtype)
+            furthest = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), params, moved)
+            gaps[f"{name} {label}"] = [float(np.abs(wanted - found).max()), max(jax.tree.leaves(furthest))]
+    print(json.dumps(gaps))
+
+
+main(*sys.argv[1:])
