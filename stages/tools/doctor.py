@@ -23,7 +23,7 @@ def main() -> None:
     print(f"attention     {fused or 'blocks of queries'} (plain XLA where rows are short or a feature is missing)")
     if device.platform == "cpu":
         print(f"decoding      {'kernels in C' if any(build()) else 'XLA alone, which is slower'}")
-    print(f"remat         {'a layer keeps its input' if device.compute.remat else 'a layer keeps its products'}")
+    print(f"remat         {device.compute.remat}")
     if device.count > 1:
         print(f"mesh          parameters cut over {device.count} devices, unless compute.mesh says otherwise")
     print(f"micro-batch   {device.row_tokens_per_step} row tokens")

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from tuning.axes import Axes
+from tuning.device import HOST_MEMORY
 from tuning.fit.liveness import Size, nbytes
 from tuning.mesh import axis_sizes, state_shardings
 from tuning.models.config import DecoderConfig
@@ -67,12 +68,16 @@ def abstract_mesh(axes: Axes, count: int) -> AbstractMesh:
 
 
 def bytes_of(tree: Any, places: Any = None) -> int:
-    """Bytes of a tree of shapes on one device; `places`: a sharding for each, None for all of it."""
+    """Bytes of a tree of shapes on one device; `places`: a sharding for each, None for all of it.
+
+    What is in the host's memory counts for nothing.
+    """
     if places is None:
         return sum(int(nbytes(x)) for x in jax.tree.leaves(tree))
     return sum(
         math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize
         for x, s in zip(jax.tree.leaves(tree), jax.tree.leaves(places), strict=True)
+        if s.memory_kind != HOST_MEMORY
     )
 
 

@@ -34,6 +34,7 @@ from tuning.fit.places import (
 from tuning.mesh import row_shards
 from tuning.models.config import DecoderConfig
 from tuning.models.lora import LoraConfig, Role, over, tuned_graph
+from tuning.models.remat import RECOMPUTED
 from tuning.settings import ComputeSettings, OptimizerSettings
 from tuning.shapes import bucket
 from tuning.target import Platform, compiling_for
@@ -72,8 +73,6 @@ class Trained:
     """A model that the loss reads unchanged."""
     beside: tuple[Beside, ...] = ()
     """What else is in the devices' memory meanwhile."""
-    remat: bool | None = None
-    """In place of the device's choice."""
 
 
 def training(asked: Trained, machine: Machine) -> Figures:
@@ -83,8 +82,8 @@ def training(asked: Trained, machine: Machine) -> Figures:
 
 
 def _training(asked: Trained, machine: Machine) -> Figures:
-    device = machine.choices(asked.compute.dtype)
-    compute = device.compute if asked.remat is None else dataclasses.replace(device.compute, remat=asked.remat)
+    device = machine.choices(asked.compute.dtype, asked.compute.remat)
+    compute = device.compute
     mesh = abstract_mesh(asked.compute.mesh, machine.count)
     shards, fsdp, tensor = row_shards(mesh), mesh.shape["fsdp"], mesh.shape["tensor"]
     # As `stages.training.fit` and `tuning.algorithms.rounds` pack a step.
@@ -130,7 +129,7 @@ def _training(asked: Trained, machine: Machine) -> Figures:
     forward = forward_flops(asked.model, asked.groups, head=head)
     # Padding is computed too.
     forward *= tokens / max(1, sum(g.size for g in asked.groups))
-    passes = (FULL if asked.lora is None else ADAPTER) + int(compute.remat)
+    passes = (FULL if asked.lora is None else ADAPTER) + RECOMPUTED[compute.remat]
     flops = passes * forward + (forward_flops(asked.teacher, asked.groups) if asked.teacher else 0.0)
     state = parts["weights"] + parts["moments"]
     sent = len(packed) * _sent(asked, mesh.shape, bytes_of(dense) // 4, item, tokens / len(packed) / shards)
