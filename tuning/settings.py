@@ -17,6 +17,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 NotNegative = Annotated[float, Field(ge=0)]
+Moments = Literal["float32", "bfloat16", "host"]
 Remat = Literal["auto", "none", "products", "dots", "attention", "full", "offload"]
 
 
@@ -50,7 +51,7 @@ class OptimizerSettings:
     """Added to the root of the second moment."""
     clip_norm: Positive | None = 1.0
     """Largest global norm of the gradient; null: any."""
-    moments: Literal["float32", "bfloat16", "host"] = "float32"
+    moments: Moments = "float32"
     """How moments are kept. bfloat16 takes half of the memory and rounds at random, so that small changes count in the
     mean; host keeps float32 in the host's memory, and each update of a TPU or GPU reads and writes them there."""
     max_skipped: Annotated[int, Field(ge=0)] = 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Iterable
@@ -22,6 +23,7 @@ from tuning.models.lora import LoraConfig, Role, trainable_shapes, tune
 from tuning.models.sharding import shardings
 from tuning.precision import real
 from tuning.settings import OptimizerSettings
+from tuning.training.moments import owners
 from tuning.training.optimizers import optimizer_of
 
 
@@ -87,8 +89,18 @@ def weight_bytes(tree: Any, mesh: Any) -> int:
 
 
 def state_bytes(optimizer: Any, params: Any, mesh: Any) -> int:
-    """Bytes of an optimizer's state on one device."""
+    """Bytes of an optimizer's state in the memory of one device."""
     return bytes_of(jax.eval_shape(optimizer.init, params), state_shardings(optimizer, params, mesh)[1])
+
+
+def on_host_bytes(optimizer: Any, params: Any, mesh: Any) -> tuple[int, int]:
+    """Bytes of a device's part of the moments in the host's memory: of all parameters, and of the one with most."""
+    state, places = jax.eval_shape(optimizer.init, params), state_shardings(optimizer, params, mesh)[1]
+    sizes: dict[Any, int] = collections.Counter()
+    for x, s, own in zip(*map(jax.tree.leaves, (state, places, owners(state, params))), strict=True):
+        if s.memory_kind == HOST_MEMORY:
+            sizes[own.path] += math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize
+    return sum(sizes.values()), max(sizes.values(), default=0)
 
 
 def local(config: DecoderConfig, tensor: int) -> DecoderConfig:

@@ -25,6 +25,7 @@ from tuning.fit.places import (
     local,
     narrower,
     of_others,
+    on_host_bytes,
     shapes_of,
     sizes_over,
     state_bytes,
@@ -119,6 +120,9 @@ def _training(asked: Trained, machine: Machine) -> Figures:
         outer += rows * length * length
     # The update needs the gradients and as much for what it changes.
     apply = gradients if several else 2 * gradients
+    # Moments of one parameter at a time come from the host, and go back.
+    on_host, largest = on_host_bytes(optimizer, trained, mesh)
+    apply += 2 * largest
     if machine.kind.platform != "cpu" and item < 4 and frozen is None:
         # XLA casts the stacked weights once, before the loop over layers.
         outer += weight_bytes(in_type(trained, compute.dtype), mesh)
@@ -144,6 +148,7 @@ def _training(asked: Trained, machine: Machine) -> Figures:
             "rows": packed[0].tokens_BL.shape[0] // shards,
             "row_tokens": packed[0].tokens_BL.shape[1],
             "remat": compute.remat,
+            "host": on_host,
             "mesh": dict(mesh.shape),
         },
     )

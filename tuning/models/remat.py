@@ -5,12 +5,13 @@ of attention, F feed-forward.
 
     none        all that a gradient reads
     products    W + A + D + 2 F    results of products and of attention; the cheap rest is computed again
-    dots        W + 2 D + 2 F      results of products; attention is computed again
+    dots        W + D + 2 F        results of products; attention is computed again
     attention   A                  what attention gives; all products are computed again
     full        0                  nothing (Chen et al., arXiv:1604.06174)
     offload     -D                 nothing, and its input is in the host's memory
 
-cuDNN's attention is computed again whatever the policy but `none`: what it keeps has no name.
+Attention without blocks, that of short rows and cuDNN's, has no name: it is computed again whatever the policy but
+`none`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ PRODUCTS = (HEADS, ATTENTION, RESIDUAL, MLP)
 _policies = jax.checkpoint_policies
 POLICIES: dict[str, Callable[..., Any]] = {
     "products": _policies.save_only_these_names(*PRODUCTS),
-    "dots": _policies.dots_with_no_batch_dims_saveable,
+    # By name: a policy of JAX's own does not see the products, which have a gradient of their own (`matmul`).
+    "dots": _policies.save_only_these_names(HEADS, RESIDUAL, MLP),
     "attention": _policies.save_only_these_names(ATTENTION),
     "full": _policies.nothing_saveable,
     "offload": _policies.save_and_offload_only_these_names(

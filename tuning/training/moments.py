@@ -43,8 +43,8 @@ def rounded(rule: optax.GradientTransformation) -> optax.GradientTransformation:
 
     def init(params: Any) -> RoundedState:
         inner = rule.init(params)
-        owners = _owners(inner, params)
-        narrow = jax.tree.map(lambda x, own: x.astype(jnp.bfloat16) if own.moment else x, inner, owners)
+        whose = owners(inner, params)
+        narrow = jax.tree.map(lambda x, own: x.astype(jnp.bfloat16) if own.moment else x, inner, whose)
         return RoundedState(jnp.zeros([], jnp.int32), narrow)
 
     def update(updates: Any, state: RoundedState, params: Any = None) -> tuple[Any, RoundedState]:
@@ -53,10 +53,10 @@ def rounded(rule: optax.GradientTransformation) -> optax.GradientTransformation:
         key = jax.random.fold_in(jax.random.key(_SEED, impl="threefry2x32"), state.count)
         changed, inner = rule.update(updates, wide, params)
         leaves, tree = jax.tree.flatten(inner)
-        owners = jax.tree.leaves(_owners(inner, updates))
+        whose = jax.tree.leaves(owners(inner, updates))
         narrow = [
             stochastically_rounded(x, jax.random.fold_in(key, i)) if own.moment else x
-            for i, (x, own) in enumerate(zip(leaves, owners, strict=True))
+            for i, (x, own) in enumerate(zip(leaves, whose, strict=True))
         ]
         return changed, RoundedState(optax.safe_increment(state.count), jax.tree.unflatten(tree, narrow))
 
@@ -98,7 +98,7 @@ def on_host(
     def init(params: Any) -> optax.ApplyIfFiniteState:
         zero, yes = jnp.zeros([], jnp.int32), jnp.array(True)
         state = rule.init(params)
-        return optax.ApplyIfFiniteState(zero, yes, zero, (clip.init(params), _split(state, _owners(state, params))))
+        return optax.ApplyIfFiniteState(zero, yes, zero, (clip.init(params), _split(state, owners(state, params))))
 
     def update(updates: Any, state: optax.ApplyIfFiniteState, params: Any = None) -> tuple[Any, Any]:
         finite = jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(updates)]))
@@ -117,7 +117,7 @@ def _one_by_one(
 ) -> tuple[Any, HostState]:
     """The updates of a rule and its state after them; zeros and the old state unless `taken`."""
     whole = jax.tree.map(lambda x, y: y if x is None else x, *state, is_leaf=lambda x: x is None)
-    owners = _owners(whole, updates)
+    whose = owners(whole, updates)
     changed: dict[Path, jax.Array] = {}
     after: dict[Path, jax.Array] = {}
     for path in _paths(updates):
@@ -133,12 +133,12 @@ def _one_by_one(
         kept = jax.tree.map(lambda x, y: jnp.where(taken, x, y), new, old)
         after |= dict(jax.tree_util.tree_leaves_with_path(kept))
     new = jax.tree_util.tree_map_with_path(lambda path, _: after[path], whole)
-    return jax.tree_util.tree_map_with_path(lambda path, _: changed[path], updates), _split(new, owners)
+    return jax.tree_util.tree_map_with_path(lambda path, _: changed[path], updates), _split(new, whose)
 
 
-def _split(state: Any, owners: Any) -> HostState:
-    moments = jax.tree.map(lambda x, own: _to(jax.memory.Space.Host, x) if own.moment else None, state, owners)
-    return HostState(moments, jax.tree.map(lambda x, own: None if own.moment else x, state, owners))
+def _split(state: Any, whose: Any) -> HostState:
+    moments = jax.tree.map(lambda x, own: _to(jax.memory.Space.Host, x) if own.moment else None, state, whose)
+    return HostState(moments, jax.tree.map(lambda x, own: None if own.moment else x, state, whose))
 
 
 def _to(space: jax.memory.Space, x: jax.Array) -> jax.Array:
@@ -146,7 +146,7 @@ def _to(space: jax.memory.Space, x: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Owner:
+class Owner:
     """Whose a leaf of an optimizer's state is."""
 
     path: Path | None
@@ -154,13 +154,13 @@ class _Owner:
     moment: bool
 
 
-def _owners(state: Any, params: Any) -> Any:
-    """An `_Owner` for each leaf of a state."""
+def owners(state: Any, params: Any) -> Any:
+    """An `Owner` for each leaf of a state."""
     shapes = {path: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
-    def one(path: Path, leaf: Any) -> _Owner:
+    def one(path: Path, leaf: Any) -> Owner:
         own = _own(path, shapes)
-        return _Owner(own, own is not None and leaf.shape == shapes[own])
+        return Owner(own, own is not None and leaf.shape == shapes[own])
 
     return jax.tree_util.tree_map_with_path(one, state)
 

@@ -23,27 +23,35 @@ from tuning.training.batch import Group
 ROOT = Path(__file__).parents[3]
 
 
-def compiled(model, kind, devices):
+def compiled(model, kind, devices, *options):
     flags = f"--xla_force_host_platform_device_count={devices}"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.tuning.fit.compiled_program", model, kind]
+    command = [sys.executable, "-m", "tests.tuning.fit.compiled_program", model, kind, *options]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize(
-    ("model", "kind", "devices"),
+    ("model", "kind", "devices", "options"),
     [
-        ("tiny", "sft", 1),
-        ("tiny", "grpo", 8),
-        pytest.param("tiny", "grpo", 1, marks=pytest.mark.slow),
-        pytest.param("tiny", "sft", 8, marks=pytest.mark.slow),
-        *(pytest.param("0.1b", k, n, marks=pytest.mark.slow) for k in ("sft", "grpo") for n in (1, 8)),
+        ("tiny", "sft", 1, ()),
+        ("tiny", "grpo", 8, ()),
+        ("tiny", "sft", 1, ("full", "bfloat16")),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("tiny", "grpo", 1, ()),
+                ("tiny", "sft", 8, ()),
+                *(("0.1b", kind, n, ()) for kind in ("sft", "grpo") for n in (1, 8)),
+                *(("0.1b", "sft", 1, (remat,)) for remat in ("none", "dots", "attention", "full")),
+                ("0.1b", "sft", 8, ("full", "bfloat16")),
+            )
+        ),
     ],
 )
-def test_a_step_on_cpu_has_the_arguments_to_the_byte_and_the_peak_within_a_tenth(model, kind, devices):
-    found = compiled(model, kind, devices)
+def test_a_step_on_cpu_has_the_arguments_to_the_byte_and_the_peak_within_a_tenth(model, kind, devices, options):
+    found = compiled(model, kind, devices, *options)
     arguments, temporary = found["measured"]
     low, middle, high = found["temporary"]
     # What a program does not read is no argument of it.
