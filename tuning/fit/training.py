@@ -120,9 +120,9 @@ def _training(asked: Trained, machine: Machine) -> Figures:
         outer += rows * length * length
     # The update needs the gradients and as much for what it changes.
     apply = gradients if several else 2 * gradients
-    # Moments of one parameter at a time come from the host, and go back.
+    # Moments come from the host and go back one parameter at a time.
     on_host, largest = on_host_bytes(optimizer, trained, mesh)
-    apply += 2 * largest
+    apply += largest
     if machine.kind.platform != "cpu" and item < 4 and frozen is None:
         # XLA casts the stacked weights once, before the loop over layers.
         outer += weight_bytes(in_type(trained, compute.dtype), mesh)

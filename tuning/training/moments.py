@@ -116,24 +116,28 @@ def _one_by_one(
     rule: optax.GradientTransformation, updates: Any, state: HostState, params: Any, taken: jax.Array
 ) -> tuple[Any, HostState]:
     """The updates of a rule and its state after them; zeros and the old state unless `taken`."""
-    whole = jax.tree.map(lambda x, y: y if x is None else x, *state, is_leaf=lambda x: x is None)
+    whole = _joined(state)
     whose = owners(whole, updates)
     changed: dict[Path, jax.Array] = {}
     after: dict[Path, jax.Array] = {}
+    before: Any = ()
     for path in _paths(updates):
-        old = _alone(whole, path, updates)
-        mine = _alone(updates, path, updates)
-        if changed:
-            # The moments of a parameter are awaited when the update of the one before it is there.
-            before = next(reversed(changed))
-            mine, changed[before] = jax.lax.optimization_barrier((mine, changed[before]))
+        mine, theirs, old = (_alone(tree, path, updates) for tree in (updates, params, whole))
+        # In turn: a parameter's moments leave the host when those of the one before it are back.
+        mine, old, before = jax.lax.optimization_barrier((mine, old, before))
         old = jax.tree.map(lambda x: _to(jax.memory.Space.Device, x), old)
-        update, new = rule.update(mine, old, _alone(params, path, updates))
+        update, new = rule.update(mine, old, theirs)
         (changed[path],) = (jnp.where(taken, x, jnp.zeros_like(x)) for x in jax.tree.leaves(update))
-        kept = jax.tree.map(lambda x, y: jnp.where(taken, x, y), new, old)
-        after |= dict(jax.tree_util.tree_leaves_with_path(kept))
+        new = jax.tree.map(lambda x, y: jnp.where(taken, x, y), new, old)
+        new = _joined(_split(new, _alone(whose, path, updates)))
+        after |= dict(jax.tree_util.tree_leaves_with_path(new))
+        before = (changed[path], new)
     new = jax.tree_util.tree_map_with_path(lambda path, _: after[path], whole)
     return jax.tree_util.tree_map_with_path(lambda path, _: changed[path], updates), _split(new, whose)
+
+
+def _joined(state: HostState) -> Any:
+    return jax.tree.map(lambda x, y: y if x is None else x, *state, is_leaf=lambda x: x is None)
 
 
 def _split(state: Any, whose: Any) -> HostState:
