@@ -17,7 +17,7 @@ from tuning.fit.machines import machine
 from tuning.fit.shapes import VALUES, public
 from tuning.fit.training import training
 from tuning.models.lora import LoraConfig
-from tuning.settings import ComputeSettings
+from tuning.settings import ComputeSettings, OptimizerSettings
 from tuning.training.batch import Group
 
 ROOT = Path(__file__).parents[3]
@@ -108,6 +108,28 @@ def test_a_smaller_micro_batch_rematerialisation_and_an_adapter_take_less():
     assert adapter.parts["moments"] < 0.1 * remat.parts["moments"]
     nf4 = training(dataclasses.replace(step, lora=LoraConfig(quantize="nf4")), machine("v5e-1"))
     assert nf4.parts["frozen base"] < adapter.parts["frozen base"]
+
+
+def test_moments_in_bfloat16_take_half_and_on_the_host_nothing_of_the_device():
+    step = asked("0.1b", "sft", 8)
+    plain, half, host = (
+        training(dataclasses.replace(step, optimizer=OptimizerSettings(moments=kind)), machine("v5e-8"))
+        for kind in ("float32", "bfloat16", "host")
+    )
+    counts = 100
+    assert half.parts["moments"] == pytest.approx(plain.parts["moments"] / 2, abs=counts)
+    assert host.parts["moments"] < counts
+    assert host.shape["host"] == pytest.approx(plain.parts["moments"], abs=counts) and plain.shape["host"] == 0
+
+
+def test_an_offloaded_input_of_each_layer_is_not_on_the_device():
+    step = asked("0.1b", "sft", 8)
+    full, offload = (
+        training(dataclasses.replace(step, compute=ComputeSettings(remat=name)), machine("v5e-1"))
+        for name in ("full", "offload")
+    )
+    # 12 layers, 8 rows of 1,024 tokens, 768 elements of two bytes.
+    assert full.temporary[0] - offload.temporary[0] == pytest.approx(12 * 8 * 1024 * 768 * 2, rel=0.1)
 
 
 def test_tensor_parallel_heads_keep_the_flops_and_halve_a_devices_activations():
