@@ -26,7 +26,7 @@ _SEED = 0x6D6F6D
 class RoundedState(NamedTuple):
     """State of a rule whose moments are stored in bfloat16."""
 
-    count: jax.Array
+    number: jax.Array
     """Updates so far: what the random bits are drawn from."""
     inner: Any
 
@@ -35,9 +35,8 @@ def rounded(rule: optax.GradientTransformation) -> optax.GradientTransformation:
     """The rule with its moments in bfloat16 between updates; an update is computed in the rule's own type.
 
     Rounding is stochastic: to the next value up or down, so that the mean is the value itself (Gupta et al.,
-    arXiv:1502.02551; for moments, Ozkara et al., arXiv:2502.20566). To the nearest would not do: a second moment with
-    a decay of 0.999 changes by at most a thousandth in an update, a step of bfloat16 is 1/128 to 1/256 of the value,
-    and the moment would stay where it is. Bits are drawn from the number of the update and the place of the leaf, so
+    arXiv:1502.02551). To the nearest would not do: with a decay of 0.999 a second moment shrinks by at most a
+    thousandth in an update, a step of bfloat16 is 1/128 to 1/256 of the value, and the moment would stay where it is. Bits are drawn from the number of the update and the place of the leaf, so
     that a run that resumes, and any mesh, draws the same.
     """
 
@@ -50,7 +49,7 @@ def rounded(rule: optax.GradientTransformation) -> optax.GradientTransformation:
     def update(updates: Any, state: RoundedState, params: Any = None) -> tuple[Any, RoundedState]:
         types = jax.eval_shape(rule.init, updates)
         wide = jax.tree.map(lambda x, like: x.astype(like.dtype), state.inner, types)
-        key = jax.random.fold_in(jax.random.key(_SEED, impl="threefry2x32"), state.count)
+        key = jax.random.fold_in(jax.random.key(_SEED, impl="threefry2x32"), state.number)
         changed, inner = rule.update(updates, wide, params)
         leaves, tree = jax.tree.flatten(inner)
         whose = jax.tree.leaves(owners(inner, updates))
@@ -58,7 +57,7 @@ def rounded(rule: optax.GradientTransformation) -> optax.GradientTransformation:
             stochastically_rounded(x, jax.random.fold_in(key, i)) if own.moment else x
             for i, (x, own) in enumerate(zip(leaves, whose, strict=True))
         ]
-        return changed, RoundedState(optax.safe_increment(state.count), jax.tree.unflatten(tree, narrow))
+        return changed, RoundedState(optax.safe_increment(state.number), jax.tree.unflatten(tree, narrow))
 
     return optax.GradientTransformation(init, update)
 
@@ -145,7 +144,7 @@ def _split(state: Any, whose: Any) -> HostState:
     return HostState(moments, jax.tree.map(lambda x, own: None if own.moment else x, state, whose))
 
 
-def _to(space: jax.memory.Space, x: jax.Array) -> jax.Array:
+def _to(space: Any, x: jax.Array) -> jax.Array:
     return jax.device_put(x, space)
 
 
