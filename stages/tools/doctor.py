@@ -10,7 +10,7 @@ from stages.contract.fingerprint import library_versions
 
 def main() -> None:
     """Prints the table; see the module."""
-    from stages.worker.flags import FLAGS, value_of
+    from stages.common.flags import FLAGS, value_of
     from tuning.device import choose, memory_kinds
     from tuning.rewards.sandbox import gaps
     from tuning.rollout.engine.cpu.kernels import build

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from stages.common.flags import with_flags
 from stages.worker import interpreter
 from stages.worker.devices import device_kind
-from stages.worker.flags import with_flags
 from stages.worker.protocol import Changed, Done, Event, Failed, Heartbeat, Report, Request, parse_event
 
 # A worker sends a heartbeat every two seconds: after this time without one it counts as hung.

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.tuning.training.test_optimizers import settings
+from tests.tuning.training.descent import settings
 from tuning.axes import Axes
 from tuning.device import HOST_MEMORY
 from tuning.mesh import init_state, make_mesh, own_params, state_shapes

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from tests.tuning.training.test_optimizers import distance, noise, normal, settings
+from tests.tuning.training.descent import distance, noise, normal, settings
 from tuning.device import HOST_MEMORY, check_host_memory
 from tuning.mesh import init_state, state_shapes
 from tuning.training.checkpoint import Checkpoints

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from stages.common.flags import FLAGS, value_of, with_flags
 from stages.worker.client import worker_environment
-from stages.worker.flags import FLAGS, value_of, with_flags
 
 PLATFORMS = ("gpu", "tpu")
 
