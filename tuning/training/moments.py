@@ -36,8 +36,9 @@ def rounded(rule: optax.GradientTransformation) -> optax.GradientTransformation:
 
     Rounding is stochastic: to the next value up or down, so that the mean is the value itself (Gupta et al.,
     arXiv:1502.02551). To the nearest would not do: with a decay of 0.999 a second moment shrinks by at most a
-    thousandth in an update, a step of bfloat16 is 1/128 to 1/256 of the value, and the moment would stay where it is. Bits are drawn from the number of the update and the place of the leaf, so
-    that a run that resumes, and any mesh, draws the same.
+    thousandth in an update, a step of bfloat16 is 1/128 to 1/256 of the value, and the moment would stay where it is.
+    Bits are drawn from the number of the update and the place of the leaf, so that a run that resumes, and any mesh,
+    draws the same.
     """
 
     def init(params: Any) -> RoundedState:
