@@ -9,6 +9,10 @@ import os
 import jax
 
 from tuning.precision import real, resolved
+from tuning.target import target_platform
+
+HOST_MEMORY = "pinned_host"
+"""JAX's name of the host memory that a device's programs read and write."""
 
 CACHE_SHARE = 0.25
 """Share of a device's memory for the keys and values that sampling caches."""
@@ -20,8 +24,8 @@ class Compute:
 
     dtype: str = "float32"
     """Type of activations."""
-    remat: bool = False
-    """Whether the backward pass recomputes a layer's activations, to save memory."""
+    remat: str = "products"
+    """What the backward pass keeps of a layer: a name of `tuning.models.remat`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,10 +76,25 @@ def peak_memory_bytes() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def choose(dtype: str = "auto") -> Device:
-    """The choices for this process's devices. `dtype` overrides `auto` (float32 on CPU, bfloat16 elsewhere).
+def memory_kinds() -> tuple[str, ...]:
+    """JAX's names of the memories that programs can use."""
+    if target_platform() != jax.default_backend():
+        # Compiled ahead of time, for a TPU or a GPU: both have these.
+        return ("device", HOST_MEMORY)
+    return tuple(memory.kind for memory in jax.local_devices()[0].addressable_memories())
 
-    Raises ValueError for float64 where JAX is not set up for it.
+
+def check_host_memory(setting: str, kinds: tuple[str, ...]) -> None:
+    """Raises ValueError, naming the setting that asks for it, where the host's memory is not among `kinds`."""
+    if HOST_MEMORY not in kinds:
+        raise ValueError(f"{setting} needs memory of the kind {HOST_MEMORY}; this device has {', '.join(kinds)}")
+
+
+def choose(dtype: str = "auto", remat: str = "auto") -> Device:
+    """The choices for this process's devices. `dtype` overrides `auto` (float32 on CPU, bfloat16 elsewhere), as does
+    `remat` (`products` on CPU, `full` elsewhere).
+
+    Raises ValueError for float64 where JAX is not set up for it, and for `offload` where no host memory is in reach.
     """
     device = jax.devices()[0]
     dtype = resolved(dtype)
@@ -83,19 +102,23 @@ def choose(dtype: str = "auto") -> Device:
         raise ValueError(
             "compute dtype float64 needs JAX set up for it: call `tuning.precision.use` before arrays are made"
         )
-    return choices(device.platform, device.device_kind, jax.device_count(), memory_bytes(), dtype)
+    return choices(device.platform, device.device_kind, jax.device_count(), memory_bytes(), dtype, remat)
 
 
-def choices(platform: str, kind: str, count: int, memory: int, dtype: str) -> Device:
+def choices(platform: str, kind: str, count: int, memory: int, dtype: str, remat: str = "auto") -> Device:
     """The choices for devices of a kind, which need not be here; `memory` is bytes of one, `dtype` no `auto`."""
     on_cpu = platform == "cpu"
+    if remat == "auto":
+        # On CPU memory is plentiful and products are slow: recomputing them costs more than it saves.
+        remat = "products" if on_cpu else "full"
+    if remat == "offload":
+        check_host_memory("compute.remat offload", memory_kinds())
     return Device(
         platform=platform,
         kind=kind,
         count=count,
         memory_bytes=memory,
-        # On CPU memory is plentiful and products are slow: recomputing them costs more than it saves.
-        compute=Compute(dtype=dtype, remat=not on_cpu),
+        compute=Compute(dtype=dtype, remat=remat),
         row_tokens_per_step=1024 if on_cpu else 16384,
         rollout_rows=64 if on_cpu else 1024,
         cache_bytes=int(CACHE_SHARE * memory),

@@ -14,6 +14,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from tuning.axes import Axes
+from tuning.device import HOST_MEMORY
 from tuning.models.sharding import CONTEXT, ROWS, shardings
 
 
@@ -139,7 +140,8 @@ def batch_spec(name: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> 
 
 
 def state_shardings(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh) -> tuple[Any, Any]:
-    """Shardings of parameters and optimizer state: moments like their parameters, the rest replicated.
+    """Shardings of parameters and optimizer state: moments like their parameters, the rest replicated; what a
+    `HostState` has on the host is in its memory.
 
     A moment is a leaf of the state whose shape is a parameter's and whose path ends in that parameter's path. The
     factors of Adafactor have other shapes, so they are replicated.
@@ -152,9 +154,15 @@ def state_shardings(optimizer: optax.GradientTransformation, params: Any, mesh: 
     def one(path: Any, leaf: Any) -> NamedSharding:
         # Longest path first: ('mu', 'layers', 'q') -> ('layers', 'q') -> ('q',).
         ends = ((path[start:], leaf.shape) for start in range(len(path)))
-        return next((known[end] for end in ends if end in known), everywhere)
+        found = next((known[end] for end in ends if end in known), everywhere)
+        return found.with_memory_kind(HOST_MEMORY) if _on_host(path) else found
 
     return of_params, jax.tree_util.tree_map_with_path(one, jax.eval_shape(optimizer.init, params))
+
+
+def _on_host(path: Any) -> bool:
+    # The field of `training.moments.HostState`.
+    return any(getattr(key, "name", None) == "on_host" for key in path)
 
 
 def init_state(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh | None) -> Any:
@@ -173,8 +181,11 @@ def state_shapes(optimizer: optax.GradientTransformation, params: Any, mesh: Mes
     shapes = params, jax.eval_shape(optimizer.init, params)
     if mesh is None:
         one = SingleDeviceSharding(jax.local_devices()[0])
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), shapes)
-    places = state_shardings(optimizer, params, mesh)
+        places: Any = jax.tree_util.tree_map_with_path(
+            lambda path, _: one.with_memory_kind(HOST_MEMORY) if _on_host(path) else one, shapes
+        )
+    else:
+        places = state_shardings(optimizer, params, mesh)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, places)
 
 

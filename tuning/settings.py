@@ -17,6 +17,8 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 NotNegative = Annotated[float, Field(ge=0)]
+Moments = Literal["float32", "bfloat16", "host"]
+Remat = Literal["auto", "none", "products", "dots", "attention", "full", "offload"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +51,9 @@ class OptimizerSettings:
     """Added to the root of the second moment."""
     clip_norm: Positive | None = 1.0
     """Largest global norm of the gradient; null: any."""
+    moments: Moments = "float32"
+    """How moments are kept. bfloat16 takes half of the memory and rounds at random, so that small changes count in the
+    mean; host keeps float32 in the host's memory, and each update of a TPU or GPU reads and writes them there."""
     max_skipped: Annotated[int, Field(ge=0)] = 3
     """Non-finite steps in a row that are skipped before the stage stops."""
 
@@ -72,5 +77,10 @@ class ComputeSettings:
     products by default are not. float64, on CPU alone, is for checks: weights, moments and sums are float64 as well."""
     tokens_per_micro_batch: Annotated[int, Field(ge=0)] = 0
     """Row tokens of one forward and backward pass; 0: the device decides."""
+    remat: Remat = "auto"
+    """What the backward pass keeps of each layer, from most memory to least; the rest is computed again. none: keep
+    everything; products: results of products and of attention; dots: of products alone, without those of attention;
+    attention: what attention gives; full: the layer's input alone; offload: that in the host's memory. auto: products
+    on CPU, full elsewhere."""
     mesh: Axes = Axes()
     """How several devices share the work. Sampling has no `fsdp` and no `context`: those devices are replicas."""

@@ -53,12 +53,16 @@ def held(memory: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def bytes_by_device(tree: Any) -> dict[Any, int]:
-    """Bytes of a tree's arrays on each device of this process; an array that is there twice counts once."""
+    """Bytes of a tree's arrays in the memory of each device of this process; one that is there twice counts once."""
     import jax
+
+    from tuning.device import HOST_MEMORY
 
     arrays = {id(leaf): leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)}
     found: dict[Any, int] = collections.Counter()
     for array in arrays.values():
+        if array.sharding.memory_kind == HOST_MEMORY:
+            continue
         # Without touching the values: an array that was donated has none.
         part = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
         for device in array.sharding.addressable_devices:

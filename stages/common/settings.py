@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from stages.contract.definition import StageConfig, execution_setting
 from tuning import settings as core
-from tuning.settings import RULE_DEFAULTS, Fraction
+from tuning.settings import RULE_DEFAULTS, Fraction, Remat
 
 __all__ = ["Compute", "Fitted", "Fraction", "Lora", "Mesh", "Optimizer", "Trained"]
 
@@ -163,6 +163,7 @@ class Compute(FromCore, core.ComputeSettings):  # type: ignore[misc]
     """How to compute. `dtype` is chosen by the device where it says auto; the rest cannot change a result."""
 
     tokens_per_micro_batch: int = execution_setting(core.ComputeSettings.tokens_per_micro_batch, ge=0)
+    remat: Remat = execution_setting(core.ComputeSettings.remat)
     rollout_rows: int = execution_setting(0, ge=0)
     """Completions decoded side by side; 0: the device decides."""
     mesh: Mesh = execution_setting(Mesh())

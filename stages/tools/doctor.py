@@ -10,7 +10,8 @@ from stages.contract.fingerprint import library_versions
 
 def main() -> None:
     """Prints the table; see the module."""
-    from tuning.device import choose
+    from stages.common.flags import FLAGS, value_of
+    from tuning.device import choose, memory_kinds
     from tuning.rewards.sandbox import gaps
     from tuning.rollout.engine.cpu.kernels import build
 
@@ -23,9 +24,12 @@ def main() -> None:
     print(f"attention     {fused or 'blocks of queries'} (plain XLA where rows are short or a feature is missing)")
     if device.platform == "cpu":
         print(f"decoding      {'kernels in C' if any(build()) else 'XLA alone, which is slower'}")
-    print(f"remat         {'a layer keeps its input' if device.compute.remat else 'a layer keeps its products'}")
+    print(f"remat         {device.compute.remat}")
+    print(f"memories      {', '.join(memory_kinds())}")
     if device.count > 1:
         print(f"mesh          parameters cut over {device.count} devices, unless compute.mesh says otherwise")
+    for flag in FLAGS.get(device.platform, ()):
+        print(f"flag          {flag.name}={value_of(flag, os.environ)}: {flag.why}")
     print(f"micro-batch   {device.row_tokens_per_step} row tokens")
     print(f"rollout rows  {device.rollout_rows} side by side")
     print(f"sandbox       code of completions can reach {', '.join(gaps()) or 'nothing of this machine'}")

@@ -83,6 +83,33 @@ def _micro_batch(asked: Asked, machine: Machine) -> Iterator[Change]:
         yield f"compute.tokens_per_micro_batch={tokens}", _computed(asked, tokens_per_micro_batch=tokens)
 
 
+def _recompute(asked: Asked, machine: Machine) -> Iterator[Change]:
+    if isinstance(asked, Trained) and training(asked, machine).shape["remat"] not in ("full", "offload"):
+        yield "compute.remat=full", _computed(asked, remat="full")
+
+
+def _offload(asked: Asked, machine: Machine) -> Iterator[Change]:
+    # A CPU's programs have the host's memory already.
+    if isinstance(asked, Trained) and machine.kind.platform != "cpu" and asked.compute.remat != "offload":
+        yield "compute.remat=offload", _computed(asked, remat="offload")
+
+
+def _moments(asked: Asked, machine: Machine) -> Iterator[Change]:
+    if not isinstance(asked, Trained):
+        return
+    names = ("float32", "bfloat16") if machine.kind.platform == "cpu" else ("float32", "bfloat16", "host")
+    for name in names[names.index(asked.optimizer.moments) + 1 :]:
+        yield f"optimizer.moments={name}", dataclasses.replace(asked, optimizer=_optimizer(asked, name))
+
+
+def _optimizer(asked: Trained, moments: str) -> Any:
+    """The optimizer with other moments, as the core's own dataclass."""
+    from tuning.settings import OptimizerSettings
+
+    values = {f.name: getattr(asked.optimizer, f.name) for f in dataclasses.fields(OptimizerSettings)}
+    return OptimizerSettings(**values | {"moments": moments})
+
+
 def _axes(asked: Asked, machine: Machine) -> Iterator[Change]:
     mesh = asked.compute.mesh
     if mesh.data > 1:
@@ -96,7 +123,8 @@ def _axes(asked: Asked, machine: Machine) -> Iterator[Change]:
 
 def _computed(asked: Asked, **values: Any) -> Asked:
     compute = asked.compute
-    plain = {name: getattr(compute, name) for name in ("dtype", "tokens_per_micro_batch", "mesh")} | values
+    names = ("dtype", "tokens_per_micro_batch", "mesh", "remat")
+    plain = {name: getattr(compute, name) for name in names} | values
     return dataclasses.replace(asked, compute=_settings(plain))
 
 
@@ -145,5 +173,5 @@ def _factored(asked: Asked, machine: Machine) -> Iterator[Change]:
         )
 
 
-_KINDS = (_micro_batch, _axes, _cache, _quantized_sampling, _slots, _adapter, _factored)
+_KINDS = (_micro_batch, _recompute, _axes, _offload, _moments, _cache, _quantized_sampling, _slots, _adapter, _factored)
 """From what costs least to what changes most."""

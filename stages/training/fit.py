@@ -93,7 +93,7 @@ class _Loop:
         from tuning.training.step import make_step
 
         self.ctx, self.task = ctx, task
-        device, table = choose(config.compute.dtype), task.examples
+        device, table = choose(config.compute.dtype, config.compute.remat), task.examples
         per_step = None if task.tokens_per_step else config.examples_per_step
         self.steps = Steps(table.sizes_N, config.epochs, ctx.seed, per_step, task.tokens_per_step)
         self.total = len(self.steps)

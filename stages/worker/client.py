@@ -14,7 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from stages.common.flags import with_flags
 from stages.worker import interpreter
+from stages.worker.devices import device_kind
 from stages.worker.protocol import Changed, Done, Event, Failed, Heartbeat, Report, Request, parse_event
 
 # A worker sends a heartbeat every two seconds: after this time without one it counts as stopped.
@@ -28,16 +30,20 @@ HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 
 def worker_environment() -> dict[str, str]:
-    """The environment of a process that computes: glibc puts large arrays on huge pages.
+    """The environment of a process that computes: flags of XLA for its devices, and large arrays on huge pages.
 
     A train step allocates and frees gigabytes; on pages of 4 KiB the kernel spends a quarter of it on page faults.
-    Linux with glibc 2.35 and newer; other systems ignore the setting.
+    Linux with glibc 2.35 and newer; other systems ignore the setting. What the user has set stays.
     """
-    tunables = os.environ.get("GLIBC_TUNABLES", "")
-    # What the user has set stays.
-    if "glibc.malloc.hugetlb" in tunables:
-        return dict(os.environ)
-    return os.environ | {"GLIBC_TUNABLES": f"{tunables}:{HUGE_PAGES}".strip(":")}
+    platform = ""
+    # Where JAX finds no device the process itself says so.
+    with contextlib.suppress(RuntimeError):
+        platform = device_kind().partition(":")[0]
+    environment = with_flags(os.environ, platform)
+    tunables = environment.get("GLIBC_TUNABLES", "")
+    if "glibc.malloc.hugetlb" not in tunables:
+        environment["GLIBC_TUNABLES"] = f"{tunables}:{HUGE_PAGES}".strip(":")
+    return environment
 
 
 class StageFailed(RuntimeError):

@@ -44,7 +44,7 @@ MODELS = {
         head_dim=128, rope_theta=5e5, norm_eps=1e-5, tie_embeddings=False, max_positions=8192,
     ),
 }  # fmt: skip
-COMPUTE = Compute("bfloat16", remat=True)
+COMPUTE = Compute("bfloat16", remat="full")
 PROMPT, COMPLETION = 256, 1792
 """Tokens of an example; with its prompt it fills a row."""
 ROWS_A_DEVICE = 4

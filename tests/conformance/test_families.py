@@ -133,7 +133,7 @@ def family(request, tmp_path_factory):
 TOKENS = np.random.default_rng(3).integers(3, VOCAB, (2, LENGTH))
 
 
-def run(graph, params, tokens, positions=None, group=None, branch=None, remat=False):
+def run(graph, params, tokens, positions=None, group=None, branch=None, remat="products"):
     """Logits [B, L, V] of rows; unpacked where no groups are given."""
     decoder = nnx.merge(graph, params)
     tokens = jnp.asarray(tokens, jnp.int32)
@@ -151,7 +151,7 @@ def test_logits_and_gradients_equal_transformers(family):
     out.loss.backward()
 
     def loss(params):
-        logits = run(family.graph, params, TOKENS, remat=True)
+        logits = run(family.graph, params, TOKENS, remat="full")
         logps = jax.nn.log_softmax(logits[:, :-1])
         return -jnp.take_along_axis(logps, jnp.asarray(TOKENS)[:, 1:, None], -1).mean(), logits
 

@@ -126,7 +126,8 @@ class _Round:
         data, settings = self.data, self.settings
         self.objective = settings.objective
         self.algorithm = find(self.objective)
-        self.device, self.mesh = choose(settings.compute.dtype), over_devices(settings.compute.mesh)
+        compute = settings.compute
+        self.device, self.mesh = choose(compute.dtype, compute.remat), over_devices(compute.mesh)
         self.scored, self.filtered_N = selection.scored(data, settings), selection.filtered(data, settings)
         self.keep_N = selection.candidates(data, self.scored, self.algorithm, settings)
         self.steps = data.steps(self.keep_N, settings.prompts_per_step)

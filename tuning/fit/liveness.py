@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend import core
 
@@ -61,7 +62,9 @@ class Held:
 
 
 def nbytes(aval: Any, whole: bool = True) -> float:
-    """Bytes of an abstract value; of keys of random numbers and the like none that matter."""
+    """Bytes of an abstract value on the device; of keys of random numbers and the like none that matter."""
+    if getattr(aval, "memory_space", None) == jax.memory.Space.Host:
+        return 0.0
     dtype = getattr(aval, "dtype", None)
     if dtype is None or not hasattr(aval, "shape"):
         return 0.0

@@ -78,10 +78,11 @@ class Machine:
         far = self.kind.node and self.count > self.kind.node
         return self.kind.far_rate if far else self.kind.link_rate
 
-    def choices(self, dtype: str) -> device.Device:
+    def choices(self, dtype: str, remat: str = "auto") -> device.Device:
         """What the product chooses on such a device, as `tuning.device.choose` does on one that is here."""
         with compiling_for(self.kind.platform):
-            return device.choices(self.kind.platform, self.kind.name, self.count, self.limit, resolved(dtype))
+            kind = self.kind
+            return device.choices(kind.platform, kind.name, self.count, self.limit, resolved(dtype), remat)
 
 
 def machine(name: str) -> Machine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from tuning.axes import Axes
+from tuning.device import HOST_MEMORY
 from tuning.fit.liveness import Size, nbytes
 from tuning.mesh import axis_sizes, state_shardings
 from tuning.models.config import DecoderConfig
@@ -21,6 +23,7 @@ from tuning.models.lora import LoraConfig, Role, trainable_shapes, tune
 from tuning.models.sharding import shardings
 from tuning.precision import real
 from tuning.settings import OptimizerSettings
+from tuning.training.moments import owners
 from tuning.training.optimizers import optimizer_of
 
 
@@ -67,12 +70,16 @@ def abstract_mesh(axes: Axes, count: int) -> AbstractMesh:
 
 
 def bytes_of(tree: Any, places: Any = None) -> int:
-    """Bytes of a tree of shapes on one device; `places`: a sharding for each, None for all of it."""
+    """Bytes of a tree of shapes on one device; `places`: a sharding for each, None for all of it.
+
+    What is in the host's memory counts for nothing.
+    """
     if places is None:
         return sum(int(nbytes(x)) for x in jax.tree.leaves(tree))
     return sum(
         math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize
         for x, s in zip(jax.tree.leaves(tree), jax.tree.leaves(places), strict=True)
+        if s.memory_kind != HOST_MEMORY
     )
 
 
@@ -82,8 +89,18 @@ def weight_bytes(tree: Any, mesh: Any) -> int:
 
 
 def state_bytes(optimizer: Any, params: Any, mesh: Any) -> int:
-    """Bytes of an optimizer's state on one device."""
+    """Bytes of an optimizer's state in the memory of one device."""
     return bytes_of(jax.eval_shape(optimizer.init, params), state_shardings(optimizer, params, mesh)[1])
+
+
+def on_host_bytes(optimizer: Any, params: Any, mesh: Any) -> tuple[int, int]:
+    """Bytes of a device's part of the moments in the host's memory: of all parameters, and of the one with most."""
+    state, places = jax.eval_shape(optimizer.init, params), state_shardings(optimizer, params, mesh)[1]
+    sizes: dict[Any, int] = collections.Counter()
+    for x, s, own in zip(*map(jax.tree.leaves, (state, places, owners(state, params))), strict=True):
+        if s.memory_kind == HOST_MEMORY:
+            sizes[own.path] += math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize
+    return sum(sizes.values()), max(sizes.values(), default=0)
 
 
 def local(config: DecoderConfig, tensor: int) -> DecoderConfig:

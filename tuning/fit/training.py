@@ -25,6 +25,7 @@ from tuning.fit.places import (
     local,
     narrower,
     of_others,
+    on_host_bytes,
     shapes_of,
     sizes_over,
     state_bytes,
@@ -34,6 +35,7 @@ from tuning.fit.places import (
 from tuning.mesh import row_shards
 from tuning.models.config import DecoderConfig
 from tuning.models.lora import LoraConfig, Role, over, tuned_graph
+from tuning.models.remat import RECOMPUTED
 from tuning.settings import ComputeSettings, OptimizerSettings
 from tuning.shapes import bucket
 from tuning.target import Platform, compiling_for
@@ -72,8 +74,6 @@ class Trained:
     """A model that the loss reads unchanged."""
     beside: tuple[Beside, ...] = ()
     """What else is in the devices' memory meanwhile."""
-    remat: bool | None = None
-    """In place of the device's choice."""
 
 
 def training(asked: Trained, machine: Machine) -> Figures:
@@ -83,8 +83,8 @@ def training(asked: Trained, machine: Machine) -> Figures:
 
 
 def _training(asked: Trained, machine: Machine) -> Figures:
-    device = machine.choices(asked.compute.dtype)
-    compute = device.compute if asked.remat is None else dataclasses.replace(device.compute, remat=asked.remat)
+    device = machine.choices(asked.compute.dtype, asked.compute.remat)
+    compute = device.compute
     mesh = abstract_mesh(asked.compute.mesh, machine.count)
     shards, fsdp, tensor = row_shards(mesh), mesh.shape["fsdp"], mesh.shape["tensor"]
     # As `stages.training.fit` and `tuning.algorithms.rounds` pack a step.
@@ -120,6 +120,9 @@ def _training(asked: Trained, machine: Machine) -> Figures:
         outer += rows * length * length
     # The update needs the gradients and as much for what it changes.
     apply = gradients if several else 2 * gradients
+    # Moments come from the host and go back one parameter at a time.
+    on_host, largest = on_host_bytes(optimizer, trained, mesh)
+    apply += largest
     if machine.kind.platform != "cpu" and item < 4 and frozen is None:
         # XLA casts the stacked weights once, before the loop over layers.
         outer += weight_bytes(in_type(trained, compute.dtype), mesh)
@@ -130,7 +133,7 @@ def _training(asked: Trained, machine: Machine) -> Figures:
     forward = forward_flops(asked.model, asked.groups, head=head)
     # Padding is computed too.
     forward *= tokens / max(1, sum(g.size for g in asked.groups))
-    passes = (FULL if asked.lora is None else ADAPTER) + int(compute.remat)
+    passes = (FULL if asked.lora is None else ADAPTER) + RECOMPUTED[compute.remat]
     flops = passes * forward + (forward_flops(asked.teacher, asked.groups) if asked.teacher else 0.0)
     state = parts["weights"] + parts["moments"]
     sent = len(packed) * _sent(asked, mesh.shape, bytes_of(dense) // 4, item, tokens / len(packed) / shards)
@@ -145,6 +148,7 @@ def _training(asked: Trained, machine: Machine) -> Figures:
             "rows": packed[0].tokens_BL.shape[0] // shards,
             "row_tokens": packed[0].tokens_BL.shape[1],
             "remat": compute.remat,
+            "host": on_host,
             "mesh": dict(mesh.shape),
         },
     )

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tuning.models.remat import keep
+from tuning.models.remat import ATTENTION, keep
 
 BLOCK = 128
 """Queries of a block."""
@@ -188,7 +188,7 @@ def _forward(
         out, normaliser = jax.lax.map(functools.partial(block, stop=stop), starts)
         outs.append(out)
         normalisers.append(normaliser)
-    out, normaliser = keep(_joined(outs)), keep(_joined(normalisers))
+    out, normaliser = (keep(_joined(x), ATTENTION) for x in (outs, normalisers))
     return _by_token(out), (q, k, v, segments, window, out, normaliser)
 
 

@@ -21,9 +21,9 @@ from flax import nnx
 
 from tuning.models.config import DecoderConfig
 from tuning.models.linear import Linear
-from tuning.models.remat import KEPT, keep
+from tuning.models.remat import HEADS, INPUT, MLP, RESIDUAL, keep, rematerialised
 from tuning.models.rope import rope_tables, rotate
-from tuning.models.sharding import INNER, RESIDUAL, constrain, with_cut_gradients
+from tuning.models.sharding import INNER, STREAM, constrain, with_cut_gradients
 from tuning.models.vocabulary import embedded
 from tuning.precision import real
 
@@ -110,19 +110,20 @@ class Layer(nnx.Module):
         c = self.config
         rows = x_BLD.shape[:2]
 
-        # `keep` marks what the backward pass does not recompute: see `remat`.
-        q, k, v = (keep(constrain(x, *INNER)) for x in self._into_heads(self._norm(x_BLD, self.attention_norm)))
+        # `keep` names what the backward pass may keep: see `remat`.
+        q, k, v = (keep(constrain(x, *INNER), HEADS) for x in self._into_heads(self._norm(x_BLD, self.attention_norm)))
         q = q.reshape(*rows, c.num_heads, c.head_dim)
         k, v = (x.reshape(*rows, c.num_kv_heads, c.head_dim) for x in (k, v))
         if c.qk_norm:
             q, k = self._norm(q, self.q_norm), self._norm(k, self.k_norm)
         out, cache = attention(rotate(q, *rope), rotate(k, *rope), v, spec, cache)
-        out = constrain(self.o(constrain(out.reshape(*rows, -1), *INNER)), *RESIDUAL)
-        x_BLD = keep(x_BLD + (self._norm(keep(out), self.attention_post_norm) if c.post_norms else out))
+        out = constrain(self.o(constrain(out.reshape(*rows, -1), *INNER)), *STREAM)
+        out = self._norm(keep(out, RESIDUAL), self.attention_post_norm) if c.post_norms else out
+        x_BLD = keep(x_BLD + out, RESIDUAL)
 
-        gate, up = (keep(constrain(x, *INNER)) for x in self._into_mlp(self._norm(x_BLD, self.mlp_norm)))
-        out = constrain(self.down(_ACTIVATIONS[c.activation](gate) * up), *RESIDUAL)
-        return x_BLD + (self._norm(keep(out), self.mlp_post_norm) if c.post_norms else out), cache
+        gate, up = (keep(constrain(x, *INNER), MLP) for x in self._into_mlp(self._norm(x_BLD, self.mlp_norm)))
+        out = constrain(self.down(_ACTIVATIONS[c.activation](gate) * up), *STREAM)
+        return x_BLD + (self._norm(keep(out, MLP), self.mlp_post_norm) if c.post_norms else out), cache
 
     def _into_heads(self, normed: jax.Array) -> Sequence[jax.Array]:
         return self.q(normed), self.k(normed), self.v(normed)
@@ -180,14 +181,14 @@ class Decoder(nnx.Module):
         *,
         cache: Any = None,
         dtype: Any = jnp.float32,
-        remat: bool = False,
+        remat: str = "products",
     ) -> tuple[jax.Array, Any]:
         """Hidden states after the last norm [B, L, D] in `dtype`, and the new cache (leading axis: layers).
 
-        A gradient keeps each layer's products and recomputes the rest; with `remat` it keeps the layer's input alone.
+        `remat` names what a gradient keeps of each layer (`models.remat`).
         """
         c = self.config
-        x_BLD = constrain(self.embed(tokens_BL, dtype), *RESIDUAL)
+        x_BLD = constrain(self.embed(tokens_BL, dtype), *STREAM)
 
         differs, of_layer = by_layer(c, positions_BL)
         graph, state = nnx.split(self.layers)
@@ -195,12 +196,10 @@ class Decoder(nnx.Module):
         def body(x: jax.Array, scanned: tuple[Any, dict[str, jax.Array], Any]) -> tuple[jax.Array, Any]:
             layer_state, mine, layer_cache = scanned
             rope, spec = of_layer(mine)
-            return nnx.merge(graph, with_cut_gradients(layer_state))(x, rope, attention, spec, layer_cache)
+            layer = nnx.merge(graph, with_cut_gradients(layer_state))
+            return layer(keep(x, INPUT), rope, attention, spec, layer_cache)
 
-        # Scans keep no common subexpressions across their bodies, so nothing needs to stop XLA from finding them.
-        kept = None if remat else jax.checkpoint_policies.save_only_these_names(KEPT)
-        body = jax.checkpoint(body, policy=kept, prevent_cse=False)
-        x_BLD, cache = jax.lax.scan(body, x_BLD, (state, differs, cache))
+        x_BLD, cache = jax.lax.scan(rematerialised(body, remat), x_BLD, (state, differs, cache))
         return rms_norm(x_BLD, self.norm[...], c.norm_eps, c.norm_offset), cache
 
 

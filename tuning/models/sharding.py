@@ -26,7 +26,7 @@ from tuning.target import target_platform
 ROWS = ("data", "fsdp")
 """Axes over which a batch is sharded: its rows, and its completions."""
 CONTEXT, FSDP, TENSOR = "context", "fsdp", "tensor"
-RESIDUAL = (ROWS, CONTEXT, None)
+STREAM = (ROWS, CONTEXT, None)
 """Axes of the residual stream [B, L, D]."""
 INNER = (ROWS, CONTEXT, TENSOR)
 """Axes of activations between two projections, [B, L, heads or feed-forward]."""

@@ -17,7 +17,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
 from tuning.models.attention import LANES
-from tuning.models.remat import KEPT
+from tuning.models.remat import ATTENTION
 from tuning.target import target_platform
 
 LONGEST_BLOCK = 1024
@@ -85,7 +85,7 @@ def _kernel(mask: Any, queries: int, keys: int, softcap: float | None, parts: in
         head_shards=1,
         q_seq_shards=parts,
         attn_logits_soft_cap=softcap,
-        residual_checkpoint_name=KEPT,
+        residual_checkpoint_name=ATTENTION,
         interpret=target_platform() != "tpu",
     )
 

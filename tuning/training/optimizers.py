@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
+from tuning.device import check_host_memory, memory_kinds
 from tuning.precision import real
 from tuning.settings import OptimizerSettings
+from tuning.training.moments import on_host, rounded
 
 Rule = Callable[[float, float, float], optax.GradientTransformation]
 
@@ -133,19 +135,25 @@ def make_optimizer(
     decay_all: bool = False,
     clip_norm: float | None,
     max_skipped: int,
+    moments: str = "float32",
 ) -> optax.GradientTransformation:
     """One of OPTIMIZERS behind clipping by global norm; a step with non-finite gradients is skipped and counted.
 
     `weight_decay` times the learning rate shrinks what `decays` names, or with `decay_all` all parameters. Raises
-    ValueError, which lists the optimizers, for an unknown one.
+    ValueError, which lists the optimizers, for an unknown one. `moments` says how they are kept (`training.moments`);
+    raises ValueError where they cannot be.
     """
-    chain = optax.chain(
-        optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm),
-        _named(OPTIMIZERS, "optimizer", name)(b1, b2, eps),
-        # Behind the rule and before the learning rate: decoupled, and scheduled with it.
+    clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
+    rule = _named(OPTIMIZERS, "optimizer", name)(b1, b2, eps)
+    # Behind the rule and before the learning rate: decoupled, and scheduled with it.
+    decay, rate = (
         optax.add_decayed_weights(weight_decay, None if decay_all else decays),
         optax.scale_by_learning_rate(schedule),
     )
+    if moments == "host":
+        check_host_memory("optimizer.moments host", memory_kinds())
+        return on_host(clip, optax.chain(rule, decay, rate), max_skipped + 1)
+    chain = optax.chain(clip, rounded(rule) if moments == "bfloat16" else rule, decay, rate)
     # optax would apply the update after `max_consecutive_errors`; `make_step` stops before that.
     return optax.apply_if_finite(chain, max_consecutive_errors=max_skipped + 1)
 
@@ -164,6 +172,7 @@ def optimizer_of(settings: OptimizerSettings, total_steps: int = 1) -> optax.Gra
         decay_all=s.decay == "all",
         clip_norm=s.clip_norm,
         max_skipped=s.max_skipped,
+        moments=s.moments,
     )
 
 

@@ -58,6 +58,16 @@ def test_what_has_no_room_says_what_it_lacks_and_what_was_tried(tmp_path):
     assert "sft.lora.quantize=nf4: peak" in output and "fits" in output
 
 
+def test_moments_leave_the_device_before_the_model_is_changed(tmp_path):
+    sections = {"sft": {"examples_per_step": 8}, "rl": None, "evaluate": None}
+    code, output = fit(recipe(tmp_path, "random:tiny", **sections), "--model", "llama-3-8b", "--on", "h100x2")
+    assert code == 0, output
+    tried = [line for line in output.splitlines() if "--set" in line]
+    for line, setting in zip(tried, ("moments=bfloat16", "moments=host", "lora.rank=16"), strict=True):
+        assert setting in line
+    assert tried[-1].endswith(", fits")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -9,7 +9,8 @@ from tests.tuning.fit.steps import asked, measured
 from tuning.fit.machines import Kind, Machine
 from tuning.fit.training import training
 
-step = asked(*sys.argv[1:], jax.device_count())
+model, kind, *options = sys.argv[1:]
+step = asked(model, kind, jax.device_count(), *options)
 machine = Machine("here", Kind("cpu", "cpu", 2**34, 1.0, 1e12, 1e10, 1e10), jax.device_count())
 found = training(step, machine)
 *memory, unread = measured(step)

@@ -19,7 +19,7 @@ from tuning.mesh import over_devices, row_shards, state_shapes, under
 from tuning.models.config import DecoderConfig, tiny
 from tuning.models.decoder import abstract_decoder, decoder_graph
 from tuning.models.sharding import ROWS
-from tuning.settings import ComputeSettings, OptimizerSettings
+from tuning.settings import ComputeSettings, Moments, OptimizerSettings, Remat
 from tuning.training.batch import Group, choose_rows, micro_batches
 from tuning.training.optimizers import optimizer_of
 from tuning.training.step import counted, step_programs
@@ -36,7 +36,7 @@ SIZES = {"sft": (128, 128, 1), "grpo": (64, 64, 4)}
 OBJECTIVE = Objective(kl_coef=0.01)
 
 
-def asked(model: str, kind: str, shards: int) -> Trained:
+def asked(model: str, kind: str, shards: int, remat: Remat = "auto", moments: Moments = "float32") -> Trained:
     """One micro-batch of 1,024 row tokens on each of the shards, as a CPU has it."""
     prompt, completion, each = SIZES[kind]
     count = 1024 * shards // (prompt + each * completion)
@@ -49,8 +49,8 @@ def asked(model: str, kind: str, shards: int) -> Trained:
         make_loss=loss,
         groups=[Group([1] * prompt, [[2] * completion] * each, range(i * each, (i + 1) * each)) for i in range(count)],
         width=completion,
-        optimizer=OptimizerSettings(),
-        compute=ComputeSettings(),
+        optimizer=OptimizerSettings(moments=moments),
+        compute=ComputeSettings(remat=remat),
         columns=("mu_CT", "old_CT", "ref_CT", "advantages_CT") if kind == "grpo" else (),
     )
 
@@ -58,7 +58,7 @@ def asked(model: str, kind: str, shards: int) -> Trained:
 def measured(step: Trained) -> tuple[int, int, int]:
     """Bytes of the compiled step's arguments, those beside them, and those of what it is given and does not read, on a
     device of this process."""
-    compute, mesh = choose().compute, over_devices(Axes())
+    compute, mesh = choose(remat=step.compute.remat).compute, over_devices(Axes())
     optimizer = optimizer_of(step.optimizer)
     shapes = abstract_decoder(step.model)[1]
     shards = row_shards(mesh)

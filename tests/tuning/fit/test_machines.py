@@ -27,5 +27,7 @@ def test_gpus_of_several_hosts_send_by_the_network():
 
 def test_the_products_own_choices_are_those_of_the_kind():
     tpu, cpu = machine("v5e-8").choices("auto"), machine("cpu").choices("auto")
-    assert tpu.compute.dtype == "bfloat16" and tpu.compute.remat and tpu.memory_bytes == machine("v5e-8").limit
-    assert cpu.compute.dtype == "float32" and not cpu.compute.remat
+    assert (
+        tpu.compute.dtype == "bfloat16" and tpu.compute.remat == "full" and tpu.memory_bytes == machine("v5e-8").limit
+    )
+    assert cpu.compute.dtype == "float32" and cpu.compute.remat == "products"

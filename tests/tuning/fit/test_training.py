@@ -17,33 +17,41 @@ from tuning.fit.machines import machine
 from tuning.fit.shapes import VALUES, public
 from tuning.fit.training import training
 from tuning.models.lora import LoraConfig
-from tuning.settings import ComputeSettings
+from tuning.settings import ComputeSettings, OptimizerSettings
 from tuning.training.batch import Group
 
 ROOT = Path(__file__).parents[3]
 
 
-def compiled(model, kind, devices):
+def compiled(model, kind, devices, *options):
     flags = f"--xla_force_host_platform_device_count={devices}"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.tuning.fit.compiled_program", model, kind]
+    command = [sys.executable, "-m", "tests.tuning.fit.compiled_program", model, kind, *options]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize(
-    ("model", "kind", "devices"),
+    ("model", "kind", "devices", "options"),
     [
-        ("tiny", "sft", 1),
-        ("tiny", "grpo", 8),
-        pytest.param("tiny", "grpo", 1, marks=pytest.mark.slow),
-        pytest.param("tiny", "sft", 8, marks=pytest.mark.slow),
-        *(pytest.param("0.1b", k, n, marks=pytest.mark.slow) for k in ("sft", "grpo") for n in (1, 8)),
+        ("tiny", "sft", 1, ()),
+        ("tiny", "grpo", 8, ()),
+        ("tiny", "sft", 1, ("full", "bfloat16")),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("tiny", "grpo", 1, ()),
+                ("tiny", "sft", 8, ()),
+                *(("0.1b", kind, n, ()) for kind in ("sft", "grpo") for n in (1, 8)),
+                *(("0.1b", "sft", 1, (remat,)) for remat in ("none", "dots", "attention", "full")),
+                ("0.1b", "sft", 8, ("full", "bfloat16")),
+            )
+        ),
     ],
 )
-def test_a_step_on_cpu_has_the_arguments_to_the_byte_and_the_peak_within_a_tenth(model, kind, devices):
-    found = compiled(model, kind, devices)
+def test_a_step_on_cpu_has_the_arguments_to_the_byte_and_the_peak_within_a_tenth(model, kind, devices, options):
+    found = compiled(model, kind, devices, *options)
     arguments, temporary = found["measured"]
     low, middle, high = found["temporary"]
     # What a program does not read is no argument of it.
@@ -90,7 +98,7 @@ def test_weights_and_moments_are_cut_over_the_devices():
 
 def test_a_smaller_micro_batch_rematerialisation_and_an_adapter_take_less():
     step = asked("0.1b", "sft", 8)
-    whole = training(dataclasses.replace(step, remat=False), machine("v5e-1"))
+    whole = training(dataclasses.replace(step, compute=ComputeSettings(remat="products")), machine("v5e-1"))
     remat = training(step, machine("v5e-1"))
     assert remat.peak[1] < whole.peak[1]
     parts = dataclasses.replace(step, compute=ComputeSettings(tokens_per_micro_batch=1024))
@@ -100,6 +108,28 @@ def test_a_smaller_micro_batch_rematerialisation_and_an_adapter_take_less():
     assert adapter.parts["moments"] < 0.1 * remat.parts["moments"]
     nf4 = training(dataclasses.replace(step, lora=LoraConfig(quantize="nf4")), machine("v5e-1"))
     assert nf4.parts["frozen base"] < adapter.parts["frozen base"]
+
+
+def test_moments_in_bfloat16_take_half_and_on_the_host_nothing_of_the_device():
+    step = asked("0.1b", "sft", 8)
+    plain, half, host = (
+        training(dataclasses.replace(step, optimizer=OptimizerSettings(moments=kind)), machine("v5e-8"))
+        for kind in ("float32", "bfloat16", "host")
+    )
+    counts = 100
+    assert half.parts["moments"] == pytest.approx(plain.parts["moments"] / 2, abs=counts)
+    assert host.parts["moments"] < counts
+    assert host.shape["host"] == pytest.approx(plain.parts["moments"], abs=counts) and plain.shape["host"] == 0
+
+
+def test_an_offloaded_input_of_each_layer_is_not_on_the_device():
+    step = asked("0.1b", "sft", 8)
+    full, offload = (
+        training(dataclasses.replace(step, compute=ComputeSettings(remat=name)), machine("v5e-1"))
+        for name in ("full", "offload")
+    )
+    # 12 layers, 8 rows of 1,024 tokens, 768 elements of two bytes.
+    assert full.temporary[0] - offload.temporary[0] == pytest.approx(12 * 8 * 1024 * 768 * 2, rel=0.1)
 
 
 def test_tensor_parallel_heads_keep_the_flops_and_halve_a_devices_activations():

@@ -9,7 +9,8 @@ import optax
 import pytest
 
 from tests.tuning.tiny import PARAMS
-from tuning.settings import RULE_DEFAULTS, OptimizerSettings
+from tests.tuning.training.descent import IS_SHAPE, SHAPES, distance, noise, normal, settings
+from tuning.settings import OptimizerSettings
 from tuning.training.checkpoint import Checkpoints
 from tuning.training.optimizers import (
     MUON_RMS,
@@ -21,35 +22,6 @@ from tuning.training.optimizers import (
     optimizer_of,
 )
 from tuning.training.step import make_step
-
-# Wide enough for Adafactor to factor its second moments.
-SHAPES = {
-    "embedding": (160, 128),
-    "layers": {"q": {"kernel": (2, 128, 136), "bias": (2, 136)}, "mlp_norm": (2, 128)},
-    "score": (128,),
-}
-IS_SHAPE = {"is_leaf": lambda x: isinstance(x, tuple)}
-
-
-def normal(seed):
-    keys = iter(jax.random.split(jax.random.key(seed), 8))
-    return jax.tree.map(lambda shape: jax.random.normal(next(keys), shape), SHAPES, **IS_SHAPE)
-
-
-def distance(params, batch, frozen):
-    """Half the squared distance to a target, noisy from step to step."""
-    gaps = jax.tree.map(lambda p, t: jnp.sum((p - batch["noise"] * t) ** 2), params, frozen)
-    return sum(jax.tree.leaves(gaps)) / 2, {}
-
-
-def noise(step):
-    return [{"noise": np.float32(1 + 0.1 * (-1) ** step)}]
-
-
-def settings(name, **values):
-    rate = {"sgd": 0.1, "adafactor": 0.05, "rmsprop": 0.02}.get(name, 0.05)
-    defaults = {"name": name, "learning_rate": rate, "clip_norm": None} | RULE_DEFAULTS.get(name, {})
-    return OptimizerSettings(**defaults | values)
 
 
 def run(name, steps, state=None, start=0):

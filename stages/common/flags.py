@@ -1,0 +1,65 @@
+"""Flags of XLA for each kind of device, set in the environment of a process before it loads JAX.
+
+A process that gets a flag which its library does not know ends at once: the names here occur in jaxlib and libtpu of
+the versions in `infra/`. What the user sets stays. None of them changes what is computed, so they are in no key; on
+GPUs `xla_gpu_exclude_nondeterministic_ops` is for replays, which must have the bits of the first time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """A flag, its value, and what it is for."""
+
+    variable: str
+    """The environment variable that it stands in."""
+    name: str
+    value: str
+    why: str
+
+
+def _of(variable: str, *flags: tuple[str, str]) -> tuple[Flag, ...]:
+    return tuple(Flag(variable, name, "true", why) for name, why in flags)
+
+
+FLAGS: dict[str, tuple[Flag, ...]] = {
+    "cpu": (),
+    "gpu": _of(
+        "XLA_FLAGS",
+        ("xla_gpu_exclude_nondeterministic_ops", "sums in one order: a replay has the same bits"),
+        ("xla_gpu_enable_latency_hiding_scheduler", "collectives beside computation"),
+    ),
+    "tpu": _of(
+        "LIBTPU_INIT_ARGS",
+        ("xla_enable_async_all_gather", "weights of the next layer come while this one computes"),
+        ("xla_tpu_enable_async_collective_fusion", "collectives beside computation"),
+        ("xla_tpu_enable_async_collective_fusion_fuse_all_gather", "also the gathering of weights"),
+        ("xla_tpu_enable_async_collective_fusion_multiple_steps", "over several products"),
+        ("xla_tpu_overlap_compute_collective_tc", "on the core that computes"),
+        ("xla_tpu_enable_data_parallel_all_reduce_opt", "sums of gradients beside the backward pass"),
+        ("xla_tpu_data_parallel_opt_different_sized_ops", "of all sizes"),
+    ),
+}
+"""The flags by platform."""
+
+
+def with_flags(environment: Mapping[str, str], platform: str) -> dict[str, str]:
+    """The environment with the platform's flags behind what is there; a flag that is there keeps its value."""
+    found = dict(environment)
+    for flag in FLAGS.get(platform, ()):
+        before = found.get(flag.variable, "")
+        if value_of(flag, found) is None:
+            found[flag.variable] = f"{before} --{flag.name}={flag.value}".strip()
+    return found
+
+
+def value_of(flag: Flag, environment: Mapping[str, str]) -> str | None:
+    """The value of a flag in an environment; None where it is not set."""
+    found = re.findall(rf"--{flag.name}(?:=(\S*))?(?=\s|$)", environment.get(flag.variable, ""))
+    # The last one counts; without a value it is true.
+    return (found[-1] or "true") if found else None
