@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.aot.bounds import BOUNDS
-from tests.aot.programs import COMPLETION, PROMPT, ROWS_A_DEVICE
+from tests.aot.cases import COMPLETION, PROMPT, ROWS_A_DEVICE
 from tests.tuning.fit.steps import asked
 from tuning.axes import Axes
 from tuning.fit.machines import machine
@@ -64,7 +64,7 @@ def on_tpu(model, kind, count):
 def cases():
     for name, bound in json.loads(BOUNDS.read_text()).items():
         kind, model, topology = name.split()
-        if kind in ("sft", "grpo") and model in VALUES:
+        if kind in ("sft", "grpo") and model in VALUES and ":" in topology:
             generation, _, shape = topology.partition(":")
             count = 1
             for side in shape.split("x"):
