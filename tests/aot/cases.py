@@ -46,8 +46,9 @@ class Case:
 
 # Of a pair both completions have their prompt in one row.
 PAIR = 768
-SMALL = Case("sft", "small", "v5e:2x2")
-"""The program that is compiled soonest: breaking it on purpose is tested with it."""
+SMALL = Case("sft", "small", "v5e:2x2", completion=256)
+SMALL_GPU = Case("sft", "small", "h100x8", completion=256)
+"""The programs that are compiled soonest: changes for the worse are tried on them."""
 CASES = [
     SMALL,
     Case("sft", "qwen3-0.6b", "v5e:2x4"),
@@ -66,9 +67,11 @@ CASES = [
     Case("sft", "gemma-3-12b", "v5p:2x2x2"),
     Case("grpo", "qwen3-32b", "v5e:16x16", tensor=4),
     Case("sft", "llama-3-70b", "v5p:2x2x4", tensor=2, lora=16),
+    SMALL_GPU,
     Case("sft", "llama-3-8b", "h100x8"),
     Case("grpo", "llama-3-8b", "h100x8"),
     Case("decode", "llama-3-8b", "h100x8"),
+    Case("decode", "llama-3-8b", "h100x8", tensor=2),
     Case("sft", "qwen3-32b", "h100x8", tensor=2, lora=16),
 ]
 

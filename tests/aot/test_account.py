@@ -28,7 +28,7 @@ ENTRY %main (x: bf16[1024,128]) -> bf16[1024,1024] {
 """
 # Collectives of a step of SFT of Llama 3 8B, as the compiler writes it for eight H100.
 RECORDED = Path(__file__).with_name("step.hlo")
-NAME = "sft small v5e:2x2"
+NAME = "sft/4x512 small v5e:2x2"
 
 
 def test_collectives_are_counted_once_by_channel_and_told_by_kind_and_type():
