@@ -44,8 +44,8 @@ class Case:
         return "gpu" if self.topology.startswith("h100") else "tpu"
 
 
-# Of a pair both completions have their prompt in one row.
 PAIR = 768
+"""Tokens of a completion of a pair; a row holds both, each behind the prompt."""
 SMALL = Case("sft", "small", "v5e:2x2", completion=256)
 SMALL_GPU = Case("sft", "small", "h100x8", completion=256)
 """The programs that are compiled soonest: changes for the worse are tried on them."""
@@ -68,8 +68,14 @@ CASES = [
     Case("grpo", "qwen3-32b", "v5e:16x16", tensor=4),
     Case("sft", "llama-3-70b", "v5p:2x2x4", tensor=2, lora=16),
     SMALL_GPU,
+    Case("dpo", "qwen3-0.6b", "h100x8", completion=PAIR),
+    Case("reward", "qwen3-0.6b", "h100x8", completion=PAIR),
+    Case("sft", "gemma-2-9b", "h100x8", data=2, rows=1, completion=8192 - PROMPT),
+    Case("sft", "gemma-3-12b", "h100x8"),
     Case("sft", "llama-3-8b", "h100x8"),
     Case("grpo", "llama-3-8b", "h100x8"),
+    Case("move", "llama-3-8b", "h100x8", tensor=2),
+    Case("prefill", "llama-3-8b", "h100x8"),
     Case("decode", "llama-3-8b", "h100x8"),
     Case("decode", "llama-3-8b", "h100x8", tensor=2),
     Case("sft", "qwen3-32b", "h100x8", tensor=2, lora=16),

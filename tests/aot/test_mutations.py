@@ -1,4 +1,4 @@
-"""The bounds find what they are there for: each of these changes of the product, on a copy of it, breaks one of them."""
+"""The bounds find what they are there for: each of these changes of a copy of the product is told with its program."""
 
 import re
 import shutil
