@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.aot.bounds import broken, commit, committed, tabulate
+from tests.aot.bounds import broken, commit, committed, forget, tabulate
 from tests.aot.cases import CASES, Case, named
 
 NAMES = [case.name for case in CASES]
@@ -52,6 +52,9 @@ def main() -> int:
     if asked.table:
         tabulate(NAMES)
         return 0
+    if asked.write:
+        # Here alone: a recording that outlives an edit of the cases keeps what it does not know.
+        forget(NAMES)
     known = committed()
     chosen = [c for c in CASES if asked.only in c.name and asked.on in (None, c.platform)]
     if not chosen:
@@ -84,7 +87,7 @@ def one(case: Case, known: dict[str, Any] | None, asked: argparse.Namespace) -> 
         return []
     print(f"  {json.dumps(found)}", flush=True)
     if asked.write:
-        commit(case.name, found, NAMES)
+        commit({case.name: found}, NAMES)
         tabulate(NAMES)
         # In the log of a recording: what the difference of bounds.json shows.
         for line in broken(case.name, found, known or found):

@@ -22,12 +22,24 @@ def committed() -> dict[str, Any]:
     return json.loads(BOUNDS.read_text()) if BOUNDS.exists() else {}
 
 
-def commit(name: str, row: dict[str, Any], order: list[str]) -> None:
-    """Writes the bounds of one program and keeps those of the others that are in `order`."""
-    known = committed() | {name: row}
-    text = json.dumps({n: known[n] for n in order if n in known}, indent=1) + "\n"
+def commit(rows: dict[str, Any], order: list[str]) -> None:
+    """Writes the bounds of some programs and keeps those of the others: known ones in `order`, then the rest."""
+    known = committed() | rows
+    names = [n for n in order if n in known] + [n for n in known if n not in order]
+    _write({n: known[n] for n in names})
+
+
+def forget(names: list[str]) -> None:
+    """Drops the bounds of programs that are not among these."""
+    known = committed()
+    if any(n not in names for n in known):
+        _write({n: at for n, at in known.items() if n in names})
+
+
+def _write(known: dict[str, Any]) -> None:
     partial = BOUNDS.with_suffix(".partial")
-    partial.write_text(text)
+    partial.write_text(json.dumps(known, indent=1) + "\n")
+    # At once: a recording that is killed leaves what was there, or all.
     partial.replace(BOUNDS)
 
 

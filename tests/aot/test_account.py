@@ -105,8 +105,9 @@ def test_what_is_committed_above_the_limit_of_flops_may_not_grow():
 
 def test_a_recording_keeps_the_bounds_of_others_in_the_order_of_the_cases(tmp_path, monkeypatch):
     monkeypatch.setattr(bounds, "BOUNDS", tmp_path / "bounds.json")
-    for name in ("b", "a", "gone"):
-        bounds.commit(name, {"held_mb": 1}, ["a", "b", "gone"])
-    bounds.commit("b", {"held_mb": 2}, ["a", "b"])
-    assert bounds.committed() == {"a": {"held_mb": 1}, "b": {"held_mb": 2}}
-    assert list(bounds.committed()) == ["a", "b"]
+    for name in ("new", "b", "a"):
+        bounds.commit({name: {"held_mb": 1}}, ["a", "b"])
+    bounds.commit({"b": {"held_mb": 2}}, ["a", "b"])
+    assert list(bounds.committed().items()) == [("a", {"held_mb": 1}), ("b", {"held_mb": 2}), ("new", {"held_mb": 1})]
+    bounds.forget(["a", "new"])
+    assert list(bounds.committed()) == ["a", "new"]

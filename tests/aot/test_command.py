@@ -33,7 +33,7 @@ def test_every_program_family_topology_and_axis_is_in_a_case():
 
 
 def test_a_case_that_takes_too_long_is_ended_and_named():
-    done = command("--only", "small", "--limit", "0.1")
+    done = command("--only", "small v5e", "--limit", "0.1")
     assert done.returncode == 1
     name = "sft/4x512 small v5e:2x2"
     assert done.stdout == f"{name} (1 of 1)\n"
