@@ -9,8 +9,8 @@
 
 Each case is a process of its own with a limit of time. `--write` writes a case, and the table, as soon as it is known,
 and keeps the bounds of what does not compile. It may be interrupted and run again: a program that is what it was is not
-compiled. Exit status 1 where a case is worse than committed or does not compile. A case takes up to 4 GB of memory and
-one processor. Needs the compilers (`make tpu`, `make gpu-aot`).
+compiled. Exit status 1 where a case is worse than committed or does not compile. Needs the compilers
+(`make tpu`, `make gpu-aot`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.aot.cases import CASES, Case, named
 
 NAMES = [case.name for case in CASES]
 LIMIT = 3600
-"""Seconds of a case. The largest takes 10 minutes on one processor by itself."""
+"""Seconds of a case. The largest known takes about two minutes of a processor, which a busy machine shares out."""
 
 
 def main() -> int:
