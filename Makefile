@@ -8,7 +8,7 @@ VLLM_VENV ?= .venv-vllm
 TPU_VENV ?= .venv-tpu
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test coverage test-slow test-vllm tpu lint bench lock clean
+.PHONY: demo test coverage test-slow test-vllm tpu gpu-aot lint bench lock clean
 
 demo: $(VENV)/.ready
 	$(BIN)/rlhf run demo $(ARGS)
@@ -33,7 +33,11 @@ $(VLLM_VENV)/.ready: infra/vllm.sh
 
 # The programs compiled for TPUs that are not here, in an environment of its own that has their compiler.
 tpu: $(TPU_VENV)/.ready
-	$(TPU_VENV)/bin/pytest -m tpu --numprocesses=0 tests/aot $(ARGS)
+	$(TPU_VENV)/bin/pytest -m aot --numprocesses=0 tests/aot/test_tpu.py $(ARGS)
+
+# The same for eight H100: JAX's plugin compiles without a driver or CUDA's toolkit.
+gpu-aot: $(TPU_VENV)/.ready-gpu
+	$(TPU_VENV)/bin/pytest -m aot --numprocesses=0 tests/aot/test_gpu.py tests/aot/test_mutations.py $(ARGS)
 
 $(TPU_VENV)/.ready: $(REQUIREMENTS) $(DEV_REQUIREMENTS) infra/requirements-tpu.txt
 	$(PYTHON) -m venv $(TPU_VENV)
@@ -41,6 +45,10 @@ $(TPU_VENV)/.ready: $(REQUIREMENTS) $(DEV_REQUIREMENTS) infra/requirements-tpu.t
 	$(TPU_VENV)/bin/pip install --quiet --no-compile --no-deps --require-hashes -r $(DEV_REQUIREMENTS)
 	$(TPU_VENV)/bin/pip install --quiet --no-compile --no-deps --require-hashes -r infra/requirements-tpu.txt
 	$(TPU_VENV)/bin/pip install --quiet --no-compile --no-deps --no-build-isolation -e .
+	touch $@
+
+$(TPU_VENV)/.ready-gpu: $(TPU_VENV)/.ready infra/requirements-gpu-aot.txt
+	$(TPU_VENV)/bin/pip install --quiet --no-compile --no-deps --require-hashes -r infra/requirements-gpu-aot.txt
 	touch $@
 
 lint: $(VENV)/.ready-dev

@@ -14,4 +14,7 @@ compile --no-deps infra/.model.in -o infra/requirements-model.txt
 # The TPU compiler that this release of JAX is built for.
 echo "libtpu==0.0.42.*" > infra/.tpu.in
 compile --no-deps infra/.tpu.in -o infra/requirements-tpu.txt
-rm infra/.build.in infra/.model.in infra/.tpu.in
+# The compiler for GPUs of this release of JAX.
+printf 'jax-cuda13-plugin==0.10.2\njax-cuda13-pjrt==0.10.2\n' > infra/.gpu.in
+compile --no-deps infra/.gpu.in -o infra/requirements-gpu-aot.txt
+rm infra/.build.in infra/.model.in infra/.tpu.in infra/.gpu.in

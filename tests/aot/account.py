@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
+BYTES |= {"s16": 2, "u16": 2, "f8e4m3fn": 1, "f8e5m2": 1}
 _KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 _COLLECTIVE = re.compile(rf"= (?P<shapes>\(?[^=]*?\)?) (?P<kind>{_KINDS})(-start)?\(")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
@@ -24,7 +25,8 @@ class Account:
     temporary: int
     """Bytes beside them."""
     flops: float
-    """FLOPs of products where each loop goes round once; kernels are not counted."""
+    """FLOPs of products where each loop goes round once; kernels are not counted. 0 where the compiler does not say,
+    as that of GPUs does not."""
     collectives: dict[str, list[int]]
     """For each kind and type, as `all-gather bf16`: how many the program has, and bytes of the largest result."""
 
@@ -33,7 +35,7 @@ def account(compiled: Any) -> Account:
     """The account of a compiled program."""
     memory = compiled.memory_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    flops = float(compiled.cost_analysis().get("flops", 0.0))
+    flops = float((compiled.cost_analysis() or {}).get("flops", 0.0))
     return Account(int(held), int(memory.temp_size_in_bytes), flops, collectives(compiled.as_text()))
 
 

@@ -1,11 +1,13 @@
-"""The programs: a training step of SFT and of GRPO, prefill and decoding, from shapes alone.
+"""The programs that read packed rows, from shapes alone: steps of training, and scores of a reward model.
 
-Models have their own widths, and in training their own depth; the engine, which compiles layer by layer, has fewer.
+Models have their own widths and, in training, their own depth: a loop over layers compiles one of them.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,108 +15,132 @@ import numpy as np
 from jax.experimental.topologies import get_topology_desc
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from tests.aot.cases import PROMPT, TRAINING, Case
+from tests.aot.sampling import sampling
+from tests.aot.shapes import kernels, model_of, on_all, placed
 from tuning.algorithms.algorithm import find
 from tuning.algorithms.objective import policy_loss
-from tuning.algorithms.settings import Objective
-from tuning.algorithms.supervised import sft_loss
+from tuning.algorithms.preference import preference_loss
+from tuning.algorithms.settings import Objective, Preference
+from tuning.algorithms.supervised import reward_loss, sft_loss
 from tuning.axes import Axes
 from tuning.device import Compute
+from tuning.fit.places import in_type, shapes_of, trees
 from tuning.mesh import make_mesh, row_shards, state_shardings, under
+from tuning.models import attention
 from tuning.models.config import DecoderConfig
-from tuning.models.decoder import abstract_decoder, decoder_graph
+from tuning.models.decoder import decoder_graph, scalar_graph
+from tuning.models.lora import LoraConfig, over, tuned_graph
 from tuning.models.sharding import ROWS, shardings
-from tuning.rollout.engine import cache, programs
-from tuning.rollout.engine.ahead import abstract_weights
-from tuning.rollout.engine.cpu.kernels import Kernels
-from tuning.rollout.engine.placement import cache_shardings
-from tuning.rollout.engine.slots import Slot, pack, row_arrays
 from tuning.target import compiling_for
 from tuning.training.batch import Group, choose_rows, micro_batches
+from tuning.training.forward import scores
 from tuning.training.optimizers import make_optimizer, make_schedule
-from tuning.training.step import step_programs
+from tuning.training.step import LossFn, counted, step_programs
 
-MODELS = {
-    "qwen3-0.6b": DecoderConfig(
-        vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_layers=28, num_heads=16, num_kv_heads=8,
-        head_dim=128, rope_theta=1e6, norm_eps=1e-6, tie_embeddings=True, max_positions=40960, family="qwen3",
-        qk_norm=True,
-    ),
-    "llama-3-8b": DecoderConfig(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32, num_kv_heads=8,
-        head_dim=128, rope_theta=5e5, norm_eps=1e-5, tie_embeddings=False, max_positions=8192,
-    ),
-}  # fmt: skip
 COMPUTE = Compute("bfloat16", remat="full")
-PROMPT, COMPLETION = 256, 1792
-"""Tokens of an example; with its prompt it fills a row."""
-ROWS_A_DEVICE = 4
-"""Rows of a micro-batch on each device."""
-SLOTS, CAPACITY, CHUNK, STEPS = 64, 2048, 1024, 64
-"""Of the engine: slots a device, tokens of a slot, of a prefill chunk, of a run of decoding."""
-DECODING_LAYERS = 4
-"""Of the engine's model, whose layers are compiled one by one: bytes and FLOPs are those of so many."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One program for one model on one topology."""
-
-    program: str
-    model: str
-    topology: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.program} {self.model} {self.topology}"
+COMPLETIONS = {"sft": 1, "grpo": 4, "dpo": 2, "reward": 2, "score": 4}
+"""Completions of a prompt."""
+COLUMNS = {
+    "grpo": ("mu_CT", "old_CT", "ref_CT", "advantages_CT"),
+    "dpo": ("reference_C",),
+    "reward": ("margin_C",),
+}
+"""What the loss reads beside tokens."""
 
 
 def lowered(case: Case, mesh: Mesh | AbstractMesh | None = None) -> tuple[Any, float]:
     """The lowered program, and the FLOPs of its products that a device has to do where loops go round once: what
-    XLA's cost analysis counts of a program that wastes nothing. Kernels are in neither.
+    XLA's cost analysis counts of a program that wastes nothing. Kernels are in neither; 0 where there is no product.
 
-    mesh: in place of that of the case's topology, which only libtpu knows.
+    mesh: in place of that of the case's topology, which only the compiler's library knows.
     """
-    trains = case.program in ("sft", "grpo")
+    trains = case.program in TRAINING
     if mesh is None:
-        devices = list(get_topology_desc(platform="tpu", topology_name=case.topology).devices)
-        mesh = make_mesh(Axes(1, -1, 1) if trains else Axes(-1, 1, 1), devices)
-    with compiling_for("tpu"):
-        return (_training if trains else _sampling)(case, mesh)
+        devices = _devices(case)
+        if trains:
+            mesh = make_mesh(Axes(case.data, -1, case.tensor, case.context), devices)
+        elif case.program == "move":
+            mesh = make_mesh(Axes(-1, 1, case.tensor), devices)
+        else:
+            # Each replica has an engine of its own.
+            mesh = make_mesh(Axes(1, 1, case.tensor), devices[: case.tensor])
+    with compiling_for(case.platform), _without_cudnn(case):
+        traced, ideal = (_packed if trains else sampling)(case, mesh)
+        return traced.lower(lowering_platforms=("cuda" if case.platform == "gpu" else "tpu",)), ideal
 
 
-def _placed(tree: Any, where: Any) -> Any:
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, where)
+def _devices(case: Case) -> list[Any]:
+    if case.platform == "tpu":
+        return list(get_topology_desc(platform="tpu", topology_name=case.topology).devices)
+    described, count = case.topology.split("x")
+    config = Path(__file__).with_name(f"{described}.txtpb").read_text()
+    return list(get_topology_desc(platform="cuda", target_config=config, topology=f"1x1x{count}").devices)
 
 
-def _everywhere(tree: Any, mesh: Any) -> Any:
-    sharding = NamedSharding(mesh, PartitionSpec())
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype, sharding=sharding), tree)
+@contextlib.contextmanager
+def _without_cudnn(case: Case) -> Iterator[None]:
+    """Within it GPUs attend in blocks: cuDNN asks the device that is there for what it can do."""
+    chosen = attention.choose
+
+    def choose(*arguments: Any, **options: Any) -> attention.Implementation:
+        found = chosen(*arguments, **options)
+        return "blocked" if found == "cudnn" else found
+
+    attention.choose = choose
+    try:
+        yield
+    finally:
+        attention.choose = chosen
 
 
-def _training(case: Case, mesh: Any) -> tuple[Any, float]:
-    config = MODELS[case.model]
-    graph, shapes = abstract_decoder(config)
+def _packed(case: Case, mesh: Any) -> tuple[Any, float]:
+    config = model_of(case)
+    batch = _batch(case, mesh)
+    rows = batch["tokens_BL"]
+    tokens, parts = rows.size / row_shards(mesh), mesh.shape["tensor"]
+    layer = kernels(config) / parts * tokens
+    if case.program == "score":
+        score = jax.jit(lambda params, batch: scores(scalar_graph(config), params, batch, COMPUTE))
+        # As frozen weights are loaded.
+        shapes = in_type(shapes_of(config, "scalar"), COMPUTE.dtype)
+        with under(mesh):
+            return score.trace(placed(shapes, shardings(shapes, mesh)), batch), 2.0 * layer
+
+    role: Any = "scalar" if case.program == "reward" else "decoder"
+    lora = LoraConfig(rank=case.lora) if case.lora else None
+    loss = _loss(case, config)
+    trained, frozen = trees(config, role, lora, COMPUTE.dtype)
+    below = None
+    if lora is not None:
+        loss, below = over(tuned_graph(config, role, lora), loss), (placed(frozen, shardings(frozen, mesh)), None)
     optimizer = make_optimizer(
         make_schedule("constant", 1e-5, 0, 10), b1=0.9, b2=0.95, weight_decay=0.1, clip_norm=1.0, max_skipped=2
     )
-    of_params, of_state = state_shardings(optimizer, shapes, mesh)
-    params, state = _placed(shapes, of_params), _placed(jax.eval_shape(optimizer.init, shapes), of_state)
-    batch = _batch(case, mesh)
-    if case.program == "grpo":
-        objective = Objective(kl_coef=0.01)
-        loss = policy_loss(graph, find(objective), objective, COMPUTE)
-    else:
-        loss = sft_loss(graph, COMPUTE)
-    step = step_programs(loss, optimizer, shapes, mesh)["single"]
+    of_params, of_state = state_shardings(optimizer, trained, mesh)
+    params, state = placed(trained, of_params), placed(jax.eval_shape(optimizer.init, trained), of_state)
+    step = step_programs(loss, optimizer, trained, mesh)["single"]
     with under(mesh):
-        program = step.trace(params, state, batch, None).lower(lowering_platforms=("tpu",))
-    tokens = ROWS_A_DEVICE * (PROMPT + COMPLETION)
-    positions = batch["where_M"].size / mesh.size
-    # Of a layer: forward, forward again, and two products backward. Of a slice of the head: the same.
-    kernels = config.hidden_size * (
-        config.head_dim * 2 * (config.num_heads + config.num_kv_heads) + 3 * config.intermediate_size
-    )
-    return program, 8.0 * (kernels * tokens + config.hidden_size * _slice(config, positions) * positions)
+        traced = step.trace(params, state, batch, below)
+    # Of a layer: forward, forward again, and two products backward, of which a frozen kernel needs one. Of a slice of
+    # the head: the same.
+    positions = batch["where_M"].size / row_shards(mesh)
+    head = config.hidden_size * _slice(config, positions) / parts * positions if role == "decoder" else 0.0
+    return traced, (6.0 if lora else 8.0) * (layer + head)
+
+
+def _loss(case: Case, config: DecoderConfig) -> LossFn:
+    graph = decoder_graph(config)
+    match case.program:
+        case "grpo":
+            objective = Objective(kl_coef=0.01)
+            return policy_loss(graph, find(objective), objective, COMPUTE)
+        case "dpo":
+            return preference_loss(graph, Preference.of("dpo"), COMPUTE)
+        case "reward":
+            return reward_loss(scalar_graph(config), 0.01, COMPUTE)
+        case _:
+            return sft_loss(graph, COMPUTE)
 
 
 def _slice(config: DecoderConfig, positions: float) -> int:
@@ -124,46 +150,23 @@ def _slice(config: DecoderConfig, positions: float) -> int:
 
 
 def _batch(case: Case, mesh: Any) -> dict[str, Any]:
-    """A micro-batch as the trainer packs it: one completion a prompt for SFT, four for GRPO."""
-    count, shards = ROWS_A_DEVICE * row_shards(mesh), row_shards(mesh)
-    each = 4 if case.program == "grpo" else 1
-    groups = [Group([1] * PROMPT, [[2] * COMPLETION] * each, list(range(i, i + each))) for i in range(0, count, each)]
-    layout = choose_rows([groups], count * (PROMPT + COMPLETION))
-    (packed,) = micro_batches(groups, layout=layout, completion_tokens=COMPLETION, shards=shards)
-    arrays = packed.arrays()
-    if case.program == "grpo":
-        arrays |= {f"{name}_CT": packed.mask_CT for name in ("mu", "old", "ref", "advantages")}
+    """A micro-batch as the trainer packs it, with `rows` rows on each device that has rows of its own."""
+    shards, each = row_shards(mesh), COMPLETIONS[case.program]
+    count, length = case.rows * shards, PROMPT + case.completion
+    pairs = case.program in ("dpo", "reward")
+    if pairs:
+        # One row has both, each with the prompt.
+        count, length = 2 * count, 2 * length
+    groups = [
+        Group([1] * PROMPT, [[2] * case.completion] * each, list(range(i, i + each))) for i in range(0, count, each)
+    ]
+    layout = choose_rows([groups], case.rows * shards * length, whole=pairs)
+    (packed,) = micro_batches(groups, layout=layout, completion_tokens=case.completion, shards=shards)
+    of_tokens, of_completions = packed.mask_CT, packed.mask_CT[:, 0]
+    arrays = packed.arrays() if case.program == "score" else counted(groups, [packed])[0]
+    arrays |= {n: of_tokens if n.endswith("_CT") else of_completions for n in COLUMNS.get(case.program, ())}
     cut = NamedSharding(mesh, PartitionSpec(ROWS))
-    counts = {name: np.float32(1) for name in ("n_tokens", "n_completions", "n_groups")}
-    return {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=cut) for k, x in arrays.items()} | _everywhere(
-        counts, mesh
-    )
-
-
-def _sampling(case: Case, mesh: Any) -> tuple[Any, float]:
-    config = dataclasses.replace(MODELS[case.model], num_layers=DECODING_LAYERS)
-    graph, shapes = abstract_weights(
-        decoder_graph(config), config, join=True, rolled=False, quantization="none", dtype="bfloat16"
-    )
-    weights = _placed(shapes, shardings(shapes, mesh))
-    slots = SLOTS * mesh.size
-    stacks = jax.eval_shape(lambda: cache.make(config, slots, CAPACITY, "bfloat16", rolled=False))
-    held = _placed(stacks, cache_shardings(stacks, mesh))
-    options = {"kv": "bfloat16", "dtype": "bfloat16", "kernels": Kernels()}
-    kernels = config.hidden_size * (
-        config.head_dim * 2 * (config.num_heads + config.num_kv_heads) + 3 * config.intermediate_size
-    )
-    if case.program == "prefill":
-        chunk, _, prefixed = pack([Slot() for _ in range(slots)], CHUNK)
-        traced = programs.prefill.trace(graph, weights, held, _everywhere(chunk, mesh), prefixed=prefixed, **options)
-        # A chunk is one row, which every replica computes. No kernel: each pair of tokens is multiplied.
-        ideal = 2.0 * config.num_layers * CHUNK * (kernels + 2 * config.num_heads * config.head_dim * CHUNK)
-        return traced.lower(lowering_platforms=("tpu",)), ideal
-    seen = jax.ShapeDtypeStruct((slots, config.vocab_size), bool, sharding=NamedSharding(mesh, PartitionSpec()))
-    rows = _everywhere(row_arrays([Slot() for _ in range(slots)], CAPACITY, STEPS), mesh)
-    wake, most = _everywhere((np.int32(slots), np.int32(STEPS)), mesh)
-    state = programs.State(held, seen)
-    traced = programs.decode.trace(graph, weights, state, rows, wake, most, steps=STEPS, top=0, **options)
-    head = config.hidden_size * config.vocab_size
-    read = 2 * config.num_heads * config.head_dim * (CAPACITY + STEPS)
-    return traced.lower(lowering_platforms=("tpu",)), 2.0 * (config.num_layers * (kernels + read) + head) * SLOTS
+    return {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=cut) if np.ndim(x) else on_all(x, mesh)
+        for name, x in arrays.items()
+    }

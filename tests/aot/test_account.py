@@ -1,8 +1,11 @@
 """What is read of a compiled program, and which changes of it are refused."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 
+from tests.aot import bounds
 from tests.aot.account import account, collectives
 from tests.aot.bounds import FLOPS, broken, row
 
@@ -23,6 +26,9 @@ ENTRY %main (x: bf16[1024,128]) -> bf16[1024,1024] {
   %start = (bf16[64,128]{1,0}, bf16[64,128]{1,0}, u32[]{:S(2)}) collective-permute-start(%x), channel_id=5
 }
 """
+# Collectives of a step of SFT of Llama 3 8B, as the compiler writes it for eight H100.
+RECORDED = Path(__file__).with_name("step.hlo")
+NAME = "sft/4x512 small v5e:2x2"
 
 
 def test_collectives_are_counted_once_by_channel_and_told_by_kind_and_type():
@@ -33,6 +39,18 @@ def test_collectives_are_counted_once_by_channel_and_told_by_kind_and_type():
     }
 
 
+def test_those_of_a_real_step_are_found():
+    assert collectives(RECORDED.read_text()) == {
+        "all-gather bf16": [19, 2 * 4096 * 14336],
+        "all-gather s32": [1, 4 * 32 * 2048],
+        "all-reduce bf16": [2, 2 * 8192],
+        "all-reduce f32": [1, 4 * 19],
+        "all-reduce pred": [1, 8],
+        "all-to-all bf16": [2, 2 * 32 * 2048 * 512],
+        "reduce-scatter f32": [5, 4 * 4096 * 14336],
+    }
+
+
 def test_bytes_and_flops_are_the_compilers():
     x = jnp.ones((64, 64))
     found = account(jax.jit(lambda x: x @ x).lower(x).compile())
@@ -40,15 +58,56 @@ def test_bytes_and_flops_are_the_compilers():
 
 
 def committed():
-    return row(account(jax.jit(lambda x: x @ x).lower(jnp.ones((64, 64))).compile()), 2.0 * 64**3, 1.0)
+    found = account(jax.jit(lambda x: x @ x).lower(jnp.ones((64, 64))).compile())
+    return row(found, 2.0 * 64**3, 1.0, "digest")
 
 
-def test_a_new_collective_more_memory_or_more_flops_are_refused():
+def test_what_is_as_committed_or_better_passes():
     known = committed()
-    assert broken(known, known) == []
-    assert "nothing is committed" in broken(known, None)[0]
     sent = known | {"collectives": {"all-gather bf16": [1, 128]}}
-    assert broken(sent, known) == ["all-gather bf16: 1 of up to 128 bytes where 0 of up to 0 are committed"]
-    assert broken(known, sent) == []
-    assert "held_mb" in broken(known | {"held_mb": 1e3}, known)[0]
-    assert "FLOPs" in broken(known | {"flops_share": FLOPS + 0.1}, known)[0]
+    assert broken(NAME, known, known) == [] and broken(NAME, known, sent) == []
+
+
+def test_a_gather_of_logits_is_named_with_its_program_kind_count_and_bytes():
+    known = committed() | {"collectives": collectives(RECORDED.read_text())}
+    logits = "  %all-gather.99 = f32[65536,8192]{1,0} all-gather(%logits), channel_id=999, dimensions={0}\n}"
+    found = known | {"collectives": collectives(RECORDED.read_text().removesuffix("}\n") + logits)}
+    (said,) = broken(NAME, found, known)
+    assert said.startswith(f"{NAME}: 1 all-gather f32 of up to 2,147,483,648 bytes, committed are 0")
+
+
+def test_one_more_of_a_kind_and_a_larger_one_are_refused():
+    known = committed() | {"collectives": {"all-gather bf16": [2, 128]}}
+    more, larger = ({"collectives": {"all-gather bf16": x}} for x in ([3, 128], [2, 256]))
+    assert broken(NAME, known | more, known) == [
+        f"{NAME}: 3 all-gather bf16 of up to 128 bytes, committed are 2 of up to 128"
+    ]
+    assert broken(NAME, known | larger, known) == [
+        f"{NAME}: 2 all-gather bf16 of up to 256 bytes, committed are 2 of up to 128"
+    ]
+
+
+def test_more_memory_or_flops_are_refused_and_what_was_never_committed():
+    known = committed()
+    (held,) = broken(NAME, known | {"held_mb": 1e3}, known)
+    assert held.startswith(f"{NAME}: arguments and results take 1,000.0 MB a device, committed are ")
+    (temporary,) = broken(NAME, known | {"temporary_mb": 1e3}, known)
+    assert "memory beside them take 1,000.0 MB" in temporary
+    (share,) = broken(NAME, known | {"flops_share": FLOPS + 0.1}, known)
+    assert share == f"{NAME}: FLOPs are {FLOPS + 0.1} of a device's share, at most {FLOPS} are allowed"
+    assert "nothing is committed" in broken(NAME, known, None)[0]
+
+
+def test_what_is_committed_above_the_limit_of_flops_may_not_grow():
+    known = committed() | {"flops_share": 2.0}
+    assert broken(NAME, known, known) == [] and broken(NAME, known | {"flops_share": 2.1}, known)
+
+
+def test_a_recording_keeps_the_bounds_of_others_in_the_order_of_the_cases(tmp_path, monkeypatch):
+    monkeypatch.setattr(bounds, "BOUNDS", tmp_path / "bounds.json")
+    for name in ("new", "b", "a"):
+        bounds.commit({name: {"held_mb": 1}}, ["a", "b"])
+    bounds.commit({"b": {"held_mb": 2}}, ["a", "b"])
+    assert list(bounds.committed().items()) == [("a", {"held_mb": 1}), ("b", {"held_mb": 2}), ("new", {"held_mb": 1})]
+    bounds.forget(["a", "new"])
+    assert list(bounds.committed()) == ["a", "new"]

@@ -1,17 +1,35 @@
-"""Every program lowers for a TPU of eight chips, kernels included, which takes no compiler for it."""
+"""Every program lowers for the devices that it is for, kernels included, which takes no compiler of theirs."""
 
 import re
 
 import pytest
 from jax.sharding import AbstractMesh
 
-from tests.aot.programs import COMPLETION, PROMPT, Case, lowered
+from tests.aot.cases import COMPLETION, PROMPT, TRAINING, Case
+from tests.aot.programs import lowered
+
+PROGRAMS = ["sft", "grpo", "dpo", "reward", "score", "move", "prefill", "decode"]
+LENGTH = PROMPT + COMPLETION
 
 
-@pytest.mark.parametrize("program", ["sft", "grpo", "prefill", "decode"])
-def test_it_lowers_without_a_square_of_tokens(program):
-    mesh = AbstractMesh((1, 8, 1) if program in ("sft", "grpo") else (8, 1, 1), ("data", "fsdp", "tensor"))
-    text = lowered(Case(program, "qwen3-0.6b", "none"), mesh)[0].as_text()
-    length = PROMPT + COMPLETION
-    assert not re.search(rf"{length}x{length}xi1", text)
-    assert ("tpu_custom_call" in text) == (program in ("sft", "grpo"))
+def mesh_of(program):
+    return AbstractMesh((1, 8, 1) if program in TRAINING else (8, 1, 1), ("data", "fsdp", "tensor"))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_for_a_tpu_of_eight_chips_it_lowers_without_a_square_of_tokens(program):
+    text = lowered(Case(program, "small", "v5e:2x4", completion=COMPLETION), mesh_of(program))[0].as_text()
+    assert not re.search(rf"{LENGTH}x{LENGTH}xi1", text)
+    assert ("tpu_custom_call" in text) == (program in TRAINING)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_for_eight_gpus_it_lowers_without_kernels_of_a_tpu(program):
+    text = lowered(Case(program, "small", "h100x8"), mesh_of(program))[0].as_text()
+    assert "tpu_custom_call" not in text and "cudnn" not in text
+
+
+def test_with_tensor_and_an_adapter_it_lowers_too():
+    mesh = AbstractMesh((1, 4, 2), ("data", "fsdp", "tensor"))
+    for marks in ({"tensor": 2}, {"tensor": 2, "lora": 8}):
+        assert "tpu_custom_call" in lowered(Case("sft", "small", "v5e:2x4", **marks), mesh)[0].as_text()

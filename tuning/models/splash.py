@@ -24,9 +24,9 @@ LONGEST_BLOCK = 1024
 """Queries, and keys, of a block at most: its logits take 4 MiB of the 16 MiB that a kernel has on a v5e."""
 
 
-def block(length: int) -> int:
+def block(length: int, longest: int = LONGEST_BLOCK) -> int:
     """The largest block that divides a row of this length, a multiple of `LANES`."""
-    return max(b for b in range(LANES, min(length, LONGEST_BLOCK) + 1, LANES) if length % b == 0)
+    return max(b for b in range(LANES, min(length, longest) + 1, LANES) if length % b == 0)
 
 
 def segment_attention(
@@ -47,7 +47,7 @@ def segment_attention(
     length = k_BLKH.shape[1]
     shape = (length, length)
     mask = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
-    kernel = _kernel(masks.MultiHeadMask([mask] * heads), queries, length, softcap, length // queries)
+    kernel = _kernel(masks.MultiHeadMask([mask] * heads), queries, length, softcap, q_BLNH.shape[3], length // queries)
     if number is not None:
         kernel = _part(kernel, number, length // queries)
 
@@ -65,7 +65,7 @@ def masked_attention(
 
     def row(q: jax.Array, k: jax.Array, v: jax.Array, mask_LL: jax.Array) -> jax.Array:
         queries, keys = mask_LL.shape
-        kernel = _kernel(mask_LL[None], queries, keys, softcap)
+        kernel = _kernel(mask_LL[None], queries, keys, softcap, q.shape[-1])
         # The kernel branches on this flag in Python, but under jit it is an array.
         for name in ("fwd_mask_info", "dq_mask_info", "dkv_mask_info"):
             info = getattr(kernel, name)
@@ -75,10 +75,15 @@ def masked_attention(
     return _by_rows(row, q_BLNH, k_BLKH, v_BLKH, mask_BLL, scale)
 
 
-def _kernel(mask: Any, queries: int, keys: int, softcap: float | None, parts: int = 1) -> Any:
+def _kernel(mask: Any, queries: int, keys: int, softcap: float | None, head_dim: int, parts: int = 1) -> Any:
     """The kernel for a mask; parts: equal ranges of queries, each with as many blocks of the mask in memory."""
     q, k = block(queries), block(keys)
-    sizes = splash.BlockSizes(block_q=q, block_kv=k, block_q_dkv=q, block_kv_dkv=k, block_q_dq=q, block_kv_dq=k)
+    # The gradients of keys and values hold four blocks of heads beside two of logits: with heads of 256, 17 MiB.
+    longest = LONGEST_BLOCK if head_dim <= LANES else LONGEST_BLOCK // 2
+    q_back, k_back = block(queries, longest), block(keys, longest)
+    sizes = splash.BlockSizes(
+        block_q=q, block_kv=k, block_q_dkv=q_back, block_kv_dkv=k_back, block_q_dq=q_back, block_kv_dq=k_back
+    )
     return splash.make_splash_mha(
         mask,
         block_sizes=sizes,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.aot.bounds import BOUNDS
-from tests.aot.programs import COMPLETION, PROMPT, ROWS_A_DEVICE
+from tests.aot.cases import COMPLETION, PROMPT, ROWS_A_DEVICE
 from tests.tuning.fit.steps import asked
 from tuning.axes import Axes
 from tuning.fit.machines import machine
@@ -60,7 +60,7 @@ def test_a_step_on_cpu_has_the_arguments_to_the_byte_and_the_peak_within_a_tenth
     assert found["held"] + middle == pytest.approx(arguments + temporary, rel=0.1)
 
 
-def on_tpu(model, kind, count):
+def elsewhere(model, kind, count):
     each = 4 if kind == "grpo" else 1
     rows = ROWS_A_DEVICE * count
     groups = [Group([1] * PROMPT, [[2] * COMPLETION] * each, range(i, i + each)) for i in range(0, rows, each)]
@@ -73,6 +73,9 @@ def cases():
     for name, bound in json.loads(BOUNDS.read_text()).items():
         kind, model, topology = name.split()
         if kind in ("sft", "grpo") and model in VALUES:
+            if ":" not in topology:
+                yield pytest.param(model, kind, topology, machine(topology).count, bound, id=name)
+                continue
             generation, _, shape = topology.partition(":")
             count = 1
             for side in shape.split("x"):
@@ -82,8 +85,8 @@ def cases():
 
 
 @pytest.mark.parametrize(("model", "kind", "name", "count", "bound"), cases())
-def test_a_step_on_tpu_is_what_its_compiler_says(model, kind, name, count, bound):
-    found = training(on_tpu(model, kind, count), machine(name))
+def test_a_step_on_tpus_and_gpus_is_what_their_compilers_say(model, kind, name, count, bound):
+    found = training(elsewhere(model, kind, count), machine(name))
     state = (found.parts["weights"] + found.parts["moments"]) / 1e6
     assert state == pytest.approx(bound["held_mb"], rel=0.001)
     assert found.temporary[0] / 1e6 <= bound["temporary_mb"] <= found.temporary[2] / 1e6 * 1.05

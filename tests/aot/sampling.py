@@ -1,0 +1,67 @@
+"""The programs of the engine, from shapes alone: prefill, decoding, and the move of weights from training to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tests.aot.cases import Case
+from tests.aot.shapes import kernels, model_of, on_all, placed
+from tuning.fit.places import shapes_of
+from tuning.models.decoder import decoder_graph
+from tuning.models.sharding import shardings
+from tuning.rollout.engine import cache, programs
+from tuning.rollout.engine.ahead import abstract_weights
+from tuning.rollout.engine.cpu.kernels import Kernels
+from tuning.rollout.engine.decoders import lay_out
+from tuning.rollout.engine.placement import cache_shardings
+from tuning.rollout.engine.slots import Slot, pack, row_arrays
+
+SLOTS, CAPACITY, CHUNK, STEPS = 64, 2048, 1024, 64
+"""Slots a device, tokens of a slot, of a prefill chunk, of a run of decoding."""
+LAYERS = 4
+"""Of the engine's model, whose layers are compiled one by one: bytes and FLOPs are those of so many."""
+
+
+def sampling(case: Case, mesh: Any) -> tuple[Any, float]:
+    """The traced program, and the FLOPs of a device, as `programs.lowered` has them."""
+    config = model_of(case, LAYERS)
+    graph, replicas, parts = decoder_graph(config), mesh.shape["data"], mesh.shape["tensor"]
+    # As the engine has it over a mesh.
+    layout: dict[str, Any] = {"join": parts == 1, "rolled": False, "quantization": "none", "dtype": "bfloat16"}
+    laid_out, shapes = abstract_weights(graph, config, **layout)
+    weights = placed(shapes, shardings(shapes, mesh))
+    if case.program == "move":
+        dense, trained = shapes_of(config, "decoder"), _training(mesh)
+        params = placed(dense, shardings(dense, trained))
+        # `Engine.load` does it layer by layer; as one program its collectives can be read.
+        move = jax.jit(lambda p: lay_out(graph, p, **layout)[1], out_shardings=shardings(shapes, mesh))
+        return move.trace(params), 0.0
+    slots = SLOTS * replicas
+    stacks = jax.eval_shape(lambda: cache.make(config, slots, CAPACITY, "bfloat16", rolled=False))
+    held = placed(stacks, cache_shardings(stacks, mesh))
+    options: Any = {"kv": "bfloat16", "dtype": "bfloat16", "kernels": Kernels()}
+    if case.program == "prefill":
+        chunk, _, prefixed = pack([Slot() for _ in range(slots)], CHUNK)
+        traced = programs.prefill.trace(laid_out, weights, held, on_all(chunk, mesh), prefixed=prefixed, **options)
+        # A chunk is one row, which every replica computes. No kernel: each pair of tokens is multiplied.
+        pairs = 2 * config.num_heads * config.head_dim * CHUNK
+        return traced, 2.0 * config.num_layers * CHUNK * (kernels(config) + pairs) / parts
+    seen: Any = jax.ShapeDtypeStruct((slots, config.vocab_size), bool, sharding=NamedSharding(mesh, PartitionSpec()))
+    rows = on_all(row_arrays([Slot() for _ in range(slots)], CAPACITY, STEPS), mesh)
+    wake, most = on_all((np.int32(slots), np.int32(STEPS)), mesh)
+    state = programs.State(held, seen)
+    traced = programs.decode.trace(laid_out, weights, state, rows, wake, most, steps=STEPS, top=0, **options)
+    head = config.hidden_size * config.vocab_size
+    read = 2 * config.num_heads * config.head_dim * (CAPACITY + STEPS)
+    return traced, 2.0 * (config.num_layers * (kernels(config) + read) + head) * SLOTS / parts
+
+
+def _training(mesh: Any) -> Any:
+    """The same devices as one axis that parameters are cut over."""
+    names, sizes = mesh.axis_names, {"data": 1, "fsdp": mesh.size, "tensor": 1}
+    shape = tuple(sizes.get(n, 1) for n in names)
+    return Mesh(mesh.devices.reshape(shape), names) if isinstance(mesh, Mesh) else type(mesh)(shape, names)
