@@ -65,7 +65,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         figures = figures_of(asked, on)
         entry = {"stage": name, "section": section} | shown(figures, on)
         if entry["verdict"] != "fits":
-            entry["remedies"] = remedies(asked, section, on)
+            entry["remedies"] = remedies(run, section, name, on)
         stages.append(entry)
     import jax
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from tuning.models.lora import LoraConfig
 
 Asked = Trained | Sampled | Scored
+
+OF_CRITIC = ("returns_CT", "old_values_CT")
+"""What a critic's loss reads beside tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +53,25 @@ class Run:
             make = _BY_SECTION[section]
             for name, asked in make(self, config, machine):
                 yield name, section, asked
+
+    def ask(self, section: str, name: str, machine: Machine) -> Asked:
+        """What one of them asks."""
+        return dict(_BY_SECTION[section](self, self.sections[section], machine))[name]
+
+    def changed(self, section: str, settings: Mapping[str, Any]) -> Run:
+        """The run with other settings, by their dotted names in the section. Raises ValueError for those that a recipe
+        could not have."""
+        values = self.sections[section].model_dump(mode="json")
+        for name, value in settings.items():
+            *path, last = name.split(".")
+            at = values
+            for key in path:
+                # A section within, such as `lora`, may be null.
+                at[key] = at.get(key) or {}
+                at = at[key]
+            at[last] = value
+        made = type(self.sections[section]).model_validate_json(json.dumps(values))
+        return dataclasses.replace(self, sections={**self.sections, section: made})
 
     def cut(self, tokens: int) -> int:
         """Tokens of a completion of up to so many, behind a prompt within the model's positions."""
@@ -250,7 +273,7 @@ def _update(run: Run, config: Any, machine: Machine) -> Iterator[tuple[str, Aske
             dataclasses.replace(
                 step,
                 make_loss=lambda model, compute: critic_loss(scalar_graph(model), config.critic, compute),
-                columns=("returns_CT", "old_values_CT"),
+                columns=OF_CRITIC,
                 role="scalar",
                 optimizer=config.critic.optimizer,
                 beside=(*others, *run.trainer[:2]),
