@@ -256,6 +256,12 @@ def _update(run: Run, config: Any, machine: Machine) -> Iterator[tuple[str, Aske
     }
     # An adapter's policy is merged beside its base.
     dense = (Beside("merged policy", run.model),) if config.lora is not None else ()
+    critic: tuple[Beside, ...] = run._critic(config) if config.needs_critic else ()
+    policy = run.trainer[:2]
+    if config.lora is not None:
+        # Both are frozen below adapters for the whole round. Quantised they are smaller than is said here.
+        critic += (Beside("critic's frozen base", run.model, "scalar", frozen=True),) if config.needs_critic else ()
+        policy = (Beside("policy's frozen base", run.model, frozen=True), policy[1])
     others = (run.start, *dense, *_reference(run, config, machine))
     reference = ("ref_CT",) if config.needs_reference else ()
     step = _fitted(
@@ -263,7 +269,7 @@ def _update(run: Run, config: Any, machine: Machine) -> Iterator[tuple[str, Aske
         config,
         make_loss=lambda model, compute: policy_loss(decoder_graph(model), algorithm, config.objective, compute),
         columns=("mu_CT", "old_CT", "advantages_CT", *reference),
-        beside=(*others, *(run._critic(config) if config.needs_critic else ())),
+        beside=(*others, *critic),
         **shared,
     )
     yield "update", step
@@ -276,7 +282,7 @@ def _update(run: Run, config: Any, machine: Machine) -> Iterator[tuple[str, Aske
                 columns=OF_CRITIC,
                 role="scalar",
                 optimizer=config.critic.optimizer,
-                beside=(*others, *run.trainer[:2]),
+                beside=(*others, *policy),
             ),
         )
 

@@ -60,3 +60,11 @@ def test_a_mesh_is_said_with_every_axis_that_changes():
 def test_a_setting_that_the_section_does_not_have_is_no_try():
     with pytest.raises(ValueError, match="engine"):
         run(evaluate={"problems": 8}).changed("evaluate", {"engine.kv_cache_dtype": "int8"})
+
+
+def test_adapters_of_policy_and_critic_are_over_two_frozen_bases_and_one_merged_policy():
+    on = machine("v5e-4")
+    ppo = rl(algorithm="ppo", lora={"rank": 4})
+    policy, critic = (figures_of(ppo.ask("rl.update", name, on), on).parts for name in ("update", "update (critic)"))
+    assert {"frozen base", "critic's frozen base", "merged policy"} <= policy.keys()
+    assert {"frozen base", "policy's frozen base", "merged policy"} <= critic.keys() and "policy" not in critic
