@@ -1,0 +1,64 @@
+"""Engines side by side: nothing that has ended is kept, and nothing that is told gets lost where an engine fails."""
+
+import gc
+
+import jax
+import pytest
+
+from tests.tuning.rollout.engine.support import PARAMS
+from tests.tuning.tiny import CONFIG
+from tuning.axes import Axes
+from tuning.mesh import make_mesh
+from tuning.rollout.engine.engine import Engine
+from tuning.rollout.engine.limits import Limits
+from tuning.rollout.engine.replicas import Replicas, StepFailed
+from tuning.rollout.requests import Completion, RefusedRequest, Request
+
+LIMITS = Limits(slots=1, context=32, steps=4, chunks=(32,))
+
+
+def replicas():
+    mesh = make_mesh(Axes(1, 1, 1), jax.local_devices()[:1])
+    engine = Replicas(CONFIG, limits=LIMITS, mesh=mesh)
+    engine.load(PARAMS)
+    return engine
+
+
+def test_a_request_that_was_cancelled_is_told_though_a_step_fails_meanwhile(monkeypatch):
+    engine = replicas()
+    begin = Engine.begin
+    running = engine.submit(Request([1, 2, 3], 16))
+    engine.step()
+    queued = engine.submit(Request([4, 5, 6], 16))
+    engine.cancel(queued)
+
+    def fails(self, crowded=False):
+        monkeypatch.setattr(Engine, "begin", begin)
+        raise ZeroDivisionError("of the device")
+
+    monkeypatch.setattr(Engine, "begin", fails)
+    with pytest.raises(StepFailed) as failed:
+        engine.step()
+    assert failed.value.numbers == {running}
+    assert [(u.number, u.completion.stop) for u in engine.step()] == [(queued, "cancelled")]
+    assert engine.idle
+
+
+def test_a_request_is_refused_as_it_comes_where_any_engine_lacks_the_memory():
+    engine = replicas()
+    small = Engine(CONFIG, limits=Limits(slots=1, context=16, steps=4))
+    engine._engines.append(small)
+    with pytest.raises(RefusedRequest, match="16 tokens of context"):
+        engine.submit(Request([1] * 12, 12))
+
+
+def test_completions_that_a_batch_has_given_are_its_callers_alone():
+    engine = replicas()
+    held = []
+    gc.collect()
+    for _ in engine.run([Request([1, 2, i], 4, counter=i) for i in range(8)]):
+        _ = None
+        gc.collect()
+        held.append(sum(isinstance(x, Completion) for x in gc.get_objects()))
+    # The newest one, which the step that has ended it still names.
+    assert max(held) <= 1
