@@ -1,5 +1,7 @@
 """Engines side by side: nothing that has ended is kept, and nothing that is told gets lost where an engine fails."""
 
+import threading
+import time
 import weakref
 
 import jax
@@ -50,6 +52,22 @@ def test_a_request_is_refused_as_it_comes_where_any_engine_lacks_the_memory():
     engine._engines.append(small)
     with pytest.raises(RefusedRequest, match="16 tokens of context"):
         engine.submit(Request([1] * 12, 12))
+
+
+def test_an_interrupt_leaves_no_engine_at_work(monkeypatch):
+    engine, ended = replicas(), []
+    engine._engines *= 2
+
+    def begin(self, crowded=False):
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        time.sleep(0.5)
+        ended.append(self)
+
+    monkeypatch.setattr(Engine, "begin", begin)
+    with pytest.raises(KeyboardInterrupt):
+        engine._begin([0, 1])
+    assert len(ended) == 1
 
 
 def test_completions_that_a_batch_has_given_are_its_callers_alone():
