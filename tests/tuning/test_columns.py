@@ -77,6 +77,16 @@ def test_a_column_of_rows_is_that_of_lists(rows, kind, tmp_path):
     assert (tmp_path / "lists").read_bytes() == (tmp_path / "rows").read_bytes() == (tmp_path / "both").read_bytes()
 
 
+@pytest.mark.parametrize("row", [np.asarray([2**40 + 5]), [2**40 + 5], [1.5], [float("nan")], ["7"]])
+def test_a_number_that_a_column_of_integers_cannot_hold_is_refused(row):
+    with pytest.raises(ValueError, match="is no int32: expected a list of numbers of that type"):
+        list_column([[3], row], IDS)
+
+
+def test_holes_of_lists_are_nan():
+    np.testing.assert_array_equal(list_column([[None, 0.1]], REALS).to_pylist()[0], np.float32([np.nan, 0.1]))
+
+
 def test_what_is_read_and_written_again_has_the_same_bytes(tmp_path):
     table = completions(8, 5)
     table[3] = CompletionRow(
