@@ -87,6 +87,13 @@ def test_holes_of_lists_are_nan():
     np.testing.assert_array_equal(list_column([[None, 0.1]], REALS).to_pylist()[0], np.float32([np.nan, 0.1]))
 
 
+def test_rows_of_some_columns_are_not_written_with_nulls_in_place_of_the_others(tmp_path):
+    write_table(tmp_path / "all", completions(2, 5), CompletionRow.schema())
+    some = read_table([tmp_path / "all"], CompletionRow, ("place", "prompt_id", "prompt_ids", "token_ids", "logprobs"))
+    with pytest.raises(KeyError, match="sample"):
+        write_table(tmp_path / "some", some, CompletionRow.schema())
+
+
 def test_what_is_read_and_written_again_has_the_same_bytes(tmp_path):
     table = completions(8, 5)
     table[3] = CompletionRow(
