@@ -85,10 +85,11 @@ def list_column(rows: Sequence[Sequence[float] | None], kind: pa.ListType) -> pa
 
     Raises ValueError for a number that a column of integers cannot hold.
     """
-    if any(row is None for row in rows):
+    there = [row for row in rows if row is not None]
+    if len(there) < len(rows):
         return pa.array([None if row is None else list(row) for row in rows], kind)
     nothing = pa.array([], kind.value_type).to_numpy()
-    arrays = [_exactly(row, nothing.dtype) for row in rows]
+    arrays = [_exactly(row, nothing.dtype) for row in there]
     offsets = np.cumsum([0, *map(len, arrays)])
     flat = np.concatenate([nothing, *arrays])
     # Arrow refuses offsets that do not fit their 32 bits.
