@@ -81,12 +81,30 @@ def _flat(values: pa.Array) -> np.ndarray:
 
 
 def list_column(rows: Sequence[Sequence[float] | None], kind: pa.ListType) -> pa.Array:
-    """Rows of numbers, None for a null, as a column of lists of this type."""
-    if any(row is None for row in rows):
+    """Rows of numbers, None for a null, as a column of lists of this type.
+
+    Raises ValueError for a number that a column of integers cannot hold.
+    """
+    there = [row for row in rows if row is not None]
+    if len(there) < len(rows):
         return pa.array([None if row is None else list(row) for row in rows], kind)
     nothing = pa.array([], kind.value_type).to_numpy()
-    arrays = [np.asarray(row, nothing.dtype) for row in rows]
+    arrays = [_exactly(row, nothing.dtype) for row in there]
     offsets = np.cumsum([0, *map(len, arrays)])
     flat = np.concatenate([nothing, *arrays])
     # Arrow refuses offsets that do not fit their 32 bits.
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(flat), type=kind)
+
+
+def _exactly(row: Sequence[float], dtype: np.dtype[Any]) -> np.ndarray:
+    """The numbers as an array of this type; reals are rounded to it."""
+    given = np.asarray(row)
+    if given.dtype == dtype:
+        return given
+    with np.errstate(invalid="ignore"):
+        found = given.astype(dtype)
+    # NumPy takes the low bits of what is too large, and cuts fractions off.
+    if np.issubdtype(dtype, np.integer) and not np.array_equal(found, given):
+        wrong = next(x for x, y in zip(given.tolist(), found.tolist(), strict=True) if x != y)
+        raise ValueError(f"{wrong!r} is no {dtype}: expected a list of numbers of that type")
+    return found

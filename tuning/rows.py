@@ -303,8 +303,8 @@ def _check(columns: Sequence[str], path: Path, kind: type[Row]) -> None:
 
 
 def write_table(path: Path, rows: Sequence[Row], schema: pa.Schema) -> None:
-    """One Parquet file, which is visible only when it is complete."""
-    columns = {field.name: _column([vars(row).get(field.name) for row in rows], field.type) for field in schema}
+    """One Parquet file, which is visible only when it is complete. Raises KeyError for a field that was not read."""
+    columns = {field.name: _column([vars(row)[field.name] for row in rows], field.type) for field in schema}
     write_arrow(path, pa.Table.from_arrays(list(columns.values()), schema=schema))
 
 

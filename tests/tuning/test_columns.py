@@ -77,6 +77,23 @@ def test_a_column_of_rows_is_that_of_lists(rows, kind, tmp_path):
     assert (tmp_path / "lists").read_bytes() == (tmp_path / "rows").read_bytes() == (tmp_path / "both").read_bytes()
 
 
+@pytest.mark.parametrize("row", [np.asarray([2**40 + 5]), [2**40 + 5], [1.5], [float("nan")], ["7"]])
+def test_a_number_that_a_column_of_integers_cannot_hold_is_refused(row):
+    with pytest.raises(ValueError, match="is no int32: expected a list of numbers of that type"):
+        list_column([[3], row], IDS)
+
+
+def test_holes_of_lists_are_nan():
+    np.testing.assert_array_equal(list_column([[None, 0.1]], REALS).to_pylist()[0], np.float32([np.nan, 0.1]))
+
+
+def test_rows_of_some_columns_are_not_written_with_nulls_in_place_of_the_others(tmp_path):
+    write_table(tmp_path / "all", completions(2, 5), CompletionRow.schema())
+    some = read_table([tmp_path / "all"], CompletionRow, ("place", "prompt_id", "prompt_ids", "token_ids", "logprobs"))
+    with pytest.raises(KeyError, match="sample"):
+        write_table(tmp_path / "some", some, CompletionRow.schema())
+
+
 def test_what_is_read_and_written_again_has_the_same_bytes(tmp_path):
     table = completions(8, 5)
     table[3] = CompletionRow(

@@ -150,12 +150,14 @@ def make_optimizer(
         optax.add_decayed_weights(weight_decay, None if decay_all else decays),
         optax.scale_by_learning_rate(schedule),
     )
+    # optax would apply the update after more than this. `make_step` stops at `max_skipped` + 1, which it may read when
+    # one step more has started.
+    max_errors = max_skipped + 2
     if moments == "host":
         check_host_memory("optimizer.moments host", memory_kinds())
-        return on_host(clip, optax.chain(rule, decay, rate), max_skipped + 1)
+        return on_host(clip, optax.chain(rule, decay, rate), max_errors)
     chain = optax.chain(clip, rounded(rule) if moments == "bfloat16" else rule, decay, rate)
-    # optax would apply the update after `max_consecutive_errors`; `make_step` stops before that.
-    return optax.apply_if_finite(chain, max_consecutive_errors=max_skipped + 1)
+    return optax.apply_if_finite(chain, max_consecutive_errors=max_errors)
 
 
 def optimizer_of(settings: OptimizerSettings, total_steps: int = 1) -> optax.GradientTransformation:

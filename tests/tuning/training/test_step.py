@@ -91,6 +91,27 @@ def test_the_sums_of_a_step_may_be_read_when_the_next_one_has_started():
     assert fingerprint(params) == fingerprint(other)
 
 
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "host"])
+def test_a_step_that_has_started_when_too_many_are_found_out_changes_nothing(moments):
+    def poisoned(params, batch, frozen):
+        return jnp.sum(params["w"] * batch["poison"]), {}
+
+    opt = make_optimizer(
+        make_schedule("constant", 1e-2, 0, 10), b1=0.9, b2=0.95, weight_decay=0.1, clip_norm=1.0, max_skipped=1,
+        moments=moments,
+    )  # fmt: skip
+    params = {"w": jnp.arange(4.0)}
+    state, step, waiting = jax.jit(opt.init)(params), make_step(poisoned, opt, 1), []
+    for _ in range(3):
+        params, state, sums = step.start(params, state, [{"poison": np.float32("nan")}], None)
+        waiting.append(sums)
+    assert waiting[0]()["skipped"] == 1.0
+    # Read when the third has started, as a round does.
+    with pytest.raises(NonFinite, match="2 steps in a row"):
+        waiting[1]()
+    np.testing.assert_array_equal(params["w"], np.arange(4.0))
+
+
 def test_resuming_from_a_checkpoint_gives_the_same_bits(tmp_path):
     opt = optimizer()
     step = make_step(loss_fn, opt, 2)
