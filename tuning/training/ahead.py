@@ -7,6 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
+
+from tuning.precision import real
 
 Item = TypeVar("Item")
 
@@ -18,7 +21,7 @@ def one_ahead(items: Iterable[Item]) -> Iterator[Item]:
     """
     source, end = iter(items), object()
     # JAX's own context managers reach one thread alone: the other computes in the type of this one.
-    exact = jax.config.jax_enable_x64
+    exact = real() == np.float64
 
     def take() -> Any:
         with jax.enable_x64(exact):
