@@ -99,16 +99,17 @@ class Run:
         update = self.sections.get("rl.update")
         if update is None:
             return (self.start,)
+        axes = update.compute.mesh
         others = [
-            Beside("policy", self.model),
-            Beside("its moments", self.model, "decoder", False, update.optimizer, _lora(update)),
+            Beside("policy", self.model, axes=axes),
+            Beside("its moments", self.model, "decoder", False, update.optimizer, _lora(update), axes),
         ]
         return (*others, *(self._critic(update) if update.needs_critic else ()))
 
     def _critic(self, update: Any) -> tuple[Beside, ...]:
-        own = update.critic.optimizer
-        weights = () if update.lora is not None else (Beside("critic", self.model, "scalar"),)
-        return (*weights, Beside("its critic's moments", self.model, "scalar", False, own, _lora(update)))
+        own, axes = update.critic.optimizer, update.compute.mesh
+        weights = () if update.lora is not None else (Beside("critic", self.model, "scalar", axes=axes),)
+        return (*weights, Beside("its critic's moments", self.model, "scalar", False, own, _lora(update), axes))
 
 
 def _lora(config: Any) -> LoraConfig | None:
@@ -226,11 +227,14 @@ def _rollout(run: Run, config: Any, machine: Machine) -> Iterator[tuple[str, Ask
 
 
 def _sampled(run: Run, config: Any, machine: Machine, samples: int, tokens: int) -> Sampled:
+    from tuning.rollout.engine.placement import sampling_axes
     from tuning.target import compiling_for
 
     completion = run.cut(tokens * run.turns)
     with compiling_for(machine.kind.platform):
-        limits = limits_of(config.compute, machine.choices(config.compute.dtype), run.prompt + completion)
+        replicas = sampling_axes(config.compute.mesh, machine.count).data
+        device = machine.choices(config.compute.dtype)
+        limits = limits_of(config.compute, device, run.prompt + completion, int(replicas))
     return Sampled(run.model, samples, run.prompt, completion, limits, config.compute, beside=run.trainer)
 
 

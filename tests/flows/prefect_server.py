@@ -51,7 +51,7 @@ class Prefect:
         }
         # The server closes a connection that has been idle for 5 s, perhaps while it is being used again.
         fresh = httpx.Limits(max_keepalive_connections=0)
-        self.http = httpx.Client(base_url=f"{self.ui}/api", timeout=30, limits=fresh)
+        self.http = httpx.Client(base_url=f"{self.ui}/api", timeout=120, limits=fresh)
 
     def command(self, *args: str, code: int = 0, cwd: Path = PROJECT) -> str:
         """Output of `prefect ARGS` in the project's folder."""

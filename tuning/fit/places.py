@@ -41,6 +41,8 @@ class Beside:
     """Its moments in place of its weights."""
     lora: LoraConfig | None = None
     """The moments are those of such an adapter, and the adapter is with them."""
+    axes: Axes | None = None
+    """Of the mesh that it is on, where that is not the program's."""
 
 
 def narrower(dtype: str) -> str | None:
@@ -53,12 +55,13 @@ def of_others(others: Iterable[Beside], mesh: Any, dtype: str) -> dict[str, int]
     parts: dict[str, int] = {}
     for other in others:
         shapes = shapes_of(other.model, other.role)
+        place = mesh if other.axes is None else abstract_mesh(other.axes, mesh.size)
         if other.optimizer is not None:
             own = shapes if other.lora is None else trees(other.model, other.role, other.lora, dtype)[0]
-            size = state_bytes(optimizer_of(other.optimizer), own, mesh)
-            size += weight_bytes(own, mesh) if other.lora is not None else 0
+            size = state_bytes(optimizer_of(other.optimizer), own, place)
+            size += weight_bytes(own, place) if other.lora is not None else 0
         else:
-            size = weight_bytes(in_type(shapes, narrower(dtype) if other.frozen else None), mesh)
+            size = weight_bytes(in_type(shapes, narrower(dtype) if other.frozen else None), place)
         parts[other.name] = parts.get(other.name, 0) + size
     return parts
 

@@ -1,5 +1,7 @@
 """The memory and the work of the native engine: weights as decoding reads them, keys and values, and its programs.
 
+Each replica has an engine of its own, on one device or on those of the axis `tensor`.
+
 Slots, their length and the layout of weights are the engine's own (`tuning.rollout.engine`), from shapes alone.
 """
 
@@ -12,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tuning.axes import Axes
 from tuning.fit.figures import Figures
 from tuning.fit.liveness import Held, held
 from tuning.fit.machines import Machine
@@ -25,7 +28,7 @@ from tuning.rollout.engine.cpu import products
 from tuning.rollout.engine.cpu.kernels import Kernels, has_compiler
 from tuning.rollout.engine.limits import Limits
 from tuning.rollout.engine.placement import cache_shardings, sampling_axes
-from tuning.rollout.engine.pool import Pool
+from tuning.rollout.engine.pool import GRAIN, Pool, cache_room
 from tuning.rollout.engine.slots import Slot, pack, row_arrays
 from tuning.settings import ComputeSettings
 from tuning.target import compiling_for
@@ -43,6 +46,7 @@ class Sampled:
     completion: int
     """Tokens of a completion."""
     limits: Limits
+    """Of the engine of a replica."""
     compute: ComputeSettings
     kv: str = "auto"
     """`kv_cache_dtype` of the engine."""
@@ -64,26 +68,32 @@ def _sampling(asked: Sampled, machine: Machine) -> Figures:
     dtype = machine.choices(asked.compute.dtype).compute.dtype
     dtype = "float32" if dtype == "float64" else dtype
     kv: Any = dtype if asked.kv == "auto" else asked.kv
-    mesh: Any = abstract_mesh(sampling_axes(asked.compute.mesh, machine.count), machine.count)
-    tensor, replicas = mesh.shape["tensor"], mesh.shape["data"]
-    rolled = machine.count == 1 and machine.kind.platform == "cpu" and products.suits(dtype) and has_compiler()
-    layout = {"join": machine.count == 1, "rolled": rolled, "quantization": asked.quantization, "dtype": dtype}
+    axes = sampling_axes(asked.compute.mesh, machine.count)
+    tensor, replicas = int(axes.tensor), int(axes.data)
+    mesh: Any = abstract_mesh(Axes(1, 1, tensor), tensor)
+    one = tensor == 1
+    rolled = one and machine.kind.platform == "cpu" and products.suits(dtype) and has_compiler()
+    layout = {"join": one, "rolled": rolled, "quantization": asked.quantization, "dtype": dtype}
 
     def weights(model: DecoderConfig) -> tuple[Any, Any]:
         return abstract_weights(decoder_graph(model), model, **layout)
 
     context = min(asked.prompt + asked.completion, asked.model.max_positions)
-    mesh_of_pool = mesh if machine.count > 1 else None
-    pool = Pool(asked.model, asked.limits, kv, mesh_of_pool, rolled=rolled)
-    slots = min(pool.most(context), asked.samples)
-    capacity = pool.capacity_for(context)
-    stacks = jax.eval_shape(lambda: cache.make(asked.model, slots, capacity, kv, rolled=rolled))
     parts = {"sampling weights": weight_bytes(weights(asked.model)[1], mesh)}
+    others = of_others(asked.beside, abstract_mesh(asked.compute.mesh, machine.count), dtype)
+    limits = asked.limits
+    if limits.cache_share and machine.kind.platform != "cpu":
+        free = machine.limit - sum(parts.values()) - sum(others.values())
+        # One slot at least, so that what is missing is told, and what would make room.
+        least = cache.token_bytes(asked.model, kv) * (-(-(context + limits.steps) // GRAIN) * GRAIN)
+        room = max(least, cache_room(asked.model, max(0, free), limits, tensor))
+        limits = dataclasses.replace(limits, cache_bytes=room)
+    pool = Pool(asked.model, limits, kv, None if one else mesh, rolled=rolled)
+    own = min(pool.most(context), -(-asked.samples // replicas))
+    capacity = pool.capacity_for(context)
+    stacks = jax.eval_shape(lambda: cache.make(asked.model, own, capacity, kv, rolled=rolled))
     parts["cache"] = bytes_of(stacks, cache_shardings(stacks, mesh))
-    parts |= of_others(asked.beside, abstract_mesh(asked.compute.mesh, machine.count), dtype)
-
-    # Slots that the replicas do not divide are on each of them.
-    own = slots // replicas if slots % replicas == 0 else slots
+    parts |= others
     model = local(asked.model, tensor)
     run, chunk = _programs(model, weights(model), own, capacity, asked.limits, kv, dtype, rolled)
     either = [spread(h.peak - h.within, h.within, machine.kind.platform) for h in (run, chunk)]
@@ -103,11 +113,12 @@ def _sampling(asked: Sampled, machine: Machine) -> Figures:
         moved=parts["sampling weights"] + parts["cache"] * (asked.prompt + asked.completion / 2) / capacity,
         sent=2 * (tensor - 1) / tensor * sums,
         shape={
-            "slots": slots,
-            "slots_a_device": own,
+            "slots": own * replicas,
+            "slots_a_replica": own,
+            "replicas": replicas,
             "capacity": capacity,
             "kv_cache_dtype": kv,
-            "tokens": asked.completion * -(-asked.samples // slots),
+            "tokens": asked.completion * -(-asked.samples // (own * replicas)),
             "run": steps,
         },
         step="token",

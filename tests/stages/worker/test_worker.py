@@ -261,6 +261,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_time_in_which_parent_and_worker_were_stopped_is_no_silence(tmp_path):
     """As by Ctrl-Z, which stops the whole foreground group, and `fg`."""
     command = [sys.executable, "-c", STOPPED, str(tmp_path)]

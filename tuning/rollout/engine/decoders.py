@@ -231,7 +231,7 @@ def lay_out(
     decoder = nnx.merge(graph, params)
     for name in ("embedding", "head"):
         # XLA on CPU would hold a float32 copy of a smaller table through each run of steps.
-        if hasattr(decoder, name) and jax.default_backend() != "cpu":
+        if hasattr(decoder, name) and target_platform() != "cpu":
             setattr(decoder, name, nnx.Param(_cast(getattr(decoder, name)[...], dtype)))
     stack, stacked = nnx.split(decoder.layers)
     count = decoder.config.num_layers

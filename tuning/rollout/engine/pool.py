@@ -31,6 +31,16 @@ WORTH_SHRINKING = 2
 """Runs of decoding that must be left before empty slots are given up: moving the others costs about one."""
 
 
+def cache_room(config: DecoderConfig, free: int, limits: Limits, parts: int, held: int = 0) -> int:
+    """Bytes for keys and values where each of `parts` devices has `free` beside weights and `held` bytes of cache."""
+    # Heads that the devices do not divide evenly are on each of them.
+    devices = parts if config.num_kv_heads % parts == 0 else 1
+    room = int(limits.cache_share * free) * devices + held
+    # Only its first four bits, so that a round in which a little more is free compiles nothing anew.
+    unit = 1 << max(0, room.bit_length() - 4)
+    return room // unit * unit
+
+
 class Pool:
     """Slots and their caches."""
 
@@ -69,13 +79,9 @@ class Pool:
         # Temporaries of their layout are gone then.
         jax.block_until_ready(jax.tree.leaves(weights))
         free = free_bytes(self._place) or 0
-        heads = self._place.shape.get("tensor", 1) if isinstance(self._place, Mesh) else 1
-        # Heads that the devices do not divide evenly are on each of them.
-        devices = heads if self._config.num_kv_heads % heads == 0 else 1
-        room = int(self._limits.cache_share * free) * devices + self.bytes
-        # Only its first four bits, so that a round in which a little more is free compiles nothing anew.
-        unit = 1 << max(0, room.bit_length() - 4)
-        self._limits = dataclasses.replace(self._limits, cache_bytes=room // unit * unit)
+        parts = self._place.shape.get("tensor", 1) if isinstance(self._place, Mesh) else 1
+        room = cache_room(self._config, free, self._limits, parts, self.bytes)
+        self._limits = dataclasses.replace(self._limits, cache_bytes=room)
         self.__dict__.pop("widest", None)
         self._context = min(self._limits.context, self.widest)
 
