@@ -53,8 +53,8 @@ def fit(
         "turns": 1 if resolved.environment is None else resolved.environment.turns,
         "sections": _sections(resolved),
     }
-    command = interpreter.command("stages.tools.fit", json.dumps(question))
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = interpreter.command("stages.tools.fit")
+    done = subprocess.run(command, input=json.dumps(question), capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"]
         raise usage_error(lines[-1].removeprefix("error: "))

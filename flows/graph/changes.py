@@ -18,6 +18,8 @@ MOST_COMPARED = 20
 """Artifacts of a node that are compared, the newest: each is a manifest to read."""
 FAR = 8
 """Differences from which on an artifact of another recipe is no comparison."""
+LONGEST = 200
+"""Characters of an error that are shown."""
 MOST_LINES = 8
 """Changed lines of a module that are shown."""
 
@@ -37,14 +39,25 @@ def reasons_of(
     same = [e for _, e in entries if e["key"] == key]
     if same:
         # Nothing of the key changed: the artifact is missing.
-        gone = any("digest" in e for e in same)
-        return ["its artifact is gone or damaged" if gone else "was not finished last time", *begun], ""
+        if any("digest" in e for e in same):
+            return ["its artifact is gone or damaged", *begun], ""
+        if same[0].get("state") == "failed":
+            return [f"failed last time: {_first_line(same[0].get('error', ''))}"], ""
+        return ["was not finished last time", *begun], ""
     found = _nearest(store, recipe, node, parts, entries)
     if found is None:
         ours = any(r["recipe"]["name"] == recipe and "digest" in e for r, e in entries)
         return ["changed; the artifact that would say what is gone" if ours else "never made", *begun], ""
     record, artifact = found
     return [*_told(store, node, artifact.manifest["key_parts"], parts), *begun], record["name"]
+
+
+def _first_line(error: str) -> str:
+    """The error of a record's entry without the names of the classes around it, cut to a line."""
+    text = error.partition("\n")[0]
+    while (parts := text.partition(": "))[0].isidentifier() and parts[0][:1].isupper() and parts[2]:
+        text = parts[2]
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 def _nearest(

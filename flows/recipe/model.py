@@ -176,8 +176,7 @@ class Recipe(BaseModel):
     retries: Annotated[int, Field(ge=0)] = 1
     """How often a stage is tried again when its worker dies."""
     stall_seconds: Annotated[float, Field(gt=0)] | None = 7200.0
-    """How long a stage may report nothing, but for compilations, before its worker counts as hung and is ended, with
-    the stacks of its threads in the worker's log; null: for ever."""
+    """Time that a stage may report nothing and compile nothing before its worker is ended as hung; null: for ever."""
     base: BaseConfig = BaseConfig()
     """The model to start from."""
     data: DataConfig = DataConfig()

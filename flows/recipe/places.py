@@ -82,7 +82,10 @@ def _pair(node: yaml.Node | None, name: str) -> tuple[yaml.Node, yaml.Node] | No
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`over` laid on `base`, mappings merged key by key; an optimizer's setting is one, written short or whole."""
+    """`over` laid on `base`, mappings merged key by key, and lists item by item where `over` has their numbers.
+
+    An optimizer's setting is one, written short or whole.
+    """
     merged = dict(base)
     optimizer = base.get(OPTIMIZER)
     if isinstance(optimizer, dict):
@@ -90,5 +93,15 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     if isinstance(over.get(OPTIMIZER), dict):
         merged = {k: v for k, v in merged.items() if k not in over[OPTIMIZER]}
     for k, v in over.items():
-        merged[k] = merge(merged[k], v) if isinstance(v, dict) and isinstance(merged.get(k), dict) else v
+        merged[k] = _merged(merged.get(k), v)
     return merged
+
+
+def _merged(base: Any, over: Any) -> Any:
+    if isinstance(base, dict) and isinstance(over, dict):
+        return merge(base, over)
+    if isinstance(base, list) and isinstance(over, dict) and over:
+        numbers = [str(n) for n in range(len(base))]
+        if all(n in numbers for n in over):
+            return [_merged(item, over[n]) if n in over else item for n, item in zip(numbers, base, strict=True)]
+    return over

@@ -91,8 +91,24 @@ def with_sets(values: dict[str, Any], sets: list[str]) -> tuple[dict[str, Any], 
         except TypeError as e:
             # YAML has dates and sets, which settings have not.
             raise RecipeError(f"--set {item}: {e}: put a text in quotes, '{place}=\"{value}\"'") from e
+        _check_items(values, place, item)
         values = merge(values, _nested(place.split("."), parsed))
     return values, set_places
+
+
+def _check_items(values: Any, place: str, item: str) -> None:
+    """Raises RecipeError where a part of `place` is to be an item of a list that has none of that number."""
+    parts = place.split(".")
+    for number, name in enumerate(parts):
+        if isinstance(values, list) and not (name.isdecimal() and int(name) < len(values)):
+            above = ".".join(parts[:number])
+            numbers = f"a number from 0 to {len(values) - 1} for {name!r}, or " if values else ""
+            of_all = f"--set {above}=[...]"
+            raise RecipeError(f"--set {item}: {above} is a list of {len(values)}: expected {numbers}{of_all}")
+        if isinstance(values, list):
+            values = values[int(name)]
+        else:
+            values = values.get(name) if isinstance(values, dict) else None
 
 
 def added(name: str, sets: list[str]) -> list[str]:
@@ -177,8 +193,13 @@ def _explain(path: Path, node: Any, set_places: set[str], error: Any) -> str:
     elif below and section:
         where = f"--set {', '.join(below)}"
         where += f": {dotted}" if dotted else ""
+    elif dotted and below and not section:
+        where = f"--set {', '.join(below)}: {dotted}"
     elif not dotted and set_places:
         where = f"--set {', '.join(_meant(error['msg'], set_places))}"
+    elif set_places and not lines:
+        # What a section takes over from another that was set.
+        where = f"--set {', '.join(sorted(set_places))}: {dotted}"
     else:
         where = f"{path}:{lines[-1] if lines else 1}: {dotted}" if dotted else f"{path}"
     if error["type"] == "extra_forbidden":

@@ -48,7 +48,7 @@ def check(recipe: Recipe) -> None:
             message = str(e)
             if node.name == "teacher":
                 message = message.replace("base.source", "distill.teacher", 1)
-            elif node.stage == "prepare":
+            elif node.stage == "prepare" and not message.startswith("data."):
                 message = f"data.source: {message}"
             raise RecipeError(message) from e
     _check_lengths(recipe)

@@ -49,10 +49,15 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
 
 
 def with_flags(environment: Mapping[str, str], platform: str) -> dict[str, str]:
-    """The environment with the platform's flags behind what is there; a flag that is there keeps its value."""
+    """The environment with the platform's flags behind what is there; a flag that is there keeps its value.
+
+    A variable that names a file of flags, as XLA allows, stays as it is: behind the name no flag can stand.
+    """
     found = dict(environment)
     for flag in FLAGS.get(platform, ()):
-        before = found.get(flag.variable, "")
+        before = found.get(flag.variable, "").strip()
+        if before and not before.startswith("-"):
+            continue
         if value_of(flag, found) is None:
             found[flag.variable] = f"{before} --{flag.name}={flag.value}".strip()
     return found

@@ -7,7 +7,9 @@ and is content only once the stage has succeeded (R25).
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,13 +17,17 @@ from stages.contract.definition import Context
 from tuning.rewards.samples import Outcome, Sample
 from tuning.rows import CompletionRow
 
+TELL_SECONDS = 600.0
+"""How often slow calls are told of: a stage that reports nothing for long counts as hung (`stall_seconds`)."""
+
 
 class Journal:
     """Finished calls of a function, one line each in the work folder, so that a kill costs only those under way."""
 
     def __init__(self, ctx: Context, what: str, name: str):
         """what: the function for people. name: of the file."""
-        self._path = ctx.work / f"{name}.jsonl"
+        self._path, self._what, self._log = ctx.work / f"{name}.jsonl", what, ctx.log
+        self._told = time.monotonic()
         self._known: dict[tuple[int, int], float | None] = {}
         if self._path.exists():
             for line in self._path.read_text().splitlines():
@@ -39,6 +45,12 @@ class Journal:
         if any(self._name(row) not in self._known for row in rows):
             return None
         return [Outcome(self._known[self._name(row)]) for row in rows]
+
+    def tell(self, done: int, of: int) -> None:
+        """Logs how many calls are made, unless it was told of this function a moment ago."""
+        if time.monotonic() - self._told > TELL_SECONDS:
+            self._told = time.monotonic()
+            self._log(f"{self._what}: {done} of {of} calls")
 
     def add(self, rows: Sequence[CompletionRow], outcomes: Sequence[Outcome]) -> None:
         """Stores the scores of a call, in which nothing failed."""
@@ -71,7 +83,10 @@ def journaled(
     numbers = [i for call in todo for i in call]
     place = {number: k for k, number in enumerate(numbers)}
 
+    made = itertools.count(1)
+
     def finished(some: Sequence[int], outcomes: Sequence[Outcome]) -> None:
+        journal.tell(next(made), len(todo))
         if all(outcome.failure is None for outcome in outcomes):
             journal.add([rows[numbers[k]] for k in some], outcomes)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from stages.contract import signatures
 from stages.contract.fingerprint import OWN, find_spec, library_versions, package_versions, reached
+from tuning.names import closest
 
 
 def function_digests(name: str, where: str) -> dict[str, str]:
@@ -58,7 +59,9 @@ def user_digests(name: str, where: str) -> dict[str, str]:
     top = find_spec(module.split(".")[0])
     places = [*(top.submodule_search_locations or []), top.origin] if top is not None else []
     if not places or not places[0]:
-        raise ValueError(f"{where}: no module {module!r} can be imported from {Path.cwd()}")
+        near = closest(module, [path.stem for path in Path.cwd().glob("*.py")])
+        hint = f"; did you mean {near}?" if near else ""
+        raise ValueError(f"{where}: no module {module!r} can be imported from {Path.cwd()}{hint}")
     try:
         code = reached(module, folder=Path(places[0]).parent)
     except SyntaxError as e:

@@ -24,13 +24,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stages.contract.definition import Context, Reads, Stage
 from stages.prepare.groups import PrepareError, crowd_of
+from stages.prepare.lost import advice, losses
 from stages.prepare.settings import Config
 
 if TYPE_CHECKING:
@@ -54,7 +55,12 @@ def source_digests(config: Config) -> dict[str, str]:
 
     digests: dict[str, str] = {}
     for i, source in enumerate(config.all_sources(), start=1):
-        digests |= {f"source {i}: {name}": value for name, value in data_digests(source.source, "data.source").items()}
+        where = f"data.sources.{i - 1}.source" if config.sources else "data.source"
+        try:
+            found = data_digests(source.source, where)
+        except (ValueError, OSError) as e:
+            raise type(e)(str(e) if str(e).startswith(where) else f"{where}: {e}") from e
+        digests |= {f"source {i}: {name}": value for name, value in found.items()}
     for i, name in enumerate(config.decontaminate.sources if config.decontaminate else (), start=1):
         digests |= {f"decontaminate {i}: {k}": v for k, v in data_digests(name, "data.decontaminate").items()}
     for verifier in config.verifiers:
@@ -99,7 +105,7 @@ def run(ctx: Context) -> dict[str, Any]:
     for split in config.splits:
         if not written[split]:
             raise PrepareError(
-                f"no rows for `{split}`: {_advice(split, config)} {crowd or ''} Records: {records}; dropped: "
+                f"no rows for `{split}`: {advice(split, config)} {crowd or ''} Records: {records}; dropped: "
                 f"{dict(fates.dropped + fates.dropped_rows) or 'none'}. If {split} is not needed, set the "
                 "section that reads it to null, or leave it out of `data.splits` where that names it."
             )
@@ -109,7 +115,7 @@ def run(ctx: Context) -> dict[str, Any]:
     if crowd is not None:
         ctx.log(f"prepare: {crowd}")
     if fates.kept < read:
-        ctx.log(f"prepare: not kept: {_losses(config, records, fates, receipts.values())}")
+        ctx.log(f"prepare: not kept: {losses(config, records, fates, receipts.values())}")
     metrics = {
         "records": records,
         "dropped_records": dict(sorted(fates.dropped.items())),
@@ -252,28 +258,6 @@ def _write_dead(ctx: Context, config: Config, pieces: Pieces, receipts: Collecti
     return dead
 
 
-def _losses(config: Config, records: Mapping[str, int], fates: Fates, receipts: Iterable[Receipt]) -> str:
-    """Records that are in no output by reason, the most common ones, with the first dead letter in full."""
-    lost = [(records["duplicates"], "duplicates"), *((n, reason) for reason, n in fates.dropped.most_common(3))]
-    parts = [f"{count} {reason}{_why(reason, config)}" for count, reason in lost if count]
-    if fates.dropped.total() > sum(count for count, _ in lost[1:]):
-        parts.append("others for further reasons, in card.html")
-    first = next((reason for receipt in receipts for reason in receipt["reasons"]), None)
-    if first is not None:
-        parts.append(f"{records['dead']} dead ({first})")
-    return "; ".join(parts)
-
-
-def _why(reason: str, config: Config) -> str:
-    """The setting that leaves records out for this reason, in brackets; nothing where it may be another one."""
-    from tuning.data.steps import UNWANTED
-
-    partly = "sft" in config.splits and config.sft_fraction < 1 and "prompts" not in config.splits
-    if reason != UNWANTED or not partly:
-        return ""
-    return f" (sft has data.sft_fraction {config.sft_fraction} of the groups, and no section reads prompts)"
-
-
 def _refuse_too_long(config: Config, fates: Fates) -> None:
     """Raises PrepareError for rows beyond the limits where `too_long` is `error`."""
     if config.too_long == "error" and fates.dropped_rows:
@@ -370,19 +354,6 @@ def _tables(out: Path, output: str, columns: list[str]) -> Iterator[Any]:
 
     for path in sorted((out / output).glob("part-*.parquet")):
         yield pq.read_table(path, columns=columns)
-
-
-def _advice(split: str, config: Config) -> str:
-    """A sentence on how to get rows for an empty split."""
-    if split == "heldout":
-        return f"heldout_fraction is {config.heldout_fraction}; raise it, or mark records with split 'heldout'."
-    if split == "sft":
-        return f"it needs records with a completion, and sft_fraction is {config.sft_fraction}."
-    if split == "preference":
-        return "it needs records with `completion` (or `chosen`) and `rejected`."
-    if split == "labelled":
-        return "it needs records with `completion` and `label`."
-    return f"prompts is {config.prompts!r} and sft_fraction is {config.sft_fraction}; use 'all-training' or lower it."
 
 
 STAGE = Stage(

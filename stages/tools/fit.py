@@ -1,6 +1,6 @@
 """Says whether the stages of a recipe fit a machine, as JSON: memory, work, time at best, and what would help.
 
-Argument: JSON with `on`, `sections` (settings by dotted name, as a recipe has them), `source`, and where the user gives
+On stdin: JSON with `on`, `sections` (settings by dotted name, as a recipe has them), `source`, and where the user gives
 them `model`, `prompt_tokens` and `completion_tokens`. Exits with 2 and one line for what cannot be answered.
 """
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Prints the answer; see the module."""
-    question = json.loads(sys.argv[1])
+    # Not an argument: others on the machine see those, and settings may hold keys of servers.
+    question = json.load(sys.stdin)
     if question["on"] != "cpu":
         # Nothing is computed: an accelerator that is here stays free.
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -65,7 +66,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         figures = figures_of(asked, on)
         entry = {"stage": name, "section": section} | shown(figures, on)
         if entry["verdict"] != "fits":
-            entry["remedies"] = remedies(asked, section, on)
+            entry["remedies"] = remedies(run, section, name, on)
         stages.append(entry)
     import jax
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from tuning.models.lora import LoraConfig
 
 Asked = Trained | Sampled | Scored
+
+OF_CRITIC = ("returns_CT", "old_values_CT")
+"""What a critic's loss reads beside tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +53,25 @@ class Run:
             make = _BY_SECTION[section]
             for name, asked in make(self, config, machine):
                 yield name, section, asked
+
+    def ask(self, section: str, name: str, machine: Machine) -> Asked:
+        """What one of them asks."""
+        return dict(_BY_SECTION[section](self, self.sections[section], machine))[name]
+
+    def changed(self, section: str, settings: Mapping[str, Any]) -> Run:
+        """The run with other settings, by their dotted names in the section. Raises ValueError for those that a recipe
+        could not have."""
+        values = self.sections[section].model_dump(mode="json")
+        for name, value in settings.items():
+            *path, last = name.split(".")
+            at = values
+            for key in path:
+                # A section within, such as `lora`, may be null.
+                at[key] = at.get(key) or {}
+                at = at[key]
+            at[last] = value
+        made = type(self.sections[section]).model_validate_json(json.dumps(values))
+        return dataclasses.replace(self, sections={**self.sections, section: made})
 
     def cut(self, tokens: int) -> int:
         """Tokens of a completion of up to so many, behind a prompt within the model's positions."""
@@ -233,6 +256,12 @@ def _update(run: Run, config: Any, machine: Machine) -> Iterator[tuple[str, Aske
     }
     # An adapter's policy is merged beside its base.
     dense = (Beside("merged policy", run.model),) if config.lora is not None else ()
+    critic: tuple[Beside, ...] = run._critic(config) if config.needs_critic else ()
+    policy = run.trainer[:2]
+    if config.lora is not None:
+        # Both are frozen below adapters for the whole round. Quantised they are smaller than is said here.
+        critic += (Beside("critic's frozen base", run.model, "scalar", frozen=True),) if config.needs_critic else ()
+        policy = (Beside("policy's frozen base", run.model, frozen=True), policy[1])
     others = (run.start, *dense, *_reference(run, config, machine))
     reference = ("ref_CT",) if config.needs_reference else ()
     step = _fitted(
@@ -240,7 +269,7 @@ def _update(run: Run, config: Any, machine: Machine) -> Iterator[tuple[str, Aske
         config,
         make_loss=lambda model, compute: policy_loss(decoder_graph(model), algorithm, config.objective, compute),
         columns=("mu_CT", "old_CT", "advantages_CT", *reference),
-        beside=(*others, *(run._critic(config) if config.needs_critic else ())),
+        beside=(*others, *critic),
         **shared,
     )
     yield "update", step
@@ -250,10 +279,10 @@ def _update(run: Run, config: Any, machine: Machine) -> Iterator[tuple[str, Aske
             dataclasses.replace(
                 step,
                 make_loss=lambda model, compute: critic_loss(scalar_graph(model), config.critic, compute),
-                columns=("returns_CT", "old_values_CT"),
+                columns=OF_CRITIC,
                 role="scalar",
                 optimizer=config.critic.optimizer,
-                beside=(*others, *run.trainer[:2]),
+                beside=(*others, *policy),
             ),
         )
 

@@ -6,18 +6,17 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from stages.tools.fit_asks import Asked
+from stages.tools.fit_asks import OF_CRITIC, Asked, Run
 from tuning.axes import Axes
 from tuning.fit.figures import Figures
 from tuning.fit.machines import Machine
 from tuning.fit.sampling import Sampled, sampling
 from tuning.fit.scoring import scoring
 from tuning.fit.training import Trained, training
-from tuning.models.lora import LoraConfig
 from tuning.rollout.requests import RefusedRequest
 
-Change = tuple[str, Asked]
-"""A setting as `--set` takes it, and the stage with it."""
+Change = dict[str, Any]
+"""Settings of a section by their dotted names, as `--set` takes them."""
 
 
 def figures_of(asked: Asked, machine: Machine) -> Figures:
@@ -27,33 +26,37 @@ def figures_of(asked: Asked, machine: Machine) -> Figures:
     return sampling(asked, machine) if isinstance(asked, Sampled) else scoring(asked, machine)
 
 
-def remedies(asked: Asked, section: str, machine: Machine) -> list[dict[str, Any]]:
+def remedies(run: Run, section: str, name: str, machine: Machine) -> list[dict[str, Any]]:
     """What was tried, in order, up to the first with which the stage fits: the settings so far, the peak in bytes
-    (least, expected, most) and the verdict. The last try is a machine of more devices."""
+    (least, expected, most) and the verdict. The last try is a machine of more devices.
+
+    A try is what the run with these settings asks, so a recipe that takes them gets the same answer.
+    """
     tried: list[dict[str, Any]] = []
-    settings: list[str] = []
-    now, best = asked, figures_of(asked, machine).peak[1]
+    settings: Change = {}
+    now = run.ask(section, name, machine)
+    best = figures_of(now, machine)
     for kind in _KINDS:
-        for setting, changed in kind(now, machine):
+        for change in kind(now, best, machine):
+            own = {n: value for n, value in settings.items() if n not in change} | change
             try:
+                changed = run.changed(section, own).ask(section, name, machine)
                 found = figures_of(changed, machine)
+            # Also where the section has no such setting, or not beside its others.
             except (ValueError, RefusedRequest):
                 continue
-            own = [s for s in settings if s.split("=")[0] != setting.split("=")[0]] + [setting]
-            entry = {
-                "set": [f"{section}.{s}" for s in own],
-                "peak": list(found.peak),
-                "verdict": found.verdict(machine),
-            }
-            if found.peak[1] < best:
-                now, best, settings = changed, found.peak[1], own
-                tried.append(entry)
-            if entry["verdict"] == "fits" and tried and tried[-1] is entry:
+            if found.peak[1] >= best.peak[1]:
+                continue
+            now, best, settings = changed, found, own
+            verdict = found.verdict(machine)
+            entry = {"set": [f"{section}.{n}={value}" for n, value in own.items()], "peak": list(found.peak)}
+            tried.append(entry | {"verdict": verdict})
+            if verdict == "fits":
                 return tried
-    return tried + _more(asked, machine)
+    return tried + _more(run, section, name, machine)
 
 
-def _more(asked: Asked, machine: Machine) -> list[dict[str, Any]]:
+def _more(run: Run, section: str, name: str, machine: Machine) -> list[dict[str, Any]]:
     """The least machine of the same kind, in powers of two, that the stage fits as it is; none for this process."""
     if machine.name == "cpu":
         return []
@@ -61,116 +64,101 @@ def _more(asked: Asked, machine: Machine) -> list[dict[str, Any]]:
         count = machine.count * times
         larger = dataclasses.replace(machine, count=count)
         try:
-            found = figures_of(asked, larger)
+            found = figures_of(run.ask(section, name, larger), larger)
         except (ValueError, RefusedRequest):
             continue
         if found.verdict(larger) == "fits":
             number = count * machine.kind.cores
-            name = f"{machine.kind.name}-{number}" if machine.kind.platform == "tpu" else f"{machine.kind.name}x{count}"
-            return [{"on": name, "peak": list(found.peak), "verdict": "fits"}]
+            shown = (
+                f"{machine.kind.name}-{number}" if machine.kind.platform == "tpu" else f"{machine.kind.name}x{count}"
+            )
+            return [{"on": shown, "peak": list(found.peak), "verdict": "fits"}]
     return []
 
 
-def _micro_batch(asked: Asked, machine: Machine) -> Iterator[Change]:
+def _micro_batch(asked: Asked, best: Figures, machine: Machine) -> Iterator[Change]:
     if not isinstance(asked, Trained):
         return
-    before = asked.compute.tokens_per_micro_batch
-    shape = training(asked, machine).shape
+    shape = best.shape
     row, shards = shape["row_tokens"], shape["mesh"]["data"] * shape["mesh"]["fsdp"]
-    tokens = before or shape["rows"] * row * shards
+    tokens = asked.compute.tokens_per_micro_batch or shape["rows"] * row * shards
     while tokens // 2 >= row * shards:
         tokens //= 2
-        yield f"compute.tokens_per_micro_batch={tokens}", _computed(asked, tokens_per_micro_batch=tokens)
+        yield {"compute.tokens_per_micro_batch": tokens}
 
 
-def _recompute(asked: Asked, machine: Machine) -> Iterator[Change]:
-    if isinstance(asked, Trained) and training(asked, machine).shape["remat"] not in ("full", "offload"):
-        yield "compute.remat=full", _computed(asked, remat="full")
+def _recompute(asked: Asked, best: Figures, machine: Machine) -> Iterator[Change]:
+    if isinstance(asked, Trained) and best.shape["remat"] not in ("full", "offload"):
+        yield {"compute.remat": "full"}
 
 
-def _offload(asked: Asked, machine: Machine) -> Iterator[Change]:
+def _offload(asked: Asked, best: Figures, machine: Machine) -> Iterator[Change]:
     # A CPU's programs have the host's memory already.
     if isinstance(asked, Trained) and machine.kind.platform != "cpu" and asked.compute.remat != "offload":
-        yield "compute.remat=offload", _computed(asked, remat="offload")
+        yield {"compute.remat": "offload"}
 
 
-def _moments(asked: Asked, machine: Machine) -> Iterator[Change]:
+def _moments(asked: Asked, best: Figures, machine: Machine) -> Iterator[Change]:
     if not isinstance(asked, Trained):
         return
     names = ("float32", "bfloat16") if machine.kind.platform == "cpu" else ("float32", "bfloat16", "host")
     for name in names[names.index(asked.optimizer.moments) + 1 :]:
-        yield f"optimizer.moments={name}", dataclasses.replace(asked, optimizer=_optimizer(asked, name))
+        yield {f"{_optimizer(asked)}.moments": name}
 
 
-def _optimizer(asked: Trained, moments: str) -> Any:
-    """The optimizer with other moments, as the core's own dataclass."""
-    from tuning.settings import OptimizerSettings
-
-    values = {f.name: getattr(asked.optimizer, f.name) for f in dataclasses.fields(OptimizerSettings)}
-    return OptimizerSettings(**values | {"moments": moments})
+def _optimizer(asked: Trained) -> str:
+    """Where the section has the settings of the optimizer."""
+    return "critic.optimizer" if asked.columns == OF_CRITIC else "optimizer"
 
 
-def _axes(asked: Asked, machine: Machine) -> Iterator[Change]:
+def _axes(asked: Asked, best: Figures, machine: Machine) -> Iterator[Change]:
     mesh = asked.compute.mesh
     if mesh.data > 1:
-        yield "compute.mesh.data=1", _computed(asked, mesh=Axes(1, -1, mesh.tensor))
+        yield _mesh(mesh, mesh.tensor)
     tensor = mesh.tensor * 2
     while 0 < tensor <= min(machine.count, machine.kind.node or machine.count, asked.model.num_heads):
         if asked.model.num_heads % tensor == 0 and machine.count % tensor == 0:
-            yield f"compute.mesh.tensor={tensor}", _computed(asked, mesh=Axes(1, -1, tensor))
+            yield _mesh(mesh, tensor)
         tensor *= 2
 
 
-def _computed(asked: Asked, **values: Any) -> Asked:
-    compute = asked.compute
-    names = ("dtype", "tokens_per_micro_batch", "mesh", "remat")
-    plain = {name: getattr(compute, name) for name in names} | values
-    return dataclasses.replace(asked, compute=_settings(plain))
+def _mesh(mesh: Axes, tensor: int) -> Change:
+    """What of `mesh` changes so that `fsdp` takes all devices that `tensor` leaves."""
+    wanted = {"data": 1, "fsdp": -1, "tensor": tensor}
+    return {f"compute.mesh.{axis}": size for axis, size in wanted.items() if getattr(mesh, axis) != size}
 
 
-def _settings(values: dict[str, Any]) -> Any:
-    from tuning.settings import ComputeSettings
-
-    return ComputeSettings(**values)
-
-
-def _cache(asked: Asked, machine: Machine) -> Iterator[Change]:
+def _cache(asked: Asked, best: Figures, machine: Machine) -> Iterator[Change]:
     if isinstance(asked, Sampled) and asked.kv != "int8":
-        yield "engine.kv_cache_dtype=int8", dataclasses.replace(asked, kv="int8")
+        yield {"engine.kv_cache_dtype": "int8"}
 
 
-def _quantized_sampling(asked: Asked, machine: Machine) -> Iterator[Change]:
+def _quantized_sampling(asked: Asked, best: Figures, machine: Machine) -> Iterator[Change]:
     if isinstance(asked, Sampled) and asked.quantization == "none":
-        yield "engine.quantization=int8", dataclasses.replace(asked, quantization="int8")
+        yield {"engine.quantization": "int8"}
 
 
-def _slots(asked: Asked, machine: Machine) -> Iterator[Change]:
+def _slots(asked: Asked, best: Figures, machine: Machine) -> Iterator[Change]:
     if not isinstance(asked, Sampled):
         return
-    slots = sampling(asked, machine).shape["slots"] // 2
+    slots = best.shape["slots"] // 2
     while slots >= 1:
-        limits = dataclasses.replace(asked.limits, slots=slots)
-        yield f"compute.rollout_rows={slots}", dataclasses.replace(asked, limits=limits)
+        yield {"compute.rollout_rows": slots}
         slots //= 2
 
 
-def _adapter(asked: Asked, machine: Machine) -> Iterator[Change]:
+def _adapter(asked: Asked, best: Figures, machine: Machine) -> Iterator[Change]:
     if isinstance(asked, Trained):
         if asked.lora is None:
-            yield "lora.rank=16", dataclasses.replace(asked, lora=LoraConfig())
+            yield {"lora.rank": 16}
         if asked.lora is None or asked.lora.quantize == "none":
-            own = dataclasses.replace(asked.lora or LoraConfig(), quantize="nf4")
-            yield "lora.quantize=nf4", dataclasses.replace(asked, lora=own)
+            yield {"lora.quantize": "nf4"}
 
 
-def _factored(asked: Asked, machine: Machine) -> Iterator[Change]:
+def _factored(asked: Asked, best: Figures, machine: Machine) -> Iterator[Change]:
     if isinstance(asked, Trained) and asked.lora is None and asked.optimizer.name != "adafactor":
-        from tuning.settings import OptimizerSettings
-
-        yield (
-            "optimizer.name=adafactor",
-            dataclasses.replace(asked, optimizer=OptimizerSettings(name="adafactor", beta1=0)),
-        )
+        of = _optimizer(asked)
+        yield {f"{of}.name": "adafactor", f"{of}.beta1": 0.0}
 
 
 _KINDS = (_micro_batch, _recompute, _axes, _offload, _moments, _cache, _quantized_sampling, _slots, _adapter, _factored)

@@ -21,6 +21,9 @@ from stages.worker.protocol import Changed, Done, Event, Failed, Heartbeat, Repo
 
 # A worker sends a heartbeat every two seconds: after this time without one it counts as stopped.
 SILENCE_SECONDS = 600.0
+LONGEST_BEAT_SECONDS = 60.0
+"""A wait for a heartbeat counts as this long at most: after Ctrl-Z and `fg` a worker that was stopped with its parent,
+for hours perhaps, is well."""
 STACK_SECONDS = 1.0
 """Time that a worker has to write the stacks of its threads before it is ended."""
 LOG_LINES = 8
@@ -122,12 +125,14 @@ class Worker:
         try:
             self._requests.write(request.line())
             self._requests.flush()
-            moved = time.monotonic()
+            still = 0.0
             while True:
+                waiting_since = time.monotonic()
                 event = self._next_event()
+                still += min(time.monotonic() - waiting_since, LONGEST_BEAT_SECONDS)
                 if event != Heartbeat():
-                    moved = time.monotonic()
-                elif self.stall_seconds is not None and time.monotonic() - moved > self.stall_seconds:
+                    still = 0.0
+                elif self.stall_seconds is not None and still > self.stall_seconds:
                     self._end_hung()
                 match event:
                     case Done(manifest):
@@ -151,7 +156,8 @@ class Worker:
 
     def _next_event(self) -> Event:
         """Waits for an event. Raises EOFError where the worker has ended, or is silent for too long and was killed."""
-        deadline = time.monotonic() + SILENCE_SECONDS
+        # Counted in waits of a second: a clock would count the time in which both processes were stopped.
+        waits = 0
         while b"\n" not in self._buffer:
             ready, _, _ = select.select([self._events], [], [], 1.0)
             if ready:
@@ -160,7 +166,8 @@ class Worker:
                 if not chunk:
                     raise EOFError
                 self._buffer += chunk
-            elif time.monotonic() > deadline:
+                waits = 0
+            elif (waits := waits + 1) >= SILENCE_SECONDS:
                 self._end(f"sent nothing for {SILENCE_SECONDS:g} s, and was ended")
         line, self._buffer = self._buffer.split(b"\n", 1)
         return parse_event(line)

@@ -85,7 +85,7 @@ def logits(w, ids):
 def token_logps(w, data, i):
     """(log-probabilities of the completion's tokens, entropies), [T] each."""
     prompt, completion = data.prompts[i], data.completions[i]
-    z = logits(w, torch.tensor(prompt + completion))[len(prompt) - 1 : -1] / SETTINGS.temperature
+    z = logits(w, torch.tensor([*prompt, *completion]))[len(prompt) - 1 : -1] / SETTINGS.temperature
     logps = z.log_softmax(-1)
     return logps[torch.arange(len(completion)), torch.tensor(completion)], -(logps.exp() * logps).sum(-1)
 

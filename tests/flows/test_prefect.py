@@ -68,7 +68,7 @@ def made(prefect: Prefect, worker: psutil.Process, due: dict[str, Any], folder: 
     options = ["--param", "recipe=smoke", "--param", f"store={folder / 'store'}", "--flow-run-name", "smoke-made"]
     prefect.command("deployment", "run", FLOW, *options)
     started = prefect.flow_run("smoke-made")
-    wait_for(lambda: stage_worker(worker, started), 60, "a stage at work").kill()
+    wait_for(lambda: stage_worker(worker, started), 300, "a stage at work").kill()
     create(prefect, "smoke-too-many", {"recipe": "smoke", "store": str(folder / "store")})
     return prefect.ended("smoke-made", 180)
 
@@ -187,7 +187,7 @@ def test_cancelling_a_run_ends_its_stage_worker(
     prefect: Prefect, made: Any, worker: psutil.Process, folder: Path
 ) -> None:
     run = create(prefect, "smoke-cancelled", {"recipe": "smoke", "store": str(folder / "store"), "force": ["base"]})
-    process = wait_for(lambda: stage_worker(worker, run), 60, "a stage at work")
+    process = wait_for(lambda: stage_worker(worker, run), 300, "a stage at work")
     prefect.post(f"/flow_runs/{run['id']}/set_state", state={"type": "CANCELLING", "name": "Cancelling"})
     ended = prefect.ended("smoke-cancelled", 60)
     assert ended["state_type"] == "CANCELLED", ended["state"]

@@ -95,11 +95,18 @@ def _in_host_memory(leaf: Any) -> bool:
 
 
 def read_config(folder: Path) -> DecoderConfig:
-    """The decoder config of a Hugging Face folder. Raises FileNotFoundError, or UnsupportedModel naming the field."""
+    """The decoder config of a Hugging Face folder.
+
+    Raises FileNotFoundError, ValueError for a file that is no JSON, UnsupportedModel naming the field.
+    """
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: a model folder holds config.json and *.safetensors")
-    return from_hugging_face(json.loads(path.read_text()), str(path))
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: not readable as JSON ({error}); check that the download is complete") from error
+    return from_hugging_face(values, str(path))
 
 
 def load_decoder(folder: Path, mesh: Mesh | None = None, dtype: str | None = None) -> tuple[DecoderConfig, Any]:
@@ -119,6 +126,10 @@ def load_scalar_head(folder: Path, mesh: Mesh | None = None, dtype: str | None =
     with Tensors(folder) as tensors:
         if SCORE not in tensors.shapes:
             raise UnsupportedModel(f"{folder} has no {SCORE}: it is no reward model")
+        wanted = (1, config.hidden_size)
+        if tensors.shapes[SCORE] != wanted:
+            # Of several labels the first would be taken for the score.
+            raise UnsupportedModel(f"{folder}: {SCORE} has shape {tensors.shapes[SCORE]}, one label has {wanted}")
         decoder = load_tensors(config, tensors, abstract_decoder(config)[1], _places(config), mesh, dtype)
         score = tensors.read(SCORE)[0].astype(real())
     return config, scalar_head_params(config, decoder, jnp.asarray(score))

@@ -129,6 +129,9 @@ def sum_of_products(product: Callable[..., jax.Array], x: jax.Array, g: jax.Arra
     back: whether the projection is one of those back into the residual stream.
     """
     mesh = mesh_in_use()
+    # Elsewhere XLA scatters such a sum by itself; by hand it gathers the projection once more.
+    if target_platform() != "tpu" or parts(mesh, FSDP) <= LARGEST_GROUP:
+        return product(x, g)
     rows = () if mesh is None else dividing(mesh, x.shape[0], ROWS)
     if mesh is None or x.ndim != 3 or len(rows) < sum(parts(mesh, a) > 1 for a in ROWS):
         return product(x, g)

@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, Sharding
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from tuning.models.config import DecoderConfig, UnsupportedModel
 from tuning.models.mapping import SCORE
@@ -52,8 +52,11 @@ class Place(NamedTuple):
 class Tensors:
     """The tensors of a folder, open for reading by several threads; to be used in a `with` block.
 
-    The files are those of `model.safetensors.index.json`, else `model.safetensors`, else all `*.safetensors`. Raises
-    FileNotFoundError naming a file that is not there, UnsupportedModel for a tensor of a type that is not in `KINDS`.
+    The files are those of `model.safetensors.index.json`, which says where a tensor is, else `model.safetensors`, else
+    all `*.safetensors`.
+
+    Raises FileNotFoundError naming a file that is not there, ValueError naming one that cannot be read, and
+    UnsupportedModel for a tensor of a type that is not in `KINDS`, or that two files have and no index tells apart.
     """
 
     def __init__(self, folder: Path):
@@ -63,10 +66,17 @@ class Tensors:
         """The type of each tensor, as one of `KINDS`."""
         self.shapes: dict[str, tuple[int, ...]] = {}
         """The shape of each tensor."""
+        homes, paths = _files(folder)
         with contextlib.ExitStack() as opened:
-            for path in _paths(folder):
-                file = opened.enter_context(safe_open(path, framework="numpy"))
+            for path in paths:
+                file = opened.enter_context(_opened(path))
                 for name in file.keys():  # noqa: SIM118 - the file is no mapping
+                    if homes.get(name, path.name) != path.name:
+                        continue
+                    if name in self._files:
+                        raise UnsupportedModel(
+                            f"{path}: {name} is in another file of the folder too; keep one model's files there"
+                        )
                     found = file.get_slice(name)
                     if found.get_dtype() not in KINDS:
                         raise UnsupportedModel(
@@ -90,10 +100,13 @@ class Tensors:
         return whole
 
 
-def _paths(folder: Path) -> list[Path]:
+def _files(folder: Path) -> tuple[dict[str, str], list[Path]]:
+    """The file of each tensor, where an index names it, and the files of a folder."""
     index, single = folder / INDEX, folder / "model.safetensors"
+    homes: dict[str, str] = {}
     if index.is_file():
-        paths = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        homes = _weight_map(index)
+        paths = [folder / name for name in sorted(set(homes.values()))]
         missing = [path.name for path in paths if not path.is_file()]
         if missing:
             raise FileNotFoundError(f"{index} names {missing[0]}, which is not there; {len(missing)} files missing")
@@ -101,7 +114,25 @@ def _paths(folder: Path) -> list[Path]:
         paths = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not paths:
         raise FileNotFoundError(f"{folder} holds no *.safetensors")
-    return paths
+    return homes, paths
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        found: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{index} has no readable weight_map; check that the download is complete") from error
+    return found
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="numpy")
+    except SafetensorError as error:
+        # The library does not say which file it was.
+        raise ValueError(
+            f"{path}: not a readable safetensors file ({error}); check that the download is complete"
+        ) from error
 
 
 def place_tensors(

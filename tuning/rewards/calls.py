@@ -110,7 +110,15 @@ def _outcomes(values: Any, count: int) -> list[Outcome]:
     found = list(values)
     if len(found) != count:
         raise TypeError(f"the function returned {len(found)} values for {count} completions: expected one for each")
-    return [outcome_of(None if value is None else float(value)) for value in found]
+    return [outcome_of(None if value is None else _number(value)) for value in found]
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        shown = repr(value)[:60]
+        raise TypeError(f"the function returned {shown} for a completion: expected a number, or None") from None
 
 
 def _text(error: BaseException) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import jax
+
 Item = TypeVar("Item")
 
 
@@ -15,8 +17,15 @@ def one_ahead(items: Iterable[Item]) -> Iterator[Item]:
     An error of the thread is raised where its item would be.
     """
     source, end = iter(items), object()
+    # JAX's own context managers reach one thread alone: the other computes in the type of this one.
+    exact = jax.config.jax_enable_x64
+
+    def take() -> Any:
+        with jax.enable_x64(exact):
+            return next(source, end)
+
     with ThreadPoolExecutor(1, "one-ahead") as pool:
-        coming: Any = pool.submit(next, source, end)
+        coming: Any = pool.submit(take)
         while (item := coming.result()) is not end:
-            coming = pool.submit(next, source, end)
+            coming = pool.submit(take)
             yield item

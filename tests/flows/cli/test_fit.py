@@ -1,6 +1,7 @@
 """`rlhf fit`: what a recipe needs on a machine, from a model's config alone, and what would make room."""
 
 import json
+import subprocess
 
 import pytest
 import yaml
@@ -83,3 +84,18 @@ def test_a_machine_or_a_model_that_is_not_known_is_a_usage_error(tmp_path, argum
 def test_a_folder_without_a_config_is_named_with_its_field(tmp_path):
     code, output = fit(recipe(tmp_path, tmp_path, rl=None, evaluate=None), "--on", "v5e-4")
     assert code == 2 and "base.source" in output and "config.json" in output
+
+
+def test_settings_are_no_arguments_of_a_process(tmp_path, monkeypatch):
+    """The machine's other users see arguments, and a recipe may hold what its servers are given in secret."""
+    seen, started = [], subprocess.run
+
+    def run(command, **options):
+        seen.append(" ".join(command))
+        return started(command, **options)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    engine = {"kind": "vllm", "version": "0.32.0", "command": "vllm", "environment": {"KEY": "a-secret"}}
+    code, output = fit(recipe(tmp_path, "random:tiny", rl={"rollout": {"engine": engine}}), "--on", "v5e-4")
+    assert code == 0, output
+    assert seen and not any("a-secret" in line for line in seen)

@@ -86,6 +86,17 @@ def test_an_artifact_of_another_recipe_counts_where_it_is_near(made):
     assert made.why(*far, "rl.score.rewards.digits.megabytes=99") == (["never made"], "")
 
 
+def test_a_stage_that_failed_says_with_what(made):
+    node = made.node()
+    key = key_of(made.parts(node))
+    error = "StageFailed: TooManyFailures: round-000.score: reward a failed on 4 of 4\n  traceback in x"
+    record = {"name": "r", "recipe": {"name": "smoke"}, "started": "2026-01-01T00:00:00"}
+    for state, expected in (("failed", "failed last time: round-000.score: reward a"), ("running", "was not finished")):
+        entry = {"stage": "score", "key": key, "state": state, "error": error}
+        made.store.write_json(record | {"nodes": {node.name: entry}}, "runs", "r", "run.json")
+        assert made.why()[0][0].startswith(expected)
+
+
 def test_other_data_of_another_recipe_is_no_comparison():
     assert _is_of_data("sources.source 1: file 2: changed") and _is_of_data("config.source: a -> b")
     assert not _is_of_data("sources.mine: module:mine: changed") and not _is_of_data("config.seed: 1 -> 2")

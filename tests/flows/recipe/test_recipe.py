@@ -295,6 +295,19 @@ def test_a_wrong_set_is_named(item, message):
     assert message in refused("smoke", sets=[item])
 
 
+def test_an_item_of_a_list_is_set_by_its_number(recipe):
+    path = recipe("data: {sources: [{source: a.jsonl, weight: 2}, {source: b.jsonl}]}\n")
+    sources = load_recipe(path, sets=["data.sources.1.source=c.jsonl"]).data.sources
+    assert [(s.source, s.weight) for s in sources] == [("a.jsonl", 2), ("c.jsonl", 1)]
+    wrong = "--set data.sources.{0}=x: data.sources is a list of 2: expected a number from 0 to 1 for {1!r}, or --set"
+    assert wrong.format("2.source", "2") in refused(path, sets=["data.sources.2.source=x"])
+    assert wrong.format("b.source", "b") in refused(path, sets=["data.sources.b.source=x"])
+    # A mistake of an option that the file has a line for, and one of a field that follows another.
+    assert refused(path, sets=["data.sources.0.weight=-1"]).startswith("--set data.sources.0.weight: Input should be")
+    both = refused(path, sets=["rl.rollout.temperature=-1"]).splitlines()
+    assert both and all(line.startswith("--set rl.rollout.temperature") for line in both)
+
+
 def test_a_mistake_in_the_file_is_not_blamed_on_set(recipe):
     text = refused(recipe("sft:\n  epochs: 1\n  lr: 3\n"), sets=["sft.epochs=2"])
     assert "mine.yaml:3: sft.lr" in text

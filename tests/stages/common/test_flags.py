@@ -51,6 +51,13 @@ def test_what_the_user_sets_stays(platform):
     assert with_flags(after, platform) == after
 
 
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_a_file_of_flags_stays(platform, tmp_path):
+    """XLA takes what begins with no dash for the name of a file, and ends a process where there is none of the name."""
+    before = {flag.variable: str(tmp_path / "flags.txt") for flag in FLAGS[platform]}
+    assert with_flags(before, platform) == before
+
+
 def test_the_name_of_a_longer_flag_is_not_taken_for_a_shorter_one():
     short = next(f for f in FLAGS["tpu"] if any(o.name.startswith(f.name + "_") for o in FLAGS["tpu"]))
     longer = next(o for o in FLAGS["tpu"] if o.name.startswith(short.name + "_"))

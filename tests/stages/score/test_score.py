@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from stages.common import journal
 from stages.common.journal import Journal
 from stages.contract.definition import Context
 from stages.sampling.groups import read_scored, read_turns
@@ -327,14 +328,22 @@ def test_a_score_of_the_reward_model_that_is_not_finite_is_a_failure(tmp_path, r
 def test_a_line_that_a_kill_has_cut_costs_one_score(tmp_path, rollouts):
     ctx, log = context(tmp_path / "a", rollouts, rewards={"exact": Reward()})
     score.run(ctx)
-    (journal,) = ctx.work.glob("*.jsonl")
-    text = journal.read_text()
-    journal.write_text(text[: len(text) // 2])
+    (file,) = ctx.work.glob("*.jsonl")
+    text = file.read_text()
+    file.write_text(text[: len(text) // 2])
     row = CompletionRow(place=7, prompt_id="p", prompt_ids=[1], token_ids=[1], logprobs=[0.0])
     Journal(ctx, "reward exact", "journal-exact").add([row], [Outcome(0.5)])
     found = Journal(ctx, "reward exact", "journal-exact")
     assert found.get([row]) == [Outcome(0.5)] and found.get([row, row]) is not None
     assert "reward exact: 4 finished scores are reused" in log
+
+
+def test_calls_that_take_long_are_told_of_before_their_shard_has_ended(tmp_path, rollouts, monkeypatch):
+    monkeypatch.setattr(journal, "TELL_SECONDS", -1.0)
+    ctx, log = context(tmp_path / "a", rollouts, rewards={"exact": Reward()}, shard_completions=6)
+    score.run(ctx)
+    told = [line for line in log if line.startswith("reward exact: ") and line.endswith(" calls")]
+    assert told and told == [f"reward exact: {n + 1} of {len(told)} calls" for n in range(len(told))]
 
 
 def test_where_code_is_run_the_metrics_say_what_it_can_reach(tmp_path, rollouts):

@@ -17,8 +17,8 @@ from stages.store.keys import NotCanonical, canonical, config_content, derive_se
 
 # How a stage computes, not what. Everything else of its config is in the key.
 COMPUTE = {
-    *("compute.tokens_per_micro_batch", "compute.rollout_rows"),
-    *("compute.mesh.data", "compute.mesh.fsdp", "compute.mesh.tensor"),
+    *("compute.tokens_per_micro_batch", "compute.rollout_rows", "compute.remat"),
+    *("compute.mesh.data", "compute.mesh.fsdp", "compute.mesh.tensor", "compute.mesh.context"),
 }
 FITTED = COMPUTE | {"checkpoint_every", "heldout_every"}
 # Where servers are and how they are used; which engine it is, its version, type, arguments and command are content.
@@ -39,7 +39,7 @@ EXECUTION = {
     "rollout": COMPUTE | ENGINE,
     "refill": COMPUTE | ENGINE,
     "greedy": COMPUTE | ENGINE,
-    "score": COMPUTE | {"workers", "max_failed_fraction"},
+    "score": COMPUTE | {"workers", "max_failed_fraction", "max_concurrency"},
     "update": COMPUTE | {"store_state", "max_idle_rounds"},
     "evaluate": COMPUTE
     | {"workers", "max_failed_fraction", "every", "load_best_model_at_end", "metric_for_best_model"},

@@ -1,5 +1,6 @@
-"""A worker whose stages live, and never come to an end."""
+"""A worker whose stages live and have nothing to report, for ever or for as many heartbeats as BEATS says."""
 
+import os
 import time
 
 from stages.worker import process
@@ -7,9 +8,12 @@ from stages.worker.protocol import Heartbeat
 
 
 def waits_for_ever(request, memory, events):
-    while True:
+    beats = int(os.environ.get("BEATS", "-1"))
+    while beats:
         time.sleep(0.1)
         events.send(Heartbeat())
+        beats -= 1
+    return {}
 
 
 def main() -> None:

@@ -238,6 +238,42 @@ def test_a_worker_that_lives_and_does_not_move_is_ended_with_its_stacks_in_the_l
     worker.close()
 
 
+STOPPED = """
+import sys
+from pathlib import Path
+from stages.worker import client, interpreter
+from tests.stages.worker.support import ignore, request
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    real = interpreter.command
+    interpreter.command = lambda module, *arguments: real("tests.stages.worker.hanging", *arguments)
+    client.LONGEST_BEAT_SECONDS = 0.5
+    next_event = client.Worker._next_event
+    def told(self):
+        event = next_event(self)
+        # Once it has started, which takes longer.
+        client.SILENCE_SECONDS = 3.0
+        print(event, flush=True)
+        return event
+    client.Worker._next_event = told
+    print(client.Worker(folder / "worker.log", stall_seconds=3.0).run(request(folder), ignore), flush=True)
+"""
+
+
+def test_time_in_which_parent_and_worker_were_stopped_is_no_silence(tmp_path):
+    """As by Ctrl-Z, which stops the whole foreground group, and `fg`."""
+    command = [sys.executable, "-c", STOPPED, str(tmp_path)]
+    environment = os.environ | {"BEATS": "10"}
+    parent = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert parent.stdout is not None and parent.stdout.readline() == "Heartbeat(compiling=False)\n"
+    os.killpg(parent.pid, signal.SIGSTOP)
+    time.sleep(4.0)
+    os.killpg(parent.pid, signal.SIGCONT)
+    assert parent.communicate()[0].splitlines()[-1] == "{}"
+    assert parent.returncode == 0
+
+
 def test_an_interrupted_request_ends_it(worker, tmp_path):
     def interrupt(event: Report) -> None:
         raise KeyboardInterrupt

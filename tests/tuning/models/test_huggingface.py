@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from tuning.axes import Axes
 from tuning.mesh import make_mesh
@@ -198,6 +198,53 @@ def test_a_shard_that_is_missing_is_named(tmp_path):
     gone.unlink()
     with pytest.raises(FileNotFoundError, match=f"names {gone.name}, which is not there"):
         hf.load_decoder(tmp_path)
+
+
+def again_with(path, **changed):
+    """Writes a file once more with other values of some tensors."""
+    save_file(load_file(path) | changed, path)
+
+
+def test_a_tensor_is_read_from_the_file_that_the_index_names(tmp_path):
+    params = hf.random_params(config(True), 1)
+    hf.save_decoder(tmp_path, config(True), params, {}, shard_bytes=30_000)
+    first = "model.layers.0.input_layernorm.weight"
+    for path in tmp_path.glob("*.safetensors"):
+        if first not in load_file(path):
+            again_with(path, **{first: np.full(48, 9, np.float32)})
+    assert hf.fingerprint(hf.load_decoder(tmp_path)[1]) == hf.fingerprint(params)
+
+
+def test_a_tensor_that_two_files_have_is_refused_without_an_index(tmp_path):
+    hf.save_decoder(tmp_path, config(True), hf.random_params(config(True), 1), {}, shard_bytes=30_000)
+    (tmp_path / tensors.INDEX).unlink()
+    hf.load_decoder(tmp_path)
+    again_with(sorted(tmp_path.glob("*.safetensors"))[0], **{"model.norm.weight": np.full(48, 9, np.float32)})
+    with pytest.raises(UnsupportedModel, match="model.norm.weight is in another file of the folder too"):
+        hf.load_decoder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("model-00002-of-00017.safetensors", "not a readable safetensors file"),
+        (tensors.INDEX, "no readable weight_map"),
+        ("config.json", "not readable as JSON"),
+    ],
+)
+def test_a_file_that_was_cut_short_is_named(tmp_path, name, message):
+    hf.save_decoder(tmp_path, config(True), hf.random_params(config(True), 1), {}, shard_bytes=30_000)
+    path = tmp_path / name
+    path.write_bytes(path.read_bytes()[:-50])
+    with pytest.raises(ValueError, match=f"{name}.*{message}"):
+        hf.load_decoder(tmp_path)
+
+
+def test_a_classifier_of_several_labels_is_no_reward_model(tmp_path):
+    hf.save_decoder(tmp_path, config(True), hf.scalar_head_params(config(True), hf.random_params(config(True), 1)), {})
+    again_with(tmp_path / "model.safetensors", **{tensors.SCORE: np.ones((2, 48), np.float32)})
+    with pytest.raises(UnsupportedModel, match=r"score.weight has shape \(2, 48\), one label has \(1, 48\)"):
+        hf.load_scalar_head(tmp_path)
 
 
 def test_files_beside_the_model_are_not_read(tmp_path):

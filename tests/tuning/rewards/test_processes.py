@@ -99,7 +99,7 @@ def test_what_a_sample_does_to_its_call_costs_that_sample():
         "leave": "SystemExit: 1" + at["leave"], "nan": "not finite: nan",
         "exit": "process ended with status 3", "eat": "MemoryError: more than 2048 MB",
         "two": "TypeError: the function returned 2 values for 1 completions: expected one for each",
-        "text": "ValueError: could not convert string to float: 'good'",
+        "text": "TypeError: the function returned 'good' for a completion: expected a number, or None",
     }  # fmt: skip
     found = outcomes("x", *reasons, "none", "y")
     assert {t: o.failure for t, o in found.items() if o.failure} == reasons

@@ -79,7 +79,7 @@ class Case:
 
 
 def cases(dtype):
-    compute = Compute(dtype, remat=True)
+    compute = Compute(dtype, remat="full")
     gemma, llama = decoder_graph(GEMMA), decoder_graph(LLAMA)
     objective = Objective(kl_coef=0.1, entropy_coef=0.01)
     columns = ("mu", "old", "ref", "advantages")

@@ -3,6 +3,9 @@
 import threading
 import weakref
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tuning.training.ahead import one_ahead
@@ -64,3 +67,8 @@ def test_nothing_is_made_after_a_caller_that_stops():
     assert next(items) == 0
     items.close()
     assert made in ([0], [0, 1]) and not [t for t in threading.enumerate() if t.name.startswith("one-ahead")]
+
+
+def test_it_computes_in_the_type_of_the_caller():
+    with jax.enable_x64(True):
+        assert [x.dtype for x in one_ahead(jnp.ones(2) for _ in range(2))] == [np.float64] * 2

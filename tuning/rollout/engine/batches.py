@@ -62,7 +62,9 @@ class Batches(abc.ABC):
                     by_sample[update.sample] = update.completion
                     number = index[update.number]
                     if len(by_sample) == requests[number].samples:
-                        yield number, [by_sample[s] for s in range(len(by_sample))]
+                        # Given away: a round has far more completions than are under way.
+                        del ended[update.number]
+                        yield number, [by_sample.pop(s) for s in range(len(by_sample))]
         finally:
             # A caller that closes the generator early must find the engine idle.
             self._close(index)

@@ -142,7 +142,8 @@ class Replicas(Batches):
 
     def submit(self, request: Request, keys: np.ndarray | None = None) -> int:
         """As `Engine.submit`. A request `after` another goes to the engine that keeps the slot."""
-        self._engines[0].check(request)
+        # By the engine with the least memory: any of them may get a run.
+        min(self._engines, key=lambda engine: engine.context).check(request)
         if keys is None:
             keys = completion_keys(request.seed, [request.counter], request.samples)
         self._submitted += 1
@@ -198,17 +199,20 @@ class Replicas(Batches):
         if len(self._out) == len(self._engines):
             raise RuntimeError("the steps of every engine have failed")
         self._deal()
-        updates, self._ended = self._ended, []
         self._begin([i for i, engine in enumerate(self._engines) if i not in self._begun and not engine.idle])
-        if not self._begun:
-            return updates
-        i = self._begun.popleft()
+        found = self._finished(self._begun.popleft()) if self._begun else []
+        # Taken once nothing can raise: what a failing step has taken would be told to nobody.
+        updates, self._ended = self._ended, []
+        return updates + found
+
+    def _finished(self, i: int) -> list[Update]:
+        """The updates of the step that an engine has begun, by the names of the samples. Raises StepFailed."""
         try:
             found = self._engines[i].finish()
         except Exception as error:
-            self._ended = updates + self._ended
             raise self._failed(i, error) from error
         self._failing.discard(i)
+        updates = []
         for update in found:
             number, sample = self._dealt[i][update.number]
             if update.completion is not None:
@@ -220,9 +224,12 @@ class Replicas(Batches):
         crowded = bool(self._groups)
         # The first error is raised when all have begun, or failed to.
         begun = [self._threads.submit(self._engines[i].begin, crowded) for i in numbers[1:]]
-        if numbers:
-            begun.insert(0, _called(self._engines[numbers[0]].begin, crowded))
-        concurrent.futures.wait(begun)
+        try:
+            if numbers:
+                begun.insert(0, _called(self._engines[numbers[0]].begin, crowded))
+        finally:
+            # Also where this thread is interrupted: whoever catches that must find no engine at work.
+            concurrent.futures.wait(begun)
         errors = [(i, future.exception()) for i, future in zip(numbers, begun, strict=True)]
         self._begun += [i for i, error in errors if error is None]
         for i, error in errors:

@@ -1,0 +1,48 @@
+"""What a preparation says of records that are in no output, and of outputs without rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from stages.prepare.settings import Config
+
+if TYPE_CHECKING:
+    from tuning.data.merge import Fates
+
+    Receipt = Mapping[str, Any]
+
+
+def losses(config: Config, records: Mapping[str, int], fates: Fates, receipts: Iterable[Receipt]) -> str:
+    """Records that are in no output by reason, the most common ones, with the first dead letter in full."""
+    lost = [(records["duplicates"], "duplicates"), *((n, reason) for reason, n in fates.dropped.most_common(3))]
+    parts = [f"{count} {reason}{_why(reason, config)}" for count, reason in lost if count]
+    if fates.dropped.total() > sum(count for count, _ in lost[1:]):
+        parts.append("others for further reasons, in card.html")
+    first = next((reason for receipt in receipts for reason in receipt["reasons"]), None)
+    if first is not None:
+        parts.append(f"{records['dead']} dead ({first})")
+    return "; ".join(parts)
+
+
+def _why(reason: str, config: Config) -> str:
+    """The setting that leaves records out for this reason, in brackets; nothing where it may be another one."""
+    from tuning.data.steps import UNWANTED
+
+    partly = "sft" in config.splits and config.sft_fraction < 1 and "prompts" not in config.splits
+    if reason != UNWANTED or not partly:
+        return ""
+    return f" (sft has data.sft_fraction {config.sft_fraction} of the groups, and no section reads prompts)"
+
+
+def advice(split: str, config: Config) -> str:
+    """A sentence on how to get rows for an empty split."""
+    if split == "heldout":
+        return f"heldout_fraction is {config.heldout_fraction}; raise it, or mark records with split 'heldout'."
+    if split == "sft":
+        return f"it needs records with a completion, and sft_fraction is {config.sft_fraction}."
+    if split == "preference":
+        return "it needs records with `completion` (or `chosen`) and `rejected`."
+    if split == "labelled":
+        return "it needs records with `completion` and `label`."
+    return f"prompts is {config.prompts!r} and sft_fraction is {config.sft_fraction}; use 'all-training' or lower it."

@@ -1,0 +1,80 @@
+"""Engines side by side: nothing that has ended is kept, and nothing that is told gets lost where an engine fails."""
+
+import threading
+import time
+import weakref
+
+import jax
+import pytest
+
+from tests.tuning.rollout.engine.support import PARAMS
+from tests.tuning.tiny import CONFIG
+from tuning.axes import Axes
+from tuning.mesh import make_mesh
+from tuning.rollout.engine.engine import Engine
+from tuning.rollout.engine.limits import Limits
+from tuning.rollout.engine.replicas import Replicas, StepFailed
+from tuning.rollout.requests import RefusedRequest, Request
+
+LIMITS = Limits(slots=1, context=32, steps=4, chunks=(32,))
+
+
+def replicas():
+    mesh = make_mesh(Axes(1, 1, 1), jax.local_devices()[:1])
+    engine = Replicas(CONFIG, limits=LIMITS, mesh=mesh)
+    engine.load(PARAMS)
+    return engine
+
+
+def test_a_request_that_was_cancelled_is_told_though_a_step_fails_meanwhile(monkeypatch):
+    engine = replicas()
+    begin = Engine.begin
+    running = engine.submit(Request([1, 2, 3], 16))
+    engine.step()
+    queued = engine.submit(Request([4, 5, 6], 16))
+    engine.cancel(queued)
+
+    def fails(self, crowded=False):
+        monkeypatch.setattr(Engine, "begin", begin)
+        raise ZeroDivisionError("of the device")
+
+    monkeypatch.setattr(Engine, "begin", fails)
+    with pytest.raises(StepFailed) as failed:
+        engine.step()
+    assert failed.value.numbers == {running}
+    assert [(u.number, u.completion.stop) for u in engine.step()] == [(queued, "cancelled")]
+    assert engine.idle
+
+
+def test_a_request_is_refused_as_it_comes_where_any_engine_lacks_the_memory():
+    engine = replicas()
+    small = Engine(CONFIG, limits=Limits(slots=1, context=16, steps=4))
+    engine._engines.append(small)
+    with pytest.raises(RefusedRequest, match="16 tokens of context"):
+        engine.submit(Request([1] * 12, 12))
+
+
+def test_an_interrupt_leaves_no_engine_at_work(monkeypatch):
+    engine, ended = replicas(), []
+    engine._engines *= 2
+
+    def begin(self, crowded=False):
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        time.sleep(0.5)
+        ended.append(self)
+
+    monkeypatch.setattr(Engine, "begin", begin)
+    with pytest.raises(KeyboardInterrupt):
+        engine._begin([0, 1])
+    assert len(ended) == 1
+
+
+def test_completions_that_a_batch_has_given_are_its_callers_alone():
+    engine = replicas()
+    given = []
+    for _, completions in engine.run([Request([1, 2, i], 4, counter=i) for i in range(4)]):
+        given += map(weakref.ref, completions)
+        completions.clear()
+        # The newest one is still that of the step which has ended it.
+        assert not any(completion() for completion in given[:-1])
