@@ -77,6 +77,9 @@ def lines_of(node: yaml.Node | None, place: Sequence[str]) -> list[int]:
 
 
 def _pair(node: yaml.Node | None, name: str) -> tuple[yaml.Node, yaml.Node] | None:
+    if isinstance(node, yaml.SequenceNode):
+        item = node.value[int(name)] if name.isdecimal() and int(name) < len(node.value) else None
+        return None if item is None else (item, item)
     pairs: Iterator[Any] = iter(node.value if isinstance(node, yaml.MappingNode) else [])
     return next((p for p in pairs if p[0].value == name), None)
 

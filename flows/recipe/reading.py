@@ -197,7 +197,7 @@ def _explain(path: Path, node: Any, set_places: set[str], error: Any) -> str:
         where = f"--set {', '.join(below)}: {dotted}"
     elif not dotted and set_places:
         where = f"--set {', '.join(_meant(error['msg'], set_places))}"
-    elif set_places and not lines:
+    elif set_places and len(lines) < len(place):
         # What a section takes over from another that was set.
         where = f"--set {', '.join(sorted(set_places))}: {dotted}"
     else:

@@ -302,9 +302,12 @@ def test_an_item_of_a_list_is_set_by_its_number(recipe):
     wrong = "--set data.sources.{0}=x: data.sources is a list of 2: expected a number from 0 to 1 for {1!r}, or --set"
     assert wrong.format("2.source", "2") in refused(path, sets=["data.sources.2.source=x"])
     assert wrong.format("b.source", "b") in refused(path, sets=["data.sources.b.source=x"])
+    several = recipe("data:\n  sources:\n    - source: a.jsonl\n    - source: b.jsonl\n      wieght: 2\n")
+    assert "mine.yaml:5: data.sources.1.wieght: unknown key" in refused(several)
     # A mistake of an option that the file has a line for, and one of a field that follows another.
     assert refused(path, sets=["data.sources.0.weight=-1"]).startswith("--set data.sources.0.weight: Input should be")
-    both = refused(path, sets=["rl.rollout.temperature=-1"]).splitlines()
+    with_rl = recipe("data: {sources: [{source: a.jsonl}]}\nrl: {rounds: 2}\n")
+    both = refused(with_rl, sets=["rl.rollout.temperature=-1"]).splitlines()
     assert both and all(line.startswith("--set rl.rollout.temperature") for line in both)
 
 
