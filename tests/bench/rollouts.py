@@ -82,7 +82,7 @@ def run(work: str, model: str, repeats: int) -> None:
     seconds = found["median_s"]
     extra: dict[str, Any] = {}
     if work.startswith("decode"):
-        weights = engine.weight_bytes
+        weights = engine.weights.nbytes
         steps = tokens / len(requests)
         extra["share_of_bandwidth"] = round(weights * steps / seconds / memory_bandwidth(), 3)
         if len(requests) >= GEMM_ROWS:

@@ -35,26 +35,24 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tuning.models.config import DecoderConfig
-from tuning.models.decoder import decoder_graph
-from tuning.precision import in_real, without_float64
+from tuning.precision import without_float64
 from tuning.rollout.engine import programs
-from tuning.rollout.engine.ahead import Ahead, abstract_weights
+from tuning.rollout.engine.ahead import Ahead
 from tuning.rollout.engine.batches import Batches
 from tuning.rollout.engine.cache import KV
 from tuning.rollout.engine.cpu import attention, products
 from tuning.rollout.engine.cpu.kernels import Kernels, build, has_compiler
-from tuning.rollout.engine.decoders import Graph, Quantization, lay_out
+from tuning.rollout.engine.decoders import Graph, Quantization
 from tuning.rollout.engine.limits import Limits
-from tuning.rollout.engine.placement import Place, put_weights
+from tuning.rollout.engine.placement import Place
 from tuning.rollout.engine.pool import Pool
 from tuning.rollout.engine.programs import Decoded, State
 from tuning.rollout.engine.sampling import completion_keys
 from tuning.rollout.engine.scores import Scores, prompt_scores
 from tuning.rollout.engine.slots import Slot, pack, row_arrays
 from tuning.rollout.engine.waiting import Waiting
+from tuning.rollout.engine.weights import Weights
 from tuning.rollout.requests import Request, Update
-
-NO_WEIGHTS = "the engine has no weights; call load(params) first"
 
 
 class Engine(Batches):
@@ -75,12 +73,10 @@ class Engine(Batches):
         (auto: `dtype`). The `top` most probable tokens are recorded at each token. `place`: where weights and caches
         go; `Replicas` has an engine in each of several."""
         dtype = "float32" if dtype == "float64" else dtype
-        self.config, self._dtype, self._quantization, self._top, self._place = config, dtype, quantization, top, place
+        self.config, self._dtype, self._top, self._place = config, dtype, top, place
         divided = isinstance(place, Mesh)
         self._kv = cast(KV, dtype if kv_cache_dtype == "auto" else kv_cache_dtype)
         self._limits = limits or Limits()
-        self._graph = decoder_graph(config)
-        self._decoding: tuple[Graph, nnx.State] | None = None
         self._waiting = Waiting()
         self._cancelled: set[int] = set()
         self._programs_used: set[tuple[str, ...]] = set()
@@ -97,8 +93,10 @@ class Engine(Batches):
         }
         # Without the kernel a loop over stacked layers would copy each layer (`decoders`). The build runs
         # later, in a thread, so the choice rests on whether there is a compiler.
-        self._rolled = self._by_kernel["products"] and has_compiler()
-        self._pool = Pool(config, self._limits, self._kv, place, rolled=self._rolled)
+        rolled = self._by_kernel["products"] and has_compiler()
+        self.weights = Weights(config, place, rolled=rolled, quantization=quantization, dtype=dtype)
+        """The weights that it samples from."""
+        self._pool = Pool(config, self._limits, self._kv, place, rolled=rolled)
         if any(self._by_kernel.values()):
             # Compiling the C sources takes seconds: it overlaps with the loading of weights.
             threading.Thread(target=lambda: self._kernels, name="build", daemon=True).start()
@@ -106,50 +104,28 @@ class Engine(Batches):
     @without_float64
     def load(self, params: nnx.State) -> None:
         """Samples from these parameters from now on; runs in progress go on with them. Compiles nothing new."""
-        # Dropped before the new weights are laid out: memory need not hold both.
-        self._decoding = None
-        graph, state = self.laid_out(params)
-        if isinstance(self._place, Mesh):
-            state = put_weights(state, self._place)
-        elif self._place is not None:
-            state = jax.device_put(state, self._place)
-        self.use(graph, state)
-
-    @without_float64
-    def laid_out(self, params: nnx.State) -> tuple[Graph, nnx.State]:
-        """(graph, weights) in the layout of decoding, on the devices of the parameters."""
-        return lay_out(self._graph, in_real(params), **self._layout_options)
-
-    def unload(self) -> None:
-        """Gives up the weights, for memory."""
-        self._decoding = None
+        self.weights.load(params)
+        self._begin_anew()
 
     @without_float64
     def load_laid_out(self, fill: Callable[[nnx.State], nnx.State]) -> None:
         """As `load`, with the state of a `DecodingDecoder` that `fill` returns for its shapes."""
-        self._decoding = None
-        graph, shapes = self._layout
-        self.use(graph, fill(jax.tree.map(lambda x: x, shapes)))
+        self.weights.fill(fill)
+        self._begin_anew()
 
     def use(self, graph: Graph, state: nnx.State) -> None:
         """As `load`, with weights that are laid out and in place."""
-        self._decoding = graph, state
-        self._pool.fit(state)
-        self._pool.forget()
+        self.weights.use(graph, state)
+        self._begin_anew()
 
-    @functools.cached_property
-    def _layout(self) -> tuple[Graph, nnx.State]:
-        return abstract_weights(self._graph, self.config, **self._layout_options)
+    def _begin_anew(self) -> None:
+        self._pool.fit(self.weights.now[1])
+        self._pool.forget()
 
     @property
     def loading_mesh(self) -> Mesh | None:
         """A mesh for the parameters of `load`; None for one device."""
         return self._place if isinstance(self._place, Mesh) else None
-
-    @property
-    def takes_laid_out(self) -> bool:
-        """Whether `load_laid_out` is possible: the weights are not quantised, and on one device."""
-        return self._place is None and self._quantization == "none"
 
     @without_float64
     def prepare(self, requests: Sequence[Request]) -> None:
@@ -162,7 +138,7 @@ class Engine(Batches):
         if self._place is not None or not requests:
             return
         self._pool.reserve(requests)
-        graph, weights = self._layout
+        graph, weights = self.weights.shapes
         size = self._chunk_size(sum(len(r.prompt) - 1 for r in requests))
         chunk, _, prefixed = pack([Slot() for _ in self._pool.slots], size)
         state = self._state_shapes()
@@ -208,11 +184,6 @@ class Engine(Batches):
     def cache_bytes(self) -> int:
         """Bytes of keys and values that are held now."""
         return self._pool.bytes
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes that a step reads of the weights."""
-        return sum(x.nbytes for x in jax.tree.leaves(self._decoding))
 
     @without_float64
     def submit(self, request: Request, keys: np.ndarray | None = None) -> int:
@@ -280,11 +251,10 @@ class Engine(Batches):
 
         crowded: whether runs wait for slots of this engine elsewhere.
         """
-        if self._decoding is None:
-            raise RuntimeError(NO_WEIGHTS)
+        graph, weights = self.weights.now
         updates = self._end_cancelled()
         self._waiting.seat(self._pool)
-        self._decode_ahead(*self._decoding)
+        self._decode_ahead(graph, weights)
         self._prefill()
         self._decoded = updates, self._decode(crowded or bool(self._waiting))
 
@@ -315,12 +285,6 @@ class Engine(Batches):
         self._cancelled.update(numbers)
         self._end_cancelled()
 
-    @property
-    def _layout_options(self) -> dict[str, Any]:
-        # A joined kernel cannot be sharded over heads (see `lay_out`).
-        join = not isinstance(self._place, Mesh)
-        return {"join": join, "rolled": self._rolled, "quantization": self._quantization, "dtype": self._dtype}
-
     @functools.cached_property
     def _kernels(self) -> Kernels:
         if not any(self._by_kernel.values()):
@@ -340,12 +304,10 @@ class Engine(Batches):
 
     def _use(self, name: str, *shape: str) -> tuple[Graph, nnx.State]:
         """(graph, weights) for a program, once a thread that compiles it has finished."""
-        if self._decoding is None:
-            raise RuntimeError(NO_WEIGHTS)
-        key = self._key(name, *shape)
+        weights, key = self.weights.now, self._key(name, *shape)
         self._ahead.wait(key)
         self._programs_used.add(key)
-        return self._decoding
+        return weights
 
     def _prefill(self) -> None:
         done = 0

@@ -27,7 +27,7 @@ def load_folder(engine: Engine | Replicas, folder: Path) -> None:
     config = read_config(folder)
     if config != engine.config:
         raise UnsupportedModel(f"{folder} holds another model than this engine's: {config}, not {engine.config}")
-    if isinstance(engine, Replicas) or not engine.takes_laid_out:
+    if isinstance(engine, Replicas) or not engine.weights.may_be_filled:
         engine.load(load_decoder(folder, engine.loading_mesh)[1])
         return
 

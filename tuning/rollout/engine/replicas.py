@@ -95,8 +95,8 @@ class Replicas(Batches):
     def load(self, params: nnx.State) -> None:
         """As `Engine.load`, once for all: weights are moved between devices alone, and each engine has one copy."""
         for engine in self._engines:
-            engine.unload()
-        graph, state = self._engines[0].laid_out(params)
+            engine.weights.drop()
+        graph, state = self._engines[0].weights.laid_out(params)
         state = put_weights(state, self._mesh)
         for engine, place in zip(self._engines, self._places, strict=True):
             engine.use(graph, part_of(state, place))

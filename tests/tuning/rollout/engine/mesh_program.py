@@ -71,7 +71,7 @@ def same_samples():
         trained = put_params(PARAMS, make_mesh(Axes(), trainers)) if axes else PARAMS
         engine.load(trained)
         done = sampled(engine, requests)
-        weights = bytes_by_device(x for e in engines_of(engine) for x in jax.tree.leaves(e._decoding[1]))
+        weights = bytes_by_device(x for e in engines_of(engine) for x in jax.tree.leaves(e.weights.now[1]))
         held = bytes_by_device(x for e in engines_of(engine) for x in jax.tree.leaves(e._pool.state.cache))
         found[name] = {
             "weights": weights,
@@ -173,7 +173,7 @@ def gathered():
     """Bytes of the largest all-gather of each program of a replica over two devices, with a cache of 16 MiB a layer."""
     engine = engine_of(Axes(tensor=2), 2)
     engine.load(PARAMS)
-    graph, weights = engine._decoding
+    graph, weights = engine.weights.now
     state = jax.eval_shape(lambda: engine._pool._empty(64, 2048))
     state = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, cache_shardings(state, engine._place)

@@ -34,9 +34,11 @@ def test_the_weights_are_those_of_the_parameters(tmp_path, config, stored, dtype
     read, loaded = Engine(config, dtype), Engine(config, dtype)
     folder.load_folder(read, saved(tmp_path, config, stored))
     loaded.load(load_decoder(tmp_path)[1])
-    assert read._decoding[0] == loaded._decoding[0]
-    assert jax.tree.map(lambda x: x.dtype, read._decoding[1]) == jax.tree.map(lambda x: x.dtype, loaded._decoding[1])
-    jax.tree.map(np.testing.assert_array_equal, read._decoding[1], loaded._decoding[1])
+    assert read.weights.now[0] == loaded.weights.now[0]
+    assert jax.tree.map(lambda x: x.dtype, read.weights.now[1]) == jax.tree.map(
+        lambda x: x.dtype, loaded.weights.now[1]
+    )
+    jax.tree.map(np.testing.assert_array_equal, read.weights.now[1], loaded.weights.now[1])
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])

@@ -99,7 +99,7 @@ def test_turns_that_go_on_together_take_no_memory_for_slots_that_do_not(monkeypa
         under_test.load(PARAMS)
         under_test._pool.resize(slots, 448)
         chunk, _, _ = slots_module.pack([slots_module.Slot() for _ in range(slots)], 64)
-        graph, weights = under_test._decoding
+        graph, weights = under_test.weights.now
         lowered = programs.prefill.lower(
             graph, weights, under_test._state_shapes().cache, chunk, prefixed=prefixed, **under_test._program_options
         )

@@ -1,0 +1,84 @@
+"""The weights of an engine: as decoding reads them, and where the engine is."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from tuning.models.config import DecoderConfig
+from tuning.models.decoder import decoder_graph
+from tuning.precision import in_real
+from tuning.rollout.engine.ahead import abstract_weights
+from tuning.rollout.engine.decoders import Graph, Quantization, lay_out
+from tuning.rollout.engine.placement import Place, put_weights
+
+
+class Weights:
+    """One policy's weights at a time."""
+
+    def __init__(
+        self, config: DecoderConfig, place: Place, *, rolled: bool, quantization: Quantization, dtype: str
+    ) -> None:
+        """Arguments as of `Engine`; `rolled` as of `decoders.lay_out`."""
+        self._config, self._place, self._quantization = config, place, quantization
+        self._graph = decoder_graph(config)
+        # A joined kernel cannot be sharded over heads (see `lay_out`).
+        join = not isinstance(place, Mesh)
+        self._options: dict[str, Any] = {"join": join, "rolled": rolled, "quantization": quantization, "dtype": dtype}
+        self._now: tuple[Graph, nnx.State] | None = None
+
+    @property
+    def now(self) -> tuple[Graph, nnx.State]:
+        """Graph and state of the decoder. RuntimeError before the first weights, and after they were dropped."""
+        if self._now is None:
+            raise RuntimeError("the engine has no weights; call load(params) first")
+        return self._now
+
+    @functools.cached_property
+    def shapes(self) -> tuple[Graph, nnx.State]:
+        """The graph, and the state as shapes."""
+        return abstract_weights(self._graph, self._config, **self._options)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a step reads."""
+        return sum(x.nbytes for x in jax.tree.leaves(self._now))
+
+    @property
+    def may_be_filled(self) -> bool:
+        """Whether `fill` is possible: they are not quantised, and on one device."""
+        return self._place is None and self._quantization == "none"
+
+    def laid_out(self, params: nnx.State) -> tuple[Graph, nnx.State]:
+        """(graph, state) of parameters in the layout of decoding, on the devices of the parameters."""
+        return lay_out(self._graph, in_real(params), **self._options)
+
+    def load(self, params: nnx.State) -> None:
+        """Lays parameters out, and moves them to the place."""
+        # Dropped before the new weights are laid out: memory need not hold both.
+        self.drop()
+        graph, state = self.laid_out(params)
+        if isinstance(self._place, Mesh):
+            state = put_weights(state, self._place)
+        elif self._place is not None:
+            state = jax.device_put(state, self._place)
+        self.use(graph, state)
+
+    def fill(self, read: Callable[[nnx.State], nnx.State]) -> None:
+        """As `load`, with the state that `read` returns for its shapes."""
+        self.drop()
+        graph, shapes = self.shapes
+        self.use(graph, read(jax.tree.map(lambda x: x, shapes)))
+
+    def use(self, graph: Graph, state: nnx.State) -> None:
+        """As `load`, with weights that are laid out and in place."""
+        self._now = graph, state
+
+    def drop(self) -> None:
+        """Gives them up, for memory."""
+        self._now = None
