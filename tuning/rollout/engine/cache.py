@@ -196,7 +196,9 @@ def append(cache: list[Stack], new: list[Stack], at_R: jax.Array) -> list[Stack]
     room for them, since `dynamic_update_slice` would otherwise shift the write to the left, over tokens that count.
     """
 
-    def append_row(r: jax.Array, cache: list[Stack]) -> list[Stack]:
+    def append_row(turn: jax.Array, cache: list[Stack]) -> list[Stack]:
+        r = rows_R[turn]
+
         def put(name: str, x: jax.Array, new: jax.Array) -> jax.Array:
             start: list[jax.Array | int] = [0] * x.ndim
             start[SLOT_AXIS], start[TOKEN_AXIS[name]] = r, at_R[r]
@@ -205,6 +207,8 @@ def append(cache: list[Stack], new: list[Stack], at_R: jax.Array) -> list[Stack]
 
         return [{n: put(n, stack[n], near[n]) for n in stack} for stack, near in zip(cache, new, strict=True)]
 
+    # TPU compilers (libtpu 0.0.42) take a loop that writes at its own counter for one that overwrites the whole array.
+    rows_R = jax.lax.optimization_barrier(jnp.arange(at_R.shape[0]))
     # Row by row, as each has its own place; the loop updates the caches in place.
     return jax.lax.fori_loop(0, at_R.shape[0], append_row, cache)
 
