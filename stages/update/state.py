@@ -4,7 +4,7 @@
     checkpoint_every  stored below `state/`: the model and the learners' arrays
     between           rebuilt: the round is replayed from its parent, rollouts and scores
 
-A rebuilt policy must have the fingerprint that `policy.json` recorded.
+A rebuilt policy must have the fingerprint that `policy.json` recorded, or be as near to it as `near` is told.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from stages.common.models import TRAINER, load_policy, load_scorer, mesh_of, rec
 from stages.contract.definition import Context
 from stages.store.artifacts import Artifact
 from stages.training.adapters import based, lora_config
+from stages.update import near
 from stages.update.settings import Config
 
 if TYPE_CHECKING:
@@ -228,7 +229,8 @@ def _load(own: Context, artifact: Artifact) -> State:
 
 
 def _replay(ctx: Context, own: Context, artifact: Artifact, advance: Advance) -> State:
-    """The state of `artifact`, trained once more in the context `own`. Raises ReplayDiffers."""
+    """The state of `artifact`, trained once more in the context `own`. Raises ReplayDiffers for one with other bits, or
+    that is further off than the environment allows (`near`)."""
     name = artifact.manifest["config"]["round"]
     ctx.log(f"replaying the update of round {name} from its stored rollouts")
     try:
@@ -238,13 +240,21 @@ def _replay(ctx: Context, own: Context, artifact: Artifact, advance: Advance) ->
         own.close()
     wanted = json.loads(artifact.local("policy.json").read_text())["fingerprint"]
     rebuilt = fingerprint_of(state)
-    if rebuilt != wanted:
+    if rebuilt == wanted:
+        return state
+    differs = (
+        f"replaying {artifact.url} gave policy {rebuilt[:12]}, recorded is {wanted[:12]}: other hardware or "
+        f"libraries than {artifact.manifest['device']} with jax {artifact.manifest['versions']['jax']}"
+    )
+    found = near.off(artifact, state.params)
+    if found is None or found > near.tolerance():
         raise ReplayDiffers(
-            f"replaying {artifact.url} gave policy {rebuilt[:12]}, recorded is {wanted[:12]}: other hardware or "
-            f"libraries than {artifact.manifest['device']} with jax {artifact.manifest['versions']['jax']}; "
+            f"{differs}; {near.told(found)}. {near.TOLERANCE}=0.05 takes a policy within 0.05 of what the round moved, "
             f"`rlhf run RECIPE --force round-{name:03d}.update` makes it again here, "
             "and rl.checkpoint_every: 1 stores every policy"
         )
+    ctx.log(f"{differs}; {near.told(found)}, which {near.TOLERANCE} allows")
+    near.remember(ctx.memory, artifact.digest, found)
     return state
 
 
