@@ -10,7 +10,7 @@ from tests.aot.account import Account
 
 BOUNDS = Path(__file__).with_name("bounds.json")
 PAGE = Path(__file__).parents[2] / "docs" / "devices.md"
-HEAD = "| program, model | topology | held, temporary MB a device | FLOPs share | collectives | compile, CPU s |"
+HEAD = "| program, model | topology | held, temporary, peak MB a device | FLOPs share | collectives | compile, CPU s |"
 MEMORY = 1.05
 """How much more a program may hold than what is committed."""
 FLOPS, GROWTH = 1.15, 1.01
@@ -48,6 +48,7 @@ def row(found: Account, ideal: float, seconds: float, program: str) -> dict[str,
     return {
         "held_mb": round(found.held / 1e6, 1),
         "temporary_mb": round(found.temporary / 1e6, 1),
+        "peak_mb": round(found.peak / 1e6, 1),
         "flops_share": round(found.flops / ideal, 3) if ideal and found.flops else None,
         "collectives": found.collectives,
         "compile_cpu_seconds": round(seconds),
@@ -60,7 +61,8 @@ def broken(name: str, found: dict[str, Any], known: dict[str, Any] | None) -> li
     if known is None:
         return [f"{name}: nothing is committed of it; python -m tests.aot --write"]
     wrong = []
-    for key, what in (("held_mb", "arguments and results"), ("temporary_mb", "memory beside them")):
+    names = {"held_mb": "arguments and results", "temporary_mb": "memory beside them", "peak_mb": "all in use at once"}
+    for key, what in names.items():
         if found[key] > known[key] * MEMORY:
             wrong.append(f"{name}: {what} take {found[key]:,} MB a device, committed are {known[key]:,}")
     share, most = found["flops_share"], max(FLOPS, (known["flops_share"] or 0.0) * GROWTH)
@@ -83,7 +85,7 @@ def table(known: dict[str, Any], names: list[str]) -> str:
             continue
         at = known[name]
         sent = ", ".join(f"{count} {kind}" for kind, (count, _) in at["collectives"].items()) or "none"
-        size = f"{at['held_mb']:,.0f}, {at['temporary_mb']:,.0f}"
+        size = ", ".join(f"{at[name]:,.0f}" for name in ("held_mb", "temporary_mb", "peak_mb"))
         share = "" if at["flops_share"] is None else f"{at['flops_share']:.2f}"
         lines.append(f"| {program}, {model} | {topology} | {size} | {share} | {sent} | {at['compile_cpu_seconds']} |")
     return "\n".join(lines)
