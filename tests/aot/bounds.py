@@ -13,6 +13,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "devices.md"
 HEAD = "| program, model | topology | held, temporary, peak MB a device | FLOPs share | collectives | compile, CPU s |"
 MEMORY = 1.05
 """How much more a program may hold than what is committed."""
+HELD = {"held_mb": "arguments and results", "temporary_mb": "memory beside them", "peak_mb": "all in use at once"}
 FLOPS, GROWTH = 1.15, 1.01
 """FLOPs of a device against its share of the model's. A program that is committed with more may not grow past this."""
 
@@ -61,8 +62,7 @@ def broken(name: str, found: dict[str, Any], known: dict[str, Any] | None) -> li
     if known is None:
         return [f"{name}: nothing is committed of it; python -m tests.aot --write"]
     wrong = []
-    names = {"held_mb": "arguments and results", "temporary_mb": "memory beside them", "peak_mb": "all in use at once"}
-    for key, what in names.items():
+    for key, what in HELD.items():
         if found[key] > known[key] * MEMORY:
             wrong.append(f"{name}: {what} take {found[key]:,} MB a device, committed are {known[key]:,}")
     share, most = found["flops_share"], max(FLOPS, (known["flops_share"] or 0.0) * GROWTH)
@@ -80,12 +80,12 @@ def table(known: dict[str, Any], names: list[str]) -> str:
     lines = [HEAD, "|---|---|---|---|---|---|"]
     for name in names:
         program, model, topology = name.split()
-        if name not in known:
+        if name not in known or not HELD.keys() <= known[name].keys():
             lines.append(f"| {program}, {model} | {topology} | not recorded | | | |")
             continue
         at = known[name]
         sent = ", ".join(f"{count} {kind}" for kind, (count, _) in at["collectives"].items()) or "none"
-        size = ", ".join(f"{at[name]:,.0f}" for name in ("held_mb", "temporary_mb", "peak_mb"))
+        size = ", ".join(f"{at[name]:,.0f}" for name in HELD)
         share = "" if at["flops_share"] is None else f"{at['flops_share']:.2f}"
         lines.append(f"| {program}, {model} | {topology} | {size} | {share} | {sent} | {at['compile_cpu_seconds']} |")
     return "\n".join(lines)
