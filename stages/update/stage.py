@@ -83,7 +83,7 @@ def _advance(ctx: Context, first: bool = False) -> tuple[State, dict[str, Any]]:
     data = _round_data(ctx, chosen)
     # A first round, or one with another adapter, begins with new optimizers.
     if states.continues(config, parent):
-        state = states.state_after(ctx, parent, _advance)
+        state = states.on_mesh(ctx, states.state_after(ctx, parent, _advance))
     else:
         state = states.fresh(ctx, *load_policy(ctx, parent))
     before = probes(state.params) if first and not _stores(config) else None

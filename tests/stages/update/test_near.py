@@ -21,6 +21,7 @@ def other(tmp_path_factory):
     inputs = rounds.inputs(rate(RATE), rounds.base)
     ctx = rounds.context(rate(RATE), inputs, {})
     update.run(ctx)
+    ctx.close()
     said = rate(RATE * (1 + 1e-6)).model_dump(mode="json")
     return rounds, rounds.commit("update", ctx.out, said, inputs)
 

@@ -96,7 +96,11 @@ def test_a_step_on_tpus_and_gpus_is_what_their_compilers_say(case):
     bound, found = BOUNDS_OF[case.name], training(elsewhere(case, count), machine(name))
     state = sum(found.parts.get(part, 0) for part in ("weights", "moments", "frozen base")) / 1e6
     assert state == pytest.approx(bound["held_mb"], rel=0.001)
-    print(case.name, found.peak[1] / 1e6 / bound["peak_mb"], found.peak[1] / 1e6 / (bound["held_mb"] + bound["temporary_mb"]))
+    print(
+        case.name,
+        found.peak[1] / 1e6 / bound["peak_mb"],
+        found.peak[1] / 1e6 / (bound["held_mb"] + bound["temporary_mb"]),
+    )
 
 
 def test_weights_and_moments_are_cut_over_the_devices():
