@@ -23,9 +23,7 @@ class Account:
     held: int
     """Bytes of arguments and results, those in the same place counted once."""
     temporary: int
-    """Bytes beside them that are set apart, holes included."""
-    peak: int
-    """Most bytes that are in use at once, arguments and results included, the program itself not."""
+    """Bytes beside them."""
     flops: float
     """FLOPs of products where each loop goes round once; kernels are not counted. 0 where the compiler does not say,
     as that of GPUs does not."""
@@ -38,8 +36,7 @@ def account(compiled: Any) -> Account:
     memory = compiled.memory_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     flops = float((compiled.cost_analysis() or {}).get("flops", 0.0))
-    peak = int(memory.peak_memory_in_bytes - memory.generated_code_size_in_bytes)
-    return Account(int(held), int(memory.temp_size_in_bytes), peak, flops, collectives(compiled.as_text()))
+    return Account(int(held), int(memory.temp_size_in_bytes), flops, collectives(compiled.as_text()))
 
 
 def collectives(text: str) -> dict[str, list[int]]:

@@ -10,10 +10,9 @@ from tests.aot.account import Account
 
 BOUNDS = Path(__file__).with_name("bounds.json")
 PAGE = Path(__file__).parents[2] / "docs" / "devices.md"
-HEAD = "| program, model | topology | held, temporary, peak MB a device | FLOPs share | collectives | compile, CPU s |"
+HEAD = "| program, model | topology | held, temporary MB a device | FLOPs share | collectives | compile, CPU s |"
 MEMORY = 1.05
 """How much more a program may hold than what is committed."""
-HELD = {"held_mb": "arguments and results", "temporary_mb": "memory beside them", "peak_mb": "all in use at once"}
 FLOPS, GROWTH = 1.15, 1.01
 """FLOPs of a device against its share of the model's. A program that is committed with more may not grow past this."""
 
@@ -49,7 +48,6 @@ def row(found: Account, ideal: float, seconds: float, program: str) -> dict[str,
     return {
         "held_mb": round(found.held / 1e6, 1),
         "temporary_mb": round(found.temporary / 1e6, 1),
-        "peak_mb": round(found.peak / 1e6, 1),
         "flops_share": round(found.flops / ideal, 3) if ideal and found.flops else None,
         "collectives": found.collectives,
         "compile_cpu_seconds": round(seconds),
@@ -62,8 +60,8 @@ def broken(name: str, found: dict[str, Any], known: dict[str, Any] | None) -> li
     if known is None:
         return [f"{name}: nothing is committed of it; python -m tests.aot --write"]
     wrong = []
-    for key, what in HELD.items():
-        if key in known and found[key] > known[key] * MEMORY:
+    for key, what in (("held_mb", "arguments and results"), ("temporary_mb", "memory beside them")):
+        if found[key] > known[key] * MEMORY:
             wrong.append(f"{name}: {what} take {found[key]:,} MB a device, committed are {known[key]:,}")
     share, most = found["flops_share"], max(FLOPS, (known["flops_share"] or 0.0) * GROWTH)
     if share is not None and share > most:
@@ -80,12 +78,12 @@ def table(known: dict[str, Any], names: list[str]) -> str:
     lines = [HEAD, "|---|---|---|---|---|---|"]
     for name in names:
         program, model, topology = name.split()
-        if name not in known or not HELD.keys() <= known[name].keys():
+        if name not in known:
             lines.append(f"| {program}, {model} | {topology} | not recorded | | | |")
             continue
         at = known[name]
         sent = ", ".join(f"{count} {kind}" for kind, (count, _) in at["collectives"].items()) or "none"
-        size = ", ".join(f"{at[name]:,.0f}" for name in HELD)
+        size = f"{at['held_mb']:,.0f}, {at['temporary_mb']:,.0f}"
         share = "" if at["flops_share"] is None else f"{at['flops_share']:.2f}"
         lines.append(f"| {program}, {model} | {topology} | {size} | {share} | {sent} | {at['compile_cpu_seconds']} |")
     return "\n".join(lines)
