@@ -176,7 +176,8 @@ class Recipe(BaseModel):
     retries: Annotated[int, Field(ge=0)] = 1
     """How often a stage is tried again when its worker dies."""
     stall_seconds: Annotated[float, Field(gt=0)] | None = 7200.0
-    """Time that a stage may report nothing and compile nothing before its worker is ended as hung; null: for ever."""
+    """Time that a stage may report nothing before its worker is ended as hung, and thrice that while it compiles;
+    null: for ever."""
     base: BaseConfig = BaseConfig()
     """The model to start from."""
     data: DataConfig = DataConfig()

@@ -22,6 +22,7 @@ from stages.contract.sources import user_digests
 from stages.sampling.groups import OF_TURNS, TRAINED, Scored, chosen_groups, read_scored, read_turns, refills
 from stages.store.artifacts import Artifact
 from stages.training.adapters import lora_config, name_of
+from stages.update import near
 from stages.update import state as states
 from stages.update.fates import FATES, fates_of
 from stages.update.idle import check_idle, idle_metrics
@@ -48,7 +49,7 @@ def run(ctx: Context) -> dict[str, Any]:
     """Writes `policy.json`, and the adapter and state where they are stored; returns the round's metrics."""
     from tuning.models.peft import save_adapter
 
-    state, metrics = _advance(ctx, with_fates=True)
+    state, metrics = _advance(ctx, first=True)
     # Here and not in `_advance`, which also replays rounds that have been committed.
     check_idle(metrics, ctx.config.max_idle_rounds, ctx.inputs["scores"].metrics.get("alike", ()))
     content = {"fingerprint": states.fingerprint_of(state), "round": ctx.config.round}
@@ -59,7 +60,7 @@ def run(ctx: Context) -> dict[str, Any]:
     if ctx.config.lora is not None:
         below = name_of(states.start_of(ctx.config, ctx.inputs["policy"]))
         save_adapter(ctx.out / ADAPTER, state.adapter, lora_config(ctx.config.lora), below)
-    if ctx.config.store_state or ctx.config.lora is not None:
+    if _stores(ctx.config):
         states.save(ctx, state)
     states.remember_policy(ctx, state, "new")
     return metrics
@@ -70,9 +71,11 @@ def restore(ctx: Context, artifact: Artifact) -> tuple[Any, Any]:
     return states.remember_policy(ctx, states.state_after(ctx, artifact, _advance), artifact.digest)
 
 
-def _advance(ctx: Context, with_fates: bool = False) -> tuple[State, dict[str, Any]]:
-    """The state after this round, and the round's metrics; with `with_fates`, also writes the table `fates/`."""
+def _advance(ctx: Context, first: bool = False) -> tuple[State, dict[str, Any]]:
+    """The state after this round, and the round's metrics. For the first time, and not in a replay, it also writes the
+    table `fates/` and, of a policy that is not stored, its probes."""
     from tuning.algorithms.rounds import run_round
+    from tuning.models.probes import probes
 
     config: Config = ctx.config
     parent = ctx.inputs["policy"]
@@ -80,9 +83,10 @@ def _advance(ctx: Context, with_fates: bool = False) -> tuple[State, dict[str, A
     data = _round_data(ctx, chosen)
     # A first round, or one with another adapter, begins with new optimizers.
     if states.continues(config, parent):
-        state = states.state_after(ctx, parent, _advance)
+        state = states.on_mesh(ctx, states.state_after(ctx, parent, _advance))
     else:
         state = states.fresh(ctx, *load_policy(ctx, parent))
+    before = probes(state.params) if first and not _stores(config) else None
     # The step donates the arrays that it is given: the parent's trainer state leaves the memory.
     ctx.memory.pop(f"{TRAINER}{parent.digest}", None)
     if parent.stage == NAME:
@@ -113,13 +117,20 @@ def _advance(ctx: Context, with_fates: bool = False) -> tuple[State, dict[str, A
     else:
         state.adapter = result.policy.params
         _, state.params = states.merged(ctx, state.adapter)
-    if with_fates:
+    if before is not None:
+        near.record(ctx, before, state.params)
+    if first:
         rows = fates_of(sampled, chosen, result, config.truncated, data.greedy_N)
         write_table(ctx.out / FATES / "part-00000.parquet", rows, FateRow.schema())
     idle = idle_metrics(data, result.metrics, config, parent)
     if idle:
         ctx.log(f"round {config.round} has taught nothing: {idle['idle']}")
     return state, result.metrics | refills | idle | {"seconds_update": round(time.monotonic() - started, 2)}
+
+
+def _stores(config: Config) -> bool:
+    """Whether `state/` is written: an adapter is small."""
+    return config.store_state or config.lora is not None
 
 
 def _coefficients(config: Config, parent: Artifact) -> Coefficients | None:

@@ -4,7 +4,7 @@
     checkpoint_every  stored below `state/`: the model and the learners' arrays
     between           rebuilt: the round is replayed from its parent, rollouts and scores
 
-A rebuilt policy must have the fingerprint that `policy.json` recorded.
+A rebuilt policy must have the fingerprint that `policy.json` recorded, or be as near to it as `near` is told.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stages.common.models import TRAINER, load_policy, load_scorer, mesh_of, recall, remember, token_ids
+from stages.common.settings import Mesh
 from stages.contract.definition import Context
 from stages.store.artifacts import Artifact
 from stages.training.adapters import based, lora_config
+from stages.update import near
 from stages.update.settings import Config
 
 if TYPE_CHECKING:
@@ -97,14 +99,28 @@ def state_after(ctx: Context, artifact: Artifact, advance: Advance) -> State:
     if kept is not None and trainer is not None:
         return State(kept[0], kept[1], *trainer)
     own = _context_of(ctx, artifact)
-    here = precision.real()
+    kind = precision.real()
     with precision.using(own.config.compute.dtype):
-        if precision.real() != here:
+        if precision.real() != kind:
             # What the worker keeps is of the type of the present update.
             own = dataclasses.replace(own, memory={})
-        state = _load(own, artifact) if artifact.has("state/") else _replay(ctx, own, artifact, advance)
+        state = _load(here_of(ctx, own), artifact) if artifact.has("state/") else _replay(ctx, own, artifact, advance)
     names = ("params", "opt_state", "critic", "critic_opt", "adapter")
     return dataclasses.replace(state, **{name: precision.in_real(getattr(state, name)) for name in names})
+
+
+def on_mesh(ctx: Context, state: State) -> State:
+    """The state on the mesh of the context `ctx`: the stage that loaded or replayed it may have had another."""
+    import jax
+
+    from tuning.mesh import put_params
+
+    def put(x: Any, wanted: Any) -> Any:
+        return x if wanted.sharding in (None, x.sharding) else jax.device_put(x, wanted.sharding)
+
+    trainer = jax.tree.map(put, state.trainer, trainer_shapes(ctx, state.config))
+    params = put_params(state.params, mesh_of(ctx))
+    return State(state.config, params, *trainer, coefficients=state.coefficients)
 
 
 def fresh(ctx: Context, config: DecoderConfig, params: Any) -> State:
@@ -214,7 +230,7 @@ def input_of(artifact: Artifact, name: str) -> Artifact:
 
 
 def _load(own: Context, artifact: Artifact) -> State:
-    """The stored state of `artifact`, which was made in the context `own`."""
+    """The stored state of `artifact`, on the mesh of the context `own`."""
     from tuning.models.huggingface import load_decoder
     from tuning.training.checkpoint import load_tree
 
@@ -228,9 +244,20 @@ def _load(own: Context, artifact: Artifact) -> State:
 
 
 def _replay(ctx: Context, own: Context, artifact: Artifact, advance: Advance) -> State:
-    """The state of `artifact`, trained once more in the context `own`. Raises ReplayDiffers."""
+    """The state of `artifact`, trained once more in the context `own`. Raises ReplayDiffers for one with other bits, or
+    that is further off than the environment allows (`near`)."""
     name = artifact.manifest["config"]["round"]
     ctx.log(f"replaying the update of round {name} from its stored rollouts")
+    try:
+        mesh_of(own)
+    except ValueError as e:
+        if near.tolerance() == 0:
+            raise ReplayDiffers(
+                f"{artifact.url} is not stored and was trained on other devices ({e}): on these a replay has other "
+                f"bits. {near.TOLERANCE}=0.05 takes one within 0.05 of what the round moved, and "
+                "rl.checkpoint_every: 1 stores every policy"
+            ) from None
+        own = here_of(ctx, own)
     try:
         state, _ = advance(own)
     finally:
@@ -238,13 +265,21 @@ def _replay(ctx: Context, own: Context, artifact: Artifact, advance: Advance) ->
         own.close()
     wanted = json.loads(artifact.local("policy.json").read_text())["fingerprint"]
     rebuilt = fingerprint_of(state)
-    if rebuilt != wanted:
+    if rebuilt == wanted:
+        return state
+    differs = (
+        f"replaying {artifact.url} gave policy {rebuilt[:12]}, recorded is {wanted[:12]}: other hardware or "
+        f"libraries than {artifact.manifest['device']} with jax {artifact.manifest['versions']['jax']}"
+    )
+    found = near.off(artifact, state.params)
+    if found is None or found > near.tolerance():
         raise ReplayDiffers(
-            f"replaying {artifact.url} gave policy {rebuilt[:12]}, recorded is {wanted[:12]}: other hardware or "
-            f"libraries than {artifact.manifest['device']} with jax {artifact.manifest['versions']['jax']}; "
+            f"{differs}; {near.told(found)}. {near.TOLERANCE}=0.05 takes a policy within 0.05 of what the round moved, "
             f"`rlhf run RECIPE --force round-{name:03d}.update` makes it again here, "
             "and rl.checkpoint_every: 1 stores every policy"
         )
+    ctx.log(f"{differs}; {near.told(found)}, which {near.TOLERANCE} allows")
+    near.remember(ctx.memory, artifact.digest, found)
     return state
 
 
@@ -255,6 +290,13 @@ def _context_of(ctx: Context, artifact: Artifact) -> Context:
     return dataclasses.replace(
         ctx, config=config, inputs=inputs, seed=artifact.manifest["seed"], out=ctx.work / "replay", progress=_silent
     )
+
+
+def here_of(ctx: Context, own: Context) -> Context:
+    """The context `own` on the mesh of `ctx`: devices change no value of what is stored."""
+    mesh = ctx.config.compute.mesh if hasattr(ctx.config, "compute") else Mesh()
+    compute = own.config.compute.model_copy(update={"mesh": mesh})
+    return dataclasses.replace(own, config=own.config.model_copy(update={"compute": compute}))
 
 
 def _silent(done: int, total: int, unit: str, **metrics: float) -> None:

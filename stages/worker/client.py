@@ -26,6 +26,8 @@ LONGEST_BEAT_SECONDS = 60.0
 for hours perhaps, is well."""
 STACK_SECONDS = 1.0
 """Time that a worker has to write the stacks of its threads before it is ended."""
+COMPILING = 3
+"""A compilation may be silent so many times longer than a stage: some take an hour, and none tells how far it is."""
 LOG_LINES = 8
 """Lines of its log that the error of a dead worker has."""
 # For glibc's allocator: transparent huge pages by madvise.
@@ -69,7 +71,8 @@ class Worker:
     """A worker process that is started by the first request and stays warm until `close`."""
 
     def __init__(self, log: Path, stall_seconds: float | None = None):
-        """log: file of its output. stall_seconds: how long a stage may report nothing while it does not compile."""
+        """log: file of its output. stall_seconds: how long a stage may report nothing; while it
+        compiles, `COMPILING` times as long."""
         self.log = log
         self.stall_seconds = stall_seconds
         self.starts = 0
@@ -125,15 +128,19 @@ class Worker:
         try:
             self._requests.write(request.line())
             self._requests.flush()
-            still = 0.0
+            still = compiling = 0.0
             while True:
                 waiting_since = time.monotonic()
                 event = self._next_event()
-                still += min(time.monotonic() - waiting_since, LONGEST_BEAT_SECONDS)
-                if event != Heartbeat():
-                    still = 0.0
-                elif self.stall_seconds is not None and still > self.stall_seconds:
-                    self._end_hung()
+                waited = min(time.monotonic() - waiting_since, LONGEST_BEAT_SECONDS)
+                match event:
+                    case Heartbeat(compiling=True):
+                        still, compiling = 0.0, compiling + waited
+                    case Heartbeat():
+                        still, compiling = still + waited, 0.0
+                    case _:
+                        still = compiling = 0.0
+                self._end_if_hung(still, compiling)
                 match event:
                     case Done(manifest):
                         return manifest
@@ -172,12 +179,18 @@ class Worker:
         line, self._buffer = self._buffer.split(b"\n", 1)
         return parse_event(line)
 
-    def _end_hung(self) -> None:
+    def _end_if_hung(self, still: float, compiling: float) -> None:
         """Ends a worker that lives and does not move; its log gets the stacks of its threads. Raises EOFError."""
+        limit = self.stall_seconds
+        if limit is None or max(still, compiling / COMPILING) <= limit:
+            return
         assert self._process is not None
         os.kill(self._process.pid, signal.SIGUSR1)
         time.sleep(STACK_SECONDS)
-        self._end(f"made no progress for {self.stall_seconds:g} s (`stall_seconds`), and was ended")
+        what = f"made no progress for {limit:g} s (`stall_seconds`)"
+        if compiling:
+            what = f"compiled for {COMPILING * limit:g} s ({COMPILING} times `stall_seconds`)"
+        self._end(f"{what}, and was ended")
 
     def _end(self, cause: str) -> None:
         self._cause = cause

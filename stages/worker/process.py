@@ -138,6 +138,10 @@ def run_request(request: Request, memory: dict[str, Any], events: Events) -> dic
         "started": datetime.datetime.fromtimestamp(started, datetime.UTC).isoformat(),
         "seconds": round(time.time() - started, 3),
     }
+    # Policies that were replayed here with other bits than recorded, and how far off (`stages.update.near`).
+    near = {n: memory["near"][a.digest] for n, a in inputs.items() if a.digest in memory.get("near", {})}
+    if near:
+        manifest["near"] = near
     files = files_of(out)
     made = content_digest(files)
     committed = store.commit(out, manifest, replace=bool(request.force), files=files)

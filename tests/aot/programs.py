@@ -31,7 +31,8 @@ from tuning.models import attention
 from tuning.models.config import DecoderConfig
 from tuning.models.decoder import decoder_graph, scalar_graph
 from tuning.models.lora import LoraConfig, over, tuned_graph
-from tuning.models.sharding import ROWS, shardings
+from tuning.models.sharding import CONTEXT, ROWS, shardings
+from tuning.models.sharding import parts as parts_of
 from tuning.target import compiling_for
 from tuning.training.batch import Group, choose_rows, micro_batches
 from tuning.training.forward import scores
@@ -98,7 +99,8 @@ def _packed(case: Case, mesh: Any) -> tuple[Any, float]:
     config = model_of(case)
     batch = _batch(case, mesh)
     rows = batch["tokens_BL"]
-    tokens, parts = rows.size / row_shards(mesh), mesh.shape["tensor"]
+    shards, parts = row_shards(mesh) * parts_of(mesh, CONTEXT), mesh.shape["tensor"]
+    tokens = rows.size / shards
     layer = kernels(config) / parts * tokens
     if case.program == "score":
         score = jax.jit(lambda params, batch: scores(scalar_graph(config), params, batch, COMPUTE))
@@ -124,7 +126,7 @@ def _packed(case: Case, mesh: Any) -> tuple[Any, float]:
         traced = step.trace(params, state, batch, below)
     # Of a layer: forward, forward again, and two products backward, of which a frozen kernel needs one. Of a slice of
     # the head: the same.
-    positions = batch["where_M"].size / row_shards(mesh)
+    positions = batch["where_M"].size / shards
     head = config.hidden_size * _slice(config, positions) / parts * positions if role == "decoder" else 0.0
     return traced, (6.0 if lora else 8.0) * (layer + head)
 

@@ -32,10 +32,11 @@ from tuning.fit.places import (
     trees,
     weight_bytes,
 )
-from tuning.mesh import row_shards
 from tuning.models.config import DecoderConfig
 from tuning.models.lora import LoraConfig, Role, over, tuned_graph
 from tuning.models.remat import RECOMPUTED
+from tuning.models.sharding import CONTEXT, FSDP, ROWS, TENSOR
+from tuning.models.sharding import parts as parts_of
 from tuning.settings import ComputeSettings, OptimizerSettings
 from tuning.shapes import bucket
 from tuning.target import Platform, compiling_for
@@ -86,7 +87,7 @@ def _training(asked: Trained, machine: Machine) -> Figures:
     device = machine.choices(asked.compute.dtype, asked.compute.remat)
     compute = device.compute
     mesh = abstract_mesh(asked.compute.mesh, machine.count)
-    shards, fsdp, tensor = row_shards(mesh), mesh.shape["fsdp"], mesh.shape["tensor"]
+    shards, fsdp, tensor, context = (parts_of(mesh, axes) for axes in (ROWS, FSDP, TENSOR, CONTEXT))
     # As `stages.training.fit` and `tuning.algorithms.rounds` pack a step.
     budget = asked.compute.tokens_per_micro_batch or device.row_tokens_per_step * shards
     largest = max(g.size for g in asked.groups) if asked.whole else 0
@@ -110,10 +111,15 @@ def _training(asked: Trained, machine: Machine) -> Figures:
         # One tree is added to, the other is new: the second is in `gradient`.
         parts["gradients"] = gradients
 
-    with compiling_for(traceable(machine.kind.platform)):
-        traced = gradient(asked, compute, batch, tensor, fsdp)
-    outer = traced.peak - traced.within
     item = np.dtype(jax.numpy.dtype(compute.dtype)).itemsize
+    with compiling_for(traceable(machine.kind.platform)):
+        traced = gradient(asked, compute, of_columns(batch, context), tensor, fsdp)
+    outer, within = traced.peak - traced.within, traced.within
+    # Keys and values of whole rows.
+    gathered = 2 * batch["tokens_BL"].size * local(asked.model, tensor).num_kv_heads * asked.model.head_dim * item
+    if context > 1:
+        # Their gradients are as large.
+        within += 2 * gathered
     if machine.kind.platform == "gpu":
         # cuDNN takes a mask of all pairs of a row.
         rows, length = batch["tokens_BL"].shape
@@ -126,7 +132,7 @@ def _training(asked: Trained, machine: Machine) -> Figures:
     if machine.kind.platform != "cpu" and item < 4 and frozen is None:
         # XLA casts the stacked weights once, before the loop over layers.
         outer += weight_bytes(in_type(trained, compute.dtype), mesh)
-    low, middle, high = (max(x, apply) for x in spread(outer, traced.within, machine.kind.platform))
+    low, middle, high = (max(x, apply) for x in spread(outer, within, machine.kind.platform))
 
     tokens = sum(p.tokens_BL.size for p in packed)
     head = asked.role == "decoder"
@@ -136,13 +142,15 @@ def _training(asked: Trained, machine: Machine) -> Figures:
     passes = (FULL if asked.lora is None else ADAPTER) + RECOMPUTED[compute.remat]
     flops = passes * forward + (forward_flops(asked.teacher, asked.groups) if asked.teacher else 0.0)
     state = parts["weights"] + parts["moments"]
-    sent = len(packed) * _sent(asked, mesh.shape, bytes_of(dense) // 4, item, tokens / len(packed) / shards)
+    sent = _sent(asked, mesh.shape, bytes_of(dense) // 4, item, tokens / len(packed) / shards / context)
+    # Forward, forward again where layers are computed again, and the way back.
+    sent += (2 + RECOMPUTED[compute.remat]) * asked.model.num_layers * gathered * (context - 1) / context
     return Figures(
         parts=parts,
         temporary=(low, middle, high),
         flops=flops / machine.count,
         moved=traced.moved * len(packed) + 2 * state + 2 * gradients,
-        sent=sent,
+        sent=len(packed) * sent,
         shape={
             "micro_batches": len(packed),
             "rows": packed[0].tokens_BL.shape[0] // shards,
@@ -197,6 +205,17 @@ def of_one_device(batch: dict[str, Any], shards: int) -> dict[str, Any]:
         elif shape and shards > 1:
             shape = (shape[0] // shards, *shape[1:])
         return jax.ShapeDtypeStruct(shape, np.asarray(x).dtype)
+
+    return {name: part(name, x) for name, x in batch.items()}
+
+
+def of_columns(batch: dict[str, Any], context: int) -> dict[str, Any]:
+    """Shapes of the columns and positions of a micro-batch that are a device's own where rows are cut by `context`."""
+
+    def part(name: str, x: Any) -> Any:
+        if not name.endswith(("_BL", "_M")):
+            return x
+        return jax.ShapeDtypeStruct((*x.shape[:-1], -(-x.shape[-1] // context)), x.dtype)
 
     return {name: part(name, x) for name, x in batch.items()}
 

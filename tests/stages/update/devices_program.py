@@ -1,6 +1,7 @@
 """Trains SFT, GRPO and PPO on the devices of this program and prints what each held; run by `test_kept`.
 
-Everything is in float64. Usage: devices_program.py FOLDER
+Everything is in float64. Usage: devices_program.py FOLDER [again]; with `again` it goes on with what a program on other
+devices has left in the folder.
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ import numpy as np
 from stages import sft
 from stages.common import models
 from stages.common.models import bytes_by_device, load_policy, remember
+from stages.store.artifacts import Store
 from stages.update import stage as update
 from stages.update.state import state_after
 from tests.stages.training.support import data
@@ -92,7 +94,20 @@ def reinforced(folder, algorithm):
     again = state_after(make(config, inputs, {}), policy, update._advance)
     restored = (again.params, *again.trainer)
     found = {"losses": losses, "shares": shares | {"at work": watch.most}, "restored": share(restored)}
-    return found | {"same": fingerprint(again.params) == fingerprint(params)}
+    same = {"same": fingerprint(again.params) == fingerprint(params)}
+    return found | same | {"policy": (policy.stage, policy.key, policy.digest), "fingerprint": fingerprint(params)}
+
+
+def gone_on_with(folder, algorithm, policy, recorded):
+    """The stored state of the last round on these devices, and a round after it."""
+    rounds = Rounds(folder / f"on-{jax.device_count()}" / algorithm, MODEL)
+    stored = Store(str(folder / algorithm / "store")).with_digest(*policy)
+    config = settings(2, None, algorithm=algorithm, compute=COMPUTE)
+    inputs = rounds.inputs(config, stored)
+    loaded = state_after(rounds.context(config, inputs, {}), stored, update._advance)
+    _, metrics, params = rounds.run(config, inputs, {})
+    shares = {"restored": share((loaded.params, *loaded.trainer)), "trained": share(params)}
+    return {"same": fingerprint(loaded.params) == recorded, "shares": shares, "steps": metrics["steps"]}
 
 
 def kept(folder):
@@ -122,8 +137,15 @@ def models_memory():
 def main():
     precision.use("float64")
     folder = Path(sys.argv[1])
+    if sys.argv[2:] == ["again"]:
+        before = json.loads((folder / "found.json").read_text())
+        found = {n: gone_on_with(folder, n, before[n]["policy"], before[n]["fingerprint"]) for n in ("grpo", "ppo")}
+        print(json.dumps(found))
+        return
     found = {"sft": supervised(folder)} | {name: reinforced(folder, name) for name in ("grpo", "ppo")}
-    print(json.dumps(found | {"kept": kept(folder)}))
+    found |= {"kept": kept(folder)}
+    (folder / "found.json").write_text(json.dumps(found))
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

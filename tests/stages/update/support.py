@@ -89,6 +89,8 @@ class Rounds:
         """Runs one update; what it made, its metrics and its dense policy."""
         ctx = self.context(config, inputs, memory)
         metrics = update.run(ctx)
+        # As the worker does: its logs are written to their end.
+        ctx.close()
         _, params = memory["decoder:new"]
         made = self.commit("update", ctx.out, config.model_dump(mode="json"), inputs)
         _name_new(memory, made.digest)

@@ -40,12 +40,12 @@ def test_six_rounds_are_trained_six_times_however_little_is_kept(tmp_path, monke
     assert all(advanced(Rounds(tmp_path), 6)) and calls == list(range(6))
 
 
-def program(folder, devices):
+def program(folder, devices, *words):
     environment = os.environ | {
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "JAX_PLATFORMS": "cpu",
     }
-    command = [sys.executable, "-m", "tests.stages.update.devices_program", str(folder)]
+    command = [sys.executable, "-m", "tests.stages.update.devices_program", str(folder), *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -72,6 +72,14 @@ def test_a_stored_state_is_restored_to_its_shards(found):
     _, eight = found[8]
     for stage in ("grpo", "ppo"):
         assert eight[stage]["restored"] <= EIGHTH and eight[stage]["same"]
+
+
+@pytest.mark.parametrize("devices", [4, 1])
+def test_a_state_that_eight_devices_stored_is_gone_on_with_on_fewer(found, devices):
+    folder, _ = found[8]
+    for stage, there in program(folder, devices, "again").items():
+        assert there["same"] and there["steps"] > 0, stage
+        assert all(share <= 1 / devices + 0.02 for share in there["shares"].values()), there
 
 
 def test_a_device_has_its_own_share_of_what_is_kept(found):

@@ -1,4 +1,7 @@
-"""A worker whose stages live and have nothing to report, for ever or for as many heartbeats as BEATS says."""
+"""A worker whose stages live and have nothing to report, for ever or for as many heartbeats as BEATS says.
+
+With COMPILES set these say that it compiles.
+"""
 
 import os
 import time
@@ -11,7 +14,7 @@ def waits_for_ever(request, memory, events):
     beats = int(os.environ.get("BEATS", "-1"))
     while beats:
         time.sleep(0.1)
-        events.send(Heartbeat())
+        events.send(Heartbeat("COMPILES" in os.environ))
         beats -= 1
     return {}
 

@@ -225,13 +225,24 @@ def test_a_worker_that_falls_silent_is_ended(worker, tmp_path, monkeypatch):
     assert "memory" not in str(e.value)
 
 
-def test_a_worker_that_lives_and_does_not_move_is_ended_with_its_stacks_in_the_log(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("compiles", "cause"),
+    [
+        (False, r"made no progress for 1 s \(`stall_seconds`\)"),
+        (True, r"compiled for 3 s \(3 times `stall_seconds`\)"),
+    ],
+)
+def test_a_worker_that_lives_and_does_not_move_is_ended_with_its_stacks_in_the_log(
+    tmp_path, monkeypatch, compiles, cause
+):
+    if compiles:
+        monkeypatch.setenv("COMPILES", "1")
     real = interpreter.command
     monkeypatch.setattr(
         interpreter, "command", lambda module, *arguments: real("tests.stages.worker.hanging", *arguments)
     )
     worker = Worker(tmp_path / "worker.log", stall_seconds=1.0)
-    with pytest.raises(WorkerDied, match=r"made no progress for 1 s \(`stall_seconds`\), and was ended in stage base"):
+    with pytest.raises(WorkerDied, match=f"{cause}, and was ended in stage base"):
         worker.run(request(tmp_path), ignore)
     assert "in waits_for_ever" in (tmp_path / "worker.log").read_text()
     assert not psutil.pid_exists(worker.pid)

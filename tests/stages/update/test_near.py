@@ -1,0 +1,73 @@
+"""A replay that rounds differently: refused, unless the environment says how near is near enough."""
+
+import pytest
+
+from stages.update import near
+from stages.update import stage as update
+from stages.update.state import ReplayDiffers
+from tests.stages.update.support import Rounds, settings
+
+RATE = 0.02
+
+
+def rate(value):
+    return settings(0, None, optimizer={"learning_rate": value})
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """A store with a round whose replay has other bits: the learning rate of its manifest is the next number."""
+    rounds = Rounds(tmp_path_factory.mktemp("rounds"))
+    inputs = rounds.inputs(rate(RATE), rounds.base)
+    ctx = rounds.context(rate(RATE), inputs, {})
+    update.run(ctx)
+    ctx.close()
+    said = rate(RATE * (1 + 1e-6)).model_dump(mode="json")
+    return rounds, rounds.commit("update", ctx.out, said, inputs)
+
+
+def replayed(other, memory):
+    rounds, policy = other
+    ctx = rounds.context(settings(1, None), {"policy": policy, "tokenizer": rounds.base}, memory)
+    return update.restore(ctx, policy), rounds.log
+
+
+def test_other_bits_are_refused_and_the_distance_is_told(other, monkeypatch):
+    monkeypatch.delenv(near.TOLERANCE, raising=False)
+    with pytest.raises(ReplayDiffers, match=r"they are [\d.e-]+ of what the round moved apart. RLHF_REPLAY_TOLERANCE="):
+        replayed(other, {})
+
+
+def test_near_enough_is_taken_and_noted(other, monkeypatch):
+    monkeypatch.setenv(near.TOLERANCE, "0.05")
+    memory = {}
+    _, log = replayed(other, memory)
+    (found,) = memory["near"].values()
+    assert 0 < found < 0.01
+    assert any("which RLHF_REPLAY_TOLERANCE allows" in line for line in log)
+
+
+def test_too_far_is_refused(other, monkeypatch):
+    monkeypatch.setenv(near.TOLERANCE, "1e-12")
+    with pytest.raises(ReplayDiffers):
+        replayed(other, {})
+
+
+def test_a_round_at_another_learning_rate_is_not_near(other):
+    rounds, policy = other
+    ctx = rounds.context(rate(1.2 * RATE), policy_inputs(rounds, policy), {})
+    update.run(ctx)
+    assert near.off(policy, ctx.memory["decoder:new"][1]) == pytest.approx(0.2, abs=0.1)
+
+
+def policy_inputs(rounds, policy):
+    return {
+        n: rounds.store.with_digest(i["stage"], i["key"], i["digest"]) for n, i in policy.manifest["inputs"].items()
+    }
+
+
+@pytest.mark.parametrize("text", ["much", "-1", "nan", "2"])
+def test_a_tolerance_is_a_number(monkeypatch, text):
+    monkeypatch.setenv(near.TOLERANCE, text)
+    with pytest.raises(ValueError, match=f"RLHF_REPLAY_TOLERANCE is '{text}'"):
+        near.tolerance()

@@ -1,0 +1,56 @@
+"""Some parameters of a model, by which another set of parameters is told to be near it or far.
+
+What is recorded of a policy that is not stored is these, and not the policy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+MOST = 2048
+"""Probes of a tensor; a stack of layers is one."""
+
+Probes = dict[str, np.ndarray]
+"""Values [probes] by name of the tensor, in float64, each times sqrt(parameters / probes) of its tensor."""
+
+
+def probes(params: Any) -> Probes:
+    """Values at random places, which rest on names and shapes of tensors alone. Read where they are: nothing moves
+    between devices. The devices are this process's."""
+    leaves = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(params))
+    return {name: _of_tensor(name, leaf) for name, leaf in ((jax.tree_util.keystr(path), x) for path, x in leaves)}
+
+
+def distance(one: Probes, other: Probes) -> float:
+    """An estimate of the Euclidean distance of two sets of parameters; exact where a tensor has few.
+
+    Raises ValueError where they have other tensors.
+    """
+    if one.keys() != other.keys():
+        raise ValueError(f"two models: {sorted(one.keys() ^ other.keys())[:4]} are in one of them alone")
+    return math.sqrt(sum(float(np.square(one[name] - other[name]).sum()) for name in one))
+
+
+def _of_tensor(name: str, leaf: Any) -> np.ndarray:
+    size = math.prod(leaf.shape)
+    count = min(size, MOST)
+    rng = np.random.default_rng(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big"))
+    flat = np.arange(size) if size <= MOST else rng.integers(0, size, count)
+    places = np.unravel_index(flat, leaf.shape)
+    values = np.zeros(count)
+    for shard in jax.numpy.asarray(leaf).addressable_shards:
+        starts, stops = zip(*(at.indices(n)[:2] for at, n in zip(shard.index, leaf.shape, strict=True)), strict=True)
+        local = [axis - start for axis, start in zip(places, starts, strict=True)]
+        inside = np.all(
+            [(at >= 0) & (at < stop - start) for at, start, stop in zip(local, starts, stops, strict=True)], 0
+        )
+        if inside.any():
+            found = shard.data[tuple(at[inside] for at in local)]
+            values[inside] = np.asarray(found).astype(np.float64)
+    return values * math.sqrt(size / count)
