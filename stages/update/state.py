@@ -118,9 +118,9 @@ def on_mesh(ctx: Context, state: State) -> State:
     def put(x: Any, wanted: Any) -> Any:
         return x if wanted.sharding in (None, x.sharding) else jax.device_put(x, wanted.sharding)
 
-    trainer = jax.tree.map(put, state.trainer, trainer_shapes(ctx, state.config))
+    opt_state, critic, critic_opt, adapter = jax.tree.map(put, state.trainer, trainer_shapes(ctx, state.config))
     params = put_params(state.params, mesh_of(ctx))
-    return State(state.config, params, *trainer, coefficients=state.coefficients)
+    return State(state.config, params, opt_state, critic, critic_opt, adapter, state.coefficients)
 
 
 def fresh(ctx: Context, config: DecoderConfig, params: Any) -> State:
