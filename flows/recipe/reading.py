@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from flows.recipe.model import Recipe, RecipeError
 from flows.recipe.places import fields_at, lines_of, merge, takes, whole
+from flows.recipe.unions import settled
 from tuning.names import nearest
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -143,7 +144,9 @@ def checked(
         return Recipe.model_validate_json(json.dumps(values))
     except ValidationError as e:
         old = _mistakes(unset) if set_places and unset is not None else set()
-        lines = [_explain(path, node, set() if _mistake(m) in old else set_places, m) for m in e.errors()]
+        lines = [
+            _explain(path, node, set() if _mistake(m) in old else set_places, m) for m in settled(e.errors(), values)
+        ]
         raise RecipeError("\n".join(lines)) from e
     except TypeError as e:
         raise RecipeError(f"{path}: {e}") from e
@@ -154,7 +157,7 @@ def _mistakes(values: dict[str, Any]) -> set[tuple[Any, str]]:
     try:
         Recipe.model_validate_json(json.dumps(values))
     except ValidationError as e:
-        return {_mistake(error) for error in e.errors()}
+        return {_mistake(error) for error in settled(e.errors(), values)}
     except TypeError:
         pass
     return set()

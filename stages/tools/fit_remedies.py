@@ -62,6 +62,8 @@ def _more(run: Run, section: str, name: str, machine: Machine) -> list[dict[str,
         return []
     for times in (2, 4, 8, 16, 32):
         count = machine.count * times
+        if machine.kind.lacks(count):
+            continue
         larger = dataclasses.replace(machine, count=count)
         try:
             found = figures_of(run.ask(section, name, larger), larger)

@@ -41,15 +41,28 @@ class Kind:
     """Bytes/s past those."""
     cores: int = 1
     """What the name counts of a device: a `v5p-64` is 64 TensorCores of 32 chips."""
+    most: int = 0
+    """Devices of the largest slice; 0: no limit."""
+
+    def lacks(self, count: int) -> str:
+        """Which counts there are, where so many devices of this kind are no machine; else empty."""
+        if self.most and count > self.most:
+            return f"its largest slice has {self.most * self.cores}"
+        if self.platform == "gpu" and count > self.node and count % self.node:
+            return f"past one node of {self.node} it is a multiple of {self.node}"
+        # Slices in two dimensions are powers of two; those in three, from one host's four chips on, multiples of four.
+        if self.platform == "tpu" and count & (count - 1) and (self.cores == 1 or count % 4):
+            return "slices are powers of two" if self.cores == 1 else f"slices are multiples of {4 * self.cores}"
+        return ""
 
 
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind("v4", "tpu", 32 * GIB, 0.98, 275 * TB, 1228 * GB, 150 * GB, cores=2),
-        Kind("v5e", "tpu", 16 * GIB, 0.98, 197 * TB, 819 * GB, 200 * GB),
-        Kind("v5p", "tpu", 95 * GIB, 0.98, 459 * TB, 2765 * GB, 600 * GB, cores=2),
-        Kind("v6e", "tpu", 32 * GIB, 0.98, 918 * TB, 1600 * GB, 400 * GB),
+        Kind("v4", "tpu", 32 * GIB, 0.98, 275 * TB, 1228 * GB, 150 * GB, cores=2, most=4096),
+        Kind("v5e", "tpu", 16 * GIB, 0.98, 197 * TB, 819 * GB, 200 * GB, most=256),
+        Kind("v5p", "tpu", 95 * GIB, 0.98, 459 * TB, 2765 * GB, 600 * GB, cores=2, most=8960),
+        Kind("v6e", "tpu", 32 * GIB, 0.98, 918 * TB, 1600 * GB, 400 * GB, most=256),
         Kind("a100", "gpu", 80 * GIB, 0.75, 312 * TB, 2039 * GB, 300 * GB, 8, 25 * GB),
         Kind("h100", "gpu", 80 * GIB, 0.75, 989 * TB, 3350 * GB, 450 * GB, 8, 50 * GB),
         Kind("h200", "gpu", 141 * 10**9, 0.75, 989 * TB, 4800 * GB, 450 * GB, 8, 50 * GB),
@@ -101,6 +114,8 @@ def machine(name: str) -> Machine:
     cores = kind.cores if match[2] == "-" else 1
     if number < 1 or number % cores:
         raise ValueError(f"--on {name}: the number counts TensorCores, {cores} a chip; it is a multiple of {cores}")
+    if lacks := kind.lacks(number // cores):
+        raise ValueError(f"--on {name}: there is no such machine: {lacks}")
     return Machine(name, kind, number // cores)
 
 

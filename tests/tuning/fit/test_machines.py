@@ -15,7 +15,7 @@ def test_a_name_is_a_kind_and_a_number_of_devices(name, kind, devices):
     assert 0.7 * found.kind.memory_bytes < found.limit < found.kind.memory_bytes
 
 
-@pytest.mark.parametrize("name", ["v5e16", "tpu-8", "h100x0", "v5p-7", ""])
+@pytest.mark.parametrize("name", ["v5e16", "tpu-8", "h100x0", "v5p-7", "h100x9", "v5e-12", "v5e-512", "v5p-20", ""])
 def test_another_name_is_refused_with_what_there_is(name):
     with pytest.raises(ValueError, match="--on"):
         machine(name)
