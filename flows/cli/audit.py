@@ -25,16 +25,16 @@ def audit_run(store: StoreUrl, run_name: RunName = None, deep: Deep = False) -> 
     from flows.report.page import write_report
 
     place, record = Store(store), record_of(store, run_name)
-    out.print(f"{record['name']}  {place.url}", markup=False, soft_wrap=True)
+    out.print(f"{record['name']}  {place.url}", soft_wrap=True)
     verdicts = []
     for verdict in audit(place, record, deep=deep):
         verdicts.append(verdict)
         _show(verdict)
     broken = [verdict.law.name for verdict in verdicts if verdict.finding.broken]
     place.write_json([verdict.as_json() for verdict in verdicts], "runs", record["name"], FILE)
-    out.print(f"report  {write_report(place, record['name'])}", markup=False, soft_wrap=True)
+    out.print(f"report  {write_report(place, record['name'])}", soft_wrap=True)
     if broken:
-        out.print(f"{len(broken)} of {len(verdicts)} laws are broken: {', '.join(broken)}", markup=False)
+        out.print(f"{len(broken)} of {len(verdicts)} laws are broken: {', '.join(broken)}")
     raise typer.Exit(1 if broken else 0)
 
 
@@ -42,7 +42,7 @@ def _show(verdict: Verdict) -> None:
     found = verdict.finding
     cases = f"{found.checked} {found.unit}"
     line = f"  {verdict.state:<8} {verdict.law.name:<12} {cases:<24} {verdict.law.says}"
-    out.print(line, markup=False, soft_wrap=True)
+    out.print(line, soft_wrap=True)
     more = [f"and {len(found.broken) - SHOWN} more"] if len(found.broken) > SHOWN else []
     for text in [*found.broken[:SHOWN], *more, *(f"not checked: {text}" for text in found.left_out[:SHOWN])]:
-        out.print(f"           {text}", markup=False, soft_wrap=True)
+        out.print(f"           {text}", soft_wrap=True)

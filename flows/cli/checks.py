@@ -14,7 +14,7 @@ def read_recipe(name: str, sets: list[str] | None) -> Recipe:
     try:
         recipe = load_recipe(name, sets=sets)
         for line in added(name, sets or []):
-            err.print(line, markup=False, soft_wrap=True)
+            err.print(line, soft_wrap=True)
         check(recipe)
         return recipe
     except RecipeError as e:

@@ -90,7 +90,7 @@ def _list(tables: dict[str, Artifact], choice: Choice, most: int) -> None:
                 place = [str(row.place), str(row.sample), row.prompt_id, str(row.seed)]
                 table.add_row(name, *place, row.status, *numbers, reward, success)
     # Not cut to the width of a terminal that is not there: scripts read it.
-    (out if out.is_terminal else Console(highlight=False, width=1000)).print(table)
+    (out if out.is_terminal else Console(highlight=False, markup=False, width=1000)).print(table)
     out.print(f"{count} episodes" + (f", the first {most} are shown" if count > most else ""))
 
 
@@ -103,4 +103,4 @@ def _export(tables: dict[str, Artifact], run: str, choice: Choice, folder: Path)
     if folder.exists() and any(folder.iterdir()):
         raise usage_error(f"{folder} exists and is not empty")
     count = sum(write(artifact, f"{run}.{name}", choice, folder / name) for name, artifact in tables.items())
-    out.print(f"{count} episodes in {folder}", markup=False, soft_wrap=True)
+    out.print(f"{count} episodes in {folder}", soft_wrap=True)

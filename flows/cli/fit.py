@@ -100,11 +100,11 @@ def _show(answer: dict[str, Any]) -> None:
             stage["verdict"],
         )
     # Not cut to the width of a terminal that is not there.
-    (out if out.is_terminal else Console(highlight=False, width=160)).print(table)
+    (out if out.is_terminal else Console(highlight=False, markup=False, width=160)).print(table)
     for stage in answer["stages"]:
         parts = ", ".join(f"{name} {size / GB:.2f}" for name, size in stage["parts"].items() if size >= 0.005 * GB)
         rest = (f"{n / 1e12:.3g} {unit}" for n, unit in ((stage["flops"], "TFLOP"), (stage["moved"], "TB moved")))
-        out.print(f"{stage['stage']}: {parts or 'under 0.005'} GB; {', '.join(rest)}", markup=False, soft_wrap=True)
+        out.print(f"{stage['stage']}: {parts or 'under 0.005'} GB; {', '.join(rest)}", soft_wrap=True)
     for stage in (s for s in answer["stages"] if s["verdict"] != "fits"):
         for tried in stage.get("remedies", []):
             what = f"--on {tried['on']}" if "on" in tried else " ".join(f"--set {s}" for s in tried["set"])
@@ -114,7 +114,7 @@ def _show(answer: dict[str, Any]) -> None:
                 markup=False,
                 soft_wrap=True,
             )
-    out.print(_verdict(answer), markup=False, soft_wrap=True)
+    out.print(_verdict(answer), soft_wrap=True)
 
 
 def _divided(shape: dict[str, Any]) -> str:

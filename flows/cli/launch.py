@@ -39,19 +39,19 @@ def launch(
     try:
         # Here too: Prefect takes seconds to start.
         if name is not None and (begun := before(Store(recipe.store), recipe, name)) is not None:
-            err.print(f"run {name} goes on (try {begun.get('tries', 1) + 1}): what is finished is reused", markup=False)
+            err.print(f"run {name} goes on (try {begun.get('tries', 1) + 1}): what is finished is reused")
         (run_plain if no_prefect else run_with_prefect)(recipe, name=name, force=force, only=only)
     except RecipeError as e:
         raise usage_error(str(e)) from e
     except ArtifactError as e:
-        err.print(f"failed: {e}", markup=False, soft_wrap=True)
+        err.print(f"failed: {e}", soft_wrap=True)
         raise typer.Exit(1) from e
     except (StageFailed, WorkerDied) as e:
-        err.print(f"failed: {e}", markup=False, soft_wrap=True)
-        err.print(f"what is finished is kept{_advice(e)}", markup=False)
+        err.print(f"failed: {e}", soft_wrap=True)
+        err.print(f"what is finished is kept{_advice(e)}")
         raise typer.Exit(1) from e
     except KeyboardInterrupt as e:
-        err.print("interrupted; what is finished is kept, the same command goes on from there", markup=False)
+        err.print("interrupted; what is finished is kept, the same command goes on from there")
         raise typer.Exit(130) from e
 
 

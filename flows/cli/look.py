@@ -31,7 +31,7 @@ def runs(store: StoreUrl) -> None:
         counts = [str(states.count(state)) for state in ("made", "hit")]
         table.add_row(record["name"], status_of(record, place), when(record["started"]), *counts, shown)
     # Not cut to the width of a terminal that is not there: scripts read the names.
-    (out if out.is_terminal else Console(highlight=False, width=1000)).print(table)
+    (out if out.is_terminal else Console(highlight=False, markup=False, width=1000)).print(table)
 
 
 @commands.command()
@@ -40,16 +40,14 @@ def show(store: StoreUrl, run_name: RunName = None) -> None:
     from stages.contract.registry import stage
 
     record, place = record_of(store, run_name), Store(store)
-    out.print(f"{record['name']}  {status_of(record, place)}  {record['started']}", markup=False)
+    out.print(f"{record['name']}  {status_of(record, place)}  {record['started']}")
     for name, e in record["nodes"].items():
         figures = stage(e["stage"]).figures(e["metrics"]) if "metrics" in e else e.get("error", "")
         # A stage that runs, or was killed, has no end.
         seconds = f"{e['seconds']:.1f} s" if "seconds" in e else ""
-        out.print(
-            f"  {name:<20} {e['state']:<11} {seconds:>8}  {e['key'][:12]}  {figures}", markup=False, soft_wrap=True
-        )
-    out.print(f"report  {place.join('runs', record['name'], 'report.html')}", markup=False, soft_wrap=True)
-    out.print(f"log     {place.scratch / 'runs' / record['name'] / 'worker.log'}", markup=False, soft_wrap=True)
+        out.print(f"  {name:<20} {e['state']:<11} {seconds:>8}  {e['key'][:12]}  {figures}", soft_wrap=True)
+    out.print(f"report  {place.join('runs', record['name'], 'report.html')}", soft_wrap=True)
+    out.print(f"log     {place.scratch / 'runs' / record['name'] / 'worker.log'}", soft_wrap=True)
 
 
 @commands.command()
@@ -57,7 +55,7 @@ def report(store: StoreUrl, run_name: RunName = None) -> None:
     """Write a run's HTML report again and print where it is."""
     from flows.report.page import write_report
 
-    out.print(write_report(Store(store), record_of(store, run_name)["name"]), markup=False, soft_wrap=True)
+    out.print(write_report(Store(store), record_of(store, run_name)["name"]), soft_wrap=True)
 
 
 @commands.command()
@@ -67,7 +65,7 @@ def verify(store: StoreUrl) -> None:
     keys = place.all_keys()
     damages = [damage for stage, key in keys if (damage := _damage(place, stage, key))]
     for damage in damages:
-        out.print(f"damaged: {damage}", markup=False, soft_wrap=True)
+        out.print(f"damaged: {damage}", soft_wrap=True)
     hint = "; the next run makes them again" if damages else ""
     out.print(f"{len(keys)} artifacts, {len(damages)} damaged{hint}")
     raise typer.Exit(1 if damages else 0)

@@ -66,12 +66,12 @@ def export(
         # Manifest and logs belong to the store, not to the model.
         shutil.copytree(folder, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json", "logs"))
         folder = target
-    out.print(str(folder), markup=False, soft_wrap=True)
+    out.print(str(folder), soft_wrap=True)
     if verify:
         # Checksums first: a damaged file would show as different logits.
         fault = Store(store).verify(artifact)
         if fault:
-            err.print(f"failed: {fault}", markup=False)
+            err.print(f"failed: {fault}")
             raise typer.Exit(1)
         raise typer.Exit(subprocess.call(interpreter.command("stages.tools.verify_export", str(folder))))
 

@@ -72,9 +72,9 @@ def plan(
         first = nodes[0]
         count = f" ({len(nodes)} nodes)" if len(nodes) > 1 else ""
         against = f"  (nearest: run {first.nearest})" if first.nearest else ""
-        out.print(f"{first.state:<6} {label}{count}{against}", markup=False, soft_wrap=True)
+        out.print(f"{first.state:<6} {label}{count}{against}", soft_wrap=True)
         for reason in first.reasons if first.state == "miss" else ():
-            out.print(f"         {reason}", markup=False, soft_wrap=True)
+            out.print(f"         {reason}", soft_wrap=True)
     counts = {s: sum(p.state == s for p in planned) for s in ("hit", "miss", "waits")}
     # Nodes that were never made have no time to go by.
     known = [p.seconds for p in planned if p.state != "hit" and p.seconds is not None]
@@ -115,11 +115,9 @@ def rerun(
     after = find_run(Store(store), None)
     changed = [n for n in chosen if before.get(n) not in (None, after["nodes"][n]["digest"])]
     if changed:
-        out.print(
-            f"{', '.join(sorted(changed))}: the output differs; `rlhf run` makes what follows again", markup=False
-        )
+        out.print(f"{', '.join(sorted(changed))}: the output differs; `rlhf run` makes what follows again")
     else:
-        out.print("the output is the same as before; nothing that follows needs to be made again", markup=False)
+        out.print("the output is the same as before; nothing that follows needs to be made again")
 
 
 @commands.command()
@@ -153,7 +151,7 @@ def _sampled(store: str, run_name: str | None) -> dict[str, Any]:
     for record in reversed(all_runs(Store(store))):
         rl = record["recipe"].get("rl")
         if rl and all(f"round-{i:03d}.rollout" in finished_nodes(record) for i in range(rl["rounds"])):
-            out.print(f"rollouts of run {record['name']}", markup=False)
+            out.print(f"rollouts of run {record['name']}")
             return record
     raise RecipeError(f"no run in {store} has the rollouts of all its rounds; the newest is {named['name']}")
 

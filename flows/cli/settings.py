@@ -43,15 +43,15 @@ def settings(
         places = {s.place for s in every_setting()} | {s.place.rpartition(".")[0] for s in every_setting()}
         raise usage_error(f"no setting {section!r}; {nearest(section or '', sorted(places - {''}))}")
     # As wide as a terminal, and whole lines elsewhere: each setting can then be found by grep.
-    console = Console(highlight=False)
-    wide = Console(highlight=False, width=1000)
+    console = Console(highlight=False, markup=False)
+    wide = Console(highlight=False, markup=False, width=1000)
     for s in found:
         head = f"{s.place}: {s.kind} = {s.default}"
         if console.is_terminal:
-            console.print(head, style="bold", markup=False)
-            console.print(Padding(s.text, (0, 0, 0, 4)), markup=False)
+            console.print(head, style="bold")
+            console.print(Padding(s.text, (0, 0, 0, 4)))
         else:
-            wide.print(f"{head}  {s.text}", markup=False, soft_wrap=True)
+            wide.print(f"{head}  {s.text}", soft_wrap=True)
 
 
 def every_setting() -> Iterator[Setting]:

@@ -15,8 +15,8 @@ from stages.store.artifacts import Artifact, Store
 from stages.worker import interpreter
 from stages.worker.client import worker_environment
 
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+out = Console(highlight=False, markup=False)
+err = Console(stderr=True, highlight=False, markup=False)
 
 DEFAULT_STORE: str = Recipe.model_fields["store"].default
 
@@ -47,7 +47,7 @@ def group() -> typer.Typer:
 
 def usage_error(message: str) -> typer.Exit:
     """Prints one clear error; exit code 2."""
-    err.print(f"error: {message}", markup=False, soft_wrap=True)
+    err.print(f"error: {message}", soft_wrap=True)
     return typer.Exit(2)
 
 
@@ -57,7 +57,7 @@ def record_of(store: str, name: str | None, node: str | None = None) -> dict[str
     if name is None and node is not None:
         for record in reversed(all_runs(Store(store))):
             if node in finished_nodes(record):
-                err.print(f"run {record['name']}", markup=False)
+                err.print(f"run {record['name']}")
                 return record
     try:
         return find_run(Store(store), name)

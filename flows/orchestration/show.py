@@ -53,7 +53,7 @@ class LoggedConsole(Console):
     """A console whose lines are in the flow run's log too; with `silent` they are only there."""
 
     def __init__(self, silent: bool):
-        super().__init__(highlight=False, width=log_width() or (160 if silent else None))
+        super().__init__(highlight=False, markup=False, width=log_width() or (160 if silent else None))
         self._silent = silent
 
     def print(self, *objects: Any, **options: Any) -> None:
@@ -62,7 +62,7 @@ class LoggedConsole(Console):
         if FlowRunContext.get() is None and TaskRunContext.get() is None:
             return
         text = io.StringIO()
-        Console(file=text, highlight=False, width=160).print(*objects, **options)
+        Console(file=text, highlight=False, markup=False, width=160).print(*objects, **options)
         if line := text.getvalue().rstrip():
             get_run_logger().info(line)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from flows.graph.build import Node
 from flows.report.advice import alike_rewards, learned_rewards, round_warnings
@@ -36,17 +37,17 @@ class ConsoleReporter:
     """Live bars on a terminal, a line every ten seconds elsewhere."""
 
     def __init__(self, console: Console | None = None):
-        self.console = console or Console(highlight=False, width=log_width())
+        self.console = console or Console(highlight=False, markup=False, width=log_width())
         self._bar: Progress | None = None
         self._task: TaskID | None = None
-        self._last = 0.0
+        self._last = self._started = 0.0
         self._first: tuple[float, int] | None = None
         self._rounds: dict[str, _Round] = {}
         self._nodes: dict[str, dict[str, Any]] = {}
         self._warned: set[str] = set()
 
     def stage_started(self, node: Node) -> None:
-        self._last = time.monotonic()
+        self._last = self._started = time.monotonic()
         self._first = None
         if self.console.is_terminal:
             self._bar = Progress(
@@ -62,7 +63,7 @@ class ConsoleReporter:
             self._task = self._bar.add_task(node.name, total=None, count="", detail="")
         # A round has one line, at its end.
         elif not node.name.startswith("round-"):
-            self.console.print(f"  {node.name:<18} started")
+            self._print(f"  {node.name:<18} started")
 
     def progress(self, node: Node, event: protocol.Progress) -> None:
         done, total, unit = event.done, event.total, event.unit
@@ -76,18 +77,22 @@ class ConsoleReporter:
             since, before = self._first
             each = (self._last - since) / (done - before) if done > before else None
             left = "" if each is None else f"{each * (total - done):.0f} s left  "
-            self.console.print(f"  {node.name:<18} {done}/{total} {unit}  {left}{detail}")
+            self._print(f"  {node.name:<18} {done}/{total} {unit}  {left}{detail}")
 
     def compiling(self, node: Node) -> None:
-        """Says why nothing moves, as often as progress would be told."""
+        """Says why nothing moves, as often as progress would be told, and since when."""
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, detail="compiling")
         elif time.monotonic() - self._last > LINE_SECONDS:
             self._last = time.monotonic()
-            self.console.print(f"  {node.name:<18} compiling")
+            self._print(f"  {node.name:<18} compiling, {self._last - self._started:.0f} s since its start")
 
     def line(self, text: str) -> None:
-        self.console.print(f"  [dim]{text}[/dim]" if self.console.is_terminal else f"  {text}", markup=True)
+        self._print(f"  {text}", "dim")
+
+    def _print(self, text: str, style: str = "") -> None:
+        """Prints a text as it is: a completion or a path may have what Rich takes for its own tags."""
+        self.console.print(Text(text, style))
 
     def stage_ended(self, node: Node, state: str, manifest: dict[str, Any], seconds: float) -> None:
         if self._bar is not None:
@@ -143,7 +148,7 @@ class ConsoleReporter:
         for warning in round_warnings(series, update, learned, alike_rewards(record)):
             if warning.title not in self._warned:
                 self._warned.add(warning.title)
-                self.console.print(f"! {warning.title}: {warning.text}", style="yellow", markup=False)
+                self._print(f"! {warning.title}: {warning.text}", "yellow")
 
 
 @dataclasses.dataclass
@@ -153,7 +158,7 @@ class _Round:
     seconds: float = 0.0
     cached: bool = True
     figures: list[str] = dataclasses.field(default_factory=list)
-    nodes: list[str] = dataclasses.field(default_factory=list)
+    nodes: list[Text] = dataclasses.field(default_factory=list)
     """A line for each of its stages, for a round that does not get to its end."""
 
 
@@ -165,10 +170,9 @@ def _figures(stage: Stage, state: str, manifest: dict[str, Any]) -> str:
     return stage.figures(metrics)
 
 
-def _line(name: str, cached: bool, seconds: float, figures: str) -> str:
-    mark = "[green]=[/green]" if cached else "[green]+[/green]"
+def _line(name: str, cached: bool, seconds: float, figures: str) -> Text:
     took = "cached" if cached else f"{seconds:.1f} s"
-    return f"{mark} {name:<18} {took:>9}  {figures}"
+    return Text.assemble(("=" if cached else "+", "green"), f" {name:<18} {took:>9}  {figures}")
 
 
 def policy_title(label: str) -> str:

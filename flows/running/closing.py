@@ -70,7 +70,7 @@ def summary(session: Session, reporter: ConsoleReporter, report: str | None) -> 
         compared = difference_lines(_differences(session))
         for line in [*data_lines(session), *compared, level_line(evaluations), guess(evaluations)]:
             if line:
-                reporter.console.print(line, markup=False, soft_wrap=True)
+                reporter.console.print(line, soft_wrap=True)
     if "export" in session.made:
         reporter.console.print(f"model   {session.made['export'].url}")
     if report:

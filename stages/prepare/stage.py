@@ -89,7 +89,7 @@ def run(ctx: Context) -> dict[str, Any]:
     pieces = merge.Pieces(folder, {name: receipt["outputs"] for name, receipt in receipts.items()}, plan.shards)
     taken = extracted.together(receipts.values())
     for warning in extracted.warnings(taken):
-        ctx.log(f"prepare: {warning}")
+        ctx.log(f"{warning}")
     read = sum(receipt["records"] for receipt in receipts.values())
     dead = _write_dead(ctx, config, pieces, receipts.values(), read)
 
@@ -111,11 +111,11 @@ def run(ctx: Context) -> dict[str, Any]:
             )
     _check_leak(ctx.out, list(written), merge.leaks(pieces, fates))
     baseline, constant = _constant_answer(ctx.out)
-    ctx.log(f"prepare: {fates.kept} of {read} records kept; rows " + ", ".join(f"{k} {v}" for k, v in written.items()))
+    ctx.log(f"{fates.kept} of {read} records kept; rows " + ", ".join(f"{k} {v}" for k, v in written.items()))
     if crowd is not None:
-        ctx.log(f"prepare: {crowd}")
+        ctx.log(f"{crowd}")
     if fates.kept < read:
-        ctx.log(f"prepare: not kept: {losses(config, records, fates, receipts.values())}")
+        ctx.log(f"not kept: {losses(config, records, fates, receipts.values())}")
     metrics = {
         "records": records,
         "dropped_records": dict(sorted(fates.dropped.items())),

@@ -123,8 +123,6 @@ def _advance(ctx: Context, first: bool = False) -> tuple[State, dict[str, Any]]:
         rows = fates_of(sampled, chosen, result, config.truncated, data.greedy_N)
         write_table(ctx.out / FATES / "part-00000.parquet", rows, FateRow.schema())
     idle = idle_metrics(data, result.metrics, config, parent)
-    if idle:
-        ctx.log(f"round {config.round} has taught nothing: {idle['idle']}")
     return state, result.metrics | refills | idle | {"seconds_update": round(time.monotonic() - started, 2)}
 
 

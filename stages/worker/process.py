@@ -11,6 +11,7 @@ import ctypes
 import datetime
 import faulthandler
 import json
+import logging
 import os
 import shutil
 import signal
@@ -220,6 +221,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Sent by the parent before it ends a process that makes no progress.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    # Beam says on import that Google's client for BigQuery is not there: as the last line of a log it misleads.
+    logging.getLogger().addFilter(lambda record: not record.getMessage().startswith("apitools not found"))
     requests = os.fdopen(args.requests, "r")
     events = Events(os.fdopen(args.events, "w"))
     memory: dict[str, Any] = {}

@@ -65,7 +65,17 @@ def test_a_compilation_is_told_as_often_as_progress_would_be(monkeypatch):
     reporter.stage_started(NODES["sft"])
     for _ in range(4):
         reporter.compiling(NODES["sft"])
-    assert [line.split() for line in out.getvalue().splitlines()[1:]] == [["sft", "compiling"]] * 2
+    lines = [" ".join(line.split()) for line in out.getvalue().splitlines()[1:]]
+    assert lines == [f"sft compiling, {seconds} s since its start" for seconds in (12, 25)]
+
+
+def test_a_text_with_tags_is_printed_as_it_is():
+    out = io.StringIO()
+    reporter = ConsoleReporter(Console(file=out, width=200, highlight=False))
+    text = "log: [INST] 2 + 2 [/INST] of /data/[prod]/x [/]"
+    reporter.line(text)
+    reporter.stage_ended(NODES["base"], "made", {"metrics": {"parameters": 3e6, "source": "[/b]"}, "config": {}}, 1.0)
+    assert text in out.getvalue()
 
 
 def test_time_left_is_told_from_the_second_step_on(monkeypatch):

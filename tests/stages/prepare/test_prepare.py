@@ -215,7 +215,7 @@ def test_the_log_says_what_was_lost_and_why(run, pairs, tmp_path, capsys):
     run(Config(source=write(tmp_path / "data.jsonl", records), max_completion_tokens=20))
     line = next(line for line in capsys.readouterr().out.splitlines() if "not kept" in line)
     assert line.startswith(
-        "prepare: not kept: 2 duplicates; 2 prompt_too_long; 1 completion_too_long; 1 dead (data.jsonl, record 65"
+        "not kept: 2 duplicates; 2 prompt_too_long; 1 completion_too_long; 1 dead (data.jsonl, record 65"
     )
     assert "did you mean `answer`" in line
 
@@ -227,7 +227,7 @@ def test_a_pattern_that_takes_parts_of_numbers_is_told_with_a_record(run, tmp_pa
     metrics, out = run(Config(source=write(tmp_path / "data.jsonl", records), chunk_megabytes=0.0002, **settings))
     example = "data.jsonl, record 5: '#### (\\\\d+)' takes '1' of '1,207'"
     assert metrics["extracted"] == {"answer": {"values": ["7", "307"], "parts": 26, "example": example}}
-    told = f"prepare: the pattern of `fields.answer` takes a part of a number in 26 records ({example})"
+    told = f"the pattern of `fields.answer` takes a part of a number in 26 records ({example})"
     assert told in capsys.readouterr().out
     assert "Extracted by patterns" in (out / "card.html").read_text()
 
@@ -420,4 +420,4 @@ def test_a_default_group_of_most_records_is_refused_where_groups_are_held_out(ru
             splits=splits,
         )
     )
-    assert "prepare: 20 of the 50 records begin alike" in capsys.readouterr().out
+    assert "20 of the 50 records begin alike" in capsys.readouterr().out
