@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -106,8 +107,8 @@ def _told(store: Store, node: Node, old: dict[str, Any], new: dict[str, Any]) ->
             lines.append("an import reaches another module")
         elif section == "sources" and rest.startswith("reached from "):
             reached.append(f"code that {place.removeprefix('reached from ')} imports changed")
-        elif section == "sources" and "file " in place:
-            lines.append(f"{_named(node, place)} {_fate(change, 'has other content')}")
+        elif section == "sources" and (file := _FILE.fullmatch(rest)):
+            lines.append(f"{_named(node, *file.groups()[:3])} {_fate(file[4], 'has other content')}")
         elif section == "config":
             lines.append(_setting(find_stage(node.stage).section or node.stage, rest))
         else:
@@ -139,13 +140,16 @@ def changed_lines(before: Mapping[str, str] | None, path: Path | None) -> list[s
     return [*shown[:MOST_LINES], *([f"  and {more} more changed lines of {path.name}"] if more > 0 else [])]
 
 
-def _named(node: Node, place: str) -> str:
-    """A file of a data source, with the setting's value: `source 1: file 2` -> `data.source data/*.jsonl: file 2`."""
-    kind, _, file = place.partition(": ")
-    word, _, number = kind.partition(" ")
-    if word == "source" and number.isdecimal() and hasattr(node.config, "all_sources"):
-        return f"data.source {node.config.all_sources()[int(number) - 1].source}: {file}"
-    return place
+_FILE = re.compile(r"(?:(source) (\d+): )?(file \d+): (.*)", re.DOTALL)
+"""What `stages.prepare` and `stages.base` call the files that they read."""
+
+
+def _named(node: Node, kind: str | None, number: str, file: str) -> str:
+    """A file of a source, by the setting's value: `data.source data/*.jsonl: file 2`; of a single file that alone."""
+    if kind is None or not hasattr(node.config, "all_sources"):
+        return file
+    source = node.config.all_sources()[int(number) - 1].source
+    return f"data.source {source}" if Path(source).suffix and "*" not in source else f"data.source {source}: {file}"
 
 
 def _fate(change: str, else_: str = "changed") -> str:

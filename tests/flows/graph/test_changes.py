@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from flows.cli.run import _folded
-from flows.graph.build import Node, build, key_of, key_parts
-from flows.graph.changes import _is_of_data, _named, changed_lines, reasons_of
+from flows.graph.build import build, key_of, key_parts
+from flows.graph.changes import _is_of_data, changed_lines, reasons_of
 from flows.graph.plan import Planned, plan
 from flows.recipe.reading import load_recipe
 from flows.records import all_runs
@@ -26,16 +24,16 @@ def vowels(prompts, completions, **_):
 
 
 class Made:
-    """Artifacts of the score of round 0 in a store, as runs with these settings would have left them."""
+    """Artifacts of one node in a store, as runs with these settings would have left them."""
 
-    def __init__(self, folder):
-        self.store = Store(str(folder))
+    def __init__(self, folder, name="round-000.score"):
+        self.store, self.name = Store(str(folder)), name
         self.count = 0
 
     def node(self, *sets):
         recipe = load_recipe("smoke", sets=[f"store={self.store.url}", "rl.rounds=1", *sets])
         self.recipe = recipe.name
-        return next(n for n in build(recipe) if n.name == "round-000.score")
+        return next(n for n in build(recipe) if n.name == self.name)
 
     def parts(self, node):
         files = [{"path": "tokenizer/tokenizer.json", "sha256": "0" * 64}]
@@ -48,10 +46,10 @@ class Made:
         out = self.store.scratch / f"out-{self.count}"
         out.mkdir(parents=True)
         (out / "x").write_text(run)
-        manifest = {"stage": "score", "key": key_of(parts), "key_parts": parts, "metrics": {}, "seconds": 1.0}
+        manifest = {"stage": node.stage, "key": key_of(parts), "key_parts": parts, "metrics": {}, "seconds": 1.0}
         artifact = self.store.commit(out, manifest)
         keep(self.store, parts)
-        entry = {"stage": "score", "key": artifact.key, "state": "made", "digest": artifact.digest}
+        entry = {"stage": node.stage, "key": artifact.key, "state": "made", "digest": artifact.digest}
         record = {"name": run, "recipe": {"name": recipe}, "started": f"2026-01-01T00:00:{self.count:02d}"}
         self.store.write_json(record | {"nodes": {node.name: entry}}, "runs", run, "run.json")
 
@@ -92,7 +90,7 @@ def test_a_stage_that_failed_says_with_what(made):
     error = "StageFailed: TooManyFailures: round-000.score: reward a failed on 4 of 4\n  traceback in x"
     record = {"name": "r", "recipe": {"name": "smoke"}, "started": "2026-01-01T00:00:00"}
     for state, expected in (("failed", "failed last time: round-000.score: reward a"), ("running", "was not finished")):
-        entry = {"stage": "score", "key": key, "state": state, "error": error}
+        entry = {"stage": node.stage, "key": key, "state": state, "error": error}
         made.store.write_json(record | {"nodes": {node.name: entry}}, "runs", "r", "run.json")
         assert made.why()[0][0].startswith(expected)
 
@@ -125,13 +123,14 @@ def test_many_changed_lines_are_cut(tmp_path):
     assert len(lines) == 9 and lines[-1] == "  and 12 more changed lines of long.py"
 
 
-def test_a_file_of_the_data_is_named(tmp_path):
-    data = tmp_path / "mine.jsonl"
-    rows = [{"prompt": f"{i}+1", "completion": str(i + 1), "rejected": "x"} for i in range(4)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = load_recipe("smoke", sets=[f"data.source={data}"]).data
-    node = Node("prepare", "prepare", config, {}, 0)
-    assert _named(node, "source 1: file 1") == f"data.source {data}: file 1"
+@pytest.mark.parametrize(("source", "told"), [("a.jsonl", ""), ("*.jsonl", ": file 2")])
+def test_a_file_of_the_data_is_named(tmp_path, monkeypatch, source, told):
+    monkeypatch.setenv("RLHF_SCRATCH", str(tmp_path / "scratch"))
+    data = write_files(tmp_path / "data", **{"b.jsonl": '{"prompt": "1"}\n', "a.jsonl": '{"prompt": "2"}\n'})
+    made, setting = Made(tmp_path / "store", "prepare"), f"data.source={data / source}"
+    made.make("before", setting)
+    (data / ("b.jsonl" if told else "a.jsonl")).write_text('{"prompt": "3"}\n')
+    assert made.why(setting) == ([f"data.source {data / source}{told} has other content"], "before")
 
 
 def test_folded_lines_say_which_rounds_and_stages_they_are_about(smoke_store):
