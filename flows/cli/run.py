@@ -139,7 +139,8 @@ def rescore(
         recipe = rescored(_sampled(store, run_name), reward or [], sets or [], store)
         check(recipe)
     except RecipeError as e:
-        raise usage_error(str(e)) from e
+        # The place that the user has not written is that of an option.
+        raise usage_error(("--reward " if reward and str(e).startswith("rl.score.rewards.") else "") + str(e)) from e
     launch(recipe, no_prefect, name=name)
 
 

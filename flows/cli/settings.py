@@ -98,13 +98,12 @@ def _shown(default: Any, inner: list[Any]) -> str:
 
 def _kind(field: FieldInfo) -> str:
     """The type of a field in the words of a recipe, with its bounds."""
-    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-    bounds = [
-        f"{sign} {getattr(m, bound)}"
-        for m in field.metadata
-        for bound, sign in signs.items()
-        if getattr(m, bound, None) is not None
-    ]
+    signs = {"ge": ">= {}", "gt": "> {}", "le": "<= {}", "lt": "< {}", "min_length": "at least {}"}
+    signs |= {"max_length": "at most {}"}
+    found = {n: v for m in field.metadata for n in signs if (v := getattr(m, n, None)) is not None}
+    bounds = [signs[n].format(v) for n, v in found.items()]
+    if "min_length" in found and found["min_length"] == found.get("max_length"):
+        bounds = [str(found["min_length"])]
     return " ".join([_word(field.annotation), *([f"({', '.join(bounds)})"] if bounds else [])])
 
 

@@ -98,6 +98,9 @@ class Config(StageConfig):
     def _some(self) -> Config:
         if not self.rewards:
             raise ValueError("rewards is empty: name at least one reward")
+        if not any(reward.weight for reward in self.rewards.values()):
+            names = ", ".join(f"rewards.{name}.weight" for name in self.rewards)
+            raise ValueError(f"{names} 0: every total would be 0, and nothing be learned; weigh one of them")
         return self
 
     @model_validator(mode="after")

@@ -56,3 +56,7 @@ def test_a_section_alone_and_piped_one_line_each():
 def test_an_unknown_section_names_the_nearest():
     done = shown("rl.updat")
     assert done.exit_code == 2 and "did you mean rl.update?" in done.stderr
+
+
+def test_a_list_says_how_many_it_takes():
+    assert "rl.score.rewards.*.clip: list of number (2) | null = null" in shown("rl.score").output

@@ -283,6 +283,10 @@ def test_zero_is_advised_for_null_where_it_is_allowed(item, advice):
         ("data.fields={answer: {from: [1]}}", "--set data.fields.answer.from: Input should be a valid string"),
         ("sft.lora={targets: [q, foo]}", "--set sft.lora.targets.1: Input should be 'q', 'k', 'v', 'o',"),
         ("sft.lora={targets: foo}", "--set sft.lora.targets: Input should be 'all-linear' or a list (found 'foo')"),
+        (
+            "rl.score.rewards={exact: {weight: 0}, digits: {weight: 0}, model: {weight: 0}}",
+            "rewards.exact.weight, rewards.digits.weight, rewards.model.weight 0: every total would be 0",
+        ),
         ("environment={agent: 3}", "--set environment.agent: Input should be a list (found 3)"),
         ("sft.epochs=two", "--set sft.epochs: Input should be a valid integer (found 'two')"),
         ("rl.update.algorithm=gropo", "--set rl.update.algorithm: rl.update: no algorithm 'gropo'; did you mean grpo?"),
