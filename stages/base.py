@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stages.contract.definition import Context, Stage, StageConfig
-from stages.store.artifacts import sha256_file
+from stages.store.disk import sha256_file
 
 if TYPE_CHECKING:
     from tuning.models.config import DecoderConfig

@@ -116,12 +116,12 @@ class Session:
             # The record is on disk before the work begins: `rlhf show` sees the stage as running, also after a
             # kill.
             self.reporter.stage_started(node)
-            with lease(self.store, node.stage, key, self.reporter.line):
+            with lease(self.store, node.stage, key, self.reporter.line) as token:
                 # Another run that held the lease before may have made it meanwhile.
                 artifact = None if forced else self.store.get(node.stage, key)
                 state = "hit" if artifact is not None else "made"
                 if artifact is None:
-                    artifact = self._make(node, key, parts, files, forced, entry)
+                    artifact = self._make(node, key, parts, files, token, entry)
         seconds = time.monotonic() - started
         entry |= {"state": state, "digest": artifact.digest, "metrics": artifact.metrics, "seconds": round(seconds, 2)}
         # What making took, here or in the run that did it.
@@ -137,7 +137,7 @@ class Session:
         key: str,
         parts: dict[str, Any],
         files: dict[str, str],
-        forced: bool,
+        token: str,
         entry: dict[str, Any],
     ) -> Artifact:
         """Has the worker make an artifact; a failure goes into the record's entry and is raised."""
@@ -151,8 +151,9 @@ class Session:
             store=self.recipe.store,
             run=self.name,
             files=files,
+            lease=token,
             # A retry within this run resumes its own partial work; another forced run starts from nothing.
-            force=self.name if forced else None,
+            force=self.name if node.name in self.force else None,
         )
 
         def on_event(event: Report) -> None:

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import hashlib
 import json
 import os
+import re
 import shutil
 import uuid
 import warnings
@@ -29,6 +29,7 @@ from typing import Any
 
 import fsspec
 
+from stages.store import disk
 from stages.store.keys import digest, without_userinfo
 from tuning.atomic import whole_file
 
@@ -41,20 +42,6 @@ class ArtifactError(RuntimeError):
     """An artifact that is missing or damaged, or lacks the requested part."""
 
 
-def sha256_file(path: Path) -> str:
-    """SHA-256 (hex) of a file's content."""
-    with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
-def files_of(folder: Path) -> list[dict[str, Any]]:
-    """Path, size and checksum of each file of a folder, as a manifest has them."""
-    return [
-        {"path": path.relative_to(folder).as_posix(), "size": path.stat().st_size, "sha256": sha256_file(path)}
-        for path in sorted(p for p in folder.rglob("*") if p.is_file())
-    ]
-
-
 def content_digest(files: list[dict[str, Any]], parts: tuple[str, ...] = ("",)) -> str:
     """Digest of names and checksums of the files below any of `parts`, without what is not content."""
     chosen = [
@@ -65,13 +52,20 @@ def content_digest(files: list[dict[str, Any]], parts: tuple[str, ...] = ("",)) 
     return digest(sorted(chosen))
 
 
-@functools.cache
-def _umask() -> int:
-    """The bits that this process takes from the modes of new files."""
-    # It can only be asked for by setting it.
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
+def _strange(manifest: dict[str, Any], stage: str, key: str) -> str | None:
+    """What a manifest says that none of this key can: whoever may write to a store must not write elsewhere by it."""
+    if (manifest["stage"], manifest["key"]) != (stage, key):
+        return f"its manifest is of {manifest['stage']}/{manifest['key']}"
+    folder = manifest.get("folder", key)
+    if folder != key and not re.fullmatch(rf"{re.escape(key)}\.[0-9a-f]+", folder):
+        return f"its manifest has its files in {folder!r}"
+    outside = next((f["path"] for f in manifest["files"] if not is_inside(f["path"])), None)
+    return None if outside is None else f"its manifest names {outside!r}, which is not in its folder"
+
+
+def is_inside(path: str) -> bool:
+    """Whether a relative path stays in the folder that it begins in."""
+    return not path.startswith("/") and not {"", ".", ".."} & set(path.split("/"))
 
 
 class Artifact:
@@ -164,7 +158,7 @@ class Store:
             if manifest is None:
                 return None
             artifact = Artifact(self, manifest)
-            fault = self._sizes_fault(artifact)
+            fault = self._fault(artifact, stage, key)
             if fault is None:
                 return artifact
         if repair:
@@ -186,15 +180,21 @@ class Store:
                 continue
             manifest = self.read_json("replaced", stage, name)
             old = Artifact(self, manifest) if manifest is not None else None
-            if old is not None and old.digest == digest and self._sizes_fault(old) is None:
+            if old is not None and old.digest == digest and self._fault(old, stage, key) is None:
                 return old
         return None
 
-    def _sizes_fault(self, artifact: Artifact) -> str | None:
+    def _sizes(self, folder: str) -> dict[str, int]:
+        if self.is_local:
+            return disk.sizes_below(Path(folder))
+        return {path[len(folder) + 1 :]: i["size"] for path, i in self.fs.find(folder, detail=True).items()}
+
+    def _fault(self, artifact: Artifact, stage: str, key: str) -> str | None:
+        """What is wrong with a manifest that was found under this stage and key, or with the sizes of its files."""
+        if strange := _strange(artifact.manifest, stage, key):
+            return strange
         # One listing: a request for each file would make a hit slow on an object store.
-        sizes = {
-            path[len(artifact.url) + 1 :]: i["size"] for path, i in self.fs.find(artifact.url, detail=True).items()
-        }
+        sizes = self._sizes(artifact.url)
         for f in artifact.manifest["files"]:
             size = sizes.get(f["path"])
             if size is None:
@@ -205,7 +205,7 @@ class Store:
 
     def verify(self, artifact: Artifact) -> str | None:
         """None when every checksum holds, else what is wrong."""
-        fault = self._sizes_fault(artifact)
+        fault = self._fault(artifact, artifact.stage, artifact.key)
         if fault:
             return fault
         for f in artifact.manifest["files"]:
@@ -259,7 +259,7 @@ class Store:
                 continue
             with whole_file(target) as partial:
                 self.fs.get_file(f"{artifact.url}/{f['path']}", str(partial))
-                if sha256_file(partial) != f["sha256"]:
+                if disk.sha256_file(partial) != f["sha256"]:
                     raise ArtifactError(f"{artifact.url}/{f['path']} differs from its checksum; run `rlhf verify`")
         return base / part
 
@@ -278,10 +278,10 @@ class Store:
         beside it, and the one step that makes them the artifact is the write of the manifest: at each moment there is
         one of the two, and the old one's files stay where its readers have them.
 
-        files: `files_of(folder)`, from a caller that has it.
+        files: `disk.files_of(folder)`, from a caller that has it.
         """
         stage, key = manifest["stage"], manifest["key"]
-        files = files_of(folder) if files is None else files
+        files = disk.files_of(folder) if files is None else files
         manifest = manifest | {
             "files": files,
             "digest": content_digest(files),
@@ -303,7 +303,9 @@ class Store:
             destination = f"{target}/{f['path']}"
             if self.is_local:
                 # Some libraries make files that their owner alone may read; a store is shared as far as umask says.
-                (folder / f["path"]).chmod(0o666 & ~_umask())
+                (folder / f["path"]).chmod(0o666 & ~disk.umask())
+                # Before the rename: after a loss of power a manifest must not be there without them.
+                disk.sync_file(folder / f["path"])
                 # A rename: the work folder of a local store is on its file system.
                 os.replace(folder / f["path"], destination)
             else:
@@ -313,6 +315,9 @@ class Store:
         for path in self.fs.find(target):
             if path[len(target) + 1 :] not in names:
                 self.remove(path)
+        if self.is_local:
+            of_files = {parent for f in files for parent in Path(target, f["path"]).parents}
+            disk.sync_folders(parent for parent in of_files if parent.is_relative_to(Path(self.root)))
         self.write_json(manifest, "artifacts", stage, key, MANIFEST)
         shutil.rmtree(folder, ignore_errors=True)
         return Artifact(self, manifest)
@@ -376,3 +381,4 @@ class Store:
             f.write(data)
             f.flush()
             os.fsync(f.fileno())
+        disk.sync_folders([Path(path).parent])

@@ -1,8 +1,9 @@
 """Leases: one process at a time makes the artifact of a key.
 
 A lease is a small file, created only if absent and rewritten by a heartbeat. It is stale when its process has ended
-(on this host) or when its last beat is old (on another host); a stale lease is taken over. Leases save work and are
-not needed for correctness: commits are atomic, and equal keys mean equal content.
+(on this host) or when it has not changed for a while by the clock of the one who waits (on another host, whose clock
+may be off); a stale lease is taken over. Whoever commits asks first whether its lease is still its own (`check`): a
+machine that was asleep must not write beside the one that took over.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from stages.store.artifacts import ArtifactError, Store
+from tuning.retries import retried
+
+T = TypeVar("T")
 
 # A holder writes a beat; without one for DEAD_AFTER_SECONDS a lease of another host is stale. SETTLE_SECONDS is
 # longer than a process usually takes from seeing a stale lease to removing it.
@@ -28,6 +32,12 @@ BEAT_SECONDS = 5.0
 DEAD_AFTER_SECONDS = 30.0
 POLL_SECONDS = 1.0
 SETTLE_SECONDS = 0.3
+TRIES, FIRST_PAUSE_SECONDS = 7, 0.5
+"""A store that cannot be reached is asked so often, for half a minute, before its error ends a wait for a lease."""
+
+
+class LeaseLost(RuntimeError):
+    """Another process has taken over the work of this one."""
 
 
 def _started(pid: int) -> float | None:
@@ -61,19 +71,23 @@ def host_scope() -> str:
 
 
 @contextmanager
-def lease(store: Store, stage: str, key: str, on_wait: Callable[[str], None]) -> Iterator[None]:
-    """Holds the lease of a key. Waits while a live process holds it; `on_wait` is called once with a line about it."""
-    name = f"{stage}-{key}.json"
+def lease(store: Store, stage: str, key: str, on_wait: Callable[[str], None]) -> Iterator[str]:
+    """Holds the lease of a key, and gives its token. Waits while a live process holds it; `on_wait` is called once with
+    a line about it."""
+    name = _name(stage, key)
     path = store.join("leases", name)
-    store.fs.makedirs(store.join("leases"), exist_ok=True)
     token = uuid.uuid4().hex
-    announced = False
-    while not _create(store, path, token):
-        holder = _holder(store, name)
+    announced, watch = False, Watch()
+    store.fs.makedirs(store.join("leases"), exist_ok=True)
+    while not _again(lambda: _create(store, path, token)):
+        holder = _again(lambda: _holder(store, name))
         # Released in between: try again at once.
         if holder is None:
             continue
-        if _dead(holder):
+        # Created, and the answer was lost: a second try then finds one's own.
+        if holder["token"] == token:
+            break
+        if watch.dead(holder):
             with contextlib.suppress(FileNotFoundError):
                 store.remove(path)
             if _create(store, path, token):
@@ -90,7 +104,7 @@ def lease(store: Store, stage: str, key: str, on_wait: Callable[[str], None]) ->
 
     def beat() -> None:
         while not stop.wait(BEAT_SECONDS):
-            # An unreachable store must not stop the work: at worst the lease is taken over and the work done twice.
+            # An unreachable store must not stop the work: `check` says in the end whether it was taken over.
             with contextlib.suppress(Exception):
                 if (_holder(store, name) or {}).get("token") != token:
                     return
@@ -99,14 +113,54 @@ def lease(store: Store, stage: str, key: str, on_wait: Callable[[str], None]) ->
     thread = threading.Thread(target=beat, name="lease-heartbeat", daemon=True)
     thread.start()
     try:
-        yield
+        yield token
     finally:
         stop.set()
         thread.join()
-        holder = _holder(store, name)
-        if holder is not None and holder["token"] == token:
-            with contextlib.suppress(FileNotFoundError):
+        # What was made is made: a lease that cannot be given back is stale when this process ends.
+        with contextlib.suppress(Exception):
+            if (_holder(store, name) or {}).get("token") == token:
                 store.remove(path)
+
+
+def check(store: Store, stage: str, key: str, token: str) -> None:
+    """Raises LeaseLost where the lease of a key is not the one with this token."""
+    holder = _again(lambda: _holder(store, _name(stage, key)))
+    if holder is None or holder["token"] != token:
+        by = "is gone" if holder is None else f"is process {holder['pid']}'s on {holder['host'].split()[0]} now"
+        raise LeaseLost(
+            f"the lease of {stage} {key[:12]} {by}: this machine was silent for too long, and what it made is not "
+            "committed; the same command goes on with what the other makes"
+        )
+
+
+class Watch:
+    """Whether the holder of a lease lives, as one who waits sees it."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[Any, ...] = ()
+        self._since = 0.0
+
+    def dead(self, holder: dict[str, Any]) -> bool:
+        """Whether it has ended, or not changed its record since it was first asked for so long."""
+        if holder["token"] is None:
+            return True
+        # The process table outranks the beat: a stopped process still holds its lease.
+        gone = is_gone(holder)
+        if gone is not None:
+            return gone
+        seen = (holder["token"], holder["beat"])
+        if seen != self._seen:
+            self._seen, self._since = seen, time.monotonic()
+        return time.monotonic() - self._since > DEAD_AFTER_SECONDS
+
+
+def _again(action: Callable[[], T]) -> T:
+    return retried(action, tries=TRIES, first_seconds=FIRST_PAUSE_SECONDS, passing=lambda e: isinstance(e, OSError))
+
+
+def _name(stage: str, key: str) -> str:
+    return f"{stage}-{key}.json"
 
 
 def this_process() -> dict[str, Any]:
@@ -137,9 +191,12 @@ def booted() -> float:
 
 
 def beats(store: Store, stage: str, key: str) -> bool:
-    """Whether a live process holds the lease of a key."""
-    holder = _holder(store, f"{stage}-{key}.json")
-    return holder is not None and not _dead(holder)
+    """Whether a live process seems to hold the lease of a key: on another host, by that one's clock."""
+    holder = _holder(store, _name(stage, key))
+    if holder is None:
+        return False
+    gone = is_gone(holder)
+    return time.time() - holder["beat"] <= DEAD_AFTER_SECONDS if gone is None else not gone
 
 
 def _record(token: str) -> bytes:
@@ -180,9 +237,3 @@ def _link(path: str, data: bytes) -> bool:
     finally:
         partial.unlink()
     return True
-
-
-def _dead(holder: dict[str, Any]) -> bool:
-    # The process table outranks the clock: a stopped process still holds its lease.
-    gone = is_gone(holder)
-    return time.time() - holder["beat"] > DEAD_AFTER_SECONDS if gone is None else gone

@@ -92,8 +92,10 @@ def run_request(request: Request, memory: dict[str, Any], events: Events) -> dic
     """Runs one stage and commits its artifact; returns the manifest."""
     from stages.contract.fingerprint import library_versions
     from stages.contract.registry import stage as find_stage
-    from stages.store.artifacts import Store, content_digest, files_of
+    from stages.store.artifacts import Store, content_digest
+    from stages.store.disk import files_of
     from stages.store.keys import published
+    from stages.store.leases import check
     from stages.store.work import WorkFolder
 
     loaded.check_before(request)
@@ -145,6 +147,8 @@ def run_request(request: Request, memory: dict[str, Any], events: Events) -> dic
         manifest["near"] = near
     files = files_of(out)
     made = content_digest(files)
+    if request.lease is not None:
+        check(store, request.stage, request.key, request.lease)
     committed = store.commit(out, manifest, replace=bool(request.force), files=files)
     # Another process may have committed the key meanwhile: its artifact stays, and is not what is in memory here.
     _name_new(memory, made if committed.digest == made else None)

@@ -16,7 +16,8 @@ from stages.auditing import trajectories
 from stages.auditing.laws import Finding, Law, all_laws, audit, look
 from stages.auditing.prompts import HELD_OUT
 from stages.auditing.run import AuditedRun, Round
-from stages.store.artifacts import Artifact, Store, sha256_file
+from stages.store.artifacts import Artifact, Store
+from stages.store.disk import sha256_file
 from tuning import rows
 from tuning.rows import CompletionRow
 

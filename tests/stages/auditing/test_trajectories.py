@@ -16,7 +16,8 @@ import pytest
 from stages.auditing.laws import look
 from stages.auditing.run import AuditedRun
 from stages.auditing.trajectories import LAWS
-from stages.store.artifacts import Store, sha256_file
+from stages.store.artifacts import Store
+from stages.store.disk import sha256_file
 from tests.episodes import FAILED, HIGH, SAMPLES, TURNS, made_run
 
 Rows = list[dict[str, Any]]

@@ -14,6 +14,7 @@ import pytest
 from stages.store import leases
 from stages.store.artifacts import Store
 from stages.store.leases import lease
+from tests.stages.store.disturbed import Disturbed
 from tests.support import finish, python
 
 # Makes one artifact under the lease, unless it is there; counts in a file how often it really did.
@@ -65,7 +66,8 @@ def test_many_at_once_do_the_work_once(url, tmp_path):
 
 
 def test_the_waiting_one_says_for_whom(tmp_path):
-    holder = hold(str(tmp_path / "store"), tmp_path, 1.5)
+    # Longer than the other takes to start.
+    holder = hold(str(tmp_path / "store"), tmp_path, 6)
     out = finish(python(MAKER, str(tmp_path / "store"), tmp_path, 0))
     assert out.splitlines()[0].startswith(f"sft is being made by process {holder.pid} on ")
     assert out.count("waiting") == 1
@@ -100,7 +102,7 @@ def test_a_holder_that_is_stopped_is_not_dead(tmp_path, monkeypatch):
     holder = hold(str(tmp_path / "store"), tmp_path, 0.5)
     holder.send_signal(signal.SIGSTOP)
     time.sleep(1)
-    assert not leases._dead(record(Store(str(tmp_path / "store"))))
+    assert not leases.Watch().dead(record(Store(str(tmp_path / "store"))))
     holder.send_signal(signal.SIGCONT)
     finish(holder)
 
@@ -110,11 +112,7 @@ def put(store: Store, **changes: object) -> None:
     store.write_json(mine | changes, "leases", f"sft-{'k' * 64}.json")
 
 
-@pytest.mark.parametrize(("age", "waits"), [(100.0, False), (0.0, True)], ids=["old-beat", "fresh-beat"])
-def test_a_holder_on_another_host_lives_by_its_beat(url, age, waits):
-    store = Store(url)
-    put(store, host="elsewhere", pid=1, beat=time.time() - age)
-    told: list[str] = []
+def taking(store: Store, told: list[str]) -> tuple[threading.Thread, threading.Event]:
     entered = threading.Event()
 
     def take() -> None:
@@ -123,19 +121,57 @@ def test_a_holder_on_another_host_lives_by_its_beat(url, age, waits):
 
     thread = threading.Thread(target=take, daemon=True)
     thread.start()
-    assert entered.wait(2.5) != waits
-    assert bool(told) == waits
-    if waits:
-        assert "process 1 on elsewhere" in told[0]
-        put(store, host="elsewhere", pid=1, beat=0.0)
+    return thread, entered
+
+
+@pytest.mark.parametrize("off", [-100.0, 0.0, 100.0], ids=["clock-behind", "clock-right", "clock-ahead"])
+def test_a_holder_on_another_host_lives_while_its_beat_changes_whatever_its_clock_says(url, off, monkeypatch):
+    monkeypatch.setattr(leases, "DEAD_AFTER_SECONDS", 1.5)
+    monkeypatch.setattr(leases, "POLL_SECONDS", 0.1)
+    store, told = Store(url), []
+    put(store, host="elsewhere", pid=1, beat=time.time() + off)
+    thread, entered = taking(store, told)
+    for _ in range(5):
+        assert not entered.wait(0.5)
+        put(store, host="elsewhere", pid=1, beat=time.time() + off)
+    assert "process 1 on elsewhere" in told[0]
+    # It has stopped.
+    assert entered.wait(10)
     thread.join(10)
-    assert entered.is_set()
 
 
 def test_a_process_id_that_was_given_to_another_process_is_dead():
     holder = json.loads(leases._record("t"))
-    assert not leases._dead(holder)
-    assert leases._dead(holder | {"started": holder["started"] - 500})
+    assert not leases.Watch().dead(holder)
+    assert leases.Watch().dead(holder | {"started": holder["started"] - 500})
+
+
+def test_a_lease_whose_creation_was_not_answered_is_ones_own(tmp_path):
+    store = Store(f"disturbed://{tmp_path.name}", tmp_path)
+    Disturbed.disturb(open_xb=["after"])
+    with lease(store, "sft", "k" * 64, lambda line: pytest.fail(line)) as token:
+        assert record(store)["token"] == token
+
+
+def test_whoever_lost_the_lease_hears_of_it_before_committing(tmp_path, monkeypatch):
+    monkeypatch.setattr(leases, "BEAT_SECONDS", 0.1)
+    store = Store(str(tmp_path))
+    with lease(store, "sft", "k" * 64, lambda line: None) as token:
+        leases.check(store, "sft", "k" * 64, token)
+        put(store, host="elsewhere here", pid=7)
+        with pytest.raises(leases.LeaseLost, match="the lease of sft kkkkkkkkkkkk is process 7's on elsewhere now"):
+            leases.check(store, "sft", "k" * 64, token)
+
+
+def test_a_store_that_is_away_for_a_moment_ends_no_wait_and_no_finished_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(leases, "FIRST_PAUSE_SECONDS", 0.01)
+    store = Store(f"disturbed://{tmp_path.name}", tmp_path)
+    put(store, pid=2**22 + 1)
+    Disturbed.disturb(cat_file=["before"] * 3, open_xb=["before"] * 2)
+    with lease(store, "sft", "k" * 64, lambda line: None):
+        assert Disturbed.calls.count("cat_file") > 3 and Disturbed.calls.count("open_xb") > 2
+        Disturbed.disturb(cat_file=["before"] * 10**5)
+    Disturbed.disturb()
 
 
 def test_a_lease_that_was_cut_short_does_not_block(tmp_path):

@@ -1,0 +1,63 @@
+"""A file system in memory whose calls fail as those of a store over a network do: `disturbed://NAME`."""
+
+from __future__ import annotations
+
+import errno
+from collections import deque
+from typing import Any
+
+import fsspec
+from fsspec.implementations.memory import MemoryFileSystem
+
+
+class Disturbed(MemoryFileSystem):
+    """Calls named in `faults` fail, one for each entry: `before` the call is done, or `after`, with its answer lost."""
+
+    protocol = "disturbed"
+    store: dict[str, Any] = {}
+    pseudo_dirs = [""]
+    faults: dict[str, deque[str]] = {}
+    calls: deque[str] = deque(maxlen=1000)
+
+    @classmethod
+    def disturb(cls, **faults: list[str]) -> None:
+        cls.faults = {name: deque(kinds) for name, kinds in faults.items()}
+        cls.calls.clear()
+
+    def _next(self, name: str) -> str:
+        self.calls.append(name)
+        return self.faults[name].popleft() if self.faults.get(name) else ""
+
+    def cat_file(self, path: str, *rest: Any, **named: Any) -> Any:
+        if self._next("cat_file"):
+            raise OSError(errno.EIO, "Input/output error")
+        return super().cat_file(path, *rest, **named)
+
+    def find(self, path: str, *rest: Any, **named: Any) -> Any:
+        if self._next("find"):
+            raise OSError(errno.EIO, "Input/output error")
+        return super().find(path, *rest, **named)
+
+    def open(self, path: str, mode: str = "rb", **named: Any) -> Any:
+        fault = self._next(f"open_{mode}")
+        if fault == "before":
+            raise OSError(errno.EIO, "Input/output error")
+        file = super().open(path, mode, **named)
+        return _Unanswered(file) if fault == "after" else file
+
+
+class _Unanswered:
+    """A file of which the creation is done, and told to be impossible: the client's own second try found it there."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def __enter__(self) -> Any:
+        return self._file
+
+    def __exit__(self, *error: Any) -> None:
+        self._file.close()
+        raise FileExistsError
+
+
+fsspec.register_implementation("disturbed", Disturbed, clobber=True)

@@ -1,0 +1,52 @@
+"""What a manifest may say, and that an error of a listing is no damage."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from stages.store.artifacts import Store
+from stages.store.disk import sizes_below
+from tests.stages.store.disturbed import Disturbed
+from tests.support import write_files
+
+
+@pytest.mark.parametrize("path", ["/tmp/owned", "../owned", "a/../../owned", "a//b", "./a"])
+def test_a_manifest_names_no_file_outside_of_its_folder(tmp_path, path):
+    store = Store(f"disturbed://{tmp_path.name}", tmp_path / "scratch")
+    Disturbed.disturb()
+    content = b"x"
+    store.fs.pipe_file(f"{store.join('artifacts', 'export', 'k')}/{path}", content)
+    file = {"path": path, "size": 1, "sha256": hashlib.sha256(content).hexdigest()}
+    manifest = {"stage": "export", "key": "k", "digest": "d", "metrics": {}, "files": [file]}
+    store.write_json(manifest, "artifacts", "export", "k", "manifest.json")
+    with pytest.warns(UserWarning, match="which is not in its folder"):
+        assert store.get("export", "k") is None
+    assert not list(tmp_path.rglob("owned"))
+
+
+@pytest.mark.parametrize("change", [{"stage": "sft"}, {"key": "other"}, {"folder": "../../x"}])
+def test_a_manifest_is_of_the_stage_and_key_that_were_asked_for(tmp_path, change):
+    store = Store(str(tmp_path / "store"))
+    made = store.commit(write_files(tmp_path / "out", data="1"), {"stage": "export", "key": "k", "metrics": {}})
+    store.write_json(made.manifest | change, "artifacts", "export", "k", "manifest.json")
+    assert store.get("export", "k", repair=False) is None
+
+
+def test_a_store_that_cannot_be_listed_for_a_moment_has_no_damage(tmp_path):
+    store = Store(f"disturbed://{tmp_path.name}", tmp_path / "scratch")
+    Disturbed.disturb()
+    store.commit(write_files(tmp_path / "out", data="1"), {"stage": "export", "key": "k", "metrics": {}})
+    Disturbed.disturb(find=["before"])
+    with pytest.raises(OSError, match="Input/output error"):
+        store.get("export", "k")
+    assert store.get("export", "k") is not None and not store.names("damaged")
+
+
+def test_a_folder_that_cannot_be_read_is_an_error_and_one_that_is_gone_is_empty(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("1")
+    with pytest.raises(NotADirectoryError):
+        sizes_below(file)
+    assert sizes_below(tmp_path / "nowhere") == {} and sizes_below(tmp_path) == {"file": 1}
