@@ -5,10 +5,10 @@ Pydantic tells of each form by itself, and puts names of types of its own into t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-Mistake = dict[str, Any]
+Mistake = Mapping[str, Any]
 """One of pydantic's errors."""
 
 _EXPECTED = "Input should be "
