@@ -61,8 +61,13 @@ def spread(trained: Trained, advantages: np.ndarray | Column | None) -> float:
         of_tokens = np.concatenate(trained.numbers(advantages))
     else:
         of_tokens = np.repeat(advantages, trained.counts_N) if advantages is not None else np.zeros(0)
-    # Completions without a token have no advantage.
-    return float(of_tokens.std()) if of_tokens.size else 0.0
+    if not of_tokens.size:
+        # Completions without a token have no advantage.
+        return 0.0
+    # As `of_tokens.std()`, which would make a second array of all tokens.
+    of_tokens -= of_tokens.mean()
+    of_tokens *= of_tokens
+    return float(np.sqrt(of_tokens.mean()))
 
 
 def shared_N(trained: Trained, advantages: np.ndarray | Column | None) -> np.ndarray:

@@ -110,6 +110,9 @@ def test_the_advantages_of_trained_tokens_are_those_of_dense_arrays(by_token):
         assert kept_NT[0].any() and kept_NT[2].sum() > 1 and not kept_NT[3].any()
         assert spread(trained, advantages) == given_NT[kept_NT].std()
         np.testing.assert_array_equal(shared_N(trained, advantages), [2.5, np.nan, np.nan if by_token else 2.0, np.nan])
+    of_all = Trained(Flat.of(np.ones((1, 5000), bool), np.asarray([5000])), np.ones(1, bool))
+    numbers = np.random.default_rng(7).normal(size=(1, 5000)).astype(np.float32)
+    assert spread(of_all, Flat.of(numbers, np.asarray([5000]))) == float(numbers.std())
     assert spread(trained, None) == 0.0 and np.isnan(shared_N(trained, None)).all()
 
 

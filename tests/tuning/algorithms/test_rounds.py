@@ -162,6 +162,6 @@ def test_epochs_and_steps_hold_no_more_of_a_round_at_once():
         finally:
             tracemalloc.stop()
 
-    # What is compiled is kept, and no part of what a round holds.
+    # The first compiles.
     peak(1)
     assert peak(3) < 1.2 * peak(1)
