@@ -144,8 +144,12 @@ def _coefficients(config: Config, parent: Artifact) -> Coefficients | None:
 
 def _rollouts(ctx: Context) -> tuple[Scored, Scored, dict[str, Any]]:
     """All of the round's scored rollouts, those of its refills behind them; what the round takes of them; counts."""
+    import pyarrow as pa
+
     config: Config = ctx.config
     scored = read_scored(ctx.inputs, TRAINED)
+    # Decoding took twice the table beside the rows, which Arrow's pool would keep for a next table.
+    pa.default_memory_pool().release_unused()
     digest = ctx.inputs["policy"].digest
     wrong = [] if config.off_policy else [row for row in scored.rows if row.policy != digest]
     if wrong:

@@ -15,6 +15,7 @@ import numpy as np
 
 from tuning.algorithms import registry
 from tuning.algorithms.advantages import Normalisation, group_advantages
+from tuning.algorithms.flat import Dense, sums_of_rows
 from tuning.algorithms.settings import Objective
 from tuning.algorithms.turns import Turns
 from tuning.losses.groups import informative_groups
@@ -25,7 +26,11 @@ from tuning.precision import real
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """The scored rollouts of a round on the host: the input of `Algorithm.advantages`."""
+    """The scored rollouts of a round on the host: the input of `Algorithm.advantages`.
+
+    In a round the arrays [N, T] are kept without their padding. Reading one makes it anew, so an algorithm reads what
+    it needs once.
+    """
 
     totals_N: np.ndarray
     """Reward of each completion, 0 where it is not valid."""
@@ -33,9 +38,9 @@ class Scored:
     """Number of the prompt."""
     valid_N: np.ndarray
     """False where a reward failed: such a completion leaves every statistic (R9)."""
-    mask_NT: np.ndarray
+    mask_NT: Dense = Dense()
     """1 on tokens of valid completions, all groups included; 0 where a completion's reward alone counts."""
-    penalty_NT: np.ndarray
+    penalty_NT: Dense = Dense()
     """The KL to subtract from the reward, weighted; 0 without one."""
     greedy_N: np.ndarray | None = None
     """Reward of the greedy completion of the same prompt."""
@@ -47,7 +52,9 @@ class Scored:
     @property
     def rewards_N(self) -> jax.Array:
         """One reward a completion: its total less the KL of all its tokens."""
-        return jnp.asarray(sequence_rewards(self.totals_N, self.penalty_NT), real())
+        # Of a row with one number, which is the sum of its numbers.
+        penalty_N1 = sums_of_rows(self, "penalty_NT")[:, None]
+        return jnp.asarray(sequence_rewards(self.totals_N, penalty_N1), real())
 
     @property
     def rewards_NT(self) -> jax.Array:

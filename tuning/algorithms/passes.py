@@ -17,7 +17,6 @@ from tuning.device import Compute
 from tuning.mesh import put_batch, under
 from tuning.models.config import DecoderConfig
 from tuning.models.decoder import decoder_graph, scalar_graph
-from tuning.precision import real
 from tuning.training.ahead import one_ahead
 from tuning.training.batch import Packed
 from tuning.training.forward import logps_and_entropy, values_and_last
@@ -26,26 +25,20 @@ Forward = Callable[[Any, dict[str, Any]], jax.Array]
 """A compiled (parameters, batch) -> an array whose first axis is C."""
 
 
-def outputs_of(
+def run_pass(
     program: Forward,
     weights: Any,
     steps: Iterable[list[Packed]],
-    count: int,
+    take: Callable[[np.ndarray, np.ndarray], None],
     mesh: Mesh | None,
-    ended: Callable[[], None],
-) -> np.ndarray:
-    """The outputs [C, ...] of a program as one array of the round, [N, ...]; 0 for completions in no step.
+) -> None:
+    """Hands the outputs [C, ...] of a program to `take`, micro-batch by micro-batch, behind their completions [C].
 
-    steps: the micro-batches of each step, one of them at least. count: N. ended: called after each micro-batch.
+    steps: the micro-batches of each step, one of them at least. A slot of number -1 is empty.
     """
-    found: list[np.ndarray] = []
 
     def read(batch: Packed, values: jax.Array) -> None:
-        values_C, filled = np.asarray(values), batch.ids_C >= 0
-        if not found:
-            found.append(np.zeros((count, *values_C.shape[1:]), real()))
-        found[0][batch.ids_C[filled]] = values_C[filled]
-        ended()
+        take(batch.ids_C, np.asarray(values))
 
     # The micro-batch that the device may still compute: it is read when the device has the next one.
     under_way: Callable[[], None] | None = None
@@ -57,7 +50,6 @@ def outputs_of(
         under_way = functools.partial(read, batch, values)
     assert under_way is not None
     under_way()
-    return found[0]
 
 
 # Kept between rounds: a new function would be compiled again.

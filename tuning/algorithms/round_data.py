@@ -9,15 +9,14 @@ Axes: N completions of the round, T completion tokens.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from tuning.agents.rows import TurnRow
+from tuning.algorithms.flat import Column
 from tuning.algorithms.turns import Turns
-from tuning.losses.masks import sampled_mask
 from tuning.rows import CompletionRow, ScoreRow, by_trajectory, names_of, numbers_of_groups
 from tuning.shapes import bucket
 from tuning.training.batch import Group
@@ -65,6 +64,12 @@ class RoundData:
         # Of lists too; arrays of these types are not copied.
         for name, kind in {"prompts": np.int32, "completions": np.int32, "mu": np.float32}.items():
             object.__setattr__(self, name, [np.asarray(row, kind) for row in getattr(self, name)])
+        for i, (tokens, mu) in enumerate(zip(self.completions, self.mu, strict=True)):
+            if len(tokens) != len(mu):
+                raise ValueError(
+                    f"completion {i} of the round has {len(tokens)} tokens and {len(mu)} log-probabilities of the "
+                    "sampler: expected one of each token"
+                )
 
     @classmethod
     def from_rows(
@@ -106,25 +111,44 @@ class RoundData:
         )
         if turns is None:
             return data
-        return dataclasses.replace(data, turns=Turns.from_rows(turns, trajectories, data.mu_NT.shape[1]))
+        return dataclasses.replace(data, turns=Turns.from_rows(turns, trajectories, data.width))
 
-    @functools.cached_property
-    def mu_NT(self) -> np.ndarray:
-        """The sampler's log-probabilities, [N, T] with T of few sizes; 0 past the end."""
-        # Bucketed, so that a round with another longest completion uses the same programs.
-        out = np.zeros((len(self.mu), bucket(max(len(c) for c in self.completions))), np.float32)
-        for i, logps in enumerate(self.mu):
-            out[i, : len(logps)] = logps
-        return out
+    @property
+    def lengths_N(self) -> np.ndarray:
+        """Tokens of each completion, [N]."""
+        return np.asarray([len(c) for c in self.completions], np.int64)
 
-    @functools.cached_property
-    def mask_NT(self) -> np.ndarray:
-        """1 on tokens whose sampler log-probability is finite, [N, T].
+    @property
+    def width(self) -> int:
+        """T, of few sizes: a round with another longest completion uses the same programs."""
+        return bucket(max(len(c) for c in self.completions))
+
+    def mask_of(self, i: int) -> np.ndarray:
+        """True on the tokens of completion i whose sampler log-probability is finite.
 
         Other tokens count neither in the loss nor in its denominator (R5).
         """
-        lengths = np.asarray([len(c) for c in self.completions])
-        return sampled_mask(lengths, self.mu_NT)
+        return np.isfinite(self.mu[i])
+
+    @property
+    def sampler(self) -> Column:
+        """The sampler's log-probabilities."""
+        return Column(self.mu.__getitem__, len(self.mu), self.width, np.dtype(np.float32))
+
+    @property
+    def sampled(self) -> Column:
+        """`mask_of` every completion."""
+        return Column(self.mask_of, len(self.mu), self.width, np.dtype(bool))
+
+    @property
+    def mu_NT(self) -> np.ndarray:
+        """The sampler's log-probabilities as a new array [N, T]; 0 past the end."""
+        return self.sampler.dense()
+
+    @property
+    def mask_NT(self) -> np.ndarray:
+        """`mask_of` every completion as a new array, [N, T] bool."""
+        return self.sampled.dense()
 
     def steps(self, keep_N: np.ndarray, prompts_per_step: int) -> list[list[Group]]:
         """Kept completions of at most `prompts_per_step` places a step, in table order, as groups of equal prompts.
@@ -163,14 +187,14 @@ class RoundData:
     def _group(self, members: list[int]) -> Group:
         """The completions `members` of one prompt, with masks only where a token is left out."""
         completions = [self.completions[i] for i in members]
-        masks: list[OfTokens] = [self.mask_NT[i, : len(tokens)] for i, tokens in zip(members, completions, strict=True)]
+        masks: list[OfTokens] = [self.mask_of(i) for i in members]
         complete = all(mask.all() for mask in masks)
         return Group(self.prompts[members[0]], completions, members, None if complete else masks)
 
     def _of_part(self, i: int, part: Part) -> Group:
         """A part of trajectory `i`."""
         here = slice(part.start, part.start + part.length)
-        mask: OfTokens = self.mask_NT[i, here]
+        mask: OfTokens = self.mask_of(i)[here]
         return Group(part.prompt, [self.completions[i][here]], [i], [mask], [part.start])
 
 

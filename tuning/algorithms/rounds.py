@@ -25,11 +25,13 @@ import numpy as np
 from tuning.algorithms import ppo, selection
 from tuning.algorithms.algorithm import find
 from tuning.algorithms.diagnostics import Coefficients, pass_histogram, plain
+from tuning.algorithms.flat import Column, Flat, blocks
 from tuning.algorithms.learner import Learner, critic_step, policy_step
-from tuning.algorithms.passes import Forward, logps_program, outputs_of, values_program
+from tuning.algorithms.passes import Forward, logps_program, run_pass, values_program
 from tuning.algorithms.round_data import RoundData
 from tuning.algorithms.settings import RoundSettings
 from tuning.algorithms.tally import Tally
+from tuning.algorithms.trained import Trained, mismatch_kl, shared_N, spread
 from tuning.device import choose
 from tuning.losses.rewards import kl_penalty
 from tuning.mesh import over_devices, put_params, row_shards
@@ -95,7 +97,7 @@ def run_round(
         # Without a step nothing was trained, whatever was to be.
         under_way.keep_N & bool(metrics["steps"]),
         under_way.signal_N,
-        under_way.advantages_N(),
+        shared_N(under_way.trained, under_way.advantages),
         under_way.filtered_N,
     )
 
@@ -104,7 +106,8 @@ def run_round(
 class _Round:
     """A round in progress. The methods run in the order of `run`.
 
-    Arrays of the round are in table order, [N, T]; a micro-batch has some of the rows, in its own order:
+    Numbers of tokens are kept in table order without padding (`tuning.algorithms.flat`); a micro-batch has some of the
+    rows as [C, T], in its own order:
 
         completions of the round   0 1 2 3 4 5
         ids_C of two micro-batches 0 1 4 -1 | 2 3 5 -1      -1: an empty slot
@@ -131,10 +134,12 @@ class _Round:
         self.scored, self.filtered_N = selection.scored(data, settings), selection.filtered(data, settings)
         self.keep_N = selection.candidates(data, self.scored, self.algorithm, settings)
         self.steps = data.steps(self.keep_N, settings.prompts_per_step)
-        # Arrays [N, T] by name; a micro-batch has its rows of each as `NAME_CT`.
-        self.columns_NT: dict[str, np.ndarray] = {"mu": data.mu_NT}
-        # The algorithm's, of a completion [N] or of each token [N, T]; None before they are known, and with a critic.
-        self.advantages: np.ndarray | None = None
+        self.lengths_N, self.width = data.lengths_N, data.width
+        self.in_loss = selection.mask_in_loss(data, self.scored.valid_N, settings)
+        # By name; a micro-batch has its rows of each as `NAME_CT`.
+        self.columns: dict[str, Column] = {"mu": data.sampler}
+        # The algorithm's, one of each completion, [N]; those of tokens, and a critic's, are a column.
+        self.shared_N: np.ndarray | None = None
         self.done = self.total_work = 0
         self.seconds: dict[str, float] = defaultdict(float)
 
@@ -144,9 +149,14 @@ class _Round:
         return selection.with_signal(self.scored, self.algorithm)
 
     @property
-    def trained_NT(self) -> np.ndarray:
-        """Tokens that take part in the loss, [N, T] bool."""
-        return (self.scored.mask_NT > 0) & self.keep_N[:, None]
+    def trained(self) -> Trained:
+        """Tokens that take part in the loss."""
+        return Trained(self.in_loss, self.keep_N)
+
+    @property
+    def advantages(self) -> np.ndarray | Column | None:
+        """Of completions [N] or of tokens; None where the round came to none."""
+        return self.columns.get("advantages") if self.shared_N is None else self.shared_N
 
     def overview(self) -> dict[str, Any]:
         """Metrics of the data, and of what was trained on."""
@@ -181,26 +191,24 @@ class _Round:
 
         logps = logps_program(self.model, settings.temperature, compute)
         if needs_old:
-            self.columns_NT["old"] = self.forward(logps, self.policy.weights, "old")
+            self.columns["old"] = self.forward(logps, self.policy.weights, "old")
         if reference is not None:
             # Dense, and read in one forward pass: the loss gets its log-probabilities, not its weights.
             frozen = put_params(reference, self.mesh)
-            self.columns_NT["ref"] = self.forward(logps, frozen, "reference")
+            self.columns["ref"] = self.forward(logps, frozen, "reference")
         self.penalise()
         if not self.steps:
             return {"steps": 0}
         if needs_old:
-            self.check_mismatch(self.mismatch_kl())
+            self.check_mismatch(mismatch_kl(self.data, self.keep_N, self.columns["old"]))
         metrics = {} if critic is None else self.prepare_critic(critic, pretrain_epochs)
         if critic is None:
-            self.advantages = self.of_algorithm()
+            self.ask_algorithm()
 
         metrics |= self.train()
         # With old log-probabilities the mismatch was checked before any step.
         self.check_mismatch(0.0 if needs_old else metrics.get("mismatch_kl", 0.0))
-        advantages = self.trained_advantages()
-        # Completions without a token have no advantage.
-        metrics["advantage_spread"] = float(advantages.std()) if advantages.size else 0.0
+        metrics["advantage_spread"] = spread(self.trained, self.advantages)
         return metrics | {f"seconds_{name}": round(s, 3) for name, s in self.seconds.items()}
 
     def pack(self, passes: int) -> None:
@@ -208,18 +216,28 @@ class _Round:
         groups = [g for step in self.steps for g in step]
         # A pair must be in one micro-batch: rows hold the largest group, so none is split.
         largest_pair = max(g.size for g in groups) if self.algorithm.paired else 0
-        width, shards = self.data.mu_NT.shape[1], row_shards(self.mesh)
+        shards = row_shards(self.mesh)
         budget = self.settings.compute.tokens_per_micro_batch or self.device.row_tokens_per_step * shards
         layout = choose_rows(self.steps, budget, largest_pair, self.algorithm.paired)
-        self.pack_step = functools.partial(micro_batches, layout=layout, completion_tokens=width, shards=shards)
+        self.pack_step = functools.partial(micro_batches, layout=layout, completion_tokens=self.width, shards=shards)
         count = sum(count_micro_batches(step, layout, shards) for step in self.steps)
         self.total_work = self.done + count * (passes + self.settings.epochs)
 
-    def forward(self, program: Forward, weights: Any, name: str) -> np.ndarray:
-        """The outputs [C, ...] of a program as one [N, ...] array of the round; its time counts under `name`."""
+    def forward(self, program: Forward, weights: Any, name: str, behind_N: np.ndarray | None = None) -> Flat:
+        """The outputs [C, T] of a program as a column, 0 for completions in no step; its time counts under `name`.
+
+        behind_N: takes the last numbers of outputs [C, T + 1].
+        """
         started = time.monotonic()
-        steps = map(self.pack_step, self.steps)
-        found = outputs_of(program, weights, steps, len(self.keep_N), self.mesh, lambda: self._ticked(1))
+        found = Flat.zeros(self.lengths_N, self.width, real())
+
+        def take(ids_C: np.ndarray, values_C: np.ndarray) -> None:
+            found.put(ids_C, values_C)
+            if behind_N is not None:
+                behind_N[ids_C[ids_C >= 0]] = values_C[ids_C >= 0, -1]
+            self._ticked(1)
+
+        run_pass(program, weights, map(self.pack_step, self.steps), take, self.mesh)
         self.seconds[name] += time.monotonic() - started
         return found
 
@@ -231,12 +249,16 @@ class _Round:
         """The KL to the reference inside the reward (R8), from pi_old."""
         o = self.objective
         if o.kl_in_reward > 0:
-            columns = (self.columns_NT["old"], self.columns_NT["ref"], self.data.mask_NT)
-            old, ref, mask = (jnp.asarray(x) for x in columns)
             limit = None if o.kl_clamp is None else (-o.kl_clamp, o.kl_clamp)
             weight = o.kl_in_reward * self.coefficients.kl_scale
-            penalty = kl_penalty(old, ref, mask, coef=weight, kind=o.kl_in_reward_kind, value_clamp=limit)
-            self.scored = dataclasses.replace(self.scored, penalty_NT=np.asarray(penalty))
+            penalties = Flat.zeros(self.lengths_N, self.width, real())
+            columns = (self.columns["old"], self.columns["ref"], self.data.sampled)
+            for rows in blocks(len(self.keep_N)):
+                old, ref, mask = (jnp.asarray(column.gathered(rows)) for column in columns)
+                penalty = kl_penalty(old, ref, mask, coef=weight, kind=o.kl_in_reward_kind, value_clamp=limit)
+                penalties.put(rows, np.asarray(penalty))
+            # The mask as it is kept: one that is read is an array.
+            self.scored = dataclasses.replace(self.scored, mask_NT=self.in_loss, penalty_NT=penalties)
             self.select()
 
     def select(self) -> None:
@@ -248,18 +270,6 @@ class _Round:
             if self.steps:
                 self.pack(0)
 
-    def mismatch_kl(self) -> float:
-        """Mean k3 estimate of KL(mu || pi_old) over the tokens that are trained; 0 without any."""
-        total, count = 0.0, 0
-        # By rows: arrays of all tokens would be as large as the round.
-        for i in np.flatnonzero(self.keep_N):
-            mask_T = self.data.mask_NT[i]
-            log_rho = (self.columns_NT["old"][i] - self.data.mu_NT[i])[mask_T]
-            # k3 = exp(x) - 1 - x; expm1 keeps it exact near 0, where a healthy mismatch is.
-            total += float((np.expm1(log_rho) - log_rho).sum())
-            count += len(log_rho)
-        return total / max(count, 1)
-
     def check_mismatch(self, kl: float) -> None:
         """Raises Mismatch where `kl` exceeds the limit of the settings, or is no number."""
         limit = self.settings.max_mismatch_kl
@@ -269,31 +279,16 @@ class _Round:
                 "(those of rl.rollout.engine too), lower the staleness of the rollouts, or raise the limit knowingly"
             )
 
-    def of_algorithm(self) -> np.ndarray:
-        """The algorithm's advantages, of each completion [N] or of each token [N, T]."""
+    def ask_algorithm(self) -> None:
+        """The algorithm's advantages, of each completion or of each token."""
         advantages = np.asarray(self.algorithm.advantages(self.scored), real())
         # Those of a tied group are rounding where they are not 0.
         signal = self.signal_N if advantages.ndim == 1 else self.signal_N[:, None]
-        return np.where(signal, advantages, 0.0).astype(real())
-
-    def trained_advantages(self) -> np.ndarray:
-        """The advantage of each token that is trained, [tokens], completion by completion."""
-        if self.advantages is None:
-            return self.columns_NT["advantages"][self.trained_NT]
-        if self.advantages.ndim == 2:
-            return self.advantages[self.trained_NT]
-        return np.repeat(self.advantages, self.trained_NT.sum(1))
-
-    def advantages_N(self) -> np.ndarray:
-        """The advantage that the trained tokens of each completion share, [N]; NaN without one."""
-        if self.advantages is None and "advantages" not in self.columns_NT:
-            return np.full(len(self.keep_N), np.nan)
-        found = np.full(len(self.keep_N), np.nan, real())
-        ends = np.cumsum(self.trained_NT.sum(1))
-        for i, of_tokens in enumerate(np.split(self.trained_advantages(), ends[:-1])):
-            if len(of_tokens) and (of_tokens == of_tokens[0]).all():
-                found[i] = of_tokens[0]
-        return found
+        advantages = np.where(signal, advantages, 0.0).astype(real())
+        if advantages.ndim == 1:
+            self.shared_N = advantages
+        else:
+            self.columns["advantages"] = Flat.of(advantages, self.lengths_N)
 
     def prepare_critic(self, critic: Learner, pretrain_epochs: int) -> dict[str, Any]:
         """Trains the critic alone where the settings ask for it, then takes advantages and returns from it."""
@@ -317,10 +312,12 @@ class _Round:
     def judge(self, critic: Learner, lam: float | None = None) -> None:
         """Advantages and returns by the critic as it is now; `lam` in place of the settings' own."""
         program = values_program(self.model, self.device.compute)
-        values = self.forward(program, critic.weights, "values")
-        judged = ppo.Judged(values[:, :-1], values[:, -1], self.data.truncated_N)
+        after_N = np.zeros(len(self.keep_N), real())
+        values = self.forward(program, critic.weights, "values", after_N)
+        judged = ppo.Judged(values.dense(), after_N, self.data.truncated_N)
         advantages, returns = ppo.token_advantages(self.scored, judged, self.settings.critic, lam)
-        self.columns_NT |= {"old_values": values[:, :-1], "returns": returns, "advantages": advantages}
+        found = {"returns": Flat.of(returns, self.lengths_N), "advantages": Flat.of(advantages, self.lengths_N)}
+        self.columns |= {"old_values": values, **found}
 
     def arrays(self, groups: list[Group]) -> list[dict[str, Any]]:
         """The micro-batches of a step: tokens, counts of the whole step, coefficients, and the round's columns."""
@@ -337,11 +334,11 @@ class _Round:
 
     def gathered(self, batch: Packed) -> dict[str, np.ndarray]:
         """The rows of a micro-batch of each of the round's columns, [C, T]."""
-        columns = {name: batch.gather(x_NT) for name, x_NT in self.columns_NT.items()}
-        if self.advantages is not None:
-            found = batch.gather(self.advantages)
-            of_tokens = found if found.ndim == 2 else found[:, None]
-            columns["advantages"] = np.where(batch.gather(self.scored.mask_NT) > 0, of_tokens, 0.0).astype(real())
+        columns = {name: column.gathered(batch.ids_C) for name, column in self.columns.items()}
+        if self.critic is None:
+            shared = None if self.shared_N is None else batch.gather(self.shared_N)[:, None]
+            of_tokens = columns["advantages"] if shared is None else shared
+            columns["advantages"] = np.where(self.in_loss.gathered(batch.ids_C) > 0, of_tokens, 0.0).astype(real())
         return columns
 
     def train(self) -> dict[str, Any]:
@@ -373,9 +370,12 @@ class _Round:
             under_way = functools.partial(ended, at, groups, len(arrays), sums)
         under_way()
         self.seconds["train"] += time.monotonic() - started
+        for name in ("old", "ref", "old_values"):
+            # No step reads them any more.
+            self.columns.pop(name, None)
         metrics = meter.whole() | tally.metrics()
         if critic is not None:
-            metrics |= tally.value_metrics(self.columns_NT["returns"][self.trained_NT])
+            metrics |= tally.value_metrics(np.concatenate(self.trained.numbers(self.columns["returns"])))
         return metrics
 
     def work(self) -> Iterator[tuple[tuple[int, int], list[Group], list[dict[str, Any]]]]:

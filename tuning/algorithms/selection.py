@@ -16,6 +16,7 @@ import numpy as np
 
 from tuning.algorithms import registry
 from tuning.algorithms.algorithm import Algorithm, Scored, informative
+from tuning.algorithms.flat import Column
 from tuning.algorithms.round_data import RoundData
 from tuning.algorithms.settings import RoundSettings
 from tuning.losses.groups import LEAST_SPREAD, informative_groups, is_informative, most_varied_groups
@@ -28,18 +29,28 @@ def scored(data: RoundData, settings: RoundSettings) -> Scored:
     valid_N = valid_N & ~filtered(data, settings)
     # 0 for NaN: 0 x NaN, as masks would compute it, is NaN.
     totals_N = np.where(valid_N, data.totals_N, 0.0).astype(real())
-    mask_NT = (data.mask_NT & _in_loss(data, valid_N, settings)[:, None]).astype(real())
+    mask = mask_in_loss(data, valid_N, settings)
     # One zero, seen as an array.
-    penalty_NT = np.broadcast_to(real().type(0), mask_NT.shape)
-    found = Scored(totals_N, data.groups_N, valid_N, mask_NT, penalty_NT, data.greedy_N)
+    penalty_NT = np.broadcast_to(real().type(0), (mask.count, mask.width))
+    found = Scored(totals_N, data.groups_N, valid_N, mask, penalty_NT, data.greedy_N)
     if data.turns is None:
         if settings.credit == "turn":
             raise ValueError("credit: turn needs turns, and the rollouts have none: sample them from an environment")
         return found
     rewards_NT = None
     if settings.credits_turns:
-        rewards_NT = data.turns.token_rewards_NT(mask_NT, settings.environment_weight)
+        rewards_NT = data.turns.token_rewards_NT(mask.dense(), settings.environment_weight)
     return dataclasses.replace(found, turns=data.turns, turn_rewards_NT=rewards_NT)
+
+
+def mask_in_loss(data: RoundData, valid_N: np.ndarray, settings: RoundSettings) -> Column:
+    """1 on the tokens of valid completions that may take part in the loss, in the type of `real`."""
+    in_loss_N, nothing = _in_loss(data, valid_N, settings), np.zeros(0, bool)
+
+    def row(i: int) -> np.ndarray:
+        return data.mask_of(i) if in_loss_N[i] else nothing
+
+    return Column(row, len(in_loss_N), data.width, real())
 
 
 def _counted(data: RoundData, settings: RoundSettings) -> np.ndarray:

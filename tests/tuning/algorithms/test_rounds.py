@@ -1,12 +1,14 @@
 """Rounds of RL on real rollouts of a small model raise the reward, and leave alone what carries no signal."""
 
 import dataclasses
+import gc
+import tracemalloc
 
 import jax
 import numpy as np
 import pytest
 
-from tests.tuning.algorithms.support import play, rollouts, settings
+from tests.tuning.algorithms.support import PROMPTS, play, rollouts, settings
 from tests.tuning.tiny import CONFIG, PARAMS
 from tuning.algorithms import selection
 from tuning.algorithms.algorithm import Scored, find, group_relative, informative
@@ -136,3 +138,30 @@ def test_a_round_counts_the_groups_that_the_task_tells_apart_before_any_kl(chang
         found = selection.scored(data, config)
         count = selection.informative_count(data, found, find(config.objective), config)
         assert (count > 0) == expected
+
+
+@pytest.mark.slow
+def test_epochs_and_steps_hold_no_more_of_a_round_at_once():
+    """Steps are packed when a pass comes to them, one ahead: more passes, and as many bytes."""
+    rng, count = np.random.default_rng(0), 32
+    lengths = rng.integers(40, 90, count)
+    ones = np.ones(count, bool)
+    data = RoundData(
+        [PROMPTS[0]] * count, [rng.integers(0, 97, n) for n in lengths], [np.full(n, -4.5) for n in lengths],
+        np.arange(count) // 4, (np.arange(count) % 2).astype(np.float32), ones, ~ones,
+    )  # fmt: skip
+
+    def peak(epochs):
+        config = settings(epochs=epochs, prompts_per_step=2)
+        start = Learner.start(copy(PARAMS), config.optimizer)
+        gc.collect()
+        tracemalloc.start()
+        try:
+            run_round(data, config, CONFIG, start)
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    # The first compiles.
+    peak(1)
+    assert peak(3) < 1.2 * peak(1)

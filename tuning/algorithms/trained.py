@@ -1,0 +1,85 @@
+"""The tokens that a round trains on, and the advantages that they were given.
+
+An algorithm gives one advantage to a completion, which all of its tokens share, or one to each token.
+
+Axes: N completions of the round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from tuning.algorithms.flat import Column
+from tuning.algorithms.round_data import RoundData
+from tuning.precision import real
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """The tokens of a round that take part in the loss."""
+
+    in_loss: Column
+    """1 on the tokens that may."""
+    keep_N: np.ndarray
+    """Completions that do, [N] bool."""
+
+    def mask_of(self, i: int) -> np.ndarray:
+        """True on the tokens of completion i that take part; empty where none does."""
+        return self.in_loss.row(i) if self.keep_N[i] else np.zeros(0, bool)
+
+    @property
+    def counts_N(self) -> np.ndarray:
+        """How many each completion has, [N]."""
+        return np.asarray([np.count_nonzero(self.mask_of(i)) for i in range(len(self.keep_N))])
+
+    def numbers(self, column: Column) -> list[np.ndarray]:
+        """What a column has for them, by completion."""
+        masks = [self.mask_of(i) for i in range(len(self.keep_N))]
+        return [column.row(i)[: len(mask)][mask] for i, mask in enumerate(masks)]
+
+
+def mismatch_kl(data: RoundData, keep_N: np.ndarray, old: Column) -> float:
+    """Mean k3 estimate of KL(mu || pi_old) over the sampled tokens of these completions, [N] bool; 0 without any."""
+    total, count = 0.0, 0
+    # By rows: arrays of all tokens would be as large as the round.
+    for i in np.flatnonzero(keep_N).tolist():
+        log_rho = (old.row(i) - data.mu[i])[data.mask_of(i)]
+        # k3 = exp(x) - 1 - x; expm1 keeps it exact near 0, where a healthy mismatch is.
+        total += float((np.expm1(log_rho) - log_rho).sum())
+        count += len(log_rho)
+    return total / max(count, 1)
+
+
+def spread(trained: Trained, advantages: np.ndarray | Column | None) -> float:
+    """Standard deviation of the advantage over the tokens that are trained; 0 without one.
+
+    advantages: of completions [N], or of tokens.
+    """
+    if isinstance(advantages, Column):
+        of_tokens = np.concatenate(trained.numbers(advantages))
+    else:
+        of_tokens = np.repeat(advantages, trained.counts_N) if advantages is not None else np.zeros(0)
+    if not of_tokens.size:
+        # Completions without a token have no advantage.
+        return 0.0
+    # As `of_tokens.std()`, which would make a second array of all tokens.
+    of_tokens -= of_tokens.mean()
+    of_tokens *= of_tokens
+    return float(np.sqrt(of_tokens.mean()))
+
+
+def shared_N(trained: Trained, advantages: np.ndarray | Column | None) -> np.ndarray:
+    """The advantage that the trained tokens of each completion share, [N]; NaN without one.
+
+    Arguments as of `spread`.
+    """
+    found = np.full(len(trained.keep_N), np.nan, real())
+    if isinstance(advantages, Column):
+        for i, of_tokens in enumerate(trained.numbers(advantages)):
+            if len(of_tokens) and (of_tokens == of_tokens[0]).all():
+                found[i] = of_tokens[0]
+    elif advantages is not None:
+        found = np.where(trained.counts_N > 0, advantages, found)
+    return found
