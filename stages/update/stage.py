@@ -148,7 +148,7 @@ def _rollouts(ctx: Context) -> tuple[Scored, Scored, dict[str, Any]]:
 
     config: Config = ctx.config
     scored = read_scored(ctx.inputs, TRAINED)
-    # Decoding took twice the table beside the rows, which Arrow's pool would keep for a next table.
+    # Decoding took more than the table again beside the rows, which Arrow's pool would keep for a next table.
     pa.default_memory_pool().release_unused()
     digest = ctx.inputs["policy"].digest
     wrong = [] if config.off_policy else [row for row in scored.rows if row.policy != digest]
