@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 from collections import defaultdict
 from typing import Any
 
+from flows.recipe.model import Retention
 from flows.records import all_runs, status_of
 from stages.store.artifacts import Store
 from stages.store.pins import pins, registered
 from stages.store.reach import Roots, Run
 
 
-@dataclasses.dataclass(frozen=True)
-class Retention:
-    """How many runs stay beside those that are running, pinned or named by the registry."""
-
-    keep: int = 5
-    """The newest of each recipe: so many that are finished, and so many that are not."""
-    days: float | None = None
-    """Runs that began in the last so many days; None: age keeps no run."""
-
-
-def roots_of(store: Store, retention: Retention) -> Roots:
+def roots_of(store: Store, retention: Retention, recipe: str | None = None) -> Roots:
     """What holds the artifacts of a store at this moment.
 
+    recipe: the name of the recipe whose runs may go; None: of any.
     Raises ArtifactError for a record that cannot be read: nothing is collected past it.
     """
     # The pins and the registry first: a name that is given meanwhile is that of a run or artifact of before.
@@ -38,8 +29,10 @@ def roots_of(store: Store, retention: Retention) -> Roots:
             why[name] = f"one of the newest {retention.keep}"
     for record in records:
         name = record["name"]
-        if retention.days is not None and _age(record) < datetime.timedelta(days=retention.days):
-            why[name] = f"of the last {retention.days:g} days"
+        if recipe not in (None, record["recipe"]["name"]):
+            why[name] = "of another recipe"
+        if retention.keep_days is not None and _age(record) < datetime.timedelta(days=retention.keep_days):
+            why[name] = f"of the last {retention.keep_days:g} days"
         if name in pinned:
             why[name] = f"pinned{': ' if pinned[name].get('note') else ''}{pinned[name].get('note', '')}"
         if name in named:

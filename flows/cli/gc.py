@@ -12,7 +12,8 @@ import typer
 from rich.table import Table
 
 from flows.cli.shared import StoreUrl, group, out, record_of, usage_error
-from flows.keeping import Retention, roots_of
+from flows.keeping import roots_of
+from flows.recipe.model import Retention
 from stages.store.artifacts import Store
 from stages.store.pins import pin as write_pin
 from stages.store.pins import unpin as remove_pin
@@ -49,7 +50,7 @@ def gc(
 
     place = Store(store)
     default = 5 if keep_days is None else 1
-    retention = Retention(default if keep is None else keep, keep_days)
+    retention = Retention(keep=default if keep is None else keep, keep_days=keep_days)
     cache = Path(os.environ.get(COMPILE_CACHE, Path.home() / ".cache" / "rlhf-pipeline" / "jax"))
     limits = Limits(grace_seconds=60 * grace, compile_cache=cache, compile_bytes=int(compile_cache * 2**30))
 
