@@ -61,8 +61,8 @@ def _keep_sources(records: list[dict[str, Any]], why: dict[str, str]) -> None:
     waiting = list(why)
     while waiting:
         name = waiting.pop()
-        source = (known[name]["recipe"].get("rl") or {}).get("rollouts_from")
-        if source in known and source not in why:
+        source: str | None = (known[name]["recipe"].get("rl") or {}).get("rollouts_from")
+        if source is not None and source in known and source not in why:
             why[source] = f"its rollouts are those of {name}"
             waiting.append(source)
 
