@@ -70,6 +70,8 @@ def _collect(session: Session) -> None:
     retention = recipe.retention
     if retention is None:
         return
+    # The run that has just finished is the newest of them.
+    retention = retention.model_copy(update={"keep": max(1, retention.keep)})
     # Here and not above: most recipes collect nothing.
     from flows.keeping import roots_of
     from stages.store.collect import Limits, collect
