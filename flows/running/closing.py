@@ -71,13 +71,13 @@ def _collect(session: Session) -> None:
     if retention is None:
         return
     # The run that has just finished is the newest of them.
-    retention = retention.model_copy(update={"keep": max(1, retention.keep)})
+    kept = retention.model_copy(update={"keep": max(1, retention.keep)})
     # Here and not above: most recipes collect nothing.
     from flows.keeping import roots_of
     from stages.store.collect import Limits, collect
 
     try:
-        done = collect(store, lambda: roots_of(store, retention, recipe.name), Limits())
+        done = collect(store, lambda: roots_of(store, kept, recipe.name), Limits())
     except Exception as e:
         # All artifacts are in the store by now: what could not be freed must not turn a finished run into a failed one.
         session.reporter.line(f"nothing more was collected ({type(e).__name__}: {e}); `rlhf gc` tries again")
