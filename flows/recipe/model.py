@@ -160,6 +160,17 @@ class RL(StageConfig):
             )
 
 
+class Retention(BaseModel):
+    """How many runs a garbage collection keeps beside those that are running, pinned or named by the registry."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+    keep: Annotated[int, Field(ge=0)] = 5
+    """The newest of each recipe: so many that are finished, and so many that are not."""
+    keep_days: Annotated[float, Field(ge=0)] | None = None
+    """Runs that began in the last so many days stay too; null: age keeps no run."""
+
+
 class Recipe(BaseModel):
     """A run from model and data to an exported policy. A section that is null is left out."""
 
@@ -178,6 +189,8 @@ class Recipe(BaseModel):
     stall_seconds: Annotated[float, Field(gt=0)] | None = 7200.0
     """Time that a stage may report nothing before its worker is ended as hung, and thrice that while it compiles;
     null: for ever."""
+    retention: Retention | None = None
+    """Which runs of this recipe's name a finished run leaves: it collects the others; null: all of them stay."""
     base: BaseConfig = BaseConfig()
     """The model to start from."""
     data: DataConfig = DataConfig()

@@ -54,12 +54,35 @@ def close(session: Session, status: str) -> str | None:
     session.reporter.run_ended()
     if not session.made:
         return None
+    if status == "finished":
+        _collect(session)
     try:
         return write_report(session.store, session.name)
     except Exception as e:
         # All artifacts are in the store by now: a page about them must not turn a finished run into a failed one.
         session.reporter.line(f"the report could not be written ({type(e).__name__}: {e}); `rlhf report` tries again")
         return None
+
+
+def _collect(session: Session) -> None:
+    """Frees what the older runs of the recipe have left, where it says how many of them stay."""
+    recipe, store = session.recipe, session.store
+    retention = recipe.retention
+    if retention is None:
+        return
+    # The run that has just finished is the newest of them.
+    kept = retention.model_copy(update={"keep": max(1, retention.keep)})
+    # Here and not above: most recipes collect nothing.
+    from flows.keeping import roots_of
+    from stages.store.collect import Limits, collect
+
+    try:
+        done = collect(store, lambda: roots_of(store, kept, recipe.name), Limits())
+    except Exception as e:
+        # All artifacts are in the store by now: what could not be freed must not turn a finished run into a failed one.
+        session.reporter.line(f"nothing more was collected ({type(e).__name__}: {e}); `rlhf gc` tries again")
+        return
+    session.reporter.line(f"collected {len(done.runs)} runs and {len(done.garbage)} artifacts, {done.freed:,} bytes")
 
 
 def summary(session: Session, reporter: ConsoleReporter, report: str | None) -> None:

@@ -16,8 +16,9 @@ from stages.store.artifacts import Store
 from stages.store.keys import differences, published
 from stages.store.leases import is_gone
 
-# The address of a store may have changed; retries and time limits decide nothing of what a run makes.
-FREE = ("store", "retries", "stall_seconds")
+# The address of a store may have changed; retries, time limits and what is collected later decide nothing of what a run
+# makes.
+FREE = ("store", "retries", "stall_seconds", "retention")
 MOST = 5
 """Differences that a message lists."""
 

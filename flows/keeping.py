@@ -1,0 +1,82 @@
+"""Which runs of a store are kept, and what each of them holds: the roots of a garbage collection."""
+
+from __future__ import annotations
+
+import datetime
+from collections import defaultdict
+from typing import Any
+
+from flows.recipe.model import Retention
+from flows.records import all_runs, status_of
+from stages.store.artifacts import Store
+from stages.store.pins import pins, registered
+from stages.store.reach import Roots, Run
+
+
+def roots_of(store: Store, retention: Retention, recipe: str | None = None) -> Roots:
+    """What holds the artifacts of a store at this moment.
+
+    recipe: the name of the recipe whose runs may go; None: of any.
+    Raises ArtifactError for a record that cannot be read: nothing is collected past it.
+    """
+    # The pins and the registry first: a name that is given meanwhile is that of a run or artifact of before.
+    pinned, named = pins(store), registered(store)
+    records = all_runs(store)
+    status = {record["name"]: status_of(record, store) for record in records}
+    why: dict[str, str] = {}
+    for name, rank in _ranks(records, status).items():
+        if rank < retention.keep:
+            why[name] = f"one of the newest {retention.keep}"
+    for record in records:
+        name = record["name"]
+        if recipe not in (None, record["recipe"]["name"]):
+            why[name] = "of another recipe"
+        if retention.keep_days is not None and _age(record) < datetime.timedelta(days=retention.keep_days):
+            why[name] = f"of the last {retention.keep_days:g} days"
+        if name in pinned:
+            why[name] = f"pinned{': ' if pinned[name].get('note') else ''}{pinned[name].get('note', '')}"
+        if name in named:
+            why[name] = "named by the registry"
+        if status[name] == "running":
+            why[name] = "running"
+    _keep_sources(records, why)
+    runs = tuple(_run(record, why.get(record["name"], ""), status[record["name"]] == "running") for record in records)
+    return Roots(runs, frozenset(named))
+
+
+def _ranks(records: list[dict[str, Any]], status: dict[str, str]) -> dict[str, int]:
+    """How many newer runs of its recipe each run has, among those that are finished, or those that are not."""
+    counts: dict[tuple[str, bool], int] = defaultdict(int)
+    ranks = {}
+    for record in reversed(records):
+        kind = record["recipe"]["name"], status[record["name"]] == "finished"
+        ranks[record["name"]] = counts[kind]
+        counts[kind] += 1
+    return ranks
+
+
+def _keep_sources(records: list[dict[str, Any]], why: dict[str, str]) -> None:
+    """Keeps the runs whose rollouts a kept run takes: its plan reads their records."""
+    known = {record["name"]: record for record in records}
+    waiting = list(why)
+    while waiting:
+        name = waiting.pop()
+        source: str | None = (known[name]["recipe"].get("rl") or {}).get("rollouts_from")
+        if source is not None and source in known and source not in why:
+            why[source] = f"its rollouts are those of {name}"
+            waiting.append(source)
+
+
+def _age(record: dict[str, Any]) -> datetime.timedelta:
+    return datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(record["started"])
+
+
+def _run(record: dict[str, Any], why: str, running: bool) -> Run:
+    entries = record["nodes"].values()
+    return Run(
+        name=record["name"],
+        why=why,
+        active=running,
+        refs=tuple((e["stage"], e["key"], e.get("digest", "")) for e in entries),
+        pending=frozenset((e["stage"], e["key"]) for e in entries if "digest" not in e),
+    )

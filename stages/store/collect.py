@@ -1,0 +1,226 @@
+"""Garbage collection: what no kept run reaches is freed, and nothing else.
+
+1. The manifest of each unreachable artifact is moved to `condemned/`, under the artifact's lease. From then on no run
+   finds it.
+2. The roots are read again. A run writes its record before it asks for artifacts, and at most `SETTLE_SECONDS` after it
+   has found one; where one is under way, this long is waited first. A condemned artifact that is reachable by now
+   gets its manifest back.
+3. The files of the others are deleted, under the lease, then their entry in `condemned/`.
+4. Records of runs that go, and residues (`stages/store/residue.py`), are deleted.
+
+A collection that is killed is finished by the next one. `trail/` has one object for each, written before the first
+deletion and again at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from stages.store.artifacts import MANIFEST, Store
+from stages.store.leases import beats, lease
+from stages.store.pins import who
+from stages.store.reach import CONDEMNED, Roots, Version, reach, tomb, versions
+from stages.store.residue import Residue, compiled, residues
+
+SETTLE_SECONDS = 10.0
+"""Longer than a run takes from finding an artifact to writing that into its record."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What age and size decide."""
+
+    grace_seconds: float = 3600.0
+    """What is younger is never taken."""
+    settle_seconds: float = SETTLE_SECONDS
+    compile_cache: Path | None = None
+    """JAX's compile cache; None: left alone."""
+    compile_bytes: int = 10 * 2**30
+    """What the compile cache may take."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Survey:
+    """What a collection would do, and why."""
+
+    roots: Roots
+    kept: tuple[tuple[Version, str], ...]
+    """Artifacts that stay, each with the reason."""
+    garbage: tuple[Version, ...]
+    residues: tuple[Residue, ...]
+
+    @property
+    def runs(self) -> list[str]:
+        """Names of the runs whose records go."""
+        return sorted(self.roots.gone)
+
+    @property
+    def freed(self) -> int:
+        """Bytes that it frees."""
+        return sum(v.size for v in self.garbage) + sum(r.bytes for r in self.residues)
+
+    def as_json(self) -> dict[str, Any]:
+        """The survey as the trail and `--json` have it; sizes are in bytes."""
+        return {
+            "freed_bytes": self.freed,
+            "kept_bytes": sum(version.size for version, _ in self.kept),
+            "runs": {run.name: run.why or None for run in self.roots.runs},
+            "artifacts": [
+                {"stage": v.stage, "key": v.key, "digest": v.manifest["digest"], "bytes": v.size} for v in self.garbage
+            ],
+            "kept": [{"stage": v.stage, "key": v.key, "bytes": v.size, "why": why} for v, why in self.kept],
+            "residues": [{"kind": r.kind, "name": r.name, "bytes": r.bytes} for r in self.residues],
+        }
+
+
+def survey(store: Store, roots: Roots, limits: Limits) -> Survey:
+    """What a collection would free now. Writes nothing."""
+    old = time.time() - limits.grace_seconds
+    found = versions(store)
+    kept = reach(found, roots, old)
+    rest = list(residues(store, found, roots, old))
+    if limits.compile_cache is not None:
+        rest += compiled(limits.compile_cache, limits.compile_bytes)
+    return Survey(
+        roots=roots,
+        kept=tuple((v, kept[v.identity]) for v in found if v.identity in kept),
+        garbage=tuple(v for v in found if v.identity not in kept),
+        residues=tuple(rest),
+    )
+
+
+def collect(store: Store, read: Callable[[], Roots], limits: Limits) -> Survey:
+    """Frees what is unreachable from the roots that `read` returns, and returns what was freed.
+
+    read: called more than once; what runs, pins and the registry hold at that moment.
+    """
+    first = survey(store, read(), limits)
+    interrupted = any(version.tomb is not None for version, _ in first.kept)
+    if not (first.garbage or first.residues or first.runs or interrupted):
+        return first
+    began = datetime.datetime.now(datetime.UTC)
+    event = f"{began.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:8]}"
+    note = {"at": began.isoformat(timespec="seconds"), "by": who(), "what": "gc"}
+    store.write_json(note | {"state": "begun"} | _short(first), "trail", f"{event}.json")
+    for version in first.garbage:
+        if version.tomb is None:
+            _condemn(store, version)
+    # Only a run that is under way can have found something that its record does not name yet.
+    roots = read()
+    if roots.active:
+        time.sleep(limits.settle_seconds)
+        roots = read()
+    second = survey(store, roots, limits)
+    for version, _ in second.kept:
+        if version.tomb is not None and not version.swept:
+            _restore(store, version)
+    swept = tuple(version for version in second.garbage if version.tomb is not None and _sweep(store, version))
+    known = {residue.name for residue in first.residues}
+    rest = tuple(residue for residue in second.residues if residue.name in known)
+    for residue in rest:
+        with contextlib.suppress(FileNotFoundError):
+            residue.remove()
+    # A run that has begun since is among the second roots alone.
+    ended = tuple(run for run in roots.runs if run.why or run.name in first.roots.gone)
+    for name in sorted(roots.gone & first.roots.gone):
+        _remove_run(store, name)
+    done = dataclasses.replace(second, roots=Roots(ended, roots.named), garbage=swept, residues=rest)
+    store.write_json(note | {"state": "finished"} | _short(done), "trail", f"{event}.json")
+    return done
+
+
+def _short(done: Survey) -> dict[str, Any]:
+    names = ("freed_bytes", "artifacts", "residues")
+    return {name: value for name, value in done.as_json().items() if name in names} | {"runs": done.runs}
+
+
+def _quiet(line: str) -> None:
+    pass
+
+
+def _condemn(store: Store, version: Version) -> None:
+    """Moves a manifest to `condemned/`, unless the artifact is being made or was replaced meanwhile."""
+    if beats(store, version.stage, version.key):
+        return
+    with lease(store, version.stage, version.key, _quiet):
+        if store.read_json(*version.place) != version.manifest:
+            return
+        value = {"place": list(version.place), "manifest": version.manifest, "swept": False}
+        store.write_json(value, CONDEMNED, version.stage, version.identity)
+        store.remove(store.join(*version.place))
+
+
+def _restore(store: Store, version: Version) -> None:
+    """Gives a condemned artifact its manifest back, unless its key was made again since."""
+    assert version.tomb is not None
+    with lease(store, version.stage, version.key, _quiet):
+        now = tomb(store, version.stage, version.tomb)
+        if now is None or now.swept:
+            return
+        if store.read_json(*version.place) is None:
+            store.write_json(version.manifest, *version.place)
+        _forget(store, version)
+
+
+def _sweep(store: Store, version: Version) -> bool:
+    """Deletes the files of a condemned artifact; False where another process has dealt with it."""
+    assert version.tomb is not None
+    if beats(store, version.stage, version.key):
+        # It is being made again: the next collection looks at what is left.
+        return False
+    with lease(store, version.stage, version.key, _quiet):
+        now = tomb(store, version.stage, version.tomb)
+        if now is None:
+            return False
+        if not _in_use(store, now):
+            # From here on it cannot be whole again.
+            value = {"place": list(now.place), "manifest": now.manifest, "swept": True}
+            store.write_json(value, CONDEMNED, now.stage, version.tomb)
+            _delete_files(store, now)
+        _forget(store, version)
+        return True
+
+
+def _in_use(store: Store, version: Version) -> bool:
+    """Whether the folder of a condemned artifact belongs to another one by now: the key was made again."""
+    folders = []
+    present = store.read_json("artifacts", version.stage, version.key, MANIFEST)
+    if present is not None:
+        folders.append(present.get("folder", version.key))
+    for name in store.names("replaced", version.stage):
+        other = store.read_json("replaced", version.stage, name) if name.startswith(f"{version.key}-") else None
+        if other is not None and ("replaced", version.stage, name) != version.place:
+            folders.append(other.get("folder", version.key))
+    return version.folder in folders
+
+
+def _delete_files(store: Store, version: Version) -> None:
+    folder = store.join("artifacts", version.stage, version.folder)
+    present = f"{folder}/{MANIFEST}"
+    if not store.fs.exists(present):
+        store.remove_folder(folder)
+        return
+    # The folder of the key also holds the manifest of the artifact that has replaced this one.
+    for path in store.fs.find(folder):
+        if path != present:
+            with contextlib.suppress(FileNotFoundError):
+                store.remove(path)
+
+
+def _forget(store: Store, version: Version) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        store.remove(store.join(CONDEMNED, version.stage, str(version.tomb)))
+
+
+def _remove_run(store: Store, name: str) -> None:
+    # The record goes first: without it there is no run.
+    with contextlib.suppress(FileNotFoundError):
+        store.remove(store.join("runs", name, "run.json"))
+    store.remove_folder(store.join("runs", name))

@@ -1,0 +1,71 @@
+"""Pins: runs that are never collected, a file each in `pins/` of the store."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import getpass
+import re
+import socket
+from typing import Any
+
+from stages.store.artifacts import Store
+
+FOLDER = "pins"
+# Every quoted text of a registry's files counts as a name, whatever their fields are called.
+_QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"')
+
+
+def who() -> str:
+    """The user and host of this process, for records of who did what."""
+    user = "unknown"
+    # A container's user may have no name.
+    with contextlib.suppress(KeyError, OSError):
+        user = getpass.getuser()
+    return f"{user}@{socket.gethostname()}"
+
+
+def pin(store: Store, run: str, note: str = "") -> None:
+    """Pins a run; a second pin replaces the note of the first. Atomic on every file system."""
+    at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    store.write_json({"run": run, "note": note, "by": who(), "at": at}, FOLDER, f"{run}.json")
+
+
+def unpin(store: Store, run: str) -> bool:
+    """Takes a run's pin away; False where it had none."""
+    path = store.join(FOLDER, f"{run}.json")
+    # An object store removes what is not there without a word.
+    if not store.fs.exists(path):
+        return False
+    with contextlib.suppress(FileNotFoundError):
+        store.remove(path)
+    return True
+
+
+def pins(store: Store) -> dict[str, dict[str, Any]]:
+    """The pins of a store by run. A pin that is no JSON still holds its run."""
+    found = {}
+    for name in store.names(FOLDER):
+        if not name.endswith(".json"):
+            continue
+        run = name.removesuffix(".json")
+        try:
+            value = store.read_json(FOLDER, name)
+        except RuntimeError:
+            value = {"run": run, "note": "", "by": "?", "at": "?"}
+        # None: taken away since the folder was read.
+        if value is not None:
+            found[run] = value
+    return found
+
+
+def registered(store: Store) -> set[str]:
+    """Every text that a file below `registry/` quotes; none where there is no such folder.
+
+    Names of runs, keys and digests are among them. Taking all of them can only keep too much, never too little.
+    """
+    texts: set[str] = set()
+    for path in store.fs.find(store.join("registry")):
+        data = store.fs.cat_file(path)
+        texts |= set(_QUOTED.findall(data.decode(errors="replace")))
+    return texts

@@ -1,0 +1,169 @@
+"""What is reachable in a store: from the runs that are kept, through the inputs of what they made.
+
+An artifact stays with everything that it was made from. A policy between two stored rounds can therefore be replayed
+from its parent, rollouts and scores, down to the nearest stored state, and what a kept run reads is a hit.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import datetime
+from collections.abc import Iterable
+from typing import Any
+
+from stages.store.artifacts import MANIFEST, ArtifactError, Store
+from stages.store.keys import digest
+
+CONDEMNED = "condemned"
+"""The folder of manifests that were taken away and whose files are about to be deleted."""
+
+Ref = tuple[str, str, str]
+"""Stage, key and digest of an artifact; an empty digest stands for whatever the key has now."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run as a collection sees it."""
+
+    name: str
+    why: str
+    """Why it stays; empty: it goes."""
+    active: bool
+    """Whether its process lives: it may name more artifacts at any moment."""
+    refs: tuple[Ref, ...]
+    pending: frozenset[tuple[str, str]] = frozenset()
+    """(stage, key) of what it has begun and not finished: the work folders that it goes on from."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Roots:
+    """Everything that holds artifacts, read at one moment."""
+
+    runs: tuple[Run, ...]
+    named: frozenset[str] = frozenset()
+    """Keys and digests that a registry names."""
+
+    @property
+    def active(self) -> bool:
+        return any(run.active for run in self.runs)
+
+    @property
+    def gone(self) -> set[str]:
+        """Names of the runs that go."""
+        return {run.name for run in self.runs if not run.why}
+
+
+@dataclasses.dataclass(frozen=True)
+class Version:
+    """One artifact with its own files: the present one of a key, or one that was replaced."""
+
+    manifest: dict[str, Any]
+    place: tuple[str, ...]
+    """Where its manifest is, or was before it was condemned: the parts of a path in the store."""
+    tomb: str | None = None
+    """The name of its file below `condemned/<stage>/`, where a collection has condemned it."""
+    swept: bool = False
+    """Whether the deletion of its files has begun."""
+
+    @property
+    def stage(self) -> str:
+        return self.manifest["stage"]
+
+    @property
+    def key(self) -> str:
+        return self.manifest["key"]
+
+    @property
+    def folder(self) -> str:
+        return self.manifest.get("folder", self.key)
+
+    @property
+    def ref(self) -> Ref:
+        return self.stage, self.key, self.manifest["digest"]
+
+    @property
+    def size(self) -> int:
+        """Bytes of its files."""
+        return sum(f["size"] for f in self.manifest["files"])
+
+    @property
+    def current(self) -> bool:
+        return self.place[0] == "artifacts"
+
+    @property
+    def committed(self) -> float:
+        """When it was committed, in seconds since 1970."""
+        return datetime.datetime.fromisoformat(self.manifest["committed"]).timestamp()
+
+    @property
+    def identity(self) -> str:
+        return f"{self.key}-{digest([self.folder, self.manifest['committed'], list(self.place)])[:8]}.json"
+
+
+def versions(store: Store) -> list[Version]:
+    """Every artifact of a store: present, replaced and condemned. One with an unreadable manifest is left out."""
+    found = []
+    for stage in store.names("artifacts"):
+        found += [_version(store, ("artifacts", stage, key, MANIFEST)) for key in store.names("artifacts", stage)]
+    for stage in store.names("replaced"):
+        found += [_version(store, ("replaced", stage, name)) for name in store.names("replaced", stage)]
+    for stage in store.names(CONDEMNED):
+        found += [tomb(store, stage, name) for name in store.names(CONDEMNED, stage)]
+    return [version for version in found if version is not None]
+
+
+def _version(store: Store, place: tuple[str, ...]) -> Version | None:
+    try:
+        manifest = store.read_json(*place)
+    except ArtifactError:
+        # `rlhf verify` sets it aside.
+        return None
+    return None if manifest is None else Version(manifest, place)
+
+
+def tomb(store: Store, stage: str, name: str) -> Version | None:
+    """The condemned artifact of this name; None where there is none any more."""
+    value = store.read_json(CONDEMNED, stage, name)
+    if value is None:
+        return None
+    return Version(value["manifest"], tuple(value["place"]), name, value["swept"])
+
+
+def reach(found: Iterable[Version], roots: Roots, young_since: float) -> dict[str, str]:
+    """Identities of the artifacts that stay, each with the reason.
+
+    young_since: what was committed after this moment (seconds since 1970) stays, with its inputs.
+    """
+    by_key: dict[tuple[str, str], list[Version]] = {}
+    for version in found:
+        by_key.setdefault((version.stage, version.key), []).append(version)
+    # In order: a run that names an artifact is the reason before one that needs it further on.
+    waiting: collections.deque[tuple[Version, str]] = collections.deque()
+
+    def want(ref: Ref, why: str) -> None:
+        for version in by_key.get(ref[:2], ()):
+            if version.manifest["digest"] == ref[2] or (not ref[2] and version.current):
+                waiting.append((version, why))
+
+    for run in roots.runs:
+        for ref in run.refs if run.why else ():
+            want(ref, f"run {run.name}: {run.why}")
+    for version in (v for group in by_key.values() for v in group):
+        if roots.named & {version.key, version.manifest["digest"]}:
+            waiting.append((version, "named by the registry"))
+        if version.committed >= young_since:
+            waiting.append((version, "too young"))
+    kept: dict[str, str] = {}
+    while waiting:
+        version, why = waiting.popleft()
+        if version.identity in kept:
+            continue
+        kept[version.identity] = why
+        below = f"{version.stage}/{version.key[:12]} needs it"
+        for item in version.manifest.get("inputs", {}).values():
+            want((item["stage"], item["key"], item["digest"]), below)
+        # Without a present artifact the next one would be written over the files of the one that it replaced.
+        if not version.current:
+            want((version.stage, version.key, ""), below)
+    return kept

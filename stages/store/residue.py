@@ -1,0 +1,157 @@
+"""What is in a store and belongs to no artifact: work nobody goes on with, artifacts set aside, half-written files.
+
+Everything here has an age, the time since its newest file was written, and goes only when it is older than the grace
+time. What does not tell its age stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from stages.store.artifacts import MANIFEST, Store
+from stages.store.leases import beats
+from stages.store.reach import Roots, Version
+from tuning.atomic import is_partial
+
+PREFIX_CHARACTERS = 64
+"""Length of a key, with which the name of a folder of fetched files begins."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Residue:
+    """A file or folder that goes."""
+
+    kind: str
+    name: str
+    bytes: int
+    remove: Callable[[], None]
+
+
+def residues(store: Store, found: list[Version], roots: Roots, old: float) -> Iterator[Residue]:
+    """What goes of a store and of this machine's scratch folder.
+
+    found: every artifact that is left.
+    old: a moment in seconds since 1970; what was written after it stays.
+    """
+    pending = {place for run in roots.runs if run.why for place in run.pending}
+    names = {run.name for run in roots.runs if run.why}
+    yield from _orphans(store, found, old)
+    yield from _work(store, pending, old)
+    yield from _remote(store, "damaged", ("damaged",), old)
+    keys = {version.key for version in found}
+    for folder in _below(store.scratch / "fetched", 2):
+        if not store.is_local and folder.name[:PREFIX_CHARACTERS] not in keys:
+            yield from _local("fetched", folder, old)
+    for folder in _below(store.scratch / "runs", 1):
+        # On a local store it is the folder of the record, which goes with the run.
+        if not store.is_local and folder.name not in names:
+            yield from _local("log", folder, old)
+    for path in sorted(store.scratch.rglob(".*.part")) if store.scratch.is_dir() else ():
+        if is_partial(path):
+            yield from _local("partial", path, old)
+
+
+def compiled(folder: Path, limit: int) -> Iterator[Residue]:
+    """Programs of JAX's compile cache that go so that it has at most `limit` bytes: those not used for the longest."""
+    entries = []
+    for path in folder.glob("*") if folder.is_dir() else ():
+        with contextlib.suppress(FileNotFoundError):
+            if path.is_file():
+                entries.append((_used(path), path.stat().st_size, path))
+    left = sum(size for _, size, _ in entries)
+    for _, size, path in sorted(entries):
+        if left <= limit:
+            return
+        left -= size
+        yield Residue("compiled", path.name, size, functools.partial(path.unlink, missing_ok=True))
+
+
+def _used(path: Path) -> float:
+    # JAX notes each use of a program in a file beside it; where it does not, the access time of the file is left.
+    beside = path.with_name(path.name.removesuffix("-cache") + "-atime")
+    times = [path.stat().st_atime, path.stat().st_mtime]
+    with contextlib.suppress(FileNotFoundError):
+        times.append(beside.stat().st_mtime)
+    return max(times)
+
+
+def _orphans(store: Store, found: list[Version], old: float) -> Iterator[Residue]:
+    """Folders of artifacts that no manifest names: a commit was killed in them."""
+    owned = {(version.stage, version.folder) for version in found} | {(version.stage, version.key) for version in found}
+    for stage in store.names("artifacts"):
+        for folder in store.names("artifacts", stage):
+            key = folder.split(".")[0]
+            unreadable = store.fs.exists(store.join("artifacts", stage, folder, MANIFEST))
+            if (stage, folder) in owned or unreadable or beats(store, stage, key):
+                continue
+            yield from _remote(store, "orphan", ("artifacts", stage, folder), old)
+
+
+def _work(store: Store, pending: set[tuple[str, str]], old: float) -> Iterator[Residue]:
+    for stage in store.names("work"):
+        for key in store.names("work", stage):
+            if (stage, key) not in pending and not beats(store, stage, key):
+                yield from _remote(store, "work", ("work", stage, key), old)
+    for folder in () if store.is_local else _below(store.scratch / "work", 2):
+        place = (folder.parent.name, folder.name)
+        if place not in pending and not beats(store, *place):
+            yield from _local("work", folder, old)
+
+
+def _remote(store: Store, kind: str, parts: tuple[str, ...], old: float) -> Iterator[Residue]:
+    """A folder of the store, where it is there and old."""
+    path = store.join(*parts)
+    files = store.fs.find(path, detail=True)
+    if not files:
+        # An object store has no empty folders; a local one tells the age of one by itself.
+        if not store.is_local or not os.path.isdir(path):
+            return
+        files = {path: {"size": 0, "mtime": os.stat(path).st_mtime}}
+    if max(written(info) for info in files.values()) < old:
+        size = sum(info["size"] or 0 for info in files.values())
+        yield Residue(kind, "/".join(parts), size, lambda: store.remove_folder(path))
+
+
+def _local(kind: str, path: Path, old: float) -> Iterator[Residue]:
+    """A file or folder of this machine, where it is there and old."""
+    newest, size = 0.0, 0
+    for each in [path, *(path.rglob("*") if path.is_dir() else ())]:
+        with contextlib.suppress(FileNotFoundError):
+            newest = max(newest, each.stat().st_mtime)
+            size += each.stat().st_size if each.is_file() else 0
+    if 0 < newest < old:
+        yield Residue(kind, str(path), size, lambda: _delete(path))
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _below(folder: Path, depth: int) -> list[Path]:
+    return sorted(path for path in folder.glob("/".join("*" * depth)) if path.is_dir() and not is_partial(path))
+
+
+def written(info: dict[str, Any]) -> float:
+    """When a file was written, from what a file system tells of it, in seconds since 1970; infinity where it does not
+    tell: such a file is never old."""
+    for name in ("mtime", "LastModified", "updated", "created"):
+        value = info.get(name)
+        if isinstance(value, datetime.datetime):
+            return value.timestamp()
+        if isinstance(value, int | float):
+            return float(value)
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                return datetime.datetime.fromisoformat(value).timestamp()
+    return float("inf")

@@ -1,0 +1,260 @@
+"""A collection frees what no kept run reaches, and nothing else: whatever the graph, beside runs, and after a kill."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stages.store.artifacts import MANIFEST, Store
+from stages.store.collect import Limits, collect, survey
+from stages.store.leases import lease
+from stages.store.pins import pin, pins, registered, unpin
+from stages.store.residue import compiled
+from tests.stages.store.graphs import below, put, roots, run_of
+
+NOW = Limits(grace_seconds=-60.0, settle_seconds=0.0)
+"""Nothing is too young: file systems tell times by their own clocks."""
+
+
+@pytest.fixture(params=["file", "memory", pytest.param("s3", marks=pytest.mark.slow)])
+def store(request, tmp_path):
+    """An empty store."""
+    name = uuid.uuid4().hex
+    url = {"file": str(tmp_path / name), "memory": f"memory://{name}"}.get(request.param)
+    return Store(url or f"{request.getfixturevalue('s3')}/{name}", scratch=tmp_path / "scratch")
+
+
+def keys(store):
+    return set(store.all_keys())
+
+
+@st.composite
+def graphs(draw):
+    """Inputs of each artifact by number; the artifacts of each run; which runs are kept."""
+    count = draw(st.integers(1, 10))
+    inputs = [draw(st.sets(st.integers(0, i - 1), max_size=2)) if i else set() for i in range(count)]
+    runs = draw(st.lists(st.sets(st.integers(0, count - 1), max_size=4), min_size=1, max_size=5))
+    return inputs, runs, draw(st.lists(st.booleans(), min_size=len(runs), max_size=len(runs)))
+
+
+@settings(max_examples=25, deadline=None, database=None)
+@given(graphs())
+def test_exactly_what_the_dry_run_says_is_freed_and_all_that_is_kept_is_whole(tmp_path_factory, graph):
+    inputs, members, keep = graph
+    store = Store(f"memory://{uuid.uuid4().hex}", scratch=tmp_path_factory.mktemp("scratch"))
+    made = []
+    for i, before in enumerate(inputs):
+        made.append(put(store, i, [made[j] for j in sorted(before)]))
+    by_key = {(a.stage, a.key): a for a in made}
+    runs = [
+        run_of(f"r{i}", [made[j] for j in m], "kept" * k) for i, (m, k) in enumerate(zip(members, keep, strict=True))
+    ]
+    for run in runs:
+        store.write_json({"name": run.name}, "runs", run.name, "run.json")
+    wanted = below([made[j] for m, k in zip(members, keep, strict=True) if k for j in m], by_key)
+    said = survey(store, roots(*runs), NOW)
+    assert keys(store) == set(by_key)
+    done = collect(store, lambda: roots(*runs), NOW)
+    assert {v.ref[:2] for v in done.garbage} == {v.ref[:2] for v in said.garbage} == set(by_key) - wanted
+    assert done.freed == said.freed and keys(store) == wanted
+    assert all(store.verify(store.with_digest(*place, by_key[place].digest)) is None for place in wanted)
+    left = {path.split("/")[-3:][1] for path in store.fs.find(store.join("artifacts")) if path.endswith(MANIFEST)}
+    assert left == {key for _, key in wanted} and not store.names("condemned")
+    assert set(store.names("runs")) == {run.name for run in runs if run.why}
+
+
+def test_fifty_runs_that_share_artifacts(store):
+    base = put(store, 0)
+    shared = [put(store, 5 * i + 1, [base]) for i in range(4)]
+    made = [put(store, 5 * i + 2, [shared[i % 4]]) for i in range(50 if store.is_local else 8)]
+    runs = [run_of(f"r{i:02d}", [base, shared[i % 4], a], "new" * (i < 3)) for i, a in enumerate(made)]
+    for run in runs:
+        store.write_json({"name": run.name}, "runs", run.name, "run.json")
+    done = collect(store, lambda: roots(*runs), NOW)
+    assert keys(store) == {(a.stage, a.key) for a in [base, *shared[:3], *made[:3]]}
+    assert len(done.garbage) == len(made) - 3 + 1 and len(done.runs) == len(made) - 3
+    assert store.names("runs") == ["r00", "r01", "r02"] and not store.names("leases")
+    (event,) = store.names("trail")
+    trail = store.read_json("trail", event)
+    assert (
+        trail["state"] == "finished"
+        and trail["freed_bytes"] == done.freed
+        and len(trail["artifacts"]) == 48 - (42 if not store.is_local else 0)
+    )
+    again = collect(store, lambda: roots(*runs[:3]), NOW)
+    assert again.freed == 0 and store.names("trail") == [event]
+
+
+def test_what_is_young_or_named_by_the_registry_stays_with_its_inputs(store):
+    base = put(store, 0)
+    sft, other = put(store, 1, [base]), put(store, 6, [base])
+    assert not survey(store, roots(), Limits()).garbage
+    store.write_json({"champion": [{"run": "gone", "artifact": sft.digest}]}, "registry", "names.json")
+    assert {"champion", "gone", sft.digest} <= registered(store)
+    collect(store, lambda: roots(named=frozenset(registered(store))), NOW)
+    assert keys(store) == {(base.stage, base.key), (sft.stage, sft.key)} and (other.stage, other.key) not in keys(store)
+
+
+def test_a_run_that_starts_during_a_collection_keeps_what_it_has_found(store):
+    base = put(store, 0)
+    sft, other = put(store, 1, [base]), put(store, 6, [base])
+    reads = []
+
+    def read():
+        reads.append(keys(store))
+        # By the second time the run has begun and found `sft` just before its manifest was taken.
+        return roots(run_of("new", [sft], "running", active=True)) if len(reads) > 1 else roots()
+
+    done = collect(store, read, NOW)
+    # Its manifest was away when the run was seen; the wait asked once more.
+    assert reads[1:] == [set(), set()]
+    assert keys(store) == {(base.stage, base.key), (sft.stage, sft.key)}
+    assert all(store.verify(store.get(a.stage, a.key)) is None for a in (base, sft))
+    assert [v.ref[:2] for v in done.garbage] == [(other.stage, other.key)]
+
+
+def test_what_is_made_again_between_mark_and_sweep_is_not_swept(store):
+    sft = put(store, 1)
+    reads = []
+
+    def read():
+        reads.append(1)
+        if len(reads) == 2:
+            put(store, 1, content="of another run")
+        return roots()
+
+    # The new one has just been committed: as if the clock's grace time were the time since the first reading.
+    limits = dataclasses.replace(NOW, grace_seconds=0.0)
+    time.sleep(0.01)
+    collect(store, read, limits)
+    now = store.get(sft.stage, sft.key)
+    assert now is not None and store.verify(now) is None and now.digest != sft.digest
+    assert not store.names("condemned", sft.stage)
+
+
+def test_what_is_being_made_is_left_alone(store):
+    sft = put(store, 1)
+    with lease(store, sft.stage, sft.key, print):
+        assert not collect(store, roots, NOW).garbage
+        assert keys(store) == {(sft.stage, sft.key)}
+    assert collect(store, roots, NOW).garbage and not keys(store)
+
+
+def test_a_replaced_artifact_stays_for_the_run_that_has_it_and_goes_alone(store):
+    old = put(store, 1)
+    new = put(store, 1, content="new", replace=True)
+    both = [run_of("a", [old], "kept"), run_of("b", [new], "kept")]
+    assert not collect(store, lambda: roots(*both), NOW).garbage
+    assert len(collect(store, lambda: roots(both[1]), NOW).garbage) == 1
+    assert store.with_digest(old.stage, old.key, old.digest) is None
+    assert store.verify(store.with_digest(new.stage, new.key, new.digest)) is None
+    assert not store.fs.exists(f"{old.url}/data.txt")
+
+
+def test_work_of_the_dead_goes_and_work_to_go_on_with_stays(store):
+    for stage, key in (("sft", "dead"), ("sft", "failed"), ("sft", "live")):
+        store.write_json({}, "work", stage, key, "shard-0", "part.json")
+    store.write_json({}, "damaged", "sft", "x", "data.json")
+    store.fs.makedirs(store.join("artifacts", "sft", "killed"), exist_ok=True)
+    store.fs.pipe_file(store.join("artifacts", "sft", "killed", "half.bin"), b"half")
+    partial = store.scratch / "sub" / ".weights.1-2.part"
+    partial.parent.mkdir(parents=True)
+    partial.write_bytes(b"half")
+    run = dataclasses.replace(run_of("r", [], "kept"), pending=frozenset({("sft", "failed")}))
+    assert not survey(store, roots(run), Limits()).residues
+    with lease(store, "sft", "live", print):
+        done = collect(store, lambda: roots(run), NOW)
+    assert {r.kind for r in done.residues} == {"work", "damaged", "orphan", "partial"}
+    assert store.names("work", "sft") == ["failed", "live"] and not partial.exists()
+    assert not store.names("damaged") and not store.names("artifacts", "sft")
+
+
+def test_the_compiled_programs_that_were_not_used_for_the_longest_go(tmp_path):
+    for i in range(4):
+        (tmp_path / f"p{i}-cache").write_bytes(b"x" * 100)
+        os.utime(tmp_path / f"p{i}-cache", (1000.0 + i, 1000.0 + i))
+    (tmp_path / "p0-atime").write_bytes(b"")
+    gone = list(compiled(tmp_path, 250))
+    assert [r.name for r in gone] == ["p1-cache", "p2-cache"] and not list(compiled(tmp_path, 400))
+
+
+def test_pins_are_objects_of_the_store(remote):
+    store = remote
+    pin(store, "mine", "of the paper")
+    store.write_bytes(b"{half", "pins", "torn.json")
+    assert set(pins(store)) == {"mine", "torn"} and pins(store)["mine"]["note"] == "of the paper"
+    assert unpin(store, "mine") and not unpin(store, "mine") and set(pins(store)) == {"torn"}
+
+
+KILLED = """
+import os, shutil, signal, sys
+from stages.store.artifacts import Store
+from stages.store.collect import Limits, collect
+from stages.store.reach import Roots, Run
+
+class Mortal(Store):
+    left = 0
+    def step(self):
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+    def write_bytes(self, *args):
+        self.step()
+        super().write_bytes(*args)
+    def remove(self, path):
+        self.step()
+        super().remove(path)
+    def remove_folder(self, path):
+        self.step()
+        for file in self.fs.find(path)[:1]:
+            self.fs.rm_file(file)
+        self.step()
+        super().remove_folder(path)
+
+for n in range(1, 100):
+    folder = shutil.copytree(sys.argv[1], f"{sys.argv[1]}-{n}")
+    if os.fork() == 0:
+        store = Mortal(str(folder))
+        store.left = n
+        runs = (Run("kept", "kept", False, eval(sys.argv[2])), Run("gone", "", False, ()))
+        collect(store, lambda: Roots(runs), Limits(-60.0, 0.0))
+        os._exit(0)
+    if os.wait()[1] == 0:
+        print(n)
+        break
+"""
+
+
+def test_a_collection_that_is_killed_at_any_moment_is_finished_by_the_next(tmp_path):
+    url = tmp_path / "store"
+    store = Store(str(url))
+    base = put(store, 0)
+    sft, other = put(store, 1, [base]), put(store, 6, [base])
+    for run in ("kept", "gone"):
+        store.write_json({"name": run}, "runs", run, "run.json")
+    ref = (sft.stage, sft.key, sft.digest)
+    done = subprocess.run([sys.executable, "-c", KILLED, url, repr((ref,))], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    moments = int(done.stdout)
+    assert moments > 8
+    wanted = {(base.stage, base.key), (sft.stage, sft.key)}
+    runs = [run_of("kept", [sft], "kept"), run_of("gone", [])]
+    for n in range(1, moments):
+        after = Store(f"{url}-{n}")
+        # What is half deleted does not look whole.
+        found = after.get(other.stage, other.key, repair=False)
+        assert keys(after) >= wanted and (found is None) == ((other.stage, other.key) not in keys(after))
+        collect(after, lambda: roots(*runs), NOW)
+        assert keys(after) == wanted and after.names("runs") == ["kept"]
+        assert not after.names("condemned", other.stage) and not after.fs.exists(
+            other.url.replace(str(url), f"{url}-{n}")
+        )
+        assert all(after.verify(after.get(*place)) is None for place in wanted)
+        assert json.dumps(after.read_json("trail", after.names("trail")[-1]))
