@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from stages.store.artifacts import Store
-from tuning.names import nearest
 
 FOLDER = "registry"
 CHAMPION = "champion"
@@ -203,11 +202,6 @@ def _read(store: Store, name: str, number: int) -> Entry:
     except (AssertionError, KeyError, TypeError) as e:
         path = store.join(FOLDER, name, f"{number:06d}.json")
         raise RegistryError(f"{path} is not an entry of the registry ({e}): restore it from a backup") from e
-
-
-def known(store: Store, name: str) -> str:
-    """The hint for a name that has no entry."""
-    return nearest(name, names(store))
 
 
 def _now() -> str:

@@ -7,15 +7,15 @@ import uuid
 
 import pytest
 
-from stages import registry
-from stages.registry import Policy, RegistryError
+from stages.store import registry
 from stages.store.artifacts import Store
+from stages.store.registry import Policy, RegistryError
 from tests.support import finish, python
 
 # Promotes policies of its own, a number of times.
 PROMOTER = """
 import sys
-from stages import registry
+from stages.store import registry
 from stages.store.artifacts import Store
 store = Store(sys.argv[1])
 for i in range(int(sys.argv[3])):
