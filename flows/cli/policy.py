@@ -41,7 +41,7 @@ def chat(options: ChatOptions, store: StoreUrl, run_name: RunName = None, node: 
 @commands.command()
 @with_options(ServeOptions)
 def serve(options: ServeOptions, store: StoreUrl, run_name: RunName = None, node: NodeName = "export") -> None:
-    """Serve the policy of a run or name (`champion`) as an OpenAI-compatible endpoint (chat, completions, streaming)."""
+    """Serve the policy of a run or name (`champion`) as an OpenAI-compatible endpoint (chat, streaming, logprobs)."""
     record, place = _policy(store, run_name, node)
     name = f"{record['name']}:{node}"
     become("stages.serving.serve", Serve(policy=place, options=options, name=name).model_dump_json())
