@@ -9,8 +9,9 @@ from typing import Any
 from flows.recipe.model import Retention
 from flows.records import all_runs, status_of
 from stages.store.artifacts import Store
-from stages.store.pins import pins, registered
+from stages.store.pins import pins
 from stages.store.reach import Roots, Run
+from stages.store.registry import referenced
 
 
 def roots_of(store: Store, retention: Retention, recipe: str | None = None) -> Roots:
@@ -20,7 +21,8 @@ def roots_of(store: Store, retention: Retention, recipe: str | None = None) -> R
     Raises ArtifactError for a record that cannot be read: nothing is collected past it.
     """
     # The pins and the registry first: a name that is given meanwhile is that of a run or artifact of before.
-    pinned, named = pins(store), registered(store)
+    pinned = pins(store)
+    named = {text for run, _, _, digest in referenced(store) for text in (run, digest)}
     records = all_runs(store)
     status = {record["name"]: status_of(record, store) for record in records}
     why: dict[str, str] = {}

@@ -81,7 +81,6 @@ def _show(answer: dict[str, Any]) -> None:
         f"{answer['model']['parameters'] / 1e9:.2f} B parameters on {machine['devices']} x {machine['kind']}: "
         f"{machine['limit'] / GB:.1f} of {machine['memory'] / GB:.1f} GB a device can be used; "
         f"prompts of {lengths['prompt']} tokens, completions of {lengths['completion']}",
-        markup=False,
         soft_wrap=True,
     )
     table = Table(box=None)
@@ -111,7 +110,6 @@ def _show(answer: dict[str, Any]) -> None:
             out.print(
                 f"{stage['stage']} with {what}: peak {tried['peak'][1] / GB:.2f} GB "
                 f"(up to {tried['peak'][2] / GB:.2f}), {tried['verdict']}",
-                markup=False,
                 soft_wrap=True,
             )
     out.print(_verdict(answer), soft_wrap=True)

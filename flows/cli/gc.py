@@ -108,7 +108,7 @@ def pin(
     """Keep a run, whatever `rlhf gc` is told to keep."""
     name = record_of(store, run)["name"]
     write_pin(Store(store), name, note)
-    out.print(f"{name} is pinned", markup=False)
+    out.print(f"{name} is pinned")
 
 
 @commands.command()
@@ -118,7 +118,7 @@ def unpin(run: PinnedRun, store: StoreUrl) -> None:
     # The pin of a run that is gone can be taken away by its whole name.
     if not remove_pin(place, run) and not remove_pin(place, record_of(store, run)["name"]):
         raise usage_error(f"{run} is not pinned in {place.shown}")
-    out.print(f"{run} is not pinned any more", markup=False)
+    out.print(f"{run} is not pinned any more")
 
 
 def size(count: int) -> str:

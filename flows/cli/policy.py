@@ -18,8 +18,8 @@ from flows.cli.shared import (
     become,
     err,
     group,
+    named,
     out,
-    record_of,
     usage_error,
 )
 from stages.serving.settings import Chat, ChatOptions, PolicyPlace, Serve, ServeOptions
@@ -32,7 +32,7 @@ commands = group()
 @commands.command()
 @with_options(ChatOptions)
 def chat(options: ChatOptions, store: StoreUrl, run_name: RunName = None, node: NodeName = "export") -> None:
-    """Talk to the policy of a run."""
+    """Talk to the policy of a run, or of a name such as `champion`."""
     record, place = _policy(store, run_name, node)
     system = record["recipe"]["data"].get("system_prompt")
     become("stages.serving.chat", Chat(policy=place, options=options, system=system).model_dump_json())
@@ -41,7 +41,7 @@ def chat(options: ChatOptions, store: StoreUrl, run_name: RunName = None, node: 
 @commands.command()
 @with_options(ServeOptions)
 def serve(options: ServeOptions, store: StoreUrl, run_name: RunName = None, node: NodeName = "export") -> None:
-    """Serve the policy of a run as an OpenAI-compatible endpoint (chat and completions, streaming, logprobs)."""
+    """Serve the policy of a run or name (`champion`) as an OpenAI-compatible endpoint (chat, streaming, logprobs)."""
     record, place = _policy(store, run_name, node)
     name = f"{record['name']}:{node}"
     become("stages.serving.serve", Serve(policy=place, options=options, name=name).model_dump_json())
@@ -56,8 +56,11 @@ def export(
         bool, typer.Option("--verify", help="Check that transformers (torch) gives equal logits.")
     ] = False,
 ) -> None:
-    """Show, copy or verify a run's exported Hugging Face folder."""
-    artifact = artifact_of(Store(store), record_of(store, run_name, "export"), "export")
+    """Show, copy or verify the exported Hugging Face folder of a run or of a name such as `champion`."""
+    record, node = named(store, run_name, "export")
+    if record["nodes"][node]["stage"] != "export":
+        raise usage_error(f"{run_name} is {node} of {record['name']}, which is no exported folder: name a run")
+    artifact = artifact_of(Store(store), record, node)
     folder = artifact.local()
     if to is not None:
         target = Path(to)
@@ -78,7 +81,7 @@ def export(
 
 def _policy(store: str, run_name: str | None, node: str) -> tuple[dict[str, Any], PolicyPlace]:
     """A run's record, and where the policy of one of its nodes is stored."""
-    record = record_of(store, run_name, node)
+    record, node = named(store, run_name, node)
     artifact = artifact_of(Store(store), record, node)
     base = record["nodes"]["base"]["key"]
     return record, PolicyPlace(store=store, stage=artifact.stage, key=artifact.key, digest=artifact.digest, base=base)

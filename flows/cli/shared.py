@@ -12,6 +12,7 @@ from rich.console import Console
 from flows.recipe.model import Recipe
 from flows.records import UnknownRun, all_runs, find_run, finished_nodes
 from stages.store.artifacts import Artifact, Store
+from stages.store.registry import RegistryError, current
 from stages.worker import interpreter
 from stages.worker.client import worker_environment
 
@@ -63,6 +64,29 @@ def record_of(store: str, name: str | None, node: str | None = None) -> dict[str
         return find_run(Store(store), name)
     except UnknownRun as e:
         raise usage_error(str(e)) from e
+
+
+def named(store: str, name: str | None, node: str) -> tuple[dict[str, Any], str]:
+    """The run and the node of a policy by a name of the registry, such as `champion`, or else by a run's name.
+
+    The record has the artifact that was promoted: its entry's key and digest take the place of the node's.
+    """
+    try:
+        entry = current(Store(store), name) if name is not None else None
+    except RegistryError as e:
+        raise usage_error(str(e)) from e
+    if entry is None:
+        return record_of(store, name, node), node
+    policy, record = entry.policy, record_of(store, entry.policy.run)
+    err.print(f"{name} is run {policy.run}, entry {entry.number}")
+    of_entry = {"stage": policy.stage, "key": policy.key, "digest": policy.digest}
+    nodes = record["nodes"] | {
+        policy.node: record["nodes"].get(policy.node, {}) | of_entry,
+        "base": record["nodes"].get("base", {}) | {"stage": "base", "key": policy.base, "digest": policy.base_digest},
+    }
+    if policy.node == "base":
+        nodes["base"] |= of_entry
+    return record | {"nodes": nodes}, policy.node
 
 
 def artifact_of(store: Store, record: dict[str, Any], node: str) -> Artifact:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import contextlib
 import datetime
 import getpass
-import re
 import socket
 from typing import Any
 
 from stages.store.artifacts import Store
 
 FOLDER = "pins"
-# Every quoted text of a registry's files counts as a name, whatever their fields are called.
-_QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"')
 
 
 def who() -> str:
@@ -57,15 +54,3 @@ def pins(store: Store) -> dict[str, dict[str, Any]]:
         if value is not None:
             found[run] = value
     return found
-
-
-def registered(store: Store) -> set[str]:
-    """Every text that a file below `registry/` quotes; none where there is no such folder.
-
-    Names of runs, keys and digests are among them. Taking all of them can only keep too much, never too little.
-    """
-    texts: set[str] = set()
-    for path in store.fs.find(store.join("registry")):
-        data = store.fs.cat_file(path)
-        texts |= set(_QUOTED.findall(data.decode(errors="replace")))
-    return texts

@@ -42,7 +42,7 @@ class Roots:
 
     runs: tuple[Run, ...]
     named: frozenset[str] = frozenset()
-    """Keys and digests that a registry names."""
+    """Digests that a registry names, and its runs."""
 
     @property
     def active(self) -> bool:

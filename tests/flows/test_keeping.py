@@ -10,6 +10,7 @@ from flows.recipe.model import Retention
 from stages.store.artifacts import ArtifactError, Store
 from stages.store.leases import this_process
 from stages.store.pins import pin
+from stages.store.registry import Policy, promote
 
 
 @pytest.fixture
@@ -55,11 +56,12 @@ def test_unfinished_runs_do_not_push_out_finished_ones(store):
 def test_running_pinned_and_named_runs_and_those_taken_from_stay(store):
     write(store, 0, "running")
     pin(store, "r1")
-    store.write_json({"champion": {"run": "r2"}}, "registry", "names.json")
+    for run in ("r5", "r2"):
+        promote(store, "champion", Policy(run, "sft", "sft", "k", f"digest of {run}", "k", "base"), "")
     write(store, 9, rl={"rollouts_from": "r3"})
     write(store, 3, rl={"rollouts_from": "r4"})
     found = {run.name: run for run in roots_of(store, Retention(keep=1)).runs}
-    assert {n for n, run in found.items() if run.why} == {"r0", "r1", "r2", "r3", "r4", "r8", "r9"}
+    assert {n for n, run in found.items() if run.why} == {f"r{i}" for i in (0, 1, 2, 3, 4, 5, 8, 9)}
     assert [n for n, run in found.items() if run.active] == ["r0"]
     assert found["r9"].refs == (("sft", "k9", "d9"), ("update", "u9", ""))
     assert found["r9"].pending == {("update", "u9")}

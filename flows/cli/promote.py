@@ -1,0 +1,96 @@
+"""Commands that give policies names: `champion` and others, with their history."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from flows.cli.shared import RunName, StoreUrl, artifact_of, group, out, record_of, usage_error
+from flows.report.formats import when
+from stages.store import registry
+from stages.store.artifacts import Store
+from stages.store.registry import CHAMPION, Entry, Policy, RegistryError
+
+commands = group()
+
+Alias = Annotated[str, typer.Option("--as", metavar="NAME", help="The name; each has its own history.")]
+Reason = Annotated[str, typer.Option("--reason", help="Why; it stays in the history.")]
+
+
+@commands.command()
+def promote(
+    store: StoreUrl,
+    run_name: RunName = None,
+    alias: Alias = CHAMPION,
+    node: Annotated[
+        str, typer.Option("--node", help="Which policy: export, sft, base or round-003.update.")
+    ] = "export",
+    reason: Reason = "",
+) -> None:
+    """Give the policy of a run a name, `champion`, that serve, chat and export take in place of a run's."""
+    record = record_of(store, run_name, node)
+    policy = _policy(Store(store), record, node)
+    try:
+        entry = registry.promote(Store(store), alias, policy, reason)
+    except RegistryError as e:
+        raise usage_error(str(e)) from e
+    out.print(_line(alias, entry), soft_wrap=True)
+
+
+@commands.command()
+def rollback(
+    store: StoreUrl,
+    alias: Alias = CHAMPION,
+    to: Annotated[int | None, typer.Option("--to", metavar="N", help="The entry to go back to.", min=1)] = None,
+    reason: Reason = "",
+) -> None:
+    """Let a name stand again for the policy that it stood for before; the history keeps both."""
+    try:
+        entry = registry.rollback(Store(store), alias, to, reason)
+    except RegistryError as e:
+        raise usage_error(str(e)) from e
+    out.print(_line(alias, entry), soft_wrap=True)
+
+
+@commands.command()
+def champions(store: StoreUrl) -> None:
+    """List the names of policies with their history, the newest entry first: it is what the name stands for."""
+    place = Store(store)
+    try:
+        found = {name: registry.history(place, name) for name in registry.names(place)}
+    except RegistryError as e:
+        raise usage_error(str(e)) from e
+    if not found:
+        out.print(f"no names in {place.shown}; `rlhf promote RUN` makes the first", soft_wrap=True)
+    for name, entries in found.items():
+        for entry in reversed(entries):
+            out.print(_line(name, entry), soft_wrap=True)
+
+
+def _policy(store: Store, record: dict[str, Any], node: str) -> Policy:
+    """The policy of a run's node, as a name stands for it; a usage error where it or its base is gone."""
+    artifact, base = artifact_of(store, record, node), artifact_of(store, record, "base")
+    return Policy(
+        run=record["name"],
+        node=node,
+        stage=artifact.stage,
+        key=artifact.key,
+        digest=artifact.digest,
+        base=base.key,
+        base_digest=base.digest,
+    )
+
+
+def _line(name: str, entry: Entry) -> str:
+    """`champion 3  run NAME export  digest 0123456789ab  24 Nov 10:00  user@host  back to 1  (reason)`."""
+    parts = [
+        f"{name} {entry.number}",
+        f"run {entry.policy.run} {entry.policy.node}",
+        f"digest {entry.policy.digest[:12]}",
+        when(entry.when),
+        entry.who,
+        "" if entry.restores is None else f"back to {entry.restores}",
+        f"({entry.reason})" if entry.reason else "",
+    ]
+    return "  ".join(part for part in parts if part)

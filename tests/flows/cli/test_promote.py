@@ -1,0 +1,45 @@
+"""Names of policies by commands: promoted, listed, taken in place of a run, rolled back."""
+
+from __future__ import annotations
+
+from typer.testing import CliRunner
+
+from flows.cli.app import app
+from stages.store.artifacts import Store
+
+
+def invoke(*args, code: int = 0) -> str:
+    done = CliRunner().invoke(app, [str(a) for a in args])
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+def test_a_name_is_taken_in_place_of_a_run(store):
+    place = Store(str(store))
+    export = place.read_json("runs", "first", "run.json")["nodes"]["export"]
+    on = ("--store", store)
+    assert "no names in" in invoke("champions", *on)
+    assert "champion" in invoke("export", "champion", *on, code=2)
+    promoted = invoke("promote", "first", *on, "--reason", "the first")
+    assert promoted.startswith(f"champion 1  run first export  digest {export['digest'][:12]}")
+    assert export["key"] in invoke("export", "champion", *on)
+    assert "this policy already" in invoke("promote", "first", *on, code=2)
+    # A policy that was trained and not exported has a name as well, but no folder.
+    invoke("promote", "first", *on, "--node", "sft")
+    assert "no exported folder" in invoke("export", "champion", *on, code=2)
+    assert "back to 1" in invoke("rollback", *on, "--reason", "it forgot")
+    assert export["key"] in invoke("export", "champion", *on)
+    listed = invoke("champions", *on).splitlines()
+    assert [line.split("  ")[0] for line in listed] == ["champion 3", "champion 2", "champion 1"]
+    assert listed[0].endswith("(it forgot)") and listed[2].endswith("(the first)")
+    assert "no entry 9" in invoke("rollback", *on, "--to", 9, code=2)
+
+
+def test_a_name_keeps_its_policy_where_the_run_names_another_by_now(store):
+    place = Store(str(store))
+    invoke("promote", "first", "--store", store)
+    record = place.read_json("runs", "first", "run.json")
+    kept = record["nodes"]["export"]["key"]
+    record["nodes"]["export"] |= {k: record["nodes"]["sft"][k] for k in ("stage", "key", "digest")}
+    place.write_json(record, "runs", "first", "run.json")
+    assert kept in invoke("export", "champion", "--store", store)
