@@ -13,7 +13,7 @@ from stages.contract.definition import StageConfig, execution_setting
 from stages.sampling.environment import Environment, modules_of, source_digests
 from stages.store.keys import HIDDEN, SHOWN, KeyForm, program_and_words, variables_by_digest
 
-NATIVE = ("quantization", "kv_cache_dtype")
+NATIVE = ("quantization", "kv_cache_dtype", "cache")
 """Settings of the engine in the worker, and its arguments."""
 
 SERVERS = "stages.sampling.servers"
@@ -30,6 +30,9 @@ class EngineSettings(StageConfig):
     rl.update.correction accounts."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
     """Type of its cached keys and values, with the same effect; auto: that of computation."""
+    cache: Literal["auto", "slots", "paged"] = execution_setting("auto")
+    """Where its keys and values are: in slots of equal length, or in pages that completions take as they grow; auto:
+    pages on a TPU whose kernel takes the model, else slots. Samples are the same up to roundings."""
     version: str | None = None
     """The servers' version: it is in the key of rollouts, and compared with what they report. Not for native."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
