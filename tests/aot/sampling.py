@@ -91,7 +91,12 @@ def _paged(case: Case, mesh: Any, config: Any, graph: Any, weights: Any) -> tupl
         return traced, 2.0 * (config.num_layers * (kernels(config) + gathered) * SLOTS + head) / parts
     tokens = CHUNK + SLOTS
     each, ends = np.zeros(tokens, np.int32), np.zeros(SLOTS + 1, np.int32)
-    fed = on_all(paged.Fed(each, each, attention.Ragged(each, ends[1:], table, ends, ends[:1]), ends[1:]), mesh)
+    fed = on_all(
+        paged.Fed(
+            each, each, attention.Ragged(each, ends[1:], np.zeros((SLOTS, width), np.int32), ends, ends[:1]), ends[1:]
+        ),
+        mesh,
+    )
     traced = paged.mixed.trace(graph, weights, state, fed, rows, slots, **options)
     return traced, 2.0 * (config.num_layers * (kernels(config) + gathered) * tokens + head) / parts
 

@@ -60,7 +60,6 @@ class Engine(Batches):
     """Generates with one policy at a time. Not thread-safe: see `live`."""
 
     cpu_kernels = True
-    """Whether the kernels in C may compute."""
 
     def __init__(
         self,
@@ -95,8 +94,7 @@ class Engine(Batches):
             "attention": self.cpu_kernels and not divided and attention.suits(self._kv, config.head_dim),
             "products": self.cpu_kernels and not divided and products.suits(dtype),
         }
-        # Without the kernel a loop over stacked layers would copy each layer (`decoders`). The build runs
-        # later, in a thread, so the choice rests on whether there is a compiler.
+        # Without the kernel a loop over stacked layers would copy each layer (`decoders`). The build runs later.
         rolled = self._by_kernel["products"] and has_compiler()
         self.weights = Weights(config, place, rolled=rolled, quantization=quantization, dtype=dtype)
         """The weights that it samples from."""
