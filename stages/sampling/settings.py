@@ -89,6 +89,10 @@ class EngineSettings(StageConfig):
             changed = [n for n in own if n not in ("kind", *NATIVE) and getattr(self, n) != own[n].default]
             if changed:
                 raise ValueError(f"{changed[0]} has no meaning with kind native; say kind: vllm or sglang")
+            if self.cache == "paged" and self.kv_cache_dtype == "int8":
+                raise ValueError(
+                    "cache: paged takes no kv_cache_dtype: int8, whose scales pages do not hold; say slots"
+                )
             return self
         for name in NATIVE:
             if getattr(self, name) != type(self).model_fields[name].default:

@@ -77,7 +77,6 @@ class Engine(Batches):
         go; `Replicas` has an engine in each of several."""
         dtype = "float32" if dtype == "float64" else dtype
         self.config, self._dtype, self._top, self._place = config, dtype, top, place
-        divided = isinstance(place, Mesh)
         self._kv = cast(KV, dtype if kv_cache_dtype == "auto" else kv_cache_dtype)
         self._limits = limits or Limits()
         self._waiting = Waiting()
@@ -90,9 +89,10 @@ class Engine(Batches):
         self._decoded: tuple[list[Update], Decoded[jax.Array] | None] | None = None
         # Whether a first token is returned at once, for streams; `run` turns it off.
         self._stream_first = True
+        by_c = self.cpu_kernels and not isinstance(place, Mesh)
         self._by_kernel = {
-            "attention": self.cpu_kernels and not divided and attention.suits(self._kv, config.head_dim),
-            "products": self.cpu_kernels and not divided and products.suits(dtype),
+            "attention": by_c and attention.suits(self._kv, config.head_dim),
+            "products": by_c and products.suits(dtype),
         }
         # Without the kernel a loop over stacked layers would copy each layer (`decoders`). The build runs later.
         rolled = self._by_kernel["products"] and has_compiler()

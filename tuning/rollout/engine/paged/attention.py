@@ -23,7 +23,7 @@ from tuning.rollout.engine.cache import KV, attend, within_window
 Kernel = Literal["tpu"]
 """The kernel for TPUs; None: `gathered`."""
 LANES = 128
-"""The kernel takes head sizes that are a multiple of this; smaller ones are padded with zeros."""
+"""The head size that the kernel takes; smaller ones are padded with zeros."""
 KEYS = 512
 """Keys that the kernel reads at a time, at most."""
 WINDOW = 64
@@ -61,6 +61,9 @@ def kernel_for(platform: str, config: DecoderConfig, kv: KV, dtype: str, parts: 
     """The kernel that takes this model over `parts` devices, with keys and values and computation of these types."""
     if platform != "tpu" or kv != dtype or kv not in ("bfloat16", "float32") or config.num_kv_heads % parts:
         return None
+    if config.head_dim > LANES:
+        # Its loads of every other row are of rows of 128 numbers.
+        return None
     # What the kernel's own check (`get_min_heads_per_blk`) accepts of heads in pairs, packed into 32 bits.
     rows = 2 * (config.num_kv_heads // parts) // (2 if kv == "bfloat16" else 1)
     return "tpu" if rows in (1, 2, 4, 8) or rows % 8 == 0 else None
@@ -68,7 +71,7 @@ def kernel_for(platform: str, config: DecoderConfig, kv: KV, dtype: str, parts: 
 
 def stored_head(config: DecoderConfig, kernel: Kernel | None) -> int:
     """Numbers of a head in a page."""
-    return -(-config.head_dim // LANES) * LANES if kernel else config.head_dim
+    return LANES if kernel else config.head_dim
 
 
 def make(config: DecoderConfig, pages: int, tokens: int, kv: KV, kernel: Kernel | None) -> list[dict[str, jax.Array]]:

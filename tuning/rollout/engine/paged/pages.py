@@ -15,6 +15,7 @@ from __future__ import annotations
 import collections
 import hashlib
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 
@@ -24,7 +25,10 @@ HASH_BYTES = 16
 """Of a block's name: two blocks of 2^40 have the same by chance with a probability of 2^-49."""
 
 
-def block_name(before: bytes, tokens: Sequence[int]) -> bytes:
+BlockName: TypeAlias = bytes
+
+
+def block_name(before: BlockName, tokens: Sequence[int]) -> BlockName:
     """The name of a block behind the one that is named `before`; b"" for the first."""
     return hashlib.blake2b(before + np.asarray(tokens, np.int32).tobytes(), digest_size=HASH_BYTES).digest()
 
@@ -36,8 +40,8 @@ class Pages:
         self.count = count
         self._free = list(range(count - 1, NOWHERE, -1))
         self._holders = [0] * count
-        self._by_name: dict[bytes, int] = {}
-        self._names: dict[int, bytes] = {}
+        self._by_name: dict[BlockName, int] = {}
+        self._names: dict[int, BlockName] = {}
         self._kept: collections.OrderedDict[int, None] = collections.OrderedDict()
         """Named pages that no sequence holds, those dropped first in front."""
 
@@ -63,7 +67,7 @@ class Pages:
         self._holders[page] = 1
         return page
 
-    def share(self, name: bytes) -> int | None:
+    def share(self, name: BlockName) -> int | None:
         """The page of the block of this name, for one more sequence; None where there is none."""
         page = self._by_name.get(name)
         if page is not None:
@@ -71,7 +75,7 @@ class Pages:
             self._kept.pop(page, None)
         return page
 
-    def name(self, page: int, name: bytes) -> None:
+    def name(self, page: int, name: BlockName) -> None:
         """Says which block a page holds. Where another has the same already, that one is the one to find."""
         if name not in self._by_name and page not in self._names:
             self._by_name[name] = page

@@ -20,7 +20,7 @@ from tuning.rollout.engine import programs
 from tuning.rollout.engine.cache import KV
 from tuning.rollout.engine.limits import Limits
 from tuning.rollout.engine.paged.attention import Kernel, make, page_bytes
-from tuning.rollout.engine.paged.pages import Pages, block_name
+from tuning.rollout.engine.paged.pages import BlockName, Pages, block_name
 from tuning.rollout.engine.paged.programs import Paged
 from tuning.rollout.engine.placement import Place, make_at
 from tuning.rollout.engine.pool import Pool
@@ -38,7 +38,7 @@ class Seat(Slot):
     """Its row of `Paged.seen_SV`."""
     pages: list[int] = dataclasses.field(default_factory=list)
     """For the tokens that it holds, and some that come next."""
-    names: list[bytes] = dataclasses.field(default_factory=list)
+    names: list[BlockName] = dataclasses.field(default_factory=list)
     """Of its full blocks."""
 
     @property
@@ -176,7 +176,7 @@ class PagedPool(Pool):
 
         A seat whose next block an earlier one computes in this step waits for it.
         """
-        computing: set[bytes] = set()
+        computing: set[BlockName] = set()
         planned = []
         for seat in list(self.seats):
             if seat.run is None:
@@ -261,7 +261,7 @@ class PagedPool(Pool):
         return max(0, self._limits.cache_bytes // self._page_bytes - 1)
 
     def _affordable_slots(self, context: int) -> int:
-        return min(self._limits.slots, self._affordable_pages // self._pages_for(context))
+        return min(self._limits.slots, self._affordable_pages // max(1, self._pages_for(context)))
 
     def _slot_bytes(self, context: int) -> int:
         return self._pages_for(context) * self._page_bytes
@@ -298,7 +298,7 @@ class PagedPool(Pool):
         row[np.asarray(seat.between(0, seat.run.prefill_tokens + 1))] = True
         self.arrays = self.arrays._replace(seen_SV=programs.mark(self.arrays.seen_SV, np.int32(seat.number), row))
 
-    def _next_name(self, seat: Seat) -> bytes | None:
+    def _next_name(self, seat: Seat) -> BlockName | None:
         """The name of the block that a seat begins next; None within a block, and for what others cannot have.
 
         Its last token is never found: it has to be fed, for the next one.

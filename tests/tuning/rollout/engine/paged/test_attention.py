@@ -65,23 +65,25 @@ def test_keys_and_values_of_a_head_are_neighbours_and_small_heads_are_padded():
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv", "dtype", "parts", "takes"),
+    ("heads", "size", "kv", "dtype", "parts", "takes"),
     [
-        (8, "bfloat16", "bfloat16", 1, True),
-        (8, "bfloat16", "bfloat16", 4, True),
-        (2, "bfloat16", "bfloat16", 4, False),
-        (5, "bfloat16", "bfloat16", 1, False),
-        (4, "float32", "float32", 1, True),
-        (3, "float32", "float32", 1, False),
-        (8, "int8", "bfloat16", 1, False),
-        (8, "float32", "bfloat16", 1, False),
+        (8, 256, "bfloat16", "bfloat16", 1, False),
+        (8, 128, "bfloat16", "bfloat16", 1, True),
+        (8, 64, "bfloat16", "bfloat16", 1, True),
+        (8, 64, "bfloat16", "bfloat16", 4, True),
+        (2, 64, "bfloat16", "bfloat16", 4, False),
+        (5, 64, "bfloat16", "bfloat16", 1, False),
+        (4, 64, "float32", "float32", 1, True),
+        (3, 64, "float32", "float32", 1, False),
+        (8, 64, "int8", "bfloat16", 1, False),
+        (8, 64, "float32", "bfloat16", 1, False),
     ],
 )
-def test_the_kernel_takes_what_it_checks(heads, kv, dtype, parts, takes):
-    config = dataclasses.replace(CONFIG, num_heads=2 * heads, num_kv_heads=heads, head_dim=64)
+def test_the_kernel_takes_what_it_checks(heads, size, kv, dtype, parts, takes):
+    config = dataclasses.replace(CONFIG, num_heads=2 * heads, num_kv_heads=heads, head_dim=size)
     kernel = kernel_for("tpu", config, kv, dtype, parts)
     assert (kernel == "tpu") == takes
-    assert stored_head(config, kernel) == (128 if takes else 64)
+    assert stored_head(config, kernel) == (128 if takes else size)
     assert kernel_for("gpu", config, kv, dtype, parts) is None is kernel_for("cpu", config, kv, dtype, parts)
 
 

@@ -202,6 +202,13 @@ def test_a_longer_request_than_the_tables_waits_for_those_that_run():
     assert order == numbers
 
 
+def test_prompts_are_scored_beside_the_pages():
+    prompt = list(range(3, 30))
+    engine, slots = paged(top=2), Engine(CONFIG, limits=LIMITS, top=2)
+    slots.load(PARAMS)
+    np.testing.assert_allclose(engine.score(prompt).logps, slots.score(prompt).logps, atol=1e-5)
+
+
 def test_settings_choose_the_cache():
     assert type(engine_at(None, CONFIG)) is Engine
     assert isinstance(engine_at(None, CONFIG, cache="paged"), PagedEngine)
