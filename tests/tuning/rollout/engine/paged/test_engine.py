@@ -96,7 +96,7 @@ def test_a_run_that_loses_its_pages_goes_on_with_the_same_tokens():
     ],
     ids=["one head of keys, 64", "window, 128", "softcap, queries' own keys"],
 )
-def test_log_probabilities_are_the_trainers(kind):
+def test_every_kind_of_attention_gives_what_slots_give(kind):
     config = dataclasses.replace(CONFIG, **kind)
     params = random_params(config, 5)
     engine = paged(config=config, params=params)
