@@ -13,7 +13,7 @@ from stages.contract.definition import StageConfig, execution_setting
 from stages.sampling.environment import Environment, modules_of, source_digests
 from stages.store.keys import HIDDEN, SHOWN, KeyForm, program_and_words, variables_by_digest
 
-NATIVE = ("quantization", "kv_cache_dtype")
+NATIVE = ("quantization", "kv_cache_dtype", "cache")
 """Settings of the engine in the worker, and its arguments."""
 
 SERVERS = "stages.sampling.servers"
@@ -30,6 +30,9 @@ class EngineSettings(StageConfig):
     rl.update.correction accounts."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
     """Type of its cached keys and values, with the same effect; auto: that of computation."""
+    cache: Literal["auto", "slots", "paged"] = execution_setting("auto")
+    """Where its keys and values are: in slots of equal length, or in pages that completions take as they grow; auto:
+    pages on a TPU whose kernel takes the model, else slots. Samples are the same up to roundings."""
     version: str | None = None
     """The servers' version: it is in the key of rollouts, and compared with what they report. Not for native."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -86,6 +89,10 @@ class EngineSettings(StageConfig):
             changed = [n for n in own if n not in ("kind", *NATIVE) and getattr(self, n) != own[n].default]
             if changed:
                 raise ValueError(f"{changed[0]} has no meaning with kind native; say kind: vllm or sglang")
+            if self.cache == "paged" and self.kv_cache_dtype == "int8":
+                raise ValueError(
+                    "cache: paged takes no kv_cache_dtype: int8, whose scales pages do not hold; say slots"
+                )
             return self
         for name in NATIVE:
             if getattr(self, name) != type(self).model_fields[name].default:

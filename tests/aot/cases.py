@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-Program = Literal["sft", "grpo", "dpo", "reward", "score", "move", "prefill", "decode"]
+Program = Literal["sft", "grpo", "dpo", "reward", "score", "move", "prefill", "decode", "mixed"]
 TRAINING = ("sft", "grpo", "dpo", "reward", "score")
 """Programs that read packed rows: optimizer steps, and scores of a reward model."""
 PROMPT, COMPLETION = 256, 1792
@@ -29,12 +29,15 @@ class Case:
     """Rank of the adapter that is trained; 0: everything."""
     rows: int = ROWS_A_DEVICE
     completion: int = COMPLETION
+    paged: bool = False
+    """Whether the cache of decoding is in pages; that of a mixed step always is."""
 
     @property
     def name(self) -> str:
         """PROGRAM MODEL TOPOLOGY; what differs from the usual is written behind the program."""
         marks = [self.program]
         marks += [f"{name}{size}" for name in ("data", "tensor", "context") if (size := getattr(self, name)) > 1]
+        marks += ["paged"] if self.paged else []
         marks += [f"lora{self.lora}"] if self.lora else []
         if (self.rows, self.completion) != (ROWS_A_DEVICE, COMPLETION) and self.program in ("sft", "grpo"):
             marks.append(f"{self.rows}x{PROMPT + self.completion}")
@@ -60,10 +63,13 @@ CASES = [
     Case("move", "qwen3-0.6b", "v5e:2x4"),
     Case("prefill", "qwen3-0.6b", "v5e:2x4"),
     Case("decode", "qwen3-0.6b", "v5e:2x4"),
+    Case("decode", "qwen3-0.6b", "v5e:2x4", paged=True),
+    Case("mixed", "qwen3-0.6b", "v5e:2x4", paged=True),
     Case("sft", "qwen3-0.6b", "v5e:2x4", context=2, rows=1, completion=8192 - PROMPT),
     Case("sft", "llama-3-8b", "v5e:4x4"),
     Case("grpo", "llama-3-8b", "v5e:4x4", rows=2),
     Case("decode", "llama-3-8b", "v6e:2x4", tensor=4),
+    Case("decode", "llama-3-8b", "v6e:2x4", tensor=4, paged=True),
     # One row is twice the window of Gemma 2; Gemma 3's is half of a usual row.
     Case("sft", "gemma-2-9b", "v6e:4x4", data=2, rows=1, completion=8192 - PROMPT),
     Case("sft", "gemma-3-12b", "v5p:2x2x2"),

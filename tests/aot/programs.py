@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental.topologies import get_topology_desc
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from tests.aot.cases import PROMPT, TRAINING, Case
 from tests.aot.sampling import sampling
@@ -40,6 +40,8 @@ from tuning.training.optimizers import make_optimizer, make_schedule
 from tuning.training.step import LossFn, counted, step_programs
 
 COMPUTE = Compute("bfloat16", remat="full")
+CHIP = "TPU v5 lite"
+"""Of a mesh without devices."""
 COMPLETIONS = {"sft": 1, "grpo": 4, "dpo": 2, "reward": 2, "score": 4}
 """Completions of a prompt."""
 COLUMNS = {
@@ -66,9 +68,18 @@ def lowered(case: Case, mesh: Mesh | AbstractMesh | None = None) -> tuple[Any, f
         else:
             # Each replica has an engine of its own.
             mesh = make_mesh(Axes(1, 1, case.tensor), devices[: case.tensor])
-    with compiling_for(case.platform), _without_cudnn(case):
+    elif case.paged and isinstance(mesh, AbstractMesh):
+        mesh = mesh.update(abstract_device=AbstractDevice(CHIP, 1, "tpu"))
+    with compiling_for(case.platform), _without_cudnn(case), _on_its_chip(case, mesh):
         traced, ideal = (_packed if trains else sampling)(case, mesh)
         return traced.lower(lowering_platforms=("cuda" if case.platform == "gpu" else "tpu",)), ideal
+
+
+def _on_its_chip(case: Case, mesh: Mesh | AbstractMesh) -> contextlib.AbstractContextManager[Any]:
+    """Within it the kernel of pages, which asks what chip it is for, is told that of the case."""
+    if not case.paged or case.platform != "tpu":
+        return contextlib.nullcontext()
+    return use_abstract_mesh(mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh)
 
 
 def _devices(case: Case) -> list[Any]:

@@ -17,11 +17,16 @@ from tuning.rollout.engine import cache, programs
 from tuning.rollout.engine.ahead import abstract_weights
 from tuning.rollout.engine.cpu.kernels import Kernels
 from tuning.rollout.engine.decoders import lay_out
+from tuning.rollout.engine.paged import attention
+from tuning.rollout.engine.paged import programs as paged
 from tuning.rollout.engine.placement import cache_shardings
+from tuning.rollout.engine.rows import blank_rows
 from tuning.rollout.engine.slots import Slot, pack, row_arrays
 
 SLOTS, CAPACITY, CHUNK, STEPS = 64, 2048, 1024, 64
 """Slots a device, tokens of a slot, of a prefill chunk, of a run of decoding."""
+PAGE = 64
+"""Tokens of a page."""
 LAYERS = 4
 """Of the engine's model, whose layers are compiled one by one: bytes and FLOPs are those of so many."""
 
@@ -40,6 +45,8 @@ def sampling(case: Case, mesh: Any) -> tuple[Any, float]:
         # `Engine.load` does it layer by layer; as one program its collectives can be read.
         move = jax.jit(lambda p: lay_out(graph, p, **layout)[1], out_shardings=shardings(shapes, mesh))
         return move.trace(params), 0.0
+    if case.paged:
+        return _paged(case, mesh, config, laid_out, weights)
     slots = SLOTS * replicas
     stacks = jax.eval_shape(lambda: cache.make(config, slots, CAPACITY, "bfloat16", rolled=False))
     held = placed(stacks, cache_shardings(stacks, mesh))
@@ -58,6 +65,40 @@ def sampling(case: Case, mesh: Any) -> tuple[Any, float]:
     head = config.hidden_size * config.vocab_size
     read = 2 * config.num_heads * config.head_dim * (CAPACITY + STEPS)
     return traced, 2.0 * (config.num_layers * (kernels(config) + read) + head) * SLOTS / parts
+
+
+def _paged(case: Case, mesh: Any, config: Any, graph: Any, weights: Any) -> tuple[Any, float]:
+    """As `sampling`, with pages for as many tokens; tables are as wide as the longest sequence."""
+    parts = mesh.shape["tensor"]
+    kernel = attention.kernel_for(case.platform, config, "bfloat16", "bfloat16", parts)
+    width = (CAPACITY + STEPS) // PAGE
+    stacks = jax.eval_shape(lambda: attention.make(config, 1 + SLOTS * CAPACITY // PAGE, PAGE, "bfloat16", kernel))
+    held = placed(stacks, cache_shardings(stacks, mesh))
+    whole = NamedSharding(mesh, PartitionSpec())
+    seen: Any = jax.ShapeDtypeStruct((SLOTS, config.vocab_size), bool, sharding=whole)
+    rows, slots, table = on_all(
+        (blank_rows(SLOTS), np.zeros(SLOTS, np.int32), np.zeros((SLOTS, width), np.int32)), mesh
+    )
+    state = paged.Paged(held, seen)
+    over = mesh if kernel and parts > 1 else None
+    options: Any = {"top": 0, "dtype": "bfloat16", "kernel": kernel, "mesh": over}
+    head = config.hidden_size * config.vocab_size * SLOTS
+    # The kernel's products are in neither figure.
+    gathered = 0 if kernel else 2 * config.num_heads * config.head_dim * width * PAGE
+    if case.program == "decode":
+        wake, most = on_all((np.int32(SLOTS), np.int32(STEPS)), mesh)
+        traced = paged.decode.trace(graph, weights, state, table, rows, slots, wake, most, steps=STEPS, **options)
+        return traced, 2.0 * (config.num_layers * (kernels(config) + gathered) * SLOTS + head) / parts
+    tokens = CHUNK + SLOTS
+    each, ends = np.zeros(tokens, np.int32), np.zeros(SLOTS + 1, np.int32)
+    fed = on_all(
+        paged.Fed(
+            each, each, attention.Ragged(each, ends[1:], np.zeros((SLOTS, width), np.int32), ends, ends[:1]), ends[1:]
+        ),
+        mesh,
+    )
+    traced = paged.mixed.trace(graph, weights, state, fed, rows, slots, **options)
+    return traced, 2.0 * (config.num_layers * (kernels(config) + gathered) * tokens + head) / parts
 
 
 def _training(mesh: Any) -> Any:

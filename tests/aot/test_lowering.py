@@ -29,6 +29,16 @@ def test_for_eight_gpus_it_lowers_without_kernels_of_a_tpu(program):
     assert "tpu_custom_call" not in text and "cudnn" not in text
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("program", ["decode", "mixed"])
+def test_pages_are_read_by_the_kernel_for_tpus_and_gathered_on_gpus(program, parts):
+    mesh = AbstractMesh((1, 1, parts), ("data", "fsdp", "tensor"))
+    case = Case(program, "small", "v5e:2x4", tensor=parts, paged=True)
+    assert "ragged_paged_attention_kernel" in lowered(case, mesh)[0].as_text()
+    on_gpu = lowered(Case(program, "small", "h100x8", tensor=parts, paged=True), mesh)[0].as_text()
+    assert "tpu_custom_call" not in on_gpu
+
+
 def test_with_tensor_and_an_adapter_it_lowers_too():
     mesh = AbstractMesh((1, 4, 2), ("data", "fsdp", "tensor"))
     for marks in ({"tensor": 2}, {"tensor": 2, "lora": 8}):

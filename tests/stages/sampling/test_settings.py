@@ -29,6 +29,8 @@ def sets(**values):
         ([*URL, *sets(sync="restart")], "sync restart is for servers that are started here"),
         ([*URL, *sets(quantization="int8")], "quantization is of kind native; servers have arguments of their own"),
         ([*URL, *sets(kv_cache_dtype="int8")], "kv_cache_dtype is of kind native"),
+        ([*URL, *sets(cache="paged")], "cache is of kind native"),
+        (sets(cache="paged", kv_cache_dtype="int8"), "whose scales pages do not hold; say slots"),
         ([*URL, *sets(timout=5)], "unknown key; did you mean timeout?"),
     ],
 )
@@ -74,6 +76,7 @@ def test_how_the_native_engine_holds_numbers_is_content():
         return config_content(load_recipe("smoke", sets=told).rl.rollout)
 
     assert content(*sets(quantization="int8")) != content() != content(*sets(kv_cache_dtype="bfloat16"))
+    assert content(*sets(cache="paged")) == content()
 
 
 def test_one_url_and_words_in_a_line_may_be_written_short():

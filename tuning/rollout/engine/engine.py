@@ -46,7 +46,8 @@ from tuning.rollout.engine.decoders import Graph, Quantization
 from tuning.rollout.engine.limits import Limits
 from tuning.rollout.engine.placement import Place
 from tuning.rollout.engine.pool import Pool
-from tuning.rollout.engine.programs import Decoded, State
+from tuning.rollout.engine.programs import State
+from tuning.rollout.engine.rows import Decoded
 from tuning.rollout.engine.sampling import completion_keys
 from tuning.rollout.engine.scores import Scores, prompt_scores
 from tuning.rollout.engine.slots import Slot, pack, row_arrays
@@ -57,6 +58,8 @@ from tuning.rollout.requests import Request, Update
 
 class Engine(Batches):
     """Generates with one policy at a time. Not thread-safe: see `live`."""
+
+    cpu_kernels = True
 
     def __init__(
         self,
@@ -74,7 +77,6 @@ class Engine(Batches):
         go; `Replicas` has an engine in each of several."""
         dtype = "float32" if dtype == "float64" else dtype
         self.config, self._dtype, self._top, self._place = config, dtype, top, place
-        divided = isinstance(place, Mesh)
         self._kv = cast(KV, dtype if kv_cache_dtype == "auto" else kv_cache_dtype)
         self._limits = limits or Limits()
         self._waiting = Waiting()
@@ -87,19 +89,22 @@ class Engine(Batches):
         self._decoded: tuple[list[Update], Decoded[jax.Array] | None] | None = None
         # Whether a first token is returned at once, for streams; `run` turns it off.
         self._stream_first = True
+        by_c = self.cpu_kernels and not isinstance(place, Mesh)
         self._by_kernel = {
-            "attention": not divided and attention.suits(self._kv, config.head_dim),
-            "products": not divided and products.suits(dtype),
+            "attention": by_c and attention.suits(self._kv, config.head_dim),
+            "products": by_c and products.suits(dtype),
         }
-        # Without the kernel a loop over stacked layers would copy each layer (`decoders`). The build runs
-        # later, in a thread, so the choice rests on whether there is a compiler.
+        # Without the kernel a loop over stacked layers would copy each layer (`decoders`). The build runs later.
         rolled = self._by_kernel["products"] and has_compiler()
         self.weights = Weights(config, place, rolled=rolled, quantization=quantization, dtype=dtype)
         """The weights that it samples from."""
-        self._pool = Pool(config, self._limits, self._kv, place, rolled=rolled)
+        self._pool = self._make_pool(rolled)
         if any(self._by_kernel.values()):
             # Compiling the C sources takes seconds: it overlaps with the loading of weights.
             threading.Thread(target=lambda: self._kernels, name="build", daemon=True).start()
+
+    def _make_pool(self, rolled: bool) -> Pool:
+        return Pool(self.config, self._limits, self._kv, self._place, rolled=rolled)
 
     @without_float64
     def load(self, params: nnx.State) -> None:

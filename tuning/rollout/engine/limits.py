@@ -28,10 +28,12 @@ class Limits:
     prefill_chunks: int = 0
     """Chunks between two runs of decoding, so that new prompts do not delay tokens of others; 0: no limit."""
     prefix_reuse: bool = True
-    """Whether a prompt reuses the keys and values that an earlier one left in a slot."""
+    """Whether a prompt reuses the keys and values that an earlier one left."""
+    page_tokens: int = 64
+    """Tokens of a page, where keys and values are in pages."""
 
     def __post_init__(self) -> None:
-        for name in ("slots", "steps"):
+        for name in ("slots", "steps", "page_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Limits.{name} is {getattr(self, name)}; it is 1 or more")
         if not self.chunks or list(self.chunks) != sorted(set(self.chunks)) or self.chunks[0] < 1:

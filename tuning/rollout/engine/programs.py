@@ -40,7 +40,7 @@ from tuning.rollout.engine.cache import (
 )
 from tuning.rollout.engine.cpu import attention as cpu_attention
 from tuning.rollout.engine.cpu.kernels import Kernels
-from tuning.rollout.engine.sampling import Controls, sample, uniforms
+from tuning.rollout.engine.rows import Decoded, Rows, nothing_decoded, sampled
 
 Prefixed = Literal["none", "one", "many"]
 """Which pieces of a chunk continue what their slots hold: none, the first alone, or any."""
@@ -71,39 +71,6 @@ class Chunk(NamedTuple, Generic[Array]):
     """The slot of its piece."""
     entries: Entries[Array]
     """Where the pieces go."""
-
-
-class Rows(NamedTuple, Generic[Array]):
-    """The start of a run of decoding, one entry a slot."""
-
-    token_R: Array
-    """To feed: the newest token, whose keys and values are not cached yet."""
-    length_R: Array
-    """Cached tokens before it."""
-    left_R: Array
-    """Tokens that the completion may still get."""
-    made_R: Array
-    """Tokens that it has: the place of the next one in its random stream."""
-    live_R: Array
-    """Whether the slot decodes; bool."""
-    key_R2: Array
-    """Key data of the sample."""
-    stops_RE: Array
-    """Token ids that end the completion, padded with -1."""
-    controls: Controls[Array]
-
-
-class Decoded(NamedTuple, Generic[Array]):
-    """The tokens of a run of decoding. Of row r only the first `made_R[r]` count."""
-
-    tokens_RT: Array
-    logps_RT: Array
-    top_ids_RTN: Array
-    """N most probable ids at each token; N may be 0."""
-    top_logps_RTN: Array
-    made_R: Array
-    live_R: Array
-    """Whether the completion goes on."""
 
 
 class _Loop(NamedTuple):
@@ -284,7 +251,6 @@ def decode(
     """
     model = nnx.merge(graph, weights)
     model.target = kernels.products
-    penalised = jnp.any(rows.controls.repetition_penalty_R != 1)
 
     def running(loop: _Loop) -> jax.Array:
         # `most` and `wake` are arrays, not static: their values compile nothing.
@@ -305,43 +271,13 @@ def decode(
             new=loop.near,
             dtype=jnp.dtype(dtype),
         )
-        each = jnp.arange(len(token_R))
-        # Without a penalty in any row nothing reads `seen_RV`, and the update would copy it.
-        seen_RV = jax.lax.cond(penalised, lambda x: x.at[each, token_R].set(True), lambda x: x, loop.seen_RV)
-        # A draw depends on the sample's key and the token's number, not on the slot or the run (R15).
-        uniform_R = uniforms(rows.key_R2, rows.made_R + t)
-        token_R, logp_R, (top_ids, top_logps) = sample(
-            model.logits(hidden[:, 0]), uniform_R, rows.controls, seen_RV, top
-        )
-        # A row that has ended still writes tokens below; its count stands still, so they are not read.
-        made_R = out.made_R + out.live_R
-        ended_R = jnp.any(token_R[:, None] == rows.stops_RE, axis=-1) | (made_R >= rows.left_R)
-        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=t, axis=1)
-        decoded = Decoded(
-            tokens_RT=put(out.tokens_RT, token_R[:, None]),
-            logps_RT=put(out.logps_RT, logp_R[:, None]),
-            top_ids_RTN=put(out.top_ids_RTN, top_ids[:, None]),
-            top_logps_RTN=put(out.top_logps_RTN, top_logps[:, None]),
-            made_R=made_R,
-            live_R=out.live_R & ~ended_R,
-        )
+        token_R, seen_RV, decoded = sampled(model, hidden[:, 0], token_R, t, rows, out, loop.seen_RV, top)
         return _Loop(t + 1, token_R, near, seen_RV, decoded)
 
-    loop = jax.lax.while_loop(running, step, _before_first_step(state, rows, steps, top))
+    near = make_like(state.cache, len(rows.token_R), steps)
+    before = _Loop(jnp.asarray(0), rows.token_R, near, state.seen_RV, nothing_decoded(rows, steps, top))
+    loop = jax.lax.while_loop(running, step, before)
     return State(append(state.cache, loop.near, rows.length_R), loop.seen_RV), loop.out
-
-
-def _before_first_step(state: State, rows: Rows[jax.Array], steps: int, top: int) -> _Loop:
-    count = len(rows.token_R)
-    nothing = Decoded(
-        tokens_RT=jnp.zeros((count, steps), jnp.int32),
-        logps_RT=jnp.zeros((count, steps), jnp.float32),
-        top_ids_RTN=jnp.zeros((count, steps, top), jnp.int32),
-        top_logps_RTN=jnp.zeros((count, steps, top), jnp.float32),
-        made_R=jnp.zeros(count, jnp.int32),
-        live_R=rows.live_R,
-    )
-    return _Loop(jnp.asarray(0), rows.token_R, make_like(state.cache, count, steps), state.seen_RV, nothing)
 
 
 def _attend_step(

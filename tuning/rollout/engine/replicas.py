@@ -20,7 +20,7 @@ import collections
 import concurrent.futures
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from flax import nnx
@@ -31,9 +31,11 @@ from tuning.mesh import make_mesh
 from tuning.models.config import DecoderConfig
 from tuning.precision import without_float64
 from tuning.rollout.engine.batches import Batches
+from tuning.rollout.engine.cache import KV
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.engine.limits import Limits
-from tuning.rollout.engine.placement import part_of, places_of, put_weights
+from tuning.rollout.engine.paged.engine import PagedEngine, runs_paged
+from tuning.rollout.engine.placement import Place, part_of, places_of, put_weights
 from tuning.rollout.engine.sampling import completion_keys
 from tuning.rollout.engine.scores import Scores
 from tuning.rollout.requests import Completion, Request, Update
@@ -73,7 +75,7 @@ class Replicas(Batches):
         """`mesh` as of `placement.sampling_mesh`. The other arguments are of each `Engine`; slots and memory too."""
         self.config, self._mesh = config, mesh
         self._places = places_of(mesh)
-        self._engines = [Engine(config, dtype, limits, place=place, **options) for place in self._places]
+        self._engines = [engine_at(place, config, dtype, limits, **options) for place in self._places]
         self._groups: dict[tuple[int, ...], collections.deque[_Queued]] = {}
         """By prompt, in the order of arrival; none is empty."""
         self._owner: dict[tuple[int, ...], int] = {}
@@ -325,13 +327,30 @@ def _called(function: Callable[..., None], *arguments: Any) -> concurrent.future
     return future
 
 
+def engine_at(
+    place: Place,
+    config: DecoderConfig,
+    dtype: str = "float32",
+    limits: Limits | None = None,
+    *,
+    cache: Literal["auto", "slots", "paged"] = "auto",
+    kv_cache_dtype: KV | Literal["auto"] = "auto",
+    **options: Any,
+) -> Engine:
+    """The engine of one place. cache: whether keys and values are in slots of equal length or in pages; auto: in pages
+    where the kernel for TPUs takes the model."""
+    parts = place.shape["tensor"] if isinstance(place, Mesh) else 1
+    kind = PagedEngine if runs_paged(cache, config, dtype, kv_cache_dtype, parts) else Engine
+    return kind(config, dtype, limits, place=place, kv_cache_dtype=kv_cache_dtype, **options)
+
+
 def engine_over(
     mesh: Mesh | None, config: DecoderConfig, dtype: str = "float32", limits: Limits | None = None, **options: Any
 ) -> Engine | Replicas:
-    """The engine of a mesh of `placement.sampling_mesh`: `Replicas` where there are several, else an `Engine`."""
+    """The engine of a mesh of `placement.sampling_mesh`: `Replicas` where there are several, else `engine_at`."""
     if mesh is None:
-        return Engine(config, dtype, limits, **options)
+        return engine_at(None, config, dtype, limits, **options)
     places = places_of(mesh)
     if len(places) == 1:
-        return Engine(config, dtype, limits, place=places[0], **options)
+        return engine_at(places[0], config, dtype, limits, **options)
     return Replicas(config, dtype, limits, mesh=mesh, **options)

@@ -8,9 +8,9 @@ import operator
 import numpy as np
 
 from tuning.rollout.engine.cache import WINDOW, Entries
-from tuning.rollout.engine.programs import Chunk, Decoded, Prefixed, Rows
-from tuning.rollout.engine.sampling import Controls
-from tuning.rollout.requests import MAX_STOP_IDS, Completion, Request
+from tuning.rollout.engine.programs import Chunk, Prefixed
+from tuning.rollout.engine.rows import Decoded, Rows, blank_rows
+from tuning.rollout.requests import Completion, Request
 
 
 @dataclasses.dataclass(eq=False)
@@ -31,8 +31,8 @@ class Run:
 
     @property
     def prefill_tokens(self) -> int:
-        """Tokens that must be cached before decoding: all but the prompt's last, which decoding feeds."""
-        return len(self.request.prompt) - 1
+        """Tokens that must be cached before decoding: all but the last, which decoding feeds."""
+        return len(self.request.prompt) + len(self.tokens) - 1
 
     @property
     def left(self) -> int:
@@ -135,28 +135,27 @@ def longest_prefix(slots: list[Slot], run: Run) -> tuple[Slot | None, int]:
     return (best, most) if enough else (None, 0)
 
 
+def fill_row(rows: Rows[np.ndarray], i: int, slot: Slot) -> None:
+    """Makes row `i` live, with the run of a slot that decodes."""
+    run = slot.run
+    assert run is not None
+    rows.token_R[i] = run.next_input
+    rows.length_R[i] = len(slot.held)
+    rows.left_R[i] = run.left
+    rows.made_R[i] = len(run.tokens)
+    rows.live_R[i] = True
+    rows.key_R2[i] = run.key
+    rows.stops_RE[i, : len(run.request.stop_ids)] = run.request.stop_ids
+    for name, value in dataclasses.asdict(run.request.sampling).items():
+        getattr(rows.controls, f"{name}_R")[i] = value
+
+
 def row_arrays(slots: list[Slot], capacity: int, steps: int) -> Rows[np.ndarray]:
     """What `programs.decode` needs of each slot.
 
     Rows of free slots, and of slots that still prefill, are not live.
     """
-    count = len(slots)
-    rows = Rows(
-        token_R=np.zeros(count, np.int32),
-        length_R=np.zeros(count, np.int32),
-        left_R=np.zeros(count, np.int32),
-        made_R=np.zeros(count, np.int32),
-        live_R=np.zeros(count, bool),
-        key_R2=np.zeros((count, 2), np.uint32),
-        stops_RE=np.full((count, MAX_STOP_IDS), -1, np.int32),
-        controls=Controls(
-            temperature_R=np.ones(count, np.float32),
-            top_p_R=np.ones(count, np.float32),
-            top_k_R=np.zeros(count, np.int32),
-            min_p_R=np.zeros(count, np.float32),
-            repetition_penalty_R=np.ones(count, np.float32),
-        ),
-    )
+    rows = blank_rows(len(slots))
     for i, slot in enumerate(slots):
         if not slot.decoding:
             # Decoding writes `steps` tokens behind those of every slot, live or not. Where there is no room for them,
@@ -164,17 +163,7 @@ def row_arrays(slots: list[Slot], capacity: int, steps: int) -> Rows[np.ndarray]
             del slot.held[max(0, capacity - steps) :]
             rows.length_R[i] = len(slot.held)
             continue
-        run = slot.run
-        assert run is not None
-        rows.token_R[i] = run.next_input
-        rows.length_R[i] = len(slot.held)
-        rows.left_R[i] = run.left
-        rows.made_R[i] = len(run.tokens)
-        rows.live_R[i] = True
-        rows.key_R2[i] = run.key
-        rows.stops_RE[i, : len(run.request.stop_ids)] = run.request.stop_ids
-        for name, value in dataclasses.asdict(run.request.sampling).items():
-            getattr(rows.controls, f"{name}_R")[i] = value
+        fill_row(rows, i, slot)
     return rows
 
 

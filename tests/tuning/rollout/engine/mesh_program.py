@@ -19,14 +19,16 @@ from tuning.rollout.engine import programs
 from tuning.rollout.engine.folder import load_folder
 from tuning.rollout.engine.limits import Limits
 from tuning.rollout.engine.live import EngineStopped, Live
+from tuning.rollout.engine.paged.engine import PagedEngine
 from tuning.rollout.engine.placement import cache_shardings, sampling_mesh
 from tuning.rollout.engine.replicas import StepFailed, engine_over
 from tuning.rollout.engine.slots import Slot, pack, row_arrays
 from tuning.rollout.requests import Request, Sampling
 
 # One capacity and one chunk: each program is compiled for each device.
-LIMITS = Limits(slots=4, context=80, steps=4, chunks=(32,))
+LIMITS = Limits(slots=4, context=80, steps=4, chunks=(32,), page_tokens=20)
 SMALL = {"quantization": "int8", "kv_cache_dtype": "bfloat16"}
+PAGED = {"cache": "paged"}
 ENGINES = {
     "one": (None, 1, {}),
     "two": (Axes(data=2, fsdp=1), 2, {}),
@@ -35,11 +37,19 @@ ENGINES = {
     "whole": (Axes(tensor=2), 2, {}),
     "small one": (None, 1, SMALL),
     "small tensor": (Axes(data=2, fsdp=1, tensor=-1), 4, SMALL),
+    "paged one": (None, 1, PAGED),
+    "paged two": (Axes(data=2, fsdp=1), 2, PAGED),
+    "paged eight": (Axes(fsdp=-1), 8, PAGED),
+    "paged tensor": (Axes(data=2, fsdp=1, tensor=-1), 4, PAGED),
 }
 
 
 def engines_of(engine):
     return getattr(engine, "_engines", [engine])
+
+
+def cache_of(engine):
+    return engine._pool.arrays.pages if isinstance(engine, PagedEngine) else engine._pool.state.cache
 
 
 def bytes_by_device(arrays):
@@ -72,7 +82,7 @@ def same_samples():
         engine.load(trained)
         done = sampled(engine, requests)
         weights = bytes_by_device(x for e in engines_of(engine) for x in jax.tree.leaves(e.weights.now[1]))
-        held = bytes_by_device(x for e in engines_of(engine) for x in jax.tree.leaves(e._pool.state.cache))
+        held = bytes_by_device(x for e in engines_of(engine) for x in jax.tree.leaves(cache_of(e)))
         found[name] = {
             "weights": weights,
             "cache_devices": sorted(held),

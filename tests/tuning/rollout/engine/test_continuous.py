@@ -302,3 +302,17 @@ def test_what_old_weights_cached_is_not_used_with_new_ones(steps):
         assert request is not first or late == wanted[2]
         engine.submit(request)
         assert ended(engine) == wanted
+
+
+def test_a_prompt_that_is_prefilled_between_the_tokens_of_others_counts_its_own_tokens_as_seen():
+    engine = loaded(Limits(slots=2, context=96, steps=2, chunks=(8,), prefill_chunks=1))
+    penalised = Sampling(repetition_penalty=1.5)
+    engine.submit(Request([1, 2, 3], 20, penalised))
+    engine.step()
+    prompt = list(range(5, 45))
+    number = engine.submit(Request(prompt, 4, penalised))
+    engine.step()
+    engine.step()
+    (slot,) = [i for i, s in enumerate(engine._pool.slots) if s.run and s.run.number == number]
+    assert not engine._pool.slots[slot].decoding
+    assert np.flatnonzero(np.asarray(engine._pool.state.seen_RV[slot])).tolist() == prompt

@@ -31,6 +31,10 @@ def found():
         ("eight", "one", 1e-5),
         ("tensor", "one", 1e-4),
         ("whole", "one", 1e-4),
+        ("paged one", "one", 1e-5),
+        ("paged two", "one", 1e-5),
+        ("paged eight", "one", 1e-5),
+        ("paged tensor", "one", 1e-4),
         # Keys that differ in the last bit may differ in the last of bfloat16.
         ("small tensor", "small one", 0.02),
     ],

@@ -1,0 +1,121 @@
+"""Attention over pages against the formula that comes with JAX's kernel, and where that kernel may be used."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
+
+from tests.tuning.tiny import CONFIG
+from tuning.models.decoder import AttentionSpec
+from tuning.rollout.engine.paged.attention import Ragged, attend_ragged, kernel_for, stored_head, write
+from tuning.rollout.engine.paged.pages import NOWHERE, Pages, block_name
+
+PAGE, WIDTH, COUNT = 16, 5, 24
+
+
+def batch(heads, group, size, lengths, queries, padding=3):
+    """(queries, pages with keys and values, ragged batch) of sequences of these lengths; one more is padding."""
+    rng = np.random.default_rng(0)
+    rows, used = len(lengths) + 1, len(lengths)
+    pages = jnp.asarray(rng.normal(size=(COUNT, PAGE, 2 * heads, size)), jnp.float32)
+    table = rng.permutation(np.arange(1, COUNT))[: used * WIDTH].reshape(used, WIDTH)
+    starts = np.concatenate([[0], np.cumsum([*queries, 0])])
+    count = starts[-1] + padding
+    ragged = Ragged(
+        np.zeros(count, np.int32),
+        np.asarray([*lengths, 0], np.int32),
+        np.concatenate([table, np.zeros((1, WIDTH))]).astype(np.int32),
+        starts.astype(np.int32),
+        np.asarray([used], np.int32),
+    )
+    q = jnp.asarray(rng.normal(size=(count, heads * group, size)), jnp.float32)
+    assert len(ragged.length_R) == rows
+    return q, pages, jax.tree.map(jnp.asarray, ragged)
+
+
+@pytest.mark.parametrize(
+    ("heads", "group", "size", "window", "softcap", "queries"),
+    [
+        pytest.param(2, 3, 64, None, None, (1, 70, 3, 16), marks=pytest.mark.slow),
+        pytest.param(1, 4, 128, 7, None, (1, 70, 3, 16), marks=pytest.mark.slow),
+        (2, 1, 128, 20, 3.0, (1, 70, 3, 16)),
+        (2, 2, 64, 9, 2.0, (1, 1, 1, 1)),
+    ],
+)
+def test_it_is_the_formula_of_the_kernel(heads, group, size, window, softcap, queries):
+    q, pages, ragged = batch(heads, group, size, (33, 70, 3, 80), queries)
+    spec = AttentionSpec(size**-0.5, softcap, window, jnp.zeros(()))
+    single = max(queries) == 1
+    found = jax.jit(lambda q, pages: attend_ragged(q, pages, ragged, spec, single=single, kernel=None))(q, pages)
+    wanted = ref_ragged_paged_attention(
+        q, pages, *ragged[1:], sm_scale=spec.scale, sliding_window=window, soft_cap=softcap
+    )
+    np.testing.assert_allclose(found[: sum(queries)], wanted, atol=2e-6)
+
+
+def test_keys_and_values_of_a_head_are_neighbours_and_small_heads_are_padded():
+    pages = write(
+        jnp.ones((3, 4, 4, 8)), jnp.full((2, 2, 5), 2.0), jnp.full((2, 2, 5), 3.0), jnp.asarray([4 + 1, 8 + 3])
+    )
+    assert pages[1, 1].tolist() == [[2.0] * 5 + [0.0] * 3, [3.0] * 5 + [0.0] * 3] * 2
+    assert (pages[2, 3] == pages[1, 1]).all() and float(jnp.sum(pages != 1)) == 2 * 4 * 8
+
+
+@pytest.mark.parametrize(
+    ("heads", "size", "kv", "dtype", "parts", "takes"),
+    [
+        (8, 256, "bfloat16", "bfloat16", 1, False),
+        (8, 128, "bfloat16", "bfloat16", 1, True),
+        (8, 64, "bfloat16", "bfloat16", 1, True),
+        (8, 64, "bfloat16", "bfloat16", 4, True),
+        (2, 64, "bfloat16", "bfloat16", 4, False),
+        (5, 64, "bfloat16", "bfloat16", 1, False),
+        (4, 64, "float32", "float32", 1, True),
+        (3, 64, "float32", "float32", 1, False),
+        (8, 64, "int8", "bfloat16", 1, False),
+        (8, 64, "float32", "bfloat16", 1, False),
+    ],
+)
+def test_the_kernel_takes_what_it_checks(heads, size, kv, dtype, parts, takes):
+    config = dataclasses.replace(CONFIG, num_heads=2 * heads, num_kv_heads=heads, head_dim=size)
+    kernel = kernel_for("tpu", config, kv, dtype, parts)
+    assert (kernel == "tpu") == takes
+    assert stored_head(config, kernel) == (128 if takes else size)
+    assert kernel_for("gpu", config, kv, dtype, parts) is None is kernel_for("cpu", config, kv, dtype, parts)
+
+
+def test_pages_are_taken_shared_found_and_forgotten():
+    pages = Pages(4)
+    first, second = pages.take(), pages.take()
+    assert NOWHERE not in (first, second) and pages.available == 1
+    name = block_name(b"", [1, 2])
+    pages.name(first, name)
+    pages.name(second, block_name(name, [3, 4]))
+    # The second block has another name where it stands elsewhere.
+    assert pages.share(block_name(b"", [3, 4])) is None
+    assert pages.share(name) == first
+    pages.drop([first, second])
+    assert pages.held == 1, "the first page has one more holder"
+    pages.drop([first])
+    assert pages.share(name) == first and pages.held == 1
+    third, fourth = pages.take(), pages.take()
+    assert {first, third, fourth} == {1, 2, 3} and pages.take() is None
+    assert pages.share(block_name(name, [3, 4])) is None, "its page was taken"
+    pages.drop([first])
+    pages.forget()
+    assert pages.share(name) is None and pages.available == 1
+
+
+def test_of_what_nobody_holds_the_end_of_the_oldest_is_taken_first():
+    pages = Pages(5)
+    names = [b""]
+    held = [pages.take() for _ in range(4)]
+    for page in held:
+        names.append(block_name(names[-1], [page]))
+        pages.name(page, names[-1])
+    pages.drop(held[:2])
+    pages.drop(held[2:])
+    assert [pages.take() for _ in range(4)] == [held[1], held[0], held[3], held[2]]

@@ -1,0 +1,327 @@
+"""The sequences of an engine with pages: which are seated, which pages each has, and what each is fed next.
+
+Memory is by tokens that are held, not by the longest that could be. So it may run out under sequences that go on: then
+the one that was seated last gives its pages up, waits, and is fed its prompt and its tokens so far again. The one that
+was seated first never does, and no request is accepted that exceeds the memory by itself: something always goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tuning.models.config import DecoderConfig
+from tuning.rollout.engine import programs
+from tuning.rollout.engine.cache import KV
+from tuning.rollout.engine.limits import Limits
+from tuning.rollout.engine.paged.attention import Kernel, make, page_bytes
+from tuning.rollout.engine.paged.pages import BlockName, Pages, block_name
+from tuning.rollout.engine.paged.programs import Paged
+from tuning.rollout.engine.placement import Place, make_at
+from tuning.rollout.engine.pool import Pool
+from tuning.rollout.engine.slots import Run, Slot
+
+TABLE = 2**17
+"""Most numbers of pages in a batch: the kernel holds them in the scalar memory of a TPU's core, which has 1 MiB."""
+
+
+@dataclasses.dataclass(eq=False)
+class Seat(Slot):
+    """A sequence with pages."""
+
+    number: int = 0
+    """Its row of `Paged.seen_SV`."""
+    pages: list[int] = dataclasses.field(default_factory=list)
+    """For the tokens that it holds, and some that come next."""
+    names: list[BlockName] = dataclasses.field(default_factory=list)
+    """Of its full blocks."""
+
+    @property
+    def pending(self) -> int:
+        """Tokens of its prompt and completion that are not cached; the last one makes the next."""
+        assert self.run is not None
+        return self.run.prefill_tokens + 1 - len(self.held)
+
+    def between(self, first: int, end: int) -> list[int]:
+        """Tokens of its prompt and completion from place `first` to `end`."""
+        assert self.run is not None
+        prompt, tokens = self.run.request.prompt, self.run.tokens
+        split = len(prompt)
+        return [*prompt[first:end], *tokens[max(0, first - split) : max(0, end - split)]]
+
+
+class PagedPool(Pool):
+    """Seats in the order in which they were given, and their pages."""
+
+    def __init__(self, config: DecoderConfig, limits: Limits, kv: KV, place: Place, *, kernel: Kernel | None):
+        self._kernel = kernel
+        self._size = limits.page_tokens
+        self._page_bytes = page_bytes(config, self._size, kv, kernel)
+        super().__init__(config, limits, kv, place, rolled=False)
+        self.seats: list[Seat] = []
+        self.arrays: Paged | None = None
+        self.preempted: list[Run] = []
+        """Runs that have lost their seats and wait again, for the engine to take."""
+        self._pages = Pages(1)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that all pages hold."""
+        return (self._pages.count - 1) * self._size
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of keys and values that are in memory now, used or not."""
+        return 0 if self.arrays is None else sum(x.nbytes for x in jax.tree.leaves(self.arrays.pages))
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens that the pages of seated sequences have room for."""
+        return self._pages.held * self._size
+
+    @functools.cached_property
+    def widest(self) -> int:
+        """The longest context that model, limits and memory let a sequence have."""
+        longest = self._limits.context or self._config.max_positions
+        return max(0, min(longest, self._config.max_positions, self._affordable_pages * self._size))
+
+    @property
+    def room(self) -> int:
+        """Runs that could be seated now, half as long as the longest context so far."""
+        if not self.seats:
+            return self._most_seats
+        half = max(1, self._pages_for(self._context or self.widest) // 2)
+        return max(0, min(self._most_seats - len(self.seats), self._pages.available // half))
+
+    @property
+    def size(self) -> str:
+        """The most sequences, and tokens and bytes of all, in words."""
+        count = self._wanted()
+        held = count * self._page_bytes / 2**20
+        return f"up to {self._most_seats} sequences in {count - 1} pages of {self._size} tokens, {held:,.1f} MiB"
+
+    @property
+    def live(self) -> int:
+        """Seats."""
+        return len(self.seats)
+
+    @property
+    def taken(self) -> int:
+        """Seats. None is kept for an ended request: what it has cached is found by its blocks."""
+        return len(self.seats)
+
+    @property
+    def table_width(self) -> int:
+        """Pages of the longest sequence."""
+        return self._pages_for(self._context or self.widest)
+
+    @property
+    def most_seats(self) -> int:
+        """Sequences of a batch, at most."""
+        return self._most_seats
+
+    def leave(self, slot: Slot, keep: bool = True) -> Run:
+        """Ends the run of a seat, which is given up. Its pages stay known by their blocks."""
+        assert isinstance(slot, Seat) and slot.run is not None
+        self.name_blocks(slot)
+        self._pages.drop(slot.pages)
+        self.seats.remove(slot)
+        run, slot.run, slot.pages = slot.run, None, []
+        return run
+
+    def remove(self, numbers: Collection[int]) -> list[Run]:
+        """Ends the runs of these requests that have seats."""
+        return [self.leave(s) for s in list(self.seats) if s.run and s.run.number in numbers]
+
+    def release(self, number: int) -> None:
+        """Nothing: no seat is kept for an ended request."""
+
+    def admit(self, waiting: Sequence[Run]) -> list[Run]:
+        """Seats waiting runs, in order, while there are seats and pages for what they begin with; returns them."""
+        if not waiting:
+            return []
+        longer = next((i for i, r in enumerate(waiting) if r.request.total_tokens > self._context), None)
+        if longer is not None and self.seats:
+            # Longer tables, and perhaps more pages: this run waits until those in seats have ended.
+            waiting = waiting[:longer]
+        elif longer is not None:
+            self._context = self.widest
+        if not self.seats:
+            self._make_pages()
+        entering = []
+        # Pages that seated prompts will still take.
+        owed = sum(max(0, self._pages_for(len(s.held) + s.pending) - len(s.pages)) for s in self.seats)
+        for run in waiting:
+            if len(self.seats) == self._most_seats:
+                break
+            seat = Seat(run, generation=self.generation, number=self._free_number())
+            self.find_blocks(seat)
+            # One more for its completion, and one for that of each other.
+            owed += self._pages_for(run.prefill_tokens + 1) - len(seat.pages) + 1
+            if self.seats and owed + len(self.seats) > self._pages.available:
+                self._pages.drop(seat.pages)
+                break
+            self.seats.append(seat)
+            self._mark(seat)
+            entering.append(run)
+        return entering
+
+    def pieces(self, chunk: int) -> list[tuple[Seat, int]]:
+        """What a mixed step feeds: seats, and how many tokens of each; `chunk` of prompts at most.
+
+        A seat whose next block an earlier one computes in this step waits for it.
+        """
+        computing: set[BlockName] = set()
+        planned = []
+        for seat in list(self.seats):
+            if seat.run is None:
+                # Preempted by an earlier one.
+                continue
+            self.find_blocks(seat)
+            wanted = 1 if seat.pending == 1 else min(seat.pending, chunk)
+            name = self._next_name(seat)
+            if wanted == 0 or name in computing:
+                continue
+            beginning = seat.pending > 1
+            count = min(wanted, self._reserve(seat, wanted))
+            if count <= 0:
+                continue
+            chunk -= count if beginning else 0
+            if name is not None:
+                computing.add(name)
+            planned.append((seat, count))
+        return planned
+
+    def decoding(self, steps: int) -> list[Seat]:
+        """Seats with nothing of a prompt to feed, and pages for a run of `steps` or for what is left of theirs."""
+        planned = []
+        for seat in list(self.seats):
+            if seat.run is None or seat.pending > 1:
+                continue
+            wanted = min(steps, seat.run.left)
+            if self._reserve(seat, wanted) >= wanted:
+                planned.append(seat)
+        return planned
+
+    def find_blocks(self, seat: Seat) -> None:
+        """Gives a seat the pages of the blocks behind its own that others have computed."""
+        while (name := self._next_name(seat)) is not None:
+            page = self._pages.share(name)
+            if page is None:
+                return
+            # Pages beyond its last block would have to stand behind this one: there are none at a block's end
+            # but those that were reserved.
+            self._pages.drop(seat.pages[len(seat.names) :])
+            seat.pages[len(seat.names) :] = [page]
+            seat.held += seat.between(len(seat.held), len(seat.held) + self._size)
+            seat.names.append(name)
+
+    def name_blocks(self, seat: Seat) -> None:
+        """Makes the blocks that a seat has filled known to others."""
+        if seat.generation != self.generation or not self._limits.prefix_reuse:
+            return
+        for number in range(len(seat.names), len(seat.held) // self._size):
+            before = seat.names[-1] if seat.names else b""
+            name = block_name(before, seat.held[number * self._size : (number + 1) * self._size])
+            seat.names.append(name)
+            self._pages.name(seat.pages[number], name)
+
+    def clear(self) -> None:
+        """Forgets what pages hold. No run may be seated."""
+        self._pages.forget()
+
+    def abandon(self) -> None:
+        """Gives up all seats with their runs and memory, which a program that failed may have left invalid."""
+        self.seats, self.preempted = [], []
+        self.arrays, self._pages = None, Pages(1)
+
+    def forget(self) -> None:
+        """Begins a generation of weights: nothing that was computed with the last ones is taken over from now on.
+
+        Runs in progress keep what they have cached.
+        """
+        self.generation += 1
+        self._pages.forget()
+        for seat in self.seats:
+            if not seat.held:
+                seat.generation = self.generation
+
+    @property
+    def _most_seats(self) -> int:
+        return max(1, min(self._limits.slots, TABLE // max(1, self.table_width)))
+
+    @property
+    def _affordable_pages(self) -> int:
+        # One is `NOWHERE`.
+        return max(0, self._limits.cache_bytes // self._page_bytes - 1)
+
+    def _affordable_slots(self, context: int) -> int:
+        return min(self._limits.slots, self._affordable_pages // max(1, self._pages_for(context)))
+
+    def _slot_bytes(self, context: int) -> int:
+        return self._pages_for(context) * self._page_bytes
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self._size)
+
+    def _wanted(self) -> int:
+        """Pages that are made: for all seats at the longest context, or what memory allows."""
+        return 1 + min(self._affordable_pages, self._most_seats * self.table_width)
+
+    def _make_pages(self) -> None:
+        count = self._wanted()
+        if self.arrays is not None and count <= self._pages.count:
+            return
+        # The old ones first: memory need not hold both.
+        self.arrays = None
+        self._pages = Pages(count)
+        shape = self._limits.slots, self._config.vocab_size
+        self.arrays = make_at(
+            self._place,
+            lambda: Paged(make(self._config, count, self._size, self._kv, self._kernel), jnp.zeros(shape, bool)),
+        )
+
+    def _free_number(self) -> int:
+        taken = {seat.number for seat in self.seats}
+        return next(n for n in range(self._limits.slots) if n not in taken)
+
+    def _mark(self, seat: Seat) -> None:
+        assert seat.run is not None and self.arrays is not None
+        if seat.run.request.sampling.repetition_penalty == 1:
+            return
+        row = np.zeros(self._config.vocab_size, bool)
+        row[np.asarray(seat.between(0, seat.run.prefill_tokens + 1))] = True
+        self.arrays = self.arrays._replace(seen_SV=programs.mark(self.arrays.seen_SV, np.int32(seat.number), row))
+
+    def _next_name(self, seat: Seat) -> BlockName | None:
+        """The name of the block that a seat begins next; None within a block, and for what others cannot have.
+
+        Its last token is never found: it has to be fed, for the next one.
+        """
+        first = len(seat.names) * self._size
+        assert seat.run is not None
+        if (
+            seat.generation != self.generation
+            or not self._limits.prefix_reuse
+            or len(seat.held) != first
+            or first + self._size > seat.run.prefill_tokens
+        ):
+            return None
+        return block_name(seat.names[-1] if seat.names else b"", seat.between(first, first + self._size))
+
+    def _reserve(self, seat: Seat, tokens: int) -> int:
+        """Takes pages for so many tokens more, from seats that were given later if need be; for how many there are."""
+        while len(seat.pages) * self._size < len(seat.held) + tokens:
+            page = self._pages.take()
+            if page is not None:
+                seat.pages.append(page)
+            elif self.seats[-1] is seat:
+                break
+            else:
+                self.preempted.append(self.leave(self.seats[-1]))
+        return len(seat.pages) * self._size - len(seat.held)
