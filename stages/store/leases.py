@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from stages.store.artifacts import ArtifactError, Store
+from stages.store.exclusive import create
 from tuning.retries import retried
 
 T = TypeVar("T")
@@ -79,7 +80,7 @@ def lease(store: Store, stage: str, key: str, on_wait: Callable[[str], None]) ->
     token = uuid.uuid4().hex
     announced, watch = False, Watch()
     store.fs.makedirs(store.join("leases"), exist_ok=True)
-    while not _again(lambda: _create(store, path, token)):
+    while not _again(lambda: create(store, path, _record(token))):
         holder = _again(lambda: _holder(store, name))
         # Released in between: try again at once.
         if holder is None:
@@ -90,7 +91,7 @@ def lease(store: Store, stage: str, key: str, on_wait: Callable[[str], None]) ->
         if watch.dead(holder):
             with contextlib.suppress(FileNotFoundError):
                 store.remove(path)
-            if _create(store, path, token):
+            if create(store, path, _record(token)):
                 # A process that saw the same stale lease may still remove the one just created; then that process wins.
                 time.sleep(SETTLE_SECONDS)
                 if (_holder(store, name) or {}).get("token") == token:
@@ -209,31 +210,3 @@ def _holder(store: Store, name: str) -> dict[str, Any] | None:
         return store.read_json("leases", name)
     except ArtifactError:
         return {"token": None, "pid": 0, "started": 0.0, "host": "unknown", "beat": 0.0}
-
-
-def _create(store: Store, path: str, token: str) -> bool:
-    """Creates the lease in one atomic step; False where there is one already."""
-    try:
-        # A link appears with its content; a file that is opened is empty at first, and could be read so.
-        if store.is_local and _link(path, _record(token)):
-            return True
-        with store.fs.open(path, "xb") as f:
-            f.write(_record(token))
-    except FileExistsError:
-        return False
-    return True
-
-
-def _link(path: str, data: bytes) -> bool:
-    """Creates `path` by a hard link; False on a file system without hard links. Raises FileExistsError."""
-    partial = Path(f"{path}.{uuid.uuid4().hex}")
-    partial.write_bytes(data)
-    try:
-        os.link(partial, path)
-    except FileExistsError:
-        raise
-    except OSError:
-        return False
-    finally:
-        partial.unlink()
-    return True

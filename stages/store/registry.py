@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import getpass
 import json
-import os
 import re
-import socket
-import uuid
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from stages.store.artifacts import Store
+from stages.store.exclusive import create
+from stages.store.pins import who
 
 FOLDER = "registry"
 CHAMPION = "champion"
@@ -99,7 +96,7 @@ def promote(store: Store, name: str, policy: Policy, reason: str, forced: bool =
         if last is not None and last.policy.digest == policy.digest:
             raise RegistryError(f"{name} is this policy already, since entry {last.number} of run {last.policy.run}")
         previous = None if last is None else last.promotion
-        return Entry(number, policy, _now(), _who(), reason, previous, forced=forced)
+        return Entry(number, policy, _now(), who(), reason, previous, forced=forced)
 
     return _append(store, name, entry, _TRIES)
 
@@ -127,7 +124,7 @@ def rollback(store: Store, name: str, to: int | None, reason: str) -> Entry:
         gone = store.with_digest(target.policy.stage, target.policy.key, target.policy.digest, repair=False) is None
         if gone:
             raise RegistryError(f"the policy of entry {wanted} ({target.policy.run}) is gone from {store.shown}")
-        return Entry(number, target.policy, _now(), _who(), reason, last.promotion, restores=target.number)
+        return Entry(number, target.policy, _now(), who(), reason, last.promotion, restores=target.number)
 
     return _append(store, name, entry, 1)
 
@@ -157,31 +154,9 @@ def _append(store: Store, name: str, entry: Callable[[list[Entry], int], Entry],
 
 
 def _create(store: Store, data: bytes, name: str, number: int) -> bool:
-    """Creates an entry's file with its content in one step; False where the number is taken."""
+    """Creates an entry's file; False where the number is taken."""
     store.fs.makedirs(store.join(FOLDER, name), exist_ok=True)
-    path = store.join(FOLDER, name, f"{number:06d}.json")
-    try:
-        if store.is_local:
-            return _link(Path(path), data)
-        with store.fs.open(path, "xb") as f:
-            f.write(data)
-    except FileExistsError:
-        return False
-    return True
-
-
-def _link(path: Path, data: bytes) -> bool:
-    """As `_create`, on a local disk: a link appears with its content, also to readers and after a loss of power."""
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
-    try:
-        with partial.open("xb") as f:
-            f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
-        os.link(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-    return True
+    return create(store, store.join(FOLDER, name, f"{number:06d}.json"), data)
 
 
 def _check(name: str) -> None:
@@ -206,12 +181,3 @@ def _read(store: Store, name: str, number: int) -> Entry:
 
 def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat()
-
-
-def _who() -> str:
-    """user@host; the user's number where the system has no name for it."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):
-        user = str(os.getuid())
-    return f"{user}@{socket.gethostname()}"
