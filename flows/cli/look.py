@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from flows.cli.shared import RunName, StoreUrl, group, out, record_of
+from flows.cli.shared import RunName, StoreUrl, group, out, record_of, usage_error
 from flows.records import all_runs, status_of
 from flows.report.formats import when
 from stages.store.artifacts import Store
@@ -63,6 +63,9 @@ def verify(store: StoreUrl) -> None:
     """Check the checksums of every artifact in a store; set damaged ones aside."""
     place = Store(store)
     keys = place.all_keys()
+    if not keys:
+        # A disk that is not mounted looks the same as a store in which all is well.
+        raise usage_error(f"no artifacts in {place.shown}: name the store with --store, or mount it")
     damages = [damage for stage, key in keys if (damage := _damage(place, stage, key))]
     for damage in damages:
         out.print(f"damaged: {damage}", soft_wrap=True)
