@@ -284,11 +284,11 @@ def test_an_export_names_everything_that_it_was_made_from(rlhf, smoke_store, rec
     assert all(h["versions"] and h["config"] and "seed" in h for h in history)
 
 
-@pytest.mark.slow
 def test_a_store_that_is_not_there_is_not_well(rlhf, tmp_path):
     assert f"no artifacts in {tmp_path / 'mount'}" in rlhf("verify", "--store", tmp_path / "mount", code=2).stderr
 
 
+@pytest.mark.slow
 def test_export_verify_compares_with_transformers(rlhf, smoke_store):
     pytest.importorskip("torch")
     out = rlhf("export", "--store", smoke_store, "--verify").stdout
