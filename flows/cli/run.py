@@ -133,14 +133,13 @@ def rescore(
 ) -> None:
     """Score a run's rollouts by other rewards and train on them again. No rollouts are sampled."""
     from flows.cli.launch import launch
-    from flows.recipe.rescore import rescored
+    from flows.recipe.rescore import blamed_on_options, rescored
 
     try:
         recipe = rescored(_sampled(store, run_name), reward or [], sets or [], store)
         check(recipe)
     except RecipeError as e:
-        # The place that the user has not written is that of an option.
-        raise usage_error(("--reward " if reward and str(e).startswith("rl.score.rewards.") else "") + str(e)) from e
+        raise usage_error(blamed_on_options(str(e), reward or [], sets or [])) from e
     launch(recipe, no_prefect, name=name)
 
 

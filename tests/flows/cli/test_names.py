@@ -100,8 +100,9 @@ def test_rescore_takes_the_newest_run_with_all_rollouts_and_leaves_no_victim(sto
     assert "run k1 has no finished round-001.rollout" in done.stderr and "Traceback" not in done.stderr
     assert {p.name for p in (store / "runs").iterdir()} == runs
     # Stops before anything is made: no reward of that name.
-    done = invoked("rescore", "--reward", "nonesuch", "--no-prefect", "--store", store)
-    assert "rollouts of run first" in done.stdout and "nonesuch" in done.stderr
+    done = invoked("rescore", "--reward", "mine=nonesuch", "--no-prefect", "--store", store)
+    assert "rollouts of run first" in done.stdout
+    assert "error: --reward mine=nonesuch: no reward function 'nonesuch'; there are" in done.stderr
     assert {p.name for p in (store / "runs").iterdir()} == runs
 
 
