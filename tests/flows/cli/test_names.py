@@ -146,3 +146,8 @@ def test_a_name_that_is_taken_is_told_before_prefect_starts(store):
     done = invoked("run", "smoke", "--name", "first", "--store", store)
     assert done.exit_code == 2 and done.stdout == ""
     assert done.stderr.startswith("error: run first is finished") and done.stderr.count("\n") == 1
+
+
+def test_a_run_without_episodes_says_so(store):
+    done = invoked("episodes", "first", "--store", store)
+    assert done.exit_code == 2 and "error: run first has no episodes: its recipe names no environment" in done.stderr
