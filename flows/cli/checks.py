@@ -7,6 +7,7 @@ import re
 from flows.cli.shared import err, usage_error
 from flows.recipe.model import Recipe, RecipeError
 from flows.recipe.reading import added, load_recipe
+from flows.running.remarks import of_recipe
 
 
 def read_recipe(name: str, sets: list[str] | None) -> Recipe:
@@ -16,6 +17,8 @@ def read_recipe(name: str, sets: list[str] | None) -> Recipe:
         for line in added(name, sets or []):
             err.print(line, soft_wrap=True)
         check(recipe)
+        for line in of_recipe(recipe):
+            err.print(f"! {line}", soft_wrap=True)
         return recipe
     except RecipeError as e:
         raise usage_error(_with_option(str(e), sets or [])) from e

@@ -64,8 +64,8 @@ def _tables(store: Store, record: dict[str, Any], node: str) -> dict[str, Artifa
     found = {n: artifact_of(store, record, n) for n in played if record["nodes"][n]["stage"] in PLAYING}
     tables = {name: artifact for name, artifact in found.items() if has_episodes(artifact)}
     if not tables:
-        which = f"nodes {node}* of run" if node else "run"
-        raise usage_error(f"{which} {record['name']} have no episodes: its recipe names no environment, or none ended")
+        which = f"nodes {node}* of run {record['name']} have" if node else f"run {record['name']} has"
+        raise usage_error(f"{which} no episodes: its recipe names no environment, or none ended")
     return tables
 
 

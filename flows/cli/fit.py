@@ -76,9 +76,10 @@ def _sections(recipe: Recipe) -> dict[str, Any]:
 
 
 def _show(answer: dict[str, Any]) -> None:
-    machine, lengths = answer["machine"], answer["lengths"]
+    machine, lengths, size = answer["machine"], answer["lengths"], answer["model"]["parameters"]
+    shown = f"{size / 1e9:.2f} B" if size >= 1e8 else f"{size / 1e6:.2f} M"
     out.print(
-        f"{answer['model']['parameters'] / 1e9:.2f} B parameters on {machine['devices']} x {machine['kind']}: "
+        f"{shown} parameters on {machine['devices']} x {machine['kind']}: "
         f"{machine['limit'] / GB:.1f} of {machine['memory'] / GB:.1f} GB a device can be used; "
         f"prompts of {lengths['prompt']} tokens, completions of {lengths['completion']}",
         soft_wrap=True,

@@ -39,7 +39,9 @@ def launch(
     try:
         # Here too: Prefect takes seconds to start.
         if name is not None and (begun := before(Store(recipe.store), recipe, name)) is not None:
-            err.print(f"run {name} goes on (try {begun.get('tries', 1) + 1}): what is finished is reused")
+            err.print(
+                f"run {name} goes on (try {begun.get('tries', 1) + 1}): what is finished is reused", soft_wrap=True
+            )
         (run_plain if no_prefect else run_with_prefect)(recipe, name=name, force=force, only=only)
     except RecipeError as e:
         raise usage_error(str(e)) from e
@@ -48,10 +50,10 @@ def launch(
         raise typer.Exit(1) from e
     except (StageFailed, WorkerDied) as e:
         err.print(f"failed: {e}", soft_wrap=True)
-        err.print(f"what is finished is kept{_advice(e)}")
+        err.print(f"what is finished is kept{_advice(e)}", soft_wrap=True)
         raise typer.Exit(1) from e
     except KeyboardInterrupt as e:
-        err.print("interrupted; what is finished is kept, the same command goes on from there")
+        err.print("interrupted; what is finished is kept, the same command goes on from there", soft_wrap=True)
         raise typer.Exit(130) from e
 
 

@@ -59,6 +59,7 @@ def plan(
 ) -> None:
     """Show hit or miss for each stage, and for a miss what changed. Runs nothing."""
     from flows.graph.plan import plan as make_plan
+    from flows.running.remarks import of_data
 
     resolved = read_recipe(recipe, _with_store(sets, store))
     if config:
@@ -75,13 +76,18 @@ def plan(
         out.print(f"{first.state:<6} {label}{count}{against}", soft_wrap=True)
         for reason in first.reasons if first.state == "miss" else ():
             out.print(f"         {reason}", soft_wrap=True)
+    for line in (t for p in planned if p.node.stage == "prepare" for t in of_data(resolved, p.metrics)):
+        out.print(f"! {line}", soft_wrap=True)
     counts = {s: sum(p.state == s for p in planned) for s in ("hit", "miss", "waits")}
     # Nodes that were never made have no time to go by.
     known = [p.seconds for p in planned if p.state != "hit" and p.seconds is not None]
     guess = f"; about {sum(known):.0f} s by the last times" if known else ""
     out.print(f"{counts['hit']} hit, {counts['miss']} miss, {counts['waits']} wait for a miss before them{guess}")
     if counts["waits"]:
-        out.print("A stage that waits reruns if its input comes out different; an equal output stops the rerun there.")
+        out.print(
+            "A stage that waits reruns if its input comes out different; an equal output stops the rerun there.",
+            soft_wrap=True,
+        )
 
 
 @commands.command()
@@ -123,7 +129,10 @@ def rerun(
 @commands.command()
 def rescore(
     store: StoreUrl,
-    run_name: RunName = None,
+    run_name: Annotated[
+        str | None,
+        typer.Argument(metavar="[RUN]", help="A run's name; the newest with the rollouts of all rounds if left out."),
+    ] = None,
     reward: Annotated[
         list[str] | None, typer.Option("--reward", help="FUNCTION or NAME=FUNCTION, in place of all; repeatable.")
     ] = None,
@@ -133,14 +142,13 @@ def rescore(
 ) -> None:
     """Score a run's rollouts by other rewards and train on them again. No rollouts are sampled."""
     from flows.cli.launch import launch
-    from flows.recipe.rescore import rescored
+    from flows.recipe.rescore import blamed_on_options, rescored
 
     try:
         recipe = rescored(_sampled(store, run_name), reward or [], sets or [], store)
         check(recipe)
     except RecipeError as e:
-        # The place that the user has not written is that of an option.
-        raise usage_error(("--reward " if reward and str(e).startswith("rl.score.rewards.") else "") + str(e)) from e
+        raise usage_error(blamed_on_options(str(e), reward or [], sets or [])) from e
     launch(recipe, no_prefect, name=name)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from flows.graph.build import Node, build, key_of, key_parts, taken_artifact
 from flows.graph.changes import reasons_of
@@ -23,6 +25,8 @@ class Planned:
     """How long it took last time."""
     nearest: str = ""
     """The run whose artifact the reasons of a miss compare with: the one from which the fewest parts differ."""
+    metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Those of the artifact of a hit."""
 
 
 def plan(recipe: Recipe, force: set[str] | None = None) -> list[Planned]:
@@ -36,7 +40,7 @@ def plan(recipe: Recipe, force: set[str] | None = None) -> list[Planned]:
         taken = taken_artifact(store, node)
         if taken is not None:
             artifacts[node.name] = taken
-            planned.append(Planned(node, "hit", [], taken.manifest["seconds"]))
+            planned.append(Planned(node, "hit", [], taken.manifest["seconds"], metrics=taken.metrics))
             continue
         waiting = sorted({i.node for i in node.inputs.values() if i.node not in artifacts})
         before = latest_with(runs, recipe.name, node.name)
@@ -50,7 +54,7 @@ def plan(recipe: Recipe, force: set[str] | None = None) -> list[Planned]:
         artifact = store.get(node.stage, key, repair=False)
         if artifact is not None and node.name not in (force or set()):
             artifacts[node.name] = artifact
-            planned.append(Planned(node, "hit", [], artifact.manifest["seconds"]))
+            planned.append(Planned(node, "hit", [], artifact.manifest["seconds"], metrics=artifact.metrics))
         else:
             reasons, nearest = ["forced"], ""
             if artifact is None:

@@ -204,7 +204,9 @@ def _explain(path: Path, node: Any, set_places: set[str], error: Any) -> str:
         # What a section takes over from another that was set.
         where = f"--set {', '.join(sorted(set_places))}: {dotted}"
     else:
-        where = f"{path}:{lines[-1] if lines else 1}: {dotted}" if dotted else f"{path}"
+        # Settings of a run's record have no lines.
+        file = str(path) if node is None else f"{path}:{lines[-1] if lines else 1}"
+        where = f"{file}: {dotted}" if dotted else f"{path}"
     if error["type"] == "extra_forbidden":
         return f"{where}: unknown key; {nearest(place[-1], fields_at(place[:-1]))}"
     message = error["msg"].removeprefix("Value error, ")

@@ -7,6 +7,7 @@ and `max_mismatch_kl` limits how far the policies may drift.
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,43 @@ def rescored(record: dict[str, Any], rewards: list[str], sets: list[str], store:
         raise RecipeError("nothing would change: name a --reward, or --set a field of rl.score")
     rl = values["rl"]
     if rewards:
-        rl["score"]["rewards"] = dict(_named(r) for r in rewards)
+        rl["score"]["rewards"] = _all_named(rewards)
     # The record of a rescored run lists the rollouts too, so a chain of rescored runs works.
     rl["rollouts_from"] = record["name"]
     # It follows from the rewards, which are others now; a dumped recipe has that of the old ones.
     rl["update"].pop("environment_weight", None)
     # Rounds drift from the policies that sampled them, and a group that was informative may be so no longer.
     rl["update"] |= {"max_mismatch_kl": MISMATCH, "short_of_groups": "train"}
-    values, set_places = with_sets(values, [*sets, f"store={store}"])
-    return checked(values, Path(f"run {record['name']}"), None, set_places)
+    values, set_places = with_sets(values, sets)
+    return checked(values | {"store": store}, Path(f"run {record['name']}"), None, set_places)
+
+
+def blamed_on_options(message: str, rewards: list[str], sets: list[str]) -> str:
+    """A message about a reward, which has no place in a recipe's file here, with the option that gave it."""
+    for text in rewards:
+        place = f"rl.score.rewards.{_named(text)[0]}"
+        found = re.match(rf"(?:run [^:]+: )?({re.escape(place)}(?:\.\w+)*)(?=[: ])", message)
+        if found is None:
+            continue
+        # A setting of the reward may have an option of its own.
+        if any(item.startswith(found[1]) for item in sets):
+            return f"--set {message[found.start(1) :]}"
+        rest = message[found.end() :].replace(", which the recipe does not give", "")
+        said = f"--reward {text}{rest}" if rest.startswith(":") else f"--reward {text}:{rest}"
+        return f"{said}; give it with --set {place}.arguments.NAME=VALUE" if rest != message[found.end() :] else said
+    return message
+
+
+def _all_named(rewards: list[str]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for text in rewards:
+        name, settings = _named(text)
+        if not name or not settings["function"]:
+            raise RecipeError(f"--reward {text!r}: expected FUNCTION or NAME=FUNCTION, such as exact_match")
+        if name in found:
+            raise RecipeError(f"--reward {text}: the name {name} is there twice; give each its own with NAME=FUNCTION")
+        found[name] = settings
+    return found
 
 
 def _named(text: str) -> tuple[str, dict[str, Any]]:

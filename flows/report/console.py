@@ -92,7 +92,8 @@ class ConsoleReporter:
 
     def _print(self, text: str, style: str = "") -> None:
         """Prints a text as it is: a completion or a path may have what Rich takes for its own tags."""
-        self.console.print(Text(text, style))
+        # Not cut into lines where no terminal shows it: scripts read them.
+        self.console.print(Text(text, style), soft_wrap=True)
 
     def stage_ended(self, node: Node, state: str, manifest: dict[str, Any], seconds: float) -> None:
         if self._bar is not None:
@@ -104,7 +105,7 @@ class ConsoleReporter:
         figures = _figures(find_stage(node.stage), state, manifest)
         # Also what a run has finished that was killed.
         maker = f"  of {run}" if state == "hit" and (run := manifest.get("run")) else ""
-        self.console.print(_line(node.name, state == "hit", seconds, figures + maker))
+        self.console.print(_line(node.name, state == "hit", seconds, figures + maker), soft_wrap=True)
 
     def run_ended(self) -> None:
         """Shows the stages of rounds that have no line, since their policy update was not wanted or has failed."""
@@ -113,7 +114,7 @@ class ConsoleReporter:
             self._bar = self._task = None
         for line in self._rounds.values():
             for text in line.nodes:
-                self.console.print(text)
+                self.console.print(text, soft_wrap=True)
             line.nodes.clear()
 
     def _round(self, node: Node, state: str, manifest: dict[str, Any], seconds: float) -> None:
@@ -122,7 +123,8 @@ class ConsoleReporter:
         stage = find_stage(node.stage)
         if part == "evaluate":
             # Of the policy that the round has made: behind the round's line.
-            self.console.print(_line(node.name, state == "hit", seconds, stage.figures(manifest["metrics"])))
+            judged = _line(node.name, state == "hit", seconds, stage.figures(manifest["metrics"]))
+            self.console.print(judged, soft_wrap=True)
             return
         line = self._rounds.setdefault(name, _Round())
         line.nodes.append(_line(node.name, state == "hit", seconds, _figures(stage, state, manifest)))
@@ -135,7 +137,7 @@ class ConsoleReporter:
         self._nodes[node.name] = manifest
         if stage.makes == "policy":
             figures = "  ".join(f for f in line.figures if f)
-            self.console.print(_line(name, line.cached, line.seconds, figures))
+            self.console.print(_line(name, line.cached, line.seconds, figures), soft_wrap=True)
             line.nodes.clear()
             self._warn(name, manifest["config"])
 

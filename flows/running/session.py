@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from flows.graph.build import Node, build, code_of, key_of, key_parts, taken_artifact
 from flows.recipe.model import Recipe
 from flows.running.naming import before, free_name
+from flows.running.remarks import of_data
 from stages.contract.kept import keep
 from stages.store.artifacts import Artifact, Store
 from stages.store.keys import published
@@ -129,6 +130,8 @@ class Session:
         self.made[name] = artifact
         self.save(soon=True)
         self.reporter.stage_ended(node, state, artifact.manifest, seconds)
+        for remark in of_data(self.recipe, artifact.metrics) if node.stage == "prepare" else ():
+            self.reporter.line(f"! {remark}")
         return state, artifact
 
     def _make(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -163,8 +164,8 @@ def _failed(metrics: Mapping[str, Any]) -> str:
     """The shares without a reward, where there are any, and the commonest reason."""
     shown = []
     if failed := metrics.get("failed"):
-        reason = next(iter(metrics.get("failures") or {}), "")
-        shown.append(f"failed {failed:.2f}" + (f" ({reason[:REASON_WIDTH]})" if reason else ""))
+        reason = textwrap.shorten(next(iter(metrics.get("failures") or {}), ""), REASON_WIDTH, placeholder=" …")
+        shown.append(f"failed {failed:.2f}" + (f" ({reason})" if reason else ""))
     if unscored := metrics.get("unscored"):
         shown.append(f"no reward applies {unscored:.2f}")
     return "  ".join(shown)

@@ -52,7 +52,7 @@ class ServeOptions(StageConfig):
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
     """Port to listen at."""
     context: Annotated[int, Field(ge=0)] = 0
-    """Longest prompt with its answer in tokens; 0: 4,096."""
+    """Longest prompt with its answer in tokens, at most the model's positions; 0: 4,096."""
     slots: Annotated[int, Field(ge=0)] = 0
     """Answers made side by side; 0: the device decides."""
     tensor: Annotated[int, Field(ge=1)] = 1

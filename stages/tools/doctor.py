@@ -36,8 +36,8 @@ def main() -> None:
     print(f"python        {sys.version.split()[0]}")
     for name, version in library_versions().items():
         print(f"{name:<13} {version}")
-    if device.memory_bytes < 6 * 2**30:
-        print("warning: less than 6 GiB of memory; the demo needs about that much")
+    if device.memory_bytes < 7 * 10**9:
+        print("warning: less than 7 GB of memory; the demo needs about that much")
 
 
 if __name__ == "__main__":

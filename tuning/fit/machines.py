@@ -112,7 +112,9 @@ def machine(name: str) -> Machine:
         )
     kind, number = KINDS[match[1]], int(match[3] or 1)
     cores = kind.cores if match[2] == "-" else 1
-    if number < 1 or number % cores:
+    if number < 1:
+        raise ValueError(f"--on {name}: there is no such machine: it has no device; the least is {cores}")
+    if number % cores:
         raise ValueError(f"--on {name}: the number counts TensorCores, {cores} a chip; it is a multiple of {cores}")
     if lacks := kind.lacks(number // cores):
         raise ValueError(f"--on {name}: there is no such machine: {lacks}")

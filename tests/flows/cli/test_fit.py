@@ -56,6 +56,7 @@ def test_what_has_no_room_says_what_it_lacks_and_what_was_tried(tmp_path):
     code, output = fit(recipe(tmp_path, "random:tiny", **sections), "--model", "llama-3-8b", "--on", "v5e-4")
     assert code == 0, output
     assert "does not fit v5e-4: sft lacks" in output
+    assert output.startswith("8.03 B parameters on 4 x v5e")
     assert "sft.lora.quantize=nf4: peak" in output and "fits" in output
 
 
@@ -99,3 +100,19 @@ def test_settings_are_no_arguments_of_a_process(tmp_path, monkeypatch):
     code, output = fit(recipe(tmp_path, "random:tiny", rl={"rollout": {"engine": engine}}), "--on", "v5e-4")
     assert code == 0, output
     assert seen and not any("a-secret" in line for line in seen)
+
+
+def test_a_small_model_is_told_in_millions(capsys):
+    from flows.cli.fit import _show
+
+    machine = {"devices": 1, "kind": "cpu", "limit": 1e9, "memory": 2e9, "name": "cpu", "on": "cpu"}
+    _show(
+        {
+            "machine": machine,
+            "lengths": {"prompt": 1, "completion": 2},
+            "model": {"parameters": 123_456},
+            "stages": [],
+            "fits": True,
+        }
+    )
+    assert capsys.readouterr().out.startswith("0.12 M parameters on 1 x cpu")

@@ -100,8 +100,9 @@ def test_rescore_takes_the_newest_run_with_all_rollouts_and_leaves_no_victim(sto
     assert "run k1 has no finished round-001.rollout" in done.stderr and "Traceback" not in done.stderr
     assert {p.name for p in (store / "runs").iterdir()} == runs
     # Stops before anything is made: no reward of that name.
-    done = invoked("rescore", "--reward", "nonesuch", "--no-prefect", "--store", store)
-    assert "rollouts of run first" in done.stdout and "nonesuch" in done.stderr
+    done = invoked("rescore", "--reward", "mine=nonesuch", "--no-prefect", "--store", store)
+    assert "rollouts of run first" in done.stdout
+    assert "error: --reward mine=nonesuch: no reward function 'nonesuch'; there are" in done.stderr
     assert {p.name for p in (store / "runs").iterdir()} == runs
 
 
@@ -145,3 +146,8 @@ def test_a_name_that_is_taken_is_told_before_prefect_starts(store):
     done = invoked("run", "smoke", "--name", "first", "--store", store)
     assert done.exit_code == 2 and done.stdout == ""
     assert done.stderr.startswith("error: run first is finished") and done.stderr.count("\n") == 1
+
+
+def test_a_run_without_episodes_says_so(store):
+    done = invoked("episodes", "first", "--store", store)
+    assert done.exit_code == 2 and "error: run first has no episodes: its recipe names no environment" in done.stderr

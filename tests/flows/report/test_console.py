@@ -43,6 +43,16 @@ def test_a_round_without_rewards_says_so():
     assert "reward none" in lines_of("made", **{"round-000.score": nothing})
 
 
+def test_a_reason_that_is_cut_says_so_and_no_line_is_cut():
+    reason = "flaky: ValueError: the service (production) did not answer in 30 s for a request"
+    failed = {"reward": 1.0, "zero_variance": 0.5, "failed": 0.09, "failures": {reason: 3}}
+    text = lines_of("made", **{"round-000.score": failed | {f"reward_{'long' * 20}_{i}": 0.5 for i in range(3)}})
+    assert "failed 0.09 (flaky: ValueError: the service (production) did not answer …)  zero-var" in text
+    assert sum(len(line) > 200 for line in text.splitlines()) == 1
+    short = {"failed": 0.09, "failures": {"flaky: ValueError: no": 3}}
+    assert "failed 0.09 (flaky: ValueError: no)" in lines_of("made", **{"round-000.score": failed | short})
+
+
 def test_stages_of_a_round_that_does_not_get_to_its_update_have_lines_of_their_own():
     out = io.StringIO()
     reporter = ConsoleReporter(Console(file=out, width=200, highlight=False))

@@ -21,6 +21,21 @@ def test_another_name_is_refused_with_what_there_is(name):
         machine(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("h100x0", "it has no device; the least is 1"),
+        ("v5p-0", "it has no device; the least is 2"),
+        ("v5p-7", "the number counts TensorCores, 2 a chip"),
+        ("h100x9", "it is a multiple of 8"),
+        ("v5e-7", "slices are powers of two"),
+    ],
+)
+def test_a_number_that_there_is_not_is_told_with_those_that_there_are(name, said):
+    with pytest.raises(ValueError, match=f"--on {name}: .*{said}"):
+        machine(name)
+
+
 def test_gpus_of_several_hosts_send_by_the_network():
     assert machine("h100x16").link_rate < machine("h100x8").link_rate == KINDS["h100"].link_rate
 

@@ -1,0 +1,33 @@
+"""What a recipe's settings amount to where that is rarely meant, though it can be: a line each, and the run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flows.recipe.model import Recipe
+
+
+def of_recipe(recipe: Recipe) -> list[str]:
+    """Remarks on settings alone."""
+    rl = recipe.rl
+    # What is scored again was sampled by another run.
+    if rl is None or rl.rollouts_from is not None or not rl.staleness or rl.staleness < rl.rounds - 1:
+        return []
+    if rl.rounds == 1:
+        return [f"rl.staleness {rl.staleness} changes nothing: rl.rounds is 1, and there is no earlier policy"]
+    return [
+        f"rl.staleness {rl.staleness} with rl.rounds {rl.rounds}: every round samples from the policy that RL starts "
+        f"from; to sample from trained ones too, set the former to {max(0, rl.rounds - 2)} or less"
+    ]
+
+
+def of_data(recipe: Recipe, metrics: Mapping[str, Any]) -> list[str]:
+    """Remarks on settings and the data, of which `metrics` are those of the artifact of `prepare`."""
+    rl, there = recipe.rl, metrics.get("rows", {}).get("prompts", 0)
+    if rl is None or rl.rollouts_from is not None or not 0 < there < rl.rollout.prompts:
+        return []
+    return [
+        f"rl.rollout.prompts is {rl.rollout.prompts}, and the data has {there} prompts: a round draws some of them "
+        "more than once, as groups of their own; lower it, or add data"
+    ]

@@ -1,0 +1,60 @@
+"""What is wrong with a reward of `rlhf rescore` is told of the option that gave it, not of a place in a file."""
+
+from __future__ import annotations
+
+import pytest
+
+from flows.recipe.model import RecipeError
+from flows.recipe.reading import load_recipe
+from flows.recipe.rescore import blamed_on_options, rescored
+from flows.running.checks import check
+
+
+@pytest.fixture(scope="module")
+def record():
+    sets = ["reward=null", "rl.score.rewards.model={function: exact_match, squash: none}"]
+    return {"name": "first", "recipe": load_recipe("smoke", sets=sets).model_dump(mode="json")}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "sets", "said"),
+    [
+        (["nonesuch"], [], "--reward nonesuch: no reward function 'nonesuch'; there are exact_match"),
+        (["mine=no_module_here:f"], [], "--reward mine=no_module_here:f: no module 'no_module_here'"),
+        (["game=environment"], [], "--reward game=environment: asks an environment, but the section environment is"),
+        (["reward_model"], [], "--reward reward_model: asks for a reward model, but the section reward is null"),
+        (
+            ["exact_match", "form=matches"],
+            [],
+            "--reward form=matches: matches needs pattern; give it with --set "
+            "rl.score.rewards.form.arguments.NAME=VALUE",
+        ),
+        (
+            ["matches"],
+            ["rl.score.rewards.matches.arguments.patern=x"],
+            "--set rl.score.rewards.matches.arguments: matches",
+        ),
+        (
+            ["exact_match"],
+            ["rl.score.rewards.exact_match.wight=1"],
+            "--set rl.score.rewards.exact_match.wight: unknown",
+        ),
+        (["=exact_match"], [], "--reward '=exact_match': expected FUNCTION or NAME=FUNCTION"),
+        (["mine="], [], "--reward 'mine=': expected FUNCTION or NAME=FUNCTION"),
+        (["matches", "matches"], [], "--reward matches: the name matches is there twice"),
+        ([], ["rl.rounds=0"], "--set rl.rounds: Input should be greater than or equal to 1"),
+        ([], ["store=elsewhere", "rl.rounds=x"], "--set rl.rounds: Input should be a valid integer"),
+    ],
+)
+def test_a_mistake_names_the_option(record, tmp_path, rewards, sets, said):
+    with pytest.raises(RecipeError) as raised:
+        again = rescored(record, rewards, sets, str(tmp_path))
+        # The rollouts are in no store.
+        check(again.model_copy(update={"rl": again.rl.model_copy(update={"rollouts_from": None})}))
+    assert blamed_on_options(str(raised.value), rewards, sets).startswith(said)
+
+
+def test_settings_of_a_record_have_no_lines(record, tmp_path):
+    broken = {**record, "recipe": record["recipe"] | {"seed": -1}}
+    with pytest.raises(RecipeError, match="^run first: seed: Input should be greater"):
+        rescored(broken, ["exact_match"], [], str(tmp_path))

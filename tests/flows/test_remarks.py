@@ -1,0 +1,62 @@
+"""Settings that are rarely meant are told of once they are known, and nothing is refused."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from flows.cli.app import app
+from flows.recipe.reading import load_recipe
+from flows.report.console import ConsoleReporter
+from flows.running.remarks import of_data, of_recipe
+from flows.running.session import Session
+
+ALL_FROM_THE_START = "every round samples from the policy that RL starts from"
+
+
+@pytest.mark.parametrize(
+    ("rounds", "staleness", "said"),
+    [
+        (3, 0, None),
+        (3, 1, None),
+        (
+            3,
+            2,
+            f"rl.staleness 2 with rl.rounds 3: {ALL_FROM_THE_START}; to sample from trained ones too, set the "
+            "former to 1 or less",
+        ),
+        (3, 5, f"rl.staleness 5 with rl.rounds 3: {ALL_FROM_THE_START}"),
+        (2, 1, "set the former to 0 or less"),
+        (1, 1, "rl.staleness 1 changes nothing"),
+        (1, 0, None),
+    ],
+)
+def test_a_staleness_of_all_rounds_is_told(rounds, staleness, said):
+    found = of_recipe(load_recipe("smoke", sets=[f"rl.rounds={rounds}", f"rl.staleness={staleness}"]))
+    assert [said in line for line in found] == ([True] if said else [])
+
+
+def test_rounds_without_rollouts_of_their_own_have_no_remark():
+    sets = ["rl.staleness=9", "rl.rollout.prompts=9999"]
+    for more in (["rl=null"], ["rl.rollouts_from=first"]):
+        recipe = load_recipe("smoke", sets=[*(sets if more != ["rl=null"] else []), *more])
+        assert not of_recipe(recipe) and not of_data(recipe, {"rows": {"prompts": 10}})
+
+
+def test_rounds_of_more_prompts_than_there_are_are_told_by_plan_and_when_the_data_is_prepared(store):
+    told = "! rl.rollout.prompts is 600, and the data has 516 prompts: a round draws some of them more than once"
+    options = ["--set", "rl.staleness=2", "--store", str(store)]
+    for count, expected in ((600, 1), (516, 0)):
+        done = CliRunner().invoke(app, ["plan", "smoke", "--set", f"rl.rollout.prompts={count}", *options])
+        assert done.exit_code == 0 and done.stdout.count(told) == expected
+        assert f"! rl.staleness 2 with rl.rounds 3: {ALL_FROM_THE_START}" in done.stderr
+    out = io.StringIO()
+    recipe = load_recipe("smoke", sets=["rl.rollout.prompts=600", f"store={store}"])
+    session = Session(recipe, ConsoleReporter(Console(file=out, width=80)), "many")
+    for name in ("base", "prepare"):
+        session.run_node(name)
+    session.finish("finished")
+    assert out.getvalue().count(told) == 1
