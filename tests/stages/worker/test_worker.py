@@ -347,32 +347,6 @@ def test_it_outlives_the_thread_that_started_it(tmp_path):
     assert out == "1\n", err
 
 
-HEAVY = ("jax", "flax", "optax", "orbax", "grain", "torch", "prefect", "transformers", "apache_beam")
-
-
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "import flows.cli.app, flows.running.session, flows.running.plain, flows.graph.plan, flows.recipe.reading",
-        "from flows.graph.plan import plan; from flows.recipe.reading import load_recipe; "
-        "plan(load_recipe('smoke', sets=['store=/nonexistent']))",
-        "from flows.cli.run import read_recipe; read_recipe('smoke', None)",
-    ],
-    ids=["imports", "plan", "checks"],
-)
-def test_the_flow_process_loads_nothing_heavy(statement):
-    code = f"{statement}\nimport sys; print([m for m in {HEAVY} if m in sys.modules])"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
-
-
-def test_stages_import_nothing_heavy_at_the_top():
-    code = (
-        "import sys\nfrom stages.contract.registry import modules, stage\n[stage(n) for n in modules()]\n"
-        f"print([m for m in {HEAVY} if m in sys.modules])"
-    )
-    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
-
-
 def test_an_unknown_stage_names_the_known_ones():
     with pytest.raises(KeyError, match="no stage 'stf'; there are base, distill, evaluate, export, greedy"):
         stage("stf")

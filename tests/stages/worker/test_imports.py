@@ -1,0 +1,33 @@
+"""What the flow process and the stages load."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("jax", "flax", "optax", "orbax", "grain", "torch", "prefect", "transformers", "apache_beam")
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import flows.cli.app, flows.running.session, flows.running.plain, flows.graph.plan, flows.recipe.reading",
+        "from flows.graph.plan import plan; from flows.recipe.reading import load_recipe; "
+        "plan(load_recipe('smoke', sets=['store=/nonexistent']))",
+        "from flows.cli.run import read_recipe; read_recipe('smoke', None)",
+    ],
+    ids=["imports", "plan", "checks"],
+)
+def test_the_flow_process_loads_nothing_heavy(statement):
+    code = f"{statement}\nimport sys; print([m for m in {HEAVY} if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
+
+
+def test_stages_import_nothing_heavy_at_the_top():
+    code = (
+        "import sys\nfrom stages.contract.registry import modules, stage\n[stage(n) for n in modules()]\n"
+        f"print([m for m in {HEAVY} if m in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
