@@ -110,7 +110,8 @@ def token_ids_of(folder: Path) -> dict[str, Any]:
 def run(ctx: Context) -> dict[str, Any]:
     """Writes `model/` and `tokenizer/`; returns the numbers of parameters, tokens of the vocabulary and layers.
 
-    The weights of a Hugging Face folder keep their types, and a file of them at a time is in memory.
+    The weights of a Hugging Face folder keep their types; of it and of a GGUF file one file's tensors at a time are in
+    memory, and none on a device.
     """
     import jax
 
@@ -120,8 +121,10 @@ def run(ctx: Context) -> dict[str, Any]:
     if path is not None and path.is_dir():
         config, count = huggingface.copy_decoder(path, model, token_ids_of(path))
         tok = tokenizer.load_tokenizer(path)
+    elif path is not None:
+        config, count, tok = _from_gguf(path, model)
     else:
-        config, params, tok, ids = _random(ctx.seed) if path is None else _from_gguf(path)
+        config, params, tok, ids = _random(ctx.seed)
         huggingface.save_decoder(model, config, params, ids)
         count = sum(leaf.size for leaf in jax.tree.leaves(params))
     tokenizer.save_tokenizer(tok, ctx.out / "tokenizer")
@@ -148,10 +151,11 @@ def _random(seed: int) -> Model:
     return config, random_params(config, seed), tok, ids
 
 
-def _from_gguf(path: Path) -> Model:
+def _from_gguf(path: Path, model: Path) -> tuple[DecoderConfig, int, Any]:
+    """Writes the folder of a GGUF file, a file of weights at a time; its config, number of parameters and tokenizer."""
     from tuning.models.config_json import from_hugging_face
     from tuning.models.gguf import GGUFCheckpoint, GGUFFile
-    from tuning.models.huggingface import params_from_tensors
+    from tuning.models.huggingface import write_decoder
     from tuning.models.tokenizer import tokenizer_from_gguf
 
     file = GGUFFile(path)
@@ -159,7 +163,7 @@ def _from_gguf(path: Path) -> Model:
     values = checkpoint.config()
     config = from_hugging_face(values, str(path))
     ids: dict[str, Any] = {k: values[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if k in values}
-    return config, params_from_tensors(config, checkpoint.tensors(), str(path)), tokenizer_from_gguf(file), ids
+    return config, write_decoder(model, config, checkpoint, ids), tokenizer_from_gguf(file)
 
 
 STAGE = Stage(

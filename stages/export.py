@@ -19,7 +19,8 @@ class Config(StageConfig):
     name: str = "policy"
     """Name of the model in its card."""
     dtype: Literal["base", "float32", "bfloat16", "float16"] = "base"
-    """Type of the weights; base: that of the base model. Training goes on from float32 weights whatever this says."""
+    """Type of the weights; base: that which each tensor has in the base model. Training goes on from float32 weights
+    whatever this says."""
 
 
 def lineage(artifact: Artifact) -> list[dict[str, Any]]:
@@ -44,14 +45,17 @@ def lineage(artifact: Artifact) -> list[dict[str, Any]]:
 def run(ctx: Context) -> dict[str, Any]:
     """Writes the Hugging Face folder, `provenance.json` and the card; returns size and fingerprint."""
     from tuning.models import huggingface, tokenizer
+    from tuning.models.tensors import Tensors
 
     policy, base = ctx.inputs["policy"], ctx.inputs["tokenizer"]
     config, params = load_policy(ctx, policy)
     ids = token_ids(base)
-    dtype = ctx.config.dtype
+    dtype, types = ctx.config.dtype, None
     if dtype == "base":
         dtype = json.loads(base.local("model/config.json").read_text())["torch_dtype"]
-    huggingface.save_decoder(ctx.out, config, params, ids, dtype=dtype)
+        with Tensors(base.local("model/")) as tensors:
+            types = tensors.types
+    huggingface.save_decoder(ctx.out, config, params, ids, dtype=dtype, types=types)
     tokenizer.save_tokenizer(load_tokenizer(ctx, base), ctx.out)
     # Every id that ends a completion: other engines must stop where training did (R10).
     generation = {k: v for k, v in ids.items() if v is not None} | {"eos_token_id": list(stop_ids(ctx, base))}

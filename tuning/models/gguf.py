@@ -9,6 +9,7 @@ Sources: the GGUF specification (ggml-org/ggml, docs/gguf.md) for the keys, and 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
@@ -81,8 +82,8 @@ class GGUFFile:
 class GGUFCheckpoint:
     """Weights and configuration of a GGUF model, as Hugging Face names and layout.
 
-    Names, shapes and metadata are checked on opening; tensor data is only read by `tensors`. Give an open `GGUFFile`
-    in place of the path to share it with `tuning.models.tokenizer.tokenizer_from_gguf`: opening is the slow part.
+    Names, shapes and metadata are checked on opening; tensor data is only read by `read` and `tensors`. Give an open
+    `GGUFFile` in place of the path to share it with `tuning.models.tokenizer.tokenizer_from_gguf`: opening is slow.
 
     Raises ValueError, naming the file and the field, for an architecture outside ARCHITECTURES, for a
     tensor that is unknown, missing or of an unexpected shape, and for a variant that this reader does not implement
@@ -115,36 +116,62 @@ class GGUFCheckpoint:
         config["architectures"] = list(config["architectures"])
         return config
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor by its Hugging Face name: of matrices (out, in), of embeddings (vocab, hidden)."""
+        return {hf_name: tuple(shape) for hf_name, shape in (self._layout[name] for name in self._tensors)}
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """What each tensor is read as, in the words of safetensors."""
+        return dict.fromkeys(self.shapes, "F32")
+
+    @property
+    def source(self) -> str:
+        """The file, for errors."""
+        return str(self.path)
+
+    def read(self, name: str) -> npt.NDArray[np.float32]:
+        """The tensor of a Hugging Face name, contiguous and owned by the caller.
+
+        Raises ValueError for a quantisation that the `gguf` package cannot decode, KeyError for an unknown name.
+        """
+        return self._decoded(self._own_names[name])
+
+    @functools.cached_property
+    def _own_names(self) -> dict[str, str]:
+        return {self._layout[name][0]: name for name in self._tensors}
+
     def tensors(self) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
         """Yield (Hugging Face parameter name, float32 array), one tensor at a time, in the file's order.
 
-        Matrices are (out, in), norms (hidden,), embeddings (vocab, hidden). Arrays are owned by the caller and
-        contiguous. With tied embeddings no lm_head.weight is yielded.
-
-        Raises ValueError for a quantisation that the `gguf` package cannot decode.
+        With tied embeddings no lm_head.weight is yielded. Raises as `read`.
         """
+        for name in self._tensors:
+            yield self._layout[name][0], self._decoded(name)
+
+    def _decoded(self, name: str) -> npt.NDArray[np.float32]:
         from gguf.quants import dequantize
 
         known = ARCHITECTURES[self._name]
         heads = {"attn_q": self._config["num_attention_heads"], "attn_k": self._config["num_key_value_heads"]}
-        for name, tensor in self._tensors.items():
-            hf_name, shape = self._layout[name]
-            try:
-                data = dequantize(tensor.data, tensor.tensor_type)
-            except (NotImplementedError, KeyError) as error:
-                raise ValueError(
-                    f"{self.path}: tensor {name} has type {tensor.tensor_type.name}, which gguf cannot decode; "
-                    "use a file of another quantisation, such as Q8_0 or F16"
-                ) from error
-            kind = name.split(".")[-2]
-            if known.permuted and kind in heads:
-                data = _unpermute(data, heads[kind])
-            elif known.norm_shift and kind.endswith("norm"):
-                data = data - np.float32(known.norm_shift)
-            elif np.may_share_memory(data, tensor.data):
-                # A tensor stored as F32 comes back as a view, which is read-only and keeps the file mapped.
-                data = data.copy()
-            yield hf_name, data.reshape(shape)
+        tensor, (_, shape) = self._tensors[name], self._layout[name]
+        try:
+            data = dequantize(tensor.data, tensor.tensor_type)
+        except (NotImplementedError, KeyError) as error:
+            raise ValueError(
+                f"{self.path}: tensor {name} has type {tensor.tensor_type.name}, which gguf cannot decode; "
+                "use a file of another quantisation, such as Q8_0 or F16"
+            ) from error
+        kind = name.split(".")[-2]
+        if known.permuted and kind in heads:
+            data = _unpermute(data, heads[kind])
+        elif known.norm_shift and kind.endswith("norm"):
+            data = data - np.float32(known.norm_shift)
+        elif np.may_share_memory(data, tensor.data):
+            # A tensor stored as F32 comes back as a view, which is read-only and keeps the file mapped.
+            data = data.copy()
+        return data.reshape(shape)
 
     def _read_config(self) -> dict[str, Any]:
         embedding = self._tensors.get("token_embd.weight")

@@ -8,7 +8,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from tuning.models.config import DecoderConfig, UnsupportedModel
 from tuning.models.config_json import from_hugging_face, to_hugging_face
 from tuning.models.decoder import Decoder, ScalarHead, abstract_decoder
 from tuning.models.mapping import SCORE, tensor_names
-from tuning.models.tensors import INDEX, KINDS, Place, Tensors, check, load_tensors, place_tensors
+from tuning.models.tensors import INDEX, KINDS, Named, Place, Tensors, check, load_tensors, place_tensors
 from tuning.precision import real
 
 SHARD_BYTES = 5_000_000_000
@@ -66,15 +66,17 @@ def tensors_from_params(pure: dict[str, Any], dtype: Any = np.float32) -> Iterat
         yield name, make()
 
 
-def _lazy_tensors(pure: dict[str, Any], dtype: Any) -> Iterator[Lazy]:
-    """The tensors of parameters. A tensor leaves the device when its maker is called."""
+def _lazy_tensors(pure: dict[str, Any], dtype: Any, types: Mapping[str, str] | None = None) -> Iterator[Lazy]:
+    """The tensors of parameters, of this type, or of those in `types` by their names. A tensor leaves the device when
+    its maker is called."""
     flat = flatten_dict(pure)
     layers = max((leaf.shape[0] for path, leaf in flat.items() if path[0] == "layers"), default=0)
     for path, names in tensor_names(flat, layers).items():
         leaf, transposed = flat[path], names.transposed
-        size = leaf.size // len(names.tensors) * np.dtype(dtype).itemsize
         for layer, name in enumerate(names.tensors):
-            yield name, size, functools.partial(_tensor, leaf, layer if names.stacked else None, transposed, dtype)
+            kind = jnp.dtype((types or {}).get(name, dtype))
+            size = leaf.size // len(names.tensors) * kind.itemsize
+            yield name, size, functools.partial(_tensor, leaf, layer if names.stacked else None, transposed, kind)
 
 
 def _tensor(leaf: Any, layer: int | None, transposed: bool, dtype: Any) -> np.ndarray:
@@ -156,9 +158,12 @@ def save_decoder(
     token_ids: dict[str, Any],
     *,
     dtype: str | None = None,
+    types: Mapping[str, str] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Writes config.json and safetensors of the given type (None: of `precision.real`).
+
+    types: of tensors by their Hugging Face names, where they have others.
 
     A ScalarHead becomes a sequence classifier of one label.
 
@@ -167,7 +172,7 @@ def save_decoder(
     kind = jnp.dtype(dtype or real())
     pure = _pure(params)
     scalar = "decoder" in pure
-    tensors = list(_lazy_tensors(pure["decoder"] if scalar else pure, kind))
+    tensors = list(_lazy_tensors(pure["decoder"] if scalar else pure, kind, types))
     if scalar:
         score = np.asarray(pure["score"])[None].astype(kind)
         tensors.append((SCORE, score.nbytes, lambda: score))
@@ -178,26 +183,32 @@ def save_decoder(
 def copy_decoder(
     source: Path, folder: Path, token_ids: dict[str, Any], *, shard_bytes: int = SHARD_BYTES
 ) -> tuple[DecoderConfig, int]:
-    """Writes the decoder of a model folder as `save_decoder` does, each tensor in the type that it has there.
-
-    One file's tensors are on the host at a time. Returns its config and the number of parameters. Raises as
-    `load_decoder` does.
-    """
+    """`write_decoder` of the decoder of a model folder. Raises as `load_decoder` does."""
     config = read_config(source)
     with Tensors(source) as tensors:
-        shapes, places = abstract_decoder(config)[1], _places(config)
-        check(config, tensors, shapes, places)
-        sizes = {name: math.prod(tensors.shapes[name]) for name in places}
-        held: dict[str, int] = collections.Counter()
-        lazy = []
-        for name, size in sizes.items():
-            kind = jnp.dtype(KINDS[tensors.kinds[name]])
-            held[kind.name] += size
-            lazy.append((name, size * kind.itemsize, functools.partial(tensors.read, name)))
-        _write(folder, lazy, shard_bytes)
+        return config, write_decoder(folder, config, tensors, token_ids, shard_bytes=shard_bytes)
+
+
+def write_decoder(
+    folder: Path, config: DecoderConfig, tensors: Named, token_ids: dict[str, Any], *, shard_bytes: int = SHARD_BYTES
+) -> int:
+    """Writes tensors as `save_decoder` does, each in its own type and on no device; returns the number of parameters.
+
+    One file's tensors are on the host at a time. Raises UnsupportedModel for tensors that are not the config's.
+    """
+    shapes, places = abstract_decoder(config)[1], _places(config)
+    check(config, tensors, shapes, places)
+    sizes = {name: math.prod(tensors.shapes[name]) for name in places}
+    held: dict[str, int] = collections.Counter()
+    lazy = []
+    for name, size in sizes.items():
+        kind = jnp.dtype(KINDS[tensors.kinds[name]])
+        held[kind.name] += size
+        lazy.append((name, size * kind.itemsize, functools.partial(tensors.read, name)))
+    _write(folder, lazy, shard_bytes)
     # Of most of the weights: some models have norms in a wider type than matrices.
     _write_config(folder, config, False, token_ids, max(held, key=lambda kind: held[kind]))
-    return config, sum(sizes.values())
+    return sum(sizes.values())
 
 
 def _write(folder: Path, tensors: Sequence[Lazy], shard_bytes: int) -> None:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -47,6 +47,25 @@ class Place(NamedTuple):
     part: tuple[Any, ...] = ()
     """Index into the parameter, such as (layer,); all of it by default."""
     transposed: bool = False
+
+
+class Named(Protocol):
+    """Tensors by their Hugging Face names, read one at a time."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of each."""
+
+    @property
+    def kinds(self) -> Mapping[str, str]:
+        """The type of each, as one of `KINDS`."""
+
+    @property
+    def source(self) -> str:
+        """Where they are from, for errors."""
+
+    def read(self, name: str) -> np.ndarray:
+        """One of them."""
 
 
 class Tensors:
@@ -85,6 +104,16 @@ class Tensors:
                     self._files[name], self.kinds[name] = file, found.get_dtype()
                     self.shapes[name] = tuple(found.get_shape())
             self._stack = opened.pop_all()
+
+    @property
+    def source(self) -> str:
+        """The folder, for errors."""
+        return str(self.folder)
+
+    @property
+    def types(self) -> dict[str, str]:
+        """The type of each tensor, as NumPy names it."""
+        return {name: KINDS[kind] for name, kind in self.kinds.items()}
 
     def __enter__(self) -> Tensors:
         return self
@@ -277,9 +306,9 @@ def _within(out: np.ndarray, place: Place, cut: Cut) -> tuple[np.ndarray | None,
     return (out[layer - cut[0].start] if inside else None), cut[1:]
 
 
-def check(config: DecoderConfig, tensors: Tensors, state: Any, places: Mapping[str, Place]) -> None:
+def check(config: DecoderConfig, tensors: Named, state: Any, places: Mapping[str, Place]) -> None:
     """Raises UnsupportedModel for a tensor that is unknown, missing or of another shape than its place in `state`."""
-    source, shapes = str(tensors.folder), flatten_dict(nnx.to_pure_dict(state))
+    source, shapes = tensors.source, flatten_dict(nnx.to_pure_dict(state))
     for name, shape in tensors.shapes.items():
         if name not in places:
             _check_unused(config, name, shape, source)

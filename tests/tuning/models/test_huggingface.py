@@ -350,3 +350,16 @@ def test_a_folder_that_lacks_a_tensor_is_not_copied(tmp_path):
     with pytest.raises(UnsupportedModel, match="9 tensors missing, first model.layers.3.input_layernorm.weight"):
         hf.copy_decoder(tmp_path, tmp_path / "copied", {})
     assert not (tmp_path / "copied").exists()
+
+
+def test_each_tensor_is_written_in_the_type_that_it_has_elsewhere(tmp_path):
+    decoder = config(True)
+    params = hf.random_params(decoder, 0)
+    wide = {name: "float32" for name, _ in hf.tensors_from_params(nnx.to_pure_dict(params)) if "norm" in name}
+    hf.save_decoder(tmp_path, decoder, params, {}, dtype="bfloat16", types=wide)
+    with tensors.Tensors(tmp_path) as written:
+        kinds = dict(written.kinds)
+        assert {kinds[name] for name in wide} == {"F32"} and {k for n, k in kinds.items() if n not in wide} == {"BF16"}
+        for name, values in hf.tensors_from_params(nnx.to_pure_dict(params)):
+            np.testing.assert_array_equal(written.read(name), values.astype(jnp.dtype(wide.get(name, "bfloat16"))))
+    assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
