@@ -112,7 +112,8 @@ def recipe_parameters(function: Callable[P, R]) -> Callable[P, R]:
     described = vars(with_fields)
     described["__signature__"] = signature.replace(parameters=[*own, *more])
     with_fields.__annotations__ = {p.name: p.annotation for p in (*own, *more)}
-    lines = [f"    {name}: {field.description}" for name, field in fields.items()]
+    # A line each: what follows a line break would be read as another parameter.
+    lines = [f"    {name}: {' '.join((field.description or '').split())}" for name, field in fields.items()]
     with_fields.__doc__ = "\n".join([inspect.getdoc(function) or "", *lines])
     return with_fields
 

@@ -26,7 +26,8 @@ def test_names_of_cases_are_three_words_and_tell_them_apart():
 
 
 def test_every_program_family_topology_and_axis_is_in_a_case():
-    assert {c.program for c in CASES} == {"sft", "grpo", "dpo", "reward", "score", "move", "prefill", "decode"}
+    training = {"sft", "grpo", "dpo", "reward", "score"}
+    assert {c.program for c in CASES} == training | {"move", "prefill", "decode", "mixed"}
     assert {c.model.split("-")[0] for c in CASES} == {"small", "qwen3", "llama", "gemma"}
     assert {c.topology.split(":")[0] for c in CASES} == {"v5e", "v5p", "v6e", "h100x8"}
     assert any(c.data > 1 for c in CASES) and sum(c.tensor > 1 for c in CASES) >= 2 and any(c.lora for c in CASES)

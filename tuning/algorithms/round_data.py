@@ -17,6 +17,7 @@ import numpy as np
 from tuning.agents.rows import TurnRow
 from tuning.algorithms.flat import Column
 from tuning.algorithms.turns import Turns
+from tuning.losses.masks import sampled_mask
 from tuning.rows import CompletionRow, ScoreRow, by_trajectory, names_of, numbers_of_groups
 from tuning.shapes import bucket
 from tuning.training.batch import Group
@@ -128,7 +129,8 @@ class RoundData:
 
         Other tokens count neither in the loss nor in its denominator (R5).
         """
-        return np.isfinite(self.mu[i])
+        mu_T = self.mu[i]
+        return sampled_mask(np.asarray([len(mu_T)]), mu_T[None])[0]
 
     @property
     def sampler(self) -> Column:

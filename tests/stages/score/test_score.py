@@ -368,4 +368,4 @@ def test_a_total_of_zero_is_refused_where_it_is_not_low(setting, other):
         Config.model_validate(values | {setting: other})
     model = {"function": "reward_model"}
     for reward in ({"normalise": "none"}, model | {"squash": "sigmoid"}, model | {"clip": [0, 5]}, {"weight": 0.0}):
-        Config.model_validate({setting: "zero", "rewards": {"odd": reward}})
+        Config.model_validate({setting: "zero", "rewards": {"odd": reward, "plain": {}}})

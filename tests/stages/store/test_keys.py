@@ -25,7 +25,7 @@ FITTED = COMPUTE | {"checkpoint_every", "heldout_every"}
 ENGINE = {
     f"engine.{name}"
     for name in (
-        *("url", "servers", "sync", "folder", "concurrency", "timeout"),
+        *("cache", "url", "servers", "sync", "folder", "concurrency", "timeout"),
         *("start_seconds", "wait_seconds", "tries", "tolerance", "key_variable"),
     )
 }
