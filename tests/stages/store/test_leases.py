@@ -125,10 +125,10 @@ def taking(store: Store, told: list[str]) -> tuple[threading.Thread, threading.E
 
 
 @pytest.mark.parametrize("off", [-100.0, 0.0, 100.0], ids=["clock-behind", "clock-right", "clock-ahead"])
-def test_a_holder_on_another_host_lives_while_its_beat_changes_whatever_its_clock_says(url, off, monkeypatch):
+def test_a_holder_on_another_host_lives_while_its_beat_changes_whatever_its_clock_says(tmp_path, off, monkeypatch):
     monkeypatch.setattr(leases, "DEAD_AFTER_SECONDS", 1.5)
     monkeypatch.setattr(leases, "POLL_SECONDS", 0.1)
-    store, told = Store(url), []
+    store, told = Store(str(tmp_path)), []
     put(store, host="elsewhere", pid=1, beat=time.time() + off)
     thread, entered = taking(store, told)
     for _ in range(5):
