@@ -103,8 +103,9 @@ def test_a_round_goes_on_from_its_shards_and_a_lost_policy_is_made_again(store, 
     first.until(lambda: shards(place, "rollout", "rollouts") >= 2)
     first.kill_worker(worker)
     assert "in stage rollout" in first.ends(1)
+    # All of them where this machine was slow to kill: they are not committed then either.
     kept = shards(place, "rollout", "rollouts")
-    assert 2 <= kept < 16
+    assert 2 <= kept <= 16
 
     second = Run(place, "second")
     second.until(lambda: second.state("round-001.update") == "running")
