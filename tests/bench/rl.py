@@ -32,7 +32,6 @@ from tuning.training.speed import forward_flops
 from tuning.training.step import copy
 
 NEW_TOKENS = 64
-NO_EOS = -1
 LORA = LoraConfig(rank=16, alpha=32.0)
 
 
@@ -74,7 +73,7 @@ class Steps:
         # In a run the engine and its copy of the weights end with the rollout stage.
         found = Engine(self.config, choose().compute.dtype).generate(
             self.policy(), self.prompts, samples=self.samples, max_tokens=NEW_TOKENS, sampling=Sampling(),
-            eos_ids=(NO_EOS,), seed=self.number, counters=range(self.count),
+            eos_ids=(), seed=self.number, counters=range(self.count),
         )  # fmt: skip
         self.phases["rollout"].append(time.perf_counter() - started)
         rows = [
