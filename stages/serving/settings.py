@@ -65,6 +65,8 @@ class ServeOptions(StageConfig):
     """Tokens that they may have together."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
     """Keys and values; auto: as computed."""
+    cache: Literal["auto", "slots", "paged"] = "auto"
+    """Where keys and values are: slots of equal length, or pages; auto: pages on a TPU whose kernel takes the model."""
 
 
 class Serve(StageConfig):

@@ -1,0 +1,67 @@
+"""`rlhf serve` as people start it: a process of its own, asked over HTTP."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support import RLHF
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+@contextmanager
+def _served(store: Path, log: Path, *options: str) -> Iterator[httpx.Client]:
+    """A client of `rlhf serve`, which must end at SIGTERM."""
+    port = str(_free_port())
+    with log.open("w") as file:
+        server = subprocess.Popen(
+            [RLHF, "serve", "--store", str(store), "--port", port, *options], stdout=file, stderr=file
+        )
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300) as client:
+            _wait(server, client, log)
+            yield client
+        server.send_signal(signal.SIGTERM)
+        server.wait(60)
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _wait(server: subprocess.Popen[bytes], client: httpx.Client, log: Path) -> None:
+    """Returns once the server answers."""
+    for _ in range(1200):
+        assert server.poll() is None, log.read_text()
+        try:
+            client.get("/health").raise_for_status()
+            return
+        except httpx.TransportError:
+            time.sleep(0.25)
+    raise AssertionError(f"no answer in five minutes:\n{log.read_text()}")
+
+
+@pytest.mark.parametrize("options", [(), pytest.param(("--cache", "paged"), marks=pytest.mark.slow)])
+def test_the_command_serves_the_policy_of_a_run(smoke_store, tmp_path, options):
+    with _served(smoke_store, tmp_path / "log", *options) as client:
+        [model] = client.get("/v1/models").raise_for_status().json()["data"]
+        asked = {"model": model["id"], "prompt": "2 + 2 = ", "max_tokens": 4, "logprobs": 1, "temperature": 0}
+        [choice] = client.post("/v1/completions", json=asked).raise_for_status().json()["choices"]
+        assert 1 <= len(choice["logprobs"]["token_logprobs"]) <= 4
+        messages = [{"role": "user", "content": "2 + 2 = ?"}]
+        asked = {"model": model["id"], "messages": messages, "max_tokens": 4, "stream": True}
+        text = client.post("/v1/chat/completions", json=asked).raise_for_status().text
+        assert text.rstrip().endswith("data: [DONE]")
+        assert client.get("/health").status_code == 200
