@@ -7,8 +7,9 @@
     <root>/runs/<run>/                what a run did
     <root>/leases/                    which process makes which artifact
 
-An artifact exists when its manifest does. One that replaces another has its files in a folder of its own,
-`<key>.<id>/`, which the manifest names: whoever reads the files of before keeps them. Files below `state/` (weights
+An artifact exists when its manifest does. Each commit has its files in a folder of its own, which the manifest
+names: `<key>/` on a local disk where that is free, else `<key>.<id>/`. Whoever reads the files of before keeps them.
+Files below `state/` (weights
 that can be replayed, optimizer moments) and `logs/` (timings) are stored and checked, but are no part of the content
 that downstream keys see.
 """
@@ -20,17 +21,19 @@ import datetime
 import hashlib
 import json
 import os
-import re
 import shutil
 import uuid
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import fsspec
+from pydantic import TypeAdapter
 
-from stages.store import disk
+from stages.store import disk, forms
 from stages.store.keys import digest, without_userinfo
+from stages.store.manifests import strange
 from tuning.atomic import whole_file
 
 MANIFEST = "manifest.json"
@@ -50,22 +53,6 @@ def content_digest(files: list[dict[str, Any]], parts: tuple[str, ...] = ("",)) 
     if not chosen:
         raise ArtifactError(f"no content below {parts}; the artifact holds {[f['path'] for f in files]}")
     return digest(sorted(chosen))
-
-
-def _strange(manifest: dict[str, Any], stage: str, key: str) -> str | None:
-    """What a manifest says that none of this key can: whoever may write to a store must not write elsewhere by it."""
-    if (manifest["stage"], manifest["key"]) != (stage, key):
-        return f"its manifest is of {manifest['stage']}/{manifest['key']}"
-    folder = manifest.get("folder", key)
-    if folder != key and not re.fullmatch(rf"{re.escape(key)}\.[0-9a-f]+", folder):
-        return f"its manifest has its files in {folder!r}"
-    outside = next((f["path"] for f in manifest["files"] if not is_inside(f["path"])), None)
-    return None if outside is None else f"its manifest names {outside!r}, which is not in its folder"
-
-
-def is_inside(path: str) -> bool:
-    """Whether a relative path stays in the folder that it begins in."""
-    return not path.startswith("/") and not {"", ".", ".."} & set(path.split("/"))
 
 
 class Artifact:
@@ -151,7 +138,7 @@ class Store:
         repair: move a damaged one to `damaged/`, with a warning. The caller is about to make it again.
         """
         try:
-            manifest = self.read_json("artifacts", stage, key, MANIFEST)
+            manifest = self.read_record(forms.MANIFEST, "artifacts", stage, key, MANIFEST)
         except ArtifactError as e:
             fault: str | None = str(e)
         else:
@@ -178,7 +165,7 @@ class Store:
         for name in self.names("replaced", stage):
             if not name.startswith(f"{key}-"):
                 continue
-            manifest = self.read_json("replaced", stage, name)
+            manifest = self.read_record(forms.MANIFEST, "replaced", stage, name)
             old = Artifact(self, manifest) if manifest is not None else None
             if old is not None and old.digest == digest and self._fault(old, stage, key) is None:
                 return old
@@ -191,17 +178,26 @@ class Store:
 
     def _fault(self, artifact: Artifact, stage: str, key: str) -> str | None:
         """What is wrong with a manifest that was found under this stage and key, or with the sizes of its files."""
-        if strange := _strange(artifact.manifest, stage, key):
-            return strange
+        if found := strange(artifact.manifest, stage, key):
+            return found
         # One listing: a request for each file would make a hit slow on an object store.
         sizes = self._sizes(artifact.url)
         for f in artifact.manifest["files"]:
             size = sizes.get(f["path"])
+            # A listing may leave out for a moment what is there: the file itself is asked before it counts as damaged.
+            size = self._size(f"{artifact.url}/{f['path']}") if size != f["size"] else size
             if size is None:
                 return f"{f['path']} is missing"
             if size != f["size"]:
                 return f"{f['path']} has {size} bytes, the manifest says {f['size']}"
         return None
+
+    def _size(self, path: str) -> int | None:
+        """The size of a file; None where there is none."""
+        try:
+            return self.fs.info(path)["size"]  # type: ignore[no-any-return]
+        except FileNotFoundError:
+            return None
 
     def verify(self, artifact: Artifact) -> str | None:
         """None when every checksum holds, else what is wrong."""
@@ -221,8 +217,9 @@ class Store:
         aside = self.join("damaged", stage, f"{key[:16]}-{uuid.uuid4().hex[:6]}")
         folder = place
         with contextlib.suppress(ArtifactError):
-            manifest = self.read_json("artifacts", stage, key, MANIFEST) or {}
-            folder = self.join("artifacts", stage, manifest.get("folder", key))
+            manifest = self.read_record(forms.MANIFEST, "artifacts", stage, key, MANIFEST) or {}
+            if not strange(manifest, stage, key):
+                folder = self.join("artifacts", stage, manifest.get("folder", key))
         # The manifest goes first: without it nothing reads the half-moved folder as whole.
         moves = {f"{place}/{MANIFEST}": f"{aside}/{MANIFEST}"}
         moves |= {path: aside + path[len(folder) :] for path in self.fs.find(folder)}
@@ -271,6 +268,7 @@ class Store:
         manifest: dict[str, Any],
         replace: bool = False,
         files: list[dict[str, Any]] | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> Artifact:
         """Makes the files of `folder` the artifact `manifest["stage"]/manifest["key"]`; the manifest is written last.
 
@@ -278,49 +276,54 @@ class Store:
         beside it, and the one step that makes them the artifact is the write of the manifest: at each moment there is
         one of the two, and the old one's files stay where its readers have them.
 
-        files: `disk.files_of(folder)`, from a caller that has it.
+        files: `disk.files_of(folder)`, from a caller that has it. check: called before the files are written and again
+        before the manifest is; raises where somebody else makes this artifact by now.
         """
         stage, key = manifest["stage"], manifest["key"]
         files = disk.files_of(folder) if files is None else files
         manifest = manifest | {
             "files": files,
             "digest": content_digest(files),
-            "folder": key,
             "committed": datetime.datetime.now(datetime.UTC).isoformat(),
         }
+        check()
         existing = self.get(stage, key)
         if existing is not None and not replace:
             shutil.rmtree(folder)
             return existing
         if existing is not None:
-            # A new name for each try: what a killed one has left is no part of this.
-            manifest["folder"] = f"{key}.{uuid.uuid4().hex[:8]}"
             self._keep_manifest(existing)
-        target = self.join("artifacts", stage, manifest["folder"])
-        for parent in sorted({f"{target}/{f['path']}".rsplit("/", 1)[0] for f in files}):
-            self.fs.makedirs(parent, exist_ok=True)
-        for f in files:
-            destination = f"{target}/{f['path']}"
-            if self.is_local:
-                # Some libraries make files that their owner alone may read; a store is shared as far as umask says.
-                (folder / f["path"]).chmod(0o666 & ~disk.umask())
-                # Before the rename: after a loss of power a manifest must not be there without them.
-                disk.sync_file(folder / f["path"])
-                # A rename: the work folder of a local store is on its file system.
-                os.replace(folder / f["path"], destination)
-            else:
-                self.fs.put_file(str(folder / f["path"]), destination)
-        # A killed commit may have left files of other names here, which would look like part of this artifact.
-        names = {f["path"] for f in files}
-        for path in self.fs.find(target):
-            if path[len(target) + 1 :] not in names:
-                self.remove(path)
-        if self.is_local:
-            of_files = {parent for f in files for parent in Path(target, f["path"]).parents}
-            disk.sync_folders(parent for parent in of_files if parent.is_relative_to(Path(self.root)))
+        manifest["folder"] = self._place(folder, files, stage, key)
+        check()
         self.write_json(manifest, "artifacts", stage, key, MANIFEST)
         shutil.rmtree(folder, ignore_errors=True)
         return Artifact(self, manifest)
+
+    def _place(self, folder: Path, files: list[dict[str, Any]], stage: str, key: str) -> str:
+        """Brings files into a folder of the store that nobody else writes to, and returns its name.
+
+        Of two that commit one key each has its own files; what a killed commit has left is in none of them.
+        """
+        name = f"{key}.{uuid.uuid4().hex[:8]}"
+        target = self.join("artifacts", stage, name)
+        if not self.is_local:
+            for parent in sorted({f"{target}/{f['path']}".rsplit("/", 1)[0] for f in files}):
+                self.fs.makedirs(parent, exist_ok=True)
+            for f in files:
+                self.fs.put_file(str(folder / f["path"]), f"{target}/{f['path']}")
+            return name
+        # Before the rename: after a loss of power a manifest must not be there without them.
+        disk.shared_and_synced(folder)
+        beside = Path(self.join("artifacts", stage))
+        beside.mkdir(parents=True, exist_ok=True)
+        try:
+            # Fails where the folder has files already.
+            os.rename(folder, beside / key)
+            name = key
+        except OSError:
+            os.rename(folder, target)
+        disk.sync_folders(p for p in (beside, *beside.parents) if p.is_relative_to(self.root))
+        return name
 
     def remove(self, path: str) -> None:
         """Removes one file. Raises FileNotFoundError, where the file system does, if there is none."""
@@ -366,6 +369,16 @@ class Store:
             return json.loads(data)
         except ValueError as e:
             raise ArtifactError(f"{self.join(*parts)} is not JSON ({e}); move it away and run again") from e
+
+    def read_record(self, form: TypeAdapter[Any], *parts: str) -> dict[str, Any] | None:
+        """As `read_json`, of one of `forms`. Raises ArtifactError, which names the file, where it has another form."""
+        value = self.read_json(*parts)
+        # JSON's null is no absence.
+        if value is None and not self.fs.exists(self.join(*parts)):
+            return None
+        if fault := forms.misfit(value, form):
+            raise ArtifactError(f"{self.join(*parts)} has another form ({fault}); move it away and run again")
+        return value  # type: ignore[no-any-return]
 
     def write_json(self, value: Any, *parts: str) -> None:
         """As `write_bytes`, with a JSON value."""

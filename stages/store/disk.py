@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -24,7 +25,9 @@ def sizes_below(folder: Path) -> dict[str, int]:
     for parent, _, names in os.walk(folder, onerror=fail):
         for name in names:
             path = Path(parent, name)
-            sizes[path.relative_to(folder).as_posix()] = path.stat().st_size
+            # A half-written file gets its name after the listing.
+            with contextlib.suppress(FileNotFoundError):
+                sizes[path.relative_to(folder).as_posix()] = path.stat().st_size
     return sizes
 
 
@@ -45,6 +48,21 @@ def sync_folders(folders: Iterable[Path]) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def shared_and_synced(folder: Path) -> None:
+    """Makes what is below a folder as readable as the umask lets it, and has all of it on the disk when it returns."""
+    # Some libraries make files that their owner alone may read; a store is shared as far as umask says.
+    folders = [folder]
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            folders.append(path)
+        else:
+            path.chmod(0o666 & ~umask())
+            sync_file(path)
+    for path in folders:
+        path.chmod(0o777 & ~umask())
+    sync_folders(folders)
 
 
 def sha256_file(path: Path) -> str:

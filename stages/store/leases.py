@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from stages.store.artifacts import ArtifactError, Store
 from stages.store.exclusive import create
+from stages.store.forms import HOLDER
 from tuning.retries import retried
 
 T = TypeVar("T")
@@ -33,6 +34,8 @@ BEAT_SECONDS = 5.0
 DEAD_AFTER_SECONDS = 30.0
 POLL_SECONDS = 1.0
 SETTLE_SECONDS = 0.3
+CLOCKS_SECONDS = 600.0
+"""By so much clocks of two hosts may differ where only one look at a lease is taken."""
 TRIES, FIRST_PAUSE_SECONDS = 7, 0.5
 """A store that cannot be reached is asked so often, for half a minute, before its error ends a wait for a lease."""
 
@@ -98,7 +101,7 @@ def lease(store: Store, stage: str, key: str, on_wait: Callable[[str], None]) ->
                     break
             continue
         if not announced:
-            on_wait(f"{stage} is being made by process {holder['pid']} on {holder['host'].split()[0]}; waiting for it")
+            on_wait(_wait_line(stage, path, holder))
             announced = True
         time.sleep(POLL_SECONDS)
     stop = threading.Event()
@@ -124,6 +127,12 @@ def lease(store: Store, stage: str, key: str, on_wait: Callable[[str], None]) ->
                 store.remove(path)
 
 
+def _wait_line(stage: str, path: str, holder: dict[str, Any]) -> str:
+    if holder["token"] is None:
+        return f"{stage}: the lease {path} cannot be read; waiting for {DEAD_AFTER_SECONDS:g} s whether it is written"
+    return f"{stage} is being made by process {holder['pid']} on {holder['host'].split()[0]}; waiting for it"
+
+
 def check(store: Store, stage: str, key: str, token: str) -> None:
     """Raises LeaseLost where the lease of a key is not the one with this token."""
     holder = _again(lambda: _holder(store, _name(stage, key)))
@@ -144,12 +153,11 @@ class Watch:
 
     def dead(self, holder: dict[str, Any]) -> bool:
         """Whether it has ended, or not changed its record since it was first asked for so long."""
-        if holder["token"] is None:
-            return True
         # The process table outranks the beat: a stopped process still holds its lease.
-        gone = is_gone(holder)
+        gone = is_gone(holder) if holder["token"] is not None else None
         if gone is not None:
             return gone
+        # Without hard links a lease is empty for a moment, while it is written: one that is not read has its time too.
         seen = (holder["token"], holder["beat"])
         if seen != self._seen:
             self._seen, self._since = seen, time.monotonic()
@@ -192,12 +200,16 @@ def booted() -> float:
 
 
 def beats(store: Store, stage: str, key: str) -> bool:
-    """Whether a live process seems to hold the lease of a key: on another host, by that one's clock."""
+    """Whether a live process seems to hold the lease of a key: on another host, by that one's clock, which may be off
+    by `CLOCKS_SECONDS`."""
     holder = _holder(store, _name(stage, key))
     if holder is None:
         return False
     gone = is_gone(holder)
-    return time.time() - holder["beat"] <= DEAD_AFTER_SECONDS if gone is None else not gone
+    if gone is not None:
+        return not gone
+    longest = DEAD_AFTER_SECONDS + (0.0 if rebooted(holder) else CLOCKS_SECONDS)
+    return abs(time.time() - holder["beat"]) <= longest
 
 
 def _record(token: str) -> bytes:
@@ -205,8 +217,8 @@ def _record(token: str) -> bytes:
 
 
 def _holder(store: Store, name: str) -> dict[str, Any] | None:
-    """The record of the lease's holder, None where there is no lease. A lease that cannot be parsed counts as stale."""
+    """The record of the lease's holder, None where there is no lease. One that is not read has the token None."""
     try:
-        return store.read_json("leases", name)
+        return store.read_record(HOLDER, "leases", name)
     except ArtifactError:
         return {"token": None, "pid": 0, "started": 0.0, "host": "unknown", "beat": 0.0}

@@ -11,6 +11,7 @@ from typing import Any
 from stages.store.artifacts import Store
 
 FOLDER = "pins"
+_UNREAD = {"note": "", "by": "?", "at": "?"}
 
 
 def who() -> str:
@@ -40,7 +41,7 @@ def unpin(store: Store, run: str) -> bool:
 
 
 def pins(store: Store) -> dict[str, dict[str, Any]]:
-    """The pins of a store by run. A pin that is no JSON still holds its run."""
+    """The pins of a store by run. A pin that is no JSON, or other JSON, still holds its run."""
     found = {}
     for name in store.names(FOLDER):
         if not name.endswith(".json"):
@@ -49,8 +50,8 @@ def pins(store: Store) -> dict[str, dict[str, Any]]:
         try:
             value = store.read_json(FOLDER, name)
         except RuntimeError:
-            value = {"run": run, "note": "", "by": "?", "at": "?"}
+            value = _UNREAD | {"run": run}
         # None: taken away since the folder was read.
         if value is not None:
-            found[run] = value
+            found[run] = value if isinstance(value, dict) else _UNREAD | {"run": run}
     return found

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from stages.store.artifacts import MANIFEST, ArtifactError, Store
+from stages.store.forms import COMMITTED, TOMB
 from stages.store.keys import digest
 
 CONDEMNED = "condemned"
@@ -115,7 +116,7 @@ def versions(store: Store) -> list[Version]:
 
 def _version(store: Store, place: tuple[str, ...]) -> Version | None:
     try:
-        manifest = store.read_json(*place)
+        manifest = store.read_record(COMMITTED, *place)
     except ArtifactError:
         # `rlhf verify` sets it aside.
         return None
@@ -123,8 +124,11 @@ def _version(store: Store, place: tuple[str, ...]) -> Version | None:
 
 
 def tomb(store: Store, stage: str, name: str) -> Version | None:
-    """The condemned artifact of this name; None where there is none any more."""
-    value = store.read_json(CONDEMNED, stage, name)
+    """The condemned artifact of this name; None where there is none any more.
+
+    Raises ArtifactError for a file of another form: nobody knows what it stands for.
+    """
+    value = store.read_record(TOMB, CONDEMNED, stage, name)
     if value is None:
         return None
     return Version(value["manifest"], tuple(value["place"]), name, value["swept"])

@@ -93,6 +93,19 @@ def _orphans(store: Store, found: list[Version], old: float) -> Iterator[Residue
             if (stage, folder) in owned or unreadable or beats(store, stage, key):
                 continue
             yield from _remote(store, "orphan", ("artifacts", stage, folder), old)
+    filled = {(version.stage, version.folder) for version in found}
+    for version in found:
+        if version.current and (version.stage, version.key) not in filled:
+            yield from _beside_manifest(store, version, old)
+
+
+def _beside_manifest(store: Store, version: Version, old: float) -> Iterator[Residue]:
+    """Files of a killed commit in the folder that has nothing but the manifest of a later one."""
+    folder = store.join("artifacts", version.stage, version.key)
+    for path, info in store.fs.find(folder, detail=True).items():
+        if path != f"{folder}/{MANIFEST}" and written(info) < old:
+            name = f"artifacts/{version.stage}/{path[len(folder) - len(version.key) :]}"
+            yield Residue("orphan", name, info["size"] or 0, functools.partial(store.remove, path))
 
 
 def _work(store: Store, pending: set[tuple[str, str]], old: float) -> Iterator[Residue]:

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from stages.common.flags import with_flags
 from stages.worker import interpreter
@@ -24,6 +24,8 @@ SILENCE_SECONDS = 600.0
 LONGEST_BEAT_SECONDS = 60.0
 """A wait for a heartbeat counts as this long at most: after Ctrl-Z and `fg` a worker that was stopped with its parent,
 for hours perhaps, is well."""
+PIPE_BYTES = 1 << 16
+"""Of a request sent in one go."""
 STACK_SECONDS = 1.0
 """Time that a worker has to write the stacks of its threads before it is ended."""
 COMPILING = 3
@@ -77,7 +79,8 @@ class Worker:
         self.stall_seconds = stall_seconds
         self.starts = 0
         self._process: subprocess.Popen[bytes] | None = None
-        self._requests: TextIO | None = None
+        self._requests: int = -1
+        self._unsent = b""
         self._events: int = -1
         self._buffer = b""
         self._cause = ""
@@ -108,9 +111,11 @@ class Worker:
         # The worker has these ends. An event pipe still open for writing here would hide its death.
         os.close(request_read)
         os.close(event_write)
-        self._requests = os.fdopen(request_write, "w")
+        # A request may be larger than the pipe: it is sent as the worker reads, beside waiting for events.
+        os.set_blocking(request_write, False)
+        self._requests = request_write
         self._events = event_read
-        self._buffer = b""
+        self._buffer = self._unsent = b""
         self.starts += 1
 
     def run(self, request: Request, on_event: Callable[[Report], None]) -> dict[str, Any]:
@@ -124,20 +129,19 @@ class Worker:
         if self._process is None or self._process.poll() is not None:
             self.close()
             self._start()
-        assert self._requests is not None
         try:
-            self._requests.write(request.line())
-            self._requests.flush()
+            self._unsent = request.line().encode()
             still = compiling = 0.0
             while True:
                 waiting_since = time.monotonic()
                 event = self._next_event()
                 waited = min(time.monotonic() - waiting_since, LONGEST_BEAT_SECONDS)
                 match event:
+                    # A stage that hangs in what it does between compilations has both: only a report ends the count.
                     case Heartbeat(compiling=True):
-                        still, compiling = 0.0, compiling + waited
+                        compiling += waited
                     case Heartbeat():
-                        still, compiling = still + waited, 0.0
+                        still += waited
                     case _:
                         still = compiling = 0.0
                 self._end_if_hung(still, compiling)
@@ -166,13 +170,18 @@ class Worker:
         # Counted in waits of a second: a clock would count the time in which both processes were stopped.
         waits = 0
         while b"\n" not in self._buffer:
-            ready, _, _ = select.select([self._events], [], [], 1.0)
+            ready, writable, _ = select.select([self._events], [self._requests] if self._unsent else [], [], 1.0)
+            if writable:
+                sent = os.write(self._requests, self._unsent[:PIPE_BYTES])
+                self._unsent = self._unsent[sent:]
             if ready:
                 chunk = os.read(self._events, 1 << 16)
                 # End of file: the worker has closed its end, which it does only by ending.
                 if not chunk:
                     raise EOFError
                 self._buffer += chunk
+                waits = 0
+            elif writable:
                 waits = 0
             elif (waits := waits + 1) >= SILENCE_SECONDS:
                 self._end(f"sent nothing for {SILENCE_SECONDS:g} s, and was ended")
@@ -182,13 +191,13 @@ class Worker:
     def _end_if_hung(self, still: float, compiling: float) -> None:
         """Ends a worker that lives and does not move; its log gets the stacks of its threads. Raises EOFError."""
         limit = self.stall_seconds
-        if limit is None or max(still, compiling / COMPILING) <= limit:
+        if limit is None or still + compiling / COMPILING <= limit:
             return
         assert self._process is not None
         os.kill(self._process.pid, signal.SIGUSR1)
         time.sleep(STACK_SECONDS)
         what = f"made no progress for {limit:g} s (`stall_seconds`)"
-        if compiling:
+        if compiling > still:
             what = f"compiled for {COMPILING * limit:g} s ({COMPILING} times `stall_seconds`)"
         self._end(f"{what}, and was ended")
 
@@ -232,9 +241,7 @@ class Worker:
         """Ends the worker: it leaves when its request pipe closes."""
         if self._process is None:
             return
-        assert self._requests is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._requests.close()
+        os.close(self._requests)
         os.close(self._events)
         try:
             self._process.wait(timeout=15)

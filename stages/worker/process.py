@@ -147,9 +147,12 @@ def run_request(request: Request, memory: dict[str, Any], events: Events) -> dic
         manifest["near"] = near
     files = files_of(out)
     made = content_digest(files)
-    if request.lease is not None:
-        check(store, request.stage, request.key, request.lease)
-    committed = store.commit(out, manifest, replace=bool(request.force), files=files)
+
+    def still_ours() -> None:
+        if request.lease is not None:
+            check(store, request.stage, request.key, request.lease)
+
+    committed = store.commit(out, manifest, replace=bool(request.force), files=files, check=still_ours)
     # Another process may have committed the key meanwhile: its artifact stays, and is not what is in memory here.
     _name_new(memory, made if committed.digest == made else None)
     folder.drop()

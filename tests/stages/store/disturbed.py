@@ -11,7 +11,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 
 class Disturbed(MemoryFileSystem):
-    """Calls named in `faults` fail, one for each entry: `before` the call is done, or `after`, with its answer lost."""
+    """Calls named in `faults` fail, one for each entry: `before` the call is done, or `after`, with its answer lost; a
+    listing may also show `nothing`."""
 
     protocol = "disturbed"
     store: dict[str, Any] = {}
@@ -34,7 +35,10 @@ class Disturbed(MemoryFileSystem):
         return super().cat_file(path, *rest, **named)
 
     def find(self, path: str, *rest: Any, **named: Any) -> Any:
-        if self._next("find"):
+        fault = self._next("find")
+        if fault == "nothing":
+            return {}
+        if fault:
             raise OSError(errno.EIO, "Input/output error")
         return super().find(path, *rest, **named)
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from stages.store.artifacts import MANIFEST, Store
 from stages.store.collect import Limits, collect, survey
+from stages.store.keys import digest
 from stages.store.leases import lease
 from stages.store.pins import pin, pins, unpin
 from stages.store.residue import compiled
@@ -172,6 +173,18 @@ def test_work_of_the_dead_goes_and_work_to_go_on_with_stays(store):
     assert {r.kind for r in done.residues} == {"work", "damaged", "orphan", "partial"}
     assert store.names("work", "sft") == ["failed", "live"] and not partial.exists()
     assert not store.names("damaged") and not store.names("artifacts", "sft")
+
+
+def test_what_a_killed_commit_left_beside_a_manifest_goes(store):
+    left = store.join("artifacts", "base", digest(["key", 0]), "half.bin")
+    store.fs.makedirs(left.rsplit("/", 1)[0], exist_ok=True)
+    store.fs.pipe_file(left, b"half")
+    made = put(store, 0)
+    assert made.folder != made.key
+    done = collect(store, lambda: roots(run_of("r", [made], "kept")), NOW)
+    assert [(r.kind, r.bytes) for r in done.residues] == [("orphan", 4)]
+    assert not store.fs.exists(left)
+    assert store.verify(store.get(made.stage, made.key)) is None
 
 
 def test_the_compiled_programs_that_were_not_used_for_the_longest_go(tmp_path):

@@ -59,7 +59,7 @@ def hold(url: str, folder: Path, seconds: float = 60) -> subprocess.Popen[str]:
 
 def test_many_at_once_do_the_work_once(url, tmp_path):
     count = 4 if url.startswith("s3") else 6
-    outs = [finish(p) for p in [python(MAKER, url, tmp_path, 1) for _ in range(count)]]
+    outs = [finish(p) for p in [python(MAKER, url, tmp_path, 4) for _ in range(count)]]
     assert (tmp_path / "made").read_text() == "x"
     assert sum("waiting for it" in out for out in outs) >= 1
     assert Store(url).fs.find(Store(url).join("leases")) == []
@@ -174,13 +174,39 @@ def test_a_store_that_is_away_for_a_moment_ends_no_wait_and_no_finished_work(tmp
     Disturbed.disturb()
 
 
-def test_a_lease_that_was_cut_short_does_not_block(tmp_path):
+@pytest.mark.parametrize("text", [b"", b'{"token": "abc', b"null", b"[]"])
+def test_a_lease_that_was_cut_short_does_not_block_for_ever(tmp_path, text, monkeypatch):
+    monkeypatch.setattr(leases, "DEAD_AFTER_SECONDS", 0.2)
+    monkeypatch.setattr(leases, "POLL_SECONDS", 0.1)
+    store, told = Store(str(tmp_path)), []
+    store.write_bytes(text, "leases", f"sft-{'k' * 64}.json")
+    with lease(store, "sft", "k" * 64, told.append):
+        assert record(store)["pid"] > 0
+    assert record(store) is None
+    assert "cannot be read; waiting for 0.2 s" in told[0]
+
+
+def test_a_lease_that_is_empty_while_it_is_written_is_not_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(leases, "DEAD_AFTER_SECONDS", 3.0)
+    monkeypatch.setattr(leases, "POLL_SECONDS", 0.1)
+    store, told = Store(str(tmp_path)), []
+    store.write_bytes(b"", "leases", f"sft-{'k' * 64}.json")
+    thread, entered = taking(store, told)
+    assert not entered.wait(0.5)
+    put(store)
+    assert not entered.wait(0.5)
+    store.remove(store.join("leases", f"sft-{'k' * 64}.json"))
+    assert entered.wait(10)
+    thread.join(10)
+
+
+@pytest.mark.parametrize("off", [-60.0, 0.0, 60.0])
+def test_one_look_at_a_lease_allows_for_the_clock_of_another_host(tmp_path, off):
     store = Store(str(tmp_path))
-    for text in (b"", b'{"token": "abc'):
-        store.write_bytes(text, "leases", f"sft-{'k' * 64}.json")
-        with lease(store, "sft", "k" * 64, lambda line: pytest.fail(line)):
-            assert record(store)["pid"] > 0
-        assert record(store) is None
+    put(store, host="elsewhere", pid=1, beat=time.time() + off)
+    assert leases.beats(store, "sft", "k" * 64)
+    put(store, host="elsewhere", pid=1, beat=time.time() - 3600)
+    assert not leases.beats(store, "sft", "k" * 64)
 
 
 def test_the_beat_is_renewed_and_stops_with_the_lease(tmp_path, monkeypatch):

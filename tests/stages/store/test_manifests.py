@@ -44,6 +44,24 @@ def test_a_store_that_cannot_be_listed_for_a_moment_has_no_damage(tmp_path):
     assert store.get("export", "k") is not None and not store.names("damaged")
 
 
+def test_a_listing_that_leaves_files_out_for_a_moment_is_no_damage(tmp_path):
+    store = Store(f"disturbed://{tmp_path.name}", tmp_path / "scratch")
+    Disturbed.disturb()
+    store.commit(write_files(tmp_path / "out", data="1"), {"stage": "export", "key": "k", "metrics": {}})
+    Disturbed.disturb(find=["nothing"])
+    assert store.get("export", "k") is not None and not store.names("damaged")
+
+
+@pytest.mark.parametrize("text", ["null", "[]", "3", "{}", '{"stage": "export", "key": "k", "files": [1]}'])
+def test_json_of_another_form_is_damage_and_its_file_is_named(tmp_path, text):
+    store = Store(str(tmp_path / "store"))
+    store.commit(write_files(tmp_path / "out", data="1"), {"stage": "export", "key": "k", "metrics": {}})
+    store.write_bytes(text.encode(), "artifacts", "export", "k", "manifest.json")
+    with pytest.warns(UserWarning, match=r"export/k/manifest\.json has another form \("):
+        assert store.get("export", "k") is None
+    assert len(store.fs.find(store.join("damaged"))) == 2
+
+
 def test_a_folder_that_cannot_be_read_is_an_error_and_one_that_is_gone_is_empty(tmp_path):
     file = tmp_path / "file"
     file.write_text("1")

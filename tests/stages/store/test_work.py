@@ -44,6 +44,27 @@ def test_the_machine_that_has_the_work_does_not_fetch_it(remote, tmp_path):
     assert (WorkFolder(remote, "sft", KEY).open() / "rollouts-00000" / "a").read_text() == "local"
 
 
+def test_work_that_changed_hands_and_comes_back_is_the_newest(remote, tmp_path):
+    here, there = (WorkFolder(at, "sft", KEY) for at in (remote, fresh(remote, tmp_path)))
+    write_files(here.open(), **{"checkpoints__3__x": "3", "rollouts-00000__a": "a"})
+    here.mirror()
+    write_files(there.open(), **{"checkpoints__6__x": "6", "rollouts-00001__b": "b"})
+    shutil.rmtree(there.path / "checkpoints/3")
+    there.mirror()
+    back = here.open()
+    assert (back / "checkpoints/6/x").read_text() == "6" and (back / "rollouts-00001/b").read_text() == "b"
+    # What the other has removed is removed here in its time, and is no error then.
+    shutil.rmtree(back / "checkpoints/3")
+    here.mirror()
+    here.mirror()
+    assert not (back / ".mirrored/checkpoints/3").exists()
+    # What was replaced here does not come again.
+    write_files(back, **{"checkpoints__9__x": "9"})
+    shutil.rmtree(back / "checkpoints/6")
+    assert sorted(p.name for p in (here.open() / "checkpoints").iterdir()) == ["9"]
+    assert not list(back.parent.glob(".*.part"))
+
+
 def test_the_work_is_gone_after_the_commit(store, tmp_path):
     write_files(WorkFolder(store, "sft", KEY).open(), **{"rollouts-00000__a": "a"})
     WorkFolder(store, "sft", KEY).mirror()

@@ -228,15 +228,16 @@ def test_a_worker_that_falls_silent_is_ended(worker, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("compiles", "cause"),
     [
-        (False, r"made no progress for 1 s \(`stall_seconds`\)"),
-        (True, r"compiled for 3 s \(3 times `stall_seconds`\)"),
+        ("", r"made no progress for 1 s \(`stall_seconds`\)"),
+        ("always", r"compiled for 3 s \(3 times `stall_seconds`\)"),
+        ("in turn", r"made no progress for 1 s \(`stall_seconds`\)"),
     ],
 )
 def test_a_worker_that_lives_and_does_not_move_is_ended_with_its_stacks_in_the_log(
     tmp_path, monkeypatch, compiles, cause
 ):
     if compiles:
-        monkeypatch.setenv("COMPILES", "1")
+        monkeypatch.setenv("COMPILES", compiles)
     real = interpreter.command
     monkeypatch.setattr(
         interpreter, "command", lambda module, *arguments: real("tests.stages.worker.hanging", *arguments)
@@ -245,6 +246,20 @@ def test_a_worker_that_lives_and_does_not_move_is_ended_with_its_stacks_in_the_l
     with pytest.raises(WorkerDied, match=f"{cause}, and was ended in stage base"):
         worker.run(request(tmp_path), ignore)
     assert "in waits_for_ever" in (tmp_path / "worker.log").read_text()
+    assert not psutil.pid_exists(worker.pid)
+    worker.close()
+
+
+def test_a_request_that_the_worker_does_not_read_is_no_wait_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setenv("DEAF", "1")
+    real = interpreter.command
+    monkeypatch.setattr(
+        interpreter, "command", lambda module, *arguments: real("tests.stages.worker.hanging", *arguments)
+    )
+    worker = Worker(tmp_path / "worker.log", stall_seconds=1.0)
+    # More than a pipe holds.
+    with pytest.raises(WorkerDied, match="made no progress for 1 s"):
+        worker.run(request(tmp_path, source="x" * 2**21), ignore)
     assert not psutil.pid_exists(worker.pid)
     worker.close()
 

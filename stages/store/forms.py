@@ -1,0 +1,88 @@
+"""What the JSON files of a store must hold: whoever may write to it, and a disk that fails, may leave other JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+# Fields beside these are another version's, and stay.
+
+
+class File(TypedDict):
+    """A file of an artifact."""
+
+    path: str
+    size: int
+    sha256: str
+
+
+class Manifest(TypedDict):
+    """Of an artifact."""
+
+    stage: str
+    key: str
+    digest: str
+    metrics: dict[str, Any]
+    files: list[File]
+
+
+class Committed(Manifest):
+    """Of an artifact that a store has committed, with when (ISO 8601)."""
+
+    committed: str
+
+
+class Holder(TypedDict):
+    """Of a lease."""
+
+    token: str
+    pid: int
+    started: float | None
+    host: str
+    beat: float
+
+
+class Tomb(TypedDict):
+    """Of an artifact that a collection has condemned."""
+
+    place: list[str]
+    manifest: Committed
+    swept: bool
+
+
+class Process(TypedDict):
+    """The process of a run."""
+
+    pid: int
+    host: str
+
+
+class Record(TypedDict):
+    """Of a run."""
+
+    name: str
+    status: str
+    started: str
+    process: Process
+    recipe: dict[str, Any]
+    nodes: dict[str, dict[str, Any]]
+
+
+MANIFEST: TypeAdapter[Any] = TypeAdapter(Manifest)
+COMMITTED: TypeAdapter[Any] = TypeAdapter(Committed)
+HOLDER: TypeAdapter[Any] = TypeAdapter(Holder)
+TOMB: TypeAdapter[Any] = TypeAdapter(Tomb)
+RECORD: TypeAdapter[Any] = TypeAdapter(Record)
+
+
+def misfit(value: Any, form: TypeAdapter[Any]) -> str | None:
+    """What of a value does not have a form, by its place; None where all has."""
+    try:
+        form.validate_python(value, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        return f"{place}: {first['msg']}" if place else first["msg"]
+    return None

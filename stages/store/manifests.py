@@ -1,0 +1,22 @@
+"""What the manifest of an artifact may say: whoever may write to a store must not write elsewhere by it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+
+def strange(manifest: dict[str, Any], stage: str, key: str) -> str | None:
+    """What a manifest says that none of this stage and key can; None where there is nothing."""
+    if (manifest["stage"], manifest["key"]) != (stage, key):
+        return f"its manifest is of {manifest['stage']}/{manifest['key']}"
+    folder = manifest.get("folder", key)
+    if folder != key and not (isinstance(folder, str) and re.fullmatch(rf"{re.escape(key)}\.[0-9a-f]+", folder)):
+        return f"its manifest has its files in {folder!r}"
+    outside = next((f["path"] for f in manifest["files"] if not is_inside(f["path"])), None)
+    return None if outside is None else f"its manifest names {outside!r}, which is not in its folder"
+
+
+def is_inside(path: str) -> bool:
+    """Whether a relative path stays in the folder that it begins in."""
+    return not path.startswith("/") and not {"", ".", ".."} & set(path.split("/"))
