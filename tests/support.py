@@ -5,10 +5,22 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 RLHF = str(Path(sys.executable).with_name("rlhf"))
+
+
+def with_devices(count: int, flags: str = "") -> dict[str, str]:
+    """The environment of a process that computes on so many simulated devices of the CPU, with further flags of XLA."""
+    if version("jaxlib").startswith("0.10."):
+        # On a busy machine threads of devices reach a collective minutes apart; XLA would end the process after 40 s.
+        flags += " --xla_cpu_collective_call_terminate_timeout_seconds=600 --xla_cpu_collective_timeout_seconds=600"
+    return os.environ | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={count} {flags}",
+        "JAX_PLATFORMS": "cpu",
+    }
 
 
 def write_files(folder: Path, **contents: str) -> Path:

@@ -4,12 +4,13 @@ import os
 
 import pytest
 
+from tests.support import with_devices
+
 pytestmark = pytest.mark.slow
 
 
 def test_four_devices_find_what_one_finds(rlhf, smoke_store, tmp_path, record):
-    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    environment = with_devices(4, os.environ["XLA_FLAGS"])
     rlhf("run", "smoke", "--no-prefect", "--name", "four", "--set", f"store={tmp_path}", env=environment)
     one, four = record(smoke_store, "first")["nodes"], record(tmp_path, "four")["nodes"]
     assert one.keys() == four.keys() and all(node["state"] == "made" for node in four.values())

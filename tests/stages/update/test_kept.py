@@ -1,7 +1,6 @@
 """A round is trained once: the next one, and the rollouts between, find the policy where the update left it."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -11,6 +10,7 @@ import pytest
 from stages.common.models import load_policy
 from stages.update import stage as update
 from tests.stages.update.support import Rounds, settings
+from tests.support import with_devices
 
 pytestmark = pytest.mark.slow
 
@@ -41,10 +41,7 @@ def test_six_rounds_are_trained_six_times_however_little_is_kept(tmp_path, monke
 
 
 def program(folder, devices, *words):
-    environment = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-        "JAX_PLATFORMS": "cpu",
-    }
+    environment = with_devices(devices)
     command = [sys.executable, "-m", "tests.stages.update.devices_program", str(folder), *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,7 +1,6 @@
 """One ragged batch, every split: micro-batches, packing and meshes give one loss and one gradient (R1)."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support import with_devices
 from tests.tuning.algorithms.objective_program import (
     LAYOUTS,
     MESHES,
@@ -70,7 +70,7 @@ def test_with_one_update_only_the_current_policy_is_differentiated(correction):
 
 @pytest.mark.slow
 def test_meshes_change_nothing():
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    environment = with_devices(8)
     command = [sys.executable, "-m", "tests.tuning.algorithms.objective_program", *OBJECTIVES]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,19 +1,19 @@
 """A vocabulary that is cut over devices: heads, distillation and lookups are those of one device; no table moves."""
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 
+from tests.support import with_devices
+
 PROGRAM = "tests.tuning.losses.vocabulary_program"
-FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 
 
 @pytest.fixture(scope="module")
 def found():
-    environment = os.environ | {"XLA_FLAGS": FLAGS, "JAX_PLATFORMS": "cpu"}
+    environment = with_devices(8, "--xla_backend_optimization_level=0")
     done = subprocess.run([sys.executable, "-m", PROGRAM], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from tests.support import with_devices
 from tests.tuning.models.rows import LENGTH, alone, packed
 from tuning.models import attention as att
 from tuning.models.config import tiny
@@ -67,7 +67,7 @@ def test_implementations_agree(implementation, softcap, window):
 
 @pytest.mark.slow
 def test_every_implementation_is_the_same_on_a_mesh():
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    environment = with_devices(8)
     command = [sys.executable, "-m", "tests.tuning.models.mesh_program"]
     gaps = json.loads(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
     assert len(gaps) == 24

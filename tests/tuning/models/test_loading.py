@@ -1,18 +1,19 @@
 """Weights go from files to the devices that keep them: a device gets its part, the host holds one part at a time."""
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
+
+from tests.support import with_devices
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    environment = with_devices(8)
     command = [sys.executable, "-m", "tests.tuning.models.load_program", str(tmp_path_factory.mktemp("weights"))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -2,13 +2,13 @@
 checkpoints move between meshes."""
 
 import json
-import os
 import socket
 import subprocess
 import sys
 
 import pytest
 
+from tests.support import with_devices
 from tuning.axes import Axes
 from tuning.mesh import make_mesh
 
@@ -18,10 +18,7 @@ ALL = "data,fsdp,tensor,context,data fsdp tensor,data fsdp context,fsdp tensor c
 
 
 def start(devices, *args, program=PROGRAM, flags=""):
-    environment = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {flags}",
-        "JAX_PLATFORMS": "cpu",
-    }
+    environment = with_devices(devices, flags)
     command = [sys.executable, "-m", program, *map(str, args)]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

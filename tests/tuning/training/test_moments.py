@@ -1,7 +1,6 @@
 """Moments in half of the memory or in the host's: what is stored and computed, and that a run resumes bit for bit."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -11,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from tests.support import with_devices
 from tests.tuning.training.descent import distance, noise, normal, settings
 from tuning.device import HOST_MEMORY, check_host_memory
 from tuning.mesh import init_state, state_shapes
@@ -119,7 +119,7 @@ def test_a_step_that_is_not_finite_leaves_moments_on_the_host_as_they_were():
 
 
 def test_a_mesh_draws_the_same_and_keeps_its_parts_on_the_host():
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    environment = with_devices(4)
     command = [sys.executable, "-m", "tests.tuning.training.moments_program"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]

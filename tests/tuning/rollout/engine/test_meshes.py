@@ -1,12 +1,13 @@
 """Engines side by side on a mesh apart from the trainer's: the samples of one device, and nobody waits for another."""
 
 import json
-import os
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+
+from tests.support import with_devices
 
 pytestmark = pytest.mark.slow
 
@@ -16,8 +17,7 @@ SLOTS, STEPS = 8, 4
 
 @pytest.fixture(scope="module")
 def found():
-    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    environment = with_devices(8, "--xla_backend_optimization_level=0")
     command = [sys.executable, "-m", "tests.tuning.rollout.engine.mesh_program"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
