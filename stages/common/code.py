@@ -22,6 +22,6 @@ def code_can_reach(ctx: Context, functions: Iterable[str]) -> dict[str, Any]:
         ctx.log(
             f"WARNING: {RUNS_CODE} runs the code of completions, and on this machine it can reach: {', '.join(found)}. "
             "Allow unprivileged user namespaces, or run in a container without secrets and network; the argument "
-            "require_isolation refuses such a machine"
+            "isolation: required refuses such a machine"
         )
     return {"code_can_reach": found}

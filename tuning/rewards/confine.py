@@ -1,8 +1,10 @@
 """Runs one program in a world of its own: a script, started by `tuning.rewards.sandbox` in an isolated Python.
 
     this script      new namespaces; waits for `init` and kills it after the time limit
-      init           process 1 of a new process namespace: a private root folder; what outlives it, the kernel kills
-        program      limits of memory, processor time, files and processes; no privileges
+      init           process 1 of a new process namespace: a private root folder; what outlives it, the kernel kills;
+                     ends all where they take too much memory together
+        program      limits of processor time, memory, files and processes; nobody's, without privileges; system calls
+                     that programs do not need are refused
 
 The root has the system's libraries and Python's, for reading, and a small memory disk to write on: no home folder, no
 data, no other processes, no network. Where the kernel gives no such namespaces the program runs without, and what is
@@ -15,8 +17,10 @@ import contextlib
 import ctypes
 import json
 import os
+import platform
 import resource
 import signal
+import struct
 import sys
 
 # Each test of a completion starts this script: modules that only name types would double the time that it takes.
@@ -33,16 +37,40 @@ DISK_BYTES = 64 * MEGABYTE
 PROCESSES = 64
 """Processes and threads that it may add to those of the machine."""
 KILLED = 128 + signal.SIGKILL
+LOOK_SECONDS = 0.1
+"""Between two looks at the memory of all processes together."""
+FIRST_USER = 0x60000000
+"""Root's programs run as users from here on, each as one of its own, of whom the machine knows nothing."""
 
 # From <linux/sched.h>, <linux/mount.h> and <linux/prctl.h>; the standard library has no names for them.
-NEWNS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x00020000, 0x08000000, 0x10000000, 0x20000000, 0x40000000
-MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38
+NEWNS, NEWUTS, NEWIPC, NEWUSER = 0x00020000, 0x04000000, 0x08000000, 0x10000000
+NEWPID, NEWNET, NEWCGROUP = 0x20000000, 0x40000000, 0x02000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 4096, 16384, 1 << 18
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 22, 24, 36, 38
+LAST_CAPABILITY = 63
 SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, ATTR_RDONLY, ATTR_NOSUID = 442, -100, 0x8000, 1, 2
 
 # What Python and its libraries need of the system. No folder of people or of their data.
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/nix/store")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+
+# By machine: its name in <linux/audit.h>, `socket`, `clone` and `clone3`, and what is refused (<asm/unistd.h>): mounts,
+# namespaces, other processes' memory, keys, modules, tracing, clocks, swap, the kernel's own programs and rings.
+CALLS = {
+    "x86_64": (
+        0xC000003E, 41, 56, 435,
+        (101, 103, 135, 139, *range(153, 156), 159, *range(163, 181), 212, 227, 246, *range(248, 251), 256, 272, 279,
+         298, *range(303, 306), 308, *range(310, 314), 320, 321, 323, *range(425, 434), 438, 440, 442, 443, 450),
+    ),
+    "aarch64": (
+        0xC00000B7, 198, 220, 435,
+        (18, *range(39, 43), 58, 60, 89, 92, 97, *range(104, 107), 112, 116, 117, 142, 161, 162, 170, 171,
+         *range(217, 220), 224, 225, *range(238, 240), 241, *range(264, 267), 268, *range(270, 274), 280, 282, 294,
+         *range(425, 434), 438, 440, 442, 443, 450),
+    ),
+}  # fmt: skip
+FAMILIES = (1, 2, 10)
+"""Sockets that may be made: AF_UNIX, AF_INET and AF_INET6, which a network namespace holds. AF_VSOCK leaves it."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -76,7 +104,11 @@ def enter_namespaces() -> list[str]:
     if sys.platform != "linux":
         return ["network", "files", "processes"]
     uid, gid = os.geteuid(), os.getegid()
-    if _libc.unshare(NEWUSER | NEWNS | NEWPID | NEWNET | NEWIPC) != 0:
+    own = NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS | NEWCGROUP
+    # Root needs no namespace of users: it gives up what it is (`_leave_privileges`), which one would only rename.
+    if uid == 0 and _libc.unshare(own) == 0:
+        return []
+    if _libc.unshare(NEWUSER | own) != 0:
         return ["network", "files", "processes"]
     # An id other than 0: what is executed then has no privileges, not even in the new namespaces.
     maps = {"setgroups": "deny", "uid_map": f"1000 {uid} 1", "gid_map": f"1000 {gid} 1"}
@@ -106,13 +138,15 @@ def private_root(folder: str, prefixes: list[str]) -> None:
             _show(path, root + path)
     for name in ("proc", "tmp", "sandbox", "dev/shm"):
         os.makedirs(f"{root}/{name}", exist_ok=True)
-    # Containers may refuse it, and few programs miss it.
+        os.chmod(f"{root}/{name}", 0o1777)
+    # Containers may refuse it, and few programs miss it. For reading: settings of the kernel are files there.
     with contextlib.suppress(OSError):
-        _mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV)
+        _mount("proc", f"{root}/proc", "proc", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
     for name in os.listdir(folder):
         if name != "root":
             with open(f"{folder}/{name}", "rb") as source, open(f"{root}/sandbox/{name}", "wb") as copy:
                 copy.write(source.read())
+                os.fchmod(copy.fileno(), 0o644)
     os.chroot(root)
     os.chdir("/sandbox")
 
@@ -133,6 +167,81 @@ def _show(path: str, target: str) -> None:
         _read_only(target)
 
 
+def _leave_privileges(user: int) -> None:
+    """Gives up what this process may do beyond any other of the machine; root becomes `user`."""
+    for capability in range(LAST_CAPABILITY + 1):
+        # Of what is executed; those that the kernel does not have it refuses.
+        _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+    if os.geteuid() == 0:
+        # The root of a namespace that has no other users is anyone outside, and has no capabilities from here on.
+        with contextlib.suppress(OSError):
+            os.setgroups([])
+            os.setresgid(user, user, user)
+            os.setresuid(user, user, user)
+
+
+def filtered_calls() -> bool:
+    """Refuses the system calls of `CALLS`, and new privileges, to this process and its children; False where it cannot.
+
+    A classic BPF program over `struct seccomp_data` (seccomp(2)): number at offset 0, machine at 4, arguments from 16.
+    """
+    _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    known = CALLS.get(platform.machine())
+    if sys.platform != "linux" or known is None:
+        return False
+    machine, socket, clone, clone3, refused = known
+    load, equal, above, masked, give = 0x20, 0x15, 0x25, 0x45, 0x06
+    allow, kill, eperm, enosys, eafnosupport = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026, 0x00050061
+    program = [(load, 0, 0, 4), (equal, 1, 0, machine), (give, 0, 0, kill), (load, 0, 0, 0)]
+    # Numbers from here on are those of the x32 calling convention.
+    program += [(above, 0, 1, 0x3FFFFFFF), (give, 0, 0, eperm)]
+    # Its flags are behind a pointer; the C library then takes `clone`.
+    program += [(equal, 0, 1, clone3), (give, 0, 0, enosys)]
+    for number in refused:
+        program += [(equal, 0, 1, number), (give, 0, 0, eperm)]
+    spaces = NEWNS | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET | NEWCGROUP
+    program += [
+        (equal, 0, 4, clone),
+        (load, 0, 0, 16),
+        (masked, 0, 1, spaces),
+        (give, 0, 0, eperm),
+        (give, 0, 0, allow),
+    ]
+    program += [(equal, 1, 0, socket), (give, 0, 0, allow), (load, 0, 0, 16)]
+    for family in FAMILIES:
+        program += [(equal, 0, 1, family), (give, 0, 0, allow)]
+    program += [(give, 0, 0, eafnosupport)]
+    packed = b"".join(struct.pack("HBBI", *each) for each in program)
+    buffer = ctypes.create_string_buffer(packed, len(packed))
+    whole = struct.pack("HxxxxxxP", len(program), ctypes.addressof(buffer))
+    return int(_libc.prctl(PR_SET_SECCOMP, 2, ctypes.c_char_p(whole), 0, 0)) == 0
+
+
+def _memory() -> int:
+    """Bytes of memory that all processes of this namespace take, as /proc has them; 0 where it is not there."""
+    pages = 0
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{name}/statm") as file:
+                pages += int(file.read().split()[1])
+    return pages * resource.getpagesize()
+
+
+def _watch_memory(megabytes: int) -> None:
+    """From here on ends everything in this namespace of processes that takes more memory together."""
+
+    # Of this process, which has no part in it.
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def look(*_: object) -> None:
+        if _memory() - own > megabytes * MEGABYTE:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)
+
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, LOOK_SECONDS, LOOK_SECONDS)
+
+
 def _limit(seconds: float, megabytes: int) -> None:
     limits = {
         # Whole seconds only; the wall-clock limit comes first unless the program has threads.
@@ -143,10 +252,13 @@ def _limit(seconds: float, megabytes: int) -> None:
         resource.RLIMIT_NOFILE: 64,
     }
     if sys.platform == "linux":
-        with open("/proc/loadavg") as file:
-            # Kernels count those of the user on the whole machine or in the namespace; this bounds both.
+        # Kernels count those of the user on the whole machine or in the namespace; this bounds both. Without /proc a
+        # number that a machine's user seldom has.
+        there = 4096
+        with contextlib.suppress(OSError), open("/proc/loadavg") as file:
             there = int(file.read().split()[3].partition("/")[2])
-        limits[resource.RLIMIT_NPROC] = there + PROCESSES
+        # A user of its own has no others.
+        limits[resource.RLIMIT_NPROC] = PROCESSES if os.geteuid() == 0 else there + PROCESSES
     for which, value in limits.items():
         hard = resource.getrlimit(which)[1]
         most = value if hard == resource.RLIM_INFINITY else min(value, hard)
@@ -176,10 +288,11 @@ def _status(pid: int) -> int:
 
 
 def _program(plan: dict[str, Any]) -> NoReturn:
-    if sys.platform == "linux":
-        _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     _limit(plan["seconds"], plan["megabytes"])
     here = os.getcwd()
+    if sys.platform == "linux":
+        _leave_privileges(plan["user"])
+        filtered_calls()
     os.execve(plan["command"][0], plan["command"], {**plan["environment"], "HOME": here, "TMPDIR": here})
 
 
@@ -198,6 +311,7 @@ def _end_strays() -> None:
 def main(plan: dict[str, Any]) -> int:
     """Runs the program of a plan; returns its exit status, KILLED past its time."""
     _die_with_parent()
+    plan["user"] = FIRST_USER + os.getpid()
     missing = enter_namespaces()
     alone = "processes" not in missing
     if not alone and sys.platform == "linux":
@@ -211,9 +325,18 @@ def main(plan: dict[str, Any]) -> int:
                 missing.append(f"files ({error.strerror})")
         # Before the program runs: it cannot speak for this process.
         if plan["report"] is not None:
+            # Tried in a process of its own: nothing takes a filter off again.
+            if sys.platform == "linux" and _status(_child(lambda: 0 if filtered_calls() else 1)):
+                missing.append("system calls")
+            if alone and not _memory():
+                missing.append("memory of many processes")
             os.write(plan["report"], json.dumps(missing).encode())
             os.close(plan["report"])
-        return _status(_child(lambda: _program(plan))) if alone else _program(plan)
+        if not alone:
+            _program(plan)
+        program = _child(lambda: _program(plan))
+        _watch_memory(plan["megabytes"])
+        return _status(program)
 
     pid = _child(init)
     signal.signal(signal.SIGALRM, lambda *_: os.kill(pid, signal.SIGKILL))

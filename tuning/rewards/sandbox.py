@@ -1,9 +1,10 @@
 """Code from a completion, run with limits in a world of its own (`tuning.rewards.confine`), and a reward for it.
 
-On Linux with user namespaces the code sees no network, no files but Python's and the system's, and no processes but its
-own, of which none outlives it. Where a machine refuses that (many containers do), `gaps` says what the code can reach;
-limits of time, memory, file size and number of processes hold on each Unix. The kernel is shared: for code that means
-harm, run the pipeline in a virtual machine.
+On Linux with namespaces the code sees no network, no files but Python's and the system's, and no processes but its
+own, of which none outlives it; it is nobody's, and calls of the kernel that programs do not need are refused. Where a
+machine refuses that (many containers do), `gaps` says what the code can reach, and none is run unless the caller says
+so; limits of time, memory, file size and number of processes hold on each Unix. The kernel is shared: for code that
+means harm, run the pipeline in a virtual machine.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from tuning.rewards import confine
 from tuning.rewards.failures import Outage
 
+Isolation = Literal["required", "best-effort"]
+"""Whether code runs on machines where it can reach something."""
 START_SECONDS = 10.0
 """Time that a run may take beyond its limit, to start and to clean up."""
 
@@ -114,11 +117,30 @@ def _handed_over(data: bytes) -> Iterator[int]:
 
 @functools.cache
 def gaps() -> tuple[str, ...]:
-    """What of this machine the code can reach: `network`, `files`, `processes`; empty where it is kept from all."""
+    """What of this machine the code can reach: `network`, `files`, `processes`, `system calls`, `memory of many
+    processes`; empty where it is kept from all.
+
+    Raises Outage where no program runs.
+    """
     with tempfile.TemporaryFile() as report, tempfile.TemporaryFile() as out:
-        _run(["main.py"], "", "", out, 10.0, 256, report=report.fileno())
+        status = _run(["main.py"], "print('ran')", "", out, 60.0, 256, report=report.fileno())
         report.seek(0)
+        out.seek(0)
+        if status != 0 or out.read() != b"ran\n":
+            raise Outage(f"no program runs in the sandbox (status {status}): can other users read {sys.prefix}?")
         return tuple(json.loads(report.read() or b'["network", "files", "processes"]'))
+
+
+def refuse_gaps(isolation: Isolation) -> None:
+    """Raises Outage where code is to be kept from this machine and is not. Also where no program runs."""
+    found = gaps()
+    if isolation == "required" and found:
+        raise Outage(
+            f"on this machine the code of completions can reach: {', '.join(found)}. Allow namespaces (Docker: "
+            "--security-opt seccomp=unconfined for a user, --cap-add SYS_ADMIN for root; Kubernetes: the same in the "
+            "securityContext), or, in a container without secrets and network, say `isolation: best-effort` among the "
+            "arguments"
+        )
 
 
 def _run(
@@ -179,7 +201,7 @@ def code_passes(
     budget_seconds: float = 60.0,
     megabytes: int = 512,
     partial: bool = False,
-    require_isolation: bool = False,
+    isolation: Isolation = "required",
     **_: Any,
 ) -> list[float | None]:
     """1 where the completion's code passes its tests; else 0. With `partial` the share of tests that pass.
@@ -187,11 +209,10 @@ def code_passes(
     Tests are `metadata["tests"]`: programs (text) that run after the code in its names, or {"input", "output"} for
     standard input and output; without them the column `answer` is one such program. Without any test the reward does
     not apply. A test that runs for longer than `seconds`, takes more than `megabytes` or ends the program has failed;
-    so have those that `budget_seconds` for all tests of a completion leaves no time for. With `require_isolation` an
-    Outage is raised on a machine where the code can reach network, files or other processes (`gaps`).
+    so have those that `budget_seconds` for all tests of a completion leaves no time for. `isolation: required` raises
+    an Outage on a machine where the code can reach something (`gaps`); `best-effort` runs it there.
     """
-    if require_isolation and gaps():
-        raise Outage(f"code_passes: on this machine the code can reach: {', '.join(gaps())}")
+    refuse_gaps(isolation)
 
     def one(text: str, answer: str | None, meta: dict[str, Any]) -> float | None:
         tests = meta.get("tests") or ([answer] if answer is not None else [])

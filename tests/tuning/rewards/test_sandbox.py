@@ -196,9 +196,9 @@ from tuning.rewards.sandbox import code_passes, gaps, run_python
 look, search = json.load(sys.stdin)
 status, out = run_python(look, "[]", seconds=5, megabytes=256)
 given = {"answer": ["assert add(1, 2) == 3"] * 3, "metadata": [{}] * 3}
-found = code_passes(["p"] * 3, ["exit()", "def add(a, b): return a + b", search], **given)
+found = code_passes(["p"] * 3, ["exit()", "def add(a, b): return a + b", search], isolation="best-effort", **given)
 print(json.dumps([gaps(), status, found]))
-code_passes(["p"] * 3, ["x"] * 3, require_isolation=True, **given)
+code_passes(["p"] * 3, ["x"] * 3, **given)
 """
 # Looks for the word among the files of every process that it sees, those of its callers included, and says it.
 SEARCHED_ALL = """
@@ -228,13 +228,14 @@ def test_a_machine_that_refuses_namespaces_is_told_and_strays_end_there_too():
     if unshare is None or subprocess.run([unshare, "-Ur", "true"], capture_output=True).returncode:
         pytest.skip("this machine gives no user namespace in which others could be refused")
     token = f"60.{uuid.uuid4().int % 10**9:09d}"
-    # In a namespace of users that may have none below it.
-    shell = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$0" -c "$1"'
+    # In a namespace of users that may have none below it, as a root that may do nothing.
+    bare = "setpriv --bounding-set=-all --inh-caps=-all"
+    shell = f'echo 0 > /proc/sys/user/max_user_namespaces && exec {bare} "$0" -c "$1"'
     given = json.dumps([LOOK.replace("TOKEN", repr(token)), SEARCHED_ALL])
     done = subprocess.run(
         [unshare, "-Ur", "sh", "-c", shell, sys.executable, REFUSED],
         input=given, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert json.loads(done.stdout) == [["network", "files", "processes"], 0, [0.0, 1.0, 0.0]]
-    assert f"{Outage.__name__}: code_passes: on this machine the code can reach: network, files" in done.stderr
+    assert f"{Outage.__name__}: on this machine the code of completions can reach: network, files" in done.stderr
     assert sleeping(token) == []

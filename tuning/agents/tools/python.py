@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tuning.rewards.sandbox import code_of, gaps, run_python
+from tuning.rewards.sandbox import Isolation, code_of, refuse_gaps, run_python
 
 # What a policy reads: what was printed, the value of a last expression as in an interactive session, and of an error
 # the traceback within its own code.
@@ -36,12 +36,12 @@ class ToolError(Exception):
     """A call that has failed; its text is for the policy."""
 
 
-def make(seconds: float = 5.0, megabytes: int = 512, require_isolation: bool = False) -> Callable[[str], str]:
+def make(seconds: float = 5.0, megabytes: int = 512, isolation: Isolation = "required") -> Callable[[str], str]:
     """The tool.
 
     Args:
         seconds, megabytes: limits of one program.
-        require_isolation: refuse to run programs on a machine where they can reach network, files or processes.
+        isolation: `required` runs no program on a machine where it can reach network, files or processes.
     """
 
     def python(code: str) -> str:
@@ -50,8 +50,7 @@ def make(seconds: float = 5.0, megabytes: int = 512, require_isolation: bool = F
         Args:
             code: The program. The value of a last expression is printed too.
         """
-        if require_isolation and gaps():
-            raise ToolError(f"programs are not run here: they could reach {', '.join(gaps())}")
+        refuse_gaps(isolation)
         status, out = run_python(_RUNNER.format(source=code_of(code)), seconds=seconds, megabytes=megabytes)
         if status == 0:
             return out.rstrip("\n")

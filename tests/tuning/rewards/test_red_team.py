@@ -1,0 +1,137 @@
+"""Programs that try to get out of their jail, or to be paid for a test that has not passed."""
+
+import json
+import os
+import socket
+import uuid
+
+import pytest
+
+from tuning.rewards.sandbox import gaps, passes_test, run_python
+
+needs_jail = pytest.mark.skipif(bool(gaps()), reason="this machine gives no namespaces")
+
+# Each is a program that has got out where it comes to its end; where it raises, it has not.
+ESCAPES = {
+    "read passwords": "open('/etc/shadow').read()",
+    "read users": "open('/etc/passwd').read()",
+    "read a file of the caller": "open(SECRET).read()",
+    "list homes": "os.listdir('/home') + os.listdir('/root')",
+    "list the caller's folder": "os.listdir(os.path.dirname(SECRET))",
+    "write beside Python": "open(os.path.join(os.path.dirname(os.__file__), 'x'), 'w')",
+    "write to the environment of Python": "open(sys.prefix + '/x', 'w')",
+    "write to the system": "open('/usr/bin/x', 'w')",
+    "change times": "os.utime(os.__file__)",
+    "hard link": "os.link(os.__file__, '/tmp/link')",
+    "symbolic link": "os.symlink(SECRET, '/tmp/s'); open('/tmp/s').read()",
+    "parent folders": "open('../' * 20 + SECRET.lstrip('/')).read()",
+    "root of process 1": "open('/proc/1/root' + SECRET).read()",
+    "memory of process 1": "open('/proc/1/mem', 'rb').read(1)",
+    "environment of the caller": "open(f'/proc/{CALLER}/environ').read()",
+    "environment of process 1": "open('/proc/1/environ').read()",
+    "kernel's memory": "open('/dev/mem', 'rb')",
+    "cgroups": "os.listdir('/sys/fs/cgroup')",
+    "signal to the caller": "os.kill(CALLER, 0)",
+    "tcp over loopback": "socket.create_connection(('127.0.0.1', PORT), 1)",
+    "abstract unix socket": "socket.socket(1).connect(ABSTRACT)",
+    "unix socket": "socket.socket(1).connect(PLACE)",
+}
+TRY = """
+import json, os, socket, sys
+given = json.loads(input())
+out = []
+names = {**globals(), **given["names"]}
+names["ABSTRACT"] = "\\0" + names["ABSTRACT"]
+for name, attack in given["escapes"].items():
+    try:
+        exec(attack, names)
+        out.append(name)
+    except Exception:
+        pass
+print(json.dumps(out))
+"""
+
+
+@needs_jail
+def test_no_program_gets_out_of_its_jail(tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("42")
+    os.chmod(secret, 0o644)
+    here = f"rlhf-{uuid.uuid4().hex}"
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket(socket.AF_UNIX) as abstract,
+        socket.socket(socket.AF_UNIX) as local,
+    ):
+        abstract.bind(f"\0{here}")
+        local.bind(f"{tmp_path}/s")
+        abstract.listen()
+        local.listen()
+        names = {"SECRET": str(secret), "CALLER": os.getpid(), "PORT": server.getsockname()[1]}
+        names |= {"ABSTRACT": here, "PLACE": f"{tmp_path}/s"}
+        given = {"names": names, "escapes": ESCAPES}
+        status, out = run_python(TRY, json.dumps(given), seconds=30, megabytes=512)
+    assert (status, json.loads(out or "null")) == (0, [])
+    assert secret.read_text() == "42" and sorted(os.listdir(tmp_path)) == ["s", "secret"]
+
+
+FAKES = {
+    "exit": "exit()",
+    "os._exit": "import os; os._exit(0)",
+    "SystemExit in the function": "def add(a, b): raise SystemExit(0)",
+    "atexit": "import atexit, os\natexit.register(os._exit, 0)",
+    "a signal": "import os, signal\nsignal.signal(15, lambda *a: os._exit(0)); os.kill(os.getpid(), 15)",
+    "an alarm": "import os, signal\nsignal.signal(14, lambda *a: os._exit(0)); signal.setitimer(0, 0.01)\n"
+    "def add(a, b):\n    while 1: pass",
+    "excepthook": "import sys\nsys.excepthook = lambda *a: None",
+    "AssertionError": "import builtins\nclass A(Exception): pass\nbuiltins.AssertionError = A",
+    "exec": "import builtins\nbuiltins.exec = builtins.compile = builtins.eval = lambda *a, **k: None",
+    "output": "print('passed')\nprint('ok')",
+    "descriptors": "import os\nfor n in range(3, 64):\n"
+    "    try: os.write(n, b'passed' * 8)\n    except OSError: pass\nos._exit(0)",
+    "exec of another": "import os, sys\nos.execv('/bin/true', ['true'])",
+    "a fork that ends well": "import os\nif os.fork(): os._exit(0)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAKES)
+def test_no_program_is_paid_for_a_test_that_has_not_passed(name):
+    test = "assert add(1, 2) == 3 and sum([1, 1]) == 2"
+    assert not passes_test(FAKES[name], test, seconds=5, megabytes=256)
+
+
+# Bounded: were the wall down, the machine would carry them.
+MANY = """
+import os, time
+made = 0
+for _ in range(200):
+    try:
+        if os.fork() == 0:
+            time.sleep(20)
+            os._exit(0)
+    except OSError:
+        break
+    made += 1
+print(made)
+"""
+MEMORY = """
+import os, time
+for _ in range(4):
+    if os.fork() == 0:
+        held = bytearray(b"x" * (150 * 2**20))
+        time.sleep(20)
+        os._exit(0)
+time.sleep(20)
+"""
+
+
+def test_a_program_has_so_many_processes_and_no_more():
+    status, out = run_python(MANY, seconds=10, megabytes=2048)
+    if os.geteuid() != 0:
+        pytest.skip("the number is that of the user's on the whole machine")
+    assert (status, int(out) < 64) == (0, True)
+
+
+def test_memory_is_counted_for_all_processes_together():
+    status, _ = run_python(MEMORY, seconds=15, megabytes=300)
+    assert status == 137
