@@ -24,7 +24,7 @@ from flows.recipe.model import Recipe
 from flows.recipe.overrides import recipe_parameters, values_of
 from flows.recipe.reading import load_recipe
 from flows.running.checks import check, try_algorithm
-from flows.running.closing import close, evaluations_of, status_after, summary
+from flows.running.closing import close, evaluations_of, status_after, status_at_end, summary
 from flows.running.session import Session
 from stages.contract.registry import stage as find_stage
 from stages.store.keys import published
@@ -133,7 +133,7 @@ def _run(session: Session, force: list[str], only: list[str]) -> dict[str, Any]:
     finally:
         _sessions.pop(session.name)
     # Display last, and guarded: by now everything is in the store.
-    report = close(session, "finished")
+    report = close(session, status_at_end(session))
     with errors_logged():
         show_run(session, report)
     summary(session, reporter, report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Iterable
 from typing import Any
 
 from stages.store.artifacts import Store
@@ -12,6 +13,10 @@ from tuning.names import nearest
 SILENT_MINUTES = 10
 """After so long without a sign of life a run of a process that this host cannot see (another host or container) counts
 as killed. Signs are the saves of its record and, while it makes an artifact, the beats of that lease."""
+
+
+PARTIAL = "partial"
+"""The status of a run that was told to make a part of its recipe, and has: it is not the newest finished one."""
 
 
 class UnknownRun(KeyError):
@@ -32,7 +37,7 @@ def all_runs(store: Store) -> list[dict[str, Any]]:
 
 
 def status_of(record: dict[str, Any], store: Store, boot: float | None = None) -> str:
-    """`running`, `finished`, `interrupted` (by Ctrl-C), `failed`, or `killed`: its process ended without a word.
+    """`running`, `finished`, `partial`, `interrupted` (by Ctrl-C), `failed`, or `killed`: ended without a word.
 
     boot: when this host has booted, in seconds since 1970; None: what the system says.
     """
@@ -56,29 +61,40 @@ def _silent(record: dict[str, Any], store: Store, boot: float) -> bool:
     return ended or silence > datetime.timedelta(minutes=SILENT_MINUTES)
 
 
-def find_run(store: Store, name: str | None) -> dict[str, Any]:
-    """The record of a run by its name or the beginning of it, or of the newest where `name` is None or `latest`.
+def candidates(store: Store, name: str | None) -> list[dict[str, Any]]:
+    """The records that a name stands for, newest first: the run of that name, else the runs of the recipe of that name,
+    else the one run whose name alone begins so. All runs where `name` is None or `latest`.
 
     Raises UnknownRun where there is none, or several begin so.
     """
-    if name in (None, "latest"):
-        runs = all_runs(store)
-        if not runs:
+    if name is not None and name != "latest":
+        record = store.read_json("runs", name, "run.json")
+        if record is not None:
+            return [record]
+    records = all_runs(store)[::-1]
+    if name is None or name == "latest":
+        if not records:
             raise UnknownRun(f"no runs in {store.shown}; `rlhf run demo` makes one")
-        return runs[-1]
-    assert name is not None
-    record = store.read_json("runs", name, "run.json")
-    if record is None:
-        records = {r["name"]: r for r in all_runs(store)}
-        names = list(records)
-        begun = [n for n in names if n.startswith(name)]
-        # The beginning of one name alone stands for it.
-        if len(begun) == 1:
-            return records[begun[0]]
-        if begun:
-            raise UnknownRun(f"several runs in {store.shown} begin with {name!r}: {', '.join(begun)}")
-        raise UnknownRun(f"no run {name!r} in {store.shown}; {nearest(name, names)}")
-    return record
+        return records
+    of_recipe = [r for r in records if r["recipe"]["name"] == name]
+    begun = [r for r in records if r["name"].startswith(name)]
+    if len(begun) > 1 and not of_recipe:
+        listed = ", ".join(r["name"] for r in reversed(begun))
+        raise UnknownRun(f"several runs in {store.shown} begin with {name!r}: {listed}")
+    if not of_recipe and not begun:
+        names = [r["name"] for r in reversed(records)]
+        raise UnknownRun(f"no run or recipe {name!r} in {store.shown}; {nearest(name, names)}")
+    return of_recipe or begun
+
+
+def find_run(store: Store, name: str | None) -> dict[str, Any]:
+    """The newest of the records that a name stands for (`candidates`). Raises UnknownRun where there is none."""
+    return candidates(store, name)[0]
+
+
+def whole_first(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records, with those of runs of a part of their recipe behind the others."""
+    return sorted(records, key=lambda record: record["status"] == PARTIAL)
 
 
 def latest_with(runs: list[dict[str, Any]], recipe: str, node: str) -> dict[str, Any] | None:

@@ -39,7 +39,7 @@ def show(store: StoreUrl, run_name: RunName = None) -> None:
     """Show a run: each stage with its state, time, key and first figures."""
     from stages.contract.registry import stage
 
-    record, place = record_of(store, run_name), Store(store)
+    record, place = record_of(store, run_name, partial=True), Store(store)
     out.print(f"{record['name']}  {status_of(record, place)}  {record['started']}")
     for name, e in record["nodes"].items():
         figures = stage(e["stage"]).figures(e["metrics"]) if "metrics" in e else e.get("error", "")

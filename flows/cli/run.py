@@ -11,7 +11,7 @@ from flows.cli.checks import check, read_recipe
 from flows.cli.shared import NoPrefect, RecipeName, RunName, Sets, StoreUrl, group, out, record_of, usage_error
 from flows.recipe.model import Recipe, RecipeError
 from flows.recipe.reading import checked
-from flows.records import all_runs, find_run, finished_nodes
+from flows.records import UnknownRun, candidates, find_run, finished_nodes
 from stages.store.artifacts import Store
 
 if TYPE_CHECKING:
@@ -39,13 +39,36 @@ def run(
     force: Annotated[
         list[str] | None, typer.Option(help="Make this stage or node again although it is cached.")
     ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="STAGE[,...]", help="Make these stages or nodes alone, with what they need before them; repeatable."
+        ),
+    ] = None,
+    until: Annotated[
+        str | None, typer.Option(metavar="STAGE", help="Stop behind this stage or node; the same command goes on.")
+    ] = None,
     no_prefect: NoPrefect = False,
 ) -> None:
     """Run a recipe. Stages whose inputs, settings and code did not change are taken from the store."""
     from flows.cli.launch import launch
 
     resolved = read_recipe(recipe, _with_store(sets, store))
-    launch(resolved, no_prefect, name=name, force=_nodes(resolved, force) if force else None)
+    part = _part(resolved, only, until)
+    launch(resolved, no_prefect, name=name, force=_nodes(resolved, force) if force else None, only=part)
+
+
+def _part(recipe: Recipe, only: list[str] | None, last: str | None) -> set[str] | None:
+    """The nodes that `--only` and `--until` leave; None where neither is given."""
+    from flows.graph.build import build, until, with_inputs
+
+    if only and last is not None:
+        raise usage_error("say --only or --until, not both")
+    nodes = {n.name: n for n in build(recipe)}
+    if last is not None:
+        return until(nodes, _nodes(recipe, [last]))
+    names = [name for text in only or () for name in text.split(",")]
+    return with_inputs(nodes, _nodes(recipe, names)) if names else None
 
 
 @commands.command()
@@ -100,6 +123,7 @@ def rerun(
     """Make one stage of a run again, and that stage alone."""
     from flows.cli.launch import launch
     from flows.graph.build import build, with_inputs
+    from flows.running.naming import free_name
 
     record = record_of(store, run_name)
     # The record has the address that the store had when the run was made; it may have moved since.
@@ -116,9 +140,9 @@ def rerun(
     chosen = _nodes(recipe, stage)
     before = {n: e.get("digest") for n, e in record["nodes"].items()}
     # Inputs come from the store; only the chosen nodes are made again.
-    launch(recipe, no_prefect, force=chosen, only=with_inputs(nodes, chosen))
-    # The newest run is the one that `launch` has just ended.
-    after = find_run(Store(store), None)
+    name = free_name(Store(store), recipe.name)
+    launch(recipe, no_prefect, name=name, force=chosen, only=with_inputs(nodes, chosen))
+    after = find_run(Store(store), name)
     changed = [n for n in chosen if before.get(n) not in (None, after["nodes"][n]["digest"])]
     if changed:
         out.print(f"{', '.join(sorted(changed))}: the output differs; `rlhf run` makes what follows again")
@@ -131,7 +155,7 @@ def rescore(
     store: StoreUrl,
     run_name: Annotated[
         str | None,
-        typer.Argument(metavar="[RUN]", help="A run's name; the newest with the rollouts of all rounds if left out."),
+        typer.Argument(metavar="[RUN]", help="A run or a recipe; the newest with the rollouts of all rounds."),
     ] = None,
     reward: Annotated[
         list[str] | None, typer.Option("--reward", help="FUNCTION or NAME=FUNCTION, in place of all; repeatable.")
@@ -153,16 +177,22 @@ def rescore(
 
 
 def _sampled(store: str, run_name: str | None) -> dict[str, Any]:
-    """The record of the named run, or of the newest that has the rollouts of all its rounds. Raises RecipeError."""
-    named = record_of(store, run_name)
-    if run_name is not None:
-        return named
-    for record in reversed(all_runs(Store(store))):
+    """The run that the name stands for, of several the newest that has the rollouts of all its rounds.
+
+    Raises RecipeError where none has.
+    """
+    try:
+        found = candidates(Store(store), run_name)
+    except UnknownRun as e:
+        raise usage_error(str(e)) from e
+    if len(found) == 1 and run_name is not None:
+        return found[0]
+    for record in found:
         rl = record["recipe"].get("rl")
         if rl and all(f"round-{i:03d}.rollout" in finished_nodes(record) for i in range(rl["rounds"])):
             out.print(f"rollouts of run {record['name']}")
             return record
-    raise RecipeError(f"no run in {store} has the rollouts of all its rounds; the newest is {named['name']}")
+    raise RecipeError(f"no run in {store} has the rollouts of all its rounds; the newest is {found[0]['name']}")
 
 
 def _nodes(recipe: Recipe, names: list[str]) -> set[str]:

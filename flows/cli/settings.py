@@ -16,7 +16,7 @@ from rich.padding import Padding
 
 from flows.cli.shared import group, usage_error
 from flows.recipe.model import Recipe
-from flows.recipe.overrides import MANAGED
+from flows.recipe.places import MANAGED, models_in
 from tuning.names import nearest
 
 commands = group()
@@ -68,23 +68,11 @@ def _settings(model: type[BaseModel], above: str, given: BaseModel | None) -> It
         default = getattr(given, name) if given is not None else field.get_default(call_default_factory=True)
         required = field.is_required() and given is None
         text = " ".join((field.description or "").split())
-        inner = _models(field.annotation)
+        inner = models_in(field.annotation)
         shown = "required" if required else _shown(default, inner)
         yield Setting(place, _kind(field), shown, text)
         for key, one in inner:
             yield from _settings(one, f"{place}{key}.", default if isinstance(default, BaseModel) else None)
-
-
-def _models(kind: Any) -> list[tuple[str, type[BaseModel]]]:
-    """The models in a type, with what stands between their settings and the field: `.*` in a mapping or a list."""
-    if isinstance(kind, type) and issubclass(kind, BaseModel):
-        return [("", kind)]
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (dict, list):
-        return [(f".*{key}", model) for key, model in _models(arguments[-1])]
-    if origin in (typing.Union, types.UnionType):
-        return [found for argument in arguments for found in _models(argument)]
-    return _models(arguments[0]) if origin is Annotated else []
 
 
 def _shown(default: Any, inner: list[Any]) -> str:

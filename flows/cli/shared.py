@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from flows.recipe.model import Recipe
-from flows.records import UnknownRun, all_runs, find_run, finished_nodes
+from flows.records import UnknownRun, candidates, finished_nodes, whole_first
 from stages.store.artifacts import Artifact, Store
 from stages.store.registry import RegistryError, current
 from stages.worker import interpreter
@@ -36,7 +36,10 @@ StoreUrl = Annotated[
         show_default=False,
     ),
 ]
-RunName = Annotated[str | None, typer.Argument(metavar="[RUN]", help="A run's name; the newest if left out.")]
+RunName = Annotated[
+    str | None,
+    typer.Argument(metavar="[RUN]", help="A run, or a recipe for its newest; the newest run if left out."),
+]
 NodeName = Annotated[str, typer.Option("--node", help="Which policy: export, sft, base or round-003.update.")]
 NoPrefect = Annotated[bool, typer.Option("--no-prefect", help="Run the stages without Prefect: no server, no UI.")]
 
@@ -52,18 +55,22 @@ def usage_error(message: str) -> typer.Exit:
     return typer.Exit(2)
 
 
-def record_of(store: str, name: str | None, node: str | None = None) -> dict[str, Any]:
-    """The named run, or the newest; with `node`, the newest in which that node is finished."""
-    # The newest run may be unfinished, or one whose recipe lacks that node.
-    if name is None and node is not None:
-        for record in reversed(all_runs(Store(store))):
-            if node in finished_nodes(record):
-                err.print(f"run {record['name']}")
-                return record
+def record_of(store: str, name: str | None, node: str | None = None, partial: bool = False) -> dict[str, Any]:
+    """The run that a name stands for; the newest where it is None. Says which, where the name is not the run's own.
+
+    node: of several runs, those in which that node is finished go first. partial: whether a run of a part of its recipe
+    counts like any other; else whole ones go first.
+    """
     try:
-        return find_run(Store(store), name)
+        found = candidates(Store(store), name)
     except UnknownRun as e:
         raise usage_error(str(e)) from e
+    found = found if partial else whole_first(found)
+    # The newest run may be unfinished, or one whose recipe lacks that node.
+    chosen = next((r for r in found if node is None or node in finished_nodes(r)), found[0])
+    if chosen["name"] != name:
+        err.print(f"run {chosen['name']}", soft_wrap=True)
+    return chosen
 
 
 def named(store: str, name: str | None, node: str) -> tuple[dict[str, Any], str]:

@@ -18,12 +18,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter,
 from pydantic.fields import FieldInfo
 
 from flows.recipe.model import Recipe
+from flows.recipe.places import MANAGED
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-# The graph sets these itself, round by round.
-MANAGED = {"round", "store_state", "round_scale"}
 
 
 def _no_default(schema: dict[str, Any]) -> None:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import types
+import typing
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import yaml
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from flows.recipe.model import Recipe
 from stages.common.settings import Trained
+from tuning.names import closest, nearest
+
+# The graph sets these itself, round by round.
+MANAGED = {"round", "store_state", "round_scale"}
 
 OPTIMIZER = "optimizer"
 """The field whose settings may be written one level up."""
@@ -20,6 +26,52 @@ def fields_at(place: Sequence[str]) -> list[str]:
     """Names of the fields of the section at `place`."""
     model = _model_at(place)
     return list(model.model_fields) if model is not None else []
+
+
+def models_in(kind: Any) -> list[tuple[str, type[BaseModel]]]:
+    """The models in a type, with what stands between their settings and the field: `.*` in a mapping or a list."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return [("", kind)]
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (dict, list):
+        return [(f".*{key}", model) for key, model in models_in(arguments[-1])]
+    if origin in (typing.Union, types.UnionType):
+        return [found for argument in arguments for found in models_in(argument)]
+    return models_in(arguments[0]) if origin is Annotated else []
+
+
+def hint(place: Sequence[str]) -> str:
+    """What a setting that is not there may have meant: its section's nearest name, or the nearest of any section.
+
+    Of several settings of that name it is the one whose place has most in common with the wrong one.
+    """
+    fields = fields_at(place[:-1])
+    places = list(_every_place(Recipe, ""))
+    names = dict.fromkeys(p.rpartition(".")[2] for p in places)
+    # A name that is right in another section is no typing error in this one.
+    if place[-1] not in names and closest(place[-1], fields):
+        return nearest(place[-1], fields)
+    name = closest(place[-1], names)
+    same = [p for p in places if p.rpartition(".")[2] == name]
+    if not same:
+        return nearest(place[-1], fields)
+    return f"did you mean {max(same, key=lambda p: (_in_common(p, place), -p.count('.')))}?"
+
+
+def _every_place(model: type[BaseModel], above: str) -> Iterator[str]:
+    """The places of all settings in a model, sections before what is in them."""
+    for name, field in model.model_fields.items():
+        if name in MANAGED:
+            continue
+        yield f"{above}{name}"
+        for key, one in models_in(field.annotation):
+            yield from _every_place(one, f"{above}{name}{key}.")
+
+
+def _in_common(known: str, place: Sequence[str]) -> int:
+    """How many parts of two places are the same from their beginning on; `*` is any."""
+    parts = known.split(".")
+    return next((i for i, (a, b) in enumerate(zip(parts, place, strict=False)) if a not in (b, "*")), len(parts))
 
 
 def takes(place: Sequence[str], value: Any) -> bool:

@@ -12,9 +12,8 @@ import yaml
 from pydantic import ValidationError
 
 from flows.recipe.model import Recipe, RecipeError
-from flows.recipe.places import fields_at, lines_of, merge, takes, whole
+from flows.recipe.places import hint, lines_of, merge, takes, whole
 from flows.recipe.unions import settled
-from tuning.names import nearest
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 
@@ -208,7 +207,7 @@ def _explain(path: Path, node: Any, set_places: set[str], error: Any) -> str:
         file = str(path) if node is None else f"{path}:{lines[-1] if lines else 1}"
         where = f"{file}: {dotted}" if dotted else f"{path}"
     if error["type"] == "extra_forbidden":
-        return f"{where}: unknown key; {nearest(place[-1], fields_at(place[:-1]))}"
+        return f"{where}: unknown key; {hint(place)}"
     message = error["msg"].removeprefix("Value error, ")
     value = error.get("input")
     if value is None and error["type"] != "missing":

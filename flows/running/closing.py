@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from flows.records import PARTIAL
 from flows.report.console import ConsoleReporter, closing_table, difference_lines, level_line
 from flows.report.levels import guess
 from flows.report.page import write_report
@@ -23,6 +24,11 @@ def evaluations_of(session: Session) -> dict[str, dict[str, Any]]:
 def status_after(error: BaseException) -> str:
     """The status of a run that this error has ended: `interrupted` by Ctrl-C, else `failed`."""
     return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+
+
+def status_at_end(session: Session) -> str:
+    """`finished`, or `partial` where a run was told to do a part of its recipe, and has."""
+    return "finished" if session.made.keys() == session.nodes.keys() else PARTIAL
 
 
 def data_lines(session: Session) -> list[str]:
@@ -94,6 +100,9 @@ def summary(session: Session, reporter: ConsoleReporter, report: str | None) -> 
         for line in [*data_lines(session), *compared, level_line(evaluations), guess(evaluations)]:
             if line:
                 reporter.console.print(line, soft_wrap=True)
+    if status_at_end(session) == PARTIAL:
+        left = f"{len(session.made)} of {len(session.nodes)} stages"
+        reporter.console.print(f"partial: {left}; the same command without --only and --until makes the others")
     if "export" in session.made:
         reporter.console.print(f"model   {session.made['export'].url}")
     if report:

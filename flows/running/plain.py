@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flows.recipe.model import Recipe
 from flows.report.console import ConsoleReporter
-from flows.running.closing import close, status_after, summary
+from flows.running.closing import close, status_after, status_at_end, summary
 from flows.running.session import Session
 
 
@@ -26,5 +26,5 @@ def run_plain(
     except BaseException as e:
         close(session, status_after(e))
         raise
-    summary(session, reporter, close(session, "finished"))
+    summary(session, reporter, close(session, status_at_end(session)))
     return session

@@ -4,7 +4,7 @@ import datetime
 
 import pytest
 
-from flows.records import status_of
+from flows.records import UnknownRun, candidates, status_of, whole_first
 from stages.store.artifacts import Store
 from stages.store.leases import booted, host_scope
 
@@ -28,3 +28,42 @@ def test_a_run_of_an_earlier_boot_has_ended_and_one_of_a_host_of_the_same_name_m
         "nodes": {},
     }
     assert status_of(record, Store("memory://records"), at.timestamp()) == status
+
+
+@pytest.fixture
+def four_runs(tmp_path):
+    """Runs `demo-a`, `demo-b` of the recipe `demo`, `smoke` of the recipe `other`, and a later part of `demo`."""
+    place = Store(str(tmp_path))
+    runs = {"demo-a": "demo", "smoke": "other", "demo-b": "demo", "twin-of-demo": "demo", "smoke-x": "smoke"}
+    for i, (name, recipe) in enumerate(runs.items()):
+        status = "partial" if name == "twin-of-demo" else "finished"
+        record = {"name": name, "recipe": {"name": recipe}, "status": status, "started": f"2026-01-0{i + 1}"}
+        place.write_json(record, "runs", name, "run.json")
+    return place
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("demo-a", ["demo-a"]),
+        # A run's name goes before a recipe's.
+        ("smoke", ["smoke"]),
+        ("demo", ["demo-b", "demo-a", "twin-of-demo"]),
+        ("other", ["smoke"]),
+        ("tw", ["twin-of-demo"]),
+        (None, ["smoke-x", "demo-b", "smoke", "demo-a", "twin-of-demo"]),
+    ],
+)
+def test_a_run_is_found_by_its_name_then_by_its_recipe_then_by_its_beginning_and_parts_of_recipes_are_last(
+    four_runs, name, found
+):
+    assert [record["name"] for record in whole_first(candidates(four_runs, name))] == found
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("dem", "several runs in .* begin with 'dem': demo-a, demo-b"), ("dmeo-a", "no run or recipe .* mean demo-a")],
+)
+def test_a_name_that_stands_for_no_run_or_for_several_is_refused(four_runs, name, message):
+    with pytest.raises(UnknownRun, match=message):
+        candidates(four_runs, name)

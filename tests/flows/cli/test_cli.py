@@ -88,7 +88,10 @@ def test_runs_and_show(rlhf, smoke_store):
     shown = rlhf("show", "first", "--store", smoke_store).stdout
     for name in ("base", "prepare", "sft", "round-001.score", "evaluate.rl", "export"):
         assert re.search(rf"^  {re.escape(name)} +made ", shown, re.MULTILINE)
-    assert rlhf("show", "--store", smoke_store).stdout == shown
+    newest = rlhf("show", "--store", smoke_store)
+    assert newest.stdout == shown and newest.stderr == "run first\n"
+    assert rlhf("show", "first", "--store", smoke_store).stderr == ""
+    assert rlhf("show", "smoke", "--store", smoke_store).stderr == "run first\n"
     assert Path(re.search(r"^log +(.+)$", shown, re.MULTILINE).group(1)).is_file()
 
 
@@ -152,16 +155,45 @@ def test_a_run_does_what_the_plan_said_and_no_more(rlhf, store, record):
 
 
 def test_rerun_makes_one_stage_again_and_that_stage_alone(rlhf, store, record):
+    # Another run that has begun meanwhile is not what is compared.
+    later = record(store, "first") | {"name": "later", "started": "2999-01-01T00:00:00+00:00", "nodes": {}}
+    Store(str(store)).write_json(later, "runs", "later", "run.json")
     out = rlhf("rerun", "first", "--stage", "evaluate", "--no-prefect", "--store", store).stdout
     assert "the output is the same as before" in out
     assert "+ evaluate.rl" in out
-    name = next(p.name for p in (store / "runs").iterdir() if p.name != "first")
+    name = next(p.name for p in (store / "runs").iterdir() if p.name not in ("first", "later"))
     again = record(store, name)
+    assert again["status"] == "partial"
     assert {n for n, s in state(again).items() if s == "made"} == {"evaluate.base", "evaluate.sft", "evaluate.rl"}
     first = record(store, "first")
     assert all(e["digest"] == first["nodes"][n]["digest"] for n, e in again["nodes"].items())
     artifact = Store(str(store)).get("evaluate", again["nodes"]["evaluate.rl"]["key"])
     assert artifact.manifest["run"] == name
+
+
+def test_a_part_of_a_recipe_is_made_and_the_same_command_goes_on_with_it(rlhf, store, record):
+    options = ["run", "smoke", "--no-prefect", "--name", "part", "--store", store]
+    out = rlhf(*options, "--until", "sft").stdout
+    assert re.search(r"partial: 3 of \d+ stages; the same command without --only and --until makes the others", out)
+    part = record(store, "part")
+    assert part["status"] == "partial" and list(part["nodes"]) == ["base", "prepare", "sft"]
+    # The newest of all, and no default of what wants a whole run.
+    assert rlhf("show", "--store", store).stderr == "run part\n"
+    assert rlhf("report", "--store", store).stderr == "run first\n"
+    assert re.search(r"^ *part +partial ", rlhf("runs", "--store", store).stdout, re.MULTILINE)
+
+    done = rlhf(*options, "--only", "evaluate.sft,evaluate.base")
+    assert "run part goes on (try 2)" in done.stderr
+    assert list(record(store, "part")["nodes"]) == ["base", "prepare", "sft", "evaluate.base", "evaluate.sft"]
+    rlhf(*options)
+    assert record(store, "part")["status"] == "finished"
+
+
+def test_only_and_until_name_what_there_is(rlhf, smoke_store):
+    options = ["run", "smoke", "--no-prefect", "--store", smoke_store]
+    assert "no stage or node 'stf'" in rlhf(*options, "--until", "stf", code=2).stderr
+    assert "no stage or node 'x'" in rlhf(*options, "--only", "sft,x", code=2).stderr
+    assert "not both" in rlhf(*options, "--only", "sft", "--until", "sft", code=2).stderr
 
 
 def test_rerun_says_what_there_is(rlhf, smoke_store):

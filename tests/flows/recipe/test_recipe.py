@@ -54,7 +54,7 @@ def test_an_empty_file_is_a_recipe_of_defaults_with_the_file_s_name(recipe):
     [
         (
             "name: x\nsft:\n  epochs: 1\n  learnin_rate: 3\n",
-            "mine.yaml:4: sft.learnin_rate: unknown key; there are epochs,",
+            "mine.yaml:4: sft.learnin_rate: unknown key; did you mean sft.optimizer.learning_rate?",
         ),
         ("rl:\n  rolout: {prompts: 3}\n", "mine.yaml:2: rl.rolout: unknown key; did you mean rollout?"),
         (
@@ -274,6 +274,17 @@ def test_zero_is_advised_for_null_where_it_is_allowed(item, advice):
     [
         ("sft.epoch=2", "--set sft.epoch: unknown key; did you mean epochs?"),
         ("sft={epoch: 2}", "--set sft.epoch: unknown key; did you mean epochs?"),
+        # No setting of its section is near: the nearest of any section, by its whole place.
+        (
+            "rl.update.learing_rate=1",
+            "--set rl.update.learing_rate: unknown key; did you mean rl.update.optimizer.learning_rate?",
+        ),
+        (
+            "rl.rollout.learning_rate=1",
+            "--set rl.rollout.learning_rate: unknown key; did you mean rl.update.optimizer.learning_rate?",
+        ),
+        ("update.kl_coef=1", "--set update: unknown key; did you mean rl.update?"),
+        ("sft.zzzz=1", "--set sft.zzzz: unknown key; there are epochs,"),
         ("stf.epochs=2", "--set stf: unknown key; did you mean sft?"),
         ("data.fields={answer: 3}", "--set data.fields.answer: Input should be a valid string or a mapping (found 3)"),
         (
