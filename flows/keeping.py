@@ -58,15 +58,20 @@ def _ranks(records: list[dict[str, Any]], status: dict[str, str]) -> dict[str, i
 
 
 def _keep_sources(records: list[dict[str, Any]], why: dict[str, str]) -> None:
-    """Keeps the runs whose rollouts a kept run takes: its plan reads their records."""
+    """Keeps the runs whose rollouts a kept run takes, and that it is a fork of: its plan reads their records."""
     known = {record["name"]: record for record in records}
     waiting = list(why)
     while waiting:
         name = waiting.pop()
-        source: str | None = (known[name]["recipe"].get("rl") or {}).get("rollouts_from")
-        if source is not None and source in known and source not in why:
-            why[source] = f"its rollouts are those of {name}"
-            waiting.append(source)
+        recipe = known[name]["recipe"]
+        sources: dict[str | None, str] = {
+            (recipe.get("rl") or {}).get("rollouts_from"): f"its rollouts are those of {name}",
+            (recipe.get("fork") or {}).get("run"): f"{name} is a fork of it",
+        }
+        for source, reason in sources.items():
+            if source is not None and source in known and source not in why:
+                why[source] = reason
+                waiting.append(source)
 
 
 def _age(record: dict[str, Any]) -> datetime.timedelta:

@@ -22,7 +22,7 @@ def run(ctx: Context) -> dict[str, Any]:
     config: Config = ctx.config
     data = ctx.inputs["data"]
     seed = ctx.seed if config.order_seed is None else config.order_seed
-    numbers = prompts_of_round(config.prompts, count_rows(data, "prompts/"), config.round, seed)
+    numbers = prompts_of_round(config.prompts, count_rows(data, "prompts/"), config.round, seed, config.first)
     chosen = rows_at(data, "prompts/", PromptRow, numbers)
     refused = _refused(ctx, chosen)
     # A prompt has its place before others are refused: its samples do not depend on what else is in the round.

@@ -12,7 +12,7 @@ from flows.cli.shared import NoPrefect, RecipeName, RunName, Sets, StoreUrl, gro
 from flows.recipe.model import Recipe, RecipeError
 from flows.recipe.reading import checked
 from flows.records import UnknownRun, candidates, find_run, finished_nodes
-from stages.store.artifacts import Store
+from stages.store.artifacts import ArtifactError, Store
 
 if TYPE_CHECKING:
     from flows.graph.plan import Planned
@@ -91,7 +91,10 @@ def plan(
         values = resolved.model_dump(mode="json")
         typer.echo(yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120), nl=False)
         return
-    planned = make_plan(resolved)
+    try:
+        planned = make_plan(resolved)
+    except ArtifactError as e:
+        raise usage_error(str(e)) from e
     for label, nodes in _folded(planned):
         first = nodes[0]
         count = f" ({len(nodes)} nodes)" if len(nodes) > 1 else ""

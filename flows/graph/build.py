@@ -7,7 +7,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from flows.recipe.model import RL, Recipe, trained_sections
+from flows.recipe.fork import Fork
+from flows.recipe.model import RL, Recipe, RecipeError, trained_sections
 from stages.common.settings import stored_as
 from stages.contract.definition import Reads, StageConfig
 from stages.contract.fingerprint import Code, library_versions, reached
@@ -18,8 +19,8 @@ from stages.refill import Config as RefillConfig
 from stages.sampling.environment import Environment
 from stages.select import EVALUATION, POLICY
 from stages.select import Config as SelectConfig
-from stages.store.artifacts import Artifact, ArtifactError, Store
-from stages.store.keys import config_content, derive_seed, digest
+from stages.store.artifacts import Artifact
+from stages.store.keys import SHOWN, config_content, derive_seed, digest
 from stages.worker.devices import device_kind
 
 # What the role `tokenizer` offers of the base: special ids are in the two configs.
@@ -45,6 +46,10 @@ class Node:
     seed: int
     taken: str | None = None
     """A run whose artifact of this name is used instead of making one."""
+    shared: str | None = None
+    """A run that this one is a fork of, whose artifact of this name is used where that run has it."""
+    digest: str | None = None
+    """The digest that the artifact must have, of the node that a fork goes on from; None: any."""
 
 
 def build(recipe: Recipe) -> list[Node]:
@@ -64,7 +69,33 @@ def build(recipe: Recipe) -> list[Node]:
             graph.add(f"evaluate.{label}", "evaluate", _evaluate(recipe), roles={"policy": policy})
     if recipe.export is not None:
         graph.add("export", "export", recipe.export)
-    return graph.nodes
+    return graph.nodes if recipe.fork is None else _shared(graph.nodes, recipe.fork)
+
+
+def _shared(nodes: list[Node], fork: Fork) -> list[Node]:
+    """The nodes, of which those up to the fork are its run's. Raises RecipeError where the fork's node is not there."""
+    by_name = {node.name: node for node in nodes}
+    if fork.node not in by_name:
+        raise RecipeError(f"fork.node: this recipe has no {fork.node}: leave the sections before the fork as they are")
+    shared = with_inputs(by_name, {fork.node})
+    found = []
+    for node in nodes:
+        digest = fork.digest if node.name == fork.node else None
+        run = fork.run if node.name in shared else None
+        # Rollouts that the fork's run has taken are in its record too.
+        taken = node.taken if run is None else None
+        found.append(dataclasses.replace(node, shared=run, digest=digest, taken=taken))
+    return found
+
+
+def settings_by_round(recipe: Recipe) -> list[RL]:
+    """The settings of each round of RL: of those before a fork, the ones that they were made with."""
+    assert recipe.rl is not None
+    found: list[RL] = []
+    for part in recipe.fork.earlier if recipe.fork is not None else ():
+        rl = RL.model_validate_json(json.dumps(part.rl), context=SHOWN)
+        found += [rl] * (part.until - len(found))
+    return found + [recipe.rl] * (recipe.rl.rounds - len(found))
 
 
 def _evaluate(recipe: Recipe) -> StageConfig:
@@ -168,23 +199,22 @@ def _rounds(graph: _Graph, section: str, policies: Policies) -> None:
         sampled from     p[0]  p[0]  p[1]  p[2]
         update of        p[0]  p[1]  p[2]  p[3]
     """
-    rl = graph.recipe.rl
-    assert rl is not None
+    settings_of = settings_by_round(graph.recipe)
     start = graph.roles["policy"]
     trained = [start]
     sampled: list[dict[str, Input]] = []
     evaluate = graph.recipe.evaluate
     choosing = evaluate is not None and evaluate.load_best_model_at_end
     candidates: dict[str, Input] = {}
-    for i in range(rl.rounds):
+    for i, rl in enumerate(settings_of):
         # Round i needs its rollouts now. Those of the `staleness` rounds behind it come from policies that are
         # there already.
-        while len(sampled) < rl.rounds and len(sampled) - rl.staleness <= i:
-            number = len(sampled)
+        while (number := len(sampled)) < len(settings_of) and number - settings_of[number].staleness <= i:
             # trained[k] is the policy before round k.
-            sampled.append(_scored(graph, rl, trained[max(0, number - rl.staleness)], number))
+            policy = trained[max(0, number - settings_of[number].staleness)]
+            sampled.append(_scored(graph, settings_of[: number + 1], policy))
         judged = _judged(graph.recipe, i)
-        stored = (i + 1) % rl.checkpoint_every == 0 or i + 1 == rl.rounds or (judged and choosing)
+        stored = (i + 1) % rl.checkpoint_every == 0 or i + 1 == len(settings_of) or (judged and choosing)
         change: dict[str, Any] = {"round": i, "temperature": rl.rollout.temperature, "store_state": stored}
         # The first round is sampled from the policy that it updates, whatever the staleness.
         if rl.rollouts_from is not None or (rl.staleness and i):
@@ -213,8 +243,15 @@ def _judged(recipe: Recipe, number: int) -> bool:
     return evaluate.load_best_model_at_end if last else (number + 1) % evaluate.every == 0
 
 
-def _scored(graph: _Graph, rl: RL, policy: Input, number: int) -> dict[str, Input]:
-    """A round's rollouts, scores, refills and baselines by the roles that they have for the update."""
+def _scored(graph: _Graph, until: list[RL], policy: Input) -> dict[str, Input]:
+    """A round's rollouts, scores, refills and baselines by the roles that they have for the update.
+
+    until: the settings of each round up to this one.
+    """
+    number, rl = len(until) - 1, until[-1]
+    # The round's stretch of the order of prompts, and of that of refills, are behind those of all before it.
+    drawn = sum(before.rollout.prompts for before in until[:-1])
+    refilled = sum(before.refills * before.rollout.prompts for before in until[:-1])
     name = f"round-{number:03d}"
     # The first update turns the base into the quantised one; until then the sampler has to round it.
     quantize = stored_as(rl.update.lora) if number <= rl.staleness else "none"
@@ -222,6 +259,8 @@ def _scored(graph: _Graph, rl: RL, policy: Input, number: int) -> dict[str, Inpu
     order = rl.rollout.order_seed
     order = derive_seed(graph.recipe.seed, "order of prompts") if order is None else order
     told = {"round": number, "quantize": quantize, "order_seed": order, "environment": _environment(graph.recipe)}
+    if drawn != number * rl.rollout.prompts:
+        told["first"] = drawn
     sampling = rl.rollout.model_copy(update=told)
 
     def scored(rollouts: Input, place: str) -> Input:
@@ -234,8 +273,8 @@ def _scored(graph: _Graph, rl: RL, policy: Input, number: int) -> dict[str, Inpu
     roles = {"rollouts": rollouts, "scores": scored(rollouts, f"{name}.score")}
     for i in range(1, rl.refills + 1):
         # Each refill has a stretch of their order, as long as a round: it can take no more.
-        start = (number * rl.refills + i - 1) * sampling.prompts
-        values = sampling.model_dump(mode="json") | {"number": i, "start": start}
+        start = refilled + (i - 1) * sampling.prompts
+        values = sampling.model_dump(mode="json") | {"number": i, "start": start, "first": None}
         # A group has no signal where the update masks the completions by which it differs, or all of them.
         values["truncated"] = rl.update.truncated
         settings = RefillConfig.model_validate_json(json.dumps(values))
@@ -306,20 +345,6 @@ def key_parts(node: Node, made: Mapping[str, Artifact]) -> dict[str, Any]:
         # Empty: the same bits on every kind of device.
         "device": device_kind() if stage.computes(node.config) else "",
     }
-
-
-def taken_artifact(store: Store, node: Node) -> Artifact | None:
-    """The artifact that the node takes from another run. Raises ArtifactError where that run or store has none."""
-    if node.taken is None:
-        return None
-    record = store.read_json("runs", node.taken, "run.json")
-    entry = (record or {"nodes": {}})["nodes"].get(node.name, {})
-    finished = "digest" in entry
-    # What that run had, also where it was made again since.
-    artifact = store.with_digest(entry["stage"], entry["key"], entry["digest"], repair=False) if finished else None
-    if artifact is None:
-        raise ArtifactError(f"rl.rollouts_from: run {node.taken} has no finished {node.name} in {store.shown}")
-    return artifact
 
 
 def key_of(parts: dict[str, Any]) -> str:

@@ -110,14 +110,14 @@ def _told(store: Store, node: Node, old: dict[str, Any], new: dict[str, Any]) ->
         elif section == "sources" and (file := _FILE.fullmatch(rest)):
             lines.append(f"{_named(node, *file.groups()[:3])} {_fate(file[4], 'has other content')}")
         elif section == "config":
-            lines.append(_setting(find_stage(node.stage).section or node.stage, rest))
+            lines.append(setting(find_stage(node.stage).section or node.stage, rest))
         else:
             lines.append(line)
     # What a user's module reaches changes with the module itself.
     return lines or reached
 
 
-def _setting(section: str, rest: str) -> str:
+def setting(section: str, rest: str) -> str:
     """A setting's change with its place in the recipe, where the environment has a section of its own."""
     told = rest.startswith(("environment.", "environment:"))
     return rest if told else f"{section}.{rest}"

@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from flows.graph.build import Node, build, key_of, key_parts, taken_artifact
+from flows.graph.build import Node, build, key_of, key_parts
 from flows.graph.changes import reasons_of
+from flows.graph.taken import check_point, taken_artifact
 from flows.recipe.model import Recipe
 from flows.records import all_runs, latest_with
 from stages.store.artifacts import Artifact, Store
@@ -39,6 +40,7 @@ def plan(recipe: Recipe, force: set[str] | None = None) -> list[Planned]:
         # Of another run, whatever its key: it is not made here.
         taken = taken_artifact(store, node)
         if taken is not None:
+            check_point(node, taken)
             artifacts[node.name] = taken
             planned.append(Planned(node, "hit", [], taken.manifest["seconds"], metrics=taken.metrics))
             continue
@@ -53,6 +55,7 @@ def plan(recipe: Recipe, force: set[str] | None = None) -> list[Planned]:
         # repair=False: looking must not move a damaged artifact.
         artifact = store.get(node.stage, key, repair=False)
         if artifact is not None and node.name not in (force or set()):
+            check_point(node, artifact)
             artifacts[node.name] = artifact
             planned.append(Planned(node, "hit", [], artifact.manifest["seconds"], metrics=artifact.metrics))
         else:

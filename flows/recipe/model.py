@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from flows.recipe.fork import Fork, check_fork
 from stages.base import Config as BaseConfig
 from stages.contract.definition import StageConfig
 from stages.contract.registry import by_section
@@ -22,6 +24,7 @@ from stages.sampling.environment import ENVIRONMENT, Environment
 from stages.score.settings import MODEL, Reward
 from stages.score.settings import Config as ScoreConfig
 from stages.sft import Config as SFTConfig
+from stages.store.keys import SHOWN
 from stages.update.settings import Config as UpdateConfig
 from stages.update.settings import aggregation_of, needs_groups
 
@@ -118,9 +121,10 @@ class RL(StageConfig):
                 f"{self.rollout.prompts}: an optimizer step has prompts of one round; lower the former, or raise the "
                 "latter"
             )
-        for name, number in {"rollout": self.rollout.round, "update": self.update.round}.items():
+        counted = {"rollout.round": self.rollout.round, "update.round": self.update.round}
+        for name, number in (counted | {"rollout.first": self.rollout.first}).items():
             if number:
-                raise ValueError(f"{name}.round is counted by the pipeline: leave it out")
+                raise ValueError(f"{name} is counted by the pipeline: leave it out")
         if self.update.store_state:
             raise ValueError("update.store_state follows from rl.checkpoint_every: leave it out")
         entry = self.update.entry
@@ -191,6 +195,8 @@ class Recipe(BaseModel):
     null: for ever."""
     retention: Retention | None = None
     """Which runs of this recipe's name a finished run leaves: it collects the others; null: all of them stay."""
+    fork: Fork | None = None
+    """The stage of another run that this one goes on from, as `rlhf fork` writes it; null: none."""
     base: BaseConfig = BaseConfig()
     """The model to start from."""
     data: DataConfig = DataConfig()
@@ -317,6 +323,13 @@ class Recipe(BaseModel):
         }
         if said := [name for name, wanted in needs.items() if wanted]:
             raise ValueError(f"rl.update.{said[0]} needs the turns of episodes: add the section environment")
+
+    @model_validator(mode="after")
+    def _forked_where_it_can_be(self) -> Recipe:
+        if self.fork is not None:
+            parts = [RL.model_validate_json(json.dumps(part.rl), context=SHOWN) for part in self.fork.earlier]
+            check_fork(self.fork, self.rl, parts[-1] if parts else None)
+        return self
 
     def _data_parts(self) -> list[str]:
         """The parts of the prepared data that the sections read."""

@@ -16,7 +16,7 @@ from stages.common.settings import Trained
 from tuning.names import closest, nearest
 
 # The graph sets these itself, round by round.
-MANAGED = {"round", "store_state", "round_scale"}
+MANAGED = {"round", "first", "store_state", "round_scale"}
 
 OPTIMIZER = "optimizer"
 """The field whose settings may be written one level up."""

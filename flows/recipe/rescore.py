@@ -26,6 +26,11 @@ def rescored(record: dict[str, Any], rewards: list[str], sets: list[str], store:
     values = copy.deepcopy(record["recipe"])
     if not values.get("rl"):
         raise RecipeError(f"run {record['name']} has no rounds of RL: there are no rollouts to score again")
+    if fork := values.get("fork"):
+        raise RecipeError(
+            f"run {record['name']} is a fork of {fork['run']}, and its rounds have other settings from the fork on: "
+            f"rescore {fork['run']}, or fork again with --set rl.score.rewards=..."
+        )
     if not rewards and not sets:
         raise RecipeError("nothing would change: name a --reward, or --set a field of rl.score")
     rl = values["rl"]

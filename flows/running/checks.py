@@ -10,7 +10,8 @@ import sys
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from flows.graph.build import Node, build, taken_artifact
+from flows.graph.build import Node, build
+from flows.graph.taken import taken_artifact
 from flows.recipe.model import Recipe, RecipeError
 from stages.base import positions
 from stages.contract import signatures

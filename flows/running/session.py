@@ -11,7 +11,8 @@ import socket
 import time
 from typing import Any, Protocol
 
-from flows.graph.build import Node, build, code_of, key_of, key_parts, taken_artifact
+from flows.graph.build import Node, build, code_of, key_of, key_parts
+from flows.graph.taken import check_point, taken_artifact
 from flows.recipe.model import Recipe
 from flows.running.naming import before, free_name
 from flows.running.remarks import of_data
@@ -123,6 +124,7 @@ class Session:
                 state = "hit" if artifact is not None else "made"
                 if artifact is None:
                     artifact = self._make(node, key, parts, files, token, entry)
+        check_point(node, artifact)
         seconds = time.monotonic() - started
         entry |= {"state": state, "digest": artifact.digest, "metrics": artifact.metrics, "seconds": round(seconds, 2)}
         # What making took, here or in the run that did it.

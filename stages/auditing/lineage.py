@@ -45,9 +45,22 @@ def has_its_bytes(run: AuditedRun) -> Finding:
     return finding
 
 
+def goes_on_from_what_it_names(run: AuditedRun) -> Finding:
+    """A fork's last shared stage has the digest that its recipe names."""
+    finding = Finding("forks")
+    fork = run.record["recipe"].get("fork")
+    if fork is None:
+        return finding
+    found = run.entries.get(fork["node"], {}).get("digest", "none")
+    case = f"{fork['node']} is {found[:12]}, the recipe goes on from {fork['digest'][:12]} of run {fork['run']}"
+    finding.check(found == fork["digest"], case)
+    return finding
+
+
 LAWS = [
     Law("artifacts", "what the record names is in the store, as it was used", is_there),
     Law("content", "the digest of an artifact is that of its files", lists_its_files),
     Law("lineage", "every input is an artifact with the digest that its consumer was made from", made_from),
+    Law("fork", "a fork goes on from the artifact that its recipe names", goes_on_from_what_it_names),
     Law("checksums", "every file has the bytes that were written", has_its_bytes, deep=True),
 ]

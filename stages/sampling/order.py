@@ -25,9 +25,13 @@ def positions(total: int, start: int, seed: int) -> Iterator[int]:
             yield int(order[place])
 
 
-def prompts_of_round(count: int, total: int, round_number: int, seed: int) -> list[int]:
-    """Which of `total` prompts round `round_number` draws: after any round, counts of prompts differ by at most one."""
-    return list(itertools.islice(positions(total, round_number * count, seed), count))
+def prompts_of_round(count: int, total: int, round_number: int, seed: int, first: int | None = None) -> list[int]:
+    """Which of `total` prompts round `round_number` draws: after any round, counts of prompts differ by at most one.
+
+    first: its position in the order, where rounds before it had other numbers of prompts.
+    """
+    start = round_number * count if first is None else first
+    return list(itertools.islice(positions(total, start, seed), count))
 
 
 def prompts_of_refill(count: int, total: int, start: int, seed: int, used: Collection[int]) -> list[int]:

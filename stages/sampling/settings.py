@@ -143,6 +143,8 @@ class Rollout(SamplingConfig):
 
     round: Annotated[int, Field(ge=0)] = 0
     """Number of the round: its stretch of the order of prompts."""
+    first: Annotated[int, Field(ge=0)] | None = None
+    """Where it begins in that order, behind rounds of other numbers of prompts; null: behind rounds of as many."""
     order_seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
     """Seed of the order in which all rounds together pass over the prompts; null: from the recipe's seed."""
     prompts: Annotated[int, Field(ge=1)] = 32

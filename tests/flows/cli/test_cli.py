@@ -97,12 +97,12 @@ def test_runs_and_show(rlhf, smoke_store):
 
 def test_an_audit_has_a_line_for_each_law_a_table_in_the_report_and_an_exit_status(rlhf, store):
     out = rlhf("audit", "first", "--store", store).stdout
-    # The smoke run has no baselines of ReMax, and chooses no policy.
+    # The smoke run is no fork, has no baselines of ReMax, and chooses no policy.
     played = ["episodes", "tokens", "returns", "faults", "limits", "seeds"]
-    assert re.findall(r"^  no case +(\w+)", out, re.MULTILINE) == ["greedy", *played, "choice"]
+    assert re.findall(r"^  no case +(\w+)", out, re.MULTILINE) == ["fork", "greedy", *played, "choice"]
     assert len(re.findall(r"^  holds ", out, re.MULTILINE)) == len(
         [law for law in all_laws() if not law.deep]
-    ) - 2 - len(played)
+    ) - 3 - len(played)
     assert "each prompt is drawn once before any is drawn again" in out
     page = (store / "runs" / "first" / "report.html").read_text()
     assert "totals are the weighted sums of the reward columns" in page

@@ -1,0 +1,74 @@
+"""Artifacts that a run takes from another as they are, whatever their keys: rollouts, and what is before a fork."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic import ValidationError
+
+from flows.graph.build import Node
+from flows.graph.changes import setting
+from stages.contract.registry import stage as find_stage
+from stages.store.artifacts import Artifact, ArtifactError, Store
+from stages.store.keys import SHOWN, config_content, differences
+
+MOST = 3
+"""Differences that a message lists."""
+
+
+def taken_artifact(store: Store, node: Node) -> Artifact | None:
+    """The artifact that the node takes from another run; None where it is to be found or made by its key.
+
+    What a fork shares and its run no longer has is made again by its own settings. Raises ArtifactError for rollouts
+    that the run or store has not, and for settings of a shared stage that differ from those that it was made with.
+    """
+    run = node.taken or node.shared
+    if run is None:
+        return None
+    record = store.read_json("runs", run, "run.json")
+    entry = (record or {"nodes": {}})["nodes"].get(node.name, {})
+    # What that run had, also where it was made again since.
+    artifact = (
+        store.with_digest(entry["stage"], entry["key"], entry["digest"], repair=False) if "digest" in entry else None
+    )
+    if node.taken is not None and artifact is None:
+        raise ArtifactError(f"rl.rollouts_from: run {run} has no finished {node.name} in {store.shown}")
+    if artifact is not None and node.shared is not None:
+        _check_settings(node, artifact)
+    return artifact
+
+
+def check_point(node: Node, artifact: Artifact) -> None:
+    """Raises ArtifactError where a fork would go on from another artifact than the one that its recipe names."""
+    if node.digest not in (None, artifact.digest):
+        wanted = str(node.digest)[:12]
+        raise ArtifactError(
+            f"fork.digest: {node.name} is {artifact.digest[:12]} here, and the fork goes on from {wanted} of run "
+            f"{node.shared}, which is not in this store: use the store that has it, or fork again"
+        )
+
+
+def _check_settings(node: Node, artifact: Artifact) -> None:
+    """Raises ArtifactError where a stage before a fork would be made with other settings than it was."""
+    changed = differences(_settings_of(node, artifact), config_content(node.config))
+    section = find_stage(node.stage).section or node.stage
+    lines = [setting(section, line) for line in changed]
+    if artifact.manifest["seed"] != node.seed:
+        lines.append("seed: another")
+    if lines:
+        more = f" and {len(lines) - MOST} more" if len(lines) > MOST else ""
+        raise ArtifactError(
+            f"{'; '.join(lines[:MOST])}{more}: {node.name} is before the fork of run {node.shared} and is shared as it "
+            "is; leave it, fork at an earlier stage, or run the recipe from its beginning (`rlhf run`)"
+        )
+
+
+def _settings_of(node: Node, artifact: Artifact) -> dict[str, Any]:
+    """The settings that an artifact was made with, those included that its version did not have, by their defaults."""
+    config = find_stage(node.stage).config
+    try:
+        return config_content(config.model_validate_json(json.dumps(artifact.manifest["config"]), context=SHOWN))
+    except ValidationError:
+        found: dict[str, Any] = artifact.manifest["key_parts"]["config"]
+        return found

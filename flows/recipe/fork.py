@@ -1,0 +1,95 @@
+"""The section `fork` of a recipe: which stage of which run it goes on from, and how the rounds before it were made.
+
+The rounds of before keep the settings that they were made with, so that their keys, and what follows from them, are
+theirs. `flows.running.forking` writes the section from a run's record.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+if TYPE_CHECKING:
+    from flows.recipe.model import RL
+    from stages.common.settings import Optimizer
+
+KEPT = ("name", "moments", "decay")
+"""Settings of an optimizer that decide which moments there are: those of before go on only under the same."""
+
+
+class Earlier(BaseModel):
+    """Rounds of before the fork that were made with the same settings."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+    until: Annotated[int, Field(ge=1)]
+    """The first round that has others."""
+    rl: dict[str, Any]
+    """The section rl that they were made with."""
+
+
+class Fork(BaseModel):
+    """A stage of another run that this one goes on from; `rlhf fork` writes it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+    run: str
+    """Name of the run."""
+    node: str
+    """The stage of it that is the last to be shared, with all that it was made from: sft, round-005.update."""
+    digest: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    """Digest of that stage's artifact: where it is another the run ends."""
+    earlier: list[Earlier] = []
+    """The rounds that are shared, in order; empty: the fork is before them."""
+
+    @property
+    def round(self) -> int:
+        """The first round that is not shared."""
+        return self.earlier[-1].until if self.earlier else 0
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Fork:
+        ends = [part.until for part in self.earlier]
+        if ends != sorted(set(ends)):
+            raise ValueError(f"earlier: the rounds end at {', '.join(map(str, ends))}: expected rising numbers")
+        if ends and self.node != f"round-{ends[-1] - 1:03d}.update":
+            raise ValueError(f"node: {self.node} is not the update before round {ends[-1]}, where earlier ends")
+        return self
+
+
+def check_fork(fork: Fork, rl: RL | None, before: RL | None) -> None:
+    """Raises ValueError for settings of the rounds behind a fork with which those before it cannot be gone on from.
+
+    before: the settings of the last round that is shared; None where none is.
+    """
+    if before is None:
+        return
+    if rl is None:
+        raise ValueError(f"fork.node is {fork.node}, but the section rl is null: fork at sft, or leave rl as it is")
+    if rl.rounds <= fork.round:
+        raise ValueError(f"rl.rounds {rl.rounds} leaves no round behind the fork, which is at round {fork.round}")
+    if rl.rollout.order_seed != before.rollout.order_seed:
+        raise ValueError("rl.rollout.order_seed: another order would draw prompts again that the shared rounds drew")
+    if rl.update.lora != before.update.lora:
+        raise ValueError("rl.update.lora: an adapter is trained from the first round on; fork at round=0 to change it")
+    if rl.update.needs_critic != before.update.needs_critic:
+        raise ValueError(
+            f"rl.update.algorithm: {rl.update.algorithm} and {before.update.algorithm}, which made the shared rounds, "
+            "differ in having a critic; fork at round=0 to change it"
+        )
+    _same_moments("rl.update.optimizer", rl.update.optimizer, before.update.optimizer)
+    if rl.update.needs_critic:
+        _same_moments("rl.update.critic.optimizer", rl.update.critic.optimizer, before.update.critic.optimizer)
+
+
+def _same_moments(where: str, new: Optimizer, old: Optimizer) -> None:
+    for name in KEPT:
+        now, then = getattr(new, name), getattr(old, name)
+        if now != then:
+            raise ValueError(
+                f"{where}.{name} is {now}, and {then} in the shared rounds: the optimizer of these goes on; fork at "
+                "round=0 to change it"
+            )
+    if bool(new.beta1) != bool(old.beta1):
+        raise ValueError(f"{where}.beta1 is {new.beta1}, and {old.beta1} before: one of them keeps no first moment")
