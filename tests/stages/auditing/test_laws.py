@@ -53,9 +53,9 @@ def broken(run: tuple[Store, dict[str, Any]]) -> dict[str, list[str]]:
 def test_a_run_that_nothing_has_touched_keeps_every_law(run):
     verdicts = {v.law.name: v for v in audit(*run)}
     assert {name for name, v in verdicts.items() if v.finding.broken} == set()
-    # Each law has looked at something, but for those of ReMax, of a choice and of episodes, which are not in the run.
+    # Each law has looked at something, but for those of ReMax, a choice, a fork and episodes, which are not in the run.
     played = {law.name for law in trajectories.LAWS}
-    assert {name for name, v in verdicts.items() if not v.finding.checked} == {"greedy", "choice", *played}
+    assert {name for name, v in verdicts.items() if not v.finding.checked} == {"greedy", "choice", "fork", *played}
     assert verdicts.keys() == {law.name for law in all_laws() if not law.deep}
     assert verdicts["fates"].finding.checked == verdicts["scores"].finding.checked == 96
 
