@@ -15,13 +15,17 @@ from stages.store.keys import SHOWN, config_content, differences
 
 MOST = 3
 """Differences that a message lists."""
+FOLLOWS = frozenset({"number", "order_seed", "quantize", "start", "truncated"})
+"""Settings of sampling that a recipe gives elsewhere (seed, rl.update, rl.refills): rollouts that are taken are what
+they are, whatever these say."""
 
 
 def taken_artifact(store: Store, node: Node) -> Artifact | None:
     """The artifact that the node takes from another run; None where it is to be found or made by its key.
 
     What a fork shares and its run no longer has is made again by its own settings. Raises ArtifactError for rollouts
-    that the run or store has not, and for settings of a shared stage that differ from those that it was made with.
+    that the run or store has not, and for settings that differ from those that the artifact was made with: another
+    temperature of rollouts, which ratios are computed at, is not theirs.
     """
     run = node.taken or node.shared
     if run is None:
@@ -34,7 +38,9 @@ def taken_artifact(store: Store, node: Node) -> Artifact | None:
     )
     if node.taken is not None and artifact is None:
         raise ArtifactError(f"rl.rollouts_from: run {run} has no finished {node.name} in {store.shown}")
-    if artifact is not None and node.shared is not None:
+    if artifact is not None and node.taken is not None:
+        _check_sampling(node, artifact)
+    elif artifact is not None:
         _check_settings(node, artifact)
     return artifact
 
@@ -49,6 +55,25 @@ def check_point(node: Node, artifact: Artifact) -> None:
         )
 
 
+def _check_sampling(node: Node, artifact: Artifact) -> None:
+    """Raises ArtifactError where a recipe asks for other rollouts than those that it takes."""
+    old, new = _of_sampling(_settings_of(node, artifact)), _of_sampling(config_content(node.config))
+    if changed := differences(old, new):
+        raise ArtifactError(
+            f"{_listed([setting('rl.rollout', line) for line in changed])}: the rollouts are those of run "
+            f"{node.taken}, sampled as they are; leave the setting as it was, or sample anew (`rlhf run`)"
+        )
+
+
+def _of_sampling(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in FOLLOWS}
+
+
+def _listed(lines: list[str]) -> str:
+    more = f" and {len(lines) - MOST} more" if len(lines) > MOST else ""
+    return f"{'; '.join(lines[:MOST])}{more}"
+
+
 def _check_settings(node: Node, artifact: Artifact) -> None:
     """Raises ArtifactError where a stage before a fork would be made with other settings than it was."""
     changed = differences(_settings_of(node, artifact), config_content(node.config))
@@ -57,9 +82,8 @@ def _check_settings(node: Node, artifact: Artifact) -> None:
     if artifact.manifest["seed"] != node.seed:
         lines.append("seed: another")
     if lines:
-        more = f" and {len(lines) - MOST} more" if len(lines) > MOST else ""
         raise ArtifactError(
-            f"{'; '.join(lines[:MOST])}{more}: {node.name} is before the fork of run {node.shared} and is shared as it "
+            f"{_listed(lines)}: {node.name} is before the fork of run {node.shared} and is shared as it "
             "is; leave it, fork at an earlier stage, or run the recipe from its beginning (`rlhf run`)"
         )
 
