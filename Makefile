@@ -8,7 +8,7 @@ VLLM_VENV ?= .venv-vllm
 TPU_VENV ?= .venv-tpu
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test coverage test-slow test-vllm tpu gpu-aot lint bench lock clean
+.PHONY: demo test coverage test-slow test-vllm tpu gpu-aot lint bench profile lock clean
 
 demo: $(VENV)/.ready
 	$(BIN)/rlhf run demo $(ARGS)
@@ -78,6 +78,10 @@ $(VENV)/.ready-bench: $(VENV)/.ready infra/requirements-bench.txt
 
 bench: $(VENV)/.ready-bench
 	$(BIN)/python -m tests.bench $(ARGS)
+
+# Where the time of a step goes, by operation, with the machine's bounds: python -m tests.bench.profile --help
+profile: $(VENV)/.ready
+	$(BIN)/python -m tests.bench.profile $(ARGS)
 
 # Writes the pinned requirement files again from pyproject.toml; `uv` is fetched for this alone.
 lock: $(VENV)/.ready

@@ -41,9 +41,9 @@ def timed(function: Callable[[], Any], repeats: int) -> dict[str, Any]:
     }
 
 
-def gemm_flops(hidden: int, inner: int) -> float:
+def gemm_flops(hidden: int, inner: int, dtype: str = "float32") -> float:
     """FLOP/s of a matrix product of the model's size, [2048, hidden] x [hidden, inner]."""
-    a, b = jnp.ones((2048, hidden)), jnp.ones((hidden, inner))
+    a, b = jnp.ones((2048, hidden), dtype), jnp.ones((hidden, inner), dtype)
     return statistics.median(rate(jnp.matmul, a, b, work=2.0 * a.size * inner))
 
 

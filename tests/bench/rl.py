@@ -26,7 +26,7 @@ from tuning.models.lora import Base, LoraConfig, merge, tune, tuned_graph
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.requests import Sampling
 from tuning.rows import CompletionRow, ScoreRow
-from tuning.settings import OptimizerSettings
+from tuning.settings import ComputeSettings, OptimizerSettings
 from tuning.training.batch import Group
 from tuning.training.speed import forward_flops
 from tuning.training.step import copy
@@ -35,10 +35,11 @@ NEW_TOKENS = 64
 LORA = LoraConfig(rank=16, alpha=32.0)
 
 
-def settings_of(work: str) -> RoundSettings:
+def settings_of(work: str, dtype: str = "auto") -> RoundSettings:
     """As the peers are measured: one epoch, one step, AdamW at 1e-6."""
     optimizer = OptimizerSettings(learning_rate=1e-6)
     values: dict[str, Any] = {"prompts_per_step": 16, "optimizer": optimizer}
+    values["compute"] = ComputeSettings(dtype=dtype)
     if work == "W5":
         return RoundSettings.of("ppo", kl_in_reward=0.04, critic=CriticSettings(optimizer), **values)
     return RoundSettings.of("grpo", kl_coef=0.04, aggregation="sequence-mean-token-mean", **values)
@@ -47,14 +48,16 @@ def settings_of(work: str) -> RoundSettings:
 class Steps:
     """A policy, and the engine, reference and critic that a step of RL needs."""
 
-    def __init__(self, work: str, model: str):
-        self.settings, self.config = settings_of(work), config_of(model)
+    def __init__(self, work: str, model: str, dtype: str = "auto"):
+        """dtype: of activations; `auto`: the device's."""
+        self.settings, self.config = settings_of(work, dtype), config_of(model)
+        self.dtype = choose(dtype).compute.dtype
         self.count, self.samples = (16, 1) if work == "W5" else (4, 4)
         self.prompts = inputs.prompts(self.count, 16, 64, self.config.vocab_size)
         self.reference = random_params(self.config, 0)
         base, params = None, copy(self.reference)
         if work == "W3lora":
-            params, frozen = tune(self.config, "decoder", self.reference, LORA, seed=0, dtype=choose().compute.dtype)
+            params, frozen = tune(self.config, "decoder", self.reference, LORA, seed=0, dtype=self.dtype)
             base = Base(tuned_graph(self.config, "decoder", LORA), frozen)
         self.learner, self.critic = Learner.start(params, self.settings.optimizer, base), None
         if work == "W5":
@@ -71,7 +74,7 @@ class Steps:
     def step(self) -> Any:
         started = time.perf_counter()
         # In a run the engine and its copy of the weights end with the rollout stage.
-        found = Engine(self.config, choose().compute.dtype).generate(
+        found = Engine(self.config, self.dtype).generate(
             self.policy(), self.prompts, samples=self.samples, max_tokens=NEW_TOKENS, sampling=Sampling(),
             eos_ids=(), seed=self.number, counters=range(self.count),
         )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -69,9 +71,24 @@ def pair_groups(config: DecoderConfig) -> list[Group]:
     ]
 
 
-def run(work: str, model: str, repeats: int) -> None:
+@dataclasses.dataclass
+class Measured:
+    """One call of a piece of work, and what it is made of."""
+
+    function: Callable[[], Any]
+    config: DecoderConfig
+    groups: list[Group]
+    passes: int
+    """Forward passes that its FLOPs are equal to."""
+
+    def flops(self, work: str) -> float:
+        return self.passes * forward_flops(self.config, self.groups, head=work != "reward")
+
+
+def prepared(work: str, model: str, dtype: str = "auto") -> Measured:
+    """A piece of work, ready to be called. dtype: of activations; `auto`: the device's."""
     config = config_of(model)
-    compute = choose().compute
+    compute = choose(dtype).compute
     graph = decoder_graph(config)
     params = random_params(config, 0)
     times = FULL
@@ -125,11 +142,16 @@ def run(work: str, model: str, repeats: int) -> None:
         function = _stepper(reward_loss, scalar_head_params(config, params), batches)
     else:
         raise SystemExit(f"no work {work!r}")
-    found = timed(function, repeats)
+    return Measured(function, config, groups, times)
+
+
+def run(work: str, model: str, repeats: int) -> None:
+    measured = prepared(work, model)
+    found = timed(measured.function, repeats)
     peak = peak_memory_mb()
-    tokens = sum(g.size for g in groups)
-    flops = times * forward_flops(config, groups, head=work != "reward")
-    gemm = gemm_flops(config.hidden_size, config.intermediate_size)
+    tokens = sum(g.size for g in measured.groups)
+    flops = measured.flops(work)
+    gemm = gemm_flops(measured.config.hidden_size, measured.config.intermediate_size)
     emit(
         work,
         model,
