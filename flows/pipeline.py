@@ -9,7 +9,7 @@ from typing import Any
 from coolname import generate_slug
 from prefect import flow, runtime, task
 from prefect.cache_policies import NO_CACHE
-from prefect.states import Completed, State
+from prefect.states import Completed, Failed, State
 
 from flows.graph.build import select, with_inputs
 from flows.orchestration.show import (
@@ -25,6 +25,7 @@ from flows.recipe.overrides import recipe_parameters, values_of
 from flows.recipe.reading import load_recipe
 from flows.running.checks import check, try_algorithm
 from flows.running.closing import close, evaluations_of, status_after, status_at_end, summary
+from flows.running.limits import RunTooLong
 from flows.running.session import Session
 from stages.contract.registry import stage as find_stage
 from stages.store.keys import published
@@ -86,7 +87,7 @@ def rlhf_pipeline(
     only: list[str] | None = None,
     skip: list[str] | None = None,
     **fields: Any,
-) -> dict[str, Any]:
+) -> dict[str, Any] | State[Any]:
     """Runs a recipe. Fields of the recipe may be given too; what is left out stays as the recipe says.
 
     Args:
@@ -113,8 +114,8 @@ def free_name(recipe: Recipe, wanted: str | None) -> str:
     return name if attempt <= 1 else f"{name}-{attempt}"
 
 
-def _run(session: Session, force: list[str], only: list[str]) -> dict[str, Any]:
-    """Runs the session's nodes as tasks, one after the other; returns the run's name and scores."""
+def _run(session: Session, force: list[str], only: list[str]) -> dict[str, Any] | State[Any]:
+    """Runs the session's nodes as tasks, one after the other; returns the run's name and scores, or how it failed."""
     recipe, reporter = session.recipe, session.reporter
     assert isinstance(reporter, PrefectReporter)
     _sessions[session.name] = session
@@ -127,6 +128,10 @@ def _run(session: Session, force: list[str], only: list[str]) -> dict[str, Any]:
                 stage_task.with_options(retries=recipe.retries, retry_condition_fn=is_dead_worker)(
                     session.name, node.name, node.stage, return_state=True
                 ).result(raise_on_failure=True)
+    except RunTooLong as e:
+        close(session, status_after(e))
+        # The name that Prefect gives to its own limits of time: automations can tell it from other failures.
+        return Failed(name="TimedOut", message=str(e), data=e)
     except BaseException as e:
         close(session, status_after(e))
         raise

@@ -31,6 +31,7 @@ def launch(
     only: set[str] | None = None,
 ) -> None:
     """Runs a recipe. Exits with 2 for a usage error, 1 for a failed stage, 130 after Ctrl-C."""
+    from flows.running.limits import RunTooLong
     from flows.running.naming import before
     from flows.running.plain import run_plain
     from stages.store.artifacts import ArtifactError, Store
@@ -45,7 +46,7 @@ def launch(
         (run_plain if no_prefect else run_with_prefect)(recipe, name=name, force=force, only=only)
     except RecipeError as e:
         raise usage_error(str(e)) from e
-    except ArtifactError as e:
+    except (ArtifactError, RunTooLong) as e:
         err.print(f"failed: {e}", soft_wrap=True)
         raise typer.Exit(1) from e
     except (StageFailed, WorkerDied) as e:

@@ -9,6 +9,7 @@ import typer
 
 from flows.cli.checks import check, read_recipe
 from flows.cli.shared import NoPrefect, RecipeName, RunName, Sets, StoreUrl, group, out, record_of, usage_error
+from flows.recipe.migration import migrated
 from flows.recipe.model import Recipe, RecipeError
 from flows.recipe.reading import checked
 from flows.records import UnknownRun, candidates, find_run, finished_nodes
@@ -131,9 +132,8 @@ def rerun(
     record = record_of(store, run_name)
     # The record has the address that the store had when the run was made; it may have moved since.
     try:
-        recipe = checked(record["recipe"], Path(f"run {record['name']}"), None, set()).model_copy(
-            update={"store": store}
-        )
+        found = checked(migrated(record["recipe"]), Path(f"run {record['name']}"), None, set())
+        recipe = found.model_copy(update={"store": store})
     except RecipeError as e:
         raise usage_error(str(e)) from e
     nodes = {n.name: n for n in build(recipe)}

@@ -8,6 +8,7 @@ from typing import Annotated, Any, get_args
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from flows.recipe.fork import Fork, check_fork
+from flows.recipe.limits import Limits
 from stages.base import Config as BaseConfig
 from stages.contract.definition import StageConfig
 from stages.contract.registry import by_section
@@ -190,9 +191,8 @@ class Recipe(BaseModel):
     """fsspec URL or folder of all artifacts and runs (s3://bucket/path, gs://bucket/path)."""
     retries: Annotated[int, Field(ge=0)] = 1
     """How often a stage is tried again when its worker dies."""
-    stall_seconds: Annotated[float, Field(gt=0)] | None = 7200.0
-    """Time that a stage may report nothing before its worker is ended as hung, and thrice that while it compiles;
-    null: for ever."""
+    limits: Limits = Limits()
+    """How long a run, a stage, and silence of a stage may last."""
     retention: Retention | None = None
     """Which runs of this recipe's name a finished run leaves: it collects the others; null: all of them stay."""
     fork: Fork | None = None

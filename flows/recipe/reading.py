@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from flows.recipe.migration import MOVED
 from flows.recipe.model import Recipe, RecipeError
 from flows.recipe.places import hint, lines_of, merge, takes, whole
 from flows.recipe.unions import settled
@@ -207,7 +208,8 @@ def _explain(path: Path, node: Any, set_places: set[str], error: Any) -> str:
         file = str(path) if node is None else f"{path}:{lines[-1] if lines else 1}"
         where = f"{file}: {dotted}" if dotted else f"{path}"
     if error["type"] == "extra_forbidden":
-        return f"{where}: unknown key; {hint(place)}"
+        moved = MOVED.get(dotted)
+        return f"{where}: unknown key; {hint(place)}" if moved is None else f"{where} is now {moved}: move it there"
     message = error["msg"].removeprefix("Value error, ")
     value = error.get("input")
     if value is None and error["type"] != "missing":

@@ -6,11 +6,11 @@ and `max_mismatch_kl` limits how far the policies may drift.
 
 from __future__ import annotations
 
-import copy
 import re
 from pathlib import Path
 from typing import Any
 
+from flows.recipe.migration import migrated
 from flows.recipe.model import Recipe, RecipeError
 from flows.recipe.reading import checked, with_sets
 
@@ -23,7 +23,7 @@ def rescored(record: dict[str, Any], rewards: list[str], sets: list[str], store:
 
     rewards: FUNCTION or NAME=FUNCTION; none: the recipe's own, as `sets` changes them. Raises RecipeError.
     """
-    values = copy.deepcopy(record["recipe"])
+    values = migrated(record["recipe"])
     if not values.get("rl"):
         raise RecipeError(f"run {record['name']} has no rounds of RL: there are no rollouts to score again")
     if fork := values.get("fork"):

@@ -200,10 +200,11 @@ class RunView:
     def _inputs(self) -> dict[str, list[str]]:
         """Inputs of each node, from the recipe; none are known where the recipe is of another version."""
         from flows.graph.build import build
+        from flows.recipe.migration import migrated
         from flows.recipe.model import Recipe
 
         try:
-            nodes = build(Recipe.model_validate_json(json.dumps(self.record["recipe"]), context=SHOWN))
+            nodes = build(Recipe.model_validate_json(json.dumps(migrated(self.record["recipe"])), context=SHOWN))
         except ValueError:
             return {name: [] for name in self.nodes}
         return {n.name: sorted({i.node for i in n.inputs.values()}) for n in nodes}

@@ -10,6 +10,7 @@ from typing import Any
 from coolname import generate_slug
 from pydantic import ValidationError
 
+from flows.recipe.migration import migrated
 from flows.recipe.model import Recipe, RecipeError
 from flows.records import SILENT_MINUTES, status_of
 from stages.store.artifacts import Store
@@ -18,7 +19,7 @@ from stages.store.leases import is_gone
 
 # The address of a store may have changed; retries, time limits and what is collected later decide nothing of what a run
 # makes.
-FREE = ("store", "retries", "stall_seconds", "retention")
+FREE = ("store", "retries", "limits", "retention")
 MOST = 5
 """Differences that a message lists."""
 
@@ -61,6 +62,7 @@ def before(store: Store, recipe: Recipe, name: str) -> dict[str, Any] | None:
 
 def _changes(old: dict[str, Any], recipe: Recipe) -> list[str]:
     """The differences between a record's recipe and this one, a line each."""
+    old = migrated(old)
     # Written by an older version, it may lack settings that have their defaults, or have some that are no more.
     with contextlib.suppress(ValidationError):
         old = Recipe.model_validate_json(json.dumps(old)).model_dump(mode="json")

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from flows.graph.build import Node, build, code_of, key_of, key_parts
 from flows.graph.taken import check_point, taken_artifact
 from flows.recipe.model import Recipe
+from flows.running.limits import RunLimit, RunTooLong
 from flows.running.naming import before, free_name
 from flows.running.remarks import of_data
 from stages.contract.kept import keep
@@ -59,7 +60,8 @@ class Session:
         self.force = force or set()
         self.made: dict[str, Artifact] = {}
         log = self.store.scratch / "runs" / self.name / "worker.log"
-        self.worker = Worker(log, recipe.stall_seconds)
+        self.limit = RunLimit(self.name, recipe.limits.run_seconds)
+        self.worker = Worker(log, recipe.limits.stall_seconds, recipe.limits.stage_seconds)
         self._saved = 0.0
         self.record: dict[str, Any] = {
             "name": self.name,
@@ -88,8 +90,20 @@ class Session:
     def run_node(self, name: str) -> tuple[str, Artifact]:
         """Makes or reads the artifact of one node: (`hit` or `made`, artifact). Its inputs must have run before.
 
-        Where code was edited meanwhile, a fresh worker makes it with the new code, under the key of that.
+        Where code was edited meanwhile, a fresh worker makes it with the new code, under the key of that. Raises
+        RunTooLong where the run has had its time.
         """
+        try:
+            self.limit.at(name)
+            return self._made_with_code_as_it_is(name)
+        except RunTooLong as e:
+            entry = self.record["nodes"].get(name)
+            # Also where it waited for another run.
+            if entry is not None and entry["state"] == "running":
+                entry |= {"state": "failed", "error": f"{type(e).__name__}: {e}"}
+            raise
+
+    def _made_with_code_as_it_is(self, name: str) -> tuple[str, Artifact]:
         for _ in range(EDITS):
             try:
                 return self._made_or_read(name)
@@ -118,7 +132,7 @@ class Session:
             # The record is on disk before the work begins: `rlhf show` sees the stage as running, also after a
             # kill.
             self.reporter.stage_started(node)
-            with lease(self.store, node.stage, key, self.reporter.line) as token:
+            with lease(self.store, node.stage, key, self._waits, self.limit.check) as token:
                 # Another run that held the lease before may have made it meanwhile.
                 artifact = None if forced else self.store.get(node.stage, key)
                 state = "hit" if artifact is not None else "made"
@@ -135,6 +149,11 @@ class Session:
         for remark in of_data(self.recipe, artifact.metrics) if node.stage == "prepare" else ():
             self.reporter.line(f"! {remark}")
         return state, artifact
+
+    def _waits(self, line: str) -> None:
+        """Tells of a wait for another process; the run's limit counts it too."""
+        self.limit.waits(line)
+        self.reporter.line(line)
 
     def _make(
         self,
@@ -172,7 +191,7 @@ class Session:
 
         started = time.monotonic()
         try:
-            manifest = self.worker.run(request, on_event)
+            manifest = self.worker.run(request, on_event, self.limit.check)
         except KeyboardInterrupt:
             entry |= {"state": "interrupted", "seconds": round(time.monotonic() - started, 2)}
             self.save()

@@ -18,7 +18,7 @@ from tuning.rewards.samples import Outcome, Sample
 from tuning.rows import CompletionRow
 
 TELL_SECONDS = 600.0
-"""How often slow calls are told of: a stage that reports nothing for long counts as hung (`stall_seconds`)."""
+"""How often slow calls are told of: a stage that reports nothing for long counts as hung (`limits.stall_seconds`)."""
 
 
 class Journal:

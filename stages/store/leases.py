@@ -75,9 +75,11 @@ def host_scope() -> str:
 
 
 @contextmanager
-def lease(store: Store, stage: str, key: str, on_wait: Callable[[str], None]) -> Iterator[str]:
+def lease(
+    store: Store, stage: str, key: str, on_wait: Callable[[str], None], check_time: Callable[[], None] = lambda: None
+) -> Iterator[str]:
     """Holds the lease of a key, and gives its token. Waits while a live process holds it; `on_wait` is called once with
-    a line about it."""
+    a line about it, and `check_time` again and again: what it raises ends the wait."""
     name = _name(stage, key)
     path = store.join("leases", name)
     token = uuid.uuid4().hex
@@ -103,6 +105,7 @@ def lease(store: Store, stage: str, key: str, on_wait: Callable[[str], None]) ->
         if not announced:
             on_wait(_wait_line(stage, path, holder))
             announced = True
+        check_time()
         time.sleep(POLL_SECONDS)
     stop = threading.Event()
 

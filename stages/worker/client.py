@@ -69,14 +69,19 @@ class WorkerDied(RuntimeError):
     """The worker process ended during a stage; a new one resumes from checkpoints and finished shards."""
 
 
+def _any_time() -> None:
+    """A run without a limit."""
+
+
 class Worker:
     """A worker process that is started by the first request and stays warm until `close`."""
 
-    def __init__(self, log: Path, stall_seconds: float | None = None):
+    def __init__(self, log: Path, stall_seconds: float | None = None, stage_seconds: float | None = None):
         """log: file of its output. stall_seconds: how long a stage may report nothing; while it
-        compiles, `COMPILING` times as long."""
+        compiles, `COMPILING` times as long. stage_seconds: how long a stage may take."""
         self.log = log
         self.stall_seconds = stall_seconds
+        self.stage_seconds = stage_seconds
         self.starts = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._requests: int = -1
@@ -84,6 +89,8 @@ class Worker:
         self._events: int = -1
         self._buffer = b""
         self._cause = ""
+        self._check_time: Callable[[], None] = _any_time
+        self._busy = 0.0
 
     @property
     def pid(self) -> int | None:
@@ -118,14 +125,18 @@ class Worker:
         self._buffer = self._unsent = b""
         self.starts += 1
 
-    def run(self, request: Request, on_event: Callable[[Report], None]) -> dict[str, Any]:
+    def run(
+        self, request: Request, on_event: Callable[[Report], None], check_time: Callable[[], None] | None = None
+    ) -> dict[str, Any]:
         """Runs one stage and returns its manifest.
 
-        on_event: called with each progress report, log line and heartbeat of a compilation. Raises StageFailed with
+        on_event: called with each progress report, log line and heartbeat of a compilation. check_time: called every
+        second; what it raises ends the worker, whose log gets the stacks, and is raised. Raises StageFailed with
         the stage's own error (StageOutage where it is one), CodeChanged where the worker has other code than the
-        request's key says (it is ended then), WorkerDied when the process ends, sends nothing for SILENCE_SECONDS, or
-        has nothing to report for `stall_seconds`.
+        request's key says (it is ended then), WorkerDied when the process ends, sends nothing for SILENCE_SECONDS,
+        has nothing to report for `stall_seconds`, or takes longer than `stage_seconds`.
         """
+        self._check_time, self._busy = check_time or _any_time, 0.0
         if self._process is None or self._process.poll() is not None:
             self.close()
             self._start()
@@ -169,8 +180,12 @@ class Worker:
         """Waits for an event. Raises EOFError where the worker has ended, or is silent for too long and was killed."""
         # Counted in waits of a second: a clock would count the time in which both processes were stopped.
         waits = 0
+        self._end_if_late()
         while b"\n" not in self._buffer:
+            since = time.monotonic()
             ready, writable, _ = select.select([self._events], [self._requests] if self._unsent else [], [], 1.0)
+            self._busy += min(time.monotonic() - since, LONGEST_BEAT_SECONDS)
+            self._end_if_late()
             if writable:
                 sent = os.write(self._requests, self._unsent[:PIPE_BYTES])
                 self._unsent = self._unsent[sent:]
@@ -193,13 +208,28 @@ class Worker:
         limit = self.stall_seconds
         if limit is None or still + compiling / COMPILING <= limit:
             return
+        self._write_stacks()
+        what = f"made no progress for {limit:g} s (`limits.stall_seconds`)"
+        if compiling > still:
+            what = f"compiled for {COMPILING * limit:g} s ({COMPILING} times `limits.stall_seconds`)"
+        self._end(f"{what}, and was ended")
+
+    def _end_if_late(self) -> None:
+        """Ends a worker whose stage has had its time, or whose run has. Raises EOFError, or what `check_time` does."""
+        try:
+            self._check_time()
+        except BaseException:
+            self._write_stacks()
+            raise
+        if self.stage_seconds is not None and self._busy > self.stage_seconds:
+            self._write_stacks()
+            self._end(f"took longer than {self.stage_seconds:g} s (`limits.stage_seconds`), and was ended")
+
+    def _write_stacks(self) -> None:
+        """Has the worker write the stacks of its threads to its log."""
         assert self._process is not None
         os.kill(self._process.pid, signal.SIGUSR1)
         time.sleep(STACK_SECONDS)
-        what = f"made no progress for {limit:g} s (`stall_seconds`)"
-        if compiling > still:
-            what = f"compiled for {COMPILING * limit:g} s ({COMPILING} times `stall_seconds`)"
-        self._end(f"{what}, and was ended")
 
     def _end(self, cause: str) -> None:
         self._cause = cause

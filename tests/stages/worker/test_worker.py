@@ -229,7 +229,7 @@ def test_a_worker_that_falls_silent_is_ended(worker, tmp_path, monkeypatch):
     ("compiles", "cause"),
     [
         ("", r"made no progress for 1 s \(`stall_seconds`\)"),
-        ("always", r"compiled for 3 s \(3 times `stall_seconds`\)"),
+        ("always", r"compiled for 3 s \(3 times `limits.stall_seconds`\)"),
         ("in turn", r"made no progress for 1 s \(`stall_seconds`\)"),
     ],
 )
@@ -248,6 +248,41 @@ def test_a_worker_that_lives_and_does_not_move_is_ended_with_its_stacks_in_the_l
     assert "in waits_for_ever" in (tmp_path / "worker.log").read_text()
     assert not psutil.pid_exists(worker.pid)
     worker.close()
+
+
+@pytest.fixture
+def hanging(tmp_path, monkeypatch):
+    """A worker that lives, tells that it compiles and makes nothing."""
+    monkeypatch.setenv("COMPILES", "always")
+    real = interpreter.command
+    monkeypatch.setattr(interpreter, "command", lambda _, *arguments: real("tests.stages.worker.hanging", *arguments))
+    worker = Worker(tmp_path / "worker.log")
+    yield worker
+    worker.close()
+
+
+def test_a_stage_that_takes_too_long_ends_its_worker_with_the_stacks_in_its_log(tmp_path, hanging):
+    def limited(event):
+        # From its first sign of life on: how long a start takes is the machine's.
+        hanging.stage_seconds = 0.25
+
+    with pytest.raises(WorkerDied, match=r"took longer than 0.25 s \(`limits.stage_seconds`\), and was ended"):
+        hanging.run(request(tmp_path), limited)
+    assert "in waits_for_ever" in hanging.log.read_text()
+    assert not psutil.pid_exists(hanging.pid)
+
+
+def test_what_a_check_of_the_time_raises_ends_the_worker_and_is_no_death_of_it(tmp_path, hanging):
+    events = []
+
+    def check():
+        if events:
+            raise TimeoutError("enough")
+
+    with pytest.raises(TimeoutError, match="enough"):
+        hanging.run(request(tmp_path), events.append, check)
+    assert "in waits_for_ever" in hanging.log.read_text()
+    assert not psutil.pid_exists(hanging.pid)
 
 
 def test_a_request_that_the_worker_does_not_read_is_no_wait_for_ever(tmp_path, monkeypatch):

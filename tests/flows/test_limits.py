@@ -1,0 +1,110 @@
+"""A run, a stage and silence have limits of time: what passes one is ended, told, and gone on from."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from flows.graph.build import build, key_of, key_parts
+from flows.recipe.limits import Limits
+from flows.recipe.migration import migrated
+from flows.recipe.model import RecipeError
+from flows.recipe.reading import load_recipe
+from flows.recipe.rescore import rescored
+from flows.running.forking import forked
+from flows.running.limits import RunLimit, RunTooLong
+from flows.running.naming import before
+from flows.running.plain import run_plain
+from stages.store.artifacts import Store
+from stages.store.leases import lease
+from stages.worker import interpreter
+from stages.worker.client import WorkerDied
+from tests.support import write_files
+
+
+def recipe(folder, *sets):
+    return load_recipe("smoke", sets=[f"store={folder / 'store'}", *sets])
+
+
+def record(folder, name):
+    return Store(str(folder / "store")).read_json("runs", name, "run.json")
+
+
+@pytest.fixture
+def hanging(monkeypatch):
+    """Workers live and make nothing."""
+    real = interpreter.command
+    monkeypatch.setattr(interpreter, "command", lambda _, *arguments: real("tests.stages.worker.hanging", *arguments))
+
+
+def test_a_run_past_its_limit_fails_and_says_what_was_at_work_since_when_and_what_to_type(tmp_path, hanging):
+    with pytest.raises(RunTooLong) as e:
+        run_plain(recipe(tmp_path, "limits.run_seconds=0.5"), name="late")
+    said = r"run late took longer than its 0.5 s \(`limits.run_seconds`\): it was at base, since 20\d\d-.* UTC \(.*\)"
+    assert re.match(said, str(e.value))
+    assert "--name late" in str(e.value) and "--set limits.run_seconds=null" in str(e.value)
+    found = record(tmp_path, "late")
+    assert found["status"] == "failed" and found["nodes"]["base"]["state"] == "failed"
+    # It is no death that is tried again.
+    assert found["worker_starts"] == 1
+
+
+def test_time_spent_waiting_for_another_run_counts(tmp_path):
+    limited = recipe(tmp_path, "limits.run_seconds=0.5")
+    base = next(node for node in build(limited) if node.name == "base")
+    with lease(Store(limited.store), "base", key_of(key_parts(base, {})), print), pytest.raises(RunTooLong) as e:
+        run_plain(limited, name="late")
+    assert re.search(r"it was at base \(base is being made by process \d+ on .*; waiting for it\), since", str(e.value))
+    found = record(tmp_path, "late")
+    assert found["status"] == found["nodes"]["base"]["state"] == "failed" and found["worker_starts"] == 0
+
+
+def test_a_stage_past_its_limit_is_tried_again_as_often_as_retries_says(tmp_path, hanging, capsys):
+    with pytest.raises(WorkerDied, match="limits.stage_seconds"):
+        run_plain(recipe(tmp_path, "limits.stage_seconds=0.2", "retries=1"), name="slow")
+    assert "try 2 of 2 with a fresh worker" in capsys.readouterr().out
+    assert record(tmp_path, "slow")["worker_starts"] == 2
+
+
+def test_the_run_s_limit_ends_retries_too(tmp_path, hanging):
+    with pytest.raises(RunTooLong):
+        run_plain(recipe(tmp_path, "limits={stage_seconds: 0.2, run_seconds: 3}", "retries=1000"), name="late")
+
+
+def test_the_command_of_a_run_past_its_limit_tells_it_and_fails(rlhf, tmp_path):
+    options = ["--no-prefect", "--name", "late", "--store", tmp_path, "--set", "limits.run_seconds=1e-9"]
+    done = rlhf("run", "smoke", *options, code=1)
+    assert done.stderr.startswith("failed: run late took longer") and "Traceback" not in done.stderr
+
+
+def test_no_limit_is_in_a_key_or_makes_another_run(tmp_path):
+    plain, limited = recipe(tmp_path), recipe(tmp_path, "limits={stage_seconds: 60, run_seconds: 600}")
+    first = [key_of(key_parts(node, {})) for node in (build(plain)[0], build(limited)[0])]
+    assert first[0] == first[1]
+    RunLimit("x", None).check()
+    write_files(tmp_path / "store", runs__late__other="")
+    value = {"name": "late", "status": "failed", "recipe": plain.model_dump(mode="json"), "nodes": {}}
+    Store(plain.store).write_json(value, "runs", "late", "run.json")
+    assert before(Store(limited.store), limited, "late") == value
+
+
+def test_a_recipe_with_the_old_place_is_told_the_new_one(tmp_path):
+    file = write_files(tmp_path, **{"mine.yaml": "name: mine\nstall_seconds: 60\n"}) / "mine.yaml"
+    with pytest.raises(RecipeError, match=r"mine.yaml:2: stall_seconds is now limits.stall_seconds: move it there"):
+        load_recipe(str(file))
+    with pytest.raises(RecipeError, match=r"--set stall_seconds is now limits.stall_seconds"):
+        load_recipe("smoke", sets=["stall_seconds=60"])
+
+
+def test_a_record_of_before_is_read(tmp_path):
+    values = recipe(tmp_path).model_dump(mode="json")
+    del values["limits"]
+    old = {"name": "first", "recipe": values | {"stall_seconds": 60.0}, "status": "failed"}
+    old["nodes"] = {n.name: {"stage": n.stage, "state": "made", "digest": "0" * 64} for n in build(recipe(tmp_path))}
+    assert forked(old, "round=1", [], str(tmp_path)).limits == Limits(stall_seconds=60.0)
+    assert rescored(old, [], ["rl.score.truncated=zero"], str(tmp_path)).limits == Limits(stall_seconds=60.0)
+    Store(str(tmp_path / "store")).write_json(old, "runs", "first", "run.json")
+    assert before(Store(str(tmp_path / "store")), recipe(tmp_path), "first") == old
+    # As it was written: the record is another's.
+    assert "limits" not in old["recipe"] and migrated(migrated(old["recipe"])) == migrated(old["recipe"])
