@@ -26,6 +26,8 @@ from stages.worker.protocol import Heartbeat, Log, Progress, Report, Request
 
 EDITS = 3
 """How often a stage is made again because its code was edited while it ran."""
+LOG_BYTES = 1 << 24
+"""The end of the worker's log that a remote store gets."""
 SAVE_SECONDS = 2.0
 """How often the record is written while nothing is made: it is written whole, and grows with the nodes."""
 
@@ -71,10 +73,21 @@ class Session:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "process": this_process(),
+            "log": str(log),
             "tries": 1 + (unfinished or {"tries": 0}).get("tries", 1),
             "nodes": {},
         }
         self.save()
+
+    def _store_log(self) -> None:
+        """Copies the log to a remote store, so that `rlhf logs` has it on any machine."""
+        if self.store.is_local or not self.worker.log.exists():
+            return
+        try:
+            self.store.write_bytes(self.worker.log.read_bytes()[-LOG_BYTES:], "runs", self.name, self.worker.log.name)
+        except Exception as e:
+            # It stays here: a log must not turn a finished run into a failed one.
+            self.reporter.line(f"the worker's log stays on this machine ({type(e).__name__}: {e})")
 
     def save(self, soon: bool = False) -> None:
         """Writes the record to the store.
@@ -174,6 +187,7 @@ class Session:
             seed=node.seed,
             store=self.recipe.store,
             run=self.name,
+            node=node.name,
             files=files,
             lease=token,
             # A retry within this run resumes its own partial work; another forced run starts from nothing.
@@ -219,7 +233,8 @@ class Session:
         raise AssertionError("unreachable")
 
     def finish(self, status: str) -> None:
-        """Ends the worker and closes the record."""
+        """Ends the worker and closes the record; a remote store gets the worker's log."""
         self.worker.close()
+        self._store_log()
         self.record |= {"status": status, "ended": now(), "worker_starts": self.worker.starts}
         self.save()

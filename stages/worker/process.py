@@ -216,6 +216,12 @@ def _device() -> str:
     return f"{device.platform}:{device.device_kind} x{jax.device_count()}"
 
 
+def _begin(request: Request) -> None:
+    """A line of the log that says what is made from here on (`rlhf logs --node`)."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    print(f"---- {request.node or request.stage} ({request.stage} {request.key[:12]}) {now} ----", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, required=True)
@@ -242,11 +248,16 @@ def main() -> None:
     threading.Thread(target=heartbeat, daemon=True).start()
     configure_jax()
     for line in requests:
+        request = Request.parse(line)
+        _begin(request)
         try:
-            events.send(Done(run_request(Request.parse(line), memory, events)))
+            made = run_request(request, memory, events)
+            sys.stdout.flush()
+            events.send(Done(made))
         except loaded.CodeDiffers as e:
             events.send(Changed(str(e)))
         except BaseException as e:
+            sys.stdout.flush()
             traceback.print_exc()
             sys.stderr.flush()
             from tuning.rewards.failures import kind_of

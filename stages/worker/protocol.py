@@ -32,6 +32,8 @@ class Request:
     run: str
     files: dict[str, str] = dataclasses.field(default_factory=dict)
     """SHA-256 of the source of each of this project's modules in `key_parts`, as it was when the key was made."""
+    node: str = ""
+    """What the run calls it; the log has it."""
     lease: str | None = None
     """The token of the lease under which it is made; None: nobody else can make it."""
     force: str | None = None

@@ -1,0 +1,106 @@
+"""`rlhf logs` shows what a run's worker wrote, follows it until the run ends, or says where it is."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from flows.cli.app import app
+from flows.recipe.reading import load_recipe
+from flows.report.console import ConsoleReporter
+from flows.running.session import Session, now
+from stages.store.artifacts import Store
+from stages.store.leases import this_process
+from tests.support import RLHF, write_files
+
+LINES = [f"---- {node} (stage {'0' * 12}) now ----\nof {node}" for node in ("sft", "round-000.rollout")]
+
+
+def write_record(store: Store, status: str = "finished", **more) -> None:
+    nodes = {"sft": {"stage": "sft", "state": "made", "key": "k", "digest": "d"}}
+    value = {"name": "first", "status": status, "started": now(), "process": this_process(), "host": "far"}
+    store.write_json(value | {"recipe": {"name": "smoke"}, "nodes": nodes, "log": "/far/log"} | more, *RECORD)
+
+
+RECORD = ("runs", "first", "run.json")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Store:
+    store = Store(str(tmp_path))
+    write_record(store)
+    store.write_bytes("\n".join([*LINES, ""]).encode(), "runs", "first", "worker.log")
+    return store
+
+
+def shown(place: Store, *options: str, code: int = 0) -> str:
+    done = CliRunner().invoke(app, ["logs", "first", "--store", place.url, *options])
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+def test_a_log_is_shown_whole_or_of_a_node(place):
+    assert shown(place).splitlines() == "\n".join(LINES).splitlines()
+    assert shown(place, "--node", "round-0").splitlines() == LINES[1].splitlines()
+    assert "has nothing of evaluate: it has made sft" in shown(place, "--node", "evaluate", code=2)
+
+
+def test_the_worker_of_a_run_names_each_node_that_it_begins(rlhf, smoke_store):
+    text = rlhf("logs", "first", "--store", smoke_store, "--node", "round-001.score").stdout
+    assert text.startswith("---- round-001.score (score ")
+    assert "round-001.update" not in text
+
+
+def test_a_run_is_followed_until_it_ends(place, tmp_path):
+    write_record(place, "running")
+    log = tmp_path / "runs" / "first" / "worker.log"
+    following = subprocess.Popen(
+        [RLHF, "logs", "first", "-f", "--store", tmp_path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert following.stdout is not None
+    assert [following.stdout.readline() for _ in range(4)] == [f"{x}\n" for x in "\n".join(LINES).splitlines()]
+    with log.open("a") as f:
+        f.write("a line\nand its end")
+    assert following.stdout.readline() == "a line\n"
+    write_record(place, "finished")
+    out, err = following.communicate(timeout=30)
+    assert (out, err) == ("and its end\n", "run first finished\n") and following.returncode == 0
+
+
+def test_ctrl_c_ends_it_quietly(place, tmp_path):
+    write_record(place, "running")
+    following = subprocess.Popen(
+        [RLHF, "logs", "first", "-f", "--store", tmp_path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert following.stdout is not None and following.stdout.readline()
+    following.send_signal(signal.SIGINT)
+    assert following.communicate(timeout=30)[1] == "" and following.returncode == 130
+
+
+def test_a_log_on_another_machine_is_told_with_its_host_and_a_remote_store_has_a_copy_at_the_end(tmp_path):
+    remote = Store("memory://logs", tmp_path)
+    write_record(remote, "running")
+    for options in ([], ["-f"]):
+        assert "is not on this machine: it is /far/log on far" in shown(remote, *options, code=2)
+    remote.write_bytes(b"copied\n", "runs", "first", "worker.log")
+    write_record(remote)
+    assert shown(remote) == shown(remote, "-f") == "copied\n"
+
+
+def test_a_run_that_made_nothing_has_no_log(tmp_path):
+    place = Store(str(tmp_path))
+    write_record(place, nodes={"sft": {"stage": "sft", "state": "hit", "key": "k", "digest": "d"}})
+    assert "run first has no log: it has made nothing itself" in shown(place, code=2)
+
+
+def test_the_end_of_a_run_copies_its_log_to_a_remote_store():
+    run = Session(load_recipe("smoke", sets=["store=memory://copied"]), ConsoleReporter(), "first")
+    write_files(run.worker.log.parent, **{"worker.log": "of the worker\n"})
+    run.finish("failed")
+    assert run.record["log"] == str(run.worker.log)
+    run.worker.log.unlink()
+    assert shown(run.store) == "of the worker\n"
