@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import sys
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -42,6 +45,20 @@ RunName = Annotated[
 ]
 NodeName = Annotated[str, typer.Option("--node", help="Which policy: export, sft, base or round-003.update.")]
 NoPrefect = Annotated[bool, typer.Option("--no-prefect", help="Run the stages without Prefect: no server, no UI.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document, with the keys of docs/operations.md.")]
+
+
+def print_json(value: Any) -> None:
+    """Prints a JSON document, the only thing on standard output; numbers that JSON has not are null."""
+    typer.echo(json.dumps(_plain(value), indent=1, ensure_ascii=False))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def group() -> typer.Typer:

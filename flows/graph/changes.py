@@ -130,14 +130,22 @@ def changed_lines(before: Mapping[str, str] | None, path: Path | None) -> list[s
     """
     if path is None or before is None:
         return []
-    old, new = before["text"].splitlines(), path.read_text().splitlines()
+    return lines_between(before["text"], path.read_text(), path.name)
+
+
+def lines_between(old_text: str, new_text: str, name: str) -> list[str]:
+    """The lines of a file that are new and gone, with their numbers; at most `MOST_LINES`, and how many more there are.
+
+    name: of the file.
+    """
+    old, new = old_text.splitlines(), new_text.splitlines()
     shown = []
     for tag, i, j, k, m in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
         if tag != "equal":
-            shown += [f"  {path.name}:{at + 1} - {old[at]}" for at in range(i, j)]
-            shown += [f"  {path.name}:{at + 1} + {new[at]}" for at in range(k, m)]
+            shown += [f"  {name}:{at + 1} - {old[at]}" for at in range(i, j)]
+            shown += [f"  {name}:{at + 1} + {new[at]}" for at in range(k, m)]
     more = len(shown) - MOST_LINES
-    return [*shown[:MOST_LINES], *([f"  and {more} more changed lines of {path.name}"] if more > 0 else [])]
+    return [*shown[:MOST_LINES], *([f"  and {more} more changed lines of {name}"] if more > 0 else [])]
 
 
 _FILE = re.compile(r"(?:(source) (\d+): )?(file \d+): (.*)", re.DOTALL)

@@ -63,7 +63,7 @@ class Samples:
     """The same from each policy to the next; empty where there are but two."""
 
 
-class _Policy:
+class Policy:
     """Completions and scores of an evaluated policy."""
 
     def __init__(self, run: RunView, label: str):
@@ -96,7 +96,7 @@ def samples(run: RunView, labels: Sequence[str]) -> Samples | None:
     """
     if not labels:
         return None
-    policies = [_Policy(run, label) for label in labels]
+    policies = [Policy(run, label) for label in labels]
     first, last = policies[0], policies[-1]
     shared = [place for place in first.scores if all(place in p.scores for p in policies)]
     change = {place: last.mean(place) - first.mean(place) for place in shared}

@@ -1,0 +1,74 @@
+"""Two evaluations, perhaps of different data, on the prompts that they have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from stages.common.tables import batches
+from stages.common.verdicts import verdicts_of
+from stages.store.artifacts import Artifact
+
+if TYPE_CHECKING:
+    from tuning.evaluation.verdicts import Difference, Judged
+
+COLUMNS = ("place", "prompt_id", "prompt", "answer")
+
+Problem = tuple[str, str, str | None]
+"""Id, prompt and answer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Paired:
+    """How two evaluations compare."""
+
+    places: list[tuple[int, int]]
+    """Places of the prompts that both have, in the one and in the other."""
+    prompts: tuple[int, int]
+    """Prompts of each."""
+    difference: Difference | None
+    """Of their scores on these prompts; None where there are too few, or `reason` is said."""
+    reason: str = ""
+    """Why there is none."""
+
+
+def problems_of(evaluation: Artifact) -> dict[int, Problem]:
+    """What each place of an evaluation asks."""
+    found: dict[int, Problem] = {}
+    for batch in batches(evaluation, "rollouts/", COLUMNS):
+        for place, *problem in zip(*(batch.column(name).to_pylist() for name in COLUMNS), strict=True):
+            found.setdefault(place, (problem[0], problem[1], problem[2]))
+    return found
+
+
+def paired(before: Artifact, after: Artifact) -> Paired:
+    """The second evaluation against the first, on prompts that are the same in both, wherever they stand."""
+    from tuning.evaluation.verdicts import difference
+
+    first, second = problems_of(before), problems_of(after)
+    where = {problem: place for place, problem in second.items()}
+    places = [(place, where[problem]) for place, problem in sorted(first.items()) if problem in where]
+    counts = (len(first), len(second))
+    judges = [evaluation.manifest["config"]["judge"] for evaluation in (before, after)]
+    if judges[0] != judges[1]:
+        return Paired(places, counts, None, f"the judges differ: {judges[0]} and {judges[1]}")
+    if not places:
+        return Paired(places, counts, None, "they have no prompt in common")
+    old = _at(verdicts_of(before), [place for place, _ in places])
+    new = _at(verdicts_of(after), [place for _, place in places])
+    # A group may have another name where the data has grown: that of the second is taken for both.
+    old = dataclasses.replace(old, groups=new.groups)
+    return Paired(places, counts, difference(old, new))
+
+
+def _at(judged: Judged, places: list[int]) -> Judged:
+    """The verdicts of some places, numbered anew in this order."""
+    at = {place: i for i, place in enumerate(judged.places)}
+    rows = [at[place] for place in places]
+    return dataclasses.replace(
+        judged,
+        places=list(range(len(rows))),
+        groups=[judged.groups[i] for i in rows],
+        correct_PS=judged.correct_PS[rows],
+        answers_PS=[judged.answers_PS[i] for i in rows],
+    )

@@ -1,0 +1,100 @@
+"""`rlhf diff` says what differs between two runs, and compares their policies on the prompts that both have."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from flows.cli.app import app
+from stages.contract.kept import modules_of
+from stages.store.artifacts import Artifact, Store
+from stages.store.keys import digest
+from tests.flows.report.support import Maker, recipe_of
+
+
+class Later(Maker):
+    """A run whose data has four other prompts in front, and whose score calls another version of a module."""
+
+    def completion(self, prompt, sample, text, **more):
+        row = super().completion(prompt + 4, sample, text)
+        return row | {"place": prompt, **more}
+
+
+def keep_text(store: Store, artifact: Artifact, code: str, text: str) -> None:
+    """Gives an artifact a module of this text, as if it had been made by it."""
+    parts = artifact.manifest["key_parts"]
+    parts["code"] |= {"rewards": digest(text)[:16]} if code else {}
+    store.write_json({code: {"file": "rewards.py", "text": text}}, "sources", f"{digest(modules_of(parts))}.json")
+    store.write_json(artifact.manifest, "artifacts", artifact.stage, artifact.key, "manifest.json")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Store:
+    folder = tmp_path_factory.mktemp("diff")
+    store = Store(str(folder / "store"))
+    for number, (kind, name) in enumerate(((Maker, "demo-a"), (Later, "demo-b"))):
+        recipe = recipe_of(store.url, seed=number, retries=number)
+        kind(store, recipe, folder, name).run()
+        entry = store.read_json("runs", name, "run.json")["nodes"]["round-000.score"]
+        artifact = store.get("score", entry["key"])
+        assert artifact is not None
+        keep_text(store, artifact, "rewards", f"def reward():\n    return {number}\n")
+    return store
+
+
+def diff(place: Store, *arguments: str, code: int = 0) -> str:
+    done = CliRunner().invoke(app, ["diff", *arguments, "--store", place.url])
+    assert done.exit_code == code, done.output
+    return done.stdout
+
+
+def test_settings_code_stages_and_metrics_that_differ_are_told(place):
+    found = json.loads(diff(place, "demo-a", "demo-b", "--json"))
+    assert [run["name"] for run in found["runs"]] == ["demo-a", "demo-b"]
+    assert found["settings"] == ["retries: 0 -> 1", "seed: 0 -> 1"]
+    (module,) = found["code"]
+    assert (module["module"], module["fate"], module["nodes"]) == ("rewards", "changed", ["round-000.score"])
+    assert module["lines"] == ["rewards.py:2 -     return 0", "rewards.py:2 +     return 1"]
+    assert "round-000.score" in found["nodes"]["differ"] and found["nodes"]["first"] == []
+
+
+def test_policies_are_compared_on_prompts_that_both_have_wherever_these_stand(place):
+    """40 problems each, of which 36 are the same; of those the one solves 31, the other 33."""
+    rl = json.loads(diff(place, "demo-a", "demo-b", "--json"))["evaluations"]["rl"]
+    assert (rl["prompts"], rl["shared"], rl["difference"]["problems"]) == ([40, 40], 36, 36)
+    assert rl["difference"]["mean"] == pytest.approx(2 / 36)
+    assert rl["difference"]["low"] < 2 / 36 < rl["difference"]["high"] and rl["difference"]["verdict"] == "even"
+    best = rl["samples"][0]
+    assert [p["mean"] for p in best["policies"]] == [0.0, 1.0]
+    # Each is an answer to that prompt.
+    assert best["policies"][1]["text"] != best["policies"][0]["text"] and best["prompt"].endswith("+ 5 = ?")
+
+
+def test_the_text_has_the_same(place):
+    text = diff(place, "demo-a", "demo-b")
+    assert "  seed: 0 -> 1\n" in text and "    rewards.py:2 +     return 1\n" in text
+    assert "on 36 prompts of both (40 and 40 in all)" in text
+
+
+def test_a_run_differs_in_nothing_from_itself(place):
+    found = json.loads(diff(place, "demo-a", "demo-a", "--json"))
+    assert (found["settings"], found["code"], found["metrics"], found["nodes"]["differ"]) == ([], [], {}, [])
+    assert found["data"]["same"] is True
+    assert [e["difference"]["mean"] for e in found["evaluations"].values()] == [0.0] * 3
+    assert diff(place, "demo-a", "demo-a").splitlines()[2:4] == ["settings: the same", "data: the same"]
+
+
+def test_judges_that_differ_are_said_and_nothing_is_compared(place):
+    record = place.read_json("runs", "demo-b", "run.json")
+    entry = record["nodes"]["evaluate.sft"]
+    artifact = place.get("evaluate", entry["key"])
+    assert artifact is not None
+    manifest = artifact.manifest | {"config": artifact.manifest["config"] | {"judge": "digits"}}
+    place.write_json(manifest, "artifacts", "evaluate", entry["key"], "manifest.json")
+    assert "no paired difference: the judges differ: exact_match and digits" in diff(place, "demo-a", "demo-b")
+
+
+def test_a_run_that_is_not_there_is_told(place):
+    assert diff(place, "demo-a", "demo-z", code=2) == ""
