@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.shared import RunName, StoreUrl, group, out, record_of
+from flows.cli.shared import AsJson, RunName, StoreUrl, group, out, print_json, record_of
 from stages.auditing.laws import SHOWN, Verdict, audit
 from stages.store.artifacts import Store
 
@@ -17,7 +17,7 @@ Deep = Annotated[bool, typer.Option("--deep", help="Read every byte, and make th
 
 
 @commands.command(name="audit")
-def audit_run(store: StoreUrl, run_name: RunName = None, deep: Deep = False) -> None:
+def audit_run(store: StoreUrl, run_name: RunName = None, deep: Deep = False, as_json: AsJson = False) -> None:
     """Check what must hold in any run from what this one left: digests, prompts, rewards, advantages, leakage.
 
     One line a law; the report gets them as a table. Exit status 1 where one is broken.
@@ -25,14 +25,21 @@ def audit_run(store: StoreUrl, run_name: RunName = None, deep: Deep = False) -> 
     from flows.report.page import write_report
 
     place, record = Store(store), record_of(store, run_name)
-    out.print(f"{record['name']}  {place.url}", soft_wrap=True)
+    if not as_json:
+        out.print(f"{record['name']}  {place.shown}", soft_wrap=True)
     verdicts = []
     for verdict in audit(place, record, deep=deep):
         verdicts.append(verdict)
-        _show(verdict)
+        if not as_json:
+            _show(verdict)
     broken = [verdict.law.name for verdict in verdicts if verdict.finding.broken]
     place.write_json([verdict.as_json() for verdict in verdicts], "runs", record["name"], FILE)
-    out.print(f"report  {write_report(place, record['name'])}", soft_wrap=True)
+    report = write_report(place, record["name"])
+    if as_json:
+        laws = [verdict.as_json() for verdict in verdicts]
+        print_json({"run": record["name"], "store": place.shown, "laws": laws, "broken": broken, "report": report})
+        raise typer.Exit(1 if broken else 0)
+    out.print(f"report  {report}", soft_wrap=True)
     if broken:
         out.print(f"{len(broken)} of {len(verdicts)} laws are broken: {', '.join(broken)}")
     raise typer.Exit(1 if broken else 0)

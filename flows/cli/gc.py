@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import defaultdict
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from flows.cli.shared import StoreUrl, group, out, record_of, usage_error
+from flows.cli.shared import AsJson, StoreUrl, group, out, print_json, record_of, usage_error
 from flows.keeping import roots_of
 from flows.recipe.model import Retention
 from stages.store.artifacts import Store
@@ -42,7 +41,7 @@ def gc(
         float, typer.Option(min=0, help="GiB that the cache of compiled programs may take.")
     ] = 10.0,
     yes: Annotated[bool, typer.Option("--yes", help="Free it; without, only say what would go.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; sizes are in bytes.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Free what no kept run needs: show it, or with --yes delete it. Running and pinned runs always stay."""
     from stages.common.compilation import COMPILE_CACHE
@@ -59,7 +58,7 @@ def gc(
 
     done = collect(place, read, limits) if yes else survey(place, read(), limits)
     if as_json:
-        typer.echo(json.dumps(done.as_json() | {"done": yes}, indent=1))
+        print_json(done.as_json() | {"done": yes})
         return
     _print(done, yes)
 

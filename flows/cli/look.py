@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from flows.cli.shared import RunName, StoreUrl, group, out, record_of, usage_error
+from flows.cli.shared import AsJson, RunName, StoreUrl, group, out, print_json, record_of, usage_error
 from flows.records import all_runs, status_of
 from flows.report.formats import when
 from stages.store.artifacts import Store
@@ -17,8 +18,12 @@ commands = group()
 
 
 @commands.command()
-def runs(store: StoreUrl) -> None:
+def runs(store: StoreUrl, as_json: AsJson = False) -> None:
     """List the runs of a store."""
+    if as_json:
+        place = Store(store)
+        print_json({"store": place.shown, "runs": [summary_of(record, place) for record in all_runs(place)]})
+        return
     table = Table(box=None)
     table.add_column("run", no_wrap=True, overflow="fold")
     for column in ("status", "started", "made", "cached", "RL score"):
@@ -34,20 +39,59 @@ def runs(store: StoreUrl) -> None:
     (out if out.is_terminal else Console(highlight=False, markup=False, width=1000)).print(table)
 
 
+def summary_of(record: dict[str, Any], store: Store) -> dict[str, Any]:
+    """A run in a few values, as `--json` has it."""
+    states = [e.get("state") for e in record["nodes"].values()]
+    scores = {
+        name.removeprefix("evaluate."): entry["metrics"].get("score")
+        for name, entry in record["nodes"].items()
+        if name.startswith("evaluate.") and "metrics" in entry
+    }
+    return {
+        "name": record["name"],
+        "recipe": record["recipe"]["name"],
+        "status": status_of(record, store),
+        "started": record["started"],
+        "ended": record.get("ended"),
+        "host": record.get("host"),
+        "made": states.count("made"),
+        "cached": states.count("hit"),
+        "failed": states.count("failed"),
+        "scores": scores,
+    }
+
+
+NODE_KEYS = ("stage", "state", "key", "digest", "started", "seconds", "made_seconds", "metrics", "error")
+"""What `rlhf show --json` has of each stage of a run; null where it is not known."""
+
+
 @commands.command()
-def show(store: StoreUrl, run_name: RunName = None) -> None:
+def show(store: StoreUrl, run_name: RunName = None, as_json: AsJson = False) -> None:
     """Show a run: each stage with its state, time, key and first figures."""
     from stages.contract.registry import stage
 
     record, place = record_of(store, run_name, partial=True), Store(store)
+    if as_json:
+        nodes = [{"node": n} | {key: e.get(key) for key in NODE_KEYS} for n, e in record["nodes"].items()]
+        more = {"tries": record.get("tries"), "nodes": nodes} | _places(record, place)
+        print_json(summary_of(record, place) | more)
+        return
     out.print(f"{record['name']}  {status_of(record, place)}  {record['started']}")
     for name, e in record["nodes"].items():
         figures = stage(e["stage"]).figures(e["metrics"]) if "metrics" in e else e.get("error", "")
         # A stage that runs, or was killed, has no end.
         seconds = f"{e['seconds']:.1f} s" if "seconds" in e else ""
         out.print(f"  {name:<20} {e['state']:<11} {seconds:>8}  {e['key'][:12]}  {figures}", soft_wrap=True)
-    out.print(f"report  {place.join('runs', record['name'], 'report.html')}", soft_wrap=True)
-    out.print(f"log     {place.scratch / 'runs' / record['name'] / 'worker.log'}", soft_wrap=True)
+    for name, where in _places(record, place).items():
+        out.print(f"{name:<7} {where}", soft_wrap=True)
+
+
+def _places(record: dict[str, Any], store: Store) -> dict[str, str]:
+    """Where a run's report and its worker's log are."""
+    log = store.scratch / "runs" / record["name"] / "worker.log"
+    # A run of another machine has it there; a store that was moved has it here.
+    where = str(log) if log.exists() else record.get("log", str(log))
+    return {"report": store.join("runs", record["name"], "report.html"), "log": where}
 
 
 @commands.command()
@@ -59,7 +103,7 @@ def report(store: StoreUrl, run_name: RunName = None) -> None:
 
 
 @commands.command()
-def verify(store: StoreUrl) -> None:
+def verify(store: StoreUrl, as_json: AsJson = False) -> None:
     """Check the checksums of every artifact in a store; set damaged ones aside."""
     place = Store(store)
     keys = place.all_keys()
@@ -67,6 +111,9 @@ def verify(store: StoreUrl) -> None:
         # A disk that is not mounted looks the same as a store in which all is well.
         raise usage_error(f"no artifacts in {place.shown}: name the store with --store, or mount it")
     damages = [damage for stage, key in keys if (damage := _damage(place, stage, key))]
+    if as_json:
+        print_json({"store": place.shown, "artifacts": len(keys), "damaged": damages})
+        raise typer.Exit(1 if damages else 0)
     for damage in damages:
         out.print(f"damaged: {damage}", soft_wrap=True)
     hint = "; the next run makes them again" if damages else ""

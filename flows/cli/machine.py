@@ -6,13 +6,14 @@ import subprocess
 
 import typer
 
-from flows.cli.shared import group
+from flows.cli.shared import AsJson, group
 from stages.worker import interpreter
 
 commands = group()
 
 
 @commands.command()
-def doctor() -> None:
+def doctor(as_json: AsJson = False) -> None:
     """Show the device, what it decides for a recipe, and the versions in use."""
-    raise typer.Exit(subprocess.call(interpreter.command("stages.tools.doctor")))
+    options = ["--json"] if as_json else []
+    raise typer.Exit(subprocess.call(interpreter.command("stages.tools.doctor", *options)))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Any
 
 import typer
 
-from flows.cli.shared import RunName, StoreUrl, artifact_of, group, out, record_of, usage_error
+from flows.cli.shared import AsJson, RunName, StoreUrl, artifact_of, group, out, print_json, record_of, usage_error
 from flows.report.formats import when
 from stages.store import registry
 from stages.store.artifacts import Store
@@ -54,13 +55,16 @@ def rollback(
 
 
 @commands.command()
-def champions(store: StoreUrl) -> None:
+def champions(store: StoreUrl, as_json: AsJson = False) -> None:
     """List the names of policies with their history, the newest entry first: it is what the name stands for."""
     place = Store(store)
     try:
         found = {name: registry.history(place, name) for name in registry.names(place)}
     except RegistryError as e:
         raise usage_error(str(e)) from e
+    if as_json:
+        print_json({name: [dataclasses.asdict(e) for e in reversed(entries)] for name, entries in found.items()})
+        return
     if not found:
         out.print(f"no names in {place.shown}; `rlhf promote RUN` makes the first", soft_wrap=True)
     for name, entries in found.items():

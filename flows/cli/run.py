@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flows.cli.checks import check, read_recipe
-from flows.cli.shared import NoPrefect, RecipeName, RunName, Sets, StoreUrl, group, out, record_of, usage_error
+from flows.cli.shared import (
+    AsJson,
+    NoPrefect,
+    RecipeName,
+    RunName,
+    Sets,
+    StoreUrl,
+    group,
+    out,
+    print_json,
+    record_of,
+    usage_error,
+)
 from flows.recipe.migration import migrated
 from flows.recipe.model import Recipe, RecipeError
 from flows.recipe.reading import checked
@@ -80,6 +92,7 @@ def plan(
     config: Annotated[
         bool, typer.Option("--config", help="Print the recipe with all defaults and presets filled in, as YAML.")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show hit or miss for each stage, and for a miss what changed. Runs nothing."""
     from flows.graph.plan import plan as make_plan
@@ -96,6 +109,15 @@ def plan(
         planned = make_plan(resolved)
     except ArtifactError as e:
         raise usage_error(str(e)) from e
+    remarks = [line for p in planned if p.node.stage == "prepare" for line in of_data(resolved, p.metrics)]
+    counts = {s: sum(p.state == s for p in planned) for s in ("hit", "miss", "waits")}
+    # Nodes that were never made have no time to go by.
+    known = [p.seconds for p in planned if p.state != "hit" and p.seconds is not None]
+    if as_json:
+        about: dict[str, Any] = {"recipe": resolved.name, "store": Store(resolved.store).shown, "counts": counts}
+        about |= {"seconds": sum(known) if known else None, "remarks": remarks}
+        print_json(about | {"nodes": [_as_json(p) for p in planned]})
+        return
     for label, nodes in _folded(planned):
         first = nodes[0]
         count = f" ({len(nodes)} nodes)" if len(nodes) > 1 else ""
@@ -103,11 +125,8 @@ def plan(
         out.print(f"{first.state:<6} {label}{count}{against}", soft_wrap=True)
         for reason in first.reasons if first.state == "miss" else ():
             out.print(f"         {reason}", soft_wrap=True)
-    for line in (t for p in planned if p.node.stage == "prepare" for t in of_data(resolved, p.metrics)):
+    for line in remarks:
         out.print(f"! {line}", soft_wrap=True)
-    counts = {s: sum(p.state == s for p in planned) for s in ("hit", "miss", "waits")}
-    # Nodes that were never made have no time to go by.
-    known = [p.seconds for p in planned if p.state != "hit" and p.seconds is not None]
     guess = f"; about {sum(known):.0f} s by the last times" if known else ""
     out.print(f"{counts['hit']} hit, {counts['miss']} miss, {counts['waits']} wait for a miss before them{guess}")
     if counts["waits"]:
@@ -115,6 +134,18 @@ def plan(
             "A stage that waits reruns if its input comes out different; an equal output stops the rerun there.",
             soft_wrap=True,
         )
+
+
+def _as_json(planned: Planned) -> dict[str, Any]:
+    """The plan of a stage, as `--json` has it."""
+    return {
+        "node": planned.node.name,
+        "stage": planned.node.stage,
+        "state": planned.state,
+        "reasons": planned.reasons,
+        "nearest": planned.nearest or None,
+        "seconds": planned.seconds,
+    }
 
 
 @commands.command()

@@ -1,43 +1,88 @@
-"""Prints the device, the choices made for it and the versions in use."""
+"""Prints the device, the choices made for it and the versions in use: as a table, or with `--json` as JSON."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from typing import Any
 
 from stages.contract.fingerprint import library_versions
 
+LITTLE_MEMORY = 7 * 10**9
+"""Bytes that the demo needs."""
 
-def main() -> None:
-    """Prints the table; see the module."""
+
+def found() -> dict[str, Any]:
+    """What this machine is, and what it decides for a recipe."""
     from stages.common.flags import FLAGS, value_of
     from tuning.device import choose, memory_kinds
     from tuning.rewards.sandbox import gaps
     from tuning.rollout.engine.cpu.kernels import build
 
     device = choose()
-    print(f"device        {device.platform} ({device.kind}) x {device.count}, {os.cpu_count()} cores")
-    print(f"memory        {device.memory_bytes / 2**30:.1f} GiB")
-    print(f"dtype         {device.compute.dtype} activations, float32 weights and moments")
     half = device.compute.dtype == "bfloat16"
     fused = {"gpu": "cuDNN" if half else None, "tpu": "splash"}.get(device.platform)
-    print(f"attention     {fused or 'blocks of queries'} (plain XLA where rows are short or a feature is missing)")
-    if device.platform == "cpu":
-        print(f"decoding      {'kernels in C' if any(build()) else 'XLA alone, which is slower'}")
-    print(f"remat         {device.compute.remat}")
-    print(f"memories      {', '.join(memory_kinds())}")
-    if device.count > 1:
-        print(f"mesh          parameters cut over {device.count} devices, unless compute.mesh says otherwise")
-    for flag in FLAGS.get(device.platform, ()):
-        print(f"flag          {flag.name}={value_of(flag, os.environ)}: {flag.why}")
-    print(f"micro-batch   {device.row_tokens_per_step} row tokens")
-    print(f"rollout rows  {device.rollout_rows} side by side")
-    print(f"sandbox       code of completions can reach {', '.join(gaps()) or 'nothing of this machine'}")
-    print(f"python        {sys.version.split()[0]}")
-    for name, version in library_versions().items():
+    little = device.memory_bytes < LITTLE_MEMORY
+    return {
+        "device": {"platform": device.platform, "kind": device.kind, "count": device.count},
+        "cores": os.cpu_count(),
+        "memory_bytes": device.memory_bytes,
+        "dtype": device.compute.dtype,
+        "attention": fused or "blocks of queries",
+        "kernels": any(build()) if device.platform == "cpu" else None,
+        "remat": device.compute.remat,
+        "memories": list(memory_kinds()),
+        "flags": [
+            {"name": flag.name, "value": value_of(flag, os.environ), "why": flag.why}
+            for flag in FLAGS.get(device.platform, ())
+        ],
+        "row_tokens_per_step": device.row_tokens_per_step,
+        "rollout_rows": device.rollout_rows,
+        "sandbox_gaps": list(gaps()),
+        "python": sys.version.split()[0],
+        "versions": library_versions(),
+        "warnings": ["less than 7 GB of memory; the demo needs about that much"] if little else [],
+    }
+
+
+def show(of: dict[str, Any]) -> None:
+    """Prints what `found` says as a table."""
+    device = of["device"]
+    print(f"device        {device['platform']} ({device['kind']}) x {device['count']}, {of['cores']} cores")
+    print(f"memory        {of['memory_bytes'] / 2**30:.1f} GiB")
+    print(f"dtype         {of['dtype']} activations, float32 weights and moments")
+    print(f"attention     {of['attention']} (plain XLA where rows are short or a feature is missing)")
+    if of["kernels"] is not None:
+        print(f"decoding      {'kernels in C' if of['kernels'] else 'XLA alone, which is slower'}")
+    print(f"remat         {of['remat']}")
+    print(f"memories      {', '.join(of['memories'])}")
+    if device["count"] > 1:
+        print(f"mesh          parameters cut over {device['count']} devices, unless compute.mesh says otherwise")
+    for flag in of["flags"]:
+        print(f"flag          {flag['name']}={flag['value']}: {flag['why']}")
+    print(f"micro-batch   {of['row_tokens_per_step']} row tokens")
+    print(f"rollout rows  {of['rollout_rows']} side by side")
+    print(f"sandbox       code of completions can reach {', '.join(of['sandbox_gaps']) or 'nothing of this machine'}")
+    print(f"python        {of['python']}")
+    for name, version in of["versions"].items():
         print(f"{name:<13} {version}")
-    if device.memory_bytes < 7 * 10**9:
-        print("warning: less than 7 GB of memory; the demo needs about that much")
+    for warning in of["warnings"]:
+        print(f"warning: {warning}")
+
+
+def main() -> None:
+    """Prints the table, or JSON; see the module."""
+    # Libraries may write lines of their own to standard output while it is found out.
+    stdout, sys.stdout = sys.stdout, sys.stderr
+    try:
+        of = found()
+    finally:
+        sys.stdout = stdout
+    if "--json" in sys.argv[1:]:
+        print(json.dumps(of, indent=1))
+    else:
+        show(of)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,67 @@
+"""Commands that look print one JSON document on standard output with `--json`, with the keys that the page names."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from flows.cli.app import app
+from tests.flows.prefect_server import PROJECT
+
+PAGE = (PROJECT / "docs" / "operations.md").read_text()
+
+
+def keys_of(command: str) -> set[str]:
+    """The keys that the page's table has for a command."""
+    row = re.search(rf"^\| `{command}` \| (.+) \|$", PAGE, re.MULTILINE)
+    assert row is not None, f"docs/operations.md has no row for {command}"
+    return set(re.findall(r"`(\w+)`", row[1]))
+
+
+def shown(store: Path, *arguments: str, code: int = 0) -> dict:
+    done = CliRunner().invoke(app, [*arguments, "--json", "--store", str(store)])
+    assert done.exit_code == code, done.output
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    "command", ["runs", "show first", "plan smoke", "gc", "audit first", "verify", "diff first first"]
+)
+def test_the_document_has_the_keys_of_the_page(store, command):
+    found = shown(store, *command.split())
+    assert set(found) == keys_of(command.partition(" ")[0])
+
+
+def test_names_of_policies_with_their_histories(store):
+    for reason in ("it is the first", "again"):
+        CliRunner().invoke(app, ["promote", "first", "--store", str(store), "--reason", reason])
+    (entry,) = shown(store, "champions")["champion"]
+    assert set(entry) == keys_of("champions") and entry["policy"]["run"] == "first"
+
+
+def test_doctor_has_the_keys_of_the_page(rlhf):
+    assert set(json.loads(rlhf("doctor", "--json").stdout)) == keys_of("doctor")
+
+
+def test_what_they_say_is_what_the_text_says(store):
+    assert {n["state"] for n in shown(store, "plan", "smoke")["nodes"]} == {"hit"}
+    assert [r["name"] for r in shown(store, "runs")["runs"]] == ["first"]
+    nodes = shown(store, "show", "first")["nodes"]
+    assert {n["state"] for n in nodes} == {"made"} and all(n["digest"] and n["metrics"] for n in nodes)
+    laws = shown(store, "audit", "first")
+    assert laws["broken"] == [] and {"holds", "no case"} == {law["state"] for law in laws["laws"]}
+
+
+def test_a_damaged_artifact_is_in_the_document_and_in_the_exit_status(store):
+    next((store / "artifacts" / "score").glob("*/scores/*.parquet")).write_bytes(b"x")
+    found = shown(store, "verify", code=1)
+    assert found["artifacts"] == 17 and len(found["damaged"]) == 1 and "scores" in found["damaged"][0]
+
+
+def test_an_error_is_no_document(store):
+    done = CliRunner().invoke(app, ["show", "frist", "--json", "--store", str(store)])
+    assert (done.exit_code, done.stdout) == (2, "") and "did you mean first?" in done.stderr
