@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import typer
 
-from flows.cli import audit, change, episodes, fit, gc, logs, look, machine, policy, promote, run, settings
+from flows.cli import audit, change, episodes, fit, gc, logs, look, machine, policy, promote, run, settings, watch
 from stages.worker.interpreter import add_current_folder
 
 app = typer.Typer(
@@ -19,7 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for module in (run, change, settings, fit, look, logs, audit, gc, episodes, policy, promote, machine):
+for module in (run, change, settings, fit, look, logs, watch, audit, gc, episodes, policy, promote, machine):
     app.add_typer(module.commands)
 
 

@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 
 from flows.cli.shared import AsJson, StoreUrl, group, out, print_json, record_of, usage_error
+from flows.cli.shared import note as note_change
 from flows.keeping import roots_of
 from flows.recipe.model import Retention
 from stages.store.artifacts import Store
@@ -107,6 +108,7 @@ def pin(
     """Keep a run, whatever `rlhf gc` is told to keep."""
     name = record_of(store, run)["name"]
     write_pin(Store(store), name, note)
+    note_change(Store(store), "pin", run=name, outcome="pinned", reason=note)
     out.print(f"{name} is pinned")
 
 
@@ -117,6 +119,7 @@ def unpin(run: PinnedRun, store: StoreUrl) -> None:
     # The pin of a run that is gone can be taken away by its whole name.
     if not remove_pin(place, run) and not remove_pin(place, record_of(store, run)["name"]):
         raise usage_error(f"{run} is not pinned in {place.shown}")
+    note_change(place, "unpin", run=run, outcome="unpinned")
     out.print(f"{run} is not pinned any more")
 
 

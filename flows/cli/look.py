@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from flows.cli.shared import AsJson, RunName, StoreUrl, group, out, print_json, record_of, usage_error
+from flows.cli.shared import AsJson, RunName, StoreUrl, group, note, out, print_json, record_of, usage_error
 from flows.records import all_runs, status_of
 from flows.report.formats import when
 from stages.store.artifacts import Store
@@ -111,6 +111,8 @@ def verify(store: StoreUrl, as_json: AsJson = False) -> None:
         # A disk that is not mounted looks the same as a store in which all is well.
         raise usage_error(f"no artifacts in {place.shown}: name the store with --store, or mount it")
     damages = [damage for stage, key in keys if (damage := _damage(place, stage, key))]
+    if damages:
+        note(place, "verify", outcome=f"{len(damages)} set aside", damaged=damages)
     if as_json:
         print_json({"store": place.shown, "artifacts": len(keys), "damaged": damages})
         raise typer.Exit(1 if damages else 0)

@@ -19,6 +19,7 @@ from flows.cli.shared import (
     err,
     group,
     named,
+    note,
     out,
     usage_error,
 )
@@ -69,6 +70,9 @@ def export(
         # Manifest and logs belong to the store, not to the model.
         shutil.copytree(folder, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json", "logs"))
         folder = target
+        note(
+            Store(store), "export", run=record["name"], outcome=f"copied to {target.resolve()}", digest=artifact.digest
+        )
     out.print(str(folder), soft_wrap=True)
     if verify:
         # Checksums first: a damaged file would show as different logits.

@@ -7,7 +7,18 @@ from typing import Annotated, Any
 
 import typer
 
-from flows.cli.shared import AsJson, RunName, StoreUrl, artifact_of, group, out, print_json, record_of, usage_error
+from flows.cli.shared import (
+    AsJson,
+    RunName,
+    StoreUrl,
+    artifact_of,
+    group,
+    note,
+    out,
+    print_json,
+    record_of,
+    usage_error,
+)
 from flows.report.formats import when
 from stages.store import registry
 from stages.store.artifacts import Store
@@ -36,6 +47,7 @@ def promote(
         entry = registry.promote(Store(store), alias, policy, reason)
     except RegistryError as e:
         raise usage_error(str(e)) from e
+    _note(store, "promote", alias, entry)
     out.print(_line(alias, entry), soft_wrap=True)
 
 
@@ -51,6 +63,7 @@ def rollback(
         entry = registry.rollback(Store(store), alias, to, reason)
     except RegistryError as e:
         raise usage_error(str(e)) from e
+    _note(store, "rollback", alias, entry)
     out.print(_line(alias, entry), soft_wrap=True)
 
 
@@ -84,6 +97,13 @@ def _policy(store: Store, record: dict[str, Any], node: str) -> Policy:
         base=base.key,
         base_digest=base.digest,
     )
+
+
+def _note(store: str, what: str, name: str, entry: Entry) -> None:
+    """Adds a change of a name to the store's trail."""
+    outcome = f"{name} is entry {entry.number}"
+    more = {"digest": entry.policy.digest, "reason": entry.reason, "forced": entry.forced}
+    note(Store(store), what, run=entry.policy.run, outcome=outcome, **more)
 
 
 def _line(name: str, entry: Entry) -> str:

@@ -16,6 +16,7 @@ from flows.recipe.model import Recipe
 from flows.records import UnknownRun, candidates, finished_nodes, whole_first
 from stages.store.artifacts import Artifact, Store
 from stages.store.registry import RegistryError, current
+from stages.store.trail import append
 from stages.worker import interpreter
 from stages.worker.client import worker_environment
 
@@ -59,6 +60,12 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def note(store: Store, what: str, **fields: Any) -> None:
+    """Adds what a command has done to the store's trail; a trail that cannot be written is told, and fails nothing."""
+    if failed := append(store, what, **fields):
+        err.print(f"! not in the trail: {failed}", soft_wrap=True)
 
 
 def group() -> typer.Typer:

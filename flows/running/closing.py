@@ -9,6 +9,7 @@ from flows.report.console import ConsoleReporter, closing_table, difference_line
 from flows.report.levels import guess
 from flows.report.page import write_report
 from flows.running.session import Session
+from stages.store import trail
 from stages.store.artifacts import ArtifactError
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def close(session: Session, status: str) -> str | None:
     """Ends a session and writes its report. Returns the report's path or URL; None where there is none."""
     session.finish(status)
     session.reporter.run_ended()
+    _note(session, status)
     if not session.made:
         return None
     if status == "finished":
@@ -68,6 +70,19 @@ def close(session: Session, status: str) -> str | None:
         # All artifacts are in the store by now: a page about them must not turn a finished run into a failed one.
         session.reporter.line(f"the report could not be written ({type(e).__name__}: {e}); `rlhf report` tries again")
         return None
+
+
+def _note(session: Session, status: str) -> None:
+    """Adds the run to the store's trail."""
+    states = [entry["state"] for entry in session.record["nodes"].values()]
+    counts = {"made": states.count("made"), "cached": states.count("hit")}
+    forced = sorted(session.force) or None
+    recipe = session.recipe.name
+    failed = trail.append(
+        session.store, "run", run=session.name, recipe=recipe, outcome=status, forced=forced, **counts
+    )
+    if failed:
+        session.reporter.line(f"the trail has no entry of this run: {failed}")
 
 
 def _collect(session: Session) -> None:

@@ -8,24 +8,23 @@
 3. The files of the others are deleted, under the lease, then their entry in `condemned/`.
 4. Records of runs that go, and residues (`stages/store/residue.py`), are deleted.
 
-A collection that is killed is finished by the next one. `trail/` has one object for each, written before the first
-deletion and again at the end.
+A collection that is killed is finished by the next one. The trail (`trail.py`) has an entry from before the first
+deletion and one from the end.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from stages.store import trail
 from stages.store.artifacts import MANIFEST, Store
 from stages.store.leases import beats, lease
-from stages.store.pins import who
 from stages.store.reach import CONDEMNED, Roots, Version, reach, tomb, versions
 from stages.store.residue import Residue, compiled, residues
 
@@ -105,10 +104,8 @@ def collect(store: Store, read: Callable[[], Roots], limits: Limits) -> Survey:
     interrupted = any(version.tomb is not None for version, _ in first.kept)
     if not (first.garbage or first.residues or first.runs or interrupted):
         return first
-    began = datetime.datetime.now(datetime.UTC)
-    event = f"{began.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:8]}"
-    note = {"at": began.isoformat(timespec="seconds"), "by": who(), "what": "gc"}
-    store.write_json(note | {"state": "begun"} | _short(first), "trail", f"{event}.json")
+    change = uuid.uuid4().hex
+    trail.append(store, "gc", state="begun", change=change, **_short(first))
     for version in first.garbage:
         if version.tomb is None:
             _condemn(store, version)
@@ -132,7 +129,7 @@ def collect(store: Store, read: Callable[[], Roots], limits: Limits) -> Survey:
     for name in sorted(roots.gone & first.roots.gone):
         _remove_run(store, name)
     done = dataclasses.replace(second, roots=Roots(ended, roots.named), garbage=swept, residues=rest)
-    store.write_json(note | {"state": "finished"} | _short(done), "trail", f"{event}.json")
+    trail.append(store, "gc", state="finished", change=change, outcome=f"freed {done.freed} bytes", **_short(done))
     return done
 
 

@@ -98,6 +98,11 @@ def without_userinfo(text: str) -> str:
     return _USERINFO.sub("", text)
 
 
+def is_secret(name: str) -> bool:
+    """Whether the name of a variable says that its value is a secret."""
+    return _SECRET.search(name) is not None
+
+
 def variables_by_digest(variables: Any) -> Any:
     """For a key: digests of environment variables by name, but for those whose names say that they are secrets."""
     if not isinstance(variables, Mapping):

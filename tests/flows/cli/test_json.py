@@ -29,7 +29,7 @@ def shown(store: Path, *arguments: str, code: int = 0) -> dict:
 
 
 @pytest.mark.parametrize(
-    "command", ["runs", "show first", "plan smoke", "gc", "audit first", "verify", "diff first first"]
+    "command", ["runs", "show first", "plan smoke", "gc", "audit first", "verify", "diff first first", "history"]
 )
 def test_the_document_has_the_keys_of_the_page(store, command):
     found = shown(store, *command.split())

@@ -18,6 +18,7 @@ from stages.store.keys import digest
 from stages.store.leases import lease
 from stages.store.pins import pin, pins, unpin
 from stages.store.residue import compiled
+from stages.store.trail import events
 from tests.stages.store.graphs import below, put, roots, run_of
 
 NOW = Limits(grace_seconds=-60.0, settle_seconds=0.0)
@@ -82,15 +83,16 @@ def test_fifty_runs_that_share_artifacts(store):
     assert keys(store) == {(a.stage, a.key) for a in [base, *shared[:3], *made[:3]]}
     assert len(done.garbage) == len(made) - 3 + 1 and len(done.runs) == len(made) - 3
     assert store.names("runs") == ["r00", "r01", "r02"] and not store.names("leases")
-    (event,) = store.names("trail")
-    trail = store.read_json("trail", event)
+    begun, event = store.names("trail")
+    (trail,) = events(store)
+    assert trail == store.read_json("trail", event) and store.read_json("trail", begun)["state"] == "begun"
     assert (
         trail["state"] == "finished"
         and trail["freed_bytes"] == done.freed
         and len(trail["artifacts"]) == 48 - (42 if not store.is_local else 0)
     )
     again = collect(store, lambda: roots(*runs[:3]), NOW)
-    assert again.freed == 0 and store.names("trail") == [event]
+    assert again.freed == 0 and store.names("trail") == [begun, event]
 
 
 def test_what_is_young_or_named_by_the_registry_stays_with_its_inputs(store):

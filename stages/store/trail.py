@@ -1,0 +1,105 @@
+"""The trail: what has changed a store, when, by whom and with which code. It only grows.
+
+    <store>/trail/<time>-<id>.json   one change, or the beginning or the end of a long one
+
+An object is created in one step and never written again. A trail that cannot be written stops nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import re
+import subprocess
+import sys
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stages.store.artifacts import ArtifactError, Store
+from stages.store.exclusive import create
+from stages.store.keys import HIDDEN, is_secret, without_userinfo
+from stages.store.pins import who
+
+FOLDER = "trail"
+PROJECT = Path(__file__).resolve().parents[2]
+GIT_SECONDS = 10.0
+"""Longest wait for git."""
+_NAMED = re.compile(r"([\w.-]+?)(\s*[=:]\s*)([^\s,}&]+)")
+"""A name and its value in an argument."""
+
+
+def append(store: Store, what: str, **fields: Any) -> str | None:
+    """Adds what was done to the trail; returns None, or why it could not be written.
+
+    fields: run, outcome, forced and what else there is to say, as JSON.
+    """
+    at = datetime.datetime.now(datetime.UTC)
+    event = {"at": at.isoformat(timespec="milliseconds"), "by": who(), "what": what} | fields
+    event |= {"command": without_secrets(sys.argv)} | checkout(PROJECT)
+    try:
+        store.fs.makedirs(store.join(FOLDER), exist_ok=True)
+        name = f"{at.strftime('%Y%m%dT%H%M%S%f')}-{uuid.uuid4().hex[:8]}.json"
+        create(store, store.join(FOLDER, name), json.dumps(event, indent=1, ensure_ascii=False, default=str).encode())
+    except Exception as e:
+        return f"{store.join(FOLDER)} cannot be written ({type(e).__name__}: {e})"
+    return None
+
+
+def events(store: Store) -> list[dict[str, Any]]:
+    """What the trail has, oldest first. An object that is no JSON is left out; where a change has ended, so is its
+    beginning."""
+    found = []
+    for name in store.names(FOLDER):
+        value = None
+        with contextlib.suppress(ArtifactError):
+            value = store.read_json(FOLDER, name) if name.endswith(".json") else None
+        if isinstance(value, dict) and isinstance(value.get("at"), str):
+            found.append(value)
+    ended = {event["change"] for event in found if event.get("state") == "finished" and "change" in event}
+    left = [e for e in found if e.get("state") != "begun" or e.get("change") not in ended]
+    return sorted(left, key=lambda event: event["at"])
+
+
+def without_secrets(command: Sequence[str]) -> str:
+    """A command line without what it may hold of secrets: passwords of URLs, values of variables and keys."""
+    shown: list[str] = []
+    for word in command:
+        option = shown[-1].lstrip("-").replace("-", "_") if shown and shown[-1].startswith("--") else ""
+        shown.append(HIDDEN if option and is_secret(option) and not word.startswith("--") else _shown(word))
+    if shown:
+        # Where a program is installed says nothing of what it did.
+        shown[0] = Path(shown[0]).name
+    return " ".join(f"'{word}'" if re.search(r"\s", word) else word for word in shown)
+
+
+def _shown(word: str) -> str:
+    name, equals, _ = word.partition("=")
+    # The variables of an engine, of which any may be a secret.
+    if equals and re.search(r"engine\b.*\benvironment\b", word):
+        return f"{name}={HIDDEN}"
+    return _NAMED.sub(_hidden, without_userinfo(word))
+
+
+def _hidden(found: re.Match[str]) -> str:
+    name = found[1].lstrip("-").rpartition(".")[2].replace("-", "_")
+    return f"{found[1]}{found[2]}{HIDDEN}" if is_secret(name) else found[0]
+
+
+def checkout(folder: Path) -> dict[str, Any]:
+    """The commit of a checkout and whether files differ from it; both None where it is none, or git does not say."""
+    nothing: dict[str, Any] = {"commit": None, "dirty": None}
+    if not (folder / ".git").exists():
+        return nothing
+    try:
+        commit, changes = (
+            subprocess.run(
+                ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=GIT_SECONDS, check=True
+            ).stdout.strip()
+            for arguments in (["rev-parse", "HEAD"], ["--no-optional-locks", "status", "--porcelain"])
+        )
+    except (OSError, subprocess.SubprocessError):
+        return nothing
+    return {"commit": commit, "dirty": bool(changes)}
