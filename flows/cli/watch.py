@@ -1,12 +1,16 @@
-"""Commands that watch a store over many runs: its trail."""
+"""Commands that watch a store over many runs: its trail, and metrics of it."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from flows.cli.shared import AsJson, StoreUrl, group, out, print_json
+from flows.cli.shared import AsJson, StoreUrl, err, group, out, print_json, usage_error
 from flows.report.formats import when
 from stages.store.artifacts import Store
 
@@ -31,6 +35,75 @@ def history(
         out.print(_line(event), soft_wrap=True)
     if len(found) > most:
         out.print(f"the newest {most} of {len(found)}; --most shows more")
+
+
+@commands.command()
+def metrics(
+    store: StoreUrl,
+    to: Annotated[
+        Path | None, typer.Option("--to", help="Write this file in one step, for node_exporter's textfile collector.")
+    ] = None,
+    serve: Annotated[
+        str | None,
+        typer.Option("--serve", metavar="[HOST:]PORT", help="Answer scrapes until Ctrl-C; HOST is 127.0.0.1."),
+    ] = None,
+) -> None:
+    """Print the state of a store as Prometheus metrics: runs, seconds, hits, speed, bytes, waits, age."""
+    from flows.report.prometheus import serve_metrics, text_of
+
+    place = Store(store)
+    if serve is not None:
+        host, _, port = serve.rpartition(":")
+        if not port.isdecimal() or not 0 <= int(port) < 2**16:
+            raise usage_error(f"--serve {serve}: expected PORT or HOST:PORT, such as 127.0.0.1:9109")
+        try:
+            server = serve_metrics(place, host or "127.0.0.1", int(port))
+        except OSError as e:
+            raise usage_error(f"--serve {serve}: {e}") from e
+        err.print(f"metrics of {place.shown} on http://{server.host}:{server.port}/metrics", soft_wrap=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.wait()
+        server.stop()
+        return
+    text = text_of(place)
+    if to is None:
+        typer.echo(text, nl=False)
+        return
+    # A reader sees the old file or the new one.
+    partial = to.with_name(f".{to.name}.{os.getpid()}.part")
+    partial.write_text(text)
+    partial.replace(to)
+
+
+@commands.command()
+def alerts(
+    webhook: Annotated[
+        str | None, typer.Option("--webhook", metavar="URL", help="Gets a POST with JSON; its `text` is a sentence.")
+    ] = None,
+    silent_hours: Annotated[
+        float, typer.Option("--silent-hours", min=0.001, help="Call after so long without a run that came to its end.")
+    ] = 26.0,
+    remove: Annotated[bool, typer.Option("--remove", help="Take the alerts away.")] = False,
+) -> None:
+    """Have a Prefect server call a webhook when a night fails, crashes, hangs, is cancelled, refused or missing."""
+    from flows.cli.launch import QUIET
+
+    if remove == (webhook is not None):
+        raise usage_error("say --webhook URL, or --remove")
+    if webhook is not None and not re.match(r"https?://[^/]", webhook):
+        raise usage_error(f"--webhook {webhook}: expected http://... or https://...")
+    for setting, value in QUIET.items():
+        os.environ.setdefault(setting, value)
+    import httpx
+
+    from flows.orchestration import alerts as server
+
+    try:
+        lines = server.remove() if webhook is None else server.set_up(webhook, silent_hours)
+    except (server.NoServer, httpx.HTTPError) as e:
+        raise usage_error(f"{type(e).__name__}: {e}" if isinstance(e, httpx.HTTPError) else str(e)) from e
+    for line in lines or ["no alerts were there"]:
+        out.print(line)
 
 
 def _line(event: dict[str, Any]) -> str:

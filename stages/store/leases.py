@@ -215,6 +215,12 @@ def beats(store: Store, stage: str, key: str) -> bool:
     return abs(time.time() - holder["beat"]) <= longest
 
 
+def held_by(store: Store, stage: str, key: str) -> dict[str, Any] | None:
+    """The process that holds the lease of a key, as `this_process` describes one; None where none does."""
+    holder = _holder(store, _name(stage, key))
+    return None if holder is None else {name: holder[name] for name in ("pid", "started", "host")}
+
+
 def _record(token: str) -> bytes:
     return json.dumps({"token": token, "beat": time.time()} | this_process()).encode()
 

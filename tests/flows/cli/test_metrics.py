@@ -1,0 +1,112 @@
+"""`rlhf metrics` tells the state of a store in Prometheus's format: on standard output, to a file, or to scrapers."""
+
+from __future__ import annotations
+
+import datetime
+import signal
+import socket
+import subprocess
+import urllib.request
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from typer.testing import CliRunner
+
+from flows.cli.app import app
+from stages.store.artifacts import Store
+from stages.store.leases import lease, this_process
+from tests.flows.report.support import Maker, recipe_of
+from tests.support import RLHF
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Store:
+    """Two runs of the recipe demo, of which the newer one has failed, and one that is under way."""
+    folder = tmp_path_factory.mktemp("metrics")
+    store = Store(str(folder / "store"))
+    ended = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=1)
+    first = Maker(store, recipe_of(store.url), folder, "first")
+    first.run()
+    first.record["ended"] = ended.isoformat()
+    first.save()
+    second = Maker(store, recipe_of(store.url), folder, "second")
+    second.record["started"] = ended.isoformat()
+    second.run(until="round-001.score", cached=("base", "prepare"))
+    entry = {"stage": "sft", "key": "k" * 64, "state": "running", "started": ended.isoformat()}
+    waiting = {"name": "waits", "recipe": {"name": "other"}, "status": "running", "process": this_process()}
+    store.write_json(waiting | {"started": ended.isoformat(), "nodes": {"sft": entry}}, "runs", "waits", "run.json")
+    return store
+
+
+def samples(text: str) -> dict[tuple[str, ...], float]:
+    """Values by the name of a metric and its labels."""
+    return {
+        (s.name, *(s.labels[label] for label in sorted(s.labels))): s.value
+        for family in text_string_to_metric_families(text)
+        for s in family.samples
+    }
+
+
+def shown(place: Store, *options: str, code: int = 0) -> str:
+    done = CliRunner().invoke(app, ["metrics", "--store", place.url, *options])
+    assert done.exit_code == code, done.output
+    return done.stdout
+
+
+def test_runs_by_state_age_scores_seconds_hits_speed_and_bytes(place):
+    found = samples(shown(place))
+    assert found["rlhf_runs", "demo", "finished"] == found["rlhf_runs", "demo", "failed"] == 1
+    assert found["rlhf_runs", "demo", "running"] == 0 and found["rlhf_runs", "other", "running"] == 1
+    assert 3600 <= found["rlhf_seconds_since_finished", "demo"] < 3600 + 600
+    assert found["rlhf_score", "rl", "demo"] == pytest.approx(33 / 40)
+    # Of the newest run: 9.5 s for each of two rollouts, two of its stages cached.
+    assert found["rlhf_stage_seconds", "demo", "rollout"] == pytest.approx(19.0)
+    assert found["rlhf_tokens_per_second", "demo", "rollout"] == pytest.approx(517.3)
+    assert 0 < found["rlhf_hit_ratio", "demo"] < 0.5
+    size = sum(f["size"] for key in place.names("artifacts", "sft") for f in place.get("sft", key).manifest["files"])
+    assert found["rlhf_store_bytes", "sft"] == size > 0
+    assert ("rlhf_seconds_since_finished", "other") not in found
+
+
+def test_a_run_that_waits_for_another_s_lease_is_counted(place):
+    assert samples(shown(place))["rlhf_runs_waiting",] == 0
+    code = "import time; from stages.store.leases import lease; from stages.store.artifacts import Store; import sys\n"
+    code += "with lease(Store(sys.argv[1]), 'sft', 'k' * 64, print): print('held', flush=True); time.sleep(60)"
+    other = subprocess.Popen([Path(RLHF).with_name("python"), "-c", code, place.url], stdout=subprocess.PIPE)
+    try:
+        assert other.stdout is not None and other.stdout.readline() == b"held\n"
+        assert samples(shown(place))["rlhf_runs_waiting",] == 1
+    finally:
+        other.kill()
+        other.wait()
+    # What a run makes itself is no wait.
+    with lease(place, "sft", "k" * 64, print):
+        assert samples(shown(place))["rlhf_runs_waiting",] == 0
+
+
+def test_a_file_for_node_exporter_is_written_whole(place, tmp_path):
+    file = tmp_path / "rlhf.prom"
+    assert shown(place, "--to", str(file)) == ""
+    assert samples(file.read_text()).keys() == samples(shown(place)).keys()
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_scrape_is_answered_on_this_machine_alone_until_ctrl_c(place):
+    command = [RLHF, "metrics", "--serve", "0", "--store", place.url]
+    serving = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert serving.stderr is not None
+    url = serving.stderr.readline().rpartition(" on ")[2].strip()
+    assert url.startswith("http://127.0.0.1:")
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        assert samples(answer.read().decode())["rlhf_runs", "demo", "finished"] == 1
+    serving.send_signal(signal.SIGINT)
+    assert serving.communicate(timeout=30)[1] == "" and serving.returncode == 0
+
+
+def test_an_address_that_is_none_or_taken_is_told(place):
+    done = CliRunner().invoke(app, ["metrics", "--store", place.url, "--serve", "localhost"])
+    assert done.exit_code == 2 and "expected PORT or HOST:PORT" in done.stderr
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = CliRunner().invoke(app, ["metrics", "--store", place.url, "--serve", str(taken.getsockname()[1])])
+    assert done.exit_code == 2 and "in use" in done.stderr
