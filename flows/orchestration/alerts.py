@@ -44,7 +44,7 @@ SHOW = "rlhf logs {run}{store}; rlhf show {run}{store}"
 ALERTS = (
     Alert("failed", ("Failed",), "failed", f"{SHOW}; what is finished is kept"),
     Alert("crashed", ("Crashed",), "crashed", f"{SHOW}; the same run goes on from what is finished"),
-    Alert("cancelled", ("Cancelled", "Cancelling"), "was cancelled", f"{SHOW}; is the night before still at work?"),
+    Alert("cancelled", ("Cancelled",), "was cancelled", f"{SHOW}; is the night before still at work?"),
     Alert("hung", ("TimedOut", "Late"), "took too long, or did not start", f"{SHOW}; is a worker there?"),
     Alert("refused", ("Refused",), "was refused", "rlhf champions{store}; rlhf diff champion {run}{store}"),
 )
