@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from stages.store.artifacts import Store
@@ -24,6 +25,11 @@ class UnknownRun(KeyError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+def log_of(store: Store, name: str) -> Path:
+    """Where this machine has the log of a run's worker: in a store that is a folder, else in its scratch folder."""
+    return Path(store.root if store.is_local else store.scratch, "runs", name, "worker.log")
 
 
 def all_runs(store: Store) -> list[dict[str, Any]]:

@@ -7,9 +7,13 @@ alone costs two seconds.
 
 from __future__ import annotations
 
+import sys
+
 import typer
 
 from flows.cli import audit, change, episodes, fit, gc, logs, look, machine, policy, promote, run, settings, watch
+from flows.cli.shared import usage_error
+from stages.store.readonly import ReadOnlyStore
 from stages.worker.interpreter import add_current_folder
 
 app = typer.Typer(
@@ -27,7 +31,10 @@ def main() -> None:
     """Entry point of the console script."""
     # A user's `module:function` may be in the current folder.
     add_current_folder()
-    app()
+    try:
+        app()
+    except ReadOnlyStore as e:
+        sys.exit(usage_error(str(e)).exit_code)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.shared import AsJson, RunName, StoreUrl, group, out, print_json, record_of
+from flows.cli.shared import AsJson, RunName, StoreUrl, err, group, out, print_json, record_of
 from stages.auditing.laws import SHOWN, Verdict, audit
 from stages.store.artifacts import Store
+from stages.store.readonly import ReadOnlyStore, refused
 
 commands = group()
 
@@ -22,8 +23,6 @@ def audit_run(store: StoreUrl, run_name: RunName = None, deep: Deep = False, as_
 
     One line a law; the report gets them as a table. Exit status 1 where one is broken.
     """
-    from flows.report.page import write_report
-
     place, record = Store(store), record_of(store, run_name)
     if not as_json:
         out.print(f"{record['name']}  {place.shown}", soft_wrap=True)
@@ -33,16 +32,30 @@ def audit_run(store: StoreUrl, run_name: RunName = None, deep: Deep = False, as_
         if not as_json:
             _show(verdict)
     broken = [verdict.law.name for verdict in verdicts if verdict.finding.broken]
-    place.write_json([verdict.as_json() for verdict in verdicts], "runs", record["name"], FILE)
-    report = write_report(place, record["name"])
+    report = _written(place, record["name"], verdicts)
     if as_json:
         laws = [verdict.as_json() for verdict in verdicts]
         print_json({"run": record["name"], "store": place.shown, "laws": laws, "broken": broken, "report": report})
         raise typer.Exit(1 if broken else 0)
-    out.print(f"report  {report}", soft_wrap=True)
+    if report is not None:
+        out.print(f"report  {report}", soft_wrap=True)
     if broken:
         out.print(f"{len(broken)} of {len(verdicts)} laws are broken: {', '.join(broken)}")
     raise typer.Exit(1 if broken else 0)
+
+
+def _written(store: Store, run: str, verdicts: list[Verdict]) -> str | None:
+    """Writes the table and the report that shows it, and says where; None where the store is read-only here."""
+    from flows.report.page import write_report
+
+    try:
+        store.write_json([verdict.as_json() for verdict in verdicts], "runs", run, FILE)
+        return write_report(store, run)
+    except (ReadOnlyStore, OSError) as e:
+        if not refused(e):
+            raise
+        err.print(f"! the report was not written: {e}", soft_wrap=True)
+        return None
 
 
 def _show(verdict: Verdict) -> None:

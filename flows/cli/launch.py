@@ -35,8 +35,10 @@ def launch(
     from flows.running.naming import before
     from flows.running.plain import run_plain
     from stages.store.artifacts import ArtifactError, Store
+    from stages.store.readonly import refuse
     from stages.worker.client import StageFailed, WorkerDied
 
+    refuse(recipe.store)
     try:
         # Here too: Prefect takes seconds to start.
         if name is not None and (begun := before(Store(recipe.store), recipe, name)) is not None:

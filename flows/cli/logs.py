@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from flows.cli.shared import RunName, StoreUrl, err, group, record_of, usage_error
-from flows.records import status_of
+from flows.records import log_of, status_of
 from stages.store.artifacts import Store
 
 commands = group()
@@ -31,7 +31,7 @@ Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on as lines com
 def logs(store: StoreUrl, run_name: RunName = None, node: Node = "", follow: Follow = False) -> None:
     """Show what a run's worker has written: output, warnings, tracebacks, stacks of what was ended."""
     place, record = Store(store), record_of(store, run_name, partial=True)
-    path = place.scratch / "runs" / record["name"] / LOG
+    path = log_of(place, record["name"])
     try:
         if follow:
             lines: Iterator[str] = _following(place, record, path)
@@ -105,7 +105,7 @@ def _following(store: Store, record: dict[str, Any], path: Path) -> Iterator[str
 
 def _is_here(store: Store, record: dict[str, Any]) -> bool:
     """Whether a run that is under way will write its log where this machine looks for it."""
-    return store.is_local or record.get("log") == str(store.scratch / "runs" / record["name"] / LOG)
+    return store.is_local or record.get("log") == str(log_of(store, record["name"]))
 
 
 def _of(lines: Iterator[str], node: str) -> Iterator[str]:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.cli.shared import AsJson, RunName, StoreUrl, group, note, out, print_json, record_of, usage_error
-from flows.records import all_runs, status_of
+from flows.records import all_runs, log_of, status_of
 from flows.report.formats import when
 from stages.store.artifacts import Store
 
@@ -88,7 +88,7 @@ def show(store: StoreUrl, run_name: RunName = None, as_json: AsJson = False) -> 
 
 def _places(record: dict[str, Any], store: Store) -> dict[str, str]:
     """Where a run's report and its worker's log are."""
-    log = store.scratch / "runs" / record["name"] / "worker.log"
+    log = log_of(store, record["name"])
     # A run of another machine has it there; a store that was moved has it here.
     where = str(log) if log.exists() else record.get("log", str(log))
     return {"report": store.join("runs", record["name"], "report.html"), "log": where}
@@ -111,14 +111,14 @@ def verify(store: StoreUrl, as_json: AsJson = False) -> None:
         # A disk that is not mounted looks the same as a store in which all is well.
         raise usage_error(f"no artifacts in {place.shown}: name the store with --store, or mount it")
     damages = [damage for stage, key in keys if (damage := _damage(place, stage, key))]
-    if damages:
+    if damages and not place.read_only:
         note(place, "verify", outcome=f"{len(damages)} set aside", damaged=damages)
     if as_json:
         print_json({"store": place.shown, "artifacts": len(keys), "damaged": damages})
         raise typer.Exit(1 if damages else 0)
     for damage in damages:
         out.print(f"damaged: {damage}", soft_wrap=True)
-    hint = "; the next run makes them again" if damages else ""
+    hint = "; the next run makes them again" if damages and not place.read_only else ""
     out.print(f"{len(keys)} artifacts, {len(damages)} damaged{hint}")
     raise typer.Exit(1 if damages else 0)
 
@@ -132,4 +132,8 @@ def _damage(store: Store, stage: str, key: str) -> str | None:
     if artifact is None:
         return str(caught[-1].message) if caught else key
     fault = store.verify(artifact)
-    return f"{artifact.url}: {fault}; moved to {store.set_aside(stage, key)}" if fault else None
+    if fault is None:
+        return None
+    aside = store.aside(stage, key)
+    fate = f"moved to {aside}" if aside else "it stays where it is: the store is read-only here"
+    return f"{artifact.url}: {fault}; {fate}"

@@ -64,6 +64,8 @@ def _plain(value: Any) -> Any:
 
 def note(store: Store, what: str, **fields: Any) -> None:
     """Adds what a command has done to the store's trail; a trail that cannot be written is told, and fails nothing."""
+    if store.read_only:
+        return
     if failed := append(store, what, **fields):
         err.print(f"! not in the trail: {failed}", soft_wrap=True)
 

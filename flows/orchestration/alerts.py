@@ -46,7 +46,7 @@ ALERTS = (
     Alert("crashed", ("Crashed",), "crashed", f"{SHOW}; the same run goes on from what is finished"),
     Alert("cancelled", ("Cancelled",), "was cancelled", f"{SHOW}; is the night before still at work?"),
     Alert("hung", ("TimedOut", "Late"), "took too long, or did not start", f"{SHOW}; is a worker there?"),
-    Alert("refused", ("Refused",), "was refused", "rlhf champions{store}; rlhf diff champion {run}{store}"),
+    Alert("refused", ("Refused",), "was refused", "rlhf show {run}{store}; rlhf champions{store}"),
 )
 MISSING = "no run completed"
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from flows.graph.build import Node, build, code_of, key_of, key_parts
 from flows.graph.taken import check_point, taken_artifact
 from flows.recipe.model import Recipe
+from flows.records import log_of
 from flows.running.limits import RunLimit, RunTooLong
 from flows.running.naming import before, free_name
 from flows.running.remarks import of_data
@@ -61,7 +62,7 @@ class Session:
         self.nodes = {n.name: n for n in build(recipe)}
         self.force = force or set()
         self.made: dict[str, Artifact] = {}
-        log = self.store.scratch / "runs" / self.name / "worker.log"
+        log = log_of(self.store, self.name)
         self.limit = RunLimit(self.name, recipe.limits.run_seconds)
         self.worker = Worker(log, recipe.limits.stall_seconds, recipe.limits.stage_seconds)
         self._saved = 0.0

@@ -1,17 +1,9 @@
-"""The artifact store: content-addressed folders in fsspec storage.
+"""The artifact store: content-addressed folders `artifacts/<stage>/<key>/` in fsspec storage; README.md has the others.
 
-    <root>/artifacts/<stage>/<key>/   data files, then manifest.json, written last
-    <root>/work/<stage>/<key>/        checkpoints and finished shards of a stage under way
-    <root>/damaged/                   artifacts that failed a check, set aside
-    <root>/replaced/                  manifests of artifacts that were made again (`--force`)
-    <root>/runs/<run>/                what a run did
-    <root>/leases/                    which process makes which artifact
-
-An artifact exists when its manifest does. Each commit has its files in a folder of its own, which the manifest
-names: `<key>/` on a local disk where that is free, else `<key>.<id>/`. Whoever reads the files of before keeps them.
-Files below `state/` (weights
-that can be replayed, optimizer moments) and `logs/` (timings) are stored and checked, but are no part of the content
-that downstream keys see.
+An artifact exists when its manifest does. Each commit has its files in a folder of its own, which the manifest names:
+`<key>/` on a local disk where that is free, else `<key>.<id>/`. Whoever reads the files of before keeps them. Files
+below `state/` (weights that can be replayed, optimizer moments) and `logs/` (timings) are stored and checked, but are
+no part of the content that downstream keys see.
 """
 
 from __future__ import annotations
@@ -31,7 +23,7 @@ from typing import Any
 import fsspec
 from pydantic import TypeAdapter
 
-from stages.store import disk, forms
+from stages.store import disk, forms, readonly
 from stages.store.keys import digest, without_userinfo
 from stages.store.manifests import strange
 from tuning.atomic import whole_file
@@ -119,7 +111,8 @@ class Store:
         self.root = os.path.abspath(root) if self.is_local else root.rstrip("/")
         name = hashlib.sha256(url.encode()).hexdigest()[:12]
         default = Path(os.environ.get("RLHF_SCRATCH", Path.home() / ".cache" / "rlhf-pipeline" / "scratch")) / name
-        self.scratch = Path(self.root) if self.is_local else Path(scratch or default)
+        self.read_only = readonly.asked() or (self.is_local and readonly.unwritable(self.root))
+        self.scratch = Path(self.root) if self.is_local and not self.read_only else Path(scratch or default)
 
     @property
     def shown(self) -> str:
@@ -135,7 +128,7 @@ class Store:
     def get(self, stage: str, key: str, repair: bool = True) -> Artifact | None:
         """The artifact, or None where there is none or a damaged one: file sizes differ from the manifest.
 
-        repair: move a damaged one to `damaged/`, with a warning. The caller is about to make it again.
+        repair: move a damaged one to `damaged/`, where this may be written: the caller is about to make it again.
         """
         try:
             manifest = self.read_record(forms.MANIFEST, "artifacts", stage, key, MANIFEST)
@@ -149,9 +142,9 @@ class Store:
             if fault is None:
                 return artifact
         if repair:
-            aside = self.set_aside(stage, key)
-            place = self.join("artifacts", stage, key)
-            warnings.warn(f"artifact {place} is damaged ({fault}); moved to {aside}; made again", stacklevel=2)
+            place, aside = self.join("artifacts", stage, key), self.aside(stage, key)
+            fate = f"moved to {aside}; made again" if aside else "it stays where it is: the store is read-only here"
+            warnings.warn(f"artifact {place} is damaged ({fault}); {fate}", stacklevel=2)
         return None
 
     def with_digest(self, stage: str, key: str, digest: str, repair: bool = True) -> Artifact | None:
@@ -211,8 +204,13 @@ class Store:
                 return f"{f['path']} has checksum {checksum[:12]}, the manifest says {f['sha256'][:12]}"
         return None
 
+    def aside(self, stage: str, key: str) -> str | None:
+        """As `set_aside`; None where the store may not be written to, and the artifact stays."""
+        return None if self.read_only else readonly.unless_refused(lambda: self.set_aside(stage, key))
+
     def set_aside(self, stage: str, key: str) -> str:
         """Moves an artifact out of the way (never deletes it) and returns where to."""
+        readonly.refuse(self.shown)
         place = self.join("artifacts", stage, key)
         aside = self.join("damaged", stage, f"{key[:16]}-{uuid.uuid4().hex[:6]}")
         folder = place
@@ -279,6 +277,7 @@ class Store:
         files: `disk.files_of(folder)`, from a caller that has it. check: called before the files are written and again
         before the manifest is; raises where somebody else makes this artifact by now.
         """
+        readonly.refuse(self.shown)
         stage, key = manifest["stage"], manifest["key"]
         files = disk.files_of(folder) if files is None else files
         manifest = manifest | {
@@ -327,11 +326,13 @@ class Store:
 
     def remove(self, path: str) -> None:
         """Removes one file. Raises FileNotFoundError, where the file system does, if there is none."""
+        readonly.refuse(self.shown)
         # `fs.rm` would take a `[` or `*` in the root for a pattern, and remove the files of other stores.
         self.fs.rm_file(path)
 
     def remove_folder(self, path: str) -> None:
         """Removes a folder with all that is in it."""
+        readonly.refuse(self.shown)
         found = self.fs.find(path, withdirs=True, detail=True)
         # What is deepest goes first: a folder must be empty.
         for place in sorted(found, reverse=True):
@@ -386,6 +387,7 @@ class Store:
 
     def write_bytes(self, data: bytes, *parts: str) -> None:
         """Writes a file in one atomic step, synced to disk where the store is local."""
+        readonly.refuse(self.shown)
         path = self.join(*parts)
         if not self.is_local:
             self.fs.pipe_file(path, data)  # an object store shows an object only when it is complete

@@ -6,11 +6,13 @@ import os
 import uuid
 from pathlib import Path
 
+from stages.store import readonly
 from stages.store.artifacts import Store
 
 
 def create(store: Store, path: str, data: bytes) -> bool:
     """Creates a file with its content; False where there is one already."""
+    readonly.refuse(store.shown)
     try:
         # A link appears with its content; a file that is opened is empty at first, and could be read so.
         if store.is_local and _link(path, data):

@@ -31,7 +31,7 @@ def test_the_automations_are_those_that_a_server_takes():
     for automation in made:
         # The server's own models: triggers, actions and templates.
         taken = AutomationCore.model_validate(automation.model_dump(mode="json"))
-        assert taken.trigger.match_related["prefect.resource.name"] == NAME
+        assert taken.trigger.match_related["prefect.resource.name"] == [NAME]
         assert taken.actions[0].type == "call-webhook"
     assert made[-1].trigger.within.total_seconds() == 26 * 3600
     expected = {event for a in made[:-1] for event in a.trigger.expect}

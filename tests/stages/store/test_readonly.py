@@ -1,0 +1,123 @@
+"""A store that may not be written to is looked at and never repaired: a damaged artifact is told, and stays."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from stages.store import trail
+from stages.store.artifacts import Store
+from stages.store.exclusive import create
+from stages.store.leases import lease
+from stages.store.pins import pin, unpin
+from stages.store.readonly import ReadOnlyStore, refused
+from tests.stages.store.disturbed import Disturbed
+from tests.support import write_files
+
+KEY = "0" * 64
+
+
+class Guarded(Disturbed):
+    """A store of which the credentials are for reading."""
+
+    protocol = "guarded"
+    refuses = False
+
+    def cp_file(self, *arguments, **named):
+        if type(self).refuses:
+            raise PermissionError("Access Denied")
+        return super().cp_file(*arguments, **named)
+
+    def rm_file(self, *arguments, **named):
+        if type(self).refuses:
+            raise PermissionError("Access Denied")
+        return super().rm_file(*arguments, **named)
+
+
+def files(store: Store) -> dict[str, int]:
+    return {path: entry["size"] for path, entry in store.fs.find(store.root, detail=True).items()}
+
+
+def damaged(store: Store, folder) -> Store:
+    """The store, with one artifact that has lost a byte."""
+    artifact = store.commit(
+        write_files(folder, model="weights"), {"stage": "sft", "key": KEY, "metrics": {}, "config": {}}
+    )
+    path = f"{artifact.url}/{artifact.manifest['files'][0]['path']}"
+    with store.fs.open(path, "wb") as f:
+        f.write(b"x")
+    return store
+
+
+def test_with_the_variable_a_damaged_artifact_is_told_and_stays(store, tmp_path, monkeypatch):
+    damaged(store, tmp_path / "made")
+    before = files(store)
+    monkeypatch.setenv("RLHF_READ_ONLY", "1")
+    looked = Store(store.url, store.scratch)
+    with pytest.warns(UserWarning, match="damaged .* it stays where it is: the store is read-only here"):
+        assert looked.get("sft", KEY) is None
+    assert files(store) == before
+    monkeypatch.setenv("RLHF_READ_ONLY", "0")
+    with pytest.warns(UserWarning, match="moved to"):
+        assert Store(store.url, store.scratch).get("sft", KEY) is None
+    assert files(store) != before
+
+
+def test_with_the_variable_nothing_is_written_or_removed(store, tmp_path, monkeypatch):
+    store.write_json({}, "pins", "first.json")
+    before = files(store)
+    monkeypatch.setenv("RLHF_READ_ONLY", "1")
+    made = write_files(tmp_path / "made", model="weights")
+    for change in (
+        lambda: store.write_json({}, "x.json"),
+        lambda: store.remove(store.join("pins", "first.json")),
+        lambda: store.remove_folder(store.join("pins")),
+        lambda: store.set_aside("sft", KEY),
+        lambda: store.commit(made, {"stage": "sft", "key": KEY}),
+        lambda: create(store, store.join("new"), b""),
+        lambda: pin(store, "first"),
+        lambda: unpin(store, "first"),
+        lambda: lease(store, "sft", KEY, print).__enter__(),
+    ):
+        with pytest.raises(ReadOnlyStore, match="RLHF_READ_ONLY is set: unset it"):
+            change()
+    assert "RLHF_READ_ONLY" in str(trail.append(store, "pin"))
+    assert files(store) == before and made.exists()
+
+
+def test_a_store_that_refuses_to_be_written_to_keeps_its_damaged_artifacts(tmp_path, monkeypatch):
+    import fsspec
+
+    fsspec.register_implementation("guarded", Guarded, clobber=True)
+    store = damaged(Store("guarded://x", tmp_path / "scratch"), tmp_path / "made")
+    before = files(store)
+    monkeypatch.setattr(Guarded, "refuses", True)
+    with pytest.warns(UserWarning, match="it stays where it is"):
+        assert store.get("sft", KEY) is None
+    assert files(store) == before
+
+
+def test_a_folder_of_another_user_is_read_only_and_its_scratch_is_elsewhere(tmp_path):
+    assert not Store(str(tmp_path)).read_only and not Store(str(tmp_path / "none")).read_only
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            # Root may write to any folder.
+            if not os.getuid():
+                os.setgroups([])
+                os.setgid(65534)
+                os.setuid(65534)
+            store = Store("/", "/nowhere")
+            status = 0 if store.read_only and str(store.scratch) == "/nowhere" else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_errors_that_refuse_are_told_from_others():
+    import errno
+
+    assert refused(OSError(errno.EROFS, "read-only")) and refused(PermissionError("Access Denied"))
+    assert not refused(OSError(errno.EIO, "broken")) and not refused(FileNotFoundError())
