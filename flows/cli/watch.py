@@ -1,4 +1,4 @@
-"""Commands that watch a store over many runs: its trail, and metrics of it."""
+"""Commands that watch a store over many runs: its trail, trends and metrics, and alerts."""
 
 from __future__ import annotations
 
@@ -35,6 +35,25 @@ def history(
         out.print(_line(event), soft_wrap=True)
     if len(found) > most:
         out.print(f"the newest {most} of {len(found)}; --most shows more")
+
+
+@commands.command()
+def trends(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="The name of a recipe.")],
+    store: StoreUrl,
+    to: Annotated[Path | None, typer.Option("--to", help="Write this file, and nothing to the store.")] = None,
+) -> None:
+    """Write one HTML page over all runs of a recipe: scores, KL, length, seconds, bytes. Prints where it is."""
+    from flows.report.trends import render, write_trends
+
+    try:
+        if to is None:
+            out.print(write_trends(Store(store), recipe), soft_wrap=True)
+        else:
+            to.write_text(render(Store(store), recipe), errors="replace")
+            out.print(str(to), soft_wrap=True)
+    except ValueError as e:
+        raise usage_error(str(e)) from e
 
 
 @commands.command()

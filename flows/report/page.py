@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flows.records import find_run
 from flows.report.advice import run_warnings
@@ -22,6 +22,9 @@ from flows.report.run_view import RunView, section
 from flows.report.samples import round_samples, samples
 from stages.store.artifacts import Store
 from stages.store.keys import published
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 TRAINED = {"sft": "SFT", "distill": "Distillation", "preference": "Preference", "reward": "Reward model"}
 """Stages that train on examples, with their titles."""
@@ -41,14 +44,17 @@ def write_report(store: Store, run_name: str) -> str:
 
 def render(store: Store, record: Mapping[str, Any]) -> str:
     """The page as text."""
+    return environment().get_template("report.html.j2").render(view(store, record))
+
+
+def environment() -> Environment:
+    """The templates, with the filters that they use."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     loader = FileSystemLoader(Path(__file__).parent / "templates")
-    environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"num": show, "duration": duration, "when": when, "visible": visible}
-    return environment.get_template("report.html.j2").render(view(store, record))
+    found = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    found.filters |= {"num": show, "duration": duration, "when": when, "visible": visible}
+    return found
 
 
 def view(store: Store, record: Mapping[str, Any]) -> dict[str, Any]:
