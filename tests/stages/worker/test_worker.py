@@ -228,9 +228,9 @@ def test_a_worker_that_falls_silent_is_ended(worker, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("compiles", "cause"),
     [
-        ("", r"made no progress for 1 s \(`stall_seconds`\)"),
+        ("", r"made no progress for 1 s \(`limits.stall_seconds`\)"),
         ("always", r"compiled for 3 s \(3 times `limits.stall_seconds`\)"),
-        ("in turn", r"made no progress for 1 s \(`stall_seconds`\)"),
+        ("in turn", r"made no progress for 1 s \(`limits.stall_seconds`\)"),
     ],
 )
 def test_a_worker_that_lives_and_does_not_move_is_ended_with_its_stacks_in_the_log(
