@@ -7,6 +7,7 @@ stdout and stderr of a stage are the worker's log. The worker ends when its pare
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import datetime
 import faulthandler
@@ -219,7 +220,9 @@ def _device() -> str:
 def _begin(request: Request) -> None:
     """A line of the log that says what is made from here on (`rlhf logs --node`)."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    print(f"---- {request.node or request.stage} ({request.stage} {request.key[:12]}) {now} ----", flush=True)
+    with contextlib.suppress(OSError):
+        # The log's disk may be full: that fails no stage.
+        print(f"---- {request.node or request.stage} ({request.stage} {request.key[:12]}) {now} ----", flush=True)
 
 
 def main() -> None:
@@ -252,7 +255,8 @@ def main() -> None:
         _begin(request)
         try:
             made = run_request(request, memory, events)
-            sys.stdout.flush()
+            with contextlib.suppress(OSError):
+                sys.stdout.flush()
             events.send(Done(made))
         except loaded.CodeDiffers as e:
             events.send(Changed(str(e)))
