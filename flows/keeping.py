@@ -7,7 +7,7 @@ from collections import defaultdict
 from typing import Any
 
 from flows.recipe.model import Retention
-from flows.records import all_runs, status_of
+from flows.records import WHOLE, all_runs, status_of
 from stages.store.artifacts import Store
 from stages.store.pins import pins
 from stages.store.reach import Roots, Run
@@ -47,11 +47,13 @@ def roots_of(store: Store, retention: Retention, recipe: str | None = None) -> R
 
 
 def _ranks(records: list[dict[str, Any]], status: dict[str, str]) -> dict[str, int]:
-    """How many newer runs of its recipe each run has, among those that are finished, or those that are not."""
-    counts: dict[tuple[str, bool], int] = defaultdict(int)
+    """How many newer runs of its recipe each run has, among those that ended alike: finished, refused, with
+    nothing new, or not at all."""
+    counts: dict[tuple[str, str], int] = defaultdict(int)
     ranks = {}
     for record in reversed(records):
-        kind = record["recipe"]["name"], status[record["name"]] == "finished"
+        ended = status[record["name"]]
+        kind = record["recipe"]["name"], ended if ended in WHOLE else ""
         ranks[record["name"]] = counts[kind]
         counts[kind] += 1
     return ranks

@@ -12,6 +12,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.states import Completed, Failed, State
 
 from flows.graph.build import select, with_inputs
+from flows.graph.standing import Standing
 from flows.orchestration.show import (
     PrefectReporter,
     errors_logged,
@@ -23,8 +24,10 @@ from flows.orchestration.show import (
 from flows.recipe.model import Recipe
 from flows.recipe.overrides import recipe_parameters, values_of
 from flows.recipe.reading import load_recipe
+from flows.records import NOTHING_NEW, REFUSED
 from flows.running.checks import check, try_algorithm
 from flows.running.closing import close, evaluations_of, status_after, status_at_end, summary
+from flows.running.gating import stages_of
 from flows.running.limits import RunTooLong
 from flows.running.session import Session
 from stages.contract.registry import stage as find_stage
@@ -38,7 +41,7 @@ NAME = "rlhf-pipeline"
 _sessions: dict[str, Session] = {}
 # The arguments of a flow are serialised for the UI too. Under `rlhf run` the recipe, with its --set options, is
 # resolved before the flow starts: the flow takes it from here, and its arguments only show it.
-_resolved: ContextVar[Recipe | None] = ContextVar("resolved", default=None)
+_resolved: ContextVar[tuple[Recipe, Standing | None] | None] = ContextVar("resolved", default=None)
 
 
 @task(name="stage", task_run_name="{node}", cache_policy=NO_CACHE, persist_result=False, retry_delay_seconds=1)
@@ -87,8 +90,10 @@ def rlhf_pipeline(
     only: list[str] | None = None,
     skip: list[str] | None = None,
     **fields: Any,
-) -> dict[str, Any] | State[Any]:
+) -> State[Any]:
     """Runs a recipe. Fields of the recipe may be given too; what is left out stays as the recipe says.
+
+    With a gate it ends in a state called Promoted, Refused or Nothing new, each of the type Completed.
 
     Args:
         recipe: A built-in recipe's name or the path of a YAML file.
@@ -98,11 +103,12 @@ def rlhf_pipeline(
         skip: Sections of the recipe to leave out.
     """
     from_command = _resolved.get()
-    resolved = from_command or load_recipe(recipe, values_of(fields) | dict.fromkeys(skip or []))
+    resolved, standing = from_command or (load_recipe(recipe, values_of(fields) | dict.fromkeys(skip or [])), None)
     if from_command is None:
         check(resolved)
         try_algorithm(resolved)
-    session = Session(resolved, PrefectReporter(silent=from_command is None), free_name(resolved, run_name), None)
+    reporter = PrefectReporter(silent=from_command is None)
+    session = Session(resolved, reporter, free_name(resolved, run_name), None, standing)
     return _run(session, force or [], only or [])
 
 
@@ -114,20 +120,20 @@ def free_name(recipe: Recipe, wanted: str | None) -> str:
     return name if attempt <= 1 else f"{name}-{attempt}"
 
 
-def _run(session: Session, force: list[str], only: list[str]) -> dict[str, Any] | State[Any]:
-    """Runs the session's nodes as tasks, one after the other; returns the run's name and scores, or how it failed."""
+def _run(session: Session, force: list[str], only: list[str]) -> State[Any]:
+    """Runs the session's nodes as tasks, one after the other; returns the flow's state, with the run's name, status and
+    scores."""
     recipe, reporter = session.recipe, session.reporter
     assert isinstance(reporter, PrefectReporter)
     _sessions[session.name] = session
     reporter.console.print(f"run {session.name}  store {session.store.shown}")
     try:
         session.force = select(session.nodes, force)
-        chosen = with_inputs(session.nodes, select(session.nodes, only)) if only else set(session.nodes)
-        for node in session.nodes.values():
-            if node.name in chosen:
-                stage_task.with_options(retries=recipe.retries, retry_condition_fn=is_dead_worker)(
-                    session.name, node.name, node.stage, return_state=True
-                ).result(raise_on_failure=True)
+        chosen = with_inputs(session.nodes, select(session.nodes, only)) if only else None
+        for node in stages_of(session, chosen):
+            stage_task.with_options(retries=recipe.retries, retry_condition_fn=is_dead_worker)(
+                session.name, node.name, node.stage, return_state=True
+            ).result(raise_on_failure=True)
     except RunTooLong as e:
         close(session, status_after(e))
         # The name that Prefect gives to its own limits of time: automations can tell it from other failures.
@@ -138,26 +144,41 @@ def _run(session: Session, force: list[str], only: list[str]) -> dict[str, Any] 
     finally:
         _sessions.pop(session.name)
     # Display last, and guarded: by now everything is in the store.
-    report = close(session, status_at_end(session))
+    status = status_at_end(session)
+    report = close(session, status)
     with errors_logged():
         show_run(session, report)
     summary(session, reporter, report)
-    return {"run": session.name, "evaluations": {k: v["score"] for k, v in evaluations_of(session).items()}}
+    scores = {label: metrics["score"] for label, metrics in evaluations_of(session).items()}
+    decision = session.record.get("decision") or {}
+    # Prefect's own name of the state, where no gate has decided.
+    name = {"promoted": "Promoted", REFUSED: "Refused", NOTHING_NEW: "Nothing new"}.get(decision.get("decision", ""))
+    said = "; ".join(decision.get("reasons", [])) or None
+    data = {"run": session.name, "status": status, "evaluations": scores}
+    return Completed(name=name or "Completed", message=said, data=data)
 
 
-def run_recipe(recipe: Recipe, *, name: str | None, force: set[str] | None, only: set[str] | None) -> None:
-    """Runs the flow in this process for the command line."""
+def run_recipe(
+    recipe: Recipe,
+    *,
+    name: str | None,
+    force: set[str] | None,
+    only: set[str] | None,
+    standing: Standing | None = None,
+) -> str:
+    """Runs the flow in this process for the command line; returns the run's status."""
     name = name or f"{recipe.name}-{generate_slug(2)}"
     values = recipe.model_dump(mode="json", exclude_unset=True, exclude_none=True, exclude={"name", "description"})
     shown = published(values)
     options = {"run_name": name, "force": sorted(force or []), "only": sorted(only or [])}
     # Prefect fills in braces in a run's name. The recipe is valid already, and its values are JSON here.
     local = rlhf_pipeline.with_options(flow_run_name=re.sub(r"[{}]", "", name), validate_parameters=False)
-    token = _resolved.set(recipe)
+    token = _resolved.set((recipe, standing))
     try:
         state: Any = local(recipe.name, **options, **shown, return_state=True)
     finally:
         _resolved.reset(token)
         send_events()
     wait_until_recorded(state.state_details.flow_run_id)
-    state.result(raise_on_failure=True)
+    result: dict[str, Any] = state.result(raise_on_failure=True)
+    return str(result["status"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,11 @@ as killed. Signs are the saves of its record and, while it makes an artifact, th
 
 PARTIAL = "partial"
 """The status of a run that was told to make a part of its recipe, and has: it is not the newest finished one."""
+
+
+REFUSED, NOTHING_NEW = "refused", "nothing new"
+WHOLE = ("finished", REFUSED, NOTHING_NEW)
+"""The statuses of a run that has come to its end: its policy is made, its gate has refused it, or there was nothing."""
 
 
 class UnknownRun(KeyError):
@@ -43,7 +48,7 @@ def all_runs(store: Store) -> list[dict[str, Any]]:
 
 
 def status_of(record: dict[str, Any], store: Store, boot: float | None = None) -> str:
-    """`running`, `finished`, `partial`, `interrupted` (by Ctrl-C), `failed`, or `killed`: ended without a word.
+    """One of `WHOLE`, `running`, `partial`, `interrupted` (by Ctrl-C), `failed`, or `killed`: ended without a word.
 
     boot: when this host has booted, in seconds since 1970; None: what the system says.
     """
@@ -121,3 +126,9 @@ def latest_with(runs: list[dict[str, Any]], recipe: str, node: str) -> dict[str,
 def finished_nodes(record: dict[str, Any]) -> set[str]:
     """Names of a run's nodes that have an artifact."""
     return {name for name, entry in record["nodes"].items() if "digest" in entry}
+
+
+def refusal_of(record: Mapping[str, Any]) -> str | None:
+    """Why the gate of a run has refused its policy; None where it has not."""
+    decision = record.get("decision") or {}
+    return "; ".join(decision["reasons"]) if decision.get("decision") == REFUSED else None

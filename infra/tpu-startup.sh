@@ -30,6 +30,6 @@ fi
 if compgen -G '/dev/vfio/*' > /dev/null; then chown rlhf /dev/vfio/*; fi
 if compgen -G '/dev/accel*' > /dev/null; then chown rlhf /dev/accel*; fi
 systemd-run --unit=rlhf-run --uid=rlhf --working-directory="$home/project" --property=LimitMEMLOCK=infinity \
-  --property=Restart=on-failure --property=RestartSec=660 --property=KillSignal=SIGINT --property=KillMode=mixed \
+  --property=Restart=on-failure --property=SuccessExitStatus=3 --property=RestartSec=660 --property=KillSignal=SIGINT --property=KillMode=mixed \
   --property=TimeoutStopSec=300 \
   .venv/bin/rlhf run "$recipe" --name "$run" --no-prefect --set "store=$store"

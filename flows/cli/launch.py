@@ -9,9 +9,14 @@ import typer
 
 from flows.cli.shared import err, usage_error
 from flows.recipe.model import Recipe, RecipeError
+from flows.records import REFUSED
 
 if TYPE_CHECKING:
+    from flows.graph.standing import Standing
     from stages.worker.client import StageFailed, WorkerDied
+
+GATE = 3
+"""The exit status of a run whose gate has refused its policy: all of it was done, and nothing is promoted."""
 
 # Prefect's own lines stay out of the terminal; its log of the run has them.
 QUIET = {
@@ -29,13 +34,16 @@ def launch(
     name: str | None = None,
     force: set[str] | None = None,
     only: set[str] | None = None,
+    standing: Standing | None = None,
 ) -> None:
-    """Runs a recipe. Exits with 2 for a usage error, 1 for a failed stage, 130 after Ctrl-C."""
+    """Runs a recipe. Exits with 3 where its gate refuses the policy, 2 for a usage error, 1 for a failed stage, 130
+    after Ctrl-C."""
     from flows.running.limits import RunTooLong
     from flows.running.naming import before
     from flows.running.plain import run_plain
     from stages.store.artifacts import ArtifactError, Store
     from stages.store.readonly import refuse
+    from stages.store.registry import RegistryError
     from stages.worker.client import StageFailed, WorkerDied
 
     refuse(recipe.store)
@@ -45,10 +53,11 @@ def launch(
             err.print(
                 f"run {name} goes on (try {begun.get('tries', 1) + 1}): what is finished is reused", soft_wrap=True
             )
-        (run_plain if no_prefect else run_with_prefect)(recipe, name=name, force=force, only=only)
+        run = run_plain if no_prefect else run_with_prefect
+        status = run(recipe, name=name, force=force, only=only, standing=standing)
     except RecipeError as e:
         raise usage_error(str(e)) from e
-    except (ArtifactError, RunTooLong) as e:
+    except (ArtifactError, RegistryError, RunTooLong) as e:
         err.print(f"failed: {e}", soft_wrap=True)
         raise typer.Exit(1) from e
     except (StageFailed, WorkerDied) as e:
@@ -58,6 +67,8 @@ def launch(
     except KeyboardInterrupt as e:
         err.print("interrupted; what is finished is kept, the same command goes on from there", soft_wrap=True)
         raise typer.Exit(130) from e
+    if status == REFUSED:
+        raise typer.Exit(GATE)
 
 
 def _advice(error: StageFailed | WorkerDied) -> str:
@@ -69,10 +80,17 @@ def _advice(error: StageFailed | WorkerDied) -> str:
     return " and reused: change what the message names, in the recipe, the data or the code, and run again"
 
 
-def run_with_prefect(recipe: Recipe, *, name: str | None, force: set[str] | None, only: set[str] | None) -> None:
+def run_with_prefect(
+    recipe: Recipe,
+    *,
+    name: str | None,
+    force: set[str] | None,
+    only: set[str] | None,
+    standing: Standing | None = None,
+) -> str:
     """Runs the flow in this process, on the server that Prefect is set to or else on a private one.
 
-    A private server ends with the run.
+    A private server ends with the run. Returns the run's status.
     """
     for setting, value in QUIET.items():
         # What the user has set stays.
@@ -95,7 +113,7 @@ def run_with_prefect(recipe: Recipe, *, name: str | None, force: set[str] | None
 
         if private and server:
             server.wait()
-        run_recipe(recipe, name=name, force=force, only=only)
+        return run_recipe(recipe, name=name, force=force, only=only, standing=standing)
     except ServerFailed as e:
         raise SystemExit(f"failed: {e}") from None
     finally:

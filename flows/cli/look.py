@@ -11,6 +11,7 @@ from rich.table import Table
 
 from flows.cli.shared import AsJson, RunName, StoreUrl, group, note, out, print_json, record_of, usage_error
 from flows.records import all_runs, log_of, status_of
+from flows.report.decisions import decision_lines
 from flows.report.formats import when
 from stages.store.artifacts import Store
 
@@ -82,6 +83,8 @@ def show(store: StoreUrl, run_name: RunName = None, as_json: AsJson = False) -> 
         # A stage that runs, or was killed, has no end.
         seconds = f"{e['seconds']:.1f} s" if "seconds" in e else ""
         out.print(f"  {name:<20} {e['state']:<11} {seconds:>8}  {e['key'][:12]}  {figures}", soft_wrap=True)
+    for line in decision_lines(record):
+        out.print(line, soft_wrap=True)
     for name, where in _places(record, place).items():
         out.print(f"{name:<7} {where}", soft_wrap=True)
 

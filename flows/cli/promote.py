@@ -19,6 +19,7 @@ from flows.cli.shared import (
     record_of,
     usage_error,
 )
+from flows.records import all_runs, refusal_of
 from flows.report.formats import when
 from stages.store import registry
 from stages.store.artifacts import Store
@@ -39,12 +40,18 @@ def promote(
         str, typer.Option("--node", help="Which policy: export, sft, base or round-003.update.")
     ] = "export",
     reason: Reason = "",
+    force: Annotated[
+        bool, typer.Option("--force", help="Also a policy that a gate has refused; the history says `forced`.")
+    ] = False,
 ) -> None:
     """Give the policy of a run a name, `champion`, that serve, chat and export take in place of a run's."""
     record = record_of(store, run_name, node)
     policy = _policy(Store(store), record, node)
+    refused = _refused(Store(store), alias, policy)
+    if refused is not None and not force:
+        raise usage_error(f"{refused}; `--force` makes it {alias} all the same, and the history says so")
     try:
-        entry = registry.promote(Store(store), alias, policy, reason)
+        entry = registry.promote(Store(store), alias, policy, reason, forced=refused is not None)
     except RegistryError as e:
         raise usage_error(str(e)) from e
     _note(store, "promote", alias, entry)
@@ -96,6 +103,7 @@ def _policy(store: Store, record: dict[str, Any], node: str) -> Policy:
         digest=artifact.digest,
         base=base.key,
         base_digest=base.digest,
+        trained=artifact.manifest["inputs"]["policy"]["digest"] if artifact.stage == "export" else artifact.digest,
     )
 
 
@@ -104,6 +112,16 @@ def _note(store: str, what: str, name: str, entry: Entry) -> None:
     outcome = f"{name} is entry {entry.number}"
     more = {"digest": entry.policy.digest, "reason": entry.reason, "forced": entry.forced}
     note(Store(store), what, run=entry.policy.run, outcome=outcome, **more)
+
+
+def _refused(store: Store, name: str, policy: Policy) -> str | None:
+    """What the newest decision about this policy for the name says, where that is a refusal; None otherwise."""
+    for record in reversed(all_runs(store)):
+        decision = record.get("decision") or {}
+        if (decision.get("candidate"), decision.get("name")) == (policy.trained, name):
+            reasons = refusal_of(record)
+            return None if reasons is None else f"the gate of run {record['name']} has refused this policy: {reasons}"
+    return None
 
 
 def _line(name: str, entry: Entry) -> str:
@@ -115,6 +133,7 @@ def _line(name: str, entry: Entry) -> str:
         when(entry.when),
         entry.who,
         "" if entry.restores is None else f"back to {entry.restores}",
+        "forced past its gate" if entry.forced else "",
         f"({entry.reason})" if entry.reason else "",
     ]
     return "  ".join(part for part in parts if part)

@@ -28,6 +28,7 @@ from flows.records import UnknownRun, candidates, find_run, finished_nodes
 from stages.store.artifacts import ArtifactError, Store
 
 if TYPE_CHECKING:
+    from flows.graph.build import Node
     from flows.graph.plan import Planned
 
 commands = group()
@@ -73,11 +74,11 @@ def run(
 
 def _part(recipe: Recipe, only: list[str] | None, last: str | None) -> set[str] | None:
     """The nodes that `--only` and `--until` leave; None where neither is given."""
-    from flows.graph.build import build, until, with_inputs
+    from flows.graph.build import nodes_of, until, with_inputs
 
     if only and last is not None:
         raise usage_error("say --only or --until, not both")
-    nodes = {n.name: n for n in build(recipe)}
+    nodes = {n.name: n for n in nodes_of(recipe)}
     if last is not None:
         return until(nodes, _nodes(recipe, [last]))
     names = [name for text in only or () for name in text.split(",")]
@@ -158,6 +159,7 @@ def rerun(
     """Make one stage of a run again, and that stage alone."""
     from flows.cli.launch import launch
     from flows.graph.build import build, with_inputs
+    from flows.graph.standing import recorded
     from flows.running.naming import free_name
 
     record = record_of(store, run_name)
@@ -167,15 +169,16 @@ def rerun(
         recipe = found.model_copy(update={"store": store})
     except RecipeError as e:
         raise usage_error(str(e)) from e
-    nodes = {n.name: n for n in build(recipe)}
+    standing = recorded(record)
+    nodes = {n.name: n for n in build(recipe, standing)}
     if not stage:
         stages = dict.fromkeys(n.stage for n in nodes.values())
         raise usage_error(f"--stage is missing; stages are {', '.join(stages)}")
-    chosen = _nodes(recipe, stage)
+    chosen = _selected(nodes, stage)
     before = {n: e.get("digest") for n, e in record["nodes"].items()}
     # Inputs come from the store; only the chosen nodes are made again.
     name = free_name(Store(store), recipe.name)
-    launch(recipe, no_prefect, name=name, force=chosen, only=with_inputs(nodes, chosen))
+    launch(recipe, no_prefect, name=name, force=chosen, only=with_inputs(nodes, chosen), standing=standing)
     after = find_run(Store(store), name)
     changed = [n for n in chosen if before.get(n) not in (None, after["nodes"][n]["digest"])]
     if changed:
@@ -231,10 +234,16 @@ def _sampled(store: str, run_name: str | None) -> dict[str, Any]:
 
 def _nodes(recipe: Recipe, names: list[str]) -> set[str]:
     """Names of nodes, from names of nodes or stages; a usage error for an unknown one."""
-    from flows.graph.build import build, select
+    from flows.graph.build import nodes_of
+
+    return _selected({n.name: n for n in nodes_of(recipe)}, names)
+
+
+def _selected(nodes: dict[str, Node], names: list[str]) -> set[str]:
+    from flows.graph.build import select
 
     try:
-        return select({n.name: n for n in build(recipe)}, names)
+        return select(nodes, names)
     except ValueError as e:
         raise usage_error(str(e)) from e
 

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from flows.recipe.model import Recipe
-from flows.records import UnknownRun, candidates, finished_nodes, whole_first
+from flows.records import REFUSED, UnknownRun, candidates, finished_nodes, refusal_of, whole_first
 from stages.store.artifacts import Artifact, Store
 from stages.store.registry import RegistryError, current
 from stages.store.trail import append
@@ -125,6 +125,11 @@ def named(store: str, name: str | None, node: str) -> tuple[dict[str, Any], str]
 def artifact_of(store: Store, record: dict[str, Any], node: str) -> Artifact:
     """The artifact of a run's node; a usage error where it is not finished or no longer stored."""
     entry = record["nodes"].get(node)
+    if entry is not None and entry["state"] == REFUSED:
+        raise usage_error(
+            f"run {record['name']} has no {node}: its gate has refused the policy ({refusal_of(record)}); "
+            f"`rlhf export {record['name']} --force` makes it all the same, and --node names another policy"
+        )
     if entry is None or "digest" not in entry:
         raise usage_error(f"run {record['name']} has no finished {node}; finished are {', '.join(record['nodes'])}")
     # By digest: another run may have made the key anew since.

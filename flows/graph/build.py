@@ -7,19 +7,27 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from pydantic import ValidationError
+
+from flows.graph.standing import Standing, standing_of
 from flows.recipe.fork import Fork
-from flows.recipe.model import RL, Recipe, RecipeError, trained_sections
+from flows.recipe.model import RL, Recipe, RecipeError, policies_of, training_sections
 from stages.common.settings import stored_as
 from stages.contract.definition import Reads, StageConfig
 from stages.contract.fingerprint import Code, library_versions, reached
 from stages.contract.registry import by_section
 from stages.contract.registry import stage as find_stage
+from stages.fresh import Config as FreshConfig
+from stages.gate.settings import CHAMPION, PROMOTE, Gate
+from stages.gate.settings import Config as GateConfig
+from stages.gate.stage import NODE
 from stages.greedy import Config as GreedyConfig
 from stages.refill import Config as RefillConfig
 from stages.sampling.environment import Environment
 from stages.select import EVALUATION, POLICY
 from stages.select import Config as SelectConfig
-from stages.store.artifacts import Artifact
+from stages.start import Config as StartConfig
+from stages.store.artifacts import Artifact, Store
 from stages.store.keys import SHOWN, config_content, derive_seed, digest
 from stages.worker.devices import device_kind
 
@@ -50,26 +58,68 @@ class Node:
     """A run that this one is a fork of, whose artifact of this name is used where that run has it."""
     digest: str | None = None
     """The digest that the artifact must have, of the node that a fork goes on from; None: any."""
+    held: tuple[str, str, str] | None = None
+    """(stage, key, digest) of an artifact of the store that is used as it is: the champion's policy."""
 
 
-def build(recipe: Recipe) -> list[Node]:
+def nodes_of(recipe: Recipe) -> list[Node]:
+    """`build`, with what the names of policies stand for now."""
+    return build(recipe, standing_of(recipe, Store(recipe.store)))
+
+
+def build(recipe: Recipe, standing: Standing = Standing()) -> list[Node]:  # noqa: B008 (frozen)
     """The nodes of a recipe in an order in which they can run."""
     graph = _Graph(recipe)
     base = graph.add("base", "base", recipe.base)
     graph.roles |= {"base": base, "policy": base, "tokenizer": Input(base.node, TOKENIZER)}
-    graph.add("prepare", "prepare", recipe.data)
+    graph.add("prepare", "prepare", recipe.data.prepared())
     policies = {"base": base}
-    for section in _training_sections(recipe):
+    if held := standing.start:
+        started = StartConfig(digest=held.digest, stage=held.stage, key=held.key, run=held.run)
+        graph.roles["start"] = policies["start"] = graph.add("start", "start", started)
+        if recipe.data.new_since is not None:
+            graph.add("fresh", "fresh", FreshConfig())
+    for section in training_sections(recipe):
         _SPECIAL.get(section, _plain)(graph, section, policies)
         # A section that makes no policy, such as the reward model, is not evaluated.
         if graph.roles["policy"] not in policies.values():
             policies[section] = graph.roles["policy"]
     if recipe.evaluate is not None:
-        for label, policy in policies.items():
-            graph.add(f"evaluate.{label}", "evaluate", _evaluate(recipe), roles={"policy": policy})
+        _evaluated(graph, policies, standing)
     if recipe.export is not None:
         graph.add("export", "export", recipe.export)
     return graph.nodes if recipe.fork is None else _shared(graph.nodes, recipe.fork)
+
+
+def _evaluated(graph: _Graph, policies: dict[str, Input], standing: Standing) -> None:
+    """The evaluations of a run's policies and, where there is a gate, of the champion, and the decision."""
+    recipe, champion = graph.recipe, standing.champion
+    judged = dict(policies)
+    if champion is not None:
+        held = champion.stage, champion.key, champion.digest
+        graph.nodes.append(Node(CHAMPION, champion.stage, StageConfig(), {}, 0, held=held))
+        judged = {"base": judged.pop("base"), CHAMPION: Input(CHAMPION)} | judged
+        if standing.start is not None and standing.start.digest == champion.digest:
+            # It is the same policy.
+            del judged["start"]
+    made = {
+        label: graph.add(f"evaluate.{label}", "evaluate", _evaluate(recipe), roles={"policy": policy})
+        for label, policy in judged.items()
+    }
+    gate = recipe.gate
+    if gate is None:
+        return
+    against = CHAMPION if champion is not None else None if gate.first == PROMOTE else gate.first
+    told: dict[str, Any] = {"against": against, "candidates": graph.candidates, "withdrawn": dict(standing.withdrawn)}
+    told["rollouts_from"] = recipe.rl.rollouts_from if recipe.rl is not None else None
+    try:
+        settings = GateConfig(**{name: getattr(gate, name) for name in Gate.model_fields}, **told)
+    except ValidationError as e:
+        raise RecipeError(e.errors()[0]["msg"].removeprefix("Value error, ")) from e
+    roles = {f"{NODE}{node.name}": Input(node.name) for node in graph.nodes if node.name != CHAMPION}
+    roles |= {"candidate": made[policies_of(recipe)[-1]]}
+    roles |= {"against": made[against]} if against is not None else {}
+    graph.add("gate", "gate", settings, roles=roles | ({CHAMPION: Input(CHAMPION)} if champion is not None else {}))
 
 
 def _shared(nodes: list[Node], fork: Fork) -> list[Node]:
@@ -118,6 +168,8 @@ class _Graph:
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
         self.nodes: list[Node] = []
+        self.candidates = 1
+        """Policies among which the last one was chosen."""
         self.roles: dict[str, Input] = {}
 
     def add(
@@ -156,17 +208,6 @@ def _resolved(name: str, reads: Reads, roles: Mapping[str, Input]) -> dict[str, 
     return {name: Input(source.node, reads.parts or source.parts) for name, source in sources.items()}
 
 
-def _training_sections(recipe: Recipe) -> list[str]:
-    """The sections that train a model, in the order of the recipe's fields: each starts from the policy before it."""
-    sections = [n for n in Recipe.model_fields if n in trained_sections() and getattr(recipe, n) is not None]
-    teacher = recipe.distill.teacher if recipe.distill is not None else None
-    if teacher in sections:
-        # A policy of this run can teach only after its own training.
-        sections.remove("distill")
-        sections.insert(sections.index(teacher) + 1, "distill")
-    return sections
-
-
 Policies = Mapping[str, Input]
 
 
@@ -185,8 +226,8 @@ def _distill(graph: _Graph, section: str, policies: Policies) -> None:
         # With roles given the teacher takes none: it must not become the run's base.
         teacher = graph.add("teacher", "base", base, ("teacher",), roles=policies)
     last = graph.roles["policy"]
-    # A policy cannot teach itself: if the teacher is the last policy, the student is the base model.
-    student = policies["base"] if teacher == last else last
+    # A policy cannot teach itself: if the teacher is the last policy, the student is what it started from.
+    student = policies.get("start", policies["base"]) if teacher == last else last
     graph.roles["policy"] = graph.add("distill", "distill", settings, roles={"policy": student, "teacher": teacher})
 
 
@@ -230,6 +271,7 @@ def _rounds(graph: _Graph, section: str, policies: Policies) -> None:
     graph.roles["policy"] = trained[-1]
     if evaluate is not None and choosing:
         chosen = SelectConfig(metric=evaluate.metric_for_best_model)
+        graph.candidates = len(candidates) // 2
         graph.roles["policy"] = graph.add("select", "select", chosen, roles=candidates)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from flows.graph.build import Node, build, key_of, key_parts
+from flows.graph.build import Node, key_of, key_parts, nodes_of
 from flows.graph.changes import reasons_of
 from flows.graph.taken import check_point, taken_artifact
 from flows.recipe.model import Recipe
@@ -36,7 +36,7 @@ def plan(recipe: Recipe, force: set[str] | None = None) -> list[Planned]:
     runs = all_runs(store)
     artifacts: dict[str, Artifact] = {}
     planned = []
-    for node in build(recipe):
+    for node in nodes_of(recipe):
         # Of another run, whatever its key: it is not made here.
         taken = taken_artifact(store, node)
         if taken is not None:

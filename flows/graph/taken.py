@@ -24,9 +24,14 @@ def taken_artifact(store: Store, node: Node) -> Artifact | None:
     """The artifact that the node takes from another run; None where it is to be found or made by its key.
 
     What a fork shares and its run no longer has is made again by its own settings. Raises ArtifactError for rollouts
-    that the run or store has not, and for settings that differ from those that the artifact was made with: another
-    temperature of rollouts, which ratios are computed at, is not theirs.
+    that the run or store has not, for a champion that is gone, and for settings that differ from those that the
+    artifact was made with: another temperature of rollouts, which ratios are computed at, is not theirs.
     """
+    if node.held is not None:
+        held = store.with_digest(*node.held, repair=False)
+        if held is None:
+            raise ArtifactError(f"{node.name}: {node.held[0]}/{node.held[1][:12]} is gone from {store.shown}")
+        return held
     run = node.taken or node.shared
     if run is None:
         return None

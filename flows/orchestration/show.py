@@ -33,6 +33,7 @@ from rich.console import Console
 from flows.graph.build import Node
 from flows.report.charts import curves_png_data
 from flows.report.console import ConsoleReporter, log_width
+from flows.report.decisions import decision_rows, outcome
 from flows.running.closing import evaluations_of
 from flows.running.session import Session
 from stages.contract.registry import stage as find_stage
@@ -143,13 +144,17 @@ def _cell(value: Any) -> int | float | str:
 
 
 def show_run(session: Session, report: str | None) -> None:
-    """Attaches the evaluation table, the curves and the link to the report to the flow run."""
+    """Attaches the evaluation table, the gate's decision, the curves and the link to the report to the flow run."""
     rows = [
         {"policy": k, "score": round(m["score"], 4), "low": round(m["score_low"], 4), "high": round(m["score_high"], 4)}
         for k, m in evaluations_of(session).items()
     ]
     if rows:
         create_table_artifact(table=rows, key="evaluation", description=f"held-out problems, run {session.name}")
+    if decided := decision_rows(session.record):
+        description = f"{outcome(session.record['decision'])}, run {session.name}"
+        shown = [{name: _cell("" if value is None else value) for name, value in row.items()} for row in decided]
+        create_table_artifact(table=shown, key="gate", description=description)
     if report:
         link = report if "://" in report else f"file://{report}"
         create_link_artifact(link=link, link_text=f"report of {session.name}", key="report")

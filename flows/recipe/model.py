@@ -8,6 +8,7 @@ from typing import Annotated, Any, get_args
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from flows.recipe.fork import Fork, check_fork
+from flows.recipe.gated import BASE, Data, Name, check_gated
 from flows.recipe.limits import Limits
 from stages.base import Config as BaseConfig
 from stages.contract.definition import StageConfig
@@ -16,9 +17,9 @@ from stages.distill import POLICIES
 from stages.distill import Config as DistillConfig
 from stages.evaluate import Config as EvaluateConfig
 from stages.export import Config as ExportConfig
+from stages.gate.settings import Gate
 from stages.preference import Config as PreferenceConfig
 from stages.prepare.settings import Verifier
-from stages.prepare.stage import Config as DataConfig
 from stages.reward import Config as RewardConfig
 from stages.rollout import Config as RolloutConfig
 from stages.sampling.environment import ENVIRONMENT, Environment
@@ -39,6 +40,22 @@ def trained_sections() -> set[str]:
     # The first word: rl.update is in the section rl.
     trained = {s.section.partition(".")[0] for s in by_section().values() if s.makes in ("policy", "reward")}
     return trained - {"base"}
+
+
+def training_sections(recipe: Recipe) -> list[str]:
+    """The sections that train a model, in the order of the recipe's fields: each starts from the policy before it."""
+    sections = [n for n in Recipe.model_fields if n in trained_sections() and getattr(recipe, n) is not None]
+    teacher = recipe.distill.teacher if recipe.distill is not None else None
+    if teacher in sections:
+        # A policy of this run can teach only after its own training.
+        sections.remove("distill")
+        sections.insert(sections.index(teacher) + 1, "distill")
+    return sections
+
+
+def policies_of(recipe: Recipe) -> list[str]:
+    """Names of the policies of a run, in the order of their training."""
+    return ["base", *(name for name in training_sections(recipe) if name != "reward")]
 
 
 def _environment_weight(score: Any) -> float:
@@ -171,7 +188,7 @@ class Retention(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
     keep: Annotated[int, Field(ge=0)] = 5
-    """The newest of each recipe: so many that are finished, and so many that are not."""
+    """The newest of each recipe: so many that are finished, refused, with nothing new, and that have not ended."""
     keep_days: Annotated[float, Field(ge=0)] | None = None
     """Runs that began in the last so many days stay too; null: age keeps no run."""
 
@@ -199,8 +216,10 @@ class Recipe(BaseModel):
     """The stage of another run that this one goes on from, as `rlhf fork` writes it; null: none."""
     base: BaseConfig = BaseConfig()
     """The model to start from."""
-    data: DataConfig = DataConfig()
+    data: Data = Data()
     """Data preparation."""
+    start_from: Name = BASE
+    """What is trained: `base`, or the policy of a name of the registry, such as champion; base while it has none."""
     sft: SFTConfig | None = SFTConfig()
     """Supervised fine-tuning; null: what follows starts from the base model."""
     distill: DistillConfig | None = None
@@ -215,6 +234,8 @@ class Recipe(BaseModel):
     """Reinforcement learning; null leaves it out."""
     evaluate: EvaluateConfig | None = EvaluateConfig()
     """Evaluation on held-out problems of the base model and the policy after each way to tune it."""
+    gate: Gate | None = None
+    """What the policy must show before it is the champion, and is exported; null: nothing decides."""
     export: ExportConfig | None = ExportConfig()
     """The Hugging Face folder."""
 
@@ -323,6 +344,11 @@ class Recipe(BaseModel):
         }
         if said := [name for name, wanted in needs.items() if wanted]:
             raise ValueError(f"rl.update.{said[0]} needs the turns of episodes: add the section environment")
+
+    @model_validator(mode="after")
+    def _gated_by_what_is_there(self) -> Recipe:
+        check_gated(self, policies_of(self))
+        return self
 
     @model_validator(mode="after")
     def _forked_where_it_can_be(self) -> Recipe:

@@ -6,7 +6,10 @@ import datetime
 import functools
 import re
 
-LABELS = {"base": "base", "sft": "SFT", "distill": "distilled", "preference": "preference", "rl": "RL"}
+LABELS = {
+    "base": "base", "champion": "champion", "start": "start",
+    "sft": "SFT", "distill": "distilled", "preference": "preference", "rl": "RL",
+}  # fmt: skip
 """Names of the policies that a run evaluates, in the order in which it trains them."""
 LONGEST = 1200
 """Characters shown of a text."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from flows.records import find_run
 from flows.report.advice import run_warnings
 from flows.report.charts import round_charts, stage_graph
+from flows.report.decisions import decision_rows, outcome
 from flows.report.episodes import episodes
 from flows.report.formats import LABELS, duration, show, visible, when
 from flows.report.levels import guess, levels_of, verdict
@@ -62,6 +63,7 @@ def view(store: Store, record: Mapping[str, Any]) -> dict[str, Any]:
     run = RunView(store, record)
     series = round_series(record)
     evaluations = run.evaluations()
+    decided = record.get("decision")
     compared = section(lambda: run.differences(list(evaluations)))
     stages = run.stages()
     rounds = [int(n) for n in series["round"] if n is not None]
@@ -74,6 +76,7 @@ def view(store: Store, record: Mapping[str, Any]) -> dict[str, Any]:
         "failures": [(n, e.get("error", "")) for n, e in run.nodes.items() if e["state"] == "failed"],
         "evaluation": _evaluation(run, evaluations),
         "compared": compared,
+        "decision": {"outcome": outcome(decided), "rows": decision_rows(record)} if decided else None,
         "chosen": run.nodes["select"]["metrics"] if "digest" in run.nodes.get("select", {}) else None,
         "charts": round_charts(series) if rounds else [],
         "numbers": _numbers(series),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from stages.common.verdicts import Difference
 
 STATES = {"hit": "cached", "made": "made", "failed": "failed", "running": "unfinished",
-          "interrupted": "unfinished"}  # fmt: skip
+          "interrupted": "unfinished", "refused": "refused"}  # fmt: skip
 NOT_REACHED = "not reached"
 
 T = TypeVar("T")
@@ -200,11 +200,13 @@ class RunView:
     def _inputs(self) -> dict[str, list[str]]:
         """Inputs of each node, from the recipe; none are known where the recipe is of another version."""
         from flows.graph.build import build
+        from flows.graph.standing import recorded
         from flows.recipe.migration import migrated
         from flows.recipe.model import Recipe
 
         try:
-            nodes = build(Recipe.model_validate_json(json.dumps(migrated(self.record["recipe"])), context=SHOWN))
+            values = json.dumps(migrated(self.record["recipe"]))
+            nodes = build(Recipe.model_validate_json(values, context=SHOWN), recorded(self.record))
         except ValueError:
             return {name: [] for name in self.nodes}
         return {n.name: sorted({i.node for i in n.inputs.values()}) for n in nodes}

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from flows.graph.build import Node, build
+from flows.graph.build import Node, nodes_of
 from flows.graph.taken import taken_artifact
 from flows.recipe.model import Recipe, RecipeError
 from stages.base import positions
@@ -36,13 +36,16 @@ def check(recipe: Recipe) -> None:
     # Nodes of one stage in several rounds have the same sources; each base model has its own.
     nodes: dict[str, Node] = {}
     store = Store(recipe.store)
-    for node in build(recipe):
+    for node in nodes_of(recipe):
         nodes.setdefault(node.stage if node.inputs else node.name, node)
         try:
             taken_artifact(store, node)
         except ArtifactError as e:
             raise RecipeError(str(e)) from e
     for node in nodes.values():
+        if node.held is not None:
+            # Another run has made it.
+            continue
         try:
             stage(node.stage).sources(node.config)
         except (ValueError, OSError) as e:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from flows.records import PARTIAL
+from flows.records import NOTHING_NEW, PARTIAL, REFUSED, WHOLE
 from flows.report.console import ConsoleReporter, closing_table, difference_lines, level_line
+from flows.report.decisions import decision_lines
 from flows.report.levels import guess
 from flows.report.page import write_report
 from flows.running.session import Session
@@ -28,7 +29,10 @@ def status_after(error: BaseException) -> str:
 
 
 def status_at_end(session: Session) -> str:
-    """`finished`, or `partial` where a run was told to do a part of its recipe, and has."""
+    """`finished`, what the gate has ended it with, or `partial` where a run was told to do a part of its recipe."""
+    decided = session.record.get("decision", {}).get("decision")
+    if decided in (REFUSED, NOTHING_NEW):
+        return str(decided)
     return "finished" if session.made.keys() == session.nodes.keys() else PARTIAL
 
 
@@ -62,7 +66,7 @@ def close(session: Session, status: str) -> str | None:
     _note(session, status)
     if not session.made:
         return None
-    if status == "finished":
+    if status in WHOLE:
         _collect(session)
     try:
         return write_report(session.store, session.name)
@@ -115,6 +119,8 @@ def summary(session: Session, reporter: ConsoleReporter, report: str | None) -> 
         for line in [*data_lines(session), *compared, level_line(evaluations), guess(evaluations)]:
             if line:
                 reporter.console.print(line, soft_wrap=True)
+    for line in decision_lines(session.record):
+        reporter.console.print(line, soft_wrap=True)
     if status_at_end(session) == PARTIAL:
         left = f"{len(session.made)} of {len(session.nodes)} stages"
         reporter.console.print(f"partial: {left}; the same command without --only and --until makes the others")

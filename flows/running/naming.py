@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from flows.recipe.migration import migrated
 from flows.recipe.model import Recipe, RecipeError
-from flows.records import SILENT_MINUTES, status_of
+from flows.records import SILENT_MINUTES, WHOLE, status_of
 from stages.store.artifacts import Store
 from stages.store.keys import differences, published
 from stages.store.leases import is_gone
@@ -45,8 +45,9 @@ def before(store: Store, recipe: Recipe, name: str) -> dict[str, Any] | None:
         return None
     status = status_of(record, store)
     other = f"choose another --name, or none; what {name} has made is reused"
-    if status == "finished":
-        raise RecipeError(f"run {name} is finished (`rlhf show {name}`): {other}")
+    if status in WHOLE:
+        how = "finished" if status == "finished" else f"at its end ({status})"
+        raise RecipeError(f"run {name} is {how} (`rlhf show {name}`): {other}")
     if status == "running":
         unseen = f" (if it was killed there, this command goes on {SILENT_MINUTES} minutes after its last sign of life)"
         raise RecipeError(

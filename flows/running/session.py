@@ -11,7 +11,8 @@ import socket
 import time
 from typing import Any, Protocol
 
-from flows.graph.build import Node, build, code_of, key_of, key_parts
+from flows.graph.build import Node, build, code_of, key_of, key_parts, with_inputs
+from flows.graph.standing import Standing, standing_of
 from flows.graph.taken import check_point, taken_artifact
 from flows.recipe.model import Recipe
 from flows.records import log_of
@@ -52,14 +53,24 @@ def now() -> str:
 class Session:
     """A run in progress."""
 
-    def __init__(self, recipe: Recipe, reporter: Reporter, name: str | None = None, force: set[str] | None = None):
+    def __init__(
+        self,
+        recipe: Recipe,
+        reporter: Reporter,
+        name: str | None = None,
+        force: set[str] | None = None,
+        standing: Standing | None = None,
+    ):
         self.recipe = recipe
         self.store = Store(recipe.store)
         self.reporter = reporter
         self.name = name or free_name(self.store, recipe.name)
         # A generated name is free already.
         unfinished = before(self.store, recipe, name) if name is not None else None
-        self.nodes = {n.name: n for n in build(recipe)}
+        # A run that goes on starts from the policy that it started from.
+        begun = self.name if unfinished is not None else None
+        self.standing = standing if standing is not None else standing_of(recipe, self.store, begun)
+        self.nodes = {n.name: n for n in build(recipe, self.standing)}
         self.force = force or set()
         self.made: dict[str, Artifact] = {}
         log = log_of(self.store, self.name)
@@ -78,6 +89,8 @@ class Session:
             "tries": 1 + (unfinished or {"tries": 0}).get("tries", 1),
             "nodes": {},
         }
+        if self.standing != Standing():
+            self.record["standing"] = self.standing.as_json()
         self.save()
 
     def _store_log(self) -> None:
@@ -100,6 +113,25 @@ class Session:
         self._saved = time.monotonic()
         self.record["saved"] = now()
         self.store.write_json(self.record, "runs", self.name, "run.json")
+
+    def rebuild(self, standing: Standing) -> None:
+        """Builds the graph for what the names stand for by now; what does not follow from that stays made."""
+        before, self.standing = self.nodes, standing
+        self.nodes = {n.name: n for n in build(self.recipe, standing)}
+        changed = {name for name, node in self.nodes.items() if node != before.get(name)}
+        # An export waits for the decision, and does not read it.
+        behind = {name for name, node in self.nodes.items() if node.stage == "export"}
+        gone = self.made.keys() - self.nodes.keys()
+        for name in gone | {n for n in self.made.keys() - gone if with_inputs(self.nodes, {n}) & (changed | behind)}:
+            del self.made[name], self.record["nodes"][name]
+        self.record["standing"] = standing.as_json()
+        self.record.pop("decision", None)
+        self.save()
+
+    def decide(self, decision: dict[str, Any]) -> None:
+        """Puts the decision about the run's policy into the record."""
+        self.record["decision"] = decision
+        self.save()
 
     def run_node(self, name: str) -> tuple[str, Artifact]:
         """Makes or reads the artifact of one node: (`hit` or `made`, artifact). Its inputs must have run before.
@@ -127,14 +159,15 @@ class Session:
 
     def _made_or_read(self, name: str) -> tuple[str, Artifact]:
         node = self.nodes[name]
-        files = code_of(node).files
-        parts = key_parts(node, self.made)
-        key = key_of(parts)
-        forced = node.name in self.force
         taken = taken_artifact(self.store, node)
         if taken is not None:
             # Its own key, from the settings that it was made with.
-            key = taken.key
+            key, parts, files = taken.key, {}, {}
+        else:
+            files = code_of(node).files
+            parts = key_parts(node, self.made)
+            key = key_of(parts)
+        forced = node.name in self.force
         artifact = taken if taken is not None else None if forced else self.store.get(node.stage, key)
         started = time.monotonic()
         entry: dict[str, Any] = {"stage": node.stage, "key": key, "started": now(), "state": "running"}
@@ -160,7 +193,7 @@ class Session:
         self.made[name] = artifact
         self.save(soon=True)
         self.reporter.stage_ended(node, state, artifact.manifest, seconds)
-        for remark in of_data(self.recipe, artifact.metrics) if node.stage == "prepare" else ():
+        for remark in of_data(self.recipe, artifact.metrics) if node.stage in ("prepare", "fresh") else ():
             self.reporter.line(f"! {remark}")
         return state, artifact
 

@@ -174,7 +174,8 @@ class AuditedRun:
     @functools.cached_property
     def prompts(self) -> dict[str, bytes]:
         """A digest of the tokens of each prompt of the prepared data that rounds draw from, by its id."""
-        data = self.artifacts.get("prepare")
+        # What is new in the data, where the run trains on that alone.
+        data = self.artifacts.get("fresh", self.artifacts.get("prepare"))
         if data is None or not data.has("prompts/"):
             return {}
         found: dict[str, bytes] = {}

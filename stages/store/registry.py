@@ -30,6 +30,10 @@ class RegistryError(ValueError):
     """A name that is not one, or a change of it that is not possible; the message says what to do."""
 
 
+class Moved(RegistryError):
+    """A name stands for another policy than the caller has seen."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Policy:
     """What a name stands for: a policy's artifact, and the run that it is from."""
@@ -42,6 +46,8 @@ class Policy:
     base: str
     """Key of the base model, which has the tokenizer."""
     base_digest: str
+    trained: str = ""
+    """Digest of the policy that an export was made from; empty: it is itself what was trained."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,14 +91,20 @@ def current(store: Store, name: str) -> Entry | None:
     return _read(store, name, numbers[-1]) if numbers else None
 
 
-def promote(store: Store, name: str, policy: Policy, reason: str, forced: bool = False) -> Entry:
+def promote(
+    store: Store, name: str, policy: Policy, reason: str, forced: bool = False, expected: int | None = None
+) -> Entry:
     """Makes `name` stand for `policy`. Beside other promoters the last one wins, and the history has them all.
 
-    Raises RegistryError for a name that is not one, and where the name stands for this policy already.
+    expected: the number of the newest entry that the caller has seen, 0 without one; None: whatever it is.
+    Raises RegistryError for a name that is not one, and where the name stands for this policy already; Moved where the
+    newest entry is not the expected one.
     """
 
     def entry(before: list[Entry], number: int) -> Entry:
         last = before[-1] if before else None
+        if expected is not None and expected != number - 1:
+            raise Moved(f"{name} is at entry {number - 1} by now, not at {expected}")
         if last is not None and last.policy.digest == policy.digest:
             raise RegistryError(f"{name} is this policy already, since entry {last.number} of run {last.policy.run}")
         previous = None if last is None else last.promotion
@@ -127,6 +139,37 @@ def rollback(store: Store, name: str, to: int | None, reason: str) -> Entry:
         return Entry(number, target.policy, _now(), who(), reason, last.promotion, restores=target.number)
 
     return _append(store, name, entry, 1)
+
+
+def trained_ref(store: Store, policy: Policy) -> tuple[str, str, str] | None:
+    """(stage, key, digest) of the policy that was trained: of an export, what it is of. None where it is gone."""
+    artifact = store.with_digest(policy.stage, policy.key, policy.digest, repair=False)
+    if artifact is None or policy.stage != "export":
+        return None if artifact is None else (policy.stage, policy.key, policy.digest)
+    ref = artifact.manifest["inputs"]["policy"]
+    return ref["stage"], ref["key"], ref["digest"]
+
+
+def withdrawn(store: Store, name: str) -> dict[str, str]:
+    """Digests of the trained policies that a rollback has taken back and nothing has brought back since.
+
+    Each with the entry that did it, who, and why.
+    """
+    found: dict[str, str] = {}
+    last: Entry | None = None
+    for entry in history(store, name):
+        if last is not None and entry.restores is not None:
+            why = f": {entry.reason}" if entry.reason else ""
+            found[_trained(store, last.policy)] = f"{name} entry {entry.number} by {entry.who}{why}"
+        found.pop(_trained(store, entry.policy), None)
+        last = entry
+    return found
+
+
+def _trained(store: Store, policy: Policy) -> str:
+    """The digest of the trained policy; of one that is gone, what the entry says."""
+    ref = None if policy.trained or policy.stage != "export" else trained_ref(store, policy)
+    return policy.trained or (policy.digest if ref is None else ref[2])
 
 
 def referenced(store: Store) -> list[tuple[str, str, str, str]]:

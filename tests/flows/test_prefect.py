@@ -253,7 +253,7 @@ def test_each_section_of_the_form_has_a_name_of_its_own() -> None:
     models = rlhf_pipeline.parameters.definitions
     # Pydantic puts the whole path, with underscores, into names that it has to tell apart.
     assert [name for name in models if "__" in name] == []
-    assert {"prepare", "update", "sft"} <= {model.get("title") for model in models.values()}
+    assert {"data", "update", "sft"} <= {model.get("title") for model in models.values()}
 
 
 def test_parameters_are_strict_and_keep_only_what_was_said() -> None:

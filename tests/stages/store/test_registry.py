@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import uuid
 
@@ -106,3 +107,27 @@ def test_what_is_not_possible_is_said(tmp_path):
     store.write_json({"number": 3}, "registry", "champion", "000003.json")
     with pytest.raises(RegistryError, match="000003.json is not an entry"):
         registry.current(store, "champion")
+
+
+def test_a_promotion_that_expects_another_entry_moves_nothing(store, tmp_path):
+    a, b, c = (stored(store, tmp_path, run) for run in "abc")
+    assert registry.promote(store, "champion", a, "better", expected=0).number == 1
+    for expected in (0, 2):
+        with pytest.raises(registry.Moved, match=f"at entry 1 by now, not at {expected}"):
+            registry.promote(store, "champion", b, "better", expected=expected)
+    assert registry.promote(store, "champion", c, "better", expected=1).number == 2
+    assert [e.policy for e in registry.history(store, "champion")] == [a, c]
+
+
+def test_what_a_rollback_took_back_is_known_until_it_is_promoted_again(store, tmp_path):
+    a, b = (stored(store, tmp_path, run) for run in "ab")
+    a, b = (dataclasses.replace(p, trained=f"digest of the policy behind {p.run}") for p in (a, b))
+    for policy in (a, b):
+        registry.promote(store, "champion", policy, "better")
+    assert registry.withdrawn(store, "champion") == {}
+    registry.rollback(store, "champion", None, "too rude")
+    (taken_back,) = registry.withdrawn(store, "champion").items()
+    assert taken_back[0] == b.trained
+    assert taken_back[1].startswith("champion entry 3 by ") and taken_back[1].endswith(": too rude")
+    registry.promote(store, "champion", b, "it is polite by now")
+    assert registry.withdrawn(store, "champion") == {}

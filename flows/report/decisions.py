@@ -1,0 +1,41 @@
+"""What a run's gate has decided, as lines and as rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+WORDS = {True: "holds", False: "missed"}
+
+
+def decision_lines(record: Mapping[str, Any]) -> list[str]:
+    """The decision about a run's policy, then a line for each check; none where no gate has decided."""
+    decision = record.get("decision")
+    if not decision:
+        return []
+    checks = [f"  {WORDS[check['holds']]:<6}  {check['said']}" for check in decision["checks"]]
+    return [f"gate    {outcome(decision)}", *(checks if decision["decision"] != "nothing new" else [])]
+
+
+def outcome(decision: Mapping[str, Any]) -> str:
+    """The decision, and what the name stands for by it."""
+    made, name = decision["decision"], decision.get("name", "")
+    if made == "promoted":
+        entry = decision.get("entry")
+        return f"promoted: {name} entry {entry}" if entry is not None else f"promoted, but {name} was not moved"
+    return f"{made}: {'; '.join(decision['reasons'])}" if made == "nothing new" else f"{made}: {name} stays as it is"
+
+
+def decision_rows(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A row for each check: what asks, figure, bound, whether it holds, and all of it in a sentence."""
+    checks = (record.get("decision") or {}).get("checks", [])
+    return [
+        {
+            "check": check["name"],
+            "figure": check["figure"],
+            "bound": check["bound"],
+            "holds": WORDS[check["holds"]],
+            "said": check["said"],
+        }
+        for check in checks
+    ]

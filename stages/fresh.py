@@ -1,0 +1,89 @@
+"""What is new in the data: without the rows to train on that the policy at the start was trained on before.
+
+Held-out rows stay as they are, file by file, so that policies of many nights are compared on the same problems.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from stages.common.trained import COLUMNS, FOLDER, SPLITS, is_trained, read_names
+from stages.contract.definition import Context, Reads, Stage, StageConfig
+from stages.store.artifacts import Artifact
+
+
+class Config(StageConfig):
+    """It has no settings."""
+
+
+def run(ctx: Context) -> dict[str, Any]:
+    """Writes the parts of the data; returns how many rows of each part to train on are new, and how many are not."""
+    data, trained = ctx.inputs["data"], read_names(ctx.inputs["start"])
+    rows: dict[str, int] = {}
+    old: dict[str, int] = {}
+    for path in _tables(data):
+        source, target = data.local(path), ctx.out / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = path.split("/")[0]
+        if part not in SPLITS:
+            shutil.copyfile(source, target)
+            continue
+        kept, dropped = _without(source, target, trained)
+        rows[part], old[part] = rows.get(part, 0) + kept, old.get(part, 0) + dropped
+    ctx.log(", ".join(f"{part}: {rows[part]} new, {old[part]} trained on before" for part in rows))
+    return {"rows": rows, "trained": old}
+
+
+def _tables(data: Artifact) -> list[str]:
+    """The tables of the data but for its dead letters."""
+    paths = (f["path"] for f in data.manifest["files"])
+    return sorted(p for p in paths if p.endswith(".parquet") and p.split("/")[0] in (*SPLITS, *_HELD_OUT))
+
+
+_HELD_OUT = ("heldout", "heldout_sft", "heldout_preference", "heldout_labelled")
+
+
+def _without(source: Path, target: Path, trained: set[str]) -> tuple[int, int]:
+    """Writes the rows of a table that are new, in their order; returns how many they are, and how many are not."""
+    from tuning.data.schema import write_parquet
+
+    counts = [0, 0]
+
+    def new() -> Iterator[pa.Table]:
+        file = pq.ParquetFile(source)
+        for batch in file.iter_batches():
+            columns = [name for name in COLUMNS if name in batch.schema.names]
+            mask = [not is_trained(row, trained) for row in batch.select(columns).to_pylist()]
+            counts[0] += sum(mask)
+            counts[1] += len(mask) - sum(mask)
+            yield pa.Table.from_batches([batch]).filter(pa.array(mask))
+
+    schema = pq.read_schema(source)
+    write_parquet(target, new(), {field.name: field.type for field in schema})
+    if not counts[1]:
+        # Byte for byte: what reads it is found again.
+        shutil.copyfile(source, target)
+    return counts[0], counts[1]
+
+
+STAGE = Stage(
+    "fresh",
+    1,
+    Config,
+    run,
+    libraries=("pyarrow",),
+    computes=lambda config: False,
+    title="new data",
+    makes="data",
+    reads={
+        "data": Reads("data", (*(f"{part}/" for part in (*SPLITS, *_HELD_OUT)),)),
+        "start": Reads("start", (f"{FOLDER}/",)),
+    },
+    headline=("new {rows}", "trained on before {trained}"),
+)

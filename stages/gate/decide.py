@@ -1,0 +1,163 @@
+"""The decision about a policy: what is checked, each figure beside its bound, and what follows."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from stages.gate.settings import Config, Guard
+
+if TYPE_CHECKING:
+    from tuning.evaluation.verdicts import Judged
+
+PROMOTED, REFUSED, NOTHING_NEW = "promoted", "refused", "nothing new"
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One thing that is asked of a policy."""
+
+    name: str
+    """The setting that asks, such as `floors.score`."""
+    figure: float | None
+    bound: float | None
+    holds: bool
+    said: str
+    """Figure and bound in a sentence."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """The paired difference of two policies on the problems that neither was trained on."""
+
+    mean: float
+    low: float
+    high: float
+    problems: int
+    excluded: int
+    """Problems that are left out, since one of the two was trained on them."""
+
+
+def compare(before: Judged, after: Judged, level: float, excluded: set[int]) -> Compared | None:
+    """after - before by problem, with the interval of confidence `level`; None where no problem is left.
+
+    excluded: places of problems that are left out. Raises ValueError where the two are of different problems.
+    """
+    from tuning.evaluation.statistics import paired_difference, problem_means
+
+    if (before.places, before.groups) != (after.places, after.groups):
+        raise ValueError("the two evaluations are of different problems: evaluate both policies on the same data")
+    rows = [i for i, place in enumerate(after.places) if place not in excluded]
+    left_out, first, second = len(after.places) - len(rows), before.correct_PS[rows], after.correct_PS[rows]
+    known = [math.isfinite(gap) for gap in problem_means(second) - problem_means(first)]
+    if not any(known):
+        return None
+    groups = [after.groups[i] for i in rows]
+    mean, low, high = paired_difference(first, second, confidence=level, clusters=groups)
+    return Compared(mean, low, high, sum(known), left_out)
+
+
+def figure_of(metrics: Mapping[str, Any], name: str) -> float | None:
+    """A number of an evaluation by its name, or the score of the judge of that name; None where it has none."""
+    judges = metrics.get("judges") or {}
+    value = judges[name].get("score") if name in judges else metrics.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def checks_of(
+    config: Config,
+    candidate: Mapping[str, Any],
+    other: Mapping[str, Any] | None,
+    compared: Compared | None,
+    broken: Sequence[str],
+    withdrawn: str | None,
+) -> list[Check]:
+    """Everything that is asked of a policy, in the order in which a reader wants it.
+
+    candidate, other: the metrics of the evaluations; None where there is no policy to compare with.
+    broken: laws of the audit that do not hold. withdrawn: what took this policy back before.
+    """
+    found = [] if other is None else [_difference(config, compared)]
+    found += [_floor(name, least, figure_of(candidate, name)) for name, least in sorted(config.floors.items())]
+    for name, guard in sorted(config.guards.items()):
+        found += _guard(config, name, guard, figure_of(candidate, name), other)
+    if config.audit:
+        said = "all laws of the audit hold" if not broken else f"{len(broken)} laws of the audit are broken: "
+        found.append(Check("audit", float(len(broken)), 0.0, not broken, said + "; ".join(broken)))
+    if withdrawn is not None:
+        said = f"this very policy was taken back before ({withdrawn}): `rlhf promote --force` brings it back by hand"
+        found.append(Check("rollback", None, None, False, said))
+    return found
+
+
+def _difference(config: Config, compared: Compared | None) -> Check:
+    if compared is None:
+        said = "no held-out problem is left that neither policy was trained on and that both have a score of"
+        return Check("min_difference", None, config.min_difference, False, said)
+    choice = f" (best of {config.candidates}: interval of {100 * config.level:.4g} %)" if config.candidates > 1 else ""
+    left_out = f", {compared.excluded} left out that were trained on" if compared.excluded else ""
+    holds = compared.low > config.min_difference
+    said = (
+        f"{config.metric} {compared.mean:+.4f} [{compared.low:+.4f}, {compared.high:+.4f}] against {config.against} on "
+        f"{compared.problems} problems{left_out}{choice}: the lower end is {'' if holds else 'not '}above "
+        f"{config.min_difference:g}"
+    )
+    return Check("min_difference", compared.low, config.min_difference, holds, said)
+
+
+def _floor(name: str, least: float, figure: float | None) -> Check:
+    holds = figure is not None and figure >= least
+    said = _unknown(name) if figure is None else f"{name} {figure:.4g} is {'at least' if holds else 'below'} {least:g}"
+    return Check(f"floors.{name}", figure, least, holds, said)
+
+
+def _guard(
+    config: Config, name: str, guard: Guard, figure: float | None, other: Mapping[str, Any] | None
+) -> Iterator[Check]:
+    """A check for each bound of a guard. Without a policy to compare with, only the largest value counts."""
+    before = None if other is None else figure_of(other, name)
+    bounds: list[tuple[str, float | None, str]] = []
+    if guard.most is not None:
+        bounds.append(("most", guard.most, ""))
+    for way, value in (("rise", guard.rise), ("fall", guard.fall), ("times", guard.times)):
+        if value is None or other is None:
+            continue
+        bound = None if before is None else _bound(way, value, before)
+        shown = "none" if before is None else f"{before:.4g}"
+        bounds.append((way, bound, f" ({way} {value:g} from {shown} of {config.against})"))
+    for way, bound, of in bounds:
+        if figure is None or bound is None:
+            yield Check(f"guards.{name}.{way}", figure, bound, False, _unknown(name))
+            continue
+        holds = figure >= bound if way == "fall" else figure <= bound
+        word = ("at least" if holds else "below") if way == "fall" else ("at most" if holds else "above")
+        yield Check(f"guards.{name}.{way}", figure, bound, holds, f"{name} {figure:.4g} is {word} {bound:.4g}{of}")
+
+
+def _bound(way: str, value: float, before: float) -> float:
+    return before * value if way == "times" else before + value if way == "rise" else before - value
+
+
+def _unknown(name: str) -> str:
+    return f"{name} has no figure in the evaluation: it may apply to none of the problems"
+
+
+def decision(config: Config, checks: Sequence[Check], compared: Compared | None, same: bool) -> dict[str, Any]:
+    """The decision with its figures. same: the policy is the champion already."""
+    missed = [check.said for check in checks if not check.holds]
+    made = NOTHING_NEW if same else REFUSED if missed else PROMOTED
+    return {
+        "decision": made,
+        "name": config.name,
+        "metric": config.metric,
+        "against": config.against,
+        "difference": None if compared is None else dataclasses.asdict(compared),
+        "confidence": config.level,
+        "candidates": config.candidates,
+        "reasons": ["the policy is the champion already"] if same else missed,
+        "checks": [dataclasses.asdict(check) for check in checks],
+    }

@@ -1,0 +1,118 @@
+"""The decision whether a run's policy becomes the champion, by evaluations on the same held-out problems.
+
+It compares the policy with the champion problem by problem, holds floors and guards, and has the run audited. What
+follows from a decision, a name that moves and an export, is done by who runs the stages.
+
+    decision.json   the decision, every check with figure and bound, and the laws that are broken
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from stages.common.tables import read_table
+from stages.common.trained import rows_of, trained_names, was_seen
+from stages.contract.definition import Context, Reads, Stage
+from stages.gate.decide import Compared, checks_of, compare, decision
+from stages.gate.settings import CHAMPION, Config
+from stages.store.artifacts import Artifact
+from tuning.rows import VerdictRow
+
+NODE = "node_"
+"""How the roles of the run's artifacts begin, with the name of the node behind, for the audit."""
+FILE = "decision.json"
+
+
+def run(ctx: Context) -> dict[str, Any]:
+    """Writes `decision.json`; returns the same."""
+    config: Config = ctx.config
+    candidate, other = ctx.inputs["candidate"], ctx.inputs.get("against")
+    compared = None if other is None else _compared(ctx, other, candidate)
+    policy, champion = ctx.inputs["policy"], ctx.inputs.get("champion")
+    broken = _broken_laws(ctx) if config.audit else []
+    metrics = None if other is None else other.metrics
+    checks = checks_of(config, candidate.metrics, metrics, compared, broken, config.withdrawn.get(policy.digest))
+    same = champion is not None and champion.digest == policy.digest
+    made = decision(config, checks, compared, same) | {
+        "candidate": policy.digest,
+        "champion": None if champion is None else champion.digest,
+    }
+    for check in checks if not same else ():
+        ctx.log(f"{'holds ' if check.holds else 'MISSED'}  {check.said}")
+    (ctx.out / FILE).write_text(json.dumps(made, indent=1, sort_keys=True) + "\n")
+    return made
+
+
+def _compared(ctx: Context, before: Artifact, after: Artifact) -> Compared | None:
+    """The paired difference, without the problems that one of the policies was trained on."""
+    config: Config = ctx.config
+    _check_alike(before, after)
+    trained = trained_names(ctx.inputs["policy"])
+    if "champion" in ctx.inputs:
+        trained |= trained_names(ctx.inputs["champion"])
+    # A problem's place is its number in the table.
+    excluded = {place for place, row in enumerate(rows_of(ctx.inputs["data"], "heldout")) if was_seen(row, trained)}
+    return compare(_judged(before, config.metric), _judged(after, config.metric), config.level, excluded)
+
+
+def _check_alike(before: Artifact, after: Artifact) -> None:
+    """Raises ValueError for evaluations by different settings, or on different problems."""
+    one, two = (artifact.manifest["key_parts"] for artifact in (before, after))
+    different = [name for name in ("config", "seed") if one[name] != two[name]]
+    different += ["held-out problems"] if one["inputs"]["data"] != two["inputs"]["data"] else []
+    if different:
+        raise ValueError(f"the two evaluations differ in {', '.join(different)}: they cannot be compared in pairs")
+
+
+def _judged(evaluation: Artifact, metric: str) -> Any:
+    from tuning.evaluation.verdicts import judged
+
+    config = evaluation.manifest["config"]
+    judge = config["judge"] if metric == "score" else metric
+    rows = read_table(evaluation, "verdicts/", VerdictRow)
+    return judged((row for row in rows if row.judge == judge), config["samples"])
+
+
+def _broken_laws(ctx: Context) -> list[str]:
+    """The laws of the audit that the run breaks, each with its first case."""
+    from stages.auditing.laws import audit
+
+    nodes = {
+        name.removeprefix(NODE): {"stage": a.stage, "key": a.key, "digest": a.digest, "state": "made"}
+        for name, a in ctx.inputs.items()
+        if name.startswith(NODE)
+    }
+    recipe = {"fork": None, "rl": {"rollouts_from": ctx.config.rollouts_from}}
+    record: Mapping[str, Any] = {"name": "", "recipe": recipe, "nodes": nodes}
+    verdicts = list(audit(ctx.inputs["candidate"].store, record))
+    return [f"{v.law.name} ({v.finding.broken[0]})" for v in verdicts if v.finding.broken]
+
+
+def _headline(metrics: Mapping[str, Any]) -> str:
+    """The decision, and what it rests on."""
+    if metrics.get("decision") != "promoted":
+        return f"{metrics.get('decision')}: {'; '.join(metrics.get('reasons', []))}"
+    return "; ".join(["promoted", *(c["said"] for c in metrics["checks"][:1])])
+
+
+STAGE = Stage(
+    "gate",
+    1,
+    Config,
+    run,
+    libraries=("numpy", "scipy", "pyarrow"),
+    computes=lambda config: False,
+    section="gate",
+    title="gate",
+    reads={
+        "candidate": Reads("candidate"),
+        "policy": Reads("policy"),
+        "data": Reads("data", ("heldout/",)),
+        "against": Reads("against", when=lambda config, _: getattr(config, "against", None) is not None),
+        "champion": Reads("champion", when=lambda config, _: getattr(config, "against", None) == CHAMPION),
+        "nodes": Reads(f"{NODE}*", when=lambda config, _: config.audit),
+    },
+    headline=(_headline,),
+)

@@ -1,0 +1,100 @@
+"""A store with small artifacts of the form that a run leaves: data, policies and their evaluations."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from stages.contract.definition import Context
+from stages.gate import stage
+from stages.gate.settings import Config
+from stages.store.artifacts import Artifact, Store
+from tuning.data.schema import ROWS
+from tuning.rows import PromptRow, VerdictRow, write_table
+
+SETTINGS: dict[str, Any] = {"judge": "exact_match", "samples": 2, "judges": {"polite": {}}}
+
+
+class Lab:
+    """Makes artifacts in one store."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.store = folder, Store(str(folder / "store"))
+
+    def commit(
+        self, stage: str, files: Mapping[str, str] = {}, inputs: Mapping[str, Artifact] = {}, **more: Any
+    ) -> Artifact:
+        """An artifact of files by path, and of `tables` by part, made from `inputs`."""
+        folder = self.folder / uuid.uuid4().hex
+        folder.mkdir()
+        for part, rows in more.pop("tables", {}).items():
+            kind = VerdictRow if part == "verdicts" else PromptRow if part == "rollouts" else ROWS[part]
+            write_table(folder / part / "part-00000.parquet", rows, kind.schema())
+        for name, text in files.items():
+            (folder / name).write_text(text)
+        refs = {name: {"stage": a.stage, "key": a.key, "digest": a.digest} for name, a in inputs.items()}
+        parts = {"config": more.get("config", {}), "seed": 0, "inputs": {n: a.digest for n, a in inputs.items()}}
+        manifest = {"stage": stage, "key": uuid.uuid4().hex * 2, "config": {}, "metrics": {}, "seed": 0, "seconds": 0.1}
+        return self.store.commit(folder, manifest | {"inputs": refs, "key_parts": parts} | more)
+
+    def data(self, heldout: int, trained: Iterable[str] = ("alpha", "beta")) -> Artifact:
+        """Prepared data with prompts `q0`, `q1`, ... held out and others to train on."""
+        tables = {"heldout": [prompt(f"q{i}", f"g{i}") for i in range(heldout)]}
+        tables["prompts"] = [prompt(text, text) for text in trained]
+        return self.commit("prepare", tables=tables)
+
+    def policy(self, name: str, data: Artifact) -> Artifact:
+        """A policy that was trained on the prompts of `data`."""
+        return self.commit("rewarded", {"policy.json": name}, {"data": data})
+
+    def evaluation(
+        self,
+        policy: Artifact,
+        data: Artifact,
+        scores: Sequence[Sequence[float | None]],
+        polite: float = 1.0,
+        **metrics: Any,
+    ) -> Artifact:
+        """The evaluation of a policy whose verdicts are `scores` by problem and sample."""
+        verdicts = [
+            VerdictRow(
+                place=place, sample=s, prompt_id=f"q{place}", group=f"g{place}", judge=judge, answer=None, score=value,
+                failure=None,
+            )
+            for judge, table in (("exact_match", scores), ("polite", [[polite] * 2] * len(scores)))
+            for place, row in enumerate(table) for s, value in enumerate(row)
+        ]  # fmt: skip
+        known = [value for row in scores for value in row if value is not None]
+        found = {"score": sum(known) / max(1, len(known)), "mean_length": 10.0, "truncated": 0.1}
+        found |= {"judges": {"polite": {"score": polite}}} | metrics
+        inputs = {"policy": policy, "data": data}
+        return self.commit("evaluate", {}, inputs, tables={"verdicts": verdicts}, config=SETTINGS, metrics=found)
+
+    def decide(
+        self, candidate: Artifact, other: Artifact | None = None, **settings: Any
+    ) -> tuple[dict[str, Any], Artifact]:
+        """The decision about the policy of an evaluation, against that of another as the champion; and the policy."""
+        against = None if other is None else "champion"
+        config = Config.model_validate({"audit": False, "against": against} | settings)
+        inputs = {"candidate": candidate} | {role: self.input(candidate, role) for role in ("policy", "data")}
+        if other is not None:
+            inputs |= {"against": other, "champion": self.input(other, "policy")}
+        out = self.folder / uuid.uuid4().hex
+        out.mkdir()
+        ctx = Context(
+            config=config, inputs=inputs, out=out, work=out, seed=0, progress=lambda *a, **k: None, log=print, memory={}
+        )
+        metrics = stage.run(ctx)
+        return metrics, inputs["policy"]
+
+    def input(self, artifact: Artifact, role: str) -> Artifact:
+        ref = artifact.manifest["inputs"][role]
+        found = self.store.with_digest(ref["stage"], ref["key"], ref["digest"])
+        assert found is not None
+        return found
+
+
+def prompt(text: str, group: str) -> PromptRow:
+    return PromptRow(id=text, prompt_ids=[1], prompt=text, answer="4", group=group, content=f"content of {text}")

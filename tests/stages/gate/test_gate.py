@@ -1,0 +1,206 @@
+"""The gate promotes what is better on the same problems and keeps to every bound, and says what others missed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from stages.gate.settings import RESAMPLES, Config, Gate, Guard
+from stages.store.artifacts import ArtifactError
+from tests.stages.gate.support import Lab
+from tuning.evaluation import statistics
+
+COUNT = 40
+BAD, GOOD = [[0.0, 0.0]] * COUNT, [[1.0, 1.0]] * COUNT
+MIXED = [[1.0, 0.0]] * COUNT
+
+
+@pytest.fixture
+def lab(tmp_path):
+    return Lab(tmp_path)
+
+
+@pytest.fixture
+def sides(lab):
+    """Makes evaluations of a champion and a new policy with these verdicts and further metrics."""
+
+    def make(before, after, other=None, **new):
+        data = lab.data(COUNT)
+        one = lab.evaluation(lab.policy("one", data), data, before, **(other or {}))
+        return lab.evaluation(lab.policy("two", data), data, after, **new), one
+
+    return make
+
+
+def missed(found):
+    return {check["name"] for check in found["checks"] if not check["holds"]}
+
+
+def test_a_better_policy_is_promoted_with_its_figures(lab, sides):
+    found, policy = lab.decide(*sides(BAD, GOOD))
+    assert found["decision"] == "promoted" and found["reasons"] == []
+    assert found["candidate"] == policy.digest and found["champion"] not in (None, policy.digest)
+    assert found["difference"]["mean"] == 1 and found["difference"]["problems"] == COUNT
+    assert found["difference"]["low"] > 0.8
+    written = next(path for path in lab.folder.glob("*/decision.json"))
+    assert json.loads(written.read_text()) == found
+
+
+def test_a_difference_that_the_problems_cannot_tell_from_none_is_refused(lab, sides):
+    better_by_one = [[1.0, 1.0], *MIXED[1:]]
+    found, _ = lab.decide(*sides(MIXED, better_by_one))
+    assert found["decision"] == "refused" and missed(found) == {"min_difference"}
+    assert found["difference"]["mean"] > 0 >= found["difference"]["low"]
+    assert "the lower end is not above 0" in found["reasons"][0]
+
+
+def test_the_lower_end_must_be_above_the_least_difference(lab, sides):
+    sides = sides(BAD, MIXED)
+    assert lab.decide(*sides, min_difference=0.3)[0]["decision"] == "promoted"
+    assert missed(lab.decide(*sides, min_difference=0.6)[0]) == {"min_difference"}
+
+
+def test_a_worse_policy_is_refused(lab, sides):
+    found, _ = lab.decide(*sides(GOOD, BAD))
+    assert found["decision"] == "refused" and found["difference"]["high"] < 0
+
+
+def test_another_judge_can_decide(lab, sides):
+    sides = sides(GOOD, BAD, {"polite": 0.0}, polite=1.0)
+    assert lab.decide(*sides, metric="polite")[0]["decision"] == "promoted"
+    assert lab.decide(*sides)[0]["decision"] == "refused"
+
+
+def test_the_choice_among_several_widens_the_interval(lab, sides):
+    # 12 of 40 problems are better and 3 worse: enough for one policy, too little for the best of many.
+    before = [[0.0, 0.0]] * 12 + [[1.0, 1.0]] * 3 + MIXED[15:]
+    after = [[1.0, 1.0]] * 12 + [[0.0, 0.0]] * 3 + MIXED[15:]
+    sides = sides(before, after)
+    one, many = (lab.decide(*sides, candidates=n, min_difference=0.02)[0] for n in (1, 40))
+    assert one["decision"] == "promoted" and many["decision"] == "refused"
+    assert many["difference"]["mean"] == one["difference"]["mean"]
+    assert many["difference"]["low"] < one["difference"]["low"]
+    assert many["confidence"] == pytest.approx(1 - 0.05 / 40)
+    assert "best of 40" in many["reasons"][0]
+
+
+def test_every_floor_and_guard_that_is_missed_is_a_reason(lab, sides):
+    sides = sides(BAD, GOOD, {"mean_length": 10.0}, mean_length=31.0, truncated=0.4, polite=0.5)
+    asked = {
+        "floors": {"score": 0.9, "polite": 0.8, "answered": 0.5},
+        "guards": {
+            "mean_length": {"most": 30, "times": 2, "rise": 25},
+            "truncated": {"rise": 0.2},
+            "polite": {"fall": 0.2},
+        },
+    }
+    found, _ = lab.decide(*sides, **asked)
+    assert found["decision"] == "refused"
+    assert missed(found) == {
+        *("floors.polite", "floors.answered", "guards.mean_length.most", "guards.mean_length.times"),
+        *("guards.truncated.rise", "guards.polite.fall"),
+    }
+    reasons = " | ".join(found["reasons"])
+    for said in (
+        "polite 0.5 is below 0.8",
+        "answered has no figure",
+        "mean_length 31 is above 30",
+        "mean_length 31 is above 20 (times 2 from 10 of champion)",
+        "truncated 0.4 is above 0.3 (rise 0.2 from 0.1 of champion)",
+        "polite 0.5 is below 0.8 (fall 0.2 from 1 of champion)",
+    ):
+        assert said in reasons
+    kept = {c["name"] for c in found["checks"]} - missed(found)
+    assert kept == {"min_difference", "floors.score", "guards.mean_length.rise"}
+
+
+def test_without_a_policy_to_compare_with_only_absolute_bounds_count(lab, sides):
+    new, _ = sides(BAD, BAD)
+    asked = {"floors": {"truncated": 0.0}, "guards": {"mean_length": {"most": 11, "times": 0.1}}}
+    found, _ = lab.decide(new, **asked)
+    assert found["decision"] == "promoted" and found["difference"] is None
+    assert [c["name"] for c in found["checks"]] == ["floors.truncated", "guards.mean_length.most"]
+
+
+def test_a_policy_that_was_taken_back_is_refused_whatever_it_shows(lab, sides):
+    new, old = sides(BAD, GOOD)
+    policy = lab.input(new, "policy")
+    found, _ = lab.decide(new, old, withdrawn={policy.digest: "entry 3, too long in use"})
+    assert found["decision"] == "refused" and missed(found) == {"rollback"}
+    assert "entry 3, too long in use" in found["reasons"][0]
+
+
+def test_the_champion_itself_is_nothing_new(lab):
+    data = lab.data(COUNT)
+    policy = lab.policy("one", data)
+    found, _ = lab.decide(lab.evaluation(policy, data, GOOD), lab.evaluation(policy, data, GOOD))
+    assert found["decision"] == "nothing new"
+
+
+def test_a_run_that_breaks_a_law_is_refused(lab, sides):
+    new, old = sides(BAD, GOOD)
+    # Its scores are not the means of its verdicts, and it has no tables: laws of evaluations are broken.
+    config = Config(audit=True, against="champion")
+    found = audited(lab, config, new, old)
+    assert found["decision"] == "refused" and missed(found) == {"audit"}
+    assert "evaluations (" in found["reasons"][0]
+
+
+def audited(lab, config, new, old):
+    from stages.contract.definition import Context
+    from stages.gate import stage
+
+    inputs = {
+        "candidate": new, "against": old, "policy": lab.input(new, "policy"), "champion": lab.input(old, "policy"),
+        "data": lab.input(new, "data"), "node_prepare": lab.input(new, "data"), "node_evaluate.rl": new,
+    }  # fmt: skip
+    out = lab.folder / "audited"
+    out.mkdir()
+    ctx = Context(
+        config=config, inputs=inputs, out=out, work=out, seed=0, progress=lambda *a, **k: None, log=print, memory={}
+    )
+    return stage.run(ctx)
+
+
+def test_problems_that_a_policy_was_trained_on_are_not_compared(lab):
+    tonight = lab.data(COUNT)
+    # Another night had another division: it trained on ten of the problems of tonight.
+    before = lab.data(1, trained=[f"q{i}" for i in range(10)])
+    old = lab.evaluation(lab.policy("one", before), tonight, [[1.0, 1.0]] * 10 + BAD[10:])
+    new = lab.evaluation(lab.policy("two", tonight), tonight, [[0.0, 0.0]] * 10 + GOOD[10:])
+    found, _ = lab.decide(new, old)
+    assert found["difference"] | {"low": 0, "high": 0} == {
+        "mean": 1.0, "problems": COUNT - 10, "excluded": 10, "low": 0, "high": 0
+    }  # fmt: skip
+    everything = lab.data(1, trained=[f"q{i}" for i in range(COUNT)])
+    known = lab.evaluation(lab.policy("three", everything), tonight, BAD)
+    found, _ = lab.decide(new, known)
+    assert missed(found) == {"min_difference"} and "no held-out problem is left" in found["reasons"][0]
+
+
+def test_a_champion_whose_training_is_not_known_is_an_error(lab):
+    tonight, before = lab.data(COUNT), lab.data(1, trained=["gamma"])
+    old = lab.evaluation(lab.policy("one", before), tonight, BAD)
+    new = lab.evaluation(lab.policy("two", tonight), tonight, GOOD)
+    lab.store.set_aside(before.stage, before.key)
+    with pytest.raises(ArtifactError, match="not known what the policy was trained on"):
+        lab.decide(new, old)
+
+
+def test_evaluations_of_different_problems_or_settings_are_no_pair(lab):
+    one, other = lab.data(COUNT), lab.data(COUNT - 1)
+    new = lab.evaluation(lab.policy("two", one), one, GOOD)
+    with pytest.raises(ValueError, match="held-out problems"):
+        lab.decide(new, lab.evaluation(lab.policy("one", other), other, BAD[1:]))
+
+
+def test_settings_that_could_not_decide_are_refused():
+    assert RESAMPLES == statistics.RESAMPLES
+    with pytest.raises(ValueError, match="tails are less than one of the 2000 resamples"):
+        Config(candidates=80)
+    assert Config(candidates=50).level == pytest.approx(0.999)
+    with pytest.raises(ValueError, match="guards nothing"):
+        Guard()
+    with pytest.raises(ValueError, match="String should match"):
+        Gate(name="Best One")
