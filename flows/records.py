@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from stages.store.artifacts import Store
+from stages.store.artifacts import ArtifactError, Store
 from stages.store.leases import beats, booted, is_gone, rebooted
 from tuning.names import nearest
 
@@ -16,6 +17,8 @@ SILENT_MINUTES = 10
 as killed. Signs are the saves of its record and, while it makes an artifact, the beats of that lease."""
 
 
+NEEDED = {"name": str, "status": str, "started": str, "recipe": dict}
+"""What each record has, with its type."""
 PARTIAL = "partial"
 """The status of a run that was told to make a part of its recipe, and has: it is not the newest finished one."""
 
@@ -38,13 +41,33 @@ def log_of(store: Store, name: str) -> Path:
 
 
 def all_runs(store: Store) -> list[dict[str, Any]]:
-    """Every run's record, oldest first."""
+    """Every run's record, oldest first. Raises ArtifactError for one that cannot be read."""
+    found = [_record(store, name) for name in store.names("runs")]
+    return sorted((record for record in found if record is not None), key=lambda r: r["started"])
+
+
+def readable_runs(store: Store) -> list[dict[str, Any]]:
+    """As `all_runs`, without those that cannot be read, which are told: they do not hide the others."""
     records = []
     for name in store.names("runs"):
-        record = store.read_json("runs", name, "run.json")
+        try:
+            record = _record(store, name)
+        except ArtifactError as error:
+            logging.getLogger("rlhf").warning("run %s is left out: %s", name, error)
+            continue
         if record is not None:
             records.append(record)
     return sorted(records, key=lambda r: r["started"])
+
+
+def _record(store: Store, name: str) -> dict[str, Any] | None:
+    record = store.read_json("runs", name, "run.json")
+    if record is None:
+        return None
+    if not isinstance(record, dict) or not NEEDED.items() <= {n: type(record.get(n)) for n in NEEDED}.items():
+        place = store.join("runs", name, "run.json")
+        raise ArtifactError(f"{place} is no record of a run; move it away")
+    return record
 
 
 def status_of(record: dict[str, Any], store: Store, boot: float | None = None) -> str:
@@ -82,7 +105,7 @@ def candidates(store: Store, name: str | None) -> list[dict[str, Any]]:
         record = store.read_json("runs", name, "run.json")
         if record is not None:
             return [record]
-    records = all_runs(store)[::-1]
+    records = readable_runs(store)[::-1]
     if name is None or name == "latest":
         if not records:
             raise UnknownRun(f"no runs in {store.shown}; `rlhf run demo` makes one")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from stages.contract.definition import Context, Stage, StageConfig
 from stages.store.disk import sha256_file
+from tuning import remembered
 
 if TYPE_CHECKING:
     from tuning.models.config import DecoderConfig
@@ -83,7 +84,12 @@ def source_digests(config: Config) -> dict[str, str]:
         # No file: its weights follow from the seed.
         return {"source": config.source}
     files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-    return {p.name if path.is_file() else p.relative_to(path).as_posix(): sha256_file(p) for p in files}
+    return {p.name if path.is_file() else p.relative_to(path).as_posix(): _digest(p) for p in files}
+
+
+def _digest(path: Path) -> str:
+    # Models are large, and asked for by each plan and run.
+    return remembered.of_file(path, lambda: sha256_file(path))
 
 
 def positions(source: str) -> int | None:

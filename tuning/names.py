@@ -7,6 +7,8 @@ import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from tuning.allowed import check_module
+
 
 def closest(name: str, known: Iterable[str]) -> str | None:
     """The name among `known` that `name` probably meant; None where none is similar."""
@@ -34,6 +36,7 @@ def function_of(name: str) -> Callable[..., Any]:
     module, colon, function = name.partition(":")
     if not colon or not function:
         raise ValueError(f"{name!r}: expected module:function")
+    check_module(module)
     try:
         value = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as e:

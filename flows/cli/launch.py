@@ -42,6 +42,7 @@ def launch(
     from flows.running.naming import before
     from flows.running.plain import run_plain
     from stages.store.artifacts import ArtifactError, Store
+    from stages.store.disk import full_disk
     from stages.store.readonly import refuse
     from stages.store.registry import RegistryError
     from stages.worker.client import StageFailed, WorkerDied
@@ -63,6 +64,12 @@ def launch(
     except (StageFailed, WorkerDied) as e:
         err.print(f"failed: {e}", soft_wrap=True)
         err.print(f"what is finished is kept{_advice(e)}", soft_wrap=True)
+        raise typer.Exit(1) from e
+    except OSError as e:
+        full = full_disk(e, Store(recipe.store).scratch)
+        if full is None:
+            raise
+        err.print(f"failed: {full.strerror}", soft_wrap=True)
         raise typer.Exit(1) from e
     except KeyboardInterrupt as e:
         err.print("interrupted; what is finished is kept, the same command goes on from there", soft_wrap=True)

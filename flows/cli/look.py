@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.cli.shared import AsJson, RunName, StoreUrl, group, note, out, print_json, record_of, usage_error
-from flows.records import all_runs, log_of, status_of
+from flows.records import log_of, readable_runs, status_of
 from flows.report.decisions import decision_lines
 from flows.report.formats import when
 from stages.store.artifacts import Store
@@ -23,14 +23,14 @@ def runs(store: StoreUrl, as_json: AsJson = False) -> None:
     """List the runs of a store."""
     if as_json:
         place = Store(store)
-        print_json({"store": place.shown, "runs": [summary_of(record, place) for record in all_runs(place)]})
+        print_json({"store": place.shown, "runs": [summary_of(record, place) for record in readable_runs(place)]})
         return
     table = Table(box=None)
     table.add_column("run", no_wrap=True, overflow="fold")
     for column in ("status", "started", "made", "cached", "RL score"):
         table.add_column(column)
     place = Store(store)
-    for record in all_runs(place):
+    for record in readable_runs(place):
         states = [e.get("state") for e in record["nodes"].values()]
         score = record["nodes"].get("evaluate.rl", {}).get("metrics", {}).get("score")
         shown = "" if score is None else f"{score:.3f}"

@@ -28,6 +28,7 @@ from flows.recipe.migration import migrated
 from flows.recipe.model import RecipeError
 from flows.recipe.reading import checked
 from flows.records import REFUSED, find_run
+from stages.serving.access import AccessError, keys_of
 from stages.serving.settings import Chat, ChatOptions, PolicyPlace, Serve, ServeOptions
 from stages.store.artifacts import Store
 from stages.worker import interpreter
@@ -48,6 +49,10 @@ def chat(options: ChatOptions, store: StoreUrl, run_name: RunName = None, node: 
 @with_options(ServeOptions)
 def serve(options: ServeOptions, store: StoreUrl, run_name: RunName = None, node: NodeName = "export") -> None:
     """Serve the policy of a run or name (`champion`) as an OpenAI-compatible endpoint (chat, streaming, logprobs)."""
+    try:
+        keys_of(options)
+    except AccessError as e:
+        raise usage_error(str(e)) from e
     record, place = _policy(store, run_name, node)
     name = f"{record['name']}:{node}"
     become("stages.serving.serve", Serve(policy=place, options=options, name=name).model_dump_json())

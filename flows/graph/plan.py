@@ -10,7 +10,7 @@ from flows.graph.build import Node, key_of, key_parts, nodes_of
 from flows.graph.changes import reasons_of
 from flows.graph.taken import check_point, taken_artifact
 from flows.recipe.model import Recipe
-from flows.records import all_runs, latest_with
+from flows.records import latest_with, readable_runs
 from stages.store.artifacts import Artifact, Store
 
 
@@ -33,7 +33,7 @@ class Planned:
 def plan(recipe: Recipe, force: set[str] | None = None) -> list[Planned]:
     """The plan for every node of a recipe, from the content of its store. Runs nothing and writes nothing."""
     store = Store(recipe.store)
-    runs = all_runs(store)
+    runs = readable_runs(store)
     artifacts: dict[str, Artifact] = {}
     planned = []
     for node in nodes_of(recipe):

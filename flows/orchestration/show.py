@@ -47,6 +47,8 @@ RECORD_SECONDS = 5.0
 # Completions shown of a stage, and characters of a cell.
 SAMPLES = 12
 SAMPLE_COLUMNS = ("prompt", "text", "stop")
+PUNCTUATION = re.compile(r"[!-/:-@\[-`{-~]")
+"""What a backslash makes plain text in Markdown."""
 CELL_CHARACTERS = 120
 
 
@@ -131,9 +133,13 @@ def show_artifact(node: str, artifact: Artifact) -> None:
 
 
 def _sample_line(row: Mapping[str, Any]) -> str:
-    # A bar or a line break would end the cell of a Markdown table.
-    cells = [str(row[column]).replace("|", "\\|").replace("\n", " ") for column in SAMPLE_COLUMNS]
-    return f"| {' | '.join(cell[:CELL_CHARACTERS] for cell in cells)} |"
+    # All punctuation: what a model writes must be no image, link or HTML of the page. A line break would end the cell.
+    cells = [" ".join(str(row[column])[:CELL_CHARACTERS].splitlines()) for column in SAMPLE_COLUMNS]
+    return f"| {' | '.join(re.sub(PUNCTUATION, _escaped, cell) for cell in cells)} |"
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return f"\\{found[0]}"
 
 
 def _cell(value: Any) -> int | float | str:

@@ -82,7 +82,7 @@ def _shape(score: ScoreConfig) -> str | None:
 class RL(StageConfig):
     """Rounds of rollouts, scores and policy updates."""
 
-    rounds: Annotated[int, Field(ge=1)] = 10
+    rounds: Annotated[int, Field(ge=1, le=10_000)] = 10
     """Number of rounds."""
     rollout: RolloutConfig = RolloutConfig()
     """Sampling of each round."""
@@ -198,7 +198,7 @@ class Recipe(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
-    name: str = Field(default="run", pattern=r"^[a-z0-9][a-z0-9-]*$")
+    name: str = Field(default="run", pattern=r"^[a-z0-9][a-z0-9-]*$", max_length=64)
     """Name of the recipe; runs are called NAME-two-words."""
     description: str = ""
     """What it is for, in a sentence."""

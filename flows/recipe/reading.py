@@ -14,37 +14,30 @@ from pydantic import ValidationError
 from flows.recipe.migration import MOVED
 from flows.recipe.model import Recipe, RecipeError
 from flows.recipe.places import hint, lines_of, merge, takes, whole
+from flows.recipe.secrets import secrets_in
+from flows.recipe.text import DEEPEST, Unusable, parsed, read_text, short
 from flows.recipe.unions import settled
+from tuning.allowed import NotAllowed, check_file
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML in which 1e-4 is a number, as in YAML 1.2; PyYAML alone reads it as text. A key given twice is an error."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        seen: set[Any] = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} is there twice", key.start_mark
-                )
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+LONGEST_NAME = 4096
+LONGEST_PART = 256
+"""Characters of a recipe's name or path, and of a part of a place."""
 
 
 def find_recipe(name: str) -> Path:
     """The file of a recipe: a path, or a name among the built-in ones. Raises RecipeError where there is none."""
+    if len(name) > LONGEST_NAME or "\0" in name:
+        raise RecipeError(f"no recipe {short(name)!r}; give a name or a path")
     path = Path(name)
     # A name with this suffix is a path, also where there is no such file: the error is about the file then.
     if path.suffix in (".yaml", ".yml") or path.is_file():
         if not path.is_file():
             raise RecipeError(f"recipe file {name} does not exist")
+        try:
+            check_file(path)
+        except NotAllowed as e:
+            raise RecipeError(str(e)) from e
         return path
     built_in = RECIPES / f"{name}.yaml"
     if built_in.is_file():
@@ -61,12 +54,7 @@ def load_recipe(name: str, overrides: dict[str, Any] | None = None, sets: list[s
     Raises RecipeError with file, line and field.
     """
     path = find_recipe(name)
-    text = path.read_text()
-    try:
-        node = yaml.compose(text, Loader=_Loader)
-        values = _parse(text) or {}
-    except yaml.YAMLError as e:
-        raise RecipeError(f"{path}: not YAML: {e}") from e
+    node, values = _read(path)
     if not isinstance(values, dict):
         raise RecipeError(f"{path}: a recipe is a mapping of sections, found {type(values).__name__}")
     # A recipe without a name has that of its file.
@@ -83,18 +71,29 @@ def with_sets(values: dict[str, Any], sets: list[str]) -> tuple[dict[str, Any], 
         place, equals, value = item.partition("=")
         if not equals or not place:
             raise RecipeError(f"--set {item}: expected a.b=value")
+        item = short(item)
+        parts = place.split(".")
+        if not place.isprintable() or "" in parts or len(parts) > DEEPEST or max(map(len, parts)) > LONGEST_PART:
+            raise RecipeError(f"--set {item}: {short(place)!r} is no place; expected names with dots between them")
         set_places.add(place)
         try:
-            parsed = _parse(value)
-            json.dumps(parsed)
-        except yaml.YAMLError as e:
-            raise RecipeError(f"--set {item}: the value is not YAML: {e}") from e
-        except TypeError as e:
-            # YAML has dates and sets, which settings have not.
-            raise RecipeError(f"--set {item}: {e}: put a text in quotes, '{place}=\"{value}\"'") from e
+            _, given = parsed(value)
+        except Unusable as e:
+            raise RecipeError(f"--set {item}: the value cannot be read: {e}") from e
         _check_items(values, place, item)
-        values = merge(values, _nested(place.split("."), parsed))
+        values = merge(values, _nested(parts, given))
     return values, set_places
+
+
+def _read(path: Path) -> tuple[yaml.Node | None, Any]:
+    """(nodes, values) of a file. Raises RecipeError."""
+    try:
+        node, values = parsed(read_text(path))
+    except Unusable as e:
+        raise RecipeError(f"{path}{'' if e.line is None else f':{e.line}'}: {e}") from e
+    except OSError as e:
+        raise RecipeError(f"{path} cannot be read: {e.strerror}") from e
+    return node, {} if values is None else values
 
 
 def _check_items(values: Any, place: str, item: str) -> None:
@@ -115,7 +114,8 @@ def _check_items(values: Any, place: str, item: str) -> None:
 def added(name: str, sets: list[str]) -> list[str]:
     """A line for each section that a recipe's file says is null and an option `--set` of one of its fields adds."""
     path = find_recipe(name)
-    null = {n for n, value in (_parse(path.read_text()) or {}).items() if value is None}
+    _, values = _read(path)
+    null = {n for n, value in values.items() if value is None}
     lines: dict[str, str] = {}
     for place in (item.partition("=")[0] for item in sets):
         section, dot, _ = place.partition(".")
@@ -139,6 +139,11 @@ def checked(
     path: the recipe's file. node: its parsed YAML, which knows the lines; None where there is no file.
     set_places: dotted places that `--set` gave. unset: the values without them, whose mistakes are the file's.
     """
+    for place in secrets_in(values):
+        raise RecipeError(
+            f"{path}: {place} looks like a secret, and records of runs hold a recipe's values: name an environment "
+            "variable (key_variable of a judge), or give it to a server by engine.environment"
+        )
     try:
         # Through JSON: strict JSON input may give lists and floats as YAML writes them.
         return Recipe.model_validate_json(json.dumps(values))
@@ -165,10 +170,6 @@ def _mistakes(values: dict[str, Any]) -> set[tuple[Any, str]]:
 
 def _mistake(error: Any) -> tuple[Any, str]:
     return error["loc"], error["msg"]
-
-
-def _parse(text: str) -> Any:
-    return yaml.load(text, Loader=_Loader)
 
 
 def _nested(path: list[str], value: Any) -> dict[str, Any]:
@@ -217,7 +218,7 @@ def _explain(path: Path, node: Any, set_places: set[str], error: Any) -> str:
         is_number = error["type"].startswith(("float", "int"))
         message += ", or set it to 0" if is_number and takes(place, 0) else ""
         return f"{where}: {message}"
-    shown = "" if isinstance(value, dict) else f" (found {value!r})"
+    shown = "" if isinstance(value, dict) else f" (found {short(repr(value))})"
     return f"{where}: {message}{shown}"
 
 

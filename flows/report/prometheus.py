@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest, start_http_ser
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from flows.records import all_runs, status_of
+from flows.records import readable_runs, status_of
 from flows.report.formats import seconds_at
 from flows.report.measures import number
 from stages.store.artifacts import Store
@@ -36,7 +36,7 @@ class StoreCollector(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """The metrics, from the store as it is now."""
-        runs = all_runs(self._store)
+        runs = readable_runs(self._store)
         status = {record["name"]: status_of(record, self._store) for record in runs}
         by_recipe: dict[str, list[Record]] = {}
         for record in runs:

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flows.records import all_runs, status_of
+from flows.records import readable_runs, status_of
 from flows.report.charts import Chart
 from flows.report.formats import LABELS, seconds_at
 from flows.report.measures import finished_rounds, number
@@ -59,9 +59,9 @@ class Night:
 
 def nights(store: Store, recipe: str) -> list[Night]:
     """The runs of a recipe, oldest first. Raises ValueError where it has none."""
-    records = [record for record in all_runs(store) if record["recipe"]["name"] == recipe]
+    records = [record for record in readable_runs(store) if record["recipe"]["name"] == recipe]
     if not records:
-        known = sorted({record["recipe"]["name"] for record in all_runs(store)})
+        known = sorted({record["recipe"]["name"] for record in readable_runs(store)})
         raise ValueError(f"no runs of a recipe {recipe!r} in {store.shown}; there are {', '.join(known) or 'none'}")
     sizes = {version.ref: version.size for version in versions(store)}
     names = _names(store)

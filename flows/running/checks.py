@@ -13,6 +13,7 @@ from typing import NamedTuple
 from flows.graph.build import Node, nodes_of
 from flows.graph.taken import taken_artifact
 from flows.recipe.model import Recipe, RecipeError
+from flows.running.allowed import check_allowed
 from stages.base import positions
 from stages.contract import signatures
 from stages.contract.registry import stage
@@ -33,6 +34,7 @@ def check(recipe: Recipe) -> None:
 
     Functions and classes are looked up in their modules' text, with their arguments; nothing of the user's is executed.
     """
+    check_allowed(recipe)
     # Nodes of one stage in several rounds have the same sources; each base model has its own.
     nodes: dict[str, Node] = {}
     store = Store(recipe.store)

@@ -21,7 +21,8 @@ from flows.running.naming import before, free_name
 from flows.running.remarks import of_data
 from stages.contract.kept import keep
 from stages.store.artifacts import Artifact, Store
-from stages.store.keys import published
+from stages.store.disk import full_disk
+from stages.store.keys import published, without_userinfo
 from stages.store.leases import lease, this_process
 from stages.worker.client import CodeChanged, StageFailed, Worker, WorkerDied
 from stages.worker.protocol import Heartbeat, Log, Progress, Report, Request
@@ -242,12 +243,12 @@ class Session:
             manifest = self.worker.run(request, on_event, self.limit.check)
         except KeyboardInterrupt:
             entry |= {"state": "interrupted", "seconds": round(time.monotonic() - started, 2)}
-            self.save()
+            self._save_if_possible()
             raise
         except BaseException as e:
             seconds = round(time.monotonic() - started, 2)
-            entry |= {"state": "failed", "error": f"{type(e).__name__}: {e}", "seconds": seconds}
-            self.save()
+            entry |= {"state": "failed", "error": without_userinfo(f"{type(e).__name__}: {e}"), "seconds": seconds}
+            self._save_if_possible()
             if isinstance(e, StageFailed) and not isinstance(e, CodeChanged):
                 raise type(e)(f"{node.name}: {e}") from e
             raise
@@ -271,4 +272,12 @@ class Session:
         self.worker.close()
         self._store_log()
         self.record |= {"status": status, "ended": now(), "worker_starts": self.worker.starts}
-        self.save()
+        self._save_if_possible()
+
+    def _save_if_possible(self) -> None:
+        """Writes the record where a failure to write it must not hide what has ended the stage or the run."""
+        try:
+            self.save()
+        except Exception as error:
+            found = full_disk(error, self.store.scratch) or error
+            self.reporter.line(f"the record of run {self.name} could not be written: {found}")

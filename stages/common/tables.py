@@ -105,7 +105,8 @@ def as_they_end(
         ctx.work / f"{shards.name}-{number:05d}" / f"part-{number:05d}-of-{total:05d}.parquet"
         for number in range(total)
     ]
-    found = {n: rows.read_table([path], shards.kind) for n, path in enumerate(files) if path.exists()}
+    read = {n: _kept(ctx, path, shards.kind) for n, path in enumerate(files)}
+    found = {n: table for n, table in read.items() if table is not None}
     slices = {n: items[n * shards.size : (n + 1) * shards.size] for n in range(total)}
     missing = {n: part for n, part in slices.items() if n not in found}
     kept, done = len(found), sum(len(slices[n]) for n in found)
@@ -120,6 +121,21 @@ def as_they_end(
     if kept:
         ctx.log(f"resumed: {kept} of {total} shards of {shards.name} were there")
     return [row for number in range(total) for row in found[number]], files
+
+
+def _kept(ctx: Context, path: Path, kind: type[R]) -> list[R] | None:
+    """The rows of a finished shard; None where there is none, or one that cannot be read, which is made again."""
+    if not path.exists():
+        return None
+    try:
+        return rows.read_table([path], kind)
+    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
+        # A disk that fails for a moment is no damage: only what it gives back is judged.
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        ctx.log(f"{path.parent.name} is damaged ({str(error).splitlines()[0][:200]}) and is made again")
+        path.unlink()
+        return None
 
 
 def publish(files: Sequence[Path], folder: Path) -> None:

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import os
+import secrets
 import shutil
 import socket
 import threading
@@ -112,7 +113,11 @@ def _server(ctx: Context, settings: EngineSettings, context: int, number: int, o
         return [*settings.words, *kind.arguments(start, port), *settings.arguments]
 
     log = _place(ctx, settings) / f"{settings.kind}-{number}.log"
-    return RemoteServer(child=Child(command, kind.environment() | settings.environment, log), **options)
+    # Other users of this machine reach the port too.
+    key = options["key"] or secrets.token_urlsafe(32)
+    environment = kind.environment(key) | settings.environment
+    options = options | {"key": environment.get("VLLM_API_KEY", options["key"])}
+    return RemoteServer(child=Child(command, environment, log), **options)
 
 
 def _place(ctx: Context, settings: EngineSettings) -> Path:

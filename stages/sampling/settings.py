@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import shlex
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from stages.common.settings import Compute
 from stages.contract.definition import StageConfig, execution_setting
 from stages.sampling.environment import Environment, modules_of, source_digests
-from stages.store.keys import HIDDEN, SHOWN, KeyForm, program_and_words, variables_by_digest
+from stages.store.keys import HIDDEN, SHOWN, KeyForm, program_and_words, variables_by_digest, without_userinfo
 
 NATIVE = ("quantization", "kv_cache_dtype", "cache")
 """Settings of the engine in the worker, and its arguments."""
@@ -97,6 +98,9 @@ class EngineSettings(StageConfig):
         for name in NATIVE:
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} is of kind native; servers have arguments of their own")
+        for url in self.urls:
+            if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+                raise ValueError(f"url is {without_userinfo(url)!r}; expected an address such as http://host:8000")
         if (self.url is None) == (self.command is None):
             raise ValueError("say url, where servers are, or command, which starts one; not both")
         if self.version is None:

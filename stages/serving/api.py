@@ -6,6 +6,7 @@ Source: the OpenAI API reference; `top_k`, `min_p`, `repetition_penalty`, `stop_
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Annotated, Any, Literal
 
@@ -34,6 +35,7 @@ MOST_SAMPLES = 1024
 """Of all prompts of a request."""
 
 Id = Annotated[int, Field(ge=0, lt=2**31)]
+Token = Annotated[int, Field(strict=True)]
 
 
 class StreamOptions(BaseModel):
@@ -66,6 +68,11 @@ class Asked(BaseModel):
     def _only_what_is_offered(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
+        try:
+            json.dumps(values, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            # JSON can write it, tokenizers take no such text.
+            raise ValueError("a text has half of a surrogate pair, which is no character") from error
         # Before the check for unknown fields: these are known, and refused only where they would have an
         # effect.
         neutral = {name: allowed for name, allowed in NEUTRAL.items() if name not in cls.model_fields}
@@ -106,7 +113,7 @@ class Asked(BaseModel):
 class CompletionRequest(Asked):
     """POST /v1/completions."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | list[Token] | list[str] | list[list[Token]]
     max_tokens: Annotated[int, Field(ge=0)] | None = 16
     logprobs: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = False

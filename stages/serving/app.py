@@ -11,14 +11,16 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 # Routes' annotations are text that is looked up in this module.
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
+from stages.serving.access import Keys
 from stages.serving.answers import completion_logprobs
 from stages.serving.api import Asked, ChatRequest, CompletionRequest
+from stages.serving.guard import Bounds, Guard
 from stages.serving.server import ContextFull, Job, Server
 from stages.serving.sessions import EvictedSession, LimitReached, UnknownSession
 
@@ -31,25 +33,30 @@ class Rewarded(BaseModel):
     success: bool | None = None
 
 
+STALLED_SECONDS = 900.0
+"""A step of the engine that takes longer has hung: programs that compile take minutes."""
+
+
 class UnknownModel(LookupError):
     """A request for a model that this server does not serve."""
 
 
-def make_app(server: Server) -> Any:
-    """The web application."""
-    app = FastAPI(title=server.name, docs_url=None, redoc_url=None)
+def make_app(server: Server, bounds: Bounds | None = None, keys: Keys | None = None) -> Any:
+    """The web application, behind its guard."""
+    app = FastAPI(title=server.name, docs_url=None, redoc_url=None, openapi_url=None)
+    guard = Guard(app, server.counts, bounds, keys)
     _errors(app)
-    _about(app, server)
+    _about(app, server, guard)
 
     async def completions(asked: CompletionRequest, http: Request, name: str | None = None) -> Any:
         _check_model(server, asked)
         session = None if name is None else server.sessions.of_call(name)
-        return await _answer(server, server.completion(asked, session), http)
+        return await _answer(server, await server.read(server.completion, asked, session), http)
 
     async def chat(asked: ChatRequest, http: Request, name: str | None = None) -> Any:
         _check_model(server, asked)
         session = None if name is None else server.sessions.of_call(name)
-        return await _answer(server, server.chat(asked, session), http)
+        return await _answer(server, await server.read(server.chat, asked, session), http)
 
     for path, route in (("completions", completions), ("chat/completions", chat)):
         app.post(f"/v1/{path}")(_outside(route))
@@ -61,15 +68,16 @@ def make_app(server: Server) -> Any:
         session.reward, session.success = given.reward, given.success
         return {"session": name, "reward": given.reward, "success": given.success}
 
+    # No coroutine: a record of millions of tokens is written in a thread, beside the streams of others.
     @app.get("/sessions/{name}")
-    async def session(name: str) -> Any:
-        return server.sessions.get(name).record()
+    def session(name: str) -> Any:
+        return Response(json.dumps(server.sessions.get(name).record()), media_type="application/json")
 
     @app.delete("/sessions/{name}")
     async def forget(name: str) -> Any:
         return {"session": name, "turns": len(server.sessions.remove(name).calls)}
 
-    return app
+    return guard
 
 
 def _outside(route: Any) -> Any:
@@ -83,15 +91,30 @@ def _outside(route: Any) -> Any:
     return alone
 
 
-def _about(app: Any, server: Server) -> None:
+def _about(app: Any, server: Server, guard: Guard) -> None:
     """Routes that tell of the server."""
 
     @app.get("/health")
     async def health() -> Any:
-        failure = server.live.failure
-        if failure is None:
-            return {"status": "ok"}
-        return JSONResponse({"status": "failed", "error": f"{type(failure).__name__}: {failure}"}, 503)
+        fault = _fault(server)
+        return {"status": "ok"} if fault is None else JSONResponse({"status": "failed", "error": fault}, 503)
+
+    @app.get("/ready")
+    async def ready() -> Any:
+        fault = _fault(server)
+        if fault is None and guard.counts.in_flight >= guard.bounds.requests:
+            fault = f"{guard.counts.in_flight} requests are being answered"
+        return {"status": "ready"} if fault is None else JSONResponse({"status": "not ready", "error": fault}, 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Any:
+        gauges = {
+            "engine_up": float(_fault(server) is None),
+            "engine_requests": float(server.live.open),
+            "engine_failed_steps_total": float(server.live.failed_steps),
+            "sessions": float(len(server.sessions)),
+        }
+        return Response(guard.counts.text(gauges), media_type="text/plain; version=0.0.4")
 
     @app.get("/version")
     async def version() -> dict[str, str]:
@@ -105,6 +128,15 @@ def _about(app: Any, server: Server) -> None:
     @app.get("/sessions/{name}/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [{"id": server.name, "object": "model", "created": 0, "owned_by": "rlhf"}]}
+
+
+def _fault(server: Server) -> str | None:
+    """Why the server cannot answer."""
+    failure = server.live.failure
+    if failure is not None:
+        return f"{type(failure).__name__}: {failure}"
+    seconds = server.live.step_seconds
+    return f"the engine's step has hung for {seconds:.0f} s" if seconds > STALLED_SECONDS else None
 
 
 def _error(status: int, message: str, param: str | None = None, code: str | None = None) -> Any:
@@ -150,6 +182,11 @@ def _errors(app: Any) -> None:
 
     for kind in (ValueError, UnknownSession, EvictedSession, UnknownModel, EngineStopped):
         app.add_exception_handler(kind, refused)
+
+    @app.exception_handler(Exception)
+    async def failed(_: Request, error: Exception) -> Any:
+        # Its text may have paths and parts of others' requests.
+        return _error(500, f"the server has failed ({type(error).__name__}); its log says where")
 
     @app.exception_handler(HTTPException)
     async def no_route(_: Request, error: HTTPException) -> Any:

@@ -4,6 +4,8 @@
              <--RLHF_TASK--        the task: columns of its prompt, and its seed
              --last line-->        {"reward": 1.0, "success": true}, or POST .../reward
 
+The server takes OPENAI_API_KEY alone, which each stage draws anew.
+
 The program is ended with all that it has started, at its deadline and with this process. What its client asks of
 sampling is not heeded: a rollout has one temperature. Random numbers follow from the episode's names and the number of
 the call, so an episode depends on no other; the order of calls that a program makes at once is its own.
@@ -31,7 +33,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from stages.sampling.environment import AGENT_SECONDS, Environment
+from stages.serving.access import Keys
 from stages.serving.app import make_app
+from stages.serving.connection import web_server
+from stages.serving.guard import Bounds
 from stages.serving.server import Server
 from stages.serving.sessions import Call, Part, Session, Sessions, Terms
 from tuning.agents.contract import LIMITS, Fault, Message, Status
@@ -42,6 +47,7 @@ from tuning.rollout.servers import keeper
 TAIL_BYTES = 65536
 """Of a program's output: its last line, or its last words, are in them."""
 START_SECONDS = 60.0
+DAY = 86400.0
 _LIMITED = ("/bin/sh", "-c", 'ulimit -d "$0" 2>/dev/null; exec "$@"')
 """Runs a command, behind the KiB of data that each of its processes may have.
 
@@ -63,9 +69,11 @@ class Finished:
 class Programs:
     """Plays episodes by a program, some at a time."""
 
-    def __init__(self, settings: Environment, url: str, sessions: Sessions, terms: Callable[[Episode], Terms]):
-        """url: where the server of the sessions listens."""
-        self._settings, self._url, self._sessions, self._terms = settings, url, sessions, terms
+    def __init__(
+        self, settings: Environment, url: str, key: str, sessions: Sessions, terms: Callable[[Episode], Terms]
+    ):
+        """url: where the server of the sessions listens. key: the one that it takes."""
+        self._settings, self._url, self._key, self._sessions, self._terms = settings, url, key, sessions, terms
         self._ending = threading.Event()
 
     def play(self, episodes: Sequence[Episode], live: int) -> Generator[Ended, None, None]:
@@ -154,7 +162,7 @@ class Programs:
             **here,
             **direct,
             "OPENAI_BASE_URL": f"{session}/v1",
-            "OPENAI_API_KEY": "none",
+            "OPENAI_API_KEY": self._key,
             "RLHF_SESSION": session,
             "RLHF_TASK": json.dumps(task, ensure_ascii=False),
         }
@@ -265,12 +273,11 @@ def _conversation(last: Call) -> list[Message]:
 
 
 @contextlib.contextmanager
-def listening(server: Server) -> Iterator[str]:
-    """Serves on a free port of loopback, in a thread; gives its URL."""
-    import uvicorn
-
-    config = uvicorn.Config(make_app(server), host="127.0.0.1", port=0, log_level="warning", lifespan="off")
-    web = uvicorn.Server(config)
+def listening(server: Server, key: str) -> Iterator[str]:
+    """Serves on a free port of loopback, in a thread, to those who have the key; gives its URL."""
+    # Any user of this machine reaches the port. How many programs ask at once is the recipe's, and so is their time.
+    bounds = Bounds(requests=sys.maxsize, request_seconds=DAY)
+    web = web_server(make_app(server, bounds, Keys([key])), "127.0.0.1", 0)
     thread = threading.Thread(target=web.run, name="endpoint", daemon=True)
     thread.start()
     deadline = time.monotonic() + START_SECONDS
@@ -315,9 +322,10 @@ def played(
         server = Server(
             live, tokenizer, "policy", stops, tokens, policy, sessions, settings.tool_format, any_model=True
         )
-        with listening(server) as url:
+        key = secrets.token_urlsafe(32)
+        with listening(server, key) as url:
             most = min(settings.processes, engine.slots_for(tokens))
-            with contextlib.closing(Programs(settings, url, sessions, terms).play(episodes, most)) as plays:
+            with contextlib.closing(Programs(settings, url, key, sessions, terms).play(episodes, most)) as plays:
                 for one in plays:
                     if live.failure is not None:
                         # No fault of a program.

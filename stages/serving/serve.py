@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
+from typing import Any
 
 from stages.common.compilation import configure_jax
 from stages.sampling.settings import NATIVE
+from stages.serving.access import AccessError, keys_of
 from stages.serving.app import make_app
+from stages.serving.connection import web_server
+from stages.serving.guard import Bounds
 from stages.serving.policy import open_policy
 from stages.serving.server import TOP_LOGPROBS, Server
 from stages.serving.sessions import Sessions
@@ -20,9 +26,11 @@ def main() -> None:
     """Reads the settings, as JSON, from the command line, and serves until a signal."""
     settings = Serve.model_validate_json(sys.argv[1])
     options = settings.options
+    try:
+        keys = keys_of(options)
+    except AccessError as error:
+        sys.exit(f"error: {error}")
     configure_jax()
-    import uvicorn
-
     from tuning.axes import Axes
     from tuning.device import choose
     from tuning.rollout.engine.limits import FREE_SHARE, Limits
@@ -53,10 +61,28 @@ def main() -> None:
         f"serving {settings.name} at http://{options.host}:{options.port}/v1, {context} tokens of context", flush=True
     )
     print(f"the engine has {engine.size}", flush=True)
+    bounds = Bounds(
+        body_bytes=int(options.body_megabytes * 2**20),
+        requests=options.requests,
+        request_seconds=options.request_seconds,
+    )
+    web = web_server(make_app(server, bounds, keys), options.host, options.port)
+    threading.Thread(target=end_with, args=(live, web), daemon=True).start()
     try:
-        uvicorn.run(make_app(server), host=options.host, port=options.port, log_level="warning")
+        web.run()
+        failure = live.failure
     finally:
         live.close()
+    if failure is not None:
+        # For the supervisor, which starts another one.
+        sys.exit(f"the engine has stopped: {failure}")
+
+
+def end_with(live: Any, web: Any, every: float = 1.0) -> None:
+    """Ends the web server once the engine has stopped for good."""
+    while live.failure is None:
+        time.sleep(every)
+    web.should_exit = True
 
 
 if __name__ == "__main__":

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import dataclasses
 import json
 import queue
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from stages.serving.answers import Choice, Completed, Spoken, Text
 from stages.serving.api import Asked, ChatRequest, CompletionRequest
+from stages.serving.counts import Counts
 from stages.serving.sessions import Call, Session, Sessions, said_by
 from stages.serving.tools import Offer, same_call, without_thoughts
 from stages.serving.wording import Wording
 
 TOP_LOGPROBS = 5
 """Most probable tokens that an answer can show at each position."""
+READERS = 2
+"""Requests that are rendered and tokenized at a time."""
+
+AskedT = TypeVar("AskedT", bound=Asked)
 
 
 @dataclasses.dataclass
@@ -58,8 +64,19 @@ class Server:
         self.policy = policy
         self.live, self._tokenizer, self.name, self._stops, self._context = live, tokenizer, name, stops, context
         self._special = set(tokenizer.all_special_ids) | set(stops)
-        self.sessions = sessions or Sessions(most=1024, tokens=2**22)
+        self.sessions = Sessions(most=1024, tokens=2**22) if sessions is None else sessions
         self.wording = Wording(tokenizer, tool_format)
+        self.counts = Counts()
+        self._readers = concurrent.futures.ThreadPoolExecutor(READERS, thread_name_prefix="reader")
+
+    async def read(self, job: Callable[[AskedT, Session | None], Job], asked: AskedT, session: Session | None) -> Job:
+        """`completion` or `chat` of a request, in a thread: megabytes of text do not stop the streams of others."""
+
+        def locked() -> Job:
+            with session.lock if session is not None else contextlib.nullcontext():
+                return job(asked, session)
+
+        return await asyncio.get_running_loop().run_in_executor(self._readers, locked)
 
     def completion(self, asked: CompletionRequest, session: Session | None) -> Job:
         """The job of a request. Raises ValueError for one that cannot be met."""
@@ -208,6 +225,7 @@ class Server:
             for i in range(len(job.prompts)):
                 # In a thread: `submit` waits for the step that the engine is in.
                 streams.append(await asyncio.to_thread(self.submit, job, i, notify))
+                self.counts.prompt_tokens += len(job.prompts[i])
             while not all(s.ended for s in streams):
                 # At least once a second, also without an update, to see whether the client has left.
                 with contextlib.suppress(TimeoutError):
@@ -221,8 +239,10 @@ class Server:
                             texts[number] = made, job.choice(made, i)
                         text, choice = texts[number]
                         new = text.add(update.tokens, update.completion is not None)
-                        if update.completion is not None:
-                            self._keep(job, number, update.completion, text, choice)
+                        self.counts.completion_tokens += len(update.tokens)
+                        if update.completion is not None and job.session is not None:
+                            kept = (job, job.session, number, update.completion, text, choice)
+                            await asyncio.to_thread(self._keep, *kept)
                         yield number, update, choice, new
                 if await gone():
                     return
@@ -232,9 +252,9 @@ class Server:
                 if not stream.ended:
                     stream.cancel()
 
-    def _keep(self, job: Job, number: int, done: Any, text: Text, choice: Choice) -> None:
+    def _keep(self, job: Job, session: Session, number: int, done: Any, text: Text, choice: Choice) -> None:
         """Records a sample in its session. Recorded before the client has it, so that its next call finds it."""
-        if job.session is None or done.stop == "cancelled":
+        if done.stop == "cancelled":
             return
         call = job.calls[number]
         call.token_ids, call.logprobs, call.stop = list(done.tokens), list(done.logps), done.stop
@@ -244,8 +264,9 @@ class Server:
         call.valid = choice.valid
         called = [one["function"] for one in reply.get("tool_calls", ())]
         calls = tuple(same_call(one["name"], _object(one["arguments"])) for one in called)
-        job.session.keep(call, reply, ("assistant", without_thoughts(reply["content"] or ""), calls))
-        self.sessions.evict(keep=job.session.name)
+        with session.lock:
+            session.keep(call, reply, ("assistant", without_thoughts(reply["content"] or ""), calls))
+        self.sessions.evict(keep=session.name)
 
 
 class ContextFull(ValueError):

@@ -156,6 +156,8 @@ class Session:
     """Tokens that it holds."""
     closed: bool = False
     """Whether calls that end from now on are left out."""
+    lock: threading.RLock = dataclasses.field(default_factory=threading.RLock)
+    """Held while a call is read, and while one is added: calls of one session may come at once."""
 
     def found(self, kind: str, said: Sequence[Said]) -> tuple[Call | None, int]:
         """The latest of the calls that the messages go on from for longest, and how many messages that are."""
@@ -212,6 +214,10 @@ class Session:
 
     def record(self) -> dict[str, Any]:
         """The session as JSON."""
+        with self.lock:
+            return self._record()
+
+    def _record(self) -> dict[str, Any]:
         parts = self.parts()
         rows = []
         for part in parts:
@@ -256,6 +262,9 @@ class Sessions:
         self._sessions: collections.OrderedDict[str, Session] = collections.OrderedDict()
         self._evicted: collections.OrderedDict[str, None] = collections.OrderedDict()
         self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
 
     def add(self, session: Session) -> None:
         """A session whose terms are decided here."""

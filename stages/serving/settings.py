@@ -51,6 +51,14 @@ class ServeOptions(StageConfig):
     """Address to listen at; the default is this machine alone."""
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
     """Port to listen at."""
+    api_key_file: str | None = None
+    """File of keys, one a line, besides RLHF_API_KEY. Requests send one as a bearer token; --host may ask for them."""
+    requests: Annotated[int, Field(ge=1)] = 256
+    """Requests answered at once; further ones get status 429."""
+    request_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """Time for a request from its head to the end of its answer."""
+    body_megabytes: Annotated[float, Field(gt=0, le=1024)] = 4.0
+    """Largest body of a request."""
     context: Annotated[int, Field(ge=0)] = 0
     """Longest prompt with its answer in tokens, at most the model's positions; 0: 4,096."""
     slots: Annotated[int, Field(ge=0)] = 0

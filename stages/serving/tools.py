@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from stages.serving.patterns import check_schema
 from tuning.agents import calls
 
 
@@ -35,6 +36,12 @@ class Function(BaseModel):
             validator_for(value or {}, default=Draft202012Validator).check_schema(value or {})
         except SchemaError as error:
             raise ValueError(f"no JSON schema: {error.message}") from error
+        return value
+
+    @field_validator("parameters", mode="before")
+    @classmethod
+    def _ends(cls, value: Any) -> Any:
+        check_schema(value)
         return value
 
 

@@ -7,6 +7,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from jinja2 import TemplateError
+
 from stages.serving.api import ChatRequest, Message
 from stages.serving.tools import Offer
 from tuning.agents import calls
@@ -46,7 +48,11 @@ class Wording:
 
         if asked.has_tools:
             return self.words(asked.schemas).first(self.messages(asked.messages))
-        return chat_prompt_ids(self._tokenizer, [message.plain() for message in asked.messages])
+        try:
+            return chat_prompt_ids(self._tokenizer, [message.plain() for message in asked.messages])
+        except (TemplateError, TypeError, AttributeError, LookupError, UnicodeError) as error:
+            # Such as roles that do not alternate, which templates of Llama, Gemma and Mistral refuse.
+            raise ValueError(f"messages: the model's chat template cannot render them: {error}") from error
 
     def begun(self, offer: Offer) -> list[int]:
         """Token ids of the beginning of a call that is asked for."""

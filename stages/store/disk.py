@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import os
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -86,3 +88,56 @@ def umask() -> int:
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
+
+
+FULL = {errno.ENOSPC: "No space left on device", errno.EDQUOT: "Disk quota exceeded"}
+
+
+class DiskFull(OSError):
+    """There is no room for what is to be written; the message says where, and what to do."""
+
+
+def full_disk(error: BaseException, folder: Path) -> DiskFull | None:
+    """The error of a full disk that is behind another one, told with its place and a remedy; None where there is none.
+
+    folder: where most is written, if the error names no file.
+    """
+    seen: list[BaseException] = []
+    found: BaseException | None = error
+    while found is not None and found not in seen:
+        if isinstance(found, DiskFull):
+            return found
+        number = found.errno if isinstance(found, OSError) and found.errno in FULL else None
+        # Libraries in C++ keep the text alone.
+        said = next((n for n, text in FULL.items() if text in str(found)), None)
+        number = said if number is None else number
+        if number is not None:
+            name = getattr(found, "filename", None)
+            place = Path(os.fsdecode(name)) if isinstance(name, str | bytes) else folder
+            return DiskFull(number, f"{FULL[number]}: {_room(place)}")
+        seen.append(found)
+        found = found.__cause__ or found.__context__
+    return None
+
+
+def check_room(folder: Path, size: int) -> None:
+    """Raises DiskFull where a folder has no room for `size` bytes more."""
+    free = shutil.disk_usage(_existing(folder)).free
+    if free < size:
+        raise DiskFull(
+            errno.ENOSPC, f"{FULL[errno.ENOSPC]}: {size / 1e9:.1f} GB and more are to be written; {_room(folder)}"
+        )
+
+
+def _room(place: Path) -> str:
+    usage = shutil.disk_usage(_existing(place))
+    room = f"{usage.free / 1e6:,.0f} MB left of {usage.total / 1e6:,.0f}"
+    return (
+        f"the disk of {place} has {room}. Make room there (`rlhf gc` shows what can go), and give the same command "
+        "again: it goes on from what is finished"
+    )
+
+
+def _existing(place: Path) -> Path:
+    """The nearest folder above that is there."""
+    return next((p for p in (place, *place.absolute().parents) if p.exists()), Path("/"))

@@ -30,6 +30,10 @@ SHOWN = "shown"
 """The context in which settings from a record are validated only to be shown: hidden values may be missing."""
 # User and password of a URL.
 _USERINFO = re.compile(r"(?<=://)[^/@\s]*@")
+_QUERY = re.compile(
+    r"([?&](?:[\w.-]*(?:signature|token|secret|passw|credential|api[-_]?key|accesskey)[\w.-]*|sig|auth|key)=)[^&#\s\"']+",
+    re.IGNORECASE,
+)
 # Variables that say who asks, not what is computed.
 _SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|KEY|AUTH)(_|$)", re.IGNORECASE)
 
@@ -94,8 +98,8 @@ def config_content(config: BaseModel) -> dict[str, Any]:
 
 
 def without_userinfo(text: str) -> str:
-    """The text without user and password in any URL that it holds."""
-    return _USERINFO.sub("", text)
+    """The text without user and password, and without signatures and tokens of queries, in any URL that it holds."""
+    return _QUERY.sub(rf"\1{HIDDEN}", _USERINFO.sub("", text))
 
 
 def is_secret(name: str) -> bool:
@@ -130,9 +134,9 @@ def published(value: Any, place: tuple[str, ...] = ()) -> Any:
 
 
 def _content(value: Any) -> Any:
-    # Who reads does not decide what is read.
+    # Who reads does not decide what is read. A query may, and manifests hold what is in a key: secrets by digest.
     if isinstance(value, str):
-        return without_userinfo(value)
+        return _QUERY.sub(lambda found: f"{found[1]}{HIDDEN}{digest(found[0])[:16]}", _USERINFO.sub("", value))
     if isinstance(value, BaseModel):
         return config_content(value)
     if isinstance(value, list | tuple):

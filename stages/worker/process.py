@@ -42,6 +42,8 @@ _COMPILING = tuple(
     os.path.join("jax", "_src", *path)
     for path in (("compiler.py",), ("interpreters", "partial_eval.py"), ("interpreters", "mlir.py"))
 )
+WRITES_MODELS = ("sft", "distill", "preference", "reward", "export")
+"""Stages whose artifact is a model; an update may be one, or what a replay makes it of."""
 
 
 def die_with_parent(parent: int, kernel: bool) -> None:
@@ -94,7 +96,7 @@ def run_request(request: Request, memory: dict[str, Any], events: Events) -> dic
     from stages.contract.fingerprint import library_versions
     from stages.contract.registry import stage as find_stage
     from stages.store.artifacts import Store, content_digest
-    from stages.store.disk import files_of
+    from stages.store.disk import check_room, files_of
     from stages.store.keys import published
     from stages.store.leases import check
     from stages.store.work import WorkFolder
@@ -106,6 +108,11 @@ def run_request(request: Request, memory: dict[str, Any], events: Events) -> dic
     config = stage.config.model_validate_json(json.dumps(request.config))
     use_precision(config, memory)
     inputs = _inputs(store, request)
+    if request.stage in WRITES_MODELS:
+        # The model that a stage makes is as large as the one that it begins with: known before hours of work.
+        check_room(
+            store.scratch, max((sum(f["size"] for f in a.manifest["files"]) for a in inputs.values()), default=0)
+        )
     # A forced run starts from nothing: partial work of an unforced one must not leak into it.
     work_key = f"{request.key}-{request.force}" if request.force else request.key
     folder = WorkFolder(store, request.stage, work_key)
@@ -261,13 +268,21 @@ def main() -> None:
         except loaded.CodeDiffers as e:
             events.send(Changed(str(e)))
         except BaseException as e:
-            sys.stdout.flush()
-            traceback.print_exc()
-            sys.stderr.flush()
+            from stages.store.artifacts import Store
+            from stages.store.disk import full_disk
+            from stages.store.keys import without_userinfo
+
+            # Errors of files and services name their URLs.
+            told = without_userinfo(traceback.format_exc())
+            with contextlib.suppress(OSError):
+                # The log may lie on the disk that is full: what has failed is told all the same.
+                print(told, file=sys.stderr, flush=True)
             from tuning.rewards.failures import kind_of
 
             outage = kind_of(e) == "outage"
-            events.send(Failed(f"{place_of(e)}{type(e).__name__}: {e}", traceback.format_exc(), outage))
+            full = full_disk(e, Store(json.loads(line)["store"]).scratch) if isinstance(e, Exception) else None
+            text = f"{place_of(e)}{type(e).__name__}: {e}" if full is None else str(full.strerror)
+            events.send(Failed(without_userinfo(text), told, outage or full is not None))
             # SystemExit and the like: reported, and then the worker ends.
             if not isinstance(e, Exception):
                 raise

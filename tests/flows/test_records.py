@@ -4,8 +4,8 @@ import datetime
 
 import pytest
 
-from flows.records import UnknownRun, candidates, status_of, whole_first
-from stages.store.artifacts import Store
+from flows.records import UnknownRun, all_runs, candidates, readable_runs, status_of, whole_first
+from stages.store.artifacts import ArtifactError, Store
 from stages.store.leases import booted, host_scope
 
 
@@ -67,3 +67,16 @@ def test_a_run_is_found_by_its_name_then_by_its_recipe_then_by_its_beginning_and
 def test_a_name_that_stands_for_no_run_or_for_several_is_refused(four_runs, name, message):
     with pytest.raises(UnknownRun, match=message):
         candidates(four_runs, name)
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"name": "x"}', '{"name": 1, "started": "2026"}'])
+def test_a_record_that_cannot_be_read_hides_no_other_and_is_told(four_runs, caplog, damage):
+    names = [record["name"] for record in all_runs(four_runs)]
+    four_runs.write_bytes(damage.encode(), "runs", "broken", "run.json")
+    assert [record["name"] for record in readable_runs(four_runs)] == names
+    assert candidates(four_runs, None)[0]["name"] == names[-1]
+    if damage != "null":
+        assert "run broken is left out" in caplog.text
+        # What decides over deletion has to know all.
+        with pytest.raises(ArtifactError, match="broken"):
+            all_runs(four_runs)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
 
 from tuning.atomic import whole_file, whole_folder
@@ -39,3 +42,31 @@ def test_a_folder_that_fails_is_gone(tmp_path):
         (mine / "weights").write_text("half")
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of descriptors are Linux's")
+def test_data_are_on_the_disk_before_their_name_is(tmp_path, monkeypatch):
+    """After a loss of power a name without its data would be taken for finished work."""
+    done, real, replace, rename = [], os.fsync, os.replace, type(tmp_path).rename
+
+    def synced(descriptor):
+        done.append(("sync", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", lambda a, b: (done.append(("name", b.name)), replace(a, b)))
+    monkeypatch.setattr(type(tmp_path), "rename", lambda a, b: (done.append(("name", b.name)), rename(a, b)))
+    with whole_file(tmp_path / "file") as partial:
+        partial.write_text("a" * 100)
+    with whole_folder(tmp_path / "folder") as partial:
+        (partial / "weights").write_text("b" * 100)
+    kinds = [(kind, name if not name.endswith(".part") else "part") for kind, name in done]
+    assert kinds == [
+        ("sync", "part"),
+        ("name", "file"),
+        ("sync", tmp_path.name),
+        ("sync", "weights"),
+        ("sync", "part"),
+        ("name", "folder"),
+        ("sync", tmp_path.name),
+    ]

@@ -18,6 +18,7 @@ from tuning.algorithms.advantages import Normalisation, group_advantages
 from tuning.algorithms.flat import Dense, sums_of_rows
 from tuning.algorithms.settings import Objective
 from tuning.algorithms.turns import Turns
+from tuning.allowed import check_module
 from tuning.losses.groups import informative_groups
 from tuning.losses.policy import Metrics, Ratio, clipped_surrogate
 from tuning.losses.rewards import sequence_rewards, token_rewards
@@ -102,6 +103,8 @@ def find(objective: Objective) -> Algorithm:
     entry = registry.find(objective.algorithm)
     module, _, function = objective.algorithm.partition(":")
     place = f"tuning.algorithms.{entry.module}" if entry else module
+    if entry is None:
+        check_module(module)
     try:
         # By name: the modules of algorithms import this one, and a round needs one of them.
         make = getattr(importlib.import_module(place), "algorithm" if entry else function)

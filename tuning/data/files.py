@@ -18,7 +18,6 @@ import hashlib
 import io
 import json
 import re
-import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -26,6 +25,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from tuning import remembered
+from tuning.data.lines import LONGEST, json_values, text_lines, whole_lines
 from tuning.data.remote import SourceError, again, filesystem, open_input, publish, read_range, type_of
 
 KINDS = {
@@ -149,11 +150,21 @@ def _of_folder(fs: Any, folder: str, source: str) -> list[str]:
 
 def file_digest(url: str) -> str:
     """sha256 of a file's bytes."""
-    sha = hashlib.sha256()
-    with open_input(url) as file:
-        while block := file.read(_READ_BYTES):
-            sha.update(block)
-    return sha.hexdigest()
+
+    def read() -> str:
+        sha = hashlib.sha256()
+        with open_input(url) as file:
+            while block := file.read(_READ_BYTES):
+                sha.update(block)
+        return sha.hexdigest()
+
+    if "://" not in url:
+        return remembered.of_file(url, read)
+    # Elsewhere a tag need not follow the content.
+    if not url.startswith(("s3://", "gs://", "gcs://")):
+        return read()
+    fs, path = filesystem(url)
+    return remembered.of_object(url, again(lambda: fs.info(path), url), read)
 
 
 def parts_of(file: DataFile, part_bytes: int, spool: str, source: int = 0, position: int = 0) -> Iterator[Part]:
@@ -170,24 +181,10 @@ def parts_of(file: DataFile, part_bytes: int, spool: str, source: int = 0, posit
         else:
             lines = _PIECES[file.kind](file)
             yield from spooled(lines, file.label, part_bytes, spool, source, position, file.kind == "csv")
-    except (OSError, EOFError, ValueError, pa.ArrowException) as error:
+    except (OSError, EOFError, ValueError, RecursionError, csv.Error, pa.ArrowException) as error:
         if isinstance(error, SourceError | FileNotFoundError):
             raise
         raise SourceError(f"{file.url} cannot be read as {file.suffix}: {error}") from error
-
-
-def _whole_lines(file: Any, part_bytes: int) -> Iterator[bytes]:
-    """The content of a binary file in blocks that end with a line: about `part_bytes`, or one line that is longer."""
-    pending: list[bytes] = []
-    while block := file.read(part_bytes):
-        cut = block.rfind(b"\n") + 1
-        if not cut:
-            pending.append(block)
-            continue
-        yield b"".join([*pending, block[:cut]])
-        pending = [block[cut:]] if cut < len(block) else []
-    if pending:
-        yield b"".join(pending)
 
 
 def _count(block: bytes) -> int:
@@ -197,7 +194,7 @@ def _count(block: bytes) -> int:
 def _cut_lines(file: DataFile, part_bytes: int, source: int, position: int) -> Iterator[Part]:
     start, number = 0, 1
     with open_input(file.url) as stream:
-        for block in _whole_lines(stream, part_bytes):
+        for block in whole_lines(stream, part_bytes):
             count = _count(block)
             yield Part(
                 *(source, file.url, file.label, "lines", start, start + len(block), number, position),
@@ -275,7 +272,7 @@ def _lines(file: DataFile) -> Iterator[bytes]:
 
 def _split_stream(stream: Any) -> Iterator[bytes]:
     """Lines, ended by a newline alone: carriage returns stay, and `read_part` strips them."""
-    for block in _whole_lines(stream, _READ_BYTES):
+    for block in whole_lines(stream, _READ_BYTES):
         yield from block.removesuffix(b"\n").split(b"\n")
 
 
@@ -285,19 +282,18 @@ def _json_list(file: DataFile) -> Iterator[bytes]:
         if not re.match(rb"(\xef\xbb\xbf)?\s*(\[|\{\s*\n)", stream.peek(1 << 12)):
             yield from _split_stream(stream)
             return
-        content = json.loads(stream.read().decode("utf-8-sig"))
-        for element in content if isinstance(content, list) else [content]:
+        for element in json_values(stream):
             yield json.dumps(element).encode()
 
 
 def _csv_rows(file: DataFile) -> Iterator[bytes]:
     """Rows as objects. A row with more or fewer cells than the header is a list, which `parse_record` rejects."""
-    csv.field_size_limit(sys.maxsize)
+    csv.field_size_limit(LONGEST)
     delimiter = "\t" if file.suffix == ".tsv" else ","
     with _stream(file) as stream:
         # A byte that is not UTF-8 becomes a lone surrogate: then one record is dead, not the file.
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
-        rows = csv.reader(text, delimiter=delimiter)
+        rows = csv.reader(text_lines(text), delimiter=delimiter)
         header = next(rows, [])
         if len(set(header)) < len(header):
             raise SourceError(f"{file.url}: the first line names a column twice: {header}")

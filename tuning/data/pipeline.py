@@ -202,7 +202,12 @@ def receipts(folder: str) -> dict[str, dict[str, Any]]:
     names = sorted(n for n in again(lambda: fs.ls(path, detail=False), folder) if n.endswith(RECEIPT))
     texts = [again(functools.partial(fs.cat_file, name), name) for name in names]
     stems = [name.rsplit("/", 1)[-1].removesuffix(RECEIPT) for name in names]
-    return {stem: json.loads(text) for stem, text in zip(stems, texts, strict=True)}
+    found: dict[str, dict[str, Any]] = {}
+    for stem, text in zip(stems, texts, strict=True):
+        # One that a loss of power has emptied: its part is read again.
+        with contextlib.suppress(ValueError):
+            found[stem] = json.loads(text)
+    return found
 
 
 def finished(parts: Iterable[Part], done: dict[str, dict[str, Any]]) -> tuple[list[Part], list[str]]:

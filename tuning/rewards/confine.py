@@ -54,21 +54,27 @@ SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, ATTR_RDONLY, ATTR_NOSUID = 442, -100,
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/nix/store")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
-# By machine: its name in <linux/audit.h>, `socket`, `clone` and `clone3`, and what is refused (<asm/unistd.h>): mounts,
-# namespaces, other processes' memory, keys, modules, tracing, clocks, swap, the kernel's own programs and rings.
+# By machine: its name in <linux/audit.h>, `socket`, `clone`, `clone3` and `mmap`, and what is refused
+# (<asm/unistd.h>): mounts, namespaces, other processes' memory, keys, modules, tracing, clocks, swap, the kernel's own
+# programs and rings; and memory that is no process's, so that nobody counts it: memfd_create, memfd_secret, and System
+# V's segments, semaphores and messages.
 CALLS = {
     "x86_64": (
-        0xC000003E, 41, 56, 435,
-        (101, 103, 135, 139, *range(153, 156), 159, *range(163, 181), 212, 227, 246, *range(248, 251), 256, 272, 279,
-         298, *range(303, 306), 308, *range(310, 314), 320, 321, 323, *range(425, 434), 438, 440, 442, 443, 450),
+        0xC000003E, 41, 56, 435, 9,
+        (29, 64, 68, 101, 103, 135, 139, *range(153, 156), 159, *range(163, 181), 212, 227, 246, *range(248, 251), 256,
+         272, 279, 298, *range(303, 306), 308, *range(310, 314), 319, 320, 321, 323, *range(425, 434), 438, 440, 442,
+         443, 447, 450),
     ),
     "aarch64": (
-        0xC00000B7, 198, 220, 435,
+        0xC00000B7, 198, 220, 435, 222,
         (18, *range(39, 43), 58, 60, 89, 92, 97, *range(104, 107), 112, 116, 117, 142, 161, 162, 170, 171,
-         *range(217, 220), 224, 225, *range(238, 240), 241, *range(264, 267), 268, *range(270, 274), 280, 282, 294,
-         *range(425, 434), 438, 440, 442, 443, 450),
+         186, 190, 194, *range(217, 220), 224, 225, *range(238, 240), 241, *range(264, 267), 268, *range(270, 274), 279,
+         280, 282, 294, *range(425, 434), 438, 440, 442, 443, 447, 450),
     ),
 }  # fmt: skip
+SHARED_ANONYMOUS = 0x21
+"""Flags of `mmap` for memory that processes share and no file has: what a process drops of it stays, and is nobody's.
+In files of the memory disk it is bounded."""
 FAMILIES = (1, 2, 10)
 """Sockets that may be made: AF_UNIX, AF_INET and AF_INET6, which a network namespace holds. AF_VSOCK leaves it."""
 
@@ -189,8 +195,8 @@ def filtered_calls() -> bool:
     known = CALLS.get(platform.machine())
     if sys.platform != "linux" or known is None:
         return False
-    machine, socket, clone, clone3, refused = known
-    load, equal, above, masked, give = 0x20, 0x15, 0x25, 0x45, 0x06
+    machine, socket, clone, clone3, mmap, refused = known
+    load, equal, above, masked, keep, give = 0x20, 0x15, 0x25, 0x45, 0x54, 0x06
     allow, kill, eperm, enosys, eafnosupport = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026, 0x00050061
     program = [(load, 0, 0, 4), (equal, 1, 0, machine), (give, 0, 0, kill), (load, 0, 0, 0)]
     # Numbers from here on are those of the x32 calling convention.
@@ -204,6 +210,14 @@ def filtered_calls() -> bool:
         (equal, 0, 4, clone),
         (load, 0, 0, 16),
         (masked, 0, 1, spaces),
+        (give, 0, 0, eperm),
+        (give, 0, 0, allow),
+    ]
+    program += [
+        (equal, 0, 5, mmap),
+        (load, 0, 0, 40),
+        (keep, 0, 0, SHARED_ANONYMOUS),
+        (equal, 0, 1, SHARED_ANONYMOUS),
         (give, 0, 0, eperm),
         (give, 0, 0, allow),
     ]

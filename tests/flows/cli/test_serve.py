@@ -53,6 +53,13 @@ def _wait(server: subprocess.Popen[bytes], client: httpx.Client, log: Path) -> N
     raise AssertionError(f"no answer in five minutes:\n{log.read_text()}")
 
 
+def test_a_host_that_others_reach_is_not_served_without_a_key(tmp_path):
+    for options in (("--host", "0.0.0.0"), ("--api-key-file", str(tmp_path / "none"))):
+        done = subprocess.run([RLHF, "serve", "--store", str(tmp_path), *options], capture_output=True, text=True)
+        assert done.returncode == 2
+        assert "set RLHF_API_KEY" in done.stderr or "cannot be read" in done.stderr
+
+
 @pytest.mark.parametrize("options", [(), pytest.param(("--cache", "paged"), marks=pytest.mark.slow)])
 def test_the_command_serves_the_policy_of_a_run(smoke_store, tmp_path, options):
     with _served(smoke_store, tmp_path / "log", *options) as client:

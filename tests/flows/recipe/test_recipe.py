@@ -81,9 +81,9 @@ def test_an_empty_file_is_a_recipe_of_defaults_with_the_file_s_name(recipe):
         ),
         ("name: Not A Name\n", "mine.yaml:1: name: String should match pattern"),
         ("- a\n- b\n", "mine.yaml: a recipe is a mapping of sections, found list"),
-        ("sft: [1\n", "mine.yaml: not YAML: "),
+        ("sft: [1\n", "mine.yaml:2: not YAML: "),
         ("sft: {epochs: 1}\nseed: 1\nsft: {epochs: 2}\n", "the key 'sft' is there twice"),
-        ("data: {source_args: {day: 2026-01-01}}\n", "mine.yaml: Object of type date is not JSON serializable"),
+        ("data: {source_args: {day: 2026-01-01}}\n", "mine.yaml:1: '2026-01-01' is a timestamp"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_place(recipe, text, message):
@@ -310,8 +310,11 @@ def test_zero_is_advised_for_null_where_it_is_allowed(item, advice):
         ("sft.decay_steps=2", "--set sft.decay_steps: sft.optimizer: decay_steps has no meaning with"),
         ("sft.epochs", "--set sft.epochs: expected a.b=value"),
         ("=2", "--set =2: expected a.b=value"),
-        ("sft=[1", "--set sft=[1: the value is not YAML"),
-        ("data.source_args.day=2026-01-01", "--set data.source_args.day=2026-01-01: Object of type date is not JSON"),
+        ("sft=[1", "--set sft=[1: the value cannot be read: not YAML"),
+        (
+            "data.source_args.day=2026-01-01",
+            "--set data.source_args.day=2026-01-01: the value cannot be read: '2026",
+        ),
         ("data.splits=[sft, prompts, heldout]", "--set data.splits: data.splits lacks"),
     ],
 )

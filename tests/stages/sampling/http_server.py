@@ -19,6 +19,9 @@ from fastapi.responses import JSONResponse
 
 import stages.serving.app
 import stages.serving.server
+from stages.serving.access import Keys
+from stages.serving.counts import Counts
+from stages.serving.guard import Guard
 from tuning.models.huggingface import load_decoder
 from tuning.models.tokenizer import load_tokenizer
 from tuning.rollout.engine.engine import Engine
@@ -142,7 +145,9 @@ def main() -> None:
     if args.pids is not None:
         with args.pids.open("a") as f:
             f.write(f"{os.getpid()}\n")
-    app = make_app(State(args.model, min(args.max_model_len, 256)))
+    app: Any = make_app(State(args.model, min(args.max_model_len, 256)))
+    if key := os.environ.get("VLLM_API_KEY"):
+        app = Guard(app, Counts(), keys=Keys([key]))
     uvicorn.run(app, host=args.host, port=args.port, log_level="warning")
 
 

@@ -14,7 +14,8 @@ SESSION = os.environ["RLHF_SESSION"]
 
 def post(path, value):
     body = json.dumps(value).encode()
-    request = urllib.request.Request(f"{SESSION}/{path}", body, {"content-type": "application/json"})
+    headers = {"content-type": "application/json", "authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
+    request = urllib.request.Request(f"{SESSION}/{path}", body, headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
-import uvicorn
-
 from stages.serving.app import make_app
+from stages.serving.connection import Patient, web_server
 from tuning.agents.words import Words
 from tuning.models.byte_tokenizer import CHAT_TEMPLATE, byte_tokenizer
 from tuning.models.config import tiny
@@ -48,9 +47,9 @@ def conversation():
     return words.first([QUESTION]), said[0], words.suffix([RESULT], ended=True), said[1]
 
 
-def serving(server):
+def serving(server, bounds=None, keys=None, protocol=Patient):
     """(base URL, what ends it) of a server in a thread."""
-    web = uvicorn.Server(uvicorn.Config(make_app(server), host="127.0.0.1", port=0, log_level="error"))
+    web = web_server(make_app(server, bounds, keys), "127.0.0.1", 0, protocol)
     thread = threading.Thread(target=web.run, daemon=True)
     thread.start()
     while not web.started:

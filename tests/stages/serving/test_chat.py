@@ -5,6 +5,7 @@ import io
 import jax
 
 from stages.serving import chat
+from stages.serving.chat import plain
 from stages.serving.policy import Opened
 from stages.serving.settings import ChatOptions
 from tuning.models.byte_tokenizer import byte_tokenizer
@@ -58,3 +59,9 @@ def test_a_question_that_is_too_long_alone_changes_nothing():
     turns = said("a", "b", "c" * 100)
     assert chat._fitting(TOKENIZER, SYSTEM, turns, 60) == (None, 0)
     assert len(turns) == 3
+
+
+def test_escape_sequences_of_a_model_reach_no_terminal():
+    assert plain("\x1b]0;title\x07 \x1b[2J\x9b1m\r\u202eabc\ttab\nline") == (
+        "\ufffd]0;title\ufffd \ufffd[2J\ufffd1m\ufffd\ufffdabc\ttab\nline"
+    )

@@ -4,7 +4,7 @@ import httpx
 import pytest
 
 from stages.serving.server import Server
-from tests.stages.serving.support import CONFIG, CONTEXT, LIMITS, STOPS, TOKENIZER, serving
+from tests.stages.serving.support import CONFIG, CONTEXT, LIMITS, STOPS, TOKENIZER, made_tokenizer, serving
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.engine.live import EngineStopped, Live
 from tuning.rollout.requests import RefusedRequest, Request, Sampling
@@ -108,3 +108,124 @@ def test_a_step_that_fails_ends_its_requests_and_not_the_engine(params):
     finally:
         end()
         live.close()
+
+
+SURROGATE = '"\\ud800"'
+CALLED = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}
+
+
+def tool(**parameters):
+    return [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+
+
+def nested(depth):
+    schema: dict = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+USER = [{"role": "user", "content": "a"}]
+CHATS = {
+    "no messages": {"messages": []},
+    "messages that are none": {"messages": "a"},
+    "a message that is none": {"messages": [1]},
+    "a role that is none": {"messages": [{"role": "root", "content": "a"}]},
+    "content that is a number": {"messages": [{"role": "user", "content": 5}]},
+    "a picture": {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///"}}]}]},
+    "a part without type": {"messages": [{"role": "user", "content": [{}]}]},
+    "arguments that are no object": {"messages": [*USER, CALLED]},
+    "tools of one name": {"messages": USER, "tools": tool(type="object") * 2},
+    "a name with a line": {"messages": USER, "tools": [{"type": "function", "function": {"name": "a\nb"}}]},
+    "a schema that is none": {"messages": USER, "tools": tool(type=5)},
+    "a pattern that is none": {"messages": USER, "tools": tool(properties={"a": {"pattern": "("}})},
+    "a pattern without end": {"messages": USER, "tools": tool(properties={"a": {"pattern": "^(a+)+$"}})},
+    "alternatives without end": {"messages": USER, "tools": tool(properties={"a": {"pattern": "^(a|a)*$"}})},
+    "a long pattern": {"messages": USER, "tools": tool(properties={"a": {"pattern": "a?" * 500 + "a" * 500}})},
+    "pattern properties": {"messages": USER, "tools": tool(patternProperties={"^(a*)*$": {}})},
+    "a schema as deep as a well": {"messages": USER, "tools": tool(**nested(100))},
+    "a choice of no tool": {"messages": USER, "tool_choice": "required"},
+    "a choice that is not there": {
+        "messages": USER,
+        "tools": tool(type="object"),
+        "tool_choice": {"type": "function", "function": {"name": "g"}},
+    },
+    "too many tools": {"messages": USER, "tools": [t for i in range(129) for t in tool(title=str(i))]},
+    "a form of answer": {"messages": USER, "response_format": {"type": "json_object"}},
+    "an unknown field": {"messages": USER, "__class__": "os"},
+    "a model of another's": {"messages": USER, "model": "../../etc/passwd"},
+    "a long conversation": {"messages": USER * 3000},
+    "many stops": {"messages": USER, "stop": ["a"] * 17},
+    "a stop that is none": {"messages": USER, "stop": [{}]},
+}
+
+
+@pytest.mark.parametrize("case", CHATS)
+def test_conversations_that_nobody_can_answer_are_refused(url, case):
+    answer = httpx.post(f"{url}/v1/chat/completions", json={"max_tokens": 2, **CHATS[case]}, timeout=60)
+    assert answer.status_code in (400, 404), answer.text
+    assert answer.json()["error"]["message"]
+
+
+BODIES = {
+    "nothing": b"",
+    "no JSON": b"{",
+    "a list": b"[]",
+    "null": b"null",
+    "bytes": bytes(range(256)),
+    "NUL": b'{"prompt": "a\x00"}',
+    "half a character": '{"prompt": "\u00e9"}'.encode()[:-4],
+    "a number of 10,000 digits": b'{"prompt": "a", "seed": ' + b"9" * 10_000 + b"}",
+    "a list as deep as a well": b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+    "an object as deep as a well": b'{"prompt": ' + b'{"a":' * 50_000 + b"1" + b"}" * 50_000 + b"}",
+    "half a surrogate": b'{"prompt": ' + SURROGATE.encode() + b"}",
+    "mixed prompts": b'{"prompt": ["a", 1]}',
+    "empty prompts": b'{"prompt": [[]]}',
+    "a prompt of true": b'{"prompt": [true, false]}',
+    "UTF-16": '{"prompt": "a"}'.encode("utf-16-le")[:-1],
+}
+
+
+@pytest.mark.parametrize("case", BODIES)
+def test_bodies_that_are_no_request_are_refused(url, case):
+    headers = {"content-type": "application/json"}
+    answer = httpx.post(f"{url}/v1/completions", content=BODIES[case], headers=headers, timeout=60)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"]
+    spoken = b'{"messages": [{"role": "user", "content": ' + SURROGATE.encode() + b"}]}"
+    answer = httpx.post(f"{url}/v1/chat/completions", content=spoken, headers=headers, timeout=60)
+    assert answer.status_code == 400, answer.text
+
+
+@pytest.mark.parametrize("name", ["a" * 129, "%00", "..%2f..%2fetc", "a%20b", "%F0%9F%92%A3", "a%0ab"])
+def test_names_of_sessions_are_names(url, name):
+    answer = post(f"{url}/sessions/{name}")
+    assert answer.status_code in (400, 404), answer.text
+
+
+REFUSING = (
+    "{% if messages|length > 1 %}{{ raise_exception('roles must alternate') }}{% endif %}{{ messages[0].content }}"
+)
+BREAKING = "{{ messages[0].content + 1 }}"
+UNDEFINED = "{{ messages[0].nothing.at_all }}"
+
+
+@pytest.mark.parametrize(("template", "said"), [(REFUSING, "roles must alternate"), (BREAKING, ""), (UNDEFINED, "")])
+def test_a_conversation_that_the_template_refuses_is_the_clients_fault(live, template, said):
+    tokenizer = made_tokenizer()
+    tokenizer.chat_template = template
+    url, end = serving(Server(live, tokenizer, "tiny", STOPS, CONTEXT))
+    try:
+        answer = httpx.post(f"{url}/v1/chat/completions", json={"messages": USER * 2}, timeout=60)
+        assert answer.status_code == 400, answer.text
+        assert said in answer.json()["error"]["message"]
+        assert "messages" in answer.json()["error"]["message"]
+    finally:
+        end()
+
+
+def test_usual_patterns_of_tools_are_taken(url):
+    for pattern in (r"^\d{4}-\d{2}-\d{2}$", r"^[a-z]+(-[a-z]+)?$", r"^(red|green)$", r"^[\w.]+@[\w.]+$", r"^.{1,64}$"):
+        asked = {"messages": USER, "max_tokens": 1, "tools": tool(properties={"a": {"pattern": pattern}})}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=60)
+        assert answer.status_code == 200 or "tokens; the context is" in answer.text, answer.text

@@ -5,6 +5,7 @@ import os
 import socket
 import uuid
 
+import psutil
 import pytest
 
 from tuning.rewards.sandbox import gaps, passes_test, run_python
@@ -35,9 +36,57 @@ ESCAPES = {
     "tcp over loopback": "socket.create_connection(('127.0.0.1', PORT), 1)",
     "abstract unix socket": "socket.socket(1).connect(ABSTRACT)",
     "unix socket": "socket.socket(1).connect(PLACE)",
+    "io_uring": "call(425, 8, ctypes.create_string_buffer(120))",
+    "userfaultfd": "call(323, 1)",
+    "ptrace of process 1": "call(101, 16, 1, 0, 0)",
+    "memory of process 1 by the kernel": "call(310, 1, 0, 0, 0, 0, 0)",
+    "descriptor of process 1": "call(438, os.pidfd_open(1), 0, 0)",
+    "key ring": "call(250, 0, -3, 1)",
+    "a key": "call(248, b'user', b'name', b'text', 4, -3)",
+    "the kernel's programs": "call(321, 0, ctypes.create_string_buffer(128), 128)",
+    "performance counters": "call(298, ctypes.create_string_buffer(128), 0, -1, -1, 0)",
+    "a namespace of users": "call(272, 0x10000000)",
+    "namespace of process 1": "call(308, os.open('/proc/1/ns/net', 0), 0)",
+    "a file by its handle": "call(304, -100, ctypes.create_string_buffer(64), 0)",
+    "memory disk of one's own": "call(165, b'none', b'/tmp', b'tmpfs', 0, None)",
+    "another root": "os.chroot('/tmp')",
+    "another user": "os.setuid(0)",
+    "a packet socket": "socket.socket(17, 3, 0)",
+    "netlink": "socket.socket(16, 3, 0)",
+    "the machine's name": "socket.sethostname('mine')",
+    "a device": "os.mknod('/tmp/d', 0o60600, os.makedev(8, 0))",
+    "a setting of the kernel": "open('/proc/sys/kernel/core_pattern', 'w').write('|/bin/sh')",
+    "core of the kernel": "open('/proc/kcore', 'rb').read(1)",
+    "killing of process 1": "os.kill(1, 9); os.kill(1, 15); time.sleep(0.2); os.kill(1, 0); wall()",
+    "more priority": "os.nice(-5)",
+    "descriptors of the caller": "[os.fstat(n) for n in range(3, 64) if is_open(n)][1]",
+    "memory of nobody": "call(319, b'x', 0)",
+    "secret memory of nobody": "call(447, 0)",
+    "a segment of System V": "call(29, 0, 4096, 0o1600)",
+    "messages of System V": "call(68, 0, 0o1600)",
+    "shared memory without a file": "mmap.mmap(-1, 4096)",
+    "limits raised": "resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))",
+    "many files": "[open(f'/tmp/{n}', 'w').close() for n in range(10_000)]",
+    "a large disk": "[open(f'/tmp/l{n}', 'wb').write(bytes(8 * 2**20)) for n in range(16)]",
+    "a large shared disk": "[open(f'/dev/shm/l{n}', 'wb').write(bytes(8 * 2**20)) for n in range(16)]",
 }
 TRY = """
-import json, os, socket, sys
+import ctypes, json, mmap, os, resource, socket, sys, time
+libc = ctypes.CDLL(None, use_errno=True)
+def call(number, *arguments):
+    if os.uname().machine != "x86_64":
+        raise OSError("numbers are those of another machine")
+    if libc.syscall(number, *arguments) < 0:
+        raise OSError(ctypes.get_errno(), "refused")
+def is_open(n):
+    try:
+        os.fstat(n)
+    except OSError:
+        return False
+    return True
+def wall():
+    # Process 1 lives on, as it has to.
+    raise OSError("refused")
 given = json.loads(input())
 out = []
 names = {**globals(), **given["names"]}
@@ -71,6 +120,7 @@ def test_no_program_gets_out_of_its_jail(tmp_path):
         names |= {"ABSTRACT": here, "PLACE": f"{tmp_path}/s"}
         given = {"names": names, "escapes": ESCAPES}
         status, out = run_python(TRY, json.dumps(given), seconds=30, megabytes=512)
+    # Reading and writing fail for want of descriptors or disk, which is the wall, too.
     assert (status, json.loads(out or "null")) == (0, [])
     assert secret.read_text() == "42" and sorted(os.listdir(tmp_path)) == ["s", "secret"]
 
@@ -130,6 +180,27 @@ def test_a_program_has_so_many_processes_and_no_more():
     if os.geteuid() != 0:
         pytest.skip("the number is that of the user's on the whole machine")
     assert (status, int(out) < 64) == (0, True)
+
+
+STRAY = """
+import os, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.setsid()
+        os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)", "MARK"])
+    os._exit(0)
+END
+"""
+
+
+@pytest.mark.parametrize("end", ["time.sleep(0.3)", "os.abort()", "time.sleep(600)", "os.kill(os.getppid(), 9)"])
+def test_no_child_outlives_its_program(end):
+    """Not by a session of its own and two forks, whether the program ends, crashes, or is out of time."""
+    mark = f"rlhf-{uuid.uuid4().hex}"
+    run_python(STRAY.replace("MARK", mark).replace("END", end), seconds=1.5, megabytes=256)
+    alive = [p for p in psutil.process_iter(["cmdline"]) if mark in (p.info["cmdline"] or [])]
+    assert psutil.wait_procs(alive, timeout=5)[1] == []
 
 
 def test_memory_is_counted_for_all_processes_together():

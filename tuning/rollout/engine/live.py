@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import queue
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -75,6 +76,9 @@ class Live:
         self._failure: BaseException | None = None
         self._stepped = False
         """Whether the last step succeeded."""
+        self._busy_since: float | None = None
+        self.failed_steps = 0
+        """Steps that ended requests."""
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self._thread.start()
 
@@ -114,6 +118,17 @@ class Live:
         if self._failure is None and not self._thread.is_alive():
             return EngineStopped("its thread has ended")
         return self._failure
+
+    @property
+    def open(self) -> int:
+        """Requests under way."""
+        return len(self._streams)
+
+    @property
+    def step_seconds(self) -> float:
+        """How long the step that the engine is in has taken; 0 between steps."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def close(self) -> None:
         """Ends the thread; open streams raise EngineStopped."""
@@ -160,10 +175,12 @@ class Live:
                         break
                     orders = [self._orders.popleft() for _ in range(len(self._orders))]
                 # Without the lock: callers may add orders while a step runs.
+                self._busy_since = time.monotonic()
                 for order in orders:
                     order()
                 if not self._engine.idle:
                     self._step()
+                self._busy_since = None
         except BaseException as e:
             with self._wake:
                 # Kept as the cause of every later EngineStopped.
@@ -175,6 +192,7 @@ class Live:
         try:
             updates = self._engine.step()
         except StepFailed as e:
+            self.failed_steps += 1
             # Of one replica: the requests of the others go on.
             self._end_streams(e, e.numbers)
             return
@@ -183,6 +201,7 @@ class Live:
                 # The second one in a row, or the first of all: it is not the requests.
                 raise
             self._stepped = False
+            self.failed_steps += 1
             # It is not known whose fault it was: all requests under way end, and later ones are served.
             self._engine.abandon()
             self._end_streams(e)

@@ -88,8 +88,8 @@ class ServerKind(Protocol):
     def arguments(self, start: ServerStart, port: int) -> list[str]:
         """Command-line arguments that make it serve a folder on loopback."""
 
-    def environment(self) -> dict[str, str]:
-        """Environment variables that it needs to change weights."""
+    def environment(self, key: str = "") -> dict[str, str]:
+        """Environment variables that it needs to change weights, and to ask for a key."""
 
     def body(self, request: Request, policy: Policy) -> dict[str, Any]:
         """The JSON of a request. Raises RefusedRequest for settings that it lacks or defines differently."""

@@ -34,7 +34,8 @@ class SGLang:
         arguments += ["--dtype", start.dtype, "--context-length", str(start.context)]
         return [*arguments, "--enable-lora"] if start.adapters else arguments
 
-    def environment(self) -> dict[str, str]:
+    def environment(self, key: str = "") -> dict[str, str]:
+        # It takes a key as an argument alone, which every user of the machine can read.
         return {"HF_HUB_OFFLINE": "1"}
 
     def body(self, request: Request, policy: Policy) -> dict[str, Any]:

@@ -35,9 +35,10 @@ class VLLM:
         arguments += ["--logprobs-mode", "processed_logprobs"]
         return [*arguments, "--enable-lora"] if start.adapters else arguments
 
-    def environment(self) -> dict[str, str]:
+    def environment(self, key: str = "") -> dict[str, str]:
         own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
-        return own | {"HF_HUB_OFFLINE": "1"}
+        # It asks for the key below /v1 alone, not at its development endpoints.
+        return own | {"HF_HUB_OFFLINE": "1"} | ({"VLLM_API_KEY": key} if key else {})
 
     def body(self, request: Request, policy: Policy) -> dict[str, Any]:
         refuse_strings(request)

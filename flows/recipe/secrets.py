@@ -1,0 +1,43 @@
+"""Keys and passwords in a recipe's values, which records, manifests and reports would hold: refused with the place.
+
+What has a place of its own is no mistake: user and password in a URL, and variables of `engine.environment`, are left
+out of what is written (`stages.store.keys.published`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+NAMES = re.compile(
+    r"(api|access|secret|private|client|account)_?(key|secret|token)|bearer(_token)?|auth(orization|_token|_key)|passw(or)?d"
+    r"|credentials?",
+    re.IGNORECASE,
+)
+"""Names that say of a text that it is secret. A bare `token` or `key` may be anything."""
+
+
+def secrets_in(values: Any, place: tuple[str, ...] = ()) -> Iterator[str]:
+    """Places of texts that their names say are secrets."""
+    if isinstance(values, Mapping):
+        if place[-2:] == ("engine", "environment"):
+            return
+        for name, value in values.items():
+            if isinstance(value, str) and value and NAMES.fullmatch(name.replace("-", "_")):
+                yield ".".join((*place, name))
+            yield from secrets_in(value, (*place, name))
+    elif isinstance(values, Sequence) and not isinstance(values, str):
+        yield from _options(values, place)
+        for number, value in enumerate(values):
+            yield from secrets_in(value, (*place, str(number)))
+
+
+def _options(words: Sequence[Any], place: tuple[str, ...]) -> Iterator[str]:
+    """Options of a command, such as `--api-key KEY` and `--api-key=KEY`."""
+    for number, word in enumerate(words):
+        if isinstance(word, str) and word.startswith("-"):
+            name, equals, _ = word.lstrip("-").partition("=")
+            behind = words[number + 1 : number + 2]
+            if NAMES.fullmatch(name.replace("-", "_")) and (equals or behind):
+                yield ".".join((*place, str(number)))

@@ -1,0 +1,55 @@
+"""Code that a recipe names, where RLHF_ALLOW_CODE limits it (`tuning.allowed`): refused before anything runs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from flows.recipe.model import Recipe, RecipeError
+from tuning import allowed
+
+FUNCTION = re.compile(r"(?P<module>[A-Za-z_][\w.]*):[A-Za-z_][\w.]*")
+NAMING = ("source", "function", "judge", "algorithm", "name", "tools", "rules", "renderer", "parser", "actions")
+"""Settings whose texts may be `module:function`, whatever section they are in."""
+OTHERS = ("random", "hub", "gem", "textarena", "mcp")
+"""What stands before a colon and is no module. A gymnasium name is a module where it has a second colon."""
+
+
+def check_allowed(recipe: Recipe) -> None:
+    """Raises RecipeError, with the place, for a module or a program that is not allowed here."""
+    if allowed.places() is None:
+        return
+    values = recipe.model_dump(mode="json")
+    for place, name, text in _texts(values, "", ""):
+        text = text.removeprefix("gymnasium:")
+        named = FUNCTION.fullmatch(text)
+        try:
+            if name in NAMING and named and named["module"] not in OTHERS:
+                allowed.check_module(named["module"])
+            if name == "tools" and text.startswith("mcp:") and "://" not in text:
+                allowed.check_program(shlex.split(text.removeprefix("mcp:")))
+        except allowed.NotAllowed as error:
+            raise RecipeError(f"{place}: {error}") from error
+    try:
+        if recipe.environment is not None and recipe.environment.agent:
+            allowed.check_program(recipe.environment.agent)
+        if recipe.rl is not None and recipe.rl.rollout.engine.words:
+            allowed.check_program(recipe.rl.rollout.engine.words)
+    except allowed.NotAllowed as error:
+        raise RecipeError(str(error)) from error
+    if recipe.data.runner.options:
+        raise RecipeError(f"data.runner.options can name programs, which {allowed.VARIABLE} does not allow here")
+
+
+def _texts(value: Any, place: str, name: str) -> Iterator[tuple[str, str, str]]:
+    """(place, the nearest setting's name, text) of all texts of a recipe."""
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _texts(one, f"{place}.{key}" if place else key, key)
+    elif isinstance(value, list):
+        for number, one in enumerate(value):
+            yield from _texts(one, f"{place}.{number}", name)
+    elif isinstance(value, str):
+        yield place, name, value

@@ -1,0 +1,94 @@
+"""Connections of a server: uvicorn's, with limits of time on clients that send or read slowly."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HEAD_SECONDS = 10.0
+"""For the head of a request to arrive, from its first byte or from the connection."""
+STALL_SECONDS = 60.0
+"""A client that takes nothing of its answer for so long is let go."""
+CONNECTIONS = 512
+CLOSING_SECONDS = 30
+"""For answers under way when the server is told to end."""
+FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\n"
+    b"content-type: text/plain\r\ncontent-length: 21\r\n\r\ntoo many connections\n"
+)
+
+
+class Patient(H11Protocol):
+    """A connection whose client has to send its head, and to read its answer, in time."""
+
+    head_seconds, stall_seconds, most = HEAD_SECONDS, STALL_SECONDS, CONNECTIONS
+    _timer: asyncio.TimerHandle | None = None
+    _stalled: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        peer = transport.get_extra_info("socket")
+        if peer is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
+            # Also for what is left in the kernel's buffer of a client that reads no more.
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self.stall_seconds))
+        if len(self.connections) > self.most:
+            transport.write(FULL)
+            transport.close()
+            return
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def _watch(self) -> None:
+        """The head of the next request is awaited, or it is there."""
+        waits = self.conn.their_state is h11.IDLE and not self.transport.is_closing()
+        # Between requests uvicorn's own limit holds, which ends with the first byte of the next one.
+        if waits and self.timeout_keep_alive_task is None:
+            self._timer = self._timer or self.loop.call_later(self.head_seconds, self.transport.abort)
+        elif self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalled = self._stalled or self.loop.call_later(self.stall_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._timer, self._stalled):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+
+def web_server(app: Any, host: str, port: int, protocol: type[Patient] = Patient) -> uvicorn.Server:
+    """A server of an application; `run` serves until a signal."""
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        http=protocol,
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        timeout_graceful_shutdown=CLOSING_SECONDS,
+    )
+    return uvicorn.Server(config)

@@ -1,0 +1,32 @@
+"""What a model has written is text in Prefect's UI, whatever it looks like in Markdown."""
+
+import pytest
+from markdown_it import MarkdownIt
+
+from flows.orchestration.show import _sample_line
+
+TEXTS = [
+    "![x](http://evil/beacon.png)",
+    "[click](http://evil)",
+    "<img src=http://evil onerror=alert(1)>",
+    "<script>alert(1)</script>",
+    "http://evil.example/x",
+    "www.evil.example",
+    "<http://evil>",
+    "a | b",
+    "`code` **bold** _it_ ~~gone~~",
+    "# head\n\n| a |\n|---|\n",
+    "&lt;img&gt; &#x3c;",
+    "\\![x](http://evil)",
+    "[x]: http://evil\n\n[x]",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_completion_is_shown_as_it_was_written(text):
+    line = _sample_line({"prompt": text, "text": text, "stop": "eos"})
+    table = f"| prompt | completion | stop |\n|---|---|---|\n{line}"
+    page = MarkdownIt("gfm-like", {"html": True, "linkify": False}).render(table)
+    for tag in ("<img", "<a", "<script", "<strong", "<code", "<em", "<s>", "<h1"):
+        assert tag not in page
+    assert page.count("<td>") == 3 and page.count("<tr>") == 2

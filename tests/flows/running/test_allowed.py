@@ -1,0 +1,79 @@
+"""On a worker with RLHF_ALLOW_CODE a recipe executes nothing but what that names, and no setting changes it."""
+
+import sys
+
+import pytest
+
+from flows.recipe.model import RecipeError
+from flows.recipe.reading import load_recipe
+from flows.running.allowed import check_allowed
+from tuning.algorithms import algorithm
+from tuning.algorithms.objective import Objective
+from tuning.allowed import NotAllowed, check_module
+from tuning.names import function_of
+
+ENGINE = "{kind: vllm, version: '1', command: [PROGRAM, serve]}"
+CODE = {
+    "a reward": ["rl.score.rewards.x={function: 'os:system'}"],
+    "a judge": ["evaluate.judge=os:system"],
+    "a source": ["data.source=os:system"],
+    "a rule": ["data.rules=['os:system']"],
+    "an algorithm": ["rl.update.algorithm=os:system"],
+    "a server": [f"rl.rollout.engine={ENGINE.replace('PROGRAM', sys.executable)}"],
+    "code of this package": ["rl.score.rewards.x={function: 'tuning.rewards.sandbox:run_python'}"],
+    "options of Beam": ["data.runner.options={setup_file: /tmp/x.py}"],
+}
+
+
+def recipe(sets):
+    try:
+        return load_recipe("smoke", sets=sets)
+    except RecipeError as error:
+        pytest.fail(f"the case is no recipe: {error}")
+
+
+@pytest.mark.parametrize("case", CODE)
+@pytest.mark.parametrize("allowed", ["none", "team.rewards", "/nowhere/at/all"])
+def test_what_is_not_named_is_refused_before_anything_runs(monkeypatch, case, allowed):
+    found = recipe(CODE[case])
+    check_allowed(found)
+    monkeypatch.setenv("RLHF_ALLOW_CODE", allowed)
+    with pytest.raises(RecipeError, match="RLHF_ALLOW_CODE"):
+        check_allowed(found)
+
+
+@pytest.mark.parametrize("name", ["os:system", "subprocess:call", "posix:system", "builtins:eval", "nothing.here:f"])
+def test_it_is_refused_again_where_it_would_be_imported(monkeypatch, name):
+    monkeypatch.setenv("RLHF_ALLOW_CODE", "none")
+    with pytest.raises(NotAllowed, match="is not allowed here"):
+        function_of(name)
+    with pytest.raises(NotAllowed):
+        algorithm.find(Objective(algorithm=name))
+
+
+def test_folders_and_packages_are_allowed_and_what_links_out_of_them_is_not(monkeypatch, tmp_path):
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    for folder in (ours, theirs):
+        folder.mkdir()
+        (folder / f"in_{folder.name}.py").write_text("def f(prompts, completions, **_): return [1.0]\n")
+        monkeypatch.syspath_prepend(str(folder))
+    (ours / "linked.py").symlink_to(theirs / "in_theirs.py")
+    monkeypatch.setenv("RLHF_ALLOW_CODE", f"team.rewards, {ours}")
+    assert function_of("in_ours:f")([], []) == [1.0]
+    for module in ("in_theirs", "linked", "team", "team.rewards_of_others", "os", "posix", "sys", "tuning.names"):
+        with pytest.raises(NotAllowed):
+            check_module(module)
+    for module in ("team.rewards", "team.rewards.math", "in_ours", "tuning.rewards.sentiment"):
+        check_module(module)
+
+
+def test_a_recipe_is_a_built_in_one_or_in_an_allowed_folder(monkeypatch, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("sft: null\n")
+    monkeypatch.setenv("RLHF_ALLOW_CODE", "none")
+    check_allowed(load_recipe("smoke"))
+    check_allowed(load_recipe("demo"))
+    with pytest.raises(RecipeError, match="or name a built-in recipe"):
+        load_recipe(str(path))
+    monkeypatch.setenv("RLHF_ALLOW_CODE", str(tmp_path))
+    load_recipe(str(path))

@@ -1,0 +1,122 @@
+"""What is secret in a recipe, or in the environment of a run, is in nothing that the run writes."""
+
+import http.server
+import json
+import re
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from flows.recipe.model import RecipeError
+from flows.recipe.reading import load_recipe
+from stages.store.keys import config_content, published, without_userinfo
+from tests.stages.sampling.http_server import VERSION
+from tests.support import RLHF
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        "rl.score.rewards.j={function: judge, arguments: {api_key: sk-123456}}",
+        "rl.score.rewards.j={function: judge, arguments: {Authorization: Bearer 1}}",
+        "evaluate.judge_arguments.secret_key=abc",
+        "data.source_args.password=abc",
+        "rl.rollout.engine={kind: vllm, version: '1', command: [vllm, serve], arguments: [--api-key, abc]}",
+        "rl.rollout.engine={kind: vllm, version: '1', command: [vllm, serve, --api-key=abc]}",
+    ],
+)
+def test_a_secret_that_would_be_recorded_is_refused_with_its_place(item):
+    with pytest.raises(RecipeError, match="looks like a secret") as error:
+        load_recipe("smoke", sets=[item])
+    assert item.partition("=")[0].rpartition(".")[0] in str(error.value)
+    assert "abc" not in str(error.value) and "sk-1" not in str(error.value)
+
+
+def test_names_that_only_sound_like_secrets_are_settings():
+    load_recipe("smoke", sets=["rl.score.rewards.m={function: matches, arguments: {pattern: token}}"])
+    for name in ("key_variable", "token", "key", "tokenizer", "author"):
+        load_recipe("smoke", sets=[f"data.source_args.{name}=abc"])
+
+
+URLS = {
+    "http://me:SECRET@host/x": "http://host/x",
+    "s3://b/x?X-Amz-Signature=SECRET&a=1": "s3://b/x?X-Amz-Signature=***&a=1",
+    "https://h/x.jsonl?a=1&access_token=SECRET": "https://h/x.jsonl?a=1&access_token=***",
+    "https://h/x?sig=SECRET#part": "https://h/x?sig=***#part",
+    "error at https://h/x?api_key=SECRET: no such file": "error at https://h/x?api_key=*** no such file",
+}
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_urls_are_written_without_what_opens_them(url):
+    assert without_userinfo(url) == URLS[url]
+    assert published({"a": [url]}) == {"a": [URLS[url]]}
+    recipe = load_recipe("smoke", sets=[f"data.source={json.dumps(url.partition(': ')[0].removeprefix('error at '))}"])
+    assert "SECRET" not in json.dumps(config_content(recipe.data))
+
+
+class Planted(http.server.BaseHTTPRequestHandler):
+    """Problems as a file, and a judge."""
+
+    problems = "".join(json.dumps({"prompt": f"{i} + 1 = ", "answer": str(i + 1)}) + "\n" for i in range(200)).encode()
+
+    def answer(self, body):
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_HEAD(self):
+        self.send_response(200)
+        self.send_header("content-length", str(len(self.problems)))
+        self.end_headers()
+
+    def do_GET(self):
+        self.answer(self.problems)
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["content-length"]))
+        self.answer(json.dumps({"choices": [{"message": {"content": "7 out of 10: 7"}}]}).encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.slow
+def test_a_run_with_a_secret_in_every_place_writes_none_of_them(tmp_path, monkeypatch):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Planted)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    host = f"127.0.0.1:{server.server_port}"
+    judge = f"http://{host}/v1?api_key=PLANTED-query"
+    sets = {
+        "data.source": f"http://me:PLANTED-user@{host}/x.jsonl",
+        "sft": "null",
+        "reward": "null",
+        "rl.rounds": 1,
+        "rl.score.rewards.model": "{function: matches, arguments: {pattern: x}}",
+        "rl.score.rewards": json.dumps({"j": {"function": "judge", "arguments": {"url": judge, "model": "m"}}}),
+        "rl.rollout.engine": json.dumps(
+            {
+                "kind": "vllm",
+                "version": VERSION,
+                "dtype": "float32",
+                "tolerance": 0.001,
+                "command": f"{sys.executable} -m tests.stages.sampling.http_server",
+                "environment": {"HF_TOKEN": "PLANTED-variable", "ORDINARY": "PLANTED-other"},
+            }
+        ),
+    }
+    monkeypatch.setenv("OPENAI_API_KEY", "PLANTED-environment")
+    monkeypatch.setenv("RLHF_SCRATCH", str(tmp_path / "scratch"))
+    options = [word for name, value in sets.items() for word in ("--set", f"{name}={value}")]
+    command = [RLHF, "run", "smoke", "--no-prefect", "--store", str(tmp_path / "store"), *options]
+    done = subprocess.run(command, capture_output=True, text=True)
+    server.shutdown()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "PLANTED" not in done.stdout + done.stderr
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"run.json", "report.html", "manifest.json", "worker.log"} <= {path.name for path in files}
+    found = {(path.name, *re.findall(rb"PLANTED-\w+", path.read_bytes())) for path in files}
+    assert not [entry for entry in found if len(entry) > 1]

@@ -1,0 +1,390 @@
+"""A server that others can reach has keys, and no client takes more of it than its bounds: size, number, time."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from stages.serving import app as routes
+from stages.serving.access import AccessError, Keys, is_loopback, keys_of
+from stages.serving.app import make_app
+from stages.serving.connection import Patient, web_server
+from stages.serving.counts import Counts
+from stages.serving.guard import Bounds, Guard
+from stages.serving.serve import end_with
+from stages.serving.server import Server
+from stages.serving.settings import ServeOptions
+from tests.stages.serving.support import CONFIG, CONTEXT, LIMITS, STOPS, TOKENIZER, serving
+from tuning.rollout.engine.engine import Engine
+from tuning.rollout.engine.live import Live
+
+KEY, OTHER = "k" * 24, "another-key-of-a-server"
+BOUNDS = Bounds(body_bytes=20_000, body_seconds=1.0, requests=2, request_seconds=20.0)
+
+
+class Hasty(Patient):
+    """Connections of a test that cannot wait."""
+
+    head_seconds, stall_seconds, most = 0.5, 1.0, 12
+
+
+@pytest.fixture(scope="module")
+def guarded(live):
+    url, end = serving(Server(live, TOKENIZER, "tiny", STOPS, CONTEXT), BOUNDS, Keys([KEY, OTHER]), Hasty)
+    yield url
+    end()
+
+
+@pytest.fixture(scope="module")
+def asked(guarded):
+    with httpx.Client(base_url=guarded, headers={"authorization": f"Bearer {KEY}"}, timeout=60) as client:
+        yield client
+
+
+SAID = {"prompt": "ab", "max_tokens": 2, "temperature": 0}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [None, "", KEY, f"Basic {KEY}", "Bearer", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", "Bearer \xff\xfe"],
+)
+def test_without_a_key_nothing_is_answered_but_whether_it_lives(guarded, header):
+    headers = {} if header is None else {"authorization": header.encode("latin-1")}
+    for method, path in (
+        ("POST", "/v1/completions"),
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/sessions/a/v1/completions"),
+        ("POST", "/sessions/a/reward"),
+        ("GET", "/sessions/a"),
+        ("DELETE", "/sessions/a"),
+        ("GET", "/v1/models"),
+        ("GET", "/weight_info"),
+        ("GET", "/metrics"),
+        ("GET", "/openapi.json"),
+        ("GET", "/nothing"),
+        ("POST", "/health"),
+    ):
+        answer = httpx.request(method, guarded + path, headers=headers, json=SAID if method == "POST" else None)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key"), path
+        assert answer.headers["www-authenticate"] == "Bearer"
+    assert httpx.get(f"{guarded}/health", headers=headers).json() == {"status": "ok"}
+    assert httpx.get(f"{guarded}/ready", headers=headers).json() == {"status": "ready"}
+
+
+@pytest.mark.parametrize("key", [KEY, OTHER])
+def test_each_key_opens(guarded, key):
+    answer = httpx.post(f"{guarded}/v1/completions", json=SAID, headers={"authorization": f"bearer {key}"})
+    assert answer.status_code == 200, answer.text
+
+
+def test_a_host_that_others_reach_needs_a_key(tmp_path):
+    for host in ("0.0.0.0", "::", "192.168.0.1", "example.org", ""):
+        with pytest.raises(AccessError, match="there is no key: set RLHF_API_KEY or --api-key-file"):
+            keys_of(ServeOptions(host=host), {})
+    for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
+        assert is_loopback(host) and not keys_of(ServeOptions(host=host), {})
+    file = tmp_path / "keys"
+    file.write_text(f"# of the team\n\n {KEY} \n{OTHER}\n")
+    keys = keys_of(ServeOptions(host="0.0.0.0", api_key_file=str(file)), {"RLHF_API_KEY": "of-the-environment"})
+    for key in (KEY, OTHER, "of-the-environment"):
+        assert keys.take(f"Bearer {key}".encode())
+    assert not keys.take(b"Bearer # of the team")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "# none\n", "short\n", "with spaces in it, so none\n", "sch\u00f6ner-als-ein-key\n"]
+)
+def test_a_file_without_a_usable_key_is_refused(tmp_path, text):
+    file = tmp_path / "keys"
+    file.write_text(text)
+    with pytest.raises(AccessError, match="no key|cannot be used"):
+        keys_of(ServeOptions(api_key_file=str(file)), {})
+    with pytest.raises(AccessError, match="cannot be read"):
+        keys_of(ServeOptions(api_key_file=str(tmp_path / "none")), {})
+
+
+def test_without_a_key_a_page_of_a_browser_cannot_reach_it_by_a_name_of_its_own(url):
+    """DNS rebinding: a name of the page's is pointed at this machine."""
+    for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "[evil]"):
+        answer = httpx.post(f"{url}/v1/completions", json=SAID, headers={"host": host})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "host")
+    for host in ("127.0.0.1", "localhost:8000", "[::1]:8000"):
+        assert httpx.post(f"{url}/v1/completions", json=SAID, headers={"host": host}).status_code == 200
+    # What a page may send without asking first is no JSON by its type.
+    plain = httpx.post(f"{url}/v1/completions", content=json.dumps(SAID), headers={"content-type": "text/plain"})
+    assert plain.status_code == 400
+
+
+def test_a_large_body_is_refused_by_its_limit_told_or_not(asked, guarded):
+    large = json.dumps(SAID | {"prompt": "a" * 30_000}).encode()
+    for content in (large, (large[i : i + 1000] for i in range(0, len(large), 1000))):
+        answer = asked.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+        assert "20000 bytes" in answer.json()["error"]["message"]
+    # One that says it is huge is not read.
+    said = raw(
+        guarded,
+        f"POST /v1/completions HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {KEY}\r\n"
+        "content-length: 99999999999999999999\r\n\r\n",
+    )
+    assert said.startswith((b"HTTP/1.1 413", b"HTTP/1.1 400"))
+
+
+def raw(url, *parts, pause=0.0, seconds=15.0):
+    """All that the server sends until it closes the connection, for bytes that are sent part by part."""
+    place, got = urlsplit(url), b""
+    with socket.create_connection((place.hostname, place.port), timeout=seconds) as sock:
+        for part in parts:
+            try:
+                sock.sendall(part.encode() if isinstance(part, str) else part)
+            except OSError:
+                break
+            time.sleep(pause)
+        try:
+            while chunk := sock.recv(65536):
+                got += chunk
+        except ConnectionError:
+            pass
+    return got
+
+
+def test_a_head_that_does_not_come_is_not_waited_for(guarded):
+    began = time.monotonic()
+    assert raw(guarded, "GET /health HT") == b""
+    assert raw(guarded) == b""
+    # Each byte in time, the whole never.
+    assert raw(guarded, *["a"] * 12, pause=0.1) == b""
+    assert time.monotonic() - began < 10
+
+
+def test_the_second_request_of_a_connection_has_its_limit_too(guarded):
+    first = f"GET /health HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {KEY}\r\n\r\n"
+    answered = raw(guarded, first, "GET /hea", pause=0.3)
+    assert answered.count(b"200 OK") == 1
+
+
+def test_a_body_that_does_not_come_is_answered_408(guarded):
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {KEY}\r\ncontent-length: 100\r\n\r\n"
+    answer = raw(guarded, head, *["{"] * 15, pause=0.1)
+    assert answer.startswith(b"HTTP/1.1 408") and b"within 1 s" in answer
+
+
+def test_a_head_without_end_is_refused(guarded):
+    lines = [f"x-{i}: {'a' * 1000}\r\n" for i in range(200)]
+    answer = raw(guarded, "GET /health HTTP/1.1\r\n", *lines)
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize(
+    "bytes_",
+    [
+        b"\x00\x01\x02\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: -1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n{}",
+        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ntransfer-encoding: gzip\r\n\r\n",
+        b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nhost: a\r\n\r\n",
+        b"GET http://evil/health HTTP/1.1\r\nhost: a\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n",
+        b"CONNECT evil:443 HTTP/1.1\r\nhost: a\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    ],
+)
+def test_what_is_no_request_is_refused_or_let_go(guarded, bytes_):
+    answer = raw(guarded, bytes_)
+    assert answer == b"" or answer.split()[1].startswith(b"4"), answer
+    assert httpx.get(f"{guarded}/health").status_code == 200
+
+
+def test_more_requests_than_allowed_are_told_to_come_again(asked, guarded):
+    """Two are under way, which wait for the rest of their bodies."""
+    place = urlsplit(guarded)
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {KEY}\r\ncontent-length: 50\r\n\r\n{{"
+    slow = [socket.create_connection((place.hostname, place.port)) for _ in range(2)]
+    for sock in slow:
+        sock.sendall(head.encode())
+    statuses = set()
+    deadline = time.monotonic() + 10
+    while 429 not in statuses and time.monotonic() < deadline:
+        answer = asked.post("/v1/completions", json=SAID)
+        statuses.add(answer.status_code)
+    assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
+    assert answer.json()["error"]["code"] == "too_many_requests"
+    ready = httpx.get(f"{guarded}/ready")
+    assert (ready.status_code, ready.json()["status"]) == (503, "not ready")
+    assert httpx.get(f"{guarded}/health").status_code == 200
+    for sock in slow:
+        sock.close()
+    while asked.post("/v1/completions", json=SAID).status_code != 200:
+        assert time.monotonic() < deadline
+
+
+def test_more_connections_than_allowed_are_told_so(guarded):
+    place = urlsplit(guarded)
+    held = [socket.create_connection((place.hostname, place.port)) for _ in range(40)]
+    try:
+        said = b""
+        deadline = time.monotonic() + 10
+        while b"503 Service Unavailable" not in said and time.monotonic() < deadline:
+            for sock in held:
+                sock.setblocking(False)
+                with contextlib.suppress(BlockingIOError, ConnectionError):
+                    said += sock.recv(4096)
+        assert b"503 Service Unavailable" in said and b"retry-after: 1" in said
+    finally:
+        for sock in held:
+            sock.close()
+    while True:
+        assert time.monotonic() < deadline
+        try:
+            if httpx.get(f"{guarded}/health").status_code == 200:
+                break
+        except httpx.TransportError:
+            time.sleep(0.1)
+
+
+def test_an_answer_that_takes_too_long_ends_with_its_reason(live):
+    url, end = serving(Server(live, TOKENIZER, "tiny", STOPS, CONTEXT), Bounds(request_seconds=0.3))
+    try:
+        long = SAID | {"max_tokens": 190, "n": 64, "ignore_eos": True, "temperature": 1}
+        answer = httpx.post(f"{url}/v1/completions", json=long, timeout=60)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "time_limit")
+        with httpx.stream("POST", f"{url}/v1/completions", json=long | {"stream": True}, timeout=60) as stream:
+            lines = [line for line in stream.iter_lines() if line]
+        assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "time_limit"
+        # Its samples have left the engine.
+        deadline = time.monotonic() + 30
+        while live.open:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        end()
+
+
+def test_a_client_that_reads_nothing_is_let_go():
+    """Its answer would lie in memory, and its request would count, for as long as it likes."""
+    ended = threading.Event()
+
+    async def large(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(2000):
+            await send({"type": "http.response.body", "body": bytes(65536), "more_body": True})
+        ended.set()
+
+    web = web_server(large, "127.0.0.1", 0, Hasty)
+    thread = threading.Thread(target=web.run, daemon=True)
+    thread.start()
+    while not web.started:
+        time.sleep(0.02)
+    with socket.create_connection(web.servers[0].sockets[0].getsockname()) as sock:
+        sock.sendall(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert ended.wait(20)
+        assert not web.server_state.connections
+    web.should_exit = True
+    thread.join(20)
+
+
+def test_metrics_are_prometheus_text_and_count_what_was_asked(asked):
+    asked.post("/v1/completions", json=SAID)
+    asked.post("/v1/completions", json={"prompt": 1})
+    asked.get("/sessions/nobody")
+    asked.get("/a/path/of/an/attacker?and=more")
+    page = asked.get("/metrics")
+    assert page.headers["content-type"].startswith("text/plain; version=0.0.4")
+    parser = pytest.importorskip("prometheus_client.parser")
+    found = {
+        (s.name, s.labels.get("route"), s.labels.get("status")): s.value
+        for family in parser.text_string_to_metric_families(page.text)
+        for s in family.samples
+    }
+    assert found["rlhf_serve_requests_total", "/v1/completions", "200"] >= 1
+    assert found["rlhf_serve_requests_total", "/v1/completions", "400"] >= 1
+    assert found["rlhf_serve_requests_total", "/sessions/NAME", "404"] >= 1
+    assert found["rlhf_serve_requests_total", "other", "404"] >= 1
+    assert found["rlhf_serve_completion_tokens_total", None, None] >= 1
+    assert found["rlhf_serve_engine_up", None, None] == 1
+    assert found["rlhf_serve_requests_in_flight", None, None] == 0
+    assert found["rlhf_serve_request_seconds_count", None, None] >= 4
+
+
+def test_health_is_that_of_the_engine(params, monkeypatch):
+    engine = Engine(CONFIG, limits=LIMITS)
+    engine.load(params)
+    live = Live(engine)
+    url, end = serving(Server(live, TOKENIZER, "tiny", STOPS, CONTEXT))
+    going_on = threading.Event()
+
+    def unwell(said):
+        for path, status in (("health", "failed"), ("ready", "not ready")):
+            answer = httpx.get(f"{url}/{path}")
+            assert (answer.status_code, answer.json()["status"]) == (503, status)
+            assert said in answer.json()["error"]
+        assert "rlhf_serve_engine_up 0" in httpx.get(f"{url}/metrics").text
+
+    try:
+        monkeypatch.setattr(routes, "STALLED_SECONDS", 0.2)
+        # What a step on a device that has hung does to the engine's thread.
+        hanging = threading.Thread(target=live._ask, args=(lambda: going_on.wait(60),))
+        hanging.start()
+        while live.step_seconds < 0.3:
+            time.sleep(0.01)
+        unwell("has hung for")
+        going_on.set()
+        hanging.join()
+        assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+        live.close()
+        unwell("EngineStopped: closed")
+    finally:
+        going_on.set()
+        end()
+        live.close()
+
+
+def test_a_server_whose_engine_has_stopped_for_good_ends_for_its_supervisor(params):
+    engine = Engine(CONFIG, limits=LIMITS)
+    engine.load(params)
+    live = Live(engine)
+    web = web_server(make_app(Server(live, TOKENIZER, "tiny", STOPS, CONTEXT)), "127.0.0.1", 0)
+    watch = threading.Thread(target=end_with, args=(live, web, 0.01))
+    watch.start()
+    assert not web.should_exit
+    live.close()
+    watch.join(20)
+    assert web.should_exit
+
+
+def test_a_long_prompt_does_not_stop_the_streams_of_others(live, monkeypatch):
+    """It is tokenized in a thread: the loop answers others meanwhile."""
+    server = Server(live, TOKENIZER, "tiny", STOPS, CONTEXT)
+    threads = []
+    real = server._prompt_ids
+    monkeypatch.setattr(server, "_prompt_ids", lambda p: threads.append(threading.current_thread().name) or real(p))
+    url, end = serving(server)
+    try:
+        assert httpx.post(f"{url}/v1/completions", json=SAID, timeout=60).status_code == 200
+        assert httpx.post(f"{url}/sessions/a/v1/completions", json=SAID, timeout=60).status_code == 200
+        assert threads and all(name.startswith("reader") for name in threads)
+    finally:
+        end()
+
+
+def test_the_guard_counts_a_client_that_left():
+    async def left(scope, receive, send):
+        raise AssertionError("unreachable")
+
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        raise AssertionError(message)
+
+    counts = Counts()
+    scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": []}
+    asyncio.run(Guard(left, counts)(scope, receive, send))
+    assert counts.answers == {("/v1/completions", 0): 1} and counts.in_flight == 0

@@ -1,0 +1,80 @@
+"""Which code a recipe may name, on a machine that takes recipes from others: RLHF_ALLOW_CODE.
+
+    unset, any                         any module, any program
+    none                               what this package brings
+    team.rewards,/opt/rlhf/code        modules of that package, and modules, programs and recipes in that folder
+
+Whoever starts the worker sets it; no setting of a recipe reaches it. Read at each use, so that processes which a stage
+starts hold to it too.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+VARIABLE = "RLHF_ALLOW_CODE"
+SHIPPED = ("tuning.rewards.sentiment",)
+"""Modules of this package whose functions are for recipes. Others, such as those that start processes, are not."""
+
+
+class NotAllowed(ValueError):
+    """Code that RLHF_ALLOW_CODE does not name."""
+
+
+def places() -> list[str] | None:
+    """Packages and folders that are allowed; None where all are."""
+    said = os.environ.get(VARIABLE, "").strip()
+    if said in ("", "any"):
+        return None
+    return [] if said == "none" else [place.strip() for place in said.split(",") if place.strip()]
+
+
+def check_module(module: str) -> None:
+    """Raises NotAllowed for a module that may not be imported for a recipe. Imports nothing but packages above it."""
+    allowed = places()
+    if allowed is None or module in SHIPPED or any(_below(module, package) for package in allowed):
+        return
+    # Its top package alone: finding a module within a package imports that.
+    try:
+        found = importlib.util.find_spec(module.partition(".")[0])
+    except (ImportError, ValueError):
+        found = None
+    origins = [] if found is None else [*(found.submodule_search_locations or []), found.origin or ""]
+    # Built-in modules have no file.
+    if not origins[-1:] or not all(_in_folder(Path(origin), allowed) for origin in origins if origin):
+        raise NotAllowed(f"the module {module!r} is not allowed here: {_remedy()}")
+
+
+def check_program(words: Sequence[str]) -> None:
+    """Raises NotAllowed for a command whose program is in none of the folders."""
+    allowed = places()
+    if allowed is None:
+        return
+    program = shutil.which(words[0]) if words else None
+    if program is None or not _in_folder(Path(program), allowed):
+        raise NotAllowed(f"the program {words[0] if words else ''!r} is not allowed here: {_remedy()}")
+
+
+def check_file(path: Path) -> None:
+    """Raises NotAllowed for a recipe's file that is in none of the folders."""
+    allowed = places()
+    if allowed is not None and not _in_folder(path, allowed):
+        raise NotAllowed(f"the file {path} is not allowed here: {_remedy()}, or name a built-in recipe")
+
+
+def _below(module: str, package: str) -> bool:
+    return "/" not in package and f"{module}.".startswith(f"{package}.")
+
+
+def _in_folder(path: Path, allowed: Sequence[str]) -> bool:
+    # Links are followed: one in an allowed folder may point anywhere, and a program may be one to python.
+    folders = [Path(place).resolve() for place in allowed if place.startswith("/")]
+    return any(path.resolve().is_relative_to(folder) for folder in folders)
+
+
+def _remedy() -> str:
+    return f"{VARIABLE} of the worker is {os.environ.get(VARIABLE, '')!r}"
