@@ -8,7 +8,7 @@ VLLM_VENV ?= .venv-vllm
 TPU_VENV ?= .venv-tpu
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test coverage test-slow test-vllm tpu gpu-aot lint bench profile lock clean
+.PHONY: demo test coverage test-slow faults test-vllm tpu gpu-aot lint bench profile lock clean
 
 demo: $(VENV)/.ready
 	$(BIN)/rlhf run demo $(ARGS)
@@ -23,6 +23,10 @@ coverage: $(VENV)/.ready-dev
 # What takes long (kills during checkpoints, several devices, adapters through rounds of RL) and further variants.
 test-slow: $(VENV)/.ready-dev
 	$(BIN)/pytest -m slow $(ARGS)
+
+# Random faults on the recipe smoke. A storm that was cut goes on where its folder is given again.
+faults: $(VENV)/.ready-dev
+	$(BIN)/python -m tests.faults.storm --faults 300 --seed 0 --folder .faults $(ARGS)
 
 # Rollouts by a real vLLM server on the CPU, in an environment of its own.
 test-vllm: $(VENV)/.ready-dev $(VLLM_VENV)/.ready

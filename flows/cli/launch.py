@@ -36,8 +36,8 @@ def launch(
     only: set[str] | None = None,
     standing: Standing | None = None,
 ) -> None:
-    """Runs a recipe. Exits with 3 where its gate refuses the policy, 2 for a usage error, 1 for a failed stage, 130
-    after Ctrl-C."""
+    """Runs a recipe. Exits with 3 where its gate refuses the policy, 2 for a usage error, 1 for a failed stage or
+    store, 130 after Ctrl-C."""
     from flows.running.limits import RunTooLong
     from flows.running.naming import before
     from flows.running.plain import run_plain
@@ -66,10 +66,10 @@ def launch(
         err.print(f"what is finished is kept{_advice(e)}", soft_wrap=True)
         raise typer.Exit(1) from e
     except OSError as e:
+        # Of the store or a disk: those of stages are StageFailed.
         full = full_disk(e, Store(recipe.store).scratch)
-        if full is None:
-            raise
-        err.print(f"failed: {full.strerror}", soft_wrap=True)
+        err.print(f"failed: {type(e).__name__}: {e}" if full is None else f"failed: {full.strerror}", soft_wrap=True)
+        err.print("what is finished is kept; the same command goes on from there", soft_wrap=True)
         raise typer.Exit(1) from e
     except KeyboardInterrupt as e:
         err.print("interrupted; what is finished is kept, the same command goes on from there", soft_wrap=True)
@@ -102,6 +102,8 @@ def run_with_prefect(
     for setting, value in QUIET.items():
         # What the user has set stays.
         os.environ.setdefault(setting, value)
+    from httpx import TransportError
+
     from flows.orchestration.server import PrivateServer, ServerFailed, may_be_set
 
     # Starting a server takes longest, and asking Prefect for its settings means to import it for two seconds: without
@@ -123,6 +125,12 @@ def run_with_prefect(
         return run_recipe(recipe, name=name, force=force, only=only, standing=standing)
     except ServerFailed as e:
         raise SystemExit(f"failed: {e}") from None
+    except TransportError as e:
+        url = get_current_settings().api.url
+        raise SystemExit(
+            f"failed: the Prefect server at {url} cannot be reached ({e})\n"
+            "what is finished is kept; start the server, or run with --no-prefect, and the same command goes on"
+        ) from None
     finally:
         if server:
             # The address of a server that has ended must not be used by what this process does next.

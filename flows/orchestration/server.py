@@ -23,6 +23,8 @@ from pathlib import Path
 from stages.worker import interpreter
 
 START_SECONDS = 120.0
+RESTARTS = 5
+WATCH_SECONDS = 0.2
 
 
 class ServerFailed(RuntimeError):
@@ -36,22 +38,45 @@ def may_be_set() -> bool:
 
 
 class PrivateServer:
-    """A server process. The constructor returns at once; `wait` returns when the server answers."""
+    """A server process. The constructor returns at once; `wait` returns when the server answers.
+
+    One that has answered and dies (out of memory, kill -9) is started again: its database is on the disk, and requests
+    wait meanwhile.
+    """
 
     def __init__(self) -> None:
         # The socket listens before the process is ready: no port can be lost, and early requests wait.
-        listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}/api"
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        self._process = subprocess.Popen(
-            interpreter.command("flows.orchestration.server", str(listener.fileno()), str(os.getpid())),
-            pass_fds=[listener.fileno()],
+        self._stopping = threading.Event()
+        self._process = self._started()
+        self._watcher = threading.Thread(target=self._watch, name="server-watch", daemon=True)
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            interpreter.command("flows.orchestration.server", str(self._listener.fileno()), str(os.getpid())),
+            pass_fds=[self._listener.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C ends the run; the server stays to record how it ended
         )
-        listener.close()
+
+    def _watch(self) -> None:
+        """Starts the server again when it dies, some times; it is stopped otherwise."""
+        for _ in range(RESTARTS):
+            while self._process.poll() is None:
+                if self._stopping.wait(WATCH_SECONDS):
+                    return
+            if self._stopping.is_set():
+                return
+            self._process = self._started()
+        while self._process.poll() is None:
+            if self._stopping.wait(WATCH_SECONDS):
+                return
+        # Nobody answers any more: requests must fail, and not wait.
+        self._listener.close()
 
     def wait(self) -> None:
         """Returns when the server answers. Raises ServerFailed with the end of its log."""
@@ -59,6 +84,7 @@ class PrivateServer:
         while time.monotonic() < deadline and self._process.poll() is None:
             with contextlib.suppress(OSError):
                 with urllib.request.urlopen(f"{self.url}/health", timeout=START_SECONDS):
+                    self._watcher.start()
                     return
                 time.sleep(0.1)
         self.stop()
@@ -68,6 +94,11 @@ class PrivateServer:
 
     def stop(self) -> None:
         """Ends the server; it is killed if it does not end within five seconds."""
+        self._stopping.set()
+        if self._watcher.is_alive():
+            # It may be starting a server.
+            self._watcher.join()
+        self._listener.close()
         if self._process.poll() is None:
             self._process.terminate()
             try:

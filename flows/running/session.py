@@ -23,7 +23,8 @@ from stages.contract.kept import keep
 from stages.store.artifacts import Artifact, Store
 from stages.store.disk import full_disk
 from stages.store.keys import published, without_userinfo
-from stages.store.leases import lease, this_process
+from stages.store.leases import held, lease, release_dead, this_process
+from stages.store.work import WorkFolder
 from stages.worker.client import CodeChanged, StageFailed, Worker, WorkerDied
 from stages.worker.protocol import Heartbeat, Log, Progress, Report, Request
 
@@ -74,6 +75,10 @@ class Session:
         self.nodes = {n.name: n for n in build(recipe, self.standing)}
         self.force = force or set()
         self.made: dict[str, Artifact] = {}
+        self._held = held(self.store)
+        """Leases that there were when the run began."""
+        self._whole: set[str] = set()
+        """Digests of artifacts whose bytes are known to be those that were committed."""
         log = log_of(self.store, self.name)
         self.limit = RunLimit(self.name, recipe.limits.run_seconds)
         self.worker = Worker(log, recipe.limits.stall_seconds, recipe.limits.stage_seconds)
@@ -175,7 +180,10 @@ class Session:
         self.record["nodes"][name] = entry
         if artifact is not None:
             state = "hit"
+            self._tidy(node.stage, key)
         else:
+            if self._another_input(node):
+                return self._made_or_read(name)
             self.save()
             # The record is on disk before the work begins: `rlhf show` sees the stage as running, also after a
             # kill.
@@ -202,6 +210,29 @@ class Session:
         """Tells of a wait for another process; the run's limit counts it too."""
         self.limit.waits(line)
         self.reporter.line(line)
+
+    def _tidy(self, stage: str, key: str) -> None:
+        """Removes what a kill just after a commit has left: the work on this host, and the lease."""
+        work = WorkFolder(self.store, stage, key)
+        if work.path.exists():
+            work.drop()
+        if (stage, key) in self._held:
+            release_dead(self.store, stage, key)
+
+    def _another_input(self, node: Node) -> bool:
+        """Makes inputs of a node again that a disk has changed where no size tells it; whether one has other content
+        now. Of a remote store they are checked as they arrive."""
+        before = {i.node: self.made[i.node] for i in node.inputs.values()}
+        for name, artifact in before.items() if self.store.is_local else ():
+            if artifact.digest in self._whole:
+                continue
+            fault = self.store.verify(artifact)
+            if fault is not None:
+                aside = self.store.set_aside(artifact.stage, artifact.key)
+                self.reporter.line(f"! {name}: {artifact.url} is damaged ({fault}); moved to {aside}; made again")
+                self._made_or_read(name)
+            self._whole.add(artifact.digest)
+        return any(self.made[name].digest != artifact.digest for name, artifact in before.items())
 
     def _make(
         self,
@@ -253,6 +284,7 @@ class Session:
                 raise type(e)(f"{node.name}: {e}") from e
             raise
         keep(self.store, parts)
+        self._whole.add(manifest["digest"])
         return Artifact(self.store, manifest)
 
     def run_with_retries(self, name: str) -> tuple[str, Artifact]:
@@ -272,7 +304,10 @@ class Session:
         self.worker.close()
         self._store_log()
         self.record |= {"status": status, "ended": now(), "worker_starts": self.worker.starts}
-        self._save_if_possible()
+        if status in ("failed", "interrupted"):
+            self._save_if_possible()
+        else:
+            self.save()
 
     def _save_if_possible(self) -> None:
         """Writes the record where a failure to write it must not hide what has ended the stage or the run."""

@@ -6,10 +6,10 @@ and is content only once the stage has succeeded (R25).
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,10 +30,9 @@ class Journal:
         self._told = time.monotonic()
         self._known: dict[tuple[int, int], float | None] = {}
         if self._path.exists():
-            for line in self._path.read_text().splitlines():
-                # A line may have been cut off by a kill.
-                with contextlib.suppress(ValueError):
-                    self._known |= {(place, sample): value for place, sample, value in json.loads(line)}
+            for text in self._path.read_bytes().splitlines():
+                line = _whole(text)
+                self._known |= {(place, sample): value for place, sample, value in line or []}
             ctx.log(f"{what}: {len(self._known)} finished scores are reused")
 
     @staticmethod
@@ -55,9 +54,16 @@ class Journal:
     def add(self, rows: Sequence[CompletionRow], outcomes: Sequence[Outcome]) -> None:
         """Stores the scores of a call, in which nothing failed."""
         line = [[*self._name(row), outcome.value] for row, outcome in zip(rows, outcomes, strict=True)]
+        text = json.dumps(line).encode()
         # Opened for each line: a kill costs at most the line that is being written, and the next begins with its end.
-        with self._path.open("a") as f:
-            f.write("\n" + json.dumps(line))
+        with self._path.open("ab") as f:
+            f.write(b"\n%08x %s" % (zlib.crc32(text), text))
+
+
+def _whole(line: bytes) -> Any:
+    """The JSON value of a line; None for one that a kill has cut off or a disk has changed."""
+    checksum, _, text = line.partition(b" ")
+    return json.loads(text) if checksum == b"%08x" % zlib.crc32(text) else None
 
 
 def journaled(

@@ -215,8 +215,8 @@ class Store:
         aside = self.join("damaged", stage, f"{key[:16]}-{uuid.uuid4().hex[:6]}")
         folder = place
         with contextlib.suppress(ArtifactError):
-            manifest = self.read_record(forms.MANIFEST, "artifacts", stage, key, MANIFEST) or {}
-            if not strange(manifest, stage, key):
+            manifest = self.read_record(forms.MANIFEST, "artifacts", stage, key, MANIFEST)
+            if manifest is not None and not strange(manifest, stage, key):
                 folder = self.join("artifacts", stage, manifest.get("folder", key))
         # The manifest goes first: without it nothing reads the half-moved folder as whole.
         moves = {f"{place}/{MANIFEST}": f"{aside}/{MANIFEST}"}

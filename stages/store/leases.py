@@ -130,6 +130,14 @@ def lease(
                 store.remove(path)
 
 
+def release_dead(store: Store, stage: str, key: str) -> None:
+    """Removes the lease of a key that is made, where its holder has ended on this host before it could give it back."""
+    with contextlib.suppress(OSError):
+        holder = _holder(store, _name(stage, key))
+        if holder is not None and holder["token"] is not None and is_gone(holder):
+            store.remove(store.join("leases", _name(stage, key)))
+
+
 def _wait_line(stage: str, path: str, holder: dict[str, Any]) -> str:
     if holder["token"] is None:
         return f"{stage}: the lease {path} cannot be read; waiting for {DEAD_AFTER_SECONDS:g} s whether it is written"
@@ -200,6 +208,12 @@ def booted() -> float:
     with contextlib.suppress(OSError, StopIteration), open("/proc/stat") as file:
         return float(next(line.split()[1] for line in file if line.startswith("btime ")))
     return 0.0
+
+
+def held(store: Store) -> set[tuple[str, str]]:
+    """(stage, key) of every lease in a store, of live holders or not."""
+    names = (name.removesuffix(".json").partition("-") for name in store.names("leases"))
+    return {(stage, key) for stage, _, key in names}
 
 
 def beats(store: Store, stage: str, key: str) -> bool:

@@ -1,24 +1,30 @@
 """The work folder of a stage under way: local, and copied to a remote store so that another machine can go on.
 
-A unit is what is copied as a whole: a step below `checkpoints/`, or any other folder (a shard, a chunk). It never
-changes once it is complete. A marker in `.mirrored/`, written last, says that the remote store has all of a unit.
+A unit is what is kept as a whole: a step below `checkpoints/`, or any other folder (a shard, a chunk). It never
+changes once it is complete. Its seal in `.sealed/`, written when all of it is on the disk, has the checksums of its
+files: the next try takes a unit that fits its seal, and makes any other again. A marker in `.mirrored/`, written last,
+says that the remote store has all of a unit.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import uuid
 from pathlib import Path
 
+from stages.store import disk
 from stages.store.artifacts import Store
-from tuning.atomic import is_partial
+from tuning.atomic import is_partial, whole_file
 
-# Folders that hold what is under way, not what is finished.
-NOT_UNITS = ("out", "replay")
+# Folders that hold what is under way, not what is finished, and those whose files are checked one by one.
+NOT_UNITS = ("replay", "pieces", "evaluation")
+OUT = "out"
+"""How folders with the output of a try are named, up to a dot."""
 CHECKPOINTS = "checkpoints"
-MIRRORED = ".mirrored"
+MIRRORED, SEALED = ".mirrored", ".sealed"
 
 
 class WorkFolder:
@@ -30,11 +36,53 @@ class WorkFolder:
         self._remote = store.join("work", stage, key)
 
     def open(self) -> Path:
-        """The folder, which is made where there is none: on a remote store from the units that were mirrored there."""
+        """The folder, which is made where there is none: on a remote store from the units that were mirrored there.
+
+        Units without their seal, or that do not fit it, are removed: a loss of power or a disk has damaged them.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
+        for unit in self._units():
+            if self._files(unit) and not self._is_whole(unit):
+                shutil.rmtree(unit)
+                for kind in (SEALED, MIRRORED):
+                    (self.path / kind / self._name(unit)).unlink(missing_ok=True)
         if not self._store.is_local:
             self._download()
         return self.path
+
+    def _name(self, unit: Path) -> str:
+        return unit.relative_to(self.path).as_posix()
+
+    def _files(self, unit: Path) -> list[Path]:
+        return sorted(path for path in unit.rglob("*") if path.is_file() and not is_partial(path))
+
+    def _sums(self, unit: Path) -> dict[str, str]:
+        return {path.relative_to(unit).as_posix(): disk.sha256_file(path) for path in self._files(unit)}
+
+    def _is_whole(self, unit: Path) -> bool:
+        """Whether a unit fits its seal."""
+        try:
+            return bool(json.loads((self.path / SEALED / self._name(unit)).read_text()) == self._sums(unit))
+        except (OSError, ValueError):
+            return False
+
+    def _seal(self, unit: Path) -> None:
+        """Has a unit on the disk, then its seal."""
+        folders = {self.path, unit.parent}
+        for path in unit.rglob("*"):
+            folders.add(path.parent)
+            if path.is_file():
+                disk.sync_file(path)
+        disk.sync_folders(folders)
+        self._write_seal(self._name(unit), json.dumps(self._sums(unit)).encode())
+
+    def _write_seal(self, name: str, seal: bytes) -> None:
+        path = self.path / SEALED / name
+        with whole_file(path) as partial, partial.open("wb") as f:
+            f.write(seal)
+            f.flush()
+            os.fsync(f.fileno())
+        disk.sync_folders([path.parent, self.path / SEALED, self.path])
 
     def _download(self) -> None:
         """Brings the units that another machine has finished since: the work may have been there and come back."""
@@ -54,6 +102,7 @@ class WorkFolder:
                 if (aside / unit).exists():
                     (self.path / unit).parent.mkdir(parents=True, exist_ok=True)
                     (aside / unit).rename(self.path / unit)
+                    self._seal(self.path / unit)
                     self._mark(unit)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
@@ -63,15 +112,24 @@ class WorkFolder:
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.write_bytes(b"{}")
 
-    def mirror(self) -> None:
-        """Copies finished units to a remote store, and removes checkpoints that a newer one has replaced there."""
-        if self._store.is_local:
-            return
+    def save(self) -> None:
+        """Seals finished units, and copies them to a remote store; removes checkpoints that a newer one has replaced
+        there."""
         for unit in self._units():
-            name = unit.relative_to(self.path).as_posix()
+            if not (self.path / SEALED / self._name(unit)).exists():
+                self._seal(unit)
+        for seal in list((self.path / SEALED / CHECKPOINTS).glob("*")):
+            if not (self.path / CHECKPOINTS / seal.name).exists():
+                seal.unlink(missing_ok=True)
+        if not self._store.is_local:
+            self._mirror()
+
+    def _mirror(self) -> None:
+        for unit in self._units():
+            name = self._name(unit)
             if (self.path / MIRRORED / name).exists():
                 continue
-            for path in sorted(p for p in unit.rglob("*") if p.is_file() and not is_partial(p)):
+            for path in self._files(unit):
                 self._store.fs.put_file(str(path), f"{self._remote}/{path.relative_to(self.path).as_posix()}")
             self._store.fs.pipe_file(f"{self._remote}/{MIRRORED}/{name}", b"{}")
             self._mark(name)
@@ -87,7 +145,9 @@ class WorkFolder:
             mark.unlink()
 
     def _units(self) -> list[Path]:
-        folders = [p for p in self.path.iterdir() if p.is_dir() and p.name not in (MIRRORED, CHECKPOINTS, *NOT_UNITS)]
+        others = (MIRRORED, SEALED, CHECKPOINTS, *NOT_UNITS)
+        found = (p for p in self.path.iterdir() if p.is_dir() and p.name not in others and not is_partial(p))
+        folders = [p for p in found if p.name.partition(".")[0] != OUT]
         return sorted(folders + self._steps())
 
     def _steps(self) -> list[Path]:

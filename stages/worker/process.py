@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import ctypes
 import datetime
+import errno
 import faulthandler
 import json
 import logging
@@ -99,7 +100,7 @@ def run_request(request: Request, memory: dict[str, Any], events: Events) -> dic
     from stages.store.disk import check_room, files_of
     from stages.store.keys import published
     from stages.store.leases import check
-    from stages.store.work import WorkFolder
+    from stages.store.work import OUT, WorkFolder
 
     loaded.check_before(request)
     store = Store(request.store)
@@ -117,19 +118,29 @@ def run_request(request: Request, memory: dict[str, Any], events: Events) -> dic
     work_key = f"{request.key}-{request.force}" if request.force else request.key
     folder = WorkFolder(store, request.stage, work_key)
     work = folder.open()
-    out = work / "out"
-    # Output of a killed try: what can be used again is beside it.
-    shutil.rmtree(out, ignore_errors=True)
+    # Output of killed tries: what can be used again is beside it.
+    for left in work.glob(f"{OUT}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    # Of each holder of the lease its own: one that another has taken over from may go on later.
+    out = work / f"{OUT}.{(request.lease or 'none')[:8]}"
     out.mkdir(parents=True)
+
+    def still_ours() -> None:
+        if request.lease is not None:
+            check(store, request.stage, request.key, request.lease)
+
     started = time.time()
     context = _context(request, config, inputs, out, work, memory, events)
-    context.saved = folder.mirror
+    context.saved = folder.save
     try:
         metrics = stage.run(context)
         loaded.check_after(request, stage.sources(config))
     except BaseException:
         # Else the next request would take it for its own.
         _name_new(memory, None)
+        # Whoever has taken over may have removed what it was about to read: that is the error then.
+        with contextlib.suppress(OSError):
+            still_ours()
         raise
     finally:
         context.close()
@@ -155,11 +166,6 @@ def run_request(request: Request, memory: dict[str, Any], events: Events) -> dic
         manifest["near"] = near
     files = files_of(out)
     made = content_digest(files)
-
-    def still_ours() -> None:
-        if request.lease is not None:
-            check(store, request.stage, request.key, request.lease)
-
     committed = store.commit(out, manifest, replace=bool(request.force), files=files, check=still_ours)
     # Another process may have committed the key meanwhile: its artifact stays, and is not what is in memory here.
     _name_new(memory, made if committed.digest == made else None)
@@ -213,6 +219,17 @@ def _context(
         memory=memory,
         name=f"{request.run}.{request.stage}",
     )
+
+
+def is_of_full_disk(error: BaseException) -> bool:
+    """Whether an error, or what caused it, is that of a full disk. Orbax tells of one by its text alone."""
+    texts = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT)]
+    found: BaseException | None = error
+    while found is not None:
+        if any(text in str(found) for text in texts):
+            return True
+        found = found.__cause__ or found.__context__
+    return False
 
 
 def _device() -> str:
@@ -279,7 +296,7 @@ def main() -> None:
                 print(told, file=sys.stderr, flush=True)
             from tuning.rewards.failures import kind_of
 
-            outage = kind_of(e) == "outage"
+            outage = kind_of(e) == "outage" or is_of_full_disk(e)
             full = full_disk(e, Store(json.loads(line)["store"]).scratch) if isinstance(e, Exception) else None
             text = f"{place_of(e)}{type(e).__name__}: {e}" if full is None else str(full.strerror)
             events.send(Failed(without_userinfo(text), told, outage or full is not None))

@@ -91,4 +91,4 @@ class Run:
 
 def shards(store: Path, stage: str, name: str) -> int:
     """How many shards a stage has finished and not yet committed."""
-    return len(list((store / "work" / stage).glob(f"*/{name}-*/*.parquet")))
+    return len(list((store / "work" / stage).glob(f"*/.sealed/{name}-*")))

@@ -72,7 +72,7 @@ def check(run: Run, undisturbed: Path) -> None:
 def test_training_goes_on_from_its_checkpoint(store, undisturbed):
     place = store("base", "prepare")
     first = Run(place, "first")
-    first.until(lambda: any((place / "work" / "sft").glob("*/checkpoints/2")))
+    first.until(lambda: any((place / "work" / "sft").glob("*/.sealed/checkpoints/2")))
     pid = first.kill_worker()
     output = first.ends(1)
     assert f"failed: the worker (pid {pid}) was ended by signal SIGKILL" in output

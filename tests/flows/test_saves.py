@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from flows.recipe.reading import load_recipe
@@ -9,6 +11,7 @@ from flows.report.console import ConsoleReporter
 from flows.running import session
 from flows.running.session import Session
 from stages.store.artifacts import Store
+from stages.worker.client import StageFailed
 
 
 @pytest.fixture
@@ -44,3 +47,29 @@ def test_a_stage_is_on_disk_as_running_before_its_work_begins(run, store):
         run.run_node("prepare")
     nodes = place.read_json("runs", "again", "run.json")["nodes"]
     assert {name: entry["state"] for name, entry in nodes.items()} == {"base": "hit", "prepare": "running"}
+
+
+def test_a_record_that_cannot_be_written_hides_no_error_of_a_stage(run, store, capsys):
+    run.run_node("base")
+    shutil.rmtree(store / "artifacts" / "prepare")
+    record = store / "runs" / "again" / "run.json"
+
+    class Blocked(ConsoleReporter):
+        def stage_started(self, node):
+            super().stage_started(node)
+            shutil.rmtree(store / "artifacts" / "base")
+            record.unlink()
+            record.mkdir()
+
+    run.reporter = Blocked()
+    with pytest.raises(StageFailed, match=r"prepare: .*input base .* is gone"):
+        run.run_node("prepare")
+    run.finish("failed")
+    assert "the record of the run could not be written (IsADirectoryError" in capsys.readouterr().out
+
+
+def test_a_store_that_cannot_be_written_to_ends_a_run_with_a_sentence(rlhf, tmp_path):
+    (tmp_path / "store").write_text("a file where the folder should be")
+    done = rlhf("run", "smoke", "--no-prefect", "--set", f"store={tmp_path / 'store'}", code=1)
+    assert "failed: " in done.stderr and "the same command goes on" in done.stderr
+    assert "Traceback" not in done.stderr

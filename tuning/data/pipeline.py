@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import itertools
 import json
 import os
@@ -121,17 +122,18 @@ class Write(beam.DoFn):
 
     def process(self, block: Block) -> Iterator[str]:
         pieces: dict[str, list[dict[str, Any]]] = {}
+        sums: dict[str, str] = {}
         for entry in block.entries:
             for draft in entry.drafts:
                 pieces.setdefault(draft.output, []).extend(_placed(entry, draft, block.part.label))
         for output, rows in sorted(pieces.items()):
-            self.put(block, output, rows, {**SCHEMAS[output], **ORDER})
-        self.put(block, "ledger", [_fate(entry) for entry in block.entries], LEDGER)
+            sums |= self.put(block, output, rows, {**SCHEMAS[output], **ORDER})
+        sums |= self.put(block, "ledger", [_fate(entry) for entry in block.entries], LEDGER)
         block.dead.sort(key=lambda letter: letter["position"])
         if block.dead:
             columns = {**DEAD, "position": pa.int64()}
             data = ipc_bytes([table_of(block.dead, columns)], columns)
-            publish(f"{self.folder}/{block.name}.dead.arrow", data)
+            sums |= self.publish(f"{block.name}.dead.arrow", data)
         receipt = {
             "part": name_of(block.part),
             "last": block.last,
@@ -141,19 +143,31 @@ class Write(beam.DoFn):
             "outputs": sorted(pieces),
             "counts": block.counts,
             "extracted": block.extracted,
+            "sums": sums,
         }
         # Last: a block with a receipt has all its pieces.
-        publish(f"{self.folder}/{block.name}{RECEIPT}", json.dumps(receipt).encode())
+        publish(f"{self.folder}/{block.name}{RECEIPT}", json.dumps([receipt, _sum_of(receipt)]).encode())
         Metrics.counter("Write", "records").inc(receipt["records"])
         yield block.name
 
-    def put(self, block: Block, output: str, rows: list[dict[str, Any]], columns: dict[str, pa.DataType]) -> None:
-        """One file of rows, with a record batch for each shard."""
+    def put(
+        self, block: Block, output: str, rows: list[dict[str, Any]], columns: dict[str, pa.DataType]
+    ) -> dict[str, str]:
+        """One file of rows, with a record batch for each shard; its checksum by its name."""
         shards: list[list[dict[str, Any]]] = [[] for _ in range(self.shards)]
         for row in rows:
             shards[shard_of(row["key"], self.shards)].append(row)
         data = ipc_bytes([table_of(shard, columns) for shard in shards], columns)
-        publish(f"{self.folder}/{block.name}.{output}.arrow", data)
+        return self.publish(f"{block.name}.{output}.arrow", data)
+
+    def publish(self, name: str, data: bytes) -> dict[str, str]:
+        """Writes a piece; its checksum by its name."""
+        publish(f"{self.folder}/{name}", data)
+        return {name: hashlib.sha256(data).hexdigest()}
+
+
+def _sum_of(receipt: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(receipt, sort_keys=True).encode()).hexdigest()
 
 
 def shard_of(key: str, shards: int) -> int:
@@ -194,20 +208,40 @@ def _fate(entry: Entry) -> dict[str, Any]:
     }
 
 
-def receipts(folder: str) -> dict[str, dict[str, Any]]:
-    """The receipts of finished blocks by name, in the order of their records."""
+def receipts(folder: str, check: bool = True) -> dict[str, dict[str, Any]]:
+    """The receipts of finished blocks by name, in the order of their records.
+
+    check: leave out blocks that are not as they were written, after a loss of power or on a disk that fails. Only
+    pieces of a local folder are read for it: an object store checks what it holds.
+    """
     fs, path = filesystem(folder)
     if type_of(fs, path, folder) is None:
         return {}
     names = sorted(n for n in again(lambda: fs.ls(path, detail=False), folder) if n.endswith(RECEIPT))
     texts = [again(functools.partial(fs.cat_file, name), name) for name in names]
-    stems = [name.rsplit("/", 1)[-1].removesuffix(RECEIPT) for name in names]
-    found: dict[str, dict[str, Any]] = {}
-    for stem, text in zip(stems, texts, strict=True):
-        # One that a loss of power has emptied: its part is read again.
-        with contextlib.suppress(ValueError):
-            found[stem] = json.loads(text)
+    found = {}
+    for name, text in zip(names, texts, strict=True):
+        receipt = _receipt(text)
+        if receipt is not None and (not check or "://" in folder or _are_whole(Path(folder), receipt["sums"])):
+            found[name.rsplit("/", 1)[-1].removesuffix(RECEIPT)] = receipt
     return found
+
+
+def _receipt(text: bytes) -> dict[str, Any] | None:
+    """The receipt in a file; None where it is not as it was written."""
+    try:
+        receipt, checksum = json.loads(text)
+    except (ValueError, TypeError):
+        return None
+    return receipt if isinstance(receipt, dict) and _sum_of(receipt) == checksum else None
+
+
+def _are_whole(folder: Path, sums: dict[str, str]) -> bool:
+    """Whether files have these checksums."""
+    try:
+        return all(hashlib.sha256((folder / name).read_bytes()).hexdigest() == sum_ for name, sum_ in sums.items())
+    except FileNotFoundError:
+        return False
 
 
 def finished(parts: Iterable[Part], done: dict[str, dict[str, Any]]) -> tuple[list[Part], list[str]]:

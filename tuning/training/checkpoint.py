@@ -21,16 +21,17 @@ class SaveFailed(RuntimeError):
 class Checkpoints:
     """Saves while training goes on, keeps the newest step, restores bit for bit.
 
-    `committed` is called from another thread, after each save is complete on disk and before the next begins. An error
-    of a save is raised, as SaveFailed, by the next call.
+    `committed` is called from another thread, after each save is complete and before the next begins; the step before
+    is deleted when it has returned, and it is called once more then. An error of a save is raised, as SaveFailed, by
+    the next call.
     """
 
     def __init__(self, folder: Path, committed: Callable[[], None] = lambda: None):
         self.folder, self._committed = folder, committed
         self._manager = ocp.CheckpointManager(
-            # The step before is deleted only after a newer one is complete.
+            # Orbax would delete the step before as soon as it has named the newer one, whose files may not be on disk.
             folder.absolute(),
-            options=ocp.CheckpointManagerOptions(max_to_keep=1, create=True),
+            options=ocp.CheckpointManagerOptions(max_to_keep=None, create=True),
         )
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: Future[None] | None = None
@@ -51,6 +52,11 @@ class Checkpoints:
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
             self._committed()
+            replaced = [other for other in self._manager.all_steps() if other < step]
+            for other in replaced:
+                self._manager.delete(other)
+            if replaced:
+                self._committed()
         except Exception as error:
             raise SaveFailed(
                 f"checkpoint {self.folder / str(step)} was not saved ({type(error).__name__}: {error}); the one before "

@@ -338,6 +338,22 @@ def test_a_line_that_a_kill_has_cut_costs_one_score(tmp_path, rollouts):
     assert "reward exact: 4 finished scores are reused" in log
 
 
+def test_a_line_that_a_disk_has_changed_costs_one_score_and_is_never_taken(tmp_path):
+    ctx, _ = context(tmp_path / "a", Folder(tmp_path, "none"), rewards={"exact": Reward()})
+    rows = [CompletionRow(place=n, prompt_id="p", prompt_ids=[1], token_ids=[1], logprobs=[0.0]) for n in range(3)]
+    journal_ = Journal(ctx, "reward exact", "journal-exact")
+    for row in rows:
+        journal_.add([row], [Outcome(row.place / 4)])
+    (file,) = ctx.work.glob("*.jsonl")
+    whole = file.read_bytes()
+    for at in range(len(whole)):
+        for bit in range(8):
+            file.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << bit)]) + whole[at + 1 :])
+            kept = [Journal(ctx, "reward exact", "journal-exact").get([row]) for row in rows]
+            assert all(k in (None, [Outcome(row.place / 4)]) for k, row in zip(kept, rows, strict=True))
+            assert kept.count(None) <= 2
+
+
 def test_calls_that_take_long_are_told_of_before_their_shard_has_ended(tmp_path, rollouts, monkeypatch):
     monkeypatch.setattr(journal, "TELL_SECONDS", -1.0)
     ctx, log = context(tmp_path / "a", rollouts, rewards={"exact": Reward()}, shard_completions=6)

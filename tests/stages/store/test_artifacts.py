@@ -66,6 +66,13 @@ def test_files_without_a_manifest_are_no_artifact(store, tmp_path):
     assert store.all_keys() == []
 
 
+def test_what_another_has_set_aside_already_is_no_error(store, tmp_path):
+    make(store, tmp_path)
+    store.set_aside("sft", KEY)
+    store.set_aside("sft", KEY)
+    assert store.get("sft", KEY) is None and MANIFEST in damaged(store)
+
+
 @pytest.mark.parametrize("fault", ["truncated", "longer", "missing", "manifest"])
 def test_a_damaged_artifact_is_set_aside_with_a_warning_and_made_again(store, tmp_path, fault):
     artifact = make(store, tmp_path)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from pathlib import Path
 
+import pytest
+
+from stages.store.artifacts import Store
 from stages.store.work import WorkFolder
 from tests.stages.store.support import fresh
 from tests.support import write_files
@@ -15,14 +20,18 @@ def test_work_in_progress_goes_on_on_another_machine(remote, tmp_path):
     work = WorkFolder(remote, "sft", KEY).open()
     assert list(work.iterdir()) == []
     write_files(work, **{"rollouts-00000__part.parquet": "a", "checkpoints__3__state": "three", "out__half": "h"})
-    WorkFolder(remote, "sft", KEY).mirror()
+    WorkFolder(remote, "sft", KEY).save()
     write_files(work, **{"rollouts-00001__part.parquet": "b", "checkpoints__6__deep__state": "six"})
     shutil.rmtree(work / "checkpoints" / "3")
     write_files(work, **{"checkpoints__9.orbax-checkpoint-tmp-1__state": "unfinished"})
-    WorkFolder(remote, "sft", KEY).mirror()
+    WorkFolder(remote, "sft", KEY).save()
     write_files(work, **{"rollouts-00002__part.parquet": "not mirrored"})
     found = WorkFolder(fresh(remote, tmp_path), "sft", KEY).open()
-    names = {p.relative_to(found).as_posix() for p in found.rglob("*") if p.is_file() and ".mirrored" not in p.parts}
+    names = {
+        p.relative_to(found).as_posix()
+        for p in found.rglob("*")
+        if p.is_file() and not {".mirrored", ".sealed"} & {*p.parts}
+    }
     assert names == {"rollouts-00000/part.parquet", "rollouts-00001/part.parquet", "checkpoints/6/deep/state"}
     assert (found / "checkpoints/6/deep/state").read_text() == "six"
 
@@ -30,7 +39,7 @@ def test_work_in_progress_goes_on_on_another_machine(remote, tmp_path):
 def test_a_mirror_that_was_cut_short_is_not_used(remote, tmp_path):
     work = WorkFolder(remote, "sft", KEY).open()
     write_files(work, **{"rollouts-00000__a": "a", "rollouts-00000__b": "b"})
-    WorkFolder(remote, "sft", KEY).mirror()
+    WorkFolder(remote, "sft", KEY).save()
     remote.fs.rm(next(p for p in remote.fs.find(remote.join("work")) if p.endswith(".mirrored/rollouts-00000")))
     found = WorkFolder(fresh(remote, tmp_path), "sft", KEY).open()
     assert [p for p in found.rglob("*") if p.is_file()] == []
@@ -39,27 +48,30 @@ def test_a_mirror_that_was_cut_short_is_not_used(remote, tmp_path):
 def test_the_machine_that_has_the_work_does_not_fetch_it(remote, tmp_path):
     work = WorkFolder(remote, "sft", KEY).open()
     write_files(work, **{"rollouts-00000__a": "a"})
-    WorkFolder(remote, "sft", KEY).mirror()
-    (work / "rollouts-00000" / "a").write_text("local")
-    assert (WorkFolder(remote, "sft", KEY).open() / "rollouts-00000" / "a").read_text() == "local"
+    WorkFolder(remote, "sft", KEY).save()
+    before = (work / "rollouts-00000" / "a").stat()
+    after = (WorkFolder(remote, "sft", KEY).open() / "rollouts-00000" / "a").stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
 def test_work_that_changed_hands_and_comes_back_is_the_newest(remote, tmp_path):
     here, there = (WorkFolder(at, "sft", KEY) for at in (remote, fresh(remote, tmp_path)))
     write_files(here.open(), **{"checkpoints__3__x": "3", "rollouts-00000__a": "a"})
-    here.mirror()
+    here.save()
     write_files(there.open(), **{"checkpoints__6__x": "6", "rollouts-00001__b": "b"})
     shutil.rmtree(there.path / "checkpoints/3")
-    there.mirror()
+    there.save()
     back = here.open()
     assert (back / "checkpoints/6/x").read_text() == "6" and (back / "rollouts-00001/b").read_text() == "b"
     # What the other has removed is removed here in its time, and is no error then.
     shutil.rmtree(back / "checkpoints/3")
-    here.mirror()
-    here.mirror()
+    here.save()
+    here.save()
     assert not (back / ".mirrored/checkpoints/3").exists()
     # What was replaced here does not come again.
     write_files(back, **{"checkpoints__9__x": "9"})
+    # Saved here, and the remote store could not be reached.
+    here._seal(back / "checkpoints/9")
     shutil.rmtree(back / "checkpoints/6")
     assert sorted(p.name for p in (here.open() / "checkpoints").iterdir()) == ["9"]
     assert not list(back.parent.glob(".*.part"))
@@ -67,7 +79,7 @@ def test_work_that_changed_hands_and_comes_back_is_the_newest(remote, tmp_path):
 
 def test_the_work_is_gone_after_the_commit(store, tmp_path):
     write_files(WorkFolder(store, "sft", KEY).open(), **{"rollouts-00000__a": "a"})
-    WorkFolder(store, "sft", KEY).mirror()
+    WorkFolder(store, "sft", KEY).save()
     WorkFolder(store, "sft", KEY).drop()
     assert store.fs.find(store.join("work")) == []
     assert list(WorkFolder(store, "sft", KEY).open().iterdir()) == []
@@ -79,8 +91,63 @@ def test_what_a_kill_left_half_written_is_neither_mirrored_nor_kept(remote, tmp_
     write_files(work.open(), **{"rollouts-00001__part-00001.parquet": "whole", f"rollouts-00001__{half}": "half"})
     interrupted = work.path.with_name(f".{KEY}.12-ab.part")
     interrupted.mkdir()
-    work.mirror()
+    work.save()
     stored = [path.rsplit("/", 1)[1] for path in remote.fs.find(remote.join("work"))]
     assert "part-00001.parquet" in stored and half not in stored
     work.drop()
     assert not interrupted.exists()
+
+
+def _without(path: Path) -> None:
+    path.unlink()
+
+
+def _short(path: Path) -> None:
+    os.truncate(path, 3)
+
+
+def _flipped(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+
+
+def _no_seal(path: Path) -> None:
+    shutil.rmtree(path.parents[1] / ".sealed")
+
+
+@pytest.mark.parametrize("damage", [_without, _short, _flipped, _no_seal])
+def test_a_unit_that_is_not_as_it_was_saved_is_made_again_and_the_others_are_kept(tmp_path, damage):
+    folder = WorkFolder(Store(str(tmp_path)), "rollout", KEY)
+    work = folder.open()
+    write_files(work, **{"rollouts-00000__part": "damaged later", "rollouts-00000__more": "more"})
+    folder.save()
+    damage(work / "rollouts-00000" / "part")
+    write_files(work, **{"rollouts-00001__part": "whole", "out__half": "h", "pieces__a": "a"})
+    if damage is not _no_seal:
+        folder.save()
+    again = WorkFolder(Store(str(tmp_path)), "rollout", KEY).open()
+    assert not (again / "rollouts-00000").exists()
+    assert (again / "rollouts-00001").exists() == (damage is not _no_seal)
+    assert (again / "pieces" / "a").exists() and (again / "out" / "half").exists()
+    # It counts as new work: what is made again is saved again.
+    write_files(again, **{"rollouts-00000__part": "made again"})
+    folder.save()
+    assert (WorkFolder(Store(str(tmp_path)), "rollout", KEY).open() / "rollouts-00000" / "part").exists()
+
+
+def test_a_damaged_unit_comes_from_the_remote_store_again(remote):
+    folder = WorkFolder(remote, "sft", KEY)
+    work = folder.open()
+    write_files(work, **{"checkpoints__3__state": "three"})
+    folder.save()
+    _flipped(work / "checkpoints" / "3" / "state")
+    assert (folder.open() / "checkpoints" / "3" / "state").read_text() == "three"
+
+
+def test_seals_of_replaced_checkpoints_are_removed(tmp_path):
+    folder = WorkFolder(Store(str(tmp_path)), "sft", KEY)
+    write_files(folder.open(), **{"checkpoints__3__state": "three", "checkpoints__6__state": "six"})
+    folder.save()
+    shutil.rmtree(folder.path / "checkpoints" / "3")
+    folder.save()
+    assert [path.name for path in (folder.path / ".sealed" / "checkpoints").iterdir()] == ["6"]

@@ -176,6 +176,23 @@ def test_counters_of_beam_agree_with_receipts(plan, tmp_path):
     assert receipt["counts"]["Validate"] == {"in": 3, "dead": 1, "layout prompt": 2}
 
 
+@pytest.mark.parametrize("ending", [".json", ".prompts.arrow", ".ledger.arrow", ".dead.arrow"])
+def test_a_block_whose_files_a_disk_has_changed_has_no_receipt(plan, tmp_path, ending):
+    run(plan, tmp_path, {"prompt": "a"}, {"no": 1})
+    [path] = [p for p in (tmp_path / "pieces").iterdir() if p.name.endswith(ending)]
+    whole = path.read_bytes()
+    assert len(pipeline.receipts(str(tmp_path / "pieces"))) == 1
+    for at in range(0, len(whole), max(1, len(whole) // 50)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        assert pipeline.receipts(str(tmp_path / "pieces")) == {}
+        path.write_bytes(whole[:at])
+        assert pipeline.receipts(str(tmp_path / "pieces")) == {}
+    path.unlink()
+    assert pipeline.receipts(str(tmp_path / "pieces")) == {}
+    run(plan, tmp_path, {"prompt": "a"}, {"no": 1})
+    assert len(pipeline.receipts(str(tmp_path / "pieces"))) == 1
+
+
 def test_groups_go_whole_and_by_hash(plan):
     def splits(i, plan=plan, **fields):
         return steps.splits_of(parse_record({"prompt": str(i), **fields}, "s", 1), plan)

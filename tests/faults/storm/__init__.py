@@ -1,0 +1,1 @@
+"""A storm of random faults on the recipe `smoke`; `python -m tests.faults.storm --help`."""

@@ -1,0 +1,153 @@
+"""`make faults`: random faults on the recipe `smoke`, each scene of which must end as an undisturbed run does."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tests.faults.storm import files, kills, network, power, table
+from tests.faults.storm.ground import Broken, Ground, of_scene
+from tests.faults.storm.scene import Play, Scene
+
+SCENES: dict[str, Play] = {
+    "kill-worker": kills.kill_worker,
+    "work": files.work,
+    "power": power.power,
+    "stop": kills.stop,
+    "kill-reward": kills.kill_reward,
+    "artifacts": files.artifacts,
+    "kill-flow": kills.kill_flow,
+    "full-disk": files.full_disk,
+    "leases": files.leases,
+    "kill-all": kills.kill_all,
+    "rivals": kills.rivals,
+    "weather": network.weather,
+    "kill-beam": kills.kill_beam,
+    "clocks": files.clocks,
+    "hosts": network.hosts,
+    "private-server": kills.kill_private_server,
+    "own-server": kills.kill_own_server,
+}
+SELDOM = ("clocks", "hosts", "private-server", "own-server", "kill-beam", "weather")
+"""Scenes of which every third round of the others has one: each takes a minute or more of waiting."""
+NETWORK = ("weather",)
+NEW_NAMESPACE = 0x00020000
+
+
+def plan(seed: int) -> Any:
+    """Names of scenes without end."""
+    del seed
+    number = 0
+    while True:
+        for name in SCENES:
+            if name not in SELDOM or number % 3 == 0:
+                yield f"{name}-{number:03d}"
+        number += 1
+
+
+def own_mounts() -> None:
+    """What this process mounts is seen by it and its children alone, and gone with them."""
+    if os.geteuid() == 0 and ctypes.CDLL(None, use_errno=True).unshare(NEW_NAMESPACE) == 0:
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+
+
+def play(ground: Ground, name: str, seed: int) -> dict[str, Any]:
+    """Plays one scene; what it was and how it ended."""
+    scene, started, end = Scene(ground, name, seed), time.monotonic(), "as calm"
+    try:
+        SCENES[name.rpartition("-")[0]](scene)
+    except Broken as error:
+        end = str(error)
+    except Exception:
+        end = traceback.format_exc()
+    for process in of_scene(name):
+        process.kill()
+    return {
+        "scene": name,
+        "seed": seed,
+        "end": end,
+        "tries": scene.tries,
+        "seconds": round(time.monotonic() - started, 1),
+        "faults": [asdict(fault) for fault in scene.faults],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.storm", description=__doc__)
+    parser.add_argument("--faults", type=int, default=300, help="faults beside those of the network")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--scene", action="append", help="kind (kill-worker) or one scene (kill-worker-003)")
+    parser.add_argument("--jobs", type=int, default=2, help="scenes at a time")
+    parser.add_argument("--minutes", type=float, default=1e9, help="no new scene after so long")
+    parser.add_argument("--folder", type=Path, help="where scenes are played; given again, the storm goes on")
+    parser.add_argument("--table", type=Path, help="page to write the table to")
+    parser.add_argument("--keep", action="store_true", help="keep the folders of scenes that ended well")
+    args = parser.parse_args()
+    own_mounts()
+    folder = (args.folder or Path(tempfile.mkdtemp(prefix="rlhf-storm-"))).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    ground, results = Ground(folder), folder / "results.jsonl"
+    ground.prepare()
+    power.shim(folder)
+    done = table.read(results)
+    deadline, lock = time.monotonic() + 60 * args.minutes, threading.Lock()
+
+    def struck() -> int:
+        return sum(not f["network"] for scene in done for f in scene["faults"])
+
+    names = iter(_chosen(args.scene, plan(args.seed), {s["scene"] for s in done if s["seed"] == args.seed}))
+
+    def player() -> None:
+        while True:
+            with lock:
+                enough = struck() >= args.faults or time.monotonic() > deadline
+                name = None if enough else next(names, None)
+            if name is None:
+                return
+            result = play(ground, name, args.seed)
+            with lock:
+                done.append(result)
+                with results.open("a") as file:
+                    file.write(json.dumps(result) + "\n")
+                well = result["end"] == "as calm"
+                said = "ok    " if well else "BROKEN"
+                print(f"{said} {name}  {len(result['faults'])} faults, {result['seconds']:g} s, {struck()} in all")
+                print("" if well else f"{result['end']}\n  in {folder / name}\n", end="", flush=True)
+            if well and not args.keep:
+                subprocess.run(["rm", "-rf", folder / name], check=True)
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for future in [pool.submit(player) for _ in range(args.jobs)]:
+            future.result()
+    text = table.page(done)
+    print(text)
+    if args.table:
+        args.table.write_text(text)
+    return 0 if all(scene["end"] == "as calm" for scene in done) and struck() >= args.faults else 1
+
+
+def _chosen(wanted: list[str] | None, every: Any, played: set[str]) -> Any:
+    """Names of scenes to play, without those that were."""
+    exact = [name for name in wanted or [] if name not in SCENES]
+    yield from (name for name in exact if name not in played)
+    if wanted and len(exact) == len(wanted):
+        return
+    for name in every:
+        if name not in played and (not wanted or name.rpartition("-")[0] in wanted):
+            yield name
+
+
+if __name__ == "__main__":
+    sys.exit(main())

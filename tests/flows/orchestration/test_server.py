@@ -1,0 +1,53 @@
+"""The private Prefect server answers for as long as the command needs it, also after its death."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import urllib.error
+import urllib.request
+
+import psutil
+import pytest
+
+from flows.orchestration.server import PrivateServer
+
+
+def servers() -> list[psutil.Process]:
+    children = psutil.Process().children()
+    return [child for child in children if "flows.orchestration.server" in child.cmdline()]
+
+
+def healthy(url: str) -> bool:
+    with urllib.request.urlopen(f"{url}/health", timeout=120) as answer:
+        return bool(answer.status == 200)
+
+
+def test_a_private_server_that_is_killed_is_started_again_at_its_address(tmp_path, monkeypatch):
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
+    server = PrivateServer()
+    try:
+        server.wait()
+        (first,) = servers()
+        os.kill(first.pid, signal.SIGKILL)
+        first.wait(timeout=10)
+        # No try of its own: the request waits until somebody answers.
+        assert healthy(server.url)
+        (second,) = servers()
+        assert second.pid != first.pid
+    finally:
+        server.stop()
+    assert servers() == []
+    with pytest.raises(urllib.error.URLError, match="refused"):
+        healthy(server.url)
+
+
+def test_a_server_of_ones_own_that_is_not_there_is_told_in_a_sentence(rlhf, tmp_path, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/api"
+    monkeypatch.setenv("PREFECT_API_URL", url)
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "home"))
+    done = rlhf("run", "smoke", "--set", f"store={tmp_path / 'store'}", code=1)
+    assert f"failed: the Prefect server at {url} cannot be reached" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,55 @@
+"""What a disk has changed without changing a size is made again before anything is made of it; what a kill has left
+behind a commit is removed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+from flows.recipe.reading import load_recipe
+from flows.report.console import ConsoleReporter
+from flows.running.session import Session
+from stages.store import leases
+from stages.store.artifacts import Store
+
+
+def test_a_changed_byte_in_an_input_is_found_before_a_stage_reads_it(store, record, capsys):
+    nodes = record(store, "first")["nodes"]
+    place = Store(str(store))
+    base = place.get("base", nodes["base"]["key"])
+    path = base.local("model") / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    shutil.rmtree(store / "artifacts" / "prepare")
+
+    run = Session(load_recipe("smoke", sets=[f"store={store}"]), ConsoleReporter(), "again")
+    try:
+        assert run.run_node("base")[0] == "hit"
+        state, prepared = run.run_node("prepare")
+    finally:
+        run.finish("failed")
+    assert (state, prepared.digest) == ("made", nodes["prepare"]["digest"])
+    assert run.record["nodes"]["base"]["state"] == "made"
+    assert run.made["base"].digest == nodes["base"]["digest"]
+    assert place.verify(place.get("base", nodes["base"]["key"])) is None
+    out = " ".join(capsys.readouterr().out.split())
+    assert "! base: " in out and "model.safetensors has checksum" in out and "made again" in out
+
+
+def test_work_and_lease_that_a_kill_has_left_behind_a_commit_are_removed(store, record):
+    nodes = record(store, "first")["nodes"]
+    dead = json.loads(leases._record("token")) | {"started": 1.0}
+    others = {"base": dead, "prepare": dead | {"pid": os.getpid(), "started": leases._started(os.getpid())}}
+    for stage, holder in others.items():
+        key = nodes[stage]["key"]
+        (store / "work" / stage / key / "checkpoints").mkdir(parents=True)
+        (store / "leases").mkdir(exist_ok=True)
+        (store / "leases" / f"{stage}-{key}.json").write_text(json.dumps(holder))
+    run = Session(load_recipe("smoke", sets=[f"store={store}"]), ConsoleReporter(), "again")
+    for stage in others:
+        assert run.run_node(stage)[0] == "hit"
+        assert not (store / "work" / stage / nodes[stage]["key"]).exists()
+    run.finish("failed")
+    # The lease of one who lives is his.
+    assert [path.name.partition("-")[0] for path in (store / "leases").iterdir()] == ["prepare"]
