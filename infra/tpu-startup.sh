@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Startup script of a TPU VM of one host; it runs as root at each boot, so a preempted machine goes on with its run.
-# Metadata of the machine: rlhf-source (a git URL), rlhf-recipe, rlhf-run, rlhf-store (gs://bucket/path).
+# Startup script of a TPU VM, on each host of a slice; it runs as root at each boot, so a preempted machine goes on with
+# its run. Metadata of the machine: rlhf-source (a git URL), rlhf-recipe, rlhf-run, rlhf-store (gs://bucket/path), and of
+# a slice of several hosts rlhf-token (openssl rand -hex 16).
 set -euo pipefail
 export DEBIAN_FRONTEND=noninteractive
 meta() {
@@ -29,7 +30,15 @@ fi
 # The devices of a TPU belong to root on some images.
 if compgen -G '/dev/vfio/*' > /dev/null; then chown rlhf /dev/vfio/*; fi
 if compgen -G '/dev/accel*' > /dev/null; then chown rlhf /dev/accel*; fi
+# Each host of a slice is a rank (docs/gangs.md). An endpoint is NAME:NUMBER:ADDRESS.
+gang=()
+IFS=, read -ra hosts <<< "$(meta worker-network-endpoints || true)"
+if [ "${#hosts[@]}" -gt 1 ]; then
+  lead=$(cut -d: -f3 <<< "${hosts[0]}") rank=$(meta agent-worker-number) token=$(meta rlhf-token)
+  (umask 077 && printf '%s\n' "RLHF_GANG=${#hosts[@]}@$lead:9765" "RLHF_GANG_RANK=$rank" "RLHF_GANG_TOKEN=$token" > /etc/rlhf-gang)
+  gang=(--property=EnvironmentFile=/etc/rlhf-gang)
+fi
 systemd-run --unit=rlhf-run --uid=rlhf --working-directory="$home/project" --property=LimitMEMLOCK=infinity \
   --property=Restart=on-failure --property=SuccessExitStatus=3 --property=RestartSec=660 --property=KillSignal=SIGINT --property=KillMode=mixed \
-  --property=TimeoutStopSec=300 \
+  --property=TimeoutStopSec=300 "${gang[@]}" \
   .venv/bin/rlhf run "$recipe" --name "$run" --no-prefect --set "store=$store"

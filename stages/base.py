@@ -178,6 +178,7 @@ STAGE = Stage(
     Config,
     run,
     sources=source_digests,
+    gang=lambda config: "lead",
     section="base",
     title="base",
     makes="policy",

@@ -127,6 +127,8 @@ def run(ctx: Context) -> dict[str, Any]:
     groups = {place: problem.group or problem.prompt for place, problem in placed}
     draw = Draw(config.samples, config.max_tokens, config.temperature, config.shard_prompts)
     rows = sample_rows(ctx, placed, draw)
+    if not ctx.is_lead:
+        return {}
     reachable = code_can_reach(ctx, [judge.function for judge in config.all_judges.values()])
     episodes = _episodes(ctx)
     verdicts = {name: _verdicts(ctx, name, rows, groups, episodes) for name in config.all_judges}
@@ -264,6 +266,7 @@ STAGE = Stage(
     run,
     sources=source_digests,
     loads=loads,
+    gang=lambda config: "episodes of an environment are played by one process" if config.environment else "all",
     section="evaluate",
     title="evaluation",
     reads={"policy": Reads("policy"), "data": Reads("data", ("heldout/",)), "tokenizer": Reads("tokenizer")},

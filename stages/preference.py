@@ -20,6 +20,7 @@ from stages.contract.definition import Context, Reads, Stage
 from stages.training.adapters import fit
 from stages.training.examples import train_and_heldout
 from stages.training.fit import Task
+from tuning import ranks
 from tuning.algorithms import settings as core
 
 if TYPE_CHECKING:
@@ -99,16 +100,18 @@ def _kept(ctx: Context, name: str, make: Callable[[], np.ndarray]) -> np.ndarray
     import numpy as np
 
     path = ctx.work / name / "values.npy"
-    if path.is_file():
+    if ranks.from_lead(path.is_file):
         ctx.log(f"resumed: the {name.replace('-', ' ')} were there")
     else:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(".values.npy")
-        np.save(partial, make())
-        # Renamed when complete: the next try must not read half a file.
-        partial.rename(path)
-        ctx.saved()
-    return np.asarray(np.load(path))
+        made = make()
+        if ctx.is_lead:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_name(".values.npy")
+            np.save(partial, made)
+            # Renamed when complete: the next try must not read half a file.
+            partial.rename(path)
+            ctx.saved()
+    return ranks.array_from_lead(lambda: np.asarray(np.load(path)))
 
 
 def _pairs(

@@ -68,6 +68,7 @@ STAGE = Stage(
     Config,
     run,
     restore=restore,
+    gang=lambda config: "lead",
     title="best of RL",
     reads={"candidates": Reads(f"{POLICY}*"), "evaluations": Reads(f"{EVALUATION}*", ("scores.json",))},
     makes="policy",

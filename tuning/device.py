@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 
 import jax
 
+from tuning import ranks
 from tuning.precision import real, resolved
 from tuning.target import target_platform
 
@@ -48,8 +50,19 @@ class Device:
 
 
 def memory_bytes() -> int:
-    """Memory of one device; on CPU the host's, or its control group's where that is less, over the devices there."""
-    stats = jax.devices()[0].memory_stats() or {}
+    """Memory of one device, the least that any rank has; on CPU the host's, or its control group's where that is less,
+    over the devices there."""
+    return _memory_here() if ranks.here().size == 1 else _least_memory()
+
+
+@functools.cache
+def _least_memory() -> int:
+    # Asked once: what is kept in memory, and how much is sampled at a time, must be the same on all ranks.
+    return ranks.least(_memory_here())
+
+
+def _memory_here() -> int:
+    stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" in stats:
         return int(stats["bytes_limit"])
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -63,7 +76,7 @@ def memory_bytes() -> int:
 
 def peak_memory_bytes() -> int:
     """The device's peak where the device reports it, else the highest resident size of this process so far."""
-    stats = jax.devices()[0].memory_stats() or {}
+    stats = jax.local_devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in stats:
         return int(stats["peak_bytes_in_use"])
     try:
@@ -96,7 +109,7 @@ def choose(dtype: str = "auto", remat: str = "auto") -> Device:
 
     Raises ValueError for float64 where JAX is not set up for it, and for `offload` where no host memory is in reach.
     """
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     dtype = resolved(dtype)
     if dtype == "float64" and real() != dtype:
         raise ValueError(

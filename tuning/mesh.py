@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Singl
 from tuning.axes import Axes
 from tuning.device import HOST_MEMORY
 from tuning.models.sharding import CONTEXT, ROWS, shardings
+from tuning.spread import whole
 
 
 def make_mesh(axes: Axes, devices: list[Any] | None = None) -> Mesh:
@@ -82,10 +83,10 @@ def row_shards(mesh: Mesh | AbstractMesh | None) -> int:
 
 def put(value: Any, sharding: NamedSharding) -> jax.Array:
     """A copy of an array on its devices. Every process holds the whole value and hands over its own part."""
-    if isinstance(value, jax.Array) and value.is_fully_addressable and sharding.is_fully_addressable:
+    if isinstance(value, jax.Array) and value.is_fully_addressable == sharding.is_fully_addressable:
         # A shard may share memory with its source, and donating the shard would invalidate the source.
         return jax.device_put(jnp.copy(value), sharding)
-    host = np.asarray(value)
+    host = whole(value)
     # device_put reaches local devices only; here each process contributes the shards that it can address.
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index].copy())
 
@@ -193,6 +194,4 @@ def gather(tree: Any) -> Any:
     """The tree with complete arrays on this process: NumPy arrays where they are spread over several processes."""
     if all(x.is_fully_addressable for x in jax.tree.leaves(tree)):
         return tree
-    from jax.experimental import multihost_utils
-
-    return multihost_utils.process_allgather(tree, tiled=True)
+    return jax.tree.map(whole, tree)

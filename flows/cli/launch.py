@@ -37,7 +37,11 @@ def launch(
     standing: Standing | None = None,
 ) -> None:
     """Runs a recipe. Exits with 3 where its gate refuses the policy, 2 for a usage error, 1 for a failed stage or
-    store, 130 after Ctrl-C."""
+    store, 130 after Ctrl-C.
+
+    A rank of a gang that is not its lead computes for the run of that instead.
+    """
+    from flows.cli.gang import join_instead
     from flows.running.limits import RunTooLong
     from flows.running.naming import before
     from flows.running.plain import run_plain
@@ -48,6 +52,7 @@ def launch(
     from stages.worker.client import StageFailed, WorkerDied
 
     refuse(recipe.store)
+    join_instead()
     try:
         # Here too: Prefect takes seconds to start.
         if name is not None and (begun := before(Store(recipe.store), recipe, name)) is not None:

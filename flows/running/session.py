@@ -301,7 +301,7 @@ class Session:
 
     def finish(self, status: str) -> None:
         """Ends the worker and closes the record; a remote store gets the worker's log."""
-        self.worker.close()
+        self.worker.finish()
         self._store_log()
         self.record |= {"status": status, "ended": now(), "worker_starts": self.worker.starts}
         if status in ("failed", "interrupted"):

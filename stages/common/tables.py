@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from stages.contract.definition import Context
 from stages.store.artifacts import Artifact
-from tuning import rows
+from tuning import ranks, rows
 
 Item = TypeVar("Item")
 R = TypeVar("R", bound=rows.Row)
@@ -108,19 +108,22 @@ def as_they_end(
     read = {n: _kept(ctx, path, shards.kind) for n, path in enumerate(files)}
     found = {n: table for n, table in read.items() if table is not None}
     slices = {n: items[n * shards.size : (n + 1) * shards.size] for n in range(total)}
-    missing = {n: part for n, part in slices.items() if n not in found}
-    kept, done = len(found), sum(len(slices[n]) for n in found)
+    # The work folder is the lead's: other ranks have the rows of what is made now alone.
+    there = ranks.from_lead(lambda: sorted(found))
+    missing = {n: part for n, part in slices.items() if n not in there}
+    kept, done = len(there), sum(len(slices[n]) for n in there)
     if kept:
         ctx.progress(done, len(items), shards.unit)
     for number, new_rows in make(missing) if missing else ():
-        rows.write_table(files[number], new_rows, shards.schema)
-        ctx.saved()
+        if ctx.is_lead:
+            rows.write_table(files[number], new_rows, shards.schema)
+            ctx.saved()
         found[number] = new_rows
         done += len(slices[number])
         ctx.progress(done, len(items), shards.unit)
     if kept:
         ctx.log(f"resumed: {kept} of {total} shards of {shards.name} were there")
-    return [row for number in range(total) for row in found[number]], files
+    return [row for number in range(total) for row in found.get(number, ())], files
 
 
 def _kept(ctx: Context, path: Path, kind: type[R]) -> list[R] | None:
@@ -139,8 +142,8 @@ def _kept(ctx: Context, path: Path, kind: type[R]) -> list[R] | None:
 
 
 def publish(files: Sequence[Path], folder: Path) -> None:
-    """Copies finished shards into the artifact."""
+    """Copies finished shards into the artifact; on a rank that is not the lead there are none."""
     folder.mkdir(parents=True, exist_ok=True)
-    for path in files:
+    for path in files if ranks.is_lead() else ():
         # The shard stays in the work folder: a kill before the artifact is committed must find it there.
         shutil.copyfile(path, folder / path.name)

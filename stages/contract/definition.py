@@ -61,12 +61,18 @@ class Context:
     saved: Callable[[], None] = lambda: None
     """Call after each finished folder in `work`: a remote store gets its copy."""
 
+    is_lead: bool = True
+    """Whether this process writes what is kept: of a gang of processes one does. What the others write into `out` and
+    `work` is thrown away."""
+
     name: str = "stage"
     """Label of the metrics in TensorBoard and Weights & Biases."""
     _metrics: Any = dataclasses.field(default=None, init=False, repr=False)
 
     def metrics_line(self, **values: Any) -> None:
         """Adds a row of metrics (`stages.contract.metrics`); timings are allowed: logs are no content."""
+        if not self.is_lead:
+            return
         # Opened with the first row: most stages write none, and the logs import TensorBoard.
         if self._metrics is None:
             from stages.contract.metrics import Metrics
@@ -128,6 +134,10 @@ def _computes(config: Any) -> bool:
     return True
 
 
+def _by_all(config: Any) -> str:
+    return "all"
+
+
 @dataclasses.dataclass(frozen=True)
 class Stage:
     """All that the pipeline knows of a stage: each stage's module ends with one, called STAGE.
@@ -152,6 +162,9 @@ class Stage:
     """Libraries whose versions are part of the key."""
     computes: Callable[[Any], bool] = _computes
     """Settings -> whether it computes on the device, whose kind is then part of the key: bits differ between kinds."""
+    gang: Callable[[Any], str] = _by_all
+    """Settings -> which ranks of a gang run it: `all`, each with the devices that it has, or the `lead` alone; else why
+    a gang cannot."""
     restore: Callable[[Context, Artifact], tuple[Any, Any]] | None = None
     """(DecoderConfig, parameters) of an artifact that may hold no weights; None: its folder `model` has them."""
     section: str = ""

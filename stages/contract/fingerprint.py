@@ -39,9 +39,10 @@ NUMERIC_LIBRARIES = (
     *("grain", "jinja2"),
 )
 
-# Arguments of a module's `STAGE = Stage(...)` that describe the stage and place it in a run: no part of its key.
+# Arguments of a module's `STAGE = Stage(...)` that describe the stage and place it in a run or on processes: no part of
+# its key.
 # Which artifacts it reads is in the key already, as the digests of its inputs.
-DESCRIPTION = ("section", "title", "reads", "makes", "headline", "samples")
+DESCRIPTION = ("section", "title", "reads", "makes", "headline", "samples", "gang")
 
 _OWN_NAME = re.compile(rf"({'|'.join(OWN)})(\.\w+)+\.?")
 

@@ -364,6 +364,7 @@ STAGE = Stage(
     sources=source_digests,
     libraries=("tokenizers", "transformers", "pyarrow", "numpy", "jinja2", "regex"),
     computes=lambda config: False,
+    gang=lambda config: "lead",
     section="data",
     title="data",
     makes="data",

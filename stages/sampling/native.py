@@ -62,4 +62,4 @@ def in_one_go(settings: EngineSettings) -> bool:
     """
     import jax
 
-    return settings.kind == "native" and (jax.default_backend() != "cpu" or jax.local_device_count() > 1)
+    return settings.kind == "native" and (jax.default_backend() != "cpu" or jax.device_count() > 1)

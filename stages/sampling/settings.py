@@ -159,6 +159,13 @@ class Rollout(SamplingConfig):
     """Sampling temperature; training uses the same."""
 
 
+def gang(config: SamplingConfig) -> str:
+    """Which ranks of a gang sample (`Stage.gang`)."""
+    if config.environment is not None:
+        return "episodes of an environment are played by one process"
+    return "all" if config.engine.kind == "native" else f"{config.engine.kind} servers are asked by one process"
+
+
 def loads(config: SamplingConfig) -> tuple[str, ...]:
     """The modules behind an engine that is not in the worker, and behind episodes, which the stage loads by name."""
     servers = () if config.engine.kind == "native" else (SERVERS,)

@@ -23,6 +23,7 @@ from stages.contract.definition import Context
 from stages.sampling.played import FAILED, episodes_of, reward_of, sample_of
 from stages.score.grouped import hint
 from stages.score.settings import COMPUTED, ENVIRONMENT, Config, Reward
+from tuning import ranks
 from tuning.columns import Numbers
 from tuning.rewards.failures import TooManyFailures, check_failures
 from tuning.rewards.samples import Outcome, outcome_of
@@ -63,7 +64,7 @@ class OutcomeRow(Row):
 
 
 def outcomes_of(ctx: Context, names: Sequence[str], rollouts: Sequence[CompletionRow]) -> Columns:
-    """The outcomes of the rewards `names`, in the order of the rollouts.
+    """The outcomes of the rewards `names`, in the order of the rollouts; none on a rank that is not the lead.
 
     Raises Outage and TooManyFailures (`tuning.rewards.failures`), and RewardFailed for a reward whose `on_failure` is
     `stop`. What was scored until then is kept in the work folder.
@@ -76,12 +77,18 @@ def outcomes_of(ctx: Context, names: Sequence[str], rollouts: Sequence[Completio
     rows, _ = by_shard(
         ctx, Shards("scores", OutcomeRow, OutcomeRow.schema(names), size, "groups"), groups, scoring.make
     )
-    # A shard has its groups one after the other, which the table of rollouts need not.
-    found = dict(zip([i for group in groups for i in group], rows, strict=True))
-    again = [group for group in groups if any(found[i].failed and i not in scoring.made for i in group)]
+    found: dict[int, OutcomeRow] = {}
+    again: list[list[int]] = []
+    if ctx.is_lead:
+        # A shard has its groups one after the other, which the table of rollouts need not.
+        found = dict(zip([i for group in groups for i in group], rows, strict=True))
+        again = [group for group in groups if any(found[i].failed and i not in scoring.made for i in group)]
+    again = ranks.from_lead(lambda: again)
     if again:
         ctx.log(f"{len(again)} groups with rewards that failed in an earlier try are scored again")
         found |= dict(zip([i for group in again for i in group], scoring.make(again), strict=True))
+    if not ctx.is_lead:
+        return {}
     columns = {name: [found[i].outcome(name) for i in range(len(rollouts))] for name in names}
     # What the environment failed has been judged where episodes were played.
     played = {name: [o for o, row in zip(columns[name], rollouts, strict=True) if row.stop != FAILED] for name in names}
@@ -145,6 +152,9 @@ class _Scoring:
             return [reward_of(self._rollouts[i], self._episodes) for i in numbers]
         if name not in self._journals:
             return _learned(self._ctx, [self._rollouts[i] for i in numbers]) if numbers else []
+        if not self._ctx.is_lead:
+            # The devices of all ranks score for the reward model; functions are called once.
+            return [Outcome(None) for _ in numbers]
         match self._rewards[name].batch:
             case "round":
                 whole = self._of_round(name)

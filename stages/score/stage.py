@@ -44,6 +44,8 @@ def run(ctx: Context) -> dict[str, Any]:
     names = sorted(config.rewards)
     reachable = code_can_reach(ctx, [reward.function for reward in config.rewards.values()])
     columns = outcomes_of(ctx, names, rollouts)
+    if not ctx.is_lead:
+        return {}
     scales = _scales(ctx, columns)
     rows = with_totals(config, rollouts, columns, scales)
     write_table(ctx.out / "scores" / "part-00000.parquet", rows, ScoreRow.schema(names))
@@ -178,6 +180,7 @@ STAGE = Stage(
     run,
     sources=source_digests,
     computes=lambda config: config.learned,
+    gang=lambda config: "all" if config.learned else "lead",
     section="rl.score",
     title="scores",
     makes="scores",

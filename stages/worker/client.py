@@ -17,7 +17,7 @@ from typing import Any
 from stages.common.flags import with_flags
 from stages.worker import interpreter
 from stages.worker.devices import device_kind
-from stages.worker.protocol import Changed, Done, Event, Failed, Heartbeat, Report, Request, parse_event
+from stages.worker.protocol import Changed, Done, Event, Failed, Heartbeat, Lost, Report, Request, parse_event
 
 # A worker sends a heartbeat every two seconds: after this time without one it counts as stopped.
 SILENCE_SECONDS = 600.0
@@ -91,6 +91,7 @@ class Worker:
         self._cause = ""
         self._check_time: Callable[[], None] = _any_time
         self._busy = 0.0
+        self._ended_with: int | None = None
 
     @property
     def pid(self) -> int | None:
@@ -164,6 +165,8 @@ class Worker:
                     case Changed(what):
                         self.close()
                         raise CodeChanged(what)
+                    case Lost(what):
+                        self._end(what)
                     case Heartbeat(compiling=False):
                         continue
                     case report:
@@ -267,6 +270,17 @@ class Worker:
             self._process.kill()
             self._process.wait()
 
+    def finish(self) -> None:
+        """As `close`, at the end of a run: ranks of a gang that wait for a worker are told too."""
+        from stages.worker.places import place_of
+
+        self.close()
+        # A worker that ends well has told them.
+        if self._ended_with != 0 and (place := place_of()) is not None:
+            from stages.worker.joining import send_home
+
+            send_home(place)
+
     def close(self) -> None:
         """Ends the worker: it leaves when its request pipe closes."""
         if self._process is None:
@@ -277,4 +291,5 @@ class Worker:
             self._process.wait(timeout=15)
         except subprocess.TimeoutExpired:
             self.kill()
+        self._ended_with = self._process.returncode
         self._process = None

@@ -17,12 +17,15 @@ import sys
 from pathlib import Path
 
 from stages.store.leases import host_scope
+from stages.worker.places import GANG
 from tuning.atomic import whole_file
 
 CPU = "cpu:cpu"
 VARIABLES = ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "TPU_CHIPS")
 """Environment variables that choose a device."""
 DEVICE_FILES = ("nvidia[0-9]*", "accel*", "kfd", "vfio/*")
+ONE_CHIP = {"TPU_PROCESS_BOUNDS": "1,1,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1", "TPU_VISIBLE_CHIPS": "0"}
+"""Of a slice of several hosts all have to ask at once, unless each asks for a chip alone."""
 _ASK = "import jax; d = jax.devices()[0]; print(f'{d.platform}:{d.device_kind}')"
 
 
@@ -39,7 +42,7 @@ def device_kind() -> str:
     if place.is_file():
         return place.read_text()
     # Memory that it would reserve may be in use.
-    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | (ONE_CHIP if GANG in os.environ else {})
     done = subprocess.run([sys.executable, "-P", "-c", _ASK], capture_output=True, text=True, env=environment)
     if done.returncode:
         raise RuntimeError(f"JAX finds no device; `rlhf doctor` shows the versions:\n{done.stderr.strip()[-1000:]}")

@@ -70,6 +70,28 @@ def check_after(request: Request, sources: Mapping[str, str]) -> None:
     _check_packages(request, f"while {request.stage} ran it became")
 
 
+def check_rank(request: Request, sources: Mapping[str, str]) -> None:
+    """As `check_before`, of a rank whose lead may be on another host: raises RuntimeError, naming the module, also
+    where its files are other code than the lead's. sources: what the stage reads from outside, as it is here."""
+    check_before(request)
+    for name, digest in request.files.items():
+        found = _on_disk(name)
+        # What lies beside a module is under its name with a suffix, which no import finds.
+        if found != digest and (found is not None or not name.endswith((".c", ".h", ".html.j2"))):
+            there = "is not there" if found is None else "is other code here"
+            raise RuntimeError(f"module {name} {there} than on the lead: give all ranks the same project")
+    wanted = request.key_parts.get("sources", {})
+    for name, digest in wanted.items():
+        if any(kind in name for kind in USER_CODE) and sources.get(name) != digest:
+            shown = name.removeprefix("module:")
+            raise RuntimeError(f"{shown} is other code here than on the lead: give all ranks the same")
+
+
+def check_after_on_rank(request: Request) -> None:
+    """As `check_after`, for the code that this rank has loaded."""
+    check_after(request, request.key_parts.get("sources", {}))
+
+
 def _check_packages(request: Request, how: str) -> None:
     for name, version in request.key_parts.get("versions", {}).items():
         # Not remembered: an upgrade in the middle of a run is what is looked for.
@@ -90,7 +112,7 @@ def _check_device(request: Request) -> None:
         return
     import jax
 
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     found = f"{device.platform}:{device.device_kind}"
     if found != wanted:
         devices.forget()

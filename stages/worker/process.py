@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import dataclasses
 import datetime
 import errno
 import faulthandler
@@ -22,17 +23,20 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from stages.common.compilation import configure_jax, use_precision
 from stages.contract.place import place_of
-from stages.worker import loaded
-from stages.worker.protocol import Changed, Done, Event, Failed, Heartbeat, Log, Progress, Request, event_line
+from stages.worker import loaded, places
+from stages.worker.gang import Gang, GangLost, RankFailed
+from stages.worker.protocol import Changed, Done, Event, Failed, Heartbeat, Log, Lost, Progress, Request, event_line
+from tuning import ranks
 
 if TYPE_CHECKING:
-    from stages.contract.definition import Context, StageConfig
+    from stages.contract.definition import Context, Stage, StageConfig
     from stages.store.artifacts import Artifact, Store
 
 HEARTBEAT_SECONDS = 2.0
@@ -92,23 +96,19 @@ def is_compiling() -> bool:
     return False
 
 
-def run_request(request: Request, memory: dict[str, Any], events: Events) -> dict[str, Any]:
-    """Runs one stage and commits its artifact; returns the manifest."""
-    from stages.contract.fingerprint import library_versions
-    from stages.contract.registry import stage as find_stage
+def run_request(request: Request, memory: dict[str, Any], events: Events, gang: Gang | None = None) -> dict[str, Any]:
+    """Runs one stage and commits its artifact; returns the manifest. gang: the ranks that run it too."""
     from stages.store.artifacts import Store, content_digest
     from stages.store.disk import check_room, files_of
-    from stages.store.keys import published
     from stages.store.leases import check
     from stages.store.work import OUT, WorkFolder
 
     loaded.check_before(request)
     store = Store(request.store)
-    stage = find_stage(request.stage)
-    # Through JSON: strict models take lists and numbers as JSON has them.
-    config = stage.config.model_validate_json(json.dumps(request.config))
+    stage, config = settings_of(request)
     use_precision(config, memory)
-    inputs = _inputs(store, request)
+    gang = of_stage(gang, stage, config)
+    inputs = inputs_of(store, request)
     if request.stage in WRITES_MODELS:
         # The model that a stage makes is as large as the one that it begins with: known before hours of work.
         check_room(
@@ -133,17 +133,91 @@ def run_request(request: Request, memory: dict[str, Any], events: Events) -> dic
     context = _context(request, config, inputs, out, work, memory, events)
     context.saved = folder.save
     try:
-        metrics = stage.run(context)
-        loaded.check_after(request, stage.sources(config))
+        with _with_ranks(gang, request, store, memory):
+            try:
+                metrics = stage.run(context)
+                loaded.check_after(request, stage.sources(config))
+            finally:
+                context.close()
+        manifest = _manifest(request, config, inputs, metrics, memory, started)
+        files = files_of(out)
+        made = content_digest(files)
+        committed = store.commit(out, manifest, replace=bool(request.force), files=files, check=still_ours)
     except BaseException:
         # Else the next request would take it for its own.
-        _name_new(memory, None)
+        _keep(memory, gang, None)
         # Whoever has taken over may have removed what it was about to read: that is the error then.
         with contextlib.suppress(OSError):
             still_ours()
         raise
+    # Another process may have committed the key meanwhile: its artifact stays, and is not what is in memory here.
+    _keep(memory, gang, made if committed.digest == made else None)
+    folder.drop()
+    return committed.manifest
+
+
+@contextlib.contextmanager
+def _with_ranks(gang: Gang | None, request: Request, store: Store, memory: dict[str, Any]) -> Iterator[None]:
+    """Within it all ranks run the stage; at its end they have ended it."""
+    if gang is None:
+        yield
+        return
+    # Elsewhere the current folder is another.
+    sent = dataclasses.replace(request, store=store.root if store.is_local else request.store)
+    same = gang.ask(sent, names_kept(memory))
+    if not same:
+        memory.clear()
+    gang.go(forget=not same)
+    ranks.use(gang)
+    try:
+        yield
+        gang.together()
+    except BaseException:
+        gang.abandon()
+        raise
     finally:
-        context.close()
+        ranks.use(None)
+
+
+def _keep(memory: dict[str, Any], gang: Gang | None, digest: str | None) -> None:
+    """`name_new`, on all ranks."""
+    name_new(memory, digest)
+    if gang is not None:
+        gang.name(digest)
+
+
+def of_stage(gang: Gang | None, stage: Stage, config: StageConfig) -> Gang | None:
+    """The gang where all ranks run a stage, None where the lead does alone. Raises RuntimeError where a gang cannot."""
+    if gang is None:
+        return None
+    which = stage.gang(config)
+    if which not in ("all", "lead"):
+        raise RuntimeError(
+            f"a gang of {gang.size} ranks cannot run {stage.name}: {which}. Run it without {places.GANG}"
+        )
+    return gang if which == "all" else None
+
+
+def settings_of(request: Request) -> tuple[Stage, StageConfig]:
+    """The stage of a request, and its settings."""
+    from stages.contract.registry import stage as find_stage
+
+    stage = find_stage(request.stage)
+    # Through JSON: strict models take lists and numbers as JSON has them.
+    return stage, stage.config.model_validate_json(json.dumps(request.config))
+
+
+def _manifest(
+    request: Request,
+    config: StageConfig,
+    inputs: dict[str, Artifact],
+    metrics: dict[str, Any],
+    memory: dict[str, Any],
+    started: float,
+) -> dict[str, Any]:
+    from stages.contract.fingerprint import library_versions
+    from stages.store.keys import published
+
     manifest = {
         "stage": request.stage,
         "key": request.key,
@@ -164,16 +238,10 @@ def run_request(request: Request, memory: dict[str, Any], events: Events) -> dic
     near = {n: memory["near"][a.digest] for n, a in inputs.items() if a.digest in memory.get("near", {})}
     if near:
         manifest["near"] = near
-    files = files_of(out)
-    made = content_digest(files)
-    committed = store.commit(out, manifest, replace=bool(request.force), files=files, check=still_ours)
-    # Another process may have committed the key meanwhile: its artifact stays, and is not what is in memory here.
-    _name_new(memory, made if committed.digest == made else None)
-    folder.drop()
-    return committed.manifest
+    return manifest
 
 
-def _name_new(memory: dict[str, Any], digest: str | None) -> None:
+def name_new(memory: dict[str, Any], digest: str | None) -> None:
     """Names what a stage left in memory as `...:new` by the digest of its artifact; drops it where that is None."""
     for name in [n for n in memory if n.endswith(":new")]:
         value = memory.pop(name)
@@ -181,7 +249,14 @@ def _name_new(memory: dict[str, Any], digest: str | None) -> None:
             memory[name.removesuffix("new") + digest] = value
 
 
-def _inputs(store: Store, request: Request) -> dict[str, Artifact]:
+def names_kept(memory: dict[str, Any]) -> list[str]:
+    """The names of what is in memory on devices: it has to be the same on all ranks, which use it together."""
+    from stages.common.models import bytes_by_device
+
+    return sorted(name for name, value in memory.items() if bytes_by_device(value))
+
+
+def inputs_of(store: Store, request: Request) -> dict[str, Artifact]:
     """The artifacts behind a request's inputs. Raises RuntimeError, naming the input, that is gone."""
     inputs = {}
     for name, (stage, key, digest) in request.inputs.items():
@@ -267,23 +342,32 @@ def main() -> None:
     events = Events(os.fdopen(args.events, "w"))
     memory: dict[str, Any] = {}
 
+    gang: Gang | None = None
+
     def heartbeat() -> None:
         while True:
             time.sleep(HEARTBEAT_SECONDS)
-            events.send(Heartbeat(is_compiling()))
+            events.send(Heartbeat(is_compiling() or (gang is not None and gang.compiling)))
 
     threading.Thread(target=heartbeat, daemon=True).start()
     configure_jax()
+    changed = False
     for line in requests:
         request = Request.parse(line)
         _begin(request)
+        changed = False
         try:
-            made = run_request(request, memory, events)
+            gang = gang or gather(events)
+            made = run_request(request, memory, events, gang)
             with contextlib.suppress(OSError):
                 sys.stdout.flush()
             events.send(Done(made))
         except loaded.CodeDiffers as e:
+            changed = True
             events.send(Changed(str(e)))
+        except GangLost as e:
+            events.send(Lost(f"{e}; it"))
+            raise
         except BaseException as e:
             from stages.store.artifacts import Store
             from stages.store.disk import full_disk
@@ -301,8 +385,38 @@ def main() -> None:
             text = f"{place_of(e)}{type(e).__name__}: {e}" if full is None else str(full.strerror)
             events.send(Failed(without_userinfo(text), told, outage or full is not None))
             # SystemExit and the like: reported, and then the worker ends.
-            if not isinstance(e, Exception):
+            if not isinstance(e, Exception) or (gang is not None and gang.broken):
                 raise
+    if gang is not None:
+        gang.close(again=changed)
+        sys.stdout.flush()
+        # JAX would wait for the other processes, which may have ended already.
+        os._exit(0)
+
+
+def gather(events: Events) -> Gang | None:
+    """The gang that the environment names, with all ranks there; None for one process.
+
+    Raises PlaceError, GangLost. A rank that is lost later ends this process, which says so.
+    """
+    place = places.place_of()
+    if place is None:
+        return None
+    gang = Gang(
+        place,
+        lost=lambda what: events.send(Lost(what)),
+        failed=lambda what, outage: events.send(Failed(what, "", outage)),
+    )
+    gang.start()
+    return gang
+
+
+def failure_of(error: BaseException) -> Failed:
+    """What the parent is told of an error that a stage has raised."""
+    from tuning.rewards.failures import kind_of
+
+    outage = error.outage if isinstance(error, RankFailed) else kind_of(error) == "outage"
+    return Failed(f"{place_of(error)}{type(error).__name__}: {error}", traceback.format_exc(), outage)
 
 
 if __name__ == "__main__":

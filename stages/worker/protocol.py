@@ -4,6 +4,7 @@ parent                                worker
   Request            ---------->        one stage at a time
                      <----------        Log, Progress, Heartbeat, in any number and order
                      <----------        Done or Failed: the worker is ready for the next request
+                                        Lost: the worker ends, as one that dies
                                         Changed: a fresh worker has to make it, under the key of the new code
 """
 
@@ -93,6 +94,14 @@ class Failed:
 
 
 @dataclasses.dataclass(frozen=True)
+class Lost:
+    """A rank of the gang that this worker leads is lost, and the worker ends: another one resumes."""
+
+    what: str
+    """Which rank, and how."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Changed:
     """Nothing is committed: the code that this process has loaded is not the one that the request's key names."""
 
@@ -102,10 +111,10 @@ class Changed:
 
 Report: TypeAlias = Progress | Log | Heartbeat
 """Events that the caller of a worker sees; the others end or only prolong the wait."""
-Event: TypeAlias = Report | Heartbeat | Done | Failed | Changed
+Event: TypeAlias = Report | Heartbeat | Done | Failed | Changed | Lost
 
 _EVENTS: dict[str, type[Event]] = {
-    kind.__name__.lower(): kind for kind in (Progress, Log, Heartbeat, Done, Failed, Changed)
+    kind.__name__.lower(): kind for kind in (Progress, Log, Heartbeat, Done, Failed, Changed, Lost)
 }
 
 

@@ -17,6 +17,7 @@ import yaml
 from packaging.requirements import Requirement
 from prefect.utilities.templating import apply_values
 
+from stages.worker.places import place_of
 from tests.flows.prefect_server import Prefect, prefect_server
 
 ROOT = Path(__file__).parents[2]
@@ -123,6 +124,21 @@ def test_the_job_of_a_run_fits_the_schema_and_has_what_its_deployment_says(deplo
     assert pod.get("tolerations", []) == wanted.get("tolerations", [])
     assert pod.get("nodeSelector", {}) == wanted.get("node_selector", {})
     assert pod["serviceAccountName"] in named("ServiceAccount")
+
+
+def test_the_ranks_of_the_job_set_find_their_lead() -> None:
+    (found,) = yaml.safe_load_all((INFRA / "jobset" / "jobset.yaml").read_text())
+    name, (ranks,) = found["metadata"]["name"], found["spec"]["replicatedJobs"]
+    # The schemas have no JobSet; of its parts, the jobs, they do.
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": ranks["name"]}, **ranks["template"]}
+    kubernetes_validate.validate(job, KUBERNETES, strict=True)
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    environment = {one["name"]: one.get("value", "0123456789abcdef") for one in container["env"]}
+    places = [place_of(environment | {"JOB_COMPLETION_INDEX": str(n)}) for n in range(job["spec"]["completions"])]
+    assert [place.rank for place in places if place] == list(range(job["spec"]["parallelism"]))
+    # JobSet names a pod JOBSET-JOB-REPLICA-INDEX, in a service that is called as it is.
+    assert {(place.ranks, place.host) for place in places if place} == {(4, f"{name}-{ranks['name']}-0-0.{name}")}
+    assert job["spec"]["completionMode"] == "Indexed" and found["spec"]["network"]["enableDNSHostnames"]
 
 
 def test_a_service_and_a_policy_of_the_network_find_their_pods() -> None:

@@ -17,15 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
+from tuning import ranks
 from tuning.models.config import DecoderConfig, UnsupportedModel
 from tuning.models.config_json import from_hugging_face, to_hugging_face
 from tuning.models.decoder import Decoder, ScalarHead, abstract_decoder
 from tuning.models.mapping import SCORE, tensor_names
 from tuning.models.tensors import INDEX, KINDS, Named, Place, Tensors, check, load_tensors, place_tensors
 from tuning.precision import real
+from tuning.spread import whole
 
 SHARD_BYTES = 5_000_000_000
 """The largest file that is written, unless one tensor is larger."""
@@ -80,14 +82,14 @@ def _lazy_tensors(pure: dict[str, Any], dtype: Any, types: Mapping[str, str] | N
 
 
 def _tensor(leaf: Any, layer: int | None, transposed: bool, dtype: Any) -> np.ndarray:
-    value = _on_host(leaf) if layer is None else np.asarray(leaf[layer])
+    value = _on_host(leaf) if layer is None else whole(leaf[layer])
     return np.ascontiguousarray((value.T if transposed else value).astype(dtype))
 
 
 def _on_host(leaf: Any) -> np.ndarray:
     """The values of an array, gathered from its devices."""
     # JAX keeps what it has gathered beside the array for as long as that lives: here beside a copy.
-    return np.asarray(leaf if _in_host_memory(leaf) else jnp.copy(leaf))
+    return whole(leaf if _in_host_memory(leaf) else jnp.copy(leaf))
 
 
 def _in_host_memory(leaf: Any) -> bool:
@@ -134,7 +136,10 @@ def load_scalar_head(folder: Path, mesh: Mesh | None = None, dtype: str | None =
             raise UnsupportedModel(f"{folder}: {SCORE} has shape {tensors.shapes[SCORE]}, one label has {wanted}")
         decoder = load_tensors(config, tensors, abstract_decoder(config)[1], _places(config), mesh, dtype)
         score = tensors.read(SCORE)[0].astype(real())
-    return config, scalar_head_params(config, decoder, jnp.asarray(score))
+    head = jnp.asarray(score)
+    if mesh is not None:
+        head = jax.make_array_from_callback(score.shape, NamedSharding(mesh, PartitionSpec()), lambda at: score[at])
+    return config, scalar_head_params(config, decoder, head)
 
 
 def scalar_head_shapes(config: DecoderConfig) -> Any:
@@ -174,7 +179,7 @@ def save_decoder(
     scalar = "decoder" in pure
     tensors = list(_lazy_tensors(pure["decoder"] if scalar else pure, kind, types))
     if scalar:
-        score = np.asarray(pure["score"])[None].astype(kind)
+        score = whole(pure["score"])[None].astype(kind)
         tensors.append((SCORE, score.nbytes, lambda: score))
     _write(folder, tensors, shard_bytes)
     _write_config(folder, config, scalar, token_ids, kind.name)
@@ -212,7 +217,12 @@ def write_decoder(
 
 
 def _write(folder: Path, tensors: Sequence[Lazy], shard_bytes: int) -> None:
-    """Writes tensors as one safetensors file, or as several with an index."""
+    """Writes tensors as one safetensors file, or as several with an index. Of several ranks the lead alone writes; all
+    of them make the tensors."""
+    if not ranks.is_lead():
+        for _, _, make in tensors:
+            make()
+        return
     folder.mkdir(parents=True, exist_ok=True)
     # Files of an earlier model with more shards would be read along with the new ones.
     for stale in [*folder.glob("model*.safetensors"), *folder.glob(INDEX)]:
@@ -229,6 +239,8 @@ def _write(folder: Path, tensors: Sequence[Lazy], shard_bytes: int) -> None:
 
 
 def _write_config(folder: Path, config: DecoderConfig, scalar: bool, token_ids: dict[str, Any], dtype: str) -> None:
+    if not ranks.is_lead():
+        return
     values = to_hugging_face(config, scalar=scalar, **token_ids | {"torch_dtype": dtype})
     (folder / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
 
@@ -264,6 +276,6 @@ def fingerprint(params: Any) -> str:
         name = jax.tree_util.keystr(path)
         h.update(f"{name}{leaf.dtype}{leaf.shape}".encode())
         by_layer = "['layers']" in name and not _in_host_memory(leaf)
-        for part in (np.asarray(leaf[i]) for i in range(leaf.shape[0])) if by_layer else [_on_host(leaf)]:
+        for part in (whole(leaf[i]) for i in range(leaf.shape[0])) if by_layer else [_on_host(leaf)]:
             h.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
     return h.hexdigest()

@@ -18,10 +18,12 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from tuning import ranks
 from tuning.models.config import DecoderConfig, UnsupportedModel
 from tuning.models.lora import PROJECTIONS, LoraConfig, Role, trainable_shapes
 from tuning.models.mapping import PROJECTIONS as MODULES
 from tuning.precision import real
+from tuning.spread import whole
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -56,10 +58,10 @@ def save_adapter(folder: Path, trainable: Any, lora: LoraConfig, base: str | Non
     scalar = False
     for path, value in flatten_dict(nnx.to_pure_dict(trainable)).items():
         if path == ("score",):
-            tensors[_SCORE], scalar = np.asarray(value)[None], True
+            tensors[_SCORE], scalar = whole(value)[None], True
             continue
         name, factor = path[-3], path[-1].upper()
-        for i, matrix in enumerate(np.asarray(value)):
+        for i, matrix in enumerate(whole(value)):
             key = f"{_PREFIX}model.layers.{i}.{MODULES[name]}.lora_{factor}.weight"
             tensors[key] = np.ascontiguousarray(matrix.T)
     values = {
@@ -78,6 +80,8 @@ def save_adapter(folder: Path, trainable: Any, lora: LoraConfig, base: str | Non
         "use_dora": False,
         "use_rslora": lora.use_rslora,
     }
+    if not ranks.is_lead():
+        return
     save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
 

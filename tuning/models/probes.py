@@ -13,6 +13,8 @@ import jax
 import numpy as np
 from flax import nnx
 
+from tuning.spread import everywhere
+
 MOST = 2048
 """Probes of a tensor; a stack of layers is one."""
 
@@ -22,7 +24,7 @@ Probes = dict[str, np.ndarray]
 
 def probes(params: Any) -> Probes:
     """Values at random places, which rest on names and shapes of tensors alone. Read where they are: nothing moves
-    between devices. The devices are this process's."""
+    between devices. Of several processes each reads what its devices have."""
     leaves = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(params))
     return {name: _of_tensor(name, leaf) for name, leaf in ((jax.tree_util.keystr(path), x) for path, x in leaves)}
 
@@ -43,7 +45,7 @@ def _of_tensor(name: str, leaf: Any) -> np.ndarray:
     rng = np.random.default_rng(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big"))
     flat = np.arange(size) if size <= MOST else rng.integers(0, size, count)
     places = np.unravel_index(flat, leaf.shape)
-    values = np.zeros(count)
+    values, known = np.zeros(count), np.zeros(count, bool)
     for shard in jax.numpy.asarray(leaf).addressable_shards:
         starts, stops = zip(*(at.indices(n)[:2] for at, n in zip(shard.index, leaf.shape, strict=True)), strict=True)
         local = [axis - start for axis, start in zip(places, starts, strict=True)]
@@ -53,4 +55,5 @@ def _of_tensor(name: str, leaf: Any) -> np.ndarray:
         if inside.any():
             found = shard.data[tuple(at[inside] for at in local)]
             values[inside] = np.asarray(found).astype(np.float64)
-    return values * math.sqrt(size / count)
+            known |= inside
+    return everywhere(values, known) * math.sqrt(size / count)

@@ -1,4 +1,8 @@
-"""Trainer state on disk with Orbax: parameters, optimizer state and data position of the newest complete step."""
+"""Trainer state on disk with Orbax: parameters, optimizer state and data position of the newest complete step.
+
+Of several ranks the lead alone has the folder. An array goes to it whole, one after the other, and comes back so: what
+is on disk is the same for any number of processes and devices.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+
+from tuning import ranks
+from tuning.spread import from_first, whole
 
 
 class SaveFailed(RuntimeError):
@@ -28,11 +35,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, committed: Callable[[], None] = lambda: None):
         self.folder, self._committed = folder, committed
-        self._manager = ocp.CheckpointManager(
-            # Orbax would delete the step before as soon as it has named the newer one, whose files may not be on disk.
-            folder.absolute(),
-            options=ocp.CheckpointManagerOptions(max_to_keep=None, create=True),
-        )
+        self._manager = _manager(folder) if ranks.is_lead() else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: Future[None] | None = None
 
@@ -42,12 +45,15 @@ class Checkpoints:
         Waits for the save before, then for a copy of the state in host memory: on return the arrays may be donated.
         """
         self.wait()
-        leaves = {str(i): _held(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
+        leaves = _leaves(state, _held)
+        if self._manager is None:
+            return
         args = ocp.args.Composite(state=ocp.args.StandardSave(leaves), position=ocp.args.JsonSave(position))
         self._manager.save(step, args=args)
         self._saving = self._thread.submit(self._commit, step)
 
     def _commit(self, step: int) -> None:
+        assert self._manager is not None
         try:
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
@@ -68,17 +74,24 @@ class Checkpoints:
 
         Raises ValueError when a saved leaf has another shape: Orbax alone would return it.
         """
-        step = self._manager.latest_step()
+        step = ranks.from_lead(lambda: self._manager.latest_step() if self._manager is not None else None)
         if step is None:
             return None
         wanted, tree = jax.tree.flatten(like)
-        shapes = {str(i): _abstract(leaf) for i, leaf in enumerate(wanted)}
-        restored = self._manager.restore(
-            step, args=ocp.args.Composite(state=ocp.args.StandardRestore(shapes), position=ocp.args.JsonRestore())
-        )
-        leaves = [restored.state[str(i)] for i in range(len(wanted))]
-        _check(self.folder / str(step), leaves, wanted)
-        return jax.tree.unflatten(tree, leaves), restored.position
+        alone = ranks.here().size == 1
+        shapes = {str(i): _abstract(leaf) if alone else _on_host(leaf) for i, leaf in enumerate(wanted)}
+        leaves: list[Any] = [None] * len(wanted)
+        position: dict[str, Any] = {}
+        if self._manager is not None:
+            restored = self._manager.restore(
+                step, args=ocp.args.Composite(state=ocp.args.StandardRestore(shapes), position=ocp.args.JsonRestore())
+            )
+            leaves, position = [restored.state[str(i)] for i in range(len(wanted))], restored.position
+            _check(self.folder / str(step), leaves, wanted)
+        if not alone:
+            position = ranks.from_lead(lambda: position)
+            leaves = [_handed_on(leaf, want) for leaf, want in zip(leaves, wanted, strict=True)]
+        return jax.tree.unflatten(tree, leaves), position
 
     def wait(self) -> None:
         """Returns when every started save is complete on disk and `committed` has seen it; raises SaveFailed."""
@@ -93,12 +106,55 @@ class Checkpoints:
         except SaveFailed:
             # Orbax would raise the same error again.
             with contextlib.suppress(Exception):
-                self._manager.close()
+                self._end()
             raise
         else:
-            self._manager.close()
+            self._end()
         finally:
             self._thread.shutdown()
+
+    def _end(self) -> None:
+        if self._manager is not None:
+            self._manager.close()
+
+
+def _manager(folder: Path) -> ocp.CheckpointManager:
+    # Orbax would delete the step before as soon as it has named the newer one, whose files may not be on disk.
+    if ranks.here().size == 1:
+        options = ocp.CheckpointManagerOptions(max_to_keep=None, create=True)
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        options = ocp.CheckpointManagerOptions(max_to_keep=None, create=False, multiprocessing_options=_of_lead())
+    return ocp.CheckpointManager(folder.absolute(), options=options)
+
+
+def _of_lead() -> ocp.options.MultiprocessingOptions:
+    """No process waits for another: the lead writes alone."""
+    return ocp.options.MultiprocessingOptions(primary_host=0, active_processes={0}, barrier_sync_key_prefix="lead")
+
+
+def _leaves(tree: Any, keep: Callable[[Any], Any]) -> dict[str, Any]:
+    """The leaves to write, by number; of several ranks the lead has them on the host, and the others none."""
+    if ranks.here().size == 1:
+        return {str(i): keep(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
+    found = {}
+    for i, leaf in enumerate(jax.tree.leaves(tree)):
+        value = whole(leaf)
+        if ranks.is_lead():
+            # A copy: the array may be donated.
+            found[str(i)] = np.array(value)
+    return found
+
+
+def _on_host(leaf: Any) -> np.ndarray:
+    """An array of the shape and type of a leaf to restore into the host's memory; itself it takes none."""
+    return np.broadcast_to(np.empty((), leaf.dtype), leaf.shape)
+
+
+def _handed_on(value: Any, want: Any) -> jax.Array:
+    """A leaf that the lead has read, as and where `want` is; each process keeps the parts of its own devices."""
+    host = from_first(np.asarray(_on_host(want) if value is None else value))
+    return jax.make_array_from_callback(want.shape, want.sharding, lambda index: host[index].copy())
 
 
 def _held(leaf: Any) -> Any:
@@ -113,8 +169,11 @@ def _held(leaf: Any) -> Any:
 
 def save_tree(folder: Path, tree: Any) -> None:
     """Writes the leaves of a pytree with Orbax; they are on disk when this returns."""
-    leaves = {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(tree))}
-    with ocp.StandardCheckpointer() as checkpointer:
+    leaves = _leaves(tree, lambda leaf: leaf)
+    if not ranks.is_lead():
+        return
+    options = {} if ranks.here().size == 1 else {"multiprocessing_options": _of_lead()}
+    with ocp.StandardCheckpointer(**options) as checkpointer:
         checkpointer.save(folder.absolute(), leaves)
 
 

@@ -19,12 +19,12 @@ Place: TypeAlias = Mesh | jax.Device | None
 
 
 def sampling_mesh(axes: Any, devices: list[Any] | None = None) -> Mesh | None:
-    """The mesh of this process's devices that the axes of training give engines; None for a single one.
+    """The mesh of all devices that the axes of training give engines; None for a single one.
 
     Parameters that training shards over `fsdp` are replicated here, and each replica has an engine of its own: sampling
     holds no optimizer state, and gathering weights for every token would cost more than replicas do.
     """
-    devices = jax.local_devices() if devices is None else devices
+    devices = jax.devices() if devices is None else devices
     if len(devices) == 1:
         return None
     return make_mesh(sampling_axes(axes, len(devices)), devices)
@@ -46,6 +46,21 @@ def places_of(mesh: Mesh) -> list[Place]:
     """The place of each replica of a mesh."""
     rows = mesh.devices.reshape(-1, mesh.shape.get("tensor", 1))
     return [row[0] if len(row) == 1 else Mesh(row.reshape(1, 1, -1), ("data", "fsdp", "tensor")) for row in rows]
+
+
+def owner_of(place: Place) -> int:
+    """The process whose devices a place of `places_of` has.
+
+    Raises ValueError where they are of several: an engine is driven by one.
+    """
+    devices = list(place.devices.flat) if isinstance(place, Mesh) else [place or jax.local_devices()[0]]
+    owners = {device.process_index for device in devices}
+    if len(owners) > 1:
+        raise ValueError(
+            f"mesh.tensor {len(devices)} puts one engine on the devices of processes {sorted(owners)}: heads are cut "
+            "over devices of one process; lower it to a divisor of what each process has"
+        )
+    return int(owners.pop())
 
 
 def put_weights(state: nnx.State, mesh: Mesh | None) -> nnx.State:

@@ -26,6 +26,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from tuning import ranks
 from tuning.axes import Axes
 from tuning.mesh import make_mesh
 from tuning.models.config import DecoderConfig
@@ -75,7 +76,7 @@ class Replicas(Batches):
         """`mesh` as of `placement.sampling_mesh`. The other arguments are of each `Engine`; slots and memory too."""
         self.config, self._mesh = config, mesh
         self._places = places_of(mesh)
-        self._engines = [engine_at(place, config, dtype, limits, **options) for place in self._places]
+        self._engines = [self._engine_at(place, config, dtype, limits, **options) for place in self._places]
         self._groups: dict[tuple[int, ...], collections.deque[_Queued]] = {}
         """By prompt, in the order of arrival; none is empty."""
         self._owner: dict[tuple[int, ...], int] = {}
@@ -93,14 +94,22 @@ class Replicas(Batches):
         """Engines of which two in a row have: they are dealt nothing more."""
         self._threads = concurrent.futures.ThreadPoolExecutor(len(self._engines), "replica")
 
+    def _engine_at(self, place: Place, *arguments: Any, **options: Any) -> Engine:
+        return engine_at(place, *arguments, **options)
+
+    def _own(self) -> list[tuple[Engine, Place]]:
+        """The engines of this process, each with its place."""
+        return list(zip(self._engines, self._places, strict=True))
+
     @without_float64
     def load(self, params: nnx.State) -> None:
         """As `Engine.load`, once for all: weights are moved between devices alone, and each engine has one copy."""
-        for engine in self._engines:
+        own = self._own()
+        for engine, _ in own:
             engine.weights.drop()
-        graph, state = self._engines[0].weights.laid_out(params)
+        graph, state = own[0][0].weights.laid_out(params)
         state = put_weights(state, self._mesh)
-        for engine, place in zip(self._engines, self._places, strict=True):
+        for engine, place in own:
             engine.use(graph, part_of(state, place))
 
     @property
@@ -140,7 +149,7 @@ class Replicas(Batches):
     @property
     def size(self) -> str:
         """As `Engine.size`, with the number of replicas."""
-        return f"{len(self._engines)} replicas, each with {self._engines[0].size}"
+        return f"{len(self._engines)} replicas, each with {self._own()[0][0].size}"
 
     def submit(self, request: Request, keys: np.ndarray | None = None) -> int:
         """As `Engine.submit`. A request `after` another goes to the engine that keeps the slot."""
@@ -210,7 +219,7 @@ class Replicas(Batches):
     def _finished(self, i: int) -> list[Update]:
         """The updates of the step that an engine has begun, by the names of the samples. Raises StepFailed."""
         try:
-            found = self._engines[i].finish()
+            found = self._finish(i)
         except Exception as error:
             raise self._failed(i, error) from error
         self._failing.discard(i)
@@ -221,6 +230,10 @@ class Replicas(Batches):
                 del self._dealt[i][update.number]
             updates.append(dataclasses.replace(update, number=number, sample=sample))
         return updates
+
+    def _finish(self, i: int) -> list[Update]:
+        """The updates of an engine's step, by its own numbers."""
+        return self._engines[i].finish()
 
     def _begin(self, numbers: list[int]) -> None:
         crowded = bool(self._groups)
@@ -242,7 +255,7 @@ class Replicas(Batches):
         """Gives queued runs to engines that have room, one by one to the one with the fewest."""
         if not self._groups:
             return
-        rooms, loads = ([getattr(e, name) for e in self._engines] for name in ("room", "runs"))
+        rooms, loads = self._rooms_and_loads()
         while self._groups:
             able = [i for i, room in enumerate(rooms) if room > 0 and i not in self._out]
             if not able:
@@ -256,6 +269,10 @@ class Replicas(Batches):
                 del self._groups[prompt], self._owner[prompt]
             rooms[i] -= 1
             loads[i] += 1
+
+    def _rooms_and_loads(self) -> tuple[list[int], list[int]]:
+        """How many runs each engine could take, and has."""
+        return [engine.room for engine in self._engines], [engine.runs for engine in self._engines]
 
     def _next_for(self, engine: int) -> tuple[int, ...]:
         """The prompt whose run an engine takes: of those that it has begun, else one that is new, else the first."""
@@ -350,6 +367,11 @@ def engine_over(
     """The engine of a mesh of `placement.sampling_mesh`: `Replicas` where there are several, else `engine_at`."""
     if mesh is None:
         return engine_at(None, config, dtype, limits, **options)
+    if ranks.here().size > 1:
+        # Not at the top: it is a kind of what is here.
+        from tuning.rollout.engine.gang import GangReplicas
+
+        return GangReplicas(config, dtype, limits, mesh=mesh, **options)
     places = places_of(mesh)
     if len(places) == 1:
         return engine_at(places[0], config, dtype, limits, **options)

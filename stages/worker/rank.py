@@ -1,0 +1,237 @@
+"""A rank of a gang that is not its lead: runs the stages that the lead gives it, and keeps nothing of what they write.
+
+It ends when its lead does. Its output is its log: that of the lead, where the lead has started it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import os
+import queue
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from stages.common.compilation import configure_jax, use_precision
+from stages.contract.place import place_of
+from stages.worker import channel, distributed, joining, loaded, places
+from stages.worker.channel import Channel, Message
+from stages.worker.gang import BEAT_SECONDS, GRACE_SECONDS, TICK_SECONDS
+from stages.worker.process import die_with_parent, inputs_of, is_compiling, name_new, names_kept, settings_of
+from stages.worker.protocol import Request
+from tuning import ranks
+
+
+class Abandoned(RuntimeError):
+    """The lead has ended the stage."""
+
+
+class Member:
+    """This process in its gang. It is a rank's `tuning.ranks.Ranks`."""
+
+    def __init__(self, rank: int, opened: Channel):
+        self.rank = rank
+        first = opened.receive()
+        if first is None:
+            raise EOFError
+        self.sent_home = "bye" in first
+        if self.sent_home:
+            return
+        self.size = int(first["welcome"]["ranks"])
+        self.coordinator = str(first["welcome"]["coordinator"])
+        self.orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        """What the main thread does: run, go, named and bye."""
+        self._channel = opened
+        self._silence = 2 * float(first["welcome"]["silence"]) + GRACE_SECONDS
+        self._quiet = 0.0
+        self._changed = threading.Condition()
+        self._shared: dict[int, Any] = {}
+        self._number = self._count = 0
+        self._abandoned = False
+        for target in (self._read, self._watch, self._beat):
+            threading.Thread(target=target, name=f"rank{target.__name__}", daemon=True).start()
+
+    def _read(self) -> None:
+        for message in self._channel:
+            self._quiet = 0.0
+            with self._changed:
+                if "share" in message:
+                    self._shared[message["share"]] = message["value"]
+                elif "abandon" in message:
+                    self._abandoned = True
+                    self.orders.put(message)
+                elif "run" in message:
+                    # Before any share of it comes.
+                    self._number, self._count, self._abandoned = message["request"], 0, False
+                    self._shared.clear()
+                    self.orders.put(message)
+                elif "beat" not in message:
+                    self.orders.put(message)
+                self._changed.notify_all()
+            if "bye" in message:
+                return
+        print(f"rank {self.rank}: the lead has ended", file=sys.stderr, flush=True)
+        os._exit(joining.AGAIN)
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(TICK_SECONDS)
+            # In ticks: time in which all processes were stopped does not count.
+            self._quiet += TICK_SECONDS
+            if self._quiet > self._silence:
+                print(
+                    f"rank {self.rank}: the lead has sent nothing for {self._silence:g} s", file=sys.stderr, flush=True
+                )
+                os._exit(joining.AGAIN)
+
+    def _beat(self) -> None:
+        while True:
+            self.send({"beat": is_compiling()})
+            time.sleep(BEAT_SECONDS)
+
+    def send(self, message: Message) -> None:
+        """Sends to the lead; nothing where it has ended, which the reader sees."""
+        with contextlib.suppress(OSError):
+            self._channel.send(message)
+
+    def answer(self, **message: Any) -> None:
+        """Sends an answer to the request."""
+        self.send(message | {"request": self._number})
+
+    def share(self, owner: int, value: Any) -> Any:
+        """As `tuning.ranks.Ranks.share`. Raises Abandoned where the lead has ended the stage."""
+        number = self._count
+        self._count += 1
+        if owner == self.rank:
+            self.answer(share=number, value=value)
+            return value
+        with self._changed:
+            self._changed.wait_for(lambda: number in self._shared or self._abandoned)
+            if number in self._shared:
+                return self._shared.pop(number)
+        raise Abandoned("the lead has ended the stage")
+
+
+def serve(member: Member) -> str:
+    """Runs what the lead asks for until it sends this rank home; `end`, or `again` where another lead follows."""
+    memory: dict[str, Any] = {}
+    while True:
+        order = member.orders.get()
+        if "bye" in order:
+            return str(order["bye"])
+        if "named" in order or "abandon" in order:
+            name_new(memory, order.get("named"))
+        elif "run" in order:
+            _answer(member, Request(**order["run"]), memory, order["kept"])
+
+
+def _answer(member: Member, request: Request, memory: dict[str, Any], kept: list[str]) -> None:
+    """Says whether this process can run a request, and runs it when the lead says so."""
+    try:
+        stage, config = settings_of(request)
+        loaded.check_rank(request, stage.sources(config))
+        use_precision(config, memory)
+    except loaded.CodeDiffers as e:
+        member.answer(ready=True, changed=str(e))
+    except Exception as e:
+        traceback.print_exc()
+        member.answer(ready=True, refused=f"{place_of(e)}{type(e).__name__}: {e}")
+    else:
+        member.answer(ready=True, same=names_kept(memory) == kept)
+    order = member.orders.get()
+    if "go" not in order:
+        # Another rank has refused it, or this one.
+        if "bye" in order:
+            member.orders.put(order)
+        return
+    if order["forget"]:
+        memory.clear()
+    try:
+        ranks.use(member)
+        _run(request, stage, config, memory)
+        member.answer(ended="")
+    except BaseException as e:
+        if not isinstance(e, Abandoned):
+            traceback.print_exc()
+        sys.stderr.flush()
+        name_new(memory, None)
+        from tuning.rewards.failures import kind_of
+
+        member.answer(ended=f"{place_of(e)}{type(e).__name__}: {e}", outage=kind_of(e) == "outage")
+        if not isinstance(e, Exception):
+            raise
+    finally:
+        ranks.use(None)
+
+
+def _run(request: Request, stage: Any, config: Any, memory: dict[str, Any]) -> None:
+    from stages.contract.definition import Context
+    from stages.store.artifacts import Store
+
+    inputs = inputs_of(Store(request.store), request)
+    with tempfile.TemporaryDirectory(prefix="rlhf-rank-") as folder:
+        out, work = Path(folder) / "out", Path(folder) / "work"
+        out.mkdir()
+        work.mkdir()
+        stage.run(
+            Context(
+                config=config,
+                inputs=inputs,
+                out=out,
+                work=work,
+                seed=request.seed,
+                progress=_silent,
+                log=lambda line: None,
+                memory=memory,
+                is_lead=False,
+                name=f"{request.run}.{request.stage}",
+            )
+        )
+    loaded.check_after_on_rank(request)
+
+
+def _silent(done: int, total: int, unit: str, **metrics: float) -> None:
+    pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--join", required=True, metavar="HOST:PORT", help="where the lead listens")
+    parser.add_argument("--rank", type=int, required=True, help="number of this rank, from 1")
+    parser.add_argument("--parent", type=int, required=True, help="the process with which it ends")
+    args = parser.parse_args()
+    die_with_parent(args.parent, kernel=False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    host, port = places.address_of(args.join)
+    hello = {"rank": args.rank, "host": socket.gethostname(), "pid": os.getpid()}
+    wait = places.seconds(os.environ, places.WAIT, places.Place.wait)
+    try:
+        opened = channel.connect(host, port, places.token_of(), hello, wait)
+    except (TimeoutError, channel.Refused, places.PlaceError) as e:
+        print(f"rank {args.rank}: {e}", file=sys.stderr, flush=True)
+        os._exit(joining.GONE if isinstance(e, TimeoutError) else joining.REFUSED)
+    try:
+        member = Member(args.rank, opened)
+    except EOFError:
+        os._exit(joining.AGAIN)
+    if member.sent_home:
+        os._exit(joining.ENDED)
+    distributed.initialize(member, member.coordinator)
+    configure_jax()
+    end = serve(member)
+    sys.stdout.flush()
+    # JAX would wait for the other processes, which may have ended already.
+    os._exit(joining.AGAIN if end == "again" else joining.ENDED)
+
+
+if __name__ == "__main__":
+    main()
