@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import dataclasses
 import datetime
-import errno
 import faulthandler
 import json
 import logging
@@ -22,16 +21,15 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from stages.common.compilation import configure_jax, use_precision
-from stages.contract.place import place_of
 from stages.worker import loaded, places
-from stages.worker.gang import Gang, GangLost, RankFailed
+from stages.worker.failing import failure_of
+from stages.worker.gang import Gang, GangLost
 from stages.worker.protocol import Changed, Done, Event, Failed, Heartbeat, Log, Lost, Progress, Request, event_line
 from tuning import ranks
 
@@ -296,17 +294,6 @@ def _context(
     )
 
 
-def is_of_full_disk(error: BaseException) -> bool:
-    """Whether an error, or what caused it, is that of a full disk. Orbax tells of one by its text alone."""
-    texts = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT)]
-    found: BaseException | None = error
-    while found is not None:
-        if any(text in str(found) for text in texts):
-            return True
-        found = found.__cause__ or found.__context__
-    return False
-
-
 def _device() -> str:
     """The device of the manifest; `none` for stages that do not load JAX."""
     jax = sys.modules.get("jax")
@@ -369,21 +356,7 @@ def main() -> None:
             events.send(Lost(f"{e}; it"))
             raise
         except BaseException as e:
-            from stages.store.artifacts import Store
-            from stages.store.disk import full_disk
-            from stages.store.keys import without_userinfo
-
-            # Errors of files and services name their URLs.
-            told = without_userinfo(traceback.format_exc())
-            with contextlib.suppress(OSError):
-                # The log may lie on the disk that is full: what has failed is told all the same.
-                print(told, file=sys.stderr, flush=True)
-            from tuning.rewards.failures import kind_of
-
-            outage = kind_of(e) == "outage" or is_of_full_disk(e)
-            full = full_disk(e, Store(json.loads(line)["store"]).scratch) if isinstance(e, Exception) else None
-            text = f"{place_of(e)}{type(e).__name__}: {e}" if full is None else str(full.strerror)
-            events.send(Failed(without_userinfo(text), told, outage or full is not None))
+            events.send(failure_of(e, request.store))
             # SystemExit and the like: reported, and then the worker ends.
             if not isinstance(e, Exception) or (gang is not None and gang.broken):
                 raise
@@ -409,14 +382,6 @@ def gather(events: Events) -> Gang | None:
     )
     gang.start()
     return gang
-
-
-def failure_of(error: BaseException) -> Failed:
-    """What the parent is told of an error that a stage has raised."""
-    from tuning.rewards.failures import kind_of
-
-    outage = error.outage if isinstance(error, RankFailed) else kind_of(error) == "outage"
-    return Failed(f"{place_of(error)}{type(error).__name__}: {error}", traceback.format_exc(), outage)
 
 
 if __name__ == "__main__":

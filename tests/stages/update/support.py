@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from stages.contract.definition import Context
 from stages.store.artifacts import Store
 from stages.update import stage as update
-from stages.worker.process import _name_new
+from stages.worker.process import name_new
 from tuning.models import huggingface
 from tuning.models.config import tiny
 from tuning.rows import CompletionRow
@@ -93,7 +93,7 @@ class Rounds:
         ctx.close()
         _, params = memory["decoder:new"]
         made = self.commit("update", ctx.out, config.model_dump(mode="json"), inputs)
-        _name_new(memory, made.digest)
+        name_new(memory, made.digest)
         return made, metrics, params
 
 

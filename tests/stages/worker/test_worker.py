@@ -22,7 +22,7 @@ from stages.store.leases import LeaseLost
 from stages.store.work import WorkFolder
 from stages.worker import client, interpreter
 from stages.worker.client import StageFailed, Worker, WorkerDied, worker_environment
-from stages.worker.process import Events, is_compiling, is_of_full_disk, run_request
+from stages.worker.process import Events, is_compiling, run_request
 from stages.worker.protocol import (
     Changed,
     Done,
@@ -189,28 +189,6 @@ def test_a_try_whose_lease_was_taken_over_says_so_and_has_an_output_folder_of_it
     with using("auto"), (tmp_path / "events").open("w") as events, pytest.raises(LeaseLost, match="is gone"):
         run_request(ask, {}, Events(events))
     assert (WorkFolder(Store(str(tmp_path)), "base", "k" * 64).path / "out.abcdefgh").is_dir()
-
-
-def test_a_full_disk_is_known_by_what_caused_an_error():
-    told = "RESOURCE_EXHAUSTED: Error writing: Failed to write 343 bytes to file 12: No space left on device"
-    try:
-        try:
-            raise ValueError(told)
-        except ValueError as cause:
-            raise RuntimeError("a checkpoint was not saved") from cause
-    except RuntimeError as error:
-        assert is_of_full_disk(error)
-    assert not is_of_full_disk(ValueError("RESOURCE_EXHAUSTED: out of memory"))
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a system without a device that is always full")
-def test_an_error_arrives_where_the_log_has_no_room_for_it(tmp_path):
-    full = Worker(Path("/dev/full"))
-    try:
-        with pytest.raises(StageFailed, match="SourceMissing"):
-            full.run(request(tmp_path, source="/no/such/model"), ignore)
-    finally:
-        full.close()
 
 
 def test_a_worker_that_is_killed_at_work_says_how_it_died_and_what_is_left(doomed, tmp_path):
