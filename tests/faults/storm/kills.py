@@ -231,7 +231,7 @@ def rivals(scene: Scene) -> None:
             stage = _running(scene, name)
             victim.kill()
             scene.struck(f"two runs at once: kill {who}", stage, "at any moment")
-        run.wait()
+        scene.over(run)
         runs[name] = scene.start(name)
     for run in runs.values():
         scene.over(run)
