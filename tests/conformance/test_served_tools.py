@@ -44,7 +44,8 @@ def answer(server, job, text):
     choice = job.choice(said, 0)
     said.add(ids, True)
     done = Completion(ids, [-0.5] * len(ids), "eos")
-    server._keep(job, 0, done, said, choice)
+    if job.session is not None:
+        server._keep(job, job.session, 0, done, said, choice)
     return choice.whole(done)["message"], ids
 
 
