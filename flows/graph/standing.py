@@ -61,7 +61,8 @@ def standing_of(recipe: Recipe, store: Store, run: str | None = None) -> Standin
     rl = recipe.rl
     source = begun or _recorded(store, recipe.fork.run if recipe.fork else rl.rollouts_from if rl else None)
     try:
-        start = source.start if source is not None else _start(recipe, store)
+        # A recipe that names the base starts from it, whatever the run did whose rollouts it takes.
+        start = None if recipe.start_from == BASE else source.start if source is not None else _start(recipe, store)
         champion = _held(store, recipe.gate.name, "gate.name") if recipe.gate is not None else None
         taken_back = registry.withdrawn(store, recipe.gate.name) if recipe.gate is not None else {}
     except registry.RegistryError as e:
@@ -83,7 +84,8 @@ def recorded(record: Mapping[str, Any]) -> Standing:
 
 def _recorded(store: Store, run: str | None) -> Standing | None:
     record = store.read_json("runs", run, "run.json") if run is not None else None
-    return recorded(record) if record and record.get("standing") else None
+    # A run that found no champion started from none, whatever the name stands for since.
+    return recorded(record) if record else None
 
 
 def _start(recipe: Recipe, store: Store) -> Held | None:

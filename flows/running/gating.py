@@ -31,7 +31,8 @@ def stages_of(session: Session, chosen: Collection[str] | None = None) -> Iterat
     """
     for _ in range(DECISIONS):
         yield from _to_make(session, chosen)
-        if _carried_out(session):
+        # A part of a recipe moves no name, also where it has made every stage.
+        if chosen is not None or _carried_out(session):
             return
         session.reporter.line("the champion is another by now: it is compared with that one, and decided again")
         session.rebuild(standing_of(session.recipe, session.store, session.name))

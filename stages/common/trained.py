@@ -74,8 +74,10 @@ def trained_names(policy: Artifact) -> set[str]:
         if artifact.has(f"{FOLDER}/"):
             found.update(read_names(artifact))
             continue
+        # Of several candidates the chosen one is the policy: what the later rounds saw it has not.
+        chosen = f"candidate_{artifact.metrics['round']:03d}" if artifact.stage == "select" else None
         for role, ref in artifact.manifest["inputs"].items():
-            if ref["stage"] in _BLIND:
+            if ref["stage"] in _BLIND or chosen not in (None, role):
                 continue
             source = _input(artifact, role, ref)
             if ref["stage"] in DATA:

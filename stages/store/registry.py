@@ -156,13 +156,16 @@ def withdrawn(store: Store, name: str) -> dict[str, str]:
     Each with the entry that did it, who, and why.
     """
     found: dict[str, str] = {}
-    last: Entry | None = None
+    entries: list[Entry] = []
     for entry in history(store, name):
-        if last is not None and entry.restores is not None:
+        if entry.restores is not None:
             why = f": {entry.reason}" if entry.reason else ""
-            found[_trained(store, last.policy)] = f"{name} entry {entry.number} by {entry.who}{why}"
+            # Everything that was promoted since, and nothing where a later policy is brought back.
+            since = [e for e in entries if e.restores is None and entry.restores < e.number <= entries[-1].promotion]
+            for undone in since:
+                found[_trained(store, undone.policy)] = f"{name} entry {entry.number} by {entry.who}{why}"
         found.pop(_trained(store, entry.policy), None)
-        last = entry
+        entries.append(entry)
     return found
 
 

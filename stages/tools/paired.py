@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING
 from stages.common.tables import batches
 from stages.common.verdicts import verdicts_of
 from stages.store.artifacts import Artifact
+from stages.store.keys import differences
 
 if TYPE_CHECKING:
     from tuning.evaluation.verdicts import Difference, Judged
 
+MOST = 3
+"""Settings that the reason names."""
 COLUMNS = ("place", "prompt_id", "prompt", "answer")
 
 Problem = tuple[str, str, str | None]
@@ -49,9 +52,12 @@ def paired(before: Artifact, after: Artifact) -> Paired:
     where = {problem: place for place, problem in second.items()}
     places = [(place, where[problem]) for place, problem in sorted(first.items()) if problem in where]
     counts = (len(first), len(second))
-    judges = [evaluation.manifest["config"]["judge"] for evaluation in (before, after)]
-    if judges[0] != judges[1]:
-        return Paired(places, counts, None, f"the judges differ: {judges[0]} and {judges[1]}")
+    settings = [evaluation.manifest["key_parts"]["config"] for evaluation in (before, after)]
+    if changed := differences(*settings):
+        more = f" and {len(changed) - MOST} more" if len(changed) > MOST else ""
+        return Paired(
+            places, counts, None, f"they were evaluated with other settings: {'; '.join(changed[:MOST])}{more}"
+        )
     if not places:
         return Paired(places, counts, None, "they have no prompt in common")
     old = _at(verdicts_of(before), [place for place, _ in places])

@@ -50,7 +50,8 @@ class Made:
         artifact = self.store.commit(out, manifest)
         keep(self.store, parts)
         entry = {"stage": node.stage, "key": artifact.key, "state": "made", "digest": artifact.digest}
-        record = {"name": run, "recipe": {"name": recipe}, "started": f"2026-01-01T00:00:{self.count:02d}"}
+        record = {"name": run, "status": "finished", "recipe": {"name": recipe}}
+        record["started"] = f"2026-01-01T00:00:{self.count:02d}"
         self.store.write_json(record | {"nodes": {node.name: entry}}, "runs", run, "run.json")
 
     def why(self, *sets):
@@ -88,7 +89,7 @@ def test_a_stage_that_failed_says_with_what(made):
     node = made.node()
     key = key_of(made.parts(node))
     error = "StageFailed: TooManyFailures: round-000.score: reward a failed on 4 of 4\n  traceback in x"
-    record = {"name": "r", "recipe": {"name": "smoke"}, "started": "2026-01-01T00:00:00"}
+    record = {"name": "r", "status": "failed", "recipe": {"name": "smoke"}, "started": "2026-01-01T00:00:00"}
     for state, expected in (("failed", "failed last time: round-000.score: reward a"), ("running", "was not finished")):
         entry = {"stage": node.stage, "key": key, "state": state, "error": error}
         made.store.write_json(record | {"nodes": {node.name: entry}}, "runs", "r", "run.json")
