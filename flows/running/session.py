@@ -125,8 +125,8 @@ class Session:
         before, self.standing = self.nodes, standing
         self.nodes = {n.name: n for n in build(self.recipe, standing)}
         changed = {name for name, node in self.nodes.items() if node != before.get(name)}
-        # An export waits for the decision, and does not read it; a decision is made again also where the name stands for
-        # the same policy by another entry.
+        # An export waits for the decision and does not read it, and another entry of the name may stand for the same
+        # policy: both are made again.
         behind = {name for name, node in self.nodes.items() if node.stage in ("export", "gate")}
         gone = self.made.keys() - self.nodes.keys()
         for name in gone | {n for n in self.made.keys() - gone if with_inputs(self.nodes, {n}) & (changed | behind)}:

@@ -54,10 +54,8 @@ def paired(before: Artifact, after: Artifact) -> Paired:
     counts = (len(first), len(second))
     settings = [evaluation.manifest["key_parts"]["config"] for evaluation in (before, after)]
     if changed := differences(*settings):
-        more = f" and {len(changed) - MOST} more" if len(changed) > MOST else ""
-        return Paired(
-            places, counts, None, f"they were evaluated with other settings: {'; '.join(changed[:MOST])}{more}"
-        )
+        named = "; ".join(changed[:MOST]) + (f" and {len(changed) - MOST} more" if len(changed) > MOST else "")
+        return Paired(places, counts, None, f"they were evaluated with other settings: {named}")
     if not places:
         return Paired(places, counts, None, "they have no prompt in common")
     old = _at(verdicts_of(before), [place for place, _ in places])

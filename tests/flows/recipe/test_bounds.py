@@ -17,6 +17,9 @@ FREE = {
     "data.seed": "a seed is any integer: what draws by it hashes it",
     "rl.score.rewards.*.weight": "a negative weight makes a penalty of a reward",
     "rl.update.environment_weight": "the weight of a reward, which may be a penalty",
+    "gate.floors.*": "a metric may have any range",
+    "gate.guards.*.most": "a metric may have any range",
+    "gate.min_difference": "a policy may be let pass that is a little worse",
     "rl.score.rewards.*.clip": "a reward may have any range; that its ends are in order is checked",
 }
 """Settings without a lower bound."""
