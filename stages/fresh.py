@@ -79,6 +79,7 @@ STAGE = Stage(
     run,
     libraries=("pyarrow",),
     computes=lambda config: False,
+    gang=lambda config: "lead",
     title="new data",
     makes="data",
     reads={

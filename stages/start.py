@@ -49,6 +49,7 @@ STAGE = Stage(
     1,
     Config,
     run,
+    gang=lambda config: "lead",
     title="start",
     makes="policy",
     reads={"tokenizer": Reads("tokenizer")},

@@ -104,6 +104,7 @@ STAGE = Stage(
     run,
     libraries=("numpy", "scipy", "pyarrow"),
     computes=lambda config: False,
+    gang=lambda config: "lead",
     section="gate",
     title="gate",
     reads={

@@ -18,7 +18,12 @@ class Killed(Exception):
 def ctx(tmp_path):
     told = []
     return types.SimpleNamespace(
-        work=tmp_path, told=told, log=told.append, saved=lambda: None, progress=lambda *done: told.append(done)
+        work=tmp_path,
+        told=told,
+        log=told.append,
+        saved=lambda: None,
+        progress=lambda *done: told.append(done),
+        is_lead=True,
     )
 
 

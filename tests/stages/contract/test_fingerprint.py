@@ -354,7 +354,7 @@ def test_a_tree_is_written_alike_in_every_version_of_python():
 
 
 def test_what_a_stage_loads_by_name_is_content_where_it_is_used():
-    remote = EngineSettings(kind="vllm", version="1", url="u")
+    remote = EngineSettings(kind="vllm", version="1", url="http://127.0.0.1:1")
     for name in ("rollout", "refill", "greedy"):
         loaded = stage(name).loads
         assert loaded(stage(name).config()) == ()

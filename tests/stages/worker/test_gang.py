@@ -145,8 +145,9 @@ def test_a_rank_with_other_code_of_the_user_says_so(tmp_path) -> None:
 
 
 def test_every_stage_says_how_a_gang_runs_it() -> None:
-    found = {name: stage(name).gang(stage(name).config()) for name in modules()}
-    assert {name for name, which in found.items() if which == "lead"} == {"base", "prepare", "score", "select"}
+    found = {name: stage(name).gang(stage(name).config.model_construct()) for name in modules()}
+    by_lead = {"base", "prepare", "fresh", "start", "score", "select", "gate"}
+    assert {name for name, which in found.items() if which == "lead"} == by_lead
     assert {which for which in found.values()} == {"all", "lead"}
     episodes = stage("rollout").config.model_validate({"environment": {"name": "guess"}})
     assert "episodes" in stage("rollout").gang(episodes)
