@@ -21,7 +21,8 @@ def look(rlhf, store, tmp_path):
 
     def run(*arguments, code=0):
         done = rlhf(*arguments, "--store", store, code=code, env=READ_ONLY | {"RLHF_SCRATCH": str(tmp_path / "own")})
-        assert files() == before and not any("Traceback" in text for text in (done.stdout, done.stderr))
+        assert files() == before
+        assert "Traceback" not in done.stderr, done.stderr
         return done
 
     path = next((store / "artifacts" / "export").glob("*/model.safetensors"))
