@@ -21,7 +21,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
@@ -311,6 +311,15 @@ def _begin(request: Request) -> None:
         print(f"---- {request.node or request.stage} ({request.stage} {request.key[:12]}) {now} ----", flush=True)
 
 
+def heartbeat(events: Events, compiling: Callable[[], bool]) -> None:
+    """Says that this process lives, every HEARTBEAT_SECONDS, until nobody reads it."""
+    # A run that ends closes the pipe a moment before this process has left: no error.
+    with contextlib.suppress(BrokenPipeError):
+        while True:
+            time.sleep(HEARTBEAT_SECONDS)
+            events.send(Heartbeat(compiling()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, required=True)
@@ -331,12 +340,10 @@ def main() -> None:
 
     gang: Gang | None = None
 
-    def heartbeat() -> None:
-        while True:
-            time.sleep(HEARTBEAT_SECONDS)
-            events.send(Heartbeat(is_compiling() or (gang is not None and gang.compiling)))
+    def compiling() -> bool:
+        return is_compiling() or (gang is not None and gang.compiling)
 
-    threading.Thread(target=heartbeat, daemon=True).start()
+    threading.Thread(target=heartbeat, args=(events, compiling), daemon=True).start()
     configure_jax()
     changed = False
     for line in requests:

@@ -1,0 +1,23 @@
+"""What the worker's process does beside its stages."""
+
+import os
+
+from stages.worker import process
+from stages.worker.protocol import Heartbeat, parse_event
+
+
+def test_beats_end_in_silence_with_the_pipe_that_they_are_written_to(monkeypatch):
+    """A run that ends closes it a moment before its worker has left: that is nothing for the log."""
+    monkeypatch.setattr(process, "HEARTBEAT_SECONDS", 0.0)
+    read, write = os.pipe()
+    told, seen = [], []
+
+    def compiling():
+        if len(told) == 2:
+            seen.extend(parse_event(line) for line in os.read(read, 10_000).splitlines())
+            os.close(read)
+        told.append(len(told) == 1)
+        return told[-1]
+
+    process.heartbeat(process.Events(os.fdopen(write, "w")), compiling)
+    assert told == [False, True, False] and seen == [Heartbeat(False), Heartbeat(True)]
