@@ -31,6 +31,7 @@ from flows.running.gating import stages_of
 from flows.running.limits import RunTooLong
 from flows.running.session import Session
 from stages.contract.registry import stage as find_stage
+from stages.store.artifacts import Store
 from stages.store.keys import published
 from stages.worker.client import WorkerDied
 
@@ -116,6 +117,9 @@ def free_name(recipe: Recipe, wanted: str | None) -> str:
     """The run's name: the wanted one, else the flow run's. Later attempts of one flow run are numbered."""
     shown = str(runtime.flow_run.name)
     name = wanted or (shown if shown.startswith(f"{recipe.name}-") else f"{recipe.name}-{shown}")
+    # Prefect draws two words for each flow run and does not look whether it had them before.
+    if wanted is None and Store(recipe.store).read_json("runs", name, "run.json") is not None:
+        name = f"{name}-{str(runtime.flow_run.id)[-8:]}"
     attempt = runtime.flow_run.run_count
     return name if attempt <= 1 else f"{name}-{attempt}"
 
