@@ -43,7 +43,7 @@ def test_answers_are_the_engines_and_become_part_of_the_next_prompt(monkeypatch,
         turns.append({"role": "assistant", "content": answers[-1]})
     told = capsys.readouterr()
     assert all(answers)
-    assert told.out == "".join(f"{answer}\n" for answer in answers)
+    assert told.out == "".join(f"{plain(answer)}\n" for answer in answers)
     assert told.err.count("ask less at once") == 1
 
 
