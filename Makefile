@@ -8,7 +8,7 @@ VLLM_VENV ?= .venv-vllm
 TPU_VENV ?= .venv-tpu
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test coverage test-slow faults test-vllm tpu gpu-aot lint bench profile lock clean
+.PHONY: demo test coverage test-slow faults year test-vllm tpu gpu-aot lint bench profile lock clean
 
 demo: $(VENV)/.ready
 	$(BIN)/rlhf run demo $(ARGS)
@@ -27,6 +27,10 @@ test-slow: $(VENV)/.ready-dev
 # Random faults on the recipe smoke. A storm that was cut goes on where its folder is given again.
 faults: $(VENV)/.ready-dev
 	$(BIN)/python -m tests.faults.storm --faults 300 --seed 0 --folder .faults $(ARGS)
+
+# 365 nights of a tiny recipe on a Prefect server: promoted, refused, nothing new, and one that hangs.
+year: $(VENV)/.ready-dev
+	$(BIN)/python -m tests.faults.year $(ARGS)
 
 # Rollouts by a real vLLM server on the CPU, in an environment of its own.
 test-vllm: $(VENV)/.ready-dev $(VLLM_VENV)/.ready

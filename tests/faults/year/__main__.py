@@ -1,0 +1,219 @@
+"""`make year`: 365 nights of a tiny recipe on a Prefect server, with nobody watching.
+
+Each night is the flow `rlhf-pipeline`, as a schedule starts it: without a name. Behind it everything in the store is
+made a day older, which is what a collection looks at. Prints a line per night, and a summary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import http.server
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.faults.year.plan import ROWS, Night, nights
+from tests.flows.nights import RECIPE, record
+from tests.flows.prefect_server import prefect_server
+from tests.support import RLHF
+
+DAY = 24 * 3600
+HELD_OUT = 24
+RUN_SECONDS = 240.0
+"""Limit of a night: several times what one takes on a busy machine."""
+ALERTS = {"failed": "hung", "refused": "refused"}
+"""What a webhook is told of a night that ends so."""
+
+
+class Year:
+    """A recipe, its data and its store in a folder."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.store = folder, folder / "store"
+        recipe = RECIPE | {
+            "store": str(self.store),
+            "start_from": "champion",
+            "data": {"source": str(folder / "records.jsonl"), "system_prompt": None, "new_since": "champion"},
+            "retention": {"keep": 3},
+            "limits": {"run_seconds": RUN_SECONDS},
+            "retries": 0,
+        }
+        (folder / "night.yaml").write_text(json.dumps(recipe))
+        self.learned: list[dict[str, Any]] = []
+
+    def write_data(self, night: Night) -> None:
+        """The held-out problems with their answers of today, what was learned so far, and what is new."""
+        held = [record(900_000 + i, night.answer, "heldout") | {"answer": night.answer} for i in range(HELD_OUT)]
+        new = [record(1_000 + night.number * ROWS + i, night.teaches, "sft") for i in range(ROWS) if night.teaches]
+        rows = [*held, *self.learned, *new]
+        (self.folder / "records.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        if night.ends == "promoted":
+            self.learned += new
+
+    def sleep(self) -> None:
+        """A day goes by for every file of the store."""
+        for path in self.store.rglob("*"):
+            if path.is_file():
+                found = path.stat()
+                os.utime(path, (found.st_atime - DAY, found.st_mtime - DAY))
+
+    def bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.store.rglob("*") if path.is_file())
+
+    def run_names(self) -> set[str]:
+        return {path.name for path in (self.store / "runs").iterdir()}
+
+
+@contextmanager
+def stopped_workers(stop: bool) -> Iterator[None]:
+    """Every worker that begins meanwhile is stopped (SIGSTOP): it lives, and makes nothing."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.2):
+            for child in psutil.Process().children(recursive=True):
+                try:
+                    if "stages.worker.process" in " ".join(child.cmdline()) and child.status() != "stopped":
+                        child.suspend()
+                except psutil.NoSuchProcess:
+                    continue
+
+    thread = threading.Thread(target=watch)
+    if stop:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if stop:
+            thread.join()
+
+
+class Receiver(http.server.ThreadingHTTPServer):
+    """Keeps what alerts post to it: (alert, run)."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str]] = []
+        super().__init__(("127.0.0.1", 0), Handler)
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        assert isinstance(self.server, Receiver)
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.told.append((body["alert"], body["run"]))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def alerts() -> Iterator[list[tuple[str, str]]]:
+    """What the server's automations tell a webhook, as `rlhf alerts` sets them up."""
+    with Receiver() as receiver:
+        threading.Thread(target=receiver.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{receiver.server_address[1]}/"
+        subprocess.run([RLHF, "alerts", "--webhook", url], check=True, stdout=subprocess.DEVNULL)
+        yield receiver.told
+        receiver.shutdown()
+
+
+def live(year: Year, count: int) -> list[dict[str, Any]]:
+    """Runs the nights; what each was and how it ended."""
+    # Here: Prefect reads its settings, the server's address among them, when it is loaded.
+    from flows.pipeline import rlhf_pipeline
+
+    seen: set[str] = set()
+    table: list[dict[str, Any]] = []
+    for night in nights(count):
+        year.write_data(night)
+        began = time.monotonic()
+        with stopped_workers(night.hangs):
+            state = rlhf_pipeline(recipe=str(year.folder / "night.yaml"), return_state=True)
+        names = year.run_names() - seen
+        assert len(names) == 1, f"night {night.number} made the runs {sorted(names)}"
+        seen |= names
+        (name,) = names
+        run = json.loads((year.store / "runs" / name / "run.json").read_text())
+        decision = (run.get("decision") or {}).get("decision")
+        ended = decision if run["status"] == "finished" else run["status"]
+        row = {
+            "night": night.number,
+            "run": name,
+            "expected": night.ends,
+            "ended": ended,
+            "state": state.name,
+            "message": (state.message or "")[:200],
+            "reasons": (run.get("decision") or {}).get("reasons", []),
+            "made": sorted(n for n, e in run["nodes"].items() if e["state"] == "made"),
+            "seconds": round(time.monotonic() - began, 1),
+            "megabytes": round(year.bytes() / 1e6, 2),
+            "runs": len(year.run_names()),
+            "rss": round(psutil.Process().memory_info().rss / 1e6),
+        }
+        table.append(row)
+        print(json.dumps(row), flush=True)
+        year.sleep()
+    return table
+
+
+def wrong(table: list[dict[str, Any]]) -> list[str]:
+    """What did not go as predicted."""
+    found = [
+        f"night {r['night']} ({r['run']}): {r['ended']}, not {r['expected']}: {r['message']} {r['reasons']}"
+        for r in table
+        if r["ended"] != r["expected"]
+    ]
+    half = table[len(table) // 4 : len(table) // 2]
+    later = table[len(table) // 2 :]
+    most = max((r["megabytes"] for r in half), default=0.0)
+    found += [
+        f"night {r['night']}: the store holds {r['megabytes']} MB, more than 1.25 times the {most} of before"
+        for r in later
+        if half and r["megabytes"] > 1.25 * most
+    ]
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nights", type=int, default=365)
+    parser.add_argument("--folder", type=Path, help="where the store is made; a temporary one if left out")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        with prefect_server(folder) as server:
+            os.environ.update({k: v for k, v in server.env.items() if k.startswith("PREFECT_")})
+            os.environ["RLHF_SCRATCH"] = str(folder / "scratch")
+            with alerts() as told:
+                table = live(Year(folder), args.nights)
+                expected = sorted((ALERTS[r["ended"]], r["run"]) for r in table if r["ended"] in ALERTS)
+                deadline = time.monotonic() + 120
+                while len(told) < len(expected) and time.monotonic() < deadline:
+                    time.sleep(1)
+                told = sorted(told)
+    print(json.dumps({"ended": collections.Counter(r["ended"] for r in table), "alerts": len(told)}))
+    problems = wrong(table)
+    if told != expected:
+        problems.append(f"alerts that were not called: {sorted(set(expected) - set(told))}; others: "
+                        f"{sorted(set(told) - set(expected))}, {len(told)} for {len(expected)}")  # fmt: skip
+    print("\n".join(problems))
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
