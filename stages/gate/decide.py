@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from stages.gate.settings import Config, Guard
@@ -34,17 +34,43 @@ class Compared:
 
     mean: float
     low: float
+    """The lower end of the interval of the setting's confidence, whatever the number of candidates."""
     high: float
     problems: int
     excluded: int
     """Problems that are left out, since one of the two was trained on them."""
+    p: float
+    """Of the test by signs (`tuning.evaluation.permutation`)."""
+    level: float
+    """The largest p at which the policy counts as better."""
+    clusters: int
+    """Groups of problems whose difference is not `min_difference`: the test is of their signs."""
+
+    @property
+    def can_tell(self) -> bool:
+        """Whether so few clusters could show a difference at this level at all."""
+        return 2.0**-self.clusters <= self.level
+
+    @property
+    def is_rare(self) -> bool:
+        """Whether p is at most the level, up to the rounding of a sum."""
+        return self.p <= self.level * (1 + 1e-9)
+
+    def is_above(self, least: float) -> bool:
+        """Whether the difference is shown to be above `least`.
+
+        The test holds its level for few problems and small levels, where a bootstrap is too narrow. The interval must
+        agree: with a `least` other than 0 equal scores lean to one side, of which the test's null knows nothing.
+        """
+        return self.is_rare and self.low > least
 
 
-def compare(before: Judged, after: Judged, level: float, excluded: set[int]) -> Compared | None:
-    """after - before by problem, with the interval of confidence `level`; None where no problem is left.
+def compare(config: Config, before: Judged, after: Judged, excluded: Set[int]) -> Compared | None:
+    """after - before by problem, with interval and test; None where no problem is left.
 
     excluded: places of problems that are left out. Raises ValueError where the two are of different problems.
     """
+    from tuning.evaluation.permutation import sign_flip
     from tuning.evaluation.statistics import paired_difference, problem_means
 
     if (before.places, before.groups) != (after.places, after.groups):
@@ -55,8 +81,9 @@ def compare(before: Judged, after: Judged, level: float, excluded: set[int]) -> 
     if not any(known):
         return None
     groups = [after.groups[i] for i in rows]
-    mean, low, high = paired_difference(first, second, confidence=level, clusters=groups)
-    return Compared(mean, low, high, sum(known), left_out)
+    mean, low, high = paired_difference(first, second, confidence=config.confidence, clusters=groups)
+    test = sign_flip(first, second, config.level, config.min_difference, clusters=groups)
+    return Compared(mean, low, high, sum(known), left_out, test.p, config.level, test.clusters)
 
 
 def figure_of(metrics: Mapping[str, Any], name: str) -> float | None:
@@ -98,15 +125,25 @@ def _difference(config: Config, compared: Compared | None) -> Check:
     if compared is None:
         said = "no held-out problem is left that neither policy was trained on and that both have a score of"
         return Check("min_difference", None, config.min_difference, False, said)
-    choice = f" (best of {config.candidates}: interval of {100 * config.level:.4g} %)" if config.candidates > 1 else ""
     left_out = f", {compared.excluded} left out that were trained on" if compared.excluded else ""
-    holds = compared.low > config.min_difference
+    holds = compared.is_above(config.min_difference)
     said = (
         f"{config.metric} {compared.mean:+.4f} [{compared.low:+.4f}, {compared.high:+.4f}] against {config.against} on "
-        f"{compared.problems} problems{left_out}{choice}: the lower end is {'' if holds else 'not '}above "
-        f"{config.min_difference:g}"
+        f"{compared.problems} problems{left_out}: {_shown(config, compared)}"
     )
     return Check("min_difference", compared.low, config.min_difference, holds, said)
+
+
+def _shown(config: Config, compared: Compared) -> str:
+    """What interval and test say of the least difference."""
+    least, level = f"{config.min_difference:g}", f"{compared.level:.3g}"
+    choice = f" (best of {config.candidates})" if config.candidates > 1 else ""
+    end = f"the lower end is {'' if compared.low > config.min_difference else 'not '}above {least}"
+    if compared.mean > config.min_difference and not compared.can_tell:
+        which = "that differ" if config.min_difference == 0 else f"that are not at {least}"
+        few = f"{compared.clusters} independent problems {which} cannot show it at level {level}{choice}"
+        return f"{end}, and {few}: p is at least 2^-{compared.clusters}"
+    return f"{end}, p {compared.p:.2g} is {'at most' if compared.is_rare else 'above'} {level}{choice}"
 
 
 def _floor(name: str, least: float, figure: float | None) -> Check:
@@ -156,7 +193,7 @@ def decision(config: Config, checks: Sequence[Check], compared: Compared | None,
         "metric": config.metric,
         "against": config.against,
         "difference": None if compared is None else dataclasses.asdict(compared),
-        "confidence": config.level,
+        "confidence": config.confidence,
         "candidates": config.candidates,
         "reasons": ["the policy is the champion already"] if same else missed,
         "checks": [dataclasses.asdict(check) for check in checks],

@@ -14,6 +14,8 @@ PROMOTE = "promote"
 """`first`: the first policy needs to be better than no other."""
 RESAMPLES = 2000
 """Of the bootstrap (`tuning.evaluation.statistics`): an interval's end is told only where a tail has one of them."""
+FLIPS = 999_999
+"""The most random choices of signs (`tuning.evaluation.permutation`): a p below one of them and one is not told."""
 
 Figure = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -45,10 +47,11 @@ class Gate(StageConfig):
     metric: str = "score"
     """What is compared, problem by problem: `score`, or a name of `evaluate.judges`; the higher the better."""
     min_difference: Figure = 0.0
-    """The lower end of the difference's interval, new policy less champion, must be above it."""
+    """What the difference, new policy less champion, must be shown to be above: by the test of signs, and by the lower
+    end of its interval."""
     confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
-    """Of the interval. Where the policy was chosen among N on the same problems, the interval is that of
-    1 - (1 - confidence) / N (Bonferroni)."""
+    """Of the interval. The test's level is (1 - confidence) / 2, and a Nth of it where the policy was chosen among N
+    on the same problems (Bonferroni)."""
     floors: dict[str, Figure] = {}
     """Least values by metric of the evaluation, or by name of a judge."""
     guards: dict[str, Guard] = {}
@@ -74,16 +77,20 @@ class Config(Gate):
 
     @property
     def level(self) -> float:
-        """The confidence of the interval, for the number of candidates."""
-        return 1 - (1 - self.confidence) / self.candidates
+        """The largest p of the test at which the policy counts as better, for the number of candidates."""
+        return (1 - self.confidence) / 2 / self.candidates
 
     @model_validator(mode="after")
     def _can_be_told(self) -> Config:
-        if (1 - self.confidence) / self.candidates / 2 * RESAMPLES < 1 - 1e-9:
-            chosen = f" for the best of {self.candidates} policies" if self.candidates > 1 else ""
+        if (1 - self.confidence) / 2 * RESAMPLES < 1 - 1e-9:
             raise ValueError(
-                f"gate.confidence {self.confidence}{chosen} asks for an interval of {self.level:.6g}, whose tails are "
-                f"less than one of the {RESAMPLES} resamples of the bootstrap: lower gate.confidence, or choose among "
-                "fewer policies (raise evaluate.every)"
+                f"gate.confidence {self.confidence} asks for an interval whose tails are less than one of the "
+                f"{RESAMPLES} resamples of the bootstrap: lower gate.confidence to at most {1 - 2 / RESAMPLES:g}"
+            )
+        if self.level * (FLIPS + 1) < 1 - 1e-9:
+            raise ValueError(
+                f"gate.confidence {self.confidence} for the best of {self.candidates} policies asks for p of at most "
+                f"{self.level:.3g}, less than one of the {FLIPS + 1} choices of signs: lower gate.confidence, or "
+                "choose among fewer policies (raise evaluate.every)"
             )
         return self

@@ -54,7 +54,7 @@ def _compared(ctx: Context, before: Artifact, after: Artifact) -> Compared | Non
         trained |= trained_names(ctx.inputs["champion"])
     # A problem's place is its number in the table.
     excluded = {place for place, row in enumerate(rows_of(ctx.inputs["data"], "heldout")) if was_seen(row, trained)}
-    return compare(_judged(before, config.metric), _judged(after, config.metric), config.level, excluded)
+    return compare(config, _judged(before, config.metric), _judged(after, config.metric), excluded)
 
 
 def _check_alike(before: Artifact, after: Artifact) -> None:

@@ -45,7 +45,7 @@ def mean_interval(
     """
     means = problem_means(correct_PS)
     known = np.isfinite(means)
-    values, names = means[known], _names(clusters, known)
+    values, names = means[known], scored_names(clusters, known)
     if len(values) == 0:
         raise ValueError("an interval needs at least one problem that has a score")
     mean = float(values.mean())
@@ -77,7 +77,7 @@ def paired_difference(
     # Differences are resampled, not each side: the difficulty that a problem has for both cancels.
     gaps = problem_means(b_PS) - problem_means(a_PS)
     known = np.isfinite(gaps)
-    values, names = gaps[known], _names(clusters, known)
+    values, names = gaps[known], scored_names(clusters, known)
     if len(values) == 0:
         raise ValueError("a difference needs at least one problem that has a score on both sides")
     mean, count = float(values.mean()), len(set(names))
@@ -97,13 +97,13 @@ def _z(confidence: float) -> float:
     return NormalDist().inv_cdf((1 + confidence) / 2)
 
 
-def _names(clusters: Clusters, known: np.ndarray) -> list[Hashable]:
+def scored_names(clusters: Clusters, known: np.ndarray) -> list[Hashable]:
     """The clusters of the problems that have a score."""
     named: Sequence[Hashable] = range(len(known)) if clusters is None else clusters
     return [name for name, there in zip(named, known, strict=True) if there]
 
 
-def _by_cluster(values: np.ndarray, names: Sequence[Hashable]) -> tuple[np.ndarray, np.ndarray]:
+def by_cluster(values: np.ndarray, names: Sequence[Hashable]) -> tuple[np.ndarray, np.ndarray]:
     """The sum and the number of the values of each cluster."""
     numbers: dict[Hashable, int] = {}
     cluster_N = np.asarray([numbers.setdefault(name, len(numbers)) for name in names])
@@ -119,7 +119,7 @@ def _few(
     means of clusters, and at least that of independent problems, since a few means may agree by chance. One cluster has
     no s^2: all that is possible.
     """
-    sums, counts = _by_cluster(values, names)
+    sums, counts = by_cluster(values, names)
     if len(sums) == 1:
         return possible
     shares = counts / counts.sum()
@@ -130,7 +130,7 @@ def _few(
 
 def _bootstrap(values: np.ndarray, names: Sequence[Hashable], confidence: float, seed: int) -> tuple[float, float]:
     """Percentile interval of the mean of `values`, resampled by cluster."""
-    sums, counts = _by_cluster(values, names)
+    sums, counts = by_cluster(values, names)
     rng = np.random.default_rng(seed)
     draws: list[np.ndarray] = []
     rows = max(1, _CHUNK // len(sums))

@@ -71,8 +71,9 @@ def test_a_choice_among_rounds_counts_as_so_many_candidates():
     choice = ("evaluate.every=1", "evaluate.load_best_model_at_end=true")
     assert graph(*choice)["gate"].config.candidates == 3
     assert graph()["gate"].config.candidates == 1
-    with pytest.raises(RecipeError, match=r"gate.confidence 0.999 for the best of 3 policies"):
-        graph(*choice, "gate.confidence=0.999")
+    assert graph(*choice)["gate"].config.level == pytest.approx(0.025 / 3)
+    with pytest.raises(RecipeError, match=r"gate.confidence 0.9999 asks for an interval whose tails"):
+        graph(*choice, "gate.confidence=0.9999")
 
 
 def test_a_record_tells_what_the_run_has_found():

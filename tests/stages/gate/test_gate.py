@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from stages.gate.settings import RESAMPLES, Config, Gate, Guard
+from stages.gate.settings import FLIPS, RESAMPLES, Config, Gate, Guard
 from stages.store.artifacts import ArtifactError
 from tests.stages.gate.support import Lab
-from tuning.evaluation import statistics
+from tuning.evaluation import permutation, statistics
 
 COUNT = 40
 BAD, GOOD = [[0.0, 0.0]] * COUNT, [[1.0, 1.0]] * COUNT
@@ -72,17 +72,35 @@ def test_another_judge_can_decide(lab, sides):
     assert lab.decide(*sides)[0]["decision"] == "refused"
 
 
-def test_the_choice_among_several_widens_the_interval(lab, sides):
+def test_the_choice_among_several_asks_for_a_smaller_p_of_the_test(lab, sides):
     # 12 of 40 problems are better and 3 worse: enough for one policy, too little for the best of many.
     before = [[0.0, 0.0]] * 12 + [[1.0, 1.0]] * 3 + MIXED[15:]
     after = [[1.0, 1.0]] * 12 + [[0.0, 0.0]] * 3 + MIXED[15:]
     sides = sides(before, after)
-    one, many = (lab.decide(*sides, candidates=n, min_difference=0.02)[0] for n in (1, 40))
+    one, many = (lab.decide(*sides, candidates=n)[0] for n in (1, 40))
     assert one["decision"] == "promoted" and many["decision"] == "refused"
-    assert many["difference"]["mean"] == one["difference"]["mean"]
-    assert many["difference"]["low"] < one["difference"]["low"]
-    assert many["confidence"] == pytest.approx(1 - 0.05 / 40)
-    assert "best of 40" in many["reasons"][0]
+    assert one["difference"] | {"level": 0} == many["difference"] | {"level": 0}
+    # Of 15 coins 12 or more are heads.
+    assert one["difference"]["p"] == pytest.approx((455 + 105 + 15 + 1) / 2**15) and one["difference"]["clusters"] == 15
+    assert (one["difference"]["level"], many["difference"]["level"]) == pytest.approx((0.025, 0.025 / 40))
+    assert "p 0.018 is above 0.000625 (best of 40)" in many["reasons"][0]
+
+
+def test_too_few_problems_that_differ_cannot_show_it(lab, sides):
+    before, after = [[0.0, 0.0]] * 5 + MIXED[5:], [[1.0, 1.0]] * 5 + MIXED[5:]
+    found, _ = lab.decide(*sides(before, after))
+    assert found["decision"] == "refused" and found["difference"]["low"] > 0
+    assert found["difference"]["p"] == pytest.approx(2**-5)
+    assert "5 independent problems that differ cannot show it at level 0.025: p is at least 2^-5" in found["reasons"][0]
+    sixth = lab.decide(*sides([[0.0, 0.0]] * 6 + MIXED[6:], [[1.0, 1.0]] * 6 + MIXED[6:]))[0]
+    assert sixth["decision"] == "promoted" and sixth["difference"]["p"] == pytest.approx(2**-6)
+
+
+def test_with_a_least_difference_below_none_the_interval_must_agree(lab, sides):
+    # No problem differs: each is above -0.02, and a problem in a hundred may still be lost.
+    found, _ = lab.decide(*sides(MIXED, MIXED), min_difference=-0.02)
+    assert found["difference"]["p"] < 1e-9 and missed(found) == {"min_difference"}
+    assert "the lower end is not above -0.02" in found["reasons"][0]
 
 
 def test_every_floor_and_guard_that_is_missed_is_a_reason(lab, sides):
@@ -170,9 +188,9 @@ def test_problems_that_a_policy_was_trained_on_are_not_compared(lab):
     old = lab.evaluation(lab.policy("one", before), tonight, [[1.0, 1.0]] * 10 + BAD[10:])
     new = lab.evaluation(lab.policy("two", tonight), tonight, [[0.0, 0.0]] * 10 + GOOD[10:])
     found, _ = lab.decide(new, old)
-    assert found["difference"] | {"low": 0, "high": 0} == {
-        "mean": 1.0, "problems": COUNT - 10, "excluded": 10, "low": 0, "high": 0
-    }  # fmt: skip
+    compared = found["difference"]
+    assert compared["mean"] == 1 and (compared["problems"], compared["excluded"]) == (COUNT - 10, 10)
+    assert compared["clusters"] == COUNT - 10 and compared["p"] == pytest.approx(2.0 ** -(COUNT - 10))
     everything = lab.data(1, trained=[f"q{i}" for i in range(COUNT)])
     known = lab.evaluation(lab.policy("three", everything), tonight, BAD)
     found, _ = lab.decide(new, known)
@@ -196,10 +214,12 @@ def test_evaluations_of_different_problems_or_settings_are_no_pair(lab):
 
 
 def test_settings_that_could_not_decide_are_refused():
-    assert RESAMPLES == statistics.RESAMPLES
-    with pytest.raises(ValueError, match="tails are less than one of the 2000 resamples"):
-        Config(candidates=80)
-    assert Config(candidates=50).level == pytest.approx(0.999)
+    assert (RESAMPLES, FLIPS) == (statistics.RESAMPLES, permutation.FLIPS)
+    with pytest.raises(ValueError, match="tails are less than one of the 2000 resamples.* at most 0.999"):
+        Config(confidence=0.9995)
+    assert Config(confidence=0.999, candidates=500).level == pytest.approx(1e-6)
+    with pytest.raises(ValueError, match="best of 501 policies .* less than one of the 1000000 choices of signs"):
+        Config(confidence=0.999, candidates=501)
     with pytest.raises(ValueError, match="guards nothing"):
         Guard()
     with pytest.raises(ValueError, match="String should match"):

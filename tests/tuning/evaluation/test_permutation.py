@@ -1,0 +1,72 @@
+"""The test by signs tells a difference from chance as often as its level says and no oftener, exactly where it can."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from tuning.evaluation import permutation
+from tuning.evaluation.permutation import sign_flip
+from tuning.evaluation.statistics import paired_difference
+
+
+def flipped(gaps, level=0.025, **more):
+    gaps = np.asarray(gaps, float)[:, None]
+    return sign_flip(np.zeros_like(gaps), gaps, level, **more)
+
+
+def by_hand(sums):
+    """The share of all choices of signs whose sum is at least the one seen."""
+    sums = np.asarray(sums)
+    signs = np.asarray(list(itertools.product((-1, 1), repeat=len(sums))))
+    return float((signs @ np.abs(sums) >= sums.sum() - 1e-9).mean())
+
+
+def test_p_is_the_share_of_all_choices_of_signs():
+    rng = np.random.default_rng(3)
+    for gaps in ([1, 1, 1, 1, 1], [1, 1, 1, -1, 0, 0], [0.25, -0.5, 0.75, 1, 0.25, 0.25], rng.normal(0.4, 1, 12)):
+        gaps = np.asarray(gaps, float)
+        assert flipped(gaps).p == pytest.approx(by_hand(gaps[gaps != 0]))
+        assert flipped(gaps, least=0.1).p == pytest.approx(by_hand(gaps - 0.1))
+    # A hundred thousand problems of one size are a sign test.
+    assert flipped([1] * 50_200 + [-1] * 49_800).p == pytest.approx(0.103, abs=1e-3)
+    assert flipped([0, 0]) == permutation.SignFlip(1.0, 0)
+
+
+def test_problems_of_a_cluster_have_one_sign():
+    gaps = [1.0, 1.0, 1.0, 1.0, -1.0, 0.5]
+    found = flipped(gaps, clusters=["a", "a", "a", "b", "c", "d"])
+    assert found.p == pytest.approx(by_hand([3, 1, -1, 0.5])) and found.clusters == 4
+    # Those that cancel within a cluster have no sign.
+    assert flipped([1, -1, 1], clusters=["a", "a", "b"]).clusters == 1
+
+
+def test_few_problems_cannot_have_a_small_p():
+    assert flipped([1] * 5 + [0] * 95).p == pytest.approx(2**-5)
+
+
+def test_drawn_signs_agree_with_all_of_them_and_never_say_none(monkeypatch):
+    gaps = np.random.default_rng(5).normal(0.3, 1, 14)
+    exact = flipped(gaps).p
+    monkeypatch.setattr(permutation, "_EXACT", 1)
+    assert flipped(gaps, 0.001).p == pytest.approx(exact, rel=0.1)
+    assert flipped(gaps, 0.001) == flipped(gaps, 0.001)
+    # The choice that was seen is one of them: p is never 0 (Phipson and Smyth, 2010).
+    assert flipped(np.arange(1, 60)).p == 1 / 10_000
+
+
+def test_the_best_of_many_equal_policies_is_better_no_oftener_than_the_level_says():
+    rng, nights, problems, candidates = np.random.default_rng(1), 1200, 100, 40
+    level = 0.025 / candidates
+    found = bootstrap = 0
+    for _ in range(nights):
+        champion = (rng.random((problems, 1)) < 0.95).astype(float)
+        scores = (rng.random((candidates, problems, 1)) < 0.95).astype(float)
+        best = scores[scores.mean((1, 2)).argmax()]
+        found += sign_flip(champion, best, level).p <= level
+        # What a percentile bootstrap makes of the same nights, of which those that are near are enough.
+        if best.sum() - champion.sum() >= 6:
+            bootstrap += paired_difference(champion, best, confidence=1 - 2 * level)[1] > 0
+    assert found / nights <= 0.025 < bootstrap / nights
