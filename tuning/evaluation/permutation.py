@@ -73,7 +73,8 @@ def sign_flip(
 
 def _exact(sizes: np.ndarray, counts: Sequence[int] | np.ndarray, seen: float) -> float | None:
     """The probability of a sum of at least `seen`; None where there are too many sums."""
-    sums, chances = np.zeros(1), np.ones(1)
+    sums: np.ndarray = np.zeros(1)
+    chances: np.ndarray = np.ones(1)
     for size, count in zip(sizes, counts, strict=True):
         if len(sums) * (count + 1) > _EXACT:
             return None
