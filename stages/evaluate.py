@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
 from stages.common.code import code_can_reach
+from stages.common.figures import figures
 from stages.common.journal import Journal, journaled
 from stages.common.settings import Compute
 from stages.common.tables import read_table
@@ -131,11 +131,15 @@ def run(ctx: Context) -> dict[str, Any]:
         return {}
     reachable = code_can_reach(ctx, [judge.function for judge in config.all_judges.values()])
     episodes = _episodes(ctx)
-    verdicts = {name: _verdicts(ctx, name, rows, groups, episodes) for name in config.all_judges}
-    judged = [verdict for column in verdicts.values() for verdict in column]
+    judged = [v for name in config.all_judges for v in _verdicts(ctx, name, rows, groups, episodes)]
     write_table(ctx.out / "verdicts" / "part-00000.parquet", judged, VerdictRow.schema())
     problems = [problem for _, problem in placed]
-    metrics = _about(config, problems, rows) | _scores(config, rows, verdicts) | reachable
+    metrics = _about(config, problems) | figures(list(config.all_judges), config.samples, rows, judged) | reachable
+    if "score" not in metrics:
+        raise ValueError(
+            f"judge {config.judge} applies to none of the problems: they may have no answer; name another "
+            "evaluate.judge"
+        )
     if config.environment and episodes:
         metrics |= _about_episodes(config, problems, list(episodes.values()))
         metrics |= turns_summary(ctx.out / "turns", bool(config.environment.tools), episodes.values())
@@ -221,42 +225,15 @@ def _verdicts(
     ]
 
 
-def _about(config: Config, problems: Sequence[PromptRow], rows: Sequence[CompletionRow]) -> dict[str, Any]:
-    """What is true of the problems and the completions, whoever judges them."""
+def _about(config: Config, problems: Sequence[PromptRow]) -> dict[str, Any]:
+    """What is true of the problems, whoever answers them."""
     from tuning.evaluation.statistics import constant_baseline
 
-    about: dict[str, Any] = {
-        "problems": len(problems),
-        "samples": config.samples,
-        "mean_length": sum(len(row.token_ids) for row in rows) / len(rows),
-        "truncated": sum(row.stop == "length" for row in rows) / len(rows),
-    }
+    about: dict[str, Any] = {"problems": len(problems), "samples": config.samples}
     answers = [problem.answer for problem in problems if problem.answer is not None]
     if answers:
         about["constant_answer"], about["constant_score"] = constant_baseline(answers)
     return about
-
-
-def _scores(
-    config: Config, rows: Sequence[CompletionRow], verdicts: Mapping[str, Sequence[VerdictRow]]
-) -> dict[str, Any]:
-    """The scores of each judge; of the one that decides also pass@k, maj@n and what tells ability from form."""
-    from tuning.evaluation.verdicts import judged, score_of, summary
-
-    names = list(config.all_judges)
-    decides = judged(verdicts[names[0]], config.samples)
-    if not decides.problems:
-        raise ValueError(
-            f"judge {names[0]} applies to none of the problems: they may have no answer; name another evaluate.judge"
-        )
-    metrics = summary(decides)
-    # Beside the score: a policy that is only cut off, or never ends, may know the answers.
-    pairs = zip(rows, verdicts[names[0]], strict=True)
-    ended = [score for row, v in pairs if row.stop != "length" and not math.isnan(score := score_of(v))]
-    metrics["score_of_ended"] = sum(ended) / len(ended) if ended else None
-    if further := {name: judged(verdicts[name], config.samples).score() for name in names[1:]}:
-        metrics["judges"] = further
-    return metrics
 
 
 STAGE = Stage(

@@ -102,16 +102,20 @@ def checks_of(
     compared: Compared | None,
     broken: Sequence[str],
     withdrawn: str | None,
+    left_out: int = 0,
 ) -> list[Check]:
     """Everything that is asked of a policy, in the order in which a reader wants it.
 
     candidate, other: the metrics of the evaluations; None where there is no policy to compare with.
-    broken: laws of the audit that do not hold. withdrawn: what took this policy back before.
+    broken: laws of the audit that do not hold. withdrawn: what took this policy back before. left_out: problems that
+    the metrics are without, since they were trained on.
     """
     found = [] if other is None else [_difference(config, compared)]
-    found += [_floor(name, least, figure_of(candidate, name)) for name, least in sorted(config.floors.items())]
+    found += [
+        _floor(name, least, figure_of(candidate, name), left_out) for name, least in sorted(config.floors.items())
+    ]
     for name, guard in sorted(config.guards.items()):
-        found += _guard(config, name, guard, figure_of(candidate, name), other)
+        found += _guard(config, name, guard, figure_of(candidate, name), other, left_out)
     if config.audit:
         said = "all laws of the audit hold" if not broken else f"{len(broken)} laws of the audit are broken: "
         found.append(Check("audit", float(len(broken)), 0.0, not broken, said + "; ".join(broken)))
@@ -146,14 +150,17 @@ def _shown(config: Config, compared: Compared) -> str:
     return f"{end}, p {compared.p:.2g} is {'at most' if compared.is_rare else 'above'} {level}{choice}"
 
 
-def _floor(name: str, least: float, figure: float | None) -> Check:
+def _floor(name: str, least: float, figure: float | None, left_out: int) -> Check:
     holds = figure is not None and figure >= least
-    said = _unknown(name) if figure is None else f"{name} {figure:.4g} is {'at least' if holds else 'below'} {least:g}"
+    word = "at least" if holds else "below"
+    said = (
+        _unknown(name, left_out) if figure is None else f"{name} {figure:.4g} is {word} {least:g}{_without(left_out)}"
+    )
     return Check(f"floors.{name}", figure, least, holds, said)
 
 
 def _guard(
-    config: Config, name: str, guard: Guard, figure: float | None, other: Mapping[str, Any] | None
+    config: Config, name: str, guard: Guard, figure: float | None, other: Mapping[str, Any] | None, left_out: int
 ) -> Iterator[Check]:
     """A check for each bound of a guard. Without a policy to compare with, only the largest value counts."""
     before = None if other is None else figure_of(other, name)
@@ -168,19 +175,26 @@ def _guard(
         bounds.append((way, bound, f" ({way} {value:g} from {shown} of {config.against})"))
     for way, bound, of in bounds:
         if figure is None or bound is None:
-            yield Check(f"guards.{name}.{way}", figure, bound, False, _unknown(name))
+            yield Check(f"guards.{name}.{way}", figure, bound, False, _unknown(name, left_out))
             continue
         holds = figure >= bound if way == "fall" else figure <= bound
         word = ("at least" if holds else "below") if way == "fall" else ("at most" if holds else "above")
-        yield Check(f"guards.{name}.{way}", figure, bound, holds, f"{name} {figure:.4g} is {word} {bound:.4g}{of}")
+        said = f"{name} {figure:.4g} is {word} {bound:.4g}{of}{_without(left_out)}"
+        yield Check(f"guards.{name}.{way}", figure, bound, holds, said)
 
 
 def _bound(way: str, value: float, before: float) -> float:
     return before * value if way == "times" else before + value if way == "rise" else before - value
 
 
-def _unknown(name: str) -> str:
+def _unknown(name: str, left_out: int) -> str:
+    if left_out:
+        return f"{name} cannot be judged{_without(left_out)}: no figure of it is of the other problems alone"
     return f"{name} has no figure in the evaluation: it may apply to none of the problems"
+
+
+def _without(left_out: int) -> str:
+    return f" without the {left_out} problem{'' if left_out == 1 else 's'} trained on" if left_out else ""
 
 
 def decision(config: Config, checks: Sequence[Check], compared: Compared | None, same: bool) -> dict[str, Any]:

@@ -9,16 +9,18 @@ follows from a decision, a name that moves and an export, is done by who runs th
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
+from stages.common.figures import READ, figures
 from stages.common.tables import read_table
 from stages.common.trained import rows_of, trained_names, was_seen
 from stages.contract.definition import Context, Reads, Stage
 from stages.gate.decide import Compared, checks_of, compare, decision
 from stages.gate.settings import CHAMPION, Config
+from stages.sampling.played import episodes_of, summary, turns_summary
 from stages.store.artifacts import Artifact
-from tuning.rows import VerdictRow
+from tuning.rows import CompletionRow, VerdictRow
 
 NODE = "node_"
 """How the roles of the run's artifacts begin, with the name of the node behind, for the audit."""
@@ -29,11 +31,14 @@ def run(ctx: Context) -> dict[str, Any]:
     """Writes `decision.json`; returns the same."""
     config: Config = ctx.config
     candidate, other = ctx.inputs["candidate"], ctx.inputs.get("against")
-    compared = None if other is None else _compared(ctx, other, candidate)
+    trained_on = _trained_on(ctx)
+    compared = None if other is None else _compared(config, other, candidate, trained_on)
     policy, champion = ctx.inputs["policy"], ctx.inputs.get("champion")
     broken = _broken_laws(ctx) if config.audit else []
-    metrics = None if other is None else other.metrics
-    checks = checks_of(config, candidate.metrics, metrics, compared, broken, config.withdrawn.get(policy.digest))
+    left_out = len(trained_on & {row.place for row in read_table(candidate, "verdicts/", VerdictRow, ("place",))})
+    told = _metrics(candidate, trained_on, left_out)
+    others = None if other is None else _metrics(other, trained_on, left_out)
+    checks = checks_of(config, told, others, compared, broken, config.withdrawn.get(policy.digest), left_out)
     same = champion is not None and champion.digest == policy.digest
     made = decision(config, checks, compared, same) | {
         "candidate": policy.digest,
@@ -45,16 +50,35 @@ def run(ctx: Context) -> dict[str, Any]:
     return made
 
 
-def _compared(ctx: Context, before: Artifact, after: Artifact) -> Compared | None:
-    """The paired difference, without the problems that one of the policies was trained on."""
-    config: Config = ctx.config
-    _check_alike(before, after)
+def _trained_on(ctx: Context) -> set[int]:
+    """Places of the held-out problems that one of the policies was trained on."""
     trained = trained_names(ctx.inputs["policy"])
     if "champion" in ctx.inputs:
         trained |= trained_names(ctx.inputs["champion"])
     # A problem's place is its number in the table.
-    excluded = {place for place, row in enumerate(rows_of(ctx.inputs["data"], "heldout")) if was_seen(row, trained)}
+    return {place for place, row in enumerate(rows_of(ctx.inputs["data"], "heldout")) if was_seen(row, trained)}
+
+
+def _compared(config: Config, before: Artifact, after: Artifact, excluded: Set[int]) -> Compared | None:
+    """The paired difference, without the problems that one of the policies was trained on."""
+    _check_alike(before, after)
     return compare(config, _judged(before, config.metric), _judged(after, config.metric), excluded)
+
+
+def _metrics(evaluation: Artifact, excluded: Set[int], left_out: int) -> Mapping[str, Any]:
+    """The metrics of an evaluation, where problems are left out those that follow from its tables without them."""
+    if not left_out:
+        return evaluation.metrics
+    config = evaluation.manifest["config"]
+    rows = [r for r in read_table(evaluation, "rollouts/", CompletionRow, READ) if r.place not in excluded]
+    verdicts = [v for v in read_table(evaluation, "verdicts/", VerdictRow) if v.place not in excluded]
+    if not verdicts:
+        return {}
+    found = figures([config["judge"], *config["judges"]], config["samples"], rows, verdicts)
+    if episodes := [e for e in episodes_of(evaluation).values() if e.place not in excluded]:
+        tools = bool((config.get("environment") or {}).get("tools"))
+        found |= summary(episodes) | turns_summary(evaluation.local("turns/"), tools, episodes)
+    return found
 
 
 def _check_alike(before: Artifact, after: Artifact) -> None:

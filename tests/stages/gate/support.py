@@ -12,7 +12,7 @@ from stages.gate import stage
 from stages.gate.settings import Config
 from stages.store.artifacts import Artifact, Store
 from tuning.data.schema import ROWS
-from tuning.rows import PromptRow, VerdictRow, write_table
+from tuning.rows import CompletionRow, PromptRow, VerdictRow, write_table
 
 SETTINGS: dict[str, Any] = {"judge": "exact_match", "samples": 2, "judges": {"polite": {}}}
 
@@ -30,7 +30,7 @@ class Lab:
         folder = self.folder / uuid.uuid4().hex
         folder.mkdir()
         for part, rows in more.pop("tables", {}).items():
-            kind = VerdictRow if part == "verdicts" else PromptRow if part == "rollouts" else ROWS[part]
+            kind = {"verdicts": VerdictRow, "rollouts": CompletionRow}.get(part) or ROWS[part]
             write_table(folder / part / "part-00000.parquet", rows, kind.schema())
         for name, text in files.items():
             (folder / name).write_text(text)
@@ -55,9 +55,13 @@ class Lab:
         data: Artifact,
         scores: Sequence[Sequence[float | None]],
         polite: float = 1.0,
+        lengths: Sequence[int] = (),
         **metrics: Any,
     ) -> Artifact:
-        """The evaluation of a policy whose verdicts are `scores` by problem and sample."""
+        """The evaluation of a policy whose verdicts are `scores` by problem and sample.
+
+        lengths: of the completions of each problem, 10 where it is left out; those above 50 are cut off.
+        """
         verdicts = [
             VerdictRow(
                 place=place, sample=s, prompt_id=f"q{place}", group=f"g{place}", judge=judge, answer=None, score=value,
@@ -66,11 +70,19 @@ class Lab:
             for judge, table in (("exact_match", scores), ("polite", [[polite] * 2] * len(scores)))
             for place, row in enumerate(table) for s, value in enumerate(row)
         ]  # fmt: skip
+        completions = [
+            CompletionRow(
+                place=place, sample=s, prompt_id=f"q{place}", prompt_ids=[1], token_ids=[2] * length,
+                logprobs=[0.0] * length, stop="length" if length > 50 else "eos",
+            )
+            for place, length in enumerate(lengths or [10] * len(scores)) for s in range(2)
+        ]  # fmt: skip
         known = [value for row in scores for value in row if value is not None]
         found = {"score": sum(known) / max(1, len(known)), "mean_length": 10.0, "truncated": 0.1}
         found |= {"judges": {"polite": {"score": polite}}} | metrics
         inputs = {"policy": policy, "data": data}
-        return self.commit("evaluate", {}, inputs, tables={"verdicts": verdicts}, config=SETTINGS, metrics=found)
+        tables = {"verdicts": verdicts, "rollouts": completions}
+        return self.commit("evaluate", {}, inputs, tables=tables, config=SETTINGS, metrics=found)
 
     def decide(
         self, candidate: Artifact, other: Artifact | None = None, **settings: Any

@@ -1,0 +1,41 @@
+"""The figures of an evaluation that follow from its completions and verdicts, of all its problems or of some."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from tuning.rows import CompletionRow, VerdictRow
+
+READ = ("place", "sample", "token_ids", "stop")
+"""What they need of a completion."""
+
+
+def figures(
+    judges: Sequence[str], samples: int, rows: Sequence[CompletionRow], verdicts: Sequence[VerdictRow]
+) -> dict[str, Any]:
+    """Lengths, each judge's scores, and of the one that decides also pass@k, maj@n and what tells ability from form.
+
+    judges: their names in the verdicts, the one that decides first. samples: of each problem. rows and verdicts: those
+    of the same problems, of at least one.
+    """
+    from tuning.evaluation.verdicts import judged, score_of, summary
+
+    by_judge: dict[str, list[VerdictRow]] = {name: [] for name in judges}
+    for verdict in verdicts:
+        by_judge[verdict.judge].append(verdict)
+    decides = by_judge[judges[0]]
+    found: dict[str, Any] = {
+        "mean_length": sum(len(row.token_ids) for row in rows) / len(rows),
+        "truncated": sum(row.stop == "length" for row in rows) / len(rows),
+    }
+    of_first = judged(decides, samples)
+    found |= summary(of_first) if of_first.problems else of_first.score()
+    # Beside the score: a policy that is only cut off, or never ends, may know the answers.
+    cut = {(row.place, row.sample) for row in rows if row.stop == "length"}
+    ended = [score for v in decides if (v.place, v.sample) not in cut and not math.isnan(score := score_of(v))]
+    found["score_of_ended"] = sum(ended) / len(ended) if ended else None
+    if further := {name: judged(by_judge[name], samples).score() for name in judges[1:]}:
+        found["judges"] = further
+    return found
