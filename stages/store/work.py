@@ -2,8 +2,8 @@
 
 A unit is what is kept as a whole: a step below `checkpoints/`, or any other folder (a shard, a chunk). It never
 changes once it is complete. Its seal in `.sealed/`, written when all of it is on the disk, has the checksums of its
-files: the next try takes a unit that fits its seal, and makes any other again. A marker in `.mirrored/`, written last,
-says that the remote store has all of a unit.
+files: the next try takes a unit that fits its seal, and makes any other again. A marker in `.mirrored/` on the remote
+store, written last, says that it has all of a unit, and is the seal that the unit must fit when it arrives elsewhere.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 from stages.store import disk
@@ -35,19 +36,21 @@ class WorkFolder:
         self._store = store
         self._remote = store.join("work", stage, key)
 
-    def open(self) -> Path:
+    def open(self, log: Callable[[str], None] = lambda _: None) -> Path:
         """The folder, which is made where there is none: on a remote store from the units that were mirrored there.
 
-        Units without their seal, or that do not fit it, are removed: a loss of power or a disk has damaged them.
+        Units without their seal, or that do not fit it, are removed: a loss of power, a disk or a transfer has damaged
+        them. log: is told of those that have arrived so.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         for unit in self._units():
-            if self._files(unit) and not self._is_whole(unit):
+            begun = self._files(unit) or (self.path / SEALED / self._name(unit)).exists()
+            if begun and not self._is_whole(unit):
                 shutil.rmtree(unit)
                 for kind in (SEALED, MIRRORED):
                     (self.path / kind / self._name(unit)).unlink(missing_ok=True)
         if not self._store.is_local:
-            self._download()
+            self._download(log)
         return self.path
 
     def _name(self, unit: Path) -> str:
@@ -62,19 +65,20 @@ class WorkFolder:
     def _is_whole(self, unit: Path) -> bool:
         """Whether a unit fits its seal."""
         try:
-            return bool(json.loads((self.path / SEALED / self._name(unit)).read_text()) == self._sums(unit))
-        except (OSError, ValueError):
+            seal = (self.path / SEALED / self._name(unit)).read_bytes()
+        except OSError:
             return False
+        return _read(seal) == self._sums(unit)
 
-    def _seal(self, unit: Path) -> None:
-        """Has a unit on the disk, then its seal."""
+    def _seal(self, unit: Path, seal: bytes | None = None) -> None:
+        """Has a unit on the disk, then its seal. seal: of one that has arrived; None: it is what is there."""
         folders = {self.path, unit.parent}
         for path in unit.rglob("*"):
             folders.add(path.parent)
             if path.is_file():
                 disk.sync_file(path)
         disk.sync_folders(folders)
-        self._write_seal(self._name(unit), json.dumps(self._sums(unit)).encode())
+        self._write_seal(self._name(unit), json.dumps(self._sums(unit)).encode() if seal is None else seal)
 
     def _write_seal(self, name: str, seal: bytes) -> None:
         path = self.path / SEALED / name
@@ -84,7 +88,7 @@ class WorkFolder:
             os.fsync(f.fileno())
         disk.sync_folders([path.parent, self.path / SEALED, self.path])
 
-    def _download(self) -> None:
+    def _download(self, log: Callable[[str], None]) -> None:
         """Brings the units that another machine has finished since: the work may have been there and come back."""
         fs, markers = self._store.fs, f"{self._remote}/{MIRRORED}/"
         units = [marker.removeprefix(markers) for marker in fs.find(markers.rstrip("/"))]
@@ -94,18 +98,32 @@ class WorkFolder:
         aside = self.path.with_name(f".{self.path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.part")
         try:
             for unit in missing:
-                for path in fs.find(f"{self._remote}/{unit}"):
-                    local = aside / path.removeprefix(f"{self._remote}/")
-                    local.parent.mkdir(parents=True, exist_ok=True)
-                    fs.get_file(path, str(local))
                 # Another machine may remove a checkpoint that it has replaced meanwhile.
-                if (aside / unit).exists():
-                    (self.path / unit).parent.mkdir(parents=True, exist_ok=True)
-                    (aside / unit).rename(self.path / unit)
-                    self._seal(self.path / unit)
-                    self._mark(unit)
+                with contextlib.suppress(FileNotFoundError):
+                    self._arrived(unit, aside, log)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
+
+    def _arrived(self, unit: str, aside: Path, log: Callable[[str], None]) -> None:
+        """Brings one unit by way of `aside`. One that does not fit the seal that its marker is, is left out."""
+        fs, marker = self._store.fs, f"{self._remote}/{MIRRORED}/{unit}"
+        seal = fs.cat_file(marker)
+        wanted = _read(seal) or {}
+        # What an earlier try has left there besides is not of the unit.
+        for path in fs.find(f"{self._remote}/{unit}"):
+            if path.removeprefix(f"{self._remote}/{unit}/") in wanted:
+                local = aside / path.removeprefix(f"{self._remote}/")
+                local.parent.mkdir(parents=True, exist_ok=True)
+                fs.get_file(path, str(local))
+        if not wanted or self._sums(aside / unit) != wanted:
+            # Removed by another machine, not damaged: the marker goes first.
+            if fs.exists(marker):
+                log(f"{unit} of unfinished work does not fit its checksums on {self._store.shown}, and is made again")
+            return
+        (self.path / unit).parent.mkdir(parents=True, exist_ok=True)
+        (aside / unit).rename(self.path / unit)
+        self._seal(self.path / unit, seal)
+        self._mark(unit)
 
     def _mark(self, unit: str) -> None:
         mark = self.path / MIRRORED / unit
@@ -131,7 +149,7 @@ class WorkFolder:
                 continue
             for path in self._files(unit):
                 self._store.fs.put_file(str(path), f"{self._remote}/{path.relative_to(self.path).as_posix()}")
-            self._store.fs.pipe_file(f"{self._remote}/{MIRRORED}/{name}", b"{}")
+            self._store.fs.pipe_file(f"{self._remote}/{MIRRORED}/{name}", (self.path / SEALED / name).read_bytes())
             self._mark(name)
         for mark in list((self.path / MIRRORED / CHECKPOINTS).glob("*")):
             name = mark.relative_to(self.path / MIRRORED).as_posix()
@@ -167,3 +185,12 @@ def _step(unit: str, other: int) -> int:
     """The step of a checkpoint; `other` for any other unit."""
     parent, _, name = unit.partition("/")
     return int(name) if parent == CHECKPOINTS else other
+
+
+def _read(seal: bytes) -> dict[str, str] | None:
+    """The checksums of a seal by path; None for what is none."""
+    try:
+        found = json.loads(seal)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None

@@ -115,7 +115,7 @@ def run_request(request: Request, memory: dict[str, Any], events: Events, gang: 
     # A forced run starts from nothing: partial work of an unforced one must not leak into it.
     work_key = f"{request.key}-{request.force}" if request.force else request.key
     folder = WorkFolder(store, request.stage, work_key)
-    work = folder.open()
+    work = folder.open(lambda line: events.send(Log(line)))
     # Output of killed tries: what can be used again is beside it.
     for left in work.glob(f"{OUT}*"):
         shutil.rmtree(left, ignore_errors=True)

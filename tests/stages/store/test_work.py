@@ -144,6 +144,42 @@ def test_a_damaged_unit_comes_from_the_remote_store_again(remote):
     assert (folder.open() / "checkpoints" / "3" / "state").read_text() == "three"
 
 
+@pytest.mark.parametrize("damage", ["other bytes", "cut short", "a file is missing", "no seal"])
+def test_a_unit_that_a_transfer_has_damaged_is_told_and_made_again(remote, tmp_path, damage):
+    folder = WorkFolder(remote, "sft", KEY)
+    write_files(folder.open(), **{"checkpoints__5__params": "params", "checkpoints__5__state": "state"})
+    write_files(folder.path, **{"rollouts-00000__part": "whole"})
+    folder.save()
+    at = remote.join("work", "sft", KEY, "checkpoints/5/state")
+    match damage:
+        case "other bytes":
+            remote.fs.pipe_file(at, b"stata")
+        case "cut short":
+            remote.fs.pipe_file(at, b"sta")
+        case "a file is missing":
+            remote.fs.rm(at)
+        case "no seal":
+            # As unfinished work of before has it.
+            remote.fs.pipe_file(remote.join("work", "sft", KEY, ".mirrored/checkpoints/5"), b"{}")
+    said, elsewhere = [], WorkFolder(fresh(remote, tmp_path), "sft", KEY)
+    found = elsewhere.open(said.append)
+    assert not (found / "checkpoints" / "5").exists() and (found / "rollouts-00000" / "part").read_text() == "whole"
+    assert len(said) == 1 and "checkpoints/5" in said[0] and "made again" in said[0]
+    # What is made again takes its place, also where its files have other names.
+    write_files(found, **{"checkpoints__5__params": "params", "checkpoints__5__again": "again"})
+    elsewhere.save()
+    third = WorkFolder(fresh(remote, tmp_path / "third"), "sft", KEY).open(said.append)
+    assert {p.name for p in (third / "checkpoints/5").iterdir()} == {"params", "again"} and len(said) == 1
+
+
+def test_a_unit_whose_files_are_all_gone_is_made_again(tmp_path):
+    folder = WorkFolder(Store(str(tmp_path)), "rollout", KEY)
+    write_files(folder.open(), **{"rollouts-00000__part": "gone later"})
+    folder.save()
+    (folder.path / "rollouts-00000" / "part").unlink()
+    assert not (folder.open() / "rollouts-00000").exists()
+
+
 def test_seals_of_replaced_checkpoints_are_removed(tmp_path):
     folder = WorkFolder(Store(str(tmp_path)), "sft", KEY)
     write_files(folder.open(), **{"checkpoints__3__state": "three", "checkpoints__6__state": "six"})
