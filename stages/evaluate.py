@@ -199,11 +199,11 @@ def _verdicts(
         outcomes = [success_of(row, episodes) for row in rows]
     else:
         # By number: a name may be no name of a file.
-        journal = Journal(ctx, f"judge {name}", f"verdicts-{list(config.all_judges).index(name)}")
+        file = f"verdicts-{list(config.all_judges).index(name)}"
+        journal = Journal(ctx, f"judge {name}", file, functools.partial(sample_of, episodes=episodes))
         # An episode without an end is not judged: its environment failed, not the policy.
         asked = [[i] for i, row in enumerate(rows) if row.stop != FAILED]
-        seen = functools.partial(sample_of, episodes=episodes)
-        found = journaled(journal, rows, asked, judge.function, judge.arguments, seen, **limits)
+        found = journaled(journal, rows, asked, judge.function, judge.arguments, **limits)
         ctx.saved()
         outcomes = [found.get(i, Outcome(None)) for i in range(len(rows))]
     setting, kept = "evaluate.max_failed_fraction", "the completions are kept, and every verdict on them"

@@ -1,11 +1,14 @@
 """Finished calls of a function that judges completions, kept for the next try of a stage.
 
-Values alone are kept. What an earlier try has failed on is called again: it may have been the cause that the try ended,
-and is content only once the stage has succeeded (R25).
+A call is known by the names of its completions and by everything that the function sees of them: one that was sampled
+again, and is another now, is judged again. Values alone are kept. What an earlier try has failed on is called again: it
+may have been the cause that the try ended, and is content only once the stage has succeeded (R25).
 """
 
 from __future__ import annotations
 
+import array
+import hashlib
 import itertools
 import json
 import time
@@ -24,26 +27,29 @@ TELL_SECONDS = 600.0
 class Journal:
     """Finished calls of a function, one line each in the work folder, so that a kill costs only those under way."""
 
-    def __init__(self, ctx: Context, what: str, name: str):
-        """what: the function for people. name: of the file."""
+    def __init__(self, ctx: Context, what: str, name: str, sample: Callable[[CompletionRow], Sample] = Sample.of):
+        """what: the function for people. name: of the file. sample: a row as the function sees it."""
         self._path, self._what, self._log = ctx.work / f"{name}.jsonl", what, ctx.log
+        self.sample = sample
         self._told = time.monotonic()
-        self._known: dict[tuple[int, int], float | None] = {}
+        self._known: dict[str, list[float | None]] = {}
+        """The values of a call by its name."""
         if self._path.exists():
             for text in self._path.read_bytes().splitlines():
                 line = _whole(text)
-                self._known |= {(place, sample): value for place, sample, value in line or []}
-            ctx.log(f"{what}: {len(self._known)} finished scores are reused")
+                # Lines of before name places alone, not what was judged there.
+                if isinstance(line, dict):
+                    self._known[line["call"]] = line["values"]
+            ctx.log(f"{what}: {sum(map(len, self._known.values()))} finished scores are reused")
 
-    @staticmethod
-    def _name(row: CompletionRow) -> tuple[int, int]:
-        return row.place, row.sample
+    def _name(self, rows: Sequence[CompletionRow]) -> str:
+        """The name of a call on some completions."""
+        return _digest([_seen(row, self.sample(row)) for row in rows])
 
     def get(self, rows: Sequence[CompletionRow]) -> list[Outcome] | None:
-        """The scores of a call's completions; None where one of them is missing."""
-        if any(self._name(row) not in self._known for row in rows):
-            return None
-        return [Outcome(self._known[self._name(row)]) for row in rows]
+        """The scores of a call's completions; None where it was not made, or on others."""
+        values = self._known.get(self._name(rows))
+        return None if values is None else [Outcome(value) for value in values]
 
     def tell(self, done: int, of: int) -> None:
         """Logs how many calls are made, unless it was told of this function a moment ago."""
@@ -53,11 +59,20 @@ class Journal:
 
     def add(self, rows: Sequence[CompletionRow], outcomes: Sequence[Outcome]) -> None:
         """Stores the scores of a call, in which nothing failed."""
-        line = [[*self._name(row), outcome.value] for row, outcome in zip(rows, outcomes, strict=True)]
-        text = json.dumps(line).encode()
+        text = json.dumps({"call": self._name(rows), "values": [outcome.value for outcome in outcomes]}).encode()
         # Opened for each line: a kill costs at most the line that is being written, and the next begins with its end.
         with self._path.open("ab") as f:
             f.write(b"\n%08x %s" % (zlib.crc32(text), text))
+
+
+def _seen(row: CompletionRow, sample: Sample) -> list[Any]:
+    """All that a value depends on: the completion's name, and what the function sees of it."""
+    ids = hashlib.sha256(array.array("i", sample.completion_ids).tobytes()).hexdigest()
+    return [row.place, row.sample, sample.prompt, sample.completion, ids, sample.answer, sample.metadata]
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _whole(line: bytes) -> Any:
@@ -72,13 +87,11 @@ def journaled(
     calls: Sequence[Sequence[int]],
     function: str,
     arguments: Mapping[str, Any],
-    sample: Callable[[CompletionRow], Sample] = Sample.of,
     **limits: Any,
 ) -> dict[int, Outcome]:
     """Outcomes of `function` by number of the row, for calls on some rows each; those in the journal are not made.
 
-    sample: a row as the function sees it. limits: as in `tuning.rewards.processes.attempt`, whose outages are among the
-    outcomes and not in the journal.
+    limits: as in `tuning.rewards.processes.attempt`, whose outages are among the outcomes and not in the journal.
     """
     from tuning.rewards.processes import attempt
 
@@ -96,7 +109,7 @@ def journaled(
         if all(outcome.failure is None for outcome in outcomes):
             journal.add([rows[numbers[k]] for k in some], outcomes)
 
-    samples = [sample(rows[i]) for i in numbers]
+    samples = [journal.sample(rows[i]) for i in numbers]
     outcomes = attempt(
         function, arguments, samples, calls=[[place[i] for i in call] for call in todo], finished=finished, **limits
     )

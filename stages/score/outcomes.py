@@ -116,13 +116,14 @@ class _Scoring:
         self._ctx, self._names, self._rollouts = ctx, names, rollouts
         self._rewards: dict[str, Reward] = ctx.config.rewards
         # A function may be slow or cost money, so each of its calls is kept. A reward model is cheap to run again.
+        self._episodes = episodes_of(ctx.inputs["rollouts"])
+        seen = functools.partial(sample_of, episodes=self._episodes)
         self._journals = {
-            name: Journal(ctx, f"reward {name}", f"journal-{name}")
+            name: Journal(ctx, f"reward {name}", f"journal-{name}", seen)
             for name in names
             if self._rewards[name].function not in COMPUTED
         }
         self._whole: dict[str, Mapping[int, Outcome]] = {}
-        self._episodes = episodes_of(ctx.inputs["rollouts"])
         self.made: set[int] = set()
         """Rows that this try has scored."""
 
@@ -181,7 +182,6 @@ class _Scoring:
             calls,
             reward.function,
             reward.arguments,
-            functools.partial(sample_of, episodes=self._episodes),
             seconds=reward.seconds,
             megabytes=reward.megabytes,
             workers=self._ctx.config.workers,

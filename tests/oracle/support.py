@@ -24,7 +24,11 @@ COPIED = ("stages", "tuning", "flows", "tests/oracle", "tests/conftest.py", "tes
 
 Mutation = tuple[str, str, str]
 """A file, and what is replaced in it by what."""
-JOURNAL: Mutation = ("stages/common/journal.py", "return row.place, row.sample", "return row.prompt_id, row.sample")
+JOURNAL: Mutation = (
+    "stages/common/journal.py",
+    "return [row.place, row.sample, sample.prompt, sample.completion, ids, sample.answer, sample.metadata]",
+    "return [row.prompt_id, row.sample]",
+)
 """Finished calls of a reward are kept by prompt and sample, so that a prompt's second place gets those of its first."""
 
 

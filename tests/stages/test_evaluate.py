@@ -111,6 +111,14 @@ def test_after_an_outage_only_what_has_no_verdict_is_judged_again(base, tmp_path
     assert judged(base, tmp_path / "b", **settings) == (metrics, verdicts)
 
 
+def test_completions_that_were_sampled_again_are_judged_again(base, tmp_path, monkeypatch):
+    judged(base, tmp_path / "a", judge="number_match")
+    shutil.rmtree(tmp_path / "a" / "out")
+    monkeypatch.setattr(f"{__name__}.TEXTS", ["<5>", "4", "six", "it is 5, no, 4"])
+    again = judged(base, tmp_path / "a", judge="number_match")
+    assert again == judged(base, tmp_path / "b", judge="number_match")
+
+
 def test_no_problem_or_none_to_judge_is_an_error(base, tmp_path):
     with pytest.raises(ValueError, match="no held-out problems"):
         judged(base, tmp_path / "a", count=0)
