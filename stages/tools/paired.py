@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
 
 from stages.common.tables import batches
 from stages.common.verdicts import verdicts_of
+from stages.evaluate import Config
 from stages.store.artifacts import Artifact
-from stages.store.keys import differences
+from stages.store.keys import config_content, differences
 
 if TYPE_CHECKING:
     from tuning.evaluation.verdicts import Difference, Judged
@@ -16,6 +19,9 @@ if TYPE_CHECKING:
 MOST = 3
 """Settings that the reason names."""
 COLUMNS = ("place", "prompt_id", "prompt", "answer")
+
+NO_VERDICT = ("problems", "shard_prompts", "judges")
+"""Settings of an evaluation that change no verdict of the judge that decides."""
 
 Problem = tuple[str, str, str | None]
 """Id, prompt and answer."""
@@ -52,10 +58,9 @@ def paired(before: Artifact, after: Artifact) -> Paired:
     where = {problem: place for place, problem in second.items()}
     places = [(place, where[problem]) for place, problem in sorted(first.items()) if problem in where]
     counts = (len(first), len(second))
-    settings = [evaluation.manifest["key_parts"]["config"] for evaluation in (before, after)]
-    if changed := differences(*settings):
+    if changed := _changed(before, after):
         named = "; ".join(changed[:MOST]) + (f" and {len(changed) - MOST} more" if len(changed) > MOST else "")
-        return Paired(places, counts, None, f"they were evaluated with other settings: {named}")
+        return Paired(places, counts, None, f"they were evaluated with other settings or code: {named}")
     if not places:
         return Paired(places, counts, None, "they have no prompt in common")
     old = _at(verdicts_of(before), [place for place, _ in places])
@@ -63,6 +68,20 @@ def paired(before: Artifact, after: Artifact) -> Paired:
     # A group may have another name where the data has grown: that of the second is taken for both.
     old = dataclasses.replace(old, groups=new.groups)
     return Paired(places, counts, difference(old, new))
+
+
+def _changed(before: Artifact, after: Artifact) -> list[str]:
+    """What differs in settings and in the user's code between two evaluations, each with both values."""
+    manifests = [evaluation.manifest for evaluation in (before, after)]
+    try:
+        # What older settings leave out has its default.
+        found = [config_content(Config.model_validate(manifest["config"])) for manifest in manifests]
+    except ValidationError:
+        found = [manifest["config"] for manifest in manifests]
+    settings: list[dict[str, Any]] = [{n: v for n, v in one.items() if n not in NO_VERDICT} for one in found]
+    sources = [manifest["key_parts"].get("sources") or {} for manifest in manifests]
+    code = [{name: digest for name, digest in one.items() if name.startswith("module:")} for one in sources]
+    return [*differences(settings[0], settings[1]), *differences(code[0], code[1])]
 
 
 def _at(judged: Judged, places: list[int]) -> Judged:

@@ -93,7 +93,12 @@ def test_judges_that_differ_are_said_and_nothing_is_compared(place):
     assert artifact is not None
     manifest = artifact.manifest | {"config": artifact.manifest["config"] | {"judge": "digits"}}
     place.write_json(manifest, "artifacts", "evaluate", entry["key"], "manifest.json")
-    assert "no paired difference: the judges differ: exact_match and digits" in diff(place, "demo-a", "demo-b")
+    told = diff(place, "demo-a", "demo-b")
+    assert (
+        'no paired difference: they were evaluated with other settings or code: judge: "exact_match" -> "digits"'
+        in told
+    )
+    assert "evaluate.sft: 0.400 -> 0.400; no paired" in told and "evaluate.rl: 0.825 -> 0.825, +" in told
 
 
 def test_a_run_that_is_not_there_is_told(place):

@@ -36,6 +36,7 @@ class Lab:
             (folder / name).write_text(text)
         refs = {name: {"stage": a.stage, "key": a.key, "digest": a.digest} for name, a in inputs.items()}
         parts = {"config": more.get("config", {}), "seed": 0, "inputs": {n: a.digest for n, a in inputs.items()}}
+        parts["sources"] = more.pop("sources", {})
         manifest = {"stage": stage, "key": uuid.uuid4().hex * 2, "config": {}, "metrics": {}, "seed": 0, "seconds": 0.1}
         return self.store.commit(folder, manifest | {"inputs": refs, "key_parts": parts} | more)
 
@@ -56,24 +57,27 @@ class Lab:
         scores: Sequence[Sequence[float | None]],
         polite: float = 1.0,
         lengths: Sequence[int] = (),
+        config: Mapping[str, Any] = SETTINGS,
+        sources: Mapping[str, str] = {},
         **metrics: Any,
     ) -> Artifact:
         """The evaluation of a policy whose verdicts are `scores` by problem and sample.
 
-        lengths: of the completions of each problem, 10 where it is left out; those above 50 are cut off.
+        lengths: of the completions of each problem, 10 where it is left out; those above 50 are cut off. sources:
+        digests of the user's code.
         """
         verdicts = [
             VerdictRow(
                 place=place, sample=s, prompt_id=f"q{place}", group=f"g{place}", judge=judge, answer=None, score=value,
                 failure=None,
             )
-            for judge, table in (("exact_match", scores), ("polite", [[polite] * 2] * len(scores)))
+            for judge, table in ((config["judge"], scores), ("polite", [[polite] * 2] * len(scores)))
             for place, row in enumerate(table) for s, value in enumerate(row)
         ]  # fmt: skip
         completions = [
             CompletionRow(
                 place=place, sample=s, prompt_id=f"q{place}", prompt_ids=[1], token_ids=[2] * length,
-                logprobs=[0.0] * length, stop="length" if length > 50 else "eos",
+                prompt=f"q{place}", logprobs=[0.0] * length, stop="length" if length > 50 else "eos",
             )
             for place, length in enumerate(lengths or [10] * len(scores)) for s in range(2)
         ]  # fmt: skip
@@ -82,7 +86,8 @@ class Lab:
         found |= {"judges": {"polite": {"score": polite}}} | metrics
         inputs = {"policy": policy, "data": data}
         tables = {"verdicts": verdicts, "rollouts": completions}
-        return self.commit("evaluate", {}, inputs, tables=tables, config=SETTINGS, metrics=found)
+        more: dict[str, Any] = {"config": config, "sources": sources, "metrics": found}
+        return self.commit("evaluate", {}, inputs, tables=tables, **more)
 
     def decide(
         self, candidate: Artifact, other: Artifact | None = None, **settings: Any

@@ -406,7 +406,9 @@ def test_it_outlives_the_thread_that_started_it(tmp_path):
 
 
 def test_an_unknown_stage_names_the_known_ones():
-    with pytest.raises(KeyError, match="no stage 'stf'; there are base, distill, evaluate, export, fresh, gate, greedy"):
+    with pytest.raises(
+        KeyError, match="no stage 'stf'; there are base, distill, evaluate, export, fresh, gate, greedy"
+    ):
         stage("stf")
 
 

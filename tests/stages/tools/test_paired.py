@@ -1,0 +1,59 @@
+"""Two evaluations are compared only where one and the same question was put to both policies, and judged alike."""
+
+from __future__ import annotations
+
+import pytest
+
+from stages.evaluate import Config
+from stages.tools.paired import paired
+from tests.stages.gate.support import Lab
+
+COUNT = 12
+SETTINGS = {"judge": "matches", "judge_arguments": {"pattern": "^[0-9]+$"}, "samples": 2, "max_tokens": 8}
+
+
+@pytest.fixture
+def evaluated(tmp_path):
+    """Makes the evaluation of a policy with these settings, and these digests of code."""
+    lab = Lab(tmp_path)
+    data = lab.data(COUNT)
+
+    def make(score, code=None, raw=False, **settings):
+        asked = SETTINGS | settings
+        config = asked if raw else Config.model_validate(asked).model_dump(mode="json")
+        policy = lab.policy("one", data)
+        return lab.evaluation(policy, data, [[score, score]] * COUNT, config=config, sources=code or {})
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"judge_arguments": {"pattern": ".*"}}, 'judge_arguments.pattern: "^[0-9]+$" -> ".*"'),
+        ({"temperature": 0.0}, "temperature: 1.0 -> 0.0"),
+        ({"max_tokens": 64}, "max_tokens: 8 -> 64"),
+        ({"judge": "exact_match", "judge_arguments": {}}, 'judge: "matches" -> "exact_match"'),
+        ({"seconds": 1.0}, "seconds: 10.0 -> 1.0"),
+        ({"samples": 1}, "samples: 2 -> 1"),
+        ({"code": {"module:mine": "b"}}, 'module:mine: "a" -> "b"'),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_other_settings_are_told_with_both_values_and_nothing_is_better(evaluated, change, told):
+    found = paired(evaluated(0.0, {"module:mine": "a"}), evaluated(1.0, **({"code": {"module:mine": "a"}} | change)))
+    assert found.difference is None and "they were evaluated with other settings or code" in found.reason
+    assert told in found.reason
+
+
+def test_what_changes_no_verdict_does_not_matter(evaluated):
+    further = {"polite": {"function": "matches", "arguments": {"pattern": "please"}}}
+    other = evaluated(1.0, judges=further, problems=50, shard_prompts=3, workers=5, every=2, max_failed_fraction=0.5)
+    found = paired(evaluated(0.0), other)
+    assert found.reason == "" and found.difference is not None and found.difference.verdict == "better"
+
+
+def test_settings_of_another_version_are_compared_as_they_are(evaluated):
+    old = evaluated(0.0, raw=True, judge_model="small")
+    assert paired(old, evaluated(1.0, raw=True, judge_model="small")).difference is not None
+    assert 'judge_model: "small" -> "large"' in paired(old, evaluated(1.0, raw=True, judge_model="large")).reason
