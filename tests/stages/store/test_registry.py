@@ -41,6 +41,11 @@ def stored(store: Store, folder, run: str) -> Policy:
     return Policy(run, "export", made.stage, made.key, made.digest, "base-key", "base-digest")
 
 
+def trained(store: Store, folder, run: str) -> Policy:
+    """One that is an export, of a policy whose digest is known."""
+    return dataclasses.replace(stored(store, folder, run), trained=f"digest of the policy behind {run}")
+
+
 def test_rollback_undoes_promotions_one_by_one(store, tmp_path):
     a, b, c = (stored(store, tmp_path, run) for run in "abc")
     for policy in (a, b, c):
@@ -120,8 +125,7 @@ def test_a_promotion_that_expects_another_entry_moves_nothing(store, tmp_path):
 
 
 def test_what_a_rollback_took_back_is_known_until_it_is_promoted_again(store, tmp_path):
-    a, b = (stored(store, tmp_path, run) for run in "ab")
-    a, b = (dataclasses.replace(p, trained=f"digest of the policy behind {p.run}") for p in (a, b))
+    a, b = (trained(store, tmp_path, run) for run in "ab")
     for policy in (a, b):
         registry.promote(store, "champion", policy, "better")
     assert registry.withdrawn(store, "champion") == {}
@@ -130,4 +134,27 @@ def test_what_a_rollback_took_back_is_known_until_it_is_promoted_again(store, tm
     assert taken_back[0] == b.trained
     assert taken_back[1].startswith("champion entry 3 by ") and taken_back[1].endswith(": too rude")
     registry.promote(store, "champion", b, "it is polite by now")
+    assert registry.withdrawn(store, "champion") == {}
+
+
+def test_a_rollback_to_an_entry_takes_back_every_policy_since(store, tmp_path):
+    a, b, c, d = (trained(store, tmp_path, run) for run in "abcd")
+    for policy in (a, b, c):
+        registry.promote(store, "champion", policy, "better")
+    registry.rollback(store, "champion", 1, "both are unsafe")
+    found = registry.withdrawn(store, "champion")
+    assert found.keys() == {b.trained, c.trained} and all("entry 4 by" in why for why in found.values())
+    # Later ones are not of that rollback, and what it went back to is not taken back by going forward again.
+    registry.promote(store, "champion", d, "better")
+    assert registry.withdrawn(store, "champion").keys() == {b.trained, c.trained}
+    registry.rollback(store, "champion", 2, "b was fine")
+    assert registry.withdrawn(store, "champion").keys() == {c.trained, d.trained}
+
+
+def test_undoing_a_rollback_takes_nothing_back(store, tmp_path):
+    a, b = (trained(store, tmp_path, run) for run in "ab")
+    for policy in (a, b):
+        registry.promote(store, "champion", policy, "better")
+    registry.rollback(store, "champion", None, "b looked bad")
+    registry.rollback(store, "champion", 2, "b is fine")
     assert registry.withdrawn(store, "champion") == {}

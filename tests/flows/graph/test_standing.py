@@ -1,0 +1,60 @@
+"""A run starts from what it has started from, and a recipe that names the base starts from the base."""
+
+from __future__ import annotations
+
+import pytest
+
+from flows.graph.standing import Held, Standing, standing_of
+from flows.recipe.reading import load_recipe
+from stages.store import registry
+from stages.store.registry import Policy
+from tests.stages.gate.support import Lab
+
+
+@pytest.fixture
+def lab(tmp_path):
+    return Lab(tmp_path)
+
+
+def promoted(lab: Lab, run: str) -> Held:
+    """Makes the champion a policy of this run."""
+    base, policy = lab.commit("base", {"of": run}), lab.policy(run, lab.data(1))
+    of = Policy(run, "sft", policy.stage, policy.key, policy.digest, base.key, base.digest)
+    entry = registry.promote(lab.store, "champion", of, "better")
+    return Held("champion", entry.number, run, policy.stage, policy.key, policy.digest, base.key, base.digest)
+
+
+def recipe(lab: Lab, *sets: str):
+    return load_recipe("smoke", sets=[f"store={lab.store.url}", "gate.first=promote", *sets])
+
+
+def recorded(lab: Lab, run: str, standing: Standing) -> None:
+    """The record of a run that has found this."""
+    told = {} if standing == Standing() else {"standing": standing.as_json()}
+    lab.store.write_json({"name": run, "recipe": {}, "nodes": {}} | told, "runs", run, "run.json")
+
+
+def test_a_run_that_found_no_champion_goes_on_from_the_base_after_its_own_promotion(lab):
+    recorded(lab, "night", Standing())
+    own = promoted(lab, "night")
+    found = standing_of(recipe(lab, "start_from=champion"), lab.store, "night")
+    assert (found.start, found.champion) == (None, None)
+    # Another night starts from its policy.
+    assert standing_of(recipe(lab, "start_from=champion"), lab.store) == Standing(own, own)
+
+
+def test_a_run_that_found_a_champion_goes_on_from_that_one_and_is_compared_with_the_one_of_now(lab):
+    first = promoted(lab, "first")
+    recorded(lab, "night", Standing(first, first))
+    second = promoted(lab, "second")
+    found = standing_of(recipe(lab, "start_from=champion"), lab.store, "night")
+    assert (found.start, found.champion) == (first, second)
+
+
+def test_rollouts_of_a_run_that_started_from_a_champion_are_no_start_for_a_recipe_that_names_the_base(lab):
+    champion = promoted(lab, "first")
+    recorded(lab, "source", Standing(champion, champion))
+    promoted(lab, "second")
+    of_source = ("rl.rollouts_from=source",)
+    assert standing_of(recipe(lab, *of_source, "start_from=base"), lab.store).start is None
+    assert standing_of(recipe(lab, *of_source, "start_from=champion"), lab.store).start == champion

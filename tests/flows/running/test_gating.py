@@ -1,0 +1,103 @@
+"""A name moves by a decision about the entry that it is at, made by a run of all stages, which goes on as it began."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from rich.console import Console
+
+from flows.recipe.reading import load_recipe
+from flows.report.console import ConsoleReporter
+from flows.running.gating import stages_of
+from flows.running.session import Session
+from stages.store import registry
+from stages.store.registry import Policy
+from tests.stages.gate.support import Lab
+
+DECISION = {"decision": "promoted", "reasons": [], "checks": [], "difference": None}
+
+
+class Night(Lab):
+    """A run whose stages are made, all but the gate."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.base, data = self.commit("base", {"config.json": "{}"}), self.data(2)
+        self.one, self.two, self.new = (self.policy(name, data) for name in ("one", "two", "new"))
+
+    def promote(self, run, policy):
+        of = Policy(run, "sft", policy.stage, policy.key, policy.digest, self.base.key, self.base.digest)
+        return registry.promote(self.store, "champion", of, "by hand")
+
+    def session(self, name, *sets):
+        of = [f"store={self.store.url}", "gate.first=promote", "export=null", *sets]
+        console = Console(file=(self.folder / "out").open("a"))
+        return Session(load_recipe("smoke", sets=of), ConsoleReporter(console), name)
+
+    def made(self, session):
+        """Gives a run its stages."""
+        for name, node in session.nodes.items():
+            if name != "gate":
+                session.made[name] = self.base if name == "base" else self.new
+                session.record["nodes"][name] = {"stage": node.stage, "state": "made"}
+        return session
+
+    def decides(self, session):
+        """The gate of a run promotes its policy."""
+        session.made["gate"] = self.commit("gate", {"of": json.dumps(session.name)}, metrics=self.decision())
+        session.record["nodes"]["gate"] = {"stage": "gate", "state": "made"}
+
+    def decision(self):
+        return DECISION | {"candidate": self.new.digest, "champion": self.one.digest}
+
+    def champion(self):
+        entry = registry.current(self.store, "champion")
+        return None if entry is None else (entry.number, entry.policy.run)
+
+
+@pytest.fixture
+def night(tmp_path):
+    return Night(tmp_path)
+
+
+def test_the_name_at_another_entry_of_the_same_policy_is_decided_about_again(night):
+    night.promote("before", night.one)
+    session, asked = night.made(night.session("late")), []
+    for node in stages_of(session):
+        asked.append(node.name)
+        if len(asked) == 1:
+            # By hand, at the same moment.
+            night.promote("other", night.two)
+            night.promote("before", night.one)
+        night.decides(session)
+    assert asked == ["gate", "gate"] and night.champion() == (4, "late")
+    assert session.record["decision"]["entry"] == 4 and session.standing.champion.number == 3
+    session.finish("finished")
+
+
+def test_a_part_of_a_recipe_moves_no_name_also_where_it_has_made_every_stage(night):
+    session = night.made(night.session("part"))
+    for _ in stages_of(session, set(session.nodes)):
+        night.decides(session)
+    assert session.record["decision"]["decision"] == "promoted" and session.made.keys() == session.nodes.keys()
+    assert night.champion() is None
+    # The same command without them is whole.
+    for _ in stages_of(session):
+        night.decides(session)
+    assert night.champion() == (1, "part")
+    session.finish("finished")
+
+
+def test_a_first_night_that_was_killed_behind_its_promotion_goes_on_as_it_began(night):
+    sets = ("start_from=champion", "data.new_since=champion")
+    first = night.session("first", *sets)
+    first.finish("interrupted")
+    night.promote("first", night.new)
+    again = night.session("first", *sets)
+    assert again.record["tries"] == 2 and again.standing == first.standing and list(again.nodes) == list(first.nodes)
+    again.finish("interrupted")
+    # The next night starts from it.
+    second = night.session("second", *sets)
+    assert second.standing.start.run == "first" and {"start", "fresh"} <= second.nodes.keys()
+    second.finish("interrupted")
