@@ -175,7 +175,8 @@ def _guard(
         bounds.append((way, bound, f" ({way} {value:g} from {shown} of {config.against})"))
     for way, bound, of in bounds:
         if figure is None or bound is None:
-            yield Check(f"guards.{name}.{way}", figure, bound, False, _unknown(name, left_out))
+            whose = "" if figure is None else f" of {config.against}"
+            yield Check(f"guards.{name}.{way}", figure, bound, False, _unknown(name, left_out, whose))
             continue
         holds = figure >= bound if way == "fall" else figure <= bound
         word = ("at least" if holds else "below") if way == "fall" else ("at most" if holds else "above")
@@ -187,10 +188,10 @@ def _bound(way: str, value: float, before: float) -> float:
     return before * value if way == "times" else before + value if way == "rise" else before - value
 
 
-def _unknown(name: str, left_out: int) -> str:
+def _unknown(name: str, left_out: int, whose: str = "") -> str:
     if left_out:
-        return f"{name} cannot be judged{_without(left_out)}: no figure of it is of the other problems alone"
-    return f"{name} has no figure in the evaluation: it may apply to none of the problems"
+        return f"{name}{whose} cannot be judged{_without(left_out)}: no figure of it is of the other problems alone"
+    return f"{name} has no figure in the evaluation{whose}: it may apply to none of the problems"
 
 
 def _without(left_out: int) -> str:

@@ -133,6 +133,11 @@ def test_every_floor_and_guard_that_is_missed_is_a_reason(lab, sides):
     assert kept == {"min_difference", "floors.score", "guards.mean_length.rise"}
 
 
+def test_a_guard_whose_figure_the_champion_alone_lacks_says_so(lab, sides):
+    found, _ = lab.decide(*sides(BAD, GOOD, answered=0.9), guards={"answered": {"fall": 0.1}})
+    assert "answered has no figure in the evaluation of champion" in found["reasons"][0]
+
+
 def test_without_a_policy_to_compare_with_only_absolute_bounds_count(lab, sides):
     new, _ = sides(BAD, BAD)
     asked = {"floors": {"truncated": 0.0}, "guards": {"mean_length": {"most": 11, "times": 0.1}}}
