@@ -74,7 +74,7 @@ def _metrics(evaluation: Artifact, excluded: Set[int], left_out: int) -> Mapping
     verdicts = [v for v in read_table(evaluation, "verdicts/", VerdictRow) if v.place not in excluded]
     if not verdicts:
         return {}
-    found = figures([config["judge"], *config["judges"]], config["samples"], rows, verdicts)
+    found = figures([config["judge"], *config.get("judges", {})], config["samples"], rows, verdicts)
     if episodes := [e for e in episodes_of(evaluation).values() if e.place not in excluded]:
         tools = bool((config.get("environment") or {}).get("tools"))
         found |= summary(episodes) | turns_summary(evaluation.local("turns/"), tools, episodes)
