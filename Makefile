@@ -7,6 +7,8 @@ DEV_REQUIREMENTS := infra/requirements-dev.txt
 VLLM_VENV ?= .venv-vllm
 TPU_VENV ?= .venv-tpu
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Images of Python set it: then each process would compile all that it imports again, JAX alone for 1.5 s.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test coverage test-slow faults year test-vllm tpu gpu-aot lint bench profile lock clean
 

@@ -20,8 +20,10 @@ from tests.support import RLHF
 FLAGS = ["--xla_backend_optimization_level=0"]
 if version("jaxlib").startswith("0.10."):
     # XLA ends a process that gives it a flag of another version.
-    FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+    FLAGS += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
 os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
+# Tests start many processes, each of which would compile what it imports again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def pytest_configure(config: pytest.Config) -> None:
