@@ -11,7 +11,8 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_SECONDS = 10.0
-"""For the head of a request to arrive, from its first byte or from the connection."""
+"""For the head of a request to arrive, from its first byte or from the connection; and for the rest of a body that
+nobody reads, since the request is answered."""
 STALL_SECONDS = 60.0
 """A client that takes nothing of its answer for so long is let go."""
 CONNECTIONS = 512
@@ -24,7 +25,7 @@ FULL = (
 
 
 class Patient(H11Protocol):
-    """A connection whose client has to send its head, and to read its answer, in time."""
+    """A connection whose client has to send its requests, and to read its answers, in time."""
 
     head_seconds, stall_seconds, most = HEAD_SECONDS, STALL_SECONDS, CONNECTIONS
     _timer: asyncio.TimerHandle | None = None
@@ -53,10 +54,11 @@ class Patient(H11Protocol):
         self._watch()
 
     def _watch(self) -> None:
-        """The head of the next request is awaited, or it is there."""
-        waits = self.conn.their_state is h11.IDLE and not self.transport.is_closing()
-        # Between requests uvicorn's own limit holds, which ends with the first byte of the next one.
-        if waits and self.timeout_keep_alive_task is None:
+        """Limits the wait for the head of the next request, and for the rest of one that is answered already."""
+        answered = self.cycle is None or self.cycle.response_complete
+        waits = self.conn.their_state is h11.IDLE or (self.conn.their_state is h11.SEND_BODY and answered)
+        # Behind an answer uvicorn's own limit holds, which ends with the next byte.
+        if waits and self.timeout_keep_alive_task is None and not self.transport.is_closing():
             self._timer = self._timer or self.loop.call_later(self.head_seconds, self.transport.abort)
         elif self._timer is not None:
             self._timer.cancel()

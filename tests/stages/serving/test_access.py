@@ -175,6 +175,17 @@ def test_a_body_that_does_not_come_is_answered_408(guarded):
     assert answer.startswith(b"HTTP/1.1 408") and b"within 1 s" in answer
 
 
+@pytest.mark.parametrize("announced", ["content-length: 1000000", "transfer-encoding: chunked"])
+def test_a_body_of_an_answered_request_is_not_waited_for(guarded, announced):
+    """It is answered without its body, of which each byte comes in time, and the whole never."""
+    head = f"GET /health HTTP/1.1\r\nhost: a\r\n{announced}\r\n\r\n"
+    sent = ["1\r\nx\r\n"] * 80 if "chunked" in announced else ["x"] * 80
+    began = time.monotonic()
+    assert raw(guarded, head, "", *sent[:1], pause=0.1, seconds=10).count(b"200 OK") == 1
+    assert raw(guarded, head, *sent, pause=0.1).count(b"200 OK") <= 1
+    assert time.monotonic() - began < 8
+
+
 def test_a_head_without_end_is_refused(guarded):
     lines = [f"x-{i}: {'a' * 1000}\r\n" for i in range(200)]
     answer = raw(guarded, "GET /health HTTP/1.1\r\n", *lines)
