@@ -43,9 +43,11 @@ def check_module(module: str) -> None:
         found = importlib.util.find_spec(module.partition(".")[0])
     except (ImportError, ValueError):
         found = None
-    origins = [] if found is None else [*(found.submodule_search_locations or []), found.origin or ""]
-    # Built-in modules have no file.
-    if not origins[-1:] or not all(_in_folder(Path(origin), allowed) for origin in origins if origin):
+    origins = [] if found is None else list(found.submodule_search_locations or [])
+    if found is not None and found.has_location:
+        origins.append(str(found.origin))
+    # Built-in and frozen modules have no place, whatever their origin says.
+    if not origins or not all(_in_folder(Path(origin), allowed) for origin in origins):
         raise NotAllowed(f"the module {module!r} is not allowed here: {_remedy()}")
 
 

@@ -67,6 +67,25 @@ def test_folders_and_packages_are_allowed_and_what_links_out_of_them_is_not(monk
         check_module(module)
 
 
+@pytest.mark.parametrize("module", ["os", "sys", "posix", "builtins", "_frozen_importlib"])
+def test_a_module_without_a_file_is_in_no_folder(monkeypatch, tmp_path, module):
+    """Not in the current one either, when that is allowed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RLHF_ALLOW_CODE", str(tmp_path))
+    with pytest.raises(NotAllowed):
+        check_module(module)
+
+
+def test_a_package_without_a_file_of_its_own_is_where_its_modules_are(monkeypatch, tmp_path):
+    for folder in ("ours", "theirs"):
+        (tmp_path / folder / f"parts_of_{folder}").mkdir(parents=True)
+        monkeypatch.syspath_prepend(str(tmp_path / folder))
+    monkeypatch.setenv("RLHF_ALLOW_CODE", str(tmp_path / "ours"))
+    check_module("parts_of_ours")
+    with pytest.raises(NotAllowed):
+        check_module("parts_of_theirs")
+
+
 def test_a_recipe_is_a_built_in_one_or_in_an_allowed_folder(monkeypatch, tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("sft: null\n")
