@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -17,11 +18,12 @@ def join(
     rank: Annotated[int, typer.Option(min=1, help="Number of this rank; the lead is 0.")],
 ) -> None:
     """Compute as one rank of the gang that a run on another host leads, until that run ends."""
-    from stages.worker.places import PlaceError, address_of, token_of
+    from stages.worker.places import WAIT, Place, PlaceError, address_of, seconds, token_of
 
     try:
         address_of(address)
         token_of()
+        seconds(os.environ, WAIT, Place.wait)
     except PlaceError as e:
         raise usage_error(str(e)) from e
     raise typer.Exit(stay_as(address, rank))

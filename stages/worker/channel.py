@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from typing import Any
 
 HANDSHAKE_SECONDS = 20.0
+"""For the whole of a handshake: a peer that sends slowly keeps no other waiting."""
 LONGEST_HELLO = 1 << 16
 RETRY_SECONDS = 0.3
 
@@ -29,7 +30,11 @@ Message = dict[str, Any]
 
 
 class Refused(RuntimeError):
-    """The other side does not take this process into the gang."""
+    """The other side does not take this process into the gang; `for_good`: nor will it another time."""
+
+    def __init__(self, why: str, for_good: bool = True):
+        super().__init__(why)
+        self.for_good = for_good
 
 
 class Channel:
@@ -46,9 +51,9 @@ class Channel:
         with self._lock:
             self._socket.sendall(data)
 
-    def receive(self, limit: int = -1) -> Message | None:
+    def receive(self) -> Message | None:
         """The next message; None at the end."""
-        line = self._lines.readline(limit)
+        line = self._lines.readline()
         # Half a line is one whose sender has ended in the middle of it.
         return json.loads(line) if line.endswith(b"\n") else None
 
@@ -80,27 +85,36 @@ def listen(host: str, port: int) -> socket.socket:
     return server
 
 
-def welcome(sock: socket.socket, token: str) -> tuple[Channel, Message]:
-    """The lead's side of a new connection: the channel, and the hello of the rank. Raises Refused, OSError."""
-    channel = _opened(sock)
-    mine = secrets.token_hex(16)
-    channel.send({"nonce": mine})
-    said = channel.receive(LONGEST_HELLO)
-    if not isinstance(said, dict) or not isinstance(said.get("hello"), dict):
-        raise Refused("it is no rank")
-    nonces = [mine, str(said.get("nonce"))]
-    if not hmac.compare_digest(str(said.get("proof")), _proof(token, "rank", *nonces, json.dumps(said["hello"]))):
-        refuse(channel, "it has another token than the lead")
-        raise Refused("it has another token")
-    channel.send({"proof": _proof(token, "lead", *nonces)})
-    sock.settimeout(None)
-    return channel, said["hello"]
+def welcome(sock: socket.socket, token: str, seconds: float = HANDSHAKE_SECONDS) -> tuple[Channel, Message]:
+    """The lead's side of a new connection: the channel, and the hello of the rank.
+
+    Raises Refused, ValueError for what no rank sends, and OSError, also where this takes longer than `seconds`. The
+    connection is closed then.
+    """
+    deadline = time.monotonic() + seconds
+    try:
+        channel = _opened(sock, deadline)
+        mine = secrets.token_hex(16)
+        channel.send({"nonce": mine})
+        said = _said(sock, deadline)
+        if said is None or not isinstance(said.get("hello"), dict):
+            raise Refused("it is no rank")
+        nonces = [mine, str(said.get("nonce"))]
+        if not _same(said.get("proof"), _proof(token, "rank", *nonces, json.dumps(said["hello"]))):
+            refuse(channel, "it has another token than the lead")
+            raise Refused("it has another token")
+        channel.send({"proof": _proof(token, "lead", *nonces)})
+        sock.settimeout(None)
+        return channel, said["hello"]
+    except BaseException:
+        sock.close()
+        raise
 
 
-def refuse(channel: Channel, why: str) -> None:
-    """Tells a rank that it is not taken, and ends the connection."""
+def refuse(channel: Channel, why: str, for_good: bool = True) -> None:
+    """Tells a rank that it is not taken, and ends the connection. for_good: another try would end so, too."""
     with contextlib.suppress(OSError):
-        channel.send({"refused": why})
+        channel.send({"refused": why, "for_good": for_good})
     channel.close()
 
 
@@ -111,45 +125,86 @@ def connect(host: str, port: int, token: str, hello: Message, wait: float) -> Ch
     token.
     """
     deadline = time.monotonic() + wait
+    why = ""
     while True:
         try:
             sock = socket.create_connection((host, port), timeout=HANDSHAKE_SECONDS)
-            channel = _greeted(_opened(sock), token, hello)
+            channel = _greeted(sock, token, hello)
             if channel is not None:
                 sock.settimeout(None)
                 return channel
         except OSError:
             # Not there yet, or ended as this came.
             pass
+        except ValueError:
+            why = ": what answers there is no lead of a gang"
         if time.monotonic() > deadline:
-            raise TimeoutError(f"no lead at {host}:{port} for {wait:g} s")
+            raise TimeoutError(f"no lead at {host}:{port} for {wait:g} s{why}")
         time.sleep(RETRY_SECONDS)
 
 
-def _greeted(channel: Channel, token: str, hello: Message) -> Channel | None:
-    """The channel when both sides have proved who they are; None where the lead has ended meanwhile."""
-    first = channel.receive(LONGEST_HELLO)
+def _greeted(sock: socket.socket, token: str, hello: Message) -> Channel | None:
+    """The channel when both sides have proved who they are; None where the lead has ended meanwhile.
+
+    Raises ValueError for what no lead sends, Refused, OSError.
+    """
+    deadline = time.monotonic() + HANDSHAKE_SECONDS
+    channel = _opened(sock, deadline)
+    first = _said(sock, deadline)
     if first is None:
         return None
-    nonces = [str(first["nonce"]), secrets.token_hex(16)]
+    nonces = [str(first.get("nonce")), secrets.token_hex(16)]
     proof = _proof(token, "rank", *nonces, json.dumps(hello))
     channel.send({"nonce": nonces[1], "hello": hello, "proof": proof})
-    answer = channel.receive(LONGEST_HELLO)
+    answer = _said(sock, deadline)
     if answer is None:
         return None
-    if "refused" in answer:
-        raise Refused(answer["refused"])
-    if not hmac.compare_digest(str(answer.get("proof")), _proof(token, "lead", *nonces)):
+    check_taken(answer)
+    if not _same(answer.get("proof"), _proof(token, "lead", *nonces)):
         raise Refused("the lead has another token than this rank")
     return channel
 
 
-def _opened(sock: socket.socket) -> Channel:
-    sock.settimeout(HANDSHAKE_SECONDS)
+def check_taken(message: Message) -> None:
+    """Raises Refused where this message of the lead says that a rank is not taken."""
+    if "refused" in message:
+        raise Refused(str(message["refused"]), bool(message.get("for_good", True)))
+
+
+def _opened(sock: socket.socket, deadline: float) -> Channel:
+    sock.settimeout(max(deadline - time.monotonic(), 0.001))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     # A host that vanishes closes nothing; heartbeats notice it first.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     return Channel(sock)
+
+
+def _said(sock: socket.socket, deadline: float) -> Message | None:
+    """The next message of a handshake; None at the end. Raises TimeoutError, ValueError for what is none."""
+    line = bytearray()
+    # Byte by byte: what follows it is the channel's to read.
+    while not line.endswith(b"\n"):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the handshake has taken too long")
+        if len(line) == LONGEST_HELLO:
+            raise ValueError(f"a message of more than {LONGEST_HELLO} bytes")
+        sock.settimeout(left)
+        byte = sock.recv(1)
+        if not byte:
+            return None
+        line += byte
+    try:
+        message = json.loads(line)
+    except RecursionError:
+        raise ValueError("a message as deep as a well") from None
+    if not isinstance(message, dict):
+        raise ValueError("a message that is no object")
+    return message
+
+
+def _same(said: Any, proof: str) -> bool:
+    return hmac.compare_digest(str(said).encode(errors="replace"), proof.encode())
 
 
 def _proof(token: str, *words: str) -> str:

@@ -91,7 +91,22 @@ class Gang:
         """Whether ranks have not ended the last stage: this process cannot run another."""
 
     def start(self) -> None:
-        """Waits for all ranks, then sets JAX up over them. Raises GangLost where one does not join, OSError."""
+        """Waits for all ranks, then sets JAX up over them. Raises GangLost where one does not join, OSError.
+
+        Behind an error no rank is left that this one has started, and others wait for the next lead.
+        """
+        try:
+            self._gather()
+        except BaseException:
+            self._open = False
+            for member in self._members.values():
+                member.channel.close()
+            for child in self._children.values():
+                child.kill()
+                child.wait()
+            raise
+
+    def _gather(self) -> None:
         server = channel.listen(self._place.host, self._place.port)
         try:
             self._start_children(server.getsockname()[1])
@@ -138,13 +153,12 @@ class Gang:
             opened, hello = channel.welcome(sock, self._place.token)
         except (OSError, ValueError, channel.Refused):
             # A stranger, or a rank that ended meanwhile.
-            sock.close()
             return
         rank = hello.get("rank")
         if not isinstance(rank, int) or not 1 <= rank < self.size:
             channel.refuse(opened, f"rank {rank} is none of the {self.size} of this gang; they are numbered from 0")
         elif rank in self._members:
-            channel.refuse(opened, f"rank {rank} is there already, on {self._members[rank].host}")
+            channel.refuse(opened, f"rank {rank} is there already, on {self._members[rank].host}", for_good=False)
         else:
             self._members[rank] = _Member(rank, str(hello.get("host")), int(hello.get("pid", 0)), opened)
 

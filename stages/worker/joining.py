@@ -8,12 +8,18 @@ import subprocess
 import time
 from collections.abc import Callable
 
-from stages.worker import channel, interpreter
+from stages.worker import channel, interpreter, places
 from stages.worker.client import worker_environment
 from stages.worker.places import Place
 
-ENDED, GONE, REFUSED, AGAIN = 0, 69, 77, 75
-"""Exit statuses of a rank: sent home; no lead came; not taken (sysexits.h: unavailable, no permission, try again)."""
+ENDED, GONE, REFUSED, AGAIN, LATER = 0, 69, 77, 75, 73
+"""Exit statuses of a rank: sent home; no lead came; not taken, nor another time; it was in the gang and has lost its
+lead; not taken this time (most are of sysexits.h: unavailable, no permission, try again)."""
+STARTING_SECONDS = 60.0
+STRANGER_SECONDS = 5.0
+"""For the handshake of one that is sent home."""
+PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.3, 30.0
+"""Before another try of a rank that has not got in: the first, doubled up to the longest."""
 
 
 def send_home(place: Place, wait: float = 20.0) -> None:
@@ -26,9 +32,11 @@ def send_home(place: Place, wait: float = 20.0) -> None:
     left, deadline = set(range(1, place.ranks)), time.monotonic() + wait
     with contextlib.suppress(OSError), channel.listen(place.host, place.port) as server:
         server.settimeout(1.0)
-        while left and time.monotonic() < deadline:
-            with contextlib.suppress(TimeoutError, ValueError, channel.Refused):
-                opened, hello = channel.welcome(server.accept()[0], place.token)
+        while left and (seconds := deadline - time.monotonic()) > 0:
+            # A connection that is reset, or that of a stranger, keeps the others from nothing.
+            with contextlib.suppress(OSError, ValueError, channel.Refused):
+                sock = server.accept()[0]
+                opened, hello = channel.welcome(sock, place.token, min(seconds, STRANGER_SECONDS))
                 opened.send({"bye": "end"})
                 left.discard(hello.get("rank"))
 
@@ -36,13 +44,28 @@ def send_home(place: Place, wait: float = 20.0) -> None:
 def stay(address: str, rank: int, told: Callable[[str], None]) -> int:
     """Has a process join the gang at `address` as `rank`, and another one whenever its lead was lost.
 
-    Returns 0 when a lead has sent it home, else the status of a rank that is not taken or waited in vain.
+    Returns 0 when a lead has sent it home, else the status of a rank that is not taken, waited in vain, or has not got
+    into the gang for RLHF_GANG_WAIT seconds. Raises PlaceError.
     """
+    wait = places.seconds(os.environ, places.WAIT, Place.wait)
+    last, pause = time.monotonic(), PAUSE_SECONDS
     while True:
         command = interpreter.command(
             "stages.worker.rank", "--join", address, "--rank", str(rank), "--parent", str(os.getpid())
         )
+        began = time.monotonic()
         code = subprocess.call(command, stdin=subprocess.DEVNULL, env=worker_environment())
+        now = time.monotonic()
         if code in (ENDED, GONE, REFUSED):
             return code
-        told(f"rank {rank} has lost its lead and waits for the next one at {address}")
+        # One that has lived for longer was in the gang, whatever has ended it: none waits so long for its lead.
+        if code == AGAIN or now - began > wait + STARTING_SECONDS:
+            last, pause = now, PAUSE_SECONDS
+            told(f"rank {rank} has lost its lead and waits for the next one at {address}")
+        elif now - last > wait:
+            told(f"rank {rank} has not got into the gang at {address} for {wait:g} s; its last try ended with {code}")
+            return GONE
+        else:
+            told(f"rank {rank} has not got into the gang at {address} (status {code}), and tries again")
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)

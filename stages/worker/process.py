@@ -351,7 +351,9 @@ def main() -> None:
         _begin(request)
         changed = False
         try:
+            gathered = False
             gang = gang or gather(events)
+            gathered = True
             made = run_request(request, memory, events, gang)
             with contextlib.suppress(OSError):
                 sys.stdout.flush()
@@ -364,8 +366,8 @@ def main() -> None:
             raise
         except BaseException as e:
             events.send(failure_of(e, request.store))
-            # SystemExit and the like: reported, and then the worker ends.
-            if not isinstance(e, Exception) or (gang is not None and gang.broken):
+            # SystemExit and the like: reported, and then the worker ends; without its ranks too, which learn it so.
+            if not isinstance(e, Exception) or not gathered or (gang is not None and gang.broken):
                 raise
     if gang is not None:
         gang.close(again=changed)

@@ -38,10 +38,12 @@ class Member:
     """This process in its gang. It is a rank's `tuning.ranks.Ranks`."""
 
     def __init__(self, rank: int, opened: Channel):
+        """Waits for the welcome. Raises Refused, EOFError or OSError where none comes."""
         self.rank = rank
         first = opened.receive()
         if first is None:
             raise EOFError
+        channel.check_taken(first)
         self.sent_home = "bye" in first
         if self.sent_home:
             return
@@ -202,6 +204,17 @@ def _silent(done: int, total: int, unit: str, **metrics: float) -> None:
     pass
 
 
+def _status_after(error: Exception) -> int:
+    """The exit status of a rank that has not joined."""
+    match error:
+        case TimeoutError():
+            return joining.GONE
+        case OSError() | EOFError() | channel.Refused(for_good=False):
+            return joining.LATER
+        case _:
+            return joining.REFUSED
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--join", required=True, metavar="HOST:PORT", help="where the lead listens")
@@ -213,16 +226,12 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     host, port = places.address_of(args.join)
     hello = {"rank": args.rank, "host": socket.gethostname(), "pid": os.getpid()}
-    wait = places.seconds(os.environ, places.WAIT, places.Place.wait)
     try:
-        opened = channel.connect(host, port, places.token_of(), hello, wait)
-    except (TimeoutError, channel.Refused, places.PlaceError) as e:
-        print(f"rank {args.rank}: {e}", file=sys.stderr, flush=True)
-        os._exit(joining.GONE if isinstance(e, TimeoutError) else joining.REFUSED)
-    try:
-        member = Member(args.rank, opened)
-    except EOFError:
-        os._exit(joining.AGAIN)
+        wait = places.seconds(os.environ, places.WAIT, places.Place.wait)
+        member = Member(args.rank, channel.connect(host, port, places.token_of(), hello, wait))
+    except (OSError, EOFError, channel.Refused, places.PlaceError) as e:
+        print(f"rank {args.rank}: {e or 'the lead has ended'}", file=sys.stderr, flush=True)
+        os._exit(_status_after(e))
     if member.sent_home:
         os._exit(joining.ENDED)
     distributed.initialize(member, member.coordinator)

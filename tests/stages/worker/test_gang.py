@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -22,7 +25,8 @@ from stages.worker import channel, loaded
 from stages.worker.channel import Refused
 from stages.worker.client import Worker
 from stages.worker.gang import Gang
-from stages.worker.places import PlaceError, first_host, place_of
+from stages.worker.joining import send_home
+from stages.worker.places import Place, PlaceError, first_host, place_of
 from stages.worker.process import of_stage
 from stages.worker.protocol import Request
 from tests.stages.worker.support import ignore, request
@@ -127,6 +131,79 @@ def test_a_lead_that_does_not_know_the_token_gets_no_rank() -> None:
     server.close()
 
 
+STRANGERS = {
+    "a proof in no ASCII": json.dumps({"nonce": "n", "hello": {}, "proof": "\u00e9"}).encode() + b"\n",
+    "half a surrogate": b'{"nonce": "n", "hello": {}, "proof": "\\ud800"}\n',
+    "a list as deep as a well": b"[" * 60_000 + b"\n",
+    "a list": b"[1]\n",
+    "no JSON": b"GET / HTTP/1.1\n",
+    "a line without end": b" " * (channel.LONGEST_HELLO + 1),
+    "half a line": b'{"nonce"',
+}
+
+
+@pytest.mark.parametrize("case", STRANGERS)
+def test_what_no_rank_sends_ends_its_connection_and_not_the_lead(case) -> None:
+    with channel.listen("127.0.0.1", 0) as server, socket.create_connection(server.getsockname()) as stranger:
+        stranger.sendall(STRANGERS[case])
+        taken = server.accept()[0]
+        with pytest.raises((Refused, ValueError, TimeoutError)):
+            channel.welcome(taken, TOKEN, seconds=0.5)
+        assert taken.fileno() == -1
+
+
+def test_a_handshake_of_which_each_byte_comes_in_time_has_one_limit() -> None:
+    left = threading.Event()
+
+    def trickle(stranger: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while not left.wait(0.1):
+                stranger.sendall(b" ")
+
+    with channel.listen("127.0.0.1", 0) as server, socket.create_connection(server.getsockname()) as stranger:
+        thread = threading.Thread(target=trickle, args=[stranger], daemon=True)
+        thread.start()
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            channel.welcome(server.accept()[0], TOKEN, seconds=0.5)
+        assert 0.4 < time.monotonic() - began < 10
+        left.set()
+        thread.join()
+
+
+def test_what_follows_the_handshake_at_once_is_not_lost() -> None:
+    got: list = []
+    with channel.listen("127.0.0.1", 0) as server:
+        address = server.getsockname()
+
+        def rank() -> None:
+            opened = channel.connect(*address, TOKEN, {"rank": 1}, wait=10)
+            got.extend([opened.receive(), opened.receive()])
+
+        thread = threading.Thread(target=rank)
+        thread.start()
+        opened, _ = channel.welcome(server.accept()[0], TOKEN)
+        opened.send({"welcome": 1})
+        opened.send({"beat": True})
+        thread.join()
+    assert got == [{"welcome": 1}, {"beat": True}]
+
+
+def test_ranks_are_sent_home_although_a_connection_is_reset() -> None:
+    with channel.listen("127.0.0.1", 0) as probe:
+        port = probe.getsockname()[1]
+    place = Place(2, 0, "127.0.0.1", port, TOKEN, False)
+    sending = threading.Thread(target=send_home, args=[place])
+    sending.start()
+    while True:
+        with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            stranger.recv(10)
+            break
+    assert channel.connect("127.0.0.1", port, TOKEN, {"rank": 1}, wait=10).receive() == {"bye": "end"}
+    sending.join()
+
+
 def test_a_rank_with_other_code_than_the_leads_says_which_module(tmp_path) -> None:
     ask = dataclasses.replace(request(tmp_path), files={"tuning.shapes": "0" * 64})
     with pytest.raises(RuntimeError, match="module tuning.shapes is other code here than on the lead"):
@@ -200,11 +277,67 @@ def test_two_ranks_make_what_one_process_makes(store, tmp_path, monkeypatch) -> 
     assert [rank for rank in ranks if rank.is_running()] == []
 
 
-def test_a_rank_for_which_no_lead_comes_says_so(monkeypatch) -> None:
-    environment = os.environ | {"RLHF_GANG_TOKEN": TOKEN, "RLHF_GANG_WAIT": "0.5"}
-    rlhf = Path(sys.executable).with_name("rlhf")
+def joined(port: int, rank: int, **environment: str) -> tuple[int, str]:
+    """Exit status of `rlhf join`, and what it says."""
+    command = [Path(sys.executable).with_name("rlhf"), "join", f"127.0.0.1:{port}", "--rank", str(rank)]
+    environment = {**os.environ, "RLHF_GANG_TOKEN": TOKEN, "RLHF_GANG_WAIT": "0.5"} | environment
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    return done.returncode, done.stderr
+
+
+def test_a_rank_for_which_no_lead_comes_says_so() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    command = [rlhf, "join", f"127.0.0.1:{port}", "--rank", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
-    assert (done.returncode, f"no lead at 127.0.0.1:{port} for 0.5 s" in done.stderr) == (69, True)
+    code, said = joined(port, 1)
+    assert (code, f"no lead at 127.0.0.1:{port} for 0.5 s" in said) == (69, True)
+
+
+def test_a_rank_that_can_never_join_ends_with_the_reason() -> None:
+    """Each of these would be the same another time, and no process is started for another try."""
+    with channel.listen("127.0.0.1", 0) as server:
+        port = server.getsockname()[1]
+        gang = Gang(Place(2, 0, "127.0.0.1", port, TOKEN, False, wait=40.0), lambda what: None, lambda what, out: None)
+        lead = threading.Thread(target=gang._welcome_all, args=[server], daemon=True)
+        lead.start()
+        code, said = joined(port, 5, RLHF_GANG_WAIT="30")
+        assert (code, "rank 5 is none of the 2" in said) == (77, True), said
+        code, said = joined(port, 1, RLHF_GANG_WAIT="30", RLHF_GANG_TOKEN=TOKEN[::-1])
+        assert (code, "another token" in said) == (77, True), said
+        channel.connect("127.0.0.1", port, TOKEN, {"rank": 1}, wait=10)
+        lead.join()
+    assert joined(port, 1, RLHF_GANG_WAIT="10m")[0] == 2
+
+
+def test_a_rank_at_the_address_of_another_service_ends_with_the_reason() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def banner() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    with server.accept()[0] as caller:
+                        caller.sendall(b"SSH-2.0-OpenSSH\r\n")
+
+        threading.Thread(target=banner, daemon=True).start()
+        code, said = joined(server.getsockname()[1], 1)
+        server.shutdown(socket.SHUT_RDWR)
+    assert (code, "what answers there is no lead" in said) == (69, True), said
+
+
+FAILING = """
+import jax
+from stages.worker.gang import Gang
+from stages.worker.places import Place
+
+jax.devices()  # After that JAX takes no other processes.
+gang = Gang(Place(2, 0, "127.0.0.1", 0, "0123456789abcdef", True, wait=60.0), print, print)
+try:
+    gang.start()
+except RuntimeError as e:
+    print(e)
+print([child.poll() is not None for child in gang._children.values()])
+"""
+
+
+def test_a_gang_that_cannot_be_set_up_leaves_no_rank() -> None:
+    done = subprocess.run([sys.executable, "-c", FAILING], capture_output=True, text=True, timeout=120)
+    assert "before any JAX" in done.stdout and done.stdout.splitlines()[-1] == "[True]", done
