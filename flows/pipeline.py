@@ -24,7 +24,7 @@ from flows.orchestration.show import (
 from flows.recipe.model import Recipe
 from flows.recipe.overrides import recipe_parameters, values_of
 from flows.recipe.reading import load_recipe
-from flows.records import NOTHING_NEW, REFUSED
+from flows.records import DECIDED
 from flows.running.checks import check, try_algorithm
 from flows.running.closing import close, evaluations_of, status_after, status_at_end, summary
 from flows.running.gating import stages_of
@@ -155,11 +155,10 @@ def _run(session: Session, force: list[str], only: list[str]) -> State[Any]:
     summary(session, reporter, report)
     scores = {label: metrics["score"] for label, metrics in evaluations_of(session).items()}
     decision = session.record.get("decision") or {}
-    # Prefect's own name of the state, where no gate has decided.
-    name = {"promoted": "Promoted", REFUSED: "Refused", NOTHING_NEW: "Nothing new"}.get(decision.get("decision", ""))
+    name = DECIDED.get(decision.get("decision", ""), "Completed")
     said = "; ".join(decision.get("reasons", [])) or None
     data = {"run": session.name, "status": status, "evaluations": scores}
-    return Completed(name=name or "Completed", message=said, data=data)
+    return Completed(name=name, message=said, data=data)
 
 
 def run_recipe(

@@ -24,6 +24,8 @@ PARTIAL = "partial"
 
 
 REFUSED, NOTHING_NEW = "refused", "nothing new"
+DECIDED = {"promoted": "Promoted", REFUSED: "Refused", NOTHING_NEW: "Nothing new"}
+"""Prefect's name of a run's last state, by the decision of its gate; without one it is `Completed`."""
 WHOLE = ("finished", REFUSED, NOTHING_NEW)
 """The statuses of a run that has come to its end: its policy is made, its gate has refused it, or there was nothing."""
 

@@ -18,6 +18,8 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
 from pydantic import SecretStr
 
+from flows.records import DECIDED
+
 FLOW = "rlhf-pipeline"
 """Name of the flow (`flows.pipeline.NAME`), which is not imported for it: that loads the whole graph."""
 BLOCK = "rlhf-alerts"
@@ -57,8 +59,8 @@ def automations(block: UUID, silent_hours: float) -> list[AutomationCore]:
     silent_hours: after so long without a night that came to an end one of them calls.
     """
     within = datetime.timedelta(seconds=max(LEAST_SECONDS, 3600 * silent_hours))
-    # Refused is an end, too: the night did happen.
-    ends = {"prefect.flow-run.Completed", "prefect.flow-run.Refused"}
+    # Whatever its gate has decided, the night did happen.
+    ends = {f"prefect.flow-run.{state}" for state in ("Completed", *DECIDED.values())}
     silent = _trigger(ends) | {"posture": Posture.Proactive, "within": within}
     hours = f"{silent_hours:g} hours"
     text = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import http.server
 import json
 import subprocess
@@ -12,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prefect.server.events.schemas.automations import AutomationCore
+from prefect.server.events.schemas.automations import AutomationCore, EventTrigger
+from prefect.server.events.schemas.events import ReceivedEvent
 from typer.testing import CliRunner
 
 from flows.cli.app import app
@@ -37,6 +39,23 @@ def test_the_automations_are_those_that_a_server_takes():
     expected = {event for a in made[:-1] for event in a.trigger.expect}
     assert expected == {f"prefect.flow-run.{s}" for a in alerts.ALERTS for s in a.states}
     assert not any("Completed" in event for event in expected)
+
+
+@pytest.mark.parametrize("state", ["Completed", "Promoted", "Refused", "Nothing new"])
+def test_each_state_in_which_a_night_ends_counts_as_its_end(state: str):
+    """By the server's own rule: the call for silent hours comes when none of them did."""
+    [silent] = [a for a in alerts.automations(uuid.uuid4(), 26) if a.name == "rlhf: no run completed"]
+    trigger = EventTrigger.model_validate(silent.trigger.model_dump(mode="json", exclude={"id"}))
+    flow = {"prefect.resource.id": "prefect.flow.1", "prefect.resource.role": "flow", "prefect.resource.name": NAME}
+    event = ReceivedEvent(
+        id=uuid.uuid4(),
+        occurred=datetime.datetime.now(datetime.UTC),
+        event=f"prefect.flow-run.{state}",
+        resource={"prefect.resource.id": "prefect.flow-run.1"},
+        related=[flow],
+    )
+    assert trigger.expects(event.event) and trigger.covers(event)
+    assert not trigger.expects("prefect.flow-run.Failed")
 
 
 def test_without_a_server_or_with_a_wrong_address_the_command_says_what_to_do(monkeypatch):
