@@ -149,11 +149,11 @@ class Session:
         try:
             self.limit.at(name)
             return self._made_with_code_as_it_is(name)
-        except RunTooLong as e:
-            entry = self.record["nodes"].get(name)
-            # Also where it waited for another run.
-            if entry is not None and entry["state"] == "running":
-                entry |= {"state": "failed", "error": f"{type(e).__name__}: {e}"}
+        except BaseException as e:
+            # Also where it waited for another run, or an input was made again.
+            for entry in self.record["nodes"].values():
+                if entry["state"] == "running":
+                    entry |= _ended_by(e)
             raise
 
     def _made_with_code_as_it_is(self, name: str) -> tuple[str, Artifact]:
@@ -273,13 +273,8 @@ class Session:
         started = time.monotonic()
         try:
             manifest = self.worker.run(request, on_event, self.limit.check)
-        except KeyboardInterrupt:
-            entry |= {"state": "interrupted", "seconds": round(time.monotonic() - started, 2)}
-            self._save_if_possible()
-            raise
         except BaseException as e:
-            seconds = round(time.monotonic() - started, 2)
-            entry |= {"state": "failed", "error": without_userinfo(f"{type(e).__name__}: {e}"), "seconds": seconds}
+            entry |= _ended_by(e) | {"seconds": round(time.monotonic() - started, 2)}
             self._save_if_possible()
             if isinstance(e, StageFailed) and not isinstance(e, CodeChanged):
                 raise type(e)(f"{node.name}: {e}") from e
@@ -302,7 +297,15 @@ class Session:
 
     def finish(self, status: str) -> None:
         """Ends the worker and closes the record; a remote store gets the worker's log."""
-        self.worker.finish()
+        try:
+            self.worker.finish()
+        except Exception as e:
+            # A record that stays open would tell of a run at work.
+            self.reporter.line(f"the worker of run {self.name} did not end well ({type(e).__name__}: {e})")
+        finally:
+            self._close(status)
+
+    def _close(self, status: str) -> None:
         self._store_log()
         self.record |= {"status": status, "ended": now(), "worker_starts": self.worker.starts}
         if status in ("failed", "interrupted"):
@@ -317,3 +320,10 @@ class Session:
         except Exception as error:
             found = full_disk(error, self.store.scratch) or error
             self.reporter.line(f"the record of run {self.name} could not be written: {found}")
+
+
+def _ended_by(error: BaseException) -> dict[str, Any]:
+    """What the record says of a stage that an error has ended."""
+    if isinstance(error, KeyboardInterrupt):
+        return {"state": "interrupted"}
+    return {"state": "failed", "error": without_userinfo(f"{type(error).__name__}: {error}")}

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import shutil
+import signal
 
 import pytest
 
+from flows.graph.build import key_of, key_parts
 from flows.recipe.reading import load_recipe
 from flows.report.console import ConsoleReporter
 from flows.running import session
 from flows.running.session import Session
 from stages.store.artifacts import Store
+from stages.store.leases import lease
 from stages.worker.client import StageFailed
 
 
@@ -66,6 +69,34 @@ def test_a_record_that_cannot_be_written_hides_no_error_of_a_stage(run, store, c
         run.run_node("prepare")
     run.finish("failed")
     assert "the record of run again could not be written: " in capsys.readouterr().out
+
+
+def test_a_run_that_is_interrupted_while_it_waits_for_another_says_so(run, store):
+    class Interrupted(ConsoleReporter):
+        def line(self, text):
+            super().line(text)
+            if "is being made by" in text:
+                # As by Ctrl-C.
+                signal.raise_signal(signal.SIGINT)
+
+    run.run_node("base")
+    run.reporter, run.force = Interrupted(), {"prepare"}
+    key = key_of(key_parts(run.nodes["prepare"], run.made))
+    with lease(run.store, "prepare", key, print), pytest.raises(KeyboardInterrupt):
+        run.run_node("prepare")
+    run.finish("interrupted")
+    nodes = Store(str(store)).read_json("runs", "again", "run.json")["nodes"]
+    assert {name: entry["state"] for name, entry in nodes.items()} == {"base": "hit", "prepare": "interrupted"}
+
+
+def test_a_worker_that_does_not_end_well_leaves_no_record_open(run, store, capsys, monkeypatch):
+    run.run_node("base")
+    # What describes no gang has failed the run, and again when its ranks are to be told of that.
+    monkeypatch.setenv("RLHF_GANG", "two")
+    run.finish("failed")
+    record = Store(str(store)).read_json("runs", "again", "run.json")
+    assert record["status"] == "failed" and record["ended"]
+    assert "PlaceError: RLHF_GANG is 'two'" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_store_that_cannot_be_written_to_ends_a_run_with_a_sentence(rlhf, tmp_path):
