@@ -109,7 +109,7 @@ def run_with_prefect(
         os.environ.setdefault(setting, value)
     from httpx import TransportError
 
-    from flows.orchestration.server import PrivateServer, ServerFailed, may_be_set
+    from flows.orchestration.server import PrivateServer, ServerFailed, may_be_set, reach_directly
 
     # Starting a server takes longest, and asking Prefect for its settings means to import it for two seconds: without
     # a sign of such settings the server starts first and comes up during the import.
@@ -122,6 +122,7 @@ def run_with_prefect(
         if private:
             server = server or PrivateServer()
             os.environ["PREFECT_API_URL"] = server.url
+            reach_directly()
             refresh_global_settings_context()
         from flows.pipeline import run_recipe
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from stages.worker import interpreter
 
 START_SECONDS = 120.0
+TRY_SECONDS, PAUSE_SECONDS = 5.0, 0.1
 RESTARTS = 5
 WATCH_SECONDS = 0.2
 
@@ -35,6 +36,14 @@ def may_be_set() -> bool:
     """Whether Prefect may be set to a server, as far as can be seen without importing it for two seconds."""
     home = Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser()
     return "PREFECT_API_URL" in os.environ or (home / "profiles.toml").exists()
+
+
+def reach_directly() -> None:
+    """Has this process, and those that it starts, reach this machine without a proxy of the environment."""
+    for name in ("NO_PROXY", "no_proxy"):
+        there = os.environ.get(name, "")
+        if "127.0.0.1" not in there and there.strip() != "*":
+            os.environ[name] = ",".join(filter(None, (there, "127.0.0.1")))
 
 
 class PrivateServer:
@@ -81,12 +90,14 @@ class PrivateServer:
     def wait(self) -> None:
         """Returns when the server answers. Raises ServerFailed with the end of its log."""
         deadline = time.monotonic() + START_SECONDS
+        # A proxy of the environment is for other hosts.
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         while time.monotonic() < deadline and self._process.poll() is None:
-            with contextlib.suppress(OSError):
-                with urllib.request.urlopen(f"{self.url}/health", timeout=START_SECONDS):
-                    self._watcher.start()
-                    return
-                time.sleep(0.1)
+            # In short tries: the socket takes a request whether or not the process behind it lives.
+            with contextlib.suppress(OSError), direct.open(f"{self.url}/health", timeout=TRY_SECONDS):
+                self._watcher.start()
+                return
+            time.sleep(PAUSE_SECONDS)
         self.stop()
         self._log.seek(0)
         output = self._log.read().decode(errors="replace").strip()[-2000:]

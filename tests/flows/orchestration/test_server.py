@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 import urllib.error
 import urllib.request
 
 import psutil
 import pytest
 
-from flows.orchestration.server import PrivateServer
+from flows.orchestration.server import START_SECONDS, PrivateServer, ServerFailed, reach_directly
 
 
 def servers() -> list[psutil.Process]:
@@ -19,13 +20,18 @@ def servers() -> list[psutil.Process]:
     return [child for child in children if "flows.orchestration.server" in child.cmdline()]
 
 
+direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
 def healthy(url: str) -> bool:
-    with urllib.request.urlopen(f"{url}/health", timeout=120) as answer:
+    with direct.open(f"{url}/health", timeout=120) as answer:
         return bool(answer.status == 200)
 
 
 def test_a_private_server_that_is_killed_is_started_again_at_its_address(tmp_path, monkeypatch):
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
+    # Nobody is there: what asked it for this machine would get no answer.
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     server = PrivateServer()
     try:
         server.wait()
@@ -41,6 +47,26 @@ def test_a_private_server_that_is_killed_is_started_again_at_its_address(tmp_pat
     assert servers() == []
     with pytest.raises(urllib.error.URLError, match="refused"):
         healthy(server.url)
+
+
+def test_a_private_server_that_dies_at_its_start_is_not_waited_for(tmp_path, monkeypatch):
+    (tmp_path / "home").write_text("a file where the folder should be")
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "home"))
+    server = PrivateServer()
+    began = time.monotonic()
+    with pytest.raises(ServerFailed, match="did not start; `--no-prefect` runs without one\n(?s:.*)Error: "):
+        server.wait()
+    assert time.monotonic() - began < START_SECONDS
+    assert servers() == []
+
+
+@pytest.mark.parametrize(("before", "after"), [("", "127.0.0.1"), ("a.site", "a.site,127.0.0.1"), ("*", "*")])
+def test_requests_to_this_machine_take_no_proxy(monkeypatch, before, after):
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, before)
+    reach_directly()
+    reach_directly()
+    assert [os.environ[name] for name in ("NO_PROXY", "no_proxy")] == [after] * 2
 
 
 def test_a_server_of_ones_own_that_is_not_there_is_told_in_a_sentence(rlhf, tmp_path, monkeypatch):
