@@ -223,8 +223,7 @@ class Server:
         texts: dict[int, tuple[Text, Choice]] = {}
         try:
             for i in range(len(job.prompts)):
-                # In a thread: `submit` waits for the step that the engine is in.
-                streams.append(await asyncio.to_thread(self.submit, job, i, notify))
+                streams.append(await _made_or_cancelled(loop.run_in_executor(None, self.submit, job, i, notify)))
                 self.counts.prompt_tokens += len(job.prompts[i])
             while not all(s.ended for s in streams):
                 # At least once a second, also without an update, to see whether the client has left.
@@ -281,6 +280,23 @@ def _check_top(count: int | None) -> None:
 def _object(text: str) -> dict[str, Any]:
     value: dict[str, Any] = json.loads(text)
     return value
+
+
+async def _made_or_cancelled(making: asyncio.Future[Any]) -> Any:
+    """The stream of a request that a thread submits, which waits for the step that the engine is in.
+
+    A request that ends meanwhile cannot stop the thread: what it makes is cancelled as soon as it is there.
+    """
+
+    def drop(made: asyncio.Future[Any]) -> None:
+        if made.exception() is None:
+            made.result().cancel()
+
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        making.add_done_callback(drop)
+        raise
 
 
 def _next(stream: Any) -> Any:

@@ -22,7 +22,8 @@ from stages.serving.server import Server
 from stages.serving.settings import ServeOptions
 from tests.stages.serving.support import CONFIG, CONTEXT, LIMITS, STOPS, TOKENIZER, serving
 from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.live import Live
+from tuning.rollout.engine.live import EngineStopped, Live
+from tuning.rollout.requests import Request
 
 KEY, OTHER = "k" * 24, "another-key-of-a-server"
 BOUNDS = Bounds(body_bytes=20_000, body_seconds=1.0, requests=2, request_seconds=20.0)
@@ -276,6 +277,62 @@ def test_an_answer_that_takes_too_long_ends_with_its_reason(live):
             time.sleep(0.05)
     finally:
         end()
+
+
+def test_a_request_whose_time_is_over_before_the_engine_has_taken_it_leaves_it_nothing(live):
+    made, going_on = [], threading.Event()
+
+    class Watched(Server):
+        def submit(self, *arguments):
+            made.append(super().submit(*arguments))
+            return made[-1]
+
+    url, end = serving(Watched(live, TOKENIZER, "tiny", STOPS, CONTEXT), Bounds(request_seconds=0.3))
+    # A step that takes longer than the request may.
+    hanging = threading.Thread(target=live._ask, args=(lambda: going_on.wait(60),))
+    try:
+        hanging.start()
+        long = SAID | {"max_tokens": 190, "n": 64, "ignore_eos": True, "temperature": 1}
+        answer = httpx.post(f"{url}/v1/completions", json=long, timeout=60)
+        assert (answer.status_code, answer.json()["error"]["code"], made) == (504, "time_limit", [])
+        going_on.set()
+        hanging.join()
+        deadline = time.monotonic() + 30
+        while not made:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert {done.stop for done in made[0].result()} == {"cancelled"}
+    finally:
+        going_on.set()
+        end()
+
+
+def test_an_engine_that_hangs_keeps_nobody_who_closes_it(params):
+    engine = Engine(CONFIG, limits=LIMITS)
+    engine.load(params)
+    live, going_on = Live(engine), threading.Event()
+    stopped = []
+
+    def hang():
+        try:
+            live._ask(lambda: going_on.wait(60))
+        except EngineStopped as e:
+            stopped.append(e)
+
+    try:
+        stream = live.submit(Request([5, 6], 150, seed=1))
+        hanging = threading.Thread(target=hang)
+        hanging.start()
+        while live.step_seconds < 0.3:
+            time.sleep(0.01)
+        live.close(seconds=0.1)
+        with pytest.raises(EngineStopped, match="closed"):
+            stream.result()
+        hanging.join(20)
+        assert len(stopped) == 1
+    finally:
+        going_on.set()
+        live.close()
 
 
 def test_a_client_that_reads_nothing_is_let_go():

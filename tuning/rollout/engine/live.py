@@ -17,6 +17,9 @@ from tuning.rollout.engine.scores import Scores
 from tuning.rollout.requests import Completion, Request, Update
 
 
+CLOSING_SECONDS = 60.0
+
+
 class EngineStopped(RuntimeError):
     """The engine has been closed, or a step has failed with this request under way; the cause is chained."""
 
@@ -76,6 +79,8 @@ class Live:
         self._failure: BaseException | None = None
         self._stepped = False
         """Whether the last step succeeded."""
+        self._left = False
+        """Whether the thread hangs in a step and nobody waits for it any more."""
         self._busy_since: float | None = None
         self.failed_steps = 0
         """Steps that ended requests."""
@@ -130,12 +135,15 @@ class Live:
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
-    def close(self) -> None:
-        """Ends the thread; open streams raise EngineStopped."""
+    def close(self, seconds: float = CLOSING_SECONDS) -> None:
+        """Ends the thread; open streams raise EngineStopped. One whose step hangs for longer than `seconds` is left."""
         with self._wake:
-            self._failure = self._failure or EngineStopped("closed")
+            self._failure = failure = self._failure or EngineStopped("closed")
             self._wake.notify()
-        self._thread.join()
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            self._left = True
+            self._end_streams(failure)
 
     def _ask(self, order: Callable[[], Any]) -> Any:
         """Runs `order` in the engine's thread between two steps; returns its result or raises its error."""
@@ -159,7 +167,7 @@ class Live:
                 value, error = answer.get(timeout=1.0)
                 break
             except queue.Empty:
-                if not self._thread.is_alive():
+                if self._left or not self._thread.is_alive():
                     raise EngineStopped("the engine has stopped") from self._failure
         if error is not None:
             raise error
@@ -212,7 +220,9 @@ class Live:
     def _end_streams(self, failure: BaseException, numbers: Collection[int] | None = None) -> None:
         for number in list(self._streams):
             if numbers is None or number in numbers:
-                self._streams.pop(number).put(failure)
+                stream = self._streams.pop(number, None)
+                if stream is not None:
+                    stream.put(failure)
 
     def _deliver(self, updates: list[Update]) -> None:
         for update in updates:
@@ -223,4 +233,4 @@ class Live:
             if update.completion is not None:
                 stream.left -= 1
                 if stream.left == 0:
-                    del self._streams[update.number]
+                    self._streams.pop(update.number, None)
