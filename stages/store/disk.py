@@ -97,10 +97,12 @@ class DiskFull(OSError):
     """There is no room for what is to be written; the message says where, and what to do."""
 
 
-def full_disk(error: BaseException, folder: Path) -> DiskFull | None:
+def full_disk(
+    error: BaseException, folder: Path, elsewhere: tuple[type[BaseException], ...] = ()
+) -> DiskFull | None:
     """The error of a full disk that is behind another one, told with its place and a remedy; None where there is none.
 
-    folder: where most is written, if the error names no file.
+    folder: where most is written, if the error names no file. elsewhere: errors that tell of another machine.
     """
     seen: list[BaseException] = []
     found: BaseException | None = error
@@ -108,9 +110,11 @@ def full_disk(error: BaseException, folder: Path) -> DiskFull | None:
         if isinstance(found, DiskFull):
             return found
         number = found.errno if isinstance(found, OSError) and found.errno in FULL else None
-        # Libraries in C++ keep the text alone.
-        said = next((n for n, text in FULL.items() if text in str(found)), None)
-        number = said if number is None else number
+        if isinstance(found, elsewhere):
+            return None
+        # Libraries in C++ keep the text alone. What names a URL is the answer of a service, about its own disk.
+        if number is None and "://" not in str(found):
+            number = next((n for n, text in FULL.items() if text in str(found)), None)
         if number is not None:
             name = getattr(found, "filename", None)
             place = Path(os.fsdecode(name)) if isinstance(name, str | bytes) else folder

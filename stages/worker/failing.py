@@ -29,7 +29,7 @@ def failure_of(error: BaseException, store: str) -> Failed:
         print(told, file=sys.stderr, flush=True)
     text: Any = f"{place_of(error)}{type(error).__name__}: {error}"
     outage = error.outage if isinstance(error, RankFailed) else kind_of(error) == "outage"
-    full = full_disk(error, Store(store).scratch) if isinstance(error, Exception) else None
+    full = full_disk(error, Store(store).scratch, (RankFailed,)) if isinstance(error, Exception) else None
     if full is not None:
-        text, outage = full.strerror, True
+        text, outage = full.strerror if full is error else f"{full.strerror} ({text})", True
     return Failed(without_userinfo(str(text)), told, outage)

@@ -1,9 +1,12 @@
 """An error of a stage arrives whole: a full disk is known by its cause, and needs no room in the log to be told."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
+from stages.store.disk import DiskFull
 from stages.worker.client import StageFailed, Worker
 from stages.worker.failing import failure_of
 from stages.worker.gang import RankFailed
@@ -22,6 +25,27 @@ def test_a_full_disk_is_known_by_what_caused_an_error(tmp_path):
     # The same command goes on when there is room.
     assert failed.outage
     assert failed.error.startswith("No space left on device: ")
+
+
+FULL_ELSEWHERE = {
+    "a rank's": RankFailed("rank 1 (pid 7 on b): OSError: [Errno 28] No space left on device: '/scratch/x'", True),
+    "a service's": RuntimeError("the judge http://10.0.0.5/v1 has answered 500: No space left on device"),
+}
+
+
+@pytest.mark.parametrize("case", FULL_ELSEWHERE)
+def test_a_full_disk_of_another_machine_is_not_told_as_this_ones(tmp_path, case):
+    error = FULL_ELSEWHERE[case]
+    failed = failure_of(error, str(tmp_path))
+    assert failed.error.endswith(f"{type(error).__name__}: {error}") and "MB left" not in failed.error
+
+
+def test_a_full_disk_is_told_with_what_met_it(tmp_path):
+    failed = failure_of(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "x")), str(tmp_path))
+    assert failed.error.startswith("No space left on device: the disk of ")
+    assert f"OSError: [Errno 28] No space left on device: '{tmp_path / 'x'}'" in failed.error
+    told = "No space left on device: the disk of /a has 0 MB left of 1"
+    assert failure_of(DiskFull(errno.ENOSPC, told), str(tmp_path)).error == told
 
 
 def test_memory_that_runs_out_is_no_full_disk(tmp_path):
