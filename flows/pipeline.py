@@ -7,6 +7,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from coolname import generate_slug
+from httpx import TransportError
 from prefect import flow, runtime, task
 from prefect.cache_policies import NO_CACHE
 from prefect.states import Completed, Failed, State
@@ -33,7 +34,7 @@ from flows.running.session import Session
 from stages.contract.registry import stage as find_stage
 from stages.store.artifacts import Store
 from stages.store.keys import published
-from stages.worker.client import WorkerDied
+from stages.worker.client import StageFailed, WorkerDied
 
 NAME = "rlhf-pipeline"
 
@@ -161,6 +162,14 @@ def _run(session: Session, force: list[str], only: list[str]) -> State[Any]:
     return Completed(name=name, message=said, data=data)
 
 
+def _behind(error: BaseException) -> BaseException | None:
+    """The run's own error behind that of a server which was gone when it was to be told; None where there is none."""
+    found = error.__context__
+    while found is not None and not isinstance(found, StageFailed | WorkerDied | RunTooLong | KeyboardInterrupt):
+        found = found.__context__
+    return found
+
+
 def run_recipe(
     recipe: Recipe,
     *,
@@ -179,6 +188,9 @@ def run_recipe(
     token = _resolved.set((recipe, standing))
     try:
         state: Any = local(recipe.name, **options, **shown, return_state=True)
+    except TransportError as e:
+        error = _behind(e)
+        raise error if error is not None else e
     finally:
         _resolved.reset(token)
         send_events()

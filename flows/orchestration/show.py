@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import math
 import re
 import time
@@ -179,14 +180,19 @@ def send_events() -> None:
 def wait_until_recorded(flow_run: UUID) -> None:
     """Waits until the server has stored the end of every task run.
 
-    The server stores task runs asynchronously; a private server that stopped earlier would lose the last ones.
+    The server stores task runs asynchronously; a private server that stopped earlier would lose the last ones. A
+    server that is gone is told, and raises nothing: how the run has ended is for its state to say.
     """
     unfinished = filters.TaskRunFilterStateType(any_=[StateType.PENDING, StateType.RUNNING, StateType.SCHEDULED])
     of_flow = filters.FlowRunFilter(id=filters.FlowRunFilterId(any_=[flow_run]))
     of_state = filters.TaskRunFilter(state=filters.TaskRunFilterState(type=unfinished))
     deadline = time.monotonic() + RECORD_SECONDS
-    with get_client(sync_client=True) as client:
-        while time.monotonic() < deadline:
-            if not client.read_task_runs(flow_run_filter=of_flow, task_run_filter=of_state, limit=1):
-                break
-            time.sleep(0.1)
+    try:
+        with get_client(sync_client=True) as client:
+            while time.monotonic() < deadline:
+                if not client.read_task_runs(flow_run_filter=of_flow, task_run_filter=of_state, limit=1):
+                    break
+                time.sleep(0.1)
+    except Exception as e:
+        # Outside of a flow: its logger is not there any more.
+        logging.getLogger("rlhf").warning("Prefect may not have the end of this run (%s: %s)", type(e).__name__, e)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import time
 import urllib.error
 import urllib.request
@@ -13,6 +14,9 @@ import psutil
 import pytest
 
 from flows.orchestration.server import START_SECONDS, PrivateServer, ServerFailed, reach_directly
+from stages.store.artifacts import Store
+from tests.flows.prefect_server import PROJECT, prefect_server
+from tests.support import RLHF
 
 
 def servers() -> list[psutil.Process]:
@@ -77,3 +81,27 @@ def test_a_server_of_ones_own_that_is_not_there_is_told_in_a_sentence(rlhf, tmp_
     done = rlhf("run", "smoke", "--set", f"store={tmp_path / 'store'}", code=1)
     assert f"failed: the Prefect server at {url} cannot be reached" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+KILLING = """
+import os, signal
+
+def lines():
+    os.kill(int(os.environ["OF_THE_TEST"]), signal.SIGKILL)
+    raise ValueError("the error of the stage")
+    yield
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_error_of_a_run_is_told_where_its_server_is_gone(tmp_path):
+    with prefect_server(tmp_path) as prefect:
+        (pid,) = [c.pid for c in psutil.Process().children() if f"{prefect.port}" in " ".join(c.cmdline())]
+        (tmp_path / "killing_source.py").write_text(KILLING)
+        env = prefect.env | {"OF_THE_TEST": str(pid), "PYTHONPATH": f"{PROJECT}{os.pathsep}{tmp_path}"}
+        sets = [f"store={tmp_path / 'store'}", "data.source=killing_source:lines"]
+        command = [RLHF, "run", "smoke", *(word for item in sets for word in ("--set", item))]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 1 and "the error of the stage" in done.stderr, done.stdout + done.stderr
+    assert Store(str(tmp_path / "store")).names("runs")
