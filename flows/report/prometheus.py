@@ -25,17 +25,32 @@ Record = Mapping[str, Any]
 
 
 class StoreCollector(Collector):
-    """Reads a store when it is asked."""
+    """Reads a store when it is asked, and once at a time: who asks meanwhile gets what was read last."""
 
     def __init__(self, store: Store):
         self._store = store
+        self._reading = threading.Lock()
+        self._last: list[GaugeMetricFamily] | None = None
+        self._read_at = 0.0
 
     def describe(self) -> list[GaugeMetricFamily]:
         """Nothing: the registry would read the store to find out."""
         return []
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """The metrics, from the store as it is now."""
+        """The metrics, from the store as it is now, or as it was when it was read last."""
+        asked = time.monotonic()
+        # Before the first reading has ended there is nothing else to answer with.
+        if self._reading.acquire(blocking=self._last is None):
+            try:
+                if self._last is None or self._read_at < asked:
+                    began = time.monotonic()
+                    self._last, self._read_at = list(self._families()), began
+            finally:
+                self._reading.release()
+        yield from self._last or ()
+
+    def _families(self) -> Iterator[GaugeMetricFamily]:
         runs = readable_runs(self._store)
         status = {record["name"]: status_of(record, self._store) for record in runs}
         by_recipe: dict[str, list[Record]] = {}

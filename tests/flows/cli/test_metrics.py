@@ -6,6 +6,8 @@ import datetime
 import signal
 import socket
 import subprocess
+import threading
+import time
 import urllib.request
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
 from flows.cli.app import app
+from flows.report.prometheus import serve_metrics
 from stages.store.artifacts import Store
 from stages.store.leases import lease, this_process
 from tests.flows.report.support import Maker, recipe_of
@@ -102,6 +105,56 @@ def test_a_scrape_is_answered_on_this_machine_alone_until_ctrl_c(place):
         assert samples(answer.read().decode())["rlhf_runs", "demo", "finished"] == 1
     serving.send_signal(signal.SIGINT)
     assert serving.communicate(timeout=30)[1] == "" and serving.returncode == 0
+
+
+class Slow(Store):
+    """A store whose reading waits to be let on."""
+
+    def __init__(self, url):
+        super().__init__(url)
+        self.readers, self.gate = 0, threading.Event()
+
+    def names(self, *parts):
+        if parts == ("runs",):
+            self.readers += 1
+            assert self.gate.wait(60)
+        return super().names(*parts)
+
+
+def test_scrapes_of_a_slow_store_read_it_once_at_a_time(place):
+    slow = Slow(place.url)
+    server = serve_metrics(slow, "127.0.0.1", 0)
+
+    def scrape():
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=60) as answer:
+            return answer.read()
+
+    def begun():
+        thread = threading.Thread(target=scrape)
+        thread.start()
+        return thread
+
+    try:
+        first = [begun() for _ in range(3)]
+        while slow.readers < 1:
+            time.sleep(0.01)
+        assert slow.readers == 1
+        slow.gate.set()
+        for thread in first:
+            thread.join()
+        last, read = scrape(), slow.readers
+        slow.gate.clear()
+        reading = begun()
+        while slow.readers == read:
+            time.sleep(0.01)
+        # Answered while that one reads, and without another.
+        assert [scrape() for _ in range(3)] == [last] * 3
+        assert slow.readers == read + 1
+        slow.gate.set()
+        reading.join()
+    finally:
+        slow.gate.set()
+        server.stop()
 
 
 def test_an_address_that_is_none_or_taken_is_told(place):
