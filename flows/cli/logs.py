@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 import time
 from collections.abc import Iterator
@@ -77,6 +78,8 @@ def _where(store: Store, record: dict[str, Any]) -> str:
 def _following(store: Store, record: dict[str, Any], path: Path) -> Iterator[str]:
     """The lines of a log as they come, until the run has ended."""
     read, rest, looked = 0, "", 0.0
+    # A character may be written in two parts.
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     running = status_of(record, store) == "running"
     if not path.exists() and (not running or not _is_here(store, record)):
         yield from _text(store, record, path).splitlines()
@@ -93,7 +96,7 @@ def _following(store: Store, record: dict[str, Any], path: Path) -> Iterator[str
                 f.seek(read)
                 chunk = f.read()
         read += len(chunk)
-        *lines, rest = (rest + chunk.decode(errors="replace")).split("\n")
+        *lines, rest = (rest + decoder.decode(chunk, final=not running)).split("\n")
         yield from lines
         if not running:
             break

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli.app import app
+from flows.cli.logs import _following
 from flows.recipe.reading import load_recipe
 from flows.report.console import ConsoleReporter
 from flows.running.session import Session, now
@@ -69,6 +70,21 @@ def test_a_run_is_followed_until_it_ends(place, tmp_path):
     write_record(place, "finished")
     out, err = following.communicate(timeout=30)
     assert (out, err) == ("and its end\n", "run first finished\n") and following.returncode == 0
+
+
+def test_a_character_that_is_written_in_two_parts_is_one(place, tmp_path):
+    write_record(place, "running")
+    log = tmp_path / "runs" / "first" / "worker.log"
+    first, second = "\u00e9".encode()[:1], "\u00e9".encode()[1:]
+    log.write_bytes(b"before\n" + first)
+    lines = _following(place, place.read_json(*RECORD), log)
+    assert next(lines) == "before"
+    with log.open("ab") as f:
+        f.write(second + b"\n" + first)
+    assert next(lines) == "\u00e9"
+    # A half that nothing follows is shown as one.
+    write_record(place)
+    assert list(lines) == ["\ufffd"]
 
 
 def test_ctrl_c_ends_it_quietly(place, tmp_path):
