@@ -16,7 +16,7 @@ from flows.graph.standing import Standing, standing_of
 from flows.graph.taken import check_point, taken_artifact
 from flows.recipe.model import Recipe
 from flows.records import log_of
-from flows.running.limits import RunLimit, RunTooLong
+from flows.running.limits import RunLimit
 from flows.running.naming import before, free_name
 from flows.running.remarks import of_data
 from stages.contract.kept import keep

@@ -64,12 +64,16 @@ class Guard:
             await self._app(scope, receive, send)
             return
         answer, began = Answer(send), time.monotonic()
+        limit = asyncio.timeout(self.bounds.request_seconds)
         try:
-            async with asyncio.timeout(self.bounds.request_seconds):
+            async with limit:
                 await self._guarded(scope, receive, answer)
         except Refused as refused:
             await answer.refuse(refused)
         except TimeoutError:
+            # Or one of the application's own.
+            if not limit.expired():
+                raise
             seconds = self.bounds.request_seconds
             message = f"no whole answer within {seconds:g} s: ask for fewer samples or tokens (--request-seconds)"
             await answer.refuse(Refused(504, message, "time_limit"))

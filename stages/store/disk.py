@@ -97,9 +97,7 @@ class DiskFull(OSError):
     """There is no room for what is to be written; the message says where, and what to do."""
 
 
-def full_disk(
-    error: BaseException, folder: Path, elsewhere: tuple[type[BaseException], ...] = ()
-) -> DiskFull | None:
+def full_disk(error: BaseException, folder: Path, elsewhere: tuple[type[BaseException], ...] = ()) -> DiskFull | None:
     """The error of a full disk that is behind another one, told with its place and a remedy; None where there is none.
 
     folder: where most is written, if the error names no file. elsewhere: errors that tell of another machine.

@@ -456,3 +456,19 @@ def test_the_guard_counts_a_client_that_left():
     scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": []}
     asyncio.run(Guard(left, counts)(scope, receive, send))
     assert counts.answers == {("/v1/completions", 0): 1} and counts.in_flight == 0
+
+
+def test_a_time_limit_of_the_application_s_own_is_not_told_as_the_guards():
+    async def late(scope, receive, send):
+        raise TimeoutError("of its own")
+
+    async def receive():
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    async def send(message):
+        raise AssertionError(message)
+
+    scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": [(b"host", b"127.0.0.1")]}
+    # As any other failure: the server answers 500, and its log says where.
+    with pytest.raises(TimeoutError, match="of its own"):
+        asyncio.run(Guard(late, Counts())(scope, receive, send))

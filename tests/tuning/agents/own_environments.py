@@ -215,6 +215,26 @@ def shout(text: str, times: int = 1) -> str:
     return " ".join([text.upper()] * times)
 
 
+def unanswered() -> str:
+    """A tool whose own request gets no answer."""
+    raise TimeoutError("the service did not answer")
+
+
+async def unanswered_later() -> str:
+    """The same, awaited."""
+    raise TimeoutError("the service did not answer")
+
+
+async def doze(seconds: float) -> str:
+    """Waits, and lets others go on.
+
+    Args:
+        seconds: How long.
+    """
+    await asyncio.sleep(seconds)
+    return "awake"
+
+
 def stall(seconds: float) -> str:
     """Waits without a word.
 

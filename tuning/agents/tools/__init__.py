@@ -182,7 +182,7 @@ class Table:
                 if tool.checked:
                     _bind(tool.function, call.arguments)
                 return text_of(self._value(tool.function(**call.arguments), seconds)), False
-        except (Overtime, TimeoutError):
+        except Overtime:
             return f"{ERROR}{call.name} took longer than {seconds:.3g} s", True
         except ToolError as error:
             return f"{ERROR}{error}", True
@@ -195,7 +195,15 @@ class Table:
             return value
 
         async def awaited() -> Any:
-            return await asyncio.wait_for(value, seconds)
+            limit = asyncio.timeout(seconds)
+            try:
+                async with limit:
+                    return await value
+            except TimeoutError:
+                # Or one of the tool's own.
+                if limit.expired():
+                    raise Overtime from None
+                raise
 
         return self._runner.run(awaited())
 

@@ -16,7 +16,6 @@ from tuning.rollout.engine.replicas import Replicas, StepFailed
 from tuning.rollout.engine.scores import Scores
 from tuning.rollout.requests import Completion, Request, Update
 
-
 CLOSING_SECONDS = 60.0
 
 

@@ -165,8 +165,17 @@ def test_a_slow_tool_is_told_so_and_a_turn_has_time_for_all_of_its_calls():
     spec = Spec(tools=[f"{OWN}:stall", "calculator"], tool_seconds=0.1)
     found = answered(spec, ("stall", {"seconds": 60}), ("calculator", {"expression": "1 + 1"}))
     assert found == [("error: stall took longer than 0.1 s", True), ("2", False)]
+    spec = Spec(tools=[f"{OWN}:doze", f"{OWN}:stall"], tool_seconds=0.1)
+    found = answered(spec, ("doze", {"seconds": 60}), ("doze", {"seconds": 0}))
+    assert found == [("error: doze took longer than 0.1 s", True), ("awake", False)]
     found = answered(spec, ("stall", {"seconds": 60}), ("stall", {"seconds": 60}), seconds=0.05)
     assert found[0][0].startswith("error: stall took longer") and "the time of the turn is used up" in found[1][0]
+
+
+@pytest.mark.parametrize("name", ["unanswered", "unanswered_later"])
+def test_a_limit_of_a_tool_s_own_is_not_told_as_that_of_the_call(name):
+    found = answered(Spec(tools=[f"{OWN}:{name}"], tool_seconds=60), (name, {}))
+    assert found == [("error: TimeoutError: the service did not answer", True)]
 
 
 def test_tools_that_are_none_are_refused():
