@@ -190,7 +190,9 @@ def run_recipe(
         state: Any = local(recipe.name, **options, **shown, return_state=True)
     except TransportError as e:
         error = _behind(e)
-        raise error if error is not None else e
+        if error is None:
+            raise
+        raise error from e
     finally:
         _resolved.reset(token)
         send_events()
