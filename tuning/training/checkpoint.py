@@ -7,7 +7,7 @@ is on disk is the same for any number of processes and devices.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ class Checkpoints:
 
     `committed` is called from another thread, after each save is complete and before the next begins; the step before
     is deleted when it has returned, and it is called once more then. An error of a save is raised, as SaveFailed, by
-    the next call.
+    that call where its folder cannot be made, else by the next one.
     """
 
     def __init__(self, folder: Path, committed: Callable[[], None] = lambda: None):
@@ -49,12 +49,13 @@ class Checkpoints:
         if self._manager is None:
             return
         args = ocp.args.Composite(state=ocp.args.StandardSave(leaves), position=ocp.args.JsonSave(position))
-        self._manager.save(step, args=args)
+        with self._failing(step):
+            self._manager.save(step, args=args)
         self._saving = self._thread.submit(self._commit, step)
 
     def _commit(self, step: int) -> None:
         assert self._manager is not None
-        try:
+        with self._failing(step):
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
             self._committed()
@@ -63,6 +64,11 @@ class Checkpoints:
                 self._manager.delete(other)
             if replaced:
                 self._committed()
+
+    @contextlib.contextmanager
+    def _failing(self, step: int) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
             raise SaveFailed(
                 f"checkpoint {self.folder / str(step)} was not saved ({type(error).__name__}: {error}); the one before "
@@ -118,13 +124,19 @@ class Checkpoints:
             self._manager.close()
 
 
+# Otherwise threads that wait for a folder which could not be made keep the process for five minutes at its end.
+_ASYNC = ocp.AsyncOptions(create_directories_asynchronously=False)
+
+
 def _manager(folder: Path) -> ocp.CheckpointManager:
     # Orbax would delete the step before as soon as it has named the newer one, whose files may not be on disk.
     if ranks.here().size == 1:
-        options = ocp.CheckpointManagerOptions(max_to_keep=None, create=True)
+        options = ocp.CheckpointManagerOptions(max_to_keep=None, create=True, async_options=_ASYNC)
     else:
         folder.mkdir(parents=True, exist_ok=True)
-        options = ocp.CheckpointManagerOptions(max_to_keep=None, create=False, multiprocessing_options=_of_lead())
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=None, create=False, async_options=_ASYNC, multiprocessing_options=_of_lead()
+        )
     return ocp.CheckpointManager(folder.absolute(), options=options)
 
 
@@ -172,8 +184,8 @@ def save_tree(folder: Path, tree: Any) -> None:
     leaves = _leaves(tree, lambda leaf: leaf)
     if not ranks.is_lead():
         return
-    options = {} if ranks.here().size == 1 else {"multiprocessing_options": _of_lead()}
-    with ocp.StandardCheckpointer(**options) as checkpointer:
+    options: dict[str, Any] = {} if ranks.here().size == 1 else {"multiprocessing_options": _of_lead()}
+    with ocp.StandardCheckpointer(async_options=_ASYNC, **options) as checkpointer:
         checkpointer.save(folder.absolute(), leaves)
 
 

@@ -1,5 +1,7 @@
 """Checkpoints are written while training goes on, and hold the state as it was when the save began."""
 
+import subprocess
+import sys
 import threading
 
 import jax
@@ -68,16 +70,45 @@ def test_a_copy_that_fails_is_told_by_the_next_save_and_the_checkpoint_stays(tmp
     assert restored(tmp_path / "c")[1] == {"step": 4}
 
 
-def test_a_write_that_fails_is_told_at_the_end(tmp_path):
+def test_a_folder_that_cannot_be_written_to_is_told_at_once(tmp_path):
     checkpoints = Checkpoints(tmp_path / "c")
     checkpoints.save(1, fresh(), {"step": 1})
     checkpoints.wait()
     (tmp_path / "c").rename(tmp_path / "moved")
     (tmp_path / "c").write_text("no folder")
-    checkpoints.save(2, fresh(), {"step": 2})
     with pytest.raises(SaveFailed, match=r"c/2 was not saved \(NotADirectoryError"):
-        checkpoints.close()
+        checkpoints.save(2, fresh(), {"step": 2})
+    checkpoints.close()
     assert restored(tmp_path / "moved")[1] == {"step": 1}
+
+
+FAILING = """
+import pathlib, sys
+import jax.numpy as jnp
+from tuning.training.checkpoint import Checkpoints, SaveFailed, save_tree
+
+folder = pathlib.Path(sys.argv[1])
+checkpoints = Checkpoints(folder / "c")
+(folder / "c").rmdir()
+(folder / "c").write_text("no folder")
+try:
+    checkpoints.save(1, {"a": jnp.zeros(8)}, {"step": 1})
+    checkpoints.close()
+except SaveFailed as e:
+    print(e)
+try:
+    save_tree(folder / "c" / "tree", {"a": jnp.zeros(8)})
+except OSError as e:
+    print(type(e).__name__)
+"""
+
+
+def test_a_process_whose_save_has_failed_ends_at_once(tmp_path):
+    """Orbax's own threads would wait for what the save has not come to: five minutes."""
+    command = [sys.executable, "-c", FAILING, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert "c/1 was not saved (NotADirectoryError" in done.stdout, done.stderr
+    assert done.stdout.endswith("NotADirectoryError\n"), done.stderr
 
 
 def test_a_checkpoint_of_another_shape_is_an_error(tmp_path):
