@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stages.prepare.settings import Config, DataSource
+from stages.store.keys import published
 
 SAMPLES = 3
 """Rows shown of each output."""
@@ -40,7 +41,7 @@ def write_card(out: Path, facts: Mapping[str, Any], config: Config) -> None:
     environment.filters["share"] = lambda n: f"{100 * n / read:.2f} %"
     environment.filters["short"] = lambda t: t if len(t) <= LONGEST else f"{t[:LONGEST]} … ({len(t)} characters)"
     page = environment.get_template("card.html.j2").render(
-        sources=[{"source": s.source, "settings": _settings(s)} for s in config.all_sources()],
+        sources=[{"source": published(s.source), "settings": _settings(s)} for s in config.all_sources()],
         fates=_fates(metrics),
         metrics=metrics,
         charts=list(_histograms(facts["histograms"])),
@@ -54,7 +55,7 @@ def write_card(out: Path, facts: Mapping[str, Any], config: Config) -> None:
 
 def _settings(source: DataSource) -> str:
     """The settings of a source that differ from their defaults, in one line."""
-    values = source.model_dump(exclude_defaults=True, exclude={"source"})
+    values = published(source.model_dump(exclude_defaults=True, exclude={"source"}))
     return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
