@@ -25,6 +25,8 @@ HANDSHAKE_SECONDS = 20.0
 """For the whole of a handshake: a peer that sends slowly keeps no other waiting."""
 LONGEST_HELLO = 1 << 16
 RETRY_SECONDS = 0.3
+KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
+"""A peer that answers nothing for two minutes is gone."""
 
 Message = dict[str, Any]
 
@@ -174,8 +176,12 @@ def check_taken(message: Message) -> None:
 def _opened(sock: socket.socket, deadline: float) -> Channel:
     sock.settimeout(max(deadline - time.monotonic(), 0.001))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # A host that vanishes closes nothing; heartbeats notice it first.
+    # A host that vanishes closes nothing: heartbeats notice it, and this does before the first of them.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        # Linux has them all; elsewhere the system's own times hold.
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return Channel(sock)
 
 

@@ -171,6 +171,17 @@ def test_a_handshake_of_which_each_byte_comes_in_time_has_one_limit() -> None:
         thread.join()
 
 
+@pytest.mark.skipif(not hasattr(socket, "TCP_KEEPIDLE"), reason="the system has no such options")
+def test_a_peer_whose_host_vanishes_is_noticed_in_two_minutes() -> None:
+    with channel.listen("127.0.0.1", 0) as server, socket.create_connection(server.getsockname()) as sock:
+        channel._opened(sock, time.monotonic() + 1)
+        idle, interval, count = (
+            sock.getsockopt(socket.IPPROTO_TCP, option)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        )
+    assert idle + interval * count == 120
+
+
 def test_what_follows_the_handshake_at_once_is_not_lost() -> None:
     got: list = []
     with channel.listen("127.0.0.1", 0) as server:
