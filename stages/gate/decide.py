@@ -40,16 +40,16 @@ class Compared:
     excluded: int
     """Problems that are left out, since one of the two was trained on them."""
     p: float
-    """Of the test by signs (`tuning.evaluation.permutation`)."""
+    """Of the test by signs (`tuning.evaluation.permutation`); where `min_difference` is below 0, of Gaffke's bound
+    (`tuning.evaluation.margin`)."""
     level: float
     """The largest p at which the policy counts as better."""
     clusters: int
-    """Groups of problems whose difference is not `min_difference`: the test is of their signs."""
+    """Groups of problems whose difference is not `min_difference`: the test by signs is of theirs."""
 
-    @property
-    def can_tell(self) -> bool:
-        """Whether so few clusters could show a difference at this level at all."""
-        return 2.0**-self.clusters <= self.level
+    def can_tell(self, least: float) -> bool:
+        """Whether so few clusters could show a difference above `least` at this level at all."""
+        return least < 0 or 2.0**-self.clusters <= self.level
 
     @property
     def is_rare(self) -> bool:
@@ -59,8 +59,8 @@ class Compared:
     def is_above(self, least: float) -> bool:
         """Whether the difference is shown to be above `least`.
 
-        The test holds its level for few problems and small levels, where a bootstrap is too narrow. The interval must
-        agree: with a `least` other than 0 equal scores lean to one side, of which the test's null knows nothing.
+        The test holds its level for few problems and small levels, where a bootstrap is too narrow. The interval, which
+        is what is shown, must agree.
         """
         return self.is_rare and self.low > least
 
@@ -70,6 +70,7 @@ def compare(config: Config, before: Judged, after: Judged, excluded: Set[int]) -
 
     excluded: places of problems that are left out. Raises ValueError where the two are of different problems.
     """
+    from tuning.evaluation.margin import above_margin
     from tuning.evaluation.permutation import sign_flip
     from tuning.evaluation.statistics import paired_difference, problem_means
 
@@ -82,8 +83,11 @@ def compare(config: Config, before: Judged, after: Judged, excluded: Set[int]) -
         return None
     groups = [after.groups[i] for i in rows]
     mean, low, high = paired_difference(first, second, confidence=config.confidence, clusters=groups)
-    test = sign_flip(first, second, config.level, config.min_difference, clusters=groups)
-    return Compared(mean, low, high, sum(known), left_out, test.p, config.level, test.clusters)
+    least, level = config.min_difference, config.level
+    test = sign_flip(first, second, level, least, clusters=groups)
+    # Below 0 equal scores lean to one side, of which a test of signs knows nothing.
+    p = test.p if least >= 0 else above_margin(first, second, level, least, clusters=groups)
+    return Compared(mean, low, high, sum(known), left_out, p, level, test.clusters)
 
 
 def figure_of(metrics: Mapping[str, Any], name: str) -> float | None:
@@ -143,7 +147,7 @@ def _shown(config: Config, compared: Compared) -> str:
     least, level = f"{config.min_difference:g}", f"{compared.level:.3g}"
     choice = f" (best of {config.candidates})" if config.candidates > 1 else ""
     end = f"the lower end is {'' if compared.low > config.min_difference else 'not '}above {least}"
-    if compared.mean > config.min_difference and not compared.can_tell:
+    if compared.mean > config.min_difference and not compared.can_tell(config.min_difference):
         which = "that differ" if config.min_difference == 0 else f"that are not at {least}"
         few = f"{compared.clusters} independent problems {which} cannot show it at level {level}{choice}"
         return f"{end}, and {few}: p is at least 2^-{compared.clusters}"
