@@ -17,6 +17,7 @@ from flows.graph.standing import Standing
 from flows.orchestration.show import (
     PrefectReporter,
     errors_logged,
+    rename_flow_run,
     send_events,
     show_artifact,
     show_run,
@@ -110,17 +111,30 @@ def rlhf_pipeline(
         check(resolved)
         try_algorithm(resolved)
     reporter = PrefectReporter(silent=from_command is None)
-    session = Session(resolved, reporter, free_name(resolved, run_name), None, standing)
+    name = free_name(resolved, run_name)
+    if run_name is None and name != _numbered(_own_name(resolved)):
+        with errors_logged():
+            rename_flow_run(name)
+    session = Session(resolved, reporter, name, None, standing)
     return _run(session, force or [], only or [])
 
 
 def free_name(recipe: Recipe, wanted: str | None) -> str:
     """The run's name: the wanted one, else the flow run's. Later attempts of one flow run are numbered."""
-    shown = str(runtime.flow_run.name)
-    name = wanted or (shown if shown.startswith(f"{recipe.name}-") else f"{recipe.name}-{shown}")
+    name = wanted or _own_name(recipe)
     # Prefect draws two words for each flow run and does not look whether it had them before.
-    if wanted is None and Store(recipe.store).read_json("runs", name, "run.json") is not None:
+    drawn = wanted is None and runtime.flow_run.run_count <= 1
+    if drawn and Store(recipe.store).read_json("runs", name, "run.json") is not None:
         name = f"{name}-{str(runtime.flow_run.id)[-8:]}"
+    return _numbered(name)
+
+
+def _own_name(recipe: Recipe) -> str:
+    shown = str(runtime.flow_run.name)
+    return shown if shown.startswith(f"{recipe.name}-") else f"{recipe.name}-{shown}"
+
+
+def _numbered(name: str) -> str:
     attempt = runtime.flow_run.run_count
     return name if attempt <= 1 else f"{name}-{attempt}"
 

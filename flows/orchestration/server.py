@@ -40,10 +40,11 @@ def may_be_set() -> bool:
 
 def reach_directly() -> None:
     """Has this process, and those that it starts, reach this machine without a proxy of the environment."""
-    for name in ("NO_PROXY", "no_proxy"):
-        there = os.environ.get(name, "")
-        if "127.0.0.1" not in there and there.strip() != "*":
-            os.environ[name] = ",".join(filter(None, (there, "127.0.0.1")))
+    # Libraries read one of the two names and then not the other: both get what either has.
+    hosts = [host.strip() for name in ("NO_PROXY", "no_proxy") for host in os.environ.get(name, "").split(",")]
+    if "*" in hosts:
+        return
+    os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(dict.fromkeys(filter(None, [*hosts, "127.0.0.1"])))
 
 
 class PrivateServer:

@@ -24,6 +24,10 @@ STATES = ("running", "finished", "partial", "failed", "interrupted", "killed", "
 Record = Mapping[str, Any]
 
 
+STALE_SECONDS = 120.0
+"""So long the last reading of a store stands for it while the next one goes on."""
+
+
 class StoreCollector(Collector):
     """Reads a store when it is asked, and once at a time: who asks meanwhile gets what was read last."""
 
@@ -38,17 +42,23 @@ class StoreCollector(Collector):
         return []
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """The metrics, from the store as it is now, or as it was when it was read last."""
+        """The metrics, from the store as it is now, or as it was when it was read last.
+
+        Raises TimeoutError where a store that hangs has been read last more than STALE_SECONDS ago: what was well then
+        says nothing of now.
+        """
         asked = time.monotonic()
         # Before the first reading has ended there is nothing else to answer with.
-        if self._reading.acquire(blocking=self._last is None):
+        if self._reading.acquire(timeout=STALE_SECONDS if self._last is None else 0):
             try:
                 if self._last is None or self._read_at < asked:
                     began = time.monotonic()
                     self._last, self._read_at = list(self._families()), began
             finally:
                 self._reading.release()
-        yield from self._last or ()
+        elif self._last is None or asked - self._read_at > STALE_SECONDS:
+            raise TimeoutError(f"the store {self._store.shown} has not been read for {STALE_SECONDS:g} s")
+        yield from self._last
 
     def _families(self) -> Iterator[GaugeMetricFamily]:
         runs = readable_runs(self._store)

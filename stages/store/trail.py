@@ -29,7 +29,8 @@ GIT_SECONDS = 10.0
 """Longest wait for git."""
 _NAMED = re.compile(r"([\w.-]+?)(\s*[=:]\s*)([^\s,}&]+)")
 """A name and its value in an argument."""
-_BEARER = re.compile(r"\b(Bearer|Basic)\s+[^\s,}\"']+")
+_NAMES = re.compile(r"[\w.-]+")
+_BEARER = re.compile(r"\b(Bearer|Basic|Token)\s+[^\s,}\"']+", re.IGNORECASE)
 
 
 def append(store: Store, what: str, **fields: Any) -> str | None:
@@ -77,18 +78,19 @@ def without_secrets(command: Sequence[str]) -> str:
 
 
 def _shown(word: str) -> str:
+    if word.startswith("--set="):
+        return f"--set={_shown(word.removeprefix('--set='))}"
     name, equals, value = word.partition("=")
     # The variables of an engine, of which any may be a secret.
-    if equals and (re.search(r"engine\b.*\benvironment\b", word) or _is_secret(name)):
+    if equals and (re.search(r"engine\b.*\benvironment\b", word) or _is_secret(name.strip()) or _holds_one(value)):
         return f"{name}={HIDDEN}"
-    word = _BEARER.sub(rf"\1 {HIDDEN}", without_userinfo(word))
-    name, equals, value = word.partition("=")
-    spans = _secrets_in(value) if equals and value[:1] in ("{", "[") else None
-    if spans is None:
-        return _NAMED.sub(_hidden, word)
-    for start, end in sorted(spans, reverse=True):
-        value = value[:start] + HIDDEN + value[end:]
-    return f"{name}={value}"
+    return _NAMED.sub(_hidden, _BEARER.sub(rf"\1 {HIDDEN}", without_userinfo(word)))
+
+
+def _holds_one(value: str) -> bool:
+    """Whether a mapping or list has a name of a secret anywhere: where in it the secret stands is not guessed."""
+    inside = value.lstrip()[:1] in ("{", "[")
+    return inside and (_BEARER.search(value) is not None or any(map(_is_secret, _NAMES.findall(value))))
 
 
 def _hidden(found: re.Match[str]) -> str:
@@ -96,43 +98,8 @@ def _hidden(found: re.Match[str]) -> str:
 
 
 def _is_secret(name: str) -> bool:
-    return is_secret(name.lstrip("-").rpartition(".")[2].replace("-", "_"))
-
-
-def _secrets_in(text: str) -> set[tuple[int, int]] | None:
-    """Beginning and end of each text of a YAML value that a name before it says is secret; None where it is no YAML."""
-    # Here and not above: most commands say nothing in YAML.
-    import yaml
-
-    found: set[tuple[int, int]] = set()
-    try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        _look(node, False, found, set())
-    except yaml.YAMLError:
-        return None
-    except RecursionError:
-        return {(0, len(text))}
-    return found
-
-
-def _look(node: Any, secret: bool, found: set[tuple[int, int]], seen: set[tuple[int, bool]]) -> None:
-    # An alias is the node that it names.
-    if (id(node), secret) in seen:
-        return
-    seen.add((id(node), secret))
-    if isinstance(node.value, str):
-        option, equals, _ = node.value.partition("=")
-        if secret or (equals and option.startswith("--") and _is_secret(option)):
-            found.add((node.start_mark.index, node.end_mark.index))
-        return
-    before = ""
-    for item in node.value:
-        if isinstance(item, tuple):
-            name, item = str(item[0].value), item[1]
-        else:
-            # Words of a command: an option, and its value behind it.
-            name, before = before, str(item.value) if str(item.value).startswith("--") else ""
-        _look(item, secret or _is_secret(name), found, seen)
+    last = name.lstrip("-").rpartition(".")[2].replace("-", "_")
+    return is_secret(last) or last.lower() == "authorization"
 
 
 def checkout(folder: Path) -> dict[str, Any]:

@@ -109,13 +109,17 @@ class Prefect:
 
     def ended(self, name: str, seconds: float) -> dict[str, Any]:
         """A flow run once it is over."""
+        return self.ended_run(self.flow_run(name)["id"], seconds)
+
+    def ended_run(self, flow_run: str, seconds: float) -> dict[str, Any]:
+        """As `ended`, of the run with this id, whatever it is called meanwhile."""
         over = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
         def look() -> dict[str, Any] | None:
-            run = self.flow_run(name)
+            run: dict[str, Any] = self.get(f"/flow_runs/{flow_run}")
             return run if run["state_type"] in over else None
 
-        return wait_for(look, seconds, f"the end of {name}")
+        return wait_for(look, seconds, f"the end of {flow_run}")
 
     def task_runs(self, flow_run: dict[str, Any]) -> dict[str, dict[str, Any]]:
         """The task runs of a flow run by their names."""

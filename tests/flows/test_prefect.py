@@ -75,10 +75,11 @@ def made(prefect: Prefect, worker: psutil.Process, due: dict[str, Any], folder: 
 
 @pytest.fixture(scope="module")
 def cached(prefect: Prefect, made: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The same run once more, started by the full name from a folder that is not the project's."""
-    options = ["--param", "recipe=smoke", "--param", f"store={folder / 'store'}", "--flow-run-name", "smoke-cached"]
+    """The same run once more, started by the full name from a folder that is not the project's. Its run would be called
+    as the one before: Prefect draws names and does not look which it has drawn."""
+    options = ["--param", "recipe=smoke", "--param", f"store={folder / 'store'}", "--flow-run-name", "made"]
     prefect.command("deployment", "run", f"{FLOW}/default", *options, cwd=folder)
-    return prefect.ended("smoke-cached", 90)
+    return prefect.ended_run(prefect.flow_run("made")["id"], 90)
 
 
 def create(prefect: Prefect, name: str, parameters: dict[str, Any]) -> dict[str, Any]:
@@ -163,7 +164,11 @@ def test_a_second_run_is_cached_and_starts_no_worker(prefect: Prefect, cached: d
     assert set(tasks) == NODES
     assert {t["state_name"] for t in tasks.values()} == {"Cached"}
     assert {t["state_type"] for t in tasks.values()} == {"COMPLETED"}
-    assert record(folder / "store", "smoke-cached")["worker_starts"] == 0
+    assert record(folder / "store", cached["name"])["worker_starts"] == 0
+
+
+def test_a_name_that_is_taken_is_made_another_one_in_the_store_and_in_prefect(cached: dict[str, Any]) -> None:
+    assert cached["name"] == f"smoke-made-{cached['id'][-8:]}"
 
 
 def test_a_wrong_parameter_is_refused_before_there_is_a_run(prefect: Prefect, made: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import threading
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
 from flows.cli.app import app
+from flows.report import prometheus
 from flows.report.prometheus import serve_metrics
 from stages.store.artifacts import Store
 from stages.store.leases import lease, this_process
@@ -121,7 +123,7 @@ class Slow(Store):
         return super().names(*parts)
 
 
-def test_scrapes_of_a_slow_store_read_it_once_at_a_time(place):
+def test_scrapes_of_a_slow_store_read_it_once_at_a_time(place, monkeypatch):
     slow = Slow(place.url)
     server = serve_metrics(slow, "127.0.0.1", 0)
 
@@ -150,6 +152,10 @@ def test_scrapes_of_a_slow_store_read_it_once_at_a_time(place):
         # Answered while that one reads, and without another.
         assert [scrape() for _ in range(3)] == [last] * 3
         assert slow.readers == read + 1
+        # What was well long ago is no answer of a store that hangs.
+        monkeypatch.setattr(prometheus, "STALE_SECONDS", 0.0)
+        with pytest.raises(urllib.error.HTTPError, match="500"):
+            scrape()
         slow.gate.set()
         reading.join()
     finally:

@@ -1,4 +1,4 @@
-"""A policy is told to be not worse by more than a margin no oftener than the level says, however few losses are seen."""
+"""A policy is told to be no worse than by a margin no oftener than the level says, however few losses are seen."""
 
 from __future__ import annotations
 
