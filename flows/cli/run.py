@@ -128,7 +128,7 @@ def plan(
             out.print(f"         {reason}", soft_wrap=True)
     for line in remarks:
         out.print(f"! {line}", soft_wrap=True)
-    guess = f"; about {sum(known):.0f} s by the last times" if known else ""
+    guess = f"; {sum(known):.0f} s when such stages were made last, without starts" if known else ""
     out.print(f"{counts['hit']} hit, {counts['miss']} miss, {counts['waits']} wait for a miss before them{guess}")
     if counts["waits"]:
         out.print(

@@ -16,7 +16,7 @@ from rich.padding import Padding
 
 from flows.cli.shared import group, usage_error
 from flows.recipe.model import Recipe
-from flows.recipe.places import MANAGED, models_in
+from flows.recipe.places import is_managed, models_in
 from tuning.names import nearest
 
 commands = group()
@@ -62,7 +62,7 @@ def every_setting() -> Iterator[Setting]:
 def _settings(model: type[BaseModel], above: str, given: BaseModel | None) -> Iterator[Setting]:
     """The settings of a model. `given`: its values where it stands, in place of the defaults of its fields."""
     for name, field in model.model_fields.items():
-        if name in MANAGED:
+        if is_managed(model, name):
             continue
         place = f"{above}{name}"
         default = getattr(given, name) if given is not None else field.get_default(call_default_factory=True)

@@ -18,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter,
 from pydantic.fields import FieldInfo
 
 from flows.recipe.model import Recipe
-from flows.recipe.places import MANAGED
+from flows.recipe.places import is_managed
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -34,7 +34,7 @@ def partial(model: type[BaseModel]) -> type[BaseModel]:
     """A closed, strict model of the same fields, none of them required."""
     fields: dict[str, Any] = {}
     for name, field in model.model_fields.items():
-        if name not in MANAGED:
+        if not is_managed(model, name):
             kind = _partial_type(field.annotation)
             kind = Annotated[(kind, *field.metadata)] if field.metadata else kind
             fields[name] = (kind, Field(default=None, description=field.description, json_schema_extra=_no_default))

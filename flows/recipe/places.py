@@ -13,13 +13,19 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from flows.recipe.model import Recipe
 from stages.common.settings import Trained
+from stages.gate.settings import Gate
 from tuning.names import closest, nearest
 
 # The graph sets these itself, round by round.
-MANAGED = {"round", "first", "store_state", "round_scale"}
+_MANAGED = {"round", "first", "store_state", "round_scale"}
 
 OPTIMIZER = "optimizer"
 """The field whose settings may be written one level up."""
+
+
+def is_managed(model: type[BaseModel], name: str) -> bool:
+    """Whether a field is set by the graph and by nobody else; `gate.first` is a user's."""
+    return name in _MANAGED and not issubclass(model, Gate)
 
 
 def fields_at(place: Sequence[str]) -> list[str]:
@@ -61,7 +67,7 @@ def hint(place: Sequence[str]) -> str:
 def _every_place(model: type[BaseModel], above: str) -> Iterator[str]:
     """The places of all settings in a model, sections before what is in them."""
     for name, field in model.model_fields.items():
-        if name in MANAGED:
+        if is_managed(model, name):
             continue
         yield f"{above}{name}"
         for key, one in models_in(field.annotation):

@@ -82,9 +82,14 @@ def _metrics(evaluation: Artifact, excluded: Set[int], left_out: int) -> Mapping
 
 
 def _check_alike(before: Artifact, after: Artifact) -> None:
-    """Raises ValueError for evaluations by different settings, or on different problems."""
+    """Raises ValueError for evaluations by different settings or judges, or on different problems."""
     one, two = (artifact.manifest["key_parts"] for artifact in (before, after))
     different = [name for name in ("config", "seed") if one[name] != two[name]]
+    # A judge may have been edited between the two: each stage of a run has the code of its own moment.
+    sources = one.get("sources", {}), two.get("sources", {})
+    different += [
+        f"the code of {name}" for name in sorted({*sources[0], *sources[1]}) if len({s.get(name) for s in sources}) > 1
+    ]
     different += ["held-out problems"] if one["inputs"]["data"] != two["inputs"]["data"] else []
     if different:
         raise ValueError(f"the two evaluations differ in {', '.join(different)}: they cannot be compared in pairs")

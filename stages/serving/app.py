@@ -33,6 +33,8 @@ class Rewarded(BaseModel):
     success: bool | None = None
 
 
+ANY = "policy"
+"""What a client may call the model where it does not matter which one the server has."""
 STALLED_SECONDS = 900.0
 """A step of the engine that takes longer has hung: programs that compile take minutes."""
 
@@ -196,8 +198,8 @@ def _errors(app: Any) -> None:
 def _check_model(server: Server, asked: Asked) -> None:
     if server.any_model:
         return
-    if asked.model not in (None, server.name, server.policy):
-        raise UnknownModel(f"no model {asked.model!r}; this server has {server.name}")
+    if asked.model not in (None, ANY, server.name, server.policy):
+        raise UnknownModel(f"no model {asked.model!r}; this server has {server.name}, which {ANY!r} stands for too")
 
 
 async def _answer(server: Server, job: Job, http: Any) -> Any:

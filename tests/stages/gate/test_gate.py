@@ -269,6 +269,10 @@ def test_evaluations_of_different_problems_or_settings_are_no_pair(lab):
     new = lab.evaluation(lab.policy("two", one), one, GOOD)
     with pytest.raises(ValueError, match="held-out problems"):
         lab.decide(new, lab.evaluation(lab.policy("one", other), other, BAD[1:]))
+    # A judge that was edited while the run went on.
+    edited = lab.evaluation(lab.policy("one", one), one, BAD, sources={"module:mine": "2"})
+    with pytest.raises(ValueError, match="the code of module:mine"):
+        lab.decide(lab.evaluation(lab.policy("two", one), one, GOOD, sources={"module:mine": "1"}), edited)
 
 
 def test_settings_that_could_not_decide_are_refused():
