@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import h11
@@ -81,8 +82,28 @@ class Patient(H11Protocol):
         super().connection_lost(exc)
 
 
-def web_server(app: Any, host: str, port: int, protocol: type[Patient] = Patient) -> uvicorn.Server:
-    """A server of an application; `run` serves until a signal."""
+class Web(uvicorn.Server):
+    """A server that says when it answers no more."""
+
+    ended: Callable[[], None] | None = None
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Ends connections, each behind its answer where that comes in time."""
+        try:
+            await super().shutdown(sockets)
+        finally:
+            if self.ended is not None:
+                self.ended()
+
+
+def web_server(
+    app: Any, host: str, port: int, protocol: type[Patient] = Patient, ended: Callable[[], None] | None = None
+) -> Web:
+    """A server of an application; `run` serves until a signal.
+
+    ended: called when answers have ended, or their time has. `run` waits then for the threads that the application has
+    used: this ends what they wait for.
+    """
     config = uvicorn.Config(
         app,
         host=host,
@@ -93,4 +114,6 @@ def web_server(app: Any, host: str, port: int, protocol: type[Patient] = Patient
         log_level="warning",
         timeout_graceful_shutdown=CLOSING_SECONDS,
     )
-    return uvicorn.Server(config)
+    web = Web(config)
+    web.ended = ended
+    return web

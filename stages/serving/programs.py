@@ -47,6 +47,8 @@ from tuning.rollout.servers import keeper
 TAIL_BYTES = 65536
 """Of a program's output: its last line, or its last words, are in them."""
 START_SECONDS = 60.0
+CANCEL_SECONDS = 10.0
+"""For the engine to take back what programs have left open when their server ends."""
 DAY = 86400.0
 _LIMITED = ("/bin/sh", "-c", 'ulimit -d "$0" 2>/dev/null; exec "$@"')
 """Runs a command, behind the KiB of data that each of its processes may have.
@@ -290,7 +292,11 @@ def listening(server: Server, key: str) -> Iterator[str]:
     finally:
         # Without a wait for clients that keep their connections.
         web.should_exit = web.force_exit = True
-        thread.join()
+        thread.join(CANCEL_SECONDS)
+        if thread.is_alive():
+            # A step hangs, and threads of the server wait for it.
+            server.live.stop()
+            thread.join()
 
 
 def played(

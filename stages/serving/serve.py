@@ -18,6 +18,8 @@ from stages.serving.server import TOP_LOGPROBS, Server
 from stages.serving.sessions import Sessions
 from stages.serving.settings import Serve
 
+STEP_SECONDS = 5.0
+"""For the step that the engine is in when the server has ended; one that hangs is left."""
 CONTEXT = 4096
 """Longest prompt with its answer in tokens, unless the options or the model say less."""
 
@@ -66,13 +68,25 @@ def main() -> None:
         requests=options.requests,
         request_seconds=options.request_seconds,
     )
-    web = web_server(make_app(server, bounds, keys), options.host, options.port)
+    serve(make_app(server, bounds, keys), live, options.host, options.port)
+
+
+def serve(app: Any, live: Any, host: str, port: int) -> None:
+    """Serves an application over an engine until a signal, or until the engine has stopped."""
+    failure: BaseException | None = None
+
+    def ended() -> None:
+        nonlocal failure
+        failure = live.failure
+        # Threads of the server may wait for a step that hangs.
+        live.stop()
+
+    web = web_server(app, host, port, ended=ended)
     threading.Thread(target=end_with, args=(live, web), daemon=True).start()
     try:
         web.run()
-        failure = live.failure
     finally:
-        live.close()
+        live.close(STEP_SECONDS)
     if failure is not None:
         # For the supervisor, which starts another one.
         sys.exit(f"the engine has stopped: {failure}")

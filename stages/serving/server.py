@@ -216,7 +216,9 @@ class Server:
 
         def notify() -> None:
             # Called in the engine's thread; asyncio's events belong to the thread of their loop.
-            loop.call_soon_threadsafe(fresh.set)
+            with contextlib.suppress(RuntimeError):
+                # The loop has ended where the engine is closed behind its server.
+                loop.call_soon_threadsafe(fresh.set)
 
         streams: list[Any] = []
         per_prompt = job.asked.n or 1

@@ -78,8 +78,6 @@ class Live:
         self._failure: BaseException | None = None
         self._stepped = False
         """Whether the last step succeeded."""
-        self._left = False
-        """Whether the thread hangs in a step and nobody waits for it any more."""
         self._busy_since: float | None = None
         self.failed_steps = 0
         """Steps that ended requests."""
@@ -134,15 +132,18 @@ class Live:
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
+    def stop(self) -> None:
+        """Has the thread end behind its step, without a wait; callers that wait raise EngineStopped in a second."""
+        with self._wake:
+            self._failure = self._failure or EngineStopped("closed")
+            self._wake.notify()
+
     def close(self, seconds: float = CLOSING_SECONDS) -> None:
         """Ends the thread; open streams raise EngineStopped. One whose step hangs for longer than `seconds` is left."""
-        with self._wake:
-            self._failure = failure = self._failure or EngineStopped("closed")
-            self._wake.notify()
+        self.stop()
         self._thread.join(seconds)
         if self._thread.is_alive():
-            self._left = True
-            self._end_streams(failure)
+            self._end_streams(self._failure or EngineStopped("closed"))
 
     def _ask(self, order: Callable[[], Any]) -> Any:
         """Runs `order` in the engine's thread between two steps; returns its result or raises its error."""
@@ -162,11 +163,11 @@ class Live:
             self._wake.notify()
         while True:
             try:
-                # A step that fails ends the thread without an answer: look for that once a second.
+                # A step that fails, or hangs as the engine is closed, gives no answer: look for that once a second.
                 value, error = answer.get(timeout=1.0)
                 break
             except queue.Empty:
-                if self._left or not self._thread.is_alive():
+                if self._failure is not None or not self._thread.is_alive():
                     raise EngineStopped("the engine has stopped") from self._failure
         if error is not None:
             raise error

@@ -1,0 +1,49 @@
+"""A server, of policies or of agents, over an engine whose steps hang as on a device that answers no more."""
+
+import sys
+import threading
+import time
+
+from stages.serving import connection
+from stages.serving.app import make_app
+from stages.serving.programs import listening
+from stages.serving.serve import serve
+from stages.serving.server import Server
+from tests.stages.serving.support import CONFIG, CONTEXT, LIMITS, STOPS, TOKENIZER
+from tuning.models.huggingface import random_params
+from tuning.rollout.engine.engine import Engine
+from tuning.rollout.engine.live import Live
+
+
+class Hanging(Engine):
+    """Takes requests, and computes nothing."""
+
+    def step(self):
+        time.sleep(3600)
+
+
+def agents(server):
+    """Ends the server of agents once two requests are under way."""
+    with listening(server, "k" * 32) as url:
+        print(url, flush=True)
+        while server.counts.in_flight < 2:
+            time.sleep(0.05)
+    server.live.close(1)
+    print("closed", flush=True)
+
+
+def main():
+    connection.CLOSING_SECONDS = 1
+    engine = Hanging(CONFIG, limits=LIMITS)
+    engine.load(random_params(CONFIG, 3))
+    live = Live(engine)
+    server = Server(live, TOKENIZER, "tiny", STOPS, CONTEXT)
+    if sys.argv[1] == "agents":
+        agents(server)
+    else:
+        serve(make_app(server), live, "127.0.0.1", int(sys.argv[1]))
+    print([t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()], flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""A server ends within seconds although the engine's step hangs and requests wait for it."""
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from stages.worker import channel
+
+ROOT = Path(__file__).parents[3]
+
+
+def started(argument):
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.stages.serving.hanging_server", argument],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def ask_twice(url, key="none"):
+    """Of two requests the first is in the step, and the second waits to be taken."""
+
+    def ask():
+        with contextlib.suppress(httpx.HTTPError):
+            body = {"model": "tiny", "prompt": "abc", "max_tokens": 5}
+            httpx.post(f"{url}/v1/completions", json=body, timeout=120, headers={"authorization": f"Bearer {key}"})
+
+    for _ in range(2):
+        threading.Thread(target=ask, daemon=True).start()
+
+
+def in_flight(url):
+    with contextlib.suppress(httpx.HTTPError):
+        found = re.search(r"requests_in_flight (\d+)", httpx.get(f"{url}/metrics").text)
+        return int(found[1]) if found else 0
+    return -1
+
+
+def until(process, true):
+    deadline = time.monotonic() + 60
+    while not true():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """A server for each case: they start at the same time."""
+    ports = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with channel.listen("127.0.0.1", 0) as probe:
+            ports[number] = probe.getsockname()[1]
+    made = {number: (started(str(port)), f"http://127.0.0.1:{port}") for number, port in ports.items()}
+    made["agents"] = started("agents"), ""
+    yield made
+    for process, _ in made.values():
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_server_whose_engine_hangs(processes, number):
+    process, url = processes[number]
+    until(process, lambda: in_flight(url) == 0)
+    ask_twice(url)
+    until(process, lambda: in_flight(url) == 2)
+    # Into the step, and behind it.
+    time.sleep(1)
+    process.send_signal(number)
+    process.wait(45)
+
+
+def test_the_server_of_agents_ends_although_the_engine_hangs(processes):
+    process, _ = processes["agents"]
+    assert process.stdout is not None
+    ask_twice(process.stdout.readline().strip(), "k" * 32)
+    said, _ = process.communicate(timeout=60)
+    assert said.splitlines()[0] == "closed" and process.returncode == 0
