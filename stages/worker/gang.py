@@ -31,9 +31,12 @@ from stages.worker.channel import Channel, Message
 from stages.worker.loaded import CodeDiffers
 from stages.worker.places import TOKEN, Place
 from stages.worker.protocol import Request
+from stages.worker.reception import Reception
 
 BEAT_SECONDS = 2.0
 TICK_SECONDS = 1.0
+JOIN_SECONDS = 0.1
+"""Between looks at which ranks have joined."""
 GRACE_SECONDS = 10.0
 """Beside the silence in which a rank may be found to be lost: then an error of its own is told."""
 
@@ -134,7 +137,11 @@ class Gang:
             )
 
     def _welcome_all(self, server: socket.socket) -> None:
-        server.settimeout(TICK_SECONDS)
+        server.settimeout(JOIN_SECONDS)
+        with contextlib.closing(Reception(server, self._place.token, self._take_in)) as reception:
+            self._wait_for_all(reception)
+
+    def _wait_for_all(self, reception: Reception) -> None:
         left = self._place.wait
         while missing := [rank for rank in range(1, self.size) if rank not in self._members]:
             for rank, child in self._children.items():
@@ -142,18 +149,13 @@ class Gang:
                     raise GangLost(f"rank {rank} of {self.size} {_end_of(child)} before it had joined")
             started = time.monotonic()
             with contextlib.suppress(TimeoutError):
-                self._welcome(server.accept()[0])
+                reception.accept()
             left -= time.monotonic() - started
             if left <= 0:
                 address = f"{self._place.host}:{self._place.port}"
                 raise GangLost(f"rank {missing[0]} of {self.size} has not joined {address} in {self._place.wait:g} s")
 
-    def _welcome(self, sock: socket.socket) -> None:
-        try:
-            opened, hello = channel.welcome(sock, self._place.token)
-        except (OSError, ValueError, channel.Refused):
-            # A stranger, or a rank that ended meanwhile.
-            return
+    def _take_in(self, opened: Channel, hello: Message) -> None:
         rank = hello.get("rank")
         if not isinstance(rank, int) or not 1 <= rank < self.size:
             channel.refuse(opened, f"rank {rank} is none of the {self.size} of this gang; they are numbered from 0")

@@ -10,14 +10,14 @@ from collections.abc import Callable
 
 from stages.worker import channel, interpreter, places
 from stages.worker.client import worker_environment
+from stages.worker.channel import Channel, Message
 from stages.worker.places import Place
+from stages.worker.reception import Reception
 
 ENDED, GONE, REFUSED, AGAIN, LATER = 0, 69, 77, 75, 73
 """Exit statuses of a rank: sent home; no lead came; not taken, nor another time; it was in the gang and has lost its
 lead; not taken this time (most are of sysexits.h: unavailable, no permission, try again)."""
 STARTING_SECONDS = 60.0
-STRANGER_SECONDS = 5.0
-"""For the handshake of one that is sent home."""
 PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.3, 30.0
 """Before another try of a rank that has not got in: the first, doubled up to the longest."""
 
@@ -30,15 +30,19 @@ def send_home(place: Place, wait: float = 20.0) -> None:
     if place.starts or place.rank:
         return
     left, deadline = set(range(1, place.ranks)), time.monotonic() + wait
+
+    def tell(opened: Channel, hello: Message) -> None:
+        with contextlib.suppress(OSError):
+            opened.send({"bye": "end"})
+            left.discard(hello.get("rank"))
+
     with contextlib.suppress(OSError), channel.listen(place.host, place.port) as server:
-        server.settimeout(1.0)
-        while left and (seconds := deadline - time.monotonic()) > 0:
-            # A connection that is reset, or that of a stranger, keeps the others from nothing.
-            with contextlib.suppress(OSError, ValueError, channel.Refused):
-                sock = server.accept()[0]
-                opened, hello = channel.welcome(sock, place.token, min(seconds, STRANGER_SECONDS))
-                opened.send({"bye": "end"})
-                left.discard(hello.get("rank"))
+        server.settimeout(0.1)
+        with contextlib.closing(Reception(server, place.token, tell)) as reception:
+            while left and time.monotonic() < deadline:
+                # One that is reset meanwhile keeps the others from nothing.
+                with contextlib.suppress(OSError):
+                    reception.accept()
 
 
 def stay(address: str, rank: int, told: Callable[[str], None]) -> int:
