@@ -39,6 +39,10 @@ class Refused(RuntimeError):
         self.for_good = for_good
 
 
+class NoLead(TimeoutError):
+    """No lead has answered in the time for which a rank waits."""
+
+
 class Channel:
     """One end of a connection. Several threads may send, one reads."""
 
@@ -53,9 +57,17 @@ class Channel:
         with self._lock:
             self._socket.sendall(data)
 
-    def receive(self) -> Message | None:
-        """The next message; None at the end."""
+    def receive(self, seconds: float | None = None) -> Message | None:
+        """The next message; None at the end.
+
+        Raises OSError where the connection is lost, TimeoutError where nothing comes for so many seconds: the channel
+        is of no use then.
+        """
+        if seconds is not None:
+            self._socket.settimeout(seconds)
         line = self._lines.readline()
+        if seconds is not None:
+            self._socket.settimeout(None)
         # Half a line is one whose sender has ended in the middle of it.
         return json.loads(line) if line.endswith(b"\n") else None
 
@@ -123,7 +135,7 @@ def refuse(channel: Channel, why: str, for_good: bool = True) -> None:
 def connect(host: str, port: int, token: str, hello: Message, wait: float) -> Channel:
     """A rank's side: a connection to the lead, for which it waits so many seconds.
 
-    Raises TimeoutError where there is none in that time, Refused where the lead does not take this rank or has another
+    Raises NoLead where there is none in that time, Refused where the lead does not take this rank or has another
     token.
     """
     deadline = time.monotonic() + wait
@@ -141,7 +153,7 @@ def connect(host: str, port: int, token: str, hello: Message, wait: float) -> Ch
         except ValueError:
             why = ": what answers there is no lead of a gang"
         if time.monotonic() > deadline:
-            raise TimeoutError(f"no lead at {host}:{port} for {wait:g} s{why}")
+            raise NoLead(f"no lead at {host}:{port} for {wait:g} s{why}")
         time.sleep(RETRY_SECONDS)
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import signal
 import socket
 import subprocess
 import threading
@@ -335,8 +334,4 @@ def _free_port(host: str) -> int:
 
 def _end_of(child: subprocess.Popen[bytes]) -> str:
     code = child.poll()
-    if code is None:
-        return "has closed its connection"
-    if code < 0:
-        return f"was ended by signal {signal.Signals(-code).name}"
-    return f"exited with status {code}"
+    return "has closed its connection" if code is None else interpreter.end_of(code)

@@ -11,6 +11,7 @@ import hashlib
 import importlib.machinery
 import json
 import os
+import signal
 import sys
 import sysconfig
 from importlib.abc import PathEntryFinder
@@ -35,6 +36,11 @@ def command(module: str, *arguments: str) -> list[str]:
     # An empty entry is the current folder of whoever reads it.
     path = [entry or os.getcwd() for entry in sys.path]
     return [sys.executable, "-P", "-c", _START, json.dumps(path), module, *arguments]
+
+
+def end_of(code: int) -> str:
+    """How a process has ended, by its exit status as `subprocess` gives it."""
+    return f"exited with status {code}" if code >= 0 else f"was ended by signal {signal.Signals(-code).name}"
 
 
 def add_current_folder() -> None:

@@ -17,7 +17,6 @@ from stages.worker.reception import Reception
 ENDED, GONE, REFUSED, AGAIN, LATER = 0, 69, 77, 75, 73
 """Exit statuses of a rank: sent home; no lead came; not taken, nor another time; it was in the gang and has lost its
 lead; not taken this time (most are of sysexits.h: unavailable, no permission, try again)."""
-STARTING_SECONDS = 60.0
 PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.3, 30.0
 """Before another try of a rank that has not got in: the first, doubled up to the longest."""
 
@@ -48,28 +47,43 @@ def send_home(place: Place, wait: float = 20.0) -> None:
 def stay(address: str, rank: int, told: Callable[[str], None]) -> int:
     """Has a process join the gang at `address` as `rank`, and another one whenever its lead was lost.
 
-    Returns 0 when a lead has sent it home, else the status of a rank that is not taken, waited in vain, or has not got
-    into the gang for RLHF_GANG_WAIT seconds. Raises PlaceError.
+    One whose process was in the gang goes on, whatever has ended it. Returns 0 when a lead has sent it home, else the
+    status of a rank that is not taken, waited in vain, or has not got into the gang for RLHF_GANG_WAIT seconds. Raises
+    PlaceError.
     """
     wait = places.seconds(os.environ, places.WAIT, Place.wait)
     last, pause = time.monotonic(), PAUSE_SECONDS
     while True:
-        command = interpreter.command(
-            "stages.worker.rank", "--join", address, "--rank", str(rank), "--parent", str(os.getpid())
-        )
-        began = time.monotonic()
-        code = subprocess.call(command, stdin=subprocess.DEVNULL, env=worker_environment())
-        now = time.monotonic()
+        code, joined = _life(address, rank)
+        now, how = time.monotonic(), interpreter.end_of(code)
         if code in (ENDED, GONE, REFUSED):
             return code
-        # One that has lived for longer was in the gang, whatever has ended it: none waits so long for its lead.
-        if code == AGAIN or now - began > wait + STARTING_SECONDS:
+        if joined or code == AGAIN:
             last, pause = now, PAUSE_SECONDS
-            told(f"rank {rank} has lost its lead and waits for the next one at {address}")
+            lost = "has lost its lead and" if code == AGAIN else f"was in the gang, and its process {how}; it"
+            told(f"rank {rank} {lost} waits for the next one at {address}")
         elif now - last > wait:
-            told(f"rank {rank} has not got into the gang at {address} for {wait:g} s; its last try ended with {code}")
+            told(f"rank {rank} has not got into the gang at {address} for {wait:g} s; its last process {how}")
             return GONE
         else:
-            told(f"rank {rank} has not got into the gang at {address} (status {code}), and tries again")
+            told(f"rank {rank} has not got into the gang at {address} (its process {how}), and tries again")
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+
+def _life(address: str, rank: int) -> tuple[int, bool]:
+    """The exit status of a process of a rank, and whether it was in the gang."""
+    reading, writing = os.pipe()
+    # What the rank has started may hold its end open.
+    os.set_blocking(reading, False)
+    try:
+        arguments = ["--join", address, "--rank", str(rank), "--parent", str(os.getpid()), "--joined", str(writing)]
+        command = interpreter.command("stages.worker.rank", *arguments)
+        code = subprocess.call(command, stdin=subprocess.DEVNULL, env=worker_environment(), pass_fds=[writing])
+        joined = b""
+        with contextlib.suppress(BlockingIOError):
+            joined = os.read(reading, 1)
+        return code, joined != b""
+    finally:
+        os.close(writing)
+        os.close(reading)

@@ -37,12 +37,12 @@ class Abandoned(RuntimeError):
 class Member:
     """This process in its gang. It is a rank's `tuning.ranks.Ranks`."""
 
-    def __init__(self, rank: int, opened: Channel):
-        """Waits for the welcome. Raises Refused, EOFError or OSError where none comes."""
+    def __init__(self, rank: int, opened: Channel, wait: float):
+        """Waits for the welcome, so many seconds. Raises Refused, EOFError or OSError where none comes."""
         self.rank = rank
-        first = opened.receive()
+        first = opened.receive(wait)
         if first is None:
-            raise EOFError
+            raise EOFError("the lead has ended")
         channel.check_taken(first)
         self.sent_home = "bye" in first
         if self.sent_home:
@@ -207,8 +207,11 @@ def _silent(done: int, total: int, unit: str, **metrics: float) -> None:
 def _status_after(error: Exception) -> int:
     """The exit status of a rank that has not joined."""
     match error:
-        case TimeoutError():
+        case channel.NoLead():
             return joining.GONE
+        case TimeoutError():
+            # Its host has vanished behind the handshake, or it hangs.
+            return joining.AGAIN
         case OSError() | EOFError() | channel.Refused(for_good=False):
             return joining.LATER
         case _:
@@ -220,6 +223,7 @@ def main() -> None:
     parser.add_argument("--join", required=True, metavar="HOST:PORT", help="where the lead listens")
     parser.add_argument("--rank", type=int, required=True, help="number of this rank, from 1")
     parser.add_argument("--parent", type=int, required=True, help="the process with which it ends")
+    parser.add_argument("--joined", type=int, metavar="FD", help="where a byte says that this rank is in the gang")
     args = parser.parse_args()
     die_with_parent(args.parent, kernel=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -228,12 +232,19 @@ def main() -> None:
     hello = {"rank": args.rank, "host": socket.gethostname(), "pid": os.getpid()}
     try:
         wait = places.seconds(os.environ, places.WAIT, places.Place.wait)
-        member = Member(args.rank, channel.connect(host, port, places.token_of(), hello, wait))
+        opened = channel.connect(host, port, places.token_of(), hello, wait)
+        # The lead's own wait for all ranks has begun before, and ends first.
+        member = Member(args.rank, opened, wait + GRACE_SECONDS)
     except (OSError, EOFError, channel.Refused, places.PlaceError) as e:
-        print(f"rank {args.rank}: {e or 'the lead has ended'}", file=sys.stderr, flush=True)
+        lost = isinstance(e, TimeoutError) and not isinstance(e, channel.NoLead)
+        why = f"the lead at {args.join} has taken it and said nothing more ({e})" if lost else str(e)
+        print(f"rank {args.rank}: {why}", file=sys.stderr, flush=True)
         os._exit(_status_after(e))
     if member.sent_home:
         os._exit(joining.ENDED)
+    if args.joined is not None:
+        os.write(args.joined, b"1")
+        os.close(args.joined)
     distributed.initialize(member, member.coordinator)
     configure_jax()
     end = serve(member)
