@@ -8,7 +8,7 @@ import functools
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,12 @@ def umask() -> int:
 
 FULL = {errno.ENOSPC: "No space left on device", errno.EDQUOT: "Disk quota exceeded"}
 
+FILE_URL = "file://"
+ANSWER = ("response", "status_code", "code")
+"""Attributes of an error that is the answer of a service."""
+LIBRARIES = ("safetensors", "safetensors_rust")
+"""Whose errors of classes of their own tell of files of this machine."""
+
 
 class DiskFull(OSError):
     """There is no room for what is to be written; the message says where, and what to do."""
@@ -102,24 +108,54 @@ def full_disk(error: BaseException, folder: Path, elsewhere: tuple[type[BaseExce
 
     folder: where most is written, if the error names no file. elsewhere: errors that tell of another machine.
     """
-    seen: list[BaseException] = []
-    found: BaseException | None = error
-    while found is not None and found not in seen:
+    told: tuple[BaseException, int] | None = None
+    for found in _with_causes(error):
         if isinstance(found, DiskFull):
             return found
-        number = found.errno if isinstance(found, OSError) and found.errno in FULL else None
         if isinstance(found, elsewhere):
             return None
-        # Libraries in C++ keep the text alone. What names a URL is the answer of a service, about its own disk.
-        if number is None and "://" not in str(found):
-            number = next((n for n, text in FULL.items() if text in str(found)), None)
-        if number is not None:
-            name = getattr(found, "filename", None)
-            place = Path(os.fsdecode(name)) if isinstance(name, str | bytes) else folder
-            return DiskFull(number, f"{FULL[number]}: {_room(place)}")
-        seen.append(found)
+        if isinstance(found, OSError) and found.errno in FULL and _is_local(found):
+            assert found.errno is not None
+            return _full(found.errno, found, folder)
+        number = next((n for n, text in FULL.items() if text in str(found)), None)
+        told = told if number is None else (found, number)
+    # Others pass on the text of the last one, which has met it.
+    return _full(told[1], told[0], folder) if told is not None and _tells_of_local(told[0]) else None
+
+
+def _with_causes(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    found: BaseException | None = error
+    while found is not None and id(found) not in seen:
+        yield found
+        seen.add(id(found))
         found = found.__cause__ or found.__context__
-    return None
+
+
+def _is_local(error: BaseException) -> bool:
+    """Whether no service has given this error as its answer, and it is of no file elsewhere."""
+    name = getattr(error, "filename", None)
+    remote = isinstance(name, str) and "://" in name and not name.startswith(FILE_URL)
+    return not remote and not any(hasattr(error, attribute) for attribute in ANSWER)
+
+
+def _tells_of_local(error: BaseException) -> bool:
+    """Whether an error without a number is one of this machine's files.
+
+    Libraries in C++ and Rust raise OSError, RuntimeError or ValueError with the text alone; clients of services have
+    classes of their own. RuntimeError is also what callers of a service make of its answer, with its URL.
+    """
+    if not _is_local(error):
+        return False
+    if isinstance(error, RuntimeError | ValueError):
+        return "://" not in str(error) or FILE_URL in str(error)
+    return isinstance(error, OSError) or type(error).__module__.split(".")[0] in LIBRARIES
+
+
+def _full(number: int, error: BaseException, folder: Path) -> DiskFull:
+    name = getattr(error, "filename", None)
+    place = Path(os.fsdecode(name).removeprefix(FILE_URL)) if isinstance(name, str | bytes) else folder
+    return DiskFull(number, f"{FULL[number]}: {_room(place)}")
 
 
 def check_room(folder: Path, size: int) -> None:
