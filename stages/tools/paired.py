@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -18,13 +19,13 @@ if TYPE_CHECKING:
 
 MOST = 3
 """Settings that the reason names."""
-COLUMNS = ("place", "prompt_id", "prompt", "answer")
+COLUMNS = ("place", "prompt_id", "prompt", "answer", "metadata")
 
 NO_VERDICT = ("problems", "shard_prompts", "judges")
 """Settings of an evaluation that change no verdict of the judge that decides."""
 
-Problem = tuple[str, str, str | None]
-"""Id, prompt and answer."""
+Problem = tuple[str, str, str | None, str]
+"""Id, prompt, answer and what else the judge is given."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +47,14 @@ def problems_of(evaluation: Artifact) -> dict[int, Problem]:
     found: dict[int, Problem] = {}
     for batch in batches(evaluation, "rollouts/", COLUMNS):
         for place, *problem in zip(*(batch.column(name).to_pylist() for name in COLUMNS), strict=True):
-            found.setdefault(place, (problem[0], problem[1], problem[2]))
+            if place not in found:
+                found[place] = (problem[0], problem[1], problem[2], _metadata(problem[3]))
     return found
+
+
+def _metadata(text: str | None) -> str:
+    """The metadata of a problem, by its content: nothing says in which order its fields are written."""
+    return json.dumps(json.loads(text or "{}"), sort_keys=True)
 
 
 def paired(before: Artifact, after: Artifact) -> Paired:
@@ -71,7 +78,7 @@ def paired(before: Artifact, after: Artifact) -> Paired:
 
 
 def _changed(before: Artifact, after: Artifact) -> list[str]:
-    """What differs in settings and in the user's code between two evaluations, each with both values."""
+    """What differs between two evaluations, each with both values: settings, and the code and packages of judges."""
     manifests = [evaluation.manifest for evaluation in (before, after)]
     try:
         # What older settings leave out has its default.
@@ -80,8 +87,7 @@ def _changed(before: Artifact, after: Artifact) -> list[str]:
         found = [manifest["config"] for manifest in manifests]
     settings: list[dict[str, Any]] = [{n: v for n, v in one.items() if n not in NO_VERDICT} for one in found]
     sources = [manifest["key_parts"].get("sources") or {} for manifest in manifests]
-    code = [{name: digest for name, digest in one.items() if name.startswith("module:")} for one in sources]
-    return [*differences(settings[0], settings[1]), *differences(code[0], code[1])]
+    return [*differences(settings[0], settings[1]), *differences(sources[0], sources[1])]
 
 
 def _at(judged: Judged, places: list[int]) -> Judged:

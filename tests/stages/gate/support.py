@@ -59,12 +59,13 @@ class Lab:
         lengths: Sequence[int] = (),
         config: Mapping[str, Any] = SETTINGS,
         sources: Mapping[str, str] = {},
+        metadata: Sequence[str | None] = (),
         **metrics: Any,
     ) -> Artifact:
         """The evaluation of a policy whose verdicts are `scores` by problem and sample.
 
         lengths: of the completions of each problem, 10 where it is left out; those above 50 are cut off. sources:
-        digests of the user's code.
+        digests of the user's code. metadata: of each problem, none where it is left out.
         """
         verdicts = [
             VerdictRow(
@@ -77,7 +78,7 @@ class Lab:
         completions = [
             CompletionRow(
                 place=place, sample=s, prompt_id=f"q{place}", prompt_ids=[1], token_ids=[2] * length,
-                prompt=f"q{place}", logprobs=[0.0] * length, stop="length" if length > 50 else "eos",
+                prompt=f"q{place}", metadata=metadata[place] if metadata else None, logprobs=[0.0] * length, stop="length" if length > 50 else "eos",
             )
             for place, length in enumerate(lengths or [10] * len(scores)) for s in range(2)
         ]  # fmt: skip

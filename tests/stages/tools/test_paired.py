@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from stages.evaluate import Config
@@ -9,6 +11,7 @@ from stages.tools.paired import paired
 from tests.stages.gate.support import Lab
 
 COUNT = 12
+CODE = {"module:mine": "a", "package:math-verify": "0.5.2"}
 SETTINGS = {"judge": "matches", "judge_arguments": {"pattern": "^[0-9]+$"}, "samples": 2, "max_tokens": 8}
 
 
@@ -18,11 +21,12 @@ def evaluated(tmp_path):
     lab = Lab(tmp_path)
     data = lab.data(COUNT)
 
-    def make(score, code=None, raw=False, **settings):
+    def make(score, code=None, raw=False, metadata=(), **settings):
         asked = SETTINGS | settings
         config = asked if raw else Config.model_validate(asked).model_dump(mode="json")
         policy = lab.policy("one", data)
-        return lab.evaluation(policy, data, [[score, score]] * COUNT, config=config, sources=code or {})
+        scores = [[score, score]] * COUNT
+        return lab.evaluation(policy, data, scores, config=config, sources=code or {}, metadata=metadata)
 
     return make
 
@@ -37,11 +41,13 @@ def evaluated(tmp_path):
         ({"seconds": 1.0}, "seconds: 10.0 -> 1.0"),
         ({"samples": 1}, "samples: 2 -> 1"),
         ({"code": {"module:mine": "b"}}, 'module:mine: "a" -> "b"'),
+        ({"code": CODE | {"package:math-verify": "0.9.0"}}, 'package:math-verify: "0.5.2" -> "0.9.0"'),
+        ({"code": {"module:mine": "a"}}, "package:math-verify: "),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
 def test_other_settings_are_told_with_both_values_and_nothing_is_better(evaluated, change, told):
-    found = paired(evaluated(0.0, {"module:mine": "a"}), evaluated(1.0, **({"code": {"module:mine": "a"}} | change)))
+    found = paired(evaluated(0.0, CODE), evaluated(1.0, **({"code": CODE} | change)))
     assert found.difference is None and "they were evaluated with other settings or code" in found.reason
     assert told in found.reason
 
@@ -51,6 +57,20 @@ def test_what_changes_no_verdict_does_not_matter(evaluated):
     other = evaluated(1.0, judges=further, problems=50, shard_prompts=3, workers=5, every=2, max_failed_fraction=0.5)
     found = paired(evaluated(0.0), other)
     assert found.reason == "" and found.difference is not None and found.difference.verdict == "better"
+
+
+def test_judges_of_the_same_code_and_packages_are_compared(evaluated):
+    assert paired(evaluated(0.0, CODE), evaluated(1.0, dict(reversed(CODE.items())))).difference is not None
+
+
+def test_a_problem_whose_metadata_has_changed_is_another_one(evaluated):
+    old = [json.dumps({"tests": [place], "level": 1}) for place in range(COUNT)]
+    # The same content in another order, and one problem whose tests are others.
+    new = [json.dumps({"level": 1, "tests": [place]}) for place in range(COUNT)]
+    new[3] = json.dumps({"level": 1, "tests": [3, 4]})
+    found = paired(evaluated(0.0, metadata=old), evaluated(1.0, metadata=new))
+    assert found.places == [(place, place) for place in range(COUNT) if place != 3]
+    assert found.difference is not None and found.difference.problems == COUNT - 1
 
 
 def test_settings_of_another_version_are_compared_as_they_are(evaluated):
