@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 
 from stages.worker import channel, interpreter, places
-from stages.worker.client import worker_environment
 from stages.worker.channel import Channel, Message
+from stages.worker.client import worker_environment
 from stages.worker.places import Place
 from stages.worker.reception import Reception
 

@@ -78,7 +78,8 @@ class Lab:
         completions = [
             CompletionRow(
                 place=place, sample=s, prompt_id=f"q{place}", prompt_ids=[1], token_ids=[2] * length,
-                prompt=f"q{place}", metadata=metadata[place] if metadata else None, logprobs=[0.0] * length, stop="length" if length > 50 else "eos",
+                prompt=f"q{place}", logprobs=[0.0] * length, stop="length" if length > 50 else "eos",
+                metadata=metadata[place] if metadata else None,
             )
             for place, length in enumerate(lengths or [10] * len(scores)) for s in range(2)
         ]  # fmt: skip

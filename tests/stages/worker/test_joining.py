@@ -1,4 +1,4 @@
-"""A rank outlives its lead and its own process: it is told apart whether it was in the gang, and whether a lead answers."""
+"""A rank outlives its lead and its own process: those that were in the gang go on, others end after their wait."""
 
 import contextlib
 import errno
