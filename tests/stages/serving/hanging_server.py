@@ -4,7 +4,7 @@ import sys
 import threading
 import time
 
-from stages.serving import connection
+from stages.serving import connection, programs
 from stages.serving.app import make_app
 from stages.serving.programs import listening
 from stages.serving.serve import serve
@@ -33,7 +33,7 @@ def agents(server):
 
 
 def main():
-    connection.CLOSING_SECONDS = 1
+    connection.CLOSING_SECONDS = programs.CANCEL_SECONDS = 1
     engine = Hanging(CONFIG, limits=LIMITS)
     engine.load(random_params(CONFIG, 3))
     live = Live(engine)
