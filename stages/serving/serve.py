@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -84,7 +85,9 @@ def serve(app: Any, live: Any, host: str, port: int) -> None:
     web = web_server(app, host, port, ended=ended)
     threading.Thread(target=end_with, args=(live, web), daemon=True).start()
     try:
-        web.run()
+        # Ctrl-C, which uvicorn raises again once all is closed.
+        with contextlib.suppress(KeyboardInterrupt):
+            web.run()
     finally:
         live.close(STEP_SECONDS)
     if failure is not None:

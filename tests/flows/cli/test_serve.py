@@ -24,18 +24,23 @@ def _free_port() -> int:
 
 @contextmanager
 def _served(store: Path, log: Path, *options: str) -> Iterator[httpx.Client]:
-    """A client of `rlhf serve`, which must end at SIGTERM."""
+    """A client of `rlhf serve`, which must end in silence at Ctrl-C."""
     port = str(_free_port())
     with log.open("w") as file:
         server = subprocess.Popen(
-            [RLHF, "serve", "--store", str(store), "--port", port, *options], stdout=file, stderr=file
+            [RLHF, "serve", "--store", str(store), "--port", port, *options],
+            stdout=file,
+            stderr=file,
+            # What is started in the background of a script ignores it.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300) as client:
             _wait(server, client, log)
             yield client
-        server.send_signal(signal.SIGTERM)
+        server.send_signal(signal.SIGINT)
         server.wait(60)
+        assert "Traceback" not in log.read_text()
     finally:
         server.kill()
         server.wait()
@@ -68,7 +73,7 @@ def test_the_command_serves_the_policy_of_a_run(smoke_store, tmp_path, options):
         [choice] = client.post("/v1/completions", json=asked).raise_for_status().json()["choices"]
         assert 1 <= len(choice["logprobs"]["token_logprobs"]) <= 4
         messages = [{"role": "user", "content": "2 + 2 = ?"}]
-        asked = {"model": model["id"], "messages": messages, "max_tokens": 4, "stream": True}
+        asked = {"model": "policy", "messages": messages, "max_tokens": 4, "stream": True}
         text = client.post("/v1/chat/completions", json=asked).raise_for_status().text
         assert text.rstrip().endswith("data: [DONE]")
         assert client.get("/health").status_code == 200

@@ -23,7 +23,13 @@ def test_every_setting_has_a_type_a_default_and_a_sentence():
     assert [s.place for s in settings if not (s.kind and s.default and len(s.text) > 5)] == []
 
 
-OF_THE_GRAPH = {"rl.rollout.round", "rl.rollout.first", "rl.update.round", "rl.update.store_state", "rl.score.round_scale"}
+OF_THE_GRAPH = {
+    "rl.rollout.round",
+    "rl.rollout.first",
+    "rl.update.round",
+    "rl.update.store_state",
+    "rl.score.round_scale",
+}
 
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in RECIPES.glob("*.yaml")))
