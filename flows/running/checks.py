@@ -120,6 +120,11 @@ def _check_reward(called: Called) -> None:
         signatures.check_required(parameters, called.arguments, called.arguments_at, called.function, REWARD_COLUMNS)
     else:
         parameters = signatures.of_name(called.function, called.at)
+        if parameters is not None and len(parameters.positional) < 2 and not parameters.takes_any:
+            raise ValueError(
+                f"{called.at}: {called.function} takes {len(parameters.positional)} of its arguments by position; it "
+                "is called with prompts and completions, and by name with columns of the data"
+            )
     if parameters is not None:
         signatures.check_arguments(parameters, called.arguments, called.arguments_at, called.function, REWARD_COLUMNS)
 

@@ -30,6 +30,8 @@ class Parameters:
     """Those without a default."""
     takes_more: bool
     """Whether `**columns` takes further names. `**_` does too, but says that they have no effect: it is none."""
+    takes_any: bool = False
+    """Whether `*values` takes any number by position."""
 
 
 def of_callable(function: Callable[..., Any]) -> Parameters:
@@ -41,6 +43,7 @@ def of_callable(function: Callable[..., Any]) -> Parameters:
         tuple(p.name for p in plain),
         tuple(p.name for p in plain if p.default is p.empty),
         any(p.kind is p.VAR_KEYWORD and p.name != "_" for p in found),
+        any(p.kind is p.VAR_POSITIONAL for p in found),
     )
 
 
@@ -110,6 +113,7 @@ def _of_definition(at: ast.FunctionDef, bound: int = 0) -> Parameters | None:
         tuple(p.arg for p in (*a.args, *a.kwonlyargs) if p.arg not in own),
         tuple(without),
         a.kwarg is not None and a.kwarg.arg != "_",
+        a.vararg is not None,
     )
 
 

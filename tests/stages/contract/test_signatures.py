@@ -30,6 +30,9 @@ def no_objective():
 
 def problems(size, seed=0):
     yield {}
+
+def of_prompts(prompts): ...
+def of_any(*texts, **columns): ...
 """
 ENVIRONMENTS = """
 raise SystemExit("executed")
@@ -79,6 +82,7 @@ def own(tmp_path, monkeypatch):
         ([MINE % ("vowels", "{scal: 2}")], "own_code:vowels takes no argument 'scal'; did you mean scale?"),
         ([MINE % ("vowels", "{prompts: 2}")], "prompts is given to own_code:vowels by the pipeline"),
         ([MINE % ("borrowed", "{y: 2}")], "own_code:borrowed takes no argument 'y'"),
+        ([MINE % ("of_prompts", "{}")], "own_code:of_prompts takes 1 of its arguments by position; it is called"),
         (["rl.score.rewards={j: {function: 'own_code.py:vowels'}}"], "is a file: a module is written"),
         (["rl.score.rewards={t: {function: token_share}}"], "t.arguments: token_share needs token"),
         (["rl.score.rewards={t: {function: exact_match, arguments: {extrct: a}}}"], "did you mean extract?"),
@@ -103,6 +107,7 @@ def test_what_cannot_be_called_is_refused_before_any_work(own, sets, message):
     [
         [MINE % ("vowels", "{scale: 2.0}")],
         [MINE % ("open_ended", "{anything: 2.0}")],
+        [MINE % ("of_any", "{}")],
         [MINE % ("borrowed", "{x: 2}")],
         ["rl.update={algorithm: 'own_code:algorithm', algorithm_arguments: {decay: 1.0}}"],
         ["data={source: 'own_code:problems', source_args: {size: 3}}"],
