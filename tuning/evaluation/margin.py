@@ -10,18 +10,10 @@ Variable, 2019).
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
+from tuning.evaluation.permutation import CHUNK, draws_for
 from tuning.evaluation.statistics import Clusters, by_cluster, problem_means, scored_names
-
-DRAWS = 999_999
-"""The most draws: the least p that they can give is one in a million."""
-_FEWEST = 9_999
-_HITS = 50
-"""Draws expected at the level: its p is known to a seventh."""
-_CHUNK = 1 << 22
 
 
 def above_margin(
@@ -42,9 +34,9 @@ def above_margin(
     worst = -max(1.0, float(np.abs(gaps[known]).max())) * size
     # Spacings are exponential numbers over their sum; those of equal clusters are added up, to a gamma number.
     kinds, counts = np.unique(np.stack([np.append(sums, worst), np.append(sizes, size)]), axis=1, return_counts=True)
-    draws = min(DRAWS, max(_FEWEST, math.ceil(_HITS / level)))
+    draws = draws_for(level)
     rng = np.random.default_rng(seed)
-    rows, not_above = max(1, _CHUNK // len(counts)), 0
+    rows, not_above = max(1, CHUNK // len(counts)), 0
     for start in range(0, draws, rows):
         weights = rng.gamma(counts, size=(min(rows, draws - start), len(counts)))
         not_above += int(((weights @ kinds[0]) / (weights @ kinds[1]) <= least).sum())

@@ -28,7 +28,8 @@ _HITS = 50
 """Choices of signs expected at the level: its p is known to a seventh."""
 _EXACT = 1 << 20
 """Sums whose probabilities are added up; where there are more, signs are drawn."""
-_CHUNK = 1 << 22
+CHUNK = 1 << 22
+"""Numbers drawn at a time."""
 _DIGITS = 10
 
 
@@ -71,6 +72,11 @@ def sign_flip(
     return SignFlip(_drawn(sizes, counts, seen, level, seed) if p is None else p, len(sums))
 
 
+def draws_for(level: float) -> int:
+    """Random draws that tell a p of about `level`, within what is affordable."""
+    return min(FLIPS, max(_FEWEST, math.ceil(_HITS / level)))
+
+
 def _exact(sizes: np.ndarray, counts: Sequence[int] | np.ndarray, seen: float) -> float | None:
     """The probability of a sum of at least `seen`; None where there are too many sums."""
     sums: np.ndarray = np.zeros(1)
@@ -88,9 +94,9 @@ def _exact(sizes: np.ndarray, counts: Sequence[int] | np.ndarray, seen: float) -
 
 def _drawn(sizes: np.ndarray, counts: np.ndarray, seen: float, level: float, seed: int) -> float:
     """As `_exact`, from random signs."""
-    draws = min(FLIPS, max(_FEWEST, math.ceil(_HITS / level)))
+    draws = draws_for(level)
     rng = np.random.default_rng(seed)
-    rows, as_large = max(1, _CHUNK // len(sizes)), 0
+    rows, as_large = max(1, CHUNK // len(sizes)), 0
     for start in range(0, draws, rows):
         positive = rng.binomial(counts, 0.5, (min(rows, draws - start), len(sizes)))
         as_large += int(((2 * positive - counts) @ sizes >= seen).sum())
