@@ -1,6 +1,5 @@
 """A server that others can reach has keys, and no client takes more of it than its bounds: size, number, time."""
 
-import asyncio
 import contextlib
 import json
 import socket
@@ -11,19 +10,12 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from stages.serving import app as routes
 from stages.serving.access import AccessError, Keys, is_loopback, keys_of
-from stages.serving.app import make_app
 from stages.serving.connection import Patient, web_server
-from stages.serving.counts import Counts
-from stages.serving.guard import Bounds, Guard
-from stages.serving.serve import end_with
+from stages.serving.guard import Bounds
 from stages.serving.server import Server
 from stages.serving.settings import ServeOptions
-from tests.stages.serving.support import CONFIG, CONTEXT, LIMITS, STOPS, TOKENIZER, serving
-from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.live import EngineStopped, Live
-from tuning.rollout.requests import Request
+from tests.stages.serving.support import CONTEXT, STOPS, TOKENIZER, serving
 
 KEY, OTHER = "k" * 24, "another-key-of-a-server"
 BOUNDS = Bounds(body_bytes=20_000, body_seconds=1.0, requests=2, request_seconds=20.0)
@@ -261,80 +253,6 @@ def test_more_connections_than_allowed_are_told_so(guarded):
             time.sleep(0.1)
 
 
-def test_an_answer_that_takes_too_long_ends_with_its_reason(live):
-    url, end = serving(Server(live, TOKENIZER, "tiny", STOPS, CONTEXT), Bounds(request_seconds=0.3))
-    try:
-        long = SAID | {"max_tokens": 190, "n": 64, "ignore_eos": True, "temperature": 1}
-        answer = httpx.post(f"{url}/v1/completions", json=long, timeout=60)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "time_limit")
-        with httpx.stream("POST", f"{url}/v1/completions", json=long | {"stream": True}, timeout=60) as stream:
-            lines = [line for line in stream.iter_lines() if line]
-        assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "time_limit"
-        # Its samples have left the engine.
-        deadline = time.monotonic() + 30
-        while live.open:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-    finally:
-        end()
-
-
-def test_a_request_whose_time_is_over_before_the_engine_has_taken_it_leaves_it_nothing(live):
-    made, going_on = [], threading.Event()
-
-    class Watched(Server):
-        def submit(self, *arguments):
-            made.append(super().submit(*arguments))
-            return made[-1]
-
-    url, end = serving(Watched(live, TOKENIZER, "tiny", STOPS, CONTEXT), Bounds(request_seconds=0.3))
-    # A step that takes longer than the request may.
-    hanging = threading.Thread(target=live._ask, args=(lambda: going_on.wait(60),))
-    try:
-        hanging.start()
-        long = SAID | {"max_tokens": 190, "n": 64, "ignore_eos": True, "temperature": 1}
-        answer = httpx.post(f"{url}/v1/completions", json=long, timeout=60)
-        assert (answer.status_code, answer.json()["error"]["code"], made) == (504, "time_limit", [])
-        going_on.set()
-        hanging.join()
-        deadline = time.monotonic() + 30
-        while not made:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        assert {done.stop for done in made[0].result()} == {"cancelled"}
-    finally:
-        going_on.set()
-        end()
-
-
-def test_an_engine_that_hangs_keeps_nobody_who_closes_it(params):
-    engine = Engine(CONFIG, limits=LIMITS)
-    engine.load(params)
-    live, going_on = Live(engine), threading.Event()
-    stopped = []
-
-    def hang():
-        try:
-            live._ask(lambda: going_on.wait(60))
-        except EngineStopped as e:
-            stopped.append(e)
-
-    try:
-        stream = live.submit(Request([5, 6], 150, seed=1))
-        hanging = threading.Thread(target=hang)
-        hanging.start()
-        while live.step_seconds < 0.3:
-            time.sleep(0.01)
-        live.close(seconds=0.1)
-        with pytest.raises(EngineStopped, match="closed"):
-            stream.result()
-        hanging.join(20)
-        assert len(stopped) == 1
-    finally:
-        going_on.set()
-        live.close()
-
-
 def test_a_client_that_reads_nothing_is_let_go():
     """Its answer would lie in memory, and its request would count, for as long as it likes."""
     ended = threading.Event()
@@ -379,96 +297,3 @@ def test_metrics_are_prometheus_text_and_count_what_was_asked(asked):
     assert found["rlhf_serve_engine_up", None, None] == 1
     assert found["rlhf_serve_requests_in_flight", None, None] == 0
     assert found["rlhf_serve_request_seconds_count", None, None] >= 4
-
-
-def test_health_is_that_of_the_engine(params, monkeypatch):
-    engine = Engine(CONFIG, limits=LIMITS)
-    engine.load(params)
-    live = Live(engine)
-    url, end = serving(Server(live, TOKENIZER, "tiny", STOPS, CONTEXT))
-    going_on = threading.Event()
-
-    def unwell(said):
-        for path, status in (("health", "failed"), ("ready", "not ready")):
-            answer = httpx.get(f"{url}/{path}")
-            assert (answer.status_code, answer.json()["status"]) == (503, status)
-            assert said in answer.json()["error"]
-        assert "rlhf_serve_engine_up 0" in httpx.get(f"{url}/metrics").text
-
-    try:
-        monkeypatch.setattr(routes, "STALLED_SECONDS", 0.2)
-        # What a step on a device that has hung does to the engine's thread.
-        hanging = threading.Thread(target=live._ask, args=(lambda: going_on.wait(60),))
-        hanging.start()
-        while live.step_seconds < 0.3:
-            time.sleep(0.01)
-        unwell("has hung for")
-        going_on.set()
-        hanging.join()
-        assert httpx.get(f"{url}/health").json() == {"status": "ok"}
-        live.close()
-        unwell("EngineStopped: closed")
-    finally:
-        going_on.set()
-        end()
-        live.close()
-
-
-def test_a_server_whose_engine_has_stopped_for_good_ends_for_its_supervisor(params):
-    engine = Engine(CONFIG, limits=LIMITS)
-    engine.load(params)
-    live = Live(engine)
-    web = web_server(make_app(Server(live, TOKENIZER, "tiny", STOPS, CONTEXT)), "127.0.0.1", 0)
-    watch = threading.Thread(target=end_with, args=(live, web, 0.01))
-    watch.start()
-    assert not web.should_exit
-    live.close()
-    watch.join(20)
-    assert web.should_exit
-
-
-def test_a_long_prompt_does_not_stop_the_streams_of_others(live, monkeypatch):
-    """It is tokenized in a thread: the loop answers others meanwhile."""
-    server = Server(live, TOKENIZER, "tiny", STOPS, CONTEXT)
-    threads = []
-    real = server._prompt_ids
-    monkeypatch.setattr(server, "_prompt_ids", lambda p: threads.append(threading.current_thread().name) or real(p))
-    url, end = serving(server)
-    try:
-        assert httpx.post(f"{url}/v1/completions", json=SAID, timeout=60).status_code == 200
-        assert httpx.post(f"{url}/sessions/a/v1/completions", json=SAID, timeout=60).status_code == 200
-        assert threads and all(name.startswith("reader") for name in threads)
-    finally:
-        end()
-
-
-def test_the_guard_counts_a_client_that_left():
-    async def left(scope, receive, send):
-        raise AssertionError("unreachable")
-
-    async def receive():
-        return {"type": "http.disconnect"}
-
-    async def send(message):
-        raise AssertionError(message)
-
-    counts = Counts()
-    scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": []}
-    asyncio.run(Guard(left, counts)(scope, receive, send))
-    assert counts.answers == {("/v1/completions", 0): 1} and counts.in_flight == 0
-
-
-def test_a_time_limit_of_the_application_s_own_is_not_told_as_the_guards():
-    async def late(scope, receive, send):
-        raise TimeoutError("of its own")
-
-    async def receive():
-        return {"type": "http.request", "body": b"{}", "more_body": False}
-
-    async def send(message):
-        raise AssertionError(message)
-
-    scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": [(b"host", b"127.0.0.1")]}
-    # As any other failure: the server answers 500, and its log says where.
-    with pytest.raises(TimeoutError, match="of its own"):
-        asyncio.run(Guard(late, Counts())(scope, receive, send))
