@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
-import signal
 import time
 import uuid
 import warnings
@@ -18,7 +16,7 @@ from stages.store.artifacts import MANIFEST, Artifact, ArtifactError, Store, con
 from stages.store.leases import lease
 from stages.store.work import WorkFolder
 from tests.stages.store.support import fresh
-from tests.support import finish, python, write_files
+from tests.support import python, write_files
 
 KEY = "k" * 64
 FILES = {"model__weights.bin": "w" * 100, "config.json": "{}", "logs__metrics.jsonl": "1\n", "state__adam": "m"}
@@ -270,79 +268,6 @@ def test_what_a_killed_commit_left_is_no_part_of_the_next(store, tmp_path):
     assert store.verify(artifact) is None
     names = {p[len(artifact.url) + 1 :] for p in store.fs.find(artifact.url)}
     assert names == {p.replace("__", "/") for p in FILES}
-
-
-COMMITTER = """
-import sys
-from pathlib import Path
-from stages.store.artifacts import Store
-out = Path(sys.argv[2])
-out.mkdir(parents=True)
-for i in range(int(sys.argv[3])):
-    (out / f"part-{i:03d}").write_text(f"{i}" * 50)
-print("go", flush=True)
-Store(sys.argv[1]).commit(out, {"stage": "sft", "key": "k" * 64, "metrics": {}}, replace="replace" in sys.argv)
-"""
-
-
-@pytest.mark.parametrize("kind", ["file", pytest.param("s3", marks=pytest.mark.slow)])
-def test_a_commit_that_is_killed_leaves_nothing_or_everything(kind, tmp_path, request):
-    count, tries = (300, 6) if kind == "file" else (15, 3)
-    base = str(tmp_path) if kind == "file" else f"{request.getfixturevalue('s3')}/{tmp_path.name}"
-    draw = random.Random(0)
-    halves, whole = 0, 0.0
-    for attempt in range(tries):
-        store = Store(f"{base}/{attempt}", scratch=tmp_path / "scratch")
-        process = python(COMMITTER, store.url, tmp_path / f"out-{attempt}", count)
-        process.stdout.readline()
-        # The first is killed at once; the others within the time that the commit after it took.
-        time.sleep(draw.random() * whole)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        manifest = store.read_json("artifacts", "sft", KEY, MANIFEST)
-        halves += manifest is None
-        if manifest is not None:
-            assert len(manifest["files"]) == count
-            assert store.verify(Artifact(store, manifest)) is None
-        else:
-            assert store.get("sft", KEY) is None
-        second = python(COMMITTER, store.url, tmp_path / f"again-{attempt}", count)
-        second.stdout.readline()
-        began = time.monotonic()
-        finish(second)
-        whole = time.monotonic() - began
-        again = store.get("sft", KEY)
-        assert again is not None
-        assert store.verify(again) is None
-    assert halves > 0, "no kill hit the middle of a commit: this test shows nothing"
-
-
-def test_a_replacing_commit_that_is_killed_leaves_the_first_or_the_second(tmp_path):
-    count = 300
-    store = Store(str(tmp_path / "store"))
-    first = make(store, tmp_path)
-    place = Path(store.join("artifacts", "sft"))
-    draw = random.Random(0)
-    halves = 0
-    for attempt in range(4):
-        before = store.get("sft", KEY, repair=False)
-        folders = len(list(place.iterdir()))
-        process = python(COMMITTER, store.url, tmp_path / f"out-{attempt}", count, "replace")
-        process.stdout.readline()
-        enough = draw.randrange(1, count + 1)
-        new: list[Path] = []
-        while process.poll() is None and sum(1 for f in new for _ in f.iterdir()) < enough:
-            time.sleep(0.0005)
-            new = sorted(place.iterdir(), key=lambda f: f.stat().st_ctime)[folders:]
-            # Not for a moment is there none.
-            assert store.get("sft", KEY, repair=False) is not None
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        after = store.get("sft", KEY)
-        assert store.verify(after) is None
-        halves += after.manifest == before.manifest
-        assert store.verify(first) is None
-    assert halves > 0, "no kill hit the middle of a commit: this test shows nothing"
 
 
 def test_a_fetch_brings_what_is_asked_for_and_keeps_it(remote, tmp_path):
