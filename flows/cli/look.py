@@ -86,15 +86,17 @@ def show(store: StoreUrl, run_name: RunName = None, as_json: AsJson = False) -> 
     for line in decision_lines(record):
         out.print(line, soft_wrap=True)
     for name, where in _places(record, place).items():
-        out.print(f"{name:<7} {where}", soft_wrap=True)
+        none = f"none yet: `rlhf report {record['name']}` writes it"
+        out.print(f"{name:<7} {none if where is None else where}", soft_wrap=True)
 
 
-def _places(record: dict[str, Any], store: Store) -> dict[str, str]:
-    """Where a run's report and its worker's log are."""
+def _places(record: dict[str, Any], store: Store) -> dict[str, str | None]:
+    """Where a run's report and its worker's log are; a run that was killed has no report."""
     log = log_of(store, record["name"])
     # A run of another machine has it there; a store that was moved has it here.
     where = str(log) if log.exists() else record.get("log", str(log))
-    return {"report": store.join("runs", record["name"], "report.html"), "log": where}
+    report = store.join("runs", record["name"], "report.html")
+    return {"report": report if store.fs.exists(report) else None, "log": where}
 
 
 @commands.command()

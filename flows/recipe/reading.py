@@ -15,7 +15,7 @@ from flows.recipe.migration import MOVED
 from flows.recipe.model import Recipe, RecipeError
 from flows.recipe.places import hint, lines_of, merge, takes, whole
 from flows.recipe.secrets import secrets_in
-from flows.recipe.text import DEEPEST, Unusable, parsed, read_text, short
+from flows.recipe.text import COMMENT, DEEPEST, Unusable, in_comment, parsed, read_text, short
 from flows.recipe.unions import settled
 from tuning.allowed import NotAllowed, check_file
 
@@ -217,9 +217,15 @@ def _explain(path: Path, node: Any, set_places: set[str], error: Any) -> str:
         message = f"{message.replace('Input should be', 'expected')}, not null: leave it out for its default"
         is_number = error["type"].startswith(("float", "int"))
         message += ", or set it to 0" if is_number and takes(place, 0) else ""
+        message += f" ({COMMENT})" if where.startswith(f"{path}:") and _hidden(path, lines[-1]) else ""
         return f"{where}: {message}"
     shown = "" if isinstance(value, dict) else f" (found {short(repr(value))})"
     return f"{where}: {message}{shown}"
+
+
+def _hidden(path: Path, line: int) -> bool:
+    """Whether the value in this line of the file, counted from 1, is a comment."""
+    return in_comment(read_text(path).splitlines()[line - 1])
 
 
 def _meant(message: str, set_places: set[str]) -> list[str]:

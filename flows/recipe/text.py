@@ -20,6 +20,7 @@ MOST = 100_000
 """Values, counted as often as aliases name them."""
 LONGEST = 64
 """Characters of a number."""
+COMMENT = "a # begins a comment: put a value that has one in quotes"
 SHOWN = 200
 """Characters of a mistake that are told."""
 
@@ -27,6 +28,7 @@ _PLAIN = tuple(f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f]")
 _BACKWARDS = re.compile(r"[\u202a-\u202e\u2066-\u2069]")
+_VALUE_IN_COMMENT = re.compile(r"^[^#\"']*[\w\"']:\s+#")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
@@ -76,7 +78,16 @@ def parsed(text: str) -> tuple[yaml.Node | None, Any]:
         loader = _Loader("")
         return node, loader.construct_document(node)
     except yaml.YAMLError as error:
-        raise Unusable(f"not YAML: {short(str(error))}", getattr(error, "problem_mark", None)) from error
+        mark = getattr(error, "problem_mark", None)
+        lines = text.splitlines()[: mark.line + 1] if mark else []
+        # What closes a bracket behind the mark is missed at the end of the text.
+        hidden = next((f"; in line {n} {COMMENT}" for n, line in enumerate(lines, 1) if in_comment(line)), "")
+        raise Unusable(f"not YAML: {short(str(error))}{hidden}", mark) from error
+
+
+def in_comment(line: str) -> bool:
+    """Whether a line of YAML has a `#` where a value would stand."""
+    return _VALUE_IN_COMMENT.search(line) is not None
 
 
 def short(text: str) -> str:

@@ -30,7 +30,25 @@ def settled(mistakes: Iterable[Mistake], values: Any) -> list[Mistake]:
             # Where the first of them was told of.
             found.append({"union": union})
         forms.setdefault(union, []).append(told)
-    return [m for entry in found for m in (_meant(forms[entry["union"]]) if "union" in entry else [entry])]
+    all_of_them = [m for entry in found for m in (_meant(forms[entry["union"]]) if "union" in entry else [entry])]
+    said = [m for m in all_of_them if _is_written(m["loc"], values)]
+    # What a section takes over from another is told of where it was written.
+    return [m for m in all_of_them if m in said or not any(_is_same(m, one) for one in said)]
+
+
+def _is_written(place: Iterable[Any], values: Any) -> bool:
+    for part in place:
+        if not (
+            part in values if isinstance(values, dict) else isinstance(values, list) and part in range(len(values))
+        ):
+            return False
+        values = values[part]
+    return True
+
+
+def _is_same(one: Mistake, other: Mistake) -> bool:
+    """Whether two settings of one name have the same mistake."""
+    return all(one.get(k) == other.get(k) for k in ("msg", "input")) and one["loc"][-1:] == other["loc"][-1:]
 
 
 def _place(mistake: Mistake, values: Any) -> tuple[tuple[Any, ...], tuple[Any, ...] | None]:

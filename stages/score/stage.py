@@ -150,10 +150,10 @@ def _total(metrics: Mapping[str, Any]) -> str:
 
 
 def _by_name(metrics: Mapping[str, Any]) -> str:
-    """The mean of each reward by its name, unless there is one and it is the total."""
+    """The mean of each reward by its name, where there are several: of one alone the total is told."""
     prefix = "reward_"
     means = {k.removeprefix(prefix): v for k, v in sorted(metrics.items()) if k.startswith(prefix)}
-    if list(means.values()) == [metrics.get("reward")]:
+    if len(means) == 1:
         return ""
     return "  ".join(f"{name} {_number(value)}" for name, value in means.items())
 

@@ -173,6 +173,10 @@ def _errors(app: Any) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Any:
         first = error.errors()[0]
+        if first["type"] == "json_invalid":
+            return _error(400, f"the body is no JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
+        if first["loc"] == ("body",):
+            return _error(400, "the body: expected a JSON object, sent with `Content-Type: application/json`")
         where = ".".join(str(p) for p in first["loc"][1:])
         message = first["msg"].removeprefix("Value error, ")
         return _error(400, f"{where}: {message}" if where else message, param=where or None)

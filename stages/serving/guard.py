@@ -102,7 +102,9 @@ class Guard:
 
     def _check(self, headers: Mapping[bytes, bytes]) -> None:
         if not self._keys.take(headers.get(b"authorization")):
-            text = "a key is needed: send it as `Authorization: Bearer KEY`"
+            given = b"authorization" in headers
+            text = "this server does not take the key that was sent" if given else "a key is needed"
+            text += ": send one of its keys as `Authorization: Bearer KEY`"
             raise Refused(401, text, "invalid_api_key", {"www-authenticate": "Bearer"})
         host = headers.get(b"host", b"localhost").decode("latin-1")
         if not self._keys and not is_address(host):

@@ -103,7 +103,7 @@ def _is_secret(name: str) -> bool:
 
 
 def checkout(folder: Path) -> dict[str, Any]:
-    """The commit of a checkout and whether files differ from it; both None where it is none, or git does not say."""
+    """The commit of a checkout and whether files of it differ; both None where it is none, or git does not say."""
     nothing: dict[str, Any] = {"commit": None, "dirty": None}
     if not (folder / ".git").exists():
         return nothing
@@ -112,7 +112,10 @@ def checkout(folder: Path) -> dict[str, Any]:
             subprocess.run(
                 ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=GIT_SECONDS, check=True
             ).stdout.strip()
-            for arguments in (["rev-parse", "HEAD"], ["--no-optional-locks", "status", "--porcelain"])
+            for arguments in (
+                ["rev-parse", "HEAD"],
+                ["--no-optional-locks", "status", "--porcelain", "--untracked-files=no"],
+            )
         )
     except (OSError, subprocess.SubprocessError):
         return nothing

@@ -47,6 +47,8 @@ def worker_environment() -> dict[str, str]:
     with contextlib.suppress(RuntimeError):
         platform = device_kind().partition(":")[0]
     environment = with_flags(os.environ, platform)
+    # Else transformers says in each process that torch, which nothing here needs, is not installed.
+    environment.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     tunables = environment.get("GLIBC_TUNABLES", "")
     if "glibc.malloc.hugetlb" not in tunables:
         environment["GLIBC_TUNABLES"] = f"{tunables}:{HUGE_PAGES}".strip(":")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,7 +31,7 @@ def number_match(answer: str | None, metadata: Mapping[str, Any]) -> str | None:
         readable = answer is None or math.isfinite(number(answer))
     except ValueError:
         readable = False
-    return None if readable else f"one number, got {_shown(answer)}"
+    return None if readable else f"one number, got {_shown(answer)}{_taken_out(answer)}"
 
 
 def math_equal(answer: str | None, metadata: Mapping[str, Any]) -> str | None:
@@ -64,6 +65,15 @@ CHECKS: dict[str, Check] = {f.__name__: f for f in (number_match, math_equal, co
 def unreadable(name: str, answer: str | None, metadata: Mapping[str, Any]) -> str | None:
     """What the reward `name` expects in place of this answer; None where it can read it, or does not apply."""
     return CHECKS[name](answer, metadata) if name in CHECKS else None
+
+
+def _taken_out(answer: str | None) -> str:
+    """How the number is had of an answer that is a whole solution, as GSM8K publishes them; empty for others."""
+    marked = re.findall(r"#+(?= *\S+ *$)", answer or "")
+    if not marked:
+        return ""
+    mark = marked[-1]
+    return f"; `fields: {{answer: {{from: answer, pattern: '{mark} (.*)'}}}}` in data takes what is behind {mark}"
 
 
 def _shown(value: Any) -> str:

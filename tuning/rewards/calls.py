@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -107,6 +107,9 @@ def _made(function: Any, call: Call) -> list[Outcome]:
 
 def _outcomes(values: Any, count: int) -> list[Outcome]:
     """What a function returned as outcomes. Raises TypeError for anything but `count` numbers and None."""
+    if not isinstance(values, Iterable):
+        one = f"{values!r:.60} in place of a list: it gets lists of prompts and completions"
+        raise TypeError(f"the function returned {one}, and returns a number, or None, for each completion")
     found = list(values)
     if len(found) != count:
         raise TypeError(f"the function returned {len(found)} values for {count} completions: expected one for each")

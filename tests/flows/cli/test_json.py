@@ -52,6 +52,13 @@ def test_what_they_say_is_what_the_text_says(store):
     assert [r["name"] for r in shown(store, "runs")["runs"]] == ["first"]
     nodes = shown(store, "show", "first")["nodes"]
     assert {n["state"] for n in nodes} == {"made"} and all(n["digest"] and n["metrics"] for n in nodes)
+    report = store / "runs" / "first" / "report.html"
+    assert shown(store, "show", "first")["report"] == str(report)
+    # As a run leaves it that is killed.
+    report.unlink()
+    assert shown(store, "show", "first")["report"] is None
+    text = CliRunner().invoke(app, ["show", "first", "--store", str(store)]).stdout
+    assert "report  none yet: `rlhf report first` writes it" in text
     laws = shown(store, "audit", "first")
     assert laws["broken"] == [] and {"holds", "no case"} == {law["state"] for law in laws["laws"]}
 

@@ -66,6 +66,8 @@ def test_without_a_key_nothing_is_answered_but_whether_it_lives(guarded, header)
         answer = httpx.request(method, guarded + path, headers=headers, json=SAID if method == "POST" else None)
         assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key"), path
         assert answer.headers["www-authenticate"] == "Bearer"
+        told = "a key is needed: " if header is None else "this server does not take the key that was sent: "
+        assert answer.json()["error"]["message"] == f"{told}send one of its keys as `Authorization: Bearer KEY`"
     assert httpx.get(f"{guarded}/health", headers=headers).json() == {"status": "ok"}
     assert httpx.get(f"{guarded}/ready", headers=headers).json() == {"status": "ready"}
 

@@ -186,6 +186,20 @@ BODIES = {
 }
 
 
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (b'{"prompt": "a",}', "the body is no JSON: Expecting property name enclosed in double quotes at character "),
+        (b"", "the body: expected a JSON object, sent with `Content-Type: application/json`"),
+        (b"[1]", "the body: expected a JSON object, sent with `Content-Type: application/json`"),
+    ],
+)
+def test_a_body_that_is_no_json_object_is_named_as_such(url, body, told):
+    answer = httpx.post(f"{url}/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert answer.json()["error"]["message"].startswith(told), answer.text
+    assert answer.json()["error"]["param"] is None
+
+
 @pytest.mark.parametrize("case", BODIES)
 def test_bodies_that_are_no_request_are_refused(url, case):
     headers = {"content-type": "application/json"}

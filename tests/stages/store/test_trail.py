@@ -88,5 +88,8 @@ def test_the_commit_of_a_checkout_and_whether_files_differ_from_it(tmp_path):
     git("commit", "-qm", "first")
     commit = git("rev-parse", "HEAD").stdout.strip()
     assert checkout(tmp_path) == {"commit": commit, "dirty": False}
+    # Files that git does not know, such as a recipe or a store in the folder, are none of the commit's.
+    write_files(tmp_path, b="1")
+    assert checkout(tmp_path) == {"commit": commit, "dirty": False}
     write_files(tmp_path, a="2")
     assert checkout(tmp_path) == {"commit": commit, "dirty": True}

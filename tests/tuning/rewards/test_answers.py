@@ -29,7 +29,14 @@ def test_readable(name, answer, metadata):
     [
         ("number_match", "$18", {}, "one number, got '$18'"),
         ("number_match", "nan", {}, "one number, got 'nan'"),
-        ("number_match", "Natalia sold 48/2 = 24 clips.\n#### 72", {}, "one number, got 'Natalia"),
+        (
+            "number_match",
+            "It is\n#### 72",
+            {},
+            "one number, got 'It is\\n#### 72'; `fields: {answer: {from: answer, pattern: '#### (.*)'}}` in data takes "
+            "what is behind ####",
+        ),
+        ("number_match", "Natalia sold 48/2 = 24 clips.", {}, "one number, got 'Natalia"),
         ("math_equal", "$", {}, "a mathematical expression, got '$'"),
         ("code_passes", "assert f(2) == ", {}, "tests in Python, got 'assert f(2) == ' (invalid syntax"),
         ("code_passes", None, {"tests": [{"input": "1"}]}, "tests as programs or as {input, output}"),

@@ -47,6 +47,8 @@ def breaks(prompts, completions, **_):
             return [None]
         case "two":
             return [1.0, 2.0]
+        case "one":
+            return 0.5
         case "text":
             return ["good"]
         case "eat":
@@ -101,6 +103,10 @@ def test_what_a_sample_does_to_its_call_costs_that_sample():
         "two": "TypeError: the function returned 2 values for 1 completions: expected one for each",
         "text": "TypeError: the function returned 'good' for a completion: expected a number, or None",
     }  # fmt: skip
+    reasons["one"] = (
+        "TypeError: the function returned 0.5 in place of a list: it gets lists of prompts and completions, and "
+        "returns a number, or None, for each completion"
+    )
     found = outcomes("x", *reasons, "none", "y")
     assert {t: o.failure for t, o in found.items() if o.failure} == reasons
     assert not any(o.is_outage for o in found.values())

@@ -1,0 +1,158 @@
+"""Options `--set`: each reaches every place of a recipe, lies over its file, and is named where it is wrong."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from flows.cli.app import app
+from flows.recipe.model import RecipeError
+from flows.recipe.reading import added, load_recipe
+
+
+def refused(name: str, **options) -> str:
+    with pytest.raises(RecipeError) as e:
+        load_recipe(name, **options)
+    return str(e.value)
+
+
+def test_set_reaches_every_depth():
+    loaded = load_recipe(
+        "smoke",
+        sets=[
+            "seed=7",
+            "sft.optimizer.learning_rate=1e-4",
+            "rl.score.rewards.digits.arguments.pattern='[a-z]+'",
+            "rl.score.rewards.short={function: length_at_most, weight: 0.1, arguments: {tokens: 4}}",
+            "data.splits=[sft, prompts, heldout, preference]",
+            "evaluate=null",
+        ],
+    )
+    assert loaded.seed == 7
+    assert loaded.sft.optimizer.learning_rate == 0.0001
+    assert loaded.sft.epochs == load_recipe("smoke").sft.epochs
+    assert loaded.rl.score.rewards["digits"].arguments == {"pattern": "[a-z]+"}
+    assert loaded.rl.score.rewards["digits"].weight == 0.5
+    assert loaded.rl.score.rewards["short"].arguments == {"tokens": 4}
+    assert loaded.data.splits[-1] == "preference"
+    assert loaded.evaluate is None
+
+
+def test_set_opens_a_section_that_is_null_and_that_is_said(recipe):
+    path = recipe("sft: null\n")
+    sets = ["sft.epochs=2", "sft.examples_per_step=4", "reward.epochs=2", "rl=null"]
+    assert load_recipe(path, sets=sets).sft.epochs == 2
+    assert added(path, sets) == [f"--set sft.epochs adds the section sft, which is null in {path}"]
+    assert added(path, ["sft={epochs: 2}", "sft.epochs=3"]) == []
+    done = CliRunner().invoke(app, ["plan", path, "--set", "base.source=random:tiny", "--set", "sft.epochs=2"])
+    assert done.stderr == f"--set sft.epochs adds the section sft, which is null in {path}\n"
+
+
+@pytest.mark.parametrize(
+    ("item", "advice"),
+    [
+        ("rl.update.kl_coef=null", True),
+        ("rl.update.optimizer.warmup_steps=null", True),
+        ("sft.learning_rate=null", False),
+        ("sft.epochs=null", False),
+        ("rl.rollout.completions=null", False),
+    ],
+)
+def test_zero_is_advised_for_null_where_it_is_allowed(item, advice):
+    text = refused("smoke", sets=[item])
+    assert text.startswith(f"--set {item.partition('=')[0]}: expected ")
+    assert text.endswith("not null: leave it out for its default" + ", or set it to 0" * advice)
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ("sft.epoch=2", "--set sft.epoch: unknown key; did you mean epochs?"),
+        ("sft={epoch: 2}", "--set sft.epoch: unknown key; did you mean epochs?"),
+        # No setting of its section is near: the nearest of any section, by its whole place.
+        (
+            "rl.update.learing_rate=1",
+            "--set rl.update.learing_rate: unknown key; did you mean rl.update.optimizer.learning_rate?",
+        ),
+        (
+            "rl.rollout.learning_rate=1",
+            "--set rl.rollout.learning_rate: unknown key; did you mean rl.update.optimizer.learning_rate?",
+        ),
+        ("update.kl_coef=1", "--set update: unknown key; did you mean rl.update?"),
+        ("sft.zzzz=1", "--set sft.zzzz: unknown key; there are epochs,"),
+        ("stf.epochs=2", "--set stf: unknown key; did you mean sft?"),
+        ("data.fields={answer: 3}", "--set data.fields.answer: Input should be a valid string or a mapping (found 3)"),
+        (
+            "data.fields={answer: {patern: x}}",
+            "--set data.fields.answer.patern: unknown key; expected 'from', 'pattern' or 'template'",
+        ),
+        ("data.fields={answer: {from: [1]}}", "--set data.fields.answer.from: Input should be a valid string"),
+        ("sft.lora={targets: [q, foo]}", "--set sft.lora.targets.1: Input should be 'q', 'k', 'v', 'o',"),
+        ("sft.lora={targets: foo}", "--set sft.lora.targets: Input should be 'all-linear' or a list (found 'foo')"),
+        (
+            "rl.score.rewards={exact: {weight: 0}, digits: {weight: 0}, model: {weight: 0}}",
+            "rewards.exact.weight, rewards.digits.weight, rewards.model.weight 0: every total would be 0",
+        ),
+        ("environment={agent: 3}", "--set environment.agent: Input should be a list (found 3)"),
+        ("sft.epochs=two", "--set sft.epochs: Input should be a valid integer (found 'two')"),
+        ("rl.update.algorithm=gropo", "--set rl.update.algorithm: rl.update: no algorithm 'gropo'; did you mean grpo?"),
+        ("rl.rollout.completions=1", "--set rl.rollout.completions: rl: rollout.completions is 1, and grpo compares"),
+        ("rl.update.kl_coef=null", "--set rl.update.kl_coef: expected a valid number, not null: leave it out for"),
+        ("rl.update.algorithm=online-dpo", "Leave it out, or set it to 0.0"),
+        ("sft.learning_rate=-1", "--set sft.learning_rate: Input should be greater than 0 (found -1)"),
+        ("rl.update.learning_rate=abc", "--set rl.update.learning_rate: Input should be a valid number (found 'abc')"),
+        ("rl.update.critic.beta1=2", "--set rl.update.critic.beta1: Input should be less than"),
+        ("sft.decay_steps=2", "--set sft.decay_steps: sft.optimizer: decay_steps has no meaning with"),
+        ("sft.epochs", "--set sft.epochs: expected a.b=value"),
+        ("=2", "--set =2: expected a.b=value"),
+        ("sft=[1", "--set sft=[1: the value cannot be read: not YAML"),
+        (
+            "data.source_args.day=2026-01-01",
+            "--set data.source_args.day=2026-01-01: the value cannot be read: '2026",
+        ),
+        ("data.splits=[sft, prompts, heldout]", "--set data.splits: data.splits lacks"),
+    ],
+)
+def test_a_wrong_set_is_named(item, message):
+    assert message in refused("smoke", sets=[item])
+
+
+def test_an_item_of_a_list_is_set_by_its_number(recipe):
+    path = recipe("data: {sources: [{source: a.jsonl, weight: 2}, {source: b.jsonl}]}\n")
+    sources = load_recipe(path, sets=["data.sources.1.source=c.jsonl"]).data.sources
+    assert [(s.source, s.weight) for s in sources] == [("a.jsonl", 2), ("c.jsonl", 1)]
+    wrong = "--set data.sources.{0}=x: data.sources is a list of 2: expected a number from 0 to 1 for {1!r}, or --set"
+    assert wrong.format("2.source", "2") in refused(path, sets=["data.sources.2.source=x"])
+    assert wrong.format("b.source", "b") in refused(path, sets=["data.sources.b.source=x"])
+    several = recipe("data:\n  sources:\n    - source: a.jsonl\n    - source: b.jsonl\n      wieght: 2\n")
+    assert "mine.yaml:5: data.sources.1.wieght: unknown key" in refused(several)
+    # A mistake of an option that the file has a line for, and one of a field that follows another.
+    assert refused(path, sets=["data.sources.0.weight=-1"]).startswith("--set data.sources.0.weight: Input should be")
+    with_rl = recipe("data: {sources: [{source: a.jsonl}]}\nrl: {rounds: 2}\n")
+    both = refused(with_rl, sets=["rl.rollout.temperature=-1"]).splitlines()
+    # The update takes its temperature over, and is not told of.
+    assert both == ["--set rl.rollout.temperature: Input should be greater than 0 (found -1)"]
+
+
+def test_a_mistake_in_the_file_is_not_blamed_on_set(recipe):
+    text = refused(recipe("sft:\n  epochs: 1\n  lr: 3\n"), sets=["sft.epochs=2"])
+    assert "mine.yaml:3: sft.lr" in text
+    assert "--set" not in text
+
+
+@pytest.mark.parametrize("file", ["learning_rate: 1e-3", "optimizer: {learning_rate: 1e-3}"])
+@pytest.mark.parametrize("place", ["sft.learning_rate", "sft.optimizer.learning_rate"])
+def test_an_option_wins_over_the_file_however_each_is_written(recipe, file, place):
+    path = recipe(f"sft:\n  epochs: 2\n  {file}\n")
+    assert load_recipe(path, sets=[f"{place}=5e-3"]).sft.optimizer.learning_rate == 5e-3
+    over = {"sft": {"optimizer": {"learning_rate": 5e-3}}}
+    assert load_recipe(path, over).sft.optimizer.learning_rate == 5e-3
+    assert refused(path, sets=[f"{place}=-1"]).startswith(f"--set {place}: Input should be greater than 0")
+    assert "mine.yaml:3: sft.optimizer.epsilon: Input" in refused(recipe("sft:\n  epochs: 2\n  epsilon: -1\n"))
+    both = recipe("sft: {learning_rate: 1e-3, optimizer: {learning_rate: 1e-4}}\n")
+    assert "learning_rate is here and in optimizer.learning_rate" in refused(both)
+
+
+def test_overrides_lie_below_sets():
+    loaded = load_recipe("smoke", {"sft": {"epochs": 2, "examples_per_step": 4}}, ["sft.epochs=3"])
+    assert (loaded.sft.epochs, loaded.sft.examples_per_step) == (3, 4)
