@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from stages.common.code import code_can_reach
-from stages.common.figures import figures
+from stages.common.figures import figures, is_figure
 from stages.common.journal import Journal, journaled
 from stages.common.settings import Compute
 from stages.common.tables import read_table
@@ -87,6 +87,8 @@ class Config(StageConfig):
     def _possible(self) -> Config:
         if self.judge in self.judges:
             raise ValueError(f"judges.{self.judge} has the name of the judge that decides: give it another one")
+        if taken := [name for name in sorted(self.judges) if is_figure(name)]:
+            raise ValueError(f"judges.{taken[0]} has the name of a figure of evaluations: give it another one")
         if self.load_best_model_at_end and not self.every:
             raise ValueError("load_best_model_at_end chooses among the policies that `every` evaluates: set every")
         passes = [f"pass_at_{k}" for k in range(1, self.samples + 1)]

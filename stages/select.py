@@ -28,11 +28,11 @@ def run(ctx: Context) -> dict[str, Any]:
     """Copies the best candidate's content; returns which one it is, and what each has reached."""
     reached = {
         name.removeprefix(EVALUATION): _value(evaluation, ctx.config.metric)
-        for name, evaluation in sorted(ctx.inputs.items())
+        for name, evaluation in ctx.inputs.items()
         if name.startswith(EVALUATION)
     }
     # max keeps the first of equals: the policy that has moved least.
-    best = max(reached, key=lambda number: reached[number])
+    best = max(sorted(reached, key=int), key=lambda number: reached[number])
     chosen = ctx.inputs[POLICY + best]
     for path in (f["path"] for f in chosen.manifest["files"] if not f["path"].startswith(NOT_CONTENT)):
         (ctx.out / path).parent.mkdir(parents=True, exist_ok=True)

@@ -34,6 +34,10 @@ Reals = Annotated[Sequence[float], pa.list_(pa.float32())]
 Hashes = Annotated[Sequence[int], pa.list_(pa.int64())]
 
 
+PROMPT_GROUP = "prompt:"
+"""How the group of a record begins that names none: its prompt's."""
+
+
 def columns_of(kind: type) -> dict[str, pa.DataType]:
     """Arrow types of the fields of a dataclass of rows, by name and in their order."""
     hints = get_type_hints(kind, include_extras=True)

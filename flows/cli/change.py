@@ -93,11 +93,15 @@ def _metric_lines(metrics: dict[str, Any]) -> list[str]:
     """A line for each node with its metrics; of the rounds the last one alone."""
     from flows.report.formats import show
 
-    rounds = sorted({name.partition(".")[0] for name in metrics if name.startswith(ROUND)})
-    last = [name for name in metrics if not name.startswith(ROUND) or name.startswith(rounds[-1])]
+    rounds = sorted({name.partition(".")[0] for name in metrics if name.startswith(ROUND)}, key=_number)
+    last = [name for name in metrics if not name.startswith(ROUND) or name.startswith(f"{rounds[-1]}.")]
     shown = {f"{name}.{metric}": [show(v) for v in pair] for name in last for metric, pair in metrics[name].items()}
     # What differs behind the digits shown says nothing here; `--json` has it.
     return [f"{metric}: {old} -> {new}" for metric, (old, new) in shown.items() if old != new]
+
+
+def _number(round_name: str) -> int:
+    return int(round_name.removeprefix(ROUND))
 
 
 def _say_evaluation(label: str, found: dict[str, Any]) -> None:

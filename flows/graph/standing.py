@@ -12,6 +12,7 @@ from typing import Any
 
 from flows.recipe.gated import BASE
 from flows.recipe.model import Recipe, RecipeError
+from stages.gate.decide import PROMOTED
 from stages.store import registry
 from stages.store.artifacts import Store
 
@@ -67,7 +68,7 @@ def standing_of(recipe: Recipe, store: Store, run: str | None = None) -> Standin
         taken_back = registry.withdrawn(store, recipe.gate.name) if recipe.gate is not None else {}
     except registry.RegistryError as e:
         raise RecipeError(f"the names of policies in {store.shown} cannot be read: {e}") from e
-    if begun is not None and champion is not None and champion.run == run:
+    if begun is not None and champion is not None and _has_promoted(store, run, champion):
         # It has promoted its policy and was killed behind that: it has decided about the champion of before.
         champion = begun.champion
     return Standing(start, champion, taken_back)
@@ -86,6 +87,13 @@ def _recorded(store: Store, run: str | None) -> Standing | None:
     record = store.read_json("runs", run, "run.json") if run is not None else None
     # A run that found no champion started from none, whatever the name stands for since.
     return recorded(record) if record else None
+
+
+def _has_promoted(store: Store, run: str | None, champion: Held) -> bool:
+    """Whether the run itself has decided for this champion, who may be one of its policies by hand too."""
+    record = store.read_json("runs", run, "run.json") if champion.run == run and run is not None else None
+    decision = (record or {}).get("decision") or {}
+    return decision.get("decision") == PROMOTED and decision.get("candidate") == champion.digest
 
 
 def _start(recipe: Recipe, store: Store) -> Held | None:

@@ -126,8 +126,11 @@ def _kind(stage: str) -> str:
 
 
 def charts(found: Sequence[Night]) -> list[Chart]:
-    """Charts over the finished runs; a number that none of them has is left out."""
-    done = [night for night in found if night.status == "finished"]
+    """Charts over the runs that came to their end, refused ones too: without them what is shown would be survivors.
+
+    A number that none of them has is left out.
+    """
+    done = [night for night in found if night.status in ("finished", "refused")]
     at = [night.number for night in done]
     labels = dict.fromkeys(label for night in done for label in night.scores)
     lines: list[Chart] = []

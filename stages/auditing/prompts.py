@@ -14,6 +14,7 @@ from stages.auditing.laws import Finding, Law, OfRounds
 from stages.auditing.run import AuditedRun, Round, Sampled, is_played, tokens_digest
 from stages.store.artifacts import Artifact
 from tuning.columns import list_rows
+from tuning.rows import PROMPT_GROUP
 
 HELD_OUT = ("heldout", "heldout_preference", "heldout_sft", "heldout_labelled")
 
@@ -134,7 +135,7 @@ def _names(data: Artifact, split: str) -> Iterable[tuple[str, list[str]]]:
             for of_row in zip(*values, strict=True):
                 row = dict(zip(columns, of_row, strict=True))
                 # Records that begin alike have one default group, and may be on either side where they name a split.
-                if str(row.get("group")).startswith("prompt:"):
+                if str(row.get("group")).startswith(PROMPT_GROUP):
                     del row["group"]
                 said = ((c, v) for c, value in row.items() for v in ((value or []) if c == "turns" else [value]))
                 yield row["prompt"], [f"{column} {value}" for column, value in said if value not in (None, "")]

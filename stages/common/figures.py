@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,14 +12,30 @@ from tuning.rows import CompletionRow, VerdictRow
 READ = ("place", "sample", "token_ids", "stop")
 """What they need of a completion."""
 
+_NAMES = (
+    *("score", "score_low", "score_high", "score_of_ended", "mean_length", "truncated", "answered", "judges"),
+    *("judge_failures", "not_applicable", "problems", "samples", "constant_answer", "constant_score", "levels"),
+    *("statuses", "failed_episodes", "success", "success_guessed", "turns", "valid_turns", "calling", "failed_calls"),
+    *("sampled_tokens", "observed_tokens"),
+)
+
+
+def is_figure(name: str) -> bool:
+    """Whether an evaluation may have a figure of this name, which no judge can have then."""
+    return name in _NAMES or re.fullmatch(r"(pass|maj)_at_\d+", name) is not None
+
 
 def figures(
-    judges: Sequence[str], samples: int, rows: Sequence[CompletionRow], verdicts: Sequence[VerdictRow]
+    judges: Sequence[str],
+    samples: int,
+    rows: Sequence[CompletionRow],
+    verdicts: Sequence[VerdictRow],
+    failed: float = 0.0,
 ) -> dict[str, Any]:
     """Lengths, each judge's scores, and of the one that decides also pass@k, maj@n and what tells ability from form.
 
     judges: their names in the verdicts, the one that decides first. samples: of each problem. rows and verdicts: those
-    of the same problems, of at least one.
+    of the same problems, of at least one. failed: the score of a completion whose judge failed.
     """
     from tuning.evaluation.verdicts import judged, score_of, summary
 
@@ -30,12 +47,12 @@ def figures(
         "mean_length": sum(len(row.token_ids) for row in rows) / len(rows),
         "truncated": sum(row.stop == "length" for row in rows) / len(rows),
     }
-    of_first = judged(decides, samples)
+    of_first = judged(decides, samples, failed)
     found |= summary(of_first) if of_first.problems else of_first.score()
     # Beside the score: a policy that is only cut off, or never ends, may know the answers.
     cut = {(row.place, row.sample) for row in rows if row.stop == "length"}
-    ended = [score for v in decides if (v.place, v.sample) not in cut and not math.isnan(score := score_of(v))]
+    ended = [score for v in decides if (v.place, v.sample) not in cut and not math.isnan(score := score_of(v, failed))]
     found["score_of_ended"] = sum(ended) / len(ended) if ended else None
-    if further := {name: judged(by_judge[name], samples).score() for name in judges[1:]}:
+    if further := {name: judged(by_judge[name], samples, failed).score() for name in judges[1:]}:
         found["judges"] = further
     return found

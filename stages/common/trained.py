@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from stages.common.tables import batches
 from stages.contract.registry import modules, stage
 from stages.store.artifacts import Artifact, ArtifactError
-from tuning.rows import write_arrow
+from tuning.rows import PROMPT_GROUP, write_arrow
 
 FOLDER = "trained"
 """The folder of the table of names, in an artifact that has one."""
@@ -25,7 +25,7 @@ DATA = ("prepare", "fresh")
 """Stages whose artifacts are data."""
 SPLITS = ("sft", "preference", "labelled", "prompts")
 """Parts of the data that are trained on."""
-COLUMNS = ("id", "prompt", "content", "turns")
+COLUMNS = ("id", "prompt", "content", "turns", "group")
 """The columns of a row of any part that name it."""
 _SAMPLED = ("rollout", "refill")
 _BLIND = ("base", "evaluate")
@@ -36,8 +36,22 @@ def names_of(row: Mapping[str, Any]) -> list[str]:
     """The names of a row, its text's first."""
     if not row["prompt"]:
         return [f"content {row.get('content') or row['id']}"]
-    text = hashlib.sha256(row["prompt"].encode("utf-8", "surrogatepass")).hexdigest()[:32]
-    return [f"prompt {text}", *(f"turns {name}" for name in row.get("turns") or ())]
+    return [f"prompt {_digest(row['prompt'])}", *(f"turns {name}" for name in row.get("turns") or ()), *_grouped(row)]
+
+
+def _grouped(row: Mapping[str, Any]) -> list[str]:
+    """The names of a row's turns within the group that its record names; none where it names none.
+
+    Where only the system's turn tells tasks apart, records name their groups: turns alone say nothing there.
+    """
+    group = row.get("group") or PROMPT_GROUP
+    if group.startswith(PROMPT_GROUP):
+        return []
+    return [f"turns {name} of {_digest(group)}" for name in row.get("turns") or ()]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def prompts_among(names: Collection[str]) -> int:
@@ -46,8 +60,12 @@ def prompts_among(names: Collection[str]) -> int:
 
 
 def is_trained(row: Mapping[str, Any], trained: Collection[str]) -> bool:
-    """Whether a row to train on was trained on before: its text, or each of the turns that it trains."""
+    """Whether a row to train on was trained on before: its text, or each of the turns that it trains.
+
+    Turns of a record that names its group are those of the same group alone.
+    """
     text, *turns = names_of(row)
+    turns = _grouped(row) or turns
     return text in trained or (bool(turns) and all(name in trained for name in turns))
 
 

@@ -39,9 +39,13 @@ class Compared:
     problems: int
     excluded: int
     """Problems that are left out, since one of the two was trained on them."""
+    without: int
+    """Further problems that are left out, since one of the two has no score of them."""
+    unscored: int
+    """Completions of the policy without a score, which count as the lowest."""
     p: float
-    """Of the test by signs (`tuning.evaluation.permutation`); where `min_difference` is below 0, of Gaffke's bound
-    (`tuning.evaluation.margin`)."""
+    """The larger of two: of Gaffke's bound on the mean (`tuning.evaluation.margin`), and, where `min_difference` is not
+    below 0, of the test by signs (`tuning.evaluation.permutation`)."""
     level: float
     """The largest p at which the policy counts as better."""
     clusters: int
@@ -59,8 +63,8 @@ class Compared:
     def is_above(self, least: float) -> bool:
         """Whether the difference is shown to be above `least`.
 
-        The test holds its level for few problems and small levels, where a bootstrap is too narrow. The interval, which
-        is what is shown, must agree.
+        The tests hold their level for few problems and small levels, where a bootstrap is too narrow. The interval,
+        which is what is shown, must agree.
         """
         return self.is_rare and self.low > least
 
@@ -73,11 +77,12 @@ def compare(config: Config, before: Judged, after: Judged, excluded: Set[int]) -
     from tuning.evaluation.margin import above_margin
     from tuning.evaluation.permutation import sign_flip
     from tuning.evaluation.statistics import paired_difference, problem_means
+    from tuning.evaluation.verdicts import without_gain
 
     if (before.places, before.groups) != (after.places, after.groups):
         raise ValueError("the two evaluations are of different problems: evaluate both policies on the same data")
     rows = [i for i, place in enumerate(after.places) if place not in excluded]
-    left_out, first, second = len(after.places) - len(rows), before.correct_PS[rows], after.correct_PS[rows]
+    left_out, (first, second, unscored) = len(after.places) - len(rows), without_gain(before.at(rows), after.at(rows))
     known = [math.isfinite(gap) for gap in problem_means(second) - problem_means(first)]
     if not any(known):
         return None
@@ -85,9 +90,21 @@ def compare(config: Config, before: Judged, after: Judged, excluded: Set[int]) -
     mean, low, high = paired_difference(first, second, confidence=config.confidence, clusters=groups)
     least, level = config.min_difference, config.level
     test = sign_flip(first, second, level, least, clusters=groups)
-    # Below 0 equal scores lean to one side, of which a test of signs knows nothing.
-    p = test.p if least >= 0 else above_margin(first, second, level, least, clusters=groups)
-    return Compared(mean, low, high, sum(known), left_out, p, level, test.clusters)
+    # Many small gains and a few whole losses, which a sample may miss, have a mean of 0 and signs of one kind. Below 0
+    # equal scores lean to one side too, of which a test of signs knows nothing.
+    p = max(test.p if least >= 0 else 0.0, above_margin(first, second, level, least, clusters=groups))
+    without = len(known) - sum(known)
+    return Compared(mean, low, high, sum(known), left_out, without, unscored, p, level, test.clusters)
+
+
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """The metrics of a policy's evaluation, whose judges may have failed on some of its completions."""
+
+    low: Mapping[str, Any]
+    """A failure counts as a score of 0: for what must be large."""
+    high: Mapping[str, Any]
+    """A failure counts as the highest score: for what must be small."""
 
 
 def figure_of(metrics: Mapping[str, Any], name: str) -> float | None:
@@ -101,7 +118,7 @@ def figure_of(metrics: Mapping[str, Any], name: str) -> float | None:
 
 def checks_of(
     config: Config,
-    candidate: Mapping[str, Any],
+    candidate: Told,
     other: Mapping[str, Any] | None,
     compared: Compared | None,
     broken: Sequence[str],
@@ -110,16 +127,16 @@ def checks_of(
 ) -> list[Check]:
     """Everything that is asked of a policy, in the order in which a reader wants it.
 
-    candidate, other: the metrics of the evaluations; None where there is no policy to compare with.
+    candidate, other: of the evaluations; None where there is no policy to compare with.
     broken: laws of the audit that do not hold. withdrawn: what took this policy back before. left_out: problems that
     the metrics are without, since they were trained on.
     """
     found = [] if other is None else [_difference(config, compared)]
     found += [
-        _floor(name, least, figure_of(candidate, name), left_out) for name, least in sorted(config.floors.items())
+        _floor(name, least, figure_of(candidate.low, name), left_out) for name, least in sorted(config.floors.items())
     ]
     for name, guard in sorted(config.guards.items()):
-        found += _guard(config, name, guard, figure_of(candidate, name), other, left_out)
+        found += _guard(config, name, guard, candidate, other, left_out)
     if config.audit:
         said = "all laws of the audit hold" if not broken else f"{len(broken)} laws of the audit are broken: "
         found.append(Check("audit", float(len(broken)), 0.0, not broken, said + "; ".join(broken)))
@@ -134,6 +151,8 @@ def _difference(config: Config, compared: Compared | None) -> Check:
         said = "no held-out problem is left that neither policy was trained on and that both have a score of"
         return Check("min_difference", None, config.min_difference, False, said)
     left_out = f", {compared.excluded} left out that were trained on" if compared.excluded else ""
+    left_out += f", {compared.without} without a score" if compared.without else ""
+    left_out += f", {compared.unscored} completions without a score count as the lowest" if compared.unscored else ""
     holds = compared.is_above(config.min_difference)
     said = (
         f"{config.metric} {compared.mean:+.4f} [{compared.low:+.4f}, {compared.high:+.4f}] against {config.against} on "
@@ -155,7 +174,7 @@ def _shown(config: Config, compared: Compared) -> str:
 
 
 def _floor(name: str, least: float, figure: float | None, left_out: int) -> Check:
-    holds = figure is not None and figure >= least
+    holds = figure is not None and figure >= least - _slack(least)
     word = "at least" if holds else "below"
     said = (
         _unknown(name, left_out) if figure is None else f"{name} {figure:.4g} is {word} {least:g}{_without(left_out)}"
@@ -164,7 +183,7 @@ def _floor(name: str, least: float, figure: float | None, left_out: int) -> Chec
 
 
 def _guard(
-    config: Config, name: str, guard: Guard, figure: float | None, other: Mapping[str, Any] | None, left_out: int
+    config: Config, name: str, guard: Guard, candidate: Told, other: Mapping[str, Any] | None, left_out: int
 ) -> Iterator[Check]:
     """A check for each bound of a guard. Without a policy to compare with, only the largest value counts."""
     before = None if other is None else figure_of(other, name)
@@ -178,14 +197,20 @@ def _guard(
         shown = "none" if before is None else f"{before:.4g}"
         bounds.append((way, bound, f" ({way} {value:g} from {shown} of {config.against})"))
     for way, bound, of in bounds:
+        figure = figure_of(candidate.low if way == "fall" else candidate.high, name)
         if figure is None or bound is None:
             whose = "" if figure is None else f" of {config.against}"
             yield Check(f"guards.{name}.{way}", figure, bound, False, _unknown(name, left_out, whose))
             continue
-        holds = figure >= bound if way == "fall" else figure <= bound
+        holds = figure >= bound - _slack(bound) if way == "fall" else figure <= bound + _slack(bound)
         word = ("at least" if holds else "below") if way == "fall" else ("at most" if holds else "above")
         said = f"{name} {figure:.4g} is {word} {bound:.4g}{of}{_without(left_out)}"
         yield Check(f"guards.{name}.{way}", figure, bound, holds, said)
+
+
+def _slack(bound: float) -> float:
+    """Rounding of a mean or of a sum of bounds: what is at its bound must hold in any order of the rows."""
+    return 1e-9 * max(1.0, abs(bound))
 
 
 def _bound(way: str, value: float, before: float) -> float:

@@ -9,14 +9,15 @@ follows from a decision, a name that moves and an export, is done by who runs th
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Set
+import math
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from stages.common.figures import READ, figures
 from stages.common.tables import read_table
 from stages.common.trained import rows_of, trained_names, was_seen
 from stages.contract.definition import Context, Reads, Stage
-from stages.gate.decide import Compared, checks_of, compare, decision
+from stages.gate.decide import Compared, Told, checks_of, compare, decision
 from stages.gate.settings import CHAMPION, Config
 from stages.sampling.played import episodes_of, summary, turns_summary
 from stages.store.artifacts import Artifact
@@ -36,8 +37,9 @@ def run(ctx: Context) -> dict[str, Any]:
     policy, champion = ctx.inputs["policy"], ctx.inputs.get("champion")
     broken = _broken_laws(ctx) if config.audit else []
     left_out = len(trained_on & {row.place for row in read_table(candidate, "verdicts/", VerdictRow, ("place",))})
-    told = _metrics(candidate, trained_on, left_out)
-    others = None if other is None else _metrics(other, trained_on, left_out)
+    told = Told(_metrics(candidate, trained_on, left_out), _metrics(candidate, trained_on, left_out, _highest))
+    # What its judge failed on is left out: else it would lower the bars.
+    others = None if other is None else _metrics(other, trained_on, left_out, lambda _: math.nan)
     checks = checks_of(config, told, others, compared, broken, config.withdrawn.get(policy.digest), left_out)
     same = champion is not None and champion.digest == policy.digest
     made = decision(config, checks, compared, same) | {
@@ -65,20 +67,39 @@ def _compared(config: Config, before: Artifact, after: Artifact, excluded: Set[i
     return compare(config, _judged(before, config.metric), _judged(after, config.metric), excluded)
 
 
-def _metrics(evaluation: Artifact, excluded: Set[int], left_out: int) -> Mapping[str, Any]:
-    """The metrics of an evaluation, where problems are left out those that follow from its tables without them."""
-    if not left_out:
+def _highest(verdicts: Sequence[VerdictRow]) -> float:
+    """The highest score of any verdict, 1 at least."""
+    return max([1.0, *(v.score for v in verdicts if v.score is not None)])
+
+
+def _metrics(
+    evaluation: Artifact,
+    excluded: Set[int],
+    left_out: int,
+    failed: Callable[[Sequence[VerdictRow]], float] | None = None,
+) -> Mapping[str, Any]:
+    """The metrics of an evaluation without the problems that are left out, made again from its tables.
+
+    failed: the score where a judge failed, by the verdicts; None: 0, as the evaluation has it.
+    """
+    if not left_out and (failed is None or not _failures(evaluation.metrics)):
         return evaluation.metrics
     config = evaluation.manifest["config"]
     rows = [r for r in read_table(evaluation, "rollouts/", CompletionRow, READ) if r.place not in excluded]
     verdicts = [v for v in read_table(evaluation, "verdicts/", VerdictRow) if v.place not in excluded]
     if not verdicts:
         return {}
-    found = figures([config["judge"], *config.get("judges", {})], config["samples"], rows, verdicts)
+    judges = [config["judge"], *config.get("judges", {})]
+    found = figures(judges, config["samples"], rows, verdicts, failed(verdicts) if failed else 0.0)
     if episodes := [e for e in episodes_of(evaluation).values() if e.place not in excluded]:
         tools = bool((config.get("environment") or {}).get("tools"))
         found |= summary(episodes) | turns_summary(evaluation.local("turns/"), tools, episodes)
     return found
+
+
+def _failures(metrics: Mapping[str, Any]) -> int:
+    """Judgements that failed, of all judges."""
+    return sum(m.get("judge_failures") or 0 for m in (metrics, *(metrics.get("judges") or {}).values()))
 
 
 def _check_alike(before: Artifact, after: Artifact) -> None:

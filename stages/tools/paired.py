@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 MOST = 3
 """Settings that the reason names."""
 COLUMNS = ("place", "prompt_id", "prompt", "answer", "metadata")
+TOKENS = "prompt_ids"
 
 NO_VERDICT = ("problems", "shard_prompts", "judges")
 """Settings of an evaluation that change no verdict of the judge that decides."""
 
-Problem = tuple[str, str, str | None, str]
-"""Id, prompt, answer and what else the judge is given."""
+Problem = tuple[str, str, str | None, str, bytes]
+"""Id, prompt, answer, what else the judge is given, and the tokens that it was asked in: none where the evaluations
+have other tokenizers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,13 +44,15 @@ class Paired:
     """Why there is none."""
 
 
-def problems_of(evaluation: Artifact) -> dict[int, Problem]:
-    """What each place of an evaluation asks."""
+def problems_of(evaluation: Artifact, tokens: bool) -> dict[int, Problem]:
+    """What each place of an evaluation asks. tokens: also in which tokens, the system's turn and the template's too."""
     found: dict[int, Problem] = {}
-    for batch in batches(evaluation, "rollouts/", COLUMNS):
-        for place, *problem in zip(*(batch.column(name).to_pylist() for name in COLUMNS), strict=True):
+    for batch in batches(evaluation, "rollouts/", (*COLUMNS, TOKENS)):
+        ids = batch.column(TOKENS)
+        for row, (place, *problem) in enumerate(zip(*(batch.column(n).to_pylist() for n in COLUMNS), strict=True)):
             if place not in found:
-                found[place] = (problem[0], problem[1], problem[2], _metadata(problem[3]))
+                asked = ids[row].values.to_numpy().tobytes() if tokens else b""
+                found[place] = (problem[0], problem[1], problem[2], _metadata(problem[3]), asked)
     return found
 
 
@@ -61,7 +65,9 @@ def paired(before: Artifact, after: Artifact) -> Paired:
     """The second evaluation against the first, on prompts that are the same in both, wherever they stand."""
     from tuning.evaluation.verdicts import difference
 
-    first, second = problems_of(before), problems_of(after)
+    # A system prompt of the recipe is in no text, and makes another question.
+    tokens = _tokenizer(before) == _tokenizer(after)
+    first, second = problems_of(before, tokens), problems_of(after, tokens)
     where = {problem: place for place, problem in second.items()}
     places = [(place, where[problem]) for place, problem in sorted(first.items()) if problem in where]
     counts = (len(first), len(second))
@@ -69,12 +75,19 @@ def paired(before: Artifact, after: Artifact) -> Paired:
         named = "; ".join(changed[:MOST]) + (f" and {len(changed) - MOST} more" if len(changed) > MOST else "")
         return Paired(places, counts, None, f"they were evaluated with other settings or code: {named}")
     if not places:
-        return Paired(places, counts, None, "they have no prompt in common")
+        texts = {problem[:-1] for problem in first.values()} & {problem[:-1] for problem in second.values()}
+        how = f", though {len(texts)} texts: the system prompt differs" if texts else ""
+        return Paired(places, counts, None, f"they have no prompt in common{how}")
     old = _at(verdicts_of(before), [place for place, _ in places])
     new = _at(verdicts_of(after), [place for _, place in places])
     # A group may have another name where the data has grown: that of the second is taken for both.
     old = dataclasses.replace(old, groups=new.groups)
     return Paired(places, counts, difference(old, new))
+
+
+def _tokenizer(evaluation: Artifact) -> str | None:
+    """The digest of the tokenizer and its template."""
+    return evaluation.manifest["key_parts"].get("inputs", {}).get("tokenizer")
 
 
 def _changed(before: Artifact, after: Artifact) -> list[str]:
@@ -93,11 +106,4 @@ def _changed(before: Artifact, after: Artifact) -> list[str]:
 def _at(judged: Judged, places: list[int]) -> Judged:
     """The verdicts of some places, numbered anew in this order."""
     at = {place: i for i, place in enumerate(judged.places)}
-    rows = [at[place] for place in places]
-    return dataclasses.replace(
-        judged,
-        places=list(range(len(rows))),
-        groups=[judged.groups[i] for i in rows],
-        correct_PS=judged.correct_PS[rows],
-        answers_PS=[judged.answers_PS[i] for i in rows],
-    )
+    return dataclasses.replace(judged.at([at[place] for place in places]), places=list(range(len(places))))

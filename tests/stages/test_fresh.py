@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
 from stages import fresh
-from stages.common.trained import FOLDER, names_of, trained_names, write_names
+from stages.common.trained import FOLDER, names_of, prompts_among, trained_names, write_names
 from stages.contract.definition import Context
 from tests.stages.gate.support import Lab, prompt
 from tuning.data.schema import SftRow
@@ -19,10 +20,10 @@ def lab(tmp_path):
     return Lab(tmp_path)
 
 
-def example(text, *turns):
+def example(text, *turns, group="prompt:of its own"):
     return SftRow(
         id=text, prompt_ids=[1], completion_ids=[2], prompt=text, completion="c", source="s", record=1,
-        content=f"content of {text}", group=text, turns=list(turns),
+        content=f"content of {text}", group=group, turns=list(turns),
     )  # fmt: skip
 
 
@@ -55,6 +56,17 @@ def test_rows_that_were_trained_on_are_left_out_and_held_out_ones_stay_as_they_a
     assert [row.id for row in read_table(sorted(out.glob("prompts/*.parquet")), PromptRow)] == ["x"]
     (held_out,) = out.glob("heldout/*.parquet")
     assert held_out.read_bytes() == next(data.local("heldout/").glob("*.parquet")).read_bytes()
+
+
+def test_a_task_that_only_the_system_s_turn_tells_is_new_where_records_name_their_groups(lab):
+    chess, again = example("chess", 7, group="chess"), example("chess by another rule", 7, group="chess")
+    french = example("translate", 7, group="french")
+    trained = set(names_of(dataclasses.asdict(chess)))
+    metrics, out = renewed(lab, lab.commit("prepare", tables={"sft": [chess, again, french]}), trained)
+    assert metrics == {"rows": {"sft": 1}, "trained": {"sft": 2}}
+    assert [row.id for row in read_table(sorted(out.glob("sft/*.parquet")), SftRow)] == ["translate"]
+    # A held-out problem of either kind is found by its turns, as before.
+    assert prompts_among(trained) == 1 and "turns 7" in trained
 
 
 def test_where_nothing_was_trained_on_the_data_is_byte_for_byte_the_same(lab):

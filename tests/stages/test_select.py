@@ -48,6 +48,14 @@ def chosen(tmp_path, candidates, metric):
     return ctx, store.commit(ctx.out, {"stage": "select", "key": "s", "config": {}, "inputs": refs, "metrics": metrics})
 
 
+def test_of_equals_the_earliest_wins_also_behind_round_999(tmp_path, candidates):
+    store, inputs = candidates
+    for kind in ("candidate", "evaluation"):
+        inputs[f"{kind}_1000"] = inputs.pop(f"{kind}_003")
+    _, artifact = chosen(tmp_path, (store, inputs), "score")
+    assert artifact.metrics["round"] == 5
+
+
 @pytest.mark.parametrize(("metric", "number"), [("score", 3), ("pass_at_2", 1), ("form", 1)])
 def test_the_highest_wins_and_of_equals_the_earliest(tmp_path, candidates, metric, number):
     ctx, artifact = chosen(tmp_path, candidates, metric)

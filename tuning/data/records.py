@@ -36,6 +36,7 @@ from tuning.data import layouts
 from tuning.data.fields import Mapper
 from tuning.data.kinds import is_finite, is_list_of_objects, kind_of, opening
 from tuning.names import closest
+from tuning.rows import PROMPT_GROUP
 
 SPLITS = ("sft", "preference", "labelled", "prompts", "heldout")
 ROLES = ("system", "user", "assistant", "tool")
@@ -206,7 +207,7 @@ class _Parser:
         return Record(
             id=self.optional_text("id", values) or digest(text),
             content=digest(text),
-            group=content["group"] or "prompt:" + digest(canonical_json(beginning)),
+            group=content["group"] or PROMPT_GROUP + digest(canonical_json(beginning)),
             prompt=tuple(prompt),
             completion=completion,
             rejected=tuple(rejected),

@@ -22,12 +22,28 @@ class Judged:
     correct_PS: np.ndarray
     """Scores, [problems, samples]: 0 where the judge failed, NaN where it does not apply."""
     answers_PS: list[list[str | None]]
-    failures: int
+    failed_PS: np.ndarray
+    """Where the judge failed, [problems, samples]."""
+
+    @property
+    def failures(self) -> int:
+        """Judgements that failed."""
+        return int(self.failed_PS.sum())
 
     @property
     def problems(self) -> int:
         """Problems to which the judge applies."""
         return int(np.isfinite(problem_means(self.correct_PS)).sum())
+
+    def at(self, rows: Sequence[int]) -> Judged:
+        """The verdicts of some problems, by their numbers in this table."""
+        return Judged(
+            [self.places[i] for i in rows],
+            [self.groups[i] for i in rows],
+            self.correct_PS[rows],
+            [self.answers_PS[i] for i in rows],
+            self.failed_PS[rows],
+        )
 
     def score(self) -> dict[str, Any]:
         """The mean score with its interval, and how many judgements failed or problems have none."""
@@ -38,27 +54,28 @@ class Judged:
         return found
 
 
-def judged(verdicts: Iterable[VerdictRow], samples: int) -> Judged:
-    """The verdicts of one judge, `samples` of each problem."""
+def judged(verdicts: Iterable[VerdictRow], samples: int, failed: float = 0.0) -> Judged:
+    """The verdicts of one judge, `samples` of each problem. failed: the score where it failed."""
     by_place: dict[int, dict[int, VerdictRow]] = {}
     for verdict in verdicts:
         by_place.setdefault(verdict.place, {})[verdict.sample] = verdict
     table = [[by_place[place][s] for s in range(samples)] for place in sorted(by_place)]
-    scores = [[score_of(verdict) for verdict in problem] for problem in table]
+    scores = [[score_of(verdict, failed) for verdict in problem] for problem in table]
+    failures = [[verdict.failure is not None for verdict in problem] for problem in table]
     return Judged(
         sorted(by_place),
         [problem[0].group for problem in table],
         np.asarray(scores, np.float64).reshape(len(table), samples),
         [[verdict.answer for verdict in problem] for problem in table],
-        sum(verdict.failure is not None for problem in table for verdict in problem),
+        np.asarray(failures, bool).reshape(len(table), samples),
     )
 
 
-def score_of(verdict: VerdictRow) -> float:
-    """0 where the judge failed: a policy must not gain by breaking its judge. NaN where it does not apply."""
+def score_of(verdict: VerdictRow, failed: float = 0.0) -> float:
+    """`failed` where the judge failed: by 0 a policy does not gain by breaking it. NaN where it does not apply."""
     if verdict.score is not None:
         return verdict.score
-    return 0.0 if verdict.failure is not None else float("nan")
+    return failed if verdict.failure is not None else float("nan")
 
 
 def summary(of: Judged) -> dict[str, Any]:
@@ -85,6 +102,7 @@ class Difference:
     low: float
     high: float
     problems: int
+    """Those with a score on both sides."""
 
     @property
     def verdict(self) -> str:
@@ -100,5 +118,19 @@ def difference(before: Judged, after: Judged) -> Difference:
     groups = [after.groups[j] for j in second]
     if any(before.groups[i] != group for i, group in zip(first, groups, strict=True)):
         raise ValueError("the two evaluations are of different problems: evaluate both policies on the same data")
-    mean, low, high = paired_difference(before.correct_PS[first], after.correct_PS[second], clusters=groups)
-    return Difference(mean, low, high, len(shared))
+    old_PS, new_PS = before.correct_PS[first], after.correct_PS[second]
+    mean, low, high = paired_difference(old_PS, new_PS, clusters=groups)
+    return Difference(mean, low, high, int(np.isfinite(problem_means(new_PS) - problem_means(old_PS)).sum()))
+
+
+def without_gain(before: Judged, after: Judged) -> tuple[np.ndarray, np.ndarray, int]:
+    """(before, after, how many) scores, [problems, samples], in which the second gains nothing by what has no score.
+
+    Where the judge failed on the first, its sample is left out: a busy night of the judge is no ability of the second.
+    Where it failed on the second, or does not apply to it though the problem has a score of the first, the second has
+    the lowest score that either has, 0 at most; the number says of how many samples that holds.
+    """
+    old_PS = np.where(before.failed_PS, np.nan, before.correct_PS)
+    known = np.concatenate([old_PS.ravel(), after.correct_PS[~after.failed_PS].ravel(), [0.0]])
+    lost_PS = after.failed_PS | (np.isnan(after.correct_PS) & np.isfinite(problem_means(old_PS))[:, None])
+    return old_PS, np.where(lost_PS, np.nanmin(known), after.correct_PS), int(lost_PS.sum())

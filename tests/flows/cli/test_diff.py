@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli.app import app
+from flows.cli.change import _metric_lines
 from stages.contract.kept import modules_of
 from stages.store.artifacts import Artifact, Store
 from stages.store.keys import digest
@@ -84,6 +85,13 @@ def test_a_run_differs_in_nothing_from_itself(place):
     assert found["data"]["same"] is True
     assert [e["difference"]["mean"] for e in found["evaluations"].values()] == [0.0] * 3
     assert diff(place, "demo-a", "demo-a").splitlines()[2:4] == ["settings: the same", "data: the same"]
+
+
+def test_of_the_rounds_the_last_by_number_is_shown():
+    metrics = {f"round-{n}.update": {"kl": [0.0, float(n)]} for n in ("001", "999", "1000", "10000")}
+    assert _metric_lines(metrics) == ["round-10000.update.kl: 0 -> 10,000"]
+    del metrics["round-10000.update"]
+    assert _metric_lines(metrics) == ["round-1000.update.kl: 0 -> 1,000"]
 
 
 def test_judges_that_differ_are_said_and_nothing_is_compared(place):

@@ -28,15 +28,17 @@ def recipe(lab: Lab, *sets: str):
     return load_recipe("smoke", sets=[f"store={lab.store.url}", "gate.first=promote", *sets])
 
 
-def recorded(lab: Lab, run: str, standing: Standing) -> None:
-    """The record of a run that has found this."""
-    told = {} if standing == Standing() else {"standing": standing.as_json()}
+def recorded(lab: Lab, run: str, standing: Standing, decided: Held | None = None) -> None:
+    """The record of a run that has found this, and whose gate has promoted the policy `decided`."""
+    told: dict = {} if standing == Standing() else {"standing": standing.as_json()}
+    if decided is not None:
+        told["decision"] = {"decision": "promoted", "candidate": decided.digest}
     lab.store.write_json({"name": run, "recipe": {}, "nodes": {}} | told, "runs", run, "run.json")
 
 
 def test_a_run_that_found_no_champion_goes_on_from_the_base_after_its_own_promotion(lab):
-    recorded(lab, "night", Standing())
     own = promoted(lab, "night")
+    recorded(lab, "night", Standing(), own)
     found = standing_of(recipe(lab, "start_from=champion"), lab.store, "night")
     assert (found.start, found.champion) == (None, None)
     # Another night starts from its policy.
@@ -49,6 +51,14 @@ def test_a_run_that_found_a_champion_goes_on_from_that_one_and_is_compared_with_
     second = promoted(lab, "second")
     found = standing_of(recipe(lab, "start_from=champion"), lab.store, "night")
     assert (found.start, found.champion) == (first, second)
+
+
+def test_a_run_whose_policy_was_promoted_by_hand_is_compared_with_that_one(lab):
+    first = promoted(lab, "first")
+    recorded(lab, "night", Standing(first, first))
+    by_hand = promoted(lab, "night")
+    found = standing_of(recipe(lab, "start_from=champion"), lab.store, "night")
+    assert (found.start, found.champion) == (first, by_hand)
 
 
 def test_rollouts_of_a_run_that_started_from_a_champion_are_no_start_for_a_recipe_that_names_the_base(lab):

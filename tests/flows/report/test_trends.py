@@ -1,7 +1,8 @@
-"""The page of trends has a chart of each number over the finished runs of a recipe, and a row for every run."""
+"""The page of trends has a chart of each number over the runs of a recipe that came to an end, and a row for every run."""
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 from pathlib import Path
 
@@ -53,6 +54,12 @@ def test_each_number_is_over_the_finished_runs_by_their_numbers(place):
     # SFT, the reward model and 8 updates of 12 s.
     assert seconds["training"] == [41.0 + 38.5 + 8 * 12.0] * 2
     assert sum(values[0] for values in seconds.values()) == pytest.approx(sum(nights(place, "demo")[0].spent.values()))
+
+
+def test_nights_that_the_gate_refused_are_in_the_curves(place):
+    first, failed, last = nights(place, "demo")
+    found = [first, failed, dataclasses.replace(last, status="refused")]
+    assert all(list(chart.x) == [1, 3] for chart in charts(found))
 
 
 def test_every_run_of_the_recipe_has_a_row_with_its_status_and_the_names_it_has(place):

@@ -89,9 +89,28 @@ def test_a_part_of_a_recipe_moves_no_name_also_where_it_has_made_every_stage(nig
     session.finish("finished")
 
 
+def test_a_run_decides_again_where_a_policy_of_its_own_was_promoted_by_hand(night):
+    night.promote("before", night.one)
+    session, asked = night.made(night.session("late")), []
+    for node in stages_of(session):
+        asked.append(node.name)
+        if node.name != "gate":
+            session.made[node.name] = night.two
+            session.record["nodes"][node.name] = {"stage": node.stage, "state": "made"}
+            continue
+        if len(asked) == 1:
+            # `rlhf promote late --node sft`, while its rounds are under way.
+            night.promote("late", night.two)
+        night.decides(session)
+    assert asked == ["gate", "champion", "evaluate.champion", "gate"]
+    assert session.standing.champion.number == 2 and night.champion() == (3, "late")
+    session.finish("finished")
+
+
 def test_a_first_night_that_was_killed_behind_its_promotion_goes_on_as_it_began(night):
     sets = ("start_from=champion", "data.new_since=champion")
     first = night.session("first", *sets)
+    first.decide(night.decision())
     first.finish("interrupted")
     night.promote("first", night.new)
     again = night.session("first", *sets)

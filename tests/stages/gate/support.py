@@ -60,12 +60,14 @@ class Lab:
         config: Mapping[str, Any] = SETTINGS,
         sources: Mapping[str, str] = {},
         metadata: Sequence[str | None] = (),
+        asked: Sequence[int] = (1,),
         **metrics: Any,
     ) -> Artifact:
         """The evaluation of a policy whose verdicts are `scores` by problem and sample.
 
         lengths: of the completions of each problem, 10 where it is left out; those above 50 are cut off. sources:
-        digests of the user's code. metadata: of each problem, none where it is left out.
+        digests of the user's code. metadata: of each problem, none where it is left out. asked: the tokens of
+        each prompt.
         """
         verdicts = [
             VerdictRow(
@@ -77,7 +79,7 @@ class Lab:
         ]  # fmt: skip
         completions = [
             CompletionRow(
-                place=place, sample=s, prompt_id=f"q{place}", prompt_ids=[1], token_ids=[2] * length,
+                place=place, sample=s, prompt_id=f"q{place}", prompt_ids=list(asked), token_ids=[2] * length,
                 prompt=f"q{place}", logprobs=[0.0] * length, stop="length" if length > 50 else "eos",
                 metadata=metadata[place] if metadata else None,
             )

@@ -79,21 +79,24 @@ def test_the_choice_among_several_asks_for_a_smaller_p_of_the_test(lab, sides):
     sides = sides(before, after)
     one, many = (lab.decide(*sides, candidates=n)[0] for n in (1, 40))
     assert one["decision"] == "promoted" and many["decision"] == "refused"
-    assert one["difference"] | {"level": 0} == many["difference"] | {"level": 0}
+    assert one["difference"] | {"level": 0, "p": 0} == many["difference"] | {"level": 0, "p": 0}
     # Of 15 coins 12 or more are heads.
-    assert one["difference"]["p"] == pytest.approx((455 + 105 + 15 + 1) / 2**15) and one["difference"]["clusters"] == 15
+    heads = (455 + 105 + 15 + 1) / 2**15
+    assert one["difference"]["clusters"] == 15
+    for found in (one, many):
+        assert heads <= found["difference"]["p"] < 1.1 * heads
     assert (one["difference"]["level"], many["difference"]["level"]) == pytest.approx((0.025, 0.025 / 40))
-    assert "p 0.018 is above 0.000625 (best of 40)" in many["reasons"][0]
+    assert "is above 0.000625 (best of 40)" in many["reasons"][0]
 
 
 def test_too_few_problems_that_differ_cannot_show_it(lab, sides):
     before, after = [[0.0, 0.0]] * 5 + MIXED[5:], [[1.0, 1.0]] * 5 + MIXED[5:]
     found, _ = lab.decide(*sides(before, after))
     assert found["decision"] == "refused" and found["difference"]["low"] > 0
-    assert found["difference"]["p"] == pytest.approx(2**-5)
+    assert found["difference"]["p"] == pytest.approx(2**-5, rel=0.1)
     assert "5 independent problems that differ cannot show it at level 0.025: p is at least 2^-5" in found["reasons"][0]
     sixth = lab.decide(*sides([[0.0, 0.0]] * 6 + MIXED[6:], [[1.0, 1.0]] * 6 + MIXED[6:]))[0]
-    assert sixth["decision"] == "promoted" and sixth["difference"]["p"] == pytest.approx(2**-6)
+    assert sixth["decision"] == "promoted" and sixth["difference"]["p"] == pytest.approx(2**-6, rel=0.1)
 
 
 def test_with_a_margin_below_none_the_losses_that_may_be_hidden_count(lab, sides):
@@ -199,7 +202,7 @@ def test_problems_that_a_policy_was_trained_on_are_not_compared(lab):
     found, _ = lab.decide(new, old)
     compared = found["difference"]
     assert compared["mean"] == 1 and (compared["problems"], compared["excluded"]) == (COUNT - 10, 10)
-    assert compared["clusters"] == COUNT - 10 and compared["p"] == pytest.approx(2.0 ** -(COUNT - 10))
+    assert compared["clusters"] == COUNT - 10 and compared["p"] < 1e-3
     everything = lab.data(1, trained=[f"q{i}" for i in range(COUNT)])
     known = lab.evaluation(lab.policy("three", everything), tonight, BAD)
     found, _ = lab.decide(new, known)

@@ -21,12 +21,12 @@ def evaluated(tmp_path):
     lab = Lab(tmp_path)
     data = lab.data(COUNT)
 
-    def make(score, code=None, raw=False, metadata=(), **settings):
-        asked = SETTINGS | settings
-        config = asked if raw else Config.model_validate(asked).model_dump(mode="json")
+    def make(score, code=None, raw=False, metadata=(), asked=(1,), unscored=0, **settings):
+        given = SETTINGS | settings
+        config = given if raw else Config.model_validate(given).model_dump(mode="json")
         policy = lab.policy("one", data)
-        scores = [[score, score]] * COUNT
-        return lab.evaluation(policy, data, scores, config=config, sources=code or {}, metadata=metadata)
+        scores = [[None, None]] * unscored + [[score, score]] * (COUNT - unscored)
+        return lab.evaluation(policy, data, scores, config=config, sources=code or {}, metadata=metadata, asked=asked)
 
     return make
 
@@ -50,6 +50,19 @@ def test_other_settings_are_told_with_both_values_and_nothing_is_better(evaluate
     found = paired(evaluated(0.0, CODE), evaluated(1.0, **({"code": CODE} | change)))
     assert found.difference is None and "they were evaluated with other settings or code" in found.reason
     assert told in found.reason
+
+
+def test_a_prompt_under_another_system_prompt_is_another_one(evaluated):
+    plain, told = evaluated(0.0), evaluated(1.0, asked=[1, 9])
+    found = paired(plain, told)
+    assert found.difference is None and found.places == []
+    assert found.reason == f"they have no prompt in common, though {COUNT} texts: the system prompt differs"
+    assert paired(told, told).difference is not None
+
+
+def test_the_problems_of_a_difference_are_those_with_a_score_on_both_sides(evaluated):
+    found = paired(evaluated(0.0), evaluated(1.0, unscored=5))
+    assert found.difference is not None and found.difference.problems == COUNT - 5 and len(found.places) == COUNT
 
 
 def test_what_changes_no_verdict_does_not_matter(evaluated):

@@ -1,0 +1,161 @@
+"""A policy gains nothing by what has no score, on either side, nor by losses that a sample of problems has missed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from stages.gate.decide import compare
+from stages.gate.settings import Config
+from tests.stages.gate.support import SETTINGS, Lab
+from tuning.evaluation.verdicts import Judged
+from tuning.rows import CompletionRow, VerdictRow
+
+COUNT = 60
+TIMEOUT = "took longer than 10 s"
+
+
+@pytest.fixture
+def lab(tmp_path):
+    return Lab(tmp_path)
+
+
+@pytest.fixture
+def evaluated(lab):
+    """Makes the evaluation of a policy: of each place and sample a score and a failure, by two judges."""
+    data = lab.data(COUNT)
+
+    def make(name, decides, polite=lambda i, s: (1.0, None)):
+        verdicts, rows = [], []
+        for judge, verdict in (("exact_match", decides), ("polite", polite)):
+            for i in range(COUNT):
+                for s in range(2):
+                    score, failure = verdict(i, s)
+                    verdicts.append(
+                        VerdictRow(
+                            place=i, sample=s, prompt_id=f"q{i}", group=f"g{i}", judge=judge, answer=None, score=score,
+                            failure=failure,
+                        )
+                    )  # fmt: skip
+        for i in range(COUNT):
+            for s in range(2):
+                rows.append(
+                    CompletionRow(
+                        place=i, sample=s, prompt_id=f"q{i}", prompt_ids=[1], token_ids=[2], prompt=f"q{i}",
+                        logprobs=[0.0], stop="eos",
+                    )
+                )  # fmt: skip
+        failed = sum(v.failure is not None for v in verdicts if v.judge == "exact_match")
+        of_polite = [v for v in verdicts if v.judge == "polite"]
+        known = [0.0 if v.failure else v.score for v in of_polite if v.score is not None or v.failure]
+        further = {
+            "score": sum(known) / len(known),
+            "judge_failures": sum(v.failure is not None for v in of_polite),
+        }
+        metrics = {"score": 0.5, "judge_failures": failed, "judges": {"polite": further}}
+        inputs = {"policy": lab.policy(name, data), "data": data}
+        tables = {"verdicts": verdicts, "rollouts": rows}
+        return lab.commit("evaluate", {}, inputs, tables=tables, config=SETTINGS, sources={}, metrics=metrics)
+
+    return make
+
+
+def right(i, s):
+    return float(i % 2), None
+
+
+def test_a_judge_that_ran_out_of_time_on_the_champion_makes_no_better_policy(lab, evaluated):
+    busy = evaluated("old", lambda i, s: (None, TIMEOUT) if i % 2 and i < 28 else right(i, s))
+    found, _ = lab.decide(evaluated("new", right), busy)
+    assert found["decision"] == "refused" and found["difference"]["mean"] == 0
+    # Of 14 problems the champion has no score at all.
+    assert (found["difference"]["problems"], found["difference"]["without"]) == (COUNT - 14, 14)
+    assert "14 without a score" in found["reasons"][0]
+
+
+def test_a_judge_that_the_policy_breaks_counts_against_it(lab, evaluated):
+    fails = evaluated("new", lambda i, s: (None, TIMEOUT) if i % 4 == 3 else (1.0, None))
+    found, _ = lab.decide(fails, evaluated("old", lambda i, s: (1.0, None)))
+    assert found["difference"]["mean"] == pytest.approx(-0.25) and found["difference"]["unscored"] == COUNT // 2
+    assert "30 completions without a score count as the lowest" in found["reasons"][0]
+
+
+@pytest.mark.parametrize("samples", [(0, 1), (0,)], ids=["problems", "samples"])
+def test_a_policy_to_whose_answers_the_judge_does_not_apply_does_not_win_on_the_rest(lab, evaluated, samples):
+    old = evaluated("old", lambda i, s: (float(i % 5 < 3), None))
+    new = evaluated("new", lambda i, s: (None, None) if i >= 20 and s in samples else (1.0, None))
+    found, _ = lab.decide(new, old)
+    lost = (COUNT - 20) * len(samples)
+    assert (found["difference"]["problems"], found["difference"]["unscored"]) == (COUNT, lost)
+    assert found["difference"]["mean"] == pytest.approx(1 - lost / (2 * COUNT) - 0.6)
+
+
+def test_a_judge_that_does_not_apply_to_a_problem_says_nothing_of_either(lab, evaluated):
+    def with_few(score):
+        return lambda i, s: (None, None) if i < 10 else (score, None)
+
+    found, _ = lab.decide(evaluated("new", with_few(1.0)), evaluated("old", with_few(0.0)))
+    assert found["decision"] == "promoted"
+    assert [found["difference"][k] for k in ("problems", "without", "unscored")] == [COUNT - 10, 10, 0]
+
+
+def test_scores_below_none_make_a_failure_no_gain(lab, evaluated):
+    found, _ = lab.decide(evaluated("new", lambda i, s: (None, TIMEOUT)), evaluated("old", lambda i, s: (-3.0, None)))
+    assert found["difference"]["mean"] == 0
+
+
+def test_failures_lower_no_bar_and_pass_none(lab, evaluated):
+    def fails(to, score):
+        return lambda i, s: (None, TIMEOUT) if i < to else (score, None)
+
+    whole, half = evaluated("old", right, fails(0, 1.0)), evaluated("older", right, fails(30, 1.0))
+    worse = evaluated("new", right, fails(0, 0.7))
+    for other in (whole, half):
+        found, _ = lab.decide(worse, other, guards={"polite": {"fall": 0.2}})
+        assert "polite 0.7 is below 0.8 (fall 0.2 from 1 of champion)" in found["reasons"]
+    # Where less is better, what its judge failed on counts as the most.
+    rude = evaluated("rude", right, fails(6, 0.0))
+    found, _ = lab.decide(rude, evaluated("old", right, fails(0, 0.0)), guards={"polite": {"rise": 0.05, "most": 0.05}})
+    assert "polite 0.1 is above 0.05" in found["reasons"]
+    assert "polite 0.1 is above 0.05 (rise 0.05 from 0 of champion)" in found["reasons"]
+
+
+def table(gaps: np.ndarray) -> tuple[Judged, Judged]:
+    """Two policies whose scores differ by these gaps, between 0 and 1."""
+    gaps = np.asarray(gaps, np.float64)[:, None]
+    before = np.where(gaps < 0, -gaps, 0.0)
+    places, groups = list(range(len(gaps))), [str(i) for i in range(len(gaps))]
+    answers: list[list[str | None]] = [[None]] * len(gaps)
+    none = np.zeros(gaps.shape, bool)
+    return tuple(Judged(places, groups, scores, answers, none) for scores in (before, before + gaps))
+
+
+@pytest.mark.parametrize(("problems", "lost"), [(100, 0.02), (150, 0.01), (500, 0.005)])
+def test_many_small_gains_and_a_few_whole_losses_are_no_better_policy_more_often_than_said(problems, lost):
+    # Gains of a quarter on four times as many problems as are lost whole: the true mean is 0.
+    rng = np.random.default_rng(0)
+    nights, promoted = 200, 0
+    for _ in range(nights):
+        gaps = rng.choice([0.25, -1.0, 0.0], problems, p=[4 * lost, lost, 1 - 5 * lost])
+        compared = compare(Config(), *table(gaps), set())
+        promoted += compared.is_above(0.0)
+    # A binomial number at the level of 0.025 is above this in one case of a thousand.
+    assert promoted <= 13, promoted
+
+
+def test_what_is_at_its_bound_holds_in_any_order_of_the_rows(lab):
+    data = lab.data(150)
+    config = {"floors": {"score": 0.6}}
+    missed = 0
+    for seed in range(5):
+        scores = np.random.default_rng(seed).permutation([1.0] * 90 + [0.0] * 60)
+        mean = float(np.mean([s * (1 + 1e-16 * seed) for s in scores])) - 1e-16 * seed
+        policy = lab.policy(f"p{seed}", data)
+        found, _ = lab.decide(lab.evaluation(policy, data, [[s, s] for s in scores], score=mean), **config)
+        missed += found["decision"] != "promoted"
+    assert missed == 0
+    for before, bound in ((0.8, {"fall": 0.1}), (0.7, {"rise": 0.1})):
+        after = 0.7 if "fall" in bound else 0.8
+        one = lab.evaluation(lab.policy("old", data), data, [[0.0, 0.0]] * 150, polite=before)
+        two = lab.evaluation(lab.policy("new", data), data, [[1.0, 1.0]] * 150, polite=after)
+        assert lab.decide(two, one, guards={"polite": bound})[0]["decision"] == "promoted"
