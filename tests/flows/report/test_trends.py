@@ -1,4 +1,4 @@
-"""The page of trends has a chart of each number over the runs of a recipe that came to an end, and a row for every run."""
+"""The page of trends charts each number over the runs of a recipe that came to an end, and has a row for every run."""
 
 from __future__ import annotations
 
