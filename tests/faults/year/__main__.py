@@ -31,6 +31,8 @@ from tests.support import RLHF
 
 KEEP = 3
 HELD_OUT = 24
+MARGIN = 6
+"""Problems that must be won for a policy to be shown to be better."""
 RUN_SECONDS = 240.0
 """Limit of a night: several times what one takes on a busy machine."""
 ALERTS = {"failed": "hung", "refused": "refused"}
@@ -138,6 +140,13 @@ def alerts() -> Iterator[list[tuple[str, str]]]:
         receiver.shutdown()
 
 
+def expected(night: Night, run: dict[str, Any]) -> list[str]:
+    """How a night may end. What teaches no more than is known can be better where the champion is not perfect yet."""
+    champion = run["nodes"].get("evaluate.champion", {}).get("metrics", {}).get("score", 1.0)
+    more = night.ends == "refused" and night.teaches == night.answer and champion <= 1 - MARGIN / HELD_OUT
+    return [night.ends, "promoted"] if more else [night.ends]
+
+
 def live(year: Year, count: int) -> list[dict[str, Any]]:
     """Runs the nights; what each was and how it ended."""
     # Here: Prefect reads its settings, the server's address among them, when it is loaded.
@@ -158,7 +167,7 @@ def live(year: Year, count: int) -> list[dict[str, Any]]:
         row = {
             "night": night.number,
             "run": name,
-            "expected": night.ends,
+            "expected": expected(night, run),
             "ended": ended,
             "state": state.name,
             "message": (state.message or "")[:200],
@@ -178,9 +187,10 @@ def live(year: Year, count: int) -> list[dict[str, Any]]:
 def wrong(table: list[dict[str, Any]]) -> list[str]:
     """What did not go as predicted."""
     found = [
-        f"night {r['night']} ({r['run']}): {r['ended']}, not {r['expected']}: {r['message']} {r['reasons']}"
+        f"night {r['night']} ({r['run']}): {r['ended']}, not {' or '.join(r['expected'])}: {r['message']} "
+        f"{r['reasons']}"
         for r in table
-        if r["ended"] != r["expected"]
+        if r["ended"] not in r["expected"]
     ]
     # A store fills until the first collections have runs to take.
     half = table[len(table) // 4 : len(table) // 2] if len(table) >= 100 else []
@@ -207,16 +217,16 @@ def main() -> int:
             os.environ["RLHF_SCRATCH"] = str(folder / "scratch")
             with alerts() as told:
                 table = live(Year(folder), args.nights)
-                expected = sorted((ALERTS[r["ended"]], r["run"]) for r in table if r["ended"] in ALERTS)
+                wanted = sorted((ALERTS[r["ended"]], r["run"]) for r in table if r["ended"] in ALERTS)
                 deadline = time.monotonic() + 120
-                while len(told) < len(expected) and time.monotonic() < deadline:
+                while len(told) < len(wanted) and time.monotonic() < deadline:
                     time.sleep(1)
                 told = sorted(told)
     print(json.dumps({"ended": collections.Counter(r["ended"] for r in table), "alerts": len(told)}))
     problems = wrong(table)
-    if told != expected:
-        problems.append(f"alerts that were not called: {sorted(set(expected) - set(told))}; others: "
-                        f"{sorted(set(told) - set(expected))}, {len(told)} for {len(expected)}")  # fmt: skip
+    if told != wanted:
+        problems.append(f"alerts that were not called: {sorted(set(wanted) - set(told))}; others: "
+                        f"{sorted(set(told) - set(wanted))}, {len(told)} for {len(wanted)}")  # fmt: skip
     print("\n".join(problems))
     return 1 if problems else 0
 
