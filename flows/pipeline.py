@@ -33,6 +33,7 @@ from flows.running.gating import stages_of
 from flows.running.limits import RunTooLong
 from flows.running.session import Session
 from stages.contract.registry import stage as find_stage
+from stages.store import runs
 from stages.store.artifacts import Store
 from stages.store.keys import published
 from stages.worker.client import StageFailed, WorkerDied
@@ -124,7 +125,7 @@ def free_name(recipe: Recipe, wanted: str | None) -> str:
     name = wanted or _own_name(recipe)
     # Prefect draws two words for each flow run and does not look whether it had them before.
     drawn = wanted is None and runtime.flow_run.run_count <= 1
-    if drawn and Store(recipe.store).read_json("runs", name, "run.json") is not None:
+    if drawn and runs.exists(Store(recipe.store), name):
         name = f"{name}-{str(runtime.flow_run.id)[-8:]}"
     return _numbered(name)
 

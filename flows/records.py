@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from stages.store import runs
 from stages.store.artifacts import ArtifactError, Store
 from stages.store.leases import beats, booted, is_gone, rebooted
 from tuning.names import nearest
@@ -44,30 +45,30 @@ def log_of(store: Store, name: str) -> Path:
 
 def all_runs(store: Store) -> list[dict[str, Any]]:
     """Every run's record, oldest first. Raises ArtifactError for one that cannot be read."""
-    found = [_record(store, name) for name in store.names("runs")]
+    found = runs.in_parallel(store, lambda name: _record(store, name), runs.names(store))
     return sorted((record for record in found if record is not None), key=lambda r: r["started"])
 
 
 def readable_runs(store: Store) -> list[dict[str, Any]]:
     """As `all_runs`, without those that cannot be read, which are told: they do not hide the others."""
-    records = []
-    for name in store.names("runs"):
+
+    def readable(name: str) -> dict[str, Any] | None:
         try:
-            record = _record(store, name)
+            return _record(store, name)
         except ArtifactError as error:
             logging.getLogger("rlhf").warning("run %s is left out: %s", name, error)
-            continue
-        if record is not None:
-            records.append(record)
-    return sorted(records, key=lambda r: r["started"])
+            return None
+
+    found = runs.in_parallel(store, readable, runs.names(store))
+    return sorted((record for record in found if record is not None), key=lambda r: r["started"])
 
 
 def _record(store: Store, name: str) -> dict[str, Any] | None:
-    record = store.read_json("runs", name, "run.json")
+    record = runs.read(store, name)
     if record is None:
         return None
     if not isinstance(record, dict) or not NEEDED.items() <= {n: type(record.get(n)) for n in NEEDED}.items():
-        place = store.join("runs", name, "run.json")
+        place = store.join(runs.FOLDER, name, runs.HEAD)
         raise ArtifactError(f"{place} is no record of a run; move it away")
     return record
 
@@ -104,7 +105,7 @@ def candidates(store: Store, name: str | None) -> list[dict[str, Any]]:
     Raises UnknownRun where there is none, or several begin so.
     """
     if name is not None and name != "latest":
-        record = store.read_json("runs", name, "run.json")
+        record = runs.read(store, name)
         if record is not None:
             return [record]
     records = readable_runs(store)[::-1]

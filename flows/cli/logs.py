@@ -13,6 +13,7 @@ import typer
 
 from flows.cli.shared import RunName, StoreUrl, err, group, record_of, usage_error
 from flows.records import log_of, status_of
+from stages.store import runs
 from stages.store.artifacts import Store
 
 commands = group()
@@ -88,7 +89,7 @@ def _following(store: Store, record: dict[str, Any], path: Path) -> Iterator[str
         # Read after the look at the run: what it has written at its end is shown too.
         if running and time.monotonic() - looked > STATUS_SECONDS:
             looked = time.monotonic()
-            record = store.read_json("runs", record["name"], "run.json") or record
+            record = runs.head(store, record["name"]) or record
             running = status_of(record, store) == "running"
         chunk = b""
         if path.exists():

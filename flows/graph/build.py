@@ -14,7 +14,6 @@ from flows.recipe.fork import Fork
 from flows.recipe.model import RL, Recipe, RecipeError, policies_of, training_sections
 from stages.common.settings import stored_as
 from stages.contract.definition import Reads, StageConfig
-from stages.contract.fingerprint import Code, library_versions, reached
 from stages.contract.registry import by_section
 from stages.contract.registry import stage as find_stage
 from stages.fresh import Config as FreshConfig
@@ -27,9 +26,8 @@ from stages.sampling.environment import Environment
 from stages.select import EVALUATION, POLICY
 from stages.select import Config as SelectConfig
 from stages.start import Config as StartConfig
-from stages.store.artifacts import Artifact, Store
-from stages.store.keys import SHOWN, config_content, derive_seed, digest
-from stages.worker.devices import device_kind
+from stages.store.artifacts import Store
+from stages.store.keys import SHOWN, derive_seed
 
 # What the role `tokenizer` offers of the base: special ids are in the two configs.
 TOKENIZER = ("tokenizer/", "model/config.json", "model/generation_config.json")
@@ -362,33 +360,3 @@ def with_inputs(nodes: Mapping[str, Node], names: set[str]) -> set[str]:
         needed |= inputs
         queue.extend(inputs)
     return needed
-
-
-def code_of(node: Node) -> Code:
-    """The code that the node's stage reaches with these settings, as its files are now."""
-    stage = find_stage(node.stage)
-    return reached(stage.module, *stage.loads(node.config))
-
-
-def key_parts(node: Node, made: Mapping[str, Artifact]) -> dict[str, Any]:
-    """Everything that the node's key is derived from; `made` holds the artifacts of its inputs."""
-    stage = find_stage(node.stage)
-    code = code_of(node)
-    return {
-        "stage": node.stage,
-        "version": stage.version,
-        "code": code.modules,
-        "imports": code.imports,
-        "config": config_content(node.config),
-        "inputs": {name: made[i.node].part_digest(i.parts) for name, i in node.inputs.items()},
-        "seed": node.seed,
-        "sources": stage.sources(node.config),
-        "versions": library_versions(stage.libraries),
-        # Empty: the same bits on every kind of device.
-        "device": device_kind() if stage.computes(node.config) else "",
-    }
-
-
-def key_of(parts: dict[str, Any]) -> str:
-    """The key of a node. Code counts by its content: the names of modules serve the messages of `plan` alone."""
-    return digest(parts | {"code": sorted(set(parts["code"].values()))})

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flows.graph.build import Node, key_of, key_parts, nodes_of
+from flows.graph.build import Node, nodes_of
 from flows.graph.changes import reasons_of
-from flows.graph.taken import check_point, taken_artifact
+from flows.graph.keying import Codes, key_of, key_parts
+from flows.graph.taken import Records, check_point, taken_artifact
 from flows.recipe.model import Recipe
 from flows.records import latest_with, readable_runs
 from stages.store.artifacts import Artifact, Store
+from stages.store.runs import in_parallel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +36,13 @@ def plan(recipe: Recipe, force: set[str] | None = None) -> list[Planned]:
     """The plan for every node of a recipe, from the content of its store. Runs nothing and writes nothing."""
     store = Store(recipe.store)
     runs = readable_runs(store)
+    known, taken_from = _known(store, recipe.name, runs), Records()
+    codes = Codes()
     artifacts: dict[str, Artifact] = {}
     planned = []
     for node in nodes_of(recipe):
         # Of another run, whatever its key: it is not made here.
-        taken = taken_artifact(store, node)
+        taken = taken_artifact(store, node, taken_from)
         if taken is not None:
             check_point(node, taken)
             artifacts[node.name] = taken
@@ -50,10 +54,10 @@ def plan(recipe: Recipe, force: set[str] | None = None) -> list[Planned]:
         if waiting:
             planned.append(Planned(node, "waits", [f"after {', '.join(waiting)}"], seconds))
             continue
-        parts = key_parts(node, artifacts)
+        parts = key_parts(node, artifacts, codes)
         key = key_of(parts)
         # repair=False: looking must not move a damaged artifact.
-        artifact = store.get(node.stage, key, repair=False)
+        artifact = known.get((node.stage, key)) or store.get(node.stage, key, repair=False)
         if artifact is not None and node.name not in (force or set()):
             check_point(node, artifact)
             artifacts[node.name] = artifact
@@ -64,3 +68,17 @@ def plan(recipe: Recipe, force: set[str] | None = None) -> list[Planned]:
                 reasons, nearest = reasons_of(store, recipe.name, node, parts, key, runs)
             planned.append(Planned(node, "miss", reasons, seconds, nearest))
     return planned
+
+
+def _known(store: Store, recipe: str, runs: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], Artifact]:
+    """What the newest run of the recipe has, where the store is far away: a plan finds it in few requests at a time.
+
+    Keys follow from one another, so without it each node would wait for the one before.
+    """
+    if store.is_local:
+        return {}
+    of_recipe = (record["nodes"] for record in reversed(runs) if record["recipe"]["name"] == recipe)
+    newest: Mapping[str, Any] = next(of_recipe, {})
+    refs: list[tuple[str, str]] = [(e["stage"], e["key"]) for e in newest.values() if "digest" in e]
+    found = in_parallel(store, lambda ref: store.get(ref[0], ref[1], repair=False), refs)
+    return {ref: artifact for ref, artifact in zip(refs, found, strict=True) if artifact is not None}

@@ -13,7 +13,7 @@ from typing import Any
 from flows.recipe.gated import BASE
 from flows.recipe.model import Recipe, RecipeError
 from stages.gate.decide import PROMOTED
-from stages.store import registry
+from stages.store import registry, runs
 from stages.store.artifacts import Store
 
 
@@ -84,14 +84,14 @@ def recorded(record: Mapping[str, Any]) -> Standing:
 
 
 def _recorded(store: Store, run: str | None) -> Standing | None:
-    record = store.read_json("runs", run, "run.json") if run is not None else None
+    record = runs.head(store, run) if run is not None else None
     # A run that found no champion started from none, whatever the name stands for since.
     return recorded(record) if record else None
 
 
 def _has_promoted(store: Store, run: str | None, champion: Held) -> bool:
     """Whether the run itself has decided for this champion, who may be one of its policies by hand too."""
-    record = store.read_json("runs", run, "run.json") if champion.run == run and run is not None else None
+    record = runs.head(store, run) if champion.run == run and run is not None else None
     decision = (record or {}).get("decision") or {}
     return decision.get("decision") == PROMOTED and decision.get("candidate") == champion.digest
 

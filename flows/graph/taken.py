@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -10,6 +11,7 @@ from pydantic import ValidationError
 from flows.graph.build import Node
 from flows.graph.changes import setting
 from stages.contract.registry import stage as find_stage
+from stages.store import runs
 from stages.store.artifacts import Artifact, ArtifactError, Store
 from stages.store.keys import SHOWN, config_content, differences
 
@@ -20,12 +22,18 @@ FOLLOWS = frozenset({"number", "order_seed", "quantize", "start", "truncated"})
 they are, whatever these say."""
 
 
-def taken_artifact(store: Store, node: Node) -> Artifact | None:
+Records = dict[str, Mapping[str, Any]]
+"""Entries of the nodes of runs, by run, that were read before."""
+
+
+def taken_artifact(store: Store, node: Node, known: Records | None = None) -> Artifact | None:
     """The artifact that the node takes from another run; None where it is to be found or made by its key.
 
     What a fork shares and its run no longer has is made again by its own settings. Raises ArtifactError for rollouts
     that the run or store has not, for a champion that is gone, and for settings that differ from those that the
     artifact was made with: another temperature of rollouts, which ratios are computed at, is not theirs.
+
+    known: for several nodes, so that the record of a run is read once.
     """
     if node.held is not None:
         held = store.with_digest(*node.held, repair=False)
@@ -35,8 +43,7 @@ def taken_artifact(store: Store, node: Node) -> Artifact | None:
     run = node.taken or node.shared
     if run is None:
         return None
-    record = store.read_json("runs", run, "run.json")
-    entry = (record or {"nodes": {}})["nodes"].get(node.name, {})
+    entry = _entry(store, run, node.name, {} if known is None else known)
     # What that run had, also where it was made again since.
     artifact = (
         store.with_digest(entry["stage"], entry["key"], entry["digest"], repair=False) if "digest" in entry else None
@@ -48,6 +55,15 @@ def taken_artifact(store: Store, node: Node) -> Artifact | None:
     elif artifact is not None:
         _check_settings(node, artifact)
     return artifact
+
+
+def _entry(store: Store, run: str, node: str, known: Records) -> Mapping[str, Any]:
+    """The entry of a node in the record of a run; empty where it has none."""
+    if "digest" not in known.get(run, {}).get(node, {}):
+        # Also again where the run had not come so far.
+        known[run] = (runs.read(store, run) or {"nodes": {}})["nodes"]
+    found: Mapping[str, Any] = known[run].get(node, {})
+    return found
 
 
 def check_point(node: Node, artifact: Artifact) -> None:

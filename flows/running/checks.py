@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from flows.graph.build import Node, nodes_of
-from flows.graph.taken import taken_artifact
+from flows.graph.taken import Records, taken_artifact
 from flows.recipe.model import Recipe, RecipeError
 from flows.running.allowed import check_allowed
 from stages.base import positions
@@ -37,11 +37,11 @@ def check(recipe: Recipe) -> None:
     check_allowed(recipe)
     # Nodes of one stage in several rounds have the same sources; each base model has its own.
     nodes: dict[str, Node] = {}
-    store = Store(recipe.store)
+    store, known = Store(recipe.store), Records()
     for node in nodes_of(recipe):
         nodes.setdefault(node.stage if node.inputs else node.name, node)
         try:
-            taken_artifact(store, node)
+            taken_artifact(store, node, known)
         except ArtifactError as e:
             raise RecipeError(str(e)) from e
     for node in nodes.values():

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from flows.graph.build import TOKENIZER, Node, key_of, key_parts
+from flows.graph.build import TOKENIZER, Node
+from flows.graph.keying import key_of, key_parts
 from flows.graph.standing import Held, standing_of
 from flows.records import refusal_of
 from flows.running.session import Session

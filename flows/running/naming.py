@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from flows.recipe.migration import migrated
 from flows.recipe.model import Recipe, RecipeError
 from flows.records import SILENT_MINUTES, WHOLE, status_of
+from stages.store import runs
 from stages.store.artifacts import Store
 from stages.store.keys import differences, published
 from stages.store.leases import is_gone
@@ -28,7 +29,7 @@ def free_name(store: Store, recipe: str) -> str:
     """`recipe` with two words behind it, of which the store has no run."""
     while True:
         name = f"{recipe}-{generate_slug(2)}"
-        if store.read_json("runs", name, "run.json") is None:
+        if not runs.exists(store, name):
             return name
 
 
@@ -40,7 +41,7 @@ def before(store: Store, recipe: Recipe, name: str) -> dict[str, Any] | None:
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise RecipeError(f"run name {name!r}: expected letters, digits, dots and dashes")
-    record = store.read_json("runs", name, "run.json")
+    record = runs.head(store, name)
     if record is None:
         return None
     status = status_of(record, store)

@@ -11,9 +11,10 @@ import socket
 import time
 from typing import Any, Protocol
 
-from flows.graph.build import Node, build, code_of, key_of, key_parts, with_inputs
+from flows.graph.build import Node, build, with_inputs
+from flows.graph.keying import code_of, key_of, key_parts
 from flows.graph.standing import Standing, standing_of
-from flows.graph.taken import check_point, taken_artifact
+from flows.graph.taken import Records, check_point, taken_artifact
 from flows.recipe.model import Recipe
 from flows.records import log_of
 from flows.running.limits import RunLimit
@@ -24,6 +25,7 @@ from stages.store.artifacts import Artifact, Store
 from stages.store.disk import full_disk
 from stages.store.keys import published, without_userinfo
 from stages.store.leases import held, lease, release_dead, this_process
+from stages.store.runs import Recorder
 from stages.store.work import WorkFolder
 from stages.worker.client import CodeChanged, StageFailed, Worker, WorkerDied
 from stages.worker.protocol import Heartbeat, Log, Progress, Report, Request
@@ -77,12 +79,14 @@ class Session:
         self.made: dict[str, Artifact] = {}
         self._held = held(self.store)
         """Leases that there were when the run began."""
+        self._taken: Records = {}
         self._whole: set[str] = set()
         """Digests of artifacts whose bytes are known to be those that were committed."""
         log = log_of(self.store, self.name)
         self.limit = RunLimit(self.name, recipe.limits.run_seconds)
         self.worker = Worker(log, recipe.limits.stall_seconds, recipe.limits.stage_seconds)
         self._saved = 0.0
+        self._recorder = Recorder(self.store, self.name)
         self.record: dict[str, Any] = {
             "name": self.name,
             "recipe": published(recipe.model_dump(mode="json")),
@@ -118,7 +122,7 @@ class Session:
             return
         self._saved = time.monotonic()
         self.record["saved"] = now()
-        self.store.write_json(self.record, "runs", self.name, "run.json")
+        self._recorder.write(self.record)
 
     def rebuild(self, standing: Standing) -> None:
         """Builds the graph for what the names stand for by now; what does not follow from that stays made."""
@@ -166,7 +170,7 @@ class Session:
 
     def _made_or_read(self, name: str) -> tuple[str, Artifact]:
         node = self.nodes[name]
-        taken = taken_artifact(self.store, node)
+        taken = taken_artifact(self.store, node, self._taken)
         if taken is not None:
             # Its own key, from the settings that it was made with.
             key, parts, files = taken.key, {}, {}

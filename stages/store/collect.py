@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stages.store import trail
+from stages.store import runs, trail
 from stages.store.artifacts import MANIFEST, Store
 from stages.store.leases import beats, lease
 from stages.store.reach import CONDEMNED, Roots, Version, reach, tomb, versions
@@ -219,5 +219,5 @@ def _forget(store: Store, version: Version) -> None:
 def _remove_run(store: Store, name: str) -> None:
     # The record goes first: without it there is no run.
     with contextlib.suppress(FileNotFoundError):
-        store.remove(store.join("runs", name, "run.json"))
-    store.remove_folder(store.join("runs", name))
+        store.remove(store.join(runs.FOLDER, name, runs.HEAD))
+    store.remove_folder(store.join(runs.FOLDER, name))

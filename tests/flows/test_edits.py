@@ -11,7 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli.app import app
-from flows.graph.build import Input, Node, key_of, key_parts
+from flows.graph.build import Input, Node
+from flows.graph.keying import key_of, key_parts
 from flows.recipe.reading import load_recipe
 from flows.running.session import Session
 from stages.contract.registry import stage

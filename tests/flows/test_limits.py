@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from flows.graph.build import build, key_of, key_parts
+from flows.graph.build import build
+from flows.graph.keying import key_of, key_parts
 from flows.recipe.limits import Limits
 from flows.recipe.migration import migrated
 from flows.recipe.model import RecipeError

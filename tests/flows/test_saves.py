@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from flows.graph.build import key_of, key_parts
+from flows.graph.keying import key_of, key_parts
 from flows.recipe.reading import load_recipe
 from flows.report.console import ConsoleReporter
 from flows.running import session

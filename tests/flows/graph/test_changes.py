@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from flows.cli.run import _folded
-from flows.graph.build import build, key_of, key_parts
+from flows.graph.build import build
 from flows.graph.changes import _is_of_data, changed_lines, reasons_of
+from flows.graph.keying import key_of, key_parts
 from flows.graph.plan import Planned, plan
 from flows.recipe.reading import load_recipe
 from flows.records import all_runs

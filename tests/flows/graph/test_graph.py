@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from flows.graph.build import build, key_of, key_parts
+from flows.graph.build import build
+from flows.graph.keying import key_of, key_parts
 from flows.recipe.reading import load_recipe
 from stages.contract.registry import stage
 from stages.store.artifacts import Artifact, Store

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import stages
-from flows.graph.build import key_of
+from flows.graph.keying import key_of
 from stages.contract.fingerprint import INFRASTRUCTURE, OWN, Code, canonical_tree, library_versions, reached
 from stages.contract.registry import modules, stage
 from stages.sampling.settings import SERVERS, EngineSettings

@@ -17,7 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flows.graph.build import build, code_of, key_of, key_parts
+from flows.graph.build import build
+from flows.graph.keying import code_of, key_of, key_parts
 from flows.recipe.reading import load_recipe
 from stages.contract.registry import modules, stage
 from stages.store.artifacts import Artifact, Store

@@ -1,0 +1,52 @@
+"""Keys of the nodes of a graph: everything that decides what a node makes, as one hash."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flows.graph.build import Node
+from stages.contract.fingerprint import Code, library_versions, reached
+from stages.contract.registry import stage as find_stage
+from stages.store.artifacts import Artifact
+from stages.store.keys import config_content, digest
+from stages.worker.devices import device_kind
+
+Codes = dict[tuple[str, ...], Code]
+"""The code that stages reach, by their modules."""
+
+
+def code_of(node: Node) -> Code:
+    """The code that the node's stage reaches with these settings, as its files are now."""
+    stage = find_stage(node.stage)
+    return reached(stage.module, *stage.loads(node.config))
+
+
+def key_parts(node: Node, made: Mapping[str, Artifact], codes: Codes | None = None) -> dict[str, Any]:
+    """Everything that the node's key is derived from; `made` holds the artifacts of its inputs.
+
+    codes: what several nodes reach, each looked up once: of one moment, as a plan is.
+    """
+    stage = find_stage(node.stage)
+    modules = (stage.module, *stage.loads(node.config))
+    code = (codes or {}).get(modules) or code_of(node)
+    if codes is not None:
+        codes[modules] = code
+    return {
+        "stage": node.stage,
+        "version": stage.version,
+        "code": code.modules,
+        "imports": code.imports,
+        "config": config_content(node.config),
+        "inputs": {name: made[i.node].part_digest(i.parts) for name, i in node.inputs.items()},
+        "seed": node.seed,
+        "sources": stage.sources(node.config),
+        "versions": library_versions(stage.libraries),
+        # Empty: the same bits on every kind of device.
+        "device": device_kind() if stage.computes(node.config) else "",
+    }
+
+
+def key_of(parts: dict[str, Any]) -> str:
+    """The key of a node. Code counts by its content: the names of modules serve the messages of `plan` alone."""
+    return digest(parts | {"code": sorted(set(parts["code"].values()))})

@@ -1,0 +1,143 @@
+"""Records of runs: `runs/<name>/run.json`, and parts with the entries of nodes that have come to their end.
+
+A record grows by each node. Where a run has many, the entries of those that are done go into parts, each written once,
+which the head names: what a run writes is in proportion to its nodes, and a head with its parts is always a whole
+record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from stages.store.artifacts import ArtifactError, Store
+
+FOLDER, HEAD, PARTS = "runs", "run.json", "parts"
+PART = 64
+"""Entries of a part."""
+READS = 5
+"""How often a record is read whose parts are replaced meanwhile."""
+THREADS = 32
+"""Requests to a remote store at a time."""
+Record = dict[str, Any]
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def head(store: Store, name: str) -> Any | None:
+    """The record of a run without the entries in its parts: what is running is there. None where there is no run.
+
+    Raises ArtifactError for a file that is no JSON.
+    """
+    return store.read_json(FOLDER, name, HEAD)
+
+
+def read(store: Store, name: str) -> Any | None:
+    """The whole record of a run; None where there is none. Raises ArtifactError for files that are none, or missing."""
+    missing = ""
+    for _ in range(READS):
+        found = head(store, name)
+        if not isinstance(found, dict) or not found.get(PARTS):
+            return found
+        nodes: dict[str, Any] = {}
+        for part in _expanded(found[PARTS]):
+            entries = store.read_json(FOLDER, name, part)
+            if not isinstance(entries, dict):
+                missing = store.join(FOLDER, name, part)
+                break
+            nodes |= entries
+        else:
+            return {k: v for k, v in found.items() if k != PARTS} | {"nodes": nodes | found["nodes"]}
+    raise ArtifactError(f"{missing} is missing, which {HEAD} beside it names: the record of run {name} is not whole")
+
+
+def _part(tries: int, number: int) -> str:
+    return f"nodes-{tries}-{number:05d}.json"
+
+
+def _expanded(spans: Iterable[tuple[int, int, int]]) -> list[str]:
+    """The names of parts of a head: it has them as (try, first number, last number)."""
+    return [_part(tries, number) for tries, first, last in spans for number in range(first, last + 1)]
+
+
+def _spans(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """The reverse of `_expanded`, so that a head does not grow by each part."""
+    spans: list[tuple[int, int, int]] = []
+    for tries, number in parts:
+        if spans and spans[-1][0] == tries and spans[-1][2] == number - 1:
+            spans[-1] = (tries, spans[-1][1], number)
+        else:
+            spans.append((tries, number, number))
+    return spans
+
+
+def names(store: Store) -> list[str]:
+    """The names of what may be runs, sorted."""
+    return store.names(FOLDER)
+
+
+def exists(store: Store, name: str) -> bool:
+    """Whether a run has this name."""
+    return store.fs.exists(store.join(FOLDER, name, HEAD))  # type: ignore[no-any-return]
+
+
+def in_parallel(store: Store, function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+    """The results for each item in their order, by several requests at a time where the store is far away."""
+    if store.is_local:
+        yield from map(function, items)
+        return
+    with ThreadPoolExecutor(THREADS) as pool:
+        yield from pool.map(function, items)
+
+
+class Recorder:
+    """Writes the record of one run, as it grows."""
+
+    def __init__(self, store: Store, name: str):
+        self._store, self._name = store, name
+        self._parts: list[tuple[tuple[int, int], dict[str, Any]]] = []
+        """Try and number of each part, and its entries."""
+        self._written = 0
+        self._is_clean = False
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Writes what is new. `nodes` and `tries` of the record count; entries are those that they were, or others."""
+        nodes: Mapping[str, Any] = record["nodes"]
+        self._drop_changed(nodes)
+        left = list(nodes.items())[sum(len(entries) for _, entries in self._parts) :]
+        while len(left) > PART and all(entry["state"] != "running" for _, entry in left[:PART]):
+            self._add(record.get("tries", 1), dict(left[:PART]))
+            left = left[PART:]
+        named = {PARTS: _spans(part for part, _ in self._parts)} if self._parts else {}
+        self._store.write_json({**record, "nodes": dict(left)} | named, FOLDER, self._name, HEAD)
+        if not self._is_clean:
+            self._remove_others()
+            self._is_clean = True
+
+    def _add(self, tries: int, entries: dict[str, Any]) -> None:
+        # No name twice: a head that somebody reads at this moment names parts of its own.
+        self._store.write_json(entries, FOLDER, self._name, _part(tries, self._written))
+        self._parts.append(((tries, self._written), entries))
+        self._written += 1
+
+    def _drop_changed(self, nodes: Mapping[str, Any]) -> None:
+        """Forgets parts from the first on with an entry that was made again, or is gone."""
+        place = 0
+        order = list(nodes)
+        for number, (_, entries) in enumerate(self._parts):
+            same = order[place : place + len(entries)] == list(entries)
+            if not same or any(nodes[name] is not entry for name, entry in entries.items()):
+                del self._parts[number:]
+                self._is_clean = False
+                return
+            place += len(entries)
+
+    def _remove_others(self) -> None:
+        """Removes parts that the head does not name: of an earlier try, or replaced."""
+        mine = {_part(*part) for part, _ in self._parts}
+        for name in self._store.names(FOLDER, self._name):
+            if name.startswith("nodes-") and name not in mine:
+                with contextlib.suppress(FileNotFoundError):
+                    self._store.remove(self._store.join(FOLDER, self._name, name))
