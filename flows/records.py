@@ -18,7 +18,7 @@ SILENT_MINUTES = 10
 as killed. Signs are the saves of its record and, while it makes an artifact, the beats of that lease."""
 
 
-NEEDED = {"name": str, "status": str, "started": str, "recipe": dict}
+NEEDED = {"name": str, "status": str, "started": str, "recipe": dict, "nodes": dict}
 """What each record has, with its type."""
 PARTIAL = "partial"
 """The status of a run that was told to make a part of its recipe, and has: it is not the newest finished one."""
@@ -67,7 +67,8 @@ def _record(store: Store, name: str) -> dict[str, Any] | None:
     record = runs.read(store, name)
     if record is None:
         return None
-    if not isinstance(record, dict) or not NEEDED.items() <= {n: type(record.get(n)) for n in NEEDED}.items():
+    fits = isinstance(record, dict) and NEEDED.items() <= {n: type(record.get(n)) for n in NEEDED}.items()
+    if not fits or (record["status"] == "running" and not isinstance(record.get("process"), dict)):
         place = store.join(runs.FOLDER, name, runs.HEAD)
         raise ArtifactError(f"{place} is no record of a run; move it away")
     return record

@@ -108,7 +108,9 @@ class Session:
         if self.store.is_local or not self.worker.log.exists():
             return
         try:
-            self.store.write_bytes(self.worker.log.read_bytes()[-LOG_BYTES:], "runs", self.name, self.worker.log.name)
+            with self.worker.log.open("rb") as log:
+                log.seek(max(0, os.fstat(log.fileno()).st_size - LOG_BYTES))
+                self.store.write_bytes(log.read(LOG_BYTES), "runs", self.name, self.worker.log.name)
         except Exception as e:
             # It stays here: a log must not turn a finished run into a failed one.
             self.reporter.line(f"the worker's log stays on this machine ({type(e).__name__}: {e})")

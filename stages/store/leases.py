@@ -193,6 +193,8 @@ def is_gone(process: dict[str, Any]) -> bool | None:
     if process["host"] != host_scope():
         return None
     started = _started(process["pid"])
+    if started is not None and process["started"] is None:
+        return None
     # A process id may be in use again: the start times differ then.
     return started is None or abs(started - process["started"]) >= 1
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import datetime
+import functools
 from collections.abc import Iterable
 from typing import Any
 
 from stages.store.artifacts import MANIFEST, ArtifactError, Store
 from stages.store.forms import COMMITTED, TOMB
 from stages.store.keys import digest
+from stages.store.runs import in_parallel
 
 CONDEMNED = "condemned"
 """The folder of manifests that were taken away and whose files are about to be deleted."""
@@ -104,11 +106,13 @@ class Version:
 
 def versions(store: Store) -> list[Version]:
     """Every artifact of a store: present, replaced and condemned. One with an unreadable manifest is left out."""
-    found = []
+    places: list[tuple[str, ...]] = []
     for stage in store.names("artifacts"):
-        found += [_version(store, ("artifacts", stage, key, MANIFEST)) for key in store.names("artifacts", stage)]
+        # A folder of files alone has a point in its name, and no manifest.
+        places += [("artifacts", stage, key, MANIFEST) for key in store.names("artifacts", stage) if "." not in key]
     for stage in store.names("replaced"):
-        found += [_version(store, ("replaced", stage, name)) for name in store.names("replaced", stage)]
+        places += [("replaced", stage, name) for name in store.names("replaced", stage)]
+    found = list(in_parallel(store, functools.partial(_version, store), places))
     for stage in store.names(CONDEMNED):
         found += [tomb(store, stage, name) for name in store.names(CONDEMNED, stage)]
     return [version for version in found if version is not None]

@@ -69,7 +69,17 @@ def test_a_name_that_stands_for_no_run_or_for_several_is_refused(four_runs, name
         candidates(four_runs, name)
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"name": "x"}', '{"name": 1, "started": "2026"}'])
+OF_A_RUN = '"name": "x", "started": "2026", "recipe": {}'
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *("", "{", "[]", "null", '{"name": "x"}', '{"name": 1, "started": "2026"}'),
+        f'{{{OF_A_RUN}, "status": "finished"}}',
+        f'{{{OF_A_RUN}, "status": "running", "nodes": {{}}}}',
+    ],
+)
 def test_a_record_that_cannot_be_read_hides_no_other_and_is_told(four_runs, caplog, damage):
     names = [record["name"] for record in all_runs(four_runs)]
     four_runs.write_bytes(damage.encode(), "runs", "broken", "run.json")

@@ -51,7 +51,7 @@ def serve(pipe: Connection, parent: int, folder: str) -> None:
     What the calls start is in the process group of this process, and is ended with it.
     """
     os.setsid()
-    watch = threading.Thread(target=_end_with, args=(parent,), daemon=True)
+    watch = threading.Thread(target=_end_with, args=(parent, folder), daemon=True)
     watch.start()
     # Both: subprocesses read the environment, this process has read it.
     tempfile.tempdir = os.environ["TMPDIR"] = folder
@@ -64,9 +64,11 @@ def serve(pipe: Connection, parent: int, folder: str) -> None:
     watch.join(3 * PARENT_SECONDS)
 
 
-def _end_with(parent: int) -> None:
+def _end_with(parent: int, folder: str) -> None:
     while os.getppid() == parent:
         time.sleep(PARENT_SECONDS)
+    # A parent that was killed cannot.
+    shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
 

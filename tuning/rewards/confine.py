@@ -305,7 +305,12 @@ def _program(plan: dict[str, Any]) -> NoReturn:
     _limit(plan["seconds"], plan["megabytes"])
     here = os.getcwd()
     if sys.platform == "linux":
+        parent = os.getppid()
         _leave_privileges(plan["user"])
+        # Another user's process has forgotten it.
+        _die_with_parent()
+        if os.getppid() != parent:
+            os._exit(1)
         filtered_calls()
     os.execve(plan["command"][0], plan["command"], {**plan["environment"], "HOME": here, "TMPDIR": here})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -12,7 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 class Disturbed(MemoryFileSystem):
     """Calls named in `faults` fail, one for each entry: `before` the call is done, or `after`, with its answer lost; a
-    listing may also show `nothing`."""
+    listing may also show `nothing`, and a file arrive with a bit `flipped`."""
 
     protocol = "disturbed"
     store: dict[str, Any] = {}
@@ -33,6 +34,14 @@ class Disturbed(MemoryFileSystem):
         if self._next("cat_file"):
             raise OSError(errno.EIO, "Input/output error")
         return super().cat_file(path, *rest, **named)
+
+    def get_file(self, path: str, target: str, *rest: Any, **named: Any) -> None:
+        fault = self._next("get_file")
+        super().get_file(path, target, *rest, **named)
+        if fault == "flipped":
+            data = bytearray(Path(target).read_bytes())
+            data[len(data) // 2] ^= 1
+            Path(target).write_bytes(data)
 
     def find(self, path: str, *rest: Any, **named: Any) -> Any:
         fault = self._next("find")

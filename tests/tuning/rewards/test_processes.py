@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support import python
 from tuning.rewards.calls import Call, keyword_arguments
 from tuning.rewards.failures import OUTAGES, Outage
 from tuning.rewards.functions import exact_match, number_match
@@ -22,6 +23,9 @@ from tuning.rewards.samples import Sample
 # Each process that calls a function of this module imports it first: as slow as a module that loads models.
 if multiprocessing.parent_process() is not None:
     time.sleep(0.2)
+
+
+PROJECT = Path(__file__).parents[3]
 
 
 class Odd(Exception):
@@ -118,6 +122,22 @@ def test_what_a_reward_has_started_ends_with_its_time():
     assert outcomes(f"leave-{token}", seconds=0.3)[f"leave-{token}"].failure == "timeout after 0.3 s"
     left = [p for p in psutil.process_iter(["cmdline"]) if token in (p.info["cmdline"] or [])]
     assert psutil.wait_procs(left, timeout=1.0)[1] == []
+
+
+def test_a_caller_that_is_killed_leaves_neither_processes_nor_folders(tmp_path):
+    program = "from tests.tuning.rewards.test_processes import outcomes; outcomes('loop', seconds=60.0)"
+    process = python(program, cwd=PROJECT, env={"TMPDIR": str(tmp_path)})
+    caller, children = psutil.Process(process.pid), []
+    deadline = time.monotonic() + 60
+    # At work it leads a group of its own.
+    while not children and time.monotonic() < deadline:
+        time.sleep(0.05)
+        children = [child for child in caller.children(recursive=True) if os.getpgid(child.pid) == child.pid]
+    assert children and list(tmp_path.glob("rlhf-reward-*"))
+    process.kill()
+    process.communicate()
+    assert psutil.wait_procs(children, timeout=30)[1] == []
+    assert not list(tmp_path.glob("rlhf-reward-*"))
 
 
 def test_a_reward_may_start_processes():

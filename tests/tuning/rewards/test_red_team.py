@@ -3,11 +3,14 @@
 import json
 import os
 import socket
+import sys
+import time
 import uuid
 
 import psutil
 import pytest
 
+from tests.support import python
 from tuning.rewards.sandbox import gaps, passes_test, run_python
 
 needs_jail = pytest.mark.skipif(bool(gaps()), reason="this machine gives no namespaces")
@@ -201,6 +204,35 @@ def test_no_child_outlives_its_program(end):
     run_python(STRAY.replace("MARK", mark).replace("END", end), seconds=1.5, megabytes=256)
     alive = [p for p in psutil.process_iter(["cmdline"]) if mark in (p.info["cmdline"] or [])]
     assert psutil.wait_procs(alive, timeout=5)[1] == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+def test_a_program_ends_with_a_jail_that_is_killed_also_where_there_are_no_namespaces(tmp_path):
+    tmp_path.chmod(0o755)
+    token = f"30.{uuid.uuid4().int % 10**9:09d}"
+    plan = {
+        "command": ["/usr/bin/env", "sleep", token], "environment": {"PATH": os.defpath}, "folder": str(tmp_path),
+        "prefixes": [sys.prefix, sys.base_prefix], "seconds": 40.0, "megabytes": 512, "report": None,
+    }  # fmt: skip
+    program = """
+import json, os, sys
+from tuning.rewards import confine
+confine.enter_namespaces = lambda: ["network", "files", "processes"]
+os._exit(confine.main(json.loads(sys.argv[1])))
+"""
+    process = python(program, json.dumps(plan), cwd=tmp_path)
+
+    def sleepers():
+        return [p for p in psutil.process_iter(["cmdline"]) if token in (p.info["cmdline"] or [])[-1:]]
+
+    deadline = time.monotonic() + 60
+    while not sleepers() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.05)
+    left = sleepers()
+    assert left, process.communicate()
+    process.kill()
+    process.communicate()
+    assert psutil.wait_procs(left, timeout=10.0)[1] == []
 
 
 def test_memory_is_counted_for_all_processes_together():
