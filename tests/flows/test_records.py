@@ -37,7 +37,13 @@ def four_runs(tmp_path):
     runs = {"demo-a": "demo", "smoke": "other", "demo-b": "demo", "twin-of-demo": "demo", "smoke-x": "smoke"}
     for i, (name, recipe) in enumerate(runs.items()):
         status = "partial" if name == "twin-of-demo" else "finished"
-        record = {"name": name, "recipe": {"name": recipe}, "status": status, "started": f"2026-01-0{i + 1}"}
+        record = {
+            "name": name,
+            "recipe": {"name": recipe},
+            "status": status,
+            "started": f"2026-01-0{i + 1}",
+            "nodes": {},
+        }
         place.write_json(record, "runs", name, "run.json")
     return place
 
