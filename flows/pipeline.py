@@ -14,11 +14,11 @@ from prefect.states import Completed, Failed, State
 
 from flows.graph.build import select, with_inputs
 from flows.graph.standing import Standing
+from flows.orchestration.ending import give_up_soon, send_events
 from flows.orchestration.show import (
     PrefectReporter,
     errors_logged,
     rename_flow_run,
-    send_events,
     show_artifact,
     show_run,
     wait_until_recorded,
@@ -39,6 +39,8 @@ from stages.store.keys import published
 from stages.worker.client import StageFailed, WorkerDied
 
 NAME = "rlhf-pipeline"
+SHOWN_SECONDS = 10.0
+"""At the end of a run, for what is shown to reach a server that answers."""
 
 # Prefect serialises the arguments of a task, and a session holds a process and open pipes. A task therefore gets the
 # session's name and looks it up here; it runs in the process of its flow.
@@ -46,6 +48,8 @@ _sessions: dict[str, Session] = {}
 # The arguments of a flow are serialised for the UI too. Under `rlhf run` the recipe, with its --set options, is
 # resolved before the flow starts: the flow takes it from here, and its arguments only show it.
 _resolved: ContextVar[tuple[Recipe, Standing | None] | None] = ContextVar("resolved", default=None)
+# Runs that took too long: that is a state of the flow, which a server that is gone does not take.
+_late: dict[str, RunTooLong] = {}
 
 
 @task(name="stage", task_run_name="{node}", cache_policy=NO_CACHE, persist_result=False, retry_delay_seconds=1)
@@ -63,8 +67,10 @@ def stage_task(run: str, node: str, stage: str) -> State[Any]:
     result = {"stage": artifact.stage, "key": artifact.key, "digest": artifact.digest}
     if state == "hit":
         return Completed(name="Cached", message=f"{artifact.stage}/{artifact.key[:12]}", data=result)
+    reporter = session.reporter
+    assert isinstance(reporter, PrefectReporter)
     with errors_logged():
-        show_artifact(node, artifact)
+        show_artifact(reporter.display, node, artifact)
     return Completed(message=find_stage(stage).figures(artifact.metrics) or "made", data=result)
 
 
@@ -117,7 +123,13 @@ def rlhf_pipeline(
         with errors_logged():
             rename_flow_run(name)
     session = Session(resolved, reporter, name, None, standing)
-    return _run(session, force or [], only or [])
+    try:
+        return _run(session, force or [], only or [])
+    finally:
+        reporter.display.finish(SHOWN_SECONDS)
+        if from_command is not None:
+            with errors_logged():
+                give_up_soon()
 
 
 def free_name(recipe: Recipe, wanted: str | None) -> str:
@@ -156,6 +168,8 @@ def _run(session: Session, force: list[str], only: list[str]) -> State[Any]:
             ).result(raise_on_failure=True)
     except RunTooLong as e:
         close(session, status_after(e))
+        if _resolved.get() is not None:
+            _late[session.name] = e
         # The name that Prefect gives to its own limits of time: automations can tell it from other failures.
         return Failed(name="TimedOut", message=str(e), data=e)
     except BaseException as e:
@@ -167,7 +181,7 @@ def _run(session: Session, force: list[str], only: list[str]) -> State[Any]:
     status = status_at_end(session)
     report = close(session, status)
     with errors_logged():
-        show_run(session, report)
+        show_run(reporter.display, session, report)
     summary(session, reporter, report)
     scores = {label: metrics["score"] for label, metrics in evaluations_of(session).items()}
     decision = session.record.get("decision") or {}
@@ -204,12 +218,13 @@ def run_recipe(
     try:
         state: Any = local(recipe.name, **options, **shown, return_state=True)
     except TransportError as e:
-        error = _behind(e)
+        error = _late.get(name) or _behind(e)
         if error is None:
             raise
         raise error from e
     finally:
         _resolved.reset(token)
+        _late.clear()
         send_events()
     wait_until_recorded(state.state_details.flow_run_id)
     result: dict[str, Any] = state.result(raise_on_failure=True)

@@ -13,6 +13,7 @@ import typer
 
 from flows.cli import audit, change, episodes, fit, gang, gc, logs, look, machine, policy, promote, run, settings, watch
 from flows.cli.shared import usage_error
+from flows.orchestration.leaving import leave
 from stages.store.readonly import ReadOnlyStore
 from stages.worker.interpreter import add_current_folder
 
@@ -35,6 +36,8 @@ def main() -> None:
         app()
     except ReadOnlyStore as e:
         sys.exit(usage_error(str(e)).exit_code)
+    except BaseException as e:
+        leave(e)
 
 
 if __name__ == "__main__":

@@ -124,17 +124,21 @@ def run_with_prefect(
             os.environ["PREFECT_API_URL"] = server.url
             reach_directly()
             refresh_global_settings_context()
+        from flows.orchestration.ending import ASK_SECONDS, asked
         from flows.pipeline import run_recipe
 
         if private and server:
             server.wait()
+        # Before anything is made: Prefect tries for minutes before it says that nobody is there.
+        elif (error := asked(ASK_SECONDS)) is not None:
+            raise error
         return run_recipe(recipe, name=name, force=force, only=only, standing=standing)
     except ServerFailed as e:
         raise SystemExit(f"failed: {e}") from None
     except TransportError as e:
         url = get_current_settings().api.url
         raise SystemExit(
-            f"failed: the Prefect server at {url} cannot be reached ({e})\n"
+            f"failed: the Prefect server at {url} cannot be reached ({str(e) or type(e).__name__})\n"
             "what is finished is kept; start the server, or run with --no-prefect, and the same command goes on"
         ) from None
     finally:

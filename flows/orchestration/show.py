@@ -12,26 +12,21 @@ import logging
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from uuid import UUID
 
 from prefect import get_run_logger, runtime
-from prefect.artifacts import (
-    create_link_artifact,
-    create_markdown_artifact,
-    create_progress_artifact,
-    create_table_artifact,
-    update_progress_artifact,
-)
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas import StateType, filters
+from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.context import FlowRunContext, TaskRunContext
-from prefect.events.worker import EventsWorker
-from prefect.logging.handlers import APILogWorker
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.utilities.context import get_task_and_flow_run_ids
 from rich.console import Console
 
 from flows.graph.build import Node
+from flows.orchestration.display import Display, not_shown, short_client
 from flows.report.charts import curves_png_data
 from flows.report.console import ConsoleReporter, log_width
 from flows.report.decisions import decision_rows, outcome
@@ -76,32 +71,66 @@ class PrefectReporter(ConsoleReporter):
 
     def __init__(self, silent: bool):
         super().__init__(LoggedConsole(silent))
-        self._artifact: UUID | None = None
+        self.display = Display()
+        self._progress = ProgressBar("")
         self._sent = 0.0
 
     def stage_started(self, node: Node) -> None:
         super().stage_started(node)
-        self._artifact, self._sent = None, time.monotonic()
+        self._progress, self._sent = ProgressBar(artifact_key(node.name, "progress")), time.monotonic()
 
     def progress(self, node: Node, event: Progress) -> None:
         super().progress(node, event)
         if time.monotonic() - self._sent >= PROGRESS_SECONDS:
             self._sent = time.monotonic()
-            self._percent(node, 100.0 * event.done / max(1, event.total))
+            self._progress.show(self.display, 100.0 * event.done / max(1, event.total))
 
     def stage_ended(self, node: Node, state: str, manifest: dict[str, Any], seconds: float) -> None:
         super().stage_ended(node, state, manifest, seconds)
-        if self._artifact is not None:
-            self._percent(node, 100.0)
+        if self._progress.begun:
+            self._progress.show(self.display, 100.0)
 
-    def _percent(self, node: Node, percent: float) -> None:
-        """Creates the task run's progress artifact, or updates it."""
-        with errors_logged():
-            if self._artifact is None:
-                created: Any = create_progress_artifact(progress=percent, key=artifact_key(node.name, "progress"))
-                self._artifact = created
-            else:
-                update_progress_artifact(self._artifact, progress=percent)
+
+class ProgressBar:
+    """The progress artifact of a task run."""
+
+    def __init__(self, key: str):
+        self.begun = False
+        self._key = key
+        # Of the display's thread alone.
+        self._artifact: UUID | None = None
+
+    def show(self, display: Display, percent: float) -> None:
+        """Has the artifact made, or updated."""
+        self.begun = True
+        display.put(self._key, lambda client: self._update(client, min(100.0, max(0.0, percent))))
+
+    def _update(self, client: SyncPrefectClient, percent: float) -> None:
+        if self._artifact is None:
+            self._artifact = client.create_artifact(_artifact("progress", self._key, percent)).id
+        else:
+            client.update_artifact(artifact_id=self._artifact, artifact=ArtifactUpdate(data=percent))
+
+
+def _artifact(kind: str, key: str, data: Any, description: str | None = None) -> ArtifactCreate:
+    """An artifact of the task run or flow run that the caller is in."""
+    task_run, flow_run = get_task_and_flow_run_ids()
+    return ArtifactCreate(
+        type=kind, key=key, data=data, description=description, task_run_id=task_run, flow_run_id=flow_run
+    )
+
+
+def _show_table(display: Display, key: str, rows: Sequence[Mapping[str, Any]], description: str) -> None:
+    data = json.dumps([{name: _cell(value) for name, value in row.items()} for row in rows])
+    display.put(key, lambda client: _create(client, _artifact("table", key, data, description)))
+
+
+def _show_text(display: Display, key: str, markdown: str, description: str | None = None) -> None:
+    display.put(key, lambda client: _create(client, _artifact("markdown", key, markdown, description)))
+
+
+def _create(client: SyncPrefectClient, artifact: ArtifactCreate) -> None:
+    client.create_artifact(artifact)
 
 
 @contextlib.contextmanager
@@ -110,7 +139,7 @@ def errors_logged() -> Iterator[None]:
     try:
         yield
     except Exception as e:
-        get_run_logger().warning("not shown in Prefect: %s: %s", type(e).__name__, e)
+        not_shown(e)
 
 
 def rename_flow_run(name: str) -> None:
@@ -124,11 +153,11 @@ def artifact_key(*names: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", "-".join(names).lower()).strip("-")
 
 
-def show_artifact(node: str, artifact: Artifact) -> None:
+def show_artifact(display: Display, node: str, artifact: Artifact) -> None:
     """Attaches a table of metrics to the task run and, where the stage has them, a table of completions."""
-    rows = [{"metric": k, "value": _cell(v)} for k, v in artifact.metrics.items()]
+    rows = [{"metric": k, "value": v} for k, v in artifact.metrics.items()]
     place = f"{artifact.stage} {artifact.key[:12]}"
-    create_table_artifact(table=rows, key=artifact_key(node, "metrics"), description=place)
+    _show_table(display, artifact_key(node, "metrics"), rows, place)
     samples = find_stage(artifact.stage).samples
     if samples:
         # pyarrow, which reads tables, takes as long to import as a cached run; only a stage that ran pays for it.
@@ -136,7 +165,7 @@ def show_artifact(node: str, artifact: Artifact) -> None:
 
         lines = ["| prompt | completion | stop |", "|---|---|---|"]
         lines += [_sample_line(row) for row in first_rows(artifact, samples, SAMPLES, SAMPLE_COLUMNS)]
-        create_markdown_artifact("\n".join(lines), key=artifact_key(node, "sample"), description=place)
+        _show_text(display, artifact_key(node, "sample"), "\n".join(lines), place)
 
 
 def _sample_line(row: Mapping[str, Any]) -> str:
@@ -156,31 +185,25 @@ def _cell(value: Any) -> int | float | str:
     return value if isinstance(value, int | float | str) else json.dumps(value)
 
 
-def show_run(session: Session, report: str | None) -> None:
+def show_run(display: Display, session: Session, report: str | None) -> None:
     """Attaches the evaluation table, the gate's decision, the curves and the link to the report to the flow run."""
     rows = [
         {"policy": k, "score": round(m["score"], 4), "low": round(m["score_low"], 4), "high": round(m["score_high"], 4)}
         for k, m in evaluations_of(session).items()
     ]
     if rows:
-        create_table_artifact(table=rows, key="evaluation", description=f"held-out problems, run {session.name}")
+        _show_table(display, "evaluation", rows, f"held-out problems, run {session.name}")
     if decided := decision_rows(session.record):
         description = f"{outcome(session.record['decision'])}, run {session.name}"
-        shown = [{name: _cell("" if value is None else value) for name, value in row.items()} for row in decided]
-        create_table_artifact(table=shown, key="gate", description=description)
+        shown = [{name: "" if value is None else value for name, value in row.items()} for row in decided]
+        _show_table(display, "gate", shown, description)
     if report:
         link = report if "://" in report else f"file://{report}"
-        create_link_artifact(link=link, link_text=f"report of {session.name}", key="report")
+        _show_text(display, "report", f"[report of {session.name}]({link})")
     # Drawing costs a second, and a run that made nothing has the curves of an earlier one.
     image = curves_png_data(session.record) if session.worker.starts else None
     if image:
-        create_markdown_artifact(f"![curves]({image})", key="curves", description=f"rounds of {session.name}")
-
-
-def send_events() -> None:
-    """Sends what Prefect's client still holds: it reports task runs and logs to the server in the background."""
-    EventsWorker.drain_all(timeout=RECORD_SECONDS)
-    APILogWorker.drain_all(timeout=RECORD_SECONDS)
+        _show_text(display, "curves", f"![curves]({image})", f"rounds of {session.name}")
 
 
 def wait_until_recorded(flow_run: UUID) -> None:
@@ -194,7 +217,7 @@ def wait_until_recorded(flow_run: UUID) -> None:
     of_state = filters.TaskRunFilter(state=filters.TaskRunFilterState(type=unfinished))
     deadline = time.monotonic() + RECORD_SECONDS
     try:
-        with get_client(sync_client=True) as client:
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), short_client() as client:
             while time.monotonic() < deadline:
                 if not client.read_task_runs(flow_run_filter=of_flow, task_run_filter=of_state, limit=1):
                     break

@@ -1,0 +1,117 @@
+"""Calls that show something in Prefect, in a thread of their own: a server that is slow or hangs costs a run nothing.
+
+Under one name the latest call alone is made. A call has `CALL_SECONDS` and no retries, and after one that the server
+has not answered there is none for `QUIET_SECONDS`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextvars import copy_context
+
+from httpx import HTTPStatusError
+from prefect import get_run_logger
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.exceptions import MissingContextError
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+from tuning.retries import BUSY, retried
+
+CALL_SECONDS = 10.0
+QUIET_SECONDS = 60.0
+MOST = 256
+"""Calls that wait; the oldest are given up for others."""
+TRIES, FIRST_PAUSE_SECONDS = 3, 1.0
+"""Of a call that a server has answered, which was busy."""
+
+Call = Callable[[SyncPrefectClient], None]
+
+
+def short_client() -> SyncPrefectClient:
+    """A client whose requests have `CALL_SECONDS`, beside that of the flow. How often it tries is the setting's."""
+    return get_client(httpx_settings={"timeout": CALL_SECONDS}, sync_client=True)
+
+
+class Display:
+    """A thread that makes calls; it begins with the first one."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._calls: dict[str, Callable[[], None]] = {}
+        self._thread: threading.Thread | None = None
+        self._at_work = self._ended = False
+        self._quiet_until = 0.0
+        # Of the thread alone.
+        self._client: SyncPrefectClient | None = None
+        self._closing = contextlib.ExitStack()
+
+    def put(self, name: str, call: Call) -> None:
+        """Has a call made soon, in the context of the caller; in place of one of this name that waits."""
+        context = copy_context()
+        with self._changed:
+            self._calls[name] = functools.partial(context.run, self._make, call)
+            if len(self._calls) > MOST:
+                del self._calls[next(iter(self._calls))]
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="display", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def finish(self, seconds: float) -> None:
+        """Waits until all calls are made, at most so long, and not for a server that does not answer; ends the
+        thread."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._quiet() > 0 or not (self._calls or self._at_work), timeout=seconds)
+            self._ended = True
+            self._changed.notify_all()
+
+    def _quiet(self) -> float:
+        return self._quiet_until - time.monotonic()
+
+    def _run(self) -> None:
+        with self._closing:
+            while True:
+                with self._changed:
+                    while not self._ended and (not self._calls or self._quiet() > 0):
+                        self._changed.wait(self._quiet() if self._calls else None)
+                    if self._ended:
+                        return
+                    call = self._calls.pop(next(iter(self._calls)))
+                    self._at_work = True
+                call()
+                with self._changed:
+                    self._at_work = False
+                    self._changed.notify_all()
+
+    def _make(self, call: Call) -> None:
+        """Makes a call; one that fails is told in the run's log."""
+        try:
+            with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
+                if self._client is None:
+                    self._client = self._closing.enter_context(short_client())
+                client = self._client
+                retried(lambda: call(client), tries=TRIES, first_seconds=FIRST_PAUSE_SECONDS, passing=_is_busy)
+        except Exception as e:
+            not_shown(e)
+            if not isinstance(e, HTTPStatusError):
+                with self._changed:
+                    self._quiet_until = time.monotonic() + QUIET_SECONDS
+                    self._changed.notify_all()
+
+
+def _is_busy(error: Exception) -> bool:
+    return isinstance(error, HTTPStatusError) and error.response.status_code in BUSY
+
+
+def not_shown(error: Exception) -> None:
+    """Logs an error of display code."""
+    logger: logging.Logger | logging.LoggerAdapter[logging.Logger] = logging.getLogger("rlhf")
+    # Outside of a flow there is no log of it.
+    with contextlib.suppress(MissingContextError):
+        logger = get_run_logger()
+    logger.warning("not shown in Prefect: %s: %s", type(error).__name__, error)

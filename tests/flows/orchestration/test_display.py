@@ -1,0 +1,137 @@
+"""What is shown in Prefect costs a run nothing: neither time nor its end, also where the server hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from flows.graph.build import nodes_of
+from flows.orchestration import display as display_module
+from flows.orchestration import show
+from flows.orchestration.display import Display
+from flows.orchestration.show import PrefectReporter
+from flows.recipe.reading import load_recipe
+from stages.store.artifacts import Store
+from stages.worker.protocol import Progress
+from tests.flows.prefect_server import PROJECT, prefect_server, wait_for
+from tests.support import RLHF
+
+
+@contextlib.contextmanager
+def hanging() -> Iterator[str]:
+    """The URL of a server that takes connections and answers nothing, as one that is stopped does."""
+    with socket.create_server(("127.0.0.1", 0), backlog=100) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/api"
+
+
+def test_progress_does_not_wait_for_a_server_that_hangs(monkeypatch):
+    monkeypatch.setattr(show, "PROGRESS_SECONDS", 0.0)
+    node = nodes_of(load_recipe("smoke"))[0]
+    # Prefect itself waits for a minute, several times.
+    with hanging() as url, temporary_settings({PREFECT_API_URL: url}):
+        reporter = PrefectReporter(silent=True)
+        began = time.monotonic()
+        reporter.stage_started(node)
+        for done in range(100):
+            reporter.progress(node, Progress(done, 100, "steps", {}))
+        reporter.stage_ended(node, "made", {"metrics": {}, "stage": node.stage}, 1.0)
+        assert time.monotonic() - began < 20
+
+
+def test_of_what_waits_under_one_name_the_latest_alone_is_shown():
+    made: list[int] = []
+    going_on = threading.Event()
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+        display = Display()
+        display.put("first", lambda client: made.append(0) or assert_(going_on.wait(60)))
+        for number in range(1, 5):
+            display.put("progress", lambda client, number=number: made.append(number))
+        going_on.set()
+        display.finish(60)
+    assert made == [0, 4]
+
+
+def assert_(true: bool) -> None:
+    assert true
+
+
+def test_after_a_call_that_was_not_answered_there_is_none_for_a_while(monkeypatch, caplog):
+    monkeypatch.setattr(display_module, "CALL_SECONDS", 0.2)
+    made: list[int] = []
+    with hanging() as url, temporary_settings({PREFECT_API_URL: url}):
+        display = Display()
+        display.put("first", lambda client: client.hello() and None)
+        display.put("second", lambda client: made.append(1))
+        # It does not wait for the server to come back.
+        display.finish(600)
+    assert made == [] and "not shown in Prefect: ReadTimeout" in caplog.text
+
+
+def test_a_run_is_not_begun_on_a_server_that_hangs(rlhf, tmp_path, monkeypatch):
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "home"))
+    with hanging() as url:
+        monkeypatch.setenv("PREFECT_API_URL", url)
+        done = rlhf("run", "smoke", "--store", str(tmp_path / "store"), code=1)
+    assert f"failed: the Prefect server at {url} cannot be reached" in done.stderr
+    assert "start the server, or run with --no-prefect" in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "store" / "runs").exists()
+
+
+LEAVING = """
+import sys
+from prefect.events import emit_event
+from flows.orchestration.ending import send_events
+from flows.orchestration.leaving import leave
+
+emit_event("a.change", {"prefect.resource.id": "of.a.test"})
+send_events()
+print("the last line")
+leave(SystemExit(3))
+"""
+
+
+def test_a_command_ends_after_its_last_line_where_the_server_takes_no_events(tmp_path):
+    with hanging() as url:
+        env = os.environ | {"PREFECT_HOME": str(tmp_path), "PREFECT_API_URL": url, "PYTHONPATH": str(PROJECT)}
+        # Else it would be there until a request has been tried for seven minutes.
+        done = subprocess.run([sys.executable, "-c", LEAVING], env=env, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (3, "the last line\n"), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_server_that_hangs_in_a_run_keeps_neither_its_stages_nor_its_limits_nor_its_end(tmp_path):
+    store = Store(str(tmp_path / "store"))
+
+    def at_sft() -> bool:
+        record = store.read_json("runs", "hanging", "run.json")
+        return record is not None and "sft" in record["nodes"]
+
+    with prefect_server(tmp_path) as prefect:
+        command = [RLHF, "run", "smoke", "--name", "hanging", "--store", store.url, "--set", "limits.run_seconds=60"]
+        with (tmp_path / "run.log").open("w") as log:
+            run = subprocess.Popen(command, env=prefect.env, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            wait_for(at_sft, 240, "a stage at work")
+            servers = [c for c in psutil.Process().children() if f"{prefect.port}" in " ".join(c.cmdline())]
+            for process in [*servers, *(below for server in servers for below in server.children(recursive=True))]:
+                os.kill(process.pid, signal.SIGSTOP)
+            assert run.wait(timeout=240) == 1, (tmp_path / "run.log").read_text()
+        finally:
+            run.kill()
+            run.wait()
+    told = (tmp_path / "run.log").read_text()
+    record = store.read_json("runs", "hanging", "run.json")
+    assert record is not None and record["status"] == "failed"
+    assert "limits.run_seconds" in told, told
