@@ -21,11 +21,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from stages.worker import interpreter
+from tuning.retries import pause
 
 START_SECONDS = 120.0
 TRY_SECONDS, PAUSE_SECONDS = 5.0, 0.1
-RESTARTS = 5
 WATCH_SECONDS = 0.2
+RESTARTS, PERIOD_SECONDS = 10, 3600.0
+"""So many restarts within the period: the pauses between them last through an outage of minutes."""
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
 
 
 class ServerFailed(RuntimeError):
@@ -45,6 +48,23 @@ def reach_directly() -> None:
     if "*" in hosts:
         return
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(dict.fromkeys(filter(None, [*hosts, "127.0.0.1"])))
+
+
+class Restarts:
+    """How long to wait before a server that has died is started again."""
+
+    def __init__(self) -> None:
+        self._deaths: list[float] = []
+
+    def pause(self, now: float) -> float | None:
+        """Seconds before the next start: none after the first death, then growing ones; None where it has died too
+        often."""
+        self._deaths = [death for death in self._deaths if now - death < PERIOD_SECONDS]
+        before = len(self._deaths)
+        if before >= RESTARTS:
+            return None
+        self._deaths.append(now)
+        return pause(before - 1, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS) if before else 0.0
 
 
 class PrivateServer:
@@ -75,18 +95,19 @@ class PrivateServer:
 
     def _watch(self) -> None:
         """Starts the server again when it dies, some times; it is stopped otherwise."""
-        for _ in range(RESTARTS):
+        restarts = Restarts()
+        while True:
             while self._process.poll() is None:
                 if self._stopping.wait(WATCH_SECONDS):
                     return
-            if self._stopping.is_set():
+            seconds = restarts.pause(time.monotonic())
+            if seconds is None:
+                # Nobody answers any more: requests must fail, and not wait.
+                self._listener.close()
+                return
+            if self._stopping.wait(seconds):
                 return
             self._process = self._started()
-        while self._process.poll() is None:
-            if self._stopping.wait(WATCH_SECONDS):
-                return
-        # Nobody answers any more: requests must fail, and not wait.
-        self._listener.close()
 
     def wait(self) -> None:
         """Returns when the server answers. Raises ServerFailed with the end of its log."""
@@ -122,9 +143,20 @@ class PrivateServer:
 
 @contextlib.contextmanager
 def one_at_a_time(path: str) -> Iterator[None]:
-    """A lock on a file: two servers that create one database at once fail."""
-    with open(path, "w") as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
+    """A lock on a file: two servers that create one database at once fail. A wait for it is told, with who holds it."""
+    # Not emptied by the one who waits: it has the holder's process id.
+    with open(path, "a+") as f:
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            f.seek(0)
+            holder = f.read().strip()
+            who = f"process {holder}" if holder else f"another process (`fuser {path}` tells)"
+            print(f"waiting for the lock {path}, which {who} holds; if it hangs, end it", flush=True)
+            fcntl.flock(f, fcntl.LOCK_EX)
+        f.truncate(0)
+        f.write(str(os.getpid()))
+        f.flush()
         yield
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -14,7 +15,16 @@ from urllib.request import proxy_bypass
 import psutil
 import pytest
 
-from flows.orchestration.server import START_SECONDS, PrivateServer, ServerFailed, reach_directly
+from flows.orchestration.server import (
+    PERIOD_SECONDS,
+    RESTARTS,
+    START_SECONDS,
+    PrivateServer,
+    Restarts,
+    ServerFailed,
+    one_at_a_time,
+    reach_directly,
+)
 from stages.store.artifacts import Store
 from tests.flows.prefect_server import PROJECT, prefect_server
 from tests.support import RLHF
@@ -52,6 +62,31 @@ def test_a_private_server_that_is_killed_is_started_again_at_its_address(tmp_pat
     assert servers() == []
     with pytest.raises(urllib.error.URLError, match="refused"):
         healthy(server.url)
+
+
+def test_restarts_of_a_private_server_last_through_an_outage_of_minutes():
+    restarts, now, pauses = Restarts(), 1000.0, []
+    while (pause := restarts.pause(now)) is not None:
+        pauses.append(pause)
+        # It is there for a second each time.
+        now += pause + 1
+    assert pauses[0] == 0 and pauses == sorted(pauses) and len(pauses) == RESTARTS
+    assert now - 1000 > 180
+    # Those of an hour ago count no more.
+    assert restarts.pause(now + PERIOD_SECONDS) == 0
+
+
+def test_a_lock_that_another_process_holds_is_told_with_its_holder(tmp_path):
+    path = str(tmp_path / "rlhf-server.lock")
+    code = "import sys; from flows.orchestration.server import one_at_a_time\n"
+    code += "with one_at_a_time(sys.argv[1]): print('held', flush=True)"
+    with one_at_a_time(path):
+        command = [sys.executable, "-c", code, path]
+        waiting = subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, text=True)
+        assert waiting.stdout is not None
+        line = waiting.stdout.readline()
+        assert path in line and f"process {os.getpid()} holds" in line
+    assert waiting.stdout.read() == "held\n" and waiting.wait(timeout=60) == 0
 
 
 def test_a_private_server_that_dies_at_its_start_is_not_waited_for(tmp_path, monkeypatch):
