@@ -13,6 +13,7 @@ import typer
 from flows.cli.shared import AsJson, StoreUrl, err, group, out, print_json, usage_error
 from flows.report.formats import when
 from stages.store.artifacts import Store
+from tuning.atomic import whole_file
 
 commands = group()
 
@@ -89,9 +90,8 @@ def metrics(
         typer.echo(text, nl=False)
         return
     # A reader sees the old file or the new one.
-    partial = to.with_name(f".{to.name}.{os.getpid()}.part")
-    partial.write_text(text)
-    partial.replace(to)
+    with whole_file(to) as partial:
+        partial.write_text(text)
 
 
 @commands.command()

@@ -8,13 +8,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest, start_http_server
+from prometheus_client import CollectorRegistry, generate_latest, make_wsgi_app
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from flows.records import readable_runs, status_of
 from flows.report.formats import seconds_at
 from flows.report.measures import number
+from flows.report.scrapes import ScrapeServer
 from stages.store.artifacts import Store
 from stages.store.leases import held_by
 from stages.store.reach import versions
@@ -169,24 +170,6 @@ def text_of(store: Store) -> str:
     return generate_latest(_registry(store)).decode()
 
 
-class MetricsServer:
-    """Answers scrapes in a thread of its own."""
-
-    def __init__(self, store: Store, host: str, port: int):
-        self._server, self._thread = start_http_server(port, host, _registry(store))
-        self.host, self.port = host, self._server.server_port
-
-    def wait(self) -> None:
-        """Returns when the thread has ended."""
-        while self._thread.is_alive():
-            self._thread.join(threading.TIMEOUT_MAX)
-
-    def stop(self) -> None:
-        """Ends the server."""
-        self._server.shutdown()
-        self._thread.join()
-
-
-def serve_metrics(store: Store, host: str, port: int) -> MetricsServer:
+def serve_metrics(store: Store, host: str, port: int) -> ScrapeServer:
     """Starts a server; port 0 takes any that is free. Raises OSError where it cannot listen."""
-    return MetricsServer(store, host, port)
+    return ScrapeServer(make_wsgi_app(_registry(store)), host, port)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import select
 import signal
 import socket
 import subprocess
@@ -17,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
 from flows.cli.app import app
-from flows.report import prometheus
+from flows.report import prometheus, scrapes
 from flows.report.prometheus import serve_metrics
 from stages.store.artifacts import Store
 from stages.store.leases import lease, this_process
@@ -161,6 +163,39 @@ def test_scrapes_of_a_slow_store_read_it_once_at_a_time(place, monkeypatch):
     finally:
         slow.gate.set()
         server.stop()
+
+
+def test_clients_that_ask_nothing_take_few_threads_and_not_for_long(place, monkeypatch):
+    monkeypatch.setattr(scrapes, "CLIENT_SECONDS", 1.0)
+    monkeypatch.setattr(scrapes, "CONNECTIONS", 4)
+    server = serve_metrics(place, "127.0.0.1", 0)
+
+    def client() -> socket.socket:
+        return socket.create_connection(("127.0.0.1", server.port), timeout=60)
+
+    try:
+        silent = [client() for _ in range(4)]
+        with client() as fifth:
+            assert fifth.recv(100).startswith(b"HTTP/1.0 503")
+        for one in silent:
+            assert one.recv(100) == b""
+            one.close()
+        # Each byte comes in time, and the whole does not.
+        with client() as slow, contextlib.suppress(ConnectionError):
+            while not select.select([slow], [], [], 0.3)[0]:
+                slow.sendall(b"G")
+            slow.recv(100)
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=60) as answer:
+            assert b"rlhf_runs" in answer.read()
+    finally:
+        server.stop()
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing_beside_it(place, tmp_path):
+    taken = tmp_path / "rlhf.prom"
+    taken.mkdir()
+    done = CliRunner().invoke(app, ["metrics", "--store", place.url, "--to", str(taken)])
+    assert done.exit_code != 0 and list(tmp_path.iterdir()) == [taken]
 
 
 def test_an_address_that_is_none_or_taken_is_told(place):
