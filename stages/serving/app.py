@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 from stages.serving.access import Keys
 from stages.serving.answers import completion_logprobs
 from stages.serving.api import Asked, ChatRequest, CompletionRequest
-from stages.serving.guard import Bounds, Guard
+from stages.serving.guard import METRICS, Bounds, Guard
 from stages.serving.server import ContextFull, Job, Server
 from stages.serving.sessions import EvictedSession, LimitReached, UnknownSession
 
@@ -108,7 +108,7 @@ def _about(app: Any, server: Server, guard: Guard) -> None:
             fault = f"{guard.counts.in_flight} requests are being answered"
         return {"status": "ready"} if fault is None else JSONResponse({"status": "not ready", "error": fault}, 503)
 
-    @app.get("/metrics")
+    @app.get(METRICS)
     async def metrics() -> Any:
         gauges = {
             "engine_up": float(_fault(server) is None),

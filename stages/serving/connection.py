@@ -11,17 +11,22 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from stages.serving.guard import METRICS, OPEN
+
 HEAD_SECONDS = 10.0
 """For the head of a request to arrive, from its first byte or from the connection; and for the rest of a body that
 nobody reads, since the request is answered."""
 STALL_SECONDS = 60.0
 """A client that takes nothing of its answer for so long is let go."""
-CONNECTIONS = 512
+CONNECTIONS, SPARE = 512, 16
+"""The spare ones, above those for clients, answer the questions of supervisors alone, each one and then the next."""
+SPARE_HEAD_SECONDS = 2.0
 CLOSING_SECONDS = 30
 """For answers under way when the server is told to end."""
+NO_ROOM = b"too many connections\n"
 FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\n"
-    b"content-type: text/plain\r\ncontent-length: 21\r\n\r\ntoo many connections\n"
+    b"content-type: text/plain\r\ncontent-length: 21\r\n\r\n" + NO_ROOM
 )
 
 
@@ -29,6 +34,7 @@ class Patient(H11Protocol):
     """A connection whose client has to send its requests, and to read its answers, in time."""
 
     head_seconds, stall_seconds, most = HEAD_SECONDS, STALL_SECONDS, CONNECTIONS
+    _spare = False
     _timer: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
 
@@ -38,10 +44,13 @@ class Patient(H11Protocol):
         if peer is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
             # Also for what is left in the kernel's buffer of a client that reads no more.
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self.stall_seconds))
-        if len(self.connections) > self.most:
+        if len(self.connections) > self.most + SPARE:
             transport.write(FULL)
             transport.close()
             return
+        if len(self.connections) > self.most:
+            self._spare, self.head_seconds = True, min(self.head_seconds, SPARE_HEAD_SECONDS)
+            self.app = questions_alone(self.app)
         self._watch()
 
     def data_received(self, data: bytes) -> None:
@@ -52,6 +61,8 @@ class Patient(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self._spare:
+            self.transport.close()
         self._watch()
 
     def _watch(self) -> None:
@@ -80,6 +91,21 @@ class Patient(H11Protocol):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
+
+
+def questions_alone(app: Any) -> Any:
+    """An application that answers supervisors and scrapers as `app` does, and others that there is no room."""
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] in (*OPEN, METRICS):
+            await app(scope, receive, send)
+            return
+        headers = [(b"retry-after", b"1"), (b"connection", b"close"), (b"content-type", b"text/plain")]
+        headers.append((b"content-length", str(len(NO_ROOM)).encode()))
+        await send({"type": "http.response.start", "status": 503, "headers": headers})
+        await send({"type": "http.response.body", "body": NO_ROOM})
+
+    return answer
 
 
 class Web(uvicorn.Server):

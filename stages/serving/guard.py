@@ -25,6 +25,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 OPEN = ("/health", "/ready")
 """Asked without a key, and while the server is full: supervisors act on them."""
+METRICS = "/metrics"
 RETRY_SECONDS = 1
 DRAINED = 4
 """A body that is too large is read, and dropped, up to so many times its limit: then its client gets the answer in

@@ -255,6 +255,30 @@ def test_more_connections_than_allowed_are_told_so(guarded):
             time.sleep(0.1)
 
 
+def test_supervisors_are_answered_where_clients_have_all_connections(guarded):
+    place = urlsplit(guarded)
+
+    def asks(path: str) -> bytes:
+        with socket.create_connection((place.hostname, place.port), timeout=20) as sock:
+            sock.sendall(f"GET {path} HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n".encode())
+            # To the end: such a connection answers once.
+            return b"".join(iter(lambda: sock.recv(4096), b"")).split(b"\r\n")[0]
+
+    deadline = time.monotonic() + 60
+    while True:
+        assert time.monotonic() < deadline
+        # Those of clients that say nothing are ended soon.
+        held = [socket.create_connection((place.hostname, place.port)) for _ in range(Hasty.most)]
+        try:
+            said = [asks(path) for path in ("/health", "/ready", "/metrics", "/v1/models")]
+        finally:
+            for sock in held:
+                sock.close()
+        if b"503 Service Unavailable" in said[3]:
+            break
+    assert b"200" in said[0] and b"200" in said[1] and b"401" in said[2]
+
+
 def test_a_client_that_reads_nothing_is_let_go():
     """Its answer would lie in memory, and its request would count, for as long as it likes."""
     ended = threading.Event()
