@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 import threading
 import time
@@ -73,7 +74,10 @@ def main() -> None:
 
 
 def serve(app: Any, live: Any, host: str, port: int) -> None:
-    """Serves an application over an engine until a signal, or until the engine has stopped."""
+    """Serves an application over an engine until a signal, or until the engine has stopped.
+
+    Ctrl-C and SIGTERM end it alike: requests under way get their time, and then it returns.
+    """
     failure: BaseException | None = None
 
     def ended() -> None:
@@ -84,6 +88,13 @@ def serve(app: Any, live: Any, host: str, port: int) -> None:
 
     web = web_server(app, host, port, ended=ended)
     threading.Thread(target=end_with, args=(live, web), daemon=True).start()
+
+    def ask_to_end(*_: Any) -> None:
+        web.should_exit = True
+
+    if threading.current_thread() is threading.main_thread():
+        # uvicorn raises the signal again once all is closed: by itself that would be this process's death.
+        signal.signal(signal.SIGTERM, ask_to_end)
     try:
         # Ctrl-C, which uvicorn raises again once all is closed.
         with contextlib.suppress(KeyboardInterrupt):

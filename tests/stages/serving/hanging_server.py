@@ -1,4 +1,9 @@
-"""A server, of policies or of agents, over an engine whose steps hang as on a device that answers no more."""
+"""A server, of policies or of agents, over an engine whose steps hang as on a device that answers no more.
+
+    hanging_server agents | PORT [answers]
+
+With `answers` the engine is well.
+"""
 
 import sys
 import threading
@@ -33,8 +38,10 @@ def agents(server):
 
 
 def main():
-    connection.CLOSING_SECONDS = programs.CANCEL_SECONDS = 1
-    engine = Hanging(CONFIG, limits=LIMITS)
+    well = "answers" in sys.argv
+    if not well:
+        connection.CLOSING_SECONDS = programs.CANCEL_SECONDS = 1
+    engine = (Engine if well else Hanging)(CONFIG, limits=LIMITS)
     engine.load(random_params(CONFIG, 3))
     live = Live(engine)
     server = Server(live, TOKENIZER, "tiny", STOPS, CONTEXT)

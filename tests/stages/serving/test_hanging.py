@@ -17,9 +17,9 @@ from stages.worker import channel
 ROOT = Path(__file__).parents[3]
 
 
-def started(argument):
+def started(*arguments):
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.stages.serving.hanging_server", argument],
+        [sys.executable, "-m", "tests.stages.serving.hanging_server", *arguments],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -77,7 +77,35 @@ def test_a_signal_ends_a_server_whose_engine_hangs(processes, number):
     # Into the step, and behind it.
     time.sleep(1)
     process.send_signal(number)
-    process.wait(45)
+    said, _ = process.communicate(timeout=45)
+    # To its last line, and not by the signal.
+    assert process.returncode == 0 and said.startswith("[")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_request_that_is_under_way_at_a_signal_gets_its_answer(number):
+    with channel.listen("127.0.0.1", 0) as probe:
+        port = probe.getsockname()[1]
+    process, url = started(str(port), "answers"), f"http://127.0.0.1:{port}"
+    answers = []
+
+    def ask():
+        body = {"model": "tiny", "prompt": "abc", "max_tokens": 150, "n": 32, "ignore_eos": True}
+        answers.append(httpx.post(f"{url}/v1/completions", json=body, timeout=120))
+
+    try:
+        until(process, lambda: in_flight(url) == 0)
+        asking = threading.Thread(target=ask)
+        asking.start()
+        until(process, lambda: in_flight(url) == 1)
+        process.send_signal(number)
+        said, _ = process.communicate(timeout=60)
+        asking.join(60)
+        assert answers[0].status_code == 200 and answers[0].json()["usage"]["completion_tokens"] == 32 * 150
+        assert process.returncode == 0 and said.startswith("[")
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_the_server_of_agents_ends_although_the_engine_hangs(processes):
