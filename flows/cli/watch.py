@@ -28,14 +28,15 @@ def history(
     from stages.store.trail import events
 
     place = Store(store)
-    found = events(place)
+    # One more, which tells whether there are others.
+    found = events(place, most + 1)
     if as_json:
         print_json({"store": place.shown, "events": found[-most:]})
         return
     for event in found[-most:]:
         out.print(_line(event), soft_wrap=True)
     if len(found) > most:
-        out.print(f"the newest {most} of {len(found)}; --most shows more")
+        out.print(f"the newest {most}; --most shows more")
 
 
 @commands.command()

@@ -26,7 +26,8 @@ def create(store: Store, path: str, data: bytes) -> bool:
 
 def _link(path: str, data: bytes) -> bool:
     """Creates `path` by a hard link; False on a file system without hard links. Raises FileExistsError."""
-    partial = Path(f"{path}.{uuid.uuid4().hex}.part")
+    # Named as `tuning.atomic` does: a collection takes what a kill leaves.
+    partial = Path(path).with_name(f".{Path(path).name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.part")
     try:
         with partial.open("xb") as f:
             f.write(data)

@@ -231,6 +231,19 @@ def beats(store: Store, stage: str, key: str) -> bool:
     return abs(time.time() - holder["beat"]) <= longest
 
 
+def forsaken(store: Store) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Leases whose holders are gone: the name of each file, and what removes it unless it was taken over since."""
+    for name in store.names("leases"):
+        stage, dash, key = name.removesuffix(".json").partition("-")
+        if dash and name.endswith(".json") and not name.startswith(".") and not beats(store, stage, key):
+            yield name, functools.partial(_remove_forsaken, store, stage, key)
+
+
+def _remove_forsaken(store: Store, stage: str, key: str) -> None:
+    if not beats(store, stage, key):
+        store.remove(store.join("leases", _name(stage, key)))
+
+
 def held_by(store: Store, stage: str, key: str) -> dict[str, Any] | None:
     """The process that holds the lease of a key, as `this_process` describes one; None where none does."""
     holder = _holder(store, _name(stage, key))

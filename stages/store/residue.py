@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.store.artifacts import MANIFEST, Store
-from stages.store.leases import beats
+from stages.store.leases import beats, forsaken
 from stages.store.reach import Roots, Version
 from tuning.atomic import is_partial
 
@@ -46,6 +46,7 @@ def residues(store: Store, found: list[Version], roots: Roots, old: float) -> It
     yield from _orphans(store, found, old)
     yield from _work(store, pending, old)
     yield from _remote(store, "damaged", ("damaged",), old)
+    yield from _leases(store, old)
     keys = {version.key for version in found}
     for folder in _below(store.scratch / "fetched", 2):
         if not store.is_local and folder.name[:PREFIX_CHARACTERS] not in keys:
@@ -119,6 +120,14 @@ def _work(store: Store, pending: set[tuple[str, str]], old: float) -> Iterator[R
         place = (folder.parent.name, folder.name)
         if place not in pending and not beats(store, *place):
             yield from _local("work", folder, old)
+
+
+def _leases(store: Store, old: float) -> Iterator[Residue]:
+    for name, remove in forsaken(store):
+        with contextlib.suppress(FileNotFoundError):
+            info = store.fs.info(store.join("leases", name))
+            if written(info) < old:
+                yield Residue("lease", f"leases/{name}", info["size"] or 0, remove)
 
 
 def _remote(store: Store, kind: str, parts: tuple[str, ...], old: float) -> Iterator[Residue]:

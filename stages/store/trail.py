@@ -50,19 +50,25 @@ def append(store: Store, what: str, **fields: Any) -> str | None:
     return None
 
 
-def events(store: Store) -> list[dict[str, Any]]:
-    """What the trail has, oldest first. An object that is no JSON is left out; where a change has ended, so is its
-    beginning."""
-    found = []
-    for name in store.names(FOLDER):
-        value = None
+def events(store: Store, most: int | None = None) -> list[dict[str, Any]]:
+    """What the trail has, oldest first; `most` of it at most, the newest. An object that is no JSON is left out; where a
+    change has ended, so is its beginning."""
+    found: list[dict[str, Any]] = []
+    ended: set[Any] = set()
+    # Names begin with the time: the newest are read alone.
+    for name in reversed(store.names(FOLDER)):
+        if most is not None and len(found) >= most:
+            break
+        event = None
         with contextlib.suppress(ArtifactError):
-            value = store.read_json(FOLDER, name) if name.endswith(".json") else None
-        if isinstance(value, dict) and isinstance(value.get("at"), str):
-            found.append(value)
-    ended = {event["change"] for event in found if event.get("state") == "finished" and "change" in event}
-    left = [e for e in found if e.get("state") != "begun" or e.get("change") not in ended]
-    return sorted(left, key=lambda event: event["at"])
+            event = store.read_json(FOLDER, name) if name.endswith(".json") else None
+        if not isinstance(event, dict) or not isinstance(event.get("at"), str):
+            continue
+        if event.get("state") == "finished" and "change" in event:
+            ended.add(event["change"])
+        if event.get("state") != "begun" or event.get("change") not in ended:
+            found.append(event)
+    return sorted(reversed(found), key=lambda event: event["at"])
 
 
 def without_secrets(command: Sequence[str]) -> str:

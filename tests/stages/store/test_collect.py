@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from stages.store.artifacts import MANIFEST, Store
 from stages.store.collect import Limits, collect, survey
 from stages.store.keys import digest
-from stages.store.leases import lease
+from stages.store.leases import lease, this_process
 from stages.store.pins import pin, pins, unpin
 from stages.store.residue import compiled
 from stages.store.trail import events
@@ -175,6 +175,40 @@ def test_work_of_the_dead_goes_and_work_to_go_on_with_stays(store):
     assert {r.kind for r in done.residues} == {"work", "damaged", "orphan", "partial"}
     assert store.names("work", "sft") == ["failed", "live"] and not partial.exists()
     assert not store.names("damaged") and not store.names("artifacts", "sft")
+
+
+def test_leases_whose_holders_are_gone_go_and_those_of_other_hosts_by_their_silence(store):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    here = this_process() | {"pid": dead.pid}
+    dead.wait()
+    far = this_process() | {"host": "elsewhere boot ns"}
+    holders = {"dead": (here, 0.0), "silent": (far, 3600.0), "beating": (far, 0.0)}
+    for key, (process, seconds) in holders.items():
+        store.write_json({"token": key, "beat": time.time() - seconds} | process, "leases", f"sft-{key}.json")
+    with lease(store, "sft", "live", print):
+        assert not survey(store, roots(), Limits()).residues
+        done = collect(store, roots, NOW)
+        assert store.names("leases") == ["sft-beating.json", "sft-live.json"]
+    assert {(r.kind, r.name) for r in done.residues} == {("lease", f"leases/sft-{key}.json") for key in ("dead", "silent")}
+
+
+KILLED_IN_A_LINK = """
+import os, signal, sys
+from stages.store.artifacts import Store
+from stages.store.exclusive import create
+os.link = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+store = Store(sys.argv[1])
+store.fs.makedirs(store.join("trail"), exist_ok=True)
+create(store, store.join("trail", "a.json"), b"{}")
+"""
+
+
+def test_what_a_kill_leaves_of_a_lease_the_trail_or_a_name_goes(tmp_path):
+    store = Store(str(tmp_path / "store"))
+    done = subprocess.run([sys.executable, "-c", KILLED_IN_A_LINK, store.url])
+    assert done.returncode == -9 and len(store.names("trail")) == 1
+    assert {r.kind for r in collect(store, roots, NOW).residues} == {"partial"}
+    assert not any(name.endswith(".part") for name in store.names("trail"))
 
 
 def test_what_a_killed_commit_left_beside_a_manifest_goes(store):
