@@ -32,8 +32,12 @@ from stages.serving.access import AccessError, keys_of
 from stages.serving.settings import Chat, ChatOptions, PolicyPlace, Serve, ServeOptions
 from stages.store.artifacts import Store
 from stages.worker import interpreter
+from tuning.atomic import whole_folder
 
 commands = group()
+
+HALF = ".export.part"
+"""In the target of an export, while it is copied."""
 
 
 @commands.command()
@@ -80,10 +84,9 @@ def export(
     folder = artifact.local()
     if to is not None:
         target = Path(to)
-        if target.exists() and any(target.iterdir()):
+        if target.exists() and any(path.name != HALF for path in target.iterdir()):
             raise usage_error(f"{to} exists and is not empty")
-        # Manifest and logs belong to the store, not to the model.
-        shutil.copytree(folder, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json", "logs"))
+        _copy(folder, target)
         folder = target
         note(
             Store(store), "export", run=record["name"], outcome=f"copied to {target.resolve()}", digest=artifact.digest
@@ -96,6 +99,23 @@ def export(
             err.print(f"failed: {fault}")
             raise typer.Exit(1)
         raise typer.Exit(subprocess.call(interpreter.command("stages.tools.verify_export", str(folder))))
+
+
+def _copy(folder: Path, target: Path) -> None:
+    """Copies an exported folder, whole or not at all: a kill leaves nothing that the same command stumbles over."""
+    # Manifest and logs belong to the store, not to the model.
+    ignore = shutil.ignore_patterns("manifest.json", "logs")
+    if not target.exists():
+        with whole_folder(target) as partial:
+            shutil.copytree(folder, partial, dirs_exist_ok=True, ignore=ignore)
+        return
+    # An empty folder that is there may be one that no rename replaces, such as a mount.
+    half = target / HALF
+    shutil.rmtree(half, ignore_errors=True)
+    shutil.copytree(folder, half, ignore=ignore)
+    for path in list(half.iterdir()):
+        path.rename(target / path.name)
+    half.rmdir()
 
 
 def _past_the_gate(store: str, record: dict[str, Any]) -> dict[str, Any]:

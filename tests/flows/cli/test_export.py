@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
+
+from tests.flows.prefect_server import PROJECT
 
 
 def test_export_shows_and_copies_a_folder_that_others_can_load(rlhf, smoke_store, tmp_path):
@@ -19,6 +24,39 @@ def test_export_shows_and_copies_a_folder_that_others_can_load(rlhf, smoke_store
     assert "manifest.json" not in copied
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == load_file(folder / "model.safetensors").keys()
     assert "is not empty" in rlhf("export", "--store", smoke_store, "--to", tmp_path / "out", code=2).stderr
+
+
+KILLED = """
+import os, shutil, signal, sys, time
+from flows.cli.app import main
+
+real, calls = shutil.copyfile, []
+
+def copyfile(*arguments, **options):
+    calls.append(1)
+    if len(calls) == 3:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+    return real(*arguments, **options)
+
+shutil.copyfile = copyfile
+main()
+"""
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["new", "an empty folder"])
+def test_a_copy_that_is_killed_is_made_by_the_same_command(rlhf, smoke_store, tmp_path, there):
+    out = tmp_path / "out"
+    if there:
+        out.mkdir()
+    options = ["export", "--store", smoke_store, "--to", out]
+    done = subprocess.run([sys.executable, "-c", KILLED, *options], cwd=PROJECT, timeout=120)
+    assert done.returncode == -signal.SIGTERM
+    # Nobody takes half of it for a model.
+    assert not (out / "config.json").exists() and out.exists() == there
+    rlhf(*options)
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in out.iterdir()}
+    assert not (out / ".export.part").exists()
 
 
 def test_an_export_names_everything_that_it_was_made_from(rlhf, smoke_store, record):
