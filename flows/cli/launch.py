@@ -124,13 +124,13 @@ def run_with_prefect(
             os.environ["PREFECT_API_URL"] = server.url
             reach_directly()
             refresh_global_settings_context()
-        from flows.orchestration.ending import ASK_SECONDS, asked
+        from flows.orchestration.ending import BEGIN_SECONDS, asked
         from flows.pipeline import run_recipe
 
         if private and server:
             server.wait()
         # Before anything is made: Prefect tries for minutes before it says that nobody is there.
-        elif (error := asked(ASK_SECONDS)) is not None:
+        elif (error := asked(BEGIN_SECONDS)) is not None:
             raise error
         return run_recipe(recipe, name=name, force=force, only=only, standing=standing)
     except ServerFailed as e:

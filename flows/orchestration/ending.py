@@ -16,6 +16,8 @@ from flows.orchestration.leaving import leave_soon
 
 ASK_SECONDS = 5.0
 """For the answer to one question whether a server is well."""
+BEGIN_SECONDS = 8.0
+"""For a server to answer before a run is begun on it: two questions."""
 END_SECONDS = 30.0
 """For a server to answer at the end of a run: a private one that has died is started again meanwhile."""
 DRAIN_SECONDS = 5.0
