@@ -51,8 +51,10 @@ def append(store: Store, what: str, **fields: Any) -> str | None:
 
 
 def events(store: Store, most: int | None = None) -> list[dict[str, Any]]:
-    """What the trail has, or the newest `most` of it, oldest first. An object that is no JSON is left out; where a change
-    has ended, so is its beginning."""
+    """What the trail has, or the newest `most` of it, oldest first.
+
+    An object that is no JSON is left out; where a change has ended, so is its beginning.
+    """
     found: list[dict[str, Any]] = []
     ended: set[Any] = set()
     # Names begin with the time: the newest are read alone.
