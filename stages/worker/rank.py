@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import faulthandler
 import os
 import queue
@@ -132,12 +133,13 @@ def serve(member: Member) -> str:
         if "named" in order or "abandon" in order:
             name_new(memory, order.get("named"))
         elif "run" in order:
-            _answer(member, Request(**order["run"]), memory, order["kept"])
+            _answer(member, order["run"], memory, order["kept"])
 
 
-def _answer(member: Member, request: Request, memory: dict[str, Any], kept: list[str]) -> None:
+def _answer(member: Member, asked: dict[str, Any], memory: dict[str, Any], kept: list[str]) -> None:
     """Says whether this process can run a request, and runs it when the lead says so."""
     try:
+        request = _request(asked)
         stage, config = settings_of(request)
         loaded.check_rank(request, stage.sources(config))
         use_precision(config, memory)
@@ -172,6 +174,19 @@ def _answer(member: Member, request: Request, memory: dict[str, Any], kept: list
             raise
     finally:
         ranks.use(None)
+
+
+def _request(asked: dict[str, Any]) -> Request:
+    """The request as the lead has sent it. Raises RuntimeError where that is of another version of this project."""
+    known = {field.name for field in dataclasses.fields(Request)}
+    for names, which in ((asked.keys() - known, "have"), (known - asked.keys(), "lack")):
+        if names:
+            fields = ", ".join(f"`{name}`" for name in sorted(names))
+            does = "does not know" if which == "have" else "needs"
+            raise RuntimeError(
+                f"requests of the lead {which} {fields}, which this rank's version {does}: install the same on all hosts"
+            )
+    return Request(**asked)
 
 
 def _run(request: Request, stage: Any, config: Any, memory: dict[str, Any]) -> None:
@@ -225,7 +240,8 @@ def main() -> None:
     parser.add_argument("--parent", type=int, required=True, help="the process with which it ends")
     parser.add_argument("--joined", type=int, metavar="FD", help="where a byte says that this rank is in the gang")
     args = parser.parse_args()
-    die_with_parent(args.parent, kernel=False)
+    # Those that start ranks, a lead and `rlhf join`, do so in their main threads.
+    die_with_parent(args.parent, kernel=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     host, port = places.address_of(args.join)
@@ -245,12 +261,17 @@ def main() -> None:
     if args.joined is not None:
         os.write(args.joined, b"1")
         os.close(args.joined)
-    distributed.initialize(member, member.coordinator)
-    configure_jax()
-    end = serve(member)
-    sys.stdout.flush()
-    # JAX would wait for the other processes, which may have ended already.
-    os._exit(joining.AGAIN if end == "again" else joining.ENDED)
+    try:
+        distributed.initialize(member, member.coordinator)
+        configure_jax()
+        status = joining.AGAIN if serve(member) == "again" else joining.ENDED
+        sys.stdout.flush()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        status = 1
+    # JAX would wait for the other processes: minutes for those that work, and some may have ended already.
+    os._exit(status)
 
 
 if __name__ == "__main__":
