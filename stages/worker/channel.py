@@ -77,6 +77,15 @@ class Channel:
             while (message := self.receive()) is not None:
                 yield message
 
+    def is_at_end(self) -> bool:
+        """Whether the other end is gone, and nothing of it is left to read; for one that nobody reads meanwhile."""
+        try:
+            return self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def close(self) -> None:
         """Ends the connection, also under a thread that reads."""
         with contextlib.suppress(OSError):

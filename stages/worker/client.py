@@ -250,18 +250,17 @@ class Worker:
             self.kill()
             code = -signal.SIGKILL
         cause, self._cause = self._cause, ""
-        if not cause and code < 0:
-            cause = f"was ended by signal {signal.Signals(-code).name}"
+        if not cause:
+            cause = interpreter.end_of(code)
             if -code == signal.SIGKILL:
                 cause += " (the kernel does this when memory runs out; `dmesg` tells)"
-        elif not cause:
-            cause = f"exited with status {code}"
+        cause, newline, advice = cause.partition("\n")
         tail = ""
         if self.log.exists():
             with self.log.open(errors="replace") as f:
                 tail = "".join(f"\n    {line.rstrip()}" for line in deque(f, maxlen=LOG_LINES))
         return (
-            f"the worker (pid {self._process.pid}) {cause} in stage {request.stage}\n"
+            f"the worker (pid {self._process.pid}) {cause} in stage {request.stage}{newline}{advice}\n"
             f"  finished stages, shards and checkpoints are kept; the same command goes on from there\n"
             f"  log: {self.log}{tail}"
         )

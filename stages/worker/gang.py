@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 from stages.worker import channel, distributed, interpreter
 from stages.worker.channel import Channel, Message
 from stages.worker.loaded import CodeDiffers
-from stages.worker.places import TOKEN, Place
+from stages.worker.places import TOKEN, WAIT, Place
 from stages.worker.protocol import Request
 from stages.worker.reception import Reception
 
@@ -36,12 +36,14 @@ BEAT_SECONDS = 2.0
 TICK_SECONDS = 1.0
 JOIN_SECONDS = 0.1
 """Between looks at which ranks have joined."""
+TELL_SECONDS = 60.0
+"""Between lines about ranks that have not joined."""
 GRACE_SECONDS = 10.0
 """Beside the silence in which a rank may be found to be lost: then an error of its own is told."""
 
 
 class GangLost(RuntimeError):
-    """A rank is not there, or not any more."""
+    """A rank is not there, or not any more. The message is that of the event `Lost`."""
 
 
 class RankFailed(RuntimeError):
@@ -76,11 +78,18 @@ class Gang:
 
     rank = 0
 
-    def __init__(self, place: Place, lost: Callable[[str], None], failed: Callable[[str, bool], None]):
+    def __init__(
+        self,
+        place: Place,
+        lost: Callable[[str], None],
+        failed: Callable[[str, bool], None],
+        told: Callable[[str], None],
+    ):
         """lost: called once, from any thread, with which rank is lost and how; failed: with the error of a rank that
-        has failed alone, and whether it is an outage. Behind either this process ends."""
+        has failed alone, and whether it is an outage. Behind either this process ends. told: called with a line for
+        the log."""
         self.size = place.ranks
-        self._place, self._lost, self._failed = place, lost, failed
+        self._place, self._lost, self._failed, self._told = place, lost, failed, told
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._members: dict[int, _Member] = {}
         self._changed = threading.Condition()
@@ -142,26 +151,57 @@ class Gang:
 
     def _wait_for_all(self, reception: Reception) -> None:
         left = self._place.wait
-        while missing := [rank for rank in range(1, self.size) if rank not in self._members]:
+        # Those that this process has started come by themselves.
+        silent = 0.0 if self._place.starts else TELL_SECONDS
+        while missing := self._missing():
             for rank, child in self._children.items():
                 if rank in missing and child.poll() is not None:
-                    raise GangLost(f"rank {rank} of {self.size} {_end_of(child)} before it had joined")
+                    raise GangLost(f"lost rank {rank} of {self.size}, which {_end_of(child)} before all had joined,")
+            if silent >= TELL_SECONDS:
+                self._told(f"waiting for {self._named(missing)}, {left:.0f} s at most ({WAIT})")
+                silent = 0.0
             started = time.monotonic()
             with contextlib.suppress(TimeoutError):
                 reception.accept()
-            left -= time.monotonic() - started
+            passed = time.monotonic() - started
+            left, silent = left - passed, silent + passed
             if left <= 0:
-                address = f"{self._place.host}:{self._place.port}"
-                raise GangLost(f"rank {missing[0]} of {self.size} has not joined {address} in {self._place.wait:g} s")
+                raise GangLost(self._in_vain(missing))
+
+    def _missing(self) -> list[int]:
+        """The ranks that have not joined, or have ended since."""
+        with self._changed:
+            for member in list(self._members.values()):
+                if member.channel.is_at_end():
+                    member.channel.close()
+                    del self._members[member.rank]
+            return [rank for rank in range(1, self.size) if rank not in self._members]
+
+    def _named(self, missing: list[int]) -> str:
+        numbers = ", ".join(map(str, missing))
+        where = "on this machine" if self._place.starts else f"at {self._place.host}:{self._place.port}"
+        return f"rank{'s' if len(missing) > 1 else ''} {numbers} of {self.size} {where}"
+
+    def _in_vain(self, missing: list[int]) -> str:
+        advice = "what such a rank has written to the log below says how far it came"
+        if not self._place.starts:
+            command = f"`rlhf join {self._place.host}:{self._place.port} --rank {missing[0]}`"
+            advice = (
+                f"start what is missing, as by {command}; the log of one that was started says why it has not joined"
+            )
+        return f"waited {self._place.wait:g} s ({WAIT}) in vain for {self._named(missing)}\n  {advice}"
 
     def _take_in(self, opened: Channel, hello: Message) -> None:
         rank = hello.get("rank")
+        # Another process of a rank may come as soon as the one before has ended.
+        self._missing()
         if not isinstance(rank, int) or not 1 <= rank < self.size:
             channel.refuse(opened, f"rank {rank} is none of the {self.size} of this gang; they are numbered from 0")
         elif rank in self._members:
             channel.refuse(opened, f"rank {rank} is there already, on {self._members[rank].host}", for_good=False)
         else:
-            self._members[rank] = _Member(rank, str(hello.get("host")), int(hello.get("pid", 0)), opened)
+            with self._changed:
+                self._members[rank] = _Member(rank, str(hello.get("host")), int(hello.get("pid", 0)), opened)
 
     # -- threads ---------------------------------------------------------------------------
 

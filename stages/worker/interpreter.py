@@ -40,7 +40,11 @@ def command(module: str, *arguments: str) -> list[str]:
 
 def end_of(code: int) -> str:
     """How a process has ended, by its exit status as `subprocess` gives it."""
-    return f"exited with status {code}" if code >= 0 else f"was ended by signal {signal.Signals(-code).name}"
+    if code >= 0:
+        return f"exited with status {code}"
+    # Most signals of real time have no name.
+    names = {int(one): one.name for one in signal.Signals}
+    return f"was ended by signal {names.get(-code, -code)}"
 
 
 def add_current_folder() -> None:

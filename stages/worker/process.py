@@ -362,8 +362,8 @@ def main() -> None:
             changed = True
             events.send(Changed(str(e)))
         except GangLost as e:
-            events.send(Lost(f"{e}; it"))
-            raise
+            events.send(Lost(str(e)))
+            sys.exit(1)
         except BaseException as e:
             events.send(failure_of(e, request.store))
             # SystemExit and the like: reported, and then the worker ends; without its ranks too, which learn it so.
@@ -388,6 +388,7 @@ def gather(events: Events) -> Gang | None:
         place,
         lost=lambda what: events.send(Lost(what)),
         failed=lambda what, outage: events.send(Failed(what, "", outage)),
+        told=lambda line: events.send(Log(line)),
     )
     gang.start()
     return gang

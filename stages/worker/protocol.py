@@ -98,7 +98,7 @@ class Lost:
     """A rank of the gang that this worker leads is lost, and the worker ends: another one resumes."""
 
     what: str
-    """Which rank, and how."""
+    """Which rank, and how: what the worker did, and on a second line, indented, what to do."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -184,7 +184,8 @@ def _request(asked: dict[str, Any]) -> Request:
             fields = ", ".join(f"`{name}`" for name in sorted(names))
             does = "does not know" if which == "have" else "needs"
             raise RuntimeError(
-                f"requests of the lead {which} {fields}, which this rank's version {does}: install the same on all hosts"
+                f"requests of the lead {which} {fields}, which this rank's version {does}; "
+                "install the same on all hosts"
             )
     return Request(**asked)
 

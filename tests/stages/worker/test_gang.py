@@ -246,7 +246,7 @@ def test_what_a_gang_cannot_run_is_refused_by_name() -> None:
     config = stage("rollout").config.model_validate({"environment": {"name": "guess"}})
     place = place_of({"RLHF_GANG": "2"})
     assert place is not None
-    gang = Gang(place, lost=lambda what: None, failed=lambda what, outage: None)
+    gang = Gang(place, lost=lambda what: None, failed=lambda what, outage: None, told=print)
     with pytest.raises(RuntimeError, match="a gang of 2 ranks cannot run rollout: episodes of an environment"):
         of_stage(gang, stage("rollout"), config)
     assert of_stage(gang, stage("prepare"), stage("prepare").config()) is None
@@ -308,7 +308,7 @@ def test_a_rank_that_can_never_join_ends_with_the_reason() -> None:
     """Each of these would be the same another time, and no process is started for another try."""
     with channel.listen("127.0.0.1", 0) as server:
         port = server.getsockname()[1]
-        gang = Gang(Place(2, 0, "127.0.0.1", port, TOKEN, False, wait=40.0), lambda what: None, lambda what, out: None)
+        gang = Gang(Place(2, 0, "127.0.0.1", port, TOKEN, False, wait=40.0), print, print, print)
         lead = threading.Thread(target=gang._welcome_all, args=[server], daemon=True)
         lead.start()
         code, said = joined(port, 5, RLHF_GANG_WAIT="30")
@@ -341,7 +341,7 @@ from stages.worker.gang import Gang
 from stages.worker.places import Place
 
 jax.devices()  # After that JAX takes no other processes.
-gang = Gang(Place(2, 0, "127.0.0.1", 0, "0123456789abcdef", True, wait=60.0), print, print)
+gang = Gang(Place(2, 0, "127.0.0.1", 0, "0123456789abcdef", True, wait=60.0), print, print, print)
 try:
     gang.start()
 except RuntimeError as e:

@@ -24,6 +24,7 @@ gang = Gang(
     Place(2, 0, "127.0.0.1", 0, "0123456789abcdef", True, silence=60.0, wait=60.0),
     lambda what: print("lost:", what, flush=True),
     print,
+    print,
 )
 gang.start()
 print(*(child.pid for child in gang._children.values()), flush=True)
