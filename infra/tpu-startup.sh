@@ -35,10 +35,14 @@ gang=()
 IFS=, read -ra hosts <<< "$(meta worker-network-endpoints || true)"
 if [ "${#hosts[@]}" -gt 1 ]; then
   lead=$(cut -d: -f3 <<< "${hosts[0]}") rank=$(meta agent-worker-number) token=$(meta rlhf-token)
-  (umask 077 && printf '%s\n' "RLHF_GANG=${#hosts[@]}@$lead:9765" "RLHF_GANG_RANK=$rank" "RLHF_GANG_TOKEN=$token" > /etc/rlhf-gang)
+  (umask 077 && printf '%s\n' "RLHF_GANG=${#hosts[@]}@$lead:9765" "RLHF_GANG_RANK=$rank" "RLHF_GANG_TOKEN=$token" \
+    RLHF_GANG_WAIT=1500 > /etc/rlhf-gang)
   gang=(--property=EnvironmentFile=/etc/rlhf-gang)
 fi
+# What cannot run (2: the recipe, the name, a run that is finished already) would not run another time either, and five
+# starts a day are enough for what fails. A lead waits until the one before it counts as ended, and ranks longer for it.
 systemd-run --unit=rlhf-run --uid=rlhf --working-directory="$home/project" --property=LimitMEMLOCK=infinity \
-  --property=Restart=on-failure --property=SuccessExitStatus=3 --property=RestartSec=660 --property=KillSignal=SIGINT --property=KillMode=mixed \
-  --property=TimeoutStopSec=300 "${gang[@]}" \
-  .venv/bin/rlhf run "$recipe" --name "$run" --no-prefect --set "store=$store"
+  --property=Restart=on-failure --property=SuccessExitStatus=3 --property=RestartPreventExitStatus=2 \
+  --property=RestartSec=30 --property=StartLimitBurst=5 --property=StartLimitIntervalSec=1d \
+  --property=KillSignal=SIGINT --property=KillMode=mixed --property=TimeoutStopSec=300 "${gang[@]}" \
+  .venv/bin/rlhf run "$recipe" --name "$run" --wait --no-prefect --set "store=$store"

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.shared import err, group, usage_error
+from flows.cli.shared import err, group, interrupt_at_sigterm, usage_error
 
 commands = group()
 
@@ -42,9 +42,10 @@ def join_instead() -> None:
 
 
 def stay_as(address: str, rank: int) -> int:
-    """Stays in the gang; the exit status."""
+    """Stays in the gang; the exit status: 130 after Ctrl-C and SIGTERM."""
     from stages.worker.joining import stay
 
+    interrupt_at_sigterm()
     err.print(f"rank {rank} of the gang at {address}", soft_wrap=True)
     try:
         return stay(address, rank, lambda text: err.print(text, soft_wrap=True))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from flows.cli.shared import err, usage_error
+from flows.cli.shared import err, interrupt_at_sigterm, usage_error
 from flows.recipe.model import Recipe, RecipeError
 from flows.records import REFUSED
 
@@ -35,15 +35,17 @@ def launch(
     force: set[str] | None = None,
     only: set[str] | None = None,
     standing: Standing | None = None,
+    wait: bool = False,
 ) -> None:
     """Runs a recipe. Exits with 3 where its gate refuses the policy, 2 for a usage error, 1 for a failed stage or
-    store, 130 after Ctrl-C.
+    store, 130 after Ctrl-C; without Prefect, which has an end of its own for it, also after SIGTERM.
 
-    A rank of a gang that is not its lead computes for the run of that instead.
+    A rank of a gang that is not its lead computes for the run of that instead. wait: for the end of a run of this name
+    that another process has at work.
     """
     from flows.cli.gang import join_instead
     from flows.running.limits import RunTooLong
-    from flows.running.naming import before
+    from flows.running.naming import before, wait_until_ended
     from flows.running.plain import run_plain
     from stages.store.artifacts import ArtifactError, Store
     from stages.store.disk import full_disk
@@ -53,7 +55,11 @@ def launch(
 
     refuse(recipe.store)
     join_instead()
+    if no_prefect:
+        interrupt_at_sigterm()
     try:
+        if wait and name is not None:
+            wait_until_ended(Store(recipe.store), name, lambda line: err.print(line, soft_wrap=True))
         # Here too: Prefect takes seconds to start.
         if name is not None and (begun := before(Store(recipe.store), recipe, name)) is not None:
             err.print(

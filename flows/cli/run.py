@@ -62,14 +62,21 @@ def run(
     until: Annotated[
         str | None, typer.Option(metavar="STAGE", help="Stop behind this stage or node; the same command goes on.")
     ] = None,
+    wait: Annotated[
+        bool,
+        typer.Option("--wait", help="Where the run of this --name is at work elsewhere, wait until that has ended."),
+    ] = False,
     no_prefect: NoPrefect = False,
 ) -> None:
     """Run a recipe. Stages whose inputs, settings and code did not change are taken from the store."""
     from flows.cli.launch import launch
 
+    if wait and name is None:
+        raise usage_error("--wait is for the run of a --name; say which")
     resolved = read_recipe(recipe, _with_store(sets, store))
     part = _part(resolved, only, until)
-    launch(resolved, no_prefect, name=name, force=_nodes(resolved, force) if force else None, only=part)
+    forced = _nodes(resolved, force) if force else None
+    launch(resolved, no_prefect, name=name, force=forced, only=part, wait=wait)
 
 
 def _part(recipe: Recipe, only: list[str] | None, last: str | None) -> set[str] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -68,6 +69,14 @@ def note(store: Store, what: str, **fields: Any) -> None:
         return
     if failed := append(store, what, **fields):
         err.print(f"! not in the trail: {failed}", soft_wrap=True)
+
+
+def interrupt_at_sigterm() -> None:
+    """Has SIGTERM end this process as Ctrl-C does: with what it has begun recorded as interrupted.
+
+    As the first process of a container it would not even end otherwise, until it is killed.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def group() -> typer.Typer:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import time
+from collections.abc import Callable
 from typing import Any
 
 from coolname import generate_slug
@@ -23,6 +25,8 @@ from stages.store.leases import is_gone
 FREE = ("store", "retries", "limits", "retention")
 MOST = 5
 """Differences that a message lists."""
+LOOK_SECONDS, TELL_SECONDS = 2.0, 60.0
+"""Between looks at a run that is waited for, and between lines about it."""
 
 
 def free_name(store: Store, recipe: str) -> str:
@@ -39,8 +43,7 @@ def before(store: Store, recipe: Recipe, name: str) -> dict[str, Any] | None:
     Raises RecipeError where the name is no name, or belongs to a run that is finished, still running, or of another
     recipe: runs never overwrite each other.
     """
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-        raise RecipeError(f"run name {name!r}: expected letters, digits, dots and dashes")
+    _check(name)
     record = runs.head(store, name)
     if record is None:
         return None
@@ -60,6 +63,30 @@ def before(store: Store, recipe: Recipe, name: str) -> dict[str, Any] | None:
         more = f" and {len(changed) - MOST} more" if len(changed) > MOST else ""
         raise RecipeError(f"run {name} is of another recipe ({'; '.join(changed[:MOST])}{more}): {other}")
     return record
+
+
+def wait_until_ended(store: Store, name: str, told: Callable[[str], None]) -> None:
+    """Waits while another process has the run of this name at work, and says so at once and each minute.
+
+    Raises RecipeError where the name is no name.
+    """
+    _check(name)
+    silent = TELL_SECONDS
+    while (record := runs.head(store, name)) is not None and status_of(record, store) == "running":
+        if silent >= TELL_SECONDS:
+            unseen = is_gone(record["process"]) is None
+            told(
+                f"run {name} is running (process {record['pid']} on {record['host']}): waiting until it has ended"
+                f"{f', or has given no sign of life for {SILENT_MINUTES} minutes' if unseen else ''}"
+            )
+            silent = 0.0
+        time.sleep(LOOK_SECONDS)
+        silent += LOOK_SECONDS
+
+
+def _check(name: str) -> None:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise RecipeError(f"run name {name!r}: expected letters, digits, dots and dashes")
 
 
 def _changes(old: dict[str, Any], recipe: Recipe) -> list[str]:

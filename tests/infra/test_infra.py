@@ -17,7 +17,8 @@ import yaml
 from packaging.requirements import Requirement
 from prefect.utilities.templating import apply_values
 
-from stages.worker.places import place_of
+from flows.records import SILENT_MINUTES
+from stages.worker.places import Place, place_of
 from tests.flows.prefect_server import Prefect, prefect_server
 
 ROOT = Path(__file__).parents[2]
@@ -187,6 +188,32 @@ def test_systemd_reads_each_unit(unit: Path, tmp_path: Path) -> None:
         (tmp_path / file.name).write_text(text)
     output = succeeds("systemd-analyze", "verify", "--man=no", tmp_path / unit.name)
     assert unit.name not in output, output
+
+
+def test_systemd_reads_the_unit_of_a_tpu_machine_and_does_not_start_for_ever_what_cannot_run(tmp_path: Path) -> None:
+    """A run that is finished ends with 2 when its machine boots again; a stage that fails would fail each time."""
+    if not shutil.which("systemd-analyze"):
+        pytest.skip("systemd is not installed")
+    script = (INFRA / "tpu-startup.sh").read_text()
+    properties = re.findall(r"--property=([A-Za-z]+)=([^ $\n]+)", script.partition("systemd-run")[2])
+    assert ("Restart", "on-failure") in properties and ("RestartPreventExitStatus", "2") in properties
+    assert {"StartLimitBurst", "StartLimitIntervalSec"} <= dict(properties).keys()
+    lines = [f"{name}={value}" for name, value in properties]
+    unit = [line for line in lines if line.startswith("StartLimit")]
+    service = [f"ExecStart={shutil.which('true')}", *(line for line in lines if line not in unit)]
+    (tmp_path / "rlhf-run.service").write_text("\n".join(["[Unit]", *unit, "[Service]", *service, ""]))
+    output = succeeds("systemd-analyze", "verify", "--man=no", tmp_path / "rlhf-run.service")
+    assert "rlhf-run" not in output, output
+
+
+@pytest.mark.parametrize("file", ["jobset/jobset.yaml", "slurm.sbatch", "slurm-gang.sbatch", "tpu-startup.sh"])
+def test_what_starts_a_run_again_waits_until_the_one_before_counts_as_ended(file: str) -> None:
+    """Ten minutes after its last sign of life; ranks that wait for the lead have to wait longer than it does."""
+    text = (INFRA / file).read_text()
+    assert re.search(r"--wait\b", text) and "--name" in text
+    found = re.findall(r"RLHF_GANG_WAIT\D*(\d+)", text)
+    assert [seconds for seconds in found if int(seconds) <= 60 * SILENT_MINUTES + Place.wait] == []
+    assert bool(found) == ("RLHF_GANG" in text)
 
 
 def test_units_of_workers_leave_code_of_completions_its_namespaces() -> None:

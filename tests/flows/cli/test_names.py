@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 import subprocess
 import time
 
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 from flows.cli.app import app
 from flows.recipe.model import RecipeError
 from flows.recipe.reading import load_recipe
+from flows.running import naming
 from flows.running.naming import before
 from flows.running.session import Session
 from stages.store.artifacts import Store
@@ -72,6 +74,37 @@ def test_a_run_whose_process_cannot_be_seen_lives_by_its_signs(store, host, minu
     else:
         with pytest.raises(RecipeError, match=r"k1 is running .*if it was killed there, .* 10 minutes after"):
             before(place, recipe, "k1")
+
+
+def test_a_command_may_wait_for_a_run_of_its_name_whose_process_cannot_be_seen(store, monkeypatch):
+    """As that of a pod whose predecessor was killed on another node: it goes on when that counts as ended."""
+    place, recipe = Store(str(store)), load_recipe("smoke", sets=[f"store={store}"])
+    now = datetime.datetime.now(datetime.UTC)
+    process = this_process() | {"host": "container"}
+    record = unfinished(place, process=process, saved=now.isoformat())
+    looks, told = [], []
+
+    def pause(seconds):
+        looks.append(seconds)
+        if len(looks) == 3:
+            silent = now - datetime.timedelta(minutes=11)
+            place.write_json(record | {"process": process, "saved": silent.isoformat()}, "runs", "k1", "run.json")
+
+    monkeypatch.setattr(naming.time, "sleep", pause)
+    monkeypatch.setattr(naming, "TELL_SECONDS", 2 * naming.LOOK_SECONDS)
+    naming.wait_until_ended(place, "k1", told.append)
+    assert len(looks) == 3 and len(told) == 2
+    assert re.search(r"k1 is running \(process \d+ on .*: waiting until .*no sign of life for 10 minutes", told[0])
+    assert before(place, recipe, "k1")["name"] == "k1"
+    naming.wait_until_ended(place, "free", told.append)
+    assert len(told) == 2
+
+
+def test_waiting_needs_the_name_for_which_it_waits(store):
+    done = invoked("run", "smoke", "--wait", "--no-prefect", "--store", store)
+    assert (done.exit_code, "--wait is for the run of a --name" in done.stderr) == (2, True)
+    done = invoked("run", "smoke", "--wait", "--name", "../first", "--no-prefect", "--store", store)
+    assert (done.exit_code, "run name '../first': expected letters" in done.stderr) == (2, True)
 
 
 def test_a_name_of_another_run_is_refused_with_the_reason(store):

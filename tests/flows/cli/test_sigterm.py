@@ -1,0 +1,60 @@
+"""SIGTERM, with which pods are drained, ends a run and a rank as Ctrl-C does: at once and recorded."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+
+import psutil
+import pytest
+
+from stages.store.artifacts import Store
+from stages.worker import channel
+from tests.support import RLHF
+
+
+@pytest.fixture
+def started(tmp_path):
+    processes = []
+
+    def start(*arguments, **environment):
+        process = subprocess.Popen(
+            [RLHF, *arguments], stderr=subprocess.PIPE, text=True, env=os.environ | environment, cwd=tmp_path
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def children(process):
+    """What a process has started, as soon as there is something."""
+    deadline = time.monotonic() + 60
+    while not (found := psutil.Process(process.pid).children(recursive=True)):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    return found
+
+
+def test_sigterm_ends_a_run_without_prefect_as_interrupted(started, tmp_path):
+    run = started("run", "smoke", "--no-prefect", "--name", "drained", "--store", str(tmp_path / "store"))
+    begun = children(run)
+    run.terminate()
+    assert run.wait(timeout=30) == 130
+    assert "interrupted; what is finished is kept" in run.stderr.read()
+    assert Store(str(tmp_path / "store")).read_json("runs", "drained", "run.json")["status"] == "interrupted"
+    assert psutil.wait_procs(begun, timeout=10)[1] == []
+
+
+def test_sigterm_ends_a_rank_that_waits_for_its_lead(started):
+    with channel.listen("127.0.0.1", 0) as server:
+        address = "{}:{}".format(*server.getsockname())
+        rank = started("join", address, "--rank", "1", RLHF_GANG_TOKEN="0123456789abcdef")
+        begun = children(rank)
+        rank.terminate()
+        assert rank.wait(timeout=30) == 130
+    assert psutil.wait_procs(begun, timeout=10)[1] == []
