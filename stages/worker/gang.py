@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 from stages.worker import channel, distributed, interpreter
 from stages.worker.channel import Channel, Message
 from stages.worker.loaded import CodeDiffers
+from stages.worker.outbox import Outbox
 from stages.worker.places import TOKEN, WAIT, Place
 from stages.worker.protocol import Request
 from stages.worker.reception import Reception
@@ -62,6 +63,7 @@ class _Member:
     host: str
     pid: int
     channel: Channel
+    outbox: Outbox
     quiet: float = 0.0
     """Seconds without a word, counted in ticks: time in which both processes are stopped does not count."""
     compiling: bool = False
@@ -126,6 +128,7 @@ class Gang:
             server.close()
         coordinator = f"{self._place.host}:{_free_port(self._place.host)}"
         for member in self._members.values():
+            member.outbox.start(member.name)
             threading.Thread(target=self._read, args=[member], name=member.name, daemon=True).start()
         self._tell({"welcome": {"ranks": self.size, "coordinator": coordinator, "silence": self._place.silence}})
         threading.Thread(target=self._watch, name="gang-watch", daemon=True).start()
@@ -201,7 +204,8 @@ class Gang:
             channel.refuse(opened, f"rank {rank} is there already, on {self._members[rank].host}", for_good=False)
         else:
             with self._changed:
-                self._members[rank] = _Member(rank, str(hello.get("host")), int(hello.get("pid", 0)), opened)
+                host, pid = str(hello.get("host")), int(hello.get("pid", 0))
+                self._members[rank] = _Member(rank, host, pid, opened, Outbox(opened))
 
     # -- threads ---------------------------------------------------------------------------
 
@@ -218,7 +222,8 @@ class Gang:
         if "share" in message:
             for other in self._members.values():
                 if other is not member:
-                    self._send(other, message)
+                    # Without waiting: the next word of this one would be late.
+                    self._send(other, message, 0)
         with self._changed:
             if "share" in message:
                 self._shared[message["share"]] = message["value"]
@@ -244,7 +249,8 @@ class Gang:
 
     def _beat(self) -> None:
         while self._open:
-            self._tell({"beat": True})
+            for member in self._members.values():
+                member.outbox.beat()
             time.sleep(BEAT_SECONDS)
 
     def _lose(self, member: _Member, how: str) -> None:
@@ -266,14 +272,17 @@ class Gang:
             child.kill()
         os._exit(1)
 
-    def _send(self, member: _Member, message: Message) -> None:
-        # Its reader sees the end too, and says so.
-        with contextlib.suppress(OSError):
-            member.channel.send(message)
+    def _send(self, member: _Member, message: Message, seconds: float) -> None:
+        if not member.outbox.put(message, seconds):
+            self._lose(member, "does not read what it is sent")
 
     def _tell(self, message: Message) -> None:
         for member in self._members.values():
-            self._send(member, message)
+            self._send(member, message, self._place.silence)
+
+    def write_stacks(self) -> None:
+        """Has each rank write the stacks of its threads to its log."""
+        self._tell({"stacks": True})
 
     @property
     def compiling(self) -> bool:
@@ -361,6 +370,9 @@ class Gang:
         """Sends the ranks home; `again`: another lead follows this one."""
         self._open = False
         self._tell({"bye": "again" if again else "end"})
+        deadline = time.monotonic() + GRACE_SECONDS
+        for member in self._members.values():
+            member.outbox.flush(deadline)
         for child in self._children.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(timeout=GRACE_SECONDS)

@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import dataclasses
 import datetime
-import faulthandler
 import json
 import logging
 import os
@@ -27,7 +26,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from stages.common.compilation import configure_jax, use_precision
-from stages.worker import loaded, places
+from stages.worker import loaded, places, stacks
 from stages.worker.failing import failure_of
 from stages.worker.gang import Gang, GangLost
 from stages.worker.protocol import Changed, Done, Event, Failed, Heartbeat, Log, Lost, Progress, Request, event_line
@@ -330,8 +329,6 @@ def main() -> None:
     die_with_parent(args.parent, args.kernel_watches_parent)
     # Ctrl-C goes to the whole foreground group; the parent decides when the worker ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Sent by the parent before it ends a process that makes no progress.
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
     # Beam says on import that Google's client for BigQuery is not there: as the last line of a log it misleads.
     logging.getLogger().addFilter(lambda record: not record.getMessage().startswith("apitools not found"))
     requests = os.fdopen(args.requests, "r")
@@ -339,6 +336,8 @@ def main() -> None:
     memory: dict[str, Any] = {}
 
     gang: Gang | None = None
+    # The signal is sent by the parent before it ends a process that makes no progress.
+    stacks.write_on_request(lambda: gang.write_stacks() if gang is not None else None)
 
     def compiling() -> bool:
         return is_compiling() or (gang is not None and gang.compiling)

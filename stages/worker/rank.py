@@ -76,6 +76,9 @@ class Member:
                     self._number, self._count, self._abandoned = message["request"], 0, False
                     self._shared.clear()
                     self.orders.put(message)
+                elif "stacks" in message:
+                    print(f"rank {self.rank}: what its threads do, for the lead", file=sys.stderr, flush=True)
+                    faulthandler.dump_traceback(all_threads=True)
                 elif "beat" not in message:
                     self.orders.put(message)
                 self._changed.notify_all()

@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from stages.worker import channel, gang, interpreter
-from stages.worker.channel import Channel
 from stages.worker.client import Worker, WorkerDied
-from stages.worker.gang import Gang
-from stages.worker.places import Place
 from stages.worker.protocol import Log
-from tests.stages.worker.support import request
-
-TOKEN = "0123456789abcdef"
-
-
-@contextlib.contextmanager
-def waiting(ranks: int, told: Callable[[str], None] = print) -> Iterator[tuple[Gang, Callable[[int, int], Channel]]]:
-    """A lead that waits for its ranks, and how one joins by number and process id; within it all have to come."""
-    with channel.listen("127.0.0.1", 0) as server:
-        port = server.getsockname()[1]
-        lead = Gang(Place(ranks, 0, "127.0.0.1", port, TOKEN, False, wait=60.0), print, print, told)
-        thread = threading.Thread(target=lead._welcome_all, args=[server], daemon=True)
-        thread.start()
-        yield (
-            lead,
-            lambda rank, pid: channel.connect(
-                "127.0.0.1", port, TOKEN, {"rank": rank, "host": "a", "pid": pid}, wait=15
-            ),
-        )
-        thread.join(30)
-    assert not thread.is_alive()
-    for member in lead._members.values():
-        member.channel.close()
+from tests.stages.worker.support import TOKEN, request, waiting
+from tests.support import python
 
 
 def until(reached: Callable[[], bool]) -> None:
@@ -85,6 +60,54 @@ def test_a_lead_says_at_once_and_again_for_which_ranks_it_waits(monkeypatch) -> 
     assert told[0].endswith(", 60 s at most (RLHF_GANG_WAIT)")
     for other in others:
         other.close()
+
+
+def test_a_rank_that_reads_slowly_keeps_no_other_waiting() -> None:
+    """What another has to say is heard while its share is still on the way, and all of it comes in order."""
+    share = {"share": 0, "request": 0, "value": "x" * 30_000_000}
+    with waiting(3) as (lead, come):
+        quick, slow = come(1, 10), come(2, 20)
+        until(lambda: len(lead._members) == 2)
+        for member in lead._members.values():
+            member.outbox.start(member.name)
+        reading = threading.Thread(target=lead._read, args=[lead._members[1]], daemon=True)
+        reading.start()
+        quick.send(share)
+        quick.send({"ended": "as it should", "request": 0})
+        until(lambda: lead._members[1].ended is not None)
+        ending = threading.Thread(target=lead.close, args=[False])
+        ending.start()
+        assert [slow.receive(30), slow.receive(30)] == [share, {"bye": "end"}]
+        for one in (quick, slow):
+            one.close()
+        for thread in (ending, reading):
+            thread.join(30)
+
+
+UNREAD = """
+import itertools, threading, time
+from stages.worker import outbox
+from tests.stages.worker.support import waiting
+
+outbox.MOST = 2
+with waiting(3) as (lead, come):
+    quick, slow = come(1, 10), come(2, 20)
+    while len(lead._members) < 2:
+        time.sleep(0.01)
+    lead._lost = lambda what: print(what, flush=True)
+    for member in lead._members.values():
+        member.outbox.start(member.name)
+    threading.Thread(target=lead._read, args=[lead._members[1]]).start()
+    for number in itertools.count():
+        quick.send({"share": number, "request": 0, "value": "x" * 10_000_000})
+"""
+
+
+def test_a_rank_that_reads_nothing_is_the_one_that_is_named() -> None:
+    process = python(UNREAD)
+    out, log = process.communicate(timeout=60)
+    assert out.splitlines()[-1] == "lost rank 2 (pid 20 on a) of 3, which does not read what it is sent,", log
+    assert process.returncode == 1
 
 
 def test_the_error_of_a_gang_without_a_rank_says_what_to_do_and_has_no_traceback(tmp_path, monkeypatch) -> None:
