@@ -315,8 +315,9 @@ def test_a_rank_that_can_never_join_ends_with_the_reason() -> None:
         assert (code, "rank 5 is none of the 2" in said) == (77, True), said
         code, said = joined(port, 1, RLHF_GANG_WAIT="30", RLHF_GANG_TOKEN=TOKEN[::-1])
         assert (code, "another token" in said) == (77, True), said
-        channel.connect("127.0.0.1", port, TOKEN, {"rank": 1}, wait=10)
+        opened = channel.connect("127.0.0.1", port, TOKEN, {"rank": 1}, wait=10)
         lead.join()
+        opened.close()
     assert joined(port, 1, RLHF_GANG_WAIT="10m")[0] == 2
 
 
