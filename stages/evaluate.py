@@ -30,6 +30,9 @@ from tuning.rows import read_table as read_rows
 SCORES = "scores.json"
 """The file of the artifact with its metrics, for stages that choose by them."""
 
+COMPARING = ("exact_match", "number_match", "math_equal")
+"""Judges for which a constant answer has a score: those that compare with the right one."""
+
 Arguments = dict[str, str | int | float | bool]
 
 
@@ -233,7 +236,7 @@ def _about(config: Config, problems: Sequence[PromptRow]) -> dict[str, Any]:
 
     about: dict[str, Any] = {"problems": len(problems), "samples": config.samples}
     answers = [problem.answer for problem in problems if problem.answer is not None]
-    if answers:
+    if answers and config.judge in COMPARING:
         about["constant_answer"], about["constant_score"] = constant_baseline(answers)
     return about
 

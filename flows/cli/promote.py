@@ -19,7 +19,7 @@ from flows.cli.shared import (
     record_of,
     usage_error,
 )
-from flows.records import all_runs, refusal_of
+from flows.records import REFUSED, all_runs, refusal_of
 from flows.report.formats import when
 from stages.store import registry
 from stages.store.artifacts import Store
@@ -46,6 +46,9 @@ def promote(
 ) -> None:
     """Give the policy of a run a name, `champion`, that serve, chat and export take in place of a run's."""
     record = record_of(store, run_name, node)
+    if record["nodes"].get(node, {}).get("state") == REFUSED:
+        # No export was made of it: the name stands for the policy itself, as in a run without one.
+        node = _behind_the_gate(record)
     policy = _policy(Store(store), record, node)
     refused = _refused(Store(store), alias, policy)
     if refused is not None and not force:
@@ -105,6 +108,12 @@ def _policy(store: Store, record: dict[str, Any], node: str) -> Policy:
         base_digest=base.digest,
         trained=artifact.manifest["inputs"]["policy"]["digest"] if artifact.stage == "export" else artifact.digest,
     )
+
+
+def _behind_the_gate(record: dict[str, Any]) -> str:
+    """The node of the policy that a run's gate has decided about."""
+    decided = (record.get("decision") or {}).get("candidate")
+    return next((name for name, e in record["nodes"].items() if e.get("digest") == decided), "export")
 
 
 def _note(store: str, what: str, name: str, entry: Entry) -> None:

@@ -48,9 +48,14 @@ def reasons_of(
     found = _nearest(store, recipe, node, parts, entries)
     if found is None:
         ours = any(r["recipe"]["name"] == recipe and "digest" in e for r, e in entries)
-        return ["changed; the artifact that would say what is gone" if ours else "never made", *begun], ""
+        # Of other recipes, or of other data, whose many differences say nothing.
+        never = "made before with much else different alone" if any("digest" in e for _, e in entries) else "never made"
+        return ["changed; the artifact that would say what is gone" if ours else never, *begun], ""
     record, artifact = found
-    return [*_told(store, node, artifact.manifest["key_parts"], parts), *begun], record["name"]
+    # The run that made it, where it is still known: others have only read it.
+    made = str(artifact.manifest.get("run"))
+    name = made if any(r["name"] == made for r in runs) else str(record["name"])
+    return [*_told(store, node, artifact.manifest["key_parts"], parts), *begun], name
 
 
 def _first_line(error: str) -> str:
@@ -95,7 +100,10 @@ def _told(store: Store, node: Node, old: dict[str, Any], new: dict[str, Any]) ->
     for line in differences(*_moves_left_out(old, new)):
         section, _, rest = line.partition(".")
         place, _, change = rest.partition(": ")
-        if section == "inputs":
+        if line.startswith("seed: "):
+            # A stage's own is derived: its digits say nothing.
+            lines.append("seed: another, which follows from the recipe's `seed`")
+        elif section == "inputs":
             source = node.inputs[place].node if place in node.inputs else ""
             lines.append(f"input {place}{f' ({source})' if source else ''} has other content")
         elif section == "code" or (section == "sources" and "module:" in rest):

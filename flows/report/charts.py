@@ -21,8 +21,9 @@ from flows.report.measures import ENDS, MAIN, MEASURES, PASS_RATES, PHASES, Meas
 PNG_LIMIT = 120_000
 """Characters that the URL of `curves_png_data` stays below."""
 STACKS = {
-    "prompts": (PASS_RATES, "Prompts by pass rate", "prompts",
-                "under a fifth of a prompt's completions right, between, over four fifths"),
+    "prompts": (PASS_RATES, "Prompts by their totals", "prompts",
+                "share of completions whose total is above the middle of the round's lowest and highest: under a "
+                "fifth, to four fifths, over"),
     "episodes": (tuple(ENDS), "Episodes by their end", "episodes", "of their own, by a limit, or failed: no reward"),
     "seconds": (PHASES, "Seconds by phase", "seconds", "when the round was made, here or in an earlier run"),
 }  # fmt: skip

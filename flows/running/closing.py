@@ -107,7 +107,10 @@ def _collect(session: Session) -> None:
         # All artifacts are in the store by now: what could not be freed must not turn a finished run into a failed one.
         session.reporter.line(f"nothing more was collected ({type(e).__name__}: {e}); `rlhf gc` tries again")
         return
-    session.reporter.line(f"collected {len(done.runs)} runs and {len(done.garbage)} artifacts, {done.freed:,} bytes")
+    if done.runs or done.garbage or done.freed:
+        session.reporter.line(
+            f"collected {len(done.runs)} runs and {len(done.garbage)} artifacts, {done.freed:,} bytes"
+        )
 
 
 def summary(session: Session, reporter: ConsoleReporter, report: str | None) -> None:
@@ -123,7 +126,7 @@ def summary(session: Session, reporter: ConsoleReporter, report: str | None) -> 
         reporter.console.print(line, soft_wrap=True)
     if status_at_end(session) == PARTIAL:
         left = f"{len(session.made)} of {len(session.nodes)} stages"
-        reporter.console.print(f"partial: {left}; the same command without --only and --until makes the others")
+        reporter.console.print(f"partial: {left}; `rlhf run` of the whole recipe makes the others")
     if "export" in session.made:
         reporter.console.print(f"model   {session.made['export'].url}")
     if report:

@@ -106,8 +106,8 @@ def run(ctx: Context) -> dict[str, Any]:
         if not written[split]:
             raise PrepareError(
                 f"no rows for `{split}`: {advice(split, config)} {crowd or ''} Records: {records}; dropped: "
-                f"{dict(fates.dropped + fates.dropped_rows) or 'none'}. If {split} is not needed, set the "
-                "section that reads it to null, or leave it out of `data.splits` where that names it."
+                f"{dict(fates.dropped + fates.dropped_rows) or 'none'}. Splits that are made: "
+                f"data.splits {config.splits}; leave out what is not needed."
             )
     _check_leak(ctx.out, list(written), merge.leaks(pieces, fates))
     baseline, constant = _constant_answer(ctx.out)

@@ -175,7 +175,7 @@ def _errors(app: Any) -> None:
         first = error.errors()[0]
         if first["type"] == "json_invalid":
             return _error(400, f"the body is no JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
-        if first["loc"] == ("body",):
+        if first["loc"] == ("body",) and first["type"] in ("model_attributes_type", "missing"):
             return _error(400, "the body: expected a JSON object, sent with `Content-Type: application/json`")
         where = ".".join(str(p) for p in first["loc"][1:])
         message = first["msg"].removeprefix("Value error, ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import socket
 import sys
 import threading
 import time
@@ -34,6 +35,8 @@ def main() -> None:
         keys = keys_of(options)
     except AccessError as error:
         sys.exit(f"error: {error}")
+    if fault := unusable(options.host, options.port):
+        sys.exit(f"error: --host {options.host} --port {options.port} cannot be listened at: {fault}")
     configure_jax()
     from tuning.axes import Axes
     from tuning.device import choose
@@ -71,6 +74,18 @@ def main() -> None:
         request_seconds=options.request_seconds,
     )
     serve(make_app(server, bounds, keys), live, options.host, options.port)
+
+
+def unusable(host: str, port: int) -> str | None:
+    """Why an address cannot be listened at, before a policy is loaded for it; None where it can."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
 
 
 def serve(app: Any, live: Any, host: str, port: int) -> None:

@@ -52,6 +52,15 @@ def judged(base, folder, count=8, **values) -> tuple[dict[str, Any], list[Verdic
     return metrics, read_table(sorted((out.path / "verdicts").iterdir()), VerdictRow)
 
 
+@pytest.mark.parametrize(
+    ("judge", "score"), [("exact_match", 1 / 8), ("number_match", 1 / 8), ("length_at_most", None)]
+)
+def test_a_constant_answer_has_a_score_by_judges_that_compare_with_the_right_one(base, tmp_path, judge, score):
+    arguments = {"tokens": 6} if judge == "length_at_most" else {}
+    metrics, _ = judged(base, tmp_path, judge=judge, judge_arguments=arguments)
+    assert metrics.get("constant_score") == score
+
+
 def test_every_judge_has_a_verdict_on_every_completion(base, tmp_path):
     further = {"format": {"function": "matches", "arguments": {"pattern": "[0-9]"}}}
     metrics, verdicts = judged(

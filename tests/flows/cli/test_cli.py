@@ -173,7 +173,7 @@ def test_rerun_makes_one_stage_again_and_that_stage_alone(rlhf, store, record):
 def test_a_part_of_a_recipe_is_made_and_the_same_command_goes_on_with_it(rlhf, store, record):
     options = ["run", "smoke", "--no-prefect", "--name", "part", "--store", store]
     out = rlhf(*options, "--until", "sft").stdout
-    assert re.search(r"partial: 3 of \d+ stages; the same command without --only and --until makes the others", out)
+    assert re.search(r"partial: 3 of \d+ stages; `rlhf run` of the whole recipe makes the others", out)
     part = record(store, "part")
     assert part["status"] == "partial" and list(part["nodes"]) == ["base", "prepare", "sft"]
     # The newest of all, and no default of what wants a whole run.

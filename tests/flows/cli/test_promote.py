@@ -35,6 +35,21 @@ def test_a_name_is_taken_in_place_of_a_run(store):
     assert "no entry 9" in invoke("rollback", *on, "--to", 9, code=2)
 
 
+def test_a_policy_that_the_gate_has_refused_has_a_name_by_force_though_nothing_was_exported(store):
+    place = Store(str(store))
+    record = place.read_json("runs", "first", "run.json")
+    policy = record["nodes"]["round-002.update"]
+    record["nodes"]["export"] = {k: record["nodes"]["export"][k] for k in ("stage", "key")} | {"state": "refused"}
+    refused = {"decision": "refused", "candidate": policy["digest"], "name": "champion", "reasons": ["too long"]}
+    place.write_json(record | {"status": "refused", "decision": refused}, "runs", "first", "run.json")
+    on = ("--store", store)
+    told = invoke("promote", "first", *on, code=2)
+    assert "the gate of run first has refused this policy: too long; `--force` makes it champion" in told
+    promoted = invoke("promote", "first", *on, "--force")
+    assert promoted.startswith(f"champion 1  run first round-002.update  digest {policy['digest'][:12]}")
+    assert "forced past its gate" in promoted
+
+
 def test_a_name_keeps_its_policy_where_the_run_names_another_by_now(store):
     place = Store(str(store))
     invoke("promote", "first", "--store", store)

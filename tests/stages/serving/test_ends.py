@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import threading
 import time
 
@@ -13,7 +14,7 @@ from stages.serving.app import make_app
 from stages.serving.connection import web_server
 from stages.serving.counts import Counts
 from stages.serving.guard import Bounds, Guard
-from stages.serving.serve import end_with
+from stages.serving.serve import end_with, unusable
 from stages.serving.server import Server
 from tests.stages.serving.support import CONFIG, CONTEXT, LIMITS, STOPS, TOKENIZER, serving
 from tuning.rollout.engine.engine import Engine
@@ -141,6 +142,16 @@ def test_a_server_whose_engine_has_stopped_for_good_ends_for_its_supervisor(para
     live.close()
     watch.join(20)
     assert web.should_exit
+
+
+def test_an_address_that_is_taken_is_told_before_a_policy_is_loaded():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert unusable("127.0.0.1", port) == "Address already in use"
+    assert unusable("127.0.0.1", port) is None
+    assert unusable("no.such.host.invalid", port)
 
 
 def test_a_long_prompt_does_not_stop_the_streams_of_others(live, monkeypatch):

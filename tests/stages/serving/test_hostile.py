@@ -200,6 +200,15 @@ def test_a_body_that_is_no_json_object_is_named_as_such(url, body, told):
     assert answer.json()["error"]["param"] is None
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("presence_penalty", 0.5), ("response_format", {"type": "json_object"}), ("logit_bias", {"1": 2}), ("best_of", 3)],
+)
+def test_a_field_that_the_engine_cannot_do_is_named(url, field, value):
+    answer = httpx.post(f"{url}/v1/completions", json={"prompt": "a", field: value})
+    assert answer.status_code == 400 and field in answer.json()["error"]["message"], answer.text
+
+
 @pytest.mark.parametrize("case", BODIES)
 def test_bodies_that_are_no_request_are_refused(url, case):
     headers = {"content-type": "application/json"}
