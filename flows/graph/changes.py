@@ -49,7 +49,7 @@ def reasons_of(
     if found is None:
         ours = any(r["recipe"]["name"] == recipe and "digest" in e for r, e in entries)
         # Of other recipes, or of other data, whose many differences say nothing.
-        never = "made before with much else different alone" if any("digest" in e for _, e in entries) else "never made"
+        never = "made before, with much else different" if any("digest" in e for _, e in entries) else "never made"
         return ["changed; the artifact that would say what is gone" if ours else never, *begun], ""
     record, artifact = found
     # The run that made it, where it is still known: others have only read it.

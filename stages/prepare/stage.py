@@ -104,10 +104,11 @@ def run(ctx: Context) -> dict[str, Any]:
     crowd = crowd_of(ctx.out, fates, config)
     for split in config.splits:
         if not written[split]:
+            others = ", ".join(name for name in config.splits if name != split)
             raise PrepareError(
                 f"no rows for `{split}`: {advice(split, config)} {crowd or ''} Records: {records}; dropped: "
-                f"{dict(fates.dropped + fates.dropped_rows) or 'none'}. Splits that are made: "
-                f"data.splits {config.splits}; leave out what is not needed."
+                f"{dict(fates.dropped + fates.dropped_rows) or 'none'}. If {split} is not needed, set the section "
+                f"that reads it to null, and leave it out of `data.splits`: data.splits=[{others}]."
             )
     _check_leak(ctx.out, list(written), merge.leaks(pieces, fates))
     baseline, constant = _constant_answer(ctx.out)

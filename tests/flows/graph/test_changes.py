@@ -83,7 +83,7 @@ def test_an_artifact_of_another_recipe_counts_where_it_is_near(made):
     far = [WEIGHT % 0.25, "rl.score.truncated=zero", "rl.score.shard_completions=9", "rl.score.workers=1"]
     far += [f"rl.score.rewards.exact.{name}=9" for name in ("weight", "seconds")] + ["rl.score.compute.dtype=float32"]
     far += ["rl.score.rewards.exact.arguments={extract: a}", "rl.score.rewards.more={function: exact_match}"]
-    assert made.why(*far, "rl.score.rewards.digits.megabytes=99") == (["never made"], "")
+    assert made.why(*far, "rl.score.rewards.digits.megabytes=99") == (["made before, with much else different"], "")
 
 
 def test_a_stage_that_failed_says_with_what(made):
