@@ -136,7 +136,8 @@ def plan(
     for line in remarks:
         out.print(f"! {line}", soft_wrap=True)
     guess = f"; {sum(known):.0f} s when such stages were made last, without starts" if known else ""
-    out.print(f"{counts['hit']} hit, {counts['miss']} miss, {counts['waits']} wait for a miss before them{guess}")
+    total = f"{counts['hit']} hit, {counts['miss']} miss, {counts['waits']} wait for a miss before them{guess}"
+    out.print(total, soft_wrap=True)
     if counts["waits"]:
         out.print(
             "A stage that waits reruns if its input comes out different; an equal output stops the rerun there.",

@@ -111,7 +111,7 @@ class RL(StageConfig):
         # Where a recipe gives both, `_possible` checks that they agree.
         derived = {"temperature": rollout["temperature"]} if "temperature" in rollout else {}
         prompts, step = rollout.get("prompts"), UpdateConfig.model_fields["prompts_per_step"].default
-        if isinstance(prompts, int) and prompts < step:
+        if isinstance(prompts, int) and 0 < prompts < step:
             derived["prompts_per_step"] = prompts
         if aggregation_of(update) == "constant" and update.get("constant") is None:
             update = {k: v for k, v in update.items() if k != "constant"}

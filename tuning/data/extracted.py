@@ -27,7 +27,7 @@ def add(into: Extracted, found: Found, where: str) -> None:
         mine["values"].append(found.value[:LONGEST])
     if found.number is not None:
         mine["parts"] += 1
-        taken = f"{found.pattern!r} takes {found.value[-LONGEST:]!r} of {found.number[:LONGEST]!r}"
+        taken = f"`{found.pattern}` takes {found.value[-LONGEST:]!r} of {found.number[:LONGEST]!r}"
         mine["example"] = mine["example"] or f"{where}: {taken}"
 
 

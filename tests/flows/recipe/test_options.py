@@ -132,6 +132,8 @@ def test_an_item_of_a_list_is_set_by_its_number(recipe):
     both = refused(with_rl, sets=["rl.rollout.temperature=-1"]).splitlines()
     # The update takes its temperature over, and is not told of.
     assert both == ["--set rl.rollout.temperature: Input should be greater than 0 (found -1)"]
+    prompts = refused(with_rl, sets=["rl.rollout.prompts=-4"])
+    assert prompts == "--set rl.rollout.prompts: Input should be greater than or equal to 1 (found -4)"
 
 
 def test_a_mistake_in_the_file_is_not_blamed_on_set(recipe):

@@ -165,7 +165,7 @@ def test_a_pattern_that_takes_parts_of_numbers_is_told_with_a_record(run, tmp_pa
     taken = {"from": "answer", "pattern": r"#### (\d+)"}
     settings = {"fields": {"prompt": "question", "answer": taken}, "splits": ["prompts", "heldout"]}
     metrics, out = run(Config(source=write(tmp_path / "data.jsonl", records), chunk_megabytes=0.0002, **settings))
-    example = "data.jsonl, record 5: '#### (\\\\d+)' takes '1' of '1,207'"
+    example = "data.jsonl, record 5: `#### (\\d+)` takes '1' of '1,207'"
     assert metrics["extracted"] == {"answer": {"values": ["7", "307"], "parts": 26, "example": example}}
     told = f"the pattern of `fields.answer` takes a part of a number in 26 records ({example})"
     assert told in capsys.readouterr().out
