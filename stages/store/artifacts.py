@@ -33,10 +33,6 @@ NOT_CONTENT = ("state/", "logs/")
 """Folders of any artifact that downstream keys do not see: what can be replayed, and timings."""
 
 
-FETCHES = 3
-"""How often a file is fetched that arrives with another checksum."""
-
-
 class ArtifactError(RuntimeError):
     """An artifact that is missing or damaged, or lacks the requested part."""
 
@@ -257,14 +253,9 @@ class Store:
             if not f["path"].startswith(part) or (target.exists() and target.stat().st_size == f["size"]):
                 continue
             with whole_file(target) as partial:
-                # Again first: what was damaged on the way is whole in the store.
-                if not any(self._fetched(f"{artifact.url}/{f['path']}", partial, f) for _ in range(FETCHES)):
+                if not disk.fetched(self.fs, f"{artifact.url}/{f['path']}", partial, f["sha256"]):
                     raise ArtifactError(f"{artifact.url}/{f['path']} differs from its checksum; run `rlhf verify`")
         return base / part
-
-    def _fetched(self, path: str, target: Path, file: dict[str, Any]) -> bool:
-        self.fs.get_file(path, str(target))
-        return disk.sha256_file(target) == file["sha256"]
 
     # -- writing ---------------------------------------------------------------------------
 

@@ -8,9 +8,14 @@ import functools
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from tuning.causes import with_causes
+
+FETCHES = 3
+"""How often a file is fetched that arrives with another checksum."""
 
 
 def sizes_below(folder: Path) -> dict[str, int]:
@@ -73,6 +78,16 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
+def fetched(fs: Any, source: str, target: Path, sha256: str) -> bool:
+    """Brings a file of a file system here; whether it has this checksum. One that has not is fetched again first: what
+    was damaged on its way is whole where it came from."""
+    for _ in range(FETCHES):
+        fs.get_file(source, str(target))
+        if sha256_file(target) == sha256:
+            return True
+    return False
+
+
 def files_of(folder: Path) -> list[dict[str, Any]]:
     """Path, size and checksum of each file of a folder, as a manifest has them."""
     return [
@@ -109,7 +124,7 @@ def full_disk(error: BaseException, folder: Path, elsewhere: tuple[type[BaseExce
     folder: where most is written, if the error names no file. elsewhere: errors that tell of another machine.
     """
     told: tuple[BaseException, int] | None = None
-    for found in _with_causes(error):
+    for found in with_causes(error, suppressed=True):
         if isinstance(found, DiskFull):
             return found
         if isinstance(found, elsewhere):
@@ -121,15 +136,6 @@ def full_disk(error: BaseException, folder: Path, elsewhere: tuple[type[BaseExce
         told = told if number is None else (found, number)
     # Others pass on the text of the last one, which has met it.
     return _full(told[1], told[0], folder) if told is not None and _tells_of_local(told[0]) else None
-
-
-def _with_causes(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    found: BaseException | None = error
-    while found is not None and id(found) not in seen:
-        yield found
-        seen.add(id(found))
-        found = found.__cause__ or found.__context__
 
 
 def _is_local(error: BaseException) -> bool:

@@ -13,12 +13,11 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from stages.store import disk
-from stages.store.artifacts import FETCHES, Store
+from stages.store.artifacts import Store
 from tuning.atomic import is_partial, whole_file
 
 # Folders that hold what is under way, not what is finished, and those whose files are checked one by one.
@@ -110,8 +109,13 @@ class WorkFolder:
         fs, marker = self._store.fs, f"{self._remote}/{MIRRORED}/{unit}"
         seal = fs.cat_file(marker)
         wanted = _read(seal) or {}
-        # Again first: what was damaged on the way is whole in the store.
-        if not wanted or not any(self._fetched(unit, aside, wanted) for _ in range(FETCHES)):
+        # What an earlier try has left there besides is not of the unit.
+        for path in fs.find(f"{self._remote}/{unit}"):
+            if sha256 := wanted.get(path.removeprefix(f"{self._remote}/{unit}/")):
+                local = aside / path.removeprefix(f"{self._remote}/")
+                local.parent.mkdir(parents=True, exist_ok=True)
+                disk.fetched(fs, path, local, sha256)
+        if not wanted or self._sums(aside / unit) != wanted:
             # Removed by another machine, not damaged: the marker goes first.
             if fs.exists(marker):
                 log(f"{unit} of unfinished work does not fit its checksums on {self._store.shown}, and is made again")
@@ -120,17 +124,6 @@ class WorkFolder:
         (aside / unit).rename(self.path / unit)
         self._seal(self.path / unit, seal)
         self._mark(unit)
-
-    def _fetched(self, unit: str, aside: Path, wanted: Mapping[str, Any]) -> bool:
-        """Brings the files of a unit; whether they are those that were sealed."""
-        fs = self._store.fs
-        # What an earlier try has left there besides is not of the unit.
-        for path in fs.find(f"{self._remote}/{unit}"):
-            if path.removeprefix(f"{self._remote}/{unit}/") in wanted:
-                local = aside / path.removeprefix(f"{self._remote}/")
-                local.parent.mkdir(parents=True, exist_ok=True)
-                fs.get_file(path, str(local))
-        return self._sums(aside / unit) == wanted
 
     def _mark(self, unit: str) -> None:
         mark = self.path / MIRRORED / unit

@@ -12,8 +12,9 @@ import errno
 import math
 import urllib.error
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
+from tuning.causes import with_causes
 from tuning.rewards.samples import Kind, Outcome
 
 OUTAGES = 8
@@ -85,16 +86,7 @@ class Streak:
 
 def kind_of(error: BaseException) -> Kind:
     """Whose fault an exception of a reward function is: an outage where it, or what caused it, is one."""
-    return "outage" if any(map(_is_outage, _with_causes(error))) else "sample"
-
-
-def _with_causes(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    found: BaseException | None = error
-    while found is not None and id(found) not in seen:
-        yield found
-        seen.add(id(found))
-        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+    return "outage" if any(map(_is_outage, with_causes(error))) else "sample"
 
 
 def _is_outage(error: BaseException) -> bool:

@@ -45,20 +45,13 @@ def test_a_run_that_found_no_champion_goes_on_from_the_base_after_its_own_promot
     assert standing_of(recipe(lab, "start_from=champion"), lab.store) == Standing(own, own)
 
 
-def test_a_run_that_found_a_champion_goes_on_from_that_one_and_is_compared_with_the_one_of_now(lab):
+@pytest.mark.parametrize("run", ["second", "night"], ids=["another run's", "one of its own, by hand"])
+def test_a_run_that_found_a_champion_goes_on_from_that_one_and_is_compared_with_the_one_of_now(lab, run):
     first = promoted(lab, "first")
     recorded(lab, "night", Standing(first, first))
-    second = promoted(lab, "second")
+    now = promoted(lab, run)
     found = standing_of(recipe(lab, "start_from=champion"), lab.store, "night")
-    assert (found.start, found.champion) == (first, second)
-
-
-def test_a_run_whose_policy_was_promoted_by_hand_is_compared_with_that_one(lab):
-    first = promoted(lab, "first")
-    recorded(lab, "night", Standing(first, first))
-    by_hand = promoted(lab, "night")
-    found = standing_of(recipe(lab, "start_from=champion"), lab.store, "night")
-    assert (found.start, found.champion) == (first, by_hand)
+    assert (found.start, found.champion) == (first, now)
 
 
 def test_rollouts_of_a_run_that_started_from_a_champion_are_no_start_for_a_recipe_that_names_the_base(lab):

@@ -7,7 +7,8 @@ import uuid
 
 import pytest
 
-from stages.store.artifacts import FETCHES, ArtifactError, Store
+from stages.store.artifacts import ArtifactError, Store
+from stages.store.disk import FETCHES
 from stages.store.work import WorkFolder
 from tests.stages.store.disturbed import Disturbed
 from tests.support import write_files
