@@ -45,11 +45,11 @@ def reasons_of(
         if same[0].get("state") == "failed":
             return [f"failed last time: {_first_line(same[0].get('error', ''))}"], ""
         return ["was not finished last time", *begun], ""
-    found = _nearest(store, recipe, node, parts, entries)
+    found, others = _nearest(store, recipe, node, parts, entries)
     if found is None:
         ours = any(r["recipe"]["name"] == recipe and "digest" in e for r, e in entries)
         # Of other recipes, or of other data, whose many differences say nothing.
-        never = "made before, with much else different" if any("digest" in e for _, e in entries) else "never made"
+        never = "made before, with much else different" if others else "never made"
         return ["changed; the artifact that would say what is gone" if ours else never, *begun], ""
     record, artifact = found
     # The run that made it, where it is still known: others have only read it.
@@ -68,9 +68,11 @@ def _first_line(error: str) -> str:
 
 def _nearest(
     store: Store, recipe: str, node: Node, parts: dict[str, Any], entries: Sequence[tuple[Record, Record]]
-) -> tuple[Record, Artifact] | None:
-    """The artifact, of those that runs made of this node, from which the fewest parts of the key differ."""
+) -> tuple[tuple[Record, Artifact] | None, bool]:
+    """The artifact, of those that runs made of this node, from which the fewest parts of the key differ; and whether
+    there are others, too far to say anything."""
     keys: set[str] = set()
+    far = False
     found: list[tuple[int, bool, int, Record, Artifact]] = []
     for age, (record, entry) in enumerate(entries):
         if "digest" not in entry or entry["key"] in keys or len(keys) == MOST_COMPARED:
@@ -83,8 +85,10 @@ def _nearest(
             if not other or (len(lines) <= FAR and not any(map(_is_of_data, lines))):
                 # Of equals the recipe's own, then the newest.
                 found.append((len(lines), other, age, record, artifact))
+            else:
+                far = True
     best = min(found, key=lambda f: f[:3], default=None)
-    return best and best[3:]
+    return best and best[3:], far
 
 
 def _is_of_data(line: str) -> bool:

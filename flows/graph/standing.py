@@ -92,8 +92,15 @@ def _recorded(store: Store, run: str | None) -> Standing | None:
 def _has_promoted(store: Store, run: str | None, champion: Held) -> bool:
     """Whether the run itself has decided for this champion, who may be one of its policies by hand too."""
     record = runs.head(store, run) if champion.run == run and run is not None else None
+    return promoted_by(record) == champion.digest
+
+
+def promoted_by(record: Mapping[str, Any] | None) -> str | None:
+    """The digest of the policy that the gate of a run has decided to promote, in this try or one before it."""
     decision = (record or {}).get("decision") or {}
-    return decision.get("decision") == PROMOTED and decision.get("candidate") == champion.digest
+    if decision.get("decision") == PROMOTED:
+        return str(decision.get("candidate"))
+    return (record or {}).get("promoted")
 
 
 def _start(recipe: Recipe, store: Store) -> Held | None:

@@ -59,8 +59,7 @@ def taken_artifact(store: Store, node: Node, known: Records | None = None) -> Ar
 
 def _entry(store: Store, run: str, node: str, known: Records) -> Mapping[str, Any]:
     """The entry of a node in the record of a run; empty where it has none."""
-    if "digest" not in known.get(run, {}).get(node, {}):
-        # Also again where the run had not come so far.
+    if run not in known:
         known[run] = (runs.read(store, run) or {"nodes": {}})["nodes"]
     found: Mapping[str, Any] = known[run].get(node, {})
     return found

@@ -81,13 +81,24 @@ def parsed(text: str) -> tuple[yaml.Node | None, Any]:
         mark = getattr(error, "problem_mark", None)
         lines = text.splitlines()[: mark.line + 1] if mark else []
         # What closes a bracket behind the mark is missed at the end of the text.
-        hidden = next((f"; in line {n} {COMMENT}" for n, line in enumerate(lines, 1) if in_comment(line)), "")
+        cut = [n for n, line in enumerate(lines, 1) if in_comment(line) and not _is_heading(lines, n)]
+        hidden = f"; in line {cut[-1]} {COMMENT}" if cut else ""
         raise Unusable(f"not YAML: {short(str(error))}{hidden}", mark) from error
 
 
 def in_comment(line: str) -> bool:
     """Whether a line of YAML has a `#` where a value would stand."""
     return _VALUE_IN_COMMENT.search(line) is not None
+
+
+def _is_heading(lines: list[str], number: int) -> bool:
+    """Whether the value of a line stands in those below it: the next one is indented deeper."""
+
+    def indent(line: str) -> int:
+        return len(line) - len(line.lstrip())
+
+    below = next((line for line in lines[number:] if line.strip() and not line.lstrip().startswith("#")), "")
+    return indent(below) > indent(lines[number - 1])
 
 
 def short(text: str) -> str:

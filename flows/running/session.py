@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from flows.graph.build import Node, build, with_inputs
 from flows.graph.keying import code_of, key_of, key_parts
-from flows.graph.standing import Standing, standing_of
+from flows.graph.standing import Standing, promoted_by, standing_of
 from flows.graph.taken import Records, check_point, taken_artifact
 from flows.recipe.model import Recipe
 from flows.records import log_of
@@ -35,7 +35,7 @@ EDITS = 3
 LOG_BYTES = 1 << 24
 """The end of the worker's log that a remote store gets."""
 SAVE_SECONDS = 2.0
-"""How often the record is written while nothing is made: it is written whole, and grows with the nodes."""
+"""How often the record is written while nothing is made: what of it is new (`stages.store.runs`)."""
 
 
 class Reporter(Protocol):
@@ -99,6 +99,9 @@ class Session:
             "tries": 1 + (unfinished or {"tries": 0}).get("tries", 1),
             "nodes": {},
         }
+        if promoted := promoted_by(unfinished):
+            # Also of tries before the last one.
+            self.record["promoted"] = promoted
         if self.standing != Standing():
             self.record["standing"] = self.standing.as_json()
         self.save()

@@ -16,7 +16,7 @@ _NAMES = (
     *("score", "score_low", "score_high", "score_of_ended", "mean_length", "truncated", "answered", "judges"),
     *("judge_failures", "not_applicable", "problems", "samples", "constant_answer", "constant_score", "levels"),
     *("statuses", "failed_episodes", "success", "success_guessed", "turns", "valid_turns", "calling", "failed_calls"),
-    *("sampled_tokens", "observed_tokens"),
+    *("sampled_tokens", "observed_tokens", "code_can_reach"),
 )
 
 
@@ -26,16 +26,12 @@ def is_figure(name: str) -> bool:
 
 
 def figures(
-    judges: Sequence[str],
-    samples: int,
-    rows: Sequence[CompletionRow],
-    verdicts: Sequence[VerdictRow],
-    failed: float = 0.0,
+    judges: Sequence[str], samples: int, rows: Sequence[CompletionRow], verdicts: Sequence[VerdictRow]
 ) -> dict[str, Any]:
     """Lengths, each judge's scores, and of the one that decides also pass@k, maj@n and what tells ability from form.
 
     judges: their names in the verdicts, the one that decides first. samples: of each problem. rows and verdicts: those
-    of the same problems, of at least one. failed: the score of a completion whose judge failed.
+    of the same problems, of at least one.
     """
     from tuning.evaluation.verdicts import judged, score_of, summary
 
@@ -47,12 +43,12 @@ def figures(
         "mean_length": sum(len(row.token_ids) for row in rows) / len(rows),
         "truncated": sum(row.stop == "length" for row in rows) / len(rows),
     }
-    of_first = judged(decides, samples, failed)
+    of_first = judged(decides, samples)
     found |= summary(of_first) if of_first.problems else of_first.score()
     # Beside the score: a policy that is only cut off, or never ends, may know the answers.
     cut = {(row.place, row.sample) for row in rows if row.stop == "length"}
-    ended = [score for v in decides if (v.place, v.sample) not in cut and not math.isnan(score := score_of(v, failed))]
+    ended = [score for v in decides if (v.place, v.sample) not in cut and not math.isnan(score := score_of(v))]
     found["score_of_ended"] = sum(ended) / len(ended) if ended else None
-    if further := {name: judged(by_judge[name], samples, failed).score() for name in judges[1:]}:
+    if further := {name: judged(by_judge[name], samples).score() for name in judges[1:]}:
         found["judges"] = further
     return found

@@ -102,9 +102,9 @@ class Told:
     """The metrics of a policy's evaluation, whose judges may have failed on some of its completions."""
 
     low: Mapping[str, Any]
-    """A failure counts as a score of 0: for what must be large."""
+    """What has no score counts as the lowest: for what must be large."""
     high: Mapping[str, Any]
-    """A failure counts as the highest score: for what must be small."""
+    """What has no score counts as the highest: for what must be small."""
 
 
 def figure_of(metrics: Mapping[str, Any], name: str) -> float | None:

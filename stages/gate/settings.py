@@ -47,8 +47,8 @@ class Gate(StageConfig):
     metric: str = "score"
     """What is compared, problem by problem: `score`, or a name of `evaluate.judges`; the higher the better."""
     min_difference: Figure = 0.0
-    """What the difference, new policy less champion, must be shown to be above: by the test of signs, and by the lower
-    end of its interval."""
+    """What the difference, new policy less champion, must be shown to be above: by two tests (docs/gates.md), and by
+    the lower end of its interval."""
     confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
     """Of the interval. The test's level is (1 - confidence) / 2, and a Nth of it where the policy was chosen among N
     on the same problems (Bonferroni)."""

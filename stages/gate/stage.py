@@ -9,19 +9,17 @@ follows from a decision, a name that moves and an export, is done by who runs th
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from typing import Any
 
-from stages.common.figures import READ, figures
 from stages.common.tables import read_table
 from stages.common.trained import rows_of, trained_names, was_seen
 from stages.contract.definition import Context, Reads, Stage
-from stages.gate.decide import Compared, Told, checks_of, compare, decision
+from stages.gate.decide import Compared, checks_of, compare, decision
 from stages.gate.settings import CHAMPION, Config
-from stages.sampling.played import episodes_of, summary, turns_summary
+from stages.gate.told import Evaluation, told
 from stages.store.artifacts import Artifact
-from tuning.rows import CompletionRow, VerdictRow
+from tuning.rows import VerdictRow
 
 NODE = "node_"
 """How the roles of the run's artifacts begin, with the name of the node behind, for the audit."""
@@ -36,11 +34,9 @@ def run(ctx: Context) -> dict[str, Any]:
     compared = None if other is None else _compared(config, other, candidate, trained_on)
     policy, champion = ctx.inputs["policy"], ctx.inputs.get("champion")
     broken = _broken_laws(ctx) if config.audit else []
-    left_out = len(trained_on & {row.place for row in read_table(candidate, "verdicts/", VerdictRow, ("place",))})
-    told = Told(_metrics(candidate, trained_on, left_out), _metrics(candidate, trained_on, left_out, _highest))
-    # What its judge failed on is left out: else it would lower the bars.
-    others = None if other is None else _metrics(other, trained_on, left_out, lambda _: math.nan)
-    checks = checks_of(config, told, others, compared, broken, config.withdrawn.get(policy.digest), left_out)
+    found = Evaluation(candidate, trained_on)
+    metrics, others = told(found, None if other is None else Evaluation(other, trained_on))
+    checks = checks_of(config, metrics, others, compared, broken, config.withdrawn.get(policy.digest), found.left_out)
     same = champion is not None and champion.digest == policy.digest
     made = decision(config, checks, compared, same) | {
         "candidate": policy.digest,
@@ -65,41 +61,6 @@ def _compared(config: Config, before: Artifact, after: Artifact, excluded: Set[i
     """The paired difference, without the problems that one of the policies was trained on."""
     _check_alike(before, after)
     return compare(config, _judged(before, config.metric), _judged(after, config.metric), excluded)
-
-
-def _highest(verdicts: Sequence[VerdictRow]) -> float:
-    """The highest score of any verdict, 1 at least."""
-    return max([1.0, *(v.score for v in verdicts if v.score is not None)])
-
-
-def _metrics(
-    evaluation: Artifact,
-    excluded: Set[int],
-    left_out: int,
-    failed: Callable[[Sequence[VerdictRow]], float] | None = None,
-) -> Mapping[str, Any]:
-    """The metrics of an evaluation without the problems that are left out, made again from its tables.
-
-    failed: the score where a judge failed, by the verdicts; None: 0, as the evaluation has it.
-    """
-    if not left_out and (failed is None or not _failures(evaluation.metrics)):
-        return evaluation.metrics
-    config = evaluation.manifest["config"]
-    rows = [r for r in read_table(evaluation, "rollouts/", CompletionRow, READ) if r.place not in excluded]
-    verdicts = [v for v in read_table(evaluation, "verdicts/", VerdictRow) if v.place not in excluded]
-    if not verdicts:
-        return {}
-    judges = [config["judge"], *config.get("judges", {})]
-    found = figures(judges, config["samples"], rows, verdicts, failed(verdicts) if failed else 0.0)
-    if episodes := [e for e in episodes_of(evaluation).values() if e.place not in excluded]:
-        tools = bool((config.get("environment") or {}).get("tools"))
-        found |= summary(episodes) | turns_summary(evaluation.local("turns/"), tools, episodes)
-    return found
-
-
-def _failures(metrics: Mapping[str, Any]) -> int:
-    """Judgements that failed, of all judges."""
-    return sum(m.get("judge_failures") or 0 for m in (metrics, *(metrics.get("judges") or {}).values()))
 
 
 def _check_alike(before: Artifact, after: Artifact) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 # Fields beside these are another version's, and stay.
@@ -52,29 +52,18 @@ class Tomb(TypedDict):
     swept: bool
 
 
-class Process(TypedDict):
-    """The process of a run."""
+class Parted(TypedDict):
+    """Of a run with parts: try, first and last number of each span of them."""
 
-    pid: int
-    host: str
-
-
-class Record(TypedDict):
-    """Of a run."""
-
-    name: str
-    status: str
-    started: str
-    process: Process
-    recipe: dict[str, Any]
     nodes: dict[str, dict[str, Any]]
+    parts: list[Annotated[list[int], Field(min_length=3, max_length=3)]]
 
 
 MANIFEST: TypeAdapter[Any] = TypeAdapter(Manifest)
 COMMITTED: TypeAdapter[Any] = TypeAdapter(Committed)
 HOLDER: TypeAdapter[Any] = TypeAdapter(Holder)
 TOMB: TypeAdapter[Any] = TypeAdapter(Tomb)
-RECORD: TypeAdapter[Any] = TypeAdapter(Record)
+PARTED: TypeAdapter[Any] = TypeAdapter(Parted)
 
 
 def misfit(value: Any, form: TypeAdapter[Any]) -> str | None:

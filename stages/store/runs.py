@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from stages.store import forms
 from stages.store.artifacts import ArtifactError, Store
 
 FOLDER, HEAD, PARTS = "runs", "run.json", "parts"
@@ -42,6 +43,8 @@ def read(store: Store, name: str) -> Any | None:
         if not isinstance(found, dict) or not found.get(PARTS):
             return found
         nodes: dict[str, Any] = {}
+        if fault := forms.misfit(found, forms.PARTED):
+            raise ArtifactError(f"{store.join(FOLDER, name, HEAD)} has another form ({fault}); move it away")
         for part in _expanded(found[PARTS]):
             entries = store.read_json(FOLDER, name, part)
             if not isinstance(entries, dict):

@@ -47,11 +47,10 @@ class Paired:
 def problems_of(evaluation: Artifact, tokens: bool) -> dict[int, Problem]:
     """What each place of an evaluation asks. tokens: also in which tokens, the system's turn and the template's too."""
     found: dict[int, Problem] = {}
-    for batch in batches(evaluation, "rollouts/", (*COLUMNS, TOKENS)):
-        ids = batch.column(TOKENS)
+    for batch in batches(evaluation, "rollouts/", (*COLUMNS, TOKENS) if tokens else COLUMNS):
         for row, (place, *problem) in enumerate(zip(*(batch.column(n).to_pylist() for n in COLUMNS), strict=True)):
             if place not in found:
-                asked = ids[row].values.to_numpy().tobytes() if tokens else b""
+                asked = batch.column(TOKENS)[row].values.to_numpy().tobytes() if tokens else b""
                 found[place] = (problem[0], problem[1], problem[2], _metadata(problem[3]), asked)
     return found
 

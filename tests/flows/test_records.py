@@ -84,6 +84,9 @@ OF_A_RUN = '"name": "x", "started": "2026", "recipe": {}'
         *("", "{", "[]", "null", '{"name": "x"}', '{"name": 1, "started": "2026"}'),
         f'{{{OF_A_RUN}, "status": "finished"}}',
         f'{{{OF_A_RUN}, "status": "running", "nodes": {{}}}}',
+        f'{{{OF_A_RUN}, "status": "finished", "nodes": {{}}, "parts": 3}}',
+        f'{{{OF_A_RUN}, "status": "finished", "nodes": {{}}, "parts": [[1, 0]]}}',
+        f'{{{OF_A_RUN}, "status": "finished", "nodes": [], "parts": [[1, 0, 0]]}}',
     ],
 )
 def test_a_record_that_cannot_be_read_hides_no_other_and_is_told(four_runs, caplog, damage):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from stages import evaluate
+from stages.common.figures import is_figure
 from tests.stages.training.support import TOKENIZER, Folder, perform
 from tuning.models.tokenizer import save_tokenizer
 from tuning.rewards.failures import Outage
@@ -49,6 +50,8 @@ def judged(base, folder, count=8, **values) -> tuple[dict[str, Any], list[Verdic
     inputs = {"policy": base, "tokenizer": base, "data": Folder(folder / "data", "data")}
     metrics, out = perform(evaluate, config, folder, {}, **inputs)
     assert json.loads((out.path / evaluate.SCORES).read_text()) == metrics
+    # No judge can have the name of one.
+    assert [name for name in metrics if not is_figure(name)] == []
     return metrics, read_table(sorted((out.path / "verdicts").iterdir()), VerdictRow)
 
 

@@ -207,7 +207,7 @@ class _Parser:
         return Record(
             id=self.optional_text("id", values) or digest(text),
             content=digest(text),
-            group=content["group"] or PROMPT_GROUP + digest(canonical_json(beginning)),
+            group=self.named_group(content["group"]) or PROMPT_GROUP + digest(canonical_json(beginning)),
             prompt=tuple(prompt),
             completion=completion,
             rejected=tuple(rejected),
@@ -222,6 +222,12 @@ class _Parser:
             layout=layout,
             named_group=content["group"] is not None,
         )
+
+    def named_group(self, group: str | None) -> str | None:
+        """The group that a record names. How those begin that name none is theirs."""
+        if group is not None and group.startswith(PROMPT_GROUP):
+            raise self.error("group", f"a name that does not begin with {PROMPT_GROUP!r}", repr(group))
+        return group
 
     def metadata(self, values: Mapping[str, Any], extra: str) -> dict[str, Any]:
         """The metadata, with unknown fields where `extra` says so."""

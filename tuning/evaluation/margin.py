@@ -1,11 +1,11 @@
-"""Whether a paired difference is above a bound below 0: not worse by more than a margin.
+"""Whether the mean of paired differences is above a bound, whatever their distribution.
 
-There the test by signs tells nothing: equal scores lie on one side of the bound. What counts is how many losses go
-unseen, and a bootstrap of a sample without losses has none to draw. Gaffke's bound on the mean of a bounded variable
-adds the least that can be to the sample, and weighs all of it by the spacings of uniform numbers. For scores of 0 and 1
-that only lose it is that of Clopper and Pearson; that it holds for every bounded variable is proved for some cases and
-without a counterexample (Learned-Miller and Thomas, A New Confidence Interval for the Mean of a Bounded Random
-Variable, 2019).
+Signs tell nothing of losses that a sample has missed, nor a bootstrap, which has none to draw; and with a bound
+below 0, not worse by more than a margin, equal scores lie on one side of it. Gaffke's bound on the mean of a
+bounded variable adds the least that can be to the sample, and weighs all of it by the spacings of uniform numbers.
+For scores of 0 and 1 that only lose it is that of Clopper and Pearson; that it holds for every bounded variable is
+proved for some cases and without a counterexample (Learned-Miller and Thomas, A New Confidence Interval for the
+Mean of a Bounded Random Variable, 2019).
 """
 
 from __future__ import annotations

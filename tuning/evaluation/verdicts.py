@@ -54,13 +54,13 @@ class Judged:
         return found
 
 
-def judged(verdicts: Iterable[VerdictRow], samples: int, failed: float = 0.0) -> Judged:
-    """The verdicts of one judge, `samples` of each problem. failed: the score where it failed."""
+def judged(verdicts: Iterable[VerdictRow], samples: int) -> Judged:
+    """The verdicts of one judge, `samples` of each problem."""
     by_place: dict[int, dict[int, VerdictRow]] = {}
     for verdict in verdicts:
         by_place.setdefault(verdict.place, {})[verdict.sample] = verdict
     table = [[by_place[place][s] for s in range(samples)] for place in sorted(by_place)]
-    scores = [[score_of(verdict, failed) for verdict in problem] for problem in table]
+    scores = [[score_of(verdict) for verdict in problem] for problem in table]
     failures = [[verdict.failure is not None for verdict in problem] for problem in table]
     return Judged(
         sorted(by_place),
@@ -71,11 +71,11 @@ def judged(verdicts: Iterable[VerdictRow], samples: int, failed: float = 0.0) ->
     )
 
 
-def score_of(verdict: VerdictRow, failed: float = 0.0) -> float:
-    """`failed` where the judge failed: by 0 a policy does not gain by breaking it. NaN where it does not apply."""
+def score_of(verdict: VerdictRow) -> float:
+    """0 where the judge failed: a policy must not gain by breaking its judge. NaN where it does not apply."""
     if verdict.score is not None:
         return verdict.score
-    return failed if verdict.failure is not None else float("nan")
+    return 0.0 if verdict.failure is not None else float("nan")
 
 
 def summary(of: Judged) -> dict[str, Any]:
@@ -128,9 +128,10 @@ def without_gain(before: Judged, after: Judged) -> tuple[np.ndarray, np.ndarray,
 
     Where the judge failed on the first, its sample is left out: a busy night of the judge is no ability of the second.
     Where it failed on the second, or does not apply to it though the problem has a score of the first, the second has
-    the lowest score that either has, 0 at most; the number says of how many samples that holds.
+    the lowest score that either has, 0 at most; the number says of how many samples of compared problems that holds.
     """
     old_PS = np.where(before.failed_PS, np.nan, before.correct_PS)
     known = np.concatenate([old_PS.ravel(), after.correct_PS[~after.failed_PS].ravel(), [0.0]])
-    lost_PS = after.failed_PS | (np.isnan(after.correct_PS) & np.isfinite(problem_means(old_PS))[:, None])
+    compared = np.isfinite(problem_means(old_PS))[:, None]
+    lost_PS = compared & (after.failed_PS | np.isnan(after.correct_PS))
     return old_PS, np.where(lost_PS, np.nanmin(known), after.correct_PS), int(lost_PS.sum())

@@ -116,6 +116,10 @@ def test_a_first_night_that_was_killed_behind_its_promotion_goes_on_as_it_began(
     again = night.session("first", *sets)
     assert again.record["tries"] == 2 and again.standing == first.standing and list(again.nodes) == list(first.nodes)
     again.finish("interrupted")
+    # Also where the try after it ends before its gate.
+    third = night.session("first", *sets)
+    assert third.record["tries"] == 3 and third.standing == first.standing
+    third.finish("interrupted")
     # The next night starts from it.
     second = night.session("second", *sets)
     assert second.standing.start.run == "first" and {"start", "fresh"} <= second.nodes.keys()
