@@ -84,7 +84,8 @@ def export(
     folder = artifact.local()
     if to is not None:
         target = Path(to)
-        if target.exists() and any(path.name != HALF for path in target.iterdir()):
+        # One with half a copy is this command's own, which was killed.
+        if target.exists() and any(target.iterdir()) and not (target / HALF).exists():
             raise usage_error(f"{to} exists and is not empty")
         _copy(folder, target)
         folder = target
@@ -114,7 +115,10 @@ def _copy(folder: Path, target: Path) -> None:
     shutil.rmtree(half, ignore_errors=True)
     shutil.copytree(folder, half, ignore=ignore)
     for path in list(half.iterdir()):
-        path.rename(target / path.name)
+        # A try that was killed between two of these has left some.
+        place = target / path.name
+        shutil.rmtree(place) if place.is_dir() else place.unlink(missing_ok=True)
+        path.rename(place)
     half.rmdir()
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from contextvars import copy_context
 
-from httpx import HTTPStatusError
+from httpx import ConnectError, HTTPStatusError, TimeoutException, TransportError
 from prefect import get_run_logger
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.exceptions import MissingContextError
@@ -27,7 +27,7 @@ QUIET_SECONDS = 60.0
 MOST = 256
 """Calls that wait; the oldest are given up for others."""
 TRIES, FIRST_PAUSE_SECONDS = 3, 1.0
-"""Of a call that a server has answered, which was busy."""
+"""Of a call to a server that is there, and was busy or has dropped the connection."""
 
 Call = Callable[[SyncPrefectClient], None]
 
@@ -95,17 +95,20 @@ class Display:
                 if self._client is None:
                     self._client = self._closing.enter_context(short_client())
                 client = self._client
-                retried(lambda: call(client), tries=TRIES, first_seconds=FIRST_PAUSE_SECONDS, passing=_is_busy)
+                retried(lambda: call(client), tries=TRIES, first_seconds=FIRST_PAUSE_SECONDS, passing=_may_succeed)
         except Exception as e:
             not_shown(e)
-            if not isinstance(e, HTTPStatusError):
+            if isinstance(e, TimeoutException | ConnectError):
                 with self._changed:
                     self._quiet_until = time.monotonic() + QUIET_SECONDS
                     self._changed.notify_all()
 
 
-def _is_busy(error: Exception) -> bool:
-    return isinstance(error, HTTPStatusError) and error.response.status_code in BUSY
+def _may_succeed(error: Exception) -> bool:
+    """Whether the same call may be answered a second later: by a server that was busy, or has dropped a connection."""
+    if isinstance(error, HTTPStatusError):
+        return error.response.status_code in BUSY
+    return isinstance(error, TransportError) and not isinstance(error, TimeoutException | ConnectError)
 
 
 def not_shown(error: Exception) -> None:

@@ -7,6 +7,7 @@ other runs too is not left like this.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
@@ -31,6 +32,8 @@ def leave(error: BaseException) -> NoReturn:
     elif status is not None and not isinstance(status, int):
         print(status, file=sys.stderr)
         status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        # A pipe that nobody reads any more.
+        with contextlib.suppress(OSError):
+            stream.flush()
     os._exit(status if isinstance(status, int) else 0)

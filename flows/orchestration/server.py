@@ -107,7 +107,9 @@ class PrivateServer:
                 return
             if self._stopping.wait(seconds):
                 return
-            self._process = self._started()
+            # One that cannot be started, such as for want of memory, counts as one more that has died.
+            with contextlib.suppress(OSError):
+                self._process = self._started()
 
     def wait(self) -> None:
         """Returns when the server answers. Raises ServerFailed with the end of its log."""

@@ -19,6 +19,7 @@ from stages.store import runs
 from stages.store.artifacts import Store
 from stages.store.keys import differences, published
 from stages.store.leases import is_gone
+from tuning.retries import retried
 
 # The address of a store may have changed; retries, time limits and what is collected later decide nothing of what a run
 # makes.
@@ -27,6 +28,8 @@ MOST = 5
 """Differences that a message lists."""
 LOOK_SECONDS, TELL_SECONDS = 2.0, 60.0
 """Between looks at a run that is waited for, and between lines about it."""
+LOOKS = 6
+"""At a store that is away: for about a minute."""
 
 
 def free_name(store: Store, recipe: str) -> str:
@@ -72,7 +75,11 @@ def wait_until_ended(store: Store, name: str, told: Callable[[str], None]) -> No
     """
     _check(name)
     silent = TELL_SECONDS
-    while (record := runs.head(store, name)) is not None and status_of(record, store) == "running":
+    while True:
+        # A store may be away for a moment in hours.
+        record = retried(lambda: runs.head(store, name), tries=LOOKS, first_seconds=LOOK_SECONDS)
+        if record is None or status_of(record, store) != "running":
+            return
         if silent >= TELL_SECONDS:
             unseen = is_gone(record["process"]) is None
             told(

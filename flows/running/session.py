@@ -307,7 +307,7 @@ class Session:
     def finish(self, status: str) -> None:
         """Ends the worker and closes the record; a remote store gets the worker's log."""
         try:
-            self.worker.finish()
+            self.worker.finish(goes_on=status in ("failed", "interrupted"))
         except Exception as e:
             # A record that stays open would tell of a run at work.
             self.reporter.line(f"the worker of run {self.name} did not end well ({type(e).__name__}: {e})")

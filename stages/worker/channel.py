@@ -43,6 +43,11 @@ class NoLead(TimeoutError):
     """No lead has answered in the time for which a rank waits."""
 
 
+def encoded(message: Message) -> bytes:
+    """A message as its line. Raises TypeError for what JSON cannot have."""
+    return json.dumps(message).encode() + b"\n"
+
+
 class Channel:
     """One end of a connection. Several threads may send, one reads."""
 
@@ -53,9 +58,12 @@ class Channel:
 
     def send(self, message: Message) -> None:
         """Sends a message. Raises OSError where the other end is gone."""
-        data = json.dumps(message).encode() + b"\n"
+        self.send_encoded(encoded(message))
+
+    def send_encoded(self, line: bytes) -> None:
+        """As `send`, with what `encoded` has made."""
         with self._lock:
-            self._socket.sendall(data)
+            self._socket.sendall(line)
 
     def receive(self, seconds: float | None = None) -> Message | None:
         """The next message; None at the end.

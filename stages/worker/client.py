@@ -271,11 +271,19 @@ class Worker:
             self._process.kill()
             self._process.wait()
 
-    def finish(self) -> None:
-        """As `close`, at the end of a run: ranks of a gang that wait for a worker are told too."""
+    def finish(self, goes_on: bool = False) -> None:
+        """As `close`, at the end of a run: ranks of a gang that wait for a worker are told too.
+
+        goes_on: the run has failed, or was interrupted, and the same command goes on: ranks wait for its next lead.
+        """
         from stages.worker.places import place_of
 
+        if goes_on and place_of() is not None:
+            # They see the end of their connection.
+            self.kill()
         self.close()
+        if goes_on:
+            return
         # A worker that ends well has told them.
         if self._ended_with != 0 and (place := place_of()) is not None:
             from stages.worker.joining import send_home

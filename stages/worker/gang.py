@@ -20,6 +20,7 @@ import dataclasses
 import os
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -270,6 +271,8 @@ class Gang:
         """Ends this process and the ranks that it has started; others end with the connection."""
         for child in self._children.values():
             child.kill()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
         os._exit(1)
 
     def _send(self, member: _Member, message: Message, seconds: float) -> None:

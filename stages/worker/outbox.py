@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 
-from stages.worker.channel import Channel, Message
+from stages.worker.channel import Channel, Message, encoded
 
 MOST = 256
 """Messages that wait: what one rank alone knows goes in turns, of which no rank is so many behind."""
@@ -18,16 +18,16 @@ class Outbox:
 
     def __init__(self, channel: Channel):
         self._channel = channel
-        self._waiting: queue.Queue[Message] = queue.Queue(MOST)
+        self._waiting: queue.Queue[bytes] = queue.Queue(MOST)
 
     def start(self, name: str) -> None:
         """Sends from now on."""
         threading.Thread(target=self._send, name=f"to {name}", daemon=True).start()
 
     def put(self, message: Message, seconds: float) -> bool:
-        """Has a message sent; False where too many have waited for so many seconds."""
+        """Has a message sent as it is now; False where too many have waited for so many seconds."""
         try:
-            self._waiting.put(message, block=seconds > 0, timeout=seconds)
+            self._waiting.put(encoded(message), block=seconds > 0, timeout=seconds)
         except queue.Full:
             return False
         return True
@@ -49,5 +49,5 @@ class Outbox:
             message = self._waiting.get()
             # The reader of the channel sees the end too, and says so.
             with contextlib.suppress(OSError):
-                self._channel.send(message)
+                self._channel.send_encoded(message)
             self._waiting.task_done()

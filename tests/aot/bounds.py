@@ -17,6 +17,10 @@ FLOPS, GROWTH = 1.15, 1.01
 """FLOPs of a device against its share of the model's. A program that is committed with more may not grow past this."""
 
 
+LESS, SMALL = 0.9, 0.1
+"""A program with less of what is committed than this share has changed; amounts below the other are noise."""
+
+
 def committed() -> dict[str, Any]:
     """Bounds by name of the case."""
     return json.loads(BOUNDS.read_text()) if BOUNDS.exists() else {}
@@ -56,7 +60,7 @@ def row(found: Account, ideal: float, seconds: float, program: str) -> dict[str,
 
 
 def broken(name: str, found: dict[str, Any], known: dict[str, Any] | None) -> list[str]:
-    """What a program does worse than is committed, a sentence each."""
+    """What a program does otherwise than is committed, a sentence each: better asks for a look as well."""
     if known is None:
         return [f"{name}: nothing is committed of it; python -m tests.aot --write"]
     wrong = []
@@ -66,6 +70,12 @@ def broken(name: str, found: dict[str, Any], known: dict[str, Any] | None) -> li
     share, most = found["flops_share"], max(FLOPS, (known["flops_share"] or 0.0) * GROWTH)
     if share is not None and share > most:
         wrong.append(f"{name}: FLOPs are {share} of a device's share, at most {most:.3g} are allowed")
+    # Less is a change too: what compiles to nothing, or is no longer counted, holds, computes and sends nothing.
+    for key in ("held_mb", "temporary_mb", "flops_share"):
+        if (known[key] or 0.0) > SMALL and (found[key] or 0.0) < known[key] * LESS:
+            wrong.append(f"{name}: {key} is {found[key]}, committed is {known[key]}: if that is right, --write")
+    for kind in known["collectives"].keys() - found["collectives"].keys():
+        wrong.append(f"{name}: there is no {kind} any more, committed are {known['collectives'][kind][0]}: --write")
     for kind, (count, size) in found["collectives"].items():
         before, largest = known["collectives"].get(kind, (0, 0))
         if count > before or size > largest:

@@ -4,10 +4,12 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from tests.aot import bounds
 from tests.aot.account import account, collectives
 from tests.aot.bounds import FLOPS, broken, row
+from tests.aot.bounds import committed as committed_bounds
 
 HLO = """
 HloModule jit_step
@@ -62,10 +64,21 @@ def committed():
     return row(found, 2.0 * 64**3, 1.0, "digest")
 
 
-def test_what_is_as_committed_or_better_passes():
+def test_what_is_as_committed_passes():
     known = committed()
     sent = known | {"collectives": {"all-gather bf16": [1, 128]}}
-    assert broken(NAME, known, known) == [] and broken(NAME, known, sent) == []
+    fewer = known | {"collectives": {"all-gather bf16": [2, 256]}}
+    assert broken(NAME, known, known) == [] and broken(NAME, sent, fewer) == []
+
+
+@pytest.mark.parametrize("name", committed_bounds())
+def test_a_program_that_holds_computes_or_sends_nothing_is_no_better_one(name):
+    known = committed_bounds()[name]
+    nothing = known | {"held_mb": 0.0, "temporary_mb": 0.0, "flops_share": None, "collectives": {}}
+    said = broken(name, nothing, known)
+    assert any("held_mb" in line for line in said)
+    assert known["flops_share"] is None or any("flops_share is None" in line for line in said)
+    assert sum("any more" in line for line in said) == len(known["collectives"])
 
 
 def test_a_gather_of_logits_is_named_with_its_program_kind_count_and_bytes():

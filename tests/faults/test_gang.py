@@ -195,9 +195,15 @@ def test_another_host_with_other_code_is_refused_by_name(use, tmp_path, other_ho
     address = free_address()
     use(1, f"2@{address}", RLHF_GANG_TOKEN="0123456789abcdef", RLHF_GANG_WAIT="120")
     module = other_host / "tuning" / "losses" / "sft.py"
-    module.write_text(module.read_text() + "\nOTHER = 1\n")
+    own = module.read_text()
+    module.write_text(own + "\nOTHER = 1\n")
     rank = joined(address, other_host, other_host, tmp_path / "scratch")
     run = Run(tmp_path / "store", "refused", sets=SETTINGS)
     log = run.ends(1, seconds=300)
     assert "rank 1 (pid" in log and "refuses sft" in log and "module tuning.losses.sft is other code here" in log
+    # The run has failed, and the same command goes on: the rank waits for its next lead.
+    with pytest.raises(subprocess.TimeoutExpired):
+        rank.wait(timeout=5)
+    module.write_text(own)
+    Run(tmp_path / "store", "refused", sets=SETTINGS).ends(0, seconds=900)
     assert rank.wait(timeout=60) == 0

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 
 from tuning.fit.figures import Figures
 from tuning.fit.liveness import held
@@ -22,7 +23,7 @@ from tuning.fit.places import (
     sizes_over,
     weight_bytes,
 )
-from tuning.fit.training import of_one_device, spread, traceable
+from tuning.fit.training import of_one_device, pairs_bytes, spread, traceable
 from tuning.mesh import row_shards
 from tuning.models.config import DecoderConfig
 from tuning.models.decoder import scalar_graph
@@ -67,11 +68,15 @@ def scoring(asked: Scored, machine: Machine) -> Figures:
     with compiling_for(traceable(platform)):
         traced = jax.make_jaxpr(lambda p, b: scores(scalar_graph(own), p, b, compute))(shapes, batch)
         found = held(traced, sizes_over(shapes, mesh.shape["fsdp"]))
+    temporary = found.peak - found.within
+    if platform == "gpu":
+        rows, length = batch["tokens_BL"].shape
+        temporary += pairs_bytes(rows, length, np.dtype(jax.numpy.dtype(compute.dtype)).itemsize)
     parameters = sum(x.size for x in jax.tree.leaves(shapes))
     fsdp = mesh.shape["fsdp"]
     return Figures(
         parts=parts,
-        temporary=spread(found.peak - found.within, found.within, platform),
+        temporary=spread(temporary, found.within, platform),
         flops=forward_flops(asked.model, asked.groups, head=False) / machine.count,
         moved=found.moved * len(packed),
         sent=len(packed) * (fsdp - 1) / fsdp * 2.0 * parameters,

@@ -106,6 +106,9 @@ def _training(asked: Trained, machine: Machine) -> Figures:
     parts |= of_others(asked.beside, mesh, compute.dtype)
     parts["micro-batch"] = bytes_of(batch)
     several = len(packed) > 1
+    if several:
+        # All of an optimizer step are put on the devices before the first is computed.
+        parts["further micro-batches"] = (len(packed) - 1) * parts["micro-batch"]
     gradients = weight_bytes(trained, mesh)
     if several:
         # One tree is added to, the other is new: the second is in `gradient`.
@@ -121,9 +124,8 @@ def _training(asked: Trained, machine: Machine) -> Figures:
         # Their gradients are as large.
         within += 2 * gathered
     if machine.kind.platform == "gpu":
-        # cuDNN takes a mask of all pairs of a row.
         rows, length = batch["tokens_BL"].shape
-        outer += rows * length * length
+        outer += 2 * pairs_bytes(rows, length, item)
     # The update needs the gradients and as much for what it changes.
     apply = gradients if several else 2 * gradients
     # Moments come from the host and go back one parameter at a time.
@@ -160,6 +162,12 @@ def _training(asked: Trained, machine: Machine) -> Figures:
             "mesh": dict(mesh.shape),
         },
     )
+
+
+def pairs_bytes(rows: int, length: int, item: int) -> int:
+    """Bytes of cuDNN's bias over all pairs of each row, which JAX makes of a mask in the type of the products. Its
+    gradient, which nobody reads, is as large (`jax.nn.dot_product_attention`, jax 0.10)."""
+    return rows * length * length * item
 
 
 def spread(outer: float, within: float, platform: Platform) -> tuple[int, int, int]:

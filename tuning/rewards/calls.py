@@ -67,8 +67,11 @@ def serve(pipe: Connection, parent: int, folder: str) -> None:
 def _end_with(parent: int, folder: str) -> None:
     while os.getppid() == parent:
         time.sleep(PARENT_SECONDS)
-    # A parent that was killed cannot.
-    shutil.rmtree(folder, ignore_errors=True)
+    # A parent that was killed cannot. Renamed first: what still runs finds no place to write to.
+    gone = f"{folder}.gone"
+    with contextlib.suppress(OSError):
+        os.rename(folder, gone)
+    shutil.rmtree(gone, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
 

@@ -309,7 +309,7 @@ def pack_rows(rows: Sequence[Sequence[Group]], shape: Shape) -> Packed:
                 ids[slot] = caller
                 if begin > begins[slot]:
                     # Of a trajectory, the end of its last part.
-                    last[slot], begins[slot] = first + m - 1, begin
+                    last[slot], begins[slot] = first + m - 1 if m else prompt_end, begin
                 column += m
     # The padding is past the end, where a gather clips and a scatter drops (`forward.logps_and_entropy`).
     where = np.full(shape.trained_tokens, c * t, np.int32)

@@ -28,32 +28,38 @@ def test_export_shows_and_copies_a_folder_that_others_can_load(rlhf, smoke_store
 
 KILLED = """
 import os, shutil, signal, sys, time
+from pathlib import Path
 from flows.cli.app import main
 
-real, calls = shutil.copyfile, []
+where, name, number = {"copy": (shutil, "copyfile", 3), "rename": (Path, "rename", 2)}[sys.argv.pop()]
+real, calls = getattr(where, name), []
 
-def copyfile(*arguments, **options):
+def killed(*arguments, **options):
     calls.append(1)
-    if len(calls) == 3:
+    if len(calls) == number:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
     return real(*arguments, **options)
 
-shutil.copyfile = copyfile
+setattr(where, name, killed)
 main()
 """
 
 
-@pytest.mark.parametrize("there", [False, True], ids=["new", "an empty folder"])
-def test_a_copy_that_is_killed_is_made_by_the_same_command(rlhf, smoke_store, tmp_path, there):
+@pytest.mark.parametrize(
+    ("there", "at"),
+    [(False, "copy"), (True, "copy"), (True, "rename")],
+    ids=["new", "an empty folder", "an empty folder, between two renames"],
+)
+def test_a_copy_that_is_killed_is_made_by_the_same_command(rlhf, smoke_store, tmp_path, there, at):
     out = tmp_path / "out"
     if there:
         out.mkdir()
     options = ["export", "--store", smoke_store, "--to", out]
-    done = subprocess.run([sys.executable, "-c", KILLED, *options], cwd=PROJECT, timeout=120)
+    done = subprocess.run([sys.executable, "-c", KILLED, *map(str, options), at], cwd=PROJECT, timeout=120)
     assert done.returncode == -signal.SIGTERM
     # Nobody takes half of it for a model.
-    assert not (out / "config.json").exists() and out.exists() == there
+    assert out.exists() == there and (at == "rename" or not (out / "config.json").exists())
     rlhf(*options)
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in out.iterdir()}
     assert not (out / ".export.part").exists()

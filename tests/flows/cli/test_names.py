@@ -16,6 +16,7 @@ from flows.recipe.reading import load_recipe
 from flows.running import naming
 from flows.running.naming import before
 from flows.running.session import Session
+from stages.store import runs
 from stages.store.artifacts import Store
 from stages.store.leases import host_scope, this_process
 
@@ -86,14 +87,23 @@ def test_a_command_may_wait_for_a_run_of_its_name_whose_process_cannot_be_seen(s
 
     def pause(seconds):
         looks.append(seconds)
-        if len(looks) == 3:
+        if len(looks) == 4:
             silent = now - datetime.timedelta(minutes=11)
             place.write_json(record | {"process": process, "saved": silent.isoformat()}, "runs", "k1", "run.json")
 
+    head, asked = runs.head, []
+
+    def away_once(*place):
+        asked.append(place)
+        if len(asked) == 1:
+            raise ConnectionResetError("reset by peer")
+        return head(*place)
+
+    monkeypatch.setattr(runs, "head", away_once)
     monkeypatch.setattr(naming.time, "sleep", pause)
     monkeypatch.setattr(naming, "TELL_SECONDS", 2 * naming.LOOK_SECONDS)
     naming.wait_until_ended(place, "k1", told.append)
-    assert len(looks) == 3 and len(told) == 2
+    assert len(looks) == 4 and len(told) == 2
     assert re.search(r"k1 is running \(process \d+ on .*: waiting until .*no sign of life for 10 minutes", told[0])
     assert before(place, recipe, "k1")["name"] == "k1"
     naming.wait_until_ended(place, "free", told.append)

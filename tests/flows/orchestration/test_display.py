@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from httpx import ReadError
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.graph.build import nodes_of
@@ -64,6 +65,23 @@ def test_of_what_waits_under_one_name_the_latest_alone_is_shown():
 
 def assert_(true: bool) -> None:
     assert true
+
+
+def test_a_connection_that_is_dropped_once_costs_nothing_that_is_shown(monkeypatch):
+    monkeypatch.setattr(display_module, "FIRST_PAUSE_SECONDS", 0.0)
+    made: list[str] = []
+
+    def show(name: str) -> None:
+        made.append(name)
+        if made == ["evaluation"]:
+            raise ReadError("reset by peer")
+
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+        display = Display()
+        for name in ("evaluation", "gate", "report"):
+            display.put(name, lambda client, name=name: show(name))
+        display.finish(60)
+    assert made == ["evaluation", "evaluation", "gate", "report"]
 
 
 def test_after_a_call_that_was_not_answered_there_is_none_for_a_while(monkeypatch, caplog):

@@ -56,19 +56,30 @@ def test_packed_gradient_equals_the_sum_of_unshared_gradients():
         np.testing.assert_allclose(left, right, atol=2e-5)
 
 
-def test_a_score_does_not_depend_on_its_neighbours():
-    params = scalar_head_params(CONFIG, PARAMS, jax.random.normal(jax.random.key(0), (CONFIG.hidden_size,)))
+@pytest.fixture(scope="module")
+def params():
+    return scalar_head_params(CONFIG, PARAMS, jax.random.normal(jax.random.key(0), (CONFIG.hidden_size,)))
+
+
+def packed_scores(params, chosen: list[Group]) -> dict[int, np.ndarray]:
+    (batch,) = micro_batches(chosen, layout=Layout(256, 4), completion_tokens=8)
+    found = np.asarray(scores(scalar_graph(CONFIG), params, batch.arrays(), Compute()))
+    return {int(i): found[s] for s, i in enumerate(batch.ids_C) if i >= 0}
+
+
+def test_a_score_does_not_depend_on_its_neighbours(params):
     groups = ragged_groups(2)
-
-    def score(chosen):
-        (batch,) = micro_batches(chosen, layout=Layout(256, 4), completion_tokens=8)
-        found = np.asarray(scores(scalar_graph(CONFIG), params, batch.arrays(), Compute()))
-        return {int(i): found[s] for s, i in enumerate(batch.ids_C) if i >= 0}
-
-    together, alone = score(groups), score([groups[3]])
+    together, alone = packed_scores(params, groups), packed_scores(params, [groups[3]])
     assert alone.keys() <= together.keys()
     for number, value in alone.items():
         np.testing.assert_allclose(value, together[number], atol=1e-5)
+
+
+def test_a_completion_without_tokens_is_scored_at_the_end_of_its_prompt(params):
+    prompt = [5, 6, 7]
+    alone = packed_scores(params, [Group(prompt, [[], [1]], [0, 1])])[0]
+    for before in ([9, 8], [20, 21, 22]):
+        assert packed_scores(params, [Group(prompt, [before, []], [0, 1])])[1] == pytest.approx(alone, abs=1e-5)
 
 
 def test_no_completion_is_lost_or_doubled_and_padding_is_masked():

@@ -224,7 +224,8 @@ def score(
     size = math.gcd(len(next_C), SCORED)
     blocks = hidden[0].reshape(-1, size, hidden.shape[-1]), next_C.reshape(-1, size)
     logps, ids, best = jax.lax.map(of_block, blocks)
-    return insert(cache, new, chunk.entries), logps.reshape(-1), ids.reshape(-1, top), best.reshape(-1, top)
+    shape = len(next_C), top
+    return insert(cache, new, chunk.entries), logps.reshape(-1), ids.reshape(shape), best.reshape(shape)
 
 
 @functools.partial(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -82,3 +83,5 @@ class Weights:
     def drop(self) -> None:
         """Gives them up, for memory."""
         self._now = None
+        # What lays them out leaves a cycle of references behind (flax's flattening), which holds the arrays.
+        gc.collect()

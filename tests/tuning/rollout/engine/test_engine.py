@@ -1,5 +1,8 @@
 """The engine: equal to the trainer (R14), independent of neighbours (R15), recorded whole (R3)."""
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,3 +69,24 @@ def test_greedy_is_the_argmax_of_the_trainers_forward():
         whole = [*prompt, *completion.tokens]
         predicted = next_tokens(jnp.asarray([whole + [0] * (32 - len(whole))]))
         assert predicted[len(prompt) - 1 : len(whole) - 1].tolist() == completion.tokens
+
+
+def test_a_prompt_is_scored_without_the_most_probable_tokens_too():
+    engine = Engine(CONFIG, limits=Limits(slots=2))
+    engine.load(PARAMS)
+    found = engine.score(PROMPTS[3])
+    np.testing.assert_allclose(found.logps, trainer_logps(PROMPTS[3][:1], PROMPTS[3][1:]), atol=1e-5)
+
+
+def test_weights_that_were_given_up_are_gone_at_once():
+    engine = Engine(CONFIG, limits=Limits(slots=2))
+    gc.collect()
+    gc.disable()
+    try:
+        engine.load(PARAMS)
+        laid_out = [weakref.ref(x) for x in jax.tree.leaves(engine.weights.now[1])]
+        engine.weights.drop()
+        shared = {id(x) for x in jax.tree.leaves(PARAMS)}
+        assert [ref for ref in laid_out if ref() is not None and id(ref()) not in shared] == []
+    finally:
+        gc.enable()
