@@ -118,7 +118,9 @@ def _show(answer: dict[str, Any]) -> None:
 
 def _divided(shape: dict[str, Any]) -> str:
     if "slots" in shape:
-        return f"{shape['slots']} slots of {shape['capacity']}"
+        what = "sequences" if shape["cache"] == "paged" else "slots"
+        where = " in pages" if shape["cache"] == "paged" else ""
+        return f"{shape['slots']} {what} of {shape['capacity']}{where}"
     return f"{shape['micro_batches']} x {shape['rows']} rows of {shape['row_tokens']}"
 
 

@@ -223,7 +223,10 @@ def _rollout(run: Run, config: Any, machine: Machine) -> Iterator[tuple[str, Ask
     if config.engine.kind == "native":
         asked = _sampled(run, config, machine, config.prompts * config.completions, config.max_tokens)
         engine = config.engine
-        yield "rollout", dataclasses.replace(asked, kv=engine.kv_cache_dtype, quantization=engine.quantization)
+        yield (
+            "rollout",
+            dataclasses.replace(asked, kv=engine.kv_cache_dtype, cache=engine.cache, quantization=engine.quantization),
+        )
 
 
 def _sampled(run: Run, config: Any, machine: Machine, samples: int, tokens: int) -> Sampled:

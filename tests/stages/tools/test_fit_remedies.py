@@ -68,3 +68,10 @@ def test_adapters_of_policy_and_critic_are_over_two_frozen_bases_and_one_merged_
     policy, critic = (figures_of(ppo.ask("rl.update", name, on), on).parts for name in ("update", "update (critic)"))
     assert {"frozen base", "critic's frozen base", "merged policy"} <= policy.keys()
     assert {"frozen base", "policy's frozen base", "merged policy"} <= critic.keys() and "policy" not in critic
+
+
+def test_the_engines_settings_reach_what_is_asked():
+    engine = {"kv_cache_dtype": "int8", "quantization": "int8", "cache": "slots"}
+    rollout = {"prompts": 8, "completions": 4, "max_tokens": 32, "engine": engine}
+    asked = run(**{"rl.rollout": rollout}).ask("rl.rollout", "rollout", machine("v5e-4"))
+    assert (asked.kv, asked.quantization, asked.cache) == ("int8", "int8", "slots")

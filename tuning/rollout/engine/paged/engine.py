@@ -160,14 +160,11 @@ class PagedEngine(Engine):
 
     def _shape(self, seats: list[Seat]) -> tuple[int, int]:
         """Rows of a batch and pages of its table, from two short ladders."""
-        most, rows = self._seats.most_seats, FEWEST_ROWS
-        while rows < min(most, len(seats)):
-            rows *= ROW_STEP
         width = self._seats.table_width
         longest = max(len(seat.pages) for seat in seats)
         while self._kernel is None and width // 2 >= max(longest, FEWEST_PAGES):
             width = width // 2
-        return min(rows, max(most, len(seats))), width
+        return rows_of(len(seats), self._seats.most_seats), width
 
     def _table(self, seats: list[Seat], count: int, width: int) -> np.ndarray:
         table = np.zeros((count, width), np.int32)
@@ -188,6 +185,14 @@ class PagedEngine(Engine):
     def _paged_options(self) -> dict[str, Any]:
         mesh = self._place if isinstance(self._place, Mesh) and self._kernel else None
         return {"dtype": self._dtype, "kernel": self._kernel, "mesh": mesh}
+
+
+def rows_of(sequences: int, most: int) -> int:
+    """Rows of a batch of so many sequences, in an engine of `most` seats."""
+    rows = FEWEST_ROWS
+    while rows < min(most, sequences):
+        rows *= ROW_STEP
+    return min(rows, max(most, sequences))
 
 
 def runs_paged(cache: str, config: Any, dtype: str, kv_cache_dtype: str, parts: int) -> bool:

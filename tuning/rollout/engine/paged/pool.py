@@ -101,7 +101,7 @@ class PagedPool(Pool):
     @property
     def size(self) -> str:
         """The most sequences, and tokens and bytes of all, in words."""
-        count = self._wanted()
+        count = self.wanted
         held = count * self._page_bytes / 2**20
         return f"up to {self._most_seats} sequences in {count - 1} pages of {self._size} tokens, {held:,.1f} MiB"
 
@@ -124,6 +124,11 @@ class PagedPool(Pool):
     def most_seats(self) -> int:
         """Sequences of a batch, at most."""
         return self._most_seats
+
+    @property
+    def wanted(self) -> int:
+        """Pages that are made: for all seats at the longest context, or what memory allows."""
+        return 1 + min(self._affordable_pages, self._most_seats * self.table_width)
 
     def leave(self, slot: Slot, keep: bool = True) -> Run:
         """Ends the run of a seat, which is given up. Its pages stay known by their blocks."""
@@ -269,12 +274,8 @@ class PagedPool(Pool):
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self._size)
 
-    def _wanted(self) -> int:
-        """Pages that are made: for all seats at the longest context, or what memory allows."""
-        return 1 + min(self._affordable_pages, self._most_seats * self.table_width)
-
     def _make_pages(self) -> None:
-        count = self._wanted()
+        count = self.wanted
         if self.arrays is not None and count <= self._pages.count:
             return
         # The old ones first: memory need not hold both.
