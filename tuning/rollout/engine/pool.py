@@ -167,7 +167,7 @@ class Pool:
             self.check(request)
         longest = max((r.total_tokens for r in requests), default=0)
         if not self._limits.context and longest > self._context:
-            self._context = min(bucket(longest, 64), self.widest)
+            self._context = self._bucket(longest)
 
     def admit(self, waiting: Sequence[Run]) -> list[Run]:
         """Seats as many waiting runs as there are slots for, in order, and returns them. Slots are resized for them."""
@@ -249,7 +249,8 @@ class Pool:
 
     def capacity_for(self, tokens: int) -> int:
         """The smallest capacity of a slot that holds so many tokens."""
-        return next(s for s in self._capacities(max(self._context, tokens)) if s >= tokens)
+        longest = max(self._context, self._bucket(tokens) if tokens > self._context else 0)
+        return next(s for s in self._capacities(longest) if s >= tokens)
 
     def scratch(self, tokens: int) -> list[kv_cache.Stack]:
         """An empty cache of one slot beside those of the pool."""
@@ -275,6 +276,10 @@ class Pool:
 
     def _slot_bytes(self, context: int) -> int:
         return kv_cache.token_bytes(self._config, self._kv) * self._capacities(context)[-1]
+
+    def _bucket(self, tokens: int) -> int:
+        """The context that is made for so many tokens: few lengths mean few programs."""
+        return min(bucket(tokens, 64), self.widest)
 
     def _affordable_slots(self, context: int) -> int:
         return int(min(self._limits.slots, self._limits.cache_bytes // self._slot_bytes(context)))

@@ -78,6 +78,14 @@ def test_a_prompt_is_scored_without_the_most_probable_tokens_too():
     np.testing.assert_allclose(found.logps, trainer_logps(PROMPTS[3][:1], PROMPTS[3][1:]), atol=1e-5)
 
 
+def test_prompts_of_many_lengths_are_scored_by_few_programs():
+    engine = Engine(CONFIG, limits=Limits(slots=2, chunks=(64,), steps=16))
+    engine.load(PARAMS)
+    for length in (100, 120, 130, 150, 160, 180):
+        engine.score([1] * length)
+    assert len(engine.programs) == 2
+
+
 def test_weights_that_were_given_up_are_gone_at_once():
     engine = Engine(CONFIG, limits=Limits(slots=2))
     gc.collect()
