@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,12 +86,13 @@ def run(ctx: Context) -> dict[str, Any]:
     config: Config = ctx.config
     parts, plan, folder = _planned(ctx)
     receipts = _run_blocks(ctx, config, parts, plan, folder)
-    pieces = merge.Pieces(folder, {name: receipt["outputs"] for name, receipt in receipts.items()}, plan.shards)
+    outputs = {name: receipt["outputs"] for name, receipt in receipts.items()}
+    pieces = merge.gathered(folder, outputs, plan.shards, ctx.work / "gathered", config.workers)
     taken = extracted.together(receipts.values())
     for warning in extracted.warnings(taken):
         ctx.log(f"{warning}")
     read = sum(receipt["records"] for receipt in receipts.values())
-    dead = _write_dead(ctx, config, pieces, receipts.values(), read)
+    dead = _write_dead(ctx, config, pieces, receipts, read)
 
     fates = merge.fates(pieces, config.near_duplicates)
     if fates.clash:
@@ -216,7 +217,7 @@ def _contamination(ctx: Context, config: Config, scratch: str) -> tuple[str, tup
 
 def _run_blocks(ctx: Context, config: Config, parts: list[Part], plan: Plan, folder: str) -> dict[str, dict[str, Any]]:
     """Makes the pieces that are missing; returns the receipts of all blocks by name, in order."""
-    from tuning.data import files, pipeline
+    from tuning.data import pipeline
 
     todo, done = pipeline.finished(parts, pipeline.receipts(folder))
     if done:
@@ -234,22 +235,21 @@ def _run_blocks(ctx: Context, config: Config, parts: list[Part], plan: Plan, fol
     if missing:
         raise PrepareError(f"{len(missing)} of {len(parts)} parts have no receipt, as of {missing[0].url}: run again")
     ctx.progress(len(blocks), len(blocks), "block")
-    if "://" in folder:
-        files.download(folder, str(ctx.work / "pieces"))
     return {name: receipts[name] for name in sorted(blocks)}
 
 
-def _write_dead(ctx: Context, config: Config, pieces: Pieces, receipts: Collection[Receipt], read: int) -> int:
+def _write_dead(ctx: Context, config: Config, pieces: Pieces, receipts: Mapping[str, Receipt], read: int) -> int:
     """Write the dead letters; raises PrepareError where they are more than the settings allow."""
     from tuning.data.schema import DEAD, write_parquet
 
-    dead = write_parquet(ctx.out / "dead" / "dead.parquet", pieces.dead(), DEAD)
+    of_dead = pieces.dead([name for name, receipt in receipts.items() if receipt["dead"]])
+    dead = write_parquet(ctx.out / "dead" / "dead.parquet", of_dead, DEAD)
     limit = config.max_dead_records
     if dead > config.max_dead_fraction * read or (limit is not None and dead > limit):
         kept = ctx.work / "dead.parquet"
         # The output folder is emptied by the next try, the work folder is not.
         shutil.copyfile(ctx.out / "dead" / "dead.parquet", kept)
-        reasons = [reason for receipt in receipts for reason in receipt["reasons"]][:3]
+        reasons = [reason for receipt in receipts.values() for reason in receipt["reasons"]][:3]
         most = f", max_dead_records {limit}" if limit is not None else ""
         raise PrepareError(
             f"{dead} of {read} records of {', '.join(s.source for s in config.all_sources())} cannot be used "
@@ -273,7 +273,7 @@ def _write_outputs(out: Path, pieces: Pieces, config: Config, fates: Fates) -> d
     """Merge the pieces into the final files, a thread for each of the workers; returns the rows written by output."""
     from tuning.data import merge
 
-    more = [name for name in ("heldout_sft", "heldout_preference", "heldout_labelled") if name in pieces.outputs]
+    more = [name for name in ("heldout_sft", "heldout_preference", "heldout_labelled") if name in pieces.present]
     outputs = [*dict.fromkeys(config.splits), *more]
     # None: by id.
     seed = config.seed if config.order == "shuffled" else None

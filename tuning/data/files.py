@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import functools
 import hashlib
 import io
 import json
@@ -385,11 +384,3 @@ def upload(local: str, url: str) -> str:
     fs, path = filesystem(url)
     again(lambda: fs.put(local, path, recursive=True), url)
     return url
-
-
-def download(url: str, local: str) -> None:
-    """Fetch all files of a folder into a local one."""
-    fs, path = filesystem(url)
-    Path(local).mkdir(parents=True, exist_ok=True)
-    for name in again(lambda: fs.ls(path, detail=False), url):
-        again(functools.partial(fs.get_file, name, f"{local}/{name.rsplit('/', 1)[-1]}"), name)

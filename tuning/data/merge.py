@@ -1,16 +1,17 @@
 """Final files from the pieces of all blocks: duplicates are removed, fates are counted, shards are sorted.
 
-    pieces of block 0   | shard 0 | shard 1 | shard 2 |
-    pieces of block 1   | shard 0 | shard 1 | shard 2 |
-                             |         |         |
-    final files           part 0    part 1    part 2       each merged alone
+    pieces of shard 0   pieces of shard 1   pieces of shard 2       of all blocks (`tuning.data.gather`)
+             |                   |                   |
+          part 0              part 1              part 2            each merged alone
 
 Work proceeds shard by shard, on Arrow columns. Equal records and equal rows have equal keys, and a key determines its
-shard, so duplicates meet in one shard. Beside one shard, memory holds about 40 bytes for each record.
+shard, so duplicates meet in one shard. Beside one shard, memory holds about 40 bytes for each record, and 100 where
+near duplicates are looked for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,37 +22,43 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tuning.data.schema import DEAD, LEDGER, ORDER, SCHEMAS, ipc_batch, table_of, write_parquet
-from tuning.data.similar import PERMUTATIONS, near_duplicates
+from tuning.data.gather import file_of, gather, schema_of, tables
+from tuning.data.schema import DEAD, SCHEMAS, ipc_table, table_of, write_parquet
+from tuning.data.similar import PERMUTATIONS, band_keys, bands_of, near_duplicates
 
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """The pieces of finished blocks in a local folder, and the outputs of each block, in the order of records."""
+    """The pieces of finished blocks, by shard in a local folder."""
 
-    folder: str
-    blocks: Mapping[str, Sequence[str]]
+    folder: Path
     shards: int
+    blocks: str
+    """Folder or URL of the blocks' files."""
+    outputs: Mapping[str, Sequence[str]]
+    """Of each block, in the order of records."""
 
     def read(self, output: str, shard: int, columns: Sequence[str] | None = None) -> pa.Table:
         """All rows of a shard of `output` or of the ledger, in no particular order."""
-        schema = {**(LEDGER if output == "ledger" else {**SCHEMAS[output], **ORDER})}
-        names = [name for name, outputs in self.blocks.items() if output == "ledger" or output in outputs]
-        tables = [ipc_batch(Path(self.folder, f"{name}.{output}.arrow"), shard) for name in names]
-        table = pa.concat_tables(tables) if tables else table_of([], schema)
+        path = file_of(self.folder, output, shard)
+        table = ipc_table(path) if path.is_file() else table_of([], schema_of(output))
         return table.select(list(columns)) if columns is not None else table
 
-    def dead(self) -> Iterator[pa.Table]:
-        """Dead letters in the order of their records."""
-        for name in self.blocks:
-            path = Path(self.folder, f"{name}.dead.arrow")
-            if path.is_file():
-                yield ipc_batch(path, 0).select(list(DEAD))
+    def dead(self, blocks: Sequence[str]) -> Iterator[pa.Table]:
+        """Dead letters of blocks that have some."""
+        for table in tables(self.blocks, [f"{name}.dead.arrow" for name in blocks]):
+            yield table.select(list(DEAD))
 
     @property
-    def outputs(self) -> set[str]:
+    def present(self) -> set[str]:
         """The outputs that any block has."""
-        return {output for outputs in self.blocks.values() for output in outputs}
+        return {output for outputs in self.outputs.values() for output in outputs}
+
+
+def gathered(folder: str, blocks: Mapping[str, Sequence[str]], shards: int, into: Path, threads: int = 1) -> Pieces:
+    """The pieces of blocks, brought together by shard in `into`; arguments and errors as of `gather`."""
+    gather(folder, blocks, shards, into, threads)
+    return Pieces(into, shards, folder, blocks)
 
 
 @dataclasses.dataclass
@@ -148,17 +155,32 @@ def _counted(lists: pa.ChunkedArray) -> dict[str, int]:
 
 
 def _similar(pieces: Pieces, threshold: float) -> pa.Array:
-    """Contents to leave out. Among similar records a held-out one stays, else the first in the sources."""
-    signatures, ranks, keys = [], [], []
-    for shard in range(pieces.shards):
-        ledger, _ = unique(pieces.read("ledger", shard, ["key", "position", "fate", "heldout", "rows", "signature"]))
-        live = ledger.filter(pc.equal(ledger["fate"], ""))
-        data = b"".join(live["signature"].to_pylist())
-        signatures.append(np.frombuffer(data, np.uint32).reshape(len(live), PERMUTATIONS))
-        # The smallest rank stays: every held-out record ranks before every other.
-        ranks.append(live["position"].to_numpy() + np.where(live["heldout"].to_numpy(), 0, 1 << 62))
-        keys += live["key"].chunks
-    gone = near_duplicates(np.concatenate(signatures), np.concatenate(ranks), threshold)
+    """Contents to leave out. Among similar records a held-out one stays, else the first in the sources.
+
+    Signatures and the keys of their bands are on disk, and mapped.
+    """
+    ranks, keys = [np.zeros(0, np.int64)], list[pa.Array]()
+    paths = [pieces.folder / f"band-{band:03d}" for band in range(bands_of(threshold)[0])]
+    with contextlib.ExitStack() as stack:
+        of_signatures, *of_bands = (stack.enter_context(p.open("wb")) for p in (pieces.folder / "signatures", *paths))
+        for shard in range(pieces.shards):
+            names = ["key", "position", "fate", "heldout", "rows", "signature"]
+            live, _ = unique(pieces.read("ledger", shard, names))
+            live = live.filter(pc.equal(live["fate"], ""))
+            data = b"".join(live["signature"].to_pylist())
+            signatures = np.frombuffer(data, np.uint32).reshape(len(live), PERMUTATIONS)
+            of_signatures.write(data)
+            for file, values in zip(of_bands, band_keys(signatures, threshold), strict=True):
+                values.tofile(file)
+            # The smallest rank stays: every held-out record ranks before every other.
+            ranks.append(live["position"].to_numpy() + np.where(live["heldout"].to_numpy(), 0, 1 << 62))
+            keys += live["key"].chunks
+    rank = np.concatenate(ranks)
+    if not len(rank):
+        # An empty file cannot be mapped.
+        return pa.array([], pa.string())
+    mapped = np.memmap(pieces.folder / "signatures", np.uint32, "r", shape=(len(rank), PERMUTATIONS))
+    gone = near_duplicates(mapped, rank, threshold, [np.memmap(path, np.uint64, "r") for path in paths])
     return pa.chunked_array(keys, pa.string()).take(pa.array(gone)).combine_chunks()
 
 

@@ -27,6 +27,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ from tuning.data.steps import STEPS, wanted_steps
 # Limits the number of Python objects where records are much smaller than a block.
 BLOCK_RECORDS = 8192
 RECEIPT = ".json"
+READERS = 32
+"""Receipts that are asked for at a time where each is a request over a network."""
 
 
 class BlockCoder(beam.coders.Coder):
@@ -131,9 +134,8 @@ class Write(beam.DoFn):
         sums |= self.put(block, "ledger", [_fate(entry) for entry in block.entries], LEDGER)
         block.dead.sort(key=lambda letter: letter["position"])
         if block.dead:
-            columns = {**DEAD, "position": pa.int64()}
-            data = ipc_bytes([table_of(block.dead, columns)], columns)
-            sums |= self.publish(f"{block.name}.dead.arrow", data)
+            table = table_of(block.dead, {**DEAD, "position": pa.int64()})
+            sums |= self.publish(f"{block.name}.dead.arrow", table)
         receipt = {
             "part": name_of(block.part),
             "last": block.last,
@@ -153,15 +155,13 @@ class Write(beam.DoFn):
     def put(
         self, block: Block, output: str, rows: list[dict[str, Any]], columns: dict[str, pa.DataType]
     ) -> dict[str, str]:
-        """One file of rows, with a record batch for each shard; its checksum by its name."""
-        shards: list[list[dict[str, Any]]] = [[] for _ in range(self.shards)]
-        for row in rows:
-            shards[shard_of(row["key"], self.shards)].append(row)
-        data = ipc_bytes([table_of(shard, columns) for shard in shards], columns)
-        return self.publish(f"{block.name}.{output}.arrow", data)
+        """One file of rows with their shards; its checksum by its name."""
+        placed = (row | {"shard": shard_of(row["key"], self.shards)} for row in rows)
+        return self.publish(f"{block.name}.{output}.arrow", table_of(list(placed), columns))
 
-    def publish(self, name: str, data: bytes) -> dict[str, str]:
+    def publish(self, name: str, table: pa.Table) -> dict[str, str]:
         """Writes a piece; its checksum by its name."""
+        data = ipc_bytes(table)
         publish(f"{self.folder}/{name}", data)
         return {name: hashlib.sha256(data).hexdigest()}
 
@@ -218,7 +218,8 @@ def receipts(folder: str, check: bool = True) -> dict[str, dict[str, Any]]:
     if type_of(fs, path, folder) is None:
         return {}
     names = sorted(n for n in again(lambda: fs.ls(path, detail=False), folder) if n.endswith(RECEIPT))
-    texts = [again(functools.partial(fs.cat_file, name), name) for name in names]
+    with ThreadPoolExecutor(READERS if "://" in folder else 1) as pool:
+        texts = list(pool.map(lambda name: again(functools.partial(fs.cat_file, name), name), names))
     found = {}
     for name, text in zip(names, texts, strict=True):
         receipt = _receipt(text)

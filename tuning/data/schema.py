@@ -96,8 +96,9 @@ DEAD: dict[str, pa.DataType] = {
 }
 """Columns of the dead letters."""
 
-ORDER = {"key": pa.string(), "position": pa.int64()}
-"""Columns of pieces that outputs do not have: the key of equal rows, and the record's place in all sources."""
+ORDER = {"key": pa.string(), "position": pa.int64(), "shard": pa.int32()}
+"""Columns of pieces that outputs do not have: the key of equal rows, the record's place in all sources, and the shard,
+which follows from the key."""
 
 LEDGER: dict[str, pa.DataType] = {
     "id": pa.string(),
@@ -154,19 +155,15 @@ def _regroup(tables: Iterable[pa.Table], size: int) -> Iterator[pa.Table]:
         yield pa.concat_tables(pending).combine_chunks()
 
 
-def ipc_bytes(batches: Sequence[pa.Table], columns: Mapping[str, pa.DataType]) -> bytes:
-    """An Arrow file with one record batch for each table, empty ones included."""
-    schema = pa.schema(list(columns.items()))
+def ipc_bytes(table: pa.Table) -> bytes:
+    """An Arrow file of the table."""
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
-        for table in batches:
-            # Batch numbers are shard numbers, so an empty shard needs a batch too.
-            batch = table.combine_chunks().to_batches()
-            writer.write_batch(batch[0] if batch else pa.RecordBatch.from_pylist([], schema=schema))
+    with pa.ipc.new_file(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
+        writer.write_table(table)
     return bytes(sink.getvalue())
 
 
-def ipc_batch(path: Path, number: int) -> pa.Table:
-    """Record batch `number` of a local file of `ipc_bytes`; the others are not read."""
-    with pa.memory_map(str(path)) as file:
-        return pa.Table.from_batches([pa.ipc.open_file(file).get_batch(number)])
+def ipc_table(file: Path | bytes) -> pa.Table:
+    """The table of an Arrow file, local or in memory."""
+    with pa.memory_map(str(file)) if isinstance(file, Path) else pa.BufferReader(file) as source:
+        return pa.ipc.open_file(source).read_all()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -25,6 +25,7 @@ _WORD = re.compile(r"\w+")
 _PRIME = np.uint64(0x100000001B3)
 # In buckets up to this size all pairs are compared; in larger ones each record with the first and with the one before.
 _ALL_PAIRS = 16
+_PAIRS_AT_A_TIME = 1 << 14
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -101,14 +102,30 @@ def bands_of(threshold: float) -> tuple[int, int]:
     return next((b, r) for b, r in shapes if 1 - (1 - threshold**r) ** b >= MIN_RECALL)
 
 
-def near_duplicates(signatures_NP: np.ndarray, rank_N: np.ndarray, threshold: float) -> np.ndarray:
+def band_keys(signatures_NP: np.ndarray, threshold: float) -> np.ndarray:
+    """Hashes [bands, N] uint64 of each band of signatures [N, P]; `bands_of` chooses the bands."""
+    bands, rows = bands_of(threshold)
+    keys = np.zeros((bands, len(signatures_NP)), np.uint64)
+    for column in range(bands * rows):
+        band = column // rows
+        keys[band] = keys[band] * _PRIME + signatures_NP[:, column].astype(np.uint64)
+    return keys
+
+
+def near_duplicates(
+    signatures_NP: np.ndarray, rank_N: np.ndarray, threshold: float, keys_BN: Sequence[np.ndarray] | None = None
+) -> np.ndarray:
     """Numbers of the records to leave out: all but the best-ranked of each set of linked records.
 
-    signatures_NP: [N, P] uint32. rank_N: [N], the smallest stays. Records that share a band are compared and linked if
-    their similarity is at least `threshold`. The result does not depend on the order of the rows.
+    Records that share a band are compared and linked if their similarity is at least `threshold`. The result does not
+    depend on the order of the rows. Beside the arguments it holds about 40 bytes a record: signatures and keys may be
+    mapped files.
+
+    Args:
+        signatures_NP: [N, P] uint32. rank_N: [N], the smallest stays.
+        keys_BN: `band_keys` of the signatures; computed where they are not given.
     """
-    count = len(rank_N)
-    parent = np.arange(count)
+    parent = np.arange(len(rank_N))
 
     def root(i: int) -> int:
         while parent[i] != i:
@@ -118,30 +135,39 @@ def near_duplicates(signatures_NP: np.ndarray, rank_N: np.ndarray, threshold: fl
         return i
 
     order_of = np.argsort(rank_N, kind="stable")
-    bands, rows = bands_of(threshold)
-    for band in range(bands):
-        keys = np.zeros(count, np.uint64)
-        for column in range(band * rows, (band + 1) * rows):
-            keys = keys * _PRIME + signatures_NP[:, column].astype(np.uint64)
+    for keys in band_keys(signatures_NP, threshold) if keys_BN is None else keys_BN:
         # By key, and by rank among equal keys.
         order = order_of[np.argsort(keys[order_of], kind="stable")]
         same = keys[order[1:]] == keys[order[:-1]]
         # Runs of equal keys: `same` 0 1 1 0 1 -> edges 1 3 4 5 -> buckets order[1:4] and order[4:6].
         edges = np.flatnonzero(np.diff(np.concatenate([[False], same, [False]]).astype(np.int8)))
-        for start, stop in zip(edges[::2], edges[1::2], strict=True):
-            bucket = order[start : stop + 1]
-            for a, b in _pairs(bucket):
+        for first, second in _pairs(order, edges[::2], edges[1::2] + 1):
+            # Most are linked by an earlier band.
+            apart = parent[first] != parent[second]
+            first, second = first[apart], second[apart]
+            near = np.mean(signatures_NP[first] == signatures_NP[second], axis=1) >= threshold
+            for a, b in zip(first[near].tolist(), second[near].tolist(), strict=True):
                 i, j = root(a), root(b)
-                if i != j and np.mean(signatures_NP[a] == signatures_NP[b]) >= threshold:
+                if i != j:
                     # The root of a set is its member of the smallest rank.
-                    first, second = (i, j) if rank_N[i] < rank_N[j] else (j, i)
-                    parent[second] = first
-    return np.flatnonzero(np.array([root(i) != i for i in range(count)], bool))
+                    best, other = (i, j) if rank_N[i] < rank_N[j] else (j, i)
+                    parent[other] = best
+    return np.flatnonzero(parent != np.arange(len(parent)))
 
 
-def _pairs(bucket: np.ndarray) -> Iterable[tuple[int, int]]:
-    """Pairs of a bucket to compare: all of a small one, a number linear in the size of a large one."""
-    if len(bucket) <= _ALL_PAIRS:
-        return ((int(a), int(b)) for i, b in enumerate(bucket) for a in bucket[:i])
-    near = ((int(a), int(b)) for a, b in zip(bucket[:-1], bucket[1:], strict=True))
-    return (pair for a, b in near for pair in ((a, b), (int(bucket[0]), b)))
+def _pairs(order: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Pairs to compare of buckets `order[start:stop]`, many at a time: all of a small bucket, a number linear in the
+    size of a large one."""
+    sizes = stops - starts
+    for size in range(2, _ALL_PAIRS + 1):
+        one, two = np.triu_indices(size, 1)
+        found = starts[sizes == size]
+        step = max(1, _PAIRS_AT_A_TIME // len(one))
+        for at in range(0, len(found), step):
+            members = order[found[at : at + step, None] + np.arange(size)]
+            yield members[:, one].reshape(-1), members[:, two].reshape(-1)
+    for start, stop in zip(starts[sizes > _ALL_PAIRS], stops[sizes > _ALL_PAIRS], strict=True):
+        for at in range(start + 1, stop, _PAIRS_AT_A_TIME):
+            later = order[at : min(at + _PAIRS_AT_A_TIME, stop)]
+            yield order[at - 1 : at - 1 + len(later)], later
+            yield np.full(len(later), order[start]), later

@@ -95,8 +95,8 @@ def prepared(plan, source, folder, local):
     receipts = pipeline.receipts(f"{folder}/pieces")
     todo, blocks = pipeline.finished(parts, receipts)
     assert not todo and sum(r["records"] for r in receipts.values()) == len(RECORDS)
-    files.download(f"{folder}/pieces", str(local))
-    read = merge.Pieces(str(local), {name: receipts[name]["outputs"] for name in blocks}, plan.shards)
+    outputs = {name: receipts[name]["outputs"] for name in blocks}
+    read = merge.gathered(f"{folder}/pieces", outputs, plan.shards, local)
     return {o: [merge.merged(read, o, s).drop_columns(["source", "record"]) for s in range(2)] for o in plan.splits}
 
 

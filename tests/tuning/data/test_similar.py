@@ -73,6 +73,22 @@ def test_similar_records_are_found_among_many_that_share_a_preamble():
     assert list(gone) == list(range(150, 200))
 
 
+@pytest.mark.parametrize("threshold", [0.5, 0.9])
+def test_what_is_left_out_is_what_comparing_all_pairs_leaves_out(threshold):
+    """Sets of 1 to 60 copies with some positions changed: the components of the graph of similar pairs."""
+    draw = np.random.default_rng(5)
+    rows = []
+    for size in [1] * 40 + [2] * 20 + [3, 5, 16, 17, 40, 60]:
+        base = draw.integers(0, 2**32, similar.PERMUTATIONS, dtype=np.uint32)
+        rows += [np.where(draw.random(similar.PERMUTATIONS) < 0.01, base + np.uint32(1), base) for _ in range(size)]
+    signatures = np.stack(rows)[draw.permutation(len(rows))]
+    rank = draw.permutation(len(rows)) * 3
+    near = (signatures[:, None] == signatures[None]).mean(axis=2) >= threshold
+    stays = [rank[i] == min(rank[near[i]]) for i in range(len(rows))]
+    gone = similar.near_duplicates(signatures, rank, threshold)
+    assert sorted(gone) == [i for i, best in enumerate(stays) if not best]
+
+
 def test_a_similarity_that_is_no_longer_found_is_refused():
     with pytest.raises(ValueError, match="near_duplicates is 0.1; expected a similarity from 0.3 to 1"):
         similar.bands_of(0.1)
