@@ -12,8 +12,10 @@ from tuning.rows import CompletionRow, VerdictRow
 READ = ("place", "sample", "token_ids", "stop")
 """What they need of a completion."""
 
+_OF_VERDICTS = ("score", "score_low", "score_high", "score_of_ended", "answered", "judges")
 _NAMES = (
-    *("score", "score_low", "score_high", "score_of_ended", "mean_length", "truncated", "answered", "judges"),
+    *_OF_VERDICTS,
+    *("mean_length", "truncated"),
     *("judge_failures", "not_applicable", "problems", "samples", "constant_answer", "constant_score", "levels"),
     *("statuses", "failed_episodes", "success", "success_guessed", "turns", "valid_turns", "calling", "failed_calls"),
     *("sampled_tokens", "observed_tokens", "code_can_reach"),
@@ -22,7 +24,12 @@ _NAMES = (
 
 def is_figure(name: str) -> bool:
     """Whether an evaluation may have a figure of this name, which no judge can have then."""
-    return name in _NAMES or re.fullmatch(r"(pass|maj)_at_\d+", name) is not None
+    return name in _NAMES or is_of_verdicts(name)
+
+
+def is_of_verdicts(name: str) -> bool:
+    """Whether a figure of this name follows from the verdicts; where none has a score there is none."""
+    return name in _OF_VERDICTS or re.fullmatch(r"(pass|maj)_at_\d+", name) is not None
 
 
 def figures(

@@ -105,6 +105,9 @@ class Told:
     """What has no score counts as the lowest: for what must be large."""
     high: Mapping[str, Any]
     """What has no score counts as the highest: for what must be small."""
+    low_of_both: Mapping[str, Any]
+    """As `low`, of the problems of which the other policy has a score too: for bounds that follow from its figures."""
+    high_of_both: Mapping[str, Any]
 
 
 def figure_of(metrics: Mapping[str, Any], name: str) -> float | None:
@@ -197,7 +200,8 @@ def _guard(
         shown = "none" if before is None else f"{before:.4g}"
         bounds.append((way, bound, f" ({way} {value:g} from {shown} of {config.against})"))
     for way, bound, of in bounds:
-        figure = figure_of(candidate.low if way == "fall" else candidate.high, name)
+        told = {"most": candidate.high, "fall": candidate.low_of_both}.get(way, candidate.high_of_both)
+        figure = figure_of(told, name)
         if figure is None or bound is None:
             whose = "" if figure is None else f" of {config.against}"
             yield Check(f"guards.{name}.{way}", figure, bound, False, _unknown(name, left_out, whose))

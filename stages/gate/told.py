@@ -3,7 +3,7 @@
 The policy gains nothing by what has none: its failed judgements, and those that do not apply to it though the other has
 a score of the problem, count as the lowest score that the judge has given to either (0 at most) where much is better,
 and as the highest (1 at least) where little is. What the judge failed on for the other is left out: it would lower the
-bars.
+bars. Problems of which the other has no score at all are left out of both where the two are compared.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
-from stages.common.figures import READ, figures
+from stages.common.figures import READ, figures, is_of_verdicts
 from stages.common.tables import read_table
 from stages.gate.decide import Told
 from stages.sampling.played import episodes_of, summary, turns_summary
@@ -60,7 +60,8 @@ class Evaluation:
             tools = bool((config.get("environment") or {}).get("tools"))
             found |= summary(episodes) | turns_summary(self._artifact.local("turns/"), tools, episodes)
         # Of all problems what is of them alone stays, such as levels.
-        return found if self.left_out else {**self._artifact.metrics, **found}
+        rest = {} if self.left_out else self._artifact.metrics
+        return {name: value for name, value in rest.items() if not is_of_verdicts(name)} | found
 
     def _counts(self, judge: str) -> dict[str, int]:
         rows = [row for row in self.verdicts if row.judge == judge]
@@ -79,19 +80,28 @@ def told(candidate: Evaluation, other: Evaluation | None) -> tuple[Told, Mapping
         if row.score is None and (row.failure is not None or (row.judge, row.place) in known)
     }
 
-    def counted(end: int) -> Mapping[str, Any]:
-        return candidate.figures({n: dataclasses.replace(row, score=ends[row.judge][end]) for n, row in lost.items()})
+    # They apply to neither.
+    alone = {
+        number: dataclasses.replace(row, score=None, failure=None)
+        for number, row in enumerate(candidate.verdicts)
+        if other is not None and (row.judge, row.place) not in known
+    }
 
-    low = counted(0)
-    high = counted(1) if lost else low
+    def counted(end: int, without: Mapping[int, VerdictRow]) -> Mapping[str, Any]:
+        worst = {n: dataclasses.replace(row, score=ends[row.judge][end]) for n, row in lost.items()}
+        return candidate.figures({**worst, **without})
+
+    low = counted(0, {})
+    high = counted(1, {}) if lost else low
+    of_both = (counted(0, alone), counted(1, alone)) if alone else (low, high)
     if other is None:
-        return Told(low, high), None
+        return Told(low, high, *of_both), None
     failed = {
         number: dataclasses.replace(row, failure=None)
         for number, row in enumerate(other.verdicts)
         if row.failure is not None
     }
-    return Told(low, high), other.figures(failed)
+    return Told(low, high, *of_both), other.figures(failed)
 
 
 def _ends(verdicts: Iterable[VerdictRow]) -> dict[str, tuple[float, float]]:

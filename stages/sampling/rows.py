@@ -57,6 +57,13 @@ def too_long(ctx: Context, prompts: Iterable[tuple[int, PromptRow]], max_tokens:
     return refused
 
 
+def context_of(prompt: int, completion: int) -> int:
+    """Tokens of a sequence of an engine whose longest prompt and completion have so many."""
+    from tuning.shapes import bucket
+
+    return bucket(prompt + completion, SHORTEST_CONTEXT)
+
+
 def room_of(ctx: Context, max_tokens: int) -> float:
     """Tokens that a prompt may have; infinite in an environment, where nobody knows the first observation yet."""
     if ctx.config.environment is not None:
@@ -96,8 +103,6 @@ class _Sampler:
     """Samples shards with one engine, which is opened for the first one that is missing."""
 
     def __init__(self, ctx: Context, draw: Draw, prompts: Sequence[PromptRow]):
-        from tuning.shapes import bucket
-
         self.ctx, self.draw = ctx, draw
         self.tokenizer = load_tokenizer(ctx, ctx.inputs["tokenizer"])
         self.eos = stop_ids(ctx, ctx.inputs["tokenizer"])
@@ -105,7 +110,7 @@ class _Sampler:
         # The engine has the size that all prompts need, not those of a shard: its size decides how a shard is
         # computed, so a shard has the same bits whichever shards an earlier try has left.
         longest = max((len(prompt.prompt_ids) for prompt in prompts), default=0)
-        self.context = bucket(longest + draw.max_tokens, SHORTEST_CONTEXT)
+        self.context = context_of(longest, draw.max_tokens)
         self.engine: Any = None
 
     def shard(self, prompts: Sequence[tuple[int, PromptRow]]) -> list[CompletionRow]:

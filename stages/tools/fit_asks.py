@@ -230,6 +230,7 @@ def _rollout(run: Run, config: Any, machine: Machine) -> Iterator[tuple[str, Ask
 
 
 def _sampled(run: Run, config: Any, machine: Machine, samples: int, tokens: int) -> Sampled:
+    from stages.sampling.rows import context_of
     from tuning.rollout.engine.placement import sampling_axes
     from tuning.target import compiling_for
 
@@ -237,7 +238,7 @@ def _sampled(run: Run, config: Any, machine: Machine, samples: int, tokens: int)
     with compiling_for(machine.kind.platform):
         replicas = sampling_axes(config.compute.mesh, machine.count).data
         device = machine.choices(config.compute.dtype)
-        limits = limits_of(config.compute, device, run.prompt + completion, int(replicas))
+        limits = limits_of(config.compute, device, context_of(run.prompt, completion), int(replicas))
     return Sampled(run.model, samples, run.prompt, completion, limits, config.compute, beside=run.trainer)
 
 

@@ -97,8 +97,8 @@ def least(engine: Engine, context: int, pages: bool) -> int:
 def in_slots(engine: Engine, context: int, samples: int) -> Cached:
     """With a slot for each sequence. Raises RefusedRequest where the limits allow none of `context` tokens."""
     model, kv, rolled = engine.model, engine.kv, engine.layout["rolled"]
-    pool = Pool(model, engine.limits, kv, engine.place, rolled=rolled)
-    slots, capacity = min(pool.most(context), samples), pool.capacity_for(context)
+    pool = Pool(model, dataclasses.replace(engine.limits, context=context), kv, engine.place, rolled=rolled)
+    slots, capacity = min(pool.most(context), pool.rows_for(samples)), pool.capacity_for(context)
     stacks = jax.eval_shape(lambda: slot_cache.make(model, slots, capacity, kv, rolled=rolled))
     size = bytes_of(stacks, cache_shardings(stacks, engine.mesh))
     return Cached(slots, capacity, size, size / (slots * capacity), over_slots(engine, slots, capacity))

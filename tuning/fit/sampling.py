@@ -82,7 +82,7 @@ def _sampling(asked: Sampled, machine: Machine) -> Figures:
     with_pages = runs_paged(asked.cache, asked.model, dtype, asked.kv, tensor)
     rolled = one and not with_pages and machine.kind.platform == "cpu" and products.suits(dtype) and has_compiler()
     layout = {"join": one, "rolled": rolled, "quantization": asked.quantization, "dtype": dtype}
-    context = min(asked.prompt + asked.completion, asked.model.max_positions)
+    context = min(asked.limits.context or asked.prompt + asked.completion, asked.model.max_positions)
     engine = Engine(asked.model, asked.limits, kv, dtype, mesh, layout)
     parts = {"sampling weights": weight_bytes(engine.weights(asked.model)[1], mesh)}
     others = of_others(asked.beside, abstract_mesh(asked.compute.mesh, machine.count), dtype)

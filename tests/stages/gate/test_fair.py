@@ -144,6 +144,27 @@ def test_what_a_judge_does_not_apply_to_passes_no_bound(lab, evaluated):
     assert "polite 0.01667 is below 0.9 (fall 0.1 from 1 of champion)" in found["reasons"]
 
 
+@pytest.mark.parametrize("lost", [(None, TIMEOUT), (None, None)], ids=["failed", "does not apply"])
+def test_a_bar_of_the_champion_is_held_to_the_problems_that_both_have_a_score_of(lab, evaluated, lost):
+    # Right on 54 of 60, of which its judge has lost six: 48 of 54. The new one is right on 47 of these.
+    old = evaluated("old", lambda i, s: (0.0, None), lambda i, s: lost if i < 6 else (float(i < 54), None))
+    new = evaluated("new", lambda i, s: (1.0, None), lambda i, s: (float(i < 53), None))
+    bounds = {"polite": {"fall": 0.01}}
+    found, _ = lab.decide(new, old, guards=bounds, floors={"polite": 0.88})
+    assert found["reasons"] == ["polite 0.8704 is below 0.8789 (fall 0.01 from 0.8889 of champion)"]
+    better = evaluated("better", lambda i, s: (1.0, None), lambda i, s: (float(i < 54), None))
+    assert lab.decide(better, old, guards=bounds)[0]["decision"] == "promoted"
+
+
+def test_a_champion_of_whose_answers_the_judge_has_no_score_sets_no_bar(lab, evaluated):
+    old = evaluated("old", lambda i, s: (None, TIMEOUT if i < 5 else None))
+    new = evaluated("new", lambda i, s: (0.0, None) if i < 5 else (None, None), lambda i, s: (1.0, None))
+    # Failures count as 0 in an evaluation's own figures.
+    assert old.metrics["score"] is not None
+    found, _ = lab.decide(new, old, metric="polite", guards={"score": {"fall": 0.01}})
+    assert found["decision"] == "refused" and any("score" in r and "no figure" in r for r in found["reasons"])
+
+
 def test_problems_that_are_not_compared_count_for_nobody(lab, evaluated):
     def fails(i, s):
         return (None, TIMEOUT) if i < 10 else (1.0, None)

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from stages.contract.registry import by_section
+from stages.sampling.rows import context_of
 from stages.tools.fit_asks import Lengths, Run
 from stages.tools.fit_remedies import _KINDS, _mesh, figures_of
 from tuning.axes import Axes
@@ -75,3 +76,10 @@ def test_the_engines_settings_reach_what_is_asked():
     rollout = {"prompts": 8, "completions": 4, "max_tokens": 32, "engine": engine}
     asked = run(**{"rl.rollout": rollout}).ask("rl.rollout", "rollout", machine("v5e-4"))
     assert (asked.kv, asked.quantization, asked.cache) == ("int8", "int8", "slots")
+
+
+def test_sequences_are_as_long_as_the_stage_has_them():
+    asked = run(**{"rl.rollout": {"prompts": 8, "completions": 4, "max_tokens": 100}}).ask(
+        "rl.rollout", "rollout", machine("v5e-4")
+    )
+    assert asked.limits.context == context_of(32, 100) == 192

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from stages.sampling.rows import context_of
 from tests.aot import sampling as aot
 from tests.aot.bounds import BOUNDS
 from tests.aot.cases import CASES
@@ -38,16 +39,19 @@ def asked(**values):
 
 @pytest.mark.parametrize("cache", ["slots", "paged"])
 @pytest.mark.parametrize("room", [2**30, 10 * page_bytes(MODEL, 64, "float32", None)])
-def test_an_engine_has_the_sequences_and_bytes_that_are_said(cache, room):
-    limits = dataclasses.replace(asked().limits, cache_bytes=room)
-    found = sampling(dataclasses.replace(asked(cache=cache), limits=limits), machine("cpu"))
+@pytest.mark.parametrize(("samples", "most"), [(64, 8), (5, 32)], ids=["many", "few"])
+def test_an_engine_has_the_sequences_and_bytes_that_are_said(cache, room, samples, most):
+    """Also where few samples leave some of its slots empty, and where a context is no power of two."""
+    context = context_of(64, 40)
+    limits = dataclasses.replace(asked().limits, cache_bytes=room, slots=most, context=context)
+    found = sampling(dataclasses.replace(asked(cache=cache), limits=limits, samples=samples), machine("cpu"))
     engine = engine_at(None, MODEL, "float32", limits, cache=cache)
     engine.load(random_params(MODEL, 0))
-    for i in range(8):
-        engine.submit(Request([1 + i] * 64, max_tokens=64, counter=i))
+    for i in range(samples):
+        engine.submit(Request([1 + i] * 64, max_tokens=40, counter=i))
     engine.step()
-    assert engine.slots_for(128) == found.shape["slots"]
     assert engine.cache_bytes == found.parts["cache"]
+    assert min(samples, engine.slots_for(context)) == min(samples, found.shape["slots"])
 
 
 def on_tpu(model, **values):

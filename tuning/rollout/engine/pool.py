@@ -113,6 +113,11 @@ class Pool:
         self._check_memory("a slot", context)
         return self._affordable_slots(context)
 
+    def rows_for(self, runs: int) -> int:
+        """Slots that are made for so many runs of the longest context."""
+        counts = self._row_counts()
+        return next((n for n in counts if n >= runs), counts[-1])
+
     def release(self, number: int) -> None:
         """Frees the slot that is kept for an ended request, if there is one."""
         for slot in self.slots:
@@ -183,7 +188,7 @@ class Pool:
         # Runs that go on in a kept slot are first in the queue, and need no further one.
         going_on = {s.kept for s in self.slots if s.kept is not None}
         own = sum(r.request.after in going_on for r in waiting)
-        rows = self._rows(self.taken + len(waiting) - own)
+        rows = self.rows_for(self.taken + len(waiting) - own)
         left = max((s.run.left for s in self.slots if s.run), default=0)
         if rows < len(self.slots) and self.taken and left <= WORTH_SHRINKING * self._limits.steps:
             rows = len(self.slots)
@@ -227,7 +232,7 @@ class Pool:
         """Makes slots for these requests if there are none yet, so that shapes are known. Raises RefusedRequest."""
         self.widen(requests)
         if not self.slots:
-            rows = self._rows(sum(r.samples for r in requests))
+            rows = self.rows_for(sum(r.samples for r in requests))
             self.resize(rows, max(len(r.prompt) for r in requests) + self._limits.steps)
 
     def release_followers(self) -> None:
@@ -299,10 +304,6 @@ class Pool:
         """
         most = self._affordable_slots(self._context)
         return [n for n in (1, *(2**i for i in range(2, most.bit_length()))) if n < most] + [most]
-
-    def _rows(self, runs: int) -> int:
-        counts = self._row_counts()
-        return next((n for n in counts if n >= runs), counts[-1])
 
     def _capacity(self, needed: int) -> int:
         return next(s for s in self._capacities(self._context) if s >= needed)
