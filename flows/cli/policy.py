@@ -30,13 +30,13 @@ from flows.recipe.reading import checked
 from flows.records import REFUSED, find_run
 from stages.serving.access import AccessError, keys_of
 from stages.serving.settings import Chat, ChatOptions, PolicyPlace, Serve, ServeOptions
-from stages.store.artifacts import Store
+from stages.store.artifacts import Artifact, Store
 from stages.worker import interpreter
 from tuning.atomic import whole_folder
 
 commands = group()
 
-HALF = ".export.part"
+HALF = ".export-{}.part"
 """In the target of an export, while it is copied."""
 
 
@@ -85,9 +85,9 @@ def export(
     if to is not None:
         target = Path(to)
         # One with half a copy is this command's own, which was killed.
-        if target.exists() and any(target.iterdir()) and not (target / HALF).exists():
+        if target.exists() and any(target.iterdir()) and not _half(target, artifact).exists():
             raise usage_error(f"{to} exists and is not empty")
-        _copy(folder, target)
+        _copy(folder, target, _half(target, artifact))
         folder = target
         note(
             Store(store), "export", run=record["name"], outcome=f"copied to {target.resolve()}", digest=artifact.digest
@@ -102,7 +102,12 @@ def export(
         raise typer.Exit(subprocess.call(interpreter.command("stages.tools.verify_export", str(folder))))
 
 
-def _copy(folder: Path, target: Path) -> None:
+def _half(target: Path, artifact: Artifact) -> Path:
+    """Where a copy into a folder that was there lies until it is whole; each policy has its own."""
+    return target / HALF.format(artifact.digest[:12])
+
+
+def _copy(folder: Path, target: Path, half: Path) -> None:
     """Copies an exported folder, whole or not at all: a kill leaves nothing that the same command stumbles over."""
     # Manifest and logs belong to the store, not to the model.
     ignore = shutil.ignore_patterns("manifest.json", "logs")
@@ -111,7 +116,6 @@ def _copy(folder: Path, target: Path) -> None:
             shutil.copytree(folder, partial, dirs_exist_ok=True, ignore=ignore)
         return
     # An empty folder that is there may be one that no rename replaces, such as a mount.
-    half = target / HALF
     shutil.rmtree(half, ignore_errors=True)
     shutil.copytree(folder, half, ignore=ignore)
     for path in list(half.iterdir()):

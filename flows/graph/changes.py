@@ -48,8 +48,7 @@ def reasons_of(
     found, others = _nearest(store, recipe, node, parts, entries)
     if found is None:
         ours = any(r["recipe"]["name"] == recipe and "digest" in e for r, e in entries)
-        # Of other recipes, or of other data, whose many differences say nothing.
-        never = "made before, with much else different" if others else "never made"
+        never = others or "never made"
         return ["changed; the artifact that would say what is gone" if ours else never, *begun], ""
     record, artifact = found
     # The run that made it, where it is still known: others have only read it.
@@ -68,11 +67,11 @@ def _first_line(error: str) -> str:
 
 def _nearest(
     store: Store, recipe: str, node: Node, parts: dict[str, Any], entries: Sequence[tuple[Record, Record]]
-) -> tuple[tuple[Record, Artifact] | None, bool]:
-    """The artifact, of those that runs made of this node, from which the fewest parts of the key differ; and whether
-    there are others, too far to say anything."""
+) -> tuple[tuple[Record, Artifact] | None, str]:
+    """The artifact, of those that runs made of this node, from which the fewest parts of the key differ; and what is
+    to say where there is none but others, whose many differences say nothing or which are gone."""
     keys: set[str] = set()
-    far = False
+    others = ""
     found: list[tuple[int, bool, int, Record, Artifact]] = []
     for age, (record, entry) in enumerate(entries):
         if "digest" not in entry or entry["key"] in keys or len(keys) == MOST_COMPARED:
@@ -86,9 +85,12 @@ def _nearest(
                 # Of equals the recipe's own, then the newest.
                 found.append((len(lines), other, age, record, artifact))
             else:
-                far = True
+                # Of other recipes, or of other data.
+                others = "made before, with much else different"
+        else:
+            others = others or "made before; the artifact that would say what is different is gone"
     best = min(found, key=lambda f: f[:3], default=None)
-    return best and best[3:], far
+    return best and best[3:], others
 
 
 def _is_of_data(line: str) -> bool:

@@ -1,7 +1,7 @@
 """Calls that show something in Prefect, in a thread of their own: a server that is slow or hangs costs a run nothing.
 
-Under one name the latest call alone is made. A call has `CALL_SECONDS` and no retries, and after one that the server
-has not answered there is none for `QUIET_SECONDS`.
+Under one name the latest call alone is made. A call has `CALL_SECONDS`; it is tried again where the server was busy or
+has dropped the connection. After one that the server has not answered at last there is none for `QUIET_SECONDS`.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Display:
                 retried(lambda: call(client), tries=TRIES, first_seconds=FIRST_PAUSE_SECONDS, passing=_may_succeed)
         except Exception as e:
             not_shown(e)
-            if isinstance(e, TimeoutException | ConnectError):
+            if isinstance(e, TransportError):
                 with self._changed:
                     self._quiet_until = time.monotonic() + QUIET_SECONDS
                     self._changed.notify_all()

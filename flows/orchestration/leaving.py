@@ -7,7 +7,6 @@ other runs too is not left like this.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import traceback
@@ -26,14 +25,26 @@ def leave(error: BaseException) -> NoReturn:
     """Ends the process as `error` does: at once where something was left unsent."""
     if not _unsent:
         raise error
-    status: object = error.code if isinstance(error, SystemExit) else 1
+    status = 1
+    try:
+        status = _told(error)
+        for stream in (sys.stdout, sys.stderr):
+            # None where it was closed before the process began.
+            if stream is not None:
+                stream.flush()
+    except OSError:
+        # A pipe that nobody reads any more.
+        pass
+    finally:
+        os._exit(status)
+
+
+def _told(error: BaseException) -> int:
+    """The exit status, as Python would give it; what it would print is printed."""
     if not isinstance(error, SystemExit):
         traceback.print_exception(error)
-    elif status is not None and not isinstance(status, int):
-        print(status, file=sys.stderr)
-        status = 1
-    for stream in (sys.stdout, sys.stderr):
-        # A pipe that nobody reads any more.
-        with contextlib.suppress(OSError):
-            stream.flush()
-    os._exit(status if isinstance(status, int) else 0)
+        return 1
+    if error.code is None or isinstance(error.code, int):
+        return error.code or 0
+    print(error.code, file=sys.stderr)
+    return 1

@@ -92,13 +92,14 @@ def in_comment(line: str) -> bool:
 
 
 def _is_heading(lines: list[str], number: int) -> bool:
-    """Whether the value of a line stands in those below it: the next one is indented deeper."""
+    """Whether the value of a line stands in those below it: the next one is indented deeper, or a list's."""
 
     def indent(line: str) -> int:
         return len(line) - len(line.lstrip())
 
     below = next((line for line in lines[number:] if line.strip() and not line.lstrip().startswith("#")), "")
-    return indent(below) > indent(lines[number - 1])
+    deeper = indent(below) - indent(lines[number - 1])
+    return deeper > 0 or (deeper == 0 and below.lstrip().startswith("- "))
 
 
 def short(text: str) -> str:

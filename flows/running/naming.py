@@ -16,7 +16,7 @@ from flows.recipe.migration import migrated
 from flows.recipe.model import Recipe, RecipeError
 from flows.records import SILENT_MINUTES, WHOLE, status_of
 from stages.store import runs
-from stages.store.artifacts import Store
+from stages.store.artifacts import ArtifactError, Store
 from stages.store.keys import differences, published
 from stages.store.leases import is_gone
 from tuning.retries import retried
@@ -75,10 +75,15 @@ def wait_until_ended(store: Store, name: str, told: Callable[[str], None]) -> No
     """
     _check(name)
     silent = TELL_SECONDS
+
+    def look() -> Any:
+        found = runs.head(store, name)
+        return found if found is not None and status_of(found, store) == "running" else None
+
     while True:
         # A store may be away for a moment in hours.
-        record = retried(lambda: runs.head(store, name), tries=LOOKS, first_seconds=LOOK_SECONDS)
-        if record is None or status_of(record, store) != "running":
+        record = retried(look, tries=LOOKS, first_seconds=LOOK_SECONDS, passing=_may_pass)
+        if record is None:
             return
         if silent >= TELL_SECONDS:
             unseen = is_gone(record["process"]) is None
@@ -89,6 +94,11 @@ def wait_until_ended(store: Store, name: str, told: Callable[[str], None]) -> No
             silent = 0.0
         time.sleep(LOOK_SECONDS)
         silent += LOOK_SECONDS
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether another look may succeed; a record that cannot be read stays so."""
+    return not isinstance(error, ArtifactError)
 
 
 def _check(name: str) -> None:

@@ -353,9 +353,12 @@ def main() -> None:
             gathered = False
             gang = gang or gather(events)
             gathered = True
-            made = run_request(request, memory, events, gang)
-            with contextlib.suppress(OSError):
-                sys.stdout.flush()
+            try:
+                made = run_request(request, memory, events, gang)
+            finally:
+                # Before the flow learns of it: it may end this process at once.
+                with contextlib.suppress(OSError):
+                    sys.stdout.flush()
             events.send(Done(made))
         except loaded.CodeDiffers as e:
             changed = True

@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.flows.prefect_server import PROJECT
+from tests.support import write_files
 
 
 def test_export_shows_and_copies_a_folder_that_others_can_load(rlhf, smoke_store, tmp_path):
@@ -62,7 +63,14 @@ def test_a_copy_that_is_killed_is_made_by_the_same_command(rlhf, smoke_store, tm
     assert out.exists() == there and (at == "rename" or not (out / "config.json").exists())
     rlhf(*options)
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in out.iterdir()}
-    assert not (out / ".export.part").exists()
+    assert not list(out.glob(".export*"))
+
+
+def test_a_folder_with_half_a_copy_of_another_policy_is_refused(rlhf, smoke_store, tmp_path):
+    out = write_files(tmp_path / "out", **{"model.safetensors": "another"})
+    (out / ".export-0123456789ab.part").mkdir()
+    done = rlhf("export", "--store", smoke_store, "--to", out, code=2)
+    assert "exists and is not empty" in done.stderr and (out / "model.safetensors").read_text() == "another"
 
 
 def test_an_export_names_everything_that_it_was_made_from(rlhf, smoke_store, record):

@@ -6,6 +6,7 @@ import datetime
 import re
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -17,7 +18,7 @@ from flows.running import naming
 from flows.running.naming import before
 from flows.running.session import Session
 from stages.store import runs
-from stages.store.artifacts import Store
+from stages.store.artifacts import ArtifactError, Store
 from stages.store.leases import host_scope, this_process
 
 
@@ -87,7 +88,7 @@ def test_a_command_may_wait_for_a_run_of_its_name_whose_process_cannot_be_seen(s
 
     def pause(seconds):
         looks.append(seconds)
-        if len(looks) == 4:
+        if len(looks) == 5:
             silent = now - datetime.timedelta(minutes=11)
             place.write_json(record | {"process": process, "saved": silent.isoformat()}, "runs", "k1", "run.json")
 
@@ -100,14 +101,30 @@ def test_a_command_may_wait_for_a_run_of_its_name_whose_process_cannot_be_seen(s
         return head(*place)
 
     monkeypatch.setattr(runs, "head", away_once)
+    status, told_of = naming.status_of, []
+
+    def status_away_once(record, store):
+        told_of.append(record["name"])
+        if len(told_of) == 2:
+            raise ConnectionResetError("reset by peer")
+        return status(record, store)
+
+    monkeypatch.setattr(naming, "status_of", status_away_once)
     monkeypatch.setattr(naming.time, "sleep", pause)
     monkeypatch.setattr(naming, "TELL_SECONDS", 2 * naming.LOOK_SECONDS)
     naming.wait_until_ended(place, "k1", told.append)
-    assert len(looks) == 4 and len(told) == 2
+    assert len(looks) == 5 and len(told) == 2
     assert re.search(r"k1 is running \(process \d+ on .*: waiting until .*no sign of life for 10 minutes", told[0])
     assert before(place, recipe, "k1")["name"] == "k1"
     naming.wait_until_ended(place, "free", told.append)
     assert len(told) == 2
+
+    # A record that is no JSON stays so, and is told at once.
+    looks.clear()
+    Path(place.join("runs", "k1", "run.json")).write_text("{")
+    with pytest.raises(ArtifactError, match="run.json"):
+        naming.wait_until_ended(place, "k1", told.append)
+    assert looks == []
 
 
 def test_waiting_needs_the_name_for_which_it_waits(store):

@@ -86,6 +86,14 @@ def test_an_artifact_of_another_recipe_counts_where_it_is_near(made):
     assert made.why(*far, "rl.score.rewards.digits.megabytes=99") == (["made before, with much else different"], "")
 
 
+def test_an_artifact_of_another_recipe_that_is_gone_is_no_reason_to_say_that_there_was_none(made):
+    made.make("theirs", WEIGHT % 0.5, recipe="other")
+    ((stage, key),) = made.store.all_keys()
+    made.store.remove_folder(made.store.join("artifacts", stage, key))
+    expected = "made before; the artifact that would say what is different is gone"
+    assert made.why(WEIGHT % 0.25) == ([expected], "")
+
+
 def test_a_stage_that_failed_says_with_what(made):
     node = made.node()
     key = key_of(made.parts(node))

@@ -84,6 +84,22 @@ def test_a_connection_that_is_dropped_once_costs_nothing_that_is_shown(monkeypat
     assert made == ["evaluation", "evaluation", "gate", "report"]
 
 
+def test_a_server_that_drops_every_connection_is_left_alone_for_a_while(monkeypatch):
+    monkeypatch.setattr(display_module, "FIRST_PAUSE_SECONDS", 0.0)
+    made: list[int] = []
+
+    def dropped(number: int) -> None:
+        made.append(number)
+        raise ReadError("reset by peer")
+
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+        display = Display()
+        for number in range(5):
+            display.put(f"call {number}", lambda client, number=number: dropped(number))
+        display.finish(600)
+    assert made == [0] * display_module.TRIES
+
+
 def test_after_a_call_that_was_not_answered_there_is_none_for_a_while(monkeypatch, caplog):
     monkeypatch.setattr(display_module, "CALL_SECONDS", 0.2)
     made: list[int] = []
@@ -125,6 +141,39 @@ def test_a_command_ends_after_its_last_line_where_the_server_takes_no_events(tmp
         # Else it would be there until a request has been tried for seven minutes.
         done = subprocess.run([sys.executable, "-c", LEAVING], env=env, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (3, "the last line\n"), done.stderr
+
+
+LEFT = """
+import atexit, contextlib, sys
+from pathlib import Path
+from flows.orchestration.leaving import leave, leave_soon
+
+atexit.register(Path(sys.argv[1]).write_text, "waited")
+leave_soon()
+with contextlib.suppress(OSError):
+    print("the last line")
+leave({"status": SystemExit(3), "words": SystemExit("refused"), "error": ValueError("bad")}[sys.argv[2]])
+"""
+
+
+@pytest.mark.parametrize("pipes", ["exec 3>&1", "exec >&-", "exec 2>&-", "exec >&- 2>&-"])
+@pytest.mark.parametrize(("error", "status"), [("status", 3), ("words", 1), ("error", 1)])
+def test_a_process_leaves_with_its_status_whoever_reads_it(tmp_path, pipes, error, status):
+    env = os.environ | {"PYTHONPATH": str(PROJECT)}
+    command = ["bash", "-c", f'{pipes}; exec "$@"', "bash", sys.executable, "-c", LEFT, tmp_path / "exit", error]
+    done = subprocess.run(command, env=env, capture_output=True, timeout=60)
+    assert done.returncode == status and not (tmp_path / "exit").exists()
+
+
+@pytest.mark.parametrize(("error", "status"), [("status", 3), ("words", 1), ("error", 1)])
+def test_a_process_leaves_where_nobody_reads_its_pipes_any_more(tmp_path, error, status):
+    env = os.environ | {"PYTHONPATH": str(PROJECT)}
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-c", LEFT, tmp_path / "exit", error]
+    done = subprocess.run(command, env=env, stdout=writing, stderr=writing, timeout=60)
+    os.close(writing)
+    assert done.returncode == status and not (tmp_path / "exit").exists()
 
 
 @pytest.mark.slow

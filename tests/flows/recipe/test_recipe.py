@@ -259,6 +259,7 @@ def test_a_value_that_yaml_takes_for_a_comment_is_told(recipe, text, message):
     assert "comment" not in refused(recipe("sft:\n  epochs: null  # none\n"))
     assert "comment" not in refused(recipe("sft: {epochs: 2}  # two\nrl: {a: [}\n"))
     assert "comment" not in refused(recipe("sft: # the model\n  epochs: 1\nrl: {a: [1, 2\n"))
+    assert "comment" not in refused(recipe("sft: # a list\n- a\nrl: {a: [1, 2\n"))
 
 
 @pytest.mark.parametrize(

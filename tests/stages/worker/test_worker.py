@@ -136,6 +136,20 @@ def test_a_stage_that_fails_does_not_end_it(warm, tmp_path, ask, message):
     assert (warm.pid, warm.starts) == (pid, 1)
 
 
+def test_what_a_stage_has_printed_before_it_failed_is_in_the_log_also_of_a_worker_that_is_killed(tmp_path, monkeypatch):
+    write_files(
+        tmp_path, **{"printing_rows.py": "def rows():\n    print('17 files opened')\n    raise ValueError(1)\n"}
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    # Some images of Python set it.
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    worker = Worker(tmp_path / "worker.log")
+    with pytest.raises(StageFailed, match="printing_rows"):
+        worker.run(request(tmp_path, "prepare", source="printing_rows:rows"), ignore)
+    worker.kill()
+    assert "17 files opened" in (tmp_path / "worker.log").read_text()
+
+
 def test_an_input_that_is_gone_is_named(warm, tmp_path):
     ask = dataclasses.replace(request(tmp_path), inputs={"data": ("prepare", "d" * 64, "e" * 64)})
     with pytest.raises(
