@@ -5,7 +5,6 @@ import json
 
 import pytest
 
-from stages.sampling.rows import context_of
 from tests.aot import sampling as aot
 from tests.aot.bounds import BOUNDS
 from tests.aot.cases import CASES
@@ -23,6 +22,7 @@ from tuning.rollout.engine.paged.attention import page_bytes
 from tuning.rollout.engine.replicas import engine_at
 from tuning.rollout.requests import Request
 from tuning.settings import ComputeSettings
+from tuning.shapes import bucket
 from tuning.target import compiling_for
 
 MODEL = tiny(512)
@@ -42,13 +42,13 @@ def asked(**values):
 @pytest.mark.parametrize(("samples", "most"), [(64, 8), (5, 32)], ids=["many", "few"])
 def test_an_engine_has_the_sequences_and_bytes_that_are_said(cache, room, samples, most):
     """Also where few samples leave some of its slots empty, and where a context is no power of two."""
-    context = context_of(64, 40)
+    context = bucket(64 + 100, 64)
     limits = dataclasses.replace(asked().limits, cache_bytes=room, slots=most, context=context)
     found = sampling(dataclasses.replace(asked(cache=cache), limits=limits, samples=samples), machine("cpu"))
     engine = engine_at(None, MODEL, "float32", limits, cache=cache)
     engine.load(random_params(MODEL, 0))
     for i in range(samples):
-        engine.submit(Request([1 + i] * 64, max_tokens=40, counter=i))
+        engine.submit(Request([1 + i] * 64, max_tokens=100, counter=i))
     engine.step()
     assert engine.cache_bytes == found.parts["cache"]
     assert min(samples, engine.slots_for(context)) == min(samples, found.shape["slots"])
