@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -57,7 +58,8 @@ class Weights:
 
     def laid_out(self, params: nnx.State) -> tuple[Graph, nnx.State]:
         """(graph, state) of parameters in the layout of decoding, on the devices of the parameters."""
-        return lay_out(self._graph, in_real(params), **self._options)
+        with _no_cycles_left():
+            return lay_out(self._graph, in_real(params), **self._options)
 
     def load(self, params: nnx.State) -> None:
         """Lays parameters out, and moves them to the place."""
@@ -74,7 +76,8 @@ class Weights:
         """As `load`, with the state that `read` returns for its shapes."""
         self.drop()
         graph, shapes = self.shapes
-        self.use(graph, read(jax.tree.map(lambda x: x, shapes)))
+        with _no_cycles_left():
+            self.use(graph, read(jax.tree.map(lambda x: x, shapes)))
 
     def use(self, graph: Graph, state: nnx.State) -> None:
         """As `load`, with weights that are laid out and in place."""
@@ -83,5 +86,20 @@ class Weights:
     def drop(self) -> None:
         """Gives them up, for memory."""
         self._now = None
-        # What lays them out leaves a cycle of references behind (flax's flattening), which holds the arrays.
-        gc.collect()
+
+
+@contextlib.contextmanager
+def _no_cycles_left() -> Iterator[None]:
+    """Frees cycles of references that are made within: those of flax's flattening would hold the arrays.
+
+    Nothing grows old within, so that only what is young is searched: a process that has traced many programs has
+    millions of older objects.
+    """
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.collect(1)
+        if was:
+            gc.enable()
