@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from importlib.util import resolve_name
 from pathlib import Path
 
@@ -10,12 +11,16 @@ import pytest
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted(TESTS.rglob("*.py"))}
-TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    return {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 
 
 def imported(name: str) -> Iterator[str]:
     """Names of modules that a file imports anywhere in it; of `from a import b` also `a.b`, which may be a module."""
-    for node in ast.walk(TREES[name]):
+    for node in ast.walk(trees()[name]):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -24,7 +29,9 @@ def imported(name: str) -> Iterator[str]:
             yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
-IMPORTS = {name: set(imported(name)) for name in FILES}
+@cache
+def imports() -> dict[str, set[str]]:
+    return {name: set(imported(name)) for name in FILES}
 
 
 def below(name: str, *packages: str) -> bool:
@@ -37,7 +44,7 @@ def is_test(name: str) -> bool:
 
 def test_no_file_imports_a_test_module_or_a_conftest():
     closed = {name for name in FILES if is_test(name) or name.endswith(".conftest")}
-    assert {name: found & closed for name, found in IMPORTS.items() if found & closed} == {}
+    assert {name: found & closed for name, found in imports().items() if found & closed} == {}
 
 
 @pytest.mark.parametrize("package", ["flows", "stages", "tuning"])
@@ -56,12 +63,12 @@ def test_tests_of_a_package_are_in_its_own_folder(package):
 def test_tests_of_the_core_import_the_core_alone():
     """Through support modules too. The conftest above all is not one of theirs: only a fixture of it loads stages."""
     reached = {name for name in FILES if below(name, "tests.tuning")}
-    while more := {name for file in reached for name in IMPORTS[file] if name in FILES} - reached:
+    while more := {name for file in reached for name in imports()[file] if name in FILES} - reached:
         reached |= more
-    above = {(file, name) for file in reached for name in IMPORTS[file] if below(name, "stages", "flows")}
+    above = {(file, name) for file in reached for name in imports()[file] if below(name, "stages", "flows")}
     assert reached and above == set()
 
 
 def test_each_test_file_opens_with_its_property():
-    openings = {name: ast.get_docstring(TREES[name]) or "" for name in FILES if is_test(name)}
+    openings = {name: ast.get_docstring(trees()[name]) or "" for name in FILES if is_test(name)}
     assert openings and [name for name, text in openings.items() if not text.partition("\n")[0].strip()] == []

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from typing import Any
+
+CHECKSUM = "checksum"
 
 
 def strange(manifest: dict[str, Any], stage: str, key: str) -> str | None:
@@ -14,7 +18,18 @@ def strange(manifest: dict[str, Any], stage: str, key: str) -> str | None:
     if folder != key and not (isinstance(folder, str) and re.fullmatch(rf"{re.escape(key)}\.[0-9a-f]+", folder)):
         return f"its manifest has its files in {folder!r}"
     outside = next((f["path"] for f in manifest["files"] if not is_inside(f["path"])), None)
-    return None if outside is None else f"its manifest names {outside!r}, which is not in its folder"
+    if outside is not None:
+        return f"its manifest names {outside!r}, which is not in its folder"
+    # Manifests of before have none.
+    if manifest.get(CHECKSUM, found := checksum_of(manifest)) != found:
+        return f"its manifest has checksum {found[:12]} and says {str(manifest[CHECKSUM])[:12]}"
+    return None
+
+
+def checksum_of(manifest: dict[str, Any]) -> str:
+    """SHA-256 (hex) of all that a manifest says beside this checksum, in whatever order it is written."""
+    rest = json.loads(json.dumps({name: value for name, value in manifest.items() if name != CHECKSUM}))
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def is_inside(path: str) -> bool:

@@ -13,7 +13,13 @@ from tuning.models.peft import load_adapter, save_adapter
 pytestmark = pytest.mark.slow
 
 torch = pytest.importorskip("torch", reason="parity needs torch")
-peft = pytest.importorskip("peft", reason="parity needs peft")
+
+
+@pytest.fixture(scope="module")
+def peft():
+    """Loaded by the tests that need it: it takes seconds."""
+    return pytest.importorskip("peft", reason="parity needs peft")
+
 
 TOKENS = np.random.default_rng(0).integers(0, 101, (2, 17))
 SIZES = dict(
@@ -71,7 +77,7 @@ def theirs(model):
     [LoraConfig(rank=4, alpha=6.0), LoraConfig(rank=3, alpha=9.0, targets=("q", "v", "down"), use_rslora=True)],
     ids=["all", "rslora"],
 )
-def test_peft_loads_our_adapter(base, lora, tmp_path):
+def test_peft_loads_our_adapter(base, peft, lora, tmp_path):
     model, folder = base
     config, params = hf.load_decoder(folder)
     trainable, frozen = tune(config, "decoder", params, lora, seed=1)
@@ -91,7 +97,7 @@ def test_peft_loads_our_adapter(base, lora, tmp_path):
 
 
 @pytest.mark.parametrize("rslora", [False, True])
-def test_we_load_what_peft_saves(base, rslora, tmp_path):
+def test_we_load_what_peft_saves(base, peft, rslora, tmp_path):
     model, folder = base
     modules = ["q_proj", "o_proj", "up_proj"]
     settings = peft.LoraConfig(
@@ -107,7 +113,7 @@ def test_we_load_what_peft_saves(base, rslora, tmp_path):
 
 
 @pytest.mark.parametrize("base", ["llama"], indirect=True)
-def test_a_reward_model_and_its_adapter(base, tmp_path):
+def test_a_reward_model_and_its_adapter(base, peft, tmp_path):
     from transformers import AutoModelForSequenceClassification
 
     folder = base[1]

@@ -23,7 +23,7 @@ SCENES = ["kill-reward", "stop", "work", "power", "artifacts"]
 
 @pytest.mark.skipif(sys.platform != "linux" or shutil.which("gcc") is None, reason="needs Linux and a C compiler")
 def test_every_scene_of_a_small_storm_ends_as_a_run_that_nobody_disturbs(tmp_path):
-    words = ["--folder", tmp_path / "storm", "--faults", "25", "--seed", "7", "--jobs", "2"]
+    words = ["--folder", tmp_path / "storm", "--faults", "25", "--seed", "3", "--jobs", "2"]
     words += [word for name in SCENES for word in ("--scene", name)]
     command = [sys.executable, "-m", "tests.faults.storm", *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=PROJECT, timeout=580)

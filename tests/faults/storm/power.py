@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.faults.storm import ground as grounds
@@ -93,6 +94,11 @@ class Loss:
         return None
 
 
+def _begun(log: Path, reached: Callable[[], bool]) -> Callable[[], bool]:
+    """A moment of a try that has begun to write: what the try before has left may be such a moment already."""
+    return lambda: log.exists() and reached()
+
+
 def power(scene: Scene) -> None:
     """The power goes twice, at random moments of a stage."""
     scene.may_redo = True
@@ -112,14 +118,14 @@ def power(scene: Scene) -> None:
             STORM_GRAVES=str(graves),
         )
         label, reached = choose(scene.store, stage, scene.rng)
-        if not run.until(reached):
+        if not run.until(_begun(log, reached)):
             scene.over(run)
+            if not log.exists():
+                raise Broken("the disk's log was not written")
             continue
         scene.pause(scene.rng.choice((0.0, 0.2, 1.0)))
         scene.struck("loss of power", stage, label)
         scene.cut(run)
-        if not log.exists():
-            raise Broken("the disk's log was not written")
         loss = Loss(scene.store, log, graves, scene.rng)
         loss.strike()
         (scene.folder / f"loss-{number}.txt").write_text(f"{loss.lost} names, {loss.truncated} files\n")

