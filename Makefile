@@ -10,13 +10,19 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Images of Python set it: then each process would compile all that it imports again, JAX alone for 1.5 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test coverage test-slow faults year test-vllm tpu gpu-aot lint bench profile lock clean
+.PHONY: demo test compiled coverage test-slow faults year test-vllm tpu gpu-aot lint bench profile lock clean
 
 demo: $(VENV)/.ready
 	$(BIN)/rlhf run demo $(ARGS)
 
-test: $(VENV)/.ready-dev lint
+test: $(VENV)/.ready-dev
+	$(MAKE) --jobs=2 lint compiled
 	$(BIN)/pytest $(ARGS)
+
+# What tests import, compiled by Python once, on the core that the check of types leaves free: each process of the tests
+# would compile it. Errors are told by the tests.
+compiled: $(VENV)/.ready-dev
+	@$(BIN)/pytest --collect-only --numprocesses=0 >$(VENV)/collected.log || true
 
 coverage: $(VENV)/.ready-dev
 	$(BIN)/pytest --cov --cov-report= $(ARGS)
