@@ -25,7 +25,7 @@ from pydantic import TypeAdapter
 
 from stages.store import disk, forms, readonly
 from stages.store.keys import digest, without_userinfo
-from stages.store.manifests import CHECKSUM, checksum_of, strange
+from stages.store.manifests import strange, with_checksum
 from tuning.atomic import whole_file
 
 MANIFEST = "manifest.json"
@@ -291,8 +291,7 @@ class Store:
             return existing
         if existing is not None:
             self._keep_manifest(existing)
-        manifest["folder"] = self._place(folder, files, stage, key)
-        manifest[CHECKSUM] = checksum_of(manifest)
+        manifest = with_checksum(manifest | {"folder": self._place(folder, files, stage, key)})
         check()
         self.write_json(manifest, "artifacts", stage, key, MANIFEST)
         shutil.rmtree(folder, ignore_errors=True)

@@ -26,6 +26,11 @@ def strange(manifest: dict[str, Any], stage: str, key: str) -> str | None:
     return None
 
 
+def with_checksum(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The manifest with the checksum of what it says."""
+    return manifest | {CHECKSUM: checksum_of(manifest)}
+
+
 def checksum_of(manifest: dict[str, Any]) -> str:
     """SHA-256 (hex) of all that a manifest says beside this checksum, in whatever order it is written."""
     rest = json.loads(json.dumps({name: value for name, value in manifest.items() if name != CHECKSUM}))

@@ -12,6 +12,7 @@ from flows.cli.change import _metric_lines
 from stages.contract.kept import modules_of
 from stages.store.artifacts import Artifact, Store
 from stages.store.keys import digest
+from stages.store.manifests import with_checksum
 from tests.flows.report.support import Maker, recipe_of
 
 
@@ -28,7 +29,7 @@ def keep_text(store: Store, artifact: Artifact, code: str, text: str) -> None:
     parts = artifact.manifest["key_parts"]
     parts["code"] |= {"rewards": digest(text)[:16]} if code else {}
     store.write_json({code: {"file": "rewards.py", "text": text}}, "sources", f"{digest(modules_of(parts))}.json")
-    store.write_json(artifact.manifest, "artifacts", artifact.stage, artifact.key, "manifest.json")
+    store.write_json(with_checksum(artifact.manifest), "artifacts", artifact.stage, artifact.key, "manifest.json")
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +101,7 @@ def test_judges_that_differ_are_said_and_nothing_is_compared(place):
     artifact = place.get("evaluate", entry["key"])
     assert artifact is not None
     manifest = artifact.manifest | {"config": artifact.manifest["config"] | {"judge": "digits"}}
-    place.write_json(manifest, "artifacts", "evaluate", entry["key"], "manifest.json")
+    place.write_json(with_checksum(manifest), "artifacts", "evaluate", entry["key"], "manifest.json")
     told = diff(place, "demo-a", "demo-b")
     assert (
         'no paired difference: they were evaluated with other settings or code: judge: "exact_match" -> "digits"'

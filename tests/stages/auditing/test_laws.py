@@ -18,6 +18,7 @@ from stages.auditing.prompts import HELD_OUT
 from stages.auditing.run import AuditedRun, Round
 from stages.store.artifacts import Artifact, Store
 from stages.store.disk import sha256_file
+from stages.store.manifests import with_checksum
 from tuning import rows
 from tuning.rows import CompletionRow
 
@@ -42,7 +43,9 @@ def edited(
     manifest = artifact.manifest
     (entry,) = [f for f in manifest["files"] if path.as_posix().endswith(f["path"])]
     entry |= {"size": path.stat().st_size, "sha256": sha256_file(path)}
-    Path(store.root, "artifacts", artifact.stage, artifact.key, "manifest.json").write_text(json.dumps(manifest))
+    Path(store.root, "artifacts", artifact.stage, artifact.key, "manifest.json").write_text(
+        json.dumps(with_checksum(manifest))
+    )
 
 
 def broken(run: tuple[Store, dict[str, Any]]) -> dict[str, list[str]]:
@@ -222,7 +225,7 @@ def restated(run: tuple[Store, dict[str, Any]], node: str, edit: Callable[[dict[
     artifact = AuditedRun(store, record).artifacts[node]
     edit(artifact.manifest)
     path = Path(store.root, "artifacts", artifact.stage, artifact.key, "manifest.json")
-    path.write_text(json.dumps(artifact.manifest))
+    path.write_text(json.dumps(with_checksum(artifact.manifest)))
 
 
 @pytest.mark.parametrize(

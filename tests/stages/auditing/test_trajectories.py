@@ -18,6 +18,7 @@ from stages.auditing.run import AuditedRun
 from stages.auditing.trajectories import LAWS
 from stages.store.artifacts import Store
 from stages.store.disk import sha256_file
+from stages.store.manifests import with_checksum
 from tests.episodes import FAILED, HIGH, SAMPLES, TURNS, made_run
 
 Rows = list[dict[str, Any]]
@@ -225,7 +226,9 @@ def edited(store: Path, record: dict[str, Any], node: str, part: str, edit: Call
     manifest = artifact.manifest
     (entry,) = [f for f in manifest["files"] if path.as_posix().endswith(f["path"])]
     entry |= {"size": path.stat().st_size, "sha256": sha256_file(path)}
-    (store / "artifacts" / artifact.stage / artifact.key / "manifest.json").write_text(json.dumps(manifest))
+    (store / "artifacts" / artifact.stage / artifact.key / "manifest.json").write_text(
+        json.dumps(with_checksum(manifest))
+    )
 
 
 def test_more_turns_than_the_settings_allow_are_told(whole, tmp_path):
@@ -234,7 +237,7 @@ def test_more_turns_than_the_settings_allow_are_told(whole, tmp_path):
     artifact = AuditedRun(Store(str(store)), whole[1]).artifacts["round-000.rollout"]
     artifact.manifest["config"]["environment"] |= {"turns": TURNS - 1, "max_tokens": 60}
     place = store / "artifacts" / artifact.stage / artifact.key / "manifest.json"
-    place.write_text(json.dumps(artifact.manifest))
+    place.write_text(json.dumps(with_checksum(artifact.manifest)))
     found = broken(store, whole[1], "limits")
     assert any(f"{TURNS} turns of {TURNS - 1}" in case for case in found)
     assert any("tokens of 60" in case for case in found)

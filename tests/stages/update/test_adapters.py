@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from stages.common.models import load_rounded
+from stages.store.manifests import with_checksum
 from stages.training.adapters import lora_config
 from stages.update import stage as update
 from stages.update.state import State, fingerprint_of
@@ -51,7 +52,7 @@ def test_an_adapter_goes_on_through_the_rounds(algorithm, kind, tmp_path):
             manifest = first.local() / "manifest.json"
             found = json.loads(manifest.read_text())
             found["files"] = [f for f in found["files"] if not f["path"].startswith("state/")]
-            manifest.write_text(json.dumps(found))
+            manifest.write_text(json.dumps(with_checksum(found)))
             inputs = inputs | {"policy": rounds.store.get("update", first.key)}
         again, _, _ = rounds.run(second_config, inputs, {})
         assert policy_of(again) == policy_of(second)
