@@ -17,6 +17,7 @@ from flows.recipe.reading import load_recipe
 from flows.running.session import Session
 from stages.contract.registry import stage
 from stages.store.artifacts import Artifact, Store
+from stages.store.manifests import with_checksum
 from stages.worker.client import StageFailed
 from stages.worker.protocol import Progress
 from tests.support import write_files
@@ -131,7 +132,7 @@ def test_an_input_that_was_replaced_meanwhile_is_the_one_of_the_key_or_refused(s
     assert key_of(key_parts(run.nodes["score"], run.made)) == made.key
 
     run.nodes["score"] = node
-    run.made["sampled"] = Artifact(run.store, old.manifest | {"digest": "0" * 64})
+    run.made["sampled"] = Artifact(run.store, with_checksum(old.manifest | {"digest": "0" * 64}))
     with pytest.raises(StageFailed, match=r"input rollouts \(rollout/made\) with digest 000000000000 is gone from .*"):
         run.run_node("score")
     run.made["sampled"] = new
