@@ -91,7 +91,7 @@ def test_weights_that_were_given_up_are_gone_at_once():
     gc.collect()
     gc.disable()
     try:
-        engine.load(PARAMS)
+        generate(PROMPTS[:1], engine=engine)
         laid_out = [weakref.ref(x) for x in jax.tree.leaves(engine.weights.now[1])]
         engine.weights.drop()
         shared = {id(x) for x in jax.tree.leaves(PARAMS)}
