@@ -88,4 +88,5 @@ def _run(record: dict[str, Any], why: str, running: bool) -> Run:
         active=running,
         refs=tuple((e["stage"], e["key"], e.get("digest", "")) for e in entries),
         pending=frozenset((e["stage"], e["key"]) for e in entries if "digest" not in e),
+        ended=datetime.datetime.fromisoformat(record.get("ended") or record["started"]).timestamp(),
     )

@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,6 +93,7 @@ def run(ctx: Context) -> dict[str, Any]:
         ctx.log(f"{warning}")
     read = sum(receipt["records"] for receipt in receipts.values())
     dead = _write_dead(ctx, config, pieces, receipts, read)
+    _check_renamed(config, receipts.values())
 
     fates = merge.fates(pieces, config.near_duplicates)
     if fates.clash:
@@ -236,6 +237,23 @@ def _run_blocks(ctx: Context, config: Config, parts: list[Part], plan: Plan, fol
         raise PrepareError(f"{len(missing)} of {len(parts)} parts have no receipt, as of {missing[0].url}: run again")
     ctx.progress(len(blocks), len(blocks), "block")
     return {name: receipts[name] for name in sorted(blocks)}
+
+
+def _check_renamed(config: Config, receipts: Iterable[Receipt]) -> None:
+    """Raises PrepareError where no record of a source has a field that its `rename` names."""
+    from tuning.names import nearest
+
+    found: dict[int, set[str]] = {}
+    for receipt in receipts:
+        # A block whose records are no JSON objects has no fields.
+        if receipt["fields"]:
+            found.setdefault(receipt["source"], set()).update(receipt["fields"])
+    for number, source in enumerate(config.all_sources()):
+        names = found.get(number, set())
+        if names and (unknown := sorted(source.rename.keys() - names)):
+            where = f"data.sources.{number}.rename" if config.sources else "data.rename"
+            advice = nearest(unknown[0], sorted(names))
+            raise PrepareError(f"{where} names `{unknown[0]}`, which no record of {source.source} has; {advice}")
 
 
 def _write_dead(ctx: Context, config: Config, pieces: Pieces, receipts: Mapping[str, Receipt], read: int) -> int:

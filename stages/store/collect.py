@@ -82,6 +82,7 @@ class Survey:
 def survey(store: Store, roots: Roots, limits: Limits) -> Survey:
     """What a collection would free now. Writes nothing."""
     old = time.time() - limits.grace_seconds
+    roots = roots.since(old)
     found = versions(store)
     kept = reach(found, roots, old)
     rest = list(residues(store, found, roots, old))
@@ -115,6 +116,7 @@ def collect(store: Store, read: Callable[[], Roots], limits: Limits) -> Survey:
         time.sleep(limits.settle_seconds)
         roots = read()
     second = survey(store, roots, limits)
+    roots = second.roots
     for version, _ in second.kept:
         if version.tomb is not None and not version.swept:
             _restore(store, version)

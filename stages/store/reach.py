@@ -37,6 +37,8 @@ class Run:
     refs: tuple[Ref, ...]
     pending: frozenset[tuple[str, str]] = frozenset()
     """(stage, key) of what it has begun and not finished: the work folders that it goes on from."""
+    ended: float = 0.0
+    """When it ended, or began where that is not known, in seconds since 1970."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +57,11 @@ class Roots:
     def gone(self) -> set[str]:
         """Names of the runs that go."""
         return {run.name for run in self.runs if not run.why}
+
+    def since(self, old: float) -> Roots:
+        """The same, with the runs that stay because they ended after `old`, in seconds since 1970."""
+        young = (dataclasses.replace(r, why="too young") if not r.why and r.ended > old else r for r in self.runs)
+        return Roots(tuple(young), self.named)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -124,6 +124,8 @@ class Block:
     """Counts by step."""
     extracted: Extracted = dataclasses.field(default_factory=dict)
     """What patterns took from its records."""
+    fields: list[str] = dataclasses.field(default_factory=list)
+    """Names of fields that its records have in their source, as of `fields.Mapper.names`."""
 
     def alive(self) -> list[Entry]:
         """The entries that no step has dropped."""

@@ -45,6 +45,10 @@ class Found(NamedTuple):
     """The number of which the value holds a part alone, as 1 of 1,028; None where it cuts none."""
 
 
+NAMES = 100
+"""Names of fields after which no others are kept but those that are renamed."""
+
+
 class Mapper:
     """The fields of a source under the names of the record layout: computed fields first, then renamed ones."""
 
@@ -62,11 +66,14 @@ class Mapper:
         self.read = {name for field in self.fields.values() for name in field.reads} - STAY
         self.found: list[Found] = []
         """What patterns took from the record that was mapped last."""
+        self.names: set[str] = set()
+        """Fields of the records that were mapped: those that `rename` names, and some of the others."""
 
     def __call__(self, raw: Mapping[str, Any]) -> Raw:
         """The record with its new fields. Raises LayoutError where a field cannot be had."""
         present = {name: value for name, value in raw.items() if value is not None}
         self.found = []
+        self.names |= raw.keys() if len(self.names) < NAMES else raw.keys() & self.rename.keys()
         made = {name: field(present, self.found) for name, field in self.fields.items()}
         # Each name is replaced at once: {a: b, b: a} swaps two fields.
         kept = {self.rename.get(name, name): value for name, value in present.items() if name not in self.read}

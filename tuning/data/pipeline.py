@@ -138,6 +138,7 @@ class Write(beam.DoFn):
             sums |= self.publish(f"{block.name}.dead.arrow", table)
         receipt = {
             "part": name_of(block.part),
+            "source": block.part.source,
             "last": block.last,
             "records": len(block.entries) + len(block.dead),
             "dead": len(block.dead),
@@ -145,6 +146,7 @@ class Write(beam.DoFn):
             "outputs": sorted(pieces),
             "counts": block.counts,
             "extracted": block.extracted,
+            "fields": block.fields,
             "sums": sums,
         }
         # Last: a block with a receipt has all its pieces.

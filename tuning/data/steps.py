@@ -63,6 +63,7 @@ def validate(plan: Plan) -> Step:
     def step(block: Block) -> Counts:
         part, bad, layouts = block.part, {}, Counter[str]()
         mapper, layout = mappers[part.source], plan.sources[part.source].layout
+        mapper.names = set()
         for entry in block.entries:
             try:
                 entry.record = parse_line(
@@ -82,6 +83,7 @@ def validate(plan: Plan) -> Step:
                     "or escape it"
                 )
         block.bury(bad, "validate")
+        block.fields = sorted(mapper.names)
         return {"dead": len(bad), **layouts}
 
     return step

@@ -177,6 +177,29 @@ def test_a_pattern_that_takes_parts_of_numbers_is_told_with_a_record(run, tmp_pa
     assert "a part of a number" not in capsys.readouterr().out
 
 
+def test_a_name_of_rename_that_no_record_has_is_an_error(run, tmp_path):
+    """Else rows would have another field's values, and a run would succeed with them."""
+    records = [{"prompt": f"{i}?", "answer": "wrong", "gold": f"{i}"} for i in range(30)]
+    # Some records may lack it.
+    records += [{"prompt": f"{i}!"} for i in range(30)]
+    settings = {"extra_fields": "metadata", "splits": ["prompts"], "chunk_megabytes": 0.0005}
+    one = {"source": write(tmp_path / "data.jsonl", records)}
+    swapped = {"gold": "answer", "answer": "guess"}
+    run(Config(**one, rename=swapped, **settings))
+    other = {
+        "source": write(tmp_path / "other.jsonl", [{"prompt": "Other?", "gold": "1"}]),
+        "rename": {"gold": "answer"},
+    }
+    for config, place in (
+        (Config(**one, rename=swapped | {"glod": "answer"}, **settings), "data.rename"),
+        (Config(sources=[other, one | {"rename": {"glod": "answer"}}], **settings), "data.sources.1.rename"),
+    ):
+        with pytest.raises(
+            PrepareError, match=rf"{place} names `glod`, which no record of \S*data.jsonl has; did you mean gold\?"
+        ):
+            run(config)
+
+
 def test_prompts_without_a_completion_are_prompts_whatever_share_feeds_sft(run, tmp_path):
     records = [{"prompt": f"{i}?", "answer": str(i)} for i in range(40)]
     records += [{"prompt": f"{i}!", "completion": str(i)} for i in range(40)]

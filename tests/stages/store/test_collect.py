@@ -95,6 +95,24 @@ def test_fifty_runs_that_share_artifacts(store):
     assert again.freed == 0 and store.names("trail") == [begun, event]
 
 
+def test_a_run_that_has_ended_within_the_grace_time_stays_with_its_record_and_what_it_made(store):
+    """Its report and log are what somebody reads now."""
+    one, two = (put(store, i) for i in range(2))
+    now = time.time()
+    runs = [
+        dataclasses.replace(run_of("old", [one]), ended=now - 7200),
+        dataclasses.replace(run_of("young", [two]), ended=now - 60),
+    ]
+    for run in runs:
+        store.write_json({"name": run.name}, "runs", run.name, "run.json")
+    said = survey(store, roots(*runs), Limits(grace_seconds=3600))
+    assert said.runs == ["old"] and said.as_json()["runs"] == {"old": None, "young": "too young"}
+    done = collect(store, lambda: roots(*runs), Limits(grace_seconds=3600))
+    assert done.runs == ["old"] and store.names("runs") == ["young"]
+    assert collect(store, lambda: roots(*runs), NOW).runs == ["old", "young"] and store.names("runs") == []
+    assert keys(store) == set()
+
+
 def test_what_is_young_or_named_by_the_registry_stays_with_its_inputs(store):
     base = put(store, 0)
     sft, other = put(store, 1, [base]), put(store, 6, [base])
