@@ -17,7 +17,7 @@ from flows.running.allowed import check_allowed
 from stages.base import positions
 from stages.contract import signatures
 from stages.contract.registry import stage
-from stages.contract.sources import built_in_parameters, is_own_source
+from stages.contract.sources import built_in_parameters, check_imports, is_own_source
 from stages.score.settings import COMPUTED
 from stages.store.artifacts import ArtifactError, Store
 from stages.tools.environments import check as check_environment
@@ -120,13 +120,24 @@ def _check_reward(called: Called) -> None:
         signatures.check_required(parameters, called.arguments, called.arguments_at, called.function, REWARD_COLUMNS)
     else:
         parameters = signatures.of_name(called.function, called.at)
-        if parameters is not None and len(parameters.positional) < 2 and not parameters.takes_any:
-            raise ValueError(
-                f"{called.at}: {called.function} takes {len(parameters.positional)} of its arguments by position; it "
-                "is called with prompts and completions, and by name with columns of the data"
-            )
+        if parameters is not None:
+            _check_call(parameters, called)
+        # Else a stage would find out when everything before it is made.
+        check_imports(called.function.partition(":")[0], called.at)
     if parameters is not None:
         signatures.check_arguments(parameters, called.arguments, called.arguments_at, called.function, REWARD_COLUMNS)
+
+
+def _check_call(parameters: signatures.Parameters, called: Called) -> None:
+    """Raises ValueError where prompts and completions cannot be the first two arguments of a function of one's own."""
+    how = "it is called with prompts and completions, and by name with columns of the data"
+    if parameters.is_async:
+        raise ValueError(f"{called.at}: {called.function} is `async def`: it is called, and not awaited; write `def`")
+    if len(parameters.positional) < 2 and not parameters.takes_any:
+        count = len(parameters.positional)
+        raise ValueError(f"{called.at}: {called.function} takes {count} of its arguments by position; {how}")
+    if columns := [name for name in parameters.positional[:2] if name in REWARD_COLUMNS[2:]]:
+        raise ValueError(f"{called.at}: {called.function} takes {columns[0]} among its first two arguments; {how}")
 
 
 def _check_algorithm(recipe: Recipe) -> None:

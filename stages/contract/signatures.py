@@ -32,6 +32,8 @@ class Parameters:
     """Whether `**columns` takes further names. `**_` does too, but says that they have no effect: it is none."""
     takes_any: bool = False
     """Whether `*values` takes any number by position."""
+    is_async: bool = False
+    """Whether it is `async def`, whose calls return something to wait for."""
 
 
 def of_callable(function: Callable[..., Any]) -> Parameters:
@@ -44,6 +46,7 @@ def of_callable(function: Callable[..., Any]) -> Parameters:
         tuple(p.name for p in plain if p.default is p.empty),
         any(p.kind is p.VAR_KEYWORD and p.name != "_" for p in found),
         any(p.kind is p.VAR_POSITIONAL for p in found),
+        inspect.iscoroutinefunction(function),
     )
 
 
@@ -83,11 +86,12 @@ def _parameters(module: str, name: str, where: str, kind: str, hops: int) -> Par
         # What `import *` and a module's `__getattr__` bring cannot be seen.
         if "*" in bound or "__getattr__" in bound:
             return None
-        defined = ast.FunctionDef if kind == "function" else ast.FunctionDef | ast.ClassDef
+        functions = ast.FunctionDef | ast.AsyncFunctionDef
+        defined = functions if kind == "function" else functions | ast.ClassDef
         hint = nearest(name, [n for n, at in bound.items() if isinstance(at, defined)])
         raise ValueError(f"{where}{path.name} has no {kind} {name!r}; {hint}")
     at = bound[name]
-    if isinstance(at, ast.FunctionDef):
+    if isinstance(at, ast.FunctionDef | ast.AsyncFunctionDef):
         return _of_definition(at)
     if isinstance(at, ast.ClassDef):
         return _of_class(at, module, bound, where, hops)
@@ -99,7 +103,7 @@ def _parameters(module: str, name: str, where: str, kind: str, hops: int) -> Par
     return None
 
 
-def _of_definition(at: ast.FunctionDef, bound: int = 0) -> Parameters | None:
+def _of_definition(at: ast.FunctionDef | ast.AsyncFunctionDef, bound: int = 0) -> Parameters | None:
     """The parameters of a function; of a method without the first, which is bound. None where it is decorated."""
     if at.decorator_list:
         return None
@@ -114,6 +118,7 @@ def _of_definition(at: ast.FunctionDef, bound: int = 0) -> Parameters | None:
         tuple(without),
         a.kwarg is not None and a.kwarg.arg != "_",
         a.vararg is not None,
+        isinstance(at, ast.AsyncFunctionDef),
     )
 
 

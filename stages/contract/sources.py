@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import hashlib
 import json
+import sys
 from pathlib import Path
 
 from stages.contract import signatures
@@ -56,7 +58,10 @@ def user_digests(name: str, where: str) -> dict[str, str]:
         dotted = module.removesuffix(".py").removeprefix("./").replace("/", ".")
         raise ValueError(f"{where}: {name!r} is a file: a module is written without, {dotted}:{name.partition(':')[2]}")
     # The folder of the top-level package: modules beside it count as the user's.
-    top = find_spec(module.split(".")[0])
+    name_of_top = module.split(".")[0]
+    top = find_spec(name_of_top)
+    if (beside := Path(f"{name_of_top}.py").absolute()).is_file() and name_of_top in sys.stdlib_module_names:
+        raise ValueError(f"{where}: {beside} has the name of a module of Python itself; give the file another one")
     places = [*(top.submodule_search_locations or []), top.origin] if top is not None else []
     if not places or not places[0]:
         near = closest(module, [path.stem for path in Path.cwd().glob("*.py")])
@@ -73,6 +78,27 @@ def user_digests(name: str, where: str) -> dict[str, str]:
     everything = json.dumps([sorted(set(code.modules.values())), code.imports])
     reach = {f"reached from {module}": hashlib.sha256(everything.encode()).hexdigest()[:16]}
     return theirs | reach | {f"package:{n}": v for n, v in package_versions(code.packages).items()}
+
+
+def check_imports(module: str, where: str) -> None:
+    """Raises ValueError where a module imports on its first level what is not there: a stage that calls it would fail.
+
+    What it tries to import (`try`), or imports where it is called, may be missing.
+    """
+    path = signatures.source_file(module)
+    if path is None:
+        return
+    for statement in ast.parse(path.read_text(), filename=str(path)).body:
+        match statement:
+            case ast.Import():
+                names = [alias.name for alias in statement.names]
+            case ast.ImportFrom(level=0, module=str(name)):
+                names = [name]
+            case _:
+                continue
+        for name in names:
+            if find_spec(package := name.split(".")[0]) is None:
+                raise ValueError(f"{where}: {path}, line {statement.lineno}: no module {package!r} can be imported")
 
 
 def data_digests(source: str, where: str) -> dict[str, str]:

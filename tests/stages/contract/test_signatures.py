@@ -32,6 +32,8 @@ def problems(size, seed=0):
     yield {}
 
 def of_prompts(prompts): ...
+def of_one(completion, answer): ...
+async def slow(prompts, completions): ...
 def of_any(*texts, **columns): ...
 """
 ENVIRONMENTS = """
@@ -63,6 +65,9 @@ def shared(prompts, completions, *, x=1): ...
 class Base:
     def __init__(self, rows): ...
 """
+REWARD = """
+def right(prompts, completions): ...
+"""
 MINE = "rl.score.rewards={mine: {function: 'own_code:%s', arguments: %s}}"
 
 
@@ -70,6 +75,8 @@ MINE = "rl.score.rewards={mine: {function: 'own_code:%s', arguments: %s}}"
 def own(tmp_path, monkeypatch):
     write_files(tmp_path, **{"own_code.py": CODE})
     write_files(tmp_path, **{"own_env.py": ENVIRONMENTS, "helpers.py": HELPERS})
+    write_files(tmp_path, **{"code.py": REWARD, "lacking.py": f"import json\nimport nowhere.inside\n{REWARD}"})
+    write_files(tmp_path, **{"trying.py": f"try:\n    import nowhere\nexcept ImportError:\n    pass\n{REWARD}"})
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -83,6 +90,10 @@ def own(tmp_path, monkeypatch):
         ([MINE % ("vowels", "{prompts: 2}")], "prompts is given to own_code:vowels by the pipeline"),
         ([MINE % ("borrowed", "{y: 2}")], "own_code:borrowed takes no argument 'y'"),
         ([MINE % ("of_prompts", "{}")], "own_code:of_prompts takes 1 of its arguments by position; it is called"),
+        ([MINE % ("of_one", "{}")], "own_code:of_one takes answer among its first two arguments; it is called with"),
+        ([MINE % ("slow", "{}")], "mine.function: own_code:slow is `async def`: it is called, and not awaited"),
+        (["rl.score.rewards={j: {function: 'code:right'}}"], "/code.py has the name of a module of Python itself"),
+        (["rl.score.rewards={j: {function: 'lacking:right'}}"], "lacking.py, line 2: no module 'nowhere' can be im"),
         (["rl.score.rewards={j: {function: 'own_code.py:vowels'}}"], "is a file: a module is written"),
         (["rl.score.rewards={t: {function: token_share}}"], "t.arguments: token_share needs token"),
         (["rl.score.rewards={t: {function: exact_match, arguments: {extrct: a}}}"], "did you mean extract?"),
@@ -108,6 +119,7 @@ def test_what_cannot_be_called_is_refused_before_any_work(own, sets, message):
         [MINE % ("vowels", "{scale: 2.0}")],
         [MINE % ("open_ended", "{anything: 2.0}")],
         [MINE % ("of_any", "{}")],
+        ["rl.score.rewards={j: {function: 'trying:right'}}"],
         [MINE % ("borrowed", "{x: 2}")],
         ["rl.update={algorithm: 'own_code:algorithm', algorithm_arguments: {decay: 1.0}}"],
         ["data={source: 'own_code:problems', source_args: {size: 3}}"],
