@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 from stages.serving.tools import Offer, answered
+
+
+@functools.cache
+def _bytes() -> dict[str, int]:
+    """The byte of each letter of GPT-2's vocabulary of bytes."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 class Text:
@@ -24,6 +34,19 @@ class Text:
     def piece(self, token: int) -> str:
         """The text of one token, special or not."""
         return str(self._tokenizer.decode([token]))
+
+    def bytes_of(self, token: int) -> list[int]:
+        """The bytes of one token: clients put characters together of those of several tokens."""
+        piece = self.piece(token)
+        if "\ufffd" not in piece:
+            return list(piece.encode())
+        name = str(self._tokenizer.convert_ids_to_tokens(token))
+        if re.fullmatch("<0x[0-9A-F]{2}>", name):
+            # A byte of a vocabulary of SentencePiece.
+            return [int(name[3:5], 16)]
+        # In a vocabulary of bytes each byte is a letter; a token that has others is no part of a character.
+        found = [_bytes().get(letter) for letter in name]
+        return [b for b in found if b is not None] if None not in found else list(piece.encode())
 
     def add(self, tokens: list[int], ended: bool) -> str:
         """The text that these tokens complete and that was not returned before."""
@@ -56,7 +79,7 @@ def chat_logprobs(text: Text, tokens: list[int], logps: list[float], top: list[A
 
     def entry(token: int, logp: float) -> dict[str, Any]:
         piece = text.piece(token)
-        return {"token": piece, "logprob": logp, "bytes": list(piece.encode())}
+        return {"token": piece, "logprob": logp, "bytes": text.bytes_of(token)}
 
     rows = []
     for i, (token, logp) in enumerate(zip(tokens, logps, strict=True)):

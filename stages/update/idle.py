@@ -13,6 +13,17 @@ if TYPE_CHECKING:
     from tuning.algorithms.round_data import RoundData
 
 
+UNREWARDED = "has a reward: each reward returned None for it, or failed"
+ADVICE = (
+    "Read the samples of the last round. Where nothing is right, use easier prompts, more completions of each or "
+    "rl.refills; where all is right, end with fewer rl.rounds; or raise rl.update.max_idle_rounds"
+)
+ADVICE_UNREWARDED = (
+    "A built-in reward has none where a problem has no answer: give the data its answers (data.fields, data.rename), "
+    "or use a reward in rl.score.rewards that needs none; one of your own returns a number where it applies"
+)
+
+
 class IdleRounds(RuntimeError):
     """So many rounds in a row have taught nothing that the run is of no use."""
 
@@ -36,7 +47,7 @@ def _reason(data: RoundData, metrics: dict[str, Any], truncated: str) -> str:
     everyone = len(data.completions)
     lost = int((~data.valid_N).sum())
     if lost == everyone:
-        return f"none of the {everyone} completions has a reward"
+        return f"none of the {everyone} completions {UNREWARDED}"
     # Counted once: what has no reward may have been cut off too.
     cut = int((data.valid_N & data.truncated_N).sum())
     if truncated != "keep" and lost + cut == everyone:
@@ -55,8 +66,5 @@ def check_idle(metrics: dict[str, Any], limit: int, alike: Sequence[str] = ()) -
     count = metrics.get("idle_rounds", 0)
     if count >= limit:
         hint = f"{alone(alike)}. " if alike else ""
-        raise IdleRounds(
-            f"{count} rounds in a row have taught nothing; in this one {metrics['idle']}. {hint}Read the samples of "
-            "the last round. Where nothing is right, use easier prompts, more completions of each or rl.refills; where "
-            "all is right, end with fewer rl.rounds; or raise rl.update.max_idle_rounds"
-        )
+        advice = ADVICE_UNREWARDED if metrics["idle"].endswith(UNREWARDED) else ADVICE
+        raise IdleRounds(f"{count} rounds in a row have taught nothing; in this one {metrics['idle']}. {hint}{advice}")

@@ -47,6 +47,15 @@ def test_a_round_that_teaches_nothing_says_why(changed, metrics, truncated, reas
     assert stage("update").figures(found) == f"taught nothing: {found['idle']}"
 
 
+def test_without_any_reward_the_advice_is_of_rewards_and_not_of_samples():
+    found = idle_metrics(dataclasses.replace(DATA, valid_N=NO), NOTHING, Config(), parent())
+    with pytest.raises(
+        IdleRounds, match="each reward returned None for it, or failed. A built-in reward has none wh"
+    ) as e:
+        check_idle(found, 1)
+    assert "easier prompts" not in str(e.value)
+
+
 def test_a_reward_that_tells_no_completions_apart_is_named_where_rounds_end():
     found = idle_metrics(DATA, NOTHING, Config(), parent())
     with pytest.raises(IdleRounds, match=r"“rank” gave .* needs rl.score.rewards.rank.batch: group\. Read"):

@@ -1,0 +1,32 @@
+"""Log-probabilities of an answer: the bytes of its tokens are those of its text, also where a character has several."""
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from stages.serving.answers import Text, chat_logprobs
+from tests.tuning.agents.templates import smollm
+from tuning.models.byte_tokenizer import byte_tokenizer
+
+TEXT = "naïve 🦙 — 漢字\n"
+
+
+def sentencepiece():
+    """Bytes as SentencePiece has them, and a few words."""
+    names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁naive—", "\n"]
+    core = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], byte_fallback=True, unk_token="<unk>"))
+    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>")
+
+
+@pytest.mark.parametrize("make", [byte_tokenizer, smollm, sentencepiece])
+def test_the_bytes_of_tokens_are_those_of_their_text(make):
+    tokenizer = make()
+    if tokenizer is None:
+        pytest.skip("the package of SmolLM2 is not installed")
+    text = TEXT.replace(" ", "▁") if make is sentencepiece else TEXT
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    rows = chat_logprobs(Text(tokenizer, set(), []), tokens, [-1.0] * len(tokens), [], 0)["content"]
+    # Some token is a part of a character alone.
+    assert "\ufffd" in [row["token"] for row in rows]
+    assert bytes(byte for row in rows for byte in row["bytes"]).decode() == TEXT
