@@ -11,7 +11,7 @@ from typing import Any
 from stages.store import runs
 from stages.store.artifacts import ArtifactError, Store
 from stages.store.leases import beats, booted, is_gone, rebooted
-from tuning.names import nearest
+from tuning.names import closest
 
 SILENT_MINUTES = 10
 """After so long without a sign of life a run of a process that this host cannot see (another host or container) counts
@@ -27,6 +27,8 @@ PARTIAL = "partial"
 REFUSED, NOTHING_NEW = "refused", "nothing new"
 DECIDED = {"promoted": "Promoted", REFUSED: "Refused", NOTHING_NEW: "Nothing new"}
 """Prefect's name of a run's last state, by the decision of its gate; without one it is `Completed`."""
+LISTED = 8
+"""Names of runs that an error lists at most."""
 WHOLE = ("finished", REFUSED, NOTHING_NEW)
 """The statuses of a run that has come to its end: its policy is made, its gate has refused it, or there was nothing."""
 
@@ -117,12 +119,18 @@ def candidates(store: Store, name: str | None) -> list[dict[str, Any]]:
     of_recipe = [r for r in records if r["recipe"]["name"] == name]
     begun = [r for r in records if r["name"].startswith(name)]
     if len(begun) > 1 and not of_recipe:
-        listed = ", ".join(r["name"] for r in reversed(begun))
-        raise UnknownRun(f"several runs in {store.shown} begin with {name!r}: {listed}")
+        raise UnknownRun(f"several runs in {store.shown} begin with {name!r}: {_listed(begun)}")
     if not of_recipe and not begun:
-        names = [r["name"] for r in reversed(records)]
-        raise UnknownRun(f"no run or recipe {name!r} in {store.shown}; {nearest(name, names)}")
+        near = closest(name, [r["name"] for r in records])
+        hint = f"did you mean {near}?" if near else f"there are {_listed(records)}" if records else "there are none"
+        raise UnknownRun(f"no run or recipe {name!r} in {store.shown}; {hint}")
     return of_recipe or begun
+
+
+def _listed(records: list[dict[str, Any]]) -> str:
+    """The names of the newest runs. records: the newest first."""
+    more = f" and {len(records) - LISTED} older (`rlhf runs`)" if len(records) > LISTED else ""
+    return ", ".join(r["name"] for r in reversed(records[:LISTED])) + more
 
 
 def find_run(store: Store, name: str | None) -> dict[str, Any]:

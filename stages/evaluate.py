@@ -143,7 +143,7 @@ def run(ctx: Context) -> dict[str, Any]:
     if "score" not in metrics:
         raise ValueError(
             f"judge {config.judge} applies to none of the problems: they may have no answer; name another "
-            "evaluate.judge"
+            "evaluate.judge, or measure nothing (evaluate: null)"
         )
     if config.environment and episodes:
         metrics |= _about_episodes(config, problems, list(episodes.values()))

@@ -92,6 +92,8 @@ def run(ctx: Context) -> dict[str, Any]:
     for warning in extracted.warnings(taken):
         ctx.log(f"{warning}")
     read = sum(receipt["records"] for receipt in receipts.values())
+    if not read:
+        raise PrepareError(f"{', '.join(s.source for s in config.all_sources())}: there are no records in it")
     dead = _write_dead(ctx, config, pieces, receipts, read)
     _check_renamed(config, receipts.values())
 

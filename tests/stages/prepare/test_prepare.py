@@ -259,6 +259,11 @@ def test_errors_say_what_to_change(run, pairs, tmp_path, extra, settings, messag
         run(config)
 
 
+def test_a_file_without_records_is_told_by_its_name(run, tmp_path):
+    with pytest.raises(PrepareError, match=r"empty\.jsonl: there are no records in it"):
+        run(Config(source=write(tmp_path / "empty.jsonl", [])))
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_held_out_prompt_within_a_conversation_is_found(run, pairs, tmp_path, count):
     turns = [
