@@ -242,7 +242,10 @@ def _run_blocks(ctx: Context, config: Config, parts: list[Part], plan: Plan, fol
 
 
 def _check_renamed(config: Config, receipts: Iterable[Receipt]) -> None:
-    """Raises PrepareError where no record of a source has a field that its `rename` names."""
+    """Raises PrepareError where no record of a source has a field that its `rename` gives another name.
+
+    One that it leaves out may be missing: a field that stays by mistake is told as one too many.
+    """
     from tuning.names import nearest
 
     found: dict[int, set[str]] = {}
@@ -252,7 +255,8 @@ def _check_renamed(config: Config, receipts: Iterable[Receipt]) -> None:
             found.setdefault(receipt["source"], set()).update(receipt["fields"])
     for number, source in enumerate(config.all_sources()):
         names = found.get(number, set())
-        if names and (unknown := sorted(source.rename.keys() - names)):
+        unknown = sorted(old for old, new in source.rename.items() if new is not None and old not in names)
+        if names and unknown:
             where = f"data.sources.{number}.rename" if config.sources else "data.rename"
             advice = nearest(unknown[0], sorted(names))
             raise PrepareError(f"{where} names `{unknown[0]}`, which no record of {source.source} has; {advice}")

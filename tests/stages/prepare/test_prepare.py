@@ -185,7 +185,7 @@ def test_a_name_of_rename_that_no_record_has_is_an_error(run, tmp_path):
     settings = {"extra_fields": "metadata", "splits": ["prompts"], "chunk_megabytes": 0.0005}
     one = {"source": write(tmp_path / "data.jsonl", records)}
     swapped = {"gold": "answer", "answer": "guess"}
-    run(Config(**one, rename=swapped, **settings))
+    run(Config(**one, rename=swapped | {"more": None}, **settings))
     other = {
         "source": write(tmp_path / "other.jsonl", [{"prompt": "Other?", "gold": "1"}]),
         "rename": {"gold": "answer"},
