@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 from collections import defaultdict
 from typing import Any
 
@@ -41,9 +42,9 @@ def roots_of(store: Store, retention: Retention, recipe: str | None = None) -> R
             why[name] = "named by the registry"
         if status[name] == "running":
             why[name] = "running"
-    _keep_sources(records, why)
     runs = tuple(_run(record, why.get(record["name"], ""), status[record["name"]] == "running") for record in records)
-    return Roots(runs, frozenset(named))
+    # With the sources of those that stay.
+    return Roots(runs, frozenset(named)).since(math.inf)
 
 
 def _ranks(records: list[dict[str, Any]], status: dict[str, str]) -> dict[str, int]:
@@ -59,21 +60,14 @@ def _ranks(records: list[dict[str, Any]], status: dict[str, str]) -> dict[str, i
     return ranks
 
 
-def _keep_sources(records: list[dict[str, Any]], why: dict[str, str]) -> None:
-    """Keeps the runs whose rollouts a kept run takes, and that it is a fork of: its plan reads their records."""
-    known = {record["name"]: record for record in records}
-    waiting = list(why)
-    while waiting:
-        name = waiting.pop()
-        recipe = known[name]["recipe"]
-        sources: dict[str | None, str] = {
-            (recipe.get("rl") or {}).get("rollouts_from"): f"its rollouts are those of {name}",
-            (recipe.get("fork") or {}).get("run"): f"{name} is a fork of it",
-        }
-        for source, reason in sources.items():
-            if source is not None and source in known and source not in why:
-                why[source] = reason
-                waiting.append(source)
+def _sources(record: dict[str, Any]) -> dict[str, str]:
+    """The runs whose rollouts a run takes, and that it is a fork of: its plan reads their records."""
+    recipe, name = record["recipe"], record["name"]
+    sources: dict[str | None, str] = {
+        (recipe.get("rl") or {}).get("rollouts_from"): f"its rollouts are those of {name}",
+        (recipe.get("fork") or {}).get("run"): f"{name} is a fork of it",
+    }
+    return {source: reason for source, reason in sources.items() if source is not None}
 
 
 def _age(record: dict[str, Any]) -> datetime.timedelta:
@@ -88,5 +82,8 @@ def _run(record: dict[str, Any], why: str, running: bool) -> Run:
         active=running,
         refs=tuple((e["stage"], e["key"], e.get("digest", "")) for e in entries),
         pending=frozenset((e["stage"], e["key"]) for e in entries if "digest" not in e),
-        ended=datetime.datetime.fromisoformat(record.get("ended") or record["started"]).timestamp(),
+        ended=datetime.datetime.fromisoformat(
+            record.get("ended") or record.get("saved") or record["started"]
+        ).timestamp(),
+        sources=_sources(record),
     )

@@ -83,12 +83,17 @@ def user_digests(name: str, where: str) -> dict[str, str]:
 def check_imports(module: str, where: str) -> None:
     """Raises ValueError where a module imports on its first level what is not there: a stage that calls it would fail.
 
-    What it tries to import (`try`), or imports where it is called, may be missing.
+    What it tries to import (`try`), or imports where it is called, may be missing. Nothing is said of a module that
+    changes, itself or in a package above it, where modules are found.
     """
-    path = signatures.source_file(module)
-    if path is None:
+    parts = module.split(".")
+    files = [signatures.source_file(".".join(parts[: i + 1])) for i in range(len(parts))]
+    trees = [ast.parse(path.read_text(), filename=str(path)) for path in files if path is not None]
+    path = files[-1]
+    named = {node.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    if path is None or named & {"sys", "site", "importlib"}:
         return
-    for statement in ast.parse(path.read_text(), filename=str(path)).body:
+    for statement in trees[-1].body:
         match statement:
             case ast.Import():
                 names = [alias.name for alias in statement.names]
@@ -97,8 +102,12 @@ def check_imports(module: str, where: str) -> None:
             case _:
                 continue
         for name in names:
-            if find_spec(package := name.split(".")[0]) is None:
-                raise ValueError(f"{where}: {path}, line {statement.lineno}: no module {package!r} can be imported")
+            package = name.split(".")[0]
+            if package not in sys.modules and find_spec(package) is None:
+                raise ValueError(
+                    f"{where}: {path}, line {statement.lineno}: no module {package!r} can be imported; install it, or "
+                    "import it in the function, or under `try`, where it may be missing"
+                )
 
 
 def data_digests(source: str, where: str) -> dict[str, str]:

@@ -255,7 +255,9 @@ def _check_renamed(config: Config, receipts: Iterable[Receipt]) -> None:
             found.setdefault(receipt["source"], set()).update(receipt["fields"])
     for number, source in enumerate(config.all_sources()):
         names = found.get(number, set())
-        unknown = sorted(old for old, new in source.rename.items() if new is not None and old not in names)
+        # Of several names for one field one is enough.
+        made = {new for old, new in source.rename.items() if old in names} | {None}
+        unknown = sorted(old for old, new in source.rename.items() if new not in made)
         if names and unknown:
             where = f"data.sources.{number}.rename" if config.sources else "data.rename"
             advice = nearest(unknown[0], sorted(names))

@@ -38,12 +38,15 @@ class Text:
     def bytes_of(self, token: int) -> list[int]:
         """The bytes of one token: clients put characters together of those of several tokens."""
         piece = self.piece(token)
-        if "\ufffd" not in piece:
-            return list(piece.encode())
         name = str(self._tokenizer.convert_ids_to_tokens(token))
         if re.fullmatch("<0x[0-9A-F]{2}>", name):
             # A byte of a vocabulary of SentencePiece.
             return [int(name[3:5], 16)]
+        if "\u2581" in name:
+            # Its space, which a decoder may leave out at the beginning of a text.
+            return list(name.replace("\u2581", " ").encode())
+        if "\ufffd" not in piece:
+            return list(piece.encode())
         # In a vocabulary of bytes each byte is a letter; a token that has others is no part of a character.
         found = [_bytes().get(letter) for letter in name]
         return [b for b in found if b is not None] if None not in found else list(piece.encode())

@@ -10,12 +10,13 @@ import collections
 import dataclasses
 import datetime
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from stages.store.artifacts import MANIFEST, ArtifactError, Store
 from stages.store.forms import COMMITTED, TOMB
 from stages.store.keys import digest
+from stages.store.manifests import strange
 from stages.store.runs import in_parallel
 
 CONDEMNED = "condemned"
@@ -38,7 +39,9 @@ class Run:
     pending: frozenset[tuple[str, str]] = frozenset()
     """(stage, key) of what it has begun and not finished: the work folders that it goes on from."""
     ended: float = 0.0
-    """When it ended, or began where that is not known, in seconds since 1970."""
+    """When it ended, or was last saved, in seconds since 1970."""
+    sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Runs whose records its plan reads, each with why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +62,17 @@ class Roots:
         return {run.name for run in self.runs if not run.why}
 
     def since(self, old: float) -> Roots:
-        """The same, with the runs that stay because they ended after `old`, in seconds since 1970."""
-        young = (dataclasses.replace(r, why="too young") if not r.why and r.ended > old else r for r in self.runs)
-        return Roots(tuple(young), self.named)
+        """The same, with the runs that stay because they ended after `old`, in seconds since 1970, or such a run needs
+        them."""
+        why = {run.name: run.why or ("too young" if run.ended > old else "") for run in self.runs}
+        known = {run.name: run for run in self.runs}
+        waiting = [name for name, reason in why.items() if reason]
+        while waiting:
+            for source, reason in known[waiting.pop()].sources.items():
+                if why.get(source) == "":
+                    why[source] = reason
+                    waiting.append(source)
+        return Roots(tuple(dataclasses.replace(run, why=why[run.name]) for run in self.runs), self.named)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +123,8 @@ class Version:
 
 
 def versions(store: Store) -> list[Version]:
-    """Every artifact of a store: present, replaced and condemned. One with an unreadable manifest is left out."""
+    """Every artifact of a store: present, replaced and condemned. One with a damaged manifest is left out: its files
+    may be another's."""
     places: list[tuple[str, ...]] = []
     for stage in store.names("artifacts"):
         # A folder of files alone has a point in its name, and no manifest.
@@ -131,7 +143,10 @@ def _version(store: Store, place: tuple[str, ...]) -> Version | None:
     except ArtifactError:
         # `rlhf verify` sets it aside.
         return None
-    return None if manifest is None else Version(manifest, place)
+    if manifest is None:
+        return None
+    key = place[2] if place[0] == "artifacts" else place[2].rpartition("-")[0]
+    return None if strange(manifest, place[1], key) else Version(manifest, place)
 
 
 def tomb(store: Store, stage: str, name: str) -> Version | None:

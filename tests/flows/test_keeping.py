@@ -48,6 +48,14 @@ def test_the_newest_of_each_recipe_and_those_of_the_last_days_stay(store):
     assert kept(store, 1, recipe="b") == {"r0", "r2", "r4", "r6", "r8", "r9"}
 
 
+def test_a_run_that_was_killed_is_as_old_as_its_record(store):
+    record = store.read_json("runs", "r3", "run.json")
+    now = datetime.datetime.now(datetime.UTC)
+    store.write_json(record | {"saved": now.isoformat()}, "runs", "r3", "run.json")
+    ages = {run.name: now.timestamp() - run.ended for run in roots_of(store, Retention(keep=1)).runs}
+    assert abs(ages["r3"]) < 1 and ages["r4"] > 86400
+
+
 def test_unfinished_runs_do_not_push_out_finished_ones(store):
     write(store, 8, "failed")
     assert kept(store, 1) == {"r6", "r8", "r9"}

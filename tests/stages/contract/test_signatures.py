@@ -76,6 +76,7 @@ def own(tmp_path, monkeypatch):
     write_files(tmp_path, **{"own_code.py": CODE})
     write_files(tmp_path, **{"own_env.py": ENVIRONMENTS, "helpers.py": HELPERS})
     write_files(tmp_path, **{"code.py": REWARD, "lacking.py": f"import json\nimport nowhere.inside\n{REWARD}"})
+    write_files(tmp_path, **{"placing.py": f"import sys\nsys.path.insert(0, 'there')\nimport nowhere\n{REWARD}"})
     write_files(tmp_path, **{"trying.py": f"try:\n    import nowhere\nexcept ImportError:\n    pass\n{REWARD}"})
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -120,6 +121,7 @@ def test_what_cannot_be_called_is_refused_before_any_work(own, sets, message):
         [MINE % ("open_ended", "{anything: 2.0}")],
         [MINE % ("of_any", "{}")],
         ["rl.score.rewards={j: {function: 'trying:right'}}"],
+        ["rl.score.rewards={j: {function: 'placing:right'}}"],
         [MINE % ("borrowed", "{x: 2}")],
         ["rl.update={algorithm: 'own_code:algorithm', algorithm_arguments: {decay: 1.0}}"],
         ["data={source: 'own_code:problems', source_args: {size: 3}}"],

@@ -185,13 +185,13 @@ def test_a_name_of_rename_that_no_record_has_is_an_error(run, tmp_path):
     settings = {"extra_fields": "metadata", "splits": ["prompts"], "chunk_megabytes": 0.0005}
     one = {"source": write(tmp_path / "data.jsonl", records)}
     swapped = {"gold": "answer", "answer": "guess"}
-    run(Config(**one, rename=swapped | {"more": None}, **settings))
+    run(Config(**one, rename=swapped | {"more": None, "query": "guess"}, **settings))
     other = {
         "source": write(tmp_path / "other.jsonl", [{"prompt": "Other?", "gold": "1"}]),
         "rename": {"gold": "answer"},
     }
     for config, place in (
-        (Config(**one, rename=swapped | {"glod": "answer"}, **settings), "data.rename"),
+        (Config(**one, rename={"glod": "answer", "answer": "guess"}, **settings), "data.rename"),
         (Config(sources=[other, one | {"rename": {"glod": "answer"}}], **settings), "data.sources.1.rename"),
     ):
         with pytest.raises(

@@ -15,7 +15,8 @@ def sentencepiece():
     """Bytes as SentencePiece has them, and a few words."""
     names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁naive—", "\n"]
     core = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], byte_fallback=True, unk_token="<unk>"))
-    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    strip = decoders.Strip(" ", 1, 0)
+    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
     return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>")
 
 

@@ -113,6 +113,22 @@ def test_a_run_that_has_ended_within_the_grace_time_stays_with_its_record_and_wh
     assert keys(store) == set()
 
 
+def test_a_run_that_a_young_one_reads_stays_too():
+    now = time.time()
+    source = run_of("source", [])
+    young = dataclasses.replace(run_of("young", []), ended=now, sources={"source": "its rollouts", "gone": "no more"})
+    other = run_of("other", [])
+    kept = {run.name: run.why for run in roots(source, young, other).since(now - 60).runs}
+    assert kept == {"source": "its rollouts", "young": "too young", "other": ""}
+
+
+def test_files_of_another_artifact_do_not_go_by_a_damaged_manifest(store):
+    one, two = put(store, 0), put(store, 1)
+    store.write_json(one.manifest | {"folder": two.folder}, "artifacts", one.stage, one.key, MANIFEST)
+    collect(store, lambda: roots(run_of("r", [two], "kept")), NOW)
+    assert store.verify(store.get(two.stage, two.key)) is None
+
+
 def test_what_is_young_or_named_by_the_registry_stays_with_its_inputs(store):
     base = put(store, 0)
     sft, other = put(store, 1, [base]), put(store, 6, [base])

@@ -96,10 +96,12 @@ def _no_cycles_left() -> Iterator[None]:
     millions of older objects.
     """
     was = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
-        gc.collect(1)
-        if was:
-            gc.enable()
+        try:
+            gc.collect(1)
+        finally:
+            if was:
+                gc.enable()
