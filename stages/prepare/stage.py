@@ -195,7 +195,7 @@ def _contamination(ctx: Context, config: Config, scratch: str) -> tuple[str, tup
     import numpy as np
 
     from tuning.data import files, similar, tasks
-    from tuning.data.fields import Mapper
+    from tuning.data.fields import Mapper, misnamed
     from tuning.data.records import RecordError, parse_line
 
     settings = config.decontaminate
@@ -212,6 +212,8 @@ def _contamination(ctx: Context, config: Config, scratch: str) -> tuple[str, tup
                     raise PrepareError(f"decontaminate: {error}") from error
                 # A document has no messages; its text counts as a whole.
                 texts += [m["content"] for m in record.prompt if m["role"] == "user"] + [record.text or ""]
+    if fault := misnamed(settings.rename, mapper.names):
+        raise PrepareError(f"decontaminate.rename {fault} ({', '.join(settings.sources)})")
     path = ctx.work / "contamination.npy"
     np.save(path, similar.contamination(texts, settings.words))
     shared = files.upload(str(path), f"{scratch}/contamination.npy") if "://" in scratch else str(path)
@@ -242,26 +244,16 @@ def _run_blocks(ctx: Context, config: Config, parts: list[Part], plan: Plan, fol
 
 
 def _check_renamed(config: Config, receipts: Iterable[Receipt]) -> None:
-    """Raises PrepareError where no record of a source has a field that its `rename` gives another name.
-
-    One that it leaves out may be missing: a field that stays by mistake is told as one too many.
-    """
-    from tuning.names import nearest
+    """Raises PrepareError where no record of a source has a field that its `rename` gives another name."""
+    from tuning.data.fields import misnamed
 
     found: dict[int, set[str]] = {}
     for receipt in receipts:
-        # A block whose records are no JSON objects has no fields.
-        if receipt["fields"]:
-            found.setdefault(receipt["source"], set()).update(receipt["fields"])
+        found.setdefault(receipt["source"], set()).update(receipt["fields"])
     for number, source in enumerate(config.all_sources()):
-        names = found.get(number, set())
-        # Of several names for one field one is enough.
-        made = {new for old, new in source.rename.items() if old in names} | {None}
-        unknown = sorted(old for old, new in source.rename.items() if new not in made)
-        if names and unknown:
+        if fault := misnamed(source.rename, found.get(number, ())):
             where = f"data.sources.{number}.rename" if config.sources else "data.rename"
-            advice = nearest(unknown[0], sorted(names))
-            raise PrepareError(f"{where} names `{unknown[0]}`, which no record of {source.source} has; {advice}")
+            raise PrepareError(f"{where} {fault} ({source.source})")
 
 
 def _write_dead(ctx: Context, config: Config, pieces: Pieces, receipts: Mapping[str, Receipt], read: int) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import regex
@@ -23,6 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tuning.data.kinds import kind_of
 from tuning.data.layouts import LayoutError, Raw, typed
+from tuning.names import nearest
 
 Spec = str | Mapping[Any, str]
 """A path, or `from`, `pattern` and `template`."""
@@ -78,6 +79,20 @@ class Mapper:
         # Each name is replaced at once: {a: b, b: a} swaps two fields.
         kept = {self.rename.get(name, name): value for name, value in present.items() if name not in self.read}
         return {name: value for name, value in kept.items() if name is not None} | made
+
+
+def misnamed(rename: Mapping[str, str | None], names: Collection[str]) -> str | None:
+    """What is wrong with a `rename` whose source's records have fields of these names; None where nothing is.
+
+    A field that it leaves out may be missing: one that stays by mistake is told as one too many. Of several names for
+    one field one is enough.
+    """
+    made = {new for old, new in rename.items() if old in names} | {None}
+    unknown = sorted(old for old, new in rename.items() if new not in made)
+    # Records that are no objects have no fields, and are told as such.
+    if not names or not unknown:
+        return None
+    return f"names `{unknown[0]}`, which no record has; {nearest(unknown[0], sorted(names))}"
 
 
 class _Field:

@@ -1,7 +1,8 @@
-"""Kinds of JSON values, for checks and for error messages."""
+"""Kinds of JSON values, for checks and for error messages, and the one text of each."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -37,3 +38,12 @@ def opening(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     turns = [message for message in messages if message["role"] != "system"]
     first = next((i for i, message in enumerate(turns) if message["role"] == "assistant"), len(turns))
     return turns[:first] or turns
+
+
+# `json.dumps` with these settings builds an encoder at each call, which is noticeable on millions of records.
+_canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode
+
+
+def canonical_json(value: Any) -> str:
+    """The one JSON text of a value: sorted keys, no spaces. Raises ValueError or TypeError for a value without one."""
+    return _canonical(value)

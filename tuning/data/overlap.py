@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from tuning.data.conversations import contexts
-from tuning.data.records import canonical_json
+from tuning.data.kinds import canonical_json
 
 if TYPE_CHECKING:
     from tuning.data.blocks import Draft

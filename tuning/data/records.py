@@ -34,7 +34,7 @@ from typing import Any
 
 from tuning.data import layouts
 from tuning.data.fields import Mapper
-from tuning.data.kinds import is_finite, is_list_of_objects, kind_of, opening
+from tuning.data.kinds import canonical_json, is_finite, is_list_of_objects, kind_of, opening
 from tuning.names import closest
 from tuning.rows import PROMPT_GROUP
 
@@ -100,15 +100,6 @@ class Record:
         if len(self.prompt) == 1 and self.prompt[0]["role"] == "user":
             return self.prompt[0]["content"]
         return "\n".join(f"{message['role']}: {message['content']}" for message in self.prompt)
-
-
-# `json.dumps` with these settings builds an encoder at each call, which is noticeable on millions of records.
-_canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode
-
-
-def canonical_json(value: Any) -> str:
-    """The one JSON text of a value: sorted keys, no spaces. Raises ValueError or TypeError for a value without one."""
-    return _canonical(value)
 
 
 def digest(text: str) -> str:

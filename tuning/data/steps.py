@@ -17,7 +17,8 @@ from tuning.data import extracted
 from tuning.data.blocks import Block, Counts, Plan, Step, tokenizer_of
 from tuning.data.drafts import lengths, render, tokenize
 from tuning.data.fields import Mapper
-from tuning.data.records import Record, RecordError, canonical_json, parse_line
+from tuning.data.kinds import canonical_json
+from tuning.data.records import Record, RecordError, parse_line
 from tuning.data.remote import local_copy
 from tuning.data.similar import is_contaminated, signature
 from tuning.draws import uniform

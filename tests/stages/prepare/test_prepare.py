@@ -190,13 +190,14 @@ def test_a_name_of_rename_that_no_record_has_is_an_error(run, tmp_path):
         "source": write(tmp_path / "other.jsonl", [{"prompt": "Other?", "gold": "1"}]),
         "rename": {"gold": "answer"},
     }
+    wrong = {"sources": [one["source"]], "rename": {"glod": "answer"}}
     for config, place in (
+        (Config(**one, decontaminate=wrong, **settings), "decontaminate.rename"),
         (Config(**one, rename={"glod": "answer", "answer": "guess"}, **settings), "data.rename"),
         (Config(sources=[other, one | {"rename": {"glod": "answer"}}], **settings), "data.sources.1.rename"),
     ):
-        with pytest.raises(
-            PrepareError, match=rf"{place} names `glod`, which no record of \S*data.jsonl has; did you mean gold\?"
-        ):
+        told = rf"{place} names `glod`, which no record has; did you mean gold\? \(.*data\.jsonl\)"
+        with pytest.raises(PrepareError, match=told):
             run(config)
 
 

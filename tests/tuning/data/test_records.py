@@ -6,7 +6,8 @@ import pickle
 import pytest
 
 from tuning.data.fields import Mapper
-from tuning.data.records import RecordError, canonical_json, digest, parse_line, parse_record
+from tuning.data.kinds import canonical_json
+from tuning.data.records import RecordError, digest, parse_line, parse_record
 
 
 def parse(**raw):
