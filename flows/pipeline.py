@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 from coolname import generate_slug
@@ -12,7 +14,7 @@ from prefect import flow, runtime, task
 from prefect.cache_policies import NO_CACHE
 from prefect.states import Completed, Failed, State
 
-from flows.graph.build import select, with_inputs
+from flows.graph.build import Node, select, with_inputs
 from flows.graph.standing import Standing
 from flows.orchestration.ending import give_up_soon, send_events
 from flows.orchestration.show import (
@@ -31,6 +33,7 @@ from flows.running.checks import check, try_algorithm
 from flows.running.closing import close, evaluations_of, status_after, status_at_end, summary
 from flows.running.gating import stages_of
 from flows.running.limits import RunTooLong
+from flows.running.overlap import run_overlapped
 from flows.running.session import Session
 from stages.contract.registry import stage as find_stage
 from stages.store import runs
@@ -153,8 +156,8 @@ def _numbered(name: str) -> str:
 
 
 def _run(session: Session, force: list[str], only: list[str]) -> State[Any]:
-    """Runs the session's nodes as tasks, one after the other; returns the flow's state, with the run's name, status and
-    scores."""
+    """Runs the session's nodes as tasks, one after the other or, where the recipe names workers, beside each other;
+    returns the flow's state, with the run's name, status and scores."""
     recipe, reporter = session.recipe, session.reporter
     assert isinstance(reporter, PrefectReporter)
     _sessions[session.name] = session
@@ -162,10 +165,12 @@ def _run(session: Session, force: list[str], only: list[str]) -> State[Any]:
     try:
         session.force = select(session.nodes, force)
         chosen = with_inputs(session.nodes, select(session.nodes, only)) if only else None
-        for node in stages_of(session, chosen):
-            stage_task.with_options(retries=recipe.retries, retry_condition_fn=is_dead_worker)(
-                session.name, node.name, node.stage, return_state=True
-            ).result(raise_on_failure=True)
+        task = stage_task.with_options(retries=recipe.retries, retry_condition_fn=is_dead_worker)
+        if recipe.workers is None:
+            for node in stages_of(session, chosen):
+                task(session.name, node.name, node.stage, return_state=True).result(raise_on_failure=True)
+        else:
+            run_overlapped(session, chosen, partial(_begin, session, task))
     except RunTooLong as e:
         close(session, status_after(e))
         if _resolved.get() is not None:
@@ -189,6 +194,17 @@ def _run(session: Session, force: list[str], only: list[str]) -> State[Any]:
     said = "; ".join(decision.get("reasons", [])) or None
     data = {"run": session.name, "status": status, "evaluations": scores}
     return Completed(name=name, message=said, data=data)
+
+
+def _begin(session: Session, task: Any, node: Node, ended: Callable[[], None]) -> Callable[[], None]:
+    """Begins a node as a task in a thread of its own."""
+    future = task.submit(session.name, node.name, node.stage)
+    future.add_done_callback(lambda _: ended())
+
+    def result() -> None:
+        future.result(raise_on_failure=True)
+
+    return result
 
 
 def _behind(error: BaseException) -> BaseException | None:

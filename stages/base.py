@@ -179,6 +179,7 @@ STAGE = Stage(
     run,
     sources=source_digests,
     gang=lambda config: "lead",
+    work="data",
     section="base",
     title="base",
     makes="policy",

@@ -249,6 +249,7 @@ STAGE = Stage(
     sources=source_digests,
     loads=loads,
     gang=lambda config: "episodes of an environment are played by one process" if config.environment else "all",
+    work="sample",
     section="evaluate",
     title="evaluation",
     reads={"policy": Reads("policy"), "data": Reads("data", ("heldout/",)), "tokenizer": Reads("tokenizer")},

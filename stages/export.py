@@ -96,6 +96,7 @@ STAGE = Stage(
     1,
     Config,
     run,
+    work="data",
     section="export",
     title="export",
     reads={"policy": Reads("policy"), "tokenizer": Reads("tokenizer")},

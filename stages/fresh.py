@@ -80,6 +80,7 @@ STAGE = Stage(
     libraries=("pyarrow",),
     computes=lambda config: False,
     gang=lambda config: "lead",
+    work="data",
     title="new data",
     makes="data",
     reads={

@@ -42,6 +42,7 @@ STAGE = Stage(
     loads=loads,
     gang=gang,
     sources=sources,
+    work="sample",
     title="greedy completions",
     makes="rollouts",
     reads={"policy": Reads("policy"), "tokenizer": Reads("tokenizer"), "rollouts": Reads("rollouts")},

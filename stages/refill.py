@@ -80,6 +80,7 @@ STAGE = Stage(
     loads=loads,
     gang=gang,
     sources=sources,
+    work="sample",
     title="refill",
     makes="rollouts",
     reads={

@@ -68,6 +68,7 @@ STAGE = Stage(
     loads=loads,
     gang=gang,
     sources=sources,
+    work="sample",
     section="rl.rollout",
     title="rollouts",
     makes="rollouts",

@@ -69,6 +69,7 @@ STAGE = Stage(
     run,
     restore=restore,
     gang=lambda config: "lead",
+    work="data",
     title="best of RL",
     reads={"candidates": Reads(f"{POLICY}*"), "evaluations": Reads(f"{EVALUATION}*", ("scores.json",))},
     makes="policy",

@@ -50,6 +50,7 @@ STAGE = Stage(
     Config,
     run,
     gang=lambda config: "lead",
+    work="data",
     title="start",
     makes="policy",
     reads={"tokenizer": Reads("tokenizer")},

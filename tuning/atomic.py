@@ -40,14 +40,16 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
-    """Like `whole_file`, for a new folder. If `path` exists by then, it stays and the new folder is dropped."""
+def whole_folder(path: Path, synced: bool = True) -> Iterator[Path]:
+    """Like `whole_file`, for a new folder. If `path` exists by then, it stays and the new folder is dropped.
+
+    synced: whether it has to outlive a loss of power."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.part")
     partial.mkdir()
     try:
         yield partial
-        for below in [*partial.rglob("*"), partial]:
+        for below in [*partial.rglob("*"), partial] if synced else ():
             _sync(below)
         try:
             partial.rename(path)

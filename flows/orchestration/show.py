@@ -72,23 +72,24 @@ class PrefectReporter(ConsoleReporter):
     def __init__(self, silent: bool):
         super().__init__(LoggedConsole(silent))
         self.display = Display()
-        self._progress = ProgressBar("")
-        self._sent = 0.0
+        self._progress: dict[str, ProgressBar] = {}
+        """Of each stage that is at work; each is used by the thread of its stage alone."""
 
     def stage_started(self, node: Node) -> None:
         super().stage_started(node)
-        self._progress, self._sent = ProgressBar(artifact_key(node.name, "progress")), time.monotonic()
+        self._progress[node.name] = ProgressBar(artifact_key(node.name, "progress"))
 
     def progress(self, node: Node, event: Progress) -> None:
         super().progress(node, event)
-        if time.monotonic() - self._sent >= PROGRESS_SECONDS:
-            self._sent = time.monotonic()
-            self._progress.show(self.display, 100.0 * event.done / max(1, event.total))
+        bar = self._progress[node.name]
+        if bar.is_due():
+            bar.show(self.display, 100.0 * event.done / max(1, event.total))
 
     def stage_ended(self, node: Node, state: str, manifest: dict[str, Any], seconds: float) -> None:
         super().stage_ended(node, state, manifest, seconds)
-        if self._progress.begun:
-            self._progress.show(self.display, 100.0)
+        bar = self._progress.pop(node.name, None)
+        if bar is not None and bar.begun:
+            bar.show(self.display, 100.0)
 
 
 class ProgressBar:
@@ -96,13 +97,17 @@ class ProgressBar:
 
     def __init__(self, key: str):
         self.begun = False
-        self._key = key
+        self._key, self._sent = key, time.monotonic()
         # Of the display's thread alone.
         self._artifact: UUID | None = None
 
+    def is_due(self) -> bool:
+        """Whether it was last shown, or made, long enough ago."""
+        return time.monotonic() - self._sent >= PROGRESS_SECONDS
+
     def show(self, display: Display, percent: float) -> None:
         """Has the artifact made, or updated."""
-        self.begun = True
+        self.begun, self._sent = True, time.monotonic()
         display.put(self._key, lambda client: self._update(client, min(100.0, max(0.0, percent))))
 
     def _update(self, client: SyncPrefectClient, percent: float) -> None:
@@ -201,7 +206,7 @@ def show_run(display: Display, session: Session, report: str | None) -> None:
         link = report if "://" in report else f"file://{report}"
         _show_text(display, "report", f"[report of {session.name}]({link})")
     # Drawing costs a second, and a run that made nothing has the curves of an earlier one.
-    image = curves_png_data(session.record) if session.worker.starts else None
+    image = curves_png_data(session.record) if session.crew.starts else None
     if image:
         _show_text(display, "curves", f"![curves]({image})", f"rounds of {session.name}")
 

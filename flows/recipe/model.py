@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from flows.recipe.fork import Fork, check_fork
 from flows.recipe.gated import BASE, Data, Name, check_gated
 from flows.recipe.limits import Limits
+from flows.recipe.workers import Workers
 from stages.base import Config as BaseConfig
 from stages.contract.definition import StageConfig
 from stages.contract.registry import by_section
@@ -210,6 +211,8 @@ class Recipe(BaseModel):
     """How often a stage is tried again when its worker dies."""
     limits: Limits = Limits()
     """How long a run, a stage, and silence of a stage may last."""
+    workers: Workers | None = None
+    """Workers of this host that make stages beside each other; null: one makes them, one after the other."""
     retention: Retention | None = None
     """Which runs of this recipe's name a finished run leaves: it collects the others; null: all of them stay."""
     fork: Fork | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -34,58 +35,56 @@ def log_width() -> int | None:
 
 
 class ConsoleReporter:
-    """Live bars on a terminal, a line every ten seconds elsewhere."""
+    """Live bars on a terminal, a line every ten seconds elsewhere; of each stage that is at work."""
 
     def __init__(self, console: Console | None = None):
         self.console = console or Console(highlight=False, markup=False, width=log_width())
-        self._bar: Progress | None = None
-        self._task: TaskID | None = None
-        self._last = self._started = 0.0
-        self._first: tuple[float, int] | None = None
+        self._lock = threading.RLock()
+        self._bars: Progress | None = None
+        """On a terminal, while a stage is at work."""
+        self._at_work: dict[str, _AtWork] = {}
         self._rounds: dict[str, _Round] = {}
         self._nodes: dict[str, dict[str, Any]] = {}
         self._warned: set[str] = set()
 
     def stage_started(self, node: Node) -> None:
-        self._last = self._started = time.monotonic()
-        self._first = None
-        if self.console.is_terminal:
-            self._bar = Progress(
-                TextColumn("[cyan]{task.description:<18}"),
-                BarColumn(bar_width=24),
-                TextColumn("{task.fields[count]}"),
-                TimeRemainingColumn(compact=True),
-                TextColumn("{task.fields[detail]}"),
-                console=self.console,
-                transient=True,
-            )
-            self._bar.start()
-            self._task = self._bar.add_task(node.name, total=None, count="", detail="")
-        # A round has one line, at its end.
-        elif not node.name.startswith("round-"):
-            self._print(f"  {node.name:<18} started")
+        with self._lock:
+            # Of a try that has failed.
+            self._left(node.name)
+            at = self._at_work[node.name] = _AtWork(time.monotonic())
+            if self.console.is_terminal:
+                if self._bars is None:
+                    self._bars = _bars(self.console)
+                    self._bars.start()
+                at.bar = self._bars.add_task(node.name, total=None, count="", detail="")
+            # A round has one line, at its end.
+            elif not node.name.startswith("round-"):
+                self._print(f"  {node.name:<18} started")
 
     def progress(self, node: Node, event: protocol.Progress) -> None:
         done, total, unit = event.done, event.total, event.unit
-        # The first step compiles: how long the others take is known from the second on.
-        self._first = self._first or (time.monotonic(), done)
         detail = "  ".join(f"{k.replace('_per_second', '/s')} {v:,.4g}" for k, v in event.metrics.items())
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=done, total=total, count=f"{done}/{total} {unit}", detail=detail)
-        elif time.monotonic() - self._last > LINE_SECONDS:
-            self._last = time.monotonic()
-            since, before = self._first
-            each = (self._last - since) / (done - before) if done > before else None
-            left = "" if each is None else f"{each * (total - done):.0f} s left  "
-            self._print(f"  {node.name:<18} {done}/{total} {unit}  {left}{detail}")
+        with self._lock:
+            at = self._at_work[node.name]
+            # The first step compiles: how long the others take is known from the second on.
+            at.first = at.first or (time.monotonic(), done)
+            if self._bars is not None and at.bar is not None:
+                count = f"{done}/{total} {unit}"
+                self._bars.update(at.bar, completed=done, total=total, count=count, detail=detail)
+            elif at.is_due():
+                since, before = at.first
+                each = (time.monotonic() - since) / (done - before) if done > before else None
+                left = "" if each is None else f"{each * (total - done):.0f} s left  "
+                self._print(f"  {node.name:<18} {done}/{total} {unit}  {left}{detail}")
 
     def compiling(self, node: Node) -> None:
         """Says why nothing moves, as often as progress would be told, and since when."""
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, detail="compiling")
-        elif time.monotonic() - self._last > LINE_SECONDS:
-            self._last = time.monotonic()
-            self._print(f"  {node.name:<18} compiling, {self._last - self._started:.0f} s since its start")
+        with self._lock:
+            at = self._at_work[node.name]
+            if self._bars is not None and at.bar is not None:
+                self._bars.update(at.bar, detail="compiling")
+            elif at.is_due():
+                self._print(f"  {node.name:<18} compiling, {time.monotonic() - at.started:.0f} s since its start")
 
     def line(self, text: str) -> None:
         self._print(f"  {text}", "dim")
@@ -96,26 +95,36 @@ class ConsoleReporter:
         self.console.print(Text(text, style), soft_wrap=True)
 
     def stage_ended(self, node: Node, state: str, manifest: dict[str, Any], seconds: float) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = self._task = None
-        if node.name.startswith("round-"):
-            self._round(node, state, manifest, seconds)
+        with self._lock:
+            self._left(node.name)
+            if node.name.startswith("round-"):
+                self._round(node, state, manifest, seconds)
+                return
+            figures = _figures(find_stage(node.stage), state, manifest)
+            # Also what a run has finished that was killed.
+            maker = f"  of {run}" if state == "hit" and (run := manifest.get("run")) else ""
+            self.console.print(_line(node.name, state == "hit", seconds, figures + maker), soft_wrap=True)
+
+    def _left(self, name: str) -> None:
+        """Takes away the bar of a stage that is not at work any more, and the last one's place."""
+        at = self._at_work.pop(name, None)
+        if self._bars is None:
             return
-        figures = _figures(find_stage(node.stage), state, manifest)
-        # Also what a run has finished that was killed.
-        maker = f"  of {run}" if state == "hit" and (run := manifest.get("run")) else ""
-        self.console.print(_line(node.name, state == "hit", seconds, figures + maker), soft_wrap=True)
+        if at is not None and at.bar is not None:
+            self._bars.remove_task(at.bar)
+        if not self._at_work:
+            self._bars.stop()
+            self._bars = None
 
     def run_ended(self) -> None:
         """Shows the stages of rounds that have no line, since their policy update was not wanted or has failed."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = self._task = None
-        for line in self._rounds.values():
-            for text in line.nodes:
-                self.console.print(text, soft_wrap=True)
-            line.nodes.clear()
+        with self._lock:
+            for name in list(self._at_work):
+                self._left(name)
+            for line in self._rounds.values():
+                for text in line.nodes:
+                    self.console.print(text, soft_wrap=True)
+                line.nodes.clear()
 
     def _round(self, node: Node, state: str, manifest: dict[str, Any], seconds: float) -> None:
         """Collects the nodes of a round; the policy update, its last, prints their figures in one line."""
@@ -151,6 +160,38 @@ class ConsoleReporter:
             if warning.title not in self._warned:
                 self._warned.add(warning.title)
                 self._print(f"! {warning.title}: {warning.text}", "yellow")
+
+
+@dataclasses.dataclass
+class _AtWork:
+    """What is shown of a stage that is at work."""
+
+    started: float
+    bar: TaskID | None = None
+    first: tuple[float, int] | None = None
+    """When it first told its progress, and what that was."""
+    told: float = 0.0
+    """When it last had a line."""
+
+    def is_due(self) -> bool:
+        """Whether it is time for a line of it, which it then gets."""
+        now = time.monotonic()
+        if now - max(self.told, self.started) <= LINE_SECONDS:
+            return False
+        self.told = now
+        return True
+
+
+def _bars(console: Console) -> Progress:
+    return Progress(
+        TextColumn("[cyan]{task.description:<18}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[count]}"),
+        TimeRemainingColumn(compact=True),
+        TextColumn("{task.fields[detail]}"),
+        console=console,
+        transient=True,
+    )
 
 
 @dataclasses.dataclass

@@ -14,6 +14,7 @@ from flows.graph.build import Node, nodes_of
 from flows.graph.taken import Records, taken_artifact
 from flows.recipe.model import Recipe, RecipeError
 from flows.running.allowed import check_allowed
+from flows.running.crew import check_workers
 from stages.base import positions
 from stages.contract import signatures
 from stages.contract.registry import stage
@@ -38,7 +39,9 @@ def check(recipe: Recipe) -> None:
     # Nodes of one stage in several rounds have the same sources; each base model has its own.
     nodes: dict[str, Node] = {}
     store, known = Store(recipe.store), Records()
-    for node in nodes_of(recipe):
+    every = nodes_of(recipe)
+    check_workers(recipe, every)
+    for node in every:
         nodes.setdefault(node.stage if node.inputs else node.name, node)
         try:
             taken_artifact(store, node, known)

@@ -30,8 +30,17 @@ def stages_of(session: Session, chosen: Collection[str] | None = None) -> Iterat
     chosen: names of nodes that hold the inputs of each; None: all. A part of a recipe moves no name.
     Raises ArtifactError where a policy cannot be used with this base, and where the name does not come to rest.
     """
+    for agenda in agendas(session, chosen):
+        while (node := next(agenda.ready(), None)) is not None:
+            yield node
+            agenda.made(node)
+
+
+def agendas(session: Session, chosen: Collection[str] | None = None) -> Iterator[Agenda]:
+    """What is to make: each agenda has to be empty before the next is asked for, which there is where the name stands
+    for another policy by then. Parameters and errors are those of `stages_of`."""
     for _ in range(DECISIONS):
-        yield from _to_make(session, chosen)
+        yield Agenda(session, chosen)
         # A part of a recipe moves no name, also where it has made every stage.
         if chosen is not None or _carried_out(session):
             return
@@ -40,23 +49,51 @@ def stages_of(session: Session, chosen: Collection[str] | None = None) -> Iterat
     raise ArtifactError(f"the champion was another after each of {DECISIONS} decisions: look at `rlhf champions`")
 
 
-def _to_make(session: Session, chosen: Collection[str] | None) -> Iterator[Node]:
-    for node in list(session.nodes.values()):
-        if node.name in session.made or (chosen is not None and node.name not in chosen):
-            continue
-        if node.stage == "export" and refusal_of(session.record) is not None:
-            _leave_out(session, node)
-            continue
-        yield node
+class Agenda:
+    """The nodes that are still to make, and which of them can begin."""
+
+    def __init__(self, session: Session, chosen: Collection[str] | None):
+        self._session = session
+        self._left = [
+            node
+            for node in session.nodes.values()
+            if node.name not in session.made and (chosen is None or node.name in chosen)
+        ]
+        self._over = False
+
+    def ready(self) -> Iterator[Node]:
+        """The nodes that can begin now, in the graph's order: their inputs are made, and so is what decides whether
+        they are to be made at all. Those that were begun are among them until they are made."""
+        if self._over:
+            return
+        for node in list(self._left):
+            if node.stage == "export" and refusal_of(self._session.record) is not None:
+                _leave_out(self._session, node)
+                self._left.remove(node)
+                continue
+            if all(i.node in self._session.made for i in node.inputs.values()):
+                yield node
+            if _decides(node):
+                return
+
+    def made(self, node: Node) -> None:
+        """Notes that a node is made, and draws what follows from it."""
+        self._left.remove(node)
+        session = self._session
         match node.stage:
             case "base" if node.name == "base":
                 _check_tokenizers(session)
             case "fresh":
                 if reason := _nothing_new(session.made[node.name]):
                     session.decide({"decision": NOTHING_NEW, "reasons": [reason], "checks": [], "difference": None})
-                    return
+                    self._over = True
             case "gate":
                 session.decide(dict(session.made[node.name].metrics))
+
+
+def _decides(node: Node) -> bool:
+    """Whether it follows from a node if those behind it are made."""
+    return node.name == "base" or node.stage in ("fresh", "gate")
 
 
 def _leave_out(session: Session, node: Node) -> None:

@@ -21,9 +21,9 @@ from stages.store.keys import differences, published
 from stages.store.leases import is_gone
 from tuning.retries import retried
 
-# The address of a store may have changed; retries, time limits and what is collected later decide nothing of what a run
-# makes.
-FREE = ("store", "retries", "limits", "retention")
+# The address of a store may have changed; retries, time limits, which worker makes what and what is collected later
+# decide nothing of what a run makes.
+FREE = ("store", "retries", "limits", "workers", "retention")
 MOST = 5
 """Differences that a message lists."""
 LOOK_SECONDS, TELL_SECONDS = 2.0, 60.0

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from flows.graph.build import Node
 from flows.graph.standing import Standing
 from flows.recipe.model import Recipe
 from flows.report.console import ConsoleReporter
 from flows.running.closing import close, status_after, status_at_end, summary
 from flows.running.gating import stages_of
+from flows.running.overlap import run_overlapped
 from flows.running.session import Session
 
 
@@ -18,7 +23,7 @@ def run_plain(
     only: set[str] | None = None,
     standing: Standing | None = None,
 ) -> str:
-    """Runs the recipe's nodes in order.
+    """Runs the recipe's nodes in order, or beside each other where it has several workers.
 
     name: of the run; chosen where None. force: nodes to make again although they are cached.
     only: nodes to run, which must hold the inputs of each; None runs all.
@@ -29,11 +34,29 @@ def run_plain(
     session = Session(recipe, reporter, name, force, standing)
     reporter.console.print(f"run {session.name}  store {session.store.shown}")
     try:
-        for node in stages_of(session, only):
-            session.run_with_retries(node.name)
+        if recipe.workers is None:
+            for node in stages_of(session, only):
+                session.run_with_retries(node.name)
+        else:
+            _run_overlapped(session, only)
     except BaseException as e:
         close(session, status_after(e))
         raise
     status = status_at_end(session)
     summary(session, reporter, close(session, status))
     return status
+
+
+def _run_overlapped(session: Session, only: set[str] | None) -> None:
+    with ThreadPoolExecutor(len(session.crew.names), "stage") as pool:
+
+        def begin(node: Node, ended: Callable[[], None]) -> Callable[[], None]:
+            future = pool.submit(session.run_with_retries, node.name)
+            future.add_done_callback(lambda _: ended())
+
+            def result() -> None:
+                future.result()
+
+            return result
+
+        run_overlapped(session, only, begin)

@@ -8,8 +8,10 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+import threading
 import time
-from typing import Any, Protocol
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol, TypeVar
 
 from flows.graph.build import Node, build, with_inputs
 from flows.graph.keying import code_of, key_of, key_parts
@@ -17,9 +19,11 @@ from flows.graph.standing import Standing, promoted_by, standing_of
 from flows.graph.taken import Records, check_point, taken_artifact
 from flows.recipe.model import Recipe
 from flows.records import log_of
+from flows.running.crew import Crew, read_elsewhere
 from flows.running.limits import RunLimit
 from flows.running.naming import before, free_name
 from flows.running.remarks import of_data
+from stages.common import handed
 from stages.contract.kept import keep
 from stages.store.artifacts import Artifact, Store
 from stages.store.disk import full_disk
@@ -27,7 +31,7 @@ from stages.store.keys import published, without_userinfo
 from stages.store.leases import held, lease, release_dead, this_process
 from stages.store.runs import Recorder
 from stages.store.work import WorkFolder
-from stages.worker.client import CodeChanged, StageFailed, Worker, WorkerDied
+from stages.worker.client import CodeChanged, StageFailed, WorkerDied
 from stages.worker.protocol import Heartbeat, Log, Progress, Report, Request
 
 EDITS = 3
@@ -38,8 +42,11 @@ SAVE_SECONDS = 2.0
 """How often the record is written while nothing is made: what of it is new (`stages.store.runs`)."""
 
 
+T = TypeVar("T")
+
+
 class Reporter(Protocol):
-    """Receives the progress of a run."""
+    """Receives the progress of a run, from a thread for each stage that is at work."""
 
     def stage_started(self, node: Node) -> None: ...
     def progress(self, node: Node, event: Progress) -> None: ...
@@ -55,7 +62,7 @@ def now() -> str:
 
 
 class Session:
-    """A run in progress."""
+    """A run in progress. Several threads may each run a node."""
 
     def __init__(
         self,
@@ -84,7 +91,10 @@ class Session:
         """Digests of artifacts whose bytes are known to be those that were committed."""
         log = log_of(self.store, self.name)
         self.limit = RunLimit(self.name, recipe.limits.run_seconds)
-        self.worker = Worker(log, recipe.limits.stall_seconds, recipe.limits.stage_seconds)
+        self.crew = Crew(recipe, log)
+        self._stopped = threading.Event()
+        self._lock = threading.RLock()
+        """Of the record, and of what is made."""
         self._saved = 0.0
         self._recorder = Recorder(self.store, self.name)
         self.record: dict[str, Any] = {
@@ -95,7 +105,7 @@ class Session:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "process": this_process(),
-            "log": str(log),
+            "log": str(self.crew.logs[0]),
             "tries": 1 + (unfinished or {"tries": 0}).get("tries", 1),
             "nodes": {},
         }
@@ -107,27 +117,40 @@ class Session:
         self.save()
 
     def _store_log(self) -> None:
-        """Copies the log to a remote store, so that `rlhf logs` has it on any machine."""
-        if self.store.is_local or not self.worker.log.exists():
-            return
-        try:
-            with self.worker.log.open("rb") as log:
-                log.seek(max(0, os.fstat(log.fileno()).st_size - LOG_BYTES))
-                self.store.write_bytes(log.read(LOG_BYTES), "runs", self.name, self.worker.log.name)
-        except Exception as e:
-            # It stays here: a log must not turn a finished run into a failed one.
-            self.reporter.line(f"the worker's log stays on this machine ({type(e).__name__}: {e})")
+        """Copies the logs to a remote store, so that `rlhf logs` has them on any machine."""
+        for path in self.crew.logs if not self.store.is_local else ():
+            try:
+                with path.open("rb") as log:
+                    log.seek(max(0, os.fstat(log.fileno()).st_size - LOG_BYTES))
+                    self.store.write_bytes(log.read(LOG_BYTES), "runs", self.name, path.name)
+            except FileNotFoundError:
+                # Of a worker that was not started.
+                continue
+            except Exception as e:
+                # It stays here: a log must not turn a finished run into a failed one.
+                self.reporter.line(f"the worker's log stays on this machine ({type(e).__name__}: {e})")
 
     def save(self, soon: bool = False) -> None:
         """Writes the record to the store.
 
         soon: not where it was written in the last `SAVE_SECONDS`; the next save has what this one would have had.
         """
-        if soon and time.monotonic() - self._saved < SAVE_SECONDS:
-            return
-        self._saved = time.monotonic()
-        self.record["saved"] = now()
-        self._recorder.write(self.record)
+        with self._lock:
+            if soon and time.monotonic() - self._saved < SAVE_SECONDS:
+                return
+            self._saved = time.monotonic()
+            self.record["saved"] = now()
+            self._recorder.write(self.record)
+
+    def stop(self) -> None:
+        """Has every thread that runs a node end it as interrupted, within seconds."""
+        self._stopped.set()
+
+    def _check(self) -> None:
+        """Raises RunTooLong where the run has had its time, KeyboardInterrupt where it was stopped."""
+        if self._stopped.is_set():
+            raise KeyboardInterrupt
+        self.limit.check()
 
     def rebuild(self, standing: Standing) -> None:
         """Builds the graph for what the names stand for by now; what does not follow from that stays made."""
@@ -155,25 +178,30 @@ class Session:
         Where code was edited meanwhile, a fresh worker makes it with the new code, under the key of that. Raises
         RunTooLong where the run has had its time.
         """
+        begun: list[dict[str, Any]] = []
         try:
             self.limit.at(name)
-            return self._made_with_code_as_it_is(name)
+            return self._made_with_code_as_it_is(name, begun)
         except BaseException as e:
             # Also where it waited for another run, or an input was made again.
-            for entry in self.record["nodes"].values():
-                if entry["state"] == "running":
-                    entry |= _ended_by(e)
+            with self._lock:
+                for entry in begun:
+                    if entry["state"] == "running":
+                        entry |= _ended_by(e)
             raise
+        finally:
+            self.limit.left(name)
 
-    def _made_with_code_as_it_is(self, name: str) -> tuple[str, Artifact]:
+    def _made_with_code_as_it_is(self, name: str, begun: list[dict[str, Any]]) -> tuple[str, Artifact]:
         for _ in range(EDITS):
             try:
-                return self._made_or_read(name)
+                return self._made_or_read(name, begun)
             except CodeChanged as e:
                 self.reporter.line(f"{name}: {e}; a fresh worker makes it with the code as it is now")
-        return self._made_or_read(name)
+        return self._made_or_read(name, begun)
 
-    def _made_or_read(self, name: str) -> tuple[str, Artifact]:
+    def _made_or_read(self, name: str, begun: list[dict[str, Any]]) -> tuple[str, Artifact]:
+        """begun: gets the entry of each node that is begun."""
         node = self.nodes[name]
         taken = taken_artifact(self.store, node, self._taken)
         if taken is not None:
@@ -187,18 +215,26 @@ class Session:
         artifact = taken if taken is not None else None if forced else self.store.get(node.stage, key)
         started = time.monotonic()
         entry: dict[str, Any] = {"stage": node.stage, "key": key, "started": now(), "state": "running"}
-        self.record["nodes"][name] = entry
+        begun.append(entry)
+        with self._lock:
+            self.record["nodes"] = _in_order(self.record["nodes"], name, entry, self.nodes)
         if artifact is not None:
             state = "hit"
             self._tidy(node.stage, key)
         else:
-            if self._another_input(node):
-                return self._made_or_read(name)
+            if self._another_input(node, begun):
+                return self._made_or_read(name, begun)
             self.save()
             # The record is on disk before the work begins: `rlhf show` sees the stage as running, also after a
             # kill.
             self.reporter.stage_started(node)
-            with lease(self.store, node.stage, key, self._waits, self.limit.check) as token:
+
+            def waits(line: str) -> None:
+                # The run's limit counts it too.
+                self.limit.waits(name, line)
+                self.reporter.line(line)
+
+            with lease(self.store, node.stage, key, waits, self._check) as token:
                 # Another run that held the lease before may have made it meanwhile.
                 artifact = None if forced else self.store.get(node.stage, key)
                 state = "hit" if artifact is not None else "made"
@@ -206,20 +242,24 @@ class Session:
                     artifact = self._make(node, key, parts, files, token, entry)
         check_point(node, artifact)
         seconds = time.monotonic() - started
-        entry |= {"state": state, "digest": artifact.digest, "metrics": artifact.metrics, "seconds": round(seconds, 2)}
-        # What making took, here or in the run that did it.
-        entry["made_seconds"] = artifact.manifest["seconds"]
-        self.made[name] = artifact
+        # The last: what making took, here or in the run that did it.
+        done = {"state": state, "digest": artifact.digest, "metrics": artifact.metrics, "seconds": round(seconds, 2)}
+        with self._lock:
+            entry |= done | {"made_seconds": artifact.manifest["seconds"]}
+            self.made = _in_order(self.made, name, artifact, self.nodes)
         self.save(soon=True)
+        self._drop_read(node)
         self.reporter.stage_ended(node, state, artifact.manifest, seconds)
         for remark in of_data(self.recipe, artifact.metrics) if node.stage in ("prepare", "fresh") else ():
             self.reporter.line(f"! {remark}")
         return state, artifact
 
-    def _waits(self, line: str) -> None:
-        """Tells of a wait for another process; the run's limit counts it too."""
-        self.limit.waits(line)
-        self.reporter.line(line)
+    def _drop_read(self, node: Node) -> None:
+        """Removes handed policies that the node was the last of all to read."""
+        for source in {i.node for i in node.inputs.values()}:
+            readers = read_elsewhere(self.recipe.workers, self.nodes, source)
+            if node.name in readers and all(reader in self.made for reader in readers):
+                handed.drop(self.store, self.made[source].digest)
 
     def _tidy(self, stage: str, key: str) -> None:
         """Removes what a kill just after a commit has left: the work on this host, and the lease."""
@@ -229,7 +269,7 @@ class Session:
         if (stage, key) in self._held:
             release_dead(self.store, stage, key)
 
-    def _another_input(self, node: Node) -> bool:
+    def _another_input(self, node: Node, begun: list[dict[str, Any]]) -> bool:
         """Makes inputs of a node again that a disk has changed where no size tells it; whether one has other content
         now. Of a remote store they are checked as they arrive."""
         before = {i.node: self.made[i.node] for i in node.inputs.values()}
@@ -240,7 +280,7 @@ class Session:
             if fault is not None:
                 aside = self.store.set_aside(artifact.stage, artifact.key)
                 self.reporter.line(f"! {name}: {artifact.url} is damaged ({fault}); moved to {aside}; made again")
-                self._made_or_read(name)
+                self._made_or_read(name, begun)
             self._whole.add(artifact.digest)
         return any(self.made[name].digest != artifact.digest for name, artifact in before.items())
 
@@ -268,6 +308,7 @@ class Session:
             lease=token,
             # A retry within this run resumes its own partial work; another forced run starts from nothing.
             force=self.name if node.name in self.force else None,
+            hand_over=bool(read_elsewhere(self.recipe.workers, self.nodes, node.name)),
         )
 
         def on_event(event: Report) -> None:
@@ -281,9 +322,10 @@ class Session:
 
         started = time.monotonic()
         try:
-            manifest = self.worker.run(request, on_event, self.limit.check)
+            manifest = self.crew.run(node, request, on_event, self._check)
         except BaseException as e:
-            entry |= _ended_by(e) | {"seconds": round(time.monotonic() - started, 2)}
+            with self._lock:
+                entry |= _ended_by(e) | {"seconds": round(time.monotonic() - started, 2)}
             self._save_if_possible()
             if isinstance(e, StageFailed) and not isinstance(e, CodeChanged):
                 raise type(e)(f"{node.name}: {e}") from e
@@ -305,18 +347,18 @@ class Session:
         raise AssertionError("unreachable")
 
     def finish(self, status: str) -> None:
-        """Ends the worker and closes the record; a remote store gets the worker's log."""
+        """Ends the workers and closes the record; a remote store gets their logs."""
         try:
-            self.worker.finish(goes_on=status in ("failed", "interrupted"))
+            self.crew.finish(goes_on=status in ("failed", "interrupted"))
         except Exception as e:
             # A record that stays open would tell of a run at work.
-            self.reporter.line(f"the worker of run {self.name} did not end well ({type(e).__name__}: {e})")
+            self.reporter.line(f"a worker of run {self.name} did not end well ({type(e).__name__}: {e})")
         finally:
             self._close(status)
 
     def _close(self, status: str) -> None:
         self._store_log()
-        self.record |= {"status": status, "ended": now(), "worker_starts": self.worker.starts}
+        self.record |= {"status": status, "ended": now(), "worker_starts": self.crew.starts}
         if status in ("failed", "interrupted"):
             self._save_if_possible()
         else:
@@ -336,3 +378,15 @@ def _ended_by(error: BaseException) -> dict[str, Any]:
     if isinstance(error, KeyboardInterrupt):
         return {"state": "interrupted"}
     return {"state": "failed", "error": without_userinfo(f"{type(error).__name__}: {error}")}
+
+
+def _in_order(found: Mapping[str, T], name: str, value: T, order: Collection[str]) -> dict[str, T]:
+    """What is there by node, with one more: in the order of the graph, in which it is read, whatever was made first."""
+    both = {**found, name: value}
+    if name in found:
+        return both
+    places = {node: place for place, node in enumerate(order)}
+    *before, _ = both
+    if before and places[before[-1]] > places[name]:
+        return {node: both[node] for node in sorted(both, key=places.__getitem__)}
+    return both

@@ -10,7 +10,7 @@ import dataclasses
 import string
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -118,6 +118,8 @@ class _Figures(string.Formatter):
         return str(format(value, format_spec))
 
 
+Work = Literal["data", "train", "sample", "score"]
+"""What a stage does: a recipe may name a worker for each (`flows.recipe.workers`)."""
 Figure = str | Callable[[Mapping[str, Any]], str]
 """A template over metrics, such as `loss {loss:.4f}`, or a function of them for what no template can say."""
 
@@ -177,6 +179,8 @@ class Stage:
     """The role of its artifact for the stages that follow; empty: none reads it."""
     headline: tuple[Figure, ...] = ()
     """The figures to look at first. One whose metrics are missing is left out."""
+    work: Work = "train"
+    """What it does, by which a run with several workers gives it to one of them."""
     samples: str = ""
     """Path prefix of a table with prompts and completions for display; empty: there is none."""
 

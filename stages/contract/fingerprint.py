@@ -42,7 +42,7 @@ NUMERIC_LIBRARIES = (
 # Arguments of a module's `STAGE = Stage(...)` that describe the stage and place it in a run or on processes: no part of
 # its key.
 # Which artifacts it reads is in the key already, as the digests of its inputs.
-DESCRIPTION = ("section", "title", "reads", "makes", "headline", "samples", "gang")
+DESCRIPTION = ("section", "title", "reads", "makes", "headline", "samples", "gang", "work")
 
 _OWN_NAME = re.compile(rf"({'|'.join(OWN)})(\.\w+)+\.?")
 

@@ -116,6 +116,7 @@ STAGE = Stage(
     libraries=("numpy", "scipy", "pyarrow"),
     computes=lambda config: False,
     gang=lambda config: "lead",
+    work="data",
     section="gate",
     title="gate",
     reads={

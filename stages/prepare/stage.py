@@ -384,6 +384,7 @@ STAGE = Stage(
     libraries=("tokenizers", "transformers", "pyarrow", "numpy", "jinja2", "regex"),
     computes=lambda config: False,
     gang=lambda config: "lead",
+    work="data",
     section="data",
     title="data",
     makes="data",

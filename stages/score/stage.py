@@ -181,6 +181,7 @@ STAGE = Stage(
     sources=source_digests,
     computes=lambda config: config.learned,
     gang=lambda config: "all" if config.learned else "lead",
+    work="score",
     section="rl.score",
     title="scores",
     makes="scores",

@@ -55,6 +55,8 @@ def residues(store: Store, found: list[Version], roots: Roots, old: float) -> It
         # On a local store it is the folder of the record, which goes with the run.
         if not store.is_local and folder.name not in names:
             yield from _local("log", folder, old)
+    for folder in _below(store.scratch / "policies", 1):
+        yield from _local("policy", folder, old)
     for path in sorted(store.scratch.rglob(".*.part")) if store.scratch.is_dir() else ():
         if is_partial(path):
             yield from _local("partial", path, old)

@@ -10,8 +10,9 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from stages.common.flags import with_flags
@@ -78,10 +79,18 @@ def _any_time() -> None:
 class Worker:
     """A worker process that is started by the first request and stays warm until `close`."""
 
-    def __init__(self, log: Path, stall_seconds: float | None = None, stage_seconds: float | None = None):
+    def __init__(
+        self,
+        log: Path,
+        stall_seconds: float | None = None,
+        stage_seconds: float | None = None,
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ):
         """log: file of its output. stall_seconds: how long a stage may report nothing; while it
-        compiles, `COMPILING` times as long. stage_seconds: how long a stage may take."""
+        compiles, `COMPILING` times as long. stage_seconds: how long a stage may take.
+        variables: of its environment, beside those of this process."""
         self.log = log
+        self.variables = variables
         self.stall_seconds = stall_seconds
         self.stage_seconds = stage_seconds
         self.starts = 0
@@ -116,7 +125,7 @@ class Worker:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 pass_fds=(request_read, event_write),
-                env=worker_environment(),
+                env=worker_environment() | dict(self.variables),
             )
         # The worker has these ends. An event pipe still open for writing here would hide its death.
         os.close(request_read)
@@ -223,6 +232,8 @@ class Worker:
         """Ends a worker whose stage has had its time, or whose run has. Raises EOFError, or what `check_time` does."""
         try:
             self._check_time()
+        except KeyboardInterrupt:
+            raise
         except BaseException:
             self._write_stacks()
             raise

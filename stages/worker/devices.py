@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from stages.store.leases import host_scope
@@ -26,6 +27,9 @@ VARIABLES = ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "RO
 DEVICE_FILES = ("nvidia[0-9]*", "accel*", "kfd", "vfio/*")
 ONE_CHIP = {"TPU_PROCESS_BOUNDS": "1,1,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1", "TPU_VISIBLE_CHIPS": "0"}
 """Of a slice of several hosts all have to ask at once, unless each asks for a chip alone."""
+TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
+"""How so many chips of a host lie, which libtpu is told of a process that has not all of them."""
+GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 _ASK = "import jax; d = jax.devices()[0]; print(f'{d.platform}:{d.device_kind}')"
 
 
@@ -50,6 +54,38 @@ def device_kind() -> str:
     with whole_file(place) as partial:
         partial.write_text(kind)
     return kind
+
+
+def confined(devices: Sequence[int], kind: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables by which a process has these accelerators of its host alone; with none of them the processor.
+
+    devices: their numbers; where a variable leaves this process some of them already, places among those.
+    kind: of the host's devices (`device_kind`). Raises ValueError, with what to do, for devices that there cannot be.
+    """
+    if not devices:
+        return {"JAX_PLATFORMS": "cpu"}
+    platform = kind.partition(":")[0]
+    if platform == "tpu":
+        if len(devices) not in TPU_BOUNDS:
+            raise ValueError(f"{len(devices)} chips of a TPU are no part of a host: give it {_any_of(TPU_BOUNDS)}")
+        bounds = {"TPU_PROCESS_BOUNDS": "1,1,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": TPU_BOUNDS[len(devices)]}
+        return bounds | {"TPU_VISIBLE_CHIPS": ",".join(map(str, devices))}
+    if platform != "gpu":
+        raise ValueError(f"this machine computes on {kind} and has no numbered accelerators: leave devices out")
+    # ROCm reads CUDA's variable too; its own one is narrowed where it is in use.
+    names = [name for name in GPU_VARIABLES if name in environment] or ["CUDA_VISIBLE_DEVICES"]
+    found = {}
+    for name in names:
+        seen = [part.strip() for part in environment.get(name, "").split(",") if part.strip()]
+        if seen and max(devices) >= len(seen):
+            raise ValueError(f"there is no device {max(devices)} among the {len(seen)} of {name}={environment[name]}")
+        found[name] = ",".join(seen[number] if seen else str(number) for number in devices)
+    return found
+
+
+def _any_of(numbers: Iterable[int]) -> str:
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} or {last}"
 
 
 def forget() -> None:

@@ -150,7 +150,23 @@ def run_request(request: Request, memory: dict[str, Any], events: Events, gang: 
     # Another process may have committed the key meanwhile: its artifact stays, and is not what is in memory here.
     _keep(memory, gang, made if committed.digest == made else None)
     folder.drop()
+    if request.hand_over:
+        _hand_over(committed, memory, events)
     return committed.manifest
+
+
+def _hand_over(artifact: Artifact, memory: dict[str, Any], events: Events) -> None:
+    """Leaves a policy that the artifact does not hold for the workers that read it."""
+    from stages.common import handed
+
+    kept = memory.get(f"decoder:{artifact.digest}")
+    if kept is None or artifact.has("model/") or artifact.has("state/"):
+        return
+    try:
+        handed.hand_over(artifact, *kept)
+    except OSError as e:
+        # It is committed: whoever reads it trains it once more.
+        events.send(Log(f"the policy could not be handed over ({type(e).__name__}: {e}): it will be replayed"))
 
 
 @contextlib.contextmanager

@@ -39,6 +39,8 @@ class Request:
     """The token of the lease under which it is made; None: nobody else can make it."""
     force: str | None = None
     """Set to the run's name where an artifact with this key is replaced: a retry in that run resumes its own work."""
+    hand_over: bool = False
+    """Whether another worker of this host reads the policy that it makes (`stages.common.handed`)."""
 
     def line(self) -> str:
         """The request as it travels."""

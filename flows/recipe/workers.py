@@ -1,0 +1,56 @@
+"""The section `workers` of a recipe: which stages run beside each other, and on which devices. It is in no key."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Annotated, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from stages.contract.definition import Work
+
+ALL: tuple[Work, ...] = get_args(Work)
+TRAIN: Work = "train"
+"""The worker that does what no other is named for."""
+
+
+class WorkerSettings(BaseModel):
+    """One worker: a process that makes one stage after another."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+    devices: list[Annotated[int, Field(ge=0)]] | None = None
+    """Numbers of the accelerators of this host that it has, as nvidia-smi counts them or as chips of a TPU; []: none,
+    for stages that do not compute on them; null: where there is none, the processor."""
+
+
+class Workers(BaseModel):
+    """Which workers a run has; a stage begins when what it reads is made and its worker is free."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+    train: WorkerSettings
+    """Trains policies and reward models, and does what no other worker here is named for."""
+    sample: WorkerSettings | None = None
+    """Samples: rollouts, refills, greedy baselines, evaluations. null: train does it."""
+    score: WorkerSettings | None = None
+    """Scores rollouts. null: train does it."""
+    data: WorkerSettings | None = None
+    """The base model, data, choices and the export. null: train does it."""
+
+    @model_validator(mode="after")
+    def _of_their_own(self) -> Workers:
+        counts = Counter(number for worker in self.named.values() for number in worker.devices or ())
+        if twice := sorted(number for number, count in counts.items() if count > 1):
+            raise ValueError(f"device {twice[0]} is given twice: each worker has devices of its own")
+        return self
+
+    @property
+    def named(self) -> dict[Work, WorkerSettings]:
+        """The workers by what they do."""
+        found = {work: getattr(self, work) for work in ALL}
+        return {work: settings for work, settings in found.items() if settings is not None}
+
+    def of(self, work: Work) -> Work:
+        """The worker that does this."""
+        return work if work in self.named else TRAIN

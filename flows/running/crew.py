@@ -1,0 +1,142 @@
+"""The workers of a run: one that makes everything, or several beside each other as the recipe's `workers` says."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from flows.graph.build import Node
+from flows.recipe.model import Recipe, RecipeError
+from flows.recipe.workers import Workers
+from stages.contract.registry import stage
+from stages.worker.client import Worker
+from stages.worker.devices import confined, device_kind
+from stages.worker.places import GANG, place_of
+from stages.worker.protocol import Report, Request
+
+ONLY = ""
+"""The name of the worker of a run that has one."""
+
+
+class Crew:
+    """Workers by name. Each makes one stage at a time, and is started for its first."""
+
+    def __init__(self, recipe: Recipe, log: Path):
+        """log: file of a worker's output; those of several are beside it, with their names (`logs_beside`)."""
+        self._settings = recipe.workers
+        limits, variables = recipe.limits, _variables(recipe.workers)
+        self._workers = {
+            name: Worker(log_of_worker(log, name), limits.stall_seconds, limits.stage_seconds, variables[name])
+            for name in variables
+        }
+        self._turns = {name: threading.Lock() for name in variables}
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the workers; `ONLY` alone where there is one."""
+        return list(self._workers)
+
+    @property
+    def starts(self) -> int:
+        """How often workers were started."""
+        return sum(worker.starts for worker in self._workers.values())
+
+    @property
+    def logs(self) -> list[Path]:
+        """The files of their output; those of workers that were not started are not there."""
+        return [worker.log for worker in self._workers.values()]
+
+    @property
+    def first(self) -> Worker:
+        """The worker of a run that has one; of several the one that trains."""
+        return next(iter(self._workers.values()))
+
+    def of(self, node: Node) -> str:
+        """The name of the worker that makes a node."""
+        return worker_of(self._settings, node)
+
+    def run(
+        self, node: Node, request: Request, on_event: Callable[[Report], None], check_time: Callable[[], None]
+    ) -> dict[str, Any]:
+        """Has a node's worker make it, as soon as that is free; raises as `Worker.run` does."""
+        name = self.of(node)
+        with self._turn(name, check_time):
+            return self._workers[name].run(request, on_event, check_time)
+
+    @contextlib.contextmanager
+    def _turn(self, name: str, check_time: Callable[[], None]) -> Iterator[None]:
+        # Stages are begun where their worker is free; an input that has to be made again may find it at work.
+        while not self._turns[name].acquire(timeout=1.0):
+            check_time()
+        try:
+            yield
+        finally:
+            self._turns[name].release()
+
+    def finish(self, goes_on: bool) -> None:
+        """Ends the workers, all of them also where one does not end well, of which the first is raised."""
+        with contextlib.ExitStack() as ends:
+            for worker in self._workers.values():
+                ends.callback(worker.finish, goes_on)
+
+
+def worker_of(workers: Workers | None, node: Node) -> str:
+    """The name of the worker that makes a node: `ONLY` where one makes all."""
+    return ONLY if workers is None else workers.of(stage(node.stage).work)
+
+
+def log_of_worker(log: Path, name: str) -> Path:
+    """The file of a worker's output: `log` itself where a run has one worker."""
+    return log if name == ONLY else log.with_name(f"{log.stem}-{name}{log.suffix}")
+
+
+def read_elsewhere(workers: Workers | None, nodes: Mapping[str, Node], name: str) -> list[str]:
+    """The nodes that read what a node makes and are made by another worker."""
+    if workers is None:
+        return []
+    mine = worker_of(workers, nodes[name])
+    readers = (node for node in nodes.values() if any(i.node == name for i in node.inputs.values()))
+    return [node.name for node in readers if worker_of(workers, node) != mine]
+
+
+def check_workers(recipe: Recipe, nodes: Iterable[Node]) -> None:
+    """Raises RecipeError where this machine cannot have the recipe's workers, or one lacks devices for its stages."""
+    workers = recipe.workers
+    if workers is None:
+        return
+    if place_of() is not None:
+        raise RecipeError(f"workers are processes of one host each, and {GANG} makes one of several: leave one out")
+    kind = device_kind()
+    for name, settings in workers.named.items():
+        if settings.devices is None and len(workers.named) > 1 and not kind.startswith("cpu"):
+            raise RecipeError(
+                f"workers.{name}.devices: this machine has {kind}, and two workers cannot have all of them: say which "
+                "this one has, such as [0, 1], or [] for none"
+            )
+        if settings.devices:
+            try:
+                confined(settings.devices, kind)
+            except ValueError as e:
+                raise RecipeError(f"workers.{name}.devices: {e}") from e
+    if kind.startswith("cpu"):
+        return
+    for node in nodes:
+        name = workers.of(stage(node.stage).work)
+        if workers.named[name].devices == [] and stage(node.stage).computes(node.config):
+            raise RecipeError(
+                f"workers.{name}.devices is [], and {node.name} computes on one: give it a device, or leave "
+                f"workers.{name} out"
+            )
+
+
+def _variables(workers: Workers | None) -> dict[str, dict[str, str]]:
+    """The variables of each worker's environment by its name."""
+    if workers is None:
+        return {ONLY: {}}
+    return {
+        name: {} if settings.devices is None else confined(settings.devices, device_kind())
+        for name, settings in workers.named.items()
+    }

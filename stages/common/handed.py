@@ -1,0 +1,61 @@
+"""Policies that no artifact holds, on their way from the worker that trains to those that sample on this host.
+
+Rounds between checkpoints store no weights: the worker that made one has it in memory, and any other would have to
+train it once more. Where a run has a worker of its own for sampling, the one that trains leaves the weights in the
+scratch folder; they are those of the artifact only where they have the fingerprint that it records.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stages.store.artifacts import Artifact, Store
+from tuning.atomic import whole_folder
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from tuning.models.config import DecoderConfig
+
+FOLDER = "policies"
+
+
+def place_of(store: Store, digest: str) -> Path:
+    """Where a policy is left for the other workers of this host."""
+    return store.scratch / FOLDER / digest
+
+
+def hand_over(artifact: Artifact, config: DecoderConfig, params: Any) -> None:
+    """Leaves the policy of an artifact that stores none for the other workers of this host."""
+    from tuning.models.huggingface import save_decoder
+
+    place = place_of(artifact.store, artifact.digest)
+    if place.exists():
+        return
+    # What is lost is trained once more.
+    with whole_folder(place, synced=False) as partial:
+        save_decoder(partial, config, params, {})
+
+
+def taken(artifact: Artifact, mesh: Mesh | None) -> tuple[DecoderConfig, Any] | None:
+    """The policy of an artifact that another worker has left here; None where there is none, or another one."""
+    from tuning.models.huggingface import fingerprint, load_decoder
+
+    place = place_of(artifact.store, artifact.digest)
+    if not place.is_dir():
+        return None
+    try:
+        config, params = load_decoder(place, mesh)
+    except (OSError, ValueError):
+        # It was collected meanwhile, or a disk has lost a part of it.
+        return None
+    wanted = json.loads(artifact.local("policy.json").read_text())["fingerprint"]
+    return (config, params) if fingerprint(params) == wanted else None
+
+
+def drop(store: Store, digest: str) -> None:
+    """Removes what was left of a policy: no worker reads it any more."""
+    shutil.rmtree(place_of(store, digest), ignore_errors=True)
