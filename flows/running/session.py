@@ -387,6 +387,6 @@ def _in_order(found: Mapping[str, T], name: str, value: T, order: Collection[str
         return both
     places = {node: place for place, node in enumerate(order)}
     *before, _ = both
-    if before and places[before[-1]] > places[name]:
-        return {node: both[node] for node in sorted(both, key=places.__getitem__)}
+    if before and places.get(before[-1], -1) > places.get(name, -1):
+        return {node: both[node] for node in sorted(both, key=lambda node: places.get(node, -1))}
     return both

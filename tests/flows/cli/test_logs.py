@@ -77,7 +77,7 @@ def test_a_character_that_is_written_in_two_parts_is_one(place, tmp_path):
     log = tmp_path / "runs" / "first" / "worker.log"
     first, second = "\u00e9".encode()[:1], "\u00e9".encode()[1:]
     log.write_bytes(b"before\n" + first)
-    lines = _following(place, place.read_json(*RECORD), log)
+    lines = _following(place, place.read_json(*RECORD), {"": log})
     assert next(lines) == "before"
     with log.open("ab") as f:
         f.write(second + b"\n" + first)
@@ -115,8 +115,37 @@ def test_a_run_that_made_nothing_has_no_log(tmp_path):
 
 def test_the_end_of_a_run_copies_its_log_to_a_remote_store():
     run = Session(load_recipe("smoke", sets=["store=memory://copied"]), ConsoleReporter(), "first")
-    write_files(run.worker.log.parent, **{"worker.log": "of the worker\n"})
+    write_files(run.crew.first.log.parent, **{"worker.log": "of the worker\n"})
     run.finish("failed")
-    assert run.record["log"] == str(run.worker.log)
-    run.worker.log.unlink()
+    assert run.record["log"] == str(run.crew.first.log)
+    run.crew.first.log.unlink()
     assert shown(run.store) == "of the worker\n"
+
+
+def of_several(place: Store) -> None:
+    """The logs of two workers, of three stages."""
+    for name, stages in {"train": (("sft", 1), ("round-000.update", 3)), "sample": (("round-000.rollout", 2),)}.items():
+        lines = [f"---- {n} (stage {'0' * 12}) 2026-01-01T00:00:0{s}+00:00 ----\nof {n}\n" for n, s in stages]
+        place.write_bytes("".join(lines).encode(), "runs", "first", f"worker-{name}.log")
+
+
+SEVERAL = {"name": "smoke", "workers": {"train": {}, "sample": {}, "score": None, "data": {}}}
+
+
+def test_logs_of_several_workers_are_shown_in_the_order_in_which_stages_were_begun(tmp_path):
+    place = Store(str(tmp_path))
+    write_record(place, recipe=SEVERAL)
+    of_several(place)
+    assert [line for line in shown(place).splitlines() if line.startswith("of")] == [
+        "of sft",
+        "of round-000.rollout",
+        "of round-000.update",
+    ]
+    assert shown(place, "--node", "round-000.r").splitlines()[1:] == ["of round-000.rollout"]
+    # Followed, they come as they are written, each with its worker.
+    assert {line for line in shown(place, "-f").splitlines() if "| of" in line} == {
+        "train  | of sft",
+        "train  | of round-000.update",
+        "sample | of round-000.rollout",
+    }
+    assert "sample" not in shown(place, "-f", "--node", "sft")

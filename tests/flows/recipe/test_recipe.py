@@ -98,7 +98,7 @@ def test_sections_that_are_left_out_run_or_not_as_the_page_says(recipe, sections
     """docs/recipes.md and README.md: some sections run only where they are given; null is not run."""
     left_out = load_recipe(recipe(sections))
     assert {n for n in Recipe.model_fields if left_out.settings(n) is None} == {
-        "distill", "environment", "fork", "gate", "preference", "retention", "reward"
+        "distill", "environment", "fork", "gate", "preference", "retention", "reward", "workers"
     }  # fmt: skip
     stages = [n.stage for n in build(left_out)]
     assert set(stages) == {"base", "prepare", "sft", "rollout", "score", "update", "evaluate", "export"}

@@ -1,0 +1,304 @@
+"""Stages run beside each other, as their inputs and workers allow; artifacts and records are those of one worker."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+
+from flows.graph.build import Node, build
+from flows.recipe.model import RecipeError
+from flows.recipe.reading import load_recipe
+from flows.running import crew
+from flows.running.crew import check_workers
+from flows.running.overlap import run_overlapped
+from flows.running.plain import run_plain
+from flows.running.session import Session
+from stages.common import handed
+from stages.store import runs
+from stages.store.artifacts import Store
+from stages.worker.client import StageFailed
+from tests.flows.test_edits import Lines
+from tests.support import RLHF, write_files
+
+ALL = ["workers.train={}", "workers.sample={}", "workers.score={}", "workers.data={}"]
+EXACT = "rl.score.rewards.model.function=exact_match"
+
+
+def recipe(folder, *sets):
+    return load_recipe("smoke", sets=[f"store={folder / 'store'}", *sets])
+
+
+def made(record):
+    """Key, digest and place of each node."""
+    return [(name, e["key"], e["digest"]) for name, e in record["nodes"].items()]
+
+
+class Told:
+    """Makes the nodes of a session when the test says so: each is known by when it was begun and ended."""
+
+    def __init__(self, session: Session):
+        self.session, self.order = session, list[str]()
+        self.at_work: dict[str, tuple[threading.Event, list[Exception]]] = {}
+        self.changed = threading.Condition()
+
+    def begin(self, node: Node, ended: Callable[[], None]) -> Callable[[], None]:
+        go, errors = threading.Event(), list[Exception]()
+        with self.changed:
+            self.order.append(node.name)
+            self.at_work[node.name] = go, errors
+            self.changed.notify_all()
+
+        def work() -> None:
+            while not go.wait(0.02):
+                if self.session._stopped.is_set():
+                    errors.append(InterruptedError(node.name))
+                    break
+            if not errors:
+                self.session.made[node.name] = object()  # type: ignore[assignment]
+            with self.changed:
+                del self.at_work[node.name]
+                self.changed.notify_all()
+            ended()
+
+        threading.Thread(target=work, daemon=True).start()
+
+        def result() -> None:
+            if errors:
+                raise errors[0]
+
+        return result
+
+    def until(self, *names: str) -> None:
+        """Waits until exactly these are at work."""
+        with self.changed:
+            assert self.changed.wait_for(lambda: set(self.at_work) == set(names), 20), (names, list(self.at_work))
+
+    def end(self, name: str, error: Exception | None = None) -> None:
+        go, errors = self.at_work[name]
+        if error is not None:
+            errors.append(error)
+        go.set()
+
+
+@pytest.fixture
+def told(tmp_path) -> Iterator[Callable[..., tuple[Told, threading.Thread, list[BaseException]]]]:
+    threads = []
+
+    def start(*sets: str) -> tuple[Told, threading.Thread, list[BaseException]]:
+        session = Session(recipe(tmp_path, *sets), Lines(), "told", None)
+        found, raised = Told(session), list[BaseException]()
+
+        def run() -> None:
+            try:
+                run_overlapped(session, set(session.nodes), found.begin)
+            except BaseException as e:
+                raised.append(e)
+
+        threads.append(threading.Thread(target=run, daemon=True))
+        threads[-1].start()
+        return found, threads[-1], raised
+
+    yield start
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_the_next_round_is_sampled_while_this_one_is_scored_and_trained_on(told):
+    found, *_ = told(*ALL, "rl.rounds=3", "rl.staleness=1", "reward=null", EXACT, "export=null")
+    # The run checks the base's tokenizer before anything else begins.
+    for name in ("base", "prepare"):
+        found.until(name)
+        found.end(name)
+    # What needs the base alone is evaluated beside the training.
+    found.until("sft", "evaluate.base")
+    found.end("sft")
+    found.until("evaluate.base")
+    found.end("evaluate.base")
+    found.until("round-000.rollout")
+    found.end("round-000.rollout")
+    found.until("round-000.score", "round-001.rollout")
+    found.end("round-000.score")
+    found.until("round-000.update", "round-001.rollout")
+    found.end("round-001.rollout")
+    found.until("round-000.update", "round-001.score", "evaluate.sft")
+    found.end("round-000.update")
+    # The worker that samples has one stage at a time.
+    found.until("round-001.score", "evaluate.sft")
+    found.end("evaluate.sft")
+    found.until("round-001.score", "round-002.rollout")
+    found.end("round-001.score")
+    found.until("round-001.update", "round-002.rollout")
+    for name in ("round-001.update", "round-002.rollout"):
+        found.end(name)
+    for name in ("round-002.score", "round-002.update", "evaluate.rl"):
+        found.until(name)
+        found.end(name)
+
+
+def test_without_staleness_a_round_waits_for_the_policy_before_it(told):
+    found, *_ = told(*ALL[:3], "rl.rounds=2", "reward=null", EXACT, "export=null", "evaluate=null")
+    for name in ("base", "prepare", "sft", "round-000.rollout", "round-000.score", "round-000.update"):
+        found.until(name)
+        found.end(name)
+    for name in ("round-001.rollout", "round-001.score", "round-001.update"):
+        found.until(name)
+        found.end(name)
+
+
+def test_after_an_error_nothing_is_begun_what_is_at_work_ends_and_the_first_error_is_raised(told):
+    found, thread, raised = told(*ALL, "rl=null", "export=null")
+    for name in ("base", "prepare"):
+        found.until(name)
+        found.end(name)
+    found.until("sft", "evaluate.base")
+    found.end("sft", StageFailed("sft: no"))
+    found.until("evaluate.base")
+    time.sleep(0.1)
+    found.end("evaluate.base", StageFailed("evaluate.base: no"))
+    thread.join(20)
+    assert [str(e) for e in raised] == ["sft: no"]
+    assert found.order == ["base", "prepare", "sft", "evaluate.base"]
+    lines = found.session.reporter.lines
+    assert lines == ["sft: no\n  nothing more is begun; what is at work may end: evaluate.base", "evaluate.base: no"]
+
+
+def test_what_ends_the_run_itself_ends_what_is_at_work(told, monkeypatch):
+    found, thread, raised = told(*ALL, "rl=null", "export=null")
+    for name in ("base", "prepare"):
+        found.until(name)
+        found.end(name)
+    found.until("sft", "evaluate.base")
+    # As Ctrl-C, which is raised in the thread that waits.
+    found.end("sft", KeyboardInterrupt())  # type: ignore[arg-type]
+    thread.join(20)
+    assert [type(e) for e in raised] == [KeyboardInterrupt]
+    assert found.at_work == {}
+
+
+def test_a_run_with_several_workers_makes_what_one_makes_in_the_same_order_of_its_record(tmp_path, smoke_store, record):
+    run_plain(recipe(tmp_path, *ALL), name="several")
+    store = Store(str(tmp_path / "store"))
+    one, several = record(smoke_store, "first"), record(store.url, "several")
+    assert made(several) == made(one)
+    assert (one["worker_starts"], several["worker_starts"]) == (1, 4)
+    # A policy that no artifact holds went from worker to worker, and is gone; it was not trained twice.
+    assert not store.get("update", several["nodes"]["round-000.update"]["key"]).has("state/")
+    assert list((store.scratch / "policies").iterdir()) == []
+    sampler = (store.scratch / "runs" / "several" / "worker-sample.log").read_text()
+    assert "---- round-001.rollout" in sampler
+    # The same recipe without workers goes on with all of it.
+    run_plain(recipe(tmp_path), name="again")
+    assert {e["state"] for e in record(store.url, "again")["nodes"].values()} == {"hit"}
+
+
+def test_a_handed_policy_that_was_changed_is_trained_once_more(tmp_path, smoke_store, record, monkeypatch, capsys):
+    """The sampler takes no weights but those of the policy that the artifact names."""
+    real, place = crew.Crew.run, Store(str(tmp_path / "store"))
+
+    def run(self, node, *arguments):
+        found = real(self, node, *arguments)
+        if node.name == "round-000.update":
+            weights = handed.place_of(place, found["digest"]) / "model.safetensors"
+            content = bytearray(weights.read_bytes())
+            content[-3] ^= 1
+            weights.write_bytes(content)
+        return found
+
+    monkeypatch.setattr(crew.Crew, "run", run)
+    run_plain(recipe(tmp_path, *ALL[:2]), name="spoilt")
+    assert "round-001.rollout: replaying the update of round 0" in capsys.readouterr().out
+    assert made(record(place.url, "spoilt")) == made(record(smoke_store, "first"))
+
+
+def test_a_stage_that_fails_leaves_what_the_others_have_made(tmp_path, monkeypatch, record):
+    write_files(tmp_path, **{"slow_rewards.py": "def f(prompts, completions, **_):\n    raise SystemError('no')\n"})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sets = ["rl.score.rewards.exact.function=slow_rewards:f", EXACT, "reward=null", *ALL]
+    with pytest.raises(StageFailed, match=r"round-000\.score: .*no"):
+        run_plain(recipe(tmp_path, *sets), name="fails")
+    found = record(tmp_path / "store", "fails")
+    assert found["status"] == "failed" and found["nodes"]["round-000.score"]["state"] == "failed"
+    states = {name: e["state"] for name, e in found["nodes"].items() if name != "round-000.score"}
+    assert set(states.values()) == {"made"}, states
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ctrl_c_ends_all_workers_as_interrupted_and_the_same_command_goes_on_with_prefect(
+    tmp_path, smoke_store, record
+):
+    store = tmp_path / "store"
+    command = [RLHF, "run", "smoke", "--store", str(store), "--name", "cut"]
+    command += [word for item in ALL for word in ("--set", item)]
+    log = (tmp_path / "log").open("w")
+    # SIGINT is ignored by what a shell starts in the background.
+    run = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, preexec_fn=_takes_ctrl_c)
+    deadline = time.monotonic() + 120
+    while {"sft", "evaluate.base"} - at_work(store, "cut"):
+        assert time.monotonic() < deadline and run.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.01)
+    family = psutil.Process(run.pid).children(recursive=True)
+    os.kill(run.pid, signal.SIGINT)
+    assert run.wait(60) == 130, (tmp_path / "log").read_text()
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert alive == []
+    found = record(store, "cut")
+    assert found["status"] == "interrupted"
+    assert {found["nodes"][name]["state"] for name in ("sft", "evaluate.base")} == {"interrupted"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "not shown in Prefect" not in done.stdout + done.stderr
+    assert made(record(store, "cut")) == made(record(smoke_store, "first"))
+
+
+def at_work(store, name):
+    found = runs.read(Store(str(store)), name) or {"nodes": {}}
+    return {node for node, entry in found["nodes"].items() if entry["state"] == "running"}
+
+
+def _takes_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def test_workers_that_there_cannot_be_are_refused_by_name(monkeypatch, tmp_path):
+    def refused(kind, *sets):
+        monkeypatch.setattr(crew, "device_kind", lambda: kind)
+        found = recipe(tmp_path, *sets)
+        with pytest.raises(RecipeError) as e:
+            check_workers(found, build(found))
+        return str(e.value)
+
+    gpu = "gpu:NVIDIA H100 80GB HBM3"
+    assert "workers.train.devices: this machine computes on cpu:cpu" in refused(
+        "cpu:cpu", "workers.train={devices: [0]}"
+    )
+    both = ["workers.train={devices: [0]}", "workers.sample={}"]
+    assert "workers.sample.devices: this machine has gpu:NVIDIA" in refused(gpu, *both)
+    none = ["workers.train={devices: [0]}", "workers.score={devices: []}"]
+    assert "workers.score.devices is [], and round-000.score computes on one" in refused(gpu, *none)
+    assert "3 chips of a TPU are no part of a host: give it 1, 2, 4 or 8" in refused(
+        "tpu:TPU v5 lite", "workers.train={devices: [0, 1, 2]}"
+    )
+    monkeypatch.setenv("RLHF_GANG", "2")
+    assert "RLHF_GANG" in refused("cpu:cpu", "workers.train={}")
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        (["workers.sample={}"], r"workers\.train: Field required"),
+        (["workers.train={devices: [0, 1]}", "workers.sample={devices: [1]}"], "device 1 is given twice"),
+        (["workers.train={}", "workers.rollout={}"], "workers.rollout"),
+    ],
+)
+def test_a_section_that_cannot_be_is_refused_when_it_is_read(tmp_path, sets, said):
+    with pytest.raises(RecipeError, match=said):
+        recipe(tmp_path, *sets)
