@@ -29,8 +29,8 @@ class Workers(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
-    train: WorkerSettings
-    """Trains policies and reward models, and does what no other worker here is named for."""
+    train: WorkerSettings = WorkerSettings()
+    """Trains policies and reward models, and does what no other worker here is named for; it is always there."""
     sample: WorkerSettings | None = None
     """Samples: rollouts, refills, greedy baselines, evaluations. null: train does it."""
     score: WorkerSettings | None = None

@@ -19,7 +19,7 @@ from stages.contract.registry import stage
 from stages.store.artifacts import Artifact, Store
 from stages.store.manifests import with_checksum
 from stages.worker.client import StageFailed
-from stages.worker.protocol import Progress
+from tests.flows.lines import Lines
 from tests.support import write_files
 from tuning.rows import CompletionRow, write_table
 
@@ -34,31 +34,6 @@ def f(prompts, completions, **_):
     return [0.5 for _ in completions]
 OTHER = {other!r}
 """
-
-
-class Lines:
-    """What a run says."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def stage_started(self, node: Node) -> None:
-        pass
-
-    def progress(self, node: Node, event: Progress) -> None:
-        pass
-
-    def compiling(self, node: Node) -> None:
-        pass
-
-    def line(self, text: str) -> None:
-        self.lines.append(text)
-
-    def stage_ended(self, node: Node, state: str, manifest: dict[str, Any], seconds: float) -> None:
-        pass
-
-    def run_ended(self) -> None:
-        pass
 
 
 def rollouts(store: Store, folder: Path, text: str = "4", *, replace: bool = False) -> Artifact:

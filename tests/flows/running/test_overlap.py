@@ -24,7 +24,7 @@ from stages.common import handed
 from stages.store import runs
 from stages.store.artifacts import Store
 from stages.worker.client import StageFailed
-from tests.flows.test_edits import Lines
+from tests.flows.lines import Lines
 from tests.support import RLHF, write_files
 
 ALL = ["workers.train={}", "workers.sample={}", "workers.score={}", "workers.data={}"]
@@ -294,7 +294,6 @@ def test_workers_that_there_cannot_be_are_refused_by_name(monkeypatch, tmp_path)
 @pytest.mark.parametrize(
     ("sets", "said"),
     [
-        (["workers.sample={}"], r"workers\.train: Field required"),
         (["workers.train={devices: [0, 1]}", "workers.sample={devices: [1]}"], "device 1 is given twice"),
         (["workers.train={}", "workers.rollout={}"], "workers.rollout"),
     ],
