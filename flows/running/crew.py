@@ -93,13 +93,15 @@ def log_of_worker(log: Path, name: str) -> Path:
     return log if name == ONLY else log.with_name(f"{log.stem}-{name}{log.suffix}")
 
 
-def read_elsewhere(workers: Workers | None, nodes: Mapping[str, Node], name: str) -> list[str]:
-    """The nodes that read what a node makes and are made by another worker."""
-    if workers is None:
-        return []
-    mine = worker_of(workers, nodes[name])
-    readers = (node for node in nodes.values() if any(i.node == name for i in node.inputs.values()))
-    return [node.name for node in readers if worker_of(workers, node) != mine]
+def read_elsewhere(workers: Workers | None, nodes: Mapping[str, Node]) -> dict[str, set[str]]:
+    """By node the nodes that read what it makes and are made by another worker; those that have none are left out."""
+    found: dict[str, set[str]] = {}
+    for node in nodes.values() if workers is not None else ():
+        mine = worker_of(workers, node)
+        for source in {i.node for i in node.inputs.values()}:
+            if worker_of(workers, nodes[source]) != mine:
+                found.setdefault(source, set()).add(node.name)
+    return found
 
 
 def check_workers(recipe: Recipe, nodes: Iterable[Node]) -> None:

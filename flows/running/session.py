@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol, TypeVar
 
 from flows.graph.build import Node, build, with_inputs
@@ -81,7 +81,7 @@ class Session:
         # A run that goes on starts from the policy that it started from.
         begun = self.name if unfinished is not None else None
         self.standing = standing if standing is not None else standing_of(recipe, self.store, begun)
-        self.nodes = {n.name: n for n in build(recipe, self.standing)}
+        self._build()
         self.force = force or set()
         self.made: dict[str, Artifact] = {}
         self._held = held(self.store)
@@ -95,6 +95,8 @@ class Session:
         self._stopped = threading.Event()
         self._lock = threading.RLock()
         """Of the record, and of what is made."""
+        self._mending = threading.RLock()
+        """Of looking whether inputs are whole: one thread makes a damaged one again."""
         self._saved = 0.0
         self._recorder = Recorder(self.store, self.name)
         self.record: dict[str, Any] = {
@@ -152,10 +154,15 @@ class Session:
             raise KeyboardInterrupt
         self.limit.check()
 
+    def _build(self) -> None:
+        self.nodes = {n.name: n for n in build(self.recipe, self.standing)}
+        self._places = {name: place for place, name in enumerate(self.nodes)}
+        self._read_elsewhere = read_elsewhere(self.recipe.workers, self.nodes)
+
     def rebuild(self, standing: Standing) -> None:
         """Builds the graph for what the names stand for by now; what does not follow from that stays made."""
         before, self.standing = self.nodes, standing
-        self.nodes = {n.name: n for n in build(self.recipe, standing)}
+        self._build()
         changed = {name for name, node in self.nodes.items() if node != before.get(name)}
         # An export waits for the decision and does not read it, and another entry of the name may stand for the same
         # policy: both are made again.
@@ -169,8 +176,9 @@ class Session:
 
     def decide(self, decision: dict[str, Any]) -> None:
         """Puts the decision about the run's policy into the record."""
-        self.record["decision"] = decision
-        self.save()
+        with self._lock:
+            self.record["decision"] = decision
+            self.save()
 
     def run_node(self, name: str) -> tuple[str, Artifact]:
         """Makes or reads the artifact of one node: (`hit` or `made`, artifact). Its inputs must have run before.
@@ -217,12 +225,14 @@ class Session:
         entry: dict[str, Any] = {"stage": node.stage, "key": key, "started": now(), "state": "running"}
         begun.append(entry)
         with self._lock:
-            self.record["nodes"] = _in_order(self.record["nodes"], name, entry, self.nodes)
+            self.record["nodes"] = _in_order(self.record["nodes"], name, entry, self._places)
         if artifact is not None:
             state = "hit"
             self._tidy(node.stage, key)
         else:
-            if self._another_input(node, begun):
+            with self._mending:
+                other = self._another_input(node, begun)
+            if other:
                 return self._made_or_read(name, begun)
             self.save()
             # The record is on disk before the work begins: `rlhf show` sees the stage as running, also after a
@@ -246,7 +256,7 @@ class Session:
         done = {"state": state, "digest": artifact.digest, "metrics": artifact.metrics, "seconds": round(seconds, 2)}
         with self._lock:
             entry |= done | {"made_seconds": artifact.manifest["seconds"]}
-            self.made = _in_order(self.made, name, artifact, self.nodes)
+            self.made = _in_order(self.made, name, artifact, self._places)
         self.save(soon=True)
         self._drop_read(node)
         self.reporter.stage_ended(node, state, artifact.manifest, seconds)
@@ -257,7 +267,7 @@ class Session:
     def _drop_read(self, node: Node) -> None:
         """Removes handed policies that the node was the last of all to read."""
         for source in {i.node for i in node.inputs.values()}:
-            readers = read_elsewhere(self.recipe.workers, self.nodes, source)
+            readers = self._read_elsewhere.get(source, set())
             if node.name in readers and all(reader in self.made for reader in readers):
                 handed.drop(self.store, self.made[source].digest)
 
@@ -308,7 +318,7 @@ class Session:
             lease=token,
             # A retry within this run resumes its own partial work; another forced run starts from nothing.
             force=self.name if node.name in self.force else None,
-            hand_over=bool(read_elsewhere(self.recipe.workers, self.nodes, node.name)),
+            hand_over=node.name in self._read_elsewhere,
         )
 
         def on_event(event: Report) -> None:
@@ -380,13 +390,10 @@ def _ended_by(error: BaseException) -> dict[str, Any]:
     return {"state": "failed", "error": without_userinfo(f"{type(error).__name__}: {error}")}
 
 
-def _in_order(found: Mapping[str, T], name: str, value: T, order: Collection[str]) -> dict[str, T]:
+def _in_order(found: dict[str, T], name: str, value: T, places: Mapping[str, int]) -> dict[str, T]:
     """What is there by node, with one more: in the order of the graph, in which it is read, whatever was made first."""
-    both = {**found, name: value}
-    if name in found:
-        return both
-    places = {node: place for place, node in enumerate(order)}
-    *before, _ = both
-    if before and places.get(before[-1], -1) > places.get(name, -1):
-        return {node: both[node] for node in sorted(both, key=lambda node: places.get(node, -1))}
-    return both
+    last = next(reversed(found), None)
+    found[name] = value
+    if last is None or last == name or places.get(last, -1) <= places.get(name, -1):
+        return found
+    return {node: found[node] for node in sorted(found, key=lambda node: places.get(node, -1))}

@@ -42,18 +42,23 @@ def hand_over(artifact: Artifact, config: DecoderConfig, params: Any) -> None:
 
 def taken(artifact: Artifact, mesh: Mesh | None) -> tuple[DecoderConfig, Any] | None:
     """The policy of an artifact that another worker has left here; None where there is none, or another one."""
+    from tuning import precision
     from tuning.models.huggingface import fingerprint, load_decoder
 
     place = place_of(artifact.store, artifact.digest)
     if not place.is_dir():
         return None
-    try:
-        config, params = load_decoder(place, mesh)
-    except (OSError, ValueError):
-        # It was collected meanwhile, or a disk has lost a part of it.
-        return None
     wanted = json.loads(artifact.local("policy.json").read_text())["fingerprint"]
-    return (config, params) if fingerprint(params) == wanted else None
+    # The fingerprint is of the type that it was trained in.
+    with precision.using(artifact.manifest["config"]["compute"]["dtype"]):
+        try:
+            config, params = load_decoder(place, mesh)
+        except (OSError, ValueError):
+            # It was collected meanwhile, or a disk has lost a part of it.
+            return None
+        if fingerprint(params) != wanted:
+            return None
+    return config, precision.in_real(params)
 
 
 def drop(store: Store, digest: str) -> None:
