@@ -63,7 +63,11 @@ def diff(
     from flows.report.run_view import RunView
 
     place = Store(store)
-    views = [RunView(place, record_of(store, name, partial=True)) for name in (first, second)]
+    records = [record_of(store, name, partial=True) for name in (first, second)]
+    if first != second and records[0]["name"] == records[1]["name"]:
+        recipe = next(name for name in (first, second) if name != records[0]["name"])
+        raise usage_error(f"{first} and {second} are one run: {recipe} stands for its newest; name the other run")
+    views = [RunView(place, record) for record in records]
     found = compared(views[0], views[1])
     if as_json:
         print_json(found)

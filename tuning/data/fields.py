@@ -23,7 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tuning.data.kinds import kind_of
 from tuning.data.layouts import LayoutError, Raw, typed
-from tuning.names import nearest
+from tuning.names import closest, nearest
 
 Spec = str | Mapping[Any, str]
 """A path, or `from`, `pattern` and `template`."""
@@ -92,7 +92,10 @@ def misnamed(rename: Mapping[str, str | None], names: Collection[str]) -> str | 
     # Records that are no objects have no fields, and are told as such.
     if not names or not unknown:
         return None
-    return f"names `{unknown[0]}`, which no record has; {nearest(unknown[0], sorted(names))}"
+    old, new = unknown[0], rename[unknown[0]]
+    if new in names and closest(old, sorted(names)) is None:
+        return f"names `{old}`, which no record has: the file's name is first, as in {{{new}: {old}}}"
+    return f"names `{old}`, which no record has; {nearest(old, sorted(names))}"
 
 
 class _Field:

@@ -112,3 +112,10 @@ def test_judges_that_differ_are_said_and_nothing_is_compared(place):
 
 def test_a_run_that_is_not_there_is_told(place):
     assert diff(place, "demo-a", "demo-z", code=2) == ""
+
+
+def test_two_names_of_one_run_are_told(place):
+    newest = "demo-b"
+    done = CliRunner().invoke(app, ["diff", "demo", newest, "--store", place.url])
+    assert done.exit_code == 2
+    assert f"demo and {newest} are one run: demo stands for its newest" in done.output

@@ -199,6 +199,9 @@ def test_a_name_of_rename_that_no_record_has_is_an_error(run, tmp_path):
         told = rf"{place} names `glod`, which no record has; did you mean gold\? \(.*data\.jsonl\)"
         with pytest.raises(PrepareError, match=told):
             run(config)
+    reverse = Config(**one, rename={"completion": "gold", "gold": "answer", "answer": "guess"}, **settings)
+    with pytest.raises(PrepareError, match=r"the file's name is first, as in \{gold: completion\}"):
+        run(reverse)
 
 
 def test_prompts_without_a_completion_are_prompts_whatever_share_feeds_sft(run, tmp_path):
