@@ -10,7 +10,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Images of Python set it: then each process would compile all that it imports again, JAX alone for 1.5 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test compiled coverage test-slow faults year test-vllm tpu gpu-aot lint bench profile lock clean
+.PHONY: venv demo test compiled coverage test-slow faults year test-vllm tpu gpu-aot lint bench profile lock clean
+
+# What users need, and nothing to run.
+venv: $(VENV)/.ready
 
 demo: $(VENV)/.ready
 	$(BIN)/rlhf run demo $(ARGS)

@@ -129,9 +129,10 @@ def plan(
     for label, nodes in _folded(planned):
         first = nodes[0]
         count = f" ({len(nodes)} nodes)" if len(nodes) > 1 else ""
-        against = f"  (nearest: run {first.nearest})" if first.nearest else ""
+        nearest = next((p.nearest for p in nodes if p.nearest), "")
+        against = f"  (nearest: run {nearest})" if nearest else ""
         out.print(f"{first.state:<6} {label}{count}{against}", soft_wrap=True)
-        for reason in first.reasons if first.state == "miss" else ():
+        for reason in _reasons(nodes):
             out.print(f"         {reason}", soft_wrap=True)
     for line in remarks:
         out.print(f"! {line}", soft_wrap=True)
@@ -140,9 +141,20 @@ def plan(
     out.print(total, soft_wrap=True)
     if counts["waits"]:
         out.print(
-            "A stage that waits reruns if its input comes out different; an equal output stops the rerun there.",
+            "A stage that waits reruns if its input comes out different, or differs itself, as told below it;\n"
+            "else an equal output stops the rerun there.",
             soft_wrap=True,
         )
+
+
+def _reasons(nodes: list[Planned]) -> list[str]:
+    """The reasons that a line of the plan has below it, each once: of nodes that wait, what differs besides inputs."""
+    match nodes[0].state:
+        case "miss":
+            return nodes[0].reasons
+        case "waits":
+            return list(dict.fromkeys(reason for p in nodes for reason in p.reasons[1:]))
+    return []
 
 
 def _as_json(planned: Planned) -> dict[str, Any]:

@@ -57,6 +57,14 @@ def reasons_of(
     return [*_told(store, node, artifact.manifest["key_parts"], parts), *begun], name
 
 
+def beside_inputs(store: Store, node: Node, artifact: Artifact, parts: dict[str, Any]) -> list[str]:
+    """What differs between an artifact of a node and the parts of its key that are known before its inputs are, a line
+    for each."""
+    old: dict[str, Any] = artifact.manifest["key_parts"]
+    waiting = node.inputs.keys() - parts["inputs"].keys()
+    return _told(store, node, old | {"inputs": {n: d for n, d in old["inputs"].items() if n not in waiting}}, parts)
+
+
 def _first_line(error: str) -> str:
     """The error of a record's entry without the names of the classes around it, cut to a line."""
     text = error.partition("\n")[0]

@@ -22,10 +22,13 @@ def code_of(node: Node) -> Code:
     return reached(stage.module, *stage.loads(node.config))
 
 
-def key_parts(node: Node, made: Mapping[str, Artifact], codes: Codes | None = None) -> dict[str, Any]:
+def key_parts(
+    node: Node, made: Mapping[str, Artifact], codes: Codes | None = None, *, partial: bool = False
+) -> dict[str, Any]:
     """Everything that the node's key is derived from; `made` holds the artifacts of its inputs.
 
-    codes: what several nodes reach, each looked up once: of one moment, as a plan is.
+    codes: what several nodes reach, each looked up once: of one moment, as a plan is. partial: without the inputs that
+    `made` lacks; no key follows from these parts.
     """
     stage = find_stage(node.stage)
     modules = (stage.module, *stage.loads(node.config))
@@ -38,7 +41,9 @@ def key_parts(node: Node, made: Mapping[str, Artifact], codes: Codes | None = No
         "code": code.modules,
         "imports": code.imports,
         "config": config_content(node.config),
-        "inputs": {name: made[i.node].part_digest(i.parts) for name, i in node.inputs.items()},
+        "inputs": {
+            name: made[i.node].part_digest(i.parts) for name, i in node.inputs.items() if not partial or i.node in made
+        },
         "seed": node.seed,
         "sources": stage.sources(node.config),
         "versions": library_versions(stage.libraries),

@@ -7,13 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flows.graph.build import Node, nodes_of
-from flows.graph.changes import reasons_of
+from flows.graph.changes import beside_inputs, reasons_of
 from flows.graph.keying import Codes, key_of, key_parts
 from flows.graph.taken import Records, check_point, taken_artifact
 from flows.recipe.model import Recipe
 from flows.records import latest_with, readable_runs
 from stages.store.artifacts import Artifact, Store
 from stages.store.runs import in_parallel
+
+MOST_BESIDE = 5
+"""Artifacts of a node that waits that it is compared with: each is a manifest to read, of each of many rounds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,12 +25,14 @@ class Planned:
 
     node: Node
     state: str
-    """`hit`, `miss`, or `waits`: an input is a miss, and if it comes out equal this node is a hit."""
+    """`hit`, `miss`, or `waits`: an input is a miss, and if it comes out equal this node is a hit, unless it differs
+    itself."""
     reasons: list[str]
+    """Of a miss why it is one; of a node that waits what it waits for, and what differs besides its inputs."""
     seconds: float | None
     """How long it took last time."""
     nearest: str = ""
-    """The run whose artifact the reasons of a miss compare with: the one from which the fewest parts differ."""
+    """The run whose artifact the reasons compare with: the one from which the fewest parts differ."""
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Those of the artifact of a hit."""
 
@@ -52,7 +57,8 @@ def plan(recipe: Recipe, force: set[str] | None = None) -> list[Planned]:
         before = latest_with(runs, recipe.name, node.name)
         seconds = before.get("made_seconds") if before else None
         if waiting:
-            planned.append(Planned(node, "waits", [f"after {', '.join(waiting)}"], seconds))
+            differs, nearest = _beside_inputs(store, recipe.name, node, artifacts, codes, runs, known)
+            planned.append(Planned(node, "waits", [f"after {', '.join(waiting)}", *differs], seconds, nearest))
             continue
         parts = key_parts(node, artifacts, codes)
         key = key_of(parts)
@@ -68,6 +74,41 @@ def plan(recipe: Recipe, force: set[str] | None = None) -> list[Planned]:
                 reasons, nearest = reasons_of(store, recipe.name, node, parts, key, runs)
             planned.append(Planned(node, "miss", reasons, seconds, nearest))
     return planned
+
+
+def _beside_inputs(
+    store: Store,
+    recipe: str,
+    node: Node,
+    made: Mapping[str, Artifact],
+    codes: Codes,
+    runs: Sequence[Mapping[str, Any]],
+    known: Mapping[tuple[str, str], Artifact],
+) -> tuple[list[str], str]:
+    """What of a node that waits differs from the nearest of its artifacts in the newest runs of the recipe, inputs that
+    it waits for aside; and that run. Nothing where there is none, or it would have to be asked for far away.
+    """
+    stores = store if store.is_local else None
+    found: dict[str, tuple[list[str], str]] = {}
+    parts = None
+    for record in reversed(runs):
+        entry = record["nodes"].get(node.name, {})
+        if record["recipe"]["name"] != recipe or "digest" not in entry or entry["stage"] != node.stage:
+            continue
+        if entry["key"] in found:
+            continue
+        place = node.stage, entry["key"]
+        artifact = known.get(place) or (stores.get(*place, repair=False) if stores else None)
+        if artifact is None:
+            continue
+        parts = parts or key_parts(node, made, codes, partial=True)
+        differs = beside_inputs(store, node, artifact, parts)
+        if not differs:
+            return [], ""
+        found[entry["key"]] = differs, str(record["name"])
+        if len(found) == MOST_BESIDE:
+            break
+    return min(found.values(), key=lambda one: len(one[0]), default=([], ""))
 
 
 def _known(store: Store, recipe: str, runs: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], Artifact]:

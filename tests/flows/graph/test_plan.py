@@ -54,6 +54,20 @@ def test_a_changed_setting_is_named_with_both_values_and_what_follows_waits(smok
     assert tree(smoke_store) == before
 
 
+def test_what_differs_in_a_stage_that_waits_is_told_with_what_it_waits_for(rlhf, smoke_store):
+    sets = ["data.seed=3", "evaluate.max_tokens=9", "rl.update.kl_coef=0.1"]
+    found = planned(smoke_store, *sets)
+    assert found["prepare"].state == "miss"
+    own = {name: p.reasons[1:] for name, p in found.items() if p.state == "waits"}
+    updates = {f"round-00{i}.update": ["rl.update.kl_coef: 0.01 -> 0.1"] for i in range(3)}
+    judged = {f"evaluate.{name}": ["evaluate.max_tokens: 8 -> 9"] for name in ("base", "sft", "rl")}
+    assert {name: told for name, told in own.items() if told} == updates | judged
+    assert {found[name].nearest for name in updates | judged} == {"first"} and found["sft"].nearest == ""
+    text = rlhf("plan", "smoke", "--store", smoke_store, *[word for s in sets for word in ("--set", s)]).stdout
+    assert text.count("rl.update.kl_coef: 0.01 -> 0.1") == 1 and "waits  sft\nwaits  reward\n" in text
+    assert "or differs itself, as told below it" in text
+
+
 def test_the_environment_is_named_as_the_recipe_has_it(smoke_store):
     found = planned(smoke_store, "environment={name: guess}")
     for name in ("round-000.rollout", "evaluate.base"):
