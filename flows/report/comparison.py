@@ -62,11 +62,12 @@ def _data(first: RunView, second: RunView) -> dict[str, Any]:
 
 
 def _code(first: RunView, second: RunView) -> list[dict[str, Any]]:
-    """The modules behind the artifacts that differ, with the lines as far as the store has kept their text."""
+    """The modules that differ behind the artifacts of both, whatever came out, with the lines as far as the store has
+    kept their text."""
     found: dict[str, dict[str, Any]] = {}
     for name in first.nodes.keys() & second.nodes.keys():
         pair = [a for view in (first, second) if (a := view.artifact(name)) is not None]
-        if len(pair) == 2 and pair[0].digest != pair[1].digest:
+        if len(pair) == 2 and pair[0].key != pair[1].key:
             _add_modules(found, name, pair[0], pair[1])
     return [found[module] | {"nodes": sorted(found[module]["nodes"])} for module in sorted(found)]
 

@@ -16,6 +16,8 @@ MOST_HOPS = 5
 """Modules, and bases of a class, through which a name is followed."""
 WITHOUT_INIT = ("object", "Generic", "Protocol", "ABC")
 """Bases that take no arguments."""
+_VALUES = ast.Constant | ast.List | ast.Tuple | ast.Dict | ast.Set | ast.JoinedStr
+"""What cannot be called, of what a name may be bound to."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +93,10 @@ def _parameters(module: str, name: str, where: str, kind: str, hops: int) -> Par
         hint = nearest(name, [n for n, at in bound.items() if isinstance(at, defined)])
         raise ValueError(f"{where}{path.name} has no {kind} {name!r}; {hint}")
     at = bound[name]
+    # Of several targets the value is a tuple, and one of them may be a function.
+    alone = isinstance(at, ast.AnnAssign) or (isinstance(at, ast.Assign) and isinstance(at.targets[0], ast.Name))
+    if isinstance(at, ast.Assign | ast.AnnAssign) and alone and isinstance(at.value, _VALUES):
+        raise ValueError(f"{where}{path.name} has {name!r}, a value: expected a {kind}")
     if isinstance(at, ast.FunctionDef | ast.AsyncFunctionDef):
         return _of_definition(at)
     if isinstance(at, ast.ClassDef):

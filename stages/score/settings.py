@@ -20,7 +20,7 @@ COMPUTED = (MODEL, ENVIRONMENT)
 class Reward(StageConfig):
     """One reward in the sum."""
 
-    function: str = "exact_match"
+    function: str
     """A built-in name, `module:function`, `reward_model`, or `environment`: the sum of an episode's rewards."""
     weight: float = 1.0
     """Its factor in the sum."""
@@ -71,7 +71,7 @@ class Reward(StageConfig):
 class Config(StageConfig):
     """How completions are rewarded."""
 
-    rewards: dict[str, Reward] = {"exact": Reward()}
+    rewards: dict[str, Reward] = {"exact": Reward(function="exact_match")}
     """Rewards by name."""
     truncated: Literal["keep", "zero"] = "keep"
     """What a completion cut off at max_tokens gets: its rewards, or a total of 0. Zero is refused where 0 is no low

@@ -35,8 +35,8 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     ),
     "the reward model is read one token early": (
         "tuning/training/batch.py",
-        "last[slot], begins[slot] = first + m - 1, begin",
-        "last[slot], begins[slot] = first + m - 2, begin",
+        "last[slot], begins[slot] = first + m - 1 if m",
+        "last[slot], begins[slot] = first + m - 2 if m",
         "test_fit.py::test_reward_model[None]",
     ),
     "the reference of a pair is that of its neighbour": (

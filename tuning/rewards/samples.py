@@ -62,8 +62,15 @@ class Outcome:
         return self.failure is not None and self.kind == "outage"
 
 
+LARGEST = 1e30
+"""What a reward may be at most, either way: totals, their squares within a group, and tables are float32."""
+
+
 def outcome_of(value: float | None) -> Outcome:
-    """A number that a reward gave, or None where it does not apply; one that is not finite is a failure."""
+    """A number that a reward gave, or None where it does not apply; one that is not finite is a failure, and so is one
+    beyond `LARGEST`."""
     if value is not None and not math.isfinite(value):
         return Outcome(None, f"not finite: {value}")
+    if value is not None and abs(value) > LARGEST:
+        return Outcome(None, f"beyond {LARGEST:g}, which no total can hold: {value:g}")
     return Outcome(value)

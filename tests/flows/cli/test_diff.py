@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 from typer.testing import CliRunner
@@ -119,3 +120,24 @@ def test_two_names_of_one_run_are_told(place):
     done = CliRunner().invoke(app, ["diff", "demo", newest, "--store", place.url])
     assert done.exit_code == 2
     assert f"demo and {newest} are one run: demo stands for its newest" in done.output
+
+
+def test_code_that_changed_is_told_where_the_output_is_the_same(tmp_path):
+    store = Store(str(tmp_path / "store"))
+    for name in ("demo-a", "demo-b"):
+        Maker(store, recipe_of(store.url), tmp_path, name).run()
+    record = store.read_json("runs", "demo-b", "run.json")
+    entry = record["nodes"]["round-000.score"]
+    artifact = store.get("score", entry["key"])
+    assert artifact is not None
+    # Made by other code: the same files under another key.
+    entry["key"] = digest("another")
+    shutil.copytree(store.join("artifacts", "score", artifact.key), store.join("artifacts", "score", entry["key"]))
+    parts = artifact.manifest["key_parts"] | {"code": {"rewards": "0" * 16}}
+    own = {"key": entry["key"], "folder": entry["key"], "key_parts": parts}
+    manifest = with_checksum(artifact.manifest | own)
+    store.write_json(manifest, "artifacts", "score", entry["key"], "manifest.json")
+    store.write_json(record, "runs", "demo-b", "run.json")
+    found = json.loads(diff(store, "demo-a", "demo-b", "--json"))
+    assert "round-000.score" in found["nodes"]["same"]
+    assert "rewards" in {module["module"] for module in found["code"]}

@@ -47,9 +47,9 @@ def test_rewards_of_turns_that_are_not_what_counts_are_credited_to_the_trajector
     [
         "{}",
         "{rewards: {game: {function: environment, weight: 0.5}}}",
-        "{rewards: {game: {function: environment}, exact: {clip: [0.0, 1.0]}}}",
-        "{rewards: {game: {function: environment, weight: 0.0, clip: [0.0, 1.0]}, exact: {}}}",
-        "{truncated: zero, rewards: {exact: {}}}",
+        "{rewards: {game: {function: environment}, exact: {function: exact_match, clip: [0.0, 1.0]}}}",
+        "{rewards: {game: {function: environment, weight: 0.0, clip: [0.0, 1.0]}, exact: {function: exact_match}}}",
+        "{truncated: zero, rewards: {exact: {function: exact_match}}}",
     ],
 )
 def test_rewards_of_turns_that_count_as_they_are_stay_on_their_turns(loaded, score):
@@ -86,7 +86,7 @@ def test_the_budget_of_dr_grpo_is_that_of_all_turns(loaded):
 
 
 def test_the_update_takes_the_weight_of_the_environments_rewards(loaded):
-    half = "{rewards: {game: {function: environment, weight: 0.5}, right: {weight: 2.0}}}"
+    half = "{rewards: {game: {function: environment, weight: 0.5}, right: {function: exact_match, weight: 2.0}}}"
     assert loaded("", half).rl.update.environment_weight == 0.5
     with pytest.raises(RecipeError, match=r"update\.environment_weight 1\.0 differs from the weight 0\.5"):
         loaded("environment_weight: 1.0", half)

@@ -67,6 +67,7 @@ def test_zero_is_advised_for_null_where_it_is_allowed(item, advice):
 @pytest.mark.parametrize(
     ("item", "message"),
     [
+        ("rl.score.rewards.digit.weight=2", "rl.score.rewards.digit.function: Field required"),
         ("sft.epoch=2", "--set sft.epoch: unknown key; did you mean epochs?"),
         ("sft={epoch: 2}", "--set sft.epoch: unknown key; did you mean epochs?"),
         # No setting of its section is near: the nearest of any section, by its whole place.

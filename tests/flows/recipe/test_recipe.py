@@ -144,17 +144,20 @@ def test_all_mistakes_are_told_at_once(recipe):
         ("rl: {update: {algorithm: gspo, aggregation: token-mean}}\n", "ratio 'sequence' weighs a sequence once"),
         ("rl: {update: {kl_kind: k1}}\n", "rl.update: kl_kind k1 in the loss has a gradient of zero"),
         ("rl: {update: {algorithm: remax}, refills: 2}\n", "remax learns from those too: leave refills out"),
-        ("rl: {score: {rewards: {a: {clip: [1.0, 0.0]}}}}\n", "the first number must be below the second"),
         (
-            "rl: {update: {algorithm: remax}, score: {rewards: {a: {normalise: group}}}}\n",
+            "rl: {score: {rewards: {a: {function: exact_match, clip: [1.0, 0.0]}}}}\n",
+            "the first number must be below the second",
+        ),
+        (
+            "rl: {update: {algorithm: remax}, score: {rewards: {a: {function: exact_match, normalise: group}}}}\n",
             "score.rewards.a.normalise: group centres by a group's own mean, and remax by the reward of",
         ),
         (
-            "rl: {update: {algorithm: remax}, score: {rewards: {a: {batch: group}}}}\n",
+            "rl: {update: {algorithm: remax}, score: {rewards: {a: {function: exact_match, batch: group}}}}\n",
             "score.rewards.a.batch: group: the greedy completion, whose reward is the baseline of remax, is scored",
         ),
         (
-            "rl: {refills: 1, score: {rewards: {a: {batch: round}}}}\n",
+            "rl: {refills: 1, score: {rewards: {a: {function: exact_match, batch: round}}}}\n",
             "score.rewards.a.batch: round: refills are sampled after the round is scored",
         ),
         ("rl: {score: {round_scale: true}}\n", "score.round_scale is said by the pipeline: leave it out"),

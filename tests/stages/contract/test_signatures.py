@@ -33,6 +33,7 @@ def problems(size, seed=0):
 
 def of_prompts(prompts): ...
 def of_one(completion, answer): ...
+constant = 3
 async def slow(prompts, completions): ...
 def of_any(*texts, **columns): ...
 """
@@ -93,6 +94,7 @@ def own(tmp_path, monkeypatch):
         ([MINE % ("of_prompts", "{}")], "own_code:of_prompts takes 1 of its arguments by position; it is called"),
         ([MINE % ("of_one", "{}")], "own_code:of_one takes answer among its first two arguments; it is called with"),
         ([MINE % ("slow", "{}")], "mine.function: own_code:slow is `async def`: it is called, and not awaited"),
+        ([MINE % ("constant", "{}")], "mine.function: own_code.py has 'constant', a value: expected a function"),
         (["rl.score.rewards={j: {function: 'code:right'}}"], "/code.py has the name of a module of Python itself"),
         (["rl.score.rewards={j: {function: 'lacking:right'}}"], "lacking.py, line 2: no module 'nowhere' can be im"),
         (["rl.score.rewards={j: {function: 'own_code.py:vowels'}}"], "is a file: a module is written"),

@@ -55,7 +55,7 @@ def rollouts(tmp_path):
 
 def context(folder, rollouts, **settings):
     rewards = {
-        "exact": Reward(weight=1.0),
+        "exact": Reward(function="exact_match", weight=1.0),
         "shares": Reward(function="tests.stages.score.functions:shares", weight=0.3),
     }
     config = Config(**{"rewards": rewards, "shard_completions": 3, "workers": 1, **settings})
@@ -78,7 +78,7 @@ def table(ctx):
 def test_what_is_scored_apart_is_on_the_scale_of_its_round(tmp_path, rollouts):
     rewards = {
         "shares": Reward(function="tests.stages.score.functions:shares", normalise="batch", clip=[0.0, 0.15], weight=3),
-        "exact": Reward(),
+        "exact": Reward(function="exact_match"),
     }
     more = {"rewards": rewards, "max_failed_fraction": 0.5}
     first, _ = context(tmp_path / "a", rollouts, **more)
@@ -326,7 +326,7 @@ def test_a_score_of_the_reward_model_that_is_not_finite_is_a_failure(tmp_path, r
 
 
 def test_a_line_that_a_kill_has_cut_costs_one_score(tmp_path, rollouts):
-    ctx, log = context(tmp_path / "a", rollouts, rewards={"exact": Reward()})
+    ctx, log = context(tmp_path / "a", rollouts, rewards={"exact": Reward(function="exact_match")})
     score.run(ctx)
     (file,) = ctx.work.glob("*.jsonl")
     text = file.read_text()
@@ -339,7 +339,7 @@ def test_a_line_that_a_kill_has_cut_costs_one_score(tmp_path, rollouts):
 
 
 def test_a_line_that_a_disk_has_changed_costs_one_score_and_is_never_taken(tmp_path):
-    ctx, _ = context(tmp_path / "a", Folder(tmp_path, "none"), rewards={"exact": Reward()})
+    ctx, _ = context(tmp_path / "a", Folder(tmp_path, "none"), rewards={"exact": Reward(function="exact_match")})
     rows = [CompletionRow(place=n, prompt_id="p", prompt_ids=[1], token_ids=[1], logprobs=[0.0]) for n in range(3)]
     journal_ = Journal(ctx, "reward exact", "journal-exact")
     for row in rows:
@@ -356,7 +356,7 @@ def test_a_line_that_a_disk_has_changed_costs_one_score_and_is_never_taken(tmp_p
 
 def test_calls_that_take_long_are_told_of_before_their_shard_has_ended(tmp_path, rollouts, monkeypatch):
     monkeypatch.setattr(journal, "TELL_SECONDS", -1.0)
-    ctx, log = context(tmp_path / "a", rollouts, rewards={"exact": Reward()}, shard_completions=6)
+    ctx, log = context(tmp_path / "a", rollouts, rewards={"exact": Reward(function="exact_match")}, shard_completions=6)
     score.run(ctx)
     told = [line for line in log if line.startswith("reward exact: ") and line.endswith(" calls")]
     assert told and told == [f"reward exact: {n + 1} of {len(told)} calls" for n in range(len(told))]
@@ -371,6 +371,7 @@ def test_where_code_is_run_the_metrics_say_what_it_can_reach(tmp_path, rollouts)
 
 @pytest.mark.parametrize(("setting", "other"), [("truncated", "keep"), ("unscored", "drop")])
 def test_a_total_of_zero_is_refused_where_it_is_not_low(setting, other):
+    exact = {"function": "exact_match"}
     for reward, message in [
         ({"normalise": "group"}, "normalise: group 0 is the mean"),
         ({"normalise": "batch"}, "normalise: batch 0 is the mean"),
@@ -378,10 +379,10 @@ def test_a_total_of_zero_is_refused_where_it_is_not_low(setting, other):
         ({"function": "reward_model", "clip": [-1, 1]}, "squash: none scores may be below 0"),
         ({"weight": -0.5}, "weight: -0.5 totals may be below 0"),
     ]:
-        values = {setting: "zero", "rewards": {"odd": reward, "plain": {}}}
+        values = {setting: "zero", "rewards": {"odd": exact | reward, "plain": exact}}
         with pytest.raises(ValidationError, match=rf"{setting}: zero .*rewards\.odd\.{message}.*{setting}: {other}"):
             Config.model_validate(values)
         Config.model_validate(values | {setting: other})
     model = {"function": "reward_model"}
     for reward in ({"normalise": "none"}, model | {"squash": "sigmoid"}, model | {"clip": [0, 5]}, {"weight": 0.0}):
-        Config.model_validate({setting: "zero", "rewards": {"odd": reward, "plain": {}}})
+        Config.model_validate({setting: "zero", "rewards": {"odd": exact | reward, "plain": exact}})

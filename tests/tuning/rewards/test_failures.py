@@ -81,4 +81,7 @@ def test_what_does_not_apply_is_counted_apart():
 
 def test_a_number_that_is_not_finite_is_a_failure():
     assert outcome_of(float("nan")) == Outcome(None, "not finite: nan")
+    # Finite, and infinite in a table of float32, where it would be no failure and no total.
+    assert outcome_of(-1e39) == Outcome(None, "beyond 1e+30, which no total can hold: -1e+39")
+    assert outcome_of(1e29).value == 1e29
     assert (outcome_of(None), outcome_of(0.5)) == (Outcome(None), Outcome(0.5))
