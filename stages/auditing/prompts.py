@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 
 from stages.auditing.laws import Finding, Law, OfRounds
 from stages.auditing.run import AuditedRun, Round, Sampled, is_played, tokens_digest
+from stages.common.trained import read_names, rows_of, was_seen
 from stages.store.artifacts import Artifact
 from tuning.columns import list_rows
 from tuning.rows import PROMPT_GROUP
@@ -97,7 +98,8 @@ def recorded(run: AuditedRun) -> OfRounds:
 
 
 def nothing_held_out(run: AuditedRun) -> Finding:
-    """No held-out prompt, by the group that it names, its text, tokens and turns, is in what is trained on."""
+    """No held-out prompt, by the group that it names, its text, tokens and turns, is in what is trained on, here or by
+    the policy that the run starts from. A gate leaves out what that one has seen."""
     finding = Finding("held-out prompts")
     data = run.artifacts.get("prepare")
     if data is None:
@@ -115,9 +117,26 @@ def nothing_held_out(run: AuditedRun) -> Finding:
             shared = next((name for name in names if name in trained), None)
             fault = "" if shared is None else f"{split}: {shared!r} is in {trained[shared]} too"
             faults[prompt] = faults.get(prompt) or fault
+    seen = _seen_before(run, data, splits)
+    if seen and "gate" in run.entries:
+        finding.left_out.append(f"{len(seen)} that the policy before was trained on: the gate judges without them")
+    elif seen:
+        faults |= {prompt: faults.get(prompt) or fault for prompt, fault in seen.items()}
     for fault in faults.values():
         finding.check(not fault, fault)
     return finding
+
+
+def _seen_before(run: AuditedRun, data: Artifact, splits: Collection[str]) -> dict[str, str]:
+    """The held-out prompts that the policy which the run starts from was trained on, and the fault of each."""
+    start = run.artifacts.get("start")
+    before = set(read_names(start)) if start is not None else set()
+    rows = ((split, row) for split in HELD_OUT if before and split in splits for row in rows_of(data, split))
+    return {
+        row["prompt"]: f"{split}: {row['prompt']!r} was trained on before, by the policy of start"
+        for split, row in rows
+        if was_seen(row, before)
+    }
 
 
 def _names(data: Artifact, split: str) -> Iterable[tuple[str, list[str]]]:

@@ -16,6 +16,7 @@ from stages.auditing import trajectories
 from stages.auditing.laws import Finding, Law, all_laws, audit, look
 from stages.auditing.prompts import HELD_OUT
 from stages.auditing.run import AuditedRun, Round
+from stages.common.trained import FOLDER, names_of, rows_of, write_names
 from stages.store.artifacts import Artifact, Store
 from stages.store.disk import sha256_file
 from stages.store.manifests import with_checksum
@@ -187,6 +188,21 @@ def test_a_held_out_prompt_that_is_trained_on_is_leakage(run, split, column):
     (case,) = broken(run)["leakage"]
     assert case.startswith("heldout") and "heldout" in HELD_OUT
     assert (first["prompt"] if column == "prompt" else column) in case
+
+
+def test_a_held_out_problem_that_the_start_was_trained_on_is_leakage_which_a_gate_leaves_out(run, tmp_path):
+    store, record = run
+    data = AuditedRun(store, record).artifacts["prepare"]
+    first = next(iter(rows_of(data, "heldout")))
+    write_names(tmp_path / "start" / FOLDER, names_of(first))
+    manifest = {"stage": "start", "key": "0" * 64, "config": {}, "inputs": {}, "metrics": {}, "seconds": 0}
+    start = store.commit(tmp_path / "start", manifest)
+    record["nodes"]["start"] = {"stage": "start", "key": start.key, "digest": start.digest, "state": "made"}
+    (case,) = broken(run)["leakage"]
+    # It is a held-out example of SFT too.
+    assert case.endswith(f": {first['prompt']!r} was trained on before, by the policy of start")
+    record["nodes"]["gate"] = {"stage": "gate", "key": "1" * 64, "digest": "2" * 64, "state": "made"}
+    assert "leakage" not in broken(run)
 
 
 @pytest.mark.parametrize(("group", "leaks"), [("prompt:0", False), ("g", True)])
