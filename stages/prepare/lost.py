@@ -38,11 +38,17 @@ def _why(reason: str, config: Config) -> str:
 def advice(split: str, config: Config) -> str:
     """A sentence on how to get rows for an empty split."""
     if split == "heldout":
-        return f"heldout_fraction is {config.heldout_fraction}; raise it, or mark records with split 'heldout'."
+        return (
+            f"heldout_fraction is {config.heldout_fraction}; raise it, or mark records with split 'heldout'. Plain "
+            "texts are no problems and cannot be among them: SFT keeps a share of its own, and splits are said (below)."
+        )
     if split == "sft":
         return f"it needs records with a completion, and sft_fraction is {config.sft_fraction}."
     if split == "preference":
-        return "it needs records with `completion` (or `chosen`) and `rejected`."
+        return (
+            "it needs records with `completion` (or `chosen`) and `rejected`. Those with `completion` and `label`, "
+            "which KTO and apo-zero-unpaired read, are the split `labelled`: data.splits=[labelled, heldout]."
+        )
     if split == "labelled":
         return "it needs records with `completion` and `label`."
     return f"prompts is {config.prompts!r} and sft_fraction is {config.sft_fraction}; use 'all-training' or lower it."

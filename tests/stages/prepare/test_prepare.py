@@ -204,6 +204,28 @@ def test_a_name_of_rename_that_no_record_has_is_an_error(run, tmp_path):
         run(reverse)
 
 
+@pytest.mark.parametrize(
+    ("record", "splits", "told", "remedy"),
+    [
+        (
+            {"prompt": "{}?", "completion": "{}", "label": True},
+            ["preference", "heldout"],
+            r"data\.splits=\[labelled, heldout\]",
+            ["labelled", "heldout"],
+        ),
+        ({"text": "Plain text {}."}, ["sft", "heldout"], "Plain texts are no problems", ["sft"]),
+    ],
+    ids=["labelled completions", "plain texts"],
+)
+def test_a_layout_that_the_splits_do_not_suit_is_told_with_those_that_do(run, tmp_path, record, splits, told, remedy):
+    records = [{k: v.format(i) if isinstance(v, str) else v for k, v in record.items()} for i in range(60)]
+    source = write(tmp_path / "data.jsonl", records)
+    with pytest.raises(PrepareError, match=told):
+        run(Config(source=source, splits=splits))
+    metrics, _ = run(Config(source=source, splits=remedy, sft_fraction=1.0))
+    assert metrics["rows"][remedy[0]] > 0
+
+
 def test_prompts_without_a_completion_are_prompts_whatever_share_feeds_sft(run, tmp_path):
     records = [{"prompt": f"{i}?", "answer": str(i)} for i in range(40)]
     records += [{"prompt": f"{i}!", "completion": str(i)} for i in range(40)]
