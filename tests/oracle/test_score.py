@@ -36,7 +36,7 @@ def scored(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, list[rewards.Outc
     """Rewards by name, the outcomes of each, and the place of each completion."""
     # One number of completions: groups of another are another program.
     places = draw(st.lists(st.integers(0, 3), min_size=7, max_size=7))
-    parts = {name: draw(st.fixed_dictionaries(PARTS)) for name in ("a", "b")}
+    parts = {name: {"function": "exact_match"} | draw(st.fixed_dictionaries(PARTS)) for name in ("a", "b")}
     columns = {name: draw(st.lists(OUTCOMES, min_size=len(places), max_size=len(places))) for name in parts}
     return parts, columns, places
 
