@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -29,6 +29,7 @@ from stages.start import Config as StartConfig
 from stages.store.artifacts import Store
 from stages.store.keys import SHOWN, derive_seed
 
+T = TypeVar("T")
 # What the role `tokenizer` offers of the base: special ids are in the two configs.
 TOKENIZER = ("tokenizer/", "model/config.json", "model/generation_config.json")
 
@@ -360,3 +361,12 @@ def with_inputs(nodes: Mapping[str, Node], names: set[str]) -> set[str]:
         needed |= inputs
         queue.extend(inputs)
     return needed
+
+
+def in_order(found: dict[str, T], name: str, value: T, places: Mapping[str, int]) -> dict[str, T]:
+    """What is there by node, with one more: in the order of the graph, in which it is read, whatever was made first."""
+    last = next(reversed(found), None)
+    found[name] = value
+    if last is None or last == name or places.get(last, -1) <= places.get(name, -1):
+        return found
+    return {node: found[node] for node in sorted(found, key=lambda node: places.get(node, -1))}

@@ -17,6 +17,8 @@ from stages.worker.devices import confined, device_kind
 from stages.worker.places import GANG, place_of
 from stages.worker.protocol import Report, Request
 
+POLICY = "policy"
+"""The input that is the policy which a stage samples from, trains or exports."""
 ONLY = ""
 """The name of the worker of a run that has one."""
 
@@ -94,13 +96,16 @@ def log_of_worker(log: Path, name: str) -> Path:
 
 
 def read_elsewhere(workers: Workers | None, nodes: Mapping[str, Node]) -> dict[str, set[str]]:
-    """By node the nodes that read what it makes and are made by another worker; those that have none are left out."""
+    """By node the nodes that load the policy which it makes, and are made by another worker; those that have none are
+    left out."""
     found: dict[str, set[str]] = {}
     for node in nodes.values() if workers is not None else ():
-        mine = worker_of(workers, node)
-        for source in {i.node for i in node.inputs.values()}:
-            if worker_of(workers, nodes[source]) != mine:
-                found.setdefault(source, set()).add(node.name)
+        policy = node.inputs.get(POLICY)
+        # A gate has one among its inputs too, and reads no weights.
+        if policy is None or not stage(node.stage).computes(node.config):
+            continue
+        if worker_of(workers, nodes[policy.node]) != worker_of(workers, node):
+            found.setdefault(policy.node, set()).add(node.name)
     return found
 
 

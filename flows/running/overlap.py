@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import queue
+import dataclasses
+import functools
+import threading
 from collections.abc import Callable, Collection
 
 from flows.graph.build import Node
 from flows.running.gating import Agenda, agendas
 from flows.running.session import Session
 
+BEGUN_SECONDS = 30.0
+"""For a stage that was being begun when the run was ended."""
 Ended = Callable[[], None]
 Begin = Callable[[Node, Callable[[], None]], Ended]
 """(a node, what to call when it has ended) -> what raises the error that it has ended with, if any. It begins a node in
@@ -25,15 +29,28 @@ def run_overlapped(session: Session, chosen: Collection[str] | None, begin: Begi
         _Overlapped(session, agenda, begin).run()
 
 
+@dataclasses.dataclass
+class _AtWork:
+    """A stage that was begun."""
+
+    node: Node
+    ended: bool = False
+    result: Ended | None = None
+    """None while it is being begun."""
+
+
 class _Overlapped:
-    """One agenda, being worked off."""
+    """One agenda, being worked off.
+
+    What has ended is a mark and no message: Ctrl-C may come between any two lines, and nothing that is at work may be
+    lost by it.
+    """
 
     def __init__(self, session: Session, agenda: Agenda, begin: Begin):
         self._session, self._agenda, self._begin = session, agenda, begin
-        self._at_work: dict[str, tuple[Node, Ended]] = {}
+        self._at_work: dict[str, _AtWork] = {}
         """What each worker makes, by the worker's name."""
-        self._ended: queue.SimpleQueue[str] = queue.SimpleQueue()
-        """Names of workers whose stage has ended."""
+        self._changed = threading.Condition()
 
     def run(self) -> None:
         first: Exception | None = None
@@ -46,36 +63,49 @@ class _Overlapped:
                 if first is None and error is None:
                     self._begin_what_can()
                 elif first is None and self._at_work:
-                    others = " and ".join(node.name for node, _ in self._at_work.values())
+                    others = " and ".join(at.node.name for at in self._at_work.values())
                     self._session.reporter.line(f"{error}\n  nothing more is begun; what is at work may end: {others}")
                 elif error is not None and first is not None:
                     self._session.reporter.line(str(error))
                 first = first or error
         except BaseException:
             self._session.stop()
-            while self._at_work:
-                self._wait()
+            with self._changed:
+                self._changed.wait_for(lambda: all(at.ended for at in self._at_work.values() if at.result))
+                # One that was being begun has begun or has not: nobody can tell, and it would end as soon.
+                self._changed.wait_for(lambda: all(at.ended for at in self._at_work.values()), timeout=BEGUN_SECONDS)
             raise
         if first is not None:
             raise first
 
     def _begin_what_can(self) -> None:
-        begun = {node.name for node, _ in self._at_work.values()}
+        begun = {at.node.name for at in self._at_work.values()}
         for node in self._agenda.ready():
             worker = self._session.crew.of(node)
             if node.name in begun or worker in self._at_work:
                 continue
             begun.add(node.name)
-            self._at_work[worker] = node, self._begin(node, lambda worker=worker: self._ended.put(worker))  # type: ignore[misc]
+            # There before it is at work.
+            at = self._at_work[worker] = _AtWork(node)
+            at.result = self._begin(node, functools.partial(self._end, at))
             if len(self._at_work) == len(self._session.crew.names):
                 return
 
+    def _end(self, at: _AtWork) -> None:
+        with self._changed:
+            at.ended = True
+            self._changed.notify_all()
+
     def _wait(self) -> BaseException | None:
         """Waits for a stage that is at work; what it has ended with."""
-        node, result = self._at_work.pop(self._ended.get())
+        with self._changed:
+            self._changed.wait_for(lambda: any(at.ended for at in self._at_work.values()))
+        worker, at = next((name, at) for name, at in self._at_work.items() if at.ended)
+        del self._at_work[worker]
+        assert at.result is not None
         try:
-            result()
-            self._agenda.made(node)
+            at.result()
+            self._agenda.made(at.node)
         except BaseException as e:
             return e
         return None

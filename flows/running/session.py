@@ -11,9 +11,9 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-from flows.graph.build import Node, build, with_inputs
+from flows.graph.build import Node, build, in_order, with_inputs
 from flows.graph.keying import code_of, key_of, key_parts
 from flows.graph.standing import Standing, promoted_by, standing_of
 from flows.graph.taken import Records, check_point, taken_artifact
@@ -40,9 +40,6 @@ LOG_BYTES = 1 << 24
 """The end of the worker's log that a remote store gets."""
 SAVE_SECONDS = 2.0
 """How often the record is written while nothing is made: what of it is new (`stages.store.runs`)."""
-
-
-T = TypeVar("T")
 
 
 class Reporter(Protocol):
@@ -214,10 +211,12 @@ class Session:
         taken = taken_artifact(self.store, node, self._taken)
         if taken is not None:
             # Its own key, from the settings that it was made with.
-            key, parts, files = taken.key, {}, {}
+            key, parts, files, inputs = taken.key, {}, {}, {}
         else:
             files = code_of(node).files
-            parts = key_parts(node, self.made)
+            # Of one moment: another thread may make a damaged one again, with other content.
+            inputs = {i.node: self.made[i.node] for i in node.inputs.values()}
+            parts = key_parts(node, inputs)
             key = key_of(parts)
         forced = node.name in self.force
         artifact = taken if taken is not None else None if forced else self.store.get(node.stage, key)
@@ -225,14 +224,12 @@ class Session:
         entry: dict[str, Any] = {"stage": node.stage, "key": key, "started": now(), "state": "running"}
         begun.append(entry)
         with self._lock:
-            self.record["nodes"] = _in_order(self.record["nodes"], name, entry, self._places)
+            self.record["nodes"] = in_order(self.record["nodes"], name, entry, self._places)
         if artifact is not None:
             state = "hit"
             self._tidy(node.stage, key)
         else:
-            with self._mending:
-                other = self._another_input(node, begun)
-            if other:
+            if self._another_input(inputs, begun):
                 return self._made_or_read(name, begun)
             self.save()
             # The record is on disk before the work begins: `rlhf show` sees the stage as running, also after a
@@ -249,15 +246,16 @@ class Session:
                 artifact = None if forced else self.store.get(node.stage, key)
                 state = "hit" if artifact is not None else "made"
                 if artifact is None:
-                    artifact = self._make(node, key, parts, files, token, entry)
+                    artifact = self._make(node, inputs, key, parts, files, token, entry)
         check_point(node, artifact)
         seconds = time.monotonic() - started
         # The last: what making took, here or in the run that did it.
         done = {"state": state, "digest": artifact.digest, "metrics": artifact.metrics, "seconds": round(seconds, 2)}
         with self._lock:
             entry |= done | {"made_seconds": artifact.manifest["seconds"]}
-            self.made = _in_order(self.made, name, artifact, self._places)
-        self.save(soon=True)
+            self.made = in_order(self.made, name, artifact, self._places)
+        # Beside others it may be hours until the next stage begins, and is recorded.
+        self.save(soon=self.recipe.workers is None)
         self._drop_read(node)
         self.reporter.stage_ended(node, state, artifact.manifest, seconds)
         for remark in of_data(self.recipe, artifact.metrics) if node.stage in ("prepare", "fresh") else ():
@@ -279,24 +277,30 @@ class Session:
         if (stage, key) in self._held:
             release_dead(self.store, stage, key)
 
-    def _another_input(self, node: Node, begun: list[dict[str, Any]]) -> bool:
+    def _another_input(self, inputs: Mapping[str, Artifact], begun: list[dict[str, Any]]) -> bool:
         """Makes inputs of a node again that a disk has changed where no size tells it; whether one has other content
         now. Of a remote store they are checked as they arrive."""
-        before = {i.node: self.made[i.node] for i in node.inputs.values()}
-        for name, artifact in before.items() if self.store.is_local else ():
-            if artifact.digest in self._whole:
-                continue
-            fault = self.store.verify(artifact)
-            if fault is not None:
-                aside = self.store.set_aside(artifact.stage, artifact.key)
-                self.reporter.line(f"! {name}: {artifact.url} is damaged ({fault}); moved to {aside}; made again")
-                self._made_or_read(name, begun)
-            self._whole.add(artifact.digest)
-        return any(self.made[name].digest != artifact.digest for name, artifact in before.items())
+        while not self._mending.acquire(timeout=1.0):
+            self._check()
+        try:
+            for name, artifact in inputs.items() if self.store.is_local else ():
+                # Another thread may have made it again meanwhile.
+                if artifact.digest in self._whole or self.made[name].digest != artifact.digest:
+                    continue
+                fault = self.store.verify(artifact)
+                if fault is not None:
+                    aside = self.store.set_aside(artifact.stage, artifact.key)
+                    self.reporter.line(f"! {name}: {artifact.url} is damaged ({fault}); moved to {aside}; made again")
+                    self._made_or_read(name, begun)
+                self._whole.add(artifact.digest)
+        finally:
+            self._mending.release()
+        return any(self.made[name].digest != artifact.digest for name, artifact in inputs.items())
 
     def _make(
         self,
         node: Node,
+        inputs: Mapping[str, Artifact],
         key: str,
         parts: dict[str, Any],
         files: dict[str, str],
@@ -309,7 +313,7 @@ class Session:
             key=key,
             key_parts=parts,
             config=node.config.model_dump(mode="json"),
-            inputs={n: (a.stage, a.key, a.digest) for n, i in node.inputs.items() for a in [self.made[i.node]]},
+            inputs={n: (a.stage, a.key, a.digest) for n, i in node.inputs.items() for a in [inputs[i.node]]},
             seed=node.seed,
             store=self.recipe.store,
             run=self.name,
@@ -388,12 +392,3 @@ def _ended_by(error: BaseException) -> dict[str, Any]:
     if isinstance(error, KeyboardInterrupt):
         return {"state": "interrupted"}
     return {"state": "failed", "error": without_userinfo(f"{type(error).__name__}: {error}")}
-
-
-def _in_order(found: dict[str, T], name: str, value: T, places: Mapping[str, int]) -> dict[str, T]:
-    """What is there by node, with one more: in the order of the graph, in which it is read, whatever was made first."""
-    last = next(reversed(found), None)
-    found[name] = value
-    if last is None or last == name or places.get(last, -1) <= places.get(name, -1):
-        return found
-    return {node: found[node] for node in sorted(found, key=lambda node: places.get(node, -1))}

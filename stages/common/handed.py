@@ -57,6 +57,8 @@ def taken(artifact: Artifact, mesh: Mesh | None) -> tuple[DecoderConfig, Any] | 
             # It was collected meanwhile, or a disk has lost a part of it.
             return None
         if fingerprint(params) != wanted:
+            # A better one may take its place.
+            shutil.rmtree(place, ignore_errors=True)
             return None
     return config, precision.in_real(params)
 

@@ -269,7 +269,8 @@ def _replay(ctx: Context, own: Context, artifact: Artifact, advance: Advance) ->
         return state
     differs = (
         f"replaying {artifact.url} gave policy {rebuilt[:12]}, recorded is {wanted[:12]}: other hardware or "
-        f"libraries than {artifact.manifest['device']} with jax {artifact.manifest['versions']['jax']}"
+        f"libraries than {artifact.manifest['device']} with jax {artifact.manifest['versions']['jax']}, or in another "
+        "worker with other devices (`workers: null` makes it by one that has them all)"
     )
     found = near.off(artifact, state.params)
     if found is None or found > near.tolerance():

@@ -164,8 +164,8 @@ def _hand_over(artifact: Artifact, memory: dict[str, Any], events: Events) -> No
         return
     try:
         handed.hand_over(artifact, *kept)
-    except OSError as e:
-        # It is committed: whoever reads it trains it once more.
+    except Exception as e:
+        # It is committed: whoever reads it trains it once more. Full disks have errors of safetensors.
         events.send(Log(f"the policy could not be handed over ({type(e).__name__}: {e}): it will be replayed"))
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import psutil
 import pytest
@@ -22,7 +26,7 @@ from flows.running.plain import run_plain
 from flows.running.session import Session
 from stages.common import handed
 from stages.store import runs
-from stages.store.artifacts import Store
+from stages.store.artifacts import Artifact, Store
 from stages.worker.client import StageFailed
 from tests.flows.lines import Lines
 from tests.support import RLHF, write_files
@@ -181,6 +185,119 @@ def test_what_ends_the_run_itself_ends_what_is_at_work(told, monkeypatch):
     thread.join(20)
     assert [type(e) for e in raised] == [KeyboardInterrupt]
     assert found.at_work == {}
+
+
+def test_a_signal_at_any_moment_ends_a_run_and_loses_nothing_that_is_at_work(tmp_path, smoke_store):
+    """Between any two lines of the thread that waits: what is at work is ended, and the signal is what is raised."""
+    store = shutil.copytree(smoke_store, tmp_path / "store")
+    session = Session(recipe(tmp_path, *ALL), Lines(), "cached")
+    ends = []
+
+    def struck(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, struck)
+    try:
+        for number in range(40):
+            session = Session(recipe(tmp_path, *ALL), Lines(), f"cached-{number}")
+            with ThreadPoolExecutor(4) as pool:
+
+                def begin(node: Node, ended: Callable[[], None], pool=pool, session=session) -> Callable[[], None]:
+                    future = pool.submit(session.run_node, node.name)
+                    future.add_done_callback(lambda _: ended())
+                    return lambda: future.result() and None  # type: ignore[func-returns-value]
+
+                signal.setitimer(signal.ITIMER_REAL, 0.02 + 0.004 * number)
+                try:
+                    run_overlapped(session, None, begin)
+                    ends.append("whole")
+                except KeyboardInterrupt:
+                    ends.append("interrupted")
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            assert threading.active_count() < 20
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert store.is_dir() and "interrupted" in ends
+
+
+def test_a_stage_that_fails_to_begin_leaves_no_other_at_work(tmp_path):
+    session = Session(recipe(tmp_path, *ALL), Lines(), "told")
+    found = Told(session)
+    session.made |= {"base": object(), "prepare": object()}  # type: ignore[dict-item]
+
+    def begin(node: Node, ended: Callable[[], None]) -> Callable[[], None]:
+        result = found.begin(node, ended)
+        if len(found.order) == 2:
+            raise KeyboardInterrupt
+        return result
+
+    with pytest.raises(KeyboardInterrupt):
+        run_overlapped(session, None, begin)
+    assert len(found.order) == 2 and found.at_work == {}
+
+
+def test_a_key_and_its_request_have_the_inputs_of_one_moment(tmp_path, smoke_store, monkeypatch):
+    """Another thread makes a damaged input again, with other content, while this one waits to look at it."""
+    shutil.copytree(smoke_store, tmp_path / "store")
+    session = Session(recipe(tmp_path, *ALL), Lines(), "told")
+    for name in ("base", "prepare"):
+        session.run_node(name)
+    session.force = {"sft", "evaluate.base"}
+    base = session.made["base"]
+    files = [file | {"sha256": "0" * 64} for file in base.manifest["files"]]
+    other = Artifact(session.store, base.manifest | {"files": files, "digest": "0" * 64})
+    mending, requests = threading.Event(), []
+    real = session._made_or_read
+
+    def made_or_read(name, begun):
+        if name != "base":
+            return real(name, begun)
+        mending.set()
+        time.sleep(1.0)
+        # Of other bits than before.
+        session.made["base"] = other
+        return "made", other
+
+    def run(self, node, request, *_):
+        requests.append((node.name, request.key_parts["inputs"], request.inputs))
+        raise StageFailed(node.name)
+
+    monkeypatch.setattr(session, "_made_or_read", made_or_read)
+    monkeypatch.setattr(session.store, "verify", lambda a: "flipped" if a.digest == base.digest else None)
+    monkeypatch.setattr(session.store, "set_aside", lambda *_: "aside")
+    monkeypatch.setattr(crew.Crew, "run", run)
+    threads = [threading.Thread(target=_run_node, args=(session, name)) for name in ("sft", "evaluate.base")]
+    threads[0].start()
+    assert mending.wait(20)
+    threads[1].start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(name for name, *_ in requests) == ["evaluate.base", "sft"]
+    artifacts = {a.digest: a for a in (base, other)}
+    for name, parts, inputs in requests:
+        node = session.nodes[name]
+        for role, (_, _, digest) in inputs.items():
+            artifact = artifacts.get(digest) or session.made[node.inputs[role].node]
+            assert parts[role] == artifact.part_digest(node.inputs[role].parts), (name, role)
+
+
+def _run_node(session: Session, name: str) -> None:
+    with contextlib.suppress(StageFailed):
+        session.run_node(name)
+
+
+def test_policies_are_handed_to_those_that_load_them_alone(tmp_path):
+    gated = ["gate={first: promote}", "workers.train={}", "workers.data={}"]
+    nodes = {n.name: n for n in build(recipe(tmp_path, *gated))}
+    workers = recipe(tmp_path, *gated).workers
+    # The gate has every policy among its inputs, and loads none.
+    assert {name: by for name, by in crew.read_elsewhere(workers, nodes).items() if "round" in name} == {
+        "round-002.update": {"export"}
+    }
+    with_sampler = recipe(tmp_path, *gated, "workers.sample={}")
+    found = crew.read_elsewhere(with_sampler.workers, nodes)
+    assert found["round-000.update"] == {"round-001.rollout"}
 
 
 def test_a_run_with_several_workers_makes_what_one_makes_in_the_same_order_of_its_record(tmp_path, smoke_store, record):
