@@ -81,7 +81,7 @@ def _show(answer: dict[str, Any]) -> None:
     out.print(
         f"{shown} parameters on {machine['devices']} x {machine['kind']}: "
         f"{machine['limit'] / GB:.1f} of {machine['memory'] / GB:.1f} GB a device can be used; "
-        f"prompts of {lengths['prompt']} tokens, completions of {lengths['completion']}",
+        f"prompts of {_prompts(lengths)}",
         soft_wrap=True,
     )
     table = Table(box=None)
@@ -104,7 +104,11 @@ def _show(answer: dict[str, Any]) -> None:
     for stage in answer["stages"]:
         parts = ", ".join(f"{name} {size / GB:.2f}" for name, size in stage["parts"].items() if size >= 0.005 * GB)
         rest = (f"{n / 1e12:.3g} {unit}" for n, unit in ((stage["flops"], "TFLOP"), (stage["moved"], "TB moved")))
-        out.print(f"{stage['stage']}: {parts or 'under 0.005'} GB; {', '.join(rest)}", soft_wrap=True)
+        out.print(
+            f"{stage['stage']}: completions of {stage['completion']} tokens; {parts or 'under 0.005'} GB; "
+            f"{', '.join(rest)}",
+            soft_wrap=True,
+        )
     for stage in (s for s in answer["stages"] if s["verdict"] != "fits"):
         for tried in stage.get("remedies", []):
             what = f"--on {tried['on']}" if "on" in tried else " ".join(f"--set {s}" for s in tried["set"])
@@ -114,6 +118,13 @@ def _show(answer: dict[str, Any]) -> None:
                 soft_wrap=True,
             )
     out.print(_verdict(answer), soft_wrap=True)
+
+
+def _prompts(lengths: dict[str, int]) -> str:
+    found, wanted = lengths["prompt"], lengths["wanted"]
+    if found == wanted:
+        return f"{found} tokens"
+    return f"{found} tokens ({wanted} are allowed, and half of the model's {lengths['positions']} positions counted)"
 
 
 def _divided(shape: dict[str, Any]) -> str:

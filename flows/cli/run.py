@@ -104,6 +104,7 @@ def plan(
 ) -> None:
     """Show hit or miss for each stage, and for a miss what changed. Runs nothing."""
     from flows.graph.plan import plan as make_plan
+    from flows.running.checks import check_columns
     from flows.running.remarks import of_data
 
     resolved = read_recipe(recipe, _with_store(sets, store))
@@ -115,9 +116,12 @@ def plan(
         return
     try:
         planned = make_plan(resolved)
-    except ArtifactError as e:
+        data = [p.metrics for p in planned if p.node.stage == "prepare"]
+        for metrics in data:
+            check_columns(resolved, metrics)
+    except (ArtifactError, RecipeError) as e:
         raise usage_error(str(e)) from e
-    remarks = [line for p in planned if p.node.stage == "prepare" for line in of_data(resolved, p.metrics)]
+    remarks = [line for metrics in data for line in of_data(resolved, metrics)]
     counts = {s: sum(p.state == s for p in planned) for s in ("hit", "miss", "waits")}
     # Nodes that were never made have no time to go by.
     known = [p.seconds for p in planned if p.state != "hit" and p.seconds is not None]

@@ -270,14 +270,14 @@ class Recipe(BaseModel):
         """Fills in the settings of `data` that follow from other sections, so that a dumped recipe shows them."""
         derived: dict[str, Any] = {}
         if "splits" not in self.data.model_fields_set:
-            # A held-out part of another split, such as heldout_preference, comes with both.
+            # A held-out part of another split comes with both, and a fraction that the recipe names is held out.
             read = {part.removesuffix("/") for part in self._data_parts()}
-            wanted = read | ({"heldout"} if any(part.startswith("heldout") for part in read) else set())
+            held = "heldout_fraction" in self.data.model_fields_set and self.data.heldout_fraction > 0
+            wanted = read | ({"heldout"} if held or any(p.startswith("heldout") for p in read) else set())
             derived["splits"] = [s for s in self.data.splits if s in wanted] or self.data.splits
         splits = derived.get("splits", self.data.splits)
-        # What SFT leaves has a use only as prompts or pairs.
         if "sft_fraction" not in self.data.model_fields_set and set(splits) <= {"sft", "heldout"}:
-            derived["sft_fraction"] = 1.0
+            derived["sft_fraction"] = 1.0  # what SFT leaves has a use only as prompts or pairs
         if "verifiers" not in self.data.model_fields_set:
             rewards = self.rl.score.rewards.values() if self.rl is not None else ()
             judges = {r.function for r in rewards} | ({self.evaluate.judge} if self.evaluate is not None else set())

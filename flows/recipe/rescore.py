@@ -36,8 +36,8 @@ def rescored(record: dict[str, Any], rewards: list[str], sets: list[str], store:
     rl = values["rl"]
     if rewards:
         rl["score"]["rewards"] = _all_named(rewards)
-    # The record of a rescored run lists the rollouts too, so a chain of rescored runs works.
-    rl["rollouts_from"] = record["name"]
+    # What a rescored run took is the sampling run's, which alone need stay.
+    rl["rollouts_from"] = rl.get("rollouts_from") or record["name"]
     # It follows from the rewards, which are others now; a dumped recipe has that of the old ones.
     rl["update"].pop("environment_weight", None)
     # Rounds drift from the policies that sampled them, and a group that was informative may be so no longer.

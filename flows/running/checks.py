@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Collection, Iterator
-from typing import NamedTuple
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from flows.graph.build import Node, nodes_of
 from flows.graph.taken import Records, taken_artifact
@@ -114,6 +114,33 @@ def _rewards(recipe: Recipe) -> Iterator[Called]:
             at = f"evaluate.judges.{name}"
             if judge.function not in COMPUTED:
                 yield Called(judge.function, judge.arguments, f"{at}.function", f"{at}.arguments")
+
+
+def check_columns(recipe: Recipe, metrics: Mapping[str, Any]) -> None:
+    """Raises RecipeError for a reward or a judge of one's own with a parameter that neither the recipe nor the data
+    gives, before anything is sampled for it.
+
+    metrics: of the artifact of `prepare`.
+    """
+    columns = metrics.get("columns", {})
+    # Rollouts that are taken have metadata of their own; an environment adds to it.
+    taken = recipe.rl is not None and recipe.rl.rollouts_from is not None
+    for called in _rewards(recipe) if recipe.environment is None else ():
+        split = "prompts" if called.at.startswith("rl.") else "heldout"
+        there = None if taken and split == "prompts" else columns.get(split)
+        if there is None or built_in_parameters(called.function) is not None:
+            continue
+        parameters = signatures.of_name(called.function, called.at)
+        if parameters is None:
+            continue
+        given = (*parameters.positional[:2], *REWARD_COLUMNS, *called.arguments, *there)
+        if missing := [name for name in parameters.required if name not in given]:
+            has = f"have {', '.join(there)}" if there else "have none"
+            raise RecipeError(
+                f"{called.at}: {called.function} takes {', '.join(missing)}, which is no column of the data: rows of "
+                f"{split} {has} beside {', '.join(REWARD_COLUMNS[2:])}. Name a field of the records in data.fields "
+                f"(or data.extra_fields: metadata), give the parameter a default, or a value in {called.arguments_at}"
+            )
 
 
 def _check_reward(called: Called) -> None:

@@ -19,6 +19,7 @@ from flows.graph.standing import Standing, promoted_by, standing_of
 from flows.graph.taken import Records, check_point, taken_artifact
 from flows.recipe.model import Recipe
 from flows.records import log_of
+from flows.running.checks import check_columns
 from flows.running.crew import Crew, read_elsewhere
 from flows.running.limits import RunLimit
 from flows.running.naming import before, free_name
@@ -258,8 +259,10 @@ class Session:
         self.save(soon=self.recipe.workers is None)
         self._drop_read(node)
         self.reporter.stage_ended(node, state, artifact.manifest, seconds)
-        for remark in of_data(self.recipe, artifact.metrics) if node.stage in ("prepare", "fresh") else ():
-            self.reporter.line(f"! {remark}")
+        if node.stage in ("prepare", "fresh"):
+            for remark in of_data(self.recipe, artifact.metrics):
+                self.reporter.line(f"! {remark}")
+            check_columns(self.recipe, artifact.metrics)
         return state, artifact
 
     def _drop_read(self, node: Node) -> None:

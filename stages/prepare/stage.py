@@ -131,6 +131,7 @@ def run(ctx: Context) -> dict[str, Any]:
         "constant_answer_baseline": baseline,
         "constant_answer": constant,
         "extracted": taken,
+        "columns": {n: statistics.metadata_names(ctx.out, n) for n in ("prompts", "heldout") if n in written},
     }
     counts = statistics.added(receipts.values())
     facts = {"metrics": metrics, **counts, "histograms": {n: statistics.histograms(ctx.out, n) for n in written}}

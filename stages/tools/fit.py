@@ -39,7 +39,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     """The machine, the model, and for each stage its figures, verdict and remedies. Raises ValueError, naming the
     field, for a model or a machine that is not known."""
     from stages.contract.registry import by_section
-    from stages.tools.fit_asks import SECTIONS, Lengths, Run
+    from stages.tools.fit_asks import SECTIONS, Lengths, Run, lengths_of
     from stages.tools.fit_remedies import figures_of, remedies
     from tuning.fit.machines import machine
     from tuning.fit.places import shapes_of
@@ -64,7 +64,8 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     stages = []
     for name, section, asked in run.asks(on):
         figures = figures_of(asked, on)
-        entry = {"stage": name, "section": section} | shown(figures, on)
+        prompt, completion = lengths_of(asked)
+        entry = {"stage": name, "section": section, "prompt": prompt, "completion": completion} | shown(figures, on)
         if entry["verdict"] != "fits":
             entry["remedies"] = remedies(run, section, name, on)
         stages.append(entry)
@@ -80,7 +81,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
             "memory": on.kind.memory_bytes,
         },
         "model": {"parameters": int(parameters), "family": model.family},
-        "lengths": {"prompt": run.prompt, "completion": lengths.completion},
+        "lengths": {"prompt": run.prompt, "wanted": lengths.prompt, "positions": model.max_positions},
         "stages": stages,
         "fits": all(s["verdict"] == "fits" for s in stages),
     }

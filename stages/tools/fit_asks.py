@@ -112,6 +112,13 @@ class Run:
         return (*weights, Beside("its critic's moments", self.model, "scalar", False, own, _lora(update), axes))
 
 
+def lengths_of(asked: Asked) -> tuple[int, int]:
+    """Tokens of a prompt and of the longest completion."""
+    if isinstance(asked, Sampled):
+        return asked.prompt, asked.completion
+    return len(asked.groups[0].prompt), len(asked.groups[0].completions[0])
+
+
 def _lora(config: Any) -> LoraConfig | None:
     return None if config.lora is None else lora_config(config.lora)
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from flows.cli.app import app
+from flows.recipe.model import RecipeError
 from flows.recipe.reading import load_recipe
 from flows.report.console import ConsoleReporter
 from flows.running.remarks import of_data, of_recipe
@@ -60,3 +61,32 @@ def test_rounds_of_more_prompts_than_there_are_are_told_by_plan_and_when_the_dat
         session.run_node(name)
     session.finish("finished")
     assert out.getvalue().count(told) == 1
+
+
+def test_a_reward_that_takes_a_column_the_data_lacks_ends_the_run_before_anything_is_sampled(
+    store, tmp_path, monkeypatch
+):
+    (tmp_path / "mine_columns.py").write_text(
+        "def right(prompts, completions, solution, task, **_):\n    return [1.0 for _ in completions]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    sets = ["rl.score.rewards.mine.function=mine_columns:right", f"store={store}"]
+    recipe = load_recipe("smoke", sets=sets)
+    for name in ("lacking", "lacking-again"):
+        session = Session(recipe, ConsoleReporter(Console(file=io.StringIO(), width=80)), name)
+        session.run_node("base")
+        with pytest.raises(RecipeError) as e:
+            session.run_node("prepare")
+        session.finish("failed")
+        message = str(e.value)
+        assert message.startswith(
+            "rl.score.rewards.mine.function: mine_columns:right takes solution, which is no column"
+        )
+        assert "rows of prompts have task beside completion_ids, answer, metadata" in message
+    done = CliRunner().invoke(app, ["plan", "smoke", "--store", str(store), "--set", sets[0]])
+    assert done.exit_code == 2 and "takes solution, which is no column of the data" in done.stderr
+    given = load_recipe("smoke", sets=[*sets, "rl.score.rewards.mine.arguments.solution=4"])
+    session = Session(given, ConsoleReporter(Console(file=io.StringIO(), width=80)), "with-columns")
+    for name in ("base", "prepare"):
+        session.run_node(name)
+    session.finish("finished")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,6 +15,8 @@ import pyarrow.parquet as pq
 from tuning.data.schema import SCHEMAS
 
 BINS = 24
+MOST_NAMES = 256
+"""Names of metadata that are told; data with more names has values in their place."""
 
 
 def added(receipts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -24,6 +27,19 @@ def added(receipts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             steps.setdefault(step, Counter()).update(counts)
     # Blocks have different counters, so names are sorted.
     return {"steps": {step: dict(sorted(counts.items())) for step, counts in steps.items()}}
+
+
+def metadata_names(out: Path, output: str) -> list[str] | None:
+    """Names of entries of metadata that a row of an output below `out` has, sorted; None for more than MOST_NAMES."""
+    names: set[str] = set()
+    for path in sorted((out / output).glob("part-*.parquet")):
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(columns=["metadata"]):
+                for text in batch.column(0).unique().to_pylist():
+                    names.update(json.loads(text))
+                if len(names) > MOST_NAMES:
+                    return None
+    return sorted(names)
 
 
 def _lengths(out: Path, output: str, column: str) -> np.ndarray:

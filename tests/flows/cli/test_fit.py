@@ -102,6 +102,20 @@ def test_settings_are_no_arguments_of_a_process(tmp_path, monkeypatch):
     assert seen and not any("a-secret" in line for line in seen)
 
 
+def test_lengths_are_those_of_the_recipe_and_what_cuts_them_is_named(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    sections = {
+        "data": {"max_prompt_tokens": 300},
+        "sft": None,
+        "evaluate": None,
+        "rl": {"rollout": {"max_tokens": 48}},
+    }
+    code, output = fit(recipe(tmp_path, tmp_path, **sections), "--on", "v5e-4")
+    assert code == 0, output
+    assert "prompts of 256 tokens (300 are allowed, and half of the model's 512 positions counted)" in output
+    assert "rollout: completions of 48 tokens;" in output and "update: completions of 48 tokens;" in output
+
+
 def test_a_small_model_is_told_in_millions(capsys):
     from flows.cli.fit import _show
 
@@ -109,7 +123,7 @@ def test_a_small_model_is_told_in_millions(capsys):
     _show(
         {
             "machine": machine,
-            "lengths": {"prompt": 1, "completion": 2},
+            "lengths": {"prompt": 1, "wanted": 1, "positions": 512},
             "model": {"parameters": 123_456},
             "stages": [],
             "fits": True,

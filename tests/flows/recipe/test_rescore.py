@@ -58,3 +58,13 @@ def test_settings_of_a_record_have_no_lines(record, tmp_path):
     broken = {**record, "recipe": record["recipe"] | {"seed": -1}}
     with pytest.raises(RecipeError, match="^run first: seed: Input should be greater"):
         rescored(broken, ["exact_match"], [], str(tmp_path))
+
+
+def test_what_was_scored_again_is_scored_again_from_the_run_that_sampled(record, tmp_path):
+    again = rescored(record, ["exact_match"], [], str(tmp_path))
+    assert again.rl.rollouts_from == record["name"]
+    values = {"name": "second", "recipe": again.model_dump(mode="json")}
+    assert (
+        rescored(values, ["matches"], ["rl.score.rewards.matches.arguments.pattern=x"], str(tmp_path)).rl.rollouts_from
+        == record["name"]
+    )
