@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -91,8 +91,11 @@ def _print(done: Survey, yes: bool) -> None:
     out.print(stages)
     others = [why for _, why in done.kept if not why.startswith("run ")]
     if others:
-        young = sum(why == "too young" for why in others)
-        out.print(f"{len(others)} artifacts stay though no kept run names them; {young} of them are too young to go")
+        counts = Counter(
+            why if why in ("too young", "named by the registry") else "read by what stays" for why in others
+        )
+        told = ", ".join(f"{count} {why}" for why, count in sorted(counts.items()))
+        out.print(f"{len(others)} artifacts stay though no kept run names them: {told}")
     verb = "freed" if yes else "would be freed"
     out.print(f"{size(done.freed)} {verb}: {len(done.garbage)} artifacts, {len(done.runs)} runs")
     if not yes and (done.garbage or done.residues or done.runs):

@@ -225,15 +225,22 @@ def rescore(
     name: RunTitle = None,
     no_prefect: NoPrefect = False,
 ) -> None:
-    """Score a run's rollouts by other rewards and train on them again. No rollouts are sampled."""
+    """Score a run's rollouts by other rewards and train on them again. No rollouts are sampled.
+
+    The policies drift from those that sampled: rl.update.max_mismatch_kl is 1.0 and short_of_groups is train, unless
+    --set says otherwise.
+    """
     from flows.cli.launch import launch
-    from flows.recipe.rescore import blamed_on_options, rescored
+    from flows.recipe.rescore import blamed_on_options, loosened, rescored
 
     try:
-        recipe = rescored(_sampled(store, run_name), reward or [], sets or [], store)
+        record = _sampled(store, run_name)
+        recipe = rescored(record, reward or [], sets or [], store)
         check(recipe)
     except RecipeError as e:
         raise usage_error(blamed_on_options(str(e), reward or [], sets or [])) from e
+    for line in loosened(record, recipe):
+        out.print(line, soft_wrap=True)
     launch(recipe, no_prefect, name=name)
 
 

@@ -119,7 +119,9 @@ def _told(store: Store, node: Node, old: dict[str, Any], new: dict[str, Any]) ->
             lines.append("seed: another, which follows from the recipe's `seed`")
         elif section == "inputs":
             source = node.inputs[place].node if place in node.inputs else ""
-            lines.append(f"input {place}{f' ({source})' if source else ''} has other content")
+            named = f"input {place}{f' ({source})' if source else ''}"
+            fate = {"new": "is read now and was not before", "gone": "is read no more"}
+            lines.append(f"{named} {fate.get(_fate(change), 'has other content')}")
         elif section == "code" or (section == "sources" and "module:" in rest):
             module, _, change = rest.rpartition("module:")[2].partition(": ")
             lines.append(f"code {module} {_fate(change)}")

@@ -16,6 +16,8 @@ from flows.recipe.reading import checked, with_sets
 
 MISMATCH = 1.0
 """Mean KL between sampler and trainer up to which rescored rounds go on, unless it is set."""
+LOOSENED = ("max_mismatch_kl", "short_of_groups")
+"""Settings of rl.update that stop a run whose rounds train on what another policy sampled."""
 
 
 def rescored(record: dict[str, Any], rewards: list[str], sets: list[str], store: str) -> Recipe:
@@ -44,6 +46,17 @@ def rescored(record: dict[str, Any], rewards: list[str], sets: list[str], store:
     rl["update"] |= {"max_mismatch_kl": MISMATCH, "short_of_groups": "train"}
     values, set_places = with_sets(values, sets)
     return checked(values | {"store": store}, Path(f"run {record['name']}"), None, set_places)
+
+
+def loosened(record: dict[str, Any], recipe: Recipe) -> list[str]:
+    """A line for each setting of rl.update that is another here than in the run which is scored again."""
+    before, now = (migrated(record["recipe"])["rl"]["update"], recipe.model_dump(mode="json")["rl"]["update"])
+    return [
+        f"rl.update.{name} is {now[name]}, and was {before[name]} in {record['name']}: the policies drift from those "
+        f"that sampled (--set rl.update.{name}={before[name]} keeps it)"
+        for name in LOOSENED
+        if name in before and before[name] != now[name]
+    ]
 
 
 def blamed_on_options(message: str, rewards: list[str], sets: list[str]) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from flows.graph.build import Node, nodes_of
+from flows.graph.keying import code_of, key_parts
 from flows.graph.taken import Records, taken_artifact
 from flows.recipe.model import Recipe, RecipeError
 from flows.running.allowed import check_allowed
@@ -20,8 +21,9 @@ from stages.contract import signatures
 from stages.contract.registry import stage
 from stages.contract.sources import built_in_parameters, check_imports, is_own_source
 from stages.score.settings import COMPUTED
-from stages.store.artifacts import ArtifactError, Store
+from stages.store.artifacts import Artifact, ArtifactError, Store
 from stages.tools.environments import check as check_environment
+from stages.worker.client import StageFailed
 
 REWARD_COLUMNS = ("prompts", "completions", "completion_ids", "answer", "metadata")
 """What every reward function is called with, beside the entries of the record's metadata."""
@@ -116,6 +118,15 @@ def _rewards(recipe: Recipe) -> Iterator[Called]:
                 yield Called(judge.function, judge.arguments, f"{at}.function", f"{at}.arguments")
 
 
+def as_it_is(node: Node, inputs: Mapping[str, Artifact]) -> tuple[dict[str, str], dict[str, Any]]:
+    """(files of the code, parts of the key) of a node now. Raises StageFailed where a file that the recipe names was
+    edited during the run and cannot be read any more."""
+    try:
+        return code_of(node).files, key_parts(node, inputs)
+    except ValueError as e:
+        raise StageFailed(f"{node.name}: {e}") from e
+
+
 def check_columns(recipe: Recipe, metrics: Mapping[str, Any]) -> None:
     """Raises RecipeError for a reward or a judge of one's own with a parameter that neither the recipe nor the data
     gives, before anything is sampled for it.
@@ -130,7 +141,11 @@ def check_columns(recipe: Recipe, metrics: Mapping[str, Any]) -> None:
         there = None if taken and split == "prompts" else columns.get(split)
         if there is None or built_in_parameters(called.function) is not None:
             continue
-        parameters = signatures.of_name(called.function, called.at)
+        try:
+            parameters = signatures.of_name(called.function, called.at)
+        except ValueError as e:
+            # The file was edited since the run began.
+            raise RecipeError(str(e)) from e
         if parameters is None:
             continue
         given = (*parameters.positional[:2], *REWARD_COLUMNS, *called.arguments, *there)

@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from flows.graph.build import Node, build, in_order, with_inputs
-from flows.graph.keying import code_of, key_of, key_parts
+from flows.graph.keying import key_of
 from flows.graph.standing import Standing, promoted_by, standing_of
 from flows.graph.taken import Records, check_point, taken_artifact
 from flows.recipe.model import Recipe
 from flows.records import log_of
-from flows.running.checks import check_columns
+from flows.running.checks import as_it_is, check_columns
 from flows.running.crew import Crew, read_elsewhere
 from flows.running.limits import RunLimit
 from flows.running.naming import before, free_name
@@ -212,12 +212,11 @@ class Session:
         taken = taken_artifact(self.store, node, self._taken)
         if taken is not None:
             # Its own key, from the settings that it was made with.
-            key, parts, files, inputs = taken.key, {}, {}, {}
+            key, parts, files, inputs = taken.key, dict[str, Any](), dict[str, str](), dict[str, Artifact]()
         else:
-            files = code_of(node).files
             # Of one moment: another thread may make a damaged one again, with other content.
             inputs = {i.node: self.made[i.node] for i in node.inputs.values()}
-            parts = key_parts(node, inputs)
+            files, parts = as_it_is(node, inputs)
             key = key_of(parts)
         forced = node.name in self.force
         artifact = taken if taken is not None else None if forced else self.store.get(node.stage, key)

@@ -82,7 +82,10 @@ def _parameters(module: str, name: str, where: str, kind: str, hops: int) -> Par
     path = source_file(module)
     if path is None or not hops:
         return None
-    tree = ast.parse(path.read_text(), filename=str(path))
+    try:
+        tree = ast.parse(path.read_text(), filename=str(path))
+    except SyntaxError as e:
+        raise ValueError(f"{where}{path}, line {e.lineno}: {e.msg}") from e
     bound = _bound(tree.body)
     if name not in bound:
         # What `import *` and a module's `__getattr__` bring cannot be seen.

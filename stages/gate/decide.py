@@ -50,6 +50,8 @@ class Compared:
     """The largest p at which the policy counts as better."""
     clusters: int
     """Groups of problems whose difference is not `min_difference`: the test by signs is of theirs."""
+    signs: float | None = None
+    """p of the test by signs; None where `min_difference` is below 0."""
 
     def can_tell(self, least: float) -> bool:
         """Whether so few clusters could show a difference above `least` at this level at all."""
@@ -94,7 +96,8 @@ def compare(config: Config, before: Judged, after: Judged, excluded: Set[int]) -
     # equal scores lean to one side too, of which a test of signs knows nothing.
     p = max(test.p if least >= 0 else 0.0, above_margin(first, second, level, least, clusters=groups))
     without = len(known) - sum(known)
-    return Compared(mean, low, high, sum(known), left_out, without, unscored, p, level, test.clusters)
+    signs = test.p if least >= 0 else None
+    return Compared(mean, low, high, sum(known), left_out, without, unscored, p, level, test.clusters, signs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +176,15 @@ def _shown(config: Config, compared: Compared) -> str:
         which = "that differ" if config.min_difference == 0 else f"that are not at {least}"
         few = f"{compared.clusters} independent problems {which} cannot show it at level {level}{choice}"
         return f"{end}, and {few}: p is at least 2^-{compared.clusters}"
-    return f"{end}, p {compared.p:.2g} is {'at most' if compared.is_rare else 'above'} {level}{choice}"
+    said = f"{end}, p {compared.p:.2g} is {'at most' if compared.is_rare else 'above'} {level}{choice}"
+    if compared.is_rare or compared.signs is None:
+        return said
+    by_signs = f"p is {compared.signs:.2g} by the signs of the differences"
+    if compared.signs <= compared.level:
+        return (
+            f"{said}: {by_signs}, but so few problems can hide losses (Gaffke's bound): more of them, or larger gains"
+        )
+    return f"{said}: {by_signs}"
 
 
 def _floor(name: str, least: float, figure: float | None, left_out: int) -> Check:

@@ -13,7 +13,9 @@ from typer.testing import CliRunner
 from flows.cli.app import app
 from flows.graph.build import Input, Node
 from flows.graph.keying import key_of, key_parts
+from flows.recipe.model import RecipeError
 from flows.recipe.reading import load_recipe
+from flows.running.checks import check_columns
 from flows.running.session import Session
 from stages.contract.registry import stage
 from stages.store.artifacts import Artifact, Store
@@ -92,6 +94,17 @@ def test_a_score_whose_reward_is_edited_meanwhile_is_made_again(session):
     # What the function of before returned was kept under no key.
     assert set(run.store.all_keys()) - set(known) == {("score", made.key)}
     assert key_of(key_parts(run.nodes["score"], run.made)) == made.key
+
+
+def test_a_file_that_is_saved_half_written_fails_the_stage_with_its_line(session):
+    run, _, folder = session
+    write_files(folder, **{"mine_edited.py": "def f(prompts, completions, **_):\n    return [1.0 for\n"})
+    with pytest.raises(StageFailed, match=r"score: rl\.score\.rewards\.mine\.function: .*mine_edited\.py, line 2: "):
+        run.run_node("score")
+    recipe = load_recipe("smoke", sets=["rl.score.rewards.mine.function=mine_edited:f"])
+    with pytest.raises(RecipeError, match=r"mine_edited\.py, line 2: "):
+        check_columns(recipe, {"columns": {"prompts": ["task"]}})
+    write_files(folder, **{"mine_edited.py": REWARD})
 
 
 def test_an_input_that_was_replaced_meanwhile_is_the_one_of_the_key_or_refused(session, tmp_path):

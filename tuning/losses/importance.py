@@ -136,7 +136,8 @@ def log_ratio_bins(old_logps_BT: jax.Array, rollout_logps_BT: jax.Array, mask_BT
 def ratio_quantile(bins: Sequence[float], share: float) -> float:
     """The ratio pi_old / mu below which `share` of the tokens lie, from the counts of `log_ratio_bins`.
 
-    Linear in log rho within a bin; the open bins at both ends count as their border.
+    Linear in log rho within a bin; the open bins at both ends count as their border, the middle one, within 0.1 % of 1,
+    as 1.
     """
     edges = (RATIO_EDGES[0], *RATIO_EDGES, RATIO_EDGES[-1])
     # Walks the cumulative counts to the bin that reaches the target; an empty bin has no tokens to interpolate.
@@ -144,6 +145,8 @@ def ratio_quantile(bins: Sequence[float], share: float) -> float:
     for i, count in enumerate(bins):
         if below + count >= target and count > 0:
             low, high = edges[i], edges[i + 1]
+            if low < 0 < high:
+                return 1.0
             return math.exp(low + (high - low) * (target - below) / count)
         below += count
     return 1.0

@@ -16,6 +16,7 @@ import yaml
 from typer.testing import CliRunner
 
 from flows.cli.app import app
+from flows.graph.build import nodes_of, select, until
 from flows.recipe.model import Recipe
 from flows.recipe.reading import load_recipe
 from flows.running.session import now
@@ -190,15 +191,23 @@ def test_a_part_of_a_recipe_is_made_and_the_same_command_goes_on_with_it(rlhf, s
 
 def test_only_and_until_name_what_there_is(rlhf, smoke_store):
     options = ["run", "smoke", "--no-prefect", "--store", smoke_store]
-    assert "no stage or node 'stf'" in rlhf(*options, "--until", "stf", code=2).stderr
-    assert "no stage or node 'x'" in rlhf(*options, "--only", "sft,x", code=2).stderr
+    assert "no stage, round or node 'stf'" in rlhf(*options, "--until", "stf", code=2).stderr
+    assert "no stage, round or node 'x'" in rlhf(*options, "--only", "sft,x", code=2).stderr
+    assert "a round is round-000" in rlhf(*options, "--until", "round-9", code=2).stderr
     assert "not both" in rlhf(*options, "--only", "sft", "--until", "sft", code=2).stderr
+
+
+def test_a_round_stands_for_all_of_its_nodes():
+    nodes = {n.name: n for n in nodes_of(load_recipe("smoke"))}
+    found = select(nodes, ["round-001"])
+    assert found == {f"round-001.{stage}" for stage in ("rollout", "score", "update")}
+    assert list(nodes)[len(until(nodes, found)) - 1] == "round-001.update"
 
 
 def test_rerun_says_what_there_is(rlhf, smoke_store):
     options = ["--no-prefect", "--store", smoke_store]
     assert "stages are base, prepare" in rlhf("rerun", "first", *options, code=2).stderr
-    assert "no stage or node 'evalute'" in rlhf("rerun", "first", "--stage", "evalute", *options, code=2).stderr
+    assert "no stage, round or node 'evalute'" in rlhf("rerun", "first", "--stage", "evalute", *options, code=2).stderr
 
 
 def test_a_stage_that_fails_ends_with_status_1_and_what_was_done_is_kept(rlhf, store, record):

@@ -6,11 +6,11 @@ import pytest
 
 from flows.recipe.model import RecipeError
 from flows.recipe.reading import load_recipe
-from flows.recipe.rescore import blamed_on_options, rescored
+from flows.recipe.rescore import blamed_on_options, loosened, rescored
 from flows.running.checks import check
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def record():
     sets = ["reward=null", "rl.score.rewards.model={function: exact_match, squash: none}"]
     return {"name": "first", "recipe": load_recipe("smoke", sets=sets).model_dump(mode="json")}
@@ -68,3 +68,16 @@ def test_what_was_scored_again_is_scored_again_from_the_run_that_sampled(record,
         rescored(values, ["matches"], ["rl.score.rewards.matches.arguments.pattern=x"], str(tmp_path)).rl.rollouts_from
         == record["name"]
     )
+
+
+def test_limits_that_a_rescored_run_has_loosened_are_told_with_what_keeps_them(record, tmp_path):
+    record["recipe"]["rl"]["update"]["max_mismatch_kl"] = 0.02
+    again = rescored(record, ["exact_match"], [], str(tmp_path))
+    told = loosened(record, again)
+    assert [line.partition(", and was ")[0] for line in told] == [
+        "rl.update.max_mismatch_kl is 1.0",
+        "rl.update.short_of_groups is train",
+    ]
+    assert "--set rl.update.max_mismatch_kl=0.02 keeps it" in told[0]
+    sets = ["rl.update.max_mismatch_kl=0.02", "rl.update.short_of_groups=stop"]
+    assert not loosened(record, rescored(record, ["exact_match"], sets, str(tmp_path)))

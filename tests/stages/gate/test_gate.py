@@ -99,12 +99,21 @@ def test_too_few_problems_that_differ_cannot_show_it(lab, sides):
     assert sixth["decision"] == "promoted" and sixth["difference"]["p"] == pytest.approx(2**-6, rel=0.1)
 
 
+def test_a_refusal_says_which_test_asks_for_more_problems(lab, sides):
+    # Nine problems gain a little, none loses: such signs are rare, and so few problems could hide losses.
+    before = [[0.0, 0.5]] * COUNT
+    found, _ = lab.decide(*sides(before, [[0.1, 0.6]] * 9 + before[9:]))
+    assert found["decision"] == "refused" and found["difference"]["low"] > 0
+    assert "p is 0.002 by the signs of the differences, but so few problems can hide losses" in found["reasons"][0]
+
+
 def test_with_a_margin_below_none_the_losses_that_may_be_hidden_count(lab, sides):
     # Of forty problems none differs: up to a tenth may be lost, and one in fifty by far.
     equal = [[float(i % 2)] * 2 for i in range(40)]
     found, _ = lab.decide(*sides(equal, equal), min_difference=-0.02)
     assert missed(found) == {"min_difference"} and found["difference"]["p"] == pytest.approx(0.98**40, rel=0.1)
     assert "p 0.4" in found["reasons"][0] and "is above 0.025" in found["reasons"][0]
+    assert "by the signs" not in found["reasons"][0]
     assert lab.decide(*sides(equal, equal), min_difference=-0.1)[0]["decision"] == "promoted"
     # The best of ten has to show a tenth of that p.
     assert lab.decide(*sides(equal, equal), min_difference=-0.1, candidates=10)[0]["decision"] == "refused"

@@ -106,6 +106,26 @@ def test_what_cannot_be_done_is_refused_by_name(client, asked, message):
         client.completions.create(model="tiny", max_tokens=5, **asked)
 
 
+def test_an_answer_ends_where_the_context_does(client):
+    answer = client.completions.create(
+        model="tiny", prompt="x" * 100, max_tokens=10**6, extra_body={"ignore_eos": True, "return_token_ids": True}
+    )
+    assert answer.choices[0].finish_reason == "length" and answer.usage.total_tokens == 200
+
+
+@pytest.mark.parametrize(
+    ("messages", "asked", "message"),
+    [
+        ([{"role": "user"}], {}, "a message of role user needs content"),
+        ([{"role": "system", "content": None}], {}, "a message of role system needs content"),
+        ([{"role": "user", "content": "x"}], {"top_logprobs": 2}, "top_logprobs needs logprobs: true"),
+    ],
+)
+def test_a_chat_that_says_nothing_or_asks_in_halves_is_refused(client, messages, asked, message):
+    with pytest.raises(openai.BadRequestError, match=message):
+        client.chat.completions.create(model="tiny", messages=messages, max_tokens=5, **asked)
+
+
 def test_an_unknown_model_role_or_route_is_answered_as_openai_does(client):
     with pytest.raises(openai.NotFoundError) as unknown:
         client.completions.create(model="gpt-4", prompt="x", max_tokens=5)
