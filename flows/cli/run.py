@@ -116,12 +116,15 @@ def plan(
         return
     try:
         planned = make_plan(resolved)
-        data = [p.metrics for p in planned if p.node.stage == "prepare"]
-        for metrics in data:
-            check_columns(resolved, metrics)
-    except (ArtifactError, RecipeError) as e:
+    except ArtifactError as e:
         raise usage_error(str(e)) from e
+    data = [p.metrics for p in planned if p.node.stage == "prepare"]
     remarks = [line for metrics in data for line in of_data(resolved, metrics)]
+    try:
+        for metrics in data:
+            check_columns(resolved, metrics, ("score", "evaluate"))
+    except RecipeError as e:
+        remarks.append(f"a run ends behind prepare: {e}")
     counts = {s: sum(p.state == s for p in planned) for s in ("hit", "miss", "waits")}
     # Nodes that were never made have no time to go by.
     known = [p.seconds for p in planned if p.state != "hit" and p.seconds is not None]
@@ -239,7 +242,7 @@ def rescore(
         check(recipe)
     except RecipeError as e:
         raise usage_error(blamed_on_options(str(e), reward or [], sets or [])) from e
-    for line in loosened(record, recipe):
+    for line in loosened(record, recipe, sets or []):
         out.print(line, soft_wrap=True)
     launch(recipe, no_prefect, name=name)
 

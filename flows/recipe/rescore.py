@@ -13,6 +13,8 @@ from typing import Any
 from flows.recipe.migration import migrated
 from flows.recipe.model import Recipe, RecipeError
 from flows.recipe.reading import checked, with_sets
+from stages.store import runs
+from stages.store.artifacts import Store
 
 MISMATCH = 1.0
 """Mean KL between sampler and trainer up to which rescored rounds go on, unless it is set."""
@@ -38,8 +40,9 @@ def rescored(record: dict[str, Any], rewards: list[str], sets: list[str], store:
     rl = values["rl"]
     if rewards:
         rl["score"]["rewards"] = _all_named(rewards)
-    # What a rescored run took is the sampling run's, which alone need stay.
-    rl["rollouts_from"] = rl.get("rollouts_from") or record["name"]
+    # What a rescored run took is the sampling run's, which alone need stay; it lists them too.
+    source = rl.get("rollouts_from")
+    rl["rollouts_from"] = source if source and runs.read(Store(store), source) else record["name"]
     # It follows from the rewards, which are others now; a dumped recipe has that of the old ones.
     rl["update"].pop("environment_weight", None)
     # Rounds drift from the policies that sampled them, and a group that was informative may be so no longer.
@@ -48,14 +51,15 @@ def rescored(record: dict[str, Any], rewards: list[str], sets: list[str], store:
     return checked(values | {"store": store}, Path(f"run {record['name']}"), None, set_places)
 
 
-def loosened(record: dict[str, Any], recipe: Recipe) -> list[str]:
-    """A line for each setting of rl.update that is another here than in the run which is scored again."""
+def loosened(record: dict[str, Any], recipe: Recipe, sets: list[str]) -> list[str]:
+    """A line for each setting of rl.update that is another here than in the run which is scored again, and that no
+    `--set` names."""
     before, now = (migrated(record["recipe"])["rl"]["update"], recipe.model_dump(mode="json")["rl"]["update"])
     return [
         f"rl.update.{name} is {now[name]}, and was {before[name]} in {record['name']}: the policies drift from those "
         f"that sampled (--set rl.update.{name}={before[name]} keeps it)"
         for name in LOOSENED
-        if name in before and before[name] != now[name]
+        if name in before and before[name] != now[name] and not any(s.startswith(f"rl.update.{name}=") for s in sets)
     ]
 
 

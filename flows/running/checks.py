@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from flows.graph.build import Node, nodes_of
-from flows.graph.keying import code_of, key_parts
+from flows.graph.keying import Codes, key_parts
 from flows.graph.taken import Records, taken_artifact
 from flows.recipe.model import Recipe, RecipeError
 from flows.running.allowed import check_allowed
@@ -119,27 +119,30 @@ def _rewards(recipe: Recipe) -> Iterator[Called]:
 
 
 def as_it_is(node: Node, inputs: Mapping[str, Artifact]) -> tuple[dict[str, str], dict[str, Any]]:
-    """(files of the code, parts of the key) of a node now. Raises StageFailed where a file that the recipe names was
-    edited during the run and cannot be read any more."""
+    """(files of the code, parts of the key) of a node, both of one moment. Raises StageFailed where a file was edited
+    during the run and cannot be read any more."""
+    codes: Codes = {}
     try:
-        return code_of(node).files, key_parts(node, inputs)
-    except ValueError as e:
+        parts = key_parts(node, inputs, codes)
+    except (ValueError, SyntaxError, OSError) as e:
         raise StageFailed(f"{node.name}: {e}") from e
+    (code,) = codes.values()
+    return code.files, parts
 
 
-def check_columns(recipe: Recipe, metrics: Mapping[str, Any]) -> None:
+def check_columns(recipe: Recipe, metrics: Mapping[str, Any], stages: Collection[str]) -> None:
     """Raises RecipeError for a reward or a judge of one's own with a parameter that neither the recipe nor the data
     gives, before anything is sampled for it.
 
-    metrics: of the artifact of `prepare`.
+    metrics: of the artifact of `prepare`. stages: those still to make; of others nothing is asked.
     """
     columns = metrics.get("columns", {})
     # Rollouts that are taken have metadata of their own; an environment adds to it.
     taken = recipe.rl is not None and recipe.rl.rollouts_from is not None
     for called in _rewards(recipe) if recipe.environment is None else ():
-        split = "prompts" if called.at.startswith("rl.") else "heldout"
+        split, calls = ("prompts", "score") if called.at.startswith("rl.") else ("heldout", "evaluate")
         there = None if taken and split == "prompts" else columns.get(split)
-        if there is None or built_in_parameters(called.function) is not None:
+        if there is None or calls not in stages or built_in_parameters(called.function) is not None:
             continue
         try:
             parameters = signatures.of_name(called.function, called.at)

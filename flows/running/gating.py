@@ -15,6 +15,7 @@ from flows.graph.build import TOKENIZER, Node
 from flows.graph.keying import key_of, key_parts
 from flows.graph.standing import Held, standing_of
 from flows.records import refusal_of
+from flows.running.checks import check_columns
 from flows.running.session import Session
 from stages.gate.decide import NOTHING_NEW, PROMOTED, REFUSED
 from stages.store import registry
@@ -77,12 +78,15 @@ class Agenda:
                 return
 
     def made(self, node: Node) -> None:
-        """Notes that a node is made, and draws what follows from it."""
+        """Notes that a node is made, and draws what follows from it. Raises RecipeError or ArtifactError where that is
+        that the others cannot be made."""
         self._left.remove(node)
         session = self._session
         match node.stage:
             case "base" if node.name == "base":
                 _check_tokenizers(session)
+            case "prepare":
+                check_columns(session.recipe, session.made[node.name].metrics, {n.stage for n in self._left})
             case "fresh":
                 if reason := _nothing_new(session.made[node.name]):
                     session.decide({"decision": NOTHING_NEW, "reasons": [reason], "checks": [], "difference": None})

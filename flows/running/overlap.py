@@ -35,6 +35,8 @@ class _AtWork:
 
     node: Node
     ended: bool = False
+    refused: bool = False
+    """Whether it could not be begun."""
     result: Ended | None = None
     """None while it is being begun."""
 
@@ -87,7 +89,13 @@ class _Overlapped:
             begun.add(node.name)
             # There before it is at work.
             at = self._at_work[worker] = _AtWork(node)
-            at.result = self._begin(node, functools.partial(self._end, at))
+            try:
+                at.result = self._begin(node, functools.partial(self._end, at))
+            except Exception as e:
+                # It never was at work: its error is that of a stage, and what is at work may end.
+                at.result, at.refused = functools.partial(_fail, e), True
+                self._end(at)
+                return
             if len(self._at_work) == len(self._session.crew.names):
                 return
 
@@ -100,7 +108,9 @@ class _Overlapped:
         """Waits for a stage that is at work; what it has ended with."""
         with self._changed:
             self._changed.wait_for(lambda: any(at.ended for at in self._at_work.values()))
-        worker, at = next((name, at) for name, at in self._at_work.items() if at.ended)
+        ended = [(name, at) for name, at in self._at_work.items() if at.ended]
+        # Nothing more is begun after an error, also where a stage has ended meanwhile.
+        worker, at = min(ended, key=lambda item: not item[1].refused)
         del self._at_work[worker]
         assert at.result is not None
         try:
@@ -109,3 +119,7 @@ class _Overlapped:
         except BaseException as e:
             return e
         return None
+
+
+def _fail(error: Exception) -> None:
+    raise error

@@ -19,7 +19,7 @@ from flows.graph.standing import Standing, promoted_by, standing_of
 from flows.graph.taken import Records, check_point, taken_artifact
 from flows.recipe.model import Recipe
 from flows.records import log_of
-from flows.running.checks import as_it_is, check_columns
+from flows.running.checks import as_it_is
 from flows.running.crew import Crew, read_elsewhere
 from flows.running.limits import RunLimit
 from flows.running.naming import before, free_name
@@ -194,6 +194,9 @@ class Session:
                 for entry in begun:
                     if entry["state"] == "running":
                         entry |= _ended_by(e)
+            if self.recipe.workers is not None:
+                # Others may be at work for hours yet.
+                self._save_if_possible()
             raise
         finally:
             self.limit.left(name)
@@ -261,7 +264,6 @@ class Session:
         if node.stage in ("prepare", "fresh"):
             for remark in of_data(self.recipe, artifact.metrics):
                 self.reporter.line(f"! {remark}")
-            check_columns(self.recipe, artifact.metrics)
         return state, artifact
 
     def _drop_read(self, node: Node) -> None:

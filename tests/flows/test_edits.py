@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from flows.cli.app import app
 from flows.graph.build import Input, Node
-from flows.graph.keying import key_of, key_parts
+from flows.graph.keying import code_of, key_of, key_parts
 from flows.recipe.model import RecipeError
 from flows.recipe.reading import load_recipe
-from flows.running.checks import check_columns
+from flows.running.checks import as_it_is, check_columns
 from flows.running.session import Session
 from stages.contract.registry import stage
 from stages.store.artifacts import Artifact, Store
@@ -103,8 +103,22 @@ def test_a_file_that_is_saved_half_written_fails_the_stage_with_its_line(session
         run.run_node("score")
     recipe = load_recipe("smoke", sets=["rl.score.rewards.mine.function=mine_edited:f"])
     with pytest.raises(RecipeError, match=r"mine_edited\.py, line 2: "):
-        check_columns(recipe, {"columns": {"prompts": ["task"]}})
+        check_columns(recipe, {"columns": {"prompts": ["task"]}}, ["score"])
     write_files(folder, **{"mine_edited.py": REWARD})
+
+
+def test_the_files_of_a_request_are_those_of_its_key(session, monkeypatch):
+    run, _, _ = session
+    looks = []
+
+    def once(node):
+        looks.append(node)
+        return code_of(node)
+
+    monkeypatch.setattr("flows.graph.keying.code_of", once)
+    files, parts = as_it_is(run.nodes["score"], run.made)
+    assert len(looks) == 1 and files == code_of(run.nodes["score"]).files
+    assert parts == key_parts(run.nodes["score"], run.made)
 
 
 def test_an_input_that_was_replaced_meanwhile_is_the_one_of_the_key_or_refused(session, tmp_path):

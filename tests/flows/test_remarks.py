@@ -12,6 +12,7 @@ from flows.cli.app import app
 from flows.recipe.model import RecipeError
 from flows.recipe.reading import load_recipe
 from flows.report.console import ConsoleReporter
+from flows.running.gating import stages_of
 from flows.running.remarks import of_data, of_recipe
 from flows.running.session import Session
 
@@ -74,19 +75,28 @@ def test_a_reward_that_takes_a_column_the_data_lacks_ends_the_run_before_anythin
     recipe = load_recipe("smoke", sets=sets)
     for name in ("lacking", "lacking-again"):
         session = Session(recipe, ConsoleReporter(Console(file=io.StringIO(), width=80)), name)
-        session.run_node("base")
         with pytest.raises(RecipeError) as e:
-            session.run_node("prepare")
+            for node in stages_of(session):
+                session.run_node(node.name)
         session.finish("failed")
+        assert list(session.made) == ["base", "prepare"]
         message = str(e.value)
         assert message.startswith(
             "rl.score.rewards.mine.function: mine_columns:right takes solution, which is no column"
         )
         assert "rows of prompts have task beside completion_ids, answer, metadata" in message
     done = CliRunner().invoke(app, ["plan", "smoke", "--store", str(store), "--set", sets[0]])
-    assert done.exit_code == 2 and "takes solution, which is no column of the data" in done.stderr
+    assert done.exit_code == 0 and "miss   round-000.score" in done.stdout
+    assert "! a run ends behind prepare: rl.score.rewards.mine.function: mine_columns:right takes" in done.stdout
+    # A part of the recipe that calls no reward is made.
+    session = Session(recipe, ConsoleReporter(Console(file=io.StringIO(), width=80)), "until-prepare")
+    for node in stages_of(session, {"base", "prepare"}):
+        session.run_node(node.name)
+    session.finish("partial")
     given = load_recipe("smoke", sets=[*sets, "rl.score.rewards.mine.arguments.solution=4"])
     session = Session(given, ConsoleReporter(Console(file=io.StringIO(), width=80)), "with-columns")
-    for name in ("base", "prepare"):
-        session.run_node(name)
+    for node in stages_of(session):
+        if node.name == "sft":
+            break
+        session.run_node(node.name)
     session.finish("finished")

@@ -8,6 +8,7 @@ from flows.recipe.model import RecipeError
 from flows.recipe.reading import load_recipe
 from flows.recipe.rescore import blamed_on_options, loosened, rescored
 from flows.running.checks import check
+from stages.store.artifacts import Store
 
 
 @pytest.fixture
@@ -63,21 +64,25 @@ def test_settings_of_a_record_have_no_lines(record, tmp_path):
 def test_what_was_scored_again_is_scored_again_from_the_run_that_sampled(record, tmp_path):
     again = rescored(record, ["exact_match"], [], str(tmp_path))
     assert again.rl.rollouts_from == record["name"]
-    values = {"name": "second", "recipe": again.model_dump(mode="json")}
-    assert (
-        rescored(values, ["matches"], ["rl.score.rewards.matches.arguments.pattern=x"], str(tmp_path)).rl.rollouts_from
-        == record["name"]
-    )
+    second = {"name": "second", "recipe": again.model_dump(mode="json")}
+    sets = ["rl.score.rewards.matches.arguments.pattern=x"]
+    # Its own record lists them too, where the first one is gone.
+    assert rescored(second, ["matches"], sets, str(tmp_path)).rl.rollouts_from == "second"
+    Store(str(tmp_path)).write_json(record, "runs", record["name"], "run.json")
+    assert rescored(second, ["matches"], sets, str(tmp_path)).rl.rollouts_from == record["name"]
 
 
 def test_limits_that_a_rescored_run_has_loosened_are_told_with_what_keeps_them(record, tmp_path):
     record["recipe"]["rl"]["update"]["max_mismatch_kl"] = 0.02
     again = rescored(record, ["exact_match"], [], str(tmp_path))
-    told = loosened(record, again)
+    told = loosened(record, again, [])
     assert [line.partition(", and was ")[0] for line in told] == [
         "rl.update.max_mismatch_kl is 1.0",
         "rl.update.short_of_groups is train",
     ]
     assert "--set rl.update.max_mismatch_kl=0.02 keeps it" in told[0]
     sets = ["rl.update.max_mismatch_kl=0.02", "rl.update.short_of_groups=stop"]
-    assert not loosened(record, rescored(record, ["exact_match"], sets, str(tmp_path)))
+    assert not loosened(record, rescored(record, ["exact_match"], sets, str(tmp_path)), [])
+    # What somebody asked for needs no telling.
+    sets = ["rl.update.max_mismatch_kl=2", "rl.update.short_of_groups=stop"]
+    assert not loosened(record, rescored(record, ["exact_match"], sets, str(tmp_path)), sets)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -44,6 +45,10 @@ def made(record):
     return [(name, e["key"], e["digest"]) for name, e in record["nodes"].items()]
 
 
+NOTHING = types.SimpleNamespace(metrics={})
+"""An artifact of which only the metrics are asked."""
+
+
 class Told:
     """Makes the nodes of a session when the test says so: each is known by when it was begun and ended."""
 
@@ -65,7 +70,7 @@ class Told:
                     errors.append(InterruptedError(node.name))
                     break
             if not errors:
-                self.session.made[node.name] = object()  # type: ignore[assignment]
+                self.session.made[node.name] = NOTHING  # type: ignore[assignment]
             with self.changed:
                 del self.at_work[node.name]
                 self.changed.notify_all()
@@ -224,7 +229,7 @@ def test_a_signal_at_any_moment_ends_a_run_and_loses_nothing_that_is_at_work(tmp
 def test_a_stage_that_fails_to_begin_leaves_no_other_at_work(tmp_path):
     session = Session(recipe(tmp_path, *ALL), Lines(), "told")
     found = Told(session)
-    session.made |= {"base": object(), "prepare": object()}  # type: ignore[dict-item]
+    session.made |= {"base": NOTHING, "prepare": NOTHING}  # type: ignore[dict-item]
 
     def begin(node: Node, ended: Callable[[], None]) -> Callable[[], None]:
         result = found.begin(node, ended)
@@ -235,6 +240,31 @@ def test_a_stage_that_fails_to_begin_leaves_no_other_at_work(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run_overlapped(session, None, begin)
     assert len(found.order) == 2 and found.at_work == {}
+
+
+def test_a_stage_that_cannot_begin_has_failed_and_what_is_at_work_may_end(tmp_path):
+    session = Session(recipe(tmp_path, *ALL), Lines(), "told")
+    found, errors = Told(session), list[str]()
+    session.made |= {"base": NOTHING, "prepare": NOTHING}  # type: ignore[dict-item]
+
+    def begin(node: Node, ended: Callable[[], None]) -> Callable[[], None]:
+        if node.name == "evaluate.base":
+            raise RuntimeError("can't start new thread")
+        return found.begin(node, ended)
+
+    def run() -> None:
+        try:
+            run_overlapped(session, None, begin)
+        except RuntimeError as e:
+            errors.append(str(e))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    found.until("sft")
+    found.end("sft")
+    thread.join(20)
+    assert errors == ["can't start new thread"] and found.order == ["sft"] and "sft" in session.made
+    assert not session._stopped.is_set()
 
 
 def test_a_key_and_its_request_have_the_inputs_of_one_moment(tmp_path, smoke_store, monkeypatch):
