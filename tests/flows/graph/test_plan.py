@@ -54,7 +54,7 @@ def test_a_changed_setting_is_named_with_both_values_and_what_follows_waits(smok
     assert tree(smoke_store) == before
 
 
-def test_an_input_that_is_read_no_more_or_only_now_is_told_so(smoke_store):
+def test_an_input_that_is_read_no_more_has_no_other_content(smoke_store):
     without = planned(smoke_store, "rl.update.kl_coef=0")["round-000.update"]
     assert without.reasons == ["rl.update.kl_coef: 0.01 -> 0.0", "input reference is read no more"]
 

@@ -1,0 +1,63 @@
+"""Workers of a recipe: what each is asked to hand over, and which there cannot be."""
+
+from __future__ import annotations
+
+import pytest
+
+from flows.graph.build import build
+from flows.recipe.model import RecipeError
+from flows.recipe.reading import load_recipe
+from flows.running import crew
+from flows.running.crew import check_workers
+
+
+def recipe(folder, *sets):
+    return load_recipe("smoke", sets=[f"store={folder / 'store'}", *sets])
+
+
+def test_policies_are_handed_to_those_that_load_them_alone(tmp_path):
+    gated = ["gate={first: promote}", "workers.train={}", "workers.data={}"]
+    nodes = {n.name: n for n in build(recipe(tmp_path, *gated))}
+    workers = recipe(tmp_path, *gated).workers
+    # The gate has every policy among its inputs, and loads none.
+    assert {name: by for name, by in crew.read_elsewhere(workers, nodes).items() if "round" in name} == {
+        "round-002.update": {"export"}
+    }
+    with_sampler = recipe(tmp_path, *gated, "workers.sample={}")
+    found = crew.read_elsewhere(with_sampler.workers, nodes)
+    assert found["round-000.update"] == {"round-001.rollout"}
+
+
+def test_workers_that_there_cannot_be_are_refused_by_name(monkeypatch, tmp_path):
+    def refused(kind, *sets):
+        monkeypatch.setattr(crew, "device_kind", lambda: kind)
+        found = recipe(tmp_path, *sets)
+        with pytest.raises(RecipeError) as e:
+            check_workers(found, build(found))
+        return str(e.value)
+
+    gpu = "gpu:NVIDIA H100 80GB HBM3"
+    assert "workers.train.devices: this machine computes on cpu:cpu" in refused(
+        "cpu:cpu", "workers.train={devices: [0]}"
+    )
+    both = ["workers.train={devices: [0]}", "workers.sample={}"]
+    assert "workers.sample.devices: this machine has gpu:NVIDIA" in refused(gpu, *both)
+    none = ["workers.train={devices: [0]}", "workers.score={devices: []}"]
+    assert "workers.score.devices is [], and round-000.score computes on one" in refused(gpu, *none)
+    assert "3 chips of a TPU are no part of a host: give it 1, 2, 4 or 8" in refused(
+        "tpu:TPU v5 lite", "workers.train={devices: [0, 1, 2]}"
+    )
+    monkeypatch.setenv("RLHF_GANG", "2")
+    assert "RLHF_GANG" in refused("cpu:cpu", "workers.train={}")
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        (["workers.train={devices: [0, 1]}", "workers.sample={devices: [1]}"], "device 1 is given twice"),
+        (["workers.train={}", "workers.rollout={}"], "workers.rollout"),
+    ],
+)
+def test_a_section_that_cannot_be_is_refused_when_it_is_read(tmp_path, sets, said):
+    with pytest.raises(RecipeError, match=said):
+        recipe(tmp_path, *sets)
