@@ -230,8 +230,8 @@ def rescore(
 ) -> None:
     """Score a run's rollouts by other rewards and train on them again. No rollouts are sampled.
 
-    The policies drift from those that sampled: rl.update.max_mismatch_kl is 1.0 and short_of_groups is train, unless
-    --set says otherwise.
+    The policies drift from those that sampled: rl.update.max_mismatch_kl is at least 1.0 and short_of_groups is train,
+    unless --set says otherwise.
     """
     from flows.cli.launch import launch
     from flows.recipe.rescore import blamed_on_options, loosened, rescored

@@ -24,6 +24,9 @@ LONGEST = 200
 MOST_LINES = 8
 """Changed lines of a module that are shown."""
 
+FATES = {"new": "is read now and was not before", "gone": "is read no more"}
+"""Of inputs that only one of two keys has."""
+
 Record = Mapping[str, Any]
 
 
@@ -62,7 +65,9 @@ def beside_inputs(store: Store, node: Node, artifact: Artifact, parts: dict[str,
     for each."""
     old: dict[str, Any] = artifact.manifest["key_parts"]
     waiting = node.inputs.keys() - parts["inputs"].keys()
-    return _told(store, node, old | {"inputs": {n: d for n, d in old["inputs"].items() if n not in waiting}}, parts)
+    now = [f"input {name} ({node.inputs[name].node}) {FATES['new']}" for name in sorted(waiting - old["inputs"].keys())]
+    known = {name: digest for name, digest in old["inputs"].items() if name not in waiting}
+    return [*_told(store, node, old | {"inputs": known}, parts), *now]
 
 
 def _first_line(error: str) -> str:
@@ -120,8 +125,7 @@ def _told(store: Store, node: Node, old: dict[str, Any], new: dict[str, Any]) ->
         elif section == "inputs":
             source = node.inputs[place].node if place in node.inputs else ""
             named = f"input {place}{f' ({source})' if source else ''}"
-            fate = {"new": "is read now and was not before", "gone": "is read no more"}
-            lines.append(f"{named} {fate.get(_fate(change), 'has other content')}")
+            lines.append(f"{named} {FATES.get(_fate(change), 'has other content')}")
         elif section == "code" or (section == "sources" and "module:" in rest):
             module, _, change = rest.rpartition("module:")[2].partition(": ")
             lines.append(f"code {module} {_fate(change)}")

@@ -18,6 +18,8 @@ from stages.store.artifacts import Store
 
 MISMATCH = 1.0
 """Mean KL between sampler and trainer up to which rescored rounds go on, unless it is set."""
+SAMPLED = ("rollout", "refill", "greedy")
+"""Stages whose artifacts a rescored run takes."""
 LOOSENED = ("max_mismatch_kl", "short_of_groups")
 """Settings of rl.update that stop a run whose rounds train on what another policy sampled."""
 
@@ -40,15 +42,23 @@ def rescored(record: dict[str, Any], rewards: list[str], sets: list[str], store:
     rl = values["rl"]
     if rewards:
         rl["score"]["rewards"] = _all_named(rewards)
-    # What a rescored run took is the sampling run's, which alone need stay; it lists them too.
+    # What a rescored run took is the sampling run's, which alone need stay. That may have sampled anew since.
     source = rl.get("rollouts_from")
-    rl["rollouts_from"] = source if source and runs.read(Store(store), source) else record["name"]
+    rl["rollouts_from"] = source if source and _has_all(Store(store), source, record) else record["name"]
     # It follows from the rewards, which are others now; a dumped recipe has that of the old ones.
     rl["update"].pop("environment_weight", None)
     # Rounds drift from the policies that sampled them, and a group that was informative may be so no longer.
-    rl["update"] |= {"max_mismatch_kl": MISMATCH, "short_of_groups": "train"}
+    limit = rl["update"].get("max_mismatch_kl", MISMATCH)
+    rl["update"] |= {"max_mismatch_kl": limit and max(limit, MISMATCH), "short_of_groups": "train"}
     values, set_places = with_sets(values, sets)
     return checked(values | {"store": store}, Path(f"run {record['name']}"), None, set_places)
+
+
+def _has_all(store: Store, source: str, record: dict[str, Any]) -> bool:
+    """Whether a run still has all rollouts that the record names, with the same content."""
+    there = (runs.read(store, source) or {"nodes": {}})["nodes"]
+    taken = {name: entry.get("digest") for name, entry in record["nodes"].items() if entry["stage"] in SAMPLED}
+    return all(there.get(name, {}).get("digest") == digest for name, digest in taken.items())
 
 
 def loosened(record: dict[str, Any], recipe: Recipe, sets: list[str]) -> list[str]:

@@ -124,7 +124,7 @@ def as_it_is(node: Node, inputs: Mapping[str, Artifact]) -> tuple[dict[str, str]
     codes: Codes = {}
     try:
         parts = key_parts(node, inputs, codes)
-    except (ValueError, SyntaxError, OSError) as e:
+    except (ValueError, SyntaxError, FileNotFoundError) as e:
         raise StageFailed(f"{node.name}: {e}") from e
     (code,) = codes.values()
     return code.files, parts
@@ -151,7 +151,7 @@ def check_columns(recipe: Recipe, metrics: Mapping[str, Any], stages: Collection
             raise RecipeError(str(e)) from e
         if parameters is None:
             continue
-        given = (*parameters.positional[:2], *REWARD_COLUMNS, *called.arguments, *there)
+        given = (*parameters.positional[:2], *REWARD_COLUMNS[2:], *called.arguments, *there)
         if missing := [name for name in parameters.required if name not in given]:
             has = f"have {', '.join(there)}" if there else "have none"
             raise RecipeError(

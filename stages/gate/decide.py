@@ -52,6 +52,8 @@ class Compared:
     """Groups of problems whose difference is not `min_difference`: the test by signs is of theirs."""
     signs: float | None = None
     """p of the test by signs; None where `min_difference` is below 0."""
+    bound: float | None = None
+    """p of Gaffke's bound."""
 
     def can_tell(self, least: float) -> bool:
         """Whether so few clusters could show a difference above `least` at this level at all."""
@@ -94,10 +96,10 @@ def compare(config: Config, before: Judged, after: Judged, excluded: Set[int]) -
     test = sign_flip(first, second, level, least, clusters=groups)
     # Many small gains and a few whole losses, which a sample may miss, have a mean of 0 and signs of one kind. Below 0
     # equal scores lean to one side too, of which a test of signs knows nothing.
-    p = max(test.p if least >= 0 else 0.0, above_margin(first, second, level, least, clusters=groups))
+    signs, bound = test.p if least >= 0 else None, above_margin(first, second, level, least, clusters=groups)
+    p = max(signs or 0.0, bound)
     without = len(known) - sum(known)
-    signs = test.p if least >= 0 else None
-    return Compared(mean, low, high, sum(known), left_out, without, unscored, p, level, test.clusters, signs)
+    return Compared(mean, low, high, sum(known), left_out, without, unscored, p, level, test.clusters, signs, bound)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,12 +181,10 @@ def _shown(config: Config, compared: Compared) -> str:
     said = f"{end}, p {compared.p:.2g} is {'at most' if compared.is_rare else 'above'} {level}{choice}"
     if compared.is_rare or compared.signs is None:
         return said
-    by_signs = f"p is {compared.signs:.2g} by the signs of the differences"
-    if compared.signs <= compared.level:
-        return (
-            f"{said}: {by_signs}, but so few problems can hide losses (Gaffke's bound): more of them, or larger gains"
-        )
-    return f"{said}: {by_signs}"
+    return (
+        f"{said}: the larger of {compared.signs:.2g} by the signs of the differences and {compared.bound:.2g} by "
+        "Gaffke's bound, which counts losses that the problems may have missed"
+    )
 
 
 def _floor(name: str, least: float, figure: float | None, left_out: int) -> Check:

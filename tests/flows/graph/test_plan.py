@@ -59,6 +59,12 @@ def test_an_input_that_is_read_no_more_has_no_other_content(smoke_store):
     assert without.reasons == ["rl.update.kl_coef: 0.01 -> 0.0", "input reference is read no more"]
 
 
+def test_an_input_that_is_read_only_now_is_told_of_a_stage_that_waits_for_it(smoke_store):
+    told = planned(smoke_store, "rl.refills=1")["round-000.update"]
+    assert told.state == "waits"
+    assert any(line.endswith("is read now and was not before") for line in told.reasons), told.reasons
+
+
 def test_what_differs_in_a_stage_that_waits_is_told_with_what_it_waits_for(rlhf, smoke_store):
     sets = ["data.seed=3", "evaluate.max_tokens=9", "rl.update.kl_coef=0.1"]
     found = planned(smoke_store, *sets)

@@ -22,6 +22,7 @@ def refused(name: str) -> str:
         ("{rl: null, evaluate: null}", ["sft", "heldout"]),
         ("{rl: null, evaluate: null, reward: {}}", ["sft", "preference", "heldout"]),
         ("{sft: null, evaluate: null}", ["prompts"]),
+        ("{sft: null, rl: null, evaluate: null, distill: {teacher: 'random:tiny'}}", ["sft", "heldout"]),
         ("{sft: null, evaluate: null, data: {heldout_fraction: 0.25}}", ["prompts", "heldout"]),
         ("{sft: null, evaluate: null, data: {heldout_fraction: 0}}", ["prompts"]),
         ("{rl: null, sft: null, preference: {loss: kto}}", ["preference", "heldout"]),

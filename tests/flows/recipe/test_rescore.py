@@ -64,12 +64,21 @@ def test_settings_of_a_record_have_no_lines(record, tmp_path):
 def test_what_was_scored_again_is_scored_again_from_the_run_that_sampled(record, tmp_path):
     again = rescored(record, ["exact_match"], [], str(tmp_path))
     assert again.rl.rollouts_from == record["name"]
-    second = {"name": "second", "recipe": again.model_dump(mode="json")}
+    nodes = {"round-000.rollout": {"stage": "rollout", "digest": "d"}, "round-000.score": {"stage": "score"}}
+    second = {"name": "second", "recipe": again.model_dump(mode="json"), "nodes": nodes}
     sets = ["rl.score.rewards.matches.arguments.pattern=x"]
     # Its own record lists them too, where the first one is gone.
     assert rescored(second, ["matches"], sets, str(tmp_path)).rl.rollouts_from == "second"
-    Store(str(tmp_path)).write_json(record, "runs", record["name"], "run.json")
-    assert rescored(second, ["matches"], sets, str(tmp_path)).rl.rollouts_from == record["name"]
+    # So it does where that one has sampled anew since.
+    for digest, source in (("other", "second"), ("d", record["name"])):
+        first = record | {"nodes": {"round-000.rollout": {"stage": "rollout", "digest": digest}}}
+        Store(str(tmp_path)).write_json(first, "runs", record["name"], "run.json")
+        assert rescored(second, ["matches"], sets, str(tmp_path)).rl.rollouts_from == source
+
+
+def test_a_limit_that_was_wider_stays(record, tmp_path):
+    record["recipe"]["rl"]["update"]["max_mismatch_kl"] = 5.0
+    assert rescored(record, ["exact_match"], [], str(tmp_path)).rl.update.max_mismatch_kl == 5.0
 
 
 def test_limits_that_a_rescored_run_has_loosened_are_told_with_what_keeps_them(record, tmp_path):
