@@ -80,6 +80,10 @@ class Crew:
 
     def finish(self, goes_on: bool) -> None:
         """Ends the workers, all of them also where one does not end well, of which the first is raised."""
+        if len(self._workers) > 1:
+            # They leave beside each other.
+            for worker in self._workers.values():
+                worker.leave()
         with contextlib.ExitStack() as ends:
             for worker in self._workers.values():
                 ends.callback(worker.finish, goes_on)

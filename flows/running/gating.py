@@ -8,6 +8,7 @@ promoted      behind the last stage the name moves, if it still stands for what 
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -55,11 +56,20 @@ class Agenda:
 
     def __init__(self, session: Session, chosen: Collection[str] | None):
         self._session = session
-        self._left = [
-            node
-            for node in session.nodes.values()
+        self._left = {
+            node.name: place
+            for place, node in enumerate(session.nodes.values())
             if node.name not in session.made and (chosen is None or node.name in chosen)
-        ]
+        }
+        """The nodes to make, and their places in the graph's order."""
+        nodes = [session.nodes[name] for name in self._left]
+        self._missing = {node.name: {i.node for i in node.inputs.values()} - session.made.keys() for node in nodes}
+        self._readers = defaultdict[str, list[str]](list)
+        for name, missing in self._missing.items():
+            for source in missing:
+                self._readers[source].append(name)
+        self._can = {name for name, missing in self._missing.items() if not missing}
+        self._deciding = deque(node.name for node in nodes if _decides(node))
         self._over = False
 
     def ready(self) -> Iterator[Node]:
@@ -67,32 +77,46 @@ class Agenda:
         they are to be made at all. Those that were begun are among them until they are made."""
         if self._over:
             return
-        for node in list(self._left):
-            if node.stage == "export" and refusal_of(self._session.record) is not None:
-                _leave_out(self._session, node)
-                self._left.remove(node)
-                continue
-            if all(i.node in self._session.made for i in node.inputs.values()):
-                yield node
-            if _decides(node):
+        nodes, last = self._session.nodes, len(self._session.nodes)
+        if self._deciding:
+            last = self._left[self._deciding[0]]
+        for name in sorted(self._can, key=self._left.__getitem__):
+            if self._left[name] > last:
                 return
+            yield nodes[name]
 
     def made(self, node: Node) -> None:
         """Notes that a node is made, and draws what follows from it. Raises RecipeError or ArtifactError where that is
         that the others cannot be made."""
-        self._left.remove(node)
         session = self._session
+        self._remove(node)
+        for reader in self._readers.pop(node.name, ()):
+            self._missing[reader].discard(node.name)
+            if not self._missing[reader] and reader in self._left:
+                self._can.add(reader)
         match node.stage:
             case "base" if node.name == "base":
                 _check_tokenizers(session)
             case "prepare":
-                check_columns(session.recipe, session.made[node.name].metrics, {n.stage for n in self._left})
+                stages = {session.nodes[name].stage for name in self._left}
+                check_columns(session.recipe, session.made[node.name].metrics, stages)
             case "fresh":
                 if reason := _nothing_new(session.made[node.name]):
                     session.decide({"decision": NOTHING_NEW, "reasons": [reason], "checks": [], "difference": None})
                     self._over = True
             case "gate":
                 session.decide(dict(session.made[node.name].metrics))
+                if refusal_of(session.record) is not None:
+                    for left in [session.nodes[name] for name in self._left]:
+                        if left.stage == "export":
+                            _leave_out(session, left)
+                            self._remove(left)
+
+    def _remove(self, node: Node) -> None:
+        del self._left[node.name]
+        self._can.discard(node.name)
+        if self._deciding and self._deciding[0] == node.name:
+            self._deciding.popleft()
 
 
 def _decides(node: Node) -> bool:

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Protocol
 
 from flows.graph.build import Node, build, in_order, with_inputs
@@ -24,6 +25,7 @@ from flows.running.crew import Crew, read_elsewhere
 from flows.running.limits import RunLimit
 from flows.running.naming import before, free_name
 from flows.running.remarks import of_data
+from flows.running.whole import Whole
 from stages.common import handed
 from stages.contract.kept import keep
 from stages.store.artifacts import Artifact, Store
@@ -85,16 +87,13 @@ class Session:
         self._held = held(self.store)
         """Leases that there were when the run began."""
         self._taken: Records = {}
-        self._whole: set[str] = set()
-        """Digests of artifacts whose bytes are known to be those that were committed."""
+        self._whole = Whole(self.store, reporter.line, self._check)
         log = log_of(self.store, self.name)
         self.limit = RunLimit(self.name, recipe.limits.run_seconds)
         self.crew = Crew(recipe, log)
         self._stopped = threading.Event()
         self._lock = threading.RLock()
         """Of the record, and of what is made."""
-        self._mending = threading.RLock()
-        """Of looking whether inputs are whole: one thread makes a damaged one again."""
         self._saved = 0.0
         self._recorder = Recorder(self.store, self.name)
         self.record: dict[str, Any] = {
@@ -259,6 +258,8 @@ class Session:
             self.made = in_order(self.made, name, artifact, self._places)
         # Beside others it may be hours until the next stage begins, and is recorded.
         self.save(soon=self.recipe.workers is None)
+        if name in self._read_elsewhere:
+            handed.claim(self.store, artifact.digest, self.name)
         self._drop_read(node)
         self.reporter.stage_ended(node, state, artifact.manifest, seconds)
         if node.stage in ("prepare", "fresh"):
@@ -271,7 +272,7 @@ class Session:
         for source in {i.node for i in node.inputs.values()}:
             readers = self._read_elsewhere.get(source, set())
             if node.name in readers and all(reader in self.made for reader in readers):
-                handed.drop(self.store, self.made[source].digest)
+                handed.drop(self.store, self.made[source].digest, self.name)
 
     def _tidy(self, stage: str, key: str) -> None:
         """Removes what a kill just after a commit has left: the work on this host, and the lease."""
@@ -282,23 +283,9 @@ class Session:
             release_dead(self.store, stage, key)
 
     def _another_input(self, inputs: Mapping[str, Artifact], begun: list[dict[str, Any]]) -> bool:
-        """Makes inputs of a node again that a disk has changed where no size tells it; whether one has other content
-        now. Of a remote store they are checked as they arrive."""
-        while not self._mending.acquire(timeout=1.0):
-            self._check()
-        try:
-            for name, artifact in inputs.items() if self.store.is_local else ():
-                # Another thread may have made it again meanwhile.
-                if artifact.digest in self._whole or self.made[name].digest != artifact.digest:
-                    continue
-                fault = self.store.verify(artifact)
-                if fault is not None:
-                    aside = self.store.set_aside(artifact.stage, artifact.key)
-                    self.reporter.line(f"! {name}: {artifact.url} is damaged ({fault}); moved to {aside}; made again")
-                    self._made_or_read(name, begun)
-                self._whole.add(artifact.digest)
-        finally:
-            self._mending.release()
+        """Makes damaged inputs of a node again; whether one has other content now."""
+        for name, artifact in inputs.items():
+            self._whole.ensure(name, artifact, lambda: self.made, partial(self._made_or_read, name, begun))
         return any(self.made[name].digest != artifact.digest for name, artifact in inputs.items())
 
     def _make(

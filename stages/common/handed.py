@@ -7,6 +7,7 @@ scratch folder; they are those of the artifact only where they have the fingerpr
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -26,6 +27,19 @@ FOLDER = "policies"
 def place_of(store: Store, digest: str) -> Path:
     """Where a policy is left for the other workers of this host."""
     return store.scratch / FOLDER / digest
+
+
+def claim(store: Store, digest: str, run: str) -> None:
+    """Notes that a run reads a policy which may be left here: it stays until no run does (`drop`)."""
+    claims = _claims(store, digest)
+    # What is lost is trained once more.
+    with contextlib.suppress(OSError):
+        claims.mkdir(parents=True, exist_ok=True)
+        (claims / run).touch()
+
+
+def _claims(store: Store, digest: str) -> Path:
+    return store.scratch / FOLDER / f"{digest}.readers"
 
 
 def hand_over(artifact: Artifact, config: DecoderConfig, params: Any) -> None:
@@ -54,7 +68,8 @@ def taken(artifact: Artifact, mesh: Mesh | None) -> tuple[DecoderConfig, Any] | 
         try:
             config, params = load_decoder(place, mesh)
         except (OSError, ValueError):
-            # It was collected meanwhile, or a disk has lost a part of it.
+            # It was collected meanwhile, or a disk has lost a part of it: a whole one may take its place.
+            shutil.rmtree(place, ignore_errors=True)
             return None
         if fingerprint(params) != wanted:
             # A better one may take its place.
@@ -63,6 +78,14 @@ def taken(artifact: Artifact, mesh: Mesh | None) -> tuple[DecoderConfig, Any] | 
     return config, precision.in_real(params)
 
 
-def drop(store: Store, digest: str) -> None:
-    """Removes what was left of a policy: no worker reads it any more."""
+def drop(store: Store, digest: str, run: str) -> None:
+    """Removes what was left of a policy which a run reads no more, unless another one does."""
+    claims = _claims(store, digest)
+    with contextlib.suppress(OSError):
+        (claims / run).unlink()
+    with contextlib.suppress(OSError):
+        claims.rmdir()
+    if claims.exists():
+        # Another run's claim is in it.
+        return
     shutil.rmtree(place_of(store, digest), ignore_errors=True)

@@ -7,7 +7,6 @@ import os
 import select
 import signal
 import subprocess
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from stages.common.flags import with_flags
 from stages.worker import interpreter
 from stages.worker.devices import device_kind
 from stages.worker.protocol import Changed, Done, Event, Failed, Heartbeat, Lost, Report, Request, parse_event
+from stages.worker.starter import in_lasting_thread
 
 # A worker sends a heartbeat every two seconds: after this time without one it counts as stopped.
 SILENCE_SECONDS = 600.0
@@ -114,10 +114,6 @@ class Worker:
         request_read, request_write = os.pipe()
         event_read, event_write = os.pipe()
         arguments = ["--parent", str(os.getpid()), "--requests", str(request_read), "--events", str(event_write)]
-        # The kernel's signal follows the thread that starts the worker, and only the main one lives as long as
-        # the process.
-        if threading.current_thread() is threading.main_thread():
-            arguments.append("--kernel-watches-parent")
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 interpreter.command("stages.worker.process", *arguments),
@@ -151,7 +147,8 @@ class Worker:
         self._check_time, self._busy = check_time or _any_time, 0.0
         if self._process is None or self._process.poll() is not None:
             self.close()
-            self._start()
+            # The kernel ends it with the thread that starts it.
+            in_lasting_thread(self._start)
         try:
             self._unsent = request.line().encode()
             still = compiling = 0.0
@@ -301,12 +298,18 @@ class Worker:
 
             send_home(place)
 
+    def leave(self) -> None:
+        """Has the worker leave, which it does when its request pipe closes; `close` waits for that."""
+        for pipe in (self._requests, self._events):
+            if pipe >= 0:
+                os.close(pipe)
+        self._requests = self._events = -1
+
     def close(self) -> None:
-        """Ends the worker: it leaves when its request pipe closes."""
+        """Ends the worker."""
+        self.leave()
         if self._process is None:
             return
-        os.close(self._requests)
-        os.close(self._events)
         try:
             self._process.wait(timeout=15)
         except subprocess.TimeoutExpired:

@@ -16,7 +16,6 @@ import logging
 import os
 import shutil
 import signal
-import socket
 import sys
 import threading
 import time
@@ -29,6 +28,7 @@ from stages.common.compilation import configure_jax, use_precision
 from stages.worker import loaded, places, stacks
 from stages.worker.failing import failure_of
 from stages.worker.gang import Gang, GangLost
+from stages.worker.manifest import manifest_of
 from stages.worker.protocol import Changed, Done, Event, Failed, Heartbeat, Log, Lost, Progress, Request, event_line
 from tuning import ranks
 
@@ -48,13 +48,11 @@ WRITES_MODELS = ("sft", "distill", "preference", "reward", "export")
 """Stages whose artifact is a model; an update may be one, or what a replay makes it of."""
 
 
-def die_with_parent(parent: int, kernel: bool) -> None:
-    """Ends this process when its parent dies: a thread polls for that, and with `kernel` the kernel signals it too.
-
-    The kernel takes the end of the thread that started this process for the death of the parent. `kernel` may
-    therefore be set only where that thread is the parent's main thread.
-    """
-    if kernel and sys.platform == "linux":
+def die_with_parent(parent: int) -> None:
+    """Ends this process when its parent dies: a thread polls for that, and on Linux the kernel signals it too, also
+    while no thread of Python can run. It takes the end of the thread that started this process for the parent's death
+    (`stages.worker.starter`)."""
+    if sys.platform == "linux":
         # PR_SET_PDEATHSIG of <sys/prctl.h>.
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
@@ -136,7 +134,7 @@ def run_request(request: Request, memory: dict[str, Any], events: Events, gang: 
                 loaded.check_after(request, stage.sources(config))
             finally:
                 context.close()
-        manifest = _manifest(request, config, inputs, metrics, memory, started)
+        manifest = manifest_of(request, config, inputs, metrics, memory, started)
         files = files_of(out)
         made = content_digest(files)
         committed = store.commit(out, manifest, replace=bool(request.force), files=files, check=still_ours)
@@ -220,40 +218,6 @@ def settings_of(request: Request) -> tuple[Stage, StageConfig]:
     return stage, stage.config.model_validate_json(json.dumps(request.config))
 
 
-def _manifest(
-    request: Request,
-    config: StageConfig,
-    inputs: dict[str, Artifact],
-    metrics: dict[str, Any],
-    memory: dict[str, Any],
-    started: float,
-) -> dict[str, Any]:
-    from stages.contract.fingerprint import library_versions
-    from stages.store.keys import published
-
-    manifest = {
-        "stage": request.stage,
-        "key": request.key,
-        "key_parts": request.key_parts,
-        "config": published(config.model_dump(mode="json")),
-        "inputs": {n: {"stage": a.stage, "key": a.key, "digest": a.digest} for n, a in inputs.items()},
-        "seed": request.seed,
-        "versions": library_versions(),
-        "python": sys.version.split()[0],
-        "device": _device(),
-        "host": socket.gethostname(),
-        "run": request.run,
-        "metrics": metrics,
-        "started": datetime.datetime.fromtimestamp(started, datetime.UTC).isoformat(),
-        "seconds": round(time.time() - started, 3),
-    }
-    # Policies that were replayed here with other bits than recorded, and how far off (`stages.update.near`).
-    near = {n: memory["near"][a.digest] for n, a in inputs.items() if a.digest in memory.get("near", {})}
-    if near:
-        manifest["near"] = near
-    return manifest
-
-
 def name_new(memory: dict[str, Any], digest: str | None) -> None:
     """Names what a stage left in memory as `...:new` by the digest of its artifact; drops it where that is None."""
     for name in [n for n in memory if n.endswith(":new")]:
@@ -309,15 +273,6 @@ def _context(
     )
 
 
-def _device() -> str:
-    """The device of the manifest; `none` for stages that do not load JAX."""
-    jax = sys.modules.get("jax")
-    if jax is None:
-        return "none"
-    device = jax.devices()[0]
-    return f"{device.platform}:{device.device_kind} x{jax.device_count()}"
-
-
 def _begin(request: Request) -> None:
     """A line of the log that says what is made from here on (`rlhf logs --node`)."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -340,9 +295,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, required=True)
     parser.add_argument("--events", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
-    parser.add_argument("--kernel-watches-parent", action="store_true")
     args = parser.parse_args()
-    die_with_parent(args.parent, args.kernel_watches_parent)
+    die_with_parent(args.parent)
     # Ctrl-C goes to the whole foreground group; the parent decides when the worker ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Beam says on import that Google's client for BigQuery is not there: as the last line of a log it misleads.

@@ -245,7 +245,7 @@ def main() -> None:
     parser.add_argument("--joined", type=int, metavar="FD", help="where a byte says that this rank is in the gang")
     args = parser.parse_args()
     # Those that start ranks, a lead and `rlhf join`, do so in their main threads.
-    die_with_parent(args.parent, kernel=True)
+    die_with_parent(args.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     host, port = places.address_of(args.join)

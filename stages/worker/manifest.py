@@ -1,0 +1,62 @@
+"""What a manifest says of how an artifact was made."""
+
+from __future__ import annotations
+
+import datetime
+import socket
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from stages.worker.protocol import Request
+
+if TYPE_CHECKING:
+    from stages.contract.definition import StageConfig
+    from stages.store.artifacts import Artifact
+
+
+def manifest_of(
+    request: Request,
+    config: StageConfig,
+    inputs: dict[str, Artifact],
+    metrics: dict[str, Any],
+    memory: dict[str, Any],
+    started: float,
+) -> dict[str, Any]:
+    """The manifest without its files.
+
+    memory: of the worker. started: seconds since 1970.
+    """
+    from stages.contract.fingerprint import library_versions
+    from stages.store.keys import published
+
+    manifest = {
+        "stage": request.stage,
+        "key": request.key,
+        "key_parts": request.key_parts,
+        "config": published(config.model_dump(mode="json")),
+        "inputs": {n: {"stage": a.stage, "key": a.key, "digest": a.digest} for n, a in inputs.items()},
+        "seed": request.seed,
+        "versions": library_versions(),
+        "python": sys.version.split()[0],
+        "device": _device(),
+        "host": socket.gethostname(),
+        "run": request.run,
+        "metrics": metrics,
+        "started": datetime.datetime.fromtimestamp(started, datetime.UTC).isoformat(),
+        "seconds": round(time.time() - started, 3),
+    }
+    # Policies that were replayed here with other bits than recorded, and how far off (`stages.update.near`).
+    near = {n: memory["near"][a.digest] for n, a in inputs.items() if a.digest in memory.get("near", {})}
+    if near:
+        manifest["near"] = near
+    return manifest
+
+
+def _device() -> str:
+    """The device of the manifest; `none` for stages that do not load JAX."""
+    jax = sys.modules.get("jax")
+    if jax is None:
+        return "none"
+    device = jax.devices()[0]
+    return f"{device.platform}:{device.device_kind} x{jax.device_count()}"
