@@ -13,10 +13,12 @@ from httpx import TransportError
 from prefect import flow, runtime, task
 from prefect.cache_policies import NO_CACHE
 from prefect.states import Completed, Failed, State
+from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.graph.build import Node, select, with_inputs
 from flows.graph.standing import Standing
 from flows.orchestration.ending import give_up_soon, send_events
+from flows.orchestration.pools import PoolWorker, check_pools
 from flows.orchestration.show import (
     PrefectReporter,
     errors_logged,
@@ -28,6 +30,7 @@ from flows.orchestration.show import (
 from flows.recipe.model import Recipe
 from flows.recipe.overrides import recipe_parameters, values_of
 from flows.recipe.reading import load_recipe
+from flows.recipe.workers import ALL
 from flows.records import DECIDED
 from flows.running.checks import check, try_algorithm
 from flows.running.closing import close, evaluations_of, status_after, status_at_end, summary
@@ -51,6 +54,8 @@ _sessions: dict[str, Session] = {}
 # The arguments of a flow are serialised for the UI too. Under `rlhf run` the recipe, with its --set options, is
 # resolved before the flow starts: the flow takes it from here, and its arguments only show it.
 _resolved: ContextVar[tuple[Recipe, Standing | None] | None] = ContextVar("resolved", default=None)
+# As many as a recipe may name: else a setting of Prefect decides how many stages are made beside each other.
+_AT_A_TIME: Any = ThreadPoolTaskRunner(max_workers=len(ALL))
 # Runs that took too long: that is a state of the flow, which a server that is gone does not take.
 _late: dict[str, RunTooLong] = {}
 
@@ -94,6 +99,7 @@ def is_dead_worker(task: Any, task_run: Any, state: State[Any]) -> bool:
     description="Data, SFT, distillation, preference, reward model, RL, evaluation, export; cached and resumable.",
     validate_parameters=True,
     persist_result=False,
+    task_runner=_AT_A_TIME,
 )
 @recipe_parameters
 def rlhf_pipeline(
@@ -125,7 +131,9 @@ def rlhf_pipeline(
     if run_name is None and name != _numbered(_own_name(resolved)):
         with errors_logged():
             rename_flow_run(name)
-    session = Session(resolved, reporter, name, None, standing)
+    if resolved.workers is not None and resolved.workers.pooled:
+        check_pools(resolved)
+    session = Session(resolved, reporter, name, None, standing, PoolWorker)
     try:
         return _run(session, force or [], only or [])
     finally:

@@ -57,6 +57,8 @@ class Node:
     """A run that this one is a fork of, whose artifact of this name is used where that run has it."""
     digest: str | None = None
     """The digest that the artifact must have, of the node that a fork goes on from; None: any."""
+    device: str | None = None
+    """The kind of device that it is computed on, where that is not this host's."""
     held: tuple[str, str, str] | None = None
     """(stage, key, digest) of an artifact of the store that is used as it is: the champion's policy."""
 
@@ -191,7 +193,9 @@ class _Graph:
         for input_name, reads in definition.inputs(config, self.recipe.data.splits).items():
             inputs |= _resolved(input_name, reads, available)
         seed = derive_seed(self.recipe.seed, stage, *seed_names)
-        self.nodes.append(Node(name, stage, config, inputs, seed, taken))
+        workers = self.recipe.workers
+        device = None if workers is None else workers.named[workers.of(definition.work)].device
+        self.nodes.append(Node(name, stage, config, inputs, seed, taken, device=device))
         output = Input(name)
         if definition.makes and not roles:
             self.roles[definition.makes] = output

@@ -48,7 +48,7 @@ def key_parts(
         "sources": stage.sources(node.config),
         "versions": library_versions(stage.libraries),
         # Empty: the same bits on every kind of device.
-        "device": device_kind() if stage.computes(node.config) else "",
+        "device": (node.device or device_kind()) if stage.computes(node.config) else "",
     }
 
 

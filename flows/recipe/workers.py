@@ -22,6 +22,20 @@ class WorkerSettings(BaseModel):
     devices: list[Annotated[int, Field(ge=0)]] | None = None
     """Numbers of the accelerators of this host that it has, as nvidia-smi counts them or as chips of a TPU; []: none,
     for stages that do not compute on them; null: where there is none, the processor."""
+    pool: Annotated[str, Field(min_length=1)] | None = None
+    """A work pool of the Prefect server, whose hosts run it, with all devices of the one that takes it; the store has
+    to be one that they see. null: this host."""
+    device: Annotated[str, Field(pattern="^[a-z]+:.+$")] | None = None
+    """The kind of device that hosts of the pool have, PLATFORM:KIND where `rlhf doctor` there says PLATFORM (KIND),
+    such as "gpu:NVIDIA H100 80GB HBM3": it is in the keys of what is computed. null: the kind of this host."""
+
+    @model_validator(mode="after")
+    def _in_one_place(self) -> WorkerSettings:
+        if self.pool is not None and self.devices is not None:
+            raise ValueError("devices are of this host, and a worker in a pool has those of its own: leave one out")
+        if self.pool is None and self.device is not None:
+            raise ValueError("device is of the hosts of a pool: name the pool, or leave it out")
+        return self
 
 
 class Workers(BaseModel):
@@ -38,6 +52,9 @@ class Workers(BaseModel):
     data: WorkerSettings | None = None
     """The base model, data, choices and the export. null: train does it."""
 
+    silence_seconds: Annotated[float, Field(ge=15)] = 300.0
+    """Without a sign of life for so long a worker in a pool counts as gone, and so does the run for the worker."""
+
     @model_validator(mode="after")
     def _of_their_own(self) -> Workers:
         counts = Counter(number for worker in self.named.values() for number in worker.devices or ())
@@ -50,6 +67,15 @@ class Workers(BaseModel):
         """The workers by what they do."""
         found = {work: getattr(self, work) for work in ALL}
         return {work: settings for work, settings in found.items() if settings is not None}
+
+    @property
+    def pooled(self) -> bool:
+        """Whether any is in a pool."""
+        return any(worker.pool is not None for worker in self.named.values())
+
+    def settings(self, work: Work | str) -> WorkerSettings:
+        """The settings of the worker of this name. Raises KeyError for one that is not named."""
+        return {str(name): found for name, found in self.named.items()}[work]
 
     def of(self, work: Work) -> Work:
         """The worker that does this."""

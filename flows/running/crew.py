@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from flows.graph.build import Node
 from flows.recipe.model import Recipe, RecipeError
-from flows.recipe.workers import Workers
+from flows.recipe.workers import Workers, WorkerSettings
 from stages.contract.registry import stage
 from stages.worker.client import Worker
 from stages.worker.devices import confined, device_kind
 from stages.worker.places import GANG, place_of
-from stages.worker.protocol import Report, Request
+from stages.worker.protocol import HandOver, Report, Request
 
 POLICY = "policy"
 """The input that is the policy which a stage samples from, trains or exports."""
@@ -23,18 +23,47 @@ ONLY = ""
 """The name of the worker of a run that has one."""
 
 
+class Maker(Protocol):
+    """A worker, of this host (`stages.worker.client.Worker`) or of another."""
+
+    log: Path
+    starts: int
+
+    def run(
+        self, request: Request, on_event: Callable[[Report], None], check_time: Callable[[], None]
+    ) -> dict[str, Any]: ...
+    def leave(self) -> None: ...
+    def finish(self, goes_on: bool) -> None: ...
+
+
+Pooled = Callable[[Recipe, str, str, WorkerSettings, Path], Maker]
+"""(recipe, run, name of the worker, its settings, file of its output) -> a worker in a work pool."""
+
+
 class Crew:
     """Workers by name. Each makes one stage at a time, and is started for its first."""
 
-    def __init__(self, recipe: Recipe, log: Path):
-        """log: file of a worker's output; those of several are beside it, with their names (`logs_beside`)."""
+    def __init__(self, recipe: Recipe, run: str, log: Path, pooled: Pooled | None = None):
+        """log: file of a worker's output; those of several are beside it, with their names (`log_of_worker`).
+
+        Raises RecipeError for a worker in a pool where none can be had.
+        """
         self._settings = recipe.workers
-        limits, variables = recipe.limits, _variables(recipe.workers)
-        self._workers = {
-            name: Worker(log_of_worker(log, name), limits.stall_seconds, limits.stage_seconds, variables[name])
-            for name in variables
-        }
-        self._turns = {name: threading.Lock() for name in variables}
+        self._workers: dict[str, Maker] = {}
+        limits = recipe.limits
+        for name, variables in _variables(recipe.workers).items():
+            place = log_of_worker(log, name)
+            settings = _settings(recipe.workers, name)
+            if settings is None or settings.pool is None:
+                self._workers[name] = Worker(place, limits.stall_seconds, limits.stage_seconds, variables)
+            elif pooled is None:
+                raise RecipeError(
+                    f"workers.{name}.pool: pools are those of a Prefect server: set PREFECT_API_URL, and leave "
+                    "--no-prefect out"
+                )
+            else:
+                self._workers[name] = pooled(recipe, run, name, settings, place)
+        self._turns = {name: threading.Lock() for name in self._workers}
 
     @property
     def names(self) -> list[str]:
@@ -50,11 +79,6 @@ class Crew:
     def logs(self) -> list[Path]:
         """The files of their output; those of workers that were not started are not there."""
         return [worker.log for worker in self._workers.values()]
-
-    @property
-    def first(self) -> Worker:
-        """The worker of a run that has one; of several the one that trains."""
-        return next(iter(self._workers.values()))
 
     def of(self, node: Node) -> str:
         """The name of the worker that makes a node."""
@@ -113,6 +137,18 @@ def read_elsewhere(workers: Workers | None, nodes: Mapping[str, Node]) -> dict[s
     return found
 
 
+def hand_over(workers: Workers | None, node: Node, nodes: Mapping[str, Node], readers: Collection[str]) -> HandOver:
+    """Where the policy of a node is left for those that read it elsewhere."""
+    if workers is None or not readers:
+        return "no"
+    names = {worker_of(workers, nodes[name]) for name in readers} | {worker_of(workers, node)}
+    return "host" if all(workers.settings(name).pool is None for name in names) else "store"
+
+
+def _settings(workers: Workers | None, name: str) -> WorkerSettings | None:
+    return None if workers is None else workers.settings(name)
+
+
 def check_workers(recipe: Recipe, nodes: Iterable[Node]) -> None:
     """Raises RecipeError where this machine cannot have the recipe's workers, or one lacks devices for its stages."""
     workers = recipe.workers
@@ -122,7 +158,8 @@ def check_workers(recipe: Recipe, nodes: Iterable[Node]) -> None:
         raise RecipeError(f"workers are processes of one host each, and {GANG} makes one of several: leave one out")
     kind = device_kind()
     for name, settings in workers.named.items():
-        if settings.devices is None and len(workers.named) > 1 and not kind.startswith("cpu"):
+        here = [n for n, s in workers.named.items() if s.pool is None]
+        if settings.pool is None and settings.devices is None and len(here) > 1 and not kind.startswith("cpu"):
             raise RecipeError(
                 f"workers.{name}.devices: this machine has {kind}, and two workers cannot have all of them: say which "
                 "this one has, such as [0, 1], or [] for none"
@@ -144,7 +181,7 @@ def check_workers(recipe: Recipe, nodes: Iterable[Node]) -> None:
 
 
 def _variables(workers: Workers | None) -> dict[str, dict[str, str]]:
-    """The variables of each worker's environment by its name."""
+    """The variables of each worker's environment by its name; none of those in pools."""
     if workers is None:
         return {ONLY: {}}
     return {

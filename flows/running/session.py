@@ -21,7 +21,7 @@ from flows.graph.taken import Records, check_point, taken_artifact
 from flows.recipe.model import Recipe
 from flows.records import log_of
 from flows.running.checks import as_it_is
-from flows.running.crew import Crew, read_elsewhere
+from flows.running.crew import Crew, Pooled, hand_over, read_elsewhere
 from flows.running.limits import RunLimit
 from flows.running.naming import before, free_name
 from flows.running.remarks import of_data
@@ -35,7 +35,7 @@ from stages.store.leases import held, lease, release_dead, this_process
 from stages.store.runs import Recorder
 from stages.store.work import WorkFolder
 from stages.worker.client import CodeChanged, StageFailed, WorkerDied
-from stages.worker.protocol import Heartbeat, Log, Progress, Report, Request
+from stages.worker.protocol import HandOver, Heartbeat, Log, Progress, Report, Request
 
 EDITS = 3
 """How often a stage is made again because its code was edited while it ran."""
@@ -71,7 +71,9 @@ class Session:
         name: str | None = None,
         force: set[str] | None = None,
         standing: Standing | None = None,
+        pooled: Pooled | None = None,
     ):
+        """pooled: makes workers of other pools, where the recipe names any."""
         self.recipe = recipe
         self.store = Store(recipe.store)
         self.reporter = reporter
@@ -90,7 +92,7 @@ class Session:
         self._whole = Whole(self.store, reporter.line, self._check)
         log = log_of(self.store, self.name)
         self.limit = RunLimit(self.name, recipe.limits.run_seconds)
-        self.crew = Crew(recipe, log)
+        self.crew = Crew(recipe, self.name, log, pooled)
         self._stopped = threading.Event()
         self._lock = threading.RLock()
         """Of the record, and of what is made."""
@@ -258,8 +260,8 @@ class Session:
             self.made = in_order(self.made, name, artifact, self._places)
         # Beside others it may be hours until the next stage begins, and is recorded.
         self.save(soon=self.recipe.workers is None)
-        if name in self._read_elsewhere:
-            handed.claim(self.store, artifact.digest, self.name)
+        if (place := self._hand_over(name)) != "no":
+            handed.claim(self.store, artifact.digest, self.name, far=place == "store")
         self._drop_read(node)
         self.reporter.stage_ended(node, state, artifact.manifest, seconds)
         if node.stage in ("prepare", "fresh"):
@@ -272,7 +274,11 @@ class Session:
         for source in {i.node for i in node.inputs.values()}:
             readers = self._read_elsewhere.get(source, set())
             if node.name in readers and all(reader in self.made for reader in readers):
-                handed.drop(self.store, self.made[source].digest, self.name)
+                handed.drop(self.store, self.made[source].digest, self.name, far=self._hand_over(source) == "store")
+
+    def _hand_over(self, name: str) -> HandOver:
+        readers = self._read_elsewhere.get(name, set())
+        return hand_over(self.recipe.workers, self.nodes[name], self.nodes, readers)
 
     def _tidy(self, stage: str, key: str) -> None:
         """Removes what a kill just after a commit has left: the work on this host, and the lease."""
@@ -313,7 +319,7 @@ class Session:
             lease=token,
             # A retry within this run resumes its own partial work; another forced run starts from nothing.
             force=self.name if node.name in self.force else None,
-            hand_over=node.name in self._read_elsewhere,
+            hand_over=self._hand_over(node.name),
         )
 
         def on_event(event: Report) -> None:

@@ -1,8 +1,9 @@
-"""Policies that no artifact holds, on their way from the worker that trains to those that sample on this host.
+"""Policies that no artifact holds, on their way from the worker that trains to those that sample.
 
 Rounds between checkpoints store no weights: the worker that made one has it in memory, and any other would have to
 train it once more. Where a run has a worker of its own for sampling, the one that trains leaves the weights in the
-scratch folder; they are those of the artifact only where they have the fingerprint that it records.
+scratch folder of their host, or in the store where the two are on different hosts; they are those of the artifact only
+where they have the fingerprint that it records.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +23,10 @@ if TYPE_CHECKING:
 
     from tuning.models.config import DecoderConfig
 
-FOLDER = "policies"
+FOLDER, FAR = "policies", "handed"
+"""In the scratch folder of a host, and in the store."""
+COMPLETE = "complete.json"
+"""Written last in the store: the names of its files."""
 
 
 def place_of(store: Store, digest: str) -> Path:
@@ -29,63 +34,113 @@ def place_of(store: Store, digest: str) -> Path:
     return store.scratch / FOLDER / digest
 
 
-def claim(store: Store, digest: str, run: str) -> None:
-    """Notes that a run reads a policy which may be left here: it stays until no run does (`drop`)."""
-    claims = _claims(store, digest)
+def claim(store: Store, digest: str, run: str, far: bool = False) -> None:
+    """Notes that a run reads a policy which may be left here, or in the store where `far`: it stays until no run does
+    (`drop`)."""
     # What is lost is trained once more.
     with contextlib.suppress(OSError):
-        claims.mkdir(parents=True, exist_ok=True)
-        (claims / run).touch()
+        if far:
+            store.write_bytes(b"", FAR, _readers(digest), run)
+        else:
+            place = store.scratch / FOLDER / _readers(digest)
+            place.mkdir(parents=True, exist_ok=True)
+            (place / run).touch()
 
 
-def _claims(store: Store, digest: str) -> Path:
-    return store.scratch / FOLDER / f"{digest}.readers"
+def _readers(digest: str) -> str:
+    return f"{digest}.readers"
 
 
-def hand_over(artifact: Artifact, config: DecoderConfig, params: Any) -> None:
-    """Leaves the policy of an artifact that stores none for the other workers of this host."""
+def hand_over(artifact: Artifact, config: DecoderConfig, params: Any, *, far: bool = False) -> None:
+    """Leaves the policy of an artifact that stores none for the other workers of this host, or for those of others
+    where `far`."""
     from tuning.models.huggingface import save_decoder
 
-    place = place_of(artifact.store, artifact.digest)
-    if place.exists():
-        return
+    store, digest = artifact.store, artifact.digest
+    place = place_of(store, digest)
     # What is lost is trained once more.
-    with whole_folder(place, synced=False) as partial:
-        save_decoder(partial, config, params, {})
+    if not far:
+        if not place.exists():
+            with whole_folder(place, synced=False) as partial:
+                save_decoder(partial, config, params, {})
+        return
+    if store.read_json(FAR, digest, COMPLETE) is not None:
+        return
+    passing = place.with_name(f"{digest}.{uuid.uuid4().hex[:8]}")
+    try:
+        with whole_folder(passing, synced=False) as partial:
+            save_decoder(partial, config, params, {})
+        names = sorted(path.name for path in passing.iterdir())
+        store.fs.makedirs(store.join(FAR, digest), exist_ok=True)
+        for name in names:
+            store.fs.put_file(str(passing / name), store.join(FAR, digest, name))
+        store.write_json(names, FAR, digest, COMPLETE)
+    finally:
+        shutil.rmtree(passing, ignore_errors=True)
 
 
 def taken(artifact: Artifact, mesh: Mesh | None) -> tuple[DecoderConfig, Any] | None:
-    """The policy of an artifact that another worker has left here; None where there is none, or another one."""
+    """The policy of an artifact that another worker has left here or in the store; None where there is none, or another
+    one."""
+    store, digest = artifact.store, artifact.digest
+    place = place_of(store, digest)
+    if place.is_dir():
+        found = _loaded(artifact, place, mesh)
+        if found is None:
+            # It was collected meanwhile, or a disk has lost a part of it: a whole one may take its place.
+            shutil.rmtree(place, ignore_errors=True)
+        return found
+    passing = place.with_name(f"{digest}.{uuid.uuid4().hex[:8]}")
+    try:
+        names = store.read_json(FAR, digest, COMPLETE)
+        if names is None:
+            return None
+        passing.mkdir(parents=True)
+        for name in names:
+            store.fs.get_file(store.join(FAR, digest, name), str(passing / name))
+        found = _loaded(artifact, passing, mesh)
+        if found is None:
+            store.remove_folder(store.join(FAR, digest))
+        return found
+    except (OSError, ValueError):
+        # Collected meanwhile, or out of reach.
+        return None
+    finally:
+        shutil.rmtree(passing, ignore_errors=True)
+
+
+def _loaded(artifact: Artifact, place: Path, mesh: Mesh | None) -> tuple[DecoderConfig, Any] | None:
+    """The policy in a folder where it is that of the artifact."""
     from tuning import precision
     from tuning.models.huggingface import fingerprint, load_decoder
 
-    place = place_of(artifact.store, artifact.digest)
-    if not place.is_dir():
-        return None
     wanted = json.loads(artifact.local("policy.json").read_text())["fingerprint"]
     # The fingerprint is of the type that it was trained in.
     with precision.using(artifact.manifest["config"]["compute"]["dtype"]):
         try:
             config, params = load_decoder(place, mesh)
         except (OSError, ValueError):
-            # It was collected meanwhile, or a disk has lost a part of it: a whole one may take its place.
-            shutil.rmtree(place, ignore_errors=True)
             return None
         if fingerprint(params) != wanted:
-            # A better one may take its place.
-            shutil.rmtree(place, ignore_errors=True)
             return None
     return config, precision.in_real(params)
 
 
-def drop(store: Store, digest: str, run: str) -> None:
+def drop(store: Store, digest: str, run: str, far: bool = False) -> None:
     """Removes what was left of a policy which a run reads no more, unless another one does."""
-    claims = _claims(store, digest)
-    with contextlib.suppress(OSError):
-        (claims / run).unlink()
-    with contextlib.suppress(OSError):
-        claims.rmdir()
-    if claims.exists():
-        # Another run's claim is in it.
+    if far:
+        # What stays is collected.
+        with contextlib.suppress(OSError):
+            store.remove(store.join(FAR, _readers(digest), run))
+        with contextlib.suppress(OSError):
+            if not store.names(FAR, _readers(digest)):
+                store.remove_folder(store.join(FAR, _readers(digest)))
+                store.remove_folder(store.join(FAR, digest))
         return
-    shutil.rmtree(place_of(store, digest), ignore_errors=True)
+    readers = store.scratch / FOLDER / _readers(digest)
+    with contextlib.suppress(OSError):
+        (readers / run).unlink()
+    with contextlib.suppress(OSError):
+        readers.rmdir()
+    if not readers.exists():
+        shutil.rmtree(place_of(store, digest), ignore_errors=True)

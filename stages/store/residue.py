@@ -46,6 +46,8 @@ def residues(store: Store, found: list[Version], roots: Roots, old: float) -> It
     yield from _orphans(store, found, old)
     yield from _work(store, pending, old)
     yield from _remote(store, "damaged", ("damaged",), old)
+    for name in store.names("handed"):
+        yield from _remote(store, "policy", ("handed", name), old)
     yield from _leases(store, old)
     keys = {version.key for version in found}
     for folder in _below(store.scratch / "fetched", 2):

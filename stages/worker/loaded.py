@@ -63,6 +63,11 @@ def check_after(request: Request, sources: Mapping[str, str]) -> None:
         if any(kind in name for kind in USER_CODE):
             raise CodeDiffers(f"{name.removeprefix('module:')} was edited while {request.stage} ran")
     if changed:
+        if request.elsewhere:
+            raise RuntimeError(
+                f"{changed[0]} is other content here than where the run is, or changed while {request.stage} ran; "
+                "nothing is kept of it: give both the same, and run again"
+            )
         raise RuntimeError(
             f"{changed[0]} changed while {request.stage} ran, so what was read is neither the old nor the new content; "
             "nothing is kept of it, run again"
@@ -70,21 +75,26 @@ def check_after(request: Request, sources: Mapping[str, str]) -> None:
     _check_packages(request, f"while {request.stage} ran it became")
 
 
-def check_rank(request: Request, sources: Mapping[str, str]) -> None:
-    """As `check_before`, of a rank whose lead may be on another host: raises RuntimeError, naming the module, also
-    where its files are other code than the lead's. sources: what the stage reads from outside, as it is here."""
-    check_before(request)
+def check_elsewhere(request: Request, sources: Mapping[str, str], there: str) -> None:
+    """Of a process on another host than the one that has made the key: raises RuntimeError, naming the module, where
+    its files are other code, also such as nothing has loaded yet.
+
+    sources: what the stage reads from outside, as it is here. there: the other one, as `on the lead`.
+    """
     for name, digest in request.files.items():
         found = _on_disk(name)
         # What lies beside a module is under its name with a suffix, which no import finds.
         if found != digest and (found is not None or not name.endswith((".c", ".h", ".html.j2"))):
-            there = "is not there" if found is None else "is other code here"
-            raise RuntimeError(f"module {name} {there} than on the lead: give all ranks the same project")
+            raise RuntimeError(f"module {name} {_differs(found, there)}: give all hosts the same project")
     wanted = request.key_parts.get("sources", {})
     for name, digest in wanted.items():
         if any(kind in name for kind in USER_CODE) and sources.get(name) != digest:
             shown = name.removeprefix("module:")
-            raise RuntimeError(f"{shown} is other code here than on the lead: give all ranks the same")
+            raise RuntimeError(f"{shown} {_differs(sources.get(name), there)}: give all hosts the same")
+
+
+def _differs(found: str | None, there: str) -> str:
+    return f"is not here as it is {there}" if found is None else f"is other code here than {there}"
 
 
 def check_after_on_rank(request: Request) -> None:
@@ -116,10 +126,12 @@ def _check_device(request: Request) -> None:
     found = f"{device.platform}:{device.device_kind}"
     if found != wanted:
         devices.forget()
-        raise RuntimeError(
-            f"{request.stage} was to be computed on {wanted}, this worker has {found}: run again for {found}, or set "
-            "JAX_PLATFORMS so that JAX finds the other"
-        )
+        what = f"{request.stage} was to be computed on {wanted}, this worker has {found}"
+        if request.elsewhere:
+            raise RuntimeError(
+                f"{what}: the kind of a pool's hosts is its worker's `device` in the recipe, \"{found}\""
+            )
+        raise RuntimeError(f"{what}: run again for {found}, or set JAX_PLATFORMS so that JAX finds the other")
 
 
 def _is_users(name: str) -> bool:

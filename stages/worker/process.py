@@ -101,6 +101,8 @@ def run_request(request: Request, memory: dict[str, Any], events: Events, gang: 
     loaded.check_before(request)
     store = Store(request.store)
     stage, config = settings_of(request)
+    if request.elsewhere:
+        loaded.check_elsewhere(request, stage.sources(config), "where the run is")
     use_precision(config, memory)
     gang = of_stage(gang, stage, config)
     inputs = inputs_of(store, request)
@@ -148,12 +150,12 @@ def run_request(request: Request, memory: dict[str, Any], events: Events, gang: 
     # Another process may have committed the key meanwhile: its artifact stays, and is not what is in memory here.
     _keep(memory, gang, made if committed.digest == made else None)
     folder.drop()
-    if request.hand_over:
-        _hand_over(committed, memory, events)
+    if request.hand_over != "no":
+        _hand_over(committed, request.hand_over == "store", memory, events)
     return committed.manifest
 
 
-def _hand_over(artifact: Artifact, memory: dict[str, Any], events: Events) -> None:
+def _hand_over(artifact: Artifact, far: bool, memory: dict[str, Any], events: Events) -> None:
     """Leaves a policy that the artifact does not hold for the workers that read it."""
     from stages.common import handed
 
@@ -161,7 +163,8 @@ def _hand_over(artifact: Artifact, memory: dict[str, Any], events: Events) -> No
     if kept is None or artifact.has("model/") or artifact.has("state/"):
         return
     try:
-        handed.hand_over(artifact, *kept)
+        config, params = kept
+        handed.hand_over(artifact, config, params, far=far)
     except Exception as e:
         # It is committed: whoever reads it trains it once more. Full disks have errors of safetensors.
         events.send(Log(f"the policy could not be handed over ({type(e).__name__}: {e}): it will be replayed"))

@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
+
+HandOver: TypeAlias = Literal["no", "host", "store"]
+"""Nowhere; on this host; on others, which see the store alone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +42,10 @@ class Request:
     """The token of the lease under which it is made; None: nobody else can make it."""
     force: str | None = None
     """Set to the run's name where an artifact with this key is replaced: a retry in that run resumes its own work."""
-    hand_over: bool = False
-    """Whether another worker of this host reads the policy that it makes (`stages.common.handed`)."""
+    hand_over: HandOver = "no"
+    """Where workers that are others read the policy that it makes (`stages.common.handed`)."""
+    elsewhere: bool = False
+    """Whether the run is on another host, whose code the key has."""
 
     def line(self) -> str:
         """The request as it travels."""

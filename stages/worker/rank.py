@@ -144,7 +144,8 @@ def _answer(member: Member, asked: dict[str, Any], memory: dict[str, Any], kept:
     try:
         request = _request(asked)
         stage, config = settings_of(request)
-        loaded.check_rank(request, stage.sources(config))
+        loaded.check_before(request)
+        loaded.check_elsewhere(request, stage.sources(config), "on the lead")
         use_precision(config, memory)
     except loaded.CodeDiffers as e:
         member.answer(ready=True, changed=str(e))
