@@ -234,7 +234,7 @@ def rescore(
     unless --set says otherwise.
     """
     from flows.cli.launch import launch
-    from flows.recipe.rescore import blamed_on_options, loosened, rescored
+    from flows.recipe.rescore import blamed_on_options, loosened, not_kept, rescored
 
     try:
         record = _sampled(store, run_name)
@@ -242,7 +242,7 @@ def rescore(
         check(recipe)
     except RecipeError as e:
         raise usage_error(blamed_on_options(str(e), reward or [], sets or [])) from e
-    for line in loosened(record, recipe, sets or []):
+    for line in [*not_kept(record, recipe, reward or []), *loosened(record, recipe, sets or [])]:
         out.print(line, soft_wrap=True)
     launch(recipe, no_prefect, name=name)
 

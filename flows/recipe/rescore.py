@@ -73,6 +73,23 @@ def loosened(record: dict[str, Any], recipe: Recipe, sets: list[str]) -> list[st
     ]
 
 
+def not_kept(record: dict[str, Any], recipe: Recipe, rewards: list[str]) -> list[str]:
+    """A line for each reward of the run which is scored again that a `--reward` of its name has put away, settings and
+    all."""
+    before, now = (migrated(record["recipe"])["rl"]["score"], recipe.model_dump(mode="json")["rl"]["score"])
+    told = []
+    for name in (_named(text)[0] for text in rewards):
+        old, new = (score["rewards"].get(name, {}) for score in (before, now))
+        gone = {field: old[field] for field in old if field != "function" and old[field] != new.get(field)}
+        if gone:
+            settings = ", ".join(f"{field} {value}" for field, value in gone.items())
+            at = f"rl.score.rewards.{name}"
+            told.append(
+                f"{at}: --reward names it anew, without its {settings} (--set {at}.function=... alone keeps it)"
+            )
+    return told
+
+
 def blamed_on_options(message: str, rewards: list[str], sets: list[str]) -> str:
     """A message about a reward, which has no place in a recipe's file here, with the option that gave it."""
     for text in rewards:

@@ -98,11 +98,12 @@ def run_request(request: Request, memory: dict[str, Any], events: Events, gang: 
     from stages.store.leases import check
     from stages.store.work import OUT, WorkFolder
 
-    loaded.check_before(request)
     store = Store(request.store)
     stage, config = settings_of(request)
     if request.elsewhere:
+        # First: a fresh process of this host would have no other code.
         loaded.check_elsewhere(request, stage.sources(config), "where the run is")
+    loaded.check_before(request)
     use_precision(config, memory)
     gang = of_stage(gang, stage, config)
     inputs = inputs_of(store, request)

@@ -6,7 +6,7 @@ import pytest
 
 from flows.recipe.model import RecipeError
 from flows.recipe.reading import load_recipe
-from flows.recipe.rescore import blamed_on_options, loosened, rescored
+from flows.recipe.rescore import blamed_on_options, loosened, not_kept, rescored
 from flows.running.checks import check
 from stages.store.artifacts import Store
 
@@ -95,3 +95,14 @@ def test_limits_that_a_rescored_run_has_loosened_are_told_with_what_keeps_them(r
     # What somebody asked for needs no telling.
     sets = ["rl.update.max_mismatch_kl=2", "rl.update.short_of_groups=stop"]
     assert not loosened(record, rescored(record, ["exact_match"], sets, str(tmp_path)), sets)
+
+
+def test_settings_of_a_reward_that_is_named_anew_are_told(record, tmp_path):
+    record["recipe"]["rl"]["score"]["rewards"]["exact"] |= {"weight": 2.0, "arguments": {"extract": "[0-9]+"}}
+    told = not_kept(record, rescored(record, ["exact=exact_match"], [], str(tmp_path)), ["exact=exact_match"])
+    assert len(told) == 1 and told[0].startswith("rl.score.rewards.exact: --reward names it anew, without its ")
+    assert "weight 2.0" in told[0] and "arguments {'extract': '[0-9]+'}" in told[0]
+    assert not_kept(record, rescored(record, ["other=exact_match"], [], str(tmp_path)), ["other=exact_match"]) == []
+    sets = ["rl.score.rewards.exact.function=number_match"]
+    kept = rescored(record, [], sets, str(tmp_path))
+    assert kept.rl.score.rewards["exact"].weight == 2.0 and not_kept(record, kept, []) == []
