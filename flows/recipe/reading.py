@@ -43,7 +43,8 @@ def find_recipe(name: str) -> Path:
     if built_in.is_file():
         return built_in
     names = sorted(p.stem for p in RECIPES.glob("*.yaml"))
-    near = difflib.get_close_matches(name, names, 1)
+    beside = [Path(f"{name}{suffix}") for suffix in (".yaml", ".yml")]
+    near = [str(file) for file in beside if file.is_file()] or difflib.get_close_matches(name, names, 1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise RecipeError(f"no recipe {name!r}; built in are {', '.join(names)}{hint}")
 

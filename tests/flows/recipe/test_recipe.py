@@ -217,6 +217,8 @@ def test_a_section_that_is_null_is_left_out(recipe):
 
 
 def test_a_recipe_that_is_not_there(tmp_path):
+    (tmp_path / "mine.yaml").touch()
+    assert refused(str(tmp_path / "mine")).endswith(f"; did you mean {tmp_path / 'mine.yaml'}?")
     assert refused("smok") == f"no recipe 'smok'; built in are {', '.join(BUILT_IN)}; did you mean smoke?"
     assert refused(str(tmp_path / "x.yaml")) == f"recipe file {tmp_path}/x.yaml does not exist"
     assert find_recipe("smoke") == Path(RECIPES / "smoke.yaml")
