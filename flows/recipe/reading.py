@@ -40,7 +40,8 @@ def find_recipe(name: str) -> Path:
             raise RecipeError(str(e)) from e
         return path
     built_in = RECIPES / f"{name}.yaml"
-    if built_in.is_file():
+    # A name, and no path to a file elsewhere.
+    if path.name == name and built_in.is_file():
         return built_in
     names = sorted(p.stem for p in RECIPES.glob("*.yaml"))
     beside = [Path(f"{name}{suffix}") for suffix in (".yaml", ".yml")]
