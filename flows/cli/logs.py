@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from flows.cli.shared import RunName, StoreUrl, err, group, record_of, usage_error
+from flows.recipe.workers import ALL
 from flows.records import log_of, status_of
 from flows.running.crew import ONLY, log_of_worker
 from stages.store import runs
@@ -52,9 +53,19 @@ def logs(store: StoreUrl, run_name: RunName = None, node: Node = "", follow: Fol
 def _paths(store: Store, record: dict[str, Any]) -> dict[str, Path]:
     """The log of each worker by its name; of a run with one worker under no name."""
     path, workers = log_of(store, record["name"]), record["recipe"].get("workers") or {}
-    return {name: log_of_worker(path, name) for name, settings in workers.items() if settings is not None} or {
-        ONLY: path
-    }
+    found = {ONLY: path} if not workers else {}
+    for name in ALL:
+        settings = workers.get(name)
+        if settings is None:
+            continue
+        here = log_of_worker(path, name)
+        if settings.get("pool") is None:
+            found[name] = here
+            continue
+        # One of each host that it was on, as they come to the store.
+        hosts = [n for n in store.names("runs", record["name"]) if n.startswith(f"{here.stem}.") and n.endswith(".log")]
+        found |= {f"{name}.{host.split('.')[1]}": here.with_name(host) for host in hosts}
+    return found
 
 
 def _text(store: Store, record: dict[str, Any], paths: dict[str, Path]) -> Iterator[str]:
@@ -124,6 +135,15 @@ def _following(store: Store, record: dict[str, Any], paths: dict[str, Path], nod
     if not any(path.exists() for path in paths.values()) and (not running or not _is_here(store, record, paths)):
         yield from _of(_text(store, record, paths), node)
         return
+    pools = [
+        s["pool"] for s in (record["recipe"].get("workers") or {}).values() if isinstance(s, dict) and s.get("pool")
+    ]
+    if pools and not store.is_local:
+        err.print(
+            f"workers in pools ({', '.join(sorted(set(pools)))}) write on their hosts; `rlhf logs` without -f has what "
+            "came to the store, each half minute",
+            soft_wrap=True,
+        )
     tails = {name: (_Tail(path), _Of(node)) for name, path in paths.items()}
     while True:
         # Read after the look at the run: what it has written at its end is shown too.

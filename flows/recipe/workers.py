@@ -1,4 +1,7 @@
-"""The section `workers` of a recipe: which stages run beside each other, and on which devices. It is in no key."""
+"""The section `workers` of a recipe: which stages run beside each other, and where.
+
+Of it the kind of device alone is in keys.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +57,9 @@ class Workers(BaseModel):
 
     silence_seconds: Annotated[float, Field(ge=15)] = 300.0
     """Without a sign of life for so long a worker in a pool counts as gone, and so does the run for the worker."""
+
+    idle_seconds: Annotated[float, Field(ge=10)] = 900.0
+    """A worker in a pool of which nothing is asked for so long gives its place to others; the run asks for another."""
 
     @model_validator(mode="after")
     def _of_their_own(self) -> Workers:

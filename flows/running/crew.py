@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from flows.graph.build import Node
 from flows.recipe.model import Recipe, RecipeError
 from flows.recipe.workers import Workers, WorkerSettings
 from stages.contract.registry import stage
+from stages.store.keys import published
 from stages.worker.client import Worker
 from stages.worker.devices import confined, device_kind
 from stages.worker.places import GANG, place_of
@@ -28,6 +29,7 @@ class Maker(Protocol):
 
     log: Path
     starts: int
+    elsewhere: bool
 
     def run(
         self, request: Request, on_event: Callable[[Report], None], check_time: Callable[[], None]
@@ -77,8 +79,8 @@ class Crew:
 
     @property
     def logs(self) -> list[Path]:
-        """The files of their output; those of workers that were not started are not there."""
-        return [worker.log for worker in self._workers.values()]
+        """The files of their output on this host; those of workers that were not started are not there."""
+        return [worker.log for worker in self._workers.values() if not worker.elsewhere]
 
     def of(self, node: Node) -> str:
         """The name of the worker that makes a node."""
@@ -149,13 +151,21 @@ def _settings(workers: Workers | None, name: str) -> WorkerSettings | None:
     return None if workers is None else workers.settings(name)
 
 
-def check_workers(recipe: Recipe, nodes: Iterable[Node]) -> None:
+def check_workers(recipe: Recipe, nodes: Collection[Node]) -> None:
     """Raises RecipeError where this machine cannot have the recipe's workers, or one lacks devices for its stages."""
     workers = recipe.workers
     if workers is None:
         return
     if place_of() is not None:
         raise RecipeError(f"workers are processes of one host each, and {GANG} makes one of several: leave one out")
+    for node in nodes:
+        name = worker_of(workers, node)
+        values = node.config.model_dump(mode="json")
+        if workers.settings(name).pool is not None and published(values) != values:
+            raise RecipeError(
+                f"workers.{name}.pool: {node.name} has passwords or variables among its settings, which would lie in "
+                "the store for hosts to read: set them in the environment of those hosts, and not in the recipe"
+            )
     kind = device_kind()
     for name, settings in workers.named.items():
         here = [n for n, s in workers.named.items() if s.pool is None]

@@ -106,7 +106,7 @@ class Session:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "process": this_process(),
-            "log": str(self.crew.logs[0]),
+            "log": str(next(iter(self.crew.logs), log)),
             "tries": 1 + (unfinished or {"tries": 0}).get("tries", 1),
             "nodes": {},
         }

@@ -37,8 +37,8 @@ def place_of(store: Store, digest: str) -> Path:
 def claim(store: Store, digest: str, run: str, far: bool = False) -> None:
     """Notes that a run reads a policy which may be left here, or in the store where `far`: it stays until no run does
     (`drop`)."""
-    # What is lost is trained once more.
-    with contextlib.suppress(OSError):
+    # What is lost is trained once more. Clients of object stores have errors of their own.
+    with contextlib.suppress(Exception):
         if far:
             store.write_bytes(b"", FAR, _readers(digest), run)
         else:
@@ -64,7 +64,8 @@ def hand_over(artifact: Artifact, config: DecoderConfig, params: Any, *, far: bo
             with whole_folder(place, synced=False) as partial:
                 save_decoder(partial, config, params, {})
         return
-    if store.read_json(FAR, digest, COMPLETE) is not None:
+    there = store.read_json(FAR, digest, COMPLETE)
+    if there is not None and set(there) <= set(store.names(FAR, digest)):
         return
     passing = place.with_name(f"{digest}.{uuid.uuid4().hex[:8]}")
     try:
@@ -99,14 +100,25 @@ def taken(artifact: Artifact, mesh: Mesh | None) -> tuple[DecoderConfig, Any] | 
         for name in names:
             store.fs.get_file(store.join(FAR, digest, name), str(passing / name))
         found = _loaded(artifact, passing, mesh)
-        if found is None:
-            store.remove_folder(store.join(FAR, digest))
-        return found
-    except (OSError, ValueError):
-        # Collected meanwhile, or out of reach.
+    except FileNotFoundError:
+        found = None
+    except Exception:
+        # Out of reach, of which a client has errors of its own: what it was is trained once more.
         return None
     finally:
         shutil.rmtree(passing, ignore_errors=True)
+    if found is None:
+        # A whole one may take its place.
+        _remove_far(store, digest)
+    return found
+
+
+def _remove_far(store: Store, digest: str) -> None:
+    # The mark first: what is removed in part is not there.
+    with contextlib.suppress(Exception):
+        store.remove(store.join(FAR, digest, COMPLETE))
+    with contextlib.suppress(Exception):
+        store.remove_folder(store.join(FAR, digest))
 
 
 def _loaded(artifact: Artifact, place: Path, mesh: Mesh | None) -> tuple[DecoderConfig, Any] | None:
@@ -130,12 +142,14 @@ def drop(store: Store, digest: str, run: str, far: bool = False) -> None:
     """Removes what was left of a policy which a run reads no more, unless another one does."""
     if far:
         # What stays is collected.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):
             store.remove(store.join(FAR, _readers(digest), run))
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):
             if not store.names(FAR, _readers(digest)):
-                store.remove_folder(store.join(FAR, _readers(digest)))
-                store.remove_folder(store.join(FAR, digest))
+                if store.is_local:
+                    # Not where another claim has come meanwhile.
+                    store.fs.rmdir(store.join(FAR, _readers(digest)))
+                _remove_far(store, digest)
         return
     readers = store.scratch / FOLDER / _readers(digest)
     with contextlib.suppress(OSError):

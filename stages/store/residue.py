@@ -48,6 +48,8 @@ def residues(store: Store, found: list[Version], roots: Roots, old: float) -> It
     yield from _remote(store, "damaged", ("damaged",), old)
     for name in store.names("handed"):
         yield from _remote(store, "policy", ("handed", name), old)
+    for name in store.names("mail"):
+        yield from _remote(store, "mail", ("mail", name), old)
     yield from _leases(store, old)
     keys = {version.key for version in found}
     for folder in _below(store.scratch / "fetched", 2):

@@ -79,6 +79,9 @@ def _any_time() -> None:
 class Worker:
     """A worker process that is started by the first request and stays warm until `close`."""
 
+    elsewhere = False
+    """Whether its log is on another host."""
+
     def __init__(
         self,
         log: Path,

@@ -3,10 +3,11 @@
 Each side writes one object and reads the other's. It holds the lines that the other side has not said it has seen, so
 that nothing is lost while the store cannot be reached, and a beat, by which the other side knows that this one lives:
 
-    {"beat": 7, "seen": 12, "first": 3, "lines": ["...", "..."], "closed": false}
+    {"id": "9f0c...", "beat": 7, "seen": 12, "lines": [[3, "..."], [4, "..."]], "closed": false}
 
-`first` is the number of the first line, `seen` how many of the other side's lines have arrived. A store that takes
-requests for seconds, or none for minutes, delays lines and changes none.
+Lines have numbers, of which `seen` is one more than the last that has arrived. `id` is drawn by each process: one that
+takes the place of another knows nothing of what that one was told. A store that takes requests for seconds, or none for
+minutes, delays lines and changes none.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import json
 import threading
 import time
+import uuid
 from collections import deque
 from typing import Any
 
@@ -22,14 +24,19 @@ from stages.store.artifacts import Store
 
 POLL_SECONDS = 1.0
 BEAT_SECONDS = 5.0
-LONGEST_POLL_SECONDS = 30.0
+LONGEST_POLL_SECONDS = 5.0
 """A wait for the other side counts as this long at most: a process that was stopped has not waited."""
-GRACE_SECONDS = 5.0
-"""For a request that is under way."""
+CLOSE_SECONDS = 30.0
+"""For the store to take the last lines of a side that closes."""
 UNSEEN = 64
 """Lines that have arrived, and are told of before the next beat."""
+FOLDER = "mail"
 RUN, WORKER = "run.json", "worker.json"
 """The objects of the two sides."""
+
+
+class Replaced(RuntimeError):
+    """Another process has taken the other side's place: it knows nothing of what was asked."""
 
 
 class Mailbox:
@@ -39,24 +46,27 @@ class Mailbox:
         """place: parts of the folder's path in the store. mine: the object of this side, `RUN` or `WORKER`."""
         self._store, self._place = store, place
         self._mine, self._theirs = mine, WORKER if mine == RUN else RUN
+        self._id, self._peer = uuid.uuid4().hex, ""
         self._changed = threading.Condition()
-        self._first = 0
-        self._lines = deque[tuple[str, bool]]()
-        """What the other side has not seen, and whether a later line may take its place."""
+        self._lines = deque[tuple[int, str, bool]]()
+        """What the other side has not seen: number, text, and whether a later line may take its place."""
+        self._next = 0
         self._seen = self._told = 0
         self._arrived = deque[str]()
         self._beat, self._peer_beat = 0, -1
-        self._silent = 0.0
-        self._dirty = self._closing = self._left = False
-        """Whether there is something to write, nothing more comes, and the other side can read so."""
+        self._silent = self._cut = 0.0
+        self._look = "nothing"
+        """What the last look found: `changed`, `same`, or `nothing` where the store did not answer."""
+        self._dirty = self._closing = self._left = self._replaced = False
+        """Whether there is something to write, nothing more comes, the other side can read so, and it is another."""
         self._until = 0.0
         self.closed = False
         """Whether the other side sends nothing more."""
         self._thread = threading.Thread(target=self._work, name="mailbox", daemon=True)
 
-    def exists(self) -> bool:
-        """Whether the other side has written."""
-        return bool(self._store.fs.exists(self._store.join(*self._place, self._theirs)))
+    def exists(self, name: str) -> bool:
+        """Whether a side, `RUN` or `WORKER`, has written."""
+        return bool(self._store.fs.exists(self._store.join(*self._place, name)))
 
     def start(self) -> None:
         """Writes for the first time, and goes on in a thread. Raises what the store does."""
@@ -66,23 +76,31 @@ class Mailbox:
     def send(self, line: str, passing: bool = False) -> None:
         """Sends a line. passing: as progress is: the next passing one takes its place where it was not seen."""
         with self._changed:
-            if passing and self._lines and self._lines[-1][1]:
-                # Its number stays: the other side may have seen it just now.
-                self._lines[-1] = ("", False)
-            self._lines.append((line, passing))
+            if passing and self._lines and self._lines[-1][2]:
+                self._lines.pop()
+            # With a number of its own: the other side may have seen the one before just now.
+            self._lines.append((self._next, line, passing))
+            self._next += 1
             self._dirty = True
             self._changed.notify_all()
 
     def receive(self, seconds: float) -> str | None:
-        """The next line of the other side; None where there is none for so long."""
+        """The next line of the other side; None where there is none for so long. Raises Replaced."""
         with self._changed:
-            self._changed.wait_for(lambda: self._arrived, seconds)
+            self._changed.wait_for(lambda: self._arrived or self._replaced, seconds)
+            if self._replaced:
+                raise Replaced("another process has taken the place of the one that was asked")
             return self._arrived.popleft() if self._arrived else None
 
     @property
     def silent(self) -> float:
-        """For how many seconds the other side has not changed its object, as far as this side could look."""
+        """For how many seconds the other side has not changed its object, as far as this side could read it."""
         return self._silent
+
+    @property
+    def cut(self) -> float:
+        """For how many seconds this side could not read the store."""
+        return self._cut
 
     def leave(self, seconds: float = 0.0) -> None:
         """Says that nothing more comes, behind what was sent; goes on reading for so long, until the other side has
@@ -96,12 +114,12 @@ class Mailbox:
         """As `leave`; whether the other side has closed too, for which it waits so long."""
         self.leave(seconds)
         if self._thread.is_alive():
-            self._thread.join(seconds + LONGEST_POLL_SECONDS + GRACE_SECONDS)
+            self._thread.join(seconds + CLOSE_SECONDS + LONGEST_POLL_SECONDS)
         return self.closed
 
     def remove(self) -> None:
         """Removes both objects, when both sides have closed."""
-        # What stays goes with the run's record.
+        # What stays is collected.
         with contextlib.suppress(Exception):
             self._store.remove_folder(self._store.join(*self._place))
 
@@ -109,30 +127,43 @@ class Mailbox:
         wrote = looked = time.monotonic()
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._dirty or (self._closing and not self._left), POLL_SECONDS)
-                new = self._dirty or (self._closing and not self._left) or self._seen - self._told >= UNSEEN
-                closing = self._closing
+                self._changed.wait_for(self._is_new, POLL_SECONDS)
+                new, closing = self._is_new(), self._closing
             if new or time.monotonic() - wrote >= BEAT_SECONDS:
-                # What cannot be written now is written in a moment.
-                with contextlib.suppress(Exception):
+                # What cannot be written now is written in a moment. A request that is cancelled is no end either.
+                with contextlib.suppress(BaseException):
                     self._write()
                     wrote, self._left = time.monotonic(), closing
+            with contextlib.suppress(BaseException):
+                self._read()
             now = time.monotonic()
-            with contextlib.suppress(Exception):
-                self._read(min(now - looked, LONGEST_POLL_SECONDS))
-            looked = now
+            waited, looked = min(now - looked, LONGEST_POLL_SECONDS), now
+            self._silent, self._cut = self._counted(waited)
             if self._left and (self.closed or now >= self._until):
                 return
-            if closing and now >= self._until + LONGEST_POLL_SECONDS:
+            if closing and now >= self._until + CLOSE_SECONDS:
                 return
             time.sleep(POLL_SECONDS / 4)
+
+    def _is_new(self) -> bool:
+        return self._dirty or (self._closing and not self._left) or self._seen - self._told >= UNSEEN
+
+    def _counted(self, waited: float) -> tuple[float, float]:
+        """How long the other side is silent and the store cut off, by the last look."""
+        found, self._look = self._look, "nothing"
+        match found:
+            case "changed":
+                return 0.0, 0.0
+            case "same":
+                return self._silent + waited, 0.0
+        # Who cannot look knows nothing of the other side.
+        return self._silent, self._cut + waited
 
     def _write(self) -> None:
         with self._changed:
             self._beat += 1
-            lines = [line for line, _ in self._lines]
-            said = {"beat": self._beat, "seen": self._seen, "first": self._first, "lines": lines}
-            said["closed"] = self._closing
+            lines = [[number, line] for number, line, _ in self._lines]
+            said = {"id": self._id, "beat": self._beat, "seen": self._seen, "lines": lines, "closed": self._closing}
             self._told, self._dirty = self._seen, False
         try:
             self._store.write_bytes(json.dumps(said).encode(), *self._place, self._mine)
@@ -140,20 +171,37 @@ class Mailbox:
             self._dirty = True
             raise
 
-    def _read(self, waited: float) -> None:
-        self._silent += waited
+    def _read(self) -> None:
         said: Any = self._store.read_json(*self._place, self._theirs)
-        if said is None or said["beat"] == self._peer_beat:
+        if said is None or (said["id"], said["beat"]) == (self._peer, self._peer_beat):
+            self._look = "same"
             return
         with self._changed:
-            self._peer_beat, self._silent = said["beat"], 0.0
-            for number, line in enumerate(said["lines"], said["first"]):
+            # A run that goes on elsewhere closes the mailboxes of its last try: that is no other's word.
+            self._replaced |= self._peer not in ("", said["id"]) and not said["closed"]
+            self._peer, self._peer_beat, self._look = said["id"], said["beat"], "changed"
+            for number, line in said["lines"] if not self._replaced else ():
                 if number >= self._seen:
                     self._seen = number + 1
-                    if line:
-                        self._arrived.append(line)
-            while self._lines and self._first < said["seen"]:
+                    self._arrived.append(line)
+            while self._lines and self._lines[0][0] < said["seen"]:
                 self._lines.popleft()
-                self._first += 1
             self.closed = said["closed"]
             self._changed.notify_all()
+
+
+def close_others(store: Store, run: str, work: str) -> list[tuple[str, ...]]:
+    """Closes the mailboxes of a run's worker of this name which an earlier try has left, for the run; their places."""
+    places: list[tuple[str, ...]] = [
+        (FOLDER, run, name) for name in store.names(FOLDER, run) if name.rpartition("-")[0] == work
+    ]
+    said = {"id": uuid.uuid4().hex, "beat": 0, "seen": 0, "lines": [], "closed": True}
+    for place in places:
+        store.write_json(said, *place, RUN)
+    return places
+
+
+def is_left(store: Store, place: tuple[str, ...]) -> bool:
+    """Whether the worker of a mailbox has closed it, or has never been there."""
+    said = store.read_json(*place, WORKER)
+    return said is None or bool(said["closed"])

@@ -69,11 +69,11 @@ def entries(store: str, name: str) -> dict:
     return found["nodes"]
 
 
-def running(store: str, name: str, node: str, run: subprocess.Popen[bytes]) -> None:
+def running(prefect: Prefect, store: str, name: str, node: str, run: subprocess.Popen[bytes]) -> None:
     """Waits until a node is at work."""
 
     def at_work() -> bool:
-        assert run.poll() is None
+        assert run.poll() is None, (prefect.folder / f"{name}.out").read_text()
         return bool(entries(store, name).get(node, {}).get("state") == "running")
 
     wait_for(at_work, 600, f"{node} at work")
@@ -90,10 +90,10 @@ def test_two_hosts_that_each_die_make_what_one_makes(prefect, s3, smoke_store, r
         gpus = stack.enter_context(host(prefect, "gpus"))
         run = begun(prefect, store, "two")
         try:
-            running(store, "two", "prepare", run)
+            running(prefect, store, "two", "prepare", run)
             ends(cpus)
             stack.enter_context(host(prefect, "cpus"))
-            running(store, "two", "round-001.update", run)
+            running(prefect, store, "two", "round-001.update", run)
             ends(gpus)
             stack.enter_context(host(prefect, "gpus"))
             assert run.wait(1200) == 0, (prefect.folder / "two.out").read_text()
@@ -115,7 +115,7 @@ def test_the_host_of_the_run_dies_and_the_same_command_goes_on_elsewhere(prefect
     store = f"{s3}/{tmp_path.name}"
     with host(prefect, "cpus"), host(prefect, "gpus") as gpus:
         run = begun(prefect, store, "moved")
-        running(store, "moved", "sft", run)
+        running(prefect, store, "moved", "sft", run)
         ends(psutil.Process(run.pid))
         since = time.monotonic()
 

@@ -115,10 +115,10 @@ def test_a_run_that_made_nothing_has_no_log(tmp_path):
 
 def test_the_end_of_a_run_copies_its_log_to_a_remote_store():
     run = Session(load_recipe("smoke", sets=["store=memory://copied"]), ConsoleReporter(), "first")
-    write_files(run.crew.first.log.parent, **{"worker.log": "of the worker\n"})
+    write_files(run.crew.logs[0].parent, **{"worker.log": "of the worker\n"})
     run.finish("failed")
-    assert run.record["log"] == str(run.crew.first.log)
-    run.crew.first.log.unlink()
+    assert run.record["log"] == str(run.crew.logs[0])
+    run.crew.logs[0].unlink()
     assert shown(run.store) == "of the worker\n"
 
 

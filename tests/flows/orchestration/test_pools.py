@@ -125,12 +125,14 @@ def test_one_in_a_pool_stays_for_the_next_stage_and_leaves_with_the_run(prefect,
     assert worker.starts == 1 and len(processes(host, "stages.worker.process")) == 1
     told = [event.line for event in events if isinstance(event, Log)]
     assert any(line.startswith("a worker of pool gpus is at work on ") for line in told)
+    log = f"worker-train.{worker._at.box._place[-1].removeprefix('train-')}.log"
     worker.finish()
     flow_run(prefect, worker, "COMPLETED")
     assert processes(host, "stages.worker.process") == []
     store = Store(recipe.store)
-    assert store.names("runs", worker._run) == ["worker-train.log"]
-    assert b"---- base" in store.fs.cat_file(store.join("runs", worker._run, "worker-train.log"))
+    assert store.names("runs", worker._run) == [log]
+    assert b"---- base" in store.fs.cat_file(store.join("runs", worker._run, log))
+    assert store.names("mail", worker._run) == []
 
 
 def test_an_error_of_a_stage_says_on_which_host_and_the_worker_goes_on(host, worker, recipe):
@@ -227,15 +229,45 @@ def test_pools_that_cannot_do_are_refused_before_a_run_is_recorded(prefect, tmp_
 
 
 def test_a_worker_that_sees_another_store_says_so(tmp_path):
-    with pytest.raises(away.RunGone, match="has no runs/r/mail/m .* one store that all of their hosts see"):
-        away.serve(Store(str(tmp_path)), ("runs", "r", "mail", "m"), tmp_path / "log", 60.0)
+    with pytest.raises(away.RunGone, match="has no mail/r/m .* one that all of their hosts see"):
+        away.serve(Store(str(tmp_path)), ("mail", "r", "m"), tmp_path / "log", 60.0, 60.0)
+
+
+def test_one_that_nothing_is_asked_of_gives_its_place_away_and_the_next_request_has_another(
+    prefect, host, worker, recipe
+):
+    worker._idle = 10.0
+    worker.run(ask(recipe, 11), ignore)
+    flow_run(prefect, worker, "COMPLETED")
+    worker.run(ask(recipe, 12), ignore)
+    assert worker.starts == 2
+
+
+def test_a_flow_run_that_is_started_again_takes_no_other_ones_mailbox(tmp_path):
+    store = Store(str(tmp_path))
+    for side in (mailbox.RUN, mailbox.WORKER):
+        mailbox.Mailbox(store, ("mail", "r", "m"), side)._write()
+    with pytest.raises(away.RunGone, match="mail/r/m had a worker already"):
+        away.serve(store, ("mail", "r", "m"), tmp_path / "log", 60.0, 60.0)
+
+
+def test_an_environment_that_would_change_bits_is_refused_by_its_name(host, worker, recipe, monkeypatch):
+    monkeypatch.setenv("JAX_DEFAULT_PRNG_IMPL", "rbg")
+    with pytest.raises(StageFailed, match="JAX_DEFAULT_PRNG_IMPL is not set here and rbg where the run is"):
+        worker.run(ask(recipe, 13), ignore)
+
+
+def test_passwords_are_given_to_no_pool(prefect, s3, tmp_path):
+    sets = ["workers.train={pool: gpus}", "store=s3://me:word@bucket/x"]
+    with pytest.raises(RecipeError, match="store: its address holds a password"):
+        check_pools(load_recipe("smoke", sets=sets))
 
 
 def test_a_worker_whose_run_is_silent_leaves(tmp_path):
     store = Store(str(tmp_path))
-    box = mailbox.Mailbox(store, ("runs", "r", "mail", "m"), mailbox.RUN)
+    box = mailbox.Mailbox(store, ("mail", "r", "m"), mailbox.RUN)
     box._write()
     since = time.monotonic()
     with pytest.raises(away.RunGone, match="silent for 2 s"):
-        away.serve(store, ("runs", "r", "mail", "m"), tmp_path / "log", silence=2.0)
+        away.serve(store, ("mail", "r", "m"), tmp_path / "log", silence=2.0, idle=60.0)
     assert time.monotonic() - since < 60

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 import threading
 import time
 
@@ -9,7 +11,7 @@ import pytest
 
 from stages.store.artifacts import Store
 from stages.worker import mailbox
-from stages.worker.mailbox import RUN, WORKER, Mailbox
+from stages.worker.mailbox import RUN, WORKER, Mailbox, Replaced
 
 PLACE = ("runs", "r", "mail", "m")
 
@@ -75,8 +77,6 @@ class Failing(Store):
 
     def __init__(self, url, seed):
         super().__init__(url)
-        import random
-
         self.random, self.outage = random.Random(seed), False
 
     def write_bytes(self, data, *parts):
@@ -116,7 +116,8 @@ def test_a_store_that_fails_at_times_loses_and_doubles_nothing(tmp_path, quick):
         if number == 50:
             stores[0].outage = True
             time.sleep(0.5)
-            assert run.silent > 0.3
+            # Who cannot look knows nothing of the other side.
+            assert run.cut > 0.2 and run.silent < 0.2
             stores[0].outage = False
     thread.join()
     assert all_of(worker, 100) == [f"ask {n}" for n in range(100)]
@@ -159,7 +160,7 @@ def test_one_that_closes_has_sent_all_that_it_had_to_send(pair):
 
 
 def test_a_store_that_is_out_of_reach_does_not_keep_one_that_closes(tmp_path, quick, monkeypatch):
-    monkeypatch.setattr(mailbox, "LONGEST_POLL_SECONDS", 0.5)
+    monkeypatch.setattr(mailbox, "CLOSE_SECONDS", 0.5)
     store = Failing(str(tmp_path), 5)
     side = Mailbox(store, PLACE, RUN)
     while not side._thread.is_alive():
@@ -171,3 +172,44 @@ def test_a_store_that_is_out_of_reach_does_not_keep_one_that_closes(tmp_path, qu
     since = time.monotonic()
     assert not side.close()
     assert time.monotonic() - since < 10 and not side._thread.is_alive()
+
+
+def test_another_that_takes_a_place_is_told_from_the_one_that_was_asked(pair, tmp_path):
+    run, worker = pair
+    run.send("ask")
+    assert worker.receive(20) == "ask"
+    worker.send("answer")
+    assert run.receive(20) == "answer"
+    worker.close()
+    # It begins its numbers anew, and nothing of it is taken for the other's.
+    other = Mailbox(Store(str(tmp_path)), PLACE, WORKER)
+    other.start()
+    other.send("another answer")
+    with pytest.raises(Replaced):
+        run.receive(20)
+    other.close()
+
+
+def test_a_run_that_goes_on_closes_the_mailboxes_of_its_last_try(tmp_path, quick):
+    store, place = Store(str(tmp_path)), (mailbox.FOLDER, "r", "train-1")
+    left, worker = (Mailbox(store, place, mine) for mine in (RUN, WORKER))
+    for side in (left, worker):
+        side.start()
+    left._closing = left._left = True  # as by a kill: it says nothing more
+    left._thread.join()
+    Mailbox(store, (mailbox.FOLDER, "r", "sample-1"), RUN)._write()
+    assert not mailbox.is_left(store, place)
+    assert mailbox.close_others(store, "r", "train") == [place]
+    deadline = time.monotonic() + 20
+    while not worker.closed:
+        assert worker.receive(0.05) is None and time.monotonic() < deadline
+    worker.close()
+    assert mailbox.is_left(store, place)
+    assert not json.loads((tmp_path / mailbox.FOLDER / "r" / "sample-1" / RUN).read_text())["closed"]
+
+
+def test_an_outage_does_not_grow_what_is_sent_of_progress(tmp_path, quick):
+    worker = Mailbox(Store(str(tmp_path)), PLACE, WORKER)
+    for number in range(10_000):
+        worker.send(f"step {number}", passing=True)
+    assert len(worker._lines) == 1
