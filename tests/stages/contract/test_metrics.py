@@ -46,7 +46,8 @@ def test_a_project_without_wandb_is_an_error_that_says_what_to_install(tmp_path,
 def test_torch_and_boto3_are_not_imported_where_they_are_installed(tmp_path):
     code = (
         "import pathlib, sys; from stages.contract.metrics import Metrics; "
-        f"Metrics(pathlib.Path({str(tmp_path)!r}), 'x').close(); sys.exit(not {{'torch', 'boto3'}}.isdisjoint(sys.modules))"
+        f"Metrics(pathlib.Path({str(tmp_path)!r}), 'x').close(); "
+        f"sys.exit(not {{'torch', 'boto3'}}.isdisjoint(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     import boto3
