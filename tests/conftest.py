@@ -72,6 +72,23 @@ def rlhf() -> Command:
 
 
 @pytest.fixture(scope="session")
+def rlhf_here() -> Command:
+    """As `rlhf`, without a process: for what looks or refuses, of which a process's start is most of the time."""
+    # Here and not above: tests of the core load no flows.
+    from typer.testing import CliRunner
+
+    from flows.cli.app import app
+
+    def run(*args: Any, code: int = 0) -> subprocess.CompletedProcess[str]:
+        command = list(map(str, args))
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == code, f"{command} ended with {done.exit_code}:\n{done.output}\n{done.exception!r}"
+        return subprocess.CompletedProcess(command, done.exit_code, done.stdout, done.stderr)
+
+    return run
+
+
+@pytest.fixture(scope="session")
 def smoke_store(rlhf: Command, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The store after `rlhf run smoke --name first`. Read only: tests that change a store take `store`."""
     base = tmp_path_factory.getbasetemp()
