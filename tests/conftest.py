@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -28,9 +29,16 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 def pytest_configure(config: pytest.Config) -> None:
     """Tests of the core share compiled programs too: JAX reads these when it loads."""
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(config.cache.mkdir("jax"))
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder = str(config.cache.mkdir("jax"))
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "0"
+    if "jax" in sys.modules:
+        # The `conftest.py` of a folder that the command line names has loaded it already.
+        import jax
+
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -59,6 +67,23 @@ def rlhf() -> Command:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
         assert done.returncode == code, f"{command} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
         return done
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def rlhf_here() -> Command:
+    """As `rlhf`, without a process: for what looks or refuses, of which a process's start is most of the time."""
+    # Here and not above: tests of the core load no flows.
+    from typer.testing import CliRunner
+
+    from flows.cli.app import app
+
+    def run(*args: Any, code: int = 0) -> subprocess.CompletedProcess[str]:
+        command = list(map(str, args))
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == code, f"{command} ended with {done.exit_code}:\n{done.output}\n{done.exception!r}"
+        return subprocess.CompletedProcess(command, done.exit_code, done.stdout, done.stderr)
 
     return run
 

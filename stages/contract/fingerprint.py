@@ -20,12 +20,15 @@ import importlib.metadata
 import importlib.util
 import itertools
 import json
+import os
 import re
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from stages.contract import readings
 
 OWN = ("stages", "tuning")
 
@@ -123,6 +126,7 @@ def reached(*roots: str, folder: Path | None = None) -> Code:
         packages |= module.packages
         if module.content is not None:
             hashes[name], links[name] = module.content, module.imports
+    readings.keep()
     return Code(dict(sorted(hashes.items())), _graph_hash(roots, hashes, links), tuple(sorted(packages)), files)
 
 
@@ -162,14 +166,15 @@ def _source(name: str, folder: Path | None, only: str | None) -> Path | None:
         spec = find_spec(package)
         if spec is None or not spec.submodule_search_locations:
             return None
-        base = Path(next(iter(spec.submodule_search_locations))).joinpath(*rest)
+        base = os.path.join(next(iter(spec.submodule_search_locations)), *rest)
     elif folder is not None and only in (None, package):
-        base = folder.joinpath(package, *rest)
+        base = os.path.join(folder, package, *rest)
     else:
         return None
-    for candidate in (base / "__init__.py", base.with_name(f"{base.name}.py")):
-        if candidate.is_file():
-            return candidate
+    # Names that are none are most of what is asked: no `Path` is made for them.
+    for candidate in (os.path.join(base, "__init__.py"), f"{base}.py"):
+        if os.path.isfile(candidate):
+            return Path(candidate)
     return None
 
 
@@ -188,22 +193,40 @@ class _Module:
 
 
 @functools.cache
+def _reader() -> str:
+    """What a reading depends on beside the module: this module, and Python's list of its own."""
+    return _short_hash(Path(__file__).read_text() + sys.version)
+
+
+@functools.cache
 def _read(path: str, _changed: tuple[Any, ...], name: str, folder: Path | None, only: str | None) -> _Module:
-    data = Path(path).read_bytes()
-    files = {"": hashlib.sha256(data).hexdigest()}
-    tree = ast.parse(data, filename=path)
+    sources = {"": Path(path).read_bytes()}
+    sources |= {p.name.removeprefix(Path(path).stem): p.read_bytes() for p in _beside(Path(path))}
+    files = {suffix: hashlib.sha256(data).hexdigest() for suffix, data in sources.items()}
+    content, imports, packages = readings.of_module(
+        "\0".join([path, name, str(folder), str(only)]),
+        [_reader(), files],
+        lambda module: _source(module, folder, only) is not None,
+        lambda is_own: _parsed(path, sources, name, is_own),
+    )
+    return _Module(content, tuple((bound, target) for bound, target in imports), frozenset(packages), files)
+
+
+def _parsed(path: str, sources: dict[str, bytes], name: str, is_own: Callable[[str], bool]) -> list[Any]:
+    """Content, imports and packages of a module, as `_Module` has them."""
+    tree = ast.parse(sources[""], filename=path)
     package = name.split(".") if Path(path).name == "__init__.py" else name.split(".")[:-1]
-    neutral = _Neutral(package, lambda module: _source(module, folder, only) is not None, name.split(".")[0] in OWN)
+    neutral = _Neutral(package, is_own, name.split(".")[0] in OWN)
     tree = neutral.visit(tree)
-    packages = frozenset(neutral.packages - sys.stdlib_module_names - set(OWN))
+    packages = sorted(neutral.packages - sys.stdlib_module_names - set(OWN))
     if all(isinstance(s, ast.Pass) for s in tree.body):
-        return _Module(None, (), packages, files)
+        return [None, [], packages]
     text = canonical_tree(tree)
-    for source in _beside(Path(path)):
-        is_c = source.suffix in (".c", ".h")
-        text += re.sub(r"\s*//.*", "", source.read_text()) if is_c else source.read_text()
-        files[source.name.removeprefix(Path(path).stem)] = hashlib.sha256(source.read_bytes()).hexdigest()
-    return _Module(_short_hash(text), tuple(sorted(neutral.imports)), packages, files)
+    for suffix, data in sources.items():
+        if suffix:
+            beside = data.decode().replace("\r\n", "\n")
+            text += re.sub(r"\s*//.*", "", beside) if suffix in (".c", ".h") else beside
+    return [_short_hash(text), [list(link) for link in sorted(neutral.imports)], packages]
 
 
 def canonical_tree(node: Any) -> str:

@@ -47,17 +47,17 @@ class Metrics:
 def _summary_writer() -> Any:
     """tensorboardX's SummaryWriter.
 
-    tensorboardX imports torch where it is installed, which takes seconds, and needs it for torch's tensors alone.
+    Where torch and boto3 are installed tensorboardX imports them, which takes seconds; it needs torch for tensors of
+    torch, and boto3 for logs that it writes to S3 itself.
     """
-    # None in sys.modules makes `import torch` an ImportError, which tensorboardX expects.
-    absent = "torch" not in sys.modules
-    if absent:
-        sys.modules["torch"] = None  # type: ignore[assignment]
+    # None in sys.modules makes an import an ImportError, which tensorboardX expects.
+    absent = [name for name in ("torch", "boto3") if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]
     try:
         from tensorboardX import SummaryWriter
     finally:
-        if absent:
-            del sys.modules["torch"]
+        for name in absent:
+            del sys.modules[name]
     return SummaryWriter
 
 

@@ -69,9 +69,9 @@ def test_the_second_run_is_all_cached_and_starts_no_worker(rlhf, store, record):
     assert digests[0] == digests[1]
 
 
-def test_a_run_never_overwrites_another(rlhf, smoke_store):
+def test_a_run_never_overwrites_another(rlhf_here, smoke_store):
     before = (smoke_store / "runs" / "first" / "run.json").read_bytes()
-    done = rlhf("run", "smoke", "--no-prefect", "--name", "first", "--set", f"store={smoke_store}", code=2)
+    done = rlhf_here("run", "smoke", "--no-prefect", "--name", "first", "--set", f"store={smoke_store}", code=2)
     assert "run first is finished" in done.stderr and "choose another --name" in done.stderr
     assert (smoke_store / "runs" / "first" / "run.json").read_bytes() == before
 
@@ -82,21 +82,21 @@ def test_a_run_s_name_is_no_path(rlhf, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_runs_and_show(rlhf, smoke_store):
-    line = next(x for x in rlhf("runs", "--store", smoke_store).stdout.splitlines() if "first" in x)
+def test_runs_and_show(rlhf_here, smoke_store):
+    line = next(x for x in rlhf_here("runs", "--store", smoke_store).stdout.splitlines() if "first" in x)
     assert "finished" in line
-    shown = rlhf("show", "first", "--store", smoke_store).stdout
+    shown = rlhf_here("show", "first", "--store", smoke_store).stdout
     for name in ("base", "prepare", "sft", "round-001.score", "evaluate.rl", "export"):
         assert re.search(rf"^  {re.escape(name)} +made ", shown, re.MULTILINE)
-    newest = rlhf("show", "--store", smoke_store)
+    newest = rlhf_here("show", "--store", smoke_store)
     assert newest.stdout == shown and newest.stderr == "run first\n"
-    assert rlhf("show", "first", "--store", smoke_store).stderr == ""
-    assert rlhf("show", "smoke", "--store", smoke_store).stderr == "run first\n"
+    assert rlhf_here("show", "first", "--store", smoke_store).stderr == ""
+    assert rlhf_here("show", "smoke", "--store", smoke_store).stderr == "run first\n"
     assert Path(re.search(r"^log +(.+)$", shown, re.MULTILINE).group(1)).is_file()
 
 
-def test_an_audit_has_a_line_for_each_law_a_table_in_the_report_and_an_exit_status(rlhf, store):
-    out = rlhf("audit", "first", "--store", store).stdout
+def test_an_audit_has_a_line_for_each_law_a_table_in_the_report_and_an_exit_status(rlhf_here, store):
+    out = rlhf_here("audit", "first", "--store", store).stdout
     # The smoke run is no fork, has no baselines of ReMax, and chooses no policy.
     played = ["episodes", "tokens", "returns", "faults", "limits", "seeds"]
     assert re.findall(r"^  no case +(\w+)", out, re.MULTILINE) == ["fork", "greedy", *played, "choice"]
@@ -109,20 +109,20 @@ def test_an_audit_has_a_line_for_each_law_a_table_in_the_report_and_an_exit_stat
 
     lost = next((store / "artifacts" / "score").glob("*/manifest.json"))
     lost.unlink()
-    out = rlhf("audit", "first", "--store", store, code=1).stdout
+    out = rlhf_here("audit", "first", "--store", store, code=1).stdout
     assert re.search(r"^  BROKEN +artifacts .*\n +round-00\d.score with digest \w+ is gone", out, re.MULTILINE)
     assert "laws are broken: artifacts" in out
 
 
-def test_a_run_that_is_not_there(rlhf, smoke_store, tmp_path):
-    assert "did you mean first?" in rlhf("show", "frist", "--store", smoke_store, code=2).stderr
-    assert "no runs in" in rlhf("show", "--store", tmp_path, code=2).stderr
+def test_a_run_that_is_not_there(rlhf_here, smoke_store, tmp_path):
+    assert "did you mean first?" in rlhf_here("show", "frist", "--store", smoke_store, code=2).stderr
+    assert "no runs in" in rlhf_here("show", "--store", tmp_path, code=2).stderr
 
 
-def test_plan_tells_what_a_run_would_do(rlhf, smoke_store):
+def test_plan_tells_what_a_run_would_do(rlhf_here, smoke_store):
     sets = ["--set", f"store={smoke_store}"]
-    assert " 0 miss, 0 wait" in rlhf("plan", "smoke", *sets).stdout
-    out = rlhf("plan", "smoke", *sets, "--set", "sft.optimizer.learning_rate=1e-3").stdout
+    assert " 0 miss, 0 wait" in rlhf_here("plan", "smoke", *sets).stdout
+    out = rlhf_here("plan", "smoke", *sets, "--set", "sft.optimizer.learning_rate=1e-3").stdout
     assert re.search(
         r"^miss +sft  \(nearest: run first\)\n +sft\.optimizer\.learning_rate: 0\.003 -> 0\.001$", out, re.MULTILINE
     )
@@ -145,9 +145,9 @@ def test_plan_config_prints_a_recipe_that_reads_back_with_presets_and_defaults(t
     assert values["sft"]["optimizer"]["beta2"] == 0.95
 
 
-def test_a_run_does_what_the_plan_said_and_no_more(rlhf, store, record):
+def test_a_run_does_what_the_plan_said_and_no_more(rlhf, rlhf_here, store, record):
     sets = ["--set", f"store={store}", "--set", "rl.score.rewards.digits.weight=0.25", "--set", "rl.rounds=1"]
-    out = rlhf("plan", "smoke", *sets).stdout
+    out = rlhf_here("plan", "smoke", *sets).stdout
     assert "rl.score.rewards.digits.weight: 0.5 -> 0.25" in out
     rlhf("run", "smoke", "--no-prefect", "--name", "reweighted", *sets)
     made = {n for n, s in state(record(store, "reweighted")).items() if s == "made"}
@@ -171,16 +171,16 @@ def test_rerun_makes_one_stage_again_and_that_stage_alone(rlhf, store, record):
     assert artifact.manifest["run"] == name
 
 
-def test_a_part_of_a_recipe_is_made_and_the_same_command_goes_on_with_it(rlhf, store, record):
+def test_a_part_of_a_recipe_is_made_and_the_same_command_goes_on_with_it(rlhf, rlhf_here, store, record):
     options = ["run", "smoke", "--no-prefect", "--name", "part", "--store", store]
     out = rlhf(*options, "--until", "sft").stdout
     assert re.search(r"partial: 3 of \d+ stages; `rlhf run` of the whole recipe makes the others", out)
     part = record(store, "part")
     assert part["status"] == "partial" and list(part["nodes"]) == ["base", "prepare", "sft"]
     # The newest of all, and no default of what wants a whole run.
-    assert rlhf("show", "--store", store).stderr == "run part\n"
-    assert rlhf("report", "--store", store).stderr == "run first\n"
-    assert re.search(r"^ *part +partial ", rlhf("runs", "--store", store).stdout, re.MULTILINE)
+    assert rlhf_here("show", "--store", store).stderr == "run part\n"
+    assert rlhf_here("report", "--store", store).stderr == "run first\n"
+    assert re.search(r"^ *part +partial ", rlhf_here("runs", "--store", store).stdout, re.MULTILINE)
 
     done = rlhf(*options, "--only", "evaluate.sft,evaluate.base")
     assert "run part goes on (try 2)" in done.stderr
@@ -189,12 +189,12 @@ def test_a_part_of_a_recipe_is_made_and_the_same_command_goes_on_with_it(rlhf, s
     assert record(store, "part")["status"] == "finished"
 
 
-def test_only_and_until_name_what_there_is(rlhf, smoke_store):
+def test_only_and_until_name_what_there_is(rlhf_here, smoke_store):
     options = ["run", "smoke", "--no-prefect", "--store", smoke_store]
-    assert "no stage, round or node 'stf'" in rlhf(*options, "--until", "stf", code=2).stderr
-    assert "no stage, round or node 'x'" in rlhf(*options, "--only", "sft,x", code=2).stderr
-    assert "a round is round-000" in rlhf(*options, "--until", "round-9", code=2).stderr
-    assert "not both" in rlhf(*options, "--only", "sft", "--until", "sft", code=2).stderr
+    assert "no stage, round or node 'stf'" in rlhf_here(*options, "--until", "stf", code=2).stderr
+    assert "no stage, round or node 'x'" in rlhf_here(*options, "--only", "sft,x", code=2).stderr
+    assert "a round is round-000" in rlhf_here(*options, "--until", "round-9", code=2).stderr
+    assert "not both" in rlhf_here(*options, "--only", "sft", "--until", "sft", code=2).stderr
 
 
 def test_a_round_stands_for_all_of_its_nodes():
@@ -204,13 +204,16 @@ def test_a_round_stands_for_all_of_its_nodes():
     assert list(nodes)[len(until(nodes, found)) - 1] == "round-001.update"
 
 
-def test_rerun_says_what_there_is(rlhf, smoke_store):
+def test_rerun_says_what_there_is(rlhf_here, smoke_store):
     options = ["--no-prefect", "--store", smoke_store]
-    assert "stages are base, prepare" in rlhf("rerun", "first", *options, code=2).stderr
-    assert "no stage, round or node 'evalute'" in rlhf("rerun", "first", "--stage", "evalute", *options, code=2).stderr
+    assert "stages are base, prepare" in rlhf_here("rerun", "first", *options, code=2).stderr
+    assert (
+        "no stage, round or node 'evalute'"
+        in rlhf_here("rerun", "first", "--stage", "evalute", *options, code=2).stderr
+    )
 
 
-def test_a_stage_that_fails_ends_with_status_1_and_what_was_done_is_kept(rlhf, store, record):
+def test_a_stage_that_fails_ends_with_status_1_and_what_was_done_is_kept(rlhf, rlhf_here, store, record):
     sets = ["--set", f"store={store}", "--set", "reward.optimizer.learning_rate=1e30", "--set", "rl=null"]
     sets += ["--set", "reward.optimizer.clip_norm=1e30"]
     done = rlhf("run", "smoke", "--no-prefect", "--name", "fails", *sets, code=1)
@@ -222,7 +225,9 @@ def test_a_stage_that_fails_ends_with_status_1_and_what_was_done_is_kept(rlhf, s
     failed = record(store, "fails")
     assert failed["status"] == "failed"
     assert state(failed, "sft", "reward") == {"sft": "hit", "reward": "failed"}
-    shown = next(x for x in rlhf("show", "fails", "--store", store).stdout.splitlines() if x.startswith("  reward"))
+    shown = next(
+        x for x in rlhf_here("show", "fails", "--store", store).stdout.splitlines() if x.startswith("  reward")
+    )
     assert "NonFinite" in shown and " 0.0 s" not in shown and re.search(r"failed +\d+\.\d s", shown)
 
 
@@ -267,7 +272,7 @@ def test_ctrl_c_ends_a_run_and_its_worker(store, record, rlhf):
         os.killpg(process.pid, 0)
 
 
-def test_a_run_whose_process_is_gone_is_shown_as_killed(rlhf, store):
+def test_a_run_whose_process_is_gone_is_shown_as_killed(rlhf_here, store):
     place = Store(str(store))
     first = place.read_json("runs", "first", "run.json")
     process = subprocess.Popen(["true"])
@@ -276,7 +281,7 @@ def test_a_run_whose_process_is_gone_is_shown_as_killed(rlhf, store):
     elsewhere = gone | {"name": "elsewhere", "process": first["process"] | {"host": "another"}, "saved": now()}
     for run in (gone, elsewhere):
         place.write_json(run, "runs", run["name"], "run.json")
-    lines = rlhf("runs", "--store", store).stdout.splitlines()
+    lines = rlhf_here("runs", "--store", store).stdout.splitlines()
     assert "killed" in next(x for x in lines if "gone" in x)
     assert "running" in next(x for x in lines if "elsewhere" in x)
 
@@ -304,8 +309,8 @@ def test_verify_finds_damage_and_the_next_run_repairs_it(rlhf, store, record):
     assert {n: e["digest"] for n, e in repaired["nodes"].items()} == {n: e["digest"] for n, e in entry.items()}
 
 
-def test_a_store_that_is_not_there_is_not_well(rlhf, tmp_path):
-    assert f"no artifacts in {tmp_path / 'mount'}" in rlhf("verify", "--store", tmp_path / "mount", code=2).stderr
+def test_a_store_that_is_not_there_is_not_well(rlhf_here, tmp_path):
+    assert f"no artifacts in {tmp_path / 'mount'}" in rlhf_here("verify", "--store", tmp_path / "mount", code=2).stderr
 
 
 @pytest.mark.parametrize("node", ["export", pytest.param("round-000.update", marks=pytest.mark.slow)])
@@ -332,8 +337,8 @@ def test_a_signal_ends_a_chat_and_leaves_nobody(smoke_store):
     assert psutil.wait_procs(family, timeout=10)[1] == []
 
 
-def test_chat_with_a_node_that_is_not_there(rlhf, smoke_store):
-    done = rlhf("chat", "first", "--store", smoke_store, "--node", "sfft", code=2)
+def test_chat_with_a_node_that_is_not_there(rlhf_here, smoke_store):
+    done = rlhf_here("chat", "first", "--store", smoke_store, "--node", "sfft", code=2)
     assert "run first has no finished sfft; finished are base, prepare" in done.stderr
 
 
@@ -376,8 +381,8 @@ def test_a_reward_function_in_the_current_folder_is_found(rlhf, store, record):
     assert "my_rewards.py:2 +     return [float(len(c)) for c in completions]" in out
 
 
-def test_an_option_that_only_the_settings_refuse_is_a_usage_error(rlhf, smoke_store):
-    done = rlhf("chat", "first", "--store", smoke_store, "--temperature", "inf", code=2)
+def test_an_option_that_only_the_settings_refuse_is_a_usage_error(rlhf_here, smoke_store):
+    done = rlhf_here("chat", "first", "--store", smoke_store, "--temperature", "inf", code=2)
     assert "--temperature" in done.stderr and "finite" in done.stderr and "pydantic" not in done.stderr
 
 

@@ -66,15 +66,15 @@ def test_a_copy_that_is_killed_is_made_by_the_same_command(rlhf, smoke_store, tm
     assert not list(out.glob(".export*"))
 
 
-def test_a_folder_with_half_a_copy_of_another_policy_is_refused(rlhf, smoke_store, tmp_path):
+def test_a_folder_with_half_a_copy_of_another_policy_is_refused(rlhf_here, smoke_store, tmp_path):
     out = write_files(tmp_path / "out", **{"model.safetensors": "another"})
     (out / ".export-0123456789ab.part").mkdir()
-    done = rlhf("export", "--store", smoke_store, "--to", out, code=2)
+    done = rlhf_here("export", "--store", smoke_store, "--to", out, code=2)
     assert "exists and is not empty" in done.stderr and (out / "model.safetensors").read_text() == "another"
 
 
-def test_an_export_names_everything_that_it_was_made_from(rlhf, smoke_store, record):
-    folder = Path(rlhf("export", "--store", smoke_store).stdout.strip())
+def test_an_export_names_everything_that_it_was_made_from(rlhf_here, smoke_store, record):
+    folder = Path(rlhf_here("export", "--store", smoke_store).stdout.strip())
     history = json.loads((folder / "provenance.json").read_text())
     nodes = record(smoke_store, "first")["nodes"]
     expected = {e["key"] for n, e in nodes.items() if not n.startswith("evaluate") and n != "export"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import subprocess
 from pathlib import Path
@@ -89,9 +90,10 @@ def test_a_character_that_is_written_in_two_parts_is_one(place, tmp_path):
 
 def test_ctrl_c_ends_it_quietly(place, tmp_path):
     write_record(place, "running")
-    following = subprocess.Popen(
-        [RLHF, "logs", "first", "-f", "--store", tmp_path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    command, pipe = [RLHF, "logs", "first", "-f", "--store", tmp_path], subprocess.PIPE
+    # A shell that runs the tests in the background lets its children ignore Ctrl-C.
+    heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    following = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=heard)
     assert following.stdout is not None and following.stdout.readline()
     following.send_signal(signal.SIGINT)
     assert following.communicate(timeout=30)[1] == "" and following.returncode == 130

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import select
 import signal
 import socket
@@ -101,7 +102,9 @@ def test_a_file_for_node_exporter_is_written_whole(place, tmp_path):
 
 def test_a_scrape_is_answered_on_this_machine_alone_until_ctrl_c(place):
     command = [RLHF, "metrics", "--serve", "0", "--store", place.url]
-    serving = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    # A shell that runs the tests in the background lets its children ignore Ctrl-C.
+    heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    serving = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heard)
     assert serving.stderr is not None
     url = serving.stderr.readline().rpartition(" on ")[2].strip()
     assert url.startswith("http://127.0.0.1:")

@@ -65,7 +65,7 @@ def test_an_input_that_is_read_only_now_is_told_of_a_stage_that_waits_for_it(smo
     assert any(line.endswith("is read now and was not before") for line in told.reasons), told.reasons
 
 
-def test_what_differs_in_a_stage_that_waits_is_told_with_what_it_waits_for(rlhf, smoke_store):
+def test_what_differs_in_a_stage_that_waits_is_told_with_what_it_waits_for(rlhf_here, smoke_store):
     sets = ["data.seed=3", "evaluate.max_tokens=9", "rl.update.kl_coef=0.1"]
     found = planned(smoke_store, *sets)
     assert found["prepare"].state == "miss"
@@ -74,7 +74,7 @@ def test_what_differs_in_a_stage_that_waits_is_told_with_what_it_waits_for(rlhf,
     judged = {f"evaluate.{name}": ["evaluate.max_tokens: 8 -> 9"] for name in ("base", "sft", "rl")}
     assert {name: told for name, told in own.items() if told} == updates | judged
     assert {found[name].nearest for name in updates | judged} == {"first"} and found["sft"].nearest == ""
-    text = rlhf("plan", "smoke", "--store", smoke_store, *[word for s in sets for word in ("--set", s)]).stdout
+    text = rlhf_here("plan", "smoke", "--store", smoke_store, *[word for s in sets for word in ("--set", s)]).stdout
     assert text.count("rl.update.kl_coef: 0.01 -> 0.1") == 1 and "waits  sft\nwaits  reward\n" in text
     assert "or differs itself, as told below it" in text
 

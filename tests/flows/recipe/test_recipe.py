@@ -288,9 +288,9 @@ def test_a_value_that_yaml_takes_for_a_comment_is_told(recipe, text, message):
     ],
 )
 @pytest.mark.parametrize("verb", ["run", "plan"])
-def test_a_recipe_that_cannot_run_ends_with_status_2_and_no_work(rlhf, tmp_path, verb, sets, message):
+def test_a_recipe_that_cannot_run_ends_with_status_2_and_no_work(rlhf_here, tmp_path, verb, sets, message):
     words = [w for item in [*sets, f"store={tmp_path / 'store'}"] for w in ("--set", item)]
-    done = rlhf(verb, "smoke", *(["--no-prefect"] if verb == "run" else []), *words, code=2)
+    done = rlhf_here(verb, "smoke", *(["--no-prefect"] if verb == "run" else []), *words, code=2)
     assert f"error: {message}" in done.stderr or message in done.stderr
     assert done.stderr.startswith("error: ")
     assert "Traceback" not in done.stderr

@@ -43,12 +43,14 @@ def test_a_project_without_wandb_is_an_error_that_says_what_to_install(tmp_path,
         Metrics(tmp_path, "run.sft")
 
 
-def test_torch_is_not_imported_where_it_is_installed(tmp_path):
+def test_torch_and_boto3_are_not_imported_where_they_are_installed(tmp_path):
     code = (
         "import pathlib, sys; from stages.contract.metrics import Metrics; "
-        f"Metrics(pathlib.Path({str(tmp_path)!r}), 'x').close(); sys.exit('torch' in sys.modules)"
+        f"Metrics(pathlib.Path({str(tmp_path)!r}), 'x').close(); "
+        f"sys.exit(not {{'torch', 'boto3'}}.isdisjoint(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    import boto3
     import torch
 
-    assert torch.zeros(1) == 0
+    assert torch.zeros(1) == 0 and boto3.Session is not None

@@ -41,14 +41,14 @@ def kernel(q, far, near, length, t, spec, live=None, kv="float32", compiler=None
     live = jnp.ones(len(q), bool) if live is None else live
     name = kernels.build(kv, compiler).attention
     assert name is not None, "this machine has no C compiler, or it cannot build the kernels"
-    length = jnp.asarray(length)
-    spans = cpu_attention.of_step(length, live, t)
     run = functools.partial(attend, name, spec)
-    return jax.jit(run)(q[:, 0], among_others(far), among_others(near), 1, spans, length + t)[:, None]
+    return jax.jit(run)(q, far, near, jnp.asarray(length), t, live)
 
 
-def attend(name, spec, *given):
-    return cpu_attention.attend(name, *given, spec)
+def attend(name, spec, q, far, near, length, t, live):
+    spans = cpu_attention.of_step(length, live, t)
+    stacks = among_others(far), among_others(near)
+    return cpu_attention.attend(name, q[:, 0], *stacks, 1, spans, length + t, spec)[:, None]
 
 
 def among_others(layer):
@@ -64,8 +64,11 @@ def among_others(layer):
 
 
 def plain(q, far, near, length, t, spec):
-    """As a step does it without the kernel."""
-    length = jnp.asarray(length)[:, None, None]
+    """As a step does it without the kernel. One program: each operation alone would be compiled for each shape."""
+    return jax.jit(functools.partial(attend_plainly, spec))(q, far, near, jnp.asarray(length)[:, None, None], t)
+
+
+def attend_plainly(spec, q, far, near, length, t):
     cached, new = jnp.arange(far["k"].shape[3]), jnp.arange(STEPS)
     older = jnp.broadcast_to(cached < length, (len(q), 1, cached.size))
     newer = jnp.broadcast_to(new <= t, (len(q), 1, STEPS))

@@ -22,7 +22,7 @@ def operands(rows, size, outs, kind="float32"):
     rng = np.random.default_rng(0)
     x, weight = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((rows, size), (outs, size)))
     if kind == "int8":
-        codes, scale = int8_encode(weight.T)
+        codes, scale = jax.jit(int8_encode)(weight.T)
         return x, codes.T, scale[0]
     return x.astype(kind), weight.astype(kind), None
 
@@ -34,15 +34,21 @@ def by_kernel(x, weight, scale=None, name=None):
     return np.asarray(jax.jit(run)(x, among_others(weight), 1, scale_O=scale))
 
 
+@jax.jit
 def among_others(weight):
     """A stack of matrices, of which this is number 1."""
     before, behind = (-128, 127) if weight.dtype == jnp.int8 else (jnp.nan, jnp.inf)
     return jnp.stack([jnp.full_like(weight, before), weight, jnp.full_like(weight, behind)])
 
 
+@jax.jit
+def decoded(weight, scale):
+    return int8_decode((weight, scale[:, None]), jnp.float32)
+
+
 def wide(x, weight, scale=None):
     """Both in float64."""
-    dense = weight if scale is None else int8_decode((weight, scale[:, None]), jnp.float32)
+    dense = weight if scale is None else decoded(weight, scale)
     return np.asarray(x, np.float64), np.asarray(dense, np.float64)
 
 
