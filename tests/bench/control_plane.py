@@ -28,15 +28,15 @@ def recipe_of(store: str, rounds: int) -> Any:
 def fill(recipe: Any, folder: Path) -> int:
     """Makes the artifacts of a run under their keys, each of small files that others read. Returns their number."""
     from flows.graph.build import build
-    from flows.graph.keying import key_of, key_parts
+    from flows.graph.keying import Codes, key_of, key_parts
     from stages.store.artifacts import Store
 
-    nodes, store, made = build(recipe), Store(recipe.store), {}
+    nodes, store, made, codes = build(recipe), Store(recipe.store), {}, Codes()
     read: dict[str, set[str]] = {}
     for wanted in (i for node in nodes for i in node.inputs.values()):
         read.setdefault(wanted.node, set()).update(wanted.parts)
     for number, node in enumerate(nodes):
-        parts = key_parts(node, made)
+        parts = key_parts(node, made, codes)
         for part in read.get(node.name) or {""}:
             place = folder / f"out-{number}" / (f"{part}content.json" if part == "" or part.endswith("/") else part)
             place.parent.mkdir(parents=True, exist_ok=True)
