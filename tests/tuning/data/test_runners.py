@@ -1,6 +1,10 @@
 """A runner that takes pipelines in the portable form gives the bytes of this process."""
 
 import json
+import socket
+
+import pytest
+from apache_beam.options.pipeline_options import PipelineOptions, PortableOptions
 
 from tests.tuning.data.run import job_server
 from tuning.data import files, pipeline, runners
@@ -25,3 +29,22 @@ def test_the_portable_form_gives_the_same_pieces(tmp_path):
     for name in names:
         assert (tmp_path / "portable" / name).read_bytes() == (tmp_path / "local" / name).read_bytes(), name
     assert counters["Validate/in"] == 201 and counters["Validate/dead"] == 1
+
+
+@pytest.mark.parametrize("given, seconds", [({}, 30 * 86_400), ({"job_server_timeout": 90}, 90)])
+def test_a_job_is_followed_for_longer_than_the_minute_that_beam_follows_it(given, seconds):
+    flags = runners.flags_of(runners.Runner("PortableRunner", options=given))
+    assert PipelineOptions(flags).view_as(PortableOptions).job_server_timeout == seconds
+
+
+def test_a_job_server_that_does_not_answer_is_named(tmp_path):
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        # Nobody listens there.
+        endpoint = f"127.0.0.1:{bound.getsockname()[1]}"
+        runner = runners.Runner("PortableRunner", options={"job_endpoint": endpoint})
+        with pytest.raises(runners.RunnerError, match=f"job_endpoint: no job server answers at {endpoint}"):
+            pipeline.run([], Plan(tokenizer="", splits=()), str(tmp_path), runner=runner)
+    runner = runners.Runner("PortableRunner", options={"job_endpoint": "nowhere"})
+    with pytest.raises(runners.RunnerError, match="expected HOST:PORT"):
+        runners.reach(runner)
