@@ -31,7 +31,8 @@ def fill(recipe: Any, folder: Path) -> int:
     from flows.graph.keying import Codes, key_of, key_parts
     from stages.store.artifacts import Store
 
-    nodes, store, made, codes = build(recipe), Store(recipe.store), {}, Codes()
+    nodes, store, codes = build(recipe), Store(recipe.store), Codes()
+    made: dict[str, Any] = {}
     read: dict[str, set[str]] = {}
     for wanted in (i for node in nodes for i in node.inputs.values()):
         read.setdefault(wanted.node, set()).update(wanted.parts)
