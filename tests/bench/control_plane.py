@@ -15,6 +15,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from tests.bench.plots import over
+
 RESULTS = Path(__file__).parent / "results" / "control_plane.json"
 
 
@@ -91,13 +93,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--milliseconds", type=float, default=50.0, help="of each request of the plan")
-    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name} and .png")
     args = parser.parse_args()
     found = [measure(rounds, args.milliseconds) for rounds in args.rounds]
     for row in found:
         print(json.dumps(row))
     if args.write:
         RESULTS.write_text(json.dumps({"milliseconds": args.milliseconds, "rows": found}, indent=1) + "\n")
+        shown = ("run_requests", "run_megabytes", "run_seconds_without_latency", "plan_requests", "plan_seconds")
+        over(found, "nodes", shown, RESULTS.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench import data
+from tests.bench.plots import over
 from tests.bench.watched import watched
 
 RESULTS = Path(__file__).parent / "results"
@@ -94,26 +95,6 @@ def faults(rows: Sequence[dict[str, Any]]) -> list[str]:
     return found
 
 
-def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """A figure by its number of records, on logarithmic axes: a straight line of slope 1 is linear."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 3), layout="constrained")
-    FigureCanvasAgg(figure)
-    counts = [row["records"] for row in rows]
-    for axes, name in zip(figure.subplots(1, 5), (*LINEAR, "memory_mb"), strict=True):
-        values = [row[name] for row in rows]
-        axes.loglog(counts, values, marker="o")
-        if name in LINEAR:
-            # Proportional to the last one.
-            axes.loglog(counts, [values[-1] * count / counts[-1] for count in counts], ":", color="grey")
-        else:
-            axes.set(yscale="linear", ylim=(0, 1.2 * max(values)))
-        axes.set(title=name.replace("_", " "), xlabel="records")
-    figure.savefig(path, dpi=110)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.data_scale", description=__doc__)
     parser.add_argument("--records", type=int, nargs="+", default=[50_000, 500_000, 5_000_000])
@@ -134,7 +115,7 @@ def main() -> None:
     found = faults(rows)
     if args.write:
         (RESULTS / "data_scale.json").write_text(json.dumps({"rows": rows, "faults": found}, indent=1) + "\n")
-        plot(rows, RESULTS / "data_scale.png")
+        over(rows, "records", LINEAR, RESULTS / "data_scale.png", flat="memory_mb")
     if found:
         raise SystemExit("; ".join(found))
 
