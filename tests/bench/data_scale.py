@@ -99,7 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.data_scale", description=__doc__)
     parser.add_argument("--records", type=int, nargs="+", default=[50_000, 500_000, 5_000_000])
     parser.add_argument("--settings", type=json.loads, default={"workers": 2}, help="more settings of the stage, JSON")
-    parser.add_argument("--folder", help="where there is room for 3 KB a record; by default the temporary one")
+    parser.add_argument("--folder", help="where there is room for 2 KB a record; by default the temporary one")
     parser.add_argument("--write", action="store_true", help="write data_scale.json and .png")
     parser.add_argument("--child", nargs=2, metavar=("FOLDER", "SETTINGS"), help=argparse.SUPPRESS)
     args = parser.parse_args()
