@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -250,13 +251,16 @@ def _rounds(graph: _Graph, section: str, policies: Policies) -> None:
     evaluate = graph.recipe.evaluate
     choosing = evaluate is not None and evaluate.load_best_model_at_end
     candidates: dict[str, Input] = {}
+    # Prompts that the rounds before each draw, and those of their refills.
+    drawn = [0, *itertools.accumulate(rl.rollout.prompts for rl in settings_of)]
+    refilled = [0, *itertools.accumulate(rl.refills * rl.rollout.prompts for rl in settings_of)]
     for i, rl in enumerate(settings_of):
         # Round i needs its rollouts now. Those of the `staleness` rounds behind it come from policies that are
         # there already.
         while (number := len(sampled)) < len(settings_of) and number - settings_of[number].staleness <= i:
             # trained[k] is the policy before round k.
             policy = trained[max(0, number - settings_of[number].staleness)]
-            sampled.append(_scored(graph, settings_of[: number + 1], policy))
+            sampled.append(_scored(graph, number, settings_of[number], policy, drawn[number], refilled[number]))
         judged = _judged(graph.recipe, i)
         stored = (i + 1) % rl.checkpoint_every == 0 or i + 1 == len(settings_of) or (judged and choosing)
         change: dict[str, Any] = {"round": i, "temperature": rl.rollout.temperature, "store_state": stored}
@@ -288,15 +292,11 @@ def _judged(recipe: Recipe, number: int) -> bool:
     return evaluate.load_best_model_at_end if last else (number + 1) % evaluate.every == 0
 
 
-def _scored(graph: _Graph, until: list[RL], policy: Input) -> dict[str, Input]:
+def _scored(graph: _Graph, number: int, rl: RL, policy: Input, drawn: int, refilled: int) -> dict[str, Input]:
     """A round's rollouts, scores, refills and baselines by the roles that they have for the update.
 
-    until: the settings of each round up to this one.
+    drawn, refilled: prompts of the rounds before, and of their refills: the round's stretch of either order is behind.
     """
-    number, rl = len(until) - 1, until[-1]
-    # The round's stretch of the order of prompts, and of that of refills, are behind those of all before it.
-    drawn = sum(before.rollout.prompts for before in until[:-1])
-    refilled = sum(before.refills * before.rollout.prompts for before in until[:-1])
     name = f"round-{number:03d}"
     # The first update turns the base into the quantised one; until then the sampler has to round it.
     quantize = stored_as(rl.update.lora) if number <= rl.staleness else "none"

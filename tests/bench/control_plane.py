@@ -15,6 +15,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from tests.bench.plots import over
+
 RESULTS = Path(__file__).parent / "results" / "control_plane.json"
 
 
@@ -28,15 +30,16 @@ def recipe_of(store: str, rounds: int) -> Any:
 def fill(recipe: Any, folder: Path) -> int:
     """Makes the artifacts of a run under their keys, each of small files that others read. Returns their number."""
     from flows.graph.build import build
-    from flows.graph.keying import key_of, key_parts
+    from flows.graph.keying import Codes, key_of, key_parts
     from stages.store.artifacts import Store
 
-    nodes, store, made = build(recipe), Store(recipe.store), {}
+    nodes, store, codes = build(recipe), Store(recipe.store), Codes()
+    made: dict[str, Any] = {}
     read: dict[str, set[str]] = {}
     for wanted in (i for node in nodes for i in node.inputs.values()):
         read.setdefault(wanted.node, set()).update(wanted.parts)
     for number, node in enumerate(nodes):
-        parts = key_parts(node, made)
+        parts = key_parts(node, made, codes)
         for part in read.get(node.name) or {""}:
             place = folder / f"out-{number}" / (f"{part}content.json" if part == "" or part.endswith("/") else part)
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +66,7 @@ def measure(rounds: int, milliseconds: float) -> dict[str, Any]:
         recipe = recipe_of(f"distant://{uuid.uuid4().hex}", rounds)
         nodes = fill(recipe, Path(folder))
         Distant.begin()
-        began = time.monotonic()
+        began, cpu = time.monotonic(), time.process_time()
         session = Session(recipe, ConsoleReporter(Console(file=io.StringIO())), "one")
         for name in list(session.nodes):
             state, _ = session.run_node(name)
@@ -76,13 +79,15 @@ def measure(rounds: int, milliseconds: float) -> dict[str, Any]:
             "rounds": rounds,
             "nodes": nodes,
             "run_seconds_without_latency": time.monotonic() - began,
+            "run_processor_seconds": time.process_time() - cpu,
         }
         found |= {"run_requests": Distant.requests, "run_megabytes": Distant.bytes_written / 1e6}
         Distant.begin(milliseconds / 1000)
-        began = time.monotonic()
+        began, cpu = time.monotonic(), time.process_time()
         planned = plan(recipe)
         assert {p.state for p in planned} == {"hit"}
         found |= {"plan_seconds": time.monotonic() - began, "plan_requests": Distant.requests}
+        found |= {"plan_processor_seconds": time.process_time() - cpu}
     return {name: round(value, 2) if isinstance(value, float) else value for name, value in found.items()}
 
 
@@ -90,13 +95,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--milliseconds", type=float, default=50.0, help="of each request of the plan")
-    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name} and .png")
     args = parser.parse_args()
     found = [measure(rounds, args.milliseconds) for rounds in args.rounds]
     for row in found:
         print(json.dumps(row))
     if args.write:
         RESULTS.write_text(json.dumps({"milliseconds": args.milliseconds, "rows": found}, indent=1) + "\n")
+        # What does not depend on what else the machine does.
+        shown = ("run_requests", "run_megabytes", "plan_requests")
+        over(found, "nodes", shown, RESULTS.with_suffix(".png"))
 
 
 if __name__ == "__main__":

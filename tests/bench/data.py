@@ -26,13 +26,13 @@ SYLLABLES = ("ka", "lo", "mi", "ter", "an", "sel", "dro", "ip", "un", "ver", "ta
 PROMPT, COMPLETION, HELDOUT = 512, 512, 0.02
 
 
-def write_records(path: Path, count: int) -> None:
-    """`count` records of about 1 KB: 55 words of prompt, 75 of completion, of 20,000 made-up words."""
+def write_records(path: Path, count: int, prompt_words: int = 55, completion_words: int = 75) -> None:
+    """`count` records, with these words of 20,000 made-up ones of about 8 bytes."""
     rng = random.Random(0)
     words = ["".join(rng.choices(SYLLABLES, k=rng.randint(1, 4))) for _ in range(20_000)]
     with path.open("w") as file:
         for i in range(count):
-            prompt, completion = (" ".join(rng.choices(words, k=k)) for k in (55, 75))
+            prompt, completion = (" ".join(rng.choices(words, k=k)) for k in (prompt_words, completion_words))
             file.write(json.dumps({"id": f"r{i}", "prompt": prompt, "completion": completion}) + "\n")
 
 
@@ -76,16 +76,18 @@ class Memory:
         self.thread.join()
 
 
-def prepare(source: Path, base: Path, out: Path, workers: int) -> int:
-    """Runs the stage `prepare` and returns the number of rows."""
+def prepare(source: Path, base: Path, out: Path, workers: int, work: Path | None = None, **settings: Any) -> int:
+    """Runs the stage `prepare` and returns the number of rows.
+
+    work: its folder for work in progress, by default below `out`. settings: more of the stage's.
+    """
     from stages.contract.definition import Context
     from stages.prepare import stage
 
-    config = stage.Config(
-        source=str(source), workers=workers, splits=["sft", "heldout"], sft_fraction=1.0, heldout_fraction=HELDOUT
-    )
+    given = {"source": str(source), "workers": workers, "splits": ["sft", "heldout"], "sft_fraction": 1.0}
+    config = stage.Config.model_validate(given | {"heldout_fraction": HELDOUT} | settings)
     artifact: Any = types.SimpleNamespace(local=lambda part="": base / part, manifest={})
-    work = out / "work"
+    work = work or out / "work"
     work.mkdir()
     context = Context(
         config=config, inputs={"base": artifact}, out=out, work=work, seed=0, log=lambda line: None, memory={},

@@ -5,14 +5,15 @@
           part 0              part 1              part 2            each merged alone
 
 Work proceeds shard by shard, on Arrow columns. Equal records and equal rows have equal keys, and a key determines its
-shard, so duplicates meet in one shard. Beside one shard, memory holds about 40 bytes for each record, and 100 where
-near duplicates are looked for.
+shard, so duplicates meet in one shard. What is compared over all shards is on disk, in buckets by its hash. So memory
+holds a shard for each thread and a bucket; where near duplicates are looked for 16 bytes a record too, and the digests
+of those that leave.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,9 +23,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from tuning.data.buckets import HASH_BITS, Buckets
 from tuning.data.gather import file_of, gather, schema_of, tables
 from tuning.data.schema import DEAD, SCHEMAS, ipc_table, table_of, write_parquet
 from tuning.data.similar import PERMUTATIONS, band_keys, bands_of, near_duplicates
+
+BAND_BYTES = 1 << 27
+"""Of keys of bands that are held until they are written."""
+_ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,17 +94,24 @@ def unique(table: pa.Table) -> tuple[pa.Table, np.ndarray]:
 
     In the ledger it is the first line among those with the most rows: sources may weight one record differently.
     """
+    at, copies = _firsts(table)
+    return table.take(at), copies
+
+
+def _firsts(table: pa.Table) -> tuple[pa.Array, np.ndarray]:
+    """Places of the rows of `unique`, and its numbers; only what decides them is moved."""
     order = [("key", "ascending"), ("position", "ascending")]
+    narrow = table.select(["key", "position"])
     if "rows" in table.column_names:
-        table = table.append_column("count", pc.list_value_length(table["rows"]))
+        narrow = narrow.append_column("count", pc.list_value_length(table["rows"]))
         order.insert(1, ("count", "descending"))
-    table = table.combine_chunks().sort_by(order)
-    keys = table["key"].combine_chunks()
+    at = pc.sort_indices(narrow, order)
+    keys = narrow["key"].combine_chunks().take(at)
     changes = pc.not_equal(keys[1:], keys[:-1]).to_numpy(zero_copy_only=False) if len(keys) > 1 else np.zeros(0, bool)
     # Sorted by key: a group begins where the key changes.
     first = np.concatenate([[True], changes]) if len(keys) else np.zeros(0, bool)
     starts = np.flatnonzero(first)
-    return table.filter(pa.array(first)), np.diff(np.append(starts, len(first)))
+    return at.filter(pa.array(first)), np.diff(np.append(starts, len(first)))
 
 
 def fates(pieces: Pieces, threshold: float | None = None) -> Fates:
@@ -106,8 +119,8 @@ def fates(pieces: Pieces, threshold: float | None = None) -> Fates:
     total = Fates()
     if threshold is not None:
         total.gone = _similar(pieces, threshold)
-    hashes: list[tuple[np.ndarray, ...]] = []
-    defaults: list[np.ndarray] = []
+    ids, defaults = (Buckets(pieces.folder / f"hashes-{name}") for name in ("ids", "defaults"))
+    groups = Buckets(pieces.folder / "hashes-groups", heldout=bool)
     for shard in range(pieces.shards):
         ledger, copies = unique(pieces.read("ledger", shard))
         near = None if total.gone is None else pc.is_in(ledger["key"], value_set=total.gone)
@@ -127,22 +140,33 @@ def fates(pieces: Pieces, threshold: float | None = None) -> Fates:
         near_rows = pa.array(np.ones(len(ledger), bool)) if near is None else pc.invert(near)
         total.dropped_rows.update(_counted(ledger["dropped"].filter(near_rows)))
         live = ledger.filter(mask)
-        # Eight bytes a record instead of its texts; `_clash` reads texts again only where hashes repeat.
+        # Hashes instead of texts; `_clash` reads texts again only where hashes repeat.
         named = live.filter(pc.is_valid(live["group_hash"]))
         # Also where no section reads the side that it was drawn for.
         drawn = ledger.filter(pc.is_in(ledger["fate"], value_set=pa.array(["", "no_split_wants_it"])))
         drawn = drawn.filter(pc.is_valid(drawn["drawn_hash"]))
         total.drawn += len(drawn)
-        defaults.append(_uint64(drawn.filter(pc.is_null(drawn["group_hash"]))["drawn_hash"]))
-        hashes.append((_uint64(ledger["id_hash"]), _uint64(named["group_hash"]), named["heldout"].to_numpy()))
-    groups, sizes = np.unique(np.concatenate(defaults), return_counts=True)
-    if len(groups):
-        largest = pa.scalar(int(groups[sizes.argmax()]), pa.uint64())
+        defaults.add(_uint64(drawn.filter(pc.is_null(drawn["group_hash"]))["drawn_hash"]))
+        ids.add(_uint64(ledger["id_hash"]))
+        groups.add(_uint64(named["group_hash"]), heldout=named["heldout"].to_numpy())
+    group, size = _most_frequent(defaults)
+    if size:
+        largest = pa.scalar(group, pa.uint64())
         ledgers = (pieces.read("ledger", shard, ["group", "drawn_hash"]) for shard in range(pieces.shards))
         names = (name for table in ledgers for name in table.filter(pc.equal(table["drawn_hash"], largest))["group"])
-        total.crowd = next(names).as_py(), int(sizes.max())
-    total.clash = _clash(pieces, [np.concatenate(column) for column in zip(*hashes, strict=True)])
+        total.crowd = next(names).as_py(), size
+    total.clash = _clash(pieces, ids, groups)
     return total
+
+
+def _most_frequent(hashes: Buckets) -> tuple[int, int]:
+    """The hash that most rows have, the smallest of several, and the number of these rows; 0 where there are none."""
+    best = 0, 0
+    for rows in hashes:
+        values, sizes = np.unique(rows["hash"], return_counts=True)
+        if len(values) and sizes.max() > best[1]:
+            best = int(values[sizes.argmax()]), int(sizes.max())
+    return best
 
 
 def _uint64(column: pa.ChunkedArray) -> np.ndarray:
@@ -157,41 +181,52 @@ def _counted(lists: pa.ChunkedArray) -> dict[str, int]:
 def _similar(pieces: Pieces, threshold: float) -> pa.Array:
     """Contents to leave out. Among similar records a held-out one stays, else the first in the sources.
 
-    Signatures and the keys of their bands are on disk, and mapped.
+    Signatures are on disk, and mapped; keys of bands are there in buckets.
     """
-    ranks, keys = [np.zeros(0, np.int64)], list[pa.Array]()
-    paths = [pieces.folder / f"band-{band:03d}" for band in range(bands_of(threshold)[0])]
-    with contextlib.ExitStack() as stack:
-        of_signatures, *of_bands = (stack.enter_context(p.open("wb")) for p in (pieces.folder / "signatures", *paths))
+    count = bands_of(threshold)[0]
+    paths = [pieces.folder / f"band-{band:03d}" for band in range(count)]
+    bands = [Buckets(path, BAND_BYTES // count, number=np.uint32) for path in paths]
+    ranks, ends = [np.zeros(0, np.int64)], [0]
+    with (pieces.folder / "signatures").open("wb") as of_signatures:
         for shard in range(pieces.shards):
-            names = ["key", "position", "fate", "heldout", "rows", "signature"]
-            live, _ = unique(pieces.read("ledger", shard, names))
-            live = live.filter(pc.equal(live["fate"], ""))
+            live = _live(pieces, shard, ["heldout", "signature"])
             data = b"".join(live["signature"].to_pylist())
-            signatures = np.frombuffer(data, np.uint32).reshape(len(live), PERMUTATIONS)
             of_signatures.write(data)
-            for file, values in zip(of_bands, band_keys(signatures, threshold), strict=True):
-                values.tofile(file)
+            numbers = np.arange(ends[-1], ends[-1] + len(live))
+            signatures = np.frombuffer(data, np.uint32).reshape(len(live), PERMUTATIONS)
+            for band, keys in zip(bands, band_keys(signatures, threshold), strict=True):
+                # The highest bits of a product are mixed best, and a bucket is known by those of the hash.
+                band.add(keys * _ODD >> np.uint64(64 - HASH_BITS), number=numbers)
             # The smallest rank stays: every held-out record ranks before every other.
             ranks.append(live["position"].to_numpy() + np.where(live["heldout"].to_numpy(), 0, 1 << 62))
-            keys += live["key"].chunks
-    rank = np.concatenate(ranks)
-    if not len(rank):
+            ends.append(ends[-1] + len(live))
+    if not ends[-1]:
         # An empty file cannot be mapped.
         return pa.array([], pa.string())
-    mapped = np.memmap(pieces.folder / "signatures", np.uint32, "r", shape=(len(rank), PERMUTATIONS))
-    gone = near_duplicates(mapped, rank, threshold, [np.memmap(path, np.uint64, "r") for path in paths])
-    return pa.chunked_array(keys, pa.string()).take(pa.array(gone)).combine_chunks()
+    mapped = np.memmap(pieces.folder / "signatures", np.uint32, "r", shape=(ends[-1], PERMUTATIONS))
+    found = ((rows["hash"], rows["number"]) for band in bands for rows in band)
+    gone = near_duplicates(mapped, np.concatenate(ranks), threshold, found)
+    parts = []
+    for shard, (start, stop) in enumerate(itertools.pairwise(ends)):
+        # Read again: the digests of all records would be most of the memory.
+        own = gone[np.searchsorted(gone, start) : np.searchsorted(gone, stop)] - start
+        parts.append(_live(pieces, shard, [])["key"].combine_chunks().take(pa.array(own)) if len(own) else None)
+    return pa.concat_arrays([part for part in parts if part is not None] or [pa.array([], pa.string())])
 
 
-def _clash(pieces: Pieces, columns: Sequence[np.ndarray]) -> str | None:
+def _live(pieces: Pieces, shard: int, more: Sequence[str]) -> pa.Table:
+    """Lines of a shard's distinct records that are not dropped, sorted by key."""
+    lines, _ = unique(pieces.read("ledger", shard, ["key", "position", "fate", "rows", *more]))
+    return lines.filter(pc.equal(lines["fate"], ""))
+
+
+def _clash(pieces: Pieces, ids: Buckets, groups: Buckets) -> str | None:
     """The message for two records with one id, or for a group that is both held out and trained; None if neither.
 
     Hashes are compared first, then the texts behind equal hashes.
     """
-    ids, groups, heldout = columns
     # Of 60-bit hashes hardly any repeats by chance, so a few candidates suffice to report one.
-    for hash64 in _repeated(ids)[:8]:
+    for hash64 in itertools.islice((value for rows in ids for value in _repeated(rows["hash"])), 8):
         names = [n for n, _ in _lines(pieces, "id", hash64)]
         twice = [name for name, count in Counter(names).items() if count > 1]
         if twice:
@@ -199,8 +234,8 @@ def _clash(pieces: Pieces, columns: Sequence[np.ndarray]) -> str | None:
                 f"two different records have the id {twice[0]!r}: make ids unique, or leave `id` out to use the digest "
                 "of the content"
             )
-    both = np.intersect1d(groups[heldout], groups[~heldout])
-    for hash64 in both[:8]:
+    both = (value for rows in groups for value in _on_both_sides(rows))
+    for hash64 in itertools.islice(both, 8):
         lines = list(_lines(pieces, "group", hash64))
         sides: dict[str, set[bool]] = {}
         for name, line in lines:
@@ -214,6 +249,11 @@ def _clash(pieces: Pieces, columns: Sequence[np.ndarray]) -> str | None:
                     f"(one is {one!r}): give all of them the same side"
                 )
     return None
+
+
+def _on_both_sides(rows: np.ndarray) -> np.ndarray:
+    """Hashes of rows that are held out and of rows that are not, sorted."""
+    return np.intersect1d(rows["hash"][rows["heldout"]], rows["hash"][~rows["heldout"]])
 
 
 def _repeated(values: np.ndarray) -> np.ndarray:
@@ -238,13 +278,15 @@ def merged(pieces: Pieces, output: str, shard: int, gone: pa.Array | None = None
     table = pieces.read(output, shard)
     if gone is not None and len(gone):
         table = table.filter(pc.invert(pc.is_in(table["content"], value_set=gone)))
-    rows, _ = unique(table)
-    columns = list(SCHEMAS[output])
+    at, _ = _firsts(table)
     if seed is not None:
         rng = np.random.Generator(np.random.PCG64([abs(seed), shard]))
-        # `unique` has sorted by key, so the shuffled order depends on content and seed alone.
-        return rows.take(pa.array(rng.permutation(len(rows)))).select(columns)
-    return rows.sort_by([("id", "ascending"), ("position", "ascending")]).select(columns)
+        # Sorted by key, so the shuffled order depends on content and seed alone.
+        at = at.take(pa.array(rng.permutation(len(at))))
+    else:
+        ids = table.select(["id", "position"]).take(at)
+        at = at.take(pc.sort_indices(ids, [("id", "ascending"), ("position", "ascending")]))
+    return table.select(list(SCHEMAS[output])).take(at)
 
 
 def write_output(
@@ -259,14 +301,11 @@ def leaks(pieces: Pieces, found: Fates) -> bool:
 
     The prompts behind the hashes are not compared.
     """
-    held_out: list[np.ndarray] = []
-    trained: list[np.ndarray] = []
+    prompts = Buckets(pieces.folder / "hashes-prompts", heldout=bool)
     for shard in range(pieces.shards):
-        names = ["key", "position", "fate", "heldout", "rows", "prompt_hashes"]
-        ledger, _ = unique(pieces.read("ledger", shard, names))
-        live = ledger.filter(pc.equal(ledger["fate"], ""))
+        live = _live(pieces, shard, ["heldout", "prompt_hashes"])
         if found.gone is not None:
             live = live.filter(pc.invert(pc.is_in(live["key"], value_set=found.gone)))
-        for side, hashes in ((live["heldout"], held_out), (pc.invert(live["heldout"]), trained)):
-            hashes.append(_uint64(pc.list_flatten(live.filter(side)["prompt_hashes"])))
-    return len(np.intersect1d(np.concatenate(held_out), np.concatenate(trained))) > 0
+        hashes, lines = (pc.list_flatten(live["prompt_hashes"]), pc.list_parent_indices(live["prompt_hashes"]))
+        prompts.add(_uint64(hashes), heldout=live["heldout"].take(lines).to_numpy())
+    return any(len(_on_both_sides(rows)) for rows in prompts)

@@ -40,7 +40,7 @@ from tuning.data.blocks import Block, Draft, Entry, Plan
 from tuning.data.files import Part, read_part
 from tuning.data.overlap import hash64, prompt_names, turn_names
 from tuning.data.remote import again, filesystem, publish, type_of
-from tuning.data.runners import Runner, flags_of
+from tuning.data.runners import Runner, flags_of, reach
 from tuning.data.schema import DEAD, LEDGER, ORDER, SCHEMAS, ipc_bytes, table_of
 from tuning.data.steps import STEPS, wanted_steps
 
@@ -280,8 +280,11 @@ def run(
         runner: where the pipeline runs. progress: called every second with the number of finished blocks.
     Returns:
         Beam's counters, as step/name.
+    Raises:
+        RunnerError: no job server answers where the runner's options name one.
     """
     runner = runner or Runner()
+    reach(runner)
     pipeline = beam.Pipeline(options=PipelineOptions(flags_of(runner)))
     blocks = (
         pipeline

@@ -1,6 +1,6 @@
 """Prepared examples for training, and which of them each optimizer step takes.
 
-    Parquet shards -> Examples -> Grain's shuffle per epoch -> steps of a number of examples or tokens -> packed rows
+    Parquet shards -> Examples -> a shuffle per epoch -> steps of a number of examples or tokens -> packed rows
 
 The reader's state is the number of the next step: checkpoints store it, and it is the same for any number of hosts.
 `tuning.training.batch` packs the examples of a step into rows. Packed examples do not attend to each other.
@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tuning.data.remote import open_input
+from tuning.data.shuffled import shuffled
 from tuning.training.batch import Group
 
 
@@ -171,8 +172,6 @@ class Steps(Sequence[list[int]]):
 
         Raises ValueError unless exactly one of them is set, and for an example of more tokens than a step.
         """
-        import grain.python as grain
-
         if (examples is None) == (tokens is None):
             raise ValueError("a step has either a number of examples or one of tokens")
         count = len(sizes_N)
@@ -181,12 +180,12 @@ class Steps(Sequence[list[int]]):
                 f"example {int(sizes_N.argmax())} has {int(sizes_N.max())} tokens, more than a step's {tokens}: "
                 "raise tokens_per_step, or have the data drop or cut long examples"
             )
-        indices = grain.MapDataset.range(count).seed(seed)
-        self._orders = [indices.shuffle(seed=(seed + epoch) % 2**31) for epoch in range(epochs)]
+        self._count, self._seeds = count, [(seed + epoch) % 2**31 for epoch in range(epochs)]
         if tokens is None:
             self._bounds = [np.append(np.arange(0, count, examples), count)] * epochs
         else:
-            self._bounds = [_cuts(sizes_N[[order[i] for i in range(count)]], tokens) for order in self._orders]
+            orders = (shuffled(np.arange(count), count, each) for each in self._seeds)
+            self._bounds = [_cuts(sizes_N[order], tokens) for order in orders]
         self._first = np.cumsum([0, *(len(bounds) - 1 for bounds in self._bounds)])
 
     def __len__(self) -> int:
@@ -203,7 +202,7 @@ class Steps(Sequence[list[int]]):
         # _first[e] is the number of the first step of epoch e.
         epoch = int(np.searchsorted(self._first, step, "right")) - 1
         start, end = self._bounds[epoch][step - self._first[epoch] :][:2]
-        return [int(self._orders[epoch][int(i)]) for i in range(start, end)]
+        return [int(n) for n in shuffled(np.arange(start, end), self._count, self._seeds[epoch])]
 
 
 def _cuts(sizes: np.ndarray, most: int) -> np.ndarray:

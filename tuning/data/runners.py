@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,9 @@ REFUSED = {
     "RayRunner": "it is not part of Apache Beam",
     "InteractiveRunner": "it keeps every collection for display",
 }
+JOB_SECONDS = 30 * 86_400
+"""How long Beam follows a portable job at most; by itself it gives up a job server's answers after a minute."""
+REACH_SECONDS = 30.0
 # Options that follow from other settings and must not contradict them.
 _OWN = {"runner", "direct_num_workers", "direct_running_mode"}
 
@@ -79,8 +83,24 @@ def flags_of(runner: Runner) -> list[str]:
     flags = [f"--runner={runner.name}", "--default_sdk_harness_log_level=ERROR"]
     if runner.name == LOCAL and runner.workers > 1:
         flags += [f"--direct_num_workers={runner.workers}", "--direct_running_mode=multi_processing"]
+    if runner.name != LOCAL and "job_server_timeout" not in runner.options:
+        flags.append(f"--job_server_timeout={JOB_SECONDS}")
     for name, value in sorted(runner.options.items()):
         # A list repeats the flag.
         for one in value if isinstance(value, list) else [value]:
             flags.append(f"--{name}" if one is True else f"--{name}={one}")
     return flags
+
+
+def reach(runner: Runner) -> None:
+    """Raises RunnerError where no job server answers at the runner's `job_endpoint`, for which Beam would wait."""
+    endpoint = runner.options.get("job_endpoint")
+    if endpoint in (None, "embed"):
+        return
+    host, _, port = str(endpoint).rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
+    except (OSError, ValueError) as e:
+        raise RunnerError(
+            f"runner option job_endpoint: no job server answers at {endpoint} ({e}); expected its HOST:PORT"
+        ) from e

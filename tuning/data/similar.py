@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -113,17 +113,19 @@ def band_keys(signatures_NP: np.ndarray, threshold: float) -> np.ndarray:
 
 
 def near_duplicates(
-    signatures_NP: np.ndarray, rank_N: np.ndarray, threshold: float, keys_BN: Sequence[np.ndarray] | None = None
+    signatures_NP: np.ndarray,
+    rank_N: np.ndarray,
+    threshold: float,
+    bands: Iterable[tuple[np.ndarray, np.ndarray]] | None = None,
 ) -> np.ndarray:
     """Numbers of the records to leave out: all but the best-ranked of each set of linked records.
 
     Records that share a band are compared and linked if their similarity is at least `threshold`. The result does not
-    depend on the order of the rows. Beside the arguments it holds about 40 bytes a record: signatures and keys may be
-    mapped files.
+    depend on the order of the rows. Beside the arguments it holds 8 bytes a record: signatures may be a mapped file.
 
     Args:
         signatures_NP: [N, P] uint32. rank_N: [N], the smallest stays.
-        keys_BN: `band_keys` of the signatures; computed where they are not given.
+        bands: keys of a band and the numbers of their records, equal keys together; by default of all `band_keys`.
     """
     parent = np.arange(len(rank_N))
 
@@ -134,11 +136,13 @@ def near_duplicates(
             i = parent[i]
         return i
 
-    order_of = np.argsort(rank_N, kind="stable")
-    for keys in band_keys(signatures_NP, threshold) if keys_BN is None else keys_BN:
+    if bands is None:
+        bands = ((keys, np.arange(len(rank_N))) for keys in band_keys(signatures_NP, threshold))
+    for keys, numbers in bands:
         # By key, and by rank among equal keys.
-        order = order_of[np.argsort(keys[order_of], kind="stable")]
-        same = keys[order[1:]] == keys[order[:-1]]
+        at = np.lexsort((rank_N[numbers], keys))
+        ordered, order = keys[at], numbers[at]
+        same = ordered[1:] == ordered[:-1]
         # Runs of equal keys: `same` 0 1 1 0 1 -> edges 1 3 4 5 -> buckets order[1:4] and order[4:6].
         edges = np.flatnonzero(np.diff(np.concatenate([[False], same, [False]]).astype(np.int8)))
         for first, second in _pairs(order, edges[::2], edges[1::2] + 1):

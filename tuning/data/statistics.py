@@ -43,9 +43,23 @@ def metadata_names(out: Path, output: str) -> list[str] | None:
 
 
 def _lengths(out: Path, output: str, column: str) -> np.ndarray:
-    files = sorted((out / output).glob("part-*.parquet"))
-    columns = [pc.list_value_length(pq.read_table(path, columns=[column])[column]).to_numpy() for path in files]
-    return np.concatenate(columns)
+    """How many rows have 0, 1, 2, ... tokens: a length is bounded, the number of rows is not."""
+    total = np.zeros(0, np.int64)
+    for path in sorted((out / output).glob("part-*.parquet")):
+        found = np.bincount(pc.list_value_length(pq.read_table(path, columns=[column])[column]).to_numpy())
+        longer, shorter = (total, found) if len(total) > len(found) else (found, total)
+        total = longer + np.pad(shorter, (0, len(longer) - len(shorter)))
+    return total
+
+
+def _percentile(counts: np.ndarray, percent: float) -> float:
+    """To the last bit that of `np.percentile`: between the two rows next to the place, in the order of lengths."""
+    ends = np.cumsum(counts)
+    place = (ends[-1] - 1) * (percent / 100)
+    low, high = (int(np.searchsorted(ends, row(place), "right")) for row in (np.floor, np.ceil))
+    share = place - np.floor(place)
+    # From the nearer of the two, as NumPy does.
+    return float(low + (high - low) * share if share < 0.5 else high - (high - low) * (1 - share))
 
 
 def _id_columns(output: str) -> list[str]:
@@ -56,12 +70,13 @@ def token_lengths(out: Path, output: str) -> dict[str, dict[str, float]]:
     """Mean, median, 95th percentile and maximum length in tokens of each column of ids of an output below `out`."""
     summary: dict[str, dict[str, float]] = {}
     for column in _id_columns(output):
-        values = _lengths(out, output, column)
-        if not len(values):
+        counts = _lengths(out, output, column)
+        rows = int(counts.sum())
+        if not rows:
             continue
-        middle, high = np.percentile(values, [50, 95])
-        mean, most = round(float(values.mean()), 3), float(values.max())
-        summary[column] = {"mean": mean, "p50": float(middle), "p95": float(high), "max": most}
+        middle, high = (_percentile(counts, percent) for percent in (50, 95))
+        mean, most = round(float(counts @ np.arange(len(counts)) / rows), 3), float(len(counts) - 1)
+        summary[column] = {"mean": mean, "p50": middle, "p95": high, "max": most}
     return summary
 
 
@@ -69,11 +84,11 @@ def histograms(out: Path, output: str) -> dict[str, dict[str, list[int]]]:
     """For each column of ids: edges of equal bins of lengths in tokens, and the number of rows in each."""
     bins: dict[str, dict[str, list[int]]] = {}
     for column in _id_columns(output):
-        values = _lengths(out, output, column)
+        lengths = _lengths(out, output, column)
         # Whole tokens, so that every bin holds the same number of lengths; empty bins at the end are left out.
-        width = max(1, -(-(int(values.max(initial=0)) + 1) // BINS))
+        width = max(1, -(-len(lengths) // BINS))
         edges = np.arange(0, width * BINS + 1, width)
-        counts, _ = np.histogram(values, edges)
+        counts = np.pad(lengths, (0, width * BINS - len(lengths))).reshape(BINS, width).sum(axis=1)
         last = int(np.max(np.flatnonzero(counts), initial=0)) + 1
         bins[column] = {"edges": edges[: last + 1].tolist(), "counts": counts[:last].tolist()}
     return bins

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -327,3 +328,24 @@ def test_a_reward_function_that_is_edited_in_place_is_other_content(made, tmp_pa
     path.write_text(path.read_text().replace("1.0", "2.0"))
     after = keys()
     assert {name for name in after if after[name] != before[name]} == rounds("score") | EVALUATIONS
+
+
+def test_a_graph_is_built_in_proportion_to_its_rounds() -> None:
+    calls = 0
+
+    def counted(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    found = []
+    for rounds in (50, 400):
+        recipe = load_recipe("smoke", sets=[f"rl.rounds={rounds}"])
+        build(recipe)
+        calls = 0
+        sys.setprofile(counted)
+        try:
+            nodes = build(recipe)
+        finally:
+            sys.setprofile(None)
+        found.append(calls / len(nodes))
+    assert found[1] < 1.1 * found[0], found

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +22,7 @@ def run(plan: Any, folder: Path, *records: Any, block_bytes: int = 1 << 20) -> l
     path.write_bytes(b"".join((r if isinstance(r, bytes) else json.dumps(r).encode()) + b"\n" for r in records))
     write = pipeline.Write(str(folder / "pieces"), plan.shards)
     steps = [(name, STEPS[name](plan)) for name in wanted_steps(plan)]
-    made = []
+    made: list[str] = []
     for part in files.parts_of(files.DataFile(str(path), path.name), 1 << 20, str(folder / "spool")):
         for block in pipeline.blocks_of(part, block_bytes):
             for name, step in steps:
@@ -47,3 +52,23 @@ def letters(folder: Path) -> list[dict[str, Any]]:
     found = pipeline.receipts(str(folder / "pieces"))
     read = merge.Pieces(folder / "gathered", 1, str(folder / "pieces"), {})
     return [row for table in read.dead([name for name, r in found.items() if r["dead"]]) for row in table.to_pylist()]
+
+
+@contextlib.contextmanager
+def job_server(folder: Path) -> Iterator[dict[str, Any]]:
+    """Options for PortableRunner of Beam's own job server, which takes pipelines in the form that Flink and Spark take.
+
+    Its workers are threads of this process.
+    """
+    port_file = folder / "port"
+    command = [*(sys.executable, "-m", "apache_beam.runners.portability.local_job_service_main"), "--port", "0"]
+    command += ["--port_file", str(port_file), "--staging_dir", str(folder / "staging")]
+    with (folder / "log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
+        try:
+            for _ in range(600):
+                if port_file.exists() or server.poll() is not None:
+                    break
+                time.sleep(0.1)
+            yield {"job_endpoint": f"localhost:{port_file.read_text()}", "environment_type": "LOOPBACK"}
+        finally:
+            server.kill()

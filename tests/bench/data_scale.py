@@ -1,0 +1,124 @@
+"""Data preparation over the number of records: opens, bytes, seconds and memory.
+
+`python -m tests.bench.data_scale --records 50000 500000 5000000 --write` writes records of about 200 bytes, prepares
+them by the real stage, and counts over all of its processes. A run of 1,000 records comes first: what it takes is what
+any run takes, and is subtracted. The command fails where a figure grows faster than the records by more than a tenth,
+or where memory still grows by a third when records fill several shards: a shard is sorted in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.bench import data
+from tests.bench.plots import over
+from tests.bench.watched import watched
+
+RESULTS = Path(__file__).parent / "results"
+FEW = 1000
+WORDS = (9, 13)
+"""Of a prompt and of a completion."""
+GROWTH, OF_MEMORY = 1.1, 1.33
+FULL_MB = 100
+"""Of records that fill shards: these are of 67 MB at most."""
+LINEAR = ("opens", "read_mb", "written_mb", "processor_seconds")
+
+
+def kind(path: str) -> str:
+    """What a file below the folder of a run is."""
+    first, *rest = path.split("/")
+    if first == "out":
+        return "outputs"
+    if first == "work" and rest:
+        return {"pieces": "pieces", "gathered": "shards"}.get(rest[0], "else")
+    return {"data.jsonl": "source"}.get(first, "else")
+
+
+def digest(out: Path) -> str:
+    """Of the names and contents of all outputs but the card, which names the folder of the source."""
+    sha = hashlib.sha256()
+    for path in sorted(p for p in out.rglob("*") if p.is_file() and p.name != "card.html"):
+        with path.open("rb") as file:
+            sha.update(f"{path.relative_to(out)} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return sha.hexdigest()[:16]
+
+
+def measure(folder: Path, records: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """One number of records, with more settings of the stage."""
+    place = folder / "run"
+    # What libraries leave for a while counts too.
+    (place / "tmp").mkdir(parents=True)
+    os.environ["TMPDIR"] = str(place / "tmp")
+    source = place / "data.jsonl"
+    data.write_records(source, records, *WORDS)
+    command = [sys.executable, "-m", "tests.bench.data_scale", "--child", str(folder), json.dumps(settings)]
+    taken = watched(command, place, folder, kind)
+    found: dict[str, Any] = {"records": records, "megabytes": round(source.stat().st_size / 1e6, 1)} | settings
+    found |= {"opens": sum(taken.opens.values()), "opens_of": taken.opens}
+    found |= {"read_mb": round(taken.read_bytes / 1e6, 1), "written_mb": round(taken.written_bytes / 1e6, 1)}
+    found |= {n: round(getattr(taken, n), 1) for n in ("processor_seconds", "seconds", "memory_mb", "anonymous_mb")}
+    found |= {"digest": digest(place / "out")}
+    shutil.rmtree(place)
+    return found
+
+
+def child(folder: Path, settings: dict[str, Any]) -> None:
+    """Prepares the records of a folder."""
+    place = folder / "run"
+    (place / "out").mkdir()
+    data.prepare(place / "data.jsonl", folder, place / "out", work=place / "work", **settings)
+
+
+def faults(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What grows faster than the records, of rows in their order, the first of which is what any run takes."""
+    few, *rest = rows
+    found = []
+    # A part has whole blocks: few records show nothing.
+    for before, after in itertools.pairwise(row for row in rest if row["records"] >= 10 * FEW):
+        times = (after["records"] - few["records"]) / (before["records"] - few["records"])
+        for name in LINEAR:
+            grown = (after[name] - few[name]) / (before[name] - few[name])
+            if grown > GROWTH * times:
+                found.append(f"{name}: {grown:.1f} times from {before['records']} to {after['records']} records")
+        if before["megabytes"] > FULL_MB and after["memory_mb"] > OF_MEMORY * before["memory_mb"]:
+            found.append(f"memory_mb: {before['memory_mb']} to {after['memory_mb']} at {after['records']} records")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.data_scale", description=__doc__)
+    parser.add_argument("--records", type=int, nargs="+", default=[50_000, 500_000, 5_000_000])
+    parser.add_argument("--settings", type=json.loads, default={"workers": 2}, help="more settings of the stage, JSON")
+    parser.add_argument("--folder", help="where there is room for 2 KB a record; by default the temporary one")
+    parser.add_argument("--write", action="store_true", help="write data_scale.json and .png")
+    parser.add_argument("--child", nargs=2, metavar=("FOLDER", "SETTINGS"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        child(Path(args.child[0]), json.loads(args.child[1]))
+        return
+    rows = []
+    with tempfile.TemporaryDirectory(dir=args.folder, prefix="data-scale-") as folder:
+        data.tokenizer_folder(Path(folder))
+        for records in (FEW, *args.records):
+            rows.append(measure(Path(folder), records, args.settings))
+            print(json.dumps(rows[-1]), flush=True)
+    found = faults(rows)
+    if args.write:
+        (RESULTS / "data_scale.json").write_text(json.dumps({"rows": rows, "faults": found}, indent=1) + "\n")
+        over(rows, "records", LINEAR, RESULTS / "data_scale.png", flat="memory_mb")
+    if found:
+        raise SystemExit("; ".join(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Lengths of rows are told to the last bit as NumPy tells them, from counts that do not grow with the rows."""
+
+import tracemalloc
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from tuning.data import statistics
+from tuning.data.schema import SCHEMAS, write_parquet
+
+
+def written(folder, *files):
+    """Rows of `sft` whose prompts have these lengths; completions have one token."""
+    for number, lengths in enumerate(files):
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        values = {name: pa.nulls(len(lengths), kind) for name, kind in SCHEMAS["sft"].items()}
+        values["prompt_ids"] = pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.ones(offsets[-1], np.int32)))
+        table = pa.table(values | {"completion_ids": pa.array([[1]] * len(lengths), values["completion_ids"].type)})
+        table = table.cast(pa.schema(list(SCHEMAS["sft"].items())))
+        write_parquet(folder / "sft" / f"part-{number:05d}-of-{len(files):05d}.parquet", [table], SCHEMAS["sft"])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_lengths_of_several_files_are_told_as_numpy_tells_them(tmp_path, seed):
+    rng = np.random.default_rng(seed)
+    files = [rng.integers(0, rng.integers(1, 300), rng.integers(1, 80)) for _ in range(3)]
+    written(tmp_path, *files, np.zeros(0, np.int64))
+    lengths = np.concatenate(files)
+    middle, high = np.percentile(lengths, [50, 95])
+    told = {"mean": round(lengths.mean(), 3), "p50": middle, "p95": high, "max": lengths.max()}
+    assert statistics.token_lengths(tmp_path, "sft")["prompt_ids"] == told
+    bins = statistics.histograms(tmp_path, "sft")["prompt_ids"]
+    assert np.histogram(lengths, bins["edges"])[0].tolist() == bins["counts"] and sum(bins["counts"]) == len(lengths)
+    assert len(set(np.diff(bins["edges"]))) == 1 and bins["edges"][-1] > lengths.max() >= bins["edges"][-2]
+
+
+def test_memory_does_not_grow_with_the_files(tmp_path):
+    rng = np.random.default_rng(0)
+    peaks = []
+    for files in (2, 12):
+        folder = tmp_path / str(files)
+        written(folder, *(rng.integers(0, 5, 20_000) for _ in range(files)))
+        tracemalloc.start()
+        try:
+            statistics.token_lengths(folder, "sft")
+            statistics.histograms(folder, "sft")
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    assert peaks[1] < 1.5 * peaks[0], peaks
