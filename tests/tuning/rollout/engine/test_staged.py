@@ -1,6 +1,9 @@
 """A policy that arrives in buckets is, in every layout, the one that would have been loaded; nothing else gets in."""
 
 import dataclasses
+import json
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.support import with_devices
 from tests.tuning.rollout.engine.support import CONFIG
 from tuning.models.config import tiny
 from tuning.models.huggingface import random_params, tensors_from_params
@@ -147,3 +151,14 @@ def test_a_fingerprint_is_of_names_types_shapes_and_bytes_in_any_order():
         of(("a", a + 1), ("b", b)),
     ]
     assert len({same, *others}) == 7
+
+
+@pytest.mark.slow
+def test_replicas_and_divided_policies_get_what_a_load_gives_them():
+    command = [sys.executable, "-m", "tests.tuning.rollout.engine.staged_program"]
+    environment = with_devices(4, "--xla_backend_optimization_level=0")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    # Devices and engines of each mesh.
+    wanted = {"two": [True, True, 2, 2], "halved": [True, True, 4, 2], "whole": [True, True, 2, 1]}
+    assert json.loads(done.stdout.splitlines()[-1]) == wanted
