@@ -112,6 +112,11 @@ def asked():
         live.close()
 
 
+def watched():
+    """The threads that watch over pushes: each holds the memory of one."""
+    return {thread for thread in threading.enumerate() if thread.name == "push"}
+
+
 def failed(answer, status, text, code=None):
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
     assert text in answer.json()["error"]["message"]
@@ -256,11 +261,14 @@ def test_a_policy_of_another_model_is_refused_by_the_field(asked):
 
 
 def test_of_two_pushes_the_one_that_began_last_wins_whole(asked, tokens):
-    server = asked()
+    server, others = asked(), watched()
     first, halves = server.begin("new"), list(buckets(tensors("new"), 20_000))
     for bucket in halves[: len(halves) // 2]:
         assert server.client.post(first, content=bucket).status_code == 200
+    (lost,) = watched() - others
     second = server.begin("third")
+    lost.join(10)
+    assert not lost.is_alive() and len(watched() - others) == 1
     failed(server.client.post(first, content=halves[len(halves) // 2]), 409, "another one began", "push_ended")
     failed(server.commit(first, "new"), 409, "the old policy stays", "push_ended")
     failed(server.client.delete(first), 409, "another one began", "push_ended")
@@ -294,21 +302,15 @@ def test_pushes_at_once_end_with_one_of_them_whole(asked, tokens):
 
 
 def test_a_push_that_is_given_up_or_silent_leaves_its_memory_and_the_old_policy(asked, tokens):
-    server = asked(silent_seconds=0.5)
-
-    def watching():
-        return {t for t in threading.enumerate() if t.name == "push"} - others
-
-    others = set()
-    others = watching()
+    server, others = asked(silent_seconds=0.5), watched()
     push = server.begin("new")
     assert server.client.delete(push).status_code == 200
     failed(server.commit(push, "new"), 409, "there is no such push", "push_ended")
     push = server.begin("new")
     server.client.post(push, content=next(buckets(tensors("new"), 20_000)))
-    assert watching()
+    assert watched() - others
     deadline = time.monotonic() + 20
-    while watching():
+    while watched() - others:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     failed(server.commit(push, "new"), 409, "it was silent for too long", "push_ended")
