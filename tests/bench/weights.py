@@ -80,6 +80,16 @@ class Servers:
         """Of both since they were started."""
         return sum(sum(p.cpu_times()[:2]) for p in self.processes)
 
+    def forget_peaks(self) -> None:
+        """Has the kernel begin anew with the peaks of `peak_mb` (Linux)."""
+        for process in self.processes:
+            Path(f"/proc/{process.pid}/clear_refs").write_text("5")
+
+    def peak_mb(self) -> float:
+        """The largest resident size of one of them since then."""
+        status = [Path(f"/proc/{process.pid}/status").read_text() for process in self.processes]
+        return max(int(text.split("VmHWM:")[1].split()[0]) for text in status) / 2**10
+
     def memory(self) -> float:
         """Resident MB of the larger one."""
         return max(p.memory_info().rss for p in self.processes) / 2**20
@@ -122,6 +132,7 @@ class Pusher:
         kind, place = KINDS[WAYS[way]], root / f"policy-{number}"
         policy = self.policy(f"{way}-{number}", place)
         self.sent = self.written = 0
+        self.servers.forget_peaks()
         mine = psutil.Process()
         before, server_before = sum(mine.cpu_times()[:2]), self.servers.cpu_seconds()
         began = time.perf_counter()
@@ -142,6 +153,7 @@ class Pusher:
             "mb_over_http": round(sent / 2**20, 1),
             "mb_in_files": round(self.written / 2**20, 1),
             "server_mb": round(self.servers.memory()),
+            "server_peak_mb": round(self.servers.peak_mb()),
         }
 
 
