@@ -203,7 +203,7 @@ class _Episodes:
         sampling = Sampling(temperature=draw.temperature)
         probes = [Request(prompt.prompt_ids, draw.max_tokens, sampling, name=prompt.id) for prompt in prompts]
         engine = open_engine(self.ctx, draw.engine, draw.quantize, tokens, probes)
-        if draw.engine.kind == "native":
+        if draw.engine.in_worker:
             return engine
         from tuning.rollout.servers.turns import Turns
 

@@ -28,7 +28,7 @@ def open_engine(
 
     context: tokens of the longest prompt with its completion. requests: the first of them, for probes of servers.
     """
-    if settings.kind != "native":
+    if not settings.in_worker:
         # By name, not by import: the code of HTTP servers must not be in the keys of rollouts without them.
         engine: RolloutEngine = importlib.import_module(SERVERS).open_engine(ctx, settings, quantize, context, requests)
         return engine
@@ -62,4 +62,4 @@ def in_one_go(settings: EngineSettings) -> bool:
     """
     import jax
 
-    return settings.kind == "native" and (jax.default_backend() != "cpu" or jax.device_count() > 1)
+    return settings.in_worker and (jax.default_backend() != "cpu" or jax.device_count() > 1)

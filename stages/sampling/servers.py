@@ -1,4 +1,4 @@
-"""Rollouts by HTTP servers (`tuning.rollout.servers`): the policy that they get, as a folder or an adapter.
+"""Rollouts by HTTP servers (`tuning.rollout.servers`): the policy that they get, as tensors, a folder or an adapter.
 
 Servers that are started here live as long as the worker: the next round gives them new weights.
 """
@@ -14,7 +14,7 @@ import secrets
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,12 +143,11 @@ def _policy(ctx: Context, settings: EngineSettings, quantize: str, requests: Seq
     from tuning.rollout.servers.protocol import Policy
 
     artifact: Artifact = ctx.inputs["policy"]
-    place = _place(ctx, settings)
     below = _below(artifact) if settings.sync == "adapter" else None
     base, kind = below if below is not None else (artifact, quantize)
     adapter = None
     if below is not None:
-        adapter = place / f"{ADAPTER}-{artifact.digest[:16]}"
+        adapter = _place(ctx, settings) / f"{ADAPTER}-{artifact.digest[:16]}"
         shutil.copytree(artifact.local(f"{ADAPTER}/"), adapter, dirs_exist_ok=True)
     # Counters that no prompt has: a probe must not repeat the draw of a rollout.
     probe = [
@@ -157,9 +156,12 @@ def _policy(ctx: Context, settings: EngineSettings, quantize: str, requests: Seq
     ]
     return Policy(
         digest=_name(artifact, quantize),
-        folder=functools.partial(_folder, ctx, base, kind, settings.dtype, place),
+        folder=functools.partial(_folder, ctx, settings, base, kind),
         logps=_logps(ctx, quantize),
         probe=probe,
+        tensors=functools.partial(_tensors, ctx, base, kind),
+        config=dataclasses.asdict(load_rounded(ctx, base, kind)[0]),
+        dtype=settings.dtype,
         base=_name(base, kind) if below is not None else "",
         adapter=adapter,
     )
@@ -184,12 +186,13 @@ def _below(artifact: Artifact) -> tuple[Artifact, str] | None:
     return artifact, lora["quantize"]
 
 
-def _folder(ctx: Context, artifact: Artifact, quantize: str, dtype: str, place: Path) -> Path:
+def _folder(ctx: Context, settings: EngineSettings, artifact: Artifact, quantize: str) -> Path:
     """The policy as a Hugging Face folder, which replaces the folder of the policy before it."""
     from tuning.device import choose
     from tuning.models import huggingface, tokenizer
 
     with _writing:
+        place = _place(ctx, settings)
         target = place / f"model-{artifact.digest[:16]}-{quantize}"
         if target.exists():
             return target
@@ -204,10 +207,22 @@ def _folder(ctx: Context, artifact: Artifact, quantize: str, dtype: str, place: 
         base = ctx.inputs["tokenizer"]
         generation = token_ids(base) | {"eos_token_id": list(stop_ids(ctx, base))}
         with whole_folder(target) as partial:
-            huggingface.save_decoder(partial, config, params, token_ids(base), dtype=dtype)
+            huggingface.save_decoder(partial, config, params, token_ids(base), dtype=settings.dtype)
             tokenizer.save_tokenizer(load_tokenizer(ctx, base), partial)
             (partial / "generation_config.json").write_text(json.dumps(generation, sort_keys=True) + "\n")
         return target
+
+
+def _tensors(ctx: Context, artifact: Artifact, quantize: str, types: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+    """The policy's tensors, for `Policy.tensors`."""
+    import jax.numpy as jnp
+    from flax import nnx
+
+    from tuning.models.huggingface import tensors_from_params
+
+    _, params = load_rounded(ctx, artifact, quantize)
+    for name, value in tensors_from_params(nnx.to_pure_dict(params)):
+        yield name, value.astype(jnp.dtype(types.get(name, value.dtype.name)), copy=False)
 
 
 def _logps(ctx: Context, quantize: str) -> Callable[[Sequence[tuple[Sequence[int], Sequence[int]]], float], Any]:

@@ -25,7 +25,8 @@ class EngineSettings(StageConfig):
     """The engine that samples rollouts: this project's own, or HTTP servers that are somewhere or are started here."""
 
     kind: Literal["native", "vllm", "sglang"] = "native"
-    """native: in the worker, with the trainer's model code; vllm, sglang: these servers, or any with the same API."""
+    """native: in the worker, with the trainer's model code, or with `url` by rlhf serve --take-weights; vllm, sglang:
+    these servers, or any with the same API."""
     quantization: Literal["none", "int8"] = "none"
     """How the native engine stores the weight matrices of layers. Its samples are slightly off the policy, for which
     rl.update.correction accounts."""
@@ -35,9 +36,10 @@ class EngineSettings(StageConfig):
     """Where its keys and values are: in slots of equal length, or in pages that completions take as they grow; auto:
     pages on a TPU whose kernel takes the model, else slots. Samples are the same up to roundings."""
     version: str | None = None
-    """The servers' version: it is in the key of rollouts, and compared with what they report. Not for native."""
+    """The servers' version: it is in the key of rollouts, and compared with what they report."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type that started servers compute in, and of the weights that all are given."""
+    """Type that started servers compute in, and of the weights that all are given. A native server that computes in
+    another is refused."""
     arguments: list[str] = []
     """More arguments of started servers (--tensor-parallel-size, 2)."""
     url: str | list[str] | None = execution_setting(None)
@@ -56,7 +58,8 @@ class EngineSettings(StageConfig):
     """How they get a new policy: all weights by their endpoints for RL, the adapter alone, by a restart, or not from
     here. auto: weights, and a restart where that fails."""
     folder: str | None = execution_setting(None)
-    """Folder for the weights, under the same path for this machine and the servers; null: in the store's scratch."""
+    """Folder for the weights, under the same path for this machine and the servers; null: in the store's scratch.
+    Not for native servers, which get them over HTTP."""
     concurrency: int = execution_setting(64, ge=1)
     """Prompts at one server at a time."""
     timeout: float = execution_setting(600.0, gt=0)
@@ -85,11 +88,14 @@ class EngineSettings(StageConfig):
 
     @model_validator(mode="after")
     def _meaningful(self) -> EngineSettings:
-        if self.kind == "native":
+        if self.in_worker:
             own = type(self).model_fields
             changed = [n for n in own if n not in ("kind", *NATIVE) and getattr(self, n) != own[n].default]
             if changed:
-                raise ValueError(f"{changed[0]} has no meaning with kind native; say kind: vllm or sglang")
+                raise ValueError(
+                    f"{changed[0]} has no meaning with kind native in the worker; say kind: vllm or sglang, or url: "
+                    "where rlhf serve is"
+                )
             if self.cache == "paged" and self.kv_cache_dtype == "int8":
                 raise ValueError(
                     "cache: paged takes no kv_cache_dtype: int8, whose scales pages do not hold; say slots"
@@ -97,21 +103,31 @@ class EngineSettings(StageConfig):
             return self
         for name in NATIVE:
             if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} is of kind native; servers have arguments of their own")
+                raise ValueError(f"{name} is of kind native in the worker; servers have arguments of their own")
         for url in self.urls:
             if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
                 raise ValueError(f"url is {without_userinfo(url)!r}; expected an address such as http://host:8000")
         if (self.url is None) == (self.command is None):
             raise ValueError("say url, where servers are, or command, which starts one; not both")
         if self.version is None:
-            found = "/version" if self.kind == "vllm" else "/server_info"
+            found = "/server_info" if self.kind == "sglang" else "/version"
             raise ValueError(f"version is missing; a server tells it at {found} (version: '0.32.0')")
         for name, plain in (("servers", 1), ("arguments", []), ("environment", {})):
             if self.command is None and getattr(self, name) != plain:
                 raise ValueError(f"{name} is of servers that are started here: say command in place of url")
         if self.command is None and self.sync == "restart":
             raise ValueError("sync restart is for servers that are started here: say command in place of url")
+        if self.kind == "native" and (self.command is not None or self.sync == "adapter" or self.folder is not None):
+            raise ValueError(
+                "native servers are at url, and get whole policies over HTTP: leave command, folder and sync: adapter "
+                "out"
+            )
         return self
+
+    @property
+    def in_worker(self) -> bool:
+        """Whether the engine is this project's own, in the worker."""
+        return self.kind == "native" and self.url is None and self.command is None
 
     @property
     def urls(self) -> list[str]:
@@ -163,12 +179,12 @@ def gang(config: SamplingConfig) -> str:
     """Which ranks of a gang sample (`Stage.gang`)."""
     if config.environment is not None:
         return "episodes of an environment are played by one process"
-    return "all" if config.engine.kind == "native" else f"{config.engine.kind} servers are asked by one process"
+    return "all" if config.engine.in_worker else f"{config.engine.kind} servers are asked by one process"
 
 
 def loads(config: SamplingConfig) -> tuple[str, ...]:
     """The modules behind an engine that is not in the worker, and behind episodes, which the stage loads by name."""
-    servers = () if config.engine.kind == "native" else (SERVERS,)
+    servers = () if config.engine.in_worker else (SERVERS,)
     return (*servers, *modules_of(config.environment))
 
 

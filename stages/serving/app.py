@@ -21,8 +21,9 @@ from stages.serving.access import Keys
 from stages.serving.answers import completion_logprobs
 from stages.serving.api import Asked, ChatRequest, CompletionRequest
 from stages.serving.guard import METRICS, Bounds, Guard
-from stages.serving.server import ContextFull, Job, Server
+from stages.serving.server import ContextFull, Job, PolicyChanged, Server
 from stages.serving.sessions import EvictedSession, LimitReached, UnknownSession
+from stages.serving.weights import NotTaken, PushBusy, PushEnded, Pushes, add_routes
 
 
 class Rewarded(BaseModel):
@@ -43,12 +44,15 @@ class UnknownModel(LookupError):
     """A request for a model that this server does not serve."""
 
 
-def make_app(server: Server, bounds: Bounds | None = None, keys: Keys | None = None) -> Any:
-    """The web application, behind its guard."""
+def make_app(
+    server: Server, bounds: Bounds | None = None, keys: Keys | None = None, pushes: Pushes | None = None
+) -> Any:
+    """The web application, behind its guard. It takes no weights unless it is given what takes them."""
     app = FastAPI(title=server.name, docs_url=None, redoc_url=None, openapi_url=None)
     guard = Guard(app, server.counts, bounds, keys)
     _errors(app)
     _about(app, server, guard)
+    add_routes(app, pushes or Pushes(server, taken=False))
 
     async def completions(asked: CompletionRequest, http: Request, name: str | None = None) -> Any:
         _check_model(server, asked)
@@ -161,6 +165,10 @@ def _of(error: Exception) -> tuple[int, str | None]:
         (UnknownSession, 404, "session_not_found"),
         (EvictedSession, 410, "session_evicted"),
         (UnknownModel, 404, "model_not_found"),
+        (NotTaken, 403, "weights_not_taken"),
+        (PushEnded, 409, "push_ended"),
+        (PushBusy, 503, "push_busy"),
+        (PolicyChanged, 503, "policy_changed"),
         (EngineStopped, 503, "engine_failed"),
     ]
     return next(((status, code) for kind, status, code in kinds if isinstance(error, kind)), (500, None))
@@ -186,7 +194,8 @@ def _errors(app: Any) -> None:
         param = "model" if isinstance(error, UnknownModel) else None
         return _error(status, str(error), param, code)
 
-    for kind in (ValueError, UnknownSession, EvictedSession, UnknownModel, EngineStopped):
+    told = (ValueError, UnknownSession, EvictedSession, UnknownModel, EngineStopped)
+    for kind in (*told, NotTaken, PushEnded, PushBusy, PolicyChanged):
         app.add_exception_handler(kind, refused)
 
     @app.exception_handler(Exception)
@@ -218,7 +227,7 @@ async def _answer(server: Server, job: Job, http: Any) -> Any:
         # After the first chunk the status is sent: errors of the request must come up before.
         first = await anext(chunks)
         kind = {"chat.completion": "chat.completion.chunk"}.get(job.kind, job.kind)
-        lines = _lines(asked, head | {"object": kind}, first, chunks, used)
+        lines = _lines(asked, head | {"object": kind} | _by(server, job), first, chunks, used)
         return StreamingResponse(lines, media_type="text/event-stream")
     else:
         choices = [
@@ -228,7 +237,13 @@ async def _answer(server: Server, job: Job, http: Any) -> Any:
     for number, body in enumerate(choices):
         body["index"] = number
     used["total_tokens"] = used["prompt_tokens"] + used["completion_tokens"]
-    return head | {"object": job.kind, "choices": choices, "usage": used}
+    return head | {"object": job.kind, "choices": choices, "usage": used} | _by(server, job)
+
+
+def _by(server: Server, job: Job) -> dict[str, Any]:
+    """Which policy answered, where it has a name."""
+    policy = server.policy_of(job)
+    return {} if policy is None else {"weight_version": policy}
 
 
 async def _ended(server: Server, job: Job, http: Any, used: dict[str, int]) -> list[tuple[Any, Any]]:
@@ -249,7 +264,7 @@ async def _echoed(
     server: Server, job: Job, asked: CompletionRequest, http: Any, used: dict[str, int]
 ) -> list[dict[str, Any]]:
     """Choices that begin with their prompts, whose tokens have log-probabilities too but for the first."""
-    scores = [await asyncio.to_thread(server.score, prompt) for prompt in job.prompts]
+    scores = [await asyncio.to_thread(server.score, job, prompt) for prompt in job.prompts]
     ends = await _ended(server, job, http, used) if asked.max_tokens != 0 else []
     per_prompt = asked.n or 1
     choices = []

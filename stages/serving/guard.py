@@ -26,6 +26,8 @@ Send = Callable[[Message], Awaitable[None]]
 OPEN = ("/health", "/ready")
 """Asked without a key, and while the server is full: supervisors act on them."""
 METRICS = "/metrics"
+WEIGHTS = "/weights/"
+"""Below it are buckets of weights, which have a limit of their own."""
 RETRY_SECONDS = 1
 DRAINED = 4
 """A body that is too large is read, and dropped, up to so many times its limit: then its client gets the answer in
@@ -40,6 +42,8 @@ class Bounds:
     body_bytes: int = 4 * 2**20
     body_seconds: float = 30.0
     """For the whole body to arrive."""
+    bucket_bytes: int = 0
+    """A bucket of weights, where it may be larger than other bodies."""
     requests: int = 256
     """Answered at once; further ones get status 429."""
     request_seconds: float = 600.0
@@ -95,7 +99,10 @@ class Guard:
             raise Refused(429, text, "too_many_requests", {"retry-after": str(RETRY_SECONDS)})
         self.counts.in_flight += 1
         try:
-            body = await self._body(headers, receive)
+            most = self.bounds.body_bytes
+            if scope["path"].startswith(WEIGHTS):
+                most = max(most, self.bounds.bucket_bytes)
+            body = await self._body(headers, receive, most)
             if body is not None:
                 await self._app(scope, _replayed(body, receive), answer.send)
         finally:
@@ -112,9 +119,9 @@ class Guard:
             # A page of the browser whose name was pointed at this machine (DNS rebinding).
             raise Refused(403, f"Host is {host!r}: without a key only an address or localhost is answered", "host")
 
-    async def _body(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes | None:
-        """The whole body; None where the client left."""
-        limit, seconds = self.bounds.body_bytes, self.bounds.body_seconds
+    async def _body(self, headers: Mapping[bytes, bytes], receive: Receive, limit: int) -> bytes | None:
+        """The whole body, of at most `limit` bytes; None where the client left."""
+        seconds = self.bounds.body_seconds
         told = headers.get(b"content-length", b"0")
         large = Refused(413, f"the body is larger than {limit} bytes (--body-megabytes): send less", "body_too_large")
         if len(told) > 18 or int(told) > DRAINED * limit:

@@ -42,6 +42,8 @@ class Job:
     session: Session | None = None
     calls: list[Call] = dataclasses.field(default_factory=list)
     """One a choice, where there is a session."""
+    generations: set[int] = dataclasses.field(default_factory=set)
+    """Of the weights that answered."""
 
 
 class Server:
@@ -61,13 +63,25 @@ class Server:
     ):
         """`policy` is the digest of the artifact whose policy it is; any_model: whether requests may name others."""
         self.any_model = any_model
-        self.policy = policy
+        self.policies: dict[int, str | None] = {live.generation: policy}
+        """Names of the weights that it has had, by their generation (`Live.swap`)."""
         self.live, self._tokenizer, self.name, self._stops, self._context = live, tokenizer, name, stops, context
         self._special = set(tokenizer.all_special_ids) | set(stops)
         self.sessions = Sessions(most=1024, tokens=2**22) if sessions is None else sessions
         self.wording = Wording(tokenizer, tool_format)
         self.counts = Counts()
         self._readers = concurrent.futures.ThreadPoolExecutor(READERS, thread_name_prefix="reader")
+
+    @property
+    def policy(self) -> str | None:
+        """Name of the weights that it has now."""
+        return self.policies.get(self.live.generation)
+
+    def policy_of(self, job: Job) -> str | None:
+        """Name of the weights that a job was answered by. Raises PolicyChanged where it was by several."""
+        if len(job.generations) > 1:
+            raise PolicyChanged("the server got another policy while it answered: ask again")
+        return self.policies.get(next(iter(job.generations), self.live.generation))
 
     async def read(self, job: Callable[[AskedT, Session | None], Job], asked: AskedT, session: Session | None) -> Job:
         """`completion` or `chat` of a request, in a thread: megabytes of text do not stop the streams of others."""
@@ -156,8 +170,14 @@ class Server:
             fields = {"messages": messages, "said": said, "policy": self.policy}
             job.calls.append(session.open(kind, before, ids, **fields))
 
-    def submit(self, job: Job, number: int, notify: Callable[[], None]) -> Any:
-        """The stream of the samples of a prompt. Raises ValueError for a request that cannot be met."""
+    def submit(self, job: Job, notify: Callable[[], None]) -> list[Any]:
+        """The streams of a job's prompts, all with the same weights. Raises ValueError for what cannot be met."""
+        streams: list[Any] = self.live.submit_all([self._request(job, i) for i in range(len(job.prompts))], notify)
+        job.generations |= {stream.generation for stream in streams}
+        return streams
+
+    def _request(self, job: Job, number: int) -> Any:
+        """The engine's request of a prompt."""
         from tuning.rollout.requests import Request, Sampling, stop_strings
 
         asked, prompt, terms = job.asked, job.prompts[number], job.session.terms if job.session else None
@@ -176,7 +196,7 @@ class Server:
             longest = min(longest, terms.turn_tokens)
             sampling = Sampling(temperature=terms.temperature)
             seed = terms.seed(job.calls[number * (asked.n or 1)].number)
-        request = Request(
+        return Request(
             prompt,
             longest,
             sampling,
@@ -187,13 +207,13 @@ class Server:
             stop_strings(lambda tokens: decode(list(tokens)), strings) if strings else None,
             name="prompt",
         )
-        return self.live.submit(request, notify)
 
-    def score(self, prompt: list[int]) -> tuple[list[float | None], list[Any]]:
+    def score(self, job: Job, prompt: list[int]) -> tuple[list[float | None], list[Any]]:
         """Log-probabilities of a prompt's tokens and the most probable ones in their places; None at the first."""
         if not prompt:
             raise ValueError("an empty prompt has no log-probabilities; begin it with a token such as BOS")
-        scores = self.live.score(prompt)
+        scores, generation = self.live.score(prompt)
+        job.generations.add(generation)
         return [None, *scores.logps], [None, *scores.top]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -224,9 +244,8 @@ class Server:
         per_prompt = job.asked.n or 1
         texts: dict[int, tuple[Text, Choice]] = {}
         try:
-            for i in range(len(job.prompts)):
-                streams.append(await _made_or_cancelled(loop.run_in_executor(None, self.submit, job, i, notify)))
-                self.counts.prompt_tokens += len(job.prompts[i])
+            streams = await _made_or_cancelled(loop.run_in_executor(None, self.submit, job, notify))
+            self.counts.prompt_tokens += sum(map(len, job.prompts))
             while not all(s.ended for s in streams):
                 # At least once a second, also without an update, to see whether the client has left.
                 with contextlib.suppress(TimeoutError):
@@ -258,6 +277,7 @@ class Server:
         if done.stop == "cancelled":
             return
         call = job.calls[number]
+        call.policy = self.policy_of(job)
         call.token_ids, call.logprobs, call.stop = list(done.tokens), list(done.logps), done.stop
         call.text = text.sent
         call.ended = done.stop == "eos" and done.tokens[-1] in self._stops
@@ -268,6 +288,10 @@ class Server:
         with session.lock:
             session.keep(call, reply, ("assistant", without_thoughts(reply["content"] or ""), calls))
         self.sessions.evict(keep=session.name)
+
+
+class PolicyChanged(RuntimeError):
+    """An answer that would be of two policies."""
 
 
 class ContextFull(ValueError):
@@ -285,14 +309,15 @@ def _object(text: str) -> dict[str, Any]:
 
 
 async def _made_or_cancelled(making: asyncio.Future[Any]) -> Any:
-    """The stream of a request that a thread submits, which waits for the step that the engine is in.
+    """The streams of a request that a thread submits, which waits for the step that the engine is in.
 
     A request that ends meanwhile cannot stop the thread: what it makes is cancelled as soon as it is there.
     """
 
     def drop(made: asyncio.Future[Any]) -> None:
         if made.exception() is None:
-            made.result().cancel()
+            for stream in made.result():
+                stream.cancel()
 
     try:
         return await asyncio.shield(making)

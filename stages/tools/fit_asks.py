@@ -227,7 +227,7 @@ def _distill(run: Run, config: Any, machine: Machine) -> Iterator[tuple[str, Ask
 
 
 def _rollout(run: Run, config: Any, machine: Machine) -> Iterator[tuple[str, Asked]]:
-    if config.engine.kind == "native":
+    if config.engine.in_worker:
         asked = _sampled(run, config, machine, config.prompts * config.completions, config.max_tokens)
         engine = config.engine
         yield (

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import psutil
 import pytest
+from flax import nnx
 
 from stages.base import Config as BaseConfig
 from stages.base import locate
@@ -25,7 +26,7 @@ from tests.faults.support import Run, shards
 from tuning.device import Compute
 from tuning.models.config_json import from_hugging_face
 from tuning.models.gguf import GGUFCheckpoint, GGUFFile
-from tuning.models.huggingface import params_from_tensors, save_decoder, untied
+from tuning.models.huggingface import params_from_tensors, save_decoder, tensors_from_params, untied
 from tuning.models.lora import LoraConfig, merge, tune
 from tuning.models.peft import save_adapter
 from tuning.models.tokenizer import chat_prompt_ids, save_tokenizer, tokenizer_from_gguf
@@ -96,7 +97,13 @@ class Model:
             return token_logps(self.config, self.params[name], pairs, t, Compute(), 512)
 
         probe = [dataclasses.replace(r, counter=10**6 + r.counter) for r in self.requests(3, temperature, 1, 12)]
-        return dataclasses.replace(Policy(name, lambda: self.place(name), logps, probe), **changes)
+
+        def tensors(types: Any) -> Any:
+            return tensors_from_params(nnx.to_pure_dict(self.params[name]))
+
+        config = dataclasses.asdict(self.config)
+        made = Policy(name, lambda: self.place(name), logps, probe, tensors, config)
+        return dataclasses.replace(made, **changes)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from tests.stages.sampling.http_server import State, make_app, serve
-from tests.stages.sampling.support import CONFIG, GREEDY, PARAMS, TOKENIZER, requests_of, trainer
+from tests.stages.sampling.support import CONFIG, GREEDY, PARAMS, TOKENIZER, requests_of, tensors, trainer
 from tuning.models.huggingface import save_decoder
 from tuning.models.tokenizer import save_tokenizer
 from tuning.rollout.engine.engine import Engine
@@ -39,7 +39,8 @@ def native():
 def policy(folders):
     def make(name, temperature=1.0, **changes):
         probe = [dataclasses.replace(r, samples=1, counter=1000 + i) for i, r in enumerate(requests_of(2, temperature))]
-        return dataclasses.replace(Policy(name, lambda: folders[name], trainer(name), probe), **changes)
+        made = Policy(name, lambda: folders[name], trainer(name), probe, tensors(name), dataclasses.asdict(CONFIG))
+        return dataclasses.replace(made, **changes)
 
     return make
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import socket
 import threading
 import time
 from pathlib import Path
@@ -21,10 +22,12 @@ import stages.serving.app
 import stages.serving.server
 from stages.serving.access import Keys
 from stages.serving.counts import Counts
-from stages.serving.guard import Guard
-from tuning.models.huggingface import load_decoder
+from stages.serving.guard import Bounds, Guard
+from stages.serving.weights import BODY_BYTES, Pushes
+from tuning.models.huggingface import read_config
 from tuning.models.tokenizer import load_tokenizer
 from tuning.rollout.engine.engine import Engine
+from tuning.rollout.engine.folder import load_folder
 from tuning.rollout.engine.limits import Limits
 from tuning.rollout.engine.live import Live
 from tuning.rollout.requests import Request as Asked
@@ -37,9 +40,8 @@ class State:
     """A server's engine and what it says of its weights."""
 
     def __init__(self, folder: Path, context: int = 256):
-        config, params = load_decoder(folder)
-        engine = Engine(config, limits=Limits(slots=8, context=context, steps=4, chunks=(32,)), top=1)
-        engine.load(params)
+        engine = Engine(read_config(folder), limits=Limits(slots=8, context=context, steps=4, chunks=(32,)), top=1)
+        load_folder(engine, folder)
         self.live = Live(engine)
         self.version = "default"
         self.context = context
@@ -48,7 +50,7 @@ class State:
 
     def load(self, folder: str) -> None:
         """Changes the weights."""
-        self.live.load(load_decoder(Path(folder))[1])
+        self.live.look(lambda engine, generation: load_folder(engine, Path(folder)))
 
 
 def make_app(state: State) -> FastAPI:
@@ -113,7 +115,7 @@ def make_app(state: State) -> FastAPI:
         return {"text": "", "output_ids": done.tokens, "meta_info": about}
 
     server = stages.serving.server.Server(state.live, state.tokenizer, "policy", (), state.context)
-    app.mount("/", stages.serving.app.make_app(server))
+    app.mount("/", stages.serving.app.make_app(server, Bounds(bucket_bytes=BODY_BYTES), pushes=Pushes(server)))
     return app
 
 
@@ -138,6 +140,7 @@ def main() -> None:
     parser.add_argument("--host", required=True)
     parser.add_argument("--max-model-len", type=int, required=True)
     parser.add_argument("--pids", type=Path)
+    parser.add_argument("--port-file", type=Path)
     for name in ("--dtype", "--logprobs-mode", "--served-model-name"):
         parser.add_argument(name)
     args = parser.parse_args()
@@ -148,7 +151,10 @@ def main() -> None:
     app: Any = make_app(State(args.model, min(args.max_model_len, 256)))
     if key := os.environ.get("VLLM_API_KEY"):
         app = Guard(app, Counts(), keys=Keys([key]))
-    uvicorn.run(app, host=args.host, port=args.port, log_level="warning")
+    listener = socket.create_server((args.host, args.port))
+    if args.port_file is not None:
+        args.port_file.write_text(str(listener.getsockname()[1]))
+    uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
 
 
 if __name__ == "__main__":

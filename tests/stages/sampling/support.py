@@ -3,12 +3,14 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from tuning.device import Compute
 from tuning.models.byte_tokenizer import byte_tokenizer
 from tuning.models.config import tiny
-from tuning.models.huggingface import random_params
+from tuning.models.huggingface import random_params, tensors_from_params
 from tuning.rollout.requests import Request, Sampling
 from tuning.rollout.servers.fleet import Fleet, Options
 from tuning.rollout.servers.kinds import KINDS
@@ -38,6 +40,16 @@ GREEDY = requests_of(12, temperature=0.0, samples=1)
 
 def trainer(name):
     return lambda pairs, temperature: token_logps(CONFIG, PARAMS[name], pairs, temperature, Compute(), 512)
+
+
+def tensors(name):
+    """The tensors of a policy as `Policy.tensors` gives them."""
+
+    def typed(types):
+        for tensor, value in tensors_from_params(nnx.to_pure_dict(PARAMS[name])):
+            yield tensor, value.astype(jnp.dtype(types.get(tensor, "float32")))
+
+    return typed
 
 
 def remote(*servers, kind="vllm", **changes):

@@ -19,7 +19,12 @@ def sets(**values):
     ("told", "message"),
     [
         (sets(kind="vlm"), "'native', 'vllm' or 'sglang'"),
-        (sets(url="http://x"), "url has no meaning with kind native; say kind: vllm or sglang"),
+        (sets(concurrency=3), "concurrency has no meaning with kind native in the worker; say kind: vllm or"),
+        (sets(url="http://x"), "version is missing; a server tells it at /version"),
+        (sets(url="http://x", version="'1'", folder="/x"), "native servers are at url, and get whole policies"),
+        (sets(url="http://x", version="'1'", sync="adapter"), "native servers are at url, and get whole policies"),
+        (sets(command="rlhf serve", version="'1'"), "native servers are at url, and get whole policies"),
+        (sets(url="http://x", version="'1'", quantization="int8"), "quantization is of kind native in the worker"),
         (sets(kind="vllm", version="'1'"), "say url, where servers are, or command, which starts one"),
         ([*URL, *sets(command="vllm serve")], "not both"),
         (URL[:2], "version is missing; a server tells it at /version"),
@@ -27,7 +32,10 @@ def sets(**values):
         ([*URL, *sets(servers=2)], "servers is of servers that are started here: say command in place of url"),
         ([*URL, *sets(arguments="[--x]")], "arguments is of servers that are started here"),
         ([*URL, *sets(sync="restart")], "sync restart is for servers that are started here"),
-        ([*URL, *sets(quantization="int8")], "quantization is of kind native; servers have arguments of their own"),
+        (
+            [*URL, *sets(quantization="int8")],
+            "native in the worker; servers have arguments of their own",
+        ),
         ([*URL, *sets(kv_cache_dtype="int8")], "kv_cache_dtype is of kind native"),
         ([*URL, *sets(cache="paged")], "cache is of kind native"),
         (sets(cache="paged", kv_cache_dtype="int8"), "whose scales pages do not hold; say slots"),
@@ -47,6 +55,7 @@ def test_where_servers_are_is_no_content_and_what_they_are_is():
     assert content(*sets(url="[http://a, http://b]", concurrency=3, tolerance=0.2)) == content()
     assert content(*sets(version="'1.1'")) != content()
     assert content(*sets(dtype="float32")) != content()
+    assert content(*sets(kind="native")) != config_content(load_recipe("smoke").rl.rollout)
 
 
 def test_how_a_server_is_started_is_content_and_who_asks_and_where_it_lies_is_not():

@@ -52,7 +52,7 @@ def test_a_request_whose_time_is_over_before_the_engine_has_taken_it_leaves_it_n
 
     url, end = serving(Watched(live, TOKENIZER, "tiny", STOPS, CONTEXT), Bounds(request_seconds=0.3))
     # A step that takes longer than the request may.
-    hanging = threading.Thread(target=live._ask, args=(lambda: going_on.wait(60),))
+    hanging = threading.Thread(target=live.look, args=(lambda *_: going_on.wait(60),))
     try:
         hanging.start()
         long = SAID | {"max_tokens": 190, "n": 64, "ignore_eos": True, "temperature": 1}
@@ -64,7 +64,7 @@ def test_a_request_whose_time_is_over_before_the_engine_has_taken_it_leaves_it_n
         while not made:
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        assert {done.stop for done in made[0].result()} == {"cancelled"}
+        assert {done.stop for done in made[0][0].result()} == {"cancelled"}
     finally:
         going_on.set()
         end()
@@ -78,7 +78,7 @@ def test_an_engine_that_hangs_keeps_nobody_who_closes_it(params):
 
     def hang():
         try:
-            live._ask(lambda: going_on.wait(60))
+            live.look(lambda *_: going_on.wait(60))
         except EngineStopped as e:
             stopped.append(e)
 
@@ -115,7 +115,7 @@ def test_health_is_that_of_the_engine(params, monkeypatch):
     try:
         monkeypatch.setattr(routes, "STALLED_SECONDS", 0.2)
         # What a step on a device that has hung does to the engine's thread.
-        hanging = threading.Thread(target=live._ask, args=(lambda: going_on.wait(60),))
+        hanging = threading.Thread(target=live.look, args=(lambda *_: going_on.wait(60),))
         hanging.start()
         while live.step_seconds < 0.3:
             time.sleep(0.01)

@@ -119,10 +119,10 @@ def test_scores_disturb_no_request_and_none_disturbs_them(live, params):
     from tuning.rollout.requests import Request
 
     alone = live.submit(Request(ids("one"), 30, seed=4)).result()[0]
-    score = live.score(ids(TEXT))
+    score, _ = live.score(ids(TEXT))
     stream = live.submit(Request(ids("one"), 30, seed=4))
     stream.next()
-    assert live.score(ids(TEXT)) == score
+    assert live.score(ids(TEXT)) == (score, 0)
     assert stream.result()[0].tokens == alone.tokens
     # An engine of its own, with another size of chunks.
     engine = Engine(CONFIG, limits=Limits(slots=1, context=100, chunks=(64,)), top=5)

@@ -33,21 +33,23 @@ def load_folder(engine: Engine | Replicas, folder: Path) -> None:
 
     def read(shapes: Any) -> Any:
         with Tensors(folder) as tensors:
-            return load_tensors(config, tensors, shapes, _places(config, shapes))
+            return load_tensors(config, tensors, shapes, places_in(config, shapes))
 
     engine.load_laid_out(read)
 
 
-def _places(config: DecoderConfig, shapes: Any) -> dict[str, Place]:
+def places_in(config: DecoderConfig, shapes: Any) -> dict[str, Place]:
     """The place of each tensor in a `DecodingDecoder`'s state; tensors of one parameter are adjacent."""
     stacked = flatten_dict(nnx.to_pure_dict(abstract_decoder(config)[1]))
     places: dict[ParamPath, dict[str, Place]] = {path: {} for path in flatten_dict(nnx.to_pure_dict(shapes))}
+    # On a mesh that divides heads they are not.
+    joined = any(name in path for path in places for name in JOINED)
     for path, names in tensor_names(stacked, config.num_layers).items():
         for layer, tensor in enumerate(names.tensors):
             # Embedding, final norm and LM head are as in the trainer's layout.
             place = Place(("rest", *path), (), names.transposed)
             if names.stacked:
-                target, part = _target(path, stacked)
+                target, part = _target(path, stacked, joined)
                 own, shared = ("layers", layer, *target), ("layers", *target)
                 if own in places:
                     # Unrolled: each layer has its own parameter.
@@ -62,12 +64,12 @@ def _places(config: DecoderConfig, shapes: Any) -> dict[str, Place]:
     return {tensor: place for of_parameter in places.values() for tensor, place in of_parameter.items()}
 
 
-def _target(path: ParamPath, stacked: dict[ParamPath, Any]) -> tuple[ParamPath, slice]:
-    """The layer's parameter, joined or not, that holds one of the trainer's, and the range of outputs there."""
+def _target(path: ParamPath, stacked: dict[ParamPath, Any], joined: bool) -> tuple[ParamPath, slice]:
+    """The layer's parameter that holds one of the trainer's, and the range of outputs there."""
     _, name, *rest = path
-    for joined, parts in JOINED.items():
-        if name in parts:
+    for whole, parts in JOINED.items():
+        if joined and name in parts:
             widths = [stacked["layers", part, *rest].shape[-1] for part in parts]
             at = parts.index(name)
-            return (joined, *rest), slice(sum(widths[:at]), sum(widths[: at + 1]))
+            return (whole, *rest), slice(sum(widths[:at]), sum(widths[: at + 1]))
     return (name, *rest), slice(None)

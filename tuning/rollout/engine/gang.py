@@ -72,8 +72,8 @@ class GangReplicas(Replicas):
         here = owner_of(place) == ranks.here().rank
         return engine_at(place, *arguments, **options) if here else cast(Engine, Elsewhere())
 
-    def _own(self) -> list[tuple[Engine, Place]]:
-        return [(engine, place) for engine, place in super()._own() if not isinstance(engine, Elsewhere)]
+    def own(self) -> list[tuple[Engine, Place]]:
+        return [(engine, place) for engine, place in super().own() if not isinstance(engine, Elsewhere)]
 
     def _finish(self, i: int) -> list[Update]:
         engine, owner = self._engines[i], owner_of(self._places[i])

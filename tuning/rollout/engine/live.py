@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import dataclasses
 import queue
 import threading
 import time
@@ -29,6 +31,8 @@ class Stream:
     def __init__(self, live: Live, request: Request, number: int, notify: Callable[[], None] | None):
         self._live, self._notify = live, notify
         self.request, self.number = request, number
+        self.generation = live.generation
+        """Of the weights that it is sampled from."""
         self._updates: queue.SimpleQueue[Update | BaseException] = queue.SimpleQueue()
         # `_open` counts samples whose end the reader has not taken, `left` those whose end the engine has not
         # delivered.
@@ -67,13 +71,26 @@ class Stream:
             self._notify()
 
 
+@dataclasses.dataclass(eq=False)
+class _Order:
+    """What a caller has asked the engine's thread to do."""
+
+    run: Callable[[], Any]
+    begins: bool = False
+    """Whether it begins a request: it waits where other weights are to come first."""
+    swaps: bool = False
+    """Whether it brings other weights: it waits until no request is under way."""
+
+
 class Live:
     """Runs an engine in a thread. The methods may be called from any thread."""
 
     def __init__(self, engine: Engine | Replicas):
         self._engine = engine
+        self.generation = 0
+        """How often `swap` has changed the weights; `load` does not count."""
         self._streams: dict[int, Stream] = {}
-        self._orders: collections.deque[Callable[[], Any]] = collections.deque()
+        self._orders: collections.deque[_Order] = collections.deque()
         self._wake = threading.Condition()
         self._failure: BaseException | None = None
         self._stepped = False
@@ -90,28 +107,64 @@ class Live:
         Raises RefusedRequest as `Engine.submit` does, and EngineStopped after the engine has stopped.
         """
 
-        def order() -> Stream:
-            number = self._engine.submit(request)
-            stream = self._streams[number] = Stream(self, request, number, notify)
-            return stream
+        return self.submit_all([request], notify)[0]
 
-        return self._ask(order)
+    def submit_all(self, requests: Sequence[Request], notify: Callable[[], None] | None = None) -> list[Stream]:
+        """As `submit`, all of them or none, and all with the same weights."""
 
-    def score(self, prompt: Sequence[int]) -> Scores:
-        """Log-probabilities of a prompt's own tokens (`Engine.score`). Raises as `submit` does."""
-        scores: Scores = self._ask(lambda: self._engine.score(prompt))
+        def order() -> list[Stream]:
+            made: list[Stream] = []
+            with contextlib.ExitStack() as undo:
+                for request in requests:
+                    number = self._engine.submit(request)
+                    made.append(Stream(self, request, number, notify))
+                    self._streams[number] = made[-1]
+                    undo.callback(self._engine.cancel, number)
+                undo.pop_all()
+            return made
+
+        streams: list[Stream] = self._ask(_Order(order, begins=True))
+        return streams
+
+    def score(self, prompt: Sequence[int]) -> tuple[Scores, int]:
+        """Log-probabilities of a prompt's own tokens (`Engine.score`), and the generation of the weights.
+
+        Raises as `submit` does.
+        """
+        scores: tuple[Scores, int] = self._ask(
+            _Order(lambda: (self._engine.score(prompt), self.generation), begins=True)
+        )
         return scores
 
     def load(self, params: nnx.State) -> None:
         """Samples from other weights from the next step on; requests in progress go on with them."""
-        self._ask(lambda: self._engine.load(params))
+        self._ask(_Order(lambda: self._engine.load(params)))
+
+    def swap(self, take: Callable[[Engine | Replicas, int], None]) -> int:
+        """Has the engine take other weights between requests; returns their generation, which `take` gets too.
+
+        Requests under way end on the old ones; those that come meanwhile wait, and get the new ones. Raises what `take`
+        raises, and EngineStopped.
+        """
+
+        def order() -> int:
+            take(self._engine, self.generation + 1)
+            self.generation += 1
+            return self.generation
+
+        generation: int = self._ask(_Order(order, swaps=True))
+        return generation
+
+    def look(self, at: Callable[[Engine | Replicas, int], Any]) -> Any:
+        """What `at` finds in the engine, given the generation of its weights, between two steps."""
+        return self._ask(_Order(lambda: at(self._engine, self.generation)))
 
     def cancel(self, stream: Stream) -> None:
         """See `Stream.cancel`."""
         with self._wake:
             # Not through `_ask`, which waits for the engine: called from `notify`, in its thread, it would
             # never return.
-            self._orders.append(lambda: self._engine.cancel(stream.number))
+            self._orders.append(_Order(lambda: self._engine.cancel(stream.number)))
             self._wake.notify()
 
     @property
@@ -145,13 +198,13 @@ class Live:
         if self._thread.is_alive():
             self._end_streams(self._failure or EngineStopped("closed"))
 
-    def _ask(self, order: Callable[[], Any]) -> Any:
-        """Runs `order` in the engine's thread between two steps; returns its result or raises its error."""
+    def _ask(self, order: _Order) -> Any:
+        """Has the engine's thread run an order between two steps; returns its result or raises its error."""
         answer: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
         def answered() -> None:
             try:
-                answer.put((order(), None))
+                answer.put((order.run(), None))
             except Exception as e:
                 # An error of this call, not of the engine: the thread goes on.
                 answer.put((None, e))
@@ -159,7 +212,7 @@ class Live:
         with self._wake:
             if self._failure is not None:
                 raise EngineStopped("the engine has stopped") from self._failure
-            self._orders.append(answered)
+            self._orders.append(dataclasses.replace(order, run=answered))
             self._wake.notify()
         while True:
             try:
@@ -181,11 +234,11 @@ class Live:
                         self._wake.wait()
                     if self._failure is not None:
                         break
-                    orders = [self._orders.popleft() for _ in range(len(self._orders))]
+                    orders = self._due()
                 # Without the lock: callers may add orders while a step runs.
                 self._busy_since = time.monotonic()
                 for order in orders:
-                    order()
+                    order.run()
                 if not self._engine.idle:
                     self._step()
                 self._busy_since = None
@@ -195,6 +248,19 @@ class Live:
                 self._failure = e
         finally:
             self._end_streams(self._failure or EngineStopped("closed"))
+
+    def _due(self) -> list[_Order]:
+        """Takes the orders that may run before the next step. Once other weights are to come nothing begins, and they
+        come when no request is under way."""
+        swap = next((order for order in self._orders if order.swaps), None)
+        if swap is None:
+            due = list(self._orders)
+        elif self._engine.idle:
+            due = [swap]
+        else:
+            due = [order for order in self._orders if not (order.begins or order.swaps)]
+        self._orders = collections.deque(order for order in self._orders if order not in due)
+        return due
 
     def _step(self) -> None:
         try:

@@ -74,7 +74,7 @@ class Replicas(Batches):
         self, config: DecoderConfig, dtype: str = "float32", limits: Limits | None = None, *, mesh: Mesh, **options: Any
     ):
         """`mesh` as of `placement.sampling_mesh`. The other arguments are of each `Engine`; slots and memory too."""
-        self.config, self._mesh = config, mesh
+        self.config, self.mesh = config, mesh
         self._places = places_of(mesh)
         self._engines = [self._engine_at(place, config, dtype, limits, **options) for place in self._places]
         self._groups: dict[tuple[int, ...], collections.deque[_Queued]] = {}
@@ -97,26 +97,26 @@ class Replicas(Batches):
     def _engine_at(self, place: Place, *arguments: Any, **options: Any) -> Engine:
         return engine_at(place, *arguments, **options)
 
-    def _own(self) -> list[tuple[Engine, Place]]:
+    def own(self) -> list[tuple[Engine, Place]]:
         """The engines of this process, each with its place."""
         return list(zip(self._engines, self._places, strict=True))
 
     @without_float64
     def load(self, params: nnx.State) -> None:
         """As `Engine.load`, once for all: weights are moved between devices alone, and each engine has one copy."""
-        own = self._own()
+        own = self.own()
         for engine, _ in own:
             engine.weights.drop()
         graph, state = own[0][0].weights.laid_out(params)
-        state = put_weights(state, self._mesh)
+        state = put_weights(state, self.mesh)
         for engine, place in own:
             engine.use(graph, part_of(state, place))
 
     @property
     def loading_mesh(self) -> Mesh:
         """A mesh for the parameters of `load`: each device holds a part."""
-        tensor = self._mesh.shape["tensor"]
-        return make_mesh(Axes(1, -1, tensor), list(self._mesh.devices.flat))
+        tensor = self.mesh.shape["tensor"]
+        return make_mesh(Axes(1, -1, tensor), list(self.mesh.devices.flat))
 
     def prepare(self, requests: Sequence[Request]) -> None:
         """As `Engine.prepare` in a place: nothing."""
@@ -149,7 +149,7 @@ class Replicas(Batches):
     @property
     def size(self) -> str:
         """As `Engine.size`, with the number of replicas."""
-        return f"{len(self._engines)} replicas, each with {self._own()[0][0].size}"
+        return f"{len(self._engines)} replicas, each with {self.own()[0][0].size}"
 
     def submit(self, request: Request, keys: np.ndarray | None = None) -> int:
         """As `Engine.submit`. A request `after` another goes to the engine that keeps the slot."""

@@ -27,7 +27,11 @@ class Weights:
         self, config: DecoderConfig, place: Place, *, rolled: bool, quantization: Quantization, dtype: str
     ) -> None:
         """Arguments as of `Engine`; `rolled` as of `decoders.lay_out`."""
-        self._config, self._place, self._quantization = config, place, quantization
+        self._config, self._quantization = config, quantization
+        self.place = place
+        """Where they are."""
+        self.dtype = dtype
+        """Type of the matrices of layers, unless they are quantised."""
         self._graph = decoder_graph(config)
         # A joined kernel cannot be sharded over heads (see `lay_out`).
         join = not isinstance(place, Mesh)
@@ -52,9 +56,14 @@ class Weights:
         return sum(x.nbytes for x in jax.tree.leaves(self._now))
 
     @property
+    def dense(self) -> bool:
+        """Whether they are not quantised."""
+        return self._quantization == "none"
+
+    @property
     def may_be_filled(self) -> bool:
         """Whether `fill` is possible: they are not quantised, and on one device."""
-        return self._place is None and self._quantization == "none"
+        return self.place is None and self.dense
 
     def laid_out(self, params: nnx.State) -> tuple[Graph, nnx.State]:
         """(graph, state) of parameters in the layout of decoding, on the devices of the parameters."""
@@ -66,10 +75,10 @@ class Weights:
         # Dropped before the new weights are laid out: memory need not hold both.
         self.drop()
         graph, state = self.laid_out(params)
-        if isinstance(self._place, Mesh):
-            state = put_weights(state, self._place)
-        elif self._place is not None:
-            state = jax.device_put(state, self._place)
+        if isinstance(self.place, Mesh):
+            state = put_weights(state, self.place)
+        elif self.place is not None:
+            state = jax.device_put(state, self.place)
         self.use(graph, state)
 
     def fill(self, read: Callable[[nnx.State], nnx.State]) -> None:

@@ -242,17 +242,17 @@ class Fleet:
         version, wanted = self._kind.version(server), self._options.version
         if wanted is not None and version not in (None, wanted):
             raise ServerRefused(f"{server.url} has {self._kind.name} {version}, and {wanted} was asked for")
-        has = self._weights(server)
+        has = self._weights(server, policy)
         if server.started_on == policy.weights and has != policy.weights:
             self._kind.label(server, policy)
-            has = self._weights(server)
+            has = self._weights(server, policy)
         elif has != policy.weights and not (has is None and self._options.sync == "none"):
             if self._options.sync in ("none", "restart"):
                 raise self._stale(server, has, "its weights are not changed from here")
             server.started_on = server.given = None
-            self._kind.reload(server, policy, policy.folder())
+            self._kind.reload(server, policy)
             server.given = policy.weights
-            has = self._weights(server)
+            has = self._weights(server, policy)
         if has not in (None, policy.weights):
             raise self._stale(server, has, "it was told to load it")
         if policy.adapter is not None:
@@ -269,12 +269,12 @@ class Fleet:
             )
         return gap
 
-    def _weights(self, server: RemoteServer) -> str | None:
+    def _weights(self, server: RemoteServer, policy: Policy) -> str | None:
         """Name of the dense weights that a server has, None if unknown.
 
         A child that does not report it has those it was last given: it is on loopback, and only this process uses it.
         """
-        reported = self._kind.weights(server)
+        reported = self._kind.weights(server, policy)
         return server.given if reported is None and server.child is not None else reported
 
     def _stale(self, server: RemoteServer, has: str | None, why: str) -> StalePolicy:

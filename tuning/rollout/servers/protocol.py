@@ -1,6 +1,6 @@
 """What a kind of server must offer (`ServerKind`), and what all kinds share: token ids in, token ids out.
 
-`vllm` and `sglang` implement it; `kinds.KINDS` names them. No module of this package imports JAX.
+`vllm`, `sglang` and `native` implement it; `kinds.KINDS` names them. No module of this package imports JAX.
 """
 
 from __future__ import annotations
@@ -8,9 +8,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
 
 from tuning.rollout.requests import Completion, RefusedRequest, Request
 
@@ -39,14 +41,22 @@ class Policy:
     """The trainer's log-probabilities of (prompt, completion) token ids at a temperature."""
     probe: Sequence[Request]
     """Requests by which each server is compared with `logps` before it is used."""
+    tensors: Callable[[Mapping[str, str]], Iterator[tuple[str, np.ndarray]]]
+    """Yields the dense weights as named tensors, one at a time, each in the type that the argument names for it."""
+    config: Mapping[str, Any]
+    """The model's config, which a server's has to be."""
+    dtype: str | None = None
+    """Type in which servers that are given tensors have to compute; None: theirs."""
     base: str = ""
     """Name of the dense weights under an adapter."""
     adapter: Path | None = None
     """A folder in PEFT's format over `base`; None where the policy is dense."""
+    fingerprints: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Those of `tensors` that are known, by types (`servers.native`)."""
 
     @property
     def weights(self) -> str:
-        """Name of the dense weights that `folder` holds."""
+        """Name of the dense weights that `folder` and `tensors` give."""
         return self.base or self.digest
 
 
@@ -68,6 +78,8 @@ class Control(Protocol):
 
     def get(self, path: str) -> Any: ...
     def post(self, path: str, body: Any = None) -> Any: ...
+    def send(self, path: str, bodies: Iterable[bytes]) -> None: ...
+    def delete(self, path: str) -> Any: ...
 
 
 def sample_seed(bits: int, *counters: int) -> int:
@@ -103,13 +115,14 @@ class ServerKind(Protocol):
     def version(self, server: Control) -> str | None:
         """The version of its code; None if it does not report one."""
 
-    def weights(self, server: Control) -> str | None:
-        """Name of the dense weights that it has; None if it does not report it."""
+    def weights(self, server: Control, policy: Policy) -> str | None:
+        """Name of the dense weights that it has; None if it does not report it. A kind that proves its weights names
+        the policy only where they are the policy's."""
 
     def label(self, server: Control, policy: Policy) -> None:
         """Tells a server that was started on the policy's folder the name of its weights."""
 
-    def reload(self, server: Control, policy: Policy, folder: Path) -> None:
+    def reload(self, server: Control, policy: Policy) -> None:
         """Makes it load the dense weights and store their name."""
 
     def adapt(self, server: Control, policy: Policy, previous: str | None) -> None:

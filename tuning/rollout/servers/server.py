@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +90,23 @@ class RemoteServer:
         """As `get`; None if the answer is empty."""
         return self._call("POST", path, body)
 
+    def delete(self, path: str) -> Any:
+        """As `get`."""
+        return self._call("DELETE", path, None)
+
+    def send(self, path: str, bodies: Iterable[bytes]) -> None:
+        """Posts bodies one behind the other, on one connection; the next is made when the last is answered."""
+        with httpx.Client(**self.options) as client:
+            for body in bodies:
+                self._answered(path, lambda body=body: client.post(self._url + path, content=body))  # type: ignore[misc]
+
     def _call(self, method: str, path: str, body: Any) -> Any:
+        return self._answered(path, lambda: httpx.request(method, self._url + path, json=body, **self.options))
+
+    def _answered(self, path: str, ask: Callable[[], httpx.Response]) -> Any:
         for attempt in range(self._retries + 1):
             try:
-                response = httpx.request(method, self._url + path, json=body, **self.options)
+                response = ask()
             except httpx.TransportError as e:
                 raise self._lost(path, e) from e
             # A call that changes weights and fails with 500 fails again; the other busy statuses are worth a retry.

@@ -7,7 +7,6 @@ min_p, so requests that use these are refused.
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 from typing import Any
 
 from tuning.rollout.requests import Completion, RefusedRequest, Request
@@ -81,7 +80,7 @@ class SGLang:
                 return server.get(path).get("version")
         return None
 
-    def weights(self, server: Control) -> str | None:
+    def weights(self, server: Control, policy: Policy) -> str | None:
         for path in ("/model_info", "/get_weight_version"):
             with contextlib.suppress(ServerRefused):
                 return server.get(path).get("weight_version")
@@ -90,8 +89,8 @@ class SGLang:
     def label(self, server: Control, policy: Policy) -> None:
         server.post("/update_weight_version", {"new_version": policy.weights, "abort_all_requests": False})
 
-    def reload(self, server: Control, policy: Policy, folder: Path) -> None:
-        body = {"model_path": str(folder), "weight_version": policy.weights, "abort_all_requests": True}
+    def reload(self, server: Control, policy: Policy) -> None:
+        body = {"model_path": str(policy.folder()), "weight_version": policy.weights, "abort_all_requests": True}
         answer = server.post("/update_weights_from_disk", body)
         if not answer.get("success"):
             raise ServerRefused(f"update_weights_from_disk: {answer.get('message')}")

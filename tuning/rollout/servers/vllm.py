@@ -7,7 +7,6 @@ Weights change through its development endpoints (VLLM_SERVER_DEV_MODE=1). It mu
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 from typing import Any
 
 from tuning.rollout.requests import Completion, Request
@@ -83,7 +82,7 @@ class VLLM:
             return str(server.get("/version")["version"])
         return None
 
-    def weights(self, server: Control) -> str | None:
+    def weights(self, server: Control, policy: Policy) -> str | None:
         with contextlib.suppress(ServerRefused):
             return server.get("/weight_info").get("weight_version")
         return None
@@ -91,7 +90,8 @@ class VLLM:
     def label(self, server: Control, policy: Policy) -> None:
         server.post("/update_weight_version", {"new_version": policy.weights})
 
-    def reload(self, server: Control, policy: Policy, folder: Path) -> None:
+    def reload(self, server: Control, policy: Policy) -> None:
+        folder = policy.folder()
         # The name goes first: if the reload fails half-way, the server must not claim either policy.
         server.post("/update_weight_version", {"new_version": "unknown"})
         server.post("/pause?mode=wait")

@@ -1,0 +1,58 @@
+"""`rlhf serve`'s server over a model's folder, as a program: what `stages.serving.serve` makes of an artifact."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import stages.serving.server
+from stages.serving.app import make_app
+from stages.serving.guard import Bounds
+from stages.serving.serve import serve
+from stages.serving.weights import BODY_BYTES, Pushes
+from tuning.models.huggingface import read_config
+from tuning.models.tokenizer import load_tokenizer
+from tuning.rollout.engine.engine import Engine
+from tuning.rollout.engine.folder import load_folder
+from tuning.rollout.engine.limits import Limits
+from tuning.rollout.engine.live import Live
+
+
+class Forgetful(Live):
+    """An engine that is given weights, and goes on with its own under their name."""
+
+    def swap(self, take: Any) -> int:
+        def kept(engine: Any, generation: int) -> None:
+            state = engine.weights.now
+            take(engine, generation)
+            engine.use(*state)
+
+        return super().swap(kept)
+
+
+def server_over(folder: Path, name: str, kind: type[Live] = Live, **limits: Any) -> Any:
+    """A server of a folder's model under a name."""
+    engine = Engine(read_config(folder), limits=Limits(**{"slots": 8, "context": 256, "steps": 4} | limits), top=5)
+    load_folder(engine, folder)
+    return stages.serving.server.Server(kind(engine), load_tokenizer(folder), "policy", (), engine.context, name)
+
+
+def app_over(server: Any) -> Any:
+    """The web application of a server that takes weights."""
+    return make_app(server, Bounds(bucket_bytes=BODY_BYTES), pushes=Pushes(server))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--context", type=int, default=256)
+    args = parser.parse_args()
+    server = server_over(args.folder, args.name, context=args.context)
+    serve(app_over(server), server.live, "127.0.0.1", args.port)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""A round sampled by `rlhf serve` servers: its policy goes to them by HTTP alone, and its rows are the trainer's."""
+
+import httpx
+import jax
+import numpy as np
+import pytest
+
+from stages import base as base_model
+from stages import rollout
+from stages.common.compilation import configure_jax
+from stages.sampling.settings import EngineSettings
+from tests.stages.sampling.http_server import serve
+from tests.stages.sampling.native_server import app_over, server_over
+from tests.stages.training.support import Folder, data, ids, perform
+from tuning.device import Compute
+from tuning.models.huggingface import load_decoder, save_decoder
+from tuning.rollout.servers.protocol import ServerRefused
+from tuning.rows import CompletionRow, read_table
+from tuning.training.completions import token_logps
+
+QUESTIONS = ["1+1=", "some words?", "2*3="]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """Two random policies of one model, and three prompts."""
+    configure_jax()
+    folder, memory = tmp_path_factory.mktemp("round"), {}
+    _, served = perform(base_model, base_model.Config(source="random:tiny"), folder / "served", memory)
+    model, params = load_decoder(served.local("model/"))
+    other = jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, params)
+    save_decoder(folder / "trained" / "model", model, other, {})
+    trained = Folder(folder / "trained", "trained")
+    table = [
+        {"id": f"p{i}", "prompt_ids": ids(text, end=False), "prompt": text, "answer": str(i), "metadata": "{}"}
+        for i, text in enumerate(QUESTIONS)
+    ]
+    return folder, memory, served, trained, data(folder / "data", prompts=table)
+
+
+@pytest.fixture(scope="module")
+def url(inputs):
+    folder, _, served, *_ = inputs
+    model = folder / "model"
+    model.mkdir()
+    for path in (*served.local("model/").iterdir(), *served.local("tokenizer/").iterdir()):
+        (model / path.name).write_bytes(path.read_bytes())
+    server = server_over(model, "served", context=512)
+    web, thread, url = serve(app_over(server))
+    yield url
+    web.should_exit = True
+    thread.join()
+    server.live.close()
+
+
+def engine_at(url, **changes):
+    version = httpx.get(f"{url}/version").json()["version"]
+    return EngineSettings(**{"kind": "native", "url": url, "version": version, "dtype": "float32"} | changes)
+
+
+def test_a_round_by_a_native_server_needs_no_folder_and_its_rows_are_the_trainers(inputs, url):
+    folder, memory, served, trained, prompts = inputs
+    config = rollout.Config(prompts=3, completions=2, max_tokens=6, engine=engine_at(url))
+    given = {"policy": trained, "tokenizer": served, "data": prompts}
+    metrics, made = perform(rollout, config, folder / "rollout", memory, **given)
+    assert metrics["completions"] == 6
+    rows = read_table(sorted(made.local("rollouts").glob("*.parquet")), CompletionRow)
+    assert {row.policy for row in rows} == {trained.digest}
+    assert httpx.get(f"{url}/weight_info").json() == {"weight_version": trained.digest}
+    model, params = load_decoder(trained.local("model/"))
+    texts = {f"p{i}": ids(text, end=False) for i, text in enumerate(QUESTIONS)}
+    pairs = [(texts[row.prompt_id], row.token_ids) for row in rows]
+    for row, expected in zip(rows, token_logps(model, params, pairs, 1.0, Compute(), 512), strict=True):
+        np.testing.assert_allclose(row.logprobs, expected, atol=1e-5)
+    assert not [path for path in folder.rglob("*.safetensors") if "engines" in path.parts]
+
+
+def test_a_server_of_another_version_or_type_is_refused(inputs, url):
+    folder, memory, served, trained, prompts = inputs
+    given = {"policy": trained, "tokenizer": served, "data": prompts}
+    for changes, message in (
+        ({"version": "0.0"}, "and 0.0 was asked for"),
+        ({"dtype": "bfloat16"}, "it computes in float32, and dtype is bfloat16"),
+    ):
+        config = rollout.Config(prompts=3, completions=2, max_tokens=6, engine=engine_at(url, **changes))
+        with pytest.raises(ServerRefused, match=message):
+            perform(rollout, config, folder / f"refused {message}", memory, **given)

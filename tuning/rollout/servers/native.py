@@ -1,0 +1,91 @@
+"""`rlhf serve` over HTTP: vLLM's `/v1/completions`, with weights that are pushed in buckets and proven by fingerprint.
+
+The server computes the fingerprint from what its engine holds, and each answer says whose weights it is of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from tuning.rollout.frames import Fingerprint, buckets, first_difference
+from tuning.rollout.servers.protocol import Control, Policy, ServerLost, ServerRefused, ServerStart
+from tuning.rollout.servers.vllm import VLLM
+
+
+class Native(VLLM):
+    """This project's own server. Methods as in `ServerKind`."""
+
+    name = "native"
+
+    def arguments(self, start: ServerStart, port: int) -> list[str]:
+        raise NotImplementedError("native servers are not started from here")
+
+    def environment(self, key: str = "") -> dict[str, str]:
+        return {}
+
+    def weights(self, server: Control, policy: Policy) -> str | None:
+        told = _told(server, policy)
+        name: str | None = told["policy"]
+        if name != policy.weights or told["fingerprint"] is None:
+            return name
+        if told["fingerprint"] != _fingerprint(policy, _types(told)):
+            return f"{name} by name, with other weights"
+        return name
+
+    def label(self, server: Control, policy: Policy) -> None:
+        raise ServerRefused("a native server names its own weights")
+
+    def reload(self, server: Control, policy: Policy) -> None:
+        told = _told(server, policy)
+        types = _types(told)
+        config = json.loads(json.dumps(policy.config))
+        other = first_difference(told["config"], config)
+        if other is not None:
+            theirs, ours = told["config"].get(other), config.get(other)
+            raise ServerRefused(f"it serves another model: config.{other} is {theirs!r} there and {ours!r} here")
+        push = server.post("/weights", {"policy": policy.weights, "config": config})["push"]
+        try:
+            seen = Fingerprint()
+            server.send(f"/weights/{push}", buckets(policy.tensors(types), told["bucket_bytes"], seen))
+            policy.fingerprints[_key(types)] = seen.hexdigest()
+            server.post(f"/weights/{push}/commit", {"fingerprint": seen.hexdigest()})
+        except BaseException:
+            with contextlib.suppress(ServerLost, ServerRefused):
+                server.delete(f"/weights/{push}")
+            raise
+
+    def adapt(self, server: Control, policy: Policy, previous: str | None) -> None:
+        raise ServerRefused("a native server has no adapters: leave sync at auto, which pushes the whole policy")
+
+
+def _told(server: Control, policy: Policy) -> dict[str, Any]:
+    """What a server says of its weights."""
+    told: dict[str, Any] = server.get("/weights")
+    if policy.dtype not in (None, told["dtype"]):
+        raise ServerRefused(f"it computes in {told['dtype']}, and dtype is {policy.dtype}: say the server's")
+    return told
+
+
+def _types(told: Mapping[str, Any]) -> dict[str, str]:
+    """The type in which a server holds each tensor."""
+    if told["tensors"] is None:
+        raise ServerRefused("it holds its weights as int8, which cannot be pushed: serve without --quantization")
+    return {name: dtype for name, (dtype, _) in told["tensors"].items()}
+
+
+def _fingerprint(policy: Policy, types: Mapping[str, str]) -> str:
+    """The fingerprint that a server has to have whose tensors are of these types."""
+    key = _key(types)
+    if key not in policy.fingerprints:
+        seen = Fingerprint()
+        for name, value in policy.tensors(types):
+            seen.add(name, value)
+        policy.fingerprints[key] = seen.hexdigest()
+    return policy.fingerprints[key]
+
+
+def _key(types: Mapping[str, str]) -> str:
+    return json.dumps(sorted(types.items()))
