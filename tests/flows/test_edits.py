@@ -16,6 +16,7 @@ from flows.graph.keying import code_of, key_of, key_parts
 from flows.recipe.model import RecipeError
 from flows.recipe.reading import load_recipe
 from flows.running.checks import as_it_is, check_columns
+from flows.running.crew import ONLY
 from flows.running.session import Session
 from stages.contract.registry import stage
 from stages.store.artifacts import Artifact, Store
@@ -61,7 +62,7 @@ def session(tmp_path_factory):
         run.nodes = {"score": Node("score", "score", config, {"rollouts": Input("sampled")}, 0)}
         run.made["sampled"] = rollouts(run.store, folder / "out")
         yield run, lines, folder
-        run.crew.first.close()
+        run.crew._workers[ONLY].close()
 
 
 def test_a_reward_that_is_edited_is_what_the_next_score_is_made_by(session):
