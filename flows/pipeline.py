@@ -17,8 +17,9 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.graph.build import Node, select, with_inputs
 from flows.graph.standing import Standing
+from flows.orchestration.deployments import check_pools
 from flows.orchestration.ending import give_up_soon, send_events
-from flows.orchestration.pools import PoolWorker, check_pools
+from flows.orchestration.pools import PoolWorker
 from flows.orchestration.show import (
     PrefectReporter,
     errors_logged,

@@ -17,7 +17,7 @@ NAME = "rlhf-worker"
 
 
 @flow(name=NAME, description="Makes stages of a run whose recipe names this pool among its workers.", retries=0)
-def rlhf_worker(store: str, run: str, mail: str, log: str, silence: float, idle: float) -> None:
+def rlhf_worker(store: str, run: str, mail: str, log: str, silence: float, idle: float | None) -> None:
     """Makes what a run asks for, until that has ended. Runs ask for it; nobody starts it by hand.
 
     Args:
@@ -26,7 +26,7 @@ def rlhf_worker(store: str, run: str, mail: str, log: str, silence: float, idle:
         mail: Name of the run's mailbox for this worker.
         log: Name of the file of the worker's output.
         silence: Seconds without a sign of life after which the run counts as gone.
-        idle: Seconds after which the worker leaves where nothing is asked of it.
+        idle: Seconds after which the worker leaves where nothing is asked of it; none: it stays.
     """
     _order_path()
     found = Store(store)

@@ -132,9 +132,6 @@ def _following(store: Store, record: dict[str, Any], paths: dict[str, Path], nod
     """The lines of the logs as they come, until the run has ended; of several workers with the worker's name."""
     looked = 0.0
     running = status_of(record, store) == "running"
-    if not any(path.exists() for path in paths.values()) and (not running or not _is_here(store, record, paths)):
-        yield from _of(_text(store, record, paths), node)
-        return
     pools = [
         s["pool"] for s in (record["recipe"].get("workers") or {}).values() if isinstance(s, dict) and s.get("pool")
     ]
@@ -144,6 +141,9 @@ def _following(store: Store, record: dict[str, Any], paths: dict[str, Path], nod
             "came to the store, each half minute",
             soft_wrap=True,
         )
+    if not any(path.exists() for path in paths.values()) and (not running or not _is_here(store, record, paths)):
+        yield from _of(_text(store, record, paths), node)
+        return
     tails = {name: (_Tail(path), _Of(node)) for name, path in paths.items()}
     while True:
         # Read after the look at the run: what it has written at its end is shown too.

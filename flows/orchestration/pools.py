@@ -11,101 +11,36 @@ import dataclasses
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import FlowFilter, FlowFilterName, WorkPoolFilter, WorkPoolFilterName
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
-from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Cancelling
 
+from flows.orchestration.deployments import answering, deployment_of
 from flows.recipe.model import Recipe, RecipeError
-from flows.recipe.workers import WorkerSettings
+from flows.recipe.workers import TRAIN, WorkerSettings
 from flows.running.limits import RunTooLong
 from stages.store.artifacts import Store
-from stages.store.keys import without_userinfo
-from stages.worker import mailbox, sameness
+from stages.worker import away, mailbox, sameness
 from stages.worker.client import CodeChanged, StageFailed, StageOutage, WorkerDied
 from stages.worker.mailbox import Mailbox, Replaced
 from stages.worker.protocol import Changed, Done, Failed, Log, Lost, Report, Request, parse_event
 
-FLOW = "rlhf-worker"
-ASK_SECONDS = 5.0
-"""For an answer of Prefect: the thread that waits for it hears nothing else."""
 LOOK_SECONDS, LATER_SECONDS = 5.0, 30.0
 """How often Prefect is asked what has become of a worker that says nothing, and after an answer that did not come."""
 WAIT_SECONDS = 15.0
 """After so long without a worker it is told what is waited for."""
 START_SECONDS = 1800.0
-"""For a flow run that a host has taken to begin: images are pulled, machines are bought."""
+"""For a flow run that a host runs to say a word."""
 TRIES, PAUSE_SECONDS = 7, 1.0
 """How often Prefect and the store are asked for a worker; pauses double: for about a minute."""
 BEATS_SECONDS = 3 * mailbox.BEAT_SECONDS
 """Whoever has beaten since is there, whatever Prefect says of it."""
 LEAVE_SECONDS = 30.0
 """For a worker to leave at the end of a run."""
-
-
-@contextlib.contextmanager
-def _prefect() -> Iterator[Any]:
-    """A client that asks once and waits for seconds; else Prefect's tries for minutes."""
-    with (
-        temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0, PREFECT_API_REQUEST_TIMEOUT: ASK_SECONDS}),
-        get_client(sync_client=True) as client,
-    ):
-        yield client
-
-
-def check_pools(recipe: Recipe) -> None:
-    """Raises RecipeError for a pool that the Prefect server does not have, or that no deployment of `rlhf-worker` is
-    in, or that takes fewer flow runs at a time than this run has workers in it; and for a store whose address holds a
-    password, which Prefect would show."""
-    settings = {} if recipe.workers is None else recipe.workers.named
-    pools = {work: s.pool for work, s in settings.items() if s.pool is not None}
-    if pools and without_userinfo(recipe.store) != recipe.store:
-        raise RecipeError(
-            "store: its address holds a password or token, which workers in pools would get as a visible parameter; "
-            "give it by the environment of each host"
-        )
-    with get_client(sync_client=True) as client:
-        for work, pool in pools.items():
-            try:
-                found = client.read_work_pool(pool)
-            except ObjectNotFound:
-                raise RecipeError(
-                    f"workers.{work}.pool: the Prefect server {client.api_url} has no work pool {pool}; "
-                    "`prefect work-pool ls` lists them"
-                ) from None
-            deployment_of(client, work, pool)
-            sharing = sum(other == pool for other in pools.values())
-            if found.concurrency_limit is not None and found.concurrency_limit < sharing:
-                raise RecipeError(
-                    f"workers.{work}.pool: pool {pool} runs {found.concurrency_limit} at a time, and this recipe has "
-                    f"{sharing} workers in it"
-                )
-
-
-def deployment_of(client: Any, work: str, pool: str) -> Any:
-    """The deployment of `rlhf-worker` in a pool. Raises RecipeError where there is none, or are several."""
-    found = client.read_deployments(
-        flow_filter=FlowFilter(name=FlowFilterName(any_=[FLOW])),
-        work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[pool])),
-    )
-    named = [deployment for deployment in found if deployment.name == pool] if len(found) > 1 else found
-    if len(named) == 1:
-        return named[0]
-    if found:
-        names = ", ".join(sorted(deployment.name for deployment in found))
-        raise RecipeError(
-            f"workers.{work}.pool: pool {pool} has several deployments of {FLOW} ({names}); call one of them {pool}"
-        )
-    raise RecipeError(
-        f"workers.{work}.pool: pool {pool} has no deployment of {FLOW}; in the project's folder of its hosts: "
-        f"`prefect deploy flows/worker.py:rlhf_worker --name {pool} --pool {pool}`"
-    )
 
 
 @dataclasses.dataclass
@@ -122,7 +57,9 @@ class _FlowRun:
     look: float = 0.0
     """When Prefect is asked next."""
     taken: float | None = None
-    """When a host was first seen to have taken it."""
+    """When it was first seen to run on a host."""
+    cut: bool = False
+    """Whether it was told that the store cannot be read."""
     told: str = ""
     """The state that was told of."""
     ended: str = ""
@@ -142,7 +79,13 @@ class PoolWorker:
         self.log, self.starts = log, 0
         self._store, self._run, self._work, self._pool = Store(recipe.store), run, work, settings.pool
         self._limits = [recipe.limits.stall_seconds, recipe.limits.stage_seconds]
-        self._silence, self._idle = recipe.workers.silence_seconds, recipe.workers.idle_seconds
+        self._silence = recipe.workers.silence_seconds
+        # What is not stored after each round is in the trainer's memory alone: it stays for the next one.
+        keeps = work == TRAIN and recipe.rl is not None and recipe.rl.checkpoint_every > 1
+        self._idle = None if keeps else recipe.workers.idle_seconds
+        self._device = settings.device
+        self._same = sameness.of_this_host()
+        """As it was when the run began: what is edited later is in keys, where it is reached."""
         self._at: _FlowRun | None = None
         self._deployment: Any = None
 
@@ -152,15 +95,26 @@ class PoolWorker:
         """Runs one stage and returns its manifest; as `Worker.run`, with the same errors."""
         store = self._store.root if self._store.is_local else request.store
         elsewhere = dataclasses.replace(request, store=store, elsewhere=True)
-        asked = {"request": dataclasses.asdict(elsewhere), "limits": self._limits, "same": sameness.of_this_host()}
+        asked = {
+            "request": dataclasses.asdict(elsewhere),
+            "limits": self._limits,
+            "idle": self._idle,
+            "same": self._same,
+            "computes": bool(request.key_parts.get("device")),
+            "other_kind": self._device is not None,
+        }
         try:
             while True:
+                # One that was there before may have gone while nothing was asked of it.
+                before = self._at
                 at = self._there(check_time)
-                at.box.send(json.dumps(asked))
-                manifest = self._answer(at, request, on_event, check_time)
-                if manifest is not None:
-                    return manifest
-                # It had left, with nothing to do, as it was asked: another one does it.
+                number = at.box.send(json.dumps(asked))
+                try:
+                    return self._answer(at, request, on_event, check_time)
+                except (_Left, WorkerDied) as e:
+                    if isinstance(e, _Resumed) or not (isinstance(e, _Left) or at is before) or at.box.has_seen(number):
+                        raise
+                self._cancel()
         except (StageFailed, _Resumed):
             raise
         except BaseException:
@@ -181,24 +135,24 @@ class PoolWorker:
         request: Request,
         on_event: Callable[[Report], None],
         check_time: Callable[[], None],
-    ) -> dict[str, Any] | None:
-        """The manifest that a request ends with; None where the worker has left without taking it up."""
+    ) -> dict[str, Any]:
+        """The manifest that a request ends with. Raises _Left where the worker leaves without taking it up."""
         while True:
             check_time()
+            # Asked first: the last lines come with the word that they are.
+            closed = at.box.closed
             try:
                 line = at.box.receive(1.0)
             except Replaced as e:
                 self._died(at, request, f"was replaced: {e}")
             if line is None:
-                if at.box.closed:
+                if closed:
                     self._died(at, request, "has left")
                 self._look(at, request, on_event)
                 continue
             message = json.loads(line)
             if "idle" in message:
-                # It has left, and takes up nothing more.
-                self._cancel()
-                return None
+                raise _Left
             if "hello" in message:
                 at.host = message["hello"]["host"]
                 waited = time.monotonic() - at.asked
@@ -232,8 +186,13 @@ class PoolWorker:
                         begun.start()
                         box = begun
                     return self._asked(box, place, token)
+                except (RecipeError, RunTooLong):
+                    raise
                 except Exception as e:
-                    if number == TRIES - 1 or isinstance(e, RunTooLong):
+                    if isinstance(e, ObjectNotFound):
+                        # It was deployed anew.
+                        self._deployment = None
+                    if number == TRIES - 1:
                         raise
                     deadline = time.monotonic() + PAUSE_SECONDS * 2**number
                 while time.monotonic() < deadline:
@@ -243,6 +202,8 @@ class PoolWorker:
         except BaseException as e:
             if box is not None:
                 box.leave()
+            if isinstance(e, RecipeError):
+                raise StageFailed(str(e)) from e
             if isinstance(e, Exception) and not isinstance(e, RunTooLong):
                 raise StageOutage(f"no worker could be asked for in pool {self._pool}: {e}") from e
             raise
@@ -257,7 +218,7 @@ class PoolWorker:
             "idle": self._idle,
         }
         name = f"{self._run} {self._work}".replace("{", "").replace("}", "")
-        with _prefect() as client:
+        with answering() as client:
             self._deployment = self._deployment or deployment_of(client, self._work, self._pool).id
             # One at most for a mailbox, however often Prefect is asked.
             run: Any = run_deployment(
@@ -272,32 +233,39 @@ class PoolWorker:
 
     def _end_others(self, check_time: Callable[[], None]) -> None:
         """Ends workers that an earlier try of the run has left: their devices are needed, and what they make is not."""
-        places = mailbox.close_others(self._store, self._run, self._work)
-        deadline = time.monotonic() + min(LEAVE_SECONDS, self._silence)
-        for place in places:
+        for place in mailbox.close_others(self._store, self._run, self._work):
             flow_run = self._store.read_json(*place, "flow-run.json")
-            if flow_run is not None:
-                self._set_cancelling(flow_run)
-            while not mailbox.is_left(self._store, place) and time.monotonic() < deadline:
+            deadline = time.monotonic() + LEAVE_SECONDS
+            while not (left := mailbox.is_left(self._store, place) or self._set_cancelling(flow_run)):
+                if time.monotonic() > deadline:
+                    break
                 check_time()
-                time.sleep(1.0)
-            self._store.remove_folder(self._store.join(*place))
+                time.sleep(2.0)
+            if left:
+                # One that is still there has to read that it is closed; what stays is collected.
+                self._store.remove_folder(self._store.join(*place))
 
     def _look(self, at: _FlowRun, request: Request, on_event: Callable[[Report], None]) -> None:
         """Where nothing comes: what has become of the worker. Raises WorkerDied where it has ended, or cannot be
         heard."""
-        if at.ended and at.box.silent > BEATS_SECONDS:
+        if at.ended and at.box.silent + at.box.cut > BEATS_SECONDS:
             # What it had still to say has had the time to arrive.
             self._died(at, request, f"has ended ({at.ended})")
         if at.host and at.box.silent > self._silence:
             what = f"has been silent for {self._silence:g} s (`workers.silence_seconds`), and was cancelled"
             self._died(at, request, what)
+        if at.box.cut > WAIT_SECONDS and not at.cut:
+            at.cut = True
+            on_event(Log(f"{self._store.shown} cannot be read ({at.box.fault}): the worker's answers have to wait"))
+        if at.box.cut > away.CUT * self._silence:
+            self._cancel()
+            raise StageOutage(f"{self._store.shown} could not be read for {at.box.cut:.0f} s ({at.box.fault})")
         if not at.host and at.taken is not None and time.monotonic() - at.taken > START_SECONDS:
             self._died(at, request, f"has not begun within {START_SECONDS:g} s, and was cancelled")
         if time.monotonic() < at.look:
             return
         try:
-            with _prefect() as client:
+            with answering() as client:
                 state = client.read_flow_run(at.id).state
         except ObjectNotFound:
             at.ended = "Prefect has no such flow run any more"
@@ -316,7 +284,9 @@ class PoolWorker:
         now = time.monotonic()
         if state.is_final():
             at.ended = f"{state.name}: {state.message}" if state.message else str(state.name)
-        elif not state.is_scheduled() and at.taken is None:
+        elif not state.is_running():
+            at.taken = None
+        elif at.taken is None:
             at.taken = now
         if at.host or at.told == state.name or now - at.asked < WAIT_SECONDS or state.is_final():
             return
@@ -343,11 +313,17 @@ class PoolWorker:
             self._set_cancelling(at.id)
 
     @staticmethod
-    def _set_cancelling(flow_run: Any) -> None:
-        # Whoever cannot be told hears no beat of this run.
-        with contextlib.suppress(Exception), _prefect() as client:
-            if not client.read_flow_run(flow_run).state.is_final():
+    def _set_cancelling(flow_run: Any) -> bool:
+        """Has Prefect end a flow run; whether it has ended already. Who cannot be told hears no beat of this run."""
+        if flow_run is None:
+            return False
+        with contextlib.suppress(ObjectNotFound, Exception), answering() as client:
+            state = client.read_flow_run(flow_run).state
+            if state is not None and state.is_final():
+                return True
+            if state is None or not state.is_cancelling():
                 client.set_flow_run_state(flow_run, Cancelling())
+        return False
 
     def leave(self) -> None:
         """Has the worker leave; `finish` waits for that."""
@@ -359,11 +335,15 @@ class PoolWorker:
         at = self._at
         if at is None:
             return
-        if at.host and at.box.close(LEAVE_SECONDS):
+        if at.host and at.box.silent < BEATS_SECONDS and at.box.close(LEAVE_SECONDS):
             self._at = None
             at.box.remove()
             return
         self._cancel()
+
+
+class _Left(Exception):
+    """A worker leaves, since nothing was asked of it for long, and takes up no request any more."""
 
 
 class _Resumed(WorkerDied):

@@ -164,7 +164,7 @@ def check_workers(recipe: Recipe, nodes: Collection[Node]) -> None:
         if workers.settings(name).pool is not None and published(values) != values:
             raise RecipeError(
                 f"workers.{name}.pool: {node.name} has passwords or variables among its settings, which would lie in "
-                "the store for hosts to read: set them in the environment of those hosts, and not in the recipe"
+                "the store for hosts to read: give them in those hosts' environment, with *** as their values here"
             )
     kind = device_kind()
     for name, settings in workers.named.items():

@@ -14,7 +14,6 @@ from pydantic import ValidationError
 
 from flows.recipe.migration import migrated
 from flows.recipe.model import Recipe, RecipeError
-from flows.recipe.workers import ALL, TRAIN
 from flows.records import SILENT_MINUTES, WHOLE, status_of
 from stages.store import runs
 from stages.store.artifacts import ArtifactError, Store
@@ -22,8 +21,8 @@ from stages.store.keys import differences, published
 from stages.store.leases import is_gone
 from tuning.retries import retried
 
-# The address of a store may have changed; retries, time limits, which worker makes what (but on which kind of device)
-# and what is collected later decide nothing of what a run makes.
+# The address of a store may have changed; retries, time limits, which worker makes what and what is collected later
+# decide nothing of what a run makes; what is computed on another kind of device has another key.
 FREE = ("store", "retries", "limits", "workers", "retention")
 MOST = 5
 """Differences that a message lists."""
@@ -119,8 +118,4 @@ def _changes(old: dict[str, Any], recipe: Recipe) -> list[str]:
 
 def _compared(values: dict[str, Any]) -> dict[str, Any]:
     # A record holds no secrets: they are left out of the comparison.
-    found = {k: v for k, v in published(values).items() if k not in FREE}
-    # Of workers the kind of device counts, which is in keys.
-    named = {work: settings for work in ALL if (settings := (values.get("workers") or {}).get(work)) is not None}
-    device = {work: (named.get(work) or named.get(TRAIN) or {}).get("device") for work in ALL}
-    return found | {"workers": {work: {"device": kind} for work, kind in device.items() if kind is not None}}
+    return {k: v for k, v in published(values).items() if k not in FREE}

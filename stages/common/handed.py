@@ -85,8 +85,9 @@ def taken(artifact: Artifact, mesh: Mesh | None) -> tuple[DecoderConfig, Any] | 
     one."""
     store, digest = artifact.store, artifact.digest
     place = place_of(store, digest)
+    wanted = json.loads(artifact.local("policy.json").read_text())["fingerprint"]
     if place.is_dir():
-        found = _loaded(artifact, place, mesh)
+        found = _loaded(artifact, place, wanted, mesh)
         if found is None:
             # It was collected meanwhile, or a disk has lost a part of it: a whole one may take its place.
             shutil.rmtree(place, ignore_errors=True)
@@ -99,7 +100,7 @@ def taken(artifact: Artifact, mesh: Mesh | None) -> tuple[DecoderConfig, Any] | 
         passing.mkdir(parents=True)
         for name in names:
             store.fs.get_file(store.join(FAR, digest, name), str(passing / name))
-        found = _loaded(artifact, passing, mesh)
+        found = _loaded(artifact, passing, wanted, mesh)
     except FileNotFoundError:
         found = None
     except Exception:
@@ -121,12 +122,11 @@ def _remove_far(store: Store, digest: str) -> None:
         store.remove_folder(store.join(FAR, digest))
 
 
-def _loaded(artifact: Artifact, place: Path, mesh: Mesh | None) -> tuple[DecoderConfig, Any] | None:
-    """The policy in a folder where it is that of the artifact."""
+def _loaded(artifact: Artifact, place: Path, wanted: str, mesh: Mesh | None) -> tuple[DecoderConfig, Any] | None:
+    """The policy in a folder where it is the wanted one, of which an artifact records the fingerprint."""
     from tuning import precision
     from tuning.models.huggingface import fingerprint, load_decoder
 
-    wanted = json.loads(artifact.local("policy.json").read_text())["fingerprint"]
     # The fingerprint is of the type that it was trained in.
     with precision.using(artifact.manifest["config"]["compute"]["dtype"]):
         try:

@@ -2,7 +2,7 @@
 
 run                                             this process
                                 <----------       {"hello"}: host and process, once
-  {"request", "limits", "same"} ---------->       one stage at a time, by a worker process of this host
+  {"request", "same", ...}      ---------->       one stage at a time, by a worker process of this host
                                 <----------       events, as those of any worker (`stages.worker.protocol`)
   closed                        ---------->       it leaves
                                 <----------       {"idle"}: it leaves, since nothing was asked for long
@@ -16,6 +16,7 @@ import os
 import socket
 import threading
 from pathlib import Path
+from typing import Any
 
 from stages.store.artifacts import Store
 from stages.worker import mailbox, sameness
@@ -35,7 +36,7 @@ class RunGone(RuntimeError):
     """The run for which this worker is here has ended, or cannot be heard."""
 
 
-def serve(store: Store, place: tuple[str, ...], log: Path, silence: float, idle: float) -> None:
+def serve(store: Store, place: tuple[str, ...], log: Path, silence: float, idle: float | None) -> None:
     """Makes what a run asks for, until that closes its mailbox, or has asked for nothing for `idle` seconds.
 
     place: of the mailbox in the store. log: file of the worker's output on this host, which a remote store gets beside
@@ -55,9 +56,11 @@ def serve(store: Store, place: tuple[str, ...], log: Path, silence: float, idle:
 
 
 class _Away:
-    def __init__(self, store: Store, box: Mailbox, log: Path, silence: float, idle: float):
+    def __init__(self, store: Store, box: Mailbox, log: Path, silence: float, idle: float | None):
         self._store, self._box, self._silence, self._idle = store, box, silence, idle
         self._worker = Worker(log)
+        self._here = sameness.of_this_host()
+        """As it was when this process began: what is edited later is in no process of it."""
         self._over = threading.Event()
         self._copies = threading.Thread(target=self._store_logs, name="log-copy", daemon=True)
 
@@ -68,14 +71,16 @@ class _Away:
         self._copies.start()
         idle = 0.0
         try:
-            while not self._box.closed and idle < self._idle:
+            while not self._box.closed and (self._idle is None or idle < self._idle):
                 line = self._box.receive(1.0)
                 if line is None:
                     idle += 1.0
                     self._check_silence(self._silence)
                     continue
                 idle = 0.0
-                outcome = self._outcome(json.loads(line))
+                asked = json.loads(line)
+                self._idle = asked["idle"]
+                outcome = self._outcome(asked)
                 if outcome is not None:
                     self._box.send(event_line(outcome))
             if not self._box.closed:
@@ -87,15 +92,15 @@ class _Away:
             self._over.set()
             self._copies.join(LOG_SECONDS)
 
-    def _outcome(self, asked: dict[str, object]) -> Event | None:
+    def _outcome(self, asked: dict[str, Any]) -> Event | None:
         """What a request ends with; None where nobody waits for it any more."""
-        request = Request.parse(json.dumps(asked["request"]))
-        there = asked["same"]
-        assert isinstance(there, dict) and isinstance(asked["limits"], list)
-        self._worker.stall_seconds, self._worker.stage_seconds = asked["limits"]
         try:
-            if (other := sameness.difference(there, sameness.of_this_host())) is not None:
+            there, limits = asked["same"], asked["limits"]
+            # Before the request is read: of another commit it may have other fields.
+            if other := sameness.difference(there, self._here, asked["computes"], asked["other_kind"]):
                 return Failed(other, "")
+            self._worker.stall_seconds, self._worker.stage_seconds = limits
+            request = Request.parse(json.dumps(asked["request"]))
             return Done(self._worker.run(request, self._send, self._check))
         except CodeChanged as e:
             return Changed(str(e))
@@ -110,6 +115,8 @@ class _Away:
             if self._box.closed:
                 return None
             raise
+        except Exception as e:
+            return Failed(f"{type(e).__name__}: {e}", "")
 
     def _send(self, event: Report) -> None:
         self._box.send(event_line(event), passing=isinstance(event, Progress | Heartbeat))

@@ -57,6 +57,10 @@ class Mailbox:
         self._silent = self._cut = 0.0
         self._look = "nothing"
         """What the last look found: `changed`, `same`, or `nothing` where the store did not answer."""
+        self._heard = 0
+        """How many lines of this side the other one says it has seen."""
+        self.fault = ""
+        """Why the store could not be read, where the last look failed."""
         self._dirty = self._closing = self._left = self._replaced = False
         """Whether there is something to write, nothing more comes, the other side can read so, and it is another."""
         self._until = 0.0
@@ -73,8 +77,9 @@ class Mailbox:
         self._write()
         self._thread.start()
 
-    def send(self, line: str, passing: bool = False) -> None:
-        """Sends a line. passing: as progress is: the next passing one takes its place where it was not seen."""
+    def send(self, line: str, passing: bool = False) -> int:
+        """Sends a line, whose number it returns. passing: as progress is: the next passing one takes its place where
+        it was not seen."""
         with self._changed:
             if passing and self._lines and self._lines[-1][2]:
                 self._lines.pop()
@@ -83,6 +88,11 @@ class Mailbox:
             self._next += 1
             self._dirty = True
             self._changed.notify_all()
+            return self._next - 1
+
+    def has_seen(self, number: int) -> bool:
+        """Whether the other side says that it has seen a line of this one."""
+        return self._heard > number
 
     def receive(self, seconds: float) -> str | None:
         """The next line of the other side; None where there is none for so long. Raises Replaced."""
@@ -126,6 +136,7 @@ class Mailbox:
     def _work(self) -> None:
         wrote = looked = time.monotonic()
         while True:
+            began = time.monotonic()
             with self._changed:
                 self._changed.wait_for(self._is_new, POLL_SECONDS)
                 new, closing = self._is_new(), self._closing
@@ -134,8 +145,11 @@ class Mailbox:
                 with contextlib.suppress(BaseException):
                     self._write()
                     wrote, self._left = time.monotonic(), closing
-            with contextlib.suppress(BaseException):
+            try:
                 self._read()
+                self.fault = ""
+            except BaseException as e:
+                self.fault = f"{type(e).__name__}: {e}"
             now = time.monotonic()
             waited, looked = min(now - looked, LONGEST_POLL_SECONDS), now
             self._silent, self._cut = self._counted(waited)
@@ -143,7 +157,8 @@ class Mailbox:
                 return
             if closing and now >= self._until + CLOSE_SECONDS:
                 return
-            time.sleep(POLL_SECONDS / 4)
+            # Stores limit how often one object is written.
+            time.sleep(max(POLL_SECONDS / 4, POLL_SECONDS - (time.monotonic() - began) if wrote >= began else 0.0))
 
     def _is_new(self) -> bool:
         return self._dirty or (self._closing and not self._left) or self._seen - self._told >= UNSEEN
@@ -184,6 +199,7 @@ class Mailbox:
                 if number >= self._seen:
                     self._seen = number + 1
                     self._arrived.append(line)
+            self._heard = said["seen"]
             while self._lines and self._lines[0][0] < said["seen"]:
                 self._lines.popleft()
             self.closed = said["closed"]

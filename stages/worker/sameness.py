@@ -6,6 +6,7 @@ checkout, one Python and one environment; two hosts have them in common only whe
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import sys
@@ -15,42 +16,48 @@ from pathlib import Path
 PROJECT = Path(__file__).resolve().parents[2]
 PACKAGES = ("stages", "tuning")
 SOURCES = (".py", ".c", ".h", ".j2")
-PREFIXES = ("JAX_", "XLA_", "LIBTPU_", "NVIDIA_TF32", "RLHF_REPLAY")
-"""Environment variables that change what is computed."""
-FREE = (
-    "JAX_PLATFORMS", "JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE", "JAX_LOGGING", "JAX_DEBUG_LOG", "JAX_TRACEBACK",
-    "XLA_PYTHON_CLIENT",
+VARIABLES = (
+    "JAX_THREEFRY_PARTITIONABLE", "JAX_DEFAULT_PRNG_IMPL", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION",
+    "JAX_DEFAULT_DTYPE_BITS", "JAX_NUMPY_DTYPE_PROMOTION", "JAX_DISABLE_JIT", "RLHF_REPLAY_TOLERANCE",
 )  # fmt: skip
-"""Of these those that begin so: they choose devices, memory and places, which decide no bits."""
+"""Environment variables that change what is computed on any device."""
+OF_DEVICES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
+"""Those that may on one kind: hosts of another kind than the run's have their own."""
 ABSENT = "not set"
 
 
 def of_this_host(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """By name what has to be the same. Reads about 400 small files."""
-    found = {name: value for name, value in environment.items() if name.startswith(PREFIXES)}
-    found = {name: value for name, value in found.items() if not name.startswith(FREE)}
+    """By name what has to be the same: variables, Python, and the sources of this project, which are about 400."""
+    found = {name: environment[name] for name in (*VARIABLES, *OF_DEVICES) if name in environment}
     python = f"{sys.implementation.name} {sys.version_info.major}.{sys.version_info.minor}"
-    return found | {"Python": python, "this project": _sources()}
+    return found | {"Python": python} | _sources()
 
 
-def difference(there: Mapping[str, str], here: Mapping[str, str]) -> str | None:
-    """What is another on this host than where the run is, as a sentence; None where nothing is."""
-    for name in sorted(there.keys() | here.keys()):
+def difference(there: Mapping[str, str], here: Mapping[str, str], computes: bool, other_kind: bool) -> str | None:
+    """What is another on this host than where the run is, as a sentence; None where nothing is.
+
+    computes: whether the stage computes on a device: else no variable counts. other_kind: whether that is of another
+    kind than those of the run's host.
+    """
+    free = () if computes and not other_kind else OF_DEVICES if computes else (*VARIABLES, *OF_DEVICES)
+    for name in sorted((there.keys() | here.keys()) - set(free)):
         one, other = there.get(name, ABSENT), here.get(name, ABSENT)
         if one == other:
             continue
-        if name == "this project":
-            return "the sources of this project are others here than where the run is: give both the same commit"
+        if name.endswith(SOURCES):
+            return f"{name} is another here than where the run is: give both the same commit of this project"
         return f"{name} is {other} here and {one} where the run is: give both the same"
     return None
 
 
-def _sources() -> str:
-    """SHA-256 over the sources that workers may run: Python, C, and templates."""
-    found = hashlib.sha256()
+def _sources() -> dict[str, str]:
+    """Digests of the sources that workers may run: Python, C, and templates."""
+    found = {}
     for package in PACKAGES:
         for path in sorted((PROJECT / package).rglob("*")):
-            if path.suffix in SOURCES and path.is_file():
-                found.update(path.relative_to(PROJECT).as_posix().encode() + b"\0")
-                found.update(hashlib.sha256(path.read_bytes()).digest())
-    return found.hexdigest()
+            name = path.relative_to(PROJECT).as_posix()
+            # Editors and notebooks leave copies in hidden folders.
+            if path.suffix in SOURCES and not any(part.startswith(".") for part in name.split("/")):
+                with contextlib.suppress(FileNotFoundError):
+                    found[name] = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    return found

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from flows.orchestration import pools
-from flows.orchestration.pools import PoolWorker, check_pools
+from flows.orchestration import deployments, pools
+from flows.orchestration.deployments import check_pools
+from flows.orchestration.pools import PoolWorker
 from flows.recipe.model import RecipeError
 from flows.recipe.reading import load_recipe
 from stages.store.artifacts import Store
-from stages.worker import away, mailbox
+from stages.worker import away, mailbox, sameness
 from stages.worker.client import StageFailed, WorkerDied
 from stages.worker.protocol import Log
 from tests.flows.prefect_server import Prefect, prefect_server, wait_for
@@ -179,6 +180,26 @@ def test_a_host_that_falls_silent_is_told_and_cancelled(prefect, host, worker, r
     assert not flow.is_running() and not stage.is_running()
 
 
+def test_one_that_died_while_nothing_was_asked_of_it_costs_no_try(host, worker, recipe):
+    worker.run(ask(recipe, 14), ignore)
+    (stage,) = processes(host, "stages.worker.process")
+    stage.parent().kill()
+    stage.wait(30)
+    worker.run(ask(recipe, 15), ignore)
+    assert worker.starts == 2
+
+
+def test_a_hanging_server_is_waited_for_for_seconds_also_inside_of_a_flow(prefect):
+    from prefect import flow
+
+    @flow
+    def asks() -> float:
+        with deployments.answering() as client:
+            return float(client._client.timeout.read)
+
+    assert asks() == deployments.ASK_SECONDS
+
+
 def test_what_ends_a_run_ends_its_workers_elsewhere(prefect, host, worker, recipe):
     stop: list[bool] = []
 
@@ -243,6 +264,22 @@ def test_one_that_nothing_is_asked_of_gives_its_place_away_and_the_next_request_
     assert worker.starts == 2
 
 
+def test_another_commit_of_a_host_is_told_by_the_file(host, worker, recipe):
+    worker._same = worker._same | {"stages/base.py": "0"}
+    with pytest.raises(StageFailed, match="stages/base.py is another here than where the run is"):
+        worker.run(ask(recipe, 16), ignore)
+
+
+def test_a_trainer_whose_policies_are_not_all_stored_stays(prefect, s3, tmp_path):
+    sets = [f"store={s3}/x", "workers={train: {pool: gpus}, data: {pool: gpus}, idle_seconds: 10}"]
+    recipe = load_recipe("smoke", sets=[*sets, "rl.checkpoint_every=2"])
+    for work, idle in (("train", None), ("data", 10.0)):
+        settings = recipe.workers.settings(work)
+        assert PoolWorker(recipe, "r", work, settings, tmp_path / "log")._idle == idle
+    stored = load_recipe("smoke", sets=[*sets, "rl.checkpoint_every=1"])
+    assert PoolWorker(stored, "r", "train", stored.workers.train, tmp_path / "log")._idle == 10.0
+
+
 def test_a_flow_run_that_is_started_again_takes_no_other_ones_mailbox(tmp_path):
     store = Store(str(tmp_path))
     for side in (mailbox.RUN, mailbox.WORKER):
@@ -253,8 +290,9 @@ def test_a_flow_run_that_is_started_again_takes_no_other_ones_mailbox(tmp_path):
 
 def test_an_environment_that_would_change_bits_is_refused_by_its_name(host, worker, recipe, monkeypatch):
     monkeypatch.setenv("JAX_DEFAULT_PRNG_IMPL", "rbg")
+    worker._same = sameness.of_this_host()
     with pytest.raises(StageFailed, match="JAX_DEFAULT_PRNG_IMPL is not set here and rbg where the run is"):
-        worker.run(ask(recipe, 13), ignore)
+        worker.run(ask(recipe, 13, key_parts={"device": "cpu:cpu"}), ignore)
 
 
 def test_passwords_are_given_to_no_pool(prefect, s3, tmp_path):
