@@ -60,10 +60,12 @@ def recipe(s3: str, tmp_path):
 
 
 @pytest.fixture
-def worker(recipe, prefect: Prefect, tmp_path) -> Iterator[PoolWorker]:
+def worker(recipe, host: psutil.Process, tmp_path) -> Iterator[PoolWorker]:
     made = PoolWorker(recipe, f"run-{tmp_path.name}", "train", recipe.workers.train, tmp_path / "worker-train.log")
     yield made
     made.finish()
+    # Its process ends behind its word that it leaves.
+    wait_for(lambda: not processes(host, "stages.worker.process"), 90, "the host to be idle")
 
 
 def ask(recipe, seed=7, **changed):
@@ -129,7 +131,6 @@ def test_one_in_a_pool_stays_for_the_next_stage_and_leaves_with_the_run(prefect,
     log = f"worker-train.{worker._at.box._place[-1].removeprefix('train-')}.log"
     worker.finish()
     flow_run(prefect, worker, "COMPLETED")
-    assert processes(host, "stages.worker.process") == []
     store = Store(recipe.store)
     assert store.names("runs", worker._run) == [log]
     assert b"---- base" in store.fs.cat_file(store.join("runs", worker._run, log))
