@@ -168,7 +168,7 @@ class Pushes:
             try:
                 push.answer.set_result(self._swapped(push, asked.fingerprint))
             except Exception as error:
-                push.answer.set_exception(error)
+                push.answer.set_exception(_alone(error))
         return push.answer.result()
 
     def _swapped(self, push: _Push, fingerprint: str) -> dict[str, Any]:
@@ -178,19 +178,23 @@ class Pushes:
         staged, push.staged, layout = push.staged, None, self._layout_of()
         states = [staged.state()]
         del staged
-        found = layout.fingerprint(states[0])
-        if found != fingerprint:
-            raise ValueError(
-                f"the fingerprint of what came is {found[:12]}, that of what was sent {fingerprint[:12]}: the old "
-                "policy stays; push it again"
-            )
 
         def swap(engine: Any, generation: int) -> None:
             take(engine, layout, states.pop())
             self._server.policies[generation] = push.name
 
-        with self._reading:
-            self._server.live.swap(swap)
+        try:
+            found = layout.fingerprint(states[0])
+            if found != fingerprint:
+                raise ValueError(
+                    f"the fingerprint of what came is {found[:12]}, that of what was sent {fingerprint[:12]}: the old "
+                    "policy stays; push it again"
+                )
+            with self._reading:
+                self._server.live.swap(swap)
+        finally:
+            # An order that the engine never came to would hold it.
+            states.clear()
         name, found = self._held(layout)
         return {"policy": name, "fingerprint": found}
 
@@ -222,6 +226,12 @@ class Pushes:
         with self._lock:
             if self._now is push:
                 self._end_now()
+
+
+def _alone(error: Exception) -> Exception:
+    """An error that is kept, without the frames that it came through: they hold the policy that was staged."""
+    error.__context__ = error.__cause__ = None
+    return error.with_traceback(None)
 
 
 def _about(engine: Any, generation: int) -> tuple[dict[str, Any], Any, str]:
