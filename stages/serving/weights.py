@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 SILENT_SECONDS = 60.0
 """A push that brings nothing for so long is given up, and its memory."""
+READING_SECONDS = 20.0
+"""How long GET /weights waits for weights that another request reads or swaps."""
 BODY_BYTES = BUCKET_BYTES + HEADER_BYTES
 """The body of a bucket, at most."""
 
@@ -45,7 +47,7 @@ class PushEnded(RuntimeError):
 
 
 class PushBusy(RuntimeError):
-    """A policy is being swapped in; another one may begin behind it."""
+    """A policy is being swapped in, or weights are being read: ask again behind that."""
 
 
 class Begun(BaseModel):
@@ -80,9 +82,15 @@ class _Push:
 class Pushes:
     """The pushes to one server. Methods block, and may be called from any thread."""
 
-    def __init__(self, server: Server, taken: bool = True, silent_seconds: float = SILENT_SECONDS):
+    def __init__(
+        self,
+        server: Server,
+        taken: bool = True,
+        silent_seconds: float = SILENT_SECONDS,
+        reading_seconds: float = READING_SECONDS,
+    ):
         """taken: whether weights are taken at all, or only told of."""
-        self._server, self.taken, self._silent = server, taken, silent_seconds
+        self._server, self.taken, self._silent, self._patience = server, taken, silent_seconds, reading_seconds
         self._lock = threading.Lock()
         self._now: _Push | None = None
         self._last: _Push | None = None
@@ -94,7 +102,10 @@ class Pushes:
         """Generation and fingerprint."""
 
     def told(self) -> dict[str, Any]:
-        """GET /weights. The first call behind a swap reads all weights."""
+        """GET /weights. The first call behind a swap reads all weights.
+
+        Raises PushBusy where others read or swap them for longer than `READING_SECONDS`.
+        """
         config, weights, dtype = self._server.live.look(_about)
         about = {"dtype": dtype, "config": config, "bucket_bytes": BUCKET_BYTES, "taken": self.taken}
         if not weights.dense:
@@ -102,18 +113,26 @@ class Pushes:
             return about | {"policy": self._server.policy, "fingerprint": None, "tensors": None}
         layout = self._layout_of()
         tensors = {name: [kind.dtype, list(kind.shape)] for name, kind in layout.kinds.items()}
-        name, found = self._held(layout)
+        name, found = self._held(layout, self._patience)
         return about | {"policy": name, "fingerprint": found, "tensors": tensors}
 
-    def _held(self, layout: Layout) -> tuple[str | None, str]:
-        """Name and fingerprint of what the engine holds."""
+    def _held(self, layout: Layout, patience: float = -1) -> tuple[str | None, str]:
+        """Name and fingerprint of what the engine holds. patience: seconds to wait for others, -1 for any number."""
         from tuning.rollout.engine.staged import weights_of
 
-        with self._reading:
+        # While a swap waits for the requests under way nothing needs to be read.
+        known = self._print
+        if known is not None and known[0] == self._server.live.generation:
+            return self._server.policies.get(known[0]), known[1]
+        if not self._reading.acquire(timeout=patience):
+            raise PushBusy("the weights are being read, or others are swapped in: ask again")
+        try:
             generation, state = self._server.live.look(lambda engine, at: (at, weights_of(engine).now[1]))
             if self._print is None or self._print[0] != generation:
                 self._print = generation, layout.fingerprint(state)
             return self._server.policies.get(generation), self._print[1]
+        finally:
+            self._reading.release()
 
     def _layout_of(self) -> Layout:
         from tuning.rollout.engine.staged import Layout, weights_of
