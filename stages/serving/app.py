@@ -41,12 +41,13 @@ STALLED_SECONDS = 900.0
 def make_app(
     server: Server, bounds: Bounds | None = None, keys: Keys | None = None, pushes: Pushes | None = None
 ) -> Any:
-    """The web application, behind its guard. It takes no weights unless it is given what takes them."""
+    """The web application, behind its guard. It neither takes nor tells of weights unless it is given what does."""
     app = FastAPI(title=server.name, docs_url=None, redoc_url=None, openapi_url=None)
-    guard = Guard(app, server.counts, bounds, keys)
+    guard = Guard(app, server.counts, bounds, keys, pushes)
     _errors(app)
     _about(app, server, guard)
-    add_routes(app, pushes or Pushes(server, taken=False))
+    if pushes is not None:
+        add_routes(app, pushes)
 
     async def completions(asked: CompletionRequest, http: Request, name: str | None = None) -> Any:
         server.check_model(asked, server.policy)

@@ -75,6 +75,8 @@ class _Push:
     id: str = dataclasses.field(default_factory=lambda: secrets.token_hex(16))
     touched: float = dataclasses.field(default_factory=time.monotonic)
     ended: threading.Event = dataclasses.field(default_factory=threading.Event)
+    arriving: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+    """Held while a bucket's body is in memory."""
     answer: concurrent.futures.Future[dict[str, Any]] | None = None
     """Of its commit."""
 
@@ -163,6 +165,10 @@ class Pushes:
         threading.Thread(target=self._watch, args=(push,), name="push", daemon=True).start()
         return {"push": push.id}
 
+    def arriving(self, number: str) -> asyncio.Lock:
+        """What a bucket of a push holds while its body is in memory. Raises PushEnded; does not block."""
+        return self._one(number).arriving
+
     def add(self, number: str, bucket: bytes) -> None:
         """Stages a bucket."""
         pieces = opened(bucket)
@@ -224,12 +230,13 @@ class Pushes:
             self._end_now()
 
     def _one(self, number: str) -> _Push:
-        if self._now is None or self._now.id != number:
+        now = self._now
+        if now is None or now.id != number:
             raise PushEnded(
                 "there is no such push: another one began, it was silent for too long, or the server has started "
                 "again; the old policy stays"
             )
-        return self._now
+        return now
 
     def _end_now(self) -> None:
         if self._now is not None:

@@ -4,16 +4,21 @@ import contextlib
 import dataclasses
 import gc
 import json
+import socket
 import threading
 import time
+import tracemalloc
 import weakref
 
+import httpx
 import pytest
 from flax import nnx
 
+from stages.serving.guard import Bounds
+from stages.serving.programs import listening
 from stages.serving.server import Server
-from stages.serving.weights import Begun, Committed, PushBusy, Pushes
-from tests.stages.serving.support import CONFIG, CONTEXT, LIMITS, STOPS, TOKENIZER
+from stages.serving.weights import BODY_BYTES, Begun, Committed, PushBusy, Pushes
+from tests.stages.serving.support import CONFIG, CONTEXT, LIMITS, STOPS, TOKENIZER, serving
 from tuning.models.huggingface import random_params, tensors_from_params
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.engine.live import EngineStopped, Live
@@ -95,3 +100,59 @@ def test_who_asks_for_weights_that_others_swap_is_told_to_ask_again(live):
     with draining(pushes, live), pytest.raises(PushBusy, match="ask again"):
         pushes.told()
     assert pushes.told()["policy"] == "new"
+
+
+@pytest.fixture
+def url(pushes, live):
+    url, end = serving(pushes._server, Bounds(body_bytes=8_000, bucket_bytes=BODY_BYTES), pushes=pushes)
+    yield url
+    end()
+
+
+def begun(url, path, size):
+    """A connection on which half of a body of so many bytes was sent."""
+    host, port = url.removeprefix("http://").split(":")
+    client = socket.create_connection((host, int(port)), timeout=30)
+    client.sendall(f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {size}\r\n\r\n".encode())
+    client.sendall(bytes(size // 2))
+    return client
+
+
+def test_a_bucket_of_no_push_is_not_kept_while_it_arrives(url):
+    assert httpx.get(f"{url}/weights").status_code == 200
+    size, clients = 8 * 2**20, []
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in range(3):
+            clients.append(begun(url, "/weights/none", size))
+        time.sleep(1)
+        assert tracemalloc.get_traced_memory()[0] - before < 3 * 2**20
+        clients[0].sendall(bytes(size // 2))
+        assert b" 409 " in clients[0].recv(1000)
+    finally:
+        tracemalloc.stop()
+        for client in clients:
+            client.close()
+
+
+def test_a_bucket_waits_for_the_one_before_it_and_not_for_that_of_a_push_that_ended(url):
+    def begin():
+        return httpx.post(f"{url}/weights", json={"policy": "new", "config": CONFIG_JSON}).json()["push"]
+
+    bucket = next(buckets(TENSORS, 20_000))
+    push = begin()
+    with begun(url, f"/weights/{push}", 1000) as first:
+        time.sleep(0.5)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{url}/weights/{push}", content=bucket, timeout=1)
+        assert httpx.post(f"{url}/weights/{begin()}", content=bucket, timeout=10).status_code == 200
+        first.sendall(bytes(500))
+        assert b" 40" in first.recv(1000)
+
+
+def test_a_server_of_agents_programs_has_no_routes_of_weights(live):
+    with listening(Server(live, TOKENIZER, "tiny", STOPS, CONTEXT), "k" * 24) as url:
+        headers = {"authorization": f"Bearer {'k' * 24}"}
+        assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 200
+        assert httpx.get(f"{url}/weights", headers=headers).status_code == 404
