@@ -6,7 +6,8 @@
     POST /weights/ID/commit      {"fingerprint": of all tensors}: swapped in, once the requests under way have ended
     DELETE /weights/ID           gives the push up
 
-Until the commit answers, and wherever a push breaks, the old policy answers. The push that was begun last is the one
+Until the commit answers, and wherever a push breaks, the old policy answers; but an engine that has dropped it for one
+that its devices do not take stops. The push that was begun last is the one
 that counts: those before it are told so. The fingerprint is computed from what the engine holds.
 """
 
@@ -17,6 +18,7 @@ import concurrent.futures
 import dataclasses
 import json
 import secrets
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Annotated, Any
@@ -197,7 +199,7 @@ class Pushes:
         return push.answer.result()
 
     def _swapped(self, push: _Push, fingerprint: str) -> dict[str, Any]:
-        from tuning.rollout.engine.staged import take
+        from tuning.rollout.engine.staged import WeightsLost, take
 
         assert push.staged is not None
         staged, push.staged, layout = push.staged, None, self._layout_of()
@@ -205,7 +207,12 @@ class Pushes:
         del staged
 
         def swap(engine: Any, generation: int) -> None:
-            take(engine, layout, states.pop())
+            try:
+                take(engine, layout, states.pop())
+            except WeightsLost as error:
+                self._server.policies[generation - 1] = None
+                print(f"push {push.id} of policy {push.name}: {error}", file=sys.stderr, flush=True)
+                raise
             self._server.policies[generation] = push.name
 
         try:

@@ -11,6 +11,7 @@ import tracemalloc
 import weakref
 
 import httpx
+import jax
 import pytest
 from flax import nnx
 
@@ -20,6 +21,7 @@ from stages.serving.server import Server
 from stages.serving.weights import BODY_BYTES, Begun, Committed, PushBusy, Pushes
 from tests.stages.serving.support import CONFIG, CONTEXT, LIMITS, STOPS, TOKENIZER, serving
 from tuning.models.huggingface import random_params, tensors_from_params
+from tuning.rollout.engine import staged
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.engine.live import EngineStopped, Live
 from tuning.rollout.engine.staged import Unfit
@@ -156,3 +158,24 @@ def test_a_server_of_agents_programs_has_no_routes_of_weights(live):
         headers = {"authorization": f"Bearer {'k' * 24}"}
         assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 200
         assert httpx.get(f"{url}/weights", headers=headers).status_code == 404
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_a_policy_that_devices_do_not_take_leaves_the_old_one_or_none(pushes, live, monkeypatch, capfd, dropped):
+    def full(*_):
+        raise MemoryError("full")
+
+    push, found = sent(pushes)
+    before = pushes.told()
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "device_put", full)
+        if dropped:
+            patch.setattr(staged, "_on_cpu", lambda engine: False)
+        with pytest.raises(staged.WeightsLost if dropped else MemoryError, match="full"):
+            pushes.commit(push, Committed(fingerprint=found))
+    if dropped:
+        assert isinstance(live.failure, staged.WeightsLost) and pushes._server.policy is None
+        assert f"push {push} of policy new: the new policy could not be put" in capfd.readouterr().err
+    else:
+        assert live.failure is None and pushes.told() == before
+        assert live.submit(Request([5], 4)).result()
