@@ -21,7 +21,7 @@ from stages.serving.access import Keys
 from stages.serving.answers import completion_logprobs
 from stages.serving.api import Asked, ChatRequest, CompletionRequest
 from stages.serving.guard import METRICS, Bounds, Guard
-from stages.serving.server import ContextFull, Job, PolicyChanged, Server
+from stages.serving.server import ContextFull, Job, PolicyChanged, Server, UnknownModel
 from stages.serving.sessions import EvictedSession, LimitReached, UnknownSession
 from stages.serving.weights import NotTaken, PushBusy, PushEnded, Pushes, add_routes
 
@@ -34,33 +34,28 @@ class Rewarded(BaseModel):
     success: bool | None = None
 
 
-ANY = "policy"
-"""What a client may call the model where it does not matter which one the server has."""
 STALLED_SECONDS = 900.0
 """A step of the engine that takes longer has hung: programs that compile take minutes."""
-
-
-class UnknownModel(LookupError):
-    """A request for a model that this server does not serve."""
 
 
 def make_app(
     server: Server, bounds: Bounds | None = None, keys: Keys | None = None, pushes: Pushes | None = None
 ) -> Any:
-    """The web application, behind its guard. It takes no weights unless it is given what takes them."""
+    """The web application, behind its guard. It neither takes nor tells of weights unless it is given what does."""
     app = FastAPI(title=server.name, docs_url=None, redoc_url=None, openapi_url=None)
-    guard = Guard(app, server.counts, bounds, keys)
+    guard = Guard(app, server.counts, bounds, keys, pushes)
     _errors(app)
     _about(app, server, guard)
-    add_routes(app, pushes or Pushes(server, taken=False))
+    if pushes is not None:
+        add_routes(app, pushes)
 
     async def completions(asked: CompletionRequest, http: Request, name: str | None = None) -> Any:
-        _check_model(server, asked)
+        server.check_model(asked, server.policy)
         session = None if name is None else server.sessions.of_call(name)
         return await _answer(server, await server.read(server.completion, asked, session), http)
 
     async def chat(asked: ChatRequest, http: Request, name: str | None = None) -> Any:
-        _check_model(server, asked)
+        server.check_model(asked, server.policy)
         session = None if name is None else server.sessions.of_call(name)
         return await _answer(server, await server.read(server.chat, asked, session), http)
 
@@ -206,13 +201,6 @@ def _errors(app: Any) -> None:
     @app.exception_handler(HTTPException)
     async def no_route(_: Request, error: HTTPException) -> Any:
         return _error(error.status_code, str(error.detail))
-
-
-def _check_model(server: Server, asked: Asked) -> None:
-    if server.any_model:
-        return
-    if asked.model not in (None, ANY, server.name, server.policy):
-        raise UnknownModel(f"no model {asked.model!r}; this server has {server.name}, which {ANY!r} stands for too")
 
 
 async def _answer(server: Server, job: Job, http: Any) -> Any:

@@ -18,6 +18,7 @@ from typing import Any
 
 from stages.serving.access import Keys, is_address
 from stages.serving.counts import Counts
+from stages.serving.weights import PushEnded, Pushes
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -61,8 +62,17 @@ class Refused(Exception):
 class Guard:
     """An ASGI application around another one."""
 
-    def __init__(self, app: Any, counts: Counts, bounds: Bounds | None = None, keys: Keys | None = None):
+    def __init__(
+        self,
+        app: Any,
+        counts: Counts,
+        bounds: Bounds | None = None,
+        keys: Keys | None = None,
+        pushes: Pushes | None = None,
+    ):
+        """pushes: whose buckets arrive one at a time."""
         self._app, self.counts, self.bounds, self._keys = app, counts, bounds or Bounds(), keys or Keys()
+        self._pushes = pushes
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -99,14 +109,40 @@ class Guard:
             raise Refused(429, text, "too_many_requests", {"retry-after": str(RETRY_SECONDS)})
         self.counts.in_flight += 1
         try:
-            most = self.bounds.body_bytes
-            if scope["path"].startswith(WEIGHTS):
-                most = max(most, self.bounds.bucket_bytes)
-            body = await self._body(headers, receive, most)
-            if body is not None:
-                await self._app(scope, _replayed(body, receive), answer.send)
+            number = scope["path"].removeprefix(WEIGHTS)
+            if self._pushes is None or number == scope["path"] or "/" in number:
+                await self._read(headers, scope, receive, answer, self.bounds.body_bytes)
+            else:
+                await self._bucket(self._pushes, number, headers, scope, receive, answer)
         finally:
             self.counts.in_flight -= 1
+
+    async def _bucket(
+        self,
+        pushes: Pushes,
+        number: str,
+        headers: Mapping[bytes, bytes],
+        scope: Mapping[str, Any],
+        receive: Receive,
+        answer: Answer,
+    ) -> None:
+        """A bucket of a push: memory holds one at a time, and none of a push that there is not."""
+        most = max(self.bounds.body_bytes, self.bounds.bucket_bytes)
+        try:
+            arriving = pushes.arriving(number)
+        except PushEnded as error:
+            await self._body(headers, receive, most, kept=False)
+            raise Refused(409, str(error), "push_ended") from None
+        async with arriving:
+            await self._read(headers, scope, receive, answer, most)
+
+    async def _read(
+        self, headers: Mapping[bytes, bytes], scope: Mapping[str, Any], receive: Receive, answer: Answer, most: int
+    ) -> None:
+        """Passes a request on, once its body is there."""
+        body = await self._body(headers, receive, most)
+        if body is not None:
+            await self._app(scope, _replayed(body, receive), answer.send)
 
     def _check(self, headers: Mapping[bytes, bytes]) -> None:
         if not self._keys.take(headers.get(b"authorization")):
@@ -119,8 +155,10 @@ class Guard:
             # A page of the browser whose name was pointed at this machine (DNS rebinding).
             raise Refused(403, f"Host is {host!r}: without a key only an address or localhost is answered", "host")
 
-    async def _body(self, headers: Mapping[bytes, bytes], receive: Receive, limit: int) -> bytes | None:
-        """The whole body, of at most `limit` bytes; None where the client left."""
+    async def _body(
+        self, headers: Mapping[bytes, bytes], receive: Receive, limit: int, kept: bool = True
+    ) -> bytes | None:
+        """The whole body, of at most `limit` bytes, or nothing of it unless it is kept; None where the client left."""
         seconds = self.bounds.body_seconds
         told = headers.get(b"content-length", b"0")
         large = Refused(413, f"the body is larger than {limit} bytes (--body-megabytes): send less", "body_too_large")
@@ -135,7 +173,7 @@ class Guard:
                         return None
                     part = message.get("body", b"")
                     size += len(part)
-                    if size <= limit:
+                    if kept and size <= limit:
                         parts.append(part)
                     if size > DRAINED * limit or not message.get("more_body", False):
                         break

@@ -46,6 +46,10 @@ class Job:
     """Of the weights that answered."""
 
 
+ANY = "policy"
+"""What a client may call the model where it does not matter which one the server has."""
+
+
 class Server:
     """Turns requests of the API into the engine's and back."""
 
@@ -82,6 +86,11 @@ class Server:
         if len(job.generations) > 1:
             raise PolicyChanged("the server got another policy while it answered: ask again")
         return self.policies.get(next(iter(job.generations), self.live.generation))
+
+    def check_model(self, asked: Asked, policy: str | None) -> None:
+        """Raises UnknownModel where a request is for another model than the weights of this name."""
+        if not self.any_model and asked.model not in (None, ANY, self.name, policy):
+            raise UnknownModel(f"no model {asked.model!r}; this server has {self.name}, which {ANY!r} stands for too")
 
     async def read(self, job: Callable[[AskedT, Session | None], Job], asked: AskedT, session: Session | None) -> Job:
         """`completion` or `chat` of a request, in a thread: megabytes of text do not stop the streams of others."""
@@ -171,9 +180,19 @@ class Server:
             job.calls.append(session.open(kind, before, ids, **fields))
 
     def submit(self, job: Job, notify: Callable[[], None]) -> list[Any]:
-        """The streams of a job's prompts, all with the same weights. Raises ValueError for what cannot be met."""
+        """The streams of a job's prompts, all with the same weights.
+
+        Raises ValueError for what cannot be met, UnknownModel where other weights came while it waited.
+        """
         streams: list[Any] = self.live.submit_all([self._request(job, i) for i in range(len(job.prompts))], notify)
         job.generations |= {stream.generation for stream in streams}
+        try:
+            for generation in job.generations:
+                self.check_model(job.asked, self.policies.get(generation))
+        except UnknownModel:
+            for stream in streams:
+                stream.cancel()
+            raise
         return streams
 
     def _request(self, job: Job, number: int) -> Any:
@@ -214,6 +233,7 @@ class Server:
             raise ValueError("an empty prompt has no log-probabilities; begin it with a token such as BOS")
         scores, generation = self.live.score(prompt)
         job.generations.add(generation)
+        self.check_model(job.asked, self.policies.get(generation))
         return [None, *scores.logps], [None, *scores.top]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -288,6 +308,10 @@ class Server:
         with session.lock:
             session.keep(call, reply, ("assistant", without_thoughts(reply["content"] or ""), calls))
         self.sessions.evict(keep=session.name)
+
+
+class UnknownModel(LookupError):
+    """A request for a model that this server does not serve."""
 
 
 class PolicyChanged(RuntimeError):

@@ -6,7 +6,8 @@
     POST /weights/ID/commit      {"fingerprint": of all tensors}: swapped in, once the requests under way have ended
     DELETE /weights/ID           gives the push up
 
-Until the commit answers, and wherever a push breaks, the old policy answers. The push that was begun last is the one
+Until the commit answers, and wherever a push breaks, the old policy answers; but an engine that has dropped it for one
+that its devices do not take stops. The push that was begun last is the one
 that counts: those before it are told so. The fingerprint is computed from what the engine holds.
 """
 
@@ -17,6 +18,7 @@ import concurrent.futures
 import dataclasses
 import json
 import secrets
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Annotated, Any
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
 SILENT_SECONDS = 60.0
 """A push that brings nothing for so long is given up, and its memory."""
+READING_SECONDS = 20.0
+"""How long GET /weights waits for weights that another request reads or swaps."""
 BODY_BYTES = BUCKET_BYTES + HEADER_BYTES
 """The body of a bucket, at most."""
 
@@ -45,7 +49,7 @@ class PushEnded(RuntimeError):
 
 
 class PushBusy(RuntimeError):
-    """A policy is being swapped in; another one may begin behind it."""
+    """A policy is being swapped in, or weights are being read: ask again behind that."""
 
 
 class Begun(BaseModel):
@@ -73,6 +77,8 @@ class _Push:
     id: str = dataclasses.field(default_factory=lambda: secrets.token_hex(16))
     touched: float = dataclasses.field(default_factory=time.monotonic)
     ended: threading.Event = dataclasses.field(default_factory=threading.Event)
+    arriving: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+    """Held while a bucket's body is in memory."""
     answer: concurrent.futures.Future[dict[str, Any]] | None = None
     """Of its commit."""
 
@@ -80,9 +86,15 @@ class _Push:
 class Pushes:
     """The pushes to one server. Methods block, and may be called from any thread."""
 
-    def __init__(self, server: Server, taken: bool = True, silent_seconds: float = SILENT_SECONDS):
+    def __init__(
+        self,
+        server: Server,
+        taken: bool = True,
+        silent_seconds: float = SILENT_SECONDS,
+        reading_seconds: float = READING_SECONDS,
+    ):
         """taken: whether weights are taken at all, or only told of."""
-        self._server, self.taken, self._silent = server, taken, silent_seconds
+        self._server, self.taken, self._silent, self._patience = server, taken, silent_seconds, reading_seconds
         self._lock = threading.Lock()
         self._now: _Push | None = None
         self._last: _Push | None = None
@@ -94,7 +106,10 @@ class Pushes:
         """Generation and fingerprint."""
 
     def told(self) -> dict[str, Any]:
-        """GET /weights. The first call behind a swap reads all weights."""
+        """GET /weights. The first call behind a swap reads all weights.
+
+        Raises PushBusy where others read or swap them for longer than `READING_SECONDS`.
+        """
         config, weights, dtype = self._server.live.look(_about)
         about = {"dtype": dtype, "config": config, "bucket_bytes": BUCKET_BYTES, "taken": self.taken}
         if not weights.dense:
@@ -102,18 +117,26 @@ class Pushes:
             return about | {"policy": self._server.policy, "fingerprint": None, "tensors": None}
         layout = self._layout_of()
         tensors = {name: [kind.dtype, list(kind.shape)] for name, kind in layout.kinds.items()}
-        name, found = self._held(layout)
+        name, found = self._held(layout, self._patience)
         return about | {"policy": name, "fingerprint": found, "tensors": tensors}
 
-    def _held(self, layout: Layout) -> tuple[str | None, str]:
-        """Name and fingerprint of what the engine holds."""
+    def _held(self, layout: Layout, patience: float = -1) -> tuple[str | None, str]:
+        """Name and fingerprint of what the engine holds. patience: seconds to wait for others, -1 for any number."""
         from tuning.rollout.engine.staged import weights_of
 
-        with self._reading:
+        # While a swap waits for the requests under way nothing needs to be read.
+        known = self._print
+        if known is not None and known[0] == self._server.live.generation:
+            return self._server.policies.get(known[0]), known[1]
+        if not self._reading.acquire(timeout=patience):
+            raise PushBusy("the weights are being read, or others are swapped in: ask again")
+        try:
             generation, state = self._server.live.look(lambda engine, at: (at, weights_of(engine).now[1]))
             if self._print is None or self._print[0] != generation:
                 self._print = generation, layout.fingerprint(state)
             return self._server.policies.get(generation), self._print[1]
+        finally:
+            self._reading.release()
 
     def _layout_of(self) -> Layout:
         from tuning.rollout.engine.staged import Layout, weights_of
@@ -144,6 +167,10 @@ class Pushes:
         threading.Thread(target=self._watch, args=(push,), name="push", daemon=True).start()
         return {"push": push.id}
 
+    def arriving(self, number: str) -> asyncio.Lock:
+        """What a bucket of a push holds while its body is in memory. Raises PushEnded; does not block."""
+        return self._one(number).arriving
+
     def add(self, number: str, bucket: bytes) -> None:
         """Stages a bucket."""
         pieces = opened(bucket)
@@ -168,29 +195,38 @@ class Pushes:
             try:
                 push.answer.set_result(self._swapped(push, asked.fingerprint))
             except Exception as error:
-                push.answer.set_exception(error)
+                push.answer.set_exception(_alone(error))
         return push.answer.result()
 
     def _swapped(self, push: _Push, fingerprint: str) -> dict[str, Any]:
-        from tuning.rollout.engine.staged import take
+        from tuning.rollout.engine.staged import WeightsLost, take
 
         assert push.staged is not None
         staged, push.staged, layout = push.staged, None, self._layout_of()
         states = [staged.state()]
         del staged
-        found = layout.fingerprint(states[0])
-        if found != fingerprint:
-            raise ValueError(
-                f"the fingerprint of what came is {found[:12]}, that of what was sent {fingerprint[:12]}: the old "
-                "policy stays; push it again"
-            )
 
         def swap(engine: Any, generation: int) -> None:
-            take(engine, layout, states.pop())
+            try:
+                take(engine, layout, states.pop())
+            except WeightsLost as error:
+                self._server.policies[generation - 1] = None
+                print(f"push {push.id} of policy {push.name}: {error}", file=sys.stderr, flush=True)
+                raise
             self._server.policies[generation] = push.name
 
-        with self._reading:
-            self._server.live.swap(swap)
+        try:
+            found = layout.fingerprint(states[0])
+            if found != fingerprint:
+                raise ValueError(
+                    f"the fingerprint of what came is {found[:12]}, that of what was sent {fingerprint[:12]}: the old "
+                    "policy stays; push it again"
+                )
+            with self._reading:
+                self._server.live.swap(swap)
+        finally:
+            # An order that the engine never came to would hold it.
+            states.clear()
         name, found = self._held(layout)
         return {"policy": name, "fingerprint": found}
 
@@ -201,12 +237,13 @@ class Pushes:
             self._end_now()
 
     def _one(self, number: str) -> _Push:
-        if self._now is None or self._now.id != number:
+        now = self._now
+        if now is None or now.id != number:
             raise PushEnded(
                 "there is no such push: another one began, it was silent for too long, or the server has started "
                 "again; the old policy stays"
             )
-        return self._now
+        return now
 
     def _end_now(self) -> None:
         if self._now is not None:
@@ -222,6 +259,12 @@ class Pushes:
         with self._lock:
             if self._now is push:
                 self._end_now()
+
+
+def _alone(error: Exception) -> Exception:
+    """An error that is kept, without the frames that it came through: they hold the policy that was staged."""
+    error.__context__ = error.__cause__ = None
+    return error.with_traceback(None)
 
 
 def _about(engine: Any, generation: int) -> tuple[dict[str, Any], Any, str]:

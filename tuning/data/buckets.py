@@ -35,7 +35,12 @@ class Buckets:
         path.unlink(missing_ok=True)
 
     def add(self, hashes: np.ndarray, **others: np.ndarray) -> None:
-        """Adds rows. hashes: [N] uint64 below 2^60. others: [N] of each further column."""
+        """Adds rows. hashes: [N] uint64. others: [N] of each further column.
+
+        Raises ValueError for a hash of 2^60 or more, which would be in no bucket.
+        """
+        if len(hashes) and int(hashes.max()) >> HASH_BITS:
+            raise ValueError(f"a hash is {int(hashes.max())}; expected less than 2^{HASH_BITS}: take `overlap.hash64`")
         rows = np.empty(len(hashes), self._kind)
         columns: Mapping[str, np.ndarray] = {"hash": hashes, **others}
         for name, values in columns.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import socket
 from collections.abc import Mapping
 from typing import Any
@@ -21,6 +22,7 @@ REFUSED = {
 JOB_SECONDS = 30 * 86_400
 """How long Beam follows a portable job at most; by itself it gives up a job server's answers after a minute."""
 REACH_SECONDS = 30.0
+_HOST_PORT = re.compile(r"(\[[^\]]+\]|[^:/\[\]]+):(\d+)")
 # Options that follow from other settings and must not contradict them.
 _OWN = {"runner", "direct_num_workers", "direct_running_mode"}
 
@@ -97,10 +99,20 @@ def reach(runner: Runner) -> None:
     endpoint = runner.options.get("job_endpoint")
     if endpoint in (None, "embed"):
         return
-    host, _, port = str(endpoint).rpartition(":")
+    import grpc
+
+    target = str(endpoint)
     try:
-        socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
-    except (OSError, ValueError) as e:
+        if ":" not in target:
+            raise ValueError("it has no port")
+        if plain := _HOST_PORT.fullmatch(target):
+            # A port at which nobody listens is refused at once; gRPC would try again.
+            socket.create_connection((plain[1].strip("[]"), int(plain[2])), REACH_SECONDS).close()
+        with grpc.insecure_channel(target) as channel:
+            grpc.channel_ready_future(channel).result(REACH_SECONDS)
+    except (OSError, OverflowError, ValueError, grpc.FutureTimeoutError) as e:
+        fault = f"no gRPC within {REACH_SECONDS:g} s" if isinstance(e, grpc.FutureTimeoutError) else e
         raise RunnerError(
-            f"runner option job_endpoint: no job server answers at {endpoint} ({e}); expected its HOST:PORT"
+            f"runner option job_endpoint: no job server answers at {target} ({fault}); expected its HOST:PORT, or "
+            "another target of gRPC"
         ) from e

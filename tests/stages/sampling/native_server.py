@@ -13,6 +13,7 @@ from stages.serving.serve import serve
 from stages.serving.weights import BODY_BYTES, Pushes
 from tuning.models.huggingface import read_config
 from tuning.models.tokenizer import load_tokenizer
+from tuning.rollout.engine.decoders import Quantization
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.engine.folder import load_folder
 from tuning.rollout.engine.limits import Limits
@@ -31,9 +32,12 @@ class Forgetful(Live):
         return super().swap(kept)
 
 
-def server_over(folder: Path, name: str, kind: type[Live] = Live, **limits: Any) -> Any:
+def server_over(
+    folder: Path, name: str, kind: type[Live] = Live, quantization: Quantization = "none", **limits: Any
+) -> Any:
     """A server of a folder's model under a name."""
-    engine = Engine(read_config(folder), limits=Limits(**{"slots": 8, "context": 256, "steps": 4} | limits), top=5)
+    bounds = Limits(**{"slots": 8, "context": 256, "steps": 4} | limits)
+    engine = Engine(read_config(folder), limits=bounds, top=5, quantization=quantization)
     load_folder(engine, folder)
     return stages.serving.server.Server(kind(engine), load_tokenizer(folder), "policy", (), engine.context, name)
 

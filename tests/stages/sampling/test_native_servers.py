@@ -101,6 +101,13 @@ def test_a_server_of_another_type_or_model_is_refused_before_anything_is_sent(na
         remote(RemoteServer(url), kind="native").load(policy("second", **FLOAT32 | change))
 
 
+@pytest.mark.parametrize("sync", ["auto", "none"])
+def test_a_server_that_can_show_no_weights_is_refused_though_it_names_the_policy(native_server, policy, sync):
+    _, url = native_server(quantization="int8")
+    with pytest.raises(ServerRefused, match="can be neither pushed nor proven: serve without --quantization"):
+        remote(RemoteServer(url), kind="native", sync=sync).load(policy("first", **FLOAT32))
+
+
 def test_a_byte_that_flips_on_its_way_is_refused_and_the_old_policy_stays(native_server, policy, native):
     server, url = native_server()
 

@@ -197,6 +197,27 @@ def test_an_answer_that_would_be_of_two_policies_is_refused(asked):
     assert (pushed, again["weight_version"]) == ([200], "new")
 
 
+@pytest.mark.parametrize("more", [{}, {"stream": True}, {"echo": True, "logprobs": 0}])
+def test_a_request_for_a_policy_that_leaves_while_it_waits_is_refused(asked, more):
+    class Late(Live):
+        """Another policy comes between the arrival of a request and its beginning."""
+
+        def _ask(self, order):
+            if order.begins and self.generation == 0:
+                number = server.begin("new")
+                server.send(number, "new")
+                assert server.commit(number, "new").status_code == 200
+            return super()._ask(order)
+
+    server = asked(kind=Late)
+    said = SAID | {"model": "old"} | more
+    failed(server.client.post("/v1/completions", json=said), 404, "no model 'old'", "model_not_found")
+    # Nothing goes on for it, and whoever does not mind gets what is there.
+    while server.live.open:
+        time.sleep(0.01)
+    assert server.answer(model="policy")["weight_version"] == "new"
+
+
 def flipped(all_):
     changed = bytearray(all_[1])
     changed[-5] ^= 4

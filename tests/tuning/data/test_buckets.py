@@ -49,3 +49,11 @@ def test_memory_is_what_is_pending_and_a_bucket(tmp_path):
         assert tracemalloc.get_traced_memory()[1] - before < 2_000_000
     finally:
         tracemalloc.stop()
+
+
+def test_a_hash_that_is_in_no_bucket_is_refused(tmp_path):
+    made = Buckets(tmp_path / "rows", 1)
+    made.add(np.array([2**60 - 1], np.uint64))
+    with pytest.raises(ValueError, match=f"a hash is {2**60}; expected less than 2\\^60"):
+        made.add(np.array([3, 2**60], np.uint64))
+    assert [int(row["hash"]) for rows in made for row in rows] == [2**60 - 1]

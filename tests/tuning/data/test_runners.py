@@ -1,8 +1,12 @@
 """A runner that takes pipelines in the portable form gives the bytes of this process."""
 
+import concurrent.futures
+import http.server
 import json
 import socket
+import threading
 
+import grpc
 import pytest
 from apache_beam.options.pipeline_options import PipelineOptions, PortableOptions
 
@@ -46,5 +50,31 @@ def test_a_job_server_that_does_not_answer_is_named(tmp_path):
         with pytest.raises(runners.RunnerError, match=f"job_endpoint: no job server answers at {endpoint}"):
             pipeline.run([], Plan(tokenizer="", splits=()), str(tmp_path), runner=runner)
     runner = runners.Runner("PortableRunner", options={"job_endpoint": "nowhere"})
-    with pytest.raises(runners.RunnerError, match="expected HOST:PORT"):
+    with pytest.raises(runners.RunnerError, match="expected its HOST:PORT"):
         runners.reach(runner)
+
+
+def test_a_port_at_which_something_else_listens_is_no_job_server(monkeypatch):
+    monkeypatch.setattr(runners, "REACH_SECONDS", 2.0)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as web:
+        thread = threading.Thread(target=web.serve_forever)
+        thread.start()
+        try:
+            endpoint = f"127.0.0.1:{web.server_port}"
+            with pytest.raises(runners.RunnerError, match=f"no job server answers at {endpoint} .no gRPC within 2 s"):
+                runners.reach(runners.Runner("PortableRunner", options={"job_endpoint": endpoint}))
+        finally:
+            web.shutdown()
+            thread.join()
+
+
+def test_every_target_that_grpc_has_is_reached(tmp_path):
+    server = grpc.server(concurrent.futures.ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.add_insecure_port(f"unix:{tmp_path}/jobs")
+    server.start()
+    try:
+        for target in (f"127.0.0.1:{port}", f"dns:///127.0.0.1:{port}", f"unix:{tmp_path}/jobs"):
+            runners.reach(runners.Runner("PortableRunner", options={"job_endpoint": target}))
+    finally:
+        server.stop(0).wait()

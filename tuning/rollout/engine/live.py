@@ -16,6 +16,7 @@ from flax import nnx
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.engine.replicas import Replicas, StepFailed
 from tuning.rollout.engine.scores import Scores
+from tuning.rollout.engine.staged import WeightsLost
 from tuning.rollout.requests import Completion, Request, Update
 
 CLOSING_SECONDS = 60.0
@@ -144,11 +145,15 @@ class Live:
         """Has the engine take other weights between requests; returns their generation, which `take` gets too.
 
         Requests under way end on the old ones; those that come meanwhile wait, and get the new ones. Raises what `take`
-        raises, and EngineStopped.
+        raises, and EngineStopped. The engine stops where `take` leaves it without weights (WeightsLost).
         """
 
         def order() -> int:
-            take(self._engine, self.generation + 1)
+            try:
+                take(self._engine, self.generation + 1)
+            except WeightsLost as error:
+                self._failure = error
+                raise
             self.generation += 1
             return self.generation
 

@@ -1,7 +1,8 @@
 """A policy that arrives tensor by tensor while an engine goes on with its own: staged on the host, then taken whole.
 
 The host holds the staged weights beside those in use, in the layout and types of decoding. On a CPU the engine takes
-the staged arrays themselves; elsewhere it drops its own first, so that no device ever holds two policies.
+the staged arrays themselves; elsewhere it drops its own first, so that no device ever holds two policies: an engine
+that then fails to take the new one has none, and stops.
 """
 
 from __future__ import annotations
@@ -116,23 +117,47 @@ class Staged:
         return state
 
 
+class WeightsLost(RuntimeError):
+    """The engine has given up its weights and could not take others: it has none."""
+
+
 @without_float64
 def take(engine: Engine | Replicas, layout: Layout, state: nnx.State) -> None:
-    """Has an engine sample from a state of `Staged.state` from now on; it drops its own weights first."""
-    if isinstance(engine, Replicas):
-        own, mesh = engine.own(), engine.mesh
-        for one, _ in own:
+    """Has an engine sample from a state of `Staged.state` from now on.
+
+    On a CPU its own weights stay where that fails. Elsewhere it drops them first, and raises WeightsLost.
+    """
+    own = [one for one, _ in engine.own()] if isinstance(engine, Replicas) else [engine]
+    dropped = not _on_cpu(engine)
+    if dropped:
+        for one in own:
             one.weights.drop()
-        state = jax.tree.map(jax.device_put, state, shardings(state, mesh))
-        for one, place in own:
-            one.use(layout.graph, part_of(state, place))
-        return
+    try:
+        parts = jax.block_until_ready(_parts(engine, state))
+    except Exception as error:
+        if not dropped:
+            raise
+        raise WeightsLost(
+            f"the new policy could not be put on the devices, and the old one has left them: {error}"
+        ) from error
+    for one, part in zip(own, parts, strict=True):
+        one.use(layout.graph, part)
+
+
+def _parts(engine: Engine | Replicas, state: nnx.State) -> list[nnx.State]:
+    """A state in the places of the engine, or of each of its replicas."""
+    if isinstance(engine, Replicas):
+        state = jax.tree.map(jax.device_put, state, shardings(state, engine.mesh))
+        return [part_of(state, place) for _, place in engine.own()]
     place = engine.weights.place
-    engine.weights.drop()
     where = shardings(state, place) if isinstance(place, Mesh) else jax.tree.map(lambda _: place, state)
     put = functools.partial(jax.tree.map, jax.device_put)
-    state = put(state, where) if place is not None else put(state)
-    engine.use(layout.graph, jax.block_until_ready(state))
+    return [put(state, where) if place is not None else put(state)]
+
+
+def _on_cpu(engine: Engine | Replicas) -> bool:
+    leaves = jax.tree.leaves(weights_of(engine).now[1])
+    return {device.platform for leaf in leaves for device in leaf.devices()} == {"cpu"}
 
 
 def weights_of(engine: Engine | Replicas) -> Weights:

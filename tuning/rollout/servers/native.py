@@ -28,10 +28,11 @@ class Native(VLLM):
 
     def weights(self, server: Control, policy: Policy) -> str | None:
         told = _told(server, policy)
+        types = _types(told)
         name: str | None = told["policy"]
-        if name != policy.weights or told["fingerprint"] is None:
+        if name != policy.weights:
             return name
-        if told["fingerprint"] != _fingerprint(policy, _types(told)):
+        if told["fingerprint"] != _fingerprint(policy, types):
             return f"{name} by name, with other weights"
         return name
 
@@ -70,9 +71,11 @@ def _told(server: Control, policy: Policy) -> dict[str, Any]:
 
 
 def _types(told: Mapping[str, Any]) -> dict[str, str]:
-    """The type in which a server holds each tensor."""
-    if told["tensors"] is None:
-        raise ServerRefused("it holds its weights as int8, which cannot be pushed: serve without --quantization")
+    """The type in which a server holds each tensor. Raises ServerRefused where it can show none of them."""
+    if told["tensors"] is None or told["fingerprint"] is None:
+        raise ServerRefused(
+            "it holds its weights as int8, which can be neither pushed nor proven: serve without --quantization"
+        )
     return {name: dtype for name, (dtype, _) in told["tensors"].items()}
 
 
