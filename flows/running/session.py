@@ -89,7 +89,7 @@ class Session:
         self._held = held(self.store)
         """Leases that there were when the run began."""
         self._taken: Records = {}
-        self._whole = Whole(self.store, reporter.line, self._check)
+        self._whole = Whole(self.store, lambda line: self.reporter.line(line), self._check)
         log = log_of(self.store, self.name)
         self.limit = RunLimit(self.name, recipe.limits.run_seconds)
         self.crew = Crew(recipe, self.name, log, pooled)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import types
 
 import pytest
 
@@ -24,7 +25,7 @@ def server(request):
     tokenizer = t.of_family(request.param)
     if tokenizer is None:
         pytest.skip("the package of SmolLM2 is not installed")
-    return Server(None, tokenizer, "policy", (turn_end(tokenizer),), 4096)
+    return Server(types.SimpleNamespace(generation=0), tokenizer, "policy", (turn_end(tokenizer),), 4096)
 
 
 def asked(*messages, **fields):
