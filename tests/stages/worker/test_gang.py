@@ -219,18 +219,18 @@ def test_ranks_are_sent_home_although_a_connection_is_reset() -> None:
 def test_a_rank_with_other_code_than_the_leads_says_which_module(tmp_path) -> None:
     ask = dataclasses.replace(request(tmp_path), files={"tuning.shapes": "0" * 64})
     with pytest.raises(RuntimeError, match="module tuning.shapes is other code here than on the lead"):
-        loaded.check_rank(ask, {})
+        loaded.check_elsewhere(ask, {}, "on the lead")
     gone = dataclasses.replace(request(tmp_path), files={"tuning.not_there": "0" * 64})
-    with pytest.raises(RuntimeError, match="module tuning.not_there is not there"):
-        loaded.check_rank(gone, {})
+    with pytest.raises(RuntimeError, match="module tuning.not_there is not here as it is on the lead"):
+        loaded.check_elsewhere(gone, {}, "on the lead")
 
 
 def test_a_rank_with_other_code_of_the_user_says_so(tmp_path) -> None:
     ask = dataclasses.replace(request(tmp_path), key_parts={"sources": {"module:mine": "0" * 64, "data.jsonl": "1"}})
     with pytest.raises(RuntimeError, match="mine is other code here"):
-        loaded.check_rank(ask, {"module:mine": "2" * 64})
+        loaded.check_elsewhere(ask, {"module:mine": "2" * 64}, "on the lead")
     # Data is read by the lead.
-    loaded.check_rank(ask, {"module:mine": "0" * 64})
+    loaded.check_elsewhere(ask, {"module:mine": "0" * 64}, "on the lead")
 
 
 def test_every_stage_says_how_a_gang_runs_it() -> None:
