@@ -111,8 +111,11 @@ class PoolWorker:
                 number = at.box.send(json.dumps(asked))
                 try:
                     return self._answer(at, request, on_event, check_time)
-                except (_Left, WorkerDied) as e:
-                    if isinstance(e, _Resumed) or not (isinstance(e, _Left) or at is before) or at.box.has_seen(number):
+                except _Left:
+                    # The line may have arrived there; what leaves idle takes up nothing more.
+                    pass
+                except WorkerDied as e:
+                    if isinstance(e, _Resumed) or at is not before or at.box.has_seen(number):
                         raise
                 self._cancel()
         except (StageFailed, _Resumed):
@@ -317,12 +320,17 @@ class PoolWorker:
         """Has Prefect end a flow run; whether it has ended already. Who cannot be told hears no beat of this run."""
         if flow_run is None:
             return False
-        with contextlib.suppress(ObjectNotFound, Exception), answering() as client:
-            state = client.read_flow_run(flow_run).state
-            if state is not None and state.is_final():
-                return True
-            if state is None or not state.is_cancelling():
-                client.set_flow_run_state(flow_run, Cancelling())
+        try:
+            with answering() as client:
+                state = client.read_flow_run(flow_run).state
+                if state is not None and state.is_final():
+                    return True
+                if state is None or not state.is_cancelling():
+                    client.set_flow_run_state(flow_run, Cancelling())
+        except ObjectNotFound:
+            return True
+        except Exception:
+            pass
         return False
 
     def leave(self) -> None:

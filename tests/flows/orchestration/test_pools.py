@@ -19,7 +19,7 @@ from flows.recipe.reading import load_recipe
 from stages.store.artifacts import Store
 from stages.worker import away, mailbox, sameness
 from stages.worker.client import StageFailed, WorkerDied
-from stages.worker.protocol import Log
+from stages.worker.protocol import Done, Log, event_line
 from tests.flows.prefect_server import Prefect, prefect_server, wait_for
 from tests.stages.worker.support import ignore, request
 
@@ -279,6 +279,41 @@ def test_a_trainer_whose_policies_are_not_all_stored_stays(prefect, s3, tmp_path
         assert PoolWorker(recipe, "r", work, settings, tmp_path / "log")._idle == idle
     stored = load_recipe("smoke", sets=[*sets, "rl.checkpoint_every=1"])
     assert PoolWorker(stored, "r", "train", stored.workers.train, tmp_path / "log")._idle == 10.0
+
+
+def test_a_request_that_arrives_as_the_worker_leaves_idle_is_asked_of_another(tmp_path, monkeypatch):
+    """Its mailbox has seen the line, and nobody takes it up."""
+    monkeypatch.setattr(mailbox, "POLL_SECONDS", 0.02)
+    store = Store(str(tmp_path))
+    recipe = load_recipe("smoke", sets=[f"store={tmp_path}", "workers.train={pool: gpus}"])
+    made = PoolWorker(recipe, "r", "train", recipe.workers.train, tmp_path / "log")
+
+    def pair(name):
+        sides = [mailbox.Mailbox(store, ("mail", "r", name), side) for side in (mailbox.RUN, mailbox.WORKER)]
+        for side in sides:
+            side.start()
+        return pools._FlowRun("no-such-run", name, sides[0], time.monotonic(), host="there"), sides[1]
+
+    (made._at, leaving), (another, working) = pair("one"), pair("two")
+    first = made._at.box
+
+    def start(check_time):
+        made._at = another
+        return another
+
+    monkeypatch.setattr(made, "_start", start)
+    monkeypatch.setattr(PoolWorker, "_set_cancelling", staticmethod(lambda _: False))
+    thread, errors = in_thread(made, ask(recipe))
+    assert leaving.receive(20) is not None
+    wait_for(lambda: first.has_seen(0), 20, "the word that it has arrived")
+    leaving.send('{"idle": 10}')
+    leaving.leave()
+    assert working.receive(20) is not None
+    working.send(event_line(Done({})))
+    ended(thread, 20)
+    assert errors == []
+    for side in (another.box, working):
+        side.close()
 
 
 def test_a_flow_run_that_is_started_again_takes_no_other_ones_mailbox(tmp_path):
