@@ -29,6 +29,11 @@ def real() -> np.dtype[Any]:
     return np.dtype(jax.dtypes.canonicalize_dtype(np.float64))
 
 
+def item_bytes(dtype: str) -> int:
+    """Bytes of a number of a type, by JAX's name of it."""
+    return int(jnp.dtype(dtype).itemsize)
+
+
 def resolved(dtype: str) -> str:
     """The type that `auto` stands for on this device; other names stay.
 

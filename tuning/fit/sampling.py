@@ -10,15 +10,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-
 from tuning.axes import Axes
 from tuning.fit.caches import Engine, in_pages, in_slots, least
 from tuning.fit.figures import Figures
 from tuning.fit.machines import Machine
 from tuning.fit.places import Beside, abstract_mesh, local, of_others, weight_bytes
 from tuning.models.config import DecoderConfig
+from tuning.precision import item_bytes
 from tuning.rollout.engine.cpu import products
 from tuning.rollout.engine.cpu.kernels import has_compiler
 from tuning.rollout.engine.limits import Limits
@@ -102,7 +100,7 @@ def _sampling(asked: Sampled, machine: Machine) -> Figures:
     kernels = c.hidden_size * (c.head_dim * 2 * (c.num_heads + c.num_kv_heads) + 3 * c.intermediate_size)
     attended = 2 * c.num_heads * c.head_dim * (asked.prompt + asked.completion // 2)
     flops = 2.0 * own * (c.num_layers * (kernels + attended) + c.hidden_size * c.vocab_size)
-    sums = 2 * c.num_layers * own * c.hidden_size * np.dtype(jnp.dtype(dtype)).itemsize
+    sums = 2 * c.num_layers * own * c.hidden_size * item_bytes(dtype)
     return Figures(
         parts=parts,
         temporary=temporary(beside),

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
-import numpy as np
 
 from tuning.fit.figures import Figures
 from tuning.fit.liveness import held
@@ -27,6 +26,7 @@ from tuning.fit.training import of_one_device, pairs_bytes, spread, traceable
 from tuning.mesh import row_shards
 from tuning.models.config import DecoderConfig
 from tuning.models.decoder import scalar_graph
+from tuning.precision import item_bytes
 from tuning.settings import ComputeSettings
 from tuning.shapes import bucket
 from tuning.target import compiling_for
@@ -71,7 +71,7 @@ def scoring(asked: Scored, machine: Machine) -> Figures:
     temporary = found.peak - found.within
     if platform == "gpu":
         rows, length = batch["tokens_BL"].shape
-        temporary += pairs_bytes(rows, length, np.dtype(jax.numpy.dtype(compute.dtype)).itemsize)
+        temporary += pairs_bytes(rows, length, item_bytes(compute.dtype))
     parameters = sum(x.size for x in jax.tree.leaves(shapes))
     fsdp = mesh.shape["fsdp"]
     return Figures(

@@ -37,6 +37,7 @@ from tuning.models.lora import LoraConfig, Role, over, tuned_graph
 from tuning.models.remat import RECOMPUTED
 from tuning.models.sharding import CONTEXT, FSDP, ROWS, TENSOR
 from tuning.models.sharding import parts as parts_of
+from tuning.precision import item_bytes
 from tuning.settings import ComputeSettings, OptimizerSettings
 from tuning.shapes import bucket
 from tuning.target import Platform, compiling_for
@@ -114,7 +115,7 @@ def _training(asked: Trained, machine: Machine) -> Figures:
         # One tree is added to, the other is new: the second is in `gradient`.
         parts["gradients"] = gradients
 
-    item = np.dtype(jax.numpy.dtype(compute.dtype)).itemsize
+    item = item_bytes(compute.dtype)
     with compiling_for(traceable(machine.kind.platform)):
         traced = gradient(asked, compute, of_columns(batch, context), tensor, fsdp)
     outer, within = traced.peak - traced.within, traced.within

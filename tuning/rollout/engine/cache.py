@@ -15,10 +15,10 @@ from typing import Generic, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from tuning.models.config import DecoderConfig
 from tuning.models.decoder import AttentionSpec, soft_cap
+from tuning.precision import item_bytes
 from tuning.rollout.engine.arrays import Array
 from tuning.target import target_platform
 
@@ -51,7 +51,7 @@ class Entries(NamedTuple, Generic[Array]):
 def token_bytes(config: DecoderConfig, kv: KV) -> int:
     """Bytes of one token's keys and values in all layers."""
     # int8: one byte a number, and the float32 scale of the head.
-    per_head = config.head_dim + 4 if kv == "int8" else config.head_dim * np.dtype(jnp.dtype(kv)).itemsize
+    per_head = config.head_dim + 4 if kv == "int8" else config.head_dim * item_bytes(kv)
     return 2 * config.num_layers * config.num_kv_heads * per_head
 
 
