@@ -17,6 +17,7 @@ from rich.padding import Padding
 from flows.cli.shared import group, usage_error
 from flows.recipe.model import Recipe
 from flows.recipe.places import is_managed, models_in
+from stages.contract.described import field_docs
 from tuning.names import nearest
 
 commands = group()
@@ -67,7 +68,7 @@ def _settings(model: type[BaseModel], above: str, given: BaseModel | None) -> It
         place = f"{above}{name}"
         default = getattr(given, name) if given is not None else field.get_default(call_default_factory=True)
         required = field.is_required() and given is None
-        text = " ".join((field.description or "").split())
+        text = " ".join(field_docs(model).get(name, "").split())
         inner = models_in(field.annotation)
         shown = "required" if required else _shown(default, inner)
         yield Setting(place, _kind(field), shown, text)

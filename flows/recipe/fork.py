@@ -21,7 +21,7 @@ KEPT = ("name", "moments", "decay")
 class Earlier(BaseModel):
     """Rounds of before the fork that were made with the same settings."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     until: Annotated[int, Field(ge=1)]
     """The first round that has others."""
@@ -32,7 +32,7 @@ class Earlier(BaseModel):
 class Fork(BaseModel):
     """A stage of another run that this one goes on from; `rlhf fork` writes it."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     run: str
     """Name of the run."""

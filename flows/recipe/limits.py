@@ -12,7 +12,7 @@ Seconds = Annotated[float, Field(gt=0)]
 class Limits(BaseModel):
     """How long things may take before they are ended; what is finished is kept, and the same command goes on."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     stall_seconds: Seconds | None = 7200.0
     """Time that a stage may report nothing before its worker is ended as hung, and thrice that while it compiles;

@@ -186,7 +186,7 @@ class RL(StageConfig):
 class Retention(BaseModel):
     """How many runs a garbage collection keeps beside those that are running, pinned or named by the registry."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     keep: Annotated[int, Field(ge=0)] = 5
     """The newest of each recipe: so many that are finished, refused, with nothing new, and that have not ended."""
@@ -197,7 +197,7 @@ class Retention(BaseModel):
 class Recipe(BaseModel):
     """A run from model and data to an exported policy. A section that is null is left out."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     name: str = Field(default="run", pattern=r"^[a-z0-9][a-z0-9-]*$", max_length=64)
     """Name of the recipe; runs are called NAME-two-words."""

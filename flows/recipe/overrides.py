@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 
 from flows.recipe.model import Recipe
 from flows.recipe.places import is_managed
+from stages.contract.described import field_docs
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,7 +38,10 @@ def partial(model: type[BaseModel]) -> type[BaseModel]:
         if not is_managed(model, name):
             kind = _partial_type(field.annotation)
             kind = Annotated[(kind, *field.metadata)] if field.metadata else kind
-            fields[name] = (kind, Field(default=None, description=field.description, json_schema_extra=_no_default))
+            fields[name] = (
+                kind,
+                Field(default=None, description=field_docs(model).get(name), json_schema_extra=_no_default),
+            )
     # A stage in a folder has its settings in `stages.NAME.settings`.
     module = model.__module__.removesuffix(".settings").rsplit(".", 1)[-1]
     title = module if model.__name__ == "Config" else model.__name__
@@ -111,7 +115,7 @@ def recipe_parameters(function: Callable[P, R]) -> Callable[P, R]:
     described["__signature__"] = signature.replace(parameters=[*own, *more])
     with_fields.__annotations__ = {p.name: p.annotation for p in (*own, *more)}
     # A line each: what follows a line break would be read as another parameter.
-    lines = [f"    {name}: {' '.join((field.description or '').split())}" for name, field in fields.items()]
+    lines = [f"    {name}: {' '.join(field_docs(Recipe).get(name, '').split())}" for name in fields]
     with_fields.__doc__ = "\n".join([inspect.getdoc(function) or "", *lines])
     return with_fields
 

@@ -20,7 +20,7 @@ TRAIN: Work = "train"
 class WorkerSettings(BaseModel):
     """One worker: a process that makes one stage after another."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     devices: list[Annotated[int, Field(ge=0)]] | None = None
     """Numbers of the accelerators of this host that it has, as nvidia-smi counts them or as chips of a TPU; []: none,
@@ -44,7 +44,7 @@ class WorkerSettings(BaseModel):
 class Workers(BaseModel):
     """Which workers a run has; a stage begins when what it reads is made and its worker is free."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     train: WorkerSettings = WorkerSettings()
     """Trains policies and reward models, and does what no other worker here is named for; it is always there."""

@@ -6,10 +6,6 @@ model derives. The model adds what belongs to a recipe: short forms, refusals, a
 
 from __future__ import annotations
 
-import ast
-import dataclasses
-import inspect
-import itertools
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -22,31 +18,6 @@ from tuning.settings import RULE_DEFAULTS, Fraction, Remat
 __all__ = ["Compute", "Fitted", "Fraction", "Lora", "Mesh", "Optimizer", "Trained"]
 
 Projection = Literal["q", "k", "v", "o", "gate", "up", "down"]
-
-
-class FromCore(StageConfig):
-    """Base of a model that also derives from a dataclass of the core: its fields bring their docstrings along."""
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        super().__pydantic_init_subclass__(**kwargs)
-        # pydantic reads attribute docstrings of the class itself, not of the dataclass that it derives from.
-        plain = [c for c in cls.__mro__ if dataclasses.is_dataclass(c) and not issubclass(c, BaseModel)]
-        for name, text in (item for c in plain for item in _field_docs(c).items()):
-            field = cls.model_fields[name]
-            field.description = field.description or text
-
-
-def _field_docs(cls: type) -> dict[str, str]:
-    """The docstring below each field of a class, by the field's name."""
-    (definition,) = ast.parse(inspect.getsource(cls)).body
-    assert isinstance(definition, ast.ClassDef)
-    docs = {}
-    for field, doc in itertools.pairwise(definition.body):
-        if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
-            assert isinstance(field.target, ast.Name)
-            docs[field.target.id] = inspect.cleandoc(str(doc.value.value))
-    return docs
 
 
 def with_defaults(values: Any, by: str, table: Mapping[str, Mapping[str, Any]]) -> Any:
@@ -74,7 +45,7 @@ def refuse_unused(
 
 
 # A model is frozen by its config, which the checker does not see: it takes it for a mutable child of a frozen class.
-class Optimizer(FromCore, core.OptimizerSettings):  # type: ignore[misc]
+class Optimizer(StageConfig, core.OptimizerSettings):  # type: ignore[misc]
     """An optimizer of `tuning.training.optimizers`, and its schedule."""
 
     @model_validator(mode="before")
@@ -108,7 +79,7 @@ RULE_IGNORES = {
 """Settings that a rule does not read."""
 
 
-class Trained(FromCore):
+class Trained(StageConfig):
     """Base of settings with an `optimizer`, whose fields may be written one level up, `sft.learning_rate` for short."""
 
     endless: ClassVar[bool] = True
@@ -146,7 +117,7 @@ class Trained(FromCore):
         return self
 
 
-class Mesh(FromCore, core.Axes):  # type: ignore[misc]
+class Mesh(StageConfig, core.Axes):  # type: ignore[misc]
     """Devices along each axis of the mesh; -1 takes what the others leave. One device needs none of it."""
 
     @model_validator(mode="after")
@@ -159,7 +130,7 @@ class Mesh(FromCore, core.Axes):  # type: ignore[misc]
         return self
 
 
-class Compute(FromCore, core.ComputeSettings):  # type: ignore[misc]
+class Compute(StageConfig, core.ComputeSettings):  # type: ignore[misc]
     """How to compute. `dtype` is chosen by the device where it says auto; the rest cannot change a result."""
 
     tokens_per_micro_batch: int = execution_setting(core.ComputeSettings.tokens_per_micro_batch, ge=0)

@@ -22,9 +22,7 @@ from stages.store.keys import EXECUTION
 class StageConfig(BaseModel):
     """Base of every stage's settings: strict, closed, immutable, canonical as JSON."""
 
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 def execution_setting(default: Any, **constraints: Any) -> Any:

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from stages.contract.described import field_docs
 from stages.update.settings import Config
 from tuning.algorithms.registry import ALGORITHMS
 from tuning.algorithms.settings import RoundSettings
@@ -24,7 +25,7 @@ def test_the_stage_and_the_core_fill_in_the_same_values(name):
 
 
 def test_every_setting_has_a_description():
-    assert all(field.description for field in Config.model_fields.values())
+    assert all(field_docs(Config).get(name) for name in Config.model_fields)
 
 
 def test_every_name_has_a_config_and_what_it_needs():
