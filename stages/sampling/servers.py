@@ -42,8 +42,8 @@ class _Started:
 
 _started: dict[str, _Started] = {}
 """Servers by the digest of their settings; one entry at a time, because two would not fit the devices."""
-_writing = threading.Lock()
-"""Held while a policy is written: servers that start side by side read the same folder."""
+_loading = threading.Lock()
+"""Held while a policy is loaded or written: servers get theirs side by side, from one copy and one folder."""
 _places: set[Path] = set()
 """Folders in which this worker stores weights for servers."""
 
@@ -160,7 +160,7 @@ def _policy(ctx: Context, settings: EngineSettings, quantize: str, requests: Seq
         logps=_logps(ctx, quantize),
         probe=probe,
         tensors=functools.partial(_tensors, ctx, base, kind),
-        config=dataclasses.asdict(load_rounded(ctx, base, kind)[0]),
+        config=functools.partial(_config, ctx, base, kind),
         dtype=settings.dtype,
         base=_name(base, kind) if below is not None else "",
         adapter=adapter,
@@ -191,7 +191,7 @@ def _folder(ctx: Context, settings: EngineSettings, artifact: Artifact, quantize
     from tuning.device import choose
     from tuning.models import huggingface, tokenizer
 
-    with _writing:
+    with _loading:
         place = _place(ctx, settings)
         target = place / f"model-{artifact.digest[:16]}-{quantize}"
         if target.exists():
@@ -213,6 +213,12 @@ def _folder(ctx: Context, settings: EngineSettings, artifact: Artifact, quantize
         return target
 
 
+def _config(ctx: Context, artifact: Artifact, quantize: str) -> dict[str, Any]:
+    """The policy's config, for `Policy.config`."""
+    with _loading:
+        return dataclasses.asdict(load_rounded(ctx, artifact, quantize)[0])
+
+
 def _tensors(ctx: Context, artifact: Artifact, quantize: str, types: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
     """The policy's tensors, for `Policy.tensors`."""
     import jax.numpy as jnp
@@ -220,7 +226,8 @@ def _tensors(ctx: Context, artifact: Artifact, quantize: str, types: Mapping[str
 
     from tuning.models.huggingface import tensors_from_params
 
-    _, params = load_rounded(ctx, artifact, quantize)
+    with _loading:
+        _, params = load_rounded(ctx, artifact, quantize)
     for name, value in tensors_from_params(nnx.to_pure_dict(params)):
         yield name, value.astype(jnp.dtype(types.get(name, value.dtype.name)), copy=False)
 

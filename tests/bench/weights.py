@@ -125,7 +125,7 @@ class Pusher:
                 self.sent += value.nbytes
                 yield tensor, value.astype(jnp.dtype(types[tensor]), copy=False)
 
-        return Policy(name, folder, lambda pairs, t: [], [], tensors, dataclasses.asdict(self.config))
+        return Policy(name, folder, lambda pairs, t: [], [], tensors, lambda: dataclasses.asdict(self.config))
 
     def push(self, way: str, number: int, root: Path) -> dict[str, Any]:
         """One push to all servers: its figures."""

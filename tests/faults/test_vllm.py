@@ -102,7 +102,7 @@ class Model:
             return tensors_from_params(nnx.to_pure_dict(self.params[name]))
 
         config = dataclasses.asdict(self.config)
-        made = Policy(name, lambda: self.place(name), logps, probe, tensors, config)
+        made = Policy(name, lambda: self.place(name), logps, probe, tensors, lambda: config)
         return dataclasses.replace(made, **changes)
 
 

@@ -42,7 +42,7 @@ class Native(VLLM):
     def reload(self, server: Control, policy: Policy) -> None:
         told = _told(server, policy)
         types = _types(told)
-        config = json.loads(json.dumps(policy.config))
+        config = json.loads(json.dumps(policy.config()))
         other = first_difference(told["config"], config)
         if other is not None:
             theirs, ours = told["config"].get(other), config.get(other)

@@ -43,8 +43,8 @@ class Policy:
     """Requests by which each server is compared with `logps` before it is used."""
     tensors: Callable[[Mapping[str, str]], Iterator[tuple[str, np.ndarray]]]
     """Yields the dense weights as named tensors, one at a time, each in the type that the argument names for it."""
-    config: Mapping[str, Any]
-    """The model's config, which a server's has to be."""
+    config: Callable[[], Mapping[str, Any]]
+    """Returns the model's config, which a server that is given tensors must have."""
     dtype: str | None = None
     """Type in which servers that are given tensors have to compute; None: theirs."""
     base: str = ""
