@@ -39,7 +39,8 @@ def native():
 def policy(folders):
     def make(name, temperature=1.0, **changes):
         probe = [dataclasses.replace(r, samples=1, counter=1000 + i) for i, r in enumerate(requests_of(2, temperature))]
-        made = Policy(name, lambda: folders[name], trainer(name), probe, tensors(name), lambda: dataclasses.asdict(CONFIG))
+        config = dataclasses.asdict(CONFIG)
+        made = Policy(name, lambda: folders[name], trainer(name), probe, tensors(name), lambda: config)
         return dataclasses.replace(made, **changes)
 
     return make
