@@ -10,26 +10,28 @@ from tests.aot.programs import lowered
 
 PROGRAMS = ["sft", "grpo", "dpo", "reward", "score", "move", "prefill", "decode"]
 LENGTH = PROMPT + COMPLETION
+# The others are made of the same parts, and `make tpu` and `make gpu-aot` compile them all.
+QUICK = [p if p in ("grpo", "score", "decode") else pytest.param(p, marks=pytest.mark.slow) for p in PROGRAMS]
 
 
 def mesh_of(program):
     return AbstractMesh((1, 8, 1) if program in TRAINING else (8, 1, 1), ("data", "fsdp", "tensor"))
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", QUICK)
 def test_for_a_tpu_of_eight_chips_it_lowers_without_a_square_of_tokens(program):
     text = lowered(Case(program, "small", "v5e:2x4", completion=COMPLETION), mesh_of(program))[0].as_text()
     assert not re.search(rf"{LENGTH}x{LENGTH}xi1", text)
     assert ("tpu_custom_call" in text) == (program in TRAINING)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", QUICK)
 def test_for_eight_gpus_it_lowers_without_kernels_of_a_tpu(program):
     text = lowered(Case(program, "small", "h100x8"), mesh_of(program))[0].as_text()
     assert "tpu_custom_call" not in text and "cudnn" not in text
 
 
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("parts", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("program", ["decode", "mixed"])
 def test_pages_are_read_by_the_kernel_for_tpus_and_gathered_on_gpus(program, parts):
     mesh = AbstractMesh((1, 1, parts), ("data", "fsdp", "tensor"))

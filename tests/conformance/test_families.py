@@ -125,7 +125,11 @@ def case(name: str, folder: Path) -> SimpleNamespace:
     return SimpleNamespace(model=model, config=config, params=params, graph=decoder_graph(config), folder=folder)
 
 
-@pytest.fixture(params=FAMILIES, scope="module")
+# What they switch on is on in the others too, or is small.
+RARE = ("llama_biased", "smollm3", "mistral", "qwen2")
+
+
+@pytest.fixture(params=[pytest.param(n, marks=pytest.mark.slow) if n in RARE else n for n in FAMILIES], scope="module")
 def family(request, tmp_path_factory):
     return case(request.param, tmp_path_factory.getbasetemp() / f"family-{request.param}")
 

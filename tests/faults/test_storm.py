@@ -21,6 +21,7 @@ PROJECT = Path(__file__).parents[2]
 SCENES = ["kill-reward", "stop", "work", "power", "artifacts"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux" or shutil.which("gcc") is None, reason="needs Linux and a C compiler")
 def test_every_scene_of_a_small_storm_ends_as_a_run_that_nobody_disturbs(tmp_path):
     words = ["--folder", tmp_path / "storm", "--faults", "25", "--seed", "3", "--jobs", "2"]

@@ -129,7 +129,7 @@ def test_preference_on_pairs(case: str, product: Product, prepared: Any) -> None
     assert_same(case, start, policy.dense, model.weights_of(made.local("model/")))
 
 
-@pytest.mark.parametrize("source", ["labelled", *slow("data")])
+@pytest.mark.parametrize("source", slow("labelled", "data"))
 @pytest.mark.parametrize("loss", ["kto", *slow("apo-zero-unpaired")])
 def test_preference_on_labels(source: str, loss: str, product: Product, prepared: Any) -> None:
     config = COMMON | {"loss": loss, "beta": 1.0, "desirable_weight": 1.5, "undesirable_weight": 0.5}

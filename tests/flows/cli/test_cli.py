@@ -235,7 +235,11 @@ def test_a_stage_that_fails_ends_with_status_1_and_what_was_done_is_kept(rlhf, r
     ("error", "advice"),
     [
         ("ConnectionRefusedError('no answer')", "what is finished is kept; the same command goes on from there"),
-        ("ValueError('no such column')", "what is finished is kept and reused: change what the message names, in the"),
+        pytest.param(
+            "ValueError('no such column')",
+            "what is finished is kept and reused: change what the message names, in the",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_same_command_is_advised_only_where_it_may_go_on(rlhf, tmp_path, error, advice):

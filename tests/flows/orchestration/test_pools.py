@@ -146,6 +146,7 @@ def test_an_error_of_a_stage_says_on_which_host_and_the_worker_goes_on(host, wor
     assert worker.starts == 1
 
 
+@pytest.mark.slow
 def test_a_killed_process_of_stages_is_told_and_the_next_request_has_another(host, worker, recipe):
     thread, errors = in_thread(worker, ask(recipe, 6))
     at_work(host).kill()
@@ -155,6 +156,7 @@ def test_a_killed_process_of_stages_is_told_and_the_next_request_has_another(hos
     assert worker.starts == 1
 
 
+@pytest.mark.slow
 def test_a_killed_flow_run_is_told_by_prefect_and_the_next_request_asks_for_another(prefect, host, worker, recipe):
     thread, errors = in_thread(worker, ask(recipe, 8))
     stage = at_work(host)
@@ -168,6 +170,7 @@ def test_a_killed_flow_run_is_told_by_prefect_and_the_next_request_asks_for_anot
     assert worker.starts == 2
 
 
+@pytest.mark.slow
 def test_a_host_that_falls_silent_is_told_and_cancelled(prefect, host, worker, recipe):
     thread, errors = in_thread(worker, ask(recipe, 9))
     stage = at_work(host)
@@ -181,6 +184,7 @@ def test_a_host_that_falls_silent_is_told_and_cancelled(prefect, host, worker, r
     assert not flow.is_running() and not stage.is_running()
 
 
+@pytest.mark.slow
 def test_one_that_died_while_nothing_was_asked_of_it_costs_no_try(host, worker, recipe):
     worker.run(ask(recipe, 14), ignore)
     (stage,) = processes(host, "stages.worker.process")
@@ -201,6 +205,7 @@ def test_a_hanging_server_is_waited_for_for_seconds_also_inside_of_a_flow(prefec
     assert asks() == deployments.ASK_SECONDS
 
 
+@pytest.mark.slow
 def test_what_ends_a_run_ends_its_workers_elsewhere(prefect, host, worker, recipe):
     stop: list[bool] = []
 
@@ -255,6 +260,7 @@ def test_a_worker_that_sees_another_store_says_so(tmp_path):
         away.serve(Store(str(tmp_path)), ("mail", "r", "m"), tmp_path / "log", 60.0, 60.0)
 
 
+@pytest.mark.slow
 def test_one_that_nothing_is_asked_of_gives_its_place_away_and_the_next_request_has_another(
     prefect, host, worker, recipe
 ):
@@ -265,6 +271,7 @@ def test_one_that_nothing_is_asked_of_gives_its_place_away_and_the_next_request_
     assert worker.starts == 2
 
 
+@pytest.mark.slow
 def test_another_commit_of_a_host_is_told_by_the_file(host, worker, recipe):
     worker._same = worker._same | {"stages/base.py": "0"}
     with pytest.raises(StageFailed, match="stages/base.py is another here than where the run is"):
@@ -324,6 +331,7 @@ def test_a_flow_run_that_is_started_again_takes_no_other_ones_mailbox(tmp_path):
         away.serve(store, ("mail", "r", "m"), tmp_path / "log", 60.0, 60.0)
 
 
+@pytest.mark.slow
 def test_an_environment_that_would_change_bits_is_refused_by_its_name(host, worker, recipe, monkeypatch):
     monkeypatch.setenv("JAX_DEFAULT_PRNG_IMPL", "rbg")
     worker._same = sameness.of_this_host()

@@ -46,6 +46,7 @@ def healthy(url: str) -> bool:
         return bool(answer.status == 200)
 
 
+@pytest.mark.slow
 def test_a_private_server_that_is_killed_is_started_again_at_its_address(tmp_path, monkeypatch):
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
     # Nobody is there: what asked it for this machine would get no answer.

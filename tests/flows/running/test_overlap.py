@@ -283,6 +283,7 @@ def test_a_run_with_several_workers_makes_what_one_makes_in_the_same_order_of_it
     assert {e["state"] for e in record(store.url, "again")["nodes"].values()} == {"hit"}
 
 
+@pytest.mark.slow
 def test_a_handed_policy_that_was_changed_is_trained_once_more(tmp_path, smoke_store, record, monkeypatch, capsys):
     """The sampler takes no weights but those of the policy that the artifact names."""
     real, place = crew.Crew.run, Store(str(tmp_path / "store"))
@@ -302,6 +303,7 @@ def test_a_handed_policy_that_was_changed_is_trained_once_more(tmp_path, smoke_s
     assert made(record(place.url, "spoilt")) == made(record(smoke_store, "first"))
 
 
+@pytest.mark.slow
 def test_a_stage_that_fails_leaves_what_the_others_have_made(tmp_path, monkeypatch, record):
     write_files(tmp_path, **{"slow_rewards.py": "def f(prompts, completions, **_):\n    raise SystemError('no')\n"})
     monkeypatch.syspath_prepend(str(tmp_path))
