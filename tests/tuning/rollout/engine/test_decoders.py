@@ -81,10 +81,10 @@ def trainers(config, params, tokens, positions, dtype):
 @pytest.mark.parametrize(
     ("config", "quantization", "dtype"),
     [
-        pytest.param(CONFIG, "none", "float32", id="plain"),
+        pytest.param(CONFIG, "none", "float32", id="plain", marks=pytest.mark.slow),
         pytest.param(EVERYTHING, "none", "float32", id="everything"),
-        pytest.param(EVERYTHING, "int8", "float32", id="int8"),
-        pytest.param(EVERYTHING, "none", "bfloat16", id="bfloat16"),
+        pytest.param(EVERYTHING, "int8", "float32", id="int8", marks=pytest.mark.slow),
+        pytest.param(EVERYTHING, "none", "bfloat16", id="bfloat16", marks=pytest.mark.slow),
         pytest.param(EVERYTHING, "int8", "bfloat16", id="both"),
     ],
 )
