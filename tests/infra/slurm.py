@@ -208,7 +208,7 @@ class Slurm:
     def until(
         self, reached: Callable[[], bool], what: str, seconds: float = SECONDS, number: int | None = None
     ) -> None:
-        """Waits for a moment. Raises AssertionError with the daemons' logs, or a job's output, where it does not come."""
+        """Waits for a moment. Raises AssertionError with the daemons' logs, or a job's output, where it stays away."""
         deadline = time.monotonic() + seconds
         while not reached():
             if time.monotonic() > deadline:
