@@ -149,7 +149,9 @@ class Slurm:
         if process.poll() is not None:
             return []
         mine = os.readlink("/proc/self/ns/uts"), os.readlink(f"/proc/{process.pid}/ns/uts")
-        assert mine[0] != mine[1], f"{node} has no namespace yet"
+        if mine[0] == mine[1]:
+            # It has no namespace yet.
+            return [process.pid]
         found = []
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):

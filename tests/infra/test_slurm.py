@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,17 @@ class Job:
         return {name: (e["key"], e["digest"], e["metrics"].get("loss")) for name, e in found.items()}
 
 
+def on_node(cluster: Slurm, node: str, word: str) -> psutil.Process:
+    """The process of a node that has a word in its command line."""
+    found = []
+    for pid in cluster.processes_of(node):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if word in psutil.Process(pid).cmdline():
+                found.append(psutil.Process(pid))
+    (process,) = found
+    return process
+
+
 def was_interrupted(output: str) -> bool:
     """Whether a first try was recorded as interrupted, for which the second one has not waited."""
     first, _, second = output.partition("run run goes on (try 2)")
@@ -122,16 +133,17 @@ def test_a_job_that_is_preempted_is_recorded_as_interrupted_and_comes_back(clust
 
 def test_a_rank_that_is_killed_joins_again_and_its_run_ends_as_one_process_does(cluster, undisturbed, tmp_path) -> None:
     job = Job(cluster, "slurm-gang.sbatch", tmp_path / "store")
-    step = f"{job.number}.0"
     job.until_it_is_at("sft")
-    # Each task of the step has the processors and the GPUs that the script has asked for.
-    assert "TresPerStep=cpu:64" in cluster.command("scontrol", "show", "step", step)
-    ranks = [psutil.Process(pid) for pid in cluster.processes_of("node2")]
-    (rank,) = [rank for rank in ranks if "stages.worker.rank" in rank.cmdline()]
+    # The step has the processors and the GPUs that the script has asked for.
+    assert "TresPerStep=cpu:64" in cluster.command("scontrol", "show", "step", f"{job.number}.0")
+    rank = on_node(cluster, "node2", "stages.worker.rank")
     assert rank.environ()["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
-    rank.send_signal(signal.SIGKILL)
+    rank.kill()
+    job.until_it_is_at("reward")
+    on_node(cluster, "node2", "--no-prefect").kill()
     output = job.ends("COMPLETED")
-    assert "was ended by signal SIGKILL" in output and "rank 1 was in the gang" in output
+    assert "rank 1 was in the gang, and its process was ended by signal SIGKILL" in output
+    assert output.count("rank 1 of the gang at node1:") == 2
     assert job.nodes() == undisturbed
 
 
