@@ -7,7 +7,9 @@ import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Mapping
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -24,6 +26,8 @@ from stages.worker.client import worker_environment
 out = Console(highlight=False, markup=False)
 err = Console(stderr=True, highlight=False, markup=False)
 
+ONCE_SECONDS = 5.0
+"""In which several signals are one interruption."""
 DEFAULT_STORE: str = Recipe.model_fields["store"].default
 
 RecipeName = Annotated[
@@ -74,9 +78,23 @@ def note(store: Store, what: str, **fields: Any) -> None:
 def interrupt_at_sigterm() -> None:
     """Has SIGTERM end this process as Ctrl-C does: with what it has begun recorded as interrupted.
 
-    As the first process of a container it would not even end otherwise, until it is killed.
+    As the first process of a container it would not even end otherwise, until it is killed. What ends a job may send
+    several signals at once: those within ONCE_SECONDS of the first are the same interruption, and do not end the
+    recording of it.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    first = -math.inf
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal first
+        now = time.monotonic()
+        if now - first > ONCE_SECONDS:
+            first = now
+            raise KeyboardInterrupt
+
+    # A script's process in the background ignores Ctrl-C, and goes on doing so.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
 
 
 def group() -> typer.Typer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 
@@ -48,6 +49,20 @@ def test_sigterm_ends_a_run_without_prefect_as_interrupted(started, tmp_path):
     assert "interrupted; what is finished is kept" in run.stderr.read()
     assert Store(str(tmp_path / "store")).read_json("runs", "drained", "run.json")["status"] == "interrupted"
     assert psutil.wait_procs(begun, timeout=10)[1] == []
+
+
+def test_signals_that_come_together_are_one_interruption_and_do_not_end_its_recording(started, tmp_path):
+    """Slurm sends SIGTERM to all processes of a job, among them a script that sends Ctrl-C to the run."""
+    run = started("run", "smoke", "--no-prefect", "--name", "stopped", "--store", str(tmp_path / "store"))
+    children(run)
+    run.terminate()
+    burst = time.monotonic() + 2
+    while run.poll() is None and time.monotonic() < burst:
+        run.send_signal(signal.SIGINT)
+        time.sleep(0.002)
+    # A signal that finds Python gone ends the process itself: to a shell both are 130.
+    assert run.wait(timeout=30) in (130, -signal.SIGINT)
+    assert Store(str(tmp_path / "store")).read_json("runs", "stopped", "run.json")["status"] == "interrupted"
 
 
 def test_sigterm_ends_a_rank_that_waits_for_its_lead(started):
