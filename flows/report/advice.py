@@ -68,7 +68,7 @@ def run_warnings(
     """
     rl = (record.get("recipe") or {}).get("rl") or {}
     update = dict(rl.get("update") or {})
-    update["off_policy"] = bool(rl.get("staleness") or rl.get("rollouts_from"))
+    update["off_policy"] = bool(rl.get("staleness") or rl.get("partial") or rl.get("rollouts_from"))
     learned = learned_rewards((rl.get("score") or {}).get("rewards") or {})
     warnings = round_warnings(series, update, learned, alike_rewards(record))
     warnings += _reward_model((record.get("nodes", {}).get("reward") or {}).get("metrics") or {})
@@ -236,7 +236,8 @@ def _mismatch(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
         return Warn(
             "Stale rollouts",
             f"the policy that is trained is up to {worst:.3g} nats a token from the older one that sampled (the run "
-            f"stops above {limit:.3g}). Lower the learning rate or the staleness, or raise rl.update.max_mismatch_kl.",
+            f"stops above {limit:.3g}). Lower the learning rate, the staleness or rl.partial.max_lag, or raise "
+            "rl.update.max_mismatch_kl.",
         )
     return Warn(
         "Mismatch",
@@ -252,7 +253,7 @@ def _weights(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
     return Warn(
         "Few effective samples",
         f"importance weights between sampler and trainer leave {100 * worst:.0f} % of the tokens' worth in the worst "
-        "round. Sample anew more often: lower the staleness or the epochs.",
+        "round. Sample anew more often: lower the staleness, rl.partial.max_lag or the epochs.",
     )
 
 
