@@ -54,8 +54,9 @@ def run(ctx: Context) -> dict[str, Any]:
     going = Going(ctx, config, groups, version, oldest=config.round + 1 - config.max_lag)
     after = going.on(groups, config.round_tokens, FOLDER)
     if (first := first_to_end(after)) is not None:
-        (ended,) = going.on([first], None, f"{FOLDER}-first")
-        after = [ended if group.place == ended.place else group for group in after]
+        # Of a gang only the lead has it where an earlier try has sampled it.
+        ended = {group.place: group for group in going.on([first], None, f"{FOLDER}-first")}
+        after = [ended.get(group.place, group) for group in after]
     seconds = time.monotonic() - started
     if not ctx.is_lead:
         return {}

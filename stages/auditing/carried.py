@@ -111,10 +111,11 @@ def none_is_too_old(run: AuditedRun) -> OfRounds:
             lags += [round_.number - one.version for one in segments if trained]
             tokens += [one.tokens for one in segments if trained]
         mean = float(np.average(lags, weights=tokens)) if tokens else math.nan
-        right = math.isclose(metrics["lag"], mean, rel_tol=1e-9) and metrics["lag_max"] == max(lags, default=0)
+        largest = max(lags, default=0)
+        right = math.isclose(metrics["lag"], mean, rel_tol=1e-9) and metrics["lag_max"] == largest
         told = f"{metrics['lag']} and {metrics['lag_max']}"
         if not right:
-            finding.broken.append(f"{own.name}: lags of {told} in its metrics, its segments say {mean} and {max(lags)}")
+            finding.broken.append(f"{own.name}: lags of {told} in its metrics, its segments say {mean} and {largest}")
     return finding
 
 

@@ -65,16 +65,17 @@ def _places(sampled: Sampled, finding: Finding) -> None:
     groups: dict[int, list[tuple[str, int]]] = {}
     for row in (*sampled.ends, *sampled.carried):
         groups.setdefault(row.place, []).append((row.prompt_id, row.sample))
-    expected = list(range(config["completions"]))
+    begun = {row.place for row in sampled.begun}
     for place, members in groups.items():
         prompts = {prompt for prompt, _ in members}
         samples = sorted(sample for _, sample in members)
-        right = len(prompts) == 1 and samples == expected
+        # A group of an earlier round has as many as that one sampled.
+        count = config["completions"] if place in begun else len(samples)
+        right = len(prompts) == 1 and samples == list(range(count))
         finding.check(right, f"{sampled.name}, place {place}: prompts and samples {members[:4]}")
     if sampled.rollouts.stage in ("rollout", "partial"):
         refused = {row.place for row in sampled.refused}
         finding.checked += len(refused)
-        begun = {row.place for row in sampled.begun}
         if refused & begun or len(refused) + len(begun) != config["prompts"]:
             of = f"of {config['prompts']} places"
             finding.broken.append(f"{sampled.name}: {len(begun)} sampled and {len(refused)} refused {of}")

@@ -26,8 +26,7 @@ SETS = {
     "rl.rounds": 3,
     "rl.rollout": "{prompts: 3, completions: 2, max_tokens: 6, shard_prompts: 1}",
     "rl.partial": "{round_tokens: 3}",
-    "rl.score": "{rewards: {digits: {function: matches, arguments: {pattern: '.*[0-9].*'}}, "
-    "letters: {function: matches, weight: 0.5, arguments: {pattern: '.*[a-mA-M].*'}}}}",
+    "rl.score.rewards.model": "{function: matches, arguments: {pattern: '.*[a-mA-M0-4].*'}}",
     "rl.update": "{prompts_per_step: 3, max_idle_rounds: 9, optimizer: {learning_rate: 0.001}}",
 }
 WORDS = [word for name, value in SETS.items() for word in ("--set", f"{name}={value}")]
