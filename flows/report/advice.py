@@ -185,6 +185,10 @@ def _kl(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
 
 def _length(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
     values, passed = known.get("mean_length", []), known.get("pass_rate", [])
+    if lags := known.get("lag_max"):
+        # Where long completions go on in later rounds, the first rounds lack them, and the last one has what was left.
+        begun = lags.index(max(lags))
+        values, passed = values[begun:-1], passed[begun:-1]
     if len(values) < 2 or values[-1] < 2 * values[0]:
         return None
     grew = f"completions grew from {values[0]:.3g} to {values[-1]:.3g} tokens on average"

@@ -34,9 +34,9 @@ from tuning.rows import CompletionRow, ScoreRow
 from tuning.shapes import bucket
 
 RESULTS = Path(__file__).parent / "results" / "partial.json"
-ROUNDS, PROMPTS, COMPLETIONS, SLOTS = 12, 8, 8, 32
-PROMPT_TOKENS, MEDIAN, SPREAD, LONGEST = 32, 40, 1.0, 512
-ROUND_TOKENS = (64, 128)
+ROUNDS, PROMPTS, COMPLETIONS, SLOTS = 8, 4, 8, 16
+PROMPT_TOKENS, MEDIAN, SPREAD, LONGEST = 32, 16, 1.0, 256
+ROUND_TOKENS = (32, 64)
 
 
 def lengths(seed: int = 1) -> np.ndarray:
@@ -110,7 +110,7 @@ def speed(repeats: int) -> list[dict[str, Any]]:
     ways = (LONGEST, *ROUND_TOKENS)
     for way in ways:
         # Compiles what it needs.
-        sampled(engine, params, way)
+        print(json.dumps({"round_tokens": way, "warm": sampled(engine, params, way)}), flush=True)
     runs = [{way: sampled(engine, params, way) for way in ways} for _ in range(repeats)]
     return [
         {"round_tokens": None if way == LONGEST else way}

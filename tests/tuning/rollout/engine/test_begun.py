@@ -1,13 +1,17 @@
 """A completion that goes on in a later request draws what it would have drawn in one (R15)."""
 
+import jax
 import numpy as np
 import pytest
 
 from tests.tuning.rollout.engine.support import PARAMS
 from tests.tuning.tiny import CONFIG
+from tuning.axes import Axes
+from tuning.mesh import make_mesh
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.engine.limits import Limits
 from tuning.rollout.engine.paged.engine import PagedEngine
+from tuning.rollout.engine.replicas import Replicas
 from tuning.rollout.requests import RefusedRequest, Request, Sampling
 
 PROMPTS = [np.random.default_rng(i).integers(0, 97, 3 + 9 * i).tolist() for i in range(3)]
@@ -19,7 +23,11 @@ def asked(prompt, most, **more):
     return Request(prompt, most, Sampling(1.0), STOPS, seed=4, **more)
 
 
-@pytest.mark.parametrize("kind", [Engine, PagedEngine])
+def replicas(config, limits):
+    return Replicas(config, limits=limits, mesh=make_mesh(Axes(1, 1, 1), jax.local_devices()[:1]))
+
+
+@pytest.mark.parametrize("kind", [Engine, PagedEngine, replicas])
 def test_a_completion_in_pieces_is_the_one_that_was_sampled_at_once(kind):
     engine = kind(CONFIG, limits=Limits(slots=4))
     engine.load(PARAMS)
