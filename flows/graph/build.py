@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from flows.graph.partial import SEEDS, goes_on, sampled_by
+from flows.graph.partial import SEEDS, goes_on, idle_rounds, sampled_by
 from flows.graph.standing import Standing, standing_of
 from flows.recipe.fork import Fork
 from flows.recipe.model import RL, Recipe, RecipeError, policies_of, training_sections
@@ -268,6 +268,7 @@ def _rounds(graph: _Graph, section: str, policies: Policies) -> None:
         # The first round is sampled from the policy that it updates, whatever the staleness.
         if rl.rollouts_from is not None or (rl.staleness and i) or goes_on(settings_of, i):
             change["off_policy"] = True
+        change["max_idle_rounds"] = idle_rounds(rl)
         settings = rl.update.model_copy(update=change)
         roles = {"policy": trained[-1], "reference": start, **sampled[i]}
         trained.append(graph.add(f"round-{i:03d}.update", "update", settings, (i,), roles=roles))

@@ -28,6 +28,13 @@ def goes_on(settings_of: Sequence[RL], number: int) -> bool:
     return number > 0 and carries(settings_of, number - 1)
 
 
+def idle_rounds(rl: RL) -> int:
+    """How many rounds in a row may teach nothing: while the first long completions are under way rounds have few whole
+    groups, which says nothing of the rewards."""
+    carrying = largest_lag(rl) - rl.staleness if rl.partial is not None else 0
+    return rl.update.max_idle_rounds + carrying
+
+
 def sampled_by(settings_of: Sequence[RL], number: int, sampling: Rollout) -> tuple[str, Rollout]:
     """The stage that samples round `number`, and its settings; `sampling` are those without carried completions."""
     rl, carried = settings_of[number], goes_on(settings_of, number)

@@ -216,6 +216,8 @@ def test_rollouts_are_scored_again_and_a_fork_goes_on_with_what_is_carried(rlhf,
         assert again[f"round-00{i}.rollout"]["digest"] == first[f"round-00{i}.rollout"]["digest"]
         assert again[f"round-00{i}.score"]["state"] == again[f"round-00{i}.update"]["state"] == "made"
     assert "BROKEN" not in rlhf("audit", "again", "--store", store).stdout
+    fewer = rlhf("rescore", "carried", "--set", "rl.rounds=1", "--set", pattern, "--store", store, code=2).stderr
+    assert "round-000.rollout of run carried has left completions to its next round, which would be lost" in fewer
 
     # Behind the fork nothing is carried any more, and the run is a round longer: what was left is not lost.
     options = ["--set", "rl.partial=null", "--set", "rl.rounds=3", "--no-prefect", "--store", store]

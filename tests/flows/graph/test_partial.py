@@ -68,6 +68,13 @@ def test_the_bound_on_lag_counts_staleness(sets, bound, lags):
     assert [node.config.lag for node in found] == lags
 
 
+def test_rounds_in_which_the_first_completions_are_under_way_are_no_idle_ones():
+    limit = load_recipe("smoke").rl.update.max_idle_rounds
+    for sets, more in (([], 0), ([CARRY], 2), ([CARRY, "rl.staleness=1"], 2), ([CARRY, "rl.partial.max_lag=1"], 1)):
+        updates = [node.config.max_idle_rounds for node in graph(*sets).values() if node.stage == "update"]
+        assert updates == [limit + more] * 3
+
+
 def test_rounds_behind_a_fork_go_on_with_what_those_before_it_have_left():
     before = load_recipe("smoke", sets=[CARRY]).rl
     assert before is not None
