@@ -182,7 +182,7 @@ def _unlike(origin: Origin, row: CompletionRow, left: _Left | None, number: int,
 def _left(row: CompletionRow, count: int | None = None) -> _Left:
     """The first `count` tokens of a row, or all."""
     tokens, logps = np.asarray(row.token_ids)[:count], np.asarray(row.logprobs, np.float32)[:count]
-    return _Left(len(tokens), tokens_digest(tokens) + tokens_digest(logps.view(np.int32)))
+    return _Left(len(tokens), tokens_digest(tokens.tolist()) + tokens_digest(logps.view(np.int32).tolist()))
 
 
 def _named(origin: Origin) -> str:

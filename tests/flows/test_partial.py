@@ -189,6 +189,7 @@ def test_with_a_policy_that_does_not_move_completions_are_those_of_whole_rounds(
     store = shutil.copytree(made, tmp_path / "store")
     # Less than the weights can show.
     still = [*WORDS, "--set", "rl.update.optimizer.learning_rate=1.0e-30", "--store", store, "--no-prefect"]
+    still += ["--until", "round-001.rollout"]
     rlhf("run", "smoke", *still, "--name", "still")
     rlhf("run", "smoke", *still, "--set", "rl.partial=null", "--name", "whole")
 
