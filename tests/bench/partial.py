@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import json
 import os
-import platform
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -238,7 +237,7 @@ def main() -> None:
     if not args.write:
         return
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    about = {"jax": jax.__version__, "device": jax.devices()[0].device_kind, "machine": platform.processor()}
+    about = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
     kept |= {"learning" if args.learn else "speed": {**about, "lines": lines}}
     RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
 
