@@ -7,7 +7,7 @@ import math
 from collections import defaultdict
 from typing import Any
 
-from flows.recipe.model import Retention
+from flows.recipe.retention import Retention
 from flows.records import WHOLE, all_runs, status_of
 from stages.store.artifacts import Store
 from stages.store.pins import pins

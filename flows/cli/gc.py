@@ -13,7 +13,7 @@ from rich.table import Table
 from flows.cli.shared import AsJson, StoreUrl, group, out, print_json, record_of, usage_error
 from flows.cli.shared import note as note_change
 from flows.keeping import roots_of
-from flows.recipe.model import Retention
+from flows.recipe.retention import Retention
 from stages.store.artifacts import Store
 from stages.store.pins import pin as write_pin
 from stages.store.pins import unpin as remove_pin

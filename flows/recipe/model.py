@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from flows.recipe.fork import Fork, check_fork
 from flows.recipe.gated import BASE, Data, Name, check_gated
 from flows.recipe.limits import Limits
+from flows.recipe.partial import Partial, check_episodes, check_partial
+from flows.recipe.retention import Retention
 from flows.recipe.workers import Workers
 from stages.base import Config as BaseConfig
 from stages.contract.definition import StageConfig
@@ -95,6 +97,8 @@ class RL(StageConfig):
     """Rounds between stored weights; the policies between are made again from their rollouts when needed."""
     staleness: Annotated[int, Field(ge=0)] = 0
     """Rollouts of a round come from the policy of so many rounds before; importance weights account for it."""
+    partial: Partial | None = None
+    """Completions that have not ended after so many tokens go on in the next round; null: a round ends all of its."""
     refills: Annotated[int, Field(ge=0, le=20)] = 0
     """Most times that a round samples other prompts in place of those whose completions all score alike."""
     rollouts_from: str | None = None
@@ -159,6 +163,7 @@ class RL(StageConfig):
             )
         if self.score.round_scale:
             raise ValueError("score.round_scale is said by the pipeline: leave it out")
+        check_partial(self)
         for name, reward in self.score.rewards.items():
             self._comparable(name, reward)
         return self
@@ -181,17 +186,6 @@ class RL(StageConfig):
                 f"{where}.batch: round: refills are sampled after the round is scored, and a call cannot get both: use "
                 "batch: group or sample, or leave rl.refills out"
             )
-
-
-class Retention(BaseModel):
-    """How many runs a garbage collection keeps beside those that are running, pinned or named by the registry."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    keep: Annotated[int, Field(ge=0)] = 5
-    """The newest of each recipe: so many that are finished, refused, with nothing new, and that have not ended."""
-    keep_days: Annotated[float, Field(ge=0)] | None = None
-    """Runs that began in the last so many days stay too; null: age keeps no run."""
 
 
 class Recipe(BaseModel):
@@ -326,7 +320,9 @@ class Recipe(BaseModel):
         for section in ("rl.rollout", "evaluate"):
             if getattr(self.settings(section), "environment", None) is not None:
                 raise ValueError(f"{section}.environment is told by the pipeline: name it in the section environment")
-        if self.environment is None:
+        if self.environment is not None:
+            check_episodes(self.rl)
+        else:
             self._needs_no_turns()
             rewards = self.rl.score.rewards if self.rl is not None else {}
             named = [f"rl.score.rewards.{n}" for n, r in rewards.items() if r.function == ENVIRONMENT]

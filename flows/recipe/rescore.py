@@ -18,7 +18,7 @@ from stages.store.artifacts import Store
 
 MISMATCH = 1.0
 """Mean KL between sampler and trainer up to which rescored rounds go on, unless it is set."""
-SAMPLED = ("rollout", "refill", "greedy")
+SAMPLED = ("rollout", "partial", "refill", "greedy")
 """Stages whose artifacts a rescored run takes."""
 LOOSENED = ("max_mismatch_kl", "short_of_groups")
 """Settings of rl.update that stop a run whose rounds train on what another policy sampled."""

@@ -68,7 +68,7 @@ def run_warnings(
     """
     rl = (record.get("recipe") or {}).get("rl") or {}
     update = dict(rl.get("update") or {})
-    update["off_policy"] = bool(rl.get("staleness") or rl.get("rollouts_from"))
+    update["off_policy"] = bool(rl.get("staleness") or rl.get("partial") or rl.get("rollouts_from"))
     learned = learned_rewards((rl.get("score") or {}).get("rewards") or {})
     warnings = round_warnings(series, update, learned, alike_rewards(record))
     warnings += _reward_model((record.get("nodes", {}).get("reward") or {}).get("metrics") or {})
@@ -185,6 +185,10 @@ def _kl(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
 
 def _length(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
     values, passed = known.get("mean_length", []), known.get("pass_rate", [])
+    if lags := known.get("lag_max"):
+        # Where long completions go on in later rounds, the first rounds lack them, and the last one has what was left.
+        begun = lags.index(max(lags))
+        values, passed = values[begun:-1], passed[begun:-1]
     if len(values) < 2 or values[-1] < 2 * values[0]:
         return None
     grew = f"completions grew from {values[0]:.3g} to {values[-1]:.3g} tokens on average"
@@ -236,7 +240,8 @@ def _mismatch(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
         return Warn(
             "Stale rollouts",
             f"the policy that is trained is up to {worst:.3g} nats a token from the older one that sampled (the run "
-            f"stops above {limit:.3g}). Lower the learning rate or the staleness, or raise rl.update.max_mismatch_kl.",
+            f"stops above {limit:.3g}). Lower the learning rate, the staleness or rl.partial.max_lag, or raise "
+            "rl.update.max_mismatch_kl.",
         )
     return Warn(
         "Mismatch",
@@ -252,7 +257,7 @@ def _weights(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
     return Warn(
         "Few effective samples",
         f"importance weights between sampler and trainer leave {100 * worst:.0f} % of the tokens' worth in the worst "
-        "round. Sample anew more often: lower the staleness or the epochs.",
+        "round. Sample anew more often: lower the staleness, rl.partial.max_lag or the epochs.",
     )
 
 

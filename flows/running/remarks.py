@@ -12,7 +12,11 @@ def of_recipe(recipe: Recipe) -> list[str]:
     """Remarks on settings alone."""
     rl = recipe.rl
     # What is scored again was sampled by another run.
-    if rl is None or rl.rollouts_from is not None or not rl.staleness or rl.staleness < rl.rounds - 1:
+    if rl is None or rl.rollouts_from is not None:
+        return []
+    if rl.partial is not None and rl.rounds == 1:
+        return ["rl.partial changes nothing: rl.rounds is 1, and the last round samples completions to their end"]
+    if not rl.staleness or rl.staleness < rl.rounds - 1:
         return []
     if rl.rounds == 1:
         return [f"rl.staleness {rl.staleness} changes nothing: rl.rounds is 1, and there is no earlier policy"]

@@ -88,9 +88,20 @@ class Verdict:
 
 def all_laws() -> list[Law]:
     """Every law, in the order in which data flows."""
-    from stages.auditing import choices, evaluations, lineage, prompts, replay, rounds, scores, trajectories, updates
+    from stages.auditing import (
+        carried,
+        choices,
+        evaluations,
+        lineage,
+        prompts,
+        replay,
+        rounds,
+        scores,
+        trajectories,
+        updates,
+    )
 
-    modules = (lineage, prompts, rounds, trajectories, scores, updates, choices, evaluations, replay)
+    modules = (lineage, prompts, rounds, carried, trajectories, scores, updates, choices, evaluations, replay)
     return [law for module in modules for law in module.LAWS]
 
 

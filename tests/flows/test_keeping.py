@@ -6,7 +6,7 @@ import json
 import pytest
 
 from flows.keeping import roots_of
-from flows.recipe.model import Retention
+from flows.recipe.retention import Retention
 from stages.store.artifacts import ArtifactError, Store
 from stages.store.leases import this_process
 from stages.store.pins import pin

@@ -41,6 +41,13 @@ def test_a_staleness_of_all_rounds_is_told(rounds, staleness, said):
     assert [said in line for line in found] == ([True] if said else [])
 
 
+def test_one_round_that_would_carry_completions_is_told():
+    carry = ["rl.partial={round_tokens: 2}"]
+    (found,) = of_recipe(load_recipe("smoke", sets=[*carry, "rl.rounds=1"]))
+    assert found.startswith("rl.partial changes nothing: rl.rounds is 1")
+    assert not of_recipe(load_recipe("smoke", sets=[*carry, "rl.rounds=2"]))
+
+
 def test_rounds_without_rollouts_of_their_own_have_no_remark():
     sets = ["rl.staleness=9", "rl.rollout.prompts=9999"]
     for more in (["rl=null"], ["rl.rollouts_from=first"]):

@@ -34,15 +34,16 @@ def check_round(
     label: str, product: Product, config: dict[str, Any], drawn: Sequence[Drawn], seed: int = 0
 ) -> rl.Round:
     """One round from the base, of the stage and of the oracle; the oracle's."""
-    return _checked(label, *update_once(product, config, drawn, seed))
+    return checked(label, *update_once(product, config, drawn, seed))
 
 
 def check_episodes(label: str, product: Product, config: Config, played: Sequence[Played], seed: int = 0) -> rl.Round:
     """As `check_round`, of trajectories of several turns."""
-    return _checked(label, *_updated(product, config, *episodes_of(played, product.base.digest, seed)))
+    return checked(label, *update_tables(product, config, *episodes_of(played, product.base.digest, seed)))
 
 
-def _checked(label: str, made: Artifact, now: rl.Round) -> rl.Round:
+def checked(label: str, made: Artifact, now: rl.Round) -> rl.Round:
+    """The oracle's round, run, once the stage has been found to arrive where it does."""
     start = now.policy.model.dense
     now.run()
     found = model.weights_of(made.local("state/model/"))
@@ -73,10 +74,10 @@ def update_once(
     if update.Config.model_validate(COMMON | config).needs_greedy:
         best = [Drawn(p, p, 0, 3, 0.1 * p) for p in sorted({d.place for d in drawn})]
         greedy = round_of(best, "", seed)[1]
-    return _updated(product, config, *round_of(drawn, policy.digest, seed), (), policy, greedy)
+    return update_tables(product, config, *round_of(drawn, policy.digest, seed), (), policy, greedy)
 
 
-def _updated(
+def update_tables(
     product: Product,
     config: Config,
     rollouts: Sequence[CompletionRow],
@@ -85,6 +86,7 @@ def _updated(
     policy: Artifact | None = None,
     greedy: Sequence[ScoreRow] = (),
 ) -> tuple[Artifact, rl.Round]:
+    """The stage's round from tables, and the oracle's before it has run."""
     policy = policy or product.base
     inputs = {"rollouts": product.rollouts(rollouts, turns), "scores": product.scores(scores)}
     full = update.Config.model_validate(COMMON | config)

@@ -15,6 +15,12 @@ HEALTHY = {"entropy": [1.0] * 3, "kl": [0.01] * 3, "mean_length": [5.0] * 3, "ze
         ({"zero_variance": [0.95, 0.96, 1.0], "pass_rate": [0.9, 0.95, 1.0]}, "Reward saturation"),
         ({"mean_length": [5.0, 8.0, 12.0], "pass_rate": [0.4, 0.4, 0.3]}, "Length hacking"),
         ({"mean_length": [5.0, 8.0, 12.0], "pass_rate": [0.1, 0.4, 0.8]}, "Length"),
+        # Rounds that carry completions begin with short ones and end with what was left.
+        ({"mean_length": [3.0, 7.0, 7.0, 20.0], "pass_rate": [0.4] * 4, "lag_max": [0.0, 1.0, 1.0, 1.0]}, None),
+        (
+            {"mean_length": [3.0, 7.0, 15.0, 9.0], "pass_rate": [0.4] * 4, "lag_max": [0.0, 1.0, 1.0, 1.0]},
+            "Length hacking",
+        ),
         ({"effective_sample_size": [0.99, 0.4, None]}, "Few effective samples"),
         ({"grad_norm": [1.0, 1.1, 0.9, 40.0]}, "Gradient spike"),
         ({"mismatch_kl": [1e-6, 0.02, 1e-6]}, "Mismatch"),

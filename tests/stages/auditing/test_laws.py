@@ -1,6 +1,5 @@
 """Each law holds in a run that nothing has touched, and is broken where an artifact says something else."""
 
-import json
 import sys
 import weakref
 from collections import Counter
@@ -8,19 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from stages.auditing import trajectories
+from stages.auditing import carried, trajectories
 from stages.auditing.laws import Finding, Law, all_laws, audit, look
 from stages.auditing.prompts import HELD_OUT
 from stages.auditing.run import AuditedRun, Round
 from stages.common.trained import FOLDER, names_of, rows_of, write_names
 from stages.store.artifacts import Store
-from stages.store.disk import sha256_file
-from stages.store.manifests import with_checksum
+from tests.stages.auditing.support import broken, edited, restated
 from tuning import rows
+
+CARRIED = [law.name for law in carried.LAWS]
 
 
 @pytest.fixture
@@ -29,36 +28,19 @@ def run(store: Path, record: Callable[..., dict[str, Any]]) -> tuple[Store, dict
     return Store(str(store)), record(store, "first")
 
 
-def edited(
-    run: tuple[Store, dict[str, Any]], node: str, part: str, edit: Callable[[list[dict[str, Any]]], Any]
-) -> None:
-    """Changes rows of an artifact's first table below `part`, and what its manifest says of that file."""
-    store, record = run
-    artifact = AuditedRun(store, record).artifacts[node]
-    path = min(artifact.local(part).glob("*.parquet"))
-    table = pq.read_table(path)
-    rows = table.to_pylist()
-    edit(rows)
-    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), path)
-    manifest = artifact.manifest
-    (entry,) = [f for f in manifest["files"] if path.as_posix().endswith(f["path"])]
-    entry |= {"size": path.stat().st_size, "sha256": sha256_file(path)}
-    Path(store.root, "artifacts", artifact.stage, artifact.key, "manifest.json").write_text(
-        json.dumps(with_checksum(manifest))
-    )
-
-
-def broken(run: tuple[Store, dict[str, Any]]) -> dict[str, list[str]]:
-    """The cases of each broken law."""
-    return {v.law.name: v.finding.broken for v in audit(*run) if v.finding.broken}
-
-
 def test_a_run_that_nothing_has_touched_keeps_every_law(run):
     verdicts = {v.law.name: v for v in audit(*run)}
     assert {name for name, v in verdicts.items() if v.finding.broken} == set()
-    # Each law has looked at something, but for those of ReMax, a choice, a fork and episodes, which are not in the run.
+    # Each law has looked at something, but for those of ReMax, a choice, a fork, carried completions and episodes, of
+    # which there is nothing in the run.
     played = {law.name for law in trajectories.LAWS}
-    assert {name for name, v in verdicts.items() if not v.finding.checked} == {"greedy", "choice", "fork", *played}
+    assert {name for name, v in verdicts.items() if not v.finding.checked} == {
+        "greedy",
+        "choice",
+        "fork",
+        *CARRIED,
+        *played,
+    }
     assert verdicts.keys() == {law.name for law in all_laws() if not law.deep}
     assert verdicts["fates"].finding.checked == verdicts["scores"].finding.checked == 96
 
@@ -232,15 +214,6 @@ def test_rewards_that_are_those_of_another_completion_are_found(run):
     edited(run, "round-001.score", "scores/", swap_scores)
     # Both the total and the reward called again say so.
     assert {"totals"} <= broken(run).keys()
-
-
-def restated(run: tuple[Store, dict[str, Any]], node: str, edit: Callable[[dict[str, Any]], Any]) -> None:
-    """Changes what the manifest of a node says."""
-    store, record = run
-    artifact = AuditedRun(store, record).artifacts[node]
-    edit(artifact.manifest)
-    path = Path(store.root, "artifacts", artifact.stage, artifact.key, "manifest.json")
-    path.write_text(json.dumps(with_checksum(artifact.manifest)))
 
 
 @pytest.mark.parametrize(

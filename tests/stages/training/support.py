@@ -35,14 +35,16 @@ class Folder:
         return self.digest
 
 
-def perform(module: Any, config: Any, folder: Path, memory: dict[str, Any], **inputs: Folder) -> tuple[Any, Folder]:
+def perform(
+    module: Any, config: Any, folder: Path, memory: dict[str, Any], seed: int = 3, **inputs: Folder
+) -> tuple[Any, Folder]:
     """Runs a stage; returns its metrics and what it made."""
     out, work = folder / "out", folder / "work"
     out.mkdir(parents=True)
     work.mkdir(exist_ok=True)
     logs: list[str] = []
     ctx = Context(
-        config=config, inputs=inputs, out=out, work=work, seed=3, progress=lambda *a, **k: None, log=logs.append,
+        config=config, inputs=inputs, out=out, work=work, seed=seed, progress=lambda *a, **k: None, log=logs.append,
         memory=memory,
     )  # fmt: skip
     return module.run(ctx), Folder(out, str(folder), module.STAGE.name, {"config": config.model_dump()})

@@ -48,7 +48,7 @@ from tuning.rollout.engine.placement import Place
 from tuning.rollout.engine.pool import Pool
 from tuning.rollout.engine.programs import State
 from tuning.rollout.engine.rows import Decoded
-from tuning.rollout.engine.sampling import completion_keys
+from tuning.rollout.engine.sampling import request_keys
 from tuning.rollout.engine.scores import Scores, prompt_scores
 from tuning.rollout.engine.slots import Slot, pack, row_arrays
 from tuning.rollout.engine.waiting import Waiting
@@ -198,7 +198,7 @@ class Engine(Batches):
         """
         self.check(request)
         if keys is None:
-            keys = completion_keys(request.seed, [request.counter], request.samples)
+            keys = next(request_keys([request]))
         return self._waiting.add(request, keys)
 
     def check(self, request: Request) -> None:

@@ -37,7 +37,7 @@ from tuning.rollout.engine.engine import Engine
 from tuning.rollout.engine.limits import Limits
 from tuning.rollout.engine.paged.engine import PagedEngine, runs_paged
 from tuning.rollout.engine.placement import Place, part_of, places_of, put_weights
-from tuning.rollout.engine.sampling import completion_keys
+from tuning.rollout.engine.sampling import request_keys
 from tuning.rollout.engine.scores import Scores
 from tuning.rollout.requests import Completion, Request, Update
 
@@ -156,7 +156,7 @@ class Replicas(Batches):
         # By the engine with the least memory: any of them may get a run.
         min(self._engines, key=lambda engine: engine.context).check(request)
         if keys is None:
-            keys = completion_keys(request.seed, [request.counter], request.samples)
+            keys = next(request_keys([request]))
         self._submitted += 1
         number = self._submitted
         if request.after is not None and request.after in self._kept:

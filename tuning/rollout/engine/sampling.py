@@ -6,8 +6,8 @@ Axes: R rows, V vocabulary, P prompts.
 
 from __future__ import annotations
 
-import functools
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Generic, NamedTuple
 
@@ -34,27 +34,29 @@ class Controls(NamedTuple, Generic[Array]):
 
 
 @without_float64
-def completion_keys(seed: int, prompt_counters: Sequence[int], samples: int) -> np.ndarray:
-    """Key data [P * samples, 2] of fold_in(fold_in(key(seed), prompt), sample).
+def completion_keys(seed: int, prompt_counters: Sequence[int], samples: int, first: int = 0) -> np.ndarray:
+    """Key data [P * samples, 2] of fold_in(fold_in(key(seed), prompt), sample), from sample number `first` on.
 
     A sample's key depends on these three numbers alone, not on the other prompts of the call.
     """
-    data = _key_data(np.uint32(seed & 0xFFFFFFFF), np.asarray(prompt_counters, np.uint32), samples)
+    numbers = np.arange(first, first + samples, dtype=np.uint32)
+    data = _key_data(np.uint32(seed & 0xFFFFFFFF), np.asarray(prompt_counters, np.uint32), numbers)
     return np.asarray(data).reshape(len(prompt_counters) * samples, -1)
 
 
 def request_keys(requests: Sequence[Request]) -> Iterator[np.ndarray]:
     """Key data [samples, 2] of each request. Neighbours that differ by counter only are computed in one call."""
-    for (seed, samples), alike in itertools.groupby(requests, key=lambda r: (r.seed, r.samples)):
+    which = operator.attrgetter("seed", "samples", "first_sample")
+    for (seed, samples, first), alike in itertools.groupby(requests, key=which):
         counters = [r.counter for r in alike]
-        yield from completion_keys(seed, counters, samples).reshape(len(counters), samples, -1)
+        yield from completion_keys(seed, counters, samples, first).reshape(len(counters), samples, -1)
 
 
-@functools.partial(jax.jit, static_argnames="samples")
-def _key_data(seed: jax.Array, prompts: jax.Array, samples: int) -> jax.Array:
+@jax.jit
+def _key_data(seed: jax.Array, prompts: jax.Array, samples: jax.Array) -> jax.Array:
     root = jax.random.key(seed)
     per_prompt = jax.vmap(lambda p: jax.random.fold_in(root, p))(prompts)
-    keys = jax.vmap(lambda k: jax.vmap(lambda s: jax.random.fold_in(k, s))(jnp.arange(samples)))(per_prompt)
+    keys = jax.vmap(lambda k: jax.vmap(lambda s: jax.random.fold_in(k, s))(samples))(per_prompt)
     return jax.random.key_data(keys)
 
 

@@ -142,7 +142,7 @@ def fill_row(rows: Rows[np.ndarray], i: int, slot: Slot) -> None:
     rows.token_R[i] = run.next_input
     rows.length_R[i] = len(slot.held)
     rows.left_R[i] = run.left
-    rows.made_R[i] = len(run.tokens)
+    rows.made_R[i] = run.request.begun + len(run.tokens)
     rows.live_R[i] = True
     rows.key_R2[i] = run.key
     rows.stops_RE[i, : len(run.request.stop_ids)] = run.request.stop_ids

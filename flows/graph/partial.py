@@ -1,0 +1,50 @@
+"""Which stage samples a round: `rollout`, or `partial` where completions go on from one round to the next."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from flows.recipe.model import RL
+from flows.recipe.partial import largest_lag
+from stages.partial import Config
+from stages.sampling.settings import Rollout
+
+SEEDS = {"partial": "rollout"}
+"""Stages with the seed of another: what is carried begins with the tokens that it would have had in one round."""
+
+
+def carries(settings_of: Sequence[RL], number: int) -> bool:
+    """Whether round `number` may leave completions to the next: the last round of its own run ends all of them.
+
+    settings_of: those of each round, as they were made or are to be made. Before a fork they are of another run.
+    """
+    rl = settings_of[number]
+    return rl.partial is not None and number + 1 < min(rl.rounds, len(settings_of))
+
+
+def goes_on(settings_of: Sequence[RL], number: int) -> bool:
+    """Whether round `number` goes on with completions of the round before."""
+    return number > 0 and carries(settings_of, number - 1)
+
+
+def idle_rounds(rl: RL) -> int:
+    """How many rounds in a row may teach nothing: while the first long completions are under way rounds have few whole
+    groups, which says nothing of the rewards."""
+    carrying = largest_lag(rl) - rl.staleness if rl.partial is not None else 0
+    return rl.update.max_idle_rounds + carrying
+
+
+def sampled_by(settings_of: Sequence[RL], number: int, sampling: Rollout) -> tuple[str, Rollout]:
+    """The stage that samples round `number`, and its settings; `sampling` are those without carried completions."""
+    rl, carried = settings_of[number], goes_on(settings_of, number)
+    if rl.partial is None and not carried:
+        return "rollout", sampling
+    bound = rl if rl.partial is not None else settings_of[number - 1]
+    partial = {
+        "round_tokens": rl.partial.round_tokens if rl.partial is not None and carries(settings_of, number) else None,
+        "max_lag": largest_lag(bound),
+        "lag": min(number, rl.staleness),
+        "carried": carried,
+    }
+    return "partial", Config.model_validate_json(json.dumps(sampling.model_dump(mode="json") | partial))

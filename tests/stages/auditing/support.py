@@ -1,0 +1,50 @@
+"""Artifacts of a run that say something else than what was made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from stages.auditing.laws import audit
+from stages.auditing.run import AuditedRun
+from stages.store.artifacts import Store
+from stages.store.disk import sha256_file
+from stages.store.manifests import with_checksum
+
+
+def edited(
+    run: tuple[Store, dict[str, Any]], node: str, part: str, edit: Callable[[list[dict[str, Any]]], Any]
+) -> None:
+    """Changes rows of an artifact's first table below `part`, and what its manifest says of that file."""
+    store, record = run
+    artifact = AuditedRun(store, record).artifacts[node]
+    path = min(artifact.local(part).glob("*.parquet"))
+    table = pq.read_table(path)
+    rows = table.to_pylist()
+    edit(rows)
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), path)
+    manifest = artifact.manifest
+    (entry,) = [f for f in manifest["files"] if path.as_posix().endswith(f["path"])]
+    entry |= {"size": path.stat().st_size, "sha256": sha256_file(path)}
+    Path(store.root, "artifacts", artifact.stage, artifact.key, "manifest.json").write_text(
+        json.dumps(with_checksum(manifest))
+    )
+
+
+def restated(run: tuple[Store, dict[str, Any]], node: str, edit: Callable[[dict[str, Any]], Any]) -> None:
+    """Changes what the manifest of a node says."""
+    store, record = run
+    artifact = AuditedRun(store, record).artifacts[node]
+    edit(artifact.manifest)
+    path = Path(store.root, "artifacts", artifact.stage, artifact.key, "manifest.json")
+    path.write_text(json.dumps(with_checksum(artifact.manifest)))
+
+
+def broken(run: tuple[Store, dict[str, Any]]) -> dict[str, list[str]]:
+    """The cases of each broken law."""
+    return {v.law.name: v.finding.broken for v in audit(*run) if v.finding.broken}
