@@ -111,12 +111,11 @@ class _Ahead:
             self._told = True
             self._ctx.log("finished shards of its rollouts are scored while others are sampled")
         for name, reward in self._rewards.items():
-            calls = _calls(reward, rows)
-            journal = self._journals[name]
-            self._reward(name, reward, rows, [c for c in calls if journal.get([rows[i] for i in c]) is None])
+            self._reward(name, reward, rows, _calls(reward, rows))
 
     def _reward(self, name: str, reward: Reward, rows: Sequence[CompletionRow], calls: Sequence[Sequence[int]]) -> None:
-        """Makes calls of a function, as many at a time as it is asked for at a time, until it is to leave."""
+        """Makes calls of a function that its journal has not, as many at a time as the stage would, until it is to
+        leave."""
         from tuning.rewards.waiting import WAITS
 
         config = self._config

@@ -165,11 +165,20 @@ def test_a_shard_that_is_sampled_anew_is_scored_anew(a_round):
     assert a_round.called() == sorted(["4", "55", "666", "5", "4"])
 
 
-def test_a_shard_without_a_seal_is_not_looked_at(a_round):
+def test_a_shard_is_scored_as_soon_as_it_has_its_seal_and_not_before(a_round):
     path = a_round.sampled.path / "rollouts-00000" / "part-00000-of-00003.parquet"
     write_table(path, SHARDS[0], CompletionRow.schema())
-    a_round.ahead({"each": a_round.counted()})
-    assert a_round.called() == []
+    waits, called = [], []
+
+    def leave(seconds: float) -> bool:
+        if seconds:
+            waits.append(seconds)
+            called.append(a_round.called())
+            a_round.sampled.save()
+        return len(waits) > 1
+
+    a_round.ahead({"each": a_round.counted()}, leave)
+    assert called == [[], ["4", "55", "666"]]
 
 
 def test_what_fails_ahead_is_told_by_the_stage_which_tries_it_again(a_round):
