@@ -42,7 +42,7 @@ from stages.worker.protocol import (
     Progress,
     Request,
     event_line,
-)  # fmt: skip
+)
 from tuning import ranks
 
 if TYPE_CHECKING:
