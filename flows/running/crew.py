@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from flows.graph.build import Node
 from flows.recipe.model import Recipe, RecipeError
 from flows.recipe.workers import Workers, WorkerSettings
+from flows.running.turns import Turn
 from stages.contract.registry import stage
 from stages.store.keys import published
 from stages.worker.client import Worker
@@ -65,7 +65,7 @@ class Crew:
                 )
             else:
                 self._workers[name] = pooled(recipe, run, name, settings, place)
-        self._turns = {name: threading.Lock() for name in self._workers}
+        self._turns = {name: Turn() for name in self._workers}
 
     @property
     def names(self) -> list[str]:
@@ -91,18 +91,19 @@ class Crew:
     ) -> dict[str, Any]:
         """Has a node's worker make it, as soon as that is free; raises as `Worker.run` does."""
         name = self.of(node)
-        with self._turn(name, check_time):
+        # Stages are begun where no other has their worker; an input that has to be made again may find it at work.
+        with self._turns[name].of_stage(check_time):
             return self._workers[name].run(request, on_event, check_time)
 
-    @contextlib.contextmanager
-    def _turn(self, name: str, check_time: Callable[[], None]) -> Iterator[None]:
-        # Stages are begun where their worker is free; an input that has to be made again may find it at work.
-        while not self._turns[name].acquire(timeout=1.0):
-            check_time()
-        try:
-            yield
-        finally:
-            self._turns[name].release()
+    def is_elsewhere(self, node: Node) -> bool:
+        """Whether a node's worker is on another host, or may be."""
+        return self._workers[self.of(node)].elsewhere
+
+    def here(self, name: str) -> tuple[Worker, Turn]:
+        """A worker of this host, for what fills its time between stages: it is used in its turn."""
+        worker = self._workers[name]
+        assert isinstance(worker, Worker)
+        return worker, self._turns[name]
 
     def finish(self, goes_on: bool) -> None:
         """Ends the workers, all of them also where one does not end well, of which the first is raised."""

@@ -25,6 +25,7 @@ def run_overlapped(session: Session, chosen: Collection[str] | None, begin: Begi
     After an error nothing more is begun; what is at work may finish, and the first error is raised. What is raised in
     this thread, as Ctrl-C is, ends what is at work within seconds.
     """
+    session.chosen = chosen
     for agenda in agendas(session, chosen):
         _Overlapped(session, agenda, begin).run()
 

@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from flows.graph.standing import Standing, promoted_by, standing_of
 from flows.graph.taken import Records, check_point, taken_artifact
 from flows.recipe.model import Recipe
 from flows.records import log_of
+from flows.running.ahead import Ahead
 from flows.running.checks import as_it_is
 from flows.running.crew import Crew, Pooled, hand_over, read_elsewhere
 from flows.running.limits import RunLimit
@@ -93,6 +94,9 @@ class Session:
         log = log_of(self.store, self.name)
         self.limit = RunLimit(self.name, recipe.limits.run_seconds)
         self.crew = Crew(recipe, self.name, log, pooled)
+        self.chosen: Collection[str] | None = None
+        """Names of the nodes that the run makes; None: all."""
+        self._ahead = Ahead(self, self._check)
         self._stopped = threading.Event()
         self._lock = threading.RLock()
         """Of the record, and of what is made."""
@@ -232,6 +236,7 @@ class Session:
         if artifact is not None:
             state = "hit"
             self._tidy(node.stage, key)
+            self._ahead.drop(node, parts, inputs)
         else:
             if self._another_input(inputs, begun):
                 return self._made_or_read(name, begun)
@@ -320,6 +325,7 @@ class Session:
             # A retry within this run resumes its own partial work; another forced run starts from nothing.
             force=self.name if node.name in self.force else None,
             hand_over=self._hand_over(node.name),
+            ahead=self._ahead.folder(node, parts, inputs),
         )
 
         def on_event(event: Report) -> None:
@@ -333,7 +339,8 @@ class Session:
 
         started = time.monotonic()
         try:
-            manifest = self.crew.run(node, request, on_event, self._check)
+            with self._ahead.of(node, key):
+                manifest = self.crew.run(node, request, on_event, self._check)
         except BaseException as e:
             with self._lock:
                 entry |= _ended_by(e) | {"seconds": round(time.monotonic() - started, 2)}
@@ -360,6 +367,7 @@ class Session:
     def finish(self, status: str) -> None:
         """Ends the workers and closes the record; a remote store gets their logs."""
         try:
+            self._ahead.end()
             self.crew.finish(goes_on=status in ("failed", "interrupted"))
         except Exception as e:
             # A record that stays open would tell of a run at work.

@@ -53,6 +53,17 @@ class WorkFolder:
             self._download(log)
         return self.path
 
+    def finished(self) -> set[str]:
+        """The names of finished folders, which another process may be adding to; none of checkpoints."""
+        return {path.name for path in (self.path / SEALED).glob("*") if path.is_file() and not is_partial(path)}
+
+    def files_of(self, name: str) -> list[Path]:
+        """The files of a finished unit; none of one that does not fit its seal, or is gone by now."""
+        with contextlib.suppress(FileNotFoundError):
+            if self._is_whole(self.path / name):
+                return self._files(self.path / name)
+        return []
+
     def _name(self, unit: Path) -> str:
         return unit.relative_to(self.path).as_posix()
 

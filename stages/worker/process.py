@@ -26,10 +26,23 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from stages.common.compilation import configure_jax, use_precision
 from stages.worker import loaded, places, stacks
+from stages.worker.ahead import run_ahead, take_over
 from stages.worker.failing import failure_of
 from stages.worker.gang import Gang, GangLost
 from stages.worker.manifest import manifest_of
-from stages.worker.protocol import Changed, Done, Event, Failed, Heartbeat, Log, Lost, Progress, Request, event_line
+from stages.worker.protocol import (
+    Changed,
+    Done,
+    Event,
+    Failed,
+    Heartbeat,
+    Lines,
+    Log,
+    Lost,
+    Progress,
+    Request,
+    event_line,
+)
 from tuning import ranks
 
 if TYPE_CHECKING:
@@ -127,6 +140,7 @@ def run_request(request: Request, memory: dict[str, Any], events: Events, gang: 
         if request.lease is not None:
             check(store, request.stage, request.key, request.lease)
 
+    take_over(request, store, work, events.send)
     started = time.time()
     context = _context(request, config, inputs, out, work, memory, events)
     context.saved = folder.save
@@ -305,7 +319,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Beam says on import that Google's client for BigQuery is not there: as the last line of a log it misleads.
     logging.getLogger().addFilter(lambda record: not record.getMessage().startswith("apitools not found"))
-    requests = os.fdopen(args.requests, "r")
+    requests = Lines(args.requests)
     events = Events(os.fdopen(args.events, "w"))
     memory: dict[str, Any] = {}
 
@@ -319,7 +333,8 @@ def main() -> None:
     threading.Thread(target=heartbeat, args=(events, compiling), daemon=True).start()
     configure_jax()
     changed = False
-    for line in requests:
+    # An empty line has ended what was over by then.
+    for line in filter(None, requests):
         request = Request.parse(line)
         _begin(request)
         changed = False
@@ -328,7 +343,10 @@ def main() -> None:
             gang = gang or gather(events)
             gathered = True
             try:
-                made = run_request(request, memory, events, gang)
+                if request.sampled is not None:
+                    made = run_ahead(request, *settings_of(request), requests, events.send)
+                else:
+                    made = run_request(request, memory, events, gang)
             finally:
                 # Before the flow learns of it: it may end this process at once.
                 with contextlib.suppress(OSError):

@@ -2,6 +2,7 @@
 
 parent                                worker
   Request            ---------->        one stage at a time
+  another line       ---------->        ends scoring ahead (`Request.sampled`), an empty one without another request
                      <----------        Log, Progress, Heartbeat, in any number and order
                      <----------        Done or Failed: the worker is ready for the next request
                                         Lost: the worker ends, as one that dies
@@ -12,6 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import select
+from collections.abc import Iterator
 from typing import Any, Literal, TypeAlias
 
 HandOver: TypeAlias = Literal["no", "host", "store"]
@@ -46,6 +50,11 @@ class Request:
     """Where workers that are others read the policy that it makes (`stages.common.handed`)."""
     elsewhere: bool = False
     """Whether the run is on another host, whose code the key has."""
+    ahead: str | None = None
+    """The key of the work folder with what was scored ahead of this stage (`stages.score.ahead`)."""
+    sampled: tuple[str, str] | None = None
+    """(stage, key) of rollouts under way, whose finished shards are to be scored ahead: there are no inputs, nothing is
+    committed, and `key` is that of the work folder for it."""
 
     def line(self) -> str:
         """The request as it travels."""
@@ -55,6 +64,31 @@ class Request:
     def parse(cls, line: str | bytes) -> Request:
         """The inverse of `line`. Raises TypeError for missing or unknown fields."""
         return cls(**json.loads(line))
+
+
+class Lines:
+    """The lines that come through a pipe; of those without an end nothing."""
+
+    def __init__(self, pipe: int):
+        self._pipe, self._arrived = pipe, bytearray()
+
+    def __iter__(self) -> Iterator[bytes]:
+        while (line := self._next()) is not None:
+            yield line
+
+    def _next(self) -> bytes | None:
+        while (end := self._arrived.find(b"\n")) < 0:
+            chunk = os.read(self._pipe, 1 << 16)
+            if not chunk:
+                return None
+            self._arrived += chunk
+        line = bytes(self._arrived[:end])
+        del self._arrived[: end + 1]
+        return line
+
+    def come(self, seconds: float) -> bool:
+        """Whether another line comes, or the pipe's end, for which it waits so long."""
+        return bool(self._arrived) or bool(select.select([self._pipe], [], [], seconds)[0])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,3 +39,14 @@ def standardised(prompts, completions, **_):
 def relative(prompts, completions, **_):
     """Lengths against the longest of the call, behind its size."""
     return [10 * len(completions) + len(c) / max(map(len, completions)) for c in completions]
+
+
+def counted(prompts, completions, *, calls, fails=False, down="", **_):
+    """Lengths; the file `calls` gets a line a call. On `down` the service is gone."""
+    with Path(calls).open("a") as f:
+        f.write(" ".join(completions) + "\n")
+    if fails:
+        raise ValueError(completions[0])
+    if down in completions:
+        raise ConnectionRefusedError("the service is gone")
+    return [float(len(c)) for c in completions]

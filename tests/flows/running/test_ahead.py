@@ -1,0 +1,148 @@
+"""Finished shards of rollouts are scored while others are sampled; keys, digests and calls are those of a run that does
+one after the other. Kills are in `tests/faults/test_ahead.py`."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flows.graph.build import Node, with_inputs
+from flows.recipe.reading import load_recipe
+from flows.running.ahead import Ahead
+from flows.running.overlap import run_overlapped
+from flows.running.session import Session
+from stages.store.artifacts import Store
+from tests.flows.lines import Lines
+
+WORKERS = ["workers.train={}", "workers.sample={}", "workers.score={}"]
+ROLLOUT, SCORE = "round-000.rollout", "round-000.score"
+
+
+def session(folder: Path, *sets: str, name: str = "ahead") -> Session:
+    return Session(load_recipe("smoke", sets=[f"store={folder / 'store'}", *sets]), Lines(), name)
+
+
+def until(reached: Callable[[], object], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_what_was_scored_ahead_is_not_scored_again_and_its_digest_is_the_same(tmp_path, smoke_store, record):
+    for stage in ("base", "prepare", "sft", "reward"):
+        shutil.copytree(smoke_store / "artifacts" / stage, tmp_path / "store" / "artifacts" / stage)
+    run, store = session(tmp_path, *WORKERS), tmp_path / "store"
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        with ThreadPoolExecutor(3) as pool:
+
+            def begin(node: Node, ended: Callable[[], None]) -> Callable[[], None]:
+                future = pool.submit(run.run_node, node.name)
+                future.add_done_callback(lambda _: ended())
+                return lambda: future.result() and None  # type: ignore[func-returns-value]
+
+            try:
+                run_overlapped(run, with_inputs(run.nodes, {SCORE}), begin)
+            except BaseException as e:
+                errors.append(e)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    sampler = run.crew.here("sample")[0]
+    until(lambda: errors or list((store / "work" / "rollout").glob("*/.sealed/rollouts-00000")))
+    psutil.Process(sampler.pid).suspend()
+    # One shard is finished at least: it is scored by both functions, in whatever order, while nothing more is sampled.
+    shards = len(list((store / "work" / "rollout").glob("*/.sealed/rollouts-*")))
+    until(lambda: errors or scored(store) == {"digits": 16 * shards, "exact": 16 * shards})
+    psutil.Process(sampler.pid).resume()
+    thread.join(120)
+    run.finish("finished")
+    assert errors == [] and not thread.is_alive()
+
+    one = record(smoke_store, "first")["nodes"]
+    ours = record(store, "ahead")["nodes"]
+    for node in (ROLLOUT, SCORE):
+        assert (ours[node]["key"], ours[node]["digest"]) == (one[node]["key"], one[node]["digest"])
+    lines: list[str] = run.reporter.lines  # type: ignore[attr-defined]
+    assert f"{SCORE}: finished shards of its rollouts are scored while others are sampled" in lines
+    # Of the last shard some were made too, before the stage began.
+    reused = dict(re.findall(rf"{SCORE}: reward (\w+): (\d+) finished scores are reused", "\n".join(lines)))
+    assert set(reused) == {"digits", "exact"} and min(map(int, reused.values())) >= 16 * shards > 0
+    assert [path for path in (store / "work").rglob("*") if path.is_file()] == []
+    logged = (store / "runs" / "ahead" / "worker-score.log").read_text()
+    assert logged.count(f"---- {SCORE} (score ") == 2
+
+
+def scored(store: Path) -> dict[str, int]:
+    """Lines of the journals of what is scored ahead, by reward."""
+    found = (store / "work" / "score").glob("*/journal-*.jsonl")
+    return {path.stem.removeprefix("journal-"): path.read_bytes().count(b"\n") for path in found}
+
+
+@pytest.mark.parametrize(
+    ("sets", "force", "chosen", "asked"),
+    [
+        (WORKERS, (), None, True),
+        # One worker, or one that does both.
+        ((), (), None, False),
+        (WORKERS[:2], (), None, False),
+        (["workers.train={}", "workers.score={}"], (), None, True),
+        # A part of the run that ends before the score; rollouts that may be those that there were.
+        (WORKERS, (), (ROLLOUT,), False),
+        (WORKERS, (ROLLOUT,), None, False),
+        # Nothing that can be called ahead.
+        ([*WORKERS, *(f"rl.score.rewards.{name}.batch=round" for name in ("exact", "digits"))], (), None, False),
+    ],
+    ids=["three", "one", "no-scorer", "two", "chosen", "forced", "whole-rounds"],
+)
+def test_it_is_asked_for_where_a_worker_of_its_own_would_wait(tmp_path, sets, force, chosen, asked):
+    run = session(tmp_path, *sets)
+    run.force, run.chosen = set(force), chosen
+    request = Ahead(run, lambda: None)._request(run.nodes[ROLLOUT], "a" * 64)
+    assert (request is not None) == asked
+    assert request is None or (request.node, request.sampled) == (SCORE, ("rollout", "a" * 64))
+
+
+def test_its_folder_is_that_of_the_same_rewards_and_rollouts_alone(tmp_path):
+    """Whatever overlapped: a stage finds what was made with its settings, of its rollouts, and nothing else."""
+
+    runs = itertools.count()
+
+    def named(*sets: str, key: str = "a" * 64, force: tuple[str, ...] = ()) -> str:
+        run = session(tmp_path, *WORKERS, *sets, name=f"named-{next(runs)}")
+        run.force = set(force)
+        request = Ahead(run, lambda: None)._request(run.nodes[ROLLOUT], key)
+        assert request is not None
+        return request.key
+
+    first = named()
+    assert named("rl.score.workers=1") == first
+    others = [named("rl.score.rewards.digits.arguments.pattern=x"), named(key="b" * 64), named(force=(SCORE,))]
+    assert len({first, *others}) == 4
+
+
+def test_a_stage_that_was_there_leaves_nothing_of_what_was_scored_ahead_of_it(store, record):
+    run = Session(load_recipe("smoke", sets=[f"store={store}", *WORKERS]), Lines(), "again")
+    for name in run.nodes:
+        if name == SCORE:
+            request = run._ahead._request(run.nodes[ROLLOUT], run.made[ROLLOUT].key)
+            assert request is not None
+            (store / "work" / "score" / request.key).mkdir(parents=True)
+            (store / "work" / "score" / request.key / "journal-exact.jsonl").write_text("\n")
+        assert run.run_node(name)[0] == "hit"
+        if name == SCORE:
+            break
+    run.finish("finished")
+    assert list((store / "work" / "score").iterdir()) == []
+    assert Store(str(store)).get("score", record(store, "first")["nodes"][SCORE]["key"]) is not None
