@@ -60,6 +60,7 @@ def test_what_has_no_room_says_what_it_lacks_and_what_was_tried(tmp_path):
     assert "sft.lora.quantize=nf4: peak" in output and "fits" in output
 
 
+@pytest.mark.slow
 def test_moments_leave_the_device_before_the_model_is_changed(tmp_path):
     sections = {"sft": {"examples_per_step": 8}, "rl": None, "evaluate": None}
     code, output = fit(recipe(tmp_path, "random:tiny", **sections), "--model", "llama-3-8b", "--on", "h100x2")

@@ -45,6 +45,7 @@ def test_every_command_that_changes_a_store_is_in_its_history(rlhf, store):
     assert do("history", "--most", "1").splitlines()[0] == lines[-1]
 
 
+@pytest.mark.slow
 def test_a_trail_that_cannot_be_written_fails_no_run(rlhf, tmp_path):
     place = write_files(tmp_path / "store", trail="a file where the folder has to be")
     options = ["--no-prefect", "--store", place, "--only", "base"]

@@ -93,6 +93,7 @@ def test_a_lock_that_another_process_holds_is_told_with_its_holder(tmp_path):
     assert waiting.stdout.read() == "held\n" and waiting.wait(timeout=60) == 0
 
 
+@pytest.mark.slow
 def test_a_private_server_that_dies_at_its_start_is_not_waited_for(tmp_path, monkeypatch):
     (tmp_path / "home").write_text("a file where the folder should be")
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "home"))

@@ -107,6 +107,7 @@ def test_a_request_that_is_under_way_at_sigterm_gets_its_answer():
         process.communicate()
 
 
+@pytest.mark.slow
 def test_the_server_of_agents_ends_although_the_engine_hangs(processes):
     process, _ = processes["agents"]
     assert process.stdout is not None

@@ -17,7 +17,9 @@ def of_grpo():
     return play(settings(algorithm="grpo"), 1)[1][0]
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name", [n if n in ("sapo", "gmpo", "dppo") else pytest.param(n, marks=pytest.mark.slow) for n in VARIANTS]
+)
 def test_a_round_runs_and_is_not_that_of_grpo(name, of_grpo):
     (found,) = play(settings(algorithm=name), 1)[1]
     watched = ("loss", "grad_norm", "advantage_spread")

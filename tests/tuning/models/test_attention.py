@@ -42,8 +42,19 @@ def value_and_grads(implementation, spec, length=LENGTH, rows=None):
     return out, grads
 
 
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize(("window", "by_layer"), [(None, None), (20, None), (20, 20), (UNLIMITED, 20)])
+@pytest.mark.parametrize(
+    ("softcap", "window", "by_layer"),
+    [
+        (None, None, None),
+        (3.0, 20, 20),
+        *(
+            pytest.param(softcap, window, by_layer, marks=pytest.mark.slow)
+            for softcap in (None, 3.0)
+            for window, by_layer in ((None, None), (20, None), (20, 20), (UNLIMITED, 20))
+            if (softcap, window, by_layer) not in ((None, None, None), (3.0, 20, 20))
+        ),
+    ],
+)
 def test_splash_by_segments_agrees_with_the_plain_form(softcap, window, by_layer):
     window = jnp.asarray(window) if by_layer else window
     spec = AttentionSpec(0.3, softcap, window, alone()[2], by_layer)

@@ -33,7 +33,15 @@ def inputs(length, seed=0):
 
 
 @pytest.mark.parametrize("length", [40, 300, pytest.param(1200, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("window, softcap", [(None, None), (17, None), (None, 2.0), (17, 2.0)])
+@pytest.mark.parametrize(
+    "window, softcap",
+    [
+        (None, None),
+        (17, 2.0),
+        pytest.param(17, None, marks=pytest.mark.slow),
+        pytest.param(None, 2.0, marks=pytest.mark.slow),
+    ],
+)
 def test_it_equals_the_plain_form(length, window, softcap):
     q, k, v, segments = inputs(length)
     g = jnp.asarray(np.random.default_rng(1).normal(size=q.shape), jnp.float32)

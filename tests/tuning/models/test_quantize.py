@@ -9,6 +9,10 @@ from jax.scipy.stats import norm
 from tuning.models.quantize import BLOCK, FORMATS, NF4, NF4_LEVELS, Int8
 
 
+# Whole blocks, and pieces of them in a stack; the others are between.
+SHAPES = [(128, 24), (2, 100, 7), *(pytest.param(s, marks=pytest.mark.slow) for s in ((3, 128, 24), (48, 10)))]
+
+
 def kernel(*shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(0), shape) * jnp.linspace(0.5, 2.0, shape[-1])
 
@@ -36,7 +40,7 @@ def test_nf4_codes_and_packing_are_those_of_the_reference_layout():
     np.testing.assert_array_equal(np.asarray(NF4(kernel(128, 24)).codes[...]).reshape(-1), packed)
 
 
-@pytest.mark.parametrize("shape", [(128, 24), (3, 128, 24), (48, 10), (2, 100, 7)])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_int8_errs_by_half_a_step_at_most(shape):
     w = kernel(*shape)
     bound = jnp.max(jnp.abs(w), axis=-2, keepdims=True) / 254
@@ -45,7 +49,7 @@ def test_int8_errs_by_half_a_step_at_most(shape):
     assert bool(jnp.all(error <= bound * 1.0001)) and float(jnp.max(error / bound)) > 0.9
 
 
-@pytest.mark.parametrize("shape", [(128, 24), (3, 128, 24), (48, 10), (2, 100, 7)])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_nf4_errs_by_half_a_gap_and_the_rounding_of_its_absmax_at_most(shape):
     w = kernel(*shape)
     back = NF4(w).dense()
