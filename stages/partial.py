@@ -16,14 +16,12 @@ from pydantic import Field
 
 from stages.common.tables import count_rows, rows_at
 from stages.contract.definition import Context, Reads, Stage
-from stages.sampling.carried import CARRIED, SEGMENTS, Going, Group, begun, first_to_end, read_carried
+from stages.sampling.carried import CARRIED, SEGMENTS, Going, Group, begun, first_to_end, read_carried, spread
 from stages.sampling.order import prompts_of_round
 from stages.sampling.rows import FOLDER, too_long, write_refused
 from stages.sampling.settings import Rollout, gang
 from tuning.rollout.segments import SegmentRow
-from tuning.rows import CompletionRow, PromptRow, write_table
-
-PART = "part-00000.parquet"
+from tuning.rows import CompletionRow, PromptRow, Row, write_table
 
 
 class Config(Rollout):
@@ -62,7 +60,7 @@ def run(ctx: Context) -> dict[str, Any]:
         return {}
     if [group.place for group in after] != [group.place for group in groups]:
         raise RuntimeError(f"{len(after)} groups were sampled of {len(groups)}")
-    _write(ctx, after)
+    _write(ctx, after, going)
     return _metrics(config, after, seconds) | {"refused_prompts": refused}
 
 
@@ -80,14 +78,27 @@ def _new(ctx: Context, version: int) -> tuple[list[Group], int]:
     return begun(ctx, config, prompts, version), len(refused)
 
 
-def _write(ctx: Context, groups: Sequence[Group]) -> None:
-    whole = [row for group in groups if group.is_whole for row in group.rows]
-    carried = [row for group in groups if not group.is_whole for row in group.rows]
-    segments = [one for group in groups for of_sample in group.segments.values() for one in of_sample]
-    # Tables without a row too: the next stages read them.
-    write_table(ctx.out / FOLDER / PART, whole, CompletionRow.schema())
-    write_table(ctx.out / CARRIED / PART, carried, CompletionRow.schema())
-    write_table(ctx.out / SEGMENTS / PART, segments, SegmentRow.schema())
+def _write(ctx: Context, groups: Sequence[Group], going: Going) -> None:
+    """Leaves the three tables. Optimizer steps follow the order of whole groups."""
+    whole = [[going.told(row) for row in group.rows] for group in spread([one for one in groups if one.is_whole])]
+    carried = [group.rows for group in groups if not group.is_whole]
+    segments = [[one for of_sample in group.segments.values() for one in of_sample] for group in groups]
+    for folder, kind, table in (
+        (FOLDER, CompletionRow, whole),
+        (CARRIED, CompletionRow, carried),
+        (SEGMENTS, SegmentRow, segments),
+    ):
+        _write_shards(ctx, folder, kind, table)
+
+
+def _write_shards(ctx: Context, folder: str, kind: type[Row], groups: Sequence[Sequence[Row]]) -> None:
+    """A table in files of so many groups as a shard has: a file holds less than 2^31 tokens, all groups may not."""
+    size = ctx.config.shard_prompts
+    # A table without a row too: the next stages read it.
+    total = max(1, -(-len(groups) // size))
+    for number in range(total):
+        rows = [row for group in groups[number * size : (number + 1) * size] for row in group]
+        write_table(ctx.out / folder / f"part-{number:05d}-of-{total:05d}.parquet", rows, kind.schema())
 
 
 def _metrics(config: Config, groups: Sequence[Group], seconds: float) -> dict[str, Any]:

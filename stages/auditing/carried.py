@@ -1,6 +1,7 @@
 """Laws of partial rollouts: each token has its policy, none is older than it may be, and no completion is lost.
 
-A completion is named here by where it began: round, place there, sample. Its place changes from round to round.
+A completion is named here by where it began: round, place there, sample. Its place changes from round to round. What
+is allowed in a round is computed from the recipe: what the graph told a stage is among what is looked at.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from tuning.rows import CompletionRow
 
 STAGE = "partial"
 Origin = tuple[int, int, int]
+Segments = Mapping[tuple[int, int], Sequence[SegmentRow]]
+"""Those of each completion by place and sample, in order."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +32,35 @@ class _Left:
     """A digest of the tokens and of their log-probabilities."""
 
 
-def _segments(own: Sampled) -> dict[tuple[int, int], list[SegmentRow]]:
-    """The segments of each completion, in order."""
+@dataclasses.dataclass(frozen=True)
+class _Allowed:
+    """What the recipe allows in a round."""
+
+    version: int
+    """Updates before the policy that samples."""
+    lag: int
+    """The largest of a token that the round trains on, or leaves to the next."""
+    tokens: int | None
+    """How many a completion gets; None: all, and none is left."""
+
+    @classmethod
+    def of(cls, run: AuditedRun, number: int) -> _Allowed:
+        """Of round `number`; rounds before a fork have the settings of another run."""
+        recipe = run.record["recipe"]
+        earlier = (recipe.get("fork") or {}).get("earlier") or ()
+        rl = next((part["rl"] for part in earlier if number < part["until"]), recipe.get("rl") or {})
+        partial, staleness = rl.get("partial"), rl.get("staleness", 0)
+        version = max(0, number - staleness)
+        if not partial:
+            return cls(version, staleness, None)
+        tokens = partial["round_tokens"]
+        lag = partial.get("max_lag")
+        if lag is None:
+            lag = staleness + math.ceil(rl["rollout"]["max_tokens"] / tokens) - 1
+        return cls(version, lag, tokens if number + 1 < rl["rounds"] else None)
+
+
+def _segments(own: Sampled) -> Segments:
     found: dict[tuple[int, int], list[SegmentRow]] = {}
     for row in own.segments:
         found.setdefault((row.place, row.sample), []).append(row)
@@ -49,13 +79,18 @@ def each_token_its_policy(run: AuditedRun) -> OfRounds:
     a round between them; its seed is that of the round in which it began."""
     finding = Finding("completions")
     known: dict[int, tuple[str, int, int]] = {}
+    trained: dict[int, str] = {}
     while (round_ := (yield)) is not None:
         own = round_.sampled[0]
         manifest = own.rollouts.manifest
+        if round_.update is not None:
+            trained[round_.number] = round_.update.manifest["inputs"]["policy"]["digest"]
+            trained[round_.number + 1] = round_.update.digest
         if own.rollouts.stage != STAGE:
             continue
-        policy, lag = manifest["inputs"]["policy"]["digest"], manifest["config"]["lag"]
-        known[round_.number] = policy, round_.number - lag, manifest["seed"]
+        policy, version = manifest["inputs"]["policy"]["digest"], _Allowed.of(run, round_.number).version
+        known[round_.number] = policy, version, manifest["seed"]
+        _check_version(run, own, version, policy, trained, finding)
         for case, row, segments in _with_segments(own):
             if missing := {one.round for one in segments} - known.keys():
                 finding.left_out.append(f"{case}: round {min(missing)}, which sampled some of it, is not in this run")
@@ -65,6 +100,20 @@ def each_token_its_policy(run: AuditedRun) -> OfRounds:
         if strays := _segments(own).keys() - {(row.place, row.sample) for row in (*own.rows, *own.carried)}:
             finding.broken.append(f"{own.name}: place {min(strays)[0]} has segments and no completion")
     return finding
+
+
+def _check_version(
+    run: AuditedRun, own: Sampled, version: int, policy: str, trained: Mapping[int, str], finding: Finding
+) -> None:
+    """A version is a number of updates of this run: the policy is what the next one of these starts from."""
+    # What a rescored run trains never sampled.
+    if run.record["recipe"]["rl"].get("rollouts_from"):
+        return
+    if version not in trained:
+        finding.left_out.append(f"{own.name}: the updates before and behind its policy are not in this run")
+    elif trained[version] != policy:
+        told = f"{own.name} sampled from policy {policy[:12]}, update {version} starts from {trained[version][:12]}"
+        finding.broken.append(f"{told}: expected one policy")
 
 
 def _fault(
@@ -88,27 +137,72 @@ def _fault(
     return ", ".join(said for said, is_so in faults.items() if is_so)
 
 
+def each_round_its_tokens(run: AuditedRun) -> OfRounds:
+    """A completion that goes on got just the tokens of a round from each, and one that ended no more; but the group
+    that would become too old, and the oldest one where no other is whole, run to their end."""
+    finding = Finding("completions")
+    while (round_ := (yield)) is not None:
+        own = round_.sampled[0]
+        if own.rollouts.stage != STAGE:
+            continue
+        allowed = [_Allowed.of(run, number) for number in range(round_.number + 1)]
+        to_end = _run_to_their_end(own, round_.number, allowed[round_.number].lag)
+        for case, row, segments in _with_segments(own):
+            fault = _other_amount(row, segments, allowed, row.place in to_end)
+            finding.check(not fault, f"{case}: {fault}")
+    return finding
+
+
+def _other_amount(row: CompletionRow, segments: Sequence[SegmentRow], allowed: Sequence[_Allowed], to_end: bool) -> str:
+    """Which round gave a completion more or fewer tokens than it should have; empty where none has.
+
+    allowed: of each round, up to that of the table. to_end: whether in this its group may have got more.
+    """
+    for i, one in enumerate(segments):
+        most = allowed[one.round].tokens
+        goes_on = i + 1 < len(segments) or row.stop == "carried"
+        if goes_on and one.tokens != most:
+            return f"it has {one.tokens} tokens of round {one.round} and goes on, expected {most or 'its end'}"
+        longer = to_end and one.round == len(allowed) - 1
+        if not goes_on and most is not None and one.tokens > most and not longer:
+            return f"it ended with {one.tokens} tokens of round {one.round}, expected {most} at most"
+    return ""
+
+
+def _run_to_their_end(own: Sampled, number: int, lag: int) -> set[int]:
+    """The places whose completions round `number` may give all that they have left.
+
+    lag: the largest that it may leave to the next round.
+    """
+    groups: dict[int, list[SegmentRow]] = {}
+    for row in own.segments:
+        groups.setdefault(row.place, []).append(row)
+    found = {place for place, rows in groups.items() if number + 1 - min(row.version for row in rows) > lag}
+    whole = {row.place for row in own.rows}
+    oldest = min(groups, key=lambda place: (groups[place][0].began, groups[place][0].began_at), default=None)
+    return found | (whole if whole == {oldest} else set())
+
+
 def none_is_too_old(run: AuditedRun) -> OfRounds:
     """The oldest token is behind the policy that is trained, or will be in the next round, by no more updates than
     allowed; the mean and the largest lag are those of the round's metrics."""
     finding = Finding("completions")
-    before = 0
     while (round_ := (yield)) is not None:
-        own = round_.sampled[0]
-        config, metrics = own.rollouts.manifest["config"], own.rollouts.metrics
+        own, number = round_.sampled[0], round_.number
+        metrics = own.rollouts.metrics
         if own.rollouts.stage != STAGE:
             continue
+        carrying = _Allowed.of(run, number).lag
         # What was carried into this round was so by the bound of the round before.
-        bound, carrying = max(config["max_lag"], before), config["max_lag"]
-        before = carrying
+        bound = max(carrying, _Allowed.of(run, number - 1).lag if number else 0)
         lags, tokens = [], []
         ended = {(row.place, row.sample) for row in own.rows}
         for name, segments in _segments(own).items():
             trained = name in ended
-            lag = round_.number + (not trained) - min(one.version for one in segments)
+            lag = number + (not trained) - min(one.version for one in segments)
             case = f"{own.name}, place {name[0]}, sample {name[1]}: its first tokens are {lag} updates old"
             finding.check(lag <= (bound if trained else carrying), f"{case}, allowed are {carrying}")
-            lags += [round_.number - one.version for one in segments if trained]
+            lags += [number - one.version for one in segments if trained]
             tokens += [one.tokens for one in segments if trained]
         mean = float(np.average(lags, weights=tokens)) if tokens else math.nan
         largest = max(lags, default=0)
@@ -123,27 +217,13 @@ def none_is_lost(run: AuditedRun) -> OfRounds:
     """What a round leaves under way the next one has, from the same tokens on; what began ends in one round's table,
     once, with its whole group; the last round leaves nothing."""
     finding = Finding("completions")
-    left: dict[Origin, _Left] = {}
-    trained: set[Origin] = set()
+    # Only of the round before: what was trained on in it is not among what it has left.
+    left: dict[Origin, _Left] | None = {}
     last: Round | None = None
     while (round_ := (yield)) is not None:
-        own, number = round_.sampled[0], round_.number
-        if last is not None and last.number + 1 != number and left:
-            finding.left_out.append(f"{round_.name}: the round before it, which left completions, is not in this run")
-            left = {}
-        found = _by_origin(own) if own.rollouts.stage == STAGE else {}
-        for origin in sorted(left.keys() - found.keys()):
-            finding.check(False, f"{round_.name} has not {_named(origin)}, which the round before has left")
-        for origin, row in found.items():
-            fault = _unlike(origin, row, left.get(origin), number, origin in trained)
-            finding.check(not fault, f"{own.name}, place {row.place}: {_named(origin)} {fault}")
-        mixed = {row.place for row in own.rows} & {row.place for row in own.carried}
-        if mixed:
-            finding.broken.append(f"{own.name}: place {min(mixed)} is trained on and carried: its group is not whole")
-        ended = {(row.place, row.sample) for row in own.rows}
-        trained |= {origin for origin, row in found.items() if (row.place, row.sample) in ended}
-        left = {origin: _left(row) for origin, row in found.items() if (row.place, row.sample) not in ended}
-        last = round_
+        if round_.number != (0 if last is None else last.number + 1):
+            left = None
+        left, last = _next_left(round_, left, finding), round_
     if last is not None and left:
         total = (run.record["recipe"].get("rl") or {}).get("rounds")
         case = f"{last.name} is the last round, and leaves {len(left)} completions, such as {_named(min(left))}"
@@ -152,6 +232,25 @@ def none_is_lost(run: AuditedRun) -> OfRounds:
         else:
             finding.left_out.append(f"{last.name} leaves {len(left)} completions to a round that is not in this run")
     return finding
+
+
+def _next_left(round_: Round, left: Mapping[Origin, _Left] | None, finding: Finding) -> dict[Origin, _Left]:
+    """What a round leaves, once it was compared with what the one before has left; None: nobody knows what."""
+    own, number = round_.sampled[0], round_.number
+    found = _by_origin(own) if own.rollouts.stage == STAGE else {}
+    for origin in sorted((left or {}).keys() - found.keys()):
+        finding.check(False, f"{round_.name} has not {_named(origin)}, which the round before has left")
+    if left is None and (unknown := sum(origin[0] < number for origin in found)):
+        finding.left_out.append(f"{round_.name}: the round before it, which left {unknown}, is not in this run")
+    for origin, row in found.items():
+        if left is not None or origin[0] == number:
+            fault = _unlike(origin, row, (left or {}).get(origin), number)
+            finding.check(not fault, f"{own.name}, place {row.place}: {_named(origin)} {fault}")
+    mixed = {row.place for row in own.rows} & {row.place for row in own.carried}
+    if mixed:
+        finding.broken.append(f"{own.name}: place {min(mixed)} is trained on and carried: its group is not whole")
+    ended = {(row.place, row.sample) for row in own.rows}
+    return {origin: _left(row) for origin, row in found.items() if (row.place, row.sample) not in ended}
 
 
 def _by_origin(own: Sampled) -> dict[Origin, CompletionRow]:
@@ -167,10 +266,8 @@ def _by_origin(own: Sampled) -> dict[Origin, CompletionRow]:
     return found
 
 
-def _unlike(origin: Origin, row: CompletionRow, left: _Left | None, number: int, again: bool) -> str:
+def _unlike(origin: Origin, row: CompletionRow, left: _Left | None, number: int) -> str:
     """How a completion of round `number` differs from what was left of it; empty where it does not."""
-    if again:
-        return "was trained on before"
     if origin[0] == number:
         return "" if origin[1] == row.place else "began at another place than it has"
     if left is None:
@@ -191,6 +288,8 @@ def _named(origin: Origin) -> str:
 
 LAWS = [
     Law("segments", "each token of a carried completion names the policy that sampled it", each_token_its_policy,
+        over="rounds"),
+    Law("amounts", "a round gives a completion as many tokens as rl.partial says", each_round_its_tokens,
         over="rounds"),
     Law("lag", "no token is older than rl.partial allows when it is trained on", none_is_too_old, over="rounds"),
     Law("carried", "what a round leaves under way the next goes on with: none is lost or twice", none_is_lost,

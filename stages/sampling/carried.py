@@ -223,8 +223,10 @@ class Going:
 
         made = len(row.token_ids)
         room = self.config.max_tokens - made
+        # All requests of a round are there at once: arrays, as in the table, and no object for each token.
+        pieces = [np.asarray(piece, np.int32) for piece in (row.prompt_ids, row.token_ids)]
         return Request(
-            [*row.prompt_ids, *row.token_ids],
+            Numbers(np.concatenate(pieces)),
             room if self.tokens is None or group.version < self.oldest else min(room, self.tokens),
             Sampling(temperature=self.config.temperature),
             self.eos,
@@ -245,10 +247,26 @@ class Going:
             row,
             token_ids=Numbers(tokens),
             logprobs=Numbers(logps),
-            text=self.tokenizer.decode([t for t in tokens.tolist() if t not in self.control]),
             stop=OPEN if cut else completion.stop,
             policy=self.ctx.inputs["policy"].digest,
         )
+
+    def told(self, row: CompletionRow) -> CompletionRow:
+        """The row with its text, which rewards read: carried ones have none, nobody reads it."""
+        return dataclasses.replace(row, text=self.tokenizer.decode([t for t in row.token_ids if t not in self.control]))
+
+
+def spread(groups: Sequence[Group]) -> list[Group]:
+    """The groups in such an order that those of each age are spread over all of it evenly.
+
+    Optimizer steps follow the order of the table. By age the first would train on the round's own short completions
+    alone, and the last on carried long ones.
+    """
+    of_age: dict[int, list[Group]] = {}
+    for group in groups:
+        of_age.setdefault(group.began, []).append(group)
+    at = [((2 * i + 1) / (2 * len(alike)), -began, i) for began, alike in of_age.items() for i in range(len(alike))]
+    return [of_age[-age][i] for _, age, i in sorted(at)]
 
 
 def first_to_end(groups: Sequence[Group]) -> Group | None:

@@ -30,6 +30,9 @@ from stages.update.settings import Config
 from stages.update.state import NAME, State
 from tuning.rows import FateRow, ScoreRow, write_table
 
+PARTIAL = "partial"
+"""The stage whose rounds have as many groups as became whole in them."""
+
 if TYPE_CHECKING:
     from tuning.algorithms.diagnostics import Coefficients
     from tuning.algorithms.round_data import RoundData
@@ -163,7 +166,9 @@ def _round_data(ctx: Context, chosen: Scored) -> RoundData:
     from tuning.algorithms.round_data import RoundData
 
     greedy = read_table(ctx.inputs["greedy_scores"], "scores/", ScoreRow) if ctx.config.needs_greedy else None
-    return RoundData.from_rows(chosen.rows, chosen.scores, greedy, read_turns(ctx.inputs, OF_TURNS))
+    data = RoundData.from_rows(chosen.rows, chosen.scores, greedy, read_turns(ctx.inputs, OF_TURNS))
+    # As many groups as became whole in the round, and not those that it began.
+    return dataclasses.replace(data, to_nearest=ctx.inputs["rollouts"].stage == PARTIAL)
 
 
 STAGE = Stage(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stages.auditing import carried
-from stages.auditing.laws import all_laws, audit, look
+from stages.auditing import carried, prompts
+from stages.auditing.laws import audit, look
 from stages.auditing.run import AuditedRun
 from stages.common.tables import read_table
 from stages.common.trained import prompts_among, trained_names
@@ -31,6 +32,7 @@ SETS = {
     "rl.update": "{prompts_per_step: 2, max_idle_rounds: 9, optimizer: {learning_rate: 0.001}}",
 }
 WORDS = [word for name, value in SETS.items() for word in ("--set", f"{name}={value}")]
+OF_ROUNDS = {law.name: law for law in (*carried.LAWS, *prompts.LAWS)}
 Audited = tuple[Store, dict[str, Any]]
 
 
@@ -42,11 +44,18 @@ def made(rlhf, tmp_path_factory) -> Path:
     return store
 
 
+@pytest.fixture(scope="module")
+def copied(made: Path, tmp_path_factory) -> Path:
+    """A copy of the store for tests that change rollouts of the run."""
+    return Path(shutil.copytree(made, tmp_path_factory.mktemp("copied") / "store"))
+
+
 @pytest.fixture
-def run(made: Path, tmp_path: Path, record: Callable[..., dict[str, Any]]) -> Audited:
-    """A copy of the store, and the record of the run."""
-    shutil.copytree(made, tmp_path / "store")
-    return Store(str(tmp_path / "store")), record(made, "carried")
+def run(made: Path, copied: Path, record: Callable[..., dict[str, Any]]) -> Iterator[Audited]:
+    """The copy, whose rollouts are those of the run again behind the test, and the record of the run."""
+    yield Store(str(copied)), record(made, "carried")
+    shutil.rmtree(copied / "artifacts" / "partial")
+    shutil.copytree(made / "artifacts" / "partial", copied / "artifacts" / "partial")
 
 
 def test_a_run_keeps_every_law_and_its_numbers_are_told(made, record, rlhf_here):
@@ -63,7 +72,7 @@ def test_a_run_keeps_every_law_and_its_numbers_are_told(made, record, rlhf_here)
     assert [m["completions"] for m in metrics] == [4, 12] and metrics[1]["lag_max"] == 1
     assert of_run["nodes"]["round-001.update"]["metrics"]["mismatch_kl"] > 0
     shown = rlhf_here("show", "carried", "--store", made).stdout
-    assert "lag" in shown
+    assert re.search(r"\blag 0\.\d\d\b", shown)
     assert "Lag" in (made / "runs" / "carried" / "report.html").read_text()
 
 
@@ -80,14 +89,15 @@ def test_it_is_planned_verified_and_collected_as_others_are(made, rlhf_here, tmp
     assert (
         sorted(str(path.relative_to(store)) for path in (store / "artifacts" / "partial").rglob("*.parquet")) == there
     )
-    assert len(there) == 2 * 4
+    # A file for each group of each table: one is whole in the first round, and one is carried.
+    assert len(there) == 1 + 1 + 2 + 3 + 1 + 3 + 2
 
 
 def test_a_policy_was_trained_on_the_prompts_of_whole_groups(made, record):
     """What is drawn and not yet trained on is not seen."""
     artifacts = AuditedRun(Store(str(made)), record(made, "carried")).artifacts
-    for last, prompts in ((0, 1), (1, 4)):
-        assert prompts_among(trained_names(artifacts[f"round-00{last}.update"])) == prompts
+    for last, count in ((0, 1), (1, 4)):
+        assert prompts_among(trained_names(artifacts[f"round-00{last}.update"])) == count
 
 
 def of_carried(rows, edit):
@@ -124,20 +134,25 @@ def same_beginning(rows):
             row["began_at"] = next(other["began_at"] for other in rows if other["place"] == places[0])
 
 
+def of_last(rows):
+    """A row of the group that is carried, or was: its place is behind the new ones."""
+    return max(rows, key=lambda row: (row["place"], row["sample"]))
+
+
 def other_seed(rows):
-    rows[-1]["seed"] += 1
+    of_last(rows)["seed"] += 1
 
 
 def lost(rows):
-    rows.pop()
+    rows.remove(of_last(rows))
 
 
 def other_tokens(rows):
-    rows[-1]["token_ids"][0] += 1
+    of_last(rows)["token_ids"][0] += 1
 
 
 def other_logprob(rows):
-    rows[-1]["logprobs"][0] -= 0.25
+    of_last(rows)["logprobs"][0] -= 0.25
 
 
 @pytest.mark.parametrize(
@@ -156,22 +171,79 @@ def other_logprob(rows):
         ("round-001.rollout", "rollouts/", other_tokens, "carried"),
         ("round-001.rollout", "rollouts/", other_logprob, "carried"),
         ("round-000.rollout", "carried/", lost, "places"),
+        ("round-001.rollout", "segments/", moved_count, "amounts"),
     ],
 )
 def test_what_a_table_says_otherwise_breaks_a_law(run, node, part, edit, law):
     edited(run, node, part, edit)
-    # That law alone: all of them take as long as the run's other commands together.
-    found = look([one for one in all_laws() if one.name == law], AuditedRun(*run))[law].broken
-    assert any(name in found[0] for name in ("round-000", "round-001"))
+    (case, *_) = look([OF_ROUNDS[law]], AuditedRun(*run))[law].broken
+    assert "round-000" in case or "round-001" in case
 
 
-def test_a_bound_that_was_passed_and_an_input_of_another_round_are_found(run):
+def test_an_input_of_another_round_is_found(run):
     restated(run, "round-001.rollout", lambda manifest: manifest["inputs"]["carried"].update(digest="f" * 64))
     (case,) = broken(run)["rounds"]
     assert case.startswith("round-001.rollout has ffffffffffff as carried")
+
+
+def of_laws(run: Audited) -> dict[str, list[str]]:
+    """The broken cases of the laws of this file."""
+    return {name: found.broken for name, found in look(carried.LAWS, AuditedRun(*run)).items() if found.broken}
+
+
+def test_what_is_allowed_is_what_the_recipe_says_and_not_what_stages_were_told(run):
+    _, record = run
+    rl = record["recipe"]["rl"]
     for node in ("round-000.rollout", "round-001.rollout"):
-        restated(run, node, lambda manifest: manifest["config"].update(max_lag=0))
-    assert "its first tokens are 1 updates old, allowed are 0" in broken(run)["lag"][0]
+        restated(run, node, lambda manifest: manifest["config"].update(max_lag=0, lag=7, round_tokens=1))
+    assert of_laws(run) == {}
+    rl["partial"]["max_lag"] = 0
+    assert "its first tokens are 1 updates old, allowed are 0" in of_laws(run)["lag"][0]
+    rl["partial"] = {"round_tokens": 2, "max_lag": 1}
+    (case, *_) = of_laws(run)["amounts"]
+    assert "round-000.rollout, place 1, sample" in case and "tokens of round 0" in case
+    # Rounds before a fork have the settings of their own run.
+    before = {"until": 1, "rl": rl | {"partial": {"round_tokens": 3, "max_lag": None}}}
+    record["recipe"] = record["recipe"] | {"fork": {"earlier": [before]}, "rl": rl | {"partial": None}}
+    assert of_laws(run) == {}
+
+
+def test_a_version_is_a_number_of_updates_and_not_what_a_stage_was_told(run):
+    """As if the graph had told all rounds that their policies are an update older than they are."""
+    _, record = run
+    for i in range(2):
+        name = f"round-00{i}.rollout"
+        edited(run, name, "segments/", lambda rows: [row.update(version=max(0, row["version"] - 1)) for row in rows])
+        lags = {name: value + i for name, value in AuditedRun(*run).artifacts[name].metrics.items() if "lag" in name}
+        restated(run, name, lambda manifest, i=i: manifest["config"].update(lag=i, max_lag=9))
+        restated(run, name, lambda manifest, lags=lags: manifest["metrics"].update(lags))
+    record["recipe"]["rl"]["staleness"] = 1
+    (case,) = [case for case in of_laws(run)["segments"] if "expected one policy" in case]
+    assert case.startswith("round-001.rollout sampled from policy") and "update 0 starts from" in case
+    # The policies of a rescored run are others than those that sampled.
+    record["recipe"]["rl"]["rollouts_from"] = "another"
+    assert "expected one policy" not in str(of_laws(run))
+
+
+def test_a_law_keeps_what_one_round_has_left(run):
+    audited = AuditedRun(*run)
+    law = carried.none_is_lost(audited)
+    next(law)
+    for round_ in audited.rounds:
+        law.send(round_)
+        kept = law.gi_frame.f_locals.values()
+        assert sum(len(one) for one in kept if isinstance(one, dict | set)) == len(round_.sampled[0].carried)
+    assert len(round_.sampled[0].rows) == 12
+
+
+def test_a_round_behind_one_that_is_gone_is_left_out(run):
+    store, record = run
+    for name in [name for name in record["nodes"] if name.startswith("round-000")]:
+        del record["nodes"][name]
+    found = look(carried.LAWS, AuditedRun(store, record))
+    assert [name for name, of_law in found.items() if of_law.broken] == []
+    assert found["carried"].left_out == ["round-001: the round before it, which left 4, is not in this run"]
+    assert found["carried"].checked == 8
 
 
 def test_the_last_round_leaves_nothing(run):

@@ -73,13 +73,15 @@ class Product:
         about = {"device": "cpu", "versions": {"jax": jax.__version__}, "metrics": {}}
         return self.store.commit(folder, manifest | about)
 
-    def rollouts(self, rows: Sequence[CompletionRow], turns: Sequence[TurnRow] = ()) -> Artifact:
-        """A rollout table, and of episodes that of their turns."""
+    def rollouts(
+        self, rows: Sequence[CompletionRow], turns: Sequence[TurnRow] = (), stage: str = "rollout"
+    ) -> Artifact:
+        """A rollout table, and of episodes that of their turns; `stage` has made it."""
         made = self.scratch("rollouts")
         if turns:
             write_table(made / "turns" / "part-00000.parquet", turns, TurnRow.schema())
         write_table(made / "rollouts" / "part-00000.parquet", rows, CompletionRow.schema())
-        return self.commit("rollout", made)
+        return self.commit(stage, made)
 
     def scores(self, rows: Sequence[ScoreRow]) -> Artifact:
         """A score table."""

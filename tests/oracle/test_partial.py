@@ -78,3 +78,14 @@ def test_the_weights_are_by_hand_those_of_each_token(product: Product) -> None:
     k3 = (rho - 1 - np.log(rho)).mean()
     assert metrics["mismatch_kl"] == pytest.approx(k3, rel=1e-6)
     assert metrics["effective_sample_size"] == pytest.approx(kish, rel=1e-6)
+
+
+def test_one_group_more_than_a_step_has_is_no_step_more(product: Product) -> None:
+    """Rounds whose groups are those that became whole, not those that were drawn."""
+    drawn = [*DRAWN, *(Drawn(p, p, i, 3 + i, float(i)) for p in (2, 3) for i in range(3))]
+    rows, scores = round_of(drawn, product.base.digest, 3)
+    shared = {"policy": product.base, "reference": product.other, "tokenizer": product.base}
+    for stage, steps in (("rollout", 2), ("partial", 1)):
+        inputs = {"rollouts": product.rollouts(rows, stage=stage), "scores": product.scores(scores)} | shared
+        _, metrics, _ = product.run(update, COMMON | {"algorithm": "grpo", "prompts_per_step": 3}, inputs)
+        assert metrics["steps"] == steps

@@ -20,17 +20,19 @@ from stages.store.manifests import with_checksum
 def edited(
     run: tuple[Store, dict[str, Any]], node: str, part: str, edit: Callable[[list[dict[str, Any]]], Any]
 ) -> None:
-    """Changes rows of an artifact's first table below `part`, and what its manifest says of that file."""
+    """Changes rows of an artifact's table below `part`, and what its manifest says of its files: the first one has all
+    rows then, the others none."""
     store, record = run
     artifact = AuditedRun(store, record).artifacts[node]
-    path = min(artifact.local(part).glob("*.parquet"))
-    table = pq.read_table(path)
-    rows = table.to_pylist()
+    paths = sorted(artifact.local(part).glob("*.parquet"))
+    tables = [pq.read_table(path) for path in paths]
+    rows = [row for table in tables for row in table.to_pylist()]
     edit(rows)
-    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), path)
     manifest = artifact.manifest
-    (entry,) = [f for f in manifest["files"] if path.as_posix().endswith(f["path"])]
-    entry |= {"size": path.stat().st_size, "sha256": sha256_file(path)}
+    for path in paths:
+        pq.write_table(pa.Table.from_pylist(rows if path == paths[0] else [], schema=tables[0].schema), path)
+        (entry,) = [f for f in manifest["files"] if path.as_posix().endswith(f["path"])]
+        entry |= {"size": path.stat().st_size, "sha256": sha256_file(path)}
     Path(store.root, "artifacts", artifact.stage, artifact.key, "manifest.json").write_text(
         json.dumps(with_checksum(manifest))
     )

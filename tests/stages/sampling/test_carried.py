@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
+import tracemalloc
 from collections import Counter
 
 import numpy as np
@@ -14,7 +16,10 @@ import pytest
 from stages import base as base_model
 from stages import partial, rollout
 from stages.common.compilation import configure_jax
+from stages.contract.definition import Context
+from stages.sampling.carried import Going, Group, spread
 from tests.stages.training.support import Folder, data, ids, perform
+from tuning.columns import Numbers
 from tuning.device import choose
 from tuning.models.huggingface import load_decoder
 from tuning.rollout.segments import SegmentRow
@@ -75,11 +80,12 @@ def made_round(inputs, name, number, policy, carried=None, **settings):
     return perform(partial, config, inputs["folder"] / name, inputs["memory"], seed=100 + number, **given)
 
 
-def rounds(inputs, name, policies, **settings):
+def rounds(inputs, name, policies, staleness=0, **settings):
     """The artifacts of the rounds, with their metrics; the last one gives completions all that is left of them."""
     made: list = []
     for number, policy in enumerate(policies):
         tokens = {"round_tokens": TOKENS if number + 1 < len(policies) else None, "max_lag": 9}
+        tokens |= {"lag": min(number, staleness)}
         carried = made[-1][1] if made else None
         made.append(made_round(inputs, f"{name}/{number}", number, policy, carried, **(tokens | settings)))
     return made
@@ -93,8 +99,8 @@ def same(inputs):
 
 @pytest.fixture(scope="module")
 def other(inputs):
-    """Rounds that alternate between two policies."""
-    return rounds(inputs, "other", ["first", "second", "first"])
+    """Rounds that alternate between two policies, which are an update old from the second on."""
+    return rounds(inputs, "other", ["first", "second", "first"], staleness=1)
 
 
 def test_a_carried_completion_is_the_one_that_is_sampled_in_one_round(inputs, same):
@@ -115,6 +121,8 @@ def test_a_carried_completion_is_the_one_that_is_sampled_in_one_round(inputs, sa
     assert {1, 2, 3} <= set(lengths)
     waiting = [row for _, folder in same for row in rows(folder, "carried") if row.stop != "carried"]
     assert waiting
+    # Text is made once, where rewards read it.
+    assert not any(row.text for _, folder in same for row in rows(folder, "carried"))
 
 
 def test_every_completion_is_trained_on_once_with_its_whole_group(same):
@@ -126,6 +134,12 @@ def test_every_completion_is_trained_on_once_with_its_whole_group(same):
         assert Counter(row.place for row in table) == dict.fromkeys({row.place for row in table}, COMPLETIONS)
         assert not {row.place for row in table} & {row.place for row in rows(folder, "carried")}
         assert metrics["completions"] == len(table) and metrics["carried"] == len(rows(folder, "carried"))
+        # One file would hold all tokens of a round, of which Arrow allows 2^31.
+        for part in ("rollouts", "carried", "segments"):
+            files = sorted(folder.local(part).glob("*.parquet"))
+            places = [set(pq.read_table(file)["place"].to_pylist()) for file in files]
+            assert all(len(of_file) <= SIZES["shard_prompts"] for of_file in places)
+            assert sum(map(len, places)) == len(set().union(*places))
     assert not rows(same[-1][1], "carried")
     # Sampled tokens are counted in the round that sampled them.
     all_tokens = sum(len(row.token_ids) for _, folder in same for row in rows(folder, "rollouts"))
@@ -169,9 +183,10 @@ def test_each_token_has_the_log_probability_of_the_policy_that_its_segment_names
 def test_lags_are_those_of_the_tokens(other):
     for number, (metrics, folder) in enumerate(other):
         trained = [one for row in rows(folder, "rollouts") for one in segments(folder)[row.place, row.sample]]
-        lags = [number - one.round for one in trained for _ in range(one.tokens)]
+        assert all(one.version == max(0, one.round - 1) for one in trained)
+        lags = [number - max(0, one.round - 1) for one in trained for _ in range(one.tokens)]
         assert metrics["lag"] == pytest.approx(np.mean(lags)) and metrics["lag_max"] == max(lags)
-    assert other[-1][0]["lag_max"] == 2
+    assert [metrics["lag_max"] for metrics, _ in other] == [0, 1, 2] and other[-1][0]["lag"] > 1
 
 
 def test_a_group_that_would_become_too_old_runs_to_its_end(inputs):
@@ -202,20 +217,56 @@ def test_a_round_goes_on_from_its_shards(inputs, other):
     again = inputs["folder"] / "again"
     (again / "work").mkdir(parents=True)
     shutil.copytree(kept / "work/rollouts-00000", again / "work/rollouts-00000")
-    _, folder = made_round(inputs, "again", 1, "second", other[0][1], round_tokens=TOKENS, max_lag=9)
+    _, folder = made_round(inputs, "again", 1, "second", other[0][1], round_tokens=TOKENS, max_lag=9, lag=1)
     for part in ("rollouts", "carried", "segments"):
-        (mine,), (theirs,) = (sorted(f.local(part).glob("*")) for f in (folder, other[1][1]))
-        assert mine.read_bytes() == theirs.read_bytes()
+        mine, theirs = ({f.name: f.read_bytes() for f in one.local(part).glob("*")} for one in (folder, other[1][1]))
+        assert mine == theirs
+
+
+def test_steps_do_not_go_by_age(same):
+    def groups(*ages):
+        return [Group(rows=(), segments={}, began=age, began_at=i, version=age) for i, age in enumerate(ages)]
+
+    def order(*ages):
+        return [(group.began, group.began_at) for group in spread(groups(*ages))]
+
+    # Each half, and each quarter, has what all of them have.
+    assert order(2, 2, 2, 2, 1, 1, 0, 0) == [(2, 0), (1, 4), (0, 6), (2, 1), (2, 2), (1, 5), (0, 7), (2, 3)]
+    assert order(1, 1, 1) == [(1, 0), (1, 1), (1, 2)] and order() == []
+    _, folder = same[-1]
+    began = {place: one.began for (place, _), (one, *_) in segments(folder).items()}
+    places = list(dict.fromkeys(row.place for row in rows(folder, "rollouts")))
+    ages = [began[place] for place in places]
+    assert len(places) == len(began) and sorted(ages) != ages != sorted(ages, reverse=True)
+
+
+def test_requests_of_what_goes_on_have_no_object_for_each_token(inputs, same):
+    count = 100_000
+    row = rows(same[0][1], "carried")[0]
+    group = Group((dataclasses.replace(row, token_ids=Numbers(np.ones(count, np.int32))),), {}, 0, 0, 0)
+    config = partial.Config(**SIZES | {"max_tokens": 2 * count})
+    ctx = Context(
+        config=config, inputs={"tokenizer": inputs["tokenizer"]}, out=inputs["folder"], work=inputs["folder"], seed=0,
+        progress=lambda *a, **k: None, log=print, memory=inputs["memory"],
+    )  # fmt: skip
+    going = Going(ctx, config, [group], 1, oldest=0)
+    tracemalloc.start()
+    request = going._request(group, group.rows[0], 1)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 5 * count and request.begun == count
+    assert request.prompt == [*row.prompt_ids, *[1] * count]
 
 
 def test_segments_that_are_not_the_tokens_are_refused(inputs, same):
     wrong = inputs["folder"] / "wrong"
     shutil.copytree(same[0][1].path, wrong)
-    table = pq.read_table(wrong / "segments/part-00000.parquet")
     carried = {row.place for row in rows(same[0][1], "carried")}
+    (file, *_) = [f for f in wrong.glob("segments/*") if carried & set(pq.read_table(f)["place"].to_pylist())]
+    table = pq.read_table(file)
     tokens = [n + (p in carried) for n, p in zip(table["tokens"].to_pylist(), table["place"].to_pylist(), strict=True)]
     at = table.column_names.index("tokens")
-    pq.write_table(table.set_column(at, "tokens", pa.array(tokens, pa.int64())), wrong / "segments/part-00000.parquet")
+    pq.write_table(table.set_column(at, "tokens", pa.array(tokens, pa.int64())), file)
     with pytest.raises(RuntimeError, match=r"somewhere: place \d, sample 0 has \d tokens, its segments \d; expected"):
         made_round(inputs, "refused", 1, "first", Folder(wrong, "wrong"))
 

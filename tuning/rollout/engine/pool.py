@@ -154,9 +154,10 @@ class Pool:
         if self._limits.context and total > self._limits.context:
             raise RefusedRequest(f"{who}: {size} this engine's {self._limits.context} tokens of context")
         self._check_memory(who, total)
-        unknown = [t for t in request.prompt if not 0 <= t < self._config.vocab_size]
-        if unknown:
-            raise RefusedRequest(f"{who}: token {unknown[0]} is not one of the model's {self._config.vocab_size}")
+        ids, size = np.asarray(request.prompt), self._config.vocab_size
+        unknown = np.flatnonzero((ids < 0) | (ids >= size))
+        if len(unknown):
+            raise RefusedRequest(f"{who}: token {request.prompt[unknown[0]]} is not one of the model's {size}")
 
     def _check_memory(self, who: str, tokens: int) -> None:
         if self._affordable_slots(tokens) == 0:

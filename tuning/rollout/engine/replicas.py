@@ -77,9 +77,9 @@ class Replicas(Batches):
         self.config, self.mesh = config, mesh
         self._places = places_of(mesh)
         self._engines = [self._engine_at(place, config, dtype, limits, **options) for place in self._places]
-        self._groups: dict[tuple[int, ...], collections.deque[_Queued]] = {}
-        """By prompt, in the order of arrival; none is empty."""
-        self._owner: dict[tuple[int, ...], int] = {}
+        self._groups: dict[bytes, collections.deque[_Queued]] = {}
+        """By prompt, its token ids in four bytes each, in the order of arrival; none is empty."""
+        self._owner: dict[bytes, int] = {}
         """The engine that has begun a prompt of which runs are queued."""
         self._dealt: list[dict[int, Name]] = [{} for _ in self._engines]
         """Of each engine, its own number of a request to the sample."""
@@ -166,7 +166,8 @@ class Replicas(Batches):
         # Without a slot that is kept for it, it is a request like others.
         one = dataclasses.replace(request, samples=1, after=None)
         queued = [_Queued((number, sample), one, keys[sample]) for sample in range(request.samples)]
-        self._groups.setdefault(tuple(request.prompt), collections.deque()).extend(queued)
+        prompt = np.asarray(request.prompt, np.int32).tobytes()
+        self._groups.setdefault(prompt, collections.deque()).extend(queued)
         return number
 
     def score(self, prompt: Sequence[int]) -> Scores:
@@ -274,7 +275,7 @@ class Replicas(Batches):
         """How many runs each engine could take, and has."""
         return [engine.room for engine in self._engines], [engine.runs for engine in self._engines]
 
-    def _next_for(self, engine: int) -> tuple[int, ...]:
+    def _next_for(self, engine: int) -> bytes:
         """The prompt whose run an engine takes: of those that it has begun, else one that is new, else the first."""
         mine = next((p for p, owner in self._owner.items() if owner == engine), None)
         if mine is not None:

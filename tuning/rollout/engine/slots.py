@@ -40,8 +40,11 @@ class Run:
         return self.request.max_tokens - len(self.tokens)
 
     def shares_prompt(self, other: Run) -> bool:
-        """Whether both have the same prompt: of one request, or of episodes that begin alike."""
+        """Whether both have the same prompt: of one request, or of episodes that begin alike. Completions that have
+        begun count as different ones: equal only by chance, they would be compared token by token."""
         mine, its = self.request.prompt, other.request.prompt
+        if self.request.begun or other.request.begun:
+            return mine is its
         return mine is its or (len(mine) == len(its) and all(map(operator.eq, mine, its)))
 
     def extend(self, row: Decoded[np.ndarray]) -> int:
@@ -119,8 +122,12 @@ SMALLEST_PREFIX = 16
 
 
 def longest_prefix(slots: list[Slot], run: Run) -> tuple[Slot | None, int]:
-    """The slot that holds the longest prefix of what `run` must have cached, and its length in tokens."""
-    wanted = np.asarray(run.request.prompt[:-1], np.int64)
+    """The slot that holds the longest prefix of what `run` must have cached, and its length in tokens.
+
+    Tokens of a completion that was begun before are not looked for: they are its own, and many.
+    """
+    request = run.request
+    wanted = np.asarray(request.prompt[: len(request.prompt) - max(1, request.begun)], np.int64)
     best, most = None, 0
     for slot in slots:
         count = min(len(slot.held), len(wanted))
@@ -131,7 +138,7 @@ def longest_prefix(slots: list[Slot], run: Run) -> tuple[Slot | None, int]:
         if common > most:
             best, most = slot, common
     # A complete prefix is always worth its copy: nothing is left to prefill.
-    enough = most == len(wanted) or most >= SMALLEST_PREFIX
+    enough = most == len(request.prompt) - 1 or most >= SMALLEST_PREFIX
     return (best, most) if enough else (None, 0)
 
 
