@@ -41,10 +41,12 @@ def sampled_by(settings_of: Sequence[RL], number: int, sampling: Rollout) -> tup
     if rl.partial is None and not carried:
         return "rollout", sampling
     bound = rl if rl.partial is not None else settings_of[number - 1]
+    lag = min(number, rl.staleness)
     partial = {
         "round_tokens": rl.partial.round_tokens if rl.partial is not None and carries(settings_of, number) else None,
-        "max_lag": largest_lag(bound),
-        "lag": min(number, rl.staleness),
+        # Where nothing is carried any more the staleness has no bound but itself.
+        "max_lag": max(largest_lag(bound), lag),
+        "lag": lag,
         "carried": carried,
     }
     return "partial", Config.model_validate_json(json.dumps(sampling.model_dump(mode="json") | partial))

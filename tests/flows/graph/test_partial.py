@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
 from flows.graph.build import build
 from flows.graph.keying import key_parts
-from flows.recipe.fork import Fork
+from flows.recipe.fork import Fork, check_fork
 from flows.recipe.model import RL, RecipeError
 from flows.recipe.reading import load_recipe
 
@@ -100,6 +101,18 @@ def test_rounds_behind_a_fork_go_on_with_what_those_before_it_have_left():
     assert ["carried" in node.inputs for node in longer] == [False, True, True, False, True]
 
 
+def test_a_fork_that_carries_no_more_may_be_as_stale_as_it_says():
+    before = load_recipe("smoke", sets=[CARRY, "rl.partial.max_lag=1"])
+    assert before.rl is not None
+    part = {"until": 2, "rl": before.rl.model_dump(mode="json")}
+    fork = {"run": "first", "node": "round-001.update", "digest": "a" * 64, "earlier": [part]}
+    recipe = load_recipe("smoke", sets=["rl.rounds=4", "rl.staleness=2"])
+    recipe = recipe.model_copy(update={"fork": Fork.model_validate(fork)})
+    first = rollouts({n.name: n for n in build(recipe)})[2]
+    assert (first.stage, first.config.round_tokens, first.config.lag) == ("partial", None, 2)
+    assert first.config.max_lag == 2
+
+
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
@@ -139,3 +152,15 @@ def test_a_fork_that_could_not_go_on_with_what_is_carried_is_refused(sets, messa
     assert isinstance(before, RL) and isinstance(now, RL)
     with pytest.raises(ValueError, match=message):
         check_going_on(now, before)
+
+
+@pytest.mark.parametrize(("shared", "refused"), [(2, True), (3, False)])
+def test_behind_the_last_round_of_a_run_nothing_is_under_way(shared, refused):
+    before = load_recipe("smoke", sets=[CARRY]).rl
+    now = load_recipe("smoke", sets=[CARRY, "rl.rounds=5", "rl.rollout.max_tokens=9"]).rl
+    assert before is not None and before.rounds == 3
+    part = {"until": shared, "rl": before.model_dump(mode="json")}
+    node = f"round-00{shared - 1}.update"
+    fork = Fork.model_validate({"run": "first", "node": node, "digest": "a" * 64, "earlier": [part]})
+    with pytest.raises(ValueError, match="have left completions under way") if refused else nullcontext():
+        check_fork(fork, now, before)
