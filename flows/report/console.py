@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.graph.build import Node
-from flows.report.advice import alike_rewards, learned_rewards, round_warnings
+from flows.report.advice import alike_rewards, learned_rewards, round_warnings, uneven_rounds
 from flows.report.levels import levels_of, verdict
 from flows.report.measures import round_series
 from stages.contract.definition import Stage
@@ -156,7 +156,10 @@ class ConsoleReporter:
         record = {"nodes": self._nodes, "recipe": {"rl": {"score": scored}}}
         series = round_series(record)
         learned = learned_rewards(scored.get("rewards", {}))
-        for warning in round_warnings(series, update, learned, alike_rewards(record)):
+        sampling = {
+            int(n): self._nodes.get(f"round-{int(n):03d}.rollout", {}).get("config", {}) for n in series["round"]
+        }
+        for warning in round_warnings(series, update, learned, alike_rewards(record), uneven_rounds(sampling)):
             if warning.title not in self._warned:
                 self._warned.add(warning.title)
                 self._print(f"! {warning.title}: {warning.text}", "yellow")
