@@ -28,11 +28,21 @@ def goes_on(settings_of: Sequence[RL], number: int) -> bool:
     return number > 0 and carries(settings_of, number - 1)
 
 
-def idle_rounds(rl: RL) -> int:
-    """How many rounds in a row may teach nothing: while the first long completions are under way rounds have few whole
-    groups, which says nothing of the rewards."""
-    carrying = largest_lag(rl) - rl.staleness if rl.partial is not None else 0
-    return rl.update.max_idle_rounds + carrying
+def idle_rounds(settings_of: Sequence[RL], number: int) -> int:
+    """How many rounds in a row may teach nothing, of which round `number` is the last.
+
+    While the first long completions are under way rounds have few whole groups, which says nothing of the rewards:
+    these rounds do not count.
+    """
+    rl = settings_of[number]
+    if not carries(settings_of, number):
+        return rl.update.max_idle_rounds
+    carrying = largest_lag(rl) - rl.staleness
+    first = number
+    while goes_on(settings_of, first):
+        first -= 1
+    counted = number + 1 - first - carrying
+    return rl.update.max_idle_rounds + (carrying if counted < rl.update.max_idle_rounds else 0)
 
 
 def sampled_by(settings_of: Sequence[RL], number: int, sampling: Rollout) -> tuple[str, Rollout]:

@@ -69,11 +69,18 @@ def test_the_bound_on_lag_counts_staleness(sets, bound, lags):
     assert [node.config.lag for node in found] == lags
 
 
+def idle(*sets: str) -> list[int]:
+    nodes = graph("rl.rounds=8", *sets)
+    return [node.config.max_idle_rounds for node in nodes.values() if node.stage == "update"]
+
+
 def test_rounds_in_which_the_first_completions_are_under_way_are_no_idle_ones():
     limit = load_recipe("smoke").rl.update.max_idle_rounds
-    for sets, more in (([], 0), ([CARRY], 2), ([CARRY, "rl.staleness=1"], 2), ([CARRY, "rl.partial.max_lag=1"], 1)):
-        updates = [node.config.max_idle_rounds for node in graph(*sets).values() if node.stage == "update"]
-        assert updates == [limit + more] * 3
+    assert limit == 3 and idle() == [3] * 8
+    # With two rounds before the first that counts, round 4 is the third that does. The last round carries nothing.
+    assert idle(CARRY) == idle(CARRY, "rl.staleness=1") == [5] * 4 + [3] * 4
+    assert idle(CARRY, "rl.partial.max_lag=1") == [4] * 3 + [3] * 5
+    assert idle(CARRY, "rl.update.max_idle_rounds=1") == [3] * 2 + [1] * 6
 
 
 def test_rounds_behind_a_fork_go_on_with_what_those_before_it_have_left():
