@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
 from flows.graph.build import build
+from flows.graph.changes import setting
 from flows.graph.keying import key_parts
+from flows.graph.taken import _check_sampling
 from flows.recipe.fork import Fork, check_fork
 from flows.recipe.model import RL, RecipeError
 from flows.recipe.reading import load_recipe
+from stages.store.artifacts import Artifact, ArtifactError, Store
+from stages.store.keys import config_content, differences
 
 CARRY = "rl.partial={round_tokens: 3}"
 
@@ -133,7 +138,11 @@ def test_a_fork_that_carries_no_more_may_be_as_stale_as_it_says():
         (["rl.update={algorithm: remax}"], "update.algorithm remax compares with greedy completions"),
         (
             ["rl.rollout.engine={kind: vllm, version: '1', url: 'http://host:8000'}"],
-            "partial needs the engine in the worker: vllm servers cannot go on",
+            "partial needs the engine in the worker: vllm servers cannot go on .* leave out rollout.engine, or partial",
+        ),
+        (
+            ["rl.rollout.engine={kind: native, version: '1', url: 'http://host:8000'}"],
+            "in the worker: native servers cannot go on .*; leave out rollout.engine.url, or partial",
         ),
         (["environment={name: guess}"], "rl.partial carries completions of one turn, and with the section environment"),
         (["rl.partial={round_token: 3}"], "did you mean round_tokens"),
@@ -171,3 +180,21 @@ def test_behind_the_last_round_of_a_run_nothing_is_under_way(shared, refused):
     fork = Fork.model_validate({"run": "first", "node": node, "digest": "a" * 64, "earlier": [part]})
     with pytest.raises(ValueError, match="have left completions under way") if refused else nullcontext():
         check_fork(fork, now, before)
+
+
+@pytest.mark.parametrize(
+    ("sets", "told"),
+    [
+        (["rl.rollout.temperature=0.9"], "rl.rollout.temperature: 1.0 -> 0.9"),
+        (["rl.partial.round_tokens=4", "rl.partial.max_lag=2"], "rl.partial.round_tokens: 3 -> 4"),
+        (["rl.partial.max_lag=1"], "rl.partial.max_lag: 2 -> 1"),
+        (["rl.staleness=1", "rl.partial.max_lag=2"], "rl.staleness: 0 -> 1"),
+    ],
+)
+def test_a_setting_of_rounds_that_carry_is_named_by_its_place_in_the_recipe(tmp_path, sets, told):
+    first, other = (graph(CARRY, *more)["round-001.rollout"] for more in ([], sets))
+    changed = differences(config_content(first.config), config_content(other.config))
+    assert [setting(other.stage, line) for line in changed] == [told]
+    made = Artifact(Store(str(tmp_path)), {"config": first.config.model_dump(mode="json"), "digest": "a" * 64})
+    with pytest.raises(ArtifactError, match=f"^{told}: the rollouts are those of run first"):
+        _check_sampling(dataclasses.replace(other, taken="first"), made)
