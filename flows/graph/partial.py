@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from flows.recipe.model import RL
-from flows.recipe.partial import largest_lag
+from flows.recipe.partial import carried_rounds, largest_lag
 from stages.partial import Config
 from stages.sampling.settings import Rollout
 
@@ -37,7 +37,7 @@ def idle_rounds(settings_of: Sequence[RL], number: int) -> int:
     rl = settings_of[number]
     if not carries(settings_of, number):
         return rl.update.max_idle_rounds
-    carrying = largest_lag(rl) - rl.staleness
+    carrying = carried_rounds(rl)
     first = number
     while goes_on(settings_of, first):
         first -= 1

@@ -33,6 +33,11 @@ def largest_lag(rl: RL) -> int:
     return rl.staleness - (-rl.rollout.max_tokens // rl.partial.round_tokens) - 1
 
 
+def carried_rounds(rl: RL) -> int:
+    """In how many rounds behind the one that begins a completion this may go on."""
+    return largest_lag(rl) - rl.staleness
+
+
 def check_partial(rl: RL) -> None:
     """Raises ValueError where completions cannot be carried, or never are."""
     partial = rl.partial
