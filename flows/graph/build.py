@@ -268,7 +268,7 @@ def _rounds(graph: _Graph, section: str, policies: Policies) -> None:
         # The first round is sampled from the policy that it updates, whatever the staleness.
         if rl.rollouts_from is not None or (rl.staleness and i) or goes_on(settings_of, i):
             change["off_policy"] = True
-        change["max_idle_rounds"] = idle_rounds(rl)
+        change["max_idle_rounds"] = idle_rounds(settings_of, i)
         settings = rl.update.model_copy(update=change)
         roles = {"policy": trained[-1], "reference": start, **sampled[i]}
         trained.append(graph.add(f"round-{i:03d}.update", "update", settings, (i,), roles=roles))

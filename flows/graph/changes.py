@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -138,17 +139,30 @@ def _told(store: Store, node: Node, old: dict[str, Any], new: dict[str, Any]) ->
         elif section == "sources" and (file := _FILE.fullmatch(rest)):
             lines.append(f"{_named(node, *file.groups()[:3])} {_fate(file[4], 'has other content')}")
         elif section == "config":
-            lines.append(setting(find_stage(node.stage).section or node.stage, rest))
+            lines.append(setting(node.stage, rest))
         else:
             lines.append(line)
     # What a user's module reaches changes with the module itself.
     return lines or reached
 
 
-def setting(section: str, rest: str) -> str:
+_CARRYING = {
+    "round_tokens": "rl.partial.round_tokens",
+    "max_lag": "rl.partial.max_lag",
+    "lag": "rl.staleness",
+    "carried": "rl.partial of the round before: carried",
+}
+"""What the stage `partial` has beside the settings of `rl.rollout`, by its places in a recipe."""
+
+
+def setting(stage: str, rest: str) -> str:
     """A setting's change with its place in the recipe, where the environment has a section of its own."""
-    told = rest.startswith(("environment.", "environment:"))
-    return rest if told else f"{section}.{rest}"
+    if rest.startswith(("environment.", "environment:")):
+        return rest
+    if stage != "partial":
+        return f"{find_stage(stage).section or stage}.{rest}"
+    name = rest[: len(rest) - len(rest.lstrip(string.ascii_lowercase + "_"))]
+    return f"{_CARRYING.get(name, f'rl.rollout.{name}')}{rest[len(name) :]}"
 
 
 def changed_lines(before: Mapping[str, str] | None, path: Path | None) -> list[str]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from flows.recipe.model import RL
-from flows.recipe.partial import largest_lag
+from flows.recipe.partial import carried_rounds, largest_lag
 from stages.partial import Config
 from stages.sampling.settings import Rollout
 
@@ -28,11 +28,21 @@ def goes_on(settings_of: Sequence[RL], number: int) -> bool:
     return number > 0 and carries(settings_of, number - 1)
 
 
-def idle_rounds(rl: RL) -> int:
-    """How many rounds in a row may teach nothing: while the first long completions are under way rounds have few whole
-    groups, which says nothing of the rewards."""
-    carrying = largest_lag(rl) - rl.staleness if rl.partial is not None else 0
-    return rl.update.max_idle_rounds + carrying
+def idle_rounds(settings_of: Sequence[RL], number: int) -> int:
+    """How many rounds in a row may teach nothing, of which round `number` is the last.
+
+    While the first long completions are under way rounds have few whole groups, which says nothing of the rewards:
+    these rounds do not count.
+    """
+    rl = settings_of[number]
+    if not carries(settings_of, number):
+        return rl.update.max_idle_rounds
+    carrying = carried_rounds(rl)
+    first = number
+    while goes_on(settings_of, first):
+        first -= 1
+    counted = number + 1 - first - carrying
+    return rl.update.max_idle_rounds + (carrying if counted < rl.update.max_idle_rounds else 0)
 
 
 def sampled_by(settings_of: Sequence[RL], number: int, sampling: Rollout) -> tuple[str, Rollout]:
@@ -41,10 +51,12 @@ def sampled_by(settings_of: Sequence[RL], number: int, sampling: Rollout) -> tup
     if rl.partial is None and not carried:
         return "rollout", sampling
     bound = rl if rl.partial is not None else settings_of[number - 1]
+    lag = min(number, rl.staleness)
     partial = {
         "round_tokens": rl.partial.round_tokens if rl.partial is not None and carries(settings_of, number) else None,
-        "max_lag": largest_lag(bound),
-        "lag": min(number, rl.staleness),
+        # Where nothing is carried any more the staleness has no bound but itself.
+        "max_lag": max(largest_lag(bound), lag),
+        "lag": lag,
         "carried": carried,
     }
     return "partial", Config.model_validate_json(json.dumps(sampling.model_dump(mode="json") | partial))

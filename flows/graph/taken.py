@@ -85,7 +85,7 @@ def _check_sampling(node: Node, artifact: Artifact) -> None:
         )
     if changed := differences(old, new):
         raise ArtifactError(
-            f"{_listed([setting('rl.rollout', line) for line in changed])}: the rollouts are those of run "
+            f"{_listed([setting('partial', line) for line in changed])}: the rollouts are those of run "
             f"{node.taken}, sampled as they are; leave the setting as it was, or sample anew (`rlhf run`)"
         )
 
@@ -102,8 +102,7 @@ def _listed(lines: list[str]) -> str:
 def _check_settings(node: Node, artifact: Artifact) -> None:
     """Raises ArtifactError where a stage before a fork would be made with other settings than it was."""
     changed = differences(_settings_of(node, artifact), config_content(node.config))
-    section = find_stage(node.stage).section or node.stage
-    lines = [setting(section, line) for line in changed]
+    lines = [setting(node.stage, line) for line in changed]
     if artifact.manifest["seed"] != node.seed:
         lines.append("seed: another")
     if lines:

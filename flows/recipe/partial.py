@@ -33,6 +33,11 @@ def largest_lag(rl: RL) -> int:
     return rl.staleness - (-rl.rollout.max_tokens // rl.partial.round_tokens) - 1
 
 
+def carried_rounds(rl: RL) -> int:
+    """In how many rounds behind the one that begins a completion this may go on."""
+    return largest_lag(rl) - rl.staleness
+
+
 def check_partial(rl: RL) -> None:
     """Raises ValueError where completions cannot be carried, or never are."""
     partial = rl.partial
@@ -49,9 +54,10 @@ def check_partial(rl: RL) -> None:
             f"be carried; use {rl.staleness + 1} or more, or lower the latter"
         )
     if not rl.rollout.engine.in_worker:
+        kind = rl.rollout.engine.kind
         raise ValueError(
-            f"partial needs the engine in the worker: {rl.rollout.engine.kind} servers cannot go on with the random "
-            "numbers of a completion; leave out rollout.engine, or partial"
+            f"partial needs the engine in the worker: {kind} servers cannot go on with the random numbers of a "
+            f"completion; leave out rollout.engine{'.url' if kind == 'native' else ''}, or partial"
         )
     if rl.refills:
         raise ValueError(

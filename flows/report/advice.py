@@ -34,19 +34,51 @@ def round_warnings(
     update: Mapping[str, Any],
     learned: Collection[str] = (),
     alike: Sequence[str] = (),
+    uneven: Collection[int] = (),
 ) -> list[Warn]:
     """The warnings of a run's rounds so far; `update` are the settings of `rl.update`, `learned` names reward models.
 
-    `alike` names the rewards that tell no completions of a prompt apart (`alike_rewards`).
+    `alike` names the rewards that tell no completions of a prompt apart (`alike_rewards`), `uneven` has the
+    rounds whose lengths are not compared (`uneven_rounds`).
 
     `series` (`flows.report.measures.round_series`) has a list by name with one entry a round, None for no number.
     """
-    known = {name: [v for v in values if v is not None] for name, values in series.items()}
-    checks = (_entropy, _kl, _length, _signal, _mismatch, _weights, _gradient)
+    known = _known(series)
+    checks = (_entropy, _kl, _signal, _mismatch, _weights, _gradient)
     warnings = [check(known, update) for check in checks]
+    warnings.append(_length(_known(series, uneven)))
     warnings += [_flat(known, name) for name in learned]
     warnings.append(Warn("Reward without a difference", f"{alone(alike)}.") if alike else None)
     return [warning for warning in warnings if warning is not None]
+
+
+def _known(series: Mapping[str, Sequence[float | None]], left_out: Collection[int] = ()) -> Numbers:
+    """The known numbers of the rounds but for some of these."""
+
+    def known(values: Sequence[float | None]) -> list[float]:
+        numbered = zip(series.get("round", range(len(values))), values, strict=True)
+        return [value for number, value in numbered if value is not None and number not in left_out]
+
+    return {name: known(values) for name, values in series.items()}
+
+
+def uneven_rounds(sampling: Mapping[int, Mapping[str, Any]]) -> set[int]:
+    """Rounds whose completions are not as long as those that they begin, by the settings of each round's sampling.
+
+    Where long completions go on in later rounds the first ones lack these, and the round that ends all has what was
+    left.
+    """
+    uneven: set[int] = set()
+    first = behind = 0
+    for number, config in sorted(sampling.items()):
+        if config.get("round_tokens") is None:
+            uneven |= {number} if config.get("carried") else set()
+            continue
+        # Updates by which the first rounds lag are fewer than the staleness.
+        carrying = config["max_lag"] - config["lag"]
+        first, behind = (first, min(behind, carrying)) if config["carried"] else (number, carrying)
+        uneven |= {number} if number < first + behind else set()
+    return uneven
 
 
 def alike_rewards(record: Mapping[str, Any]) -> list[str]:
@@ -61,16 +93,18 @@ def run_warnings(
     series: Mapping[str, Sequence[float | None]],
     evaluations: Mapping[str, Mapping[str, Any]],
     differences: Mapping[str, Mapping[str, Difference]],
+    uneven: Collection[int] = (),
 ) -> list[Warn]:
     """The warnings of a run: those of its rounds, of its rewards, and of its policies' evaluations in order.
 
-    differences: of each policy to those that it is compared with (`stages.common.verdicts.differences`).
+    differences: of each policy to those that it is compared with (`stages.common.verdicts.differences`). uneven: as of
+    `round_warnings`.
     """
     rl = (record.get("recipe") or {}).get("rl") or {}
     update = dict(rl.get("update") or {})
     update["off_policy"] = bool(rl.get("staleness") or rl.get("partial") or rl.get("rollouts_from"))
     learned = learned_rewards((rl.get("score") or {}).get("rewards") or {})
-    warnings = round_warnings(series, update, learned, alike_rewards(record))
+    warnings = round_warnings(series, update, learned, alike_rewards(record), uneven)
     warnings += _reward_model((record.get("nodes", {}).get("reward") or {}).get("metrics") or {})
     scores = [e.get("metrics") or {} for name, e in record.get("nodes", {}).items() if name.endswith(".score")]
     worst = max(scores, key=lambda metrics: metrics.get("failed") or 0.0, default={})
@@ -183,12 +217,8 @@ def _kl(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
     )
 
 
-def _length(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
+def _length(known: Numbers) -> Warn | None:
     values, passed = known.get("mean_length", []), known.get("pass_rate", [])
-    if lags := known.get("lag_max"):
-        # Where long completions go on in later rounds, the first rounds lack them, and the last one has what was left.
-        begun = lags.index(max(lags))
-        values, passed = values[begun:-1], passed[begun:-1]
     if len(values) < 2 or values[-1] < 2 * values[0]:
         return None
     grew = f"completions grew from {values[0]:.3g} to {values[-1]:.3g} tokens on average"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NotRequired, TypedDict, TypeVar
@@ -15,6 +17,7 @@ from stages.store.artifacts import Artifact, ArtifactError, Store
 from stages.store.keys import SHOWN
 
 if TYPE_CHECKING:
+    from flows.graph.build import Node
     from stages.common.verdicts import Difference
 
 STATES = {"hit": "cached", "made": "made", "failed": "failed", "running": "unfinished",
@@ -197,8 +200,9 @@ class RunView:
         ended = self.record.get("ended")
         return seconds_at(ended) - seconds_at(self.record["started"]) if ended else None
 
-    def _inputs(self) -> dict[str, list[str]]:
-        """Inputs of each node, from the recipe; none are known where the recipe is of another version."""
+    @functools.cached_property
+    def planned(self) -> list[Node]:
+        """The nodes of the recipe; none where it is of another version."""
         from flows.graph.build import build
         from flows.graph.standing import recorded
         from flows.recipe.migration import migrated
@@ -206,10 +210,19 @@ class RunView:
 
         try:
             values = json.dumps(migrated(self.record["recipe"]))
-            nodes = build(Recipe.model_validate_json(values, context=SHOWN), recorded(self.record))
+            return build(Recipe.model_validate_json(values, context=SHOWN), recorded(self.record))
         except ValueError:
-            return {name: [] for name in self.nodes}
-        return {n.name: sorted({i.node for i in n.inputs.values()}) for n in nodes}
+            return []
+
+    def _inputs(self) -> dict[str, list[str]]:
+        """Inputs of each node, from the recipe; none are known where the recipe is of another version."""
+        found = {n.name: sorted({i.node for i in n.inputs.values()}) for n in self.planned}
+        return found or {name: [] for name in self.nodes}
+
+    def sampling(self) -> dict[int, dict[str, Any]]:
+        """The settings of sampling of each round, by its number."""
+        found = ((node.config, re.fullmatch(r"round-(\d+)\.rollout", node.name)) for node in self.planned)
+        return {int(named[1]): config.model_dump(mode="json") for config, named in found if named is not None}
 
     def summary(self, stages: Sequence[StageRow]) -> dict[str, Any]:
         """Counts and seconds of the run as a whole."""

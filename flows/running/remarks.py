@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flows.recipe.model import Recipe
+from flows.recipe.model import RL, Recipe
 
 
 def of_recipe(recipe: Recipe) -> list[str]:
@@ -16,6 +16,23 @@ def of_recipe(recipe: Recipe) -> list[str]:
         return []
     if rl.partial is not None and rl.rounds == 1:
         return ["rl.partial changes nothing: rl.rounds is 1, and the last round samples completions to their end"]
+    return [*_of_staleness(rl), *_of_weights(rl)]
+
+
+def _of_weights(rl: RL) -> list[str]:
+    """Of completions whose tokens are of several policies, and importance weights that do not tell these apart."""
+    if rl.partial is None or rl.update.correction in ("truncate", "mask"):
+        return []
+    what = {
+        "none": "nothing corrects for tokens of older policies",
+        "sequence": "one weight for a whole completion is a product over all of its policies, and limited on one side",
+        "sequence-mask": "the mean ratio of a whole completion, over all of its policies, decides for each token",
+    }[rl.update.correction]
+    advice = "" if rl.update.algorithm == "online-dpo" else "; truncate and mask weigh each token by itself"
+    return [f"rl.partial with rl.update.correction {rl.update.correction}: {what}{advice}"]
+
+
+def _of_staleness(rl: RL) -> list[str]:
     if not rl.staleness or rl.staleness < rl.rounds - 1:
         return []
     if rl.rounds == 1:

@@ -52,7 +52,8 @@ class Group:
     began_at: int
     """Its place there."""
     version: int
-    """Updates before the policy of its first tokens."""
+    """Updates before the oldest policy that sampled some of it, which need not be the first one (a fork may raise the
+    staleness); before it has tokens, before the policy of the round."""
 
     @property
     def place(self) -> int:
@@ -130,7 +131,8 @@ def _read(rows: Sequence[CompletionRow], segments: Mapping[Name, Sequence[Segmen
         row.sample: tuple(sorted(segments[row.place, row.sample], key=lambda segment: segment.number)) for row in rows
     }
     first = of_sample[rows[0].sample][0]
-    return Group(tuple(rows), of_sample, first.began, first.began_at, first.version)
+    oldest = min(segment.version for of_one in of_sample.values() for segment in of_one)
+    return Group(tuple(rows), of_sample, first.began, first.began_at, oldest)
 
 
 class Going:
@@ -223,11 +225,13 @@ class Going:
 
         made = len(row.token_ids)
         room = self.config.max_tokens - made
+        # What it gets now may be older than what it has.
+        runs_out = min(group.version, self.version) < self.oldest
         # All requests of a round are there at once: arrays, as in the table, and no object for each token.
         pieces = [np.asarray(piece, np.int32) for piece in (row.prompt_ids, row.token_ids)]
         return Request(
             Numbers(np.concatenate(pieces)),
-            room if self.tokens is None or group.version < self.oldest else min(room, self.tokens),
+            room if self.tokens is None or runs_out else min(room, self.tokens),
             Sampling(temperature=self.config.temperature),
             self.eos,
             row.seed,

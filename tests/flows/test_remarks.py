@@ -17,6 +17,7 @@ from flows.running.remarks import of_data, of_recipe
 from flows.running.session import Session
 
 ALL_FROM_THE_START = "every round samples from the policy that RL starts from"
+CARRY = "rl.partial={round_tokens: 2}"
 
 
 @pytest.mark.parametrize(
@@ -42,10 +43,26 @@ def test_a_staleness_of_all_rounds_is_told(rounds, staleness, said):
 
 
 def test_one_round_that_would_carry_completions_is_told():
-    carry = ["rl.partial={round_tokens: 2}"]
-    (found,) = of_recipe(load_recipe("smoke", sets=[*carry, "rl.rounds=1"]))
+    (found,) = of_recipe(load_recipe("smoke", sets=[CARRY, "rl.rounds=1"]))
     assert found.startswith("rl.partial changes nothing: rl.rounds is 1")
-    assert not of_recipe(load_recipe("smoke", sets=[*carry, "rl.rounds=2"]))
+    assert not of_recipe(load_recipe("smoke", sets=[CARRY, "rl.rounds=2"]))
+
+
+@pytest.mark.parametrize(
+    ("update", "said"),
+    [
+        ("{}", None),
+        ("{correction: mask}", None),
+        ("{algorithm: rloo}", "correction sequence: one weight for a whole completion is a product"),
+        ("{algorithm: online-dpo, kl_coef: 0.0}", "correction none: nothing corrects for tokens of older policies"),
+        ("{correction: none}", "of older policies; truncate and mask weigh each token by itself"),
+        ("{correction: sequence-mask}", "correction sequence-mask: the mean ratio of a whole completion"),
+    ],
+)
+def test_weights_that_do_not_tell_the_policies_of_a_completion_apart_are_told(update, said):
+    carried, whole = (load_recipe("smoke", sets=[*more, f"rl.update={update}"]) for more in ([CARRY], []))
+    assert [said in line for line in of_recipe(carried)] == ([True] if said else [])
+    assert not of_recipe(whole)
 
 
 def test_rounds_without_rollouts_of_their_own_have_no_remark():

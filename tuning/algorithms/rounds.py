@@ -276,7 +276,8 @@ class _Round:
         if not kl <= limit:
             raise Mismatch(
                 f"sampler and trainer disagree: mismatch KL {kl:.4f} is above max_mismatch_kl {limit}; compare dtypes "
-                "(those of rl.rollout.engine too), lower the staleness of the rollouts, or raise the limit knowingly"
+                "(those of rl.rollout.engine too), let newer policies sample (a lower rl.staleness or "
+                "rl.partial.max_lag, or more rl.partial.round_tokens), or raise the limit knowingly"
             )
 
     def ask_algorithm(self) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
 from flows.graph.build import build
+from flows.graph.changes import setting
 from flows.graph.keying import key_parts
-from flows.recipe.fork import Fork
+from flows.graph.taken import _check_sampling
+from flows.recipe.fork import Fork, check_fork
 from flows.recipe.model import RL, RecipeError
 from flows.recipe.reading import load_recipe
+from stages.store.artifacts import Artifact, ArtifactError, Store
+from stages.store.keys import config_content, differences
 
 CARRY = "rl.partial={round_tokens: 3}"
 
@@ -68,11 +74,18 @@ def test_the_bound_on_lag_counts_staleness(sets, bound, lags):
     assert [node.config.lag for node in found] == lags
 
 
+def idle(*sets: str) -> list[int]:
+    nodes = graph("rl.rounds=8", *sets)
+    return [node.config.max_idle_rounds for node in nodes.values() if node.stage == "update"]
+
+
 def test_rounds_in_which_the_first_completions_are_under_way_are_no_idle_ones():
     limit = load_recipe("smoke").rl.update.max_idle_rounds
-    for sets, more in (([], 0), ([CARRY], 2), ([CARRY, "rl.staleness=1"], 2), ([CARRY, "rl.partial.max_lag=1"], 1)):
-        updates = [node.config.max_idle_rounds for node in graph(*sets).values() if node.stage == "update"]
-        assert updates == [limit + more] * 3
+    assert limit == 3 and idle() == [3] * 8
+    # With two rounds before the first that counts, round 4 is the third that does. The last round carries nothing.
+    assert idle(CARRY) == idle(CARRY, "rl.staleness=1") == [5] * 4 + [3] * 4
+    assert idle(CARRY, "rl.partial.max_lag=1") == [4] * 3 + [3] * 5
+    assert idle(CARRY, "rl.update.max_idle_rounds=1") == [3] * 2 + [1] * 6
 
 
 def test_rounds_behind_a_fork_go_on_with_what_those_before_it_have_left():
@@ -100,6 +113,18 @@ def test_rounds_behind_a_fork_go_on_with_what_those_before_it_have_left():
     assert ["carried" in node.inputs for node in longer] == [False, True, True, False, True]
 
 
+def test_a_fork_that_carries_no_more_may_be_as_stale_as_it_says():
+    before = load_recipe("smoke", sets=[CARRY, "rl.partial.max_lag=1"])
+    assert before.rl is not None
+    part = {"until": 2, "rl": before.rl.model_dump(mode="json")}
+    fork = {"run": "first", "node": "round-001.update", "digest": "a" * 64, "earlier": [part]}
+    recipe = load_recipe("smoke", sets=["rl.rounds=4", "rl.staleness=2"])
+    recipe = recipe.model_copy(update={"fork": Fork.model_validate(fork)})
+    first = rollouts({n.name: n for n in build(recipe)})[2]
+    assert (first.stage, first.config.round_tokens, first.config.lag) == ("partial", None, 2)
+    assert first.config.max_lag == 2
+
+
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
@@ -113,7 +138,11 @@ def test_rounds_behind_a_fork_go_on_with_what_those_before_it_have_left():
         (["rl.update={algorithm: remax}"], "update.algorithm remax compares with greedy completions"),
         (
             ["rl.rollout.engine={kind: vllm, version: '1', url: 'http://host:8000'}"],
-            "partial needs the engine in the worker: vllm servers cannot go on",
+            "partial needs the engine in the worker: vllm servers cannot go on .* leave out rollout.engine, or partial",
+        ),
+        (
+            ["rl.rollout.engine={kind: native, version: '1', url: 'http://host:8000'}"],
+            "in the worker: native servers cannot go on .*; leave out rollout.engine.url, or partial",
         ),
         (["environment={name: guess}"], "rl.partial carries completions of one turn, and with the section environment"),
         (["rl.partial={round_token: 3}"], "did you mean round_tokens"),
@@ -139,3 +168,33 @@ def test_a_fork_that_could_not_go_on_with_what_is_carried_is_refused(sets, messa
     assert isinstance(before, RL) and isinstance(now, RL)
     with pytest.raises(ValueError, match=message):
         check_going_on(now, before)
+
+
+@pytest.mark.parametrize(("shared", "refused"), [(2, True), (3, False)])
+def test_behind_the_last_round_of_a_run_nothing_is_under_way(shared, refused):
+    before = load_recipe("smoke", sets=[CARRY]).rl
+    now = load_recipe("smoke", sets=[CARRY, "rl.rounds=5", "rl.rollout.max_tokens=9"]).rl
+    assert before is not None and before.rounds == 3
+    part = {"until": shared, "rl": before.model_dump(mode="json")}
+    node = f"round-00{shared - 1}.update"
+    fork = Fork.model_validate({"run": "first", "node": node, "digest": "a" * 64, "earlier": [part]})
+    with pytest.raises(ValueError, match="have left completions under way") if refused else nullcontext():
+        check_fork(fork, now, before)
+
+
+@pytest.mark.parametrize(
+    ("sets", "told"),
+    [
+        (["rl.rollout.temperature=0.9"], "rl.rollout.temperature: 1.0 -> 0.9"),
+        (["rl.partial.round_tokens=4", "rl.partial.max_lag=2"], "rl.partial.round_tokens: 3 -> 4"),
+        (["rl.partial.max_lag=1"], "rl.partial.max_lag: 2 -> 1"),
+        (["rl.staleness=1", "rl.partial.max_lag=2"], "rl.staleness: 0 -> 1"),
+    ],
+)
+def test_a_setting_of_rounds_that_carry_is_named_by_its_place_in_the_recipe(tmp_path, sets, told):
+    first, other = (graph(CARRY, *more)["round-001.rollout"] for more in ([], sets))
+    changed = differences(config_content(first.config), config_content(other.config))
+    assert [setting(other.stage, line) for line in changed] == [told]
+    made = Artifact(Store(str(tmp_path)), {"config": first.config.model_dump(mode="json"), "digest": "a" * 64})
+    with pytest.raises(ArtifactError, match=f"^{told}: the rollouts are those of run first"):
+        _check_sampling(dataclasses.replace(other, taken="first"), made)

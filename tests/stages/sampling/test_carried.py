@@ -201,6 +201,24 @@ def test_a_group_that_would_become_too_old_runs_to_its_end(inputs):
     assert {one.version for one in rows(stale, "segments", SegmentRow)} == {0}
 
 
+def test_a_group_is_as_old_as_its_oldest_tokens_which_need_not_be_the_first(inputs):
+    """As in a fork that raises the staleness: what a group gets after it is older than what it has."""
+    sizes = {"round_tokens": 2, "max_lag": 3}
+    _, before = made_round(inputs, "older-1", 1, "first", **sizes)
+    _, behind = made_round(inputs, "older-2", 2, "second", before, lag=2, **sizes)
+    going_on = {row.place for row in rows(behind, "carried")} & set(range(PROMPTS, 2 * PROMPTS))
+    assert {one.version for one in rows(behind, "segments", SegmentRow) if one.place in going_on} == {0, 1}
+    _, last = made_round(inputs, "older-3", 3, "second", behind, lag=2, **sizes)
+    versions = {place: [] for place in {row.place for row in rows(last, "carried")}}
+    for one in rows(last, "segments", SegmentRow):
+        versions.get(one.place, []).append(one.version)
+    # The next round trains on nothing that is more than three updates old.
+    assert versions and min(version for of_one in versions.values() for version in of_one) >= 4 - 3
+    # Tokens that would be too old in the next round are no reason to go on there.
+    _, ended = made_round(inputs, "older-4", 2, "second", before, lag=2, round_tokens=2, max_lag=2)
+    assert not rows(ended, "carried")
+
+
 def test_a_round_without_a_whole_group_runs_the_oldest_to_its_end(inputs):
     short = {"round_tokens": 1, "max_lag": 9}
     _, first = made_round(inputs, "first-1", 0, "first", **short)
