@@ -86,7 +86,7 @@ def test_what_was_scored_ahead_is_not_scored_again_and_its_digest_is_the_same(tm
     assert set(reused) == {"digits", "exact"} and min(map(int, reused.values())) >= 16 * shards > 0
     assert [path for path in (store / "work").rglob("*") if path.is_file()] == []
     logged = (store / "runs" / "ahead" / "worker-score.log").read_text()
-    assert logged.count(f"---- {SCORE} (score ") == 2
+    assert logged.count(f"---- {SCORE} (score ") == 2 and logged.count(f"---- {SCORE} (score ahead) ") == 1
 
 
 def scored(store: Path) -> dict[str, int]:
