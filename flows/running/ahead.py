@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from flows.graph.build import Node
 from flows.graph.keying import Codes, key_parts
+from flows.keeping import AHEAD
 from flows.running.limits import RunTooLong
 from stages.score.settings import Config
 from stages.store.artifacts import Artifact
@@ -35,9 +36,10 @@ END_SECONDS = 20.0
 class Ahead:
     """What a run scores ahead."""
 
-    def __init__(self, session: Session, check_time: Callable[[], None]):
-        """check_time: what it raises ends what is at work, as `Worker.run` says."""
-        self._session, self._check_time = session, check_time
+    def __init__(self, session: Session, check_time: Callable[[], None], before: Mapping[str, Mapping[str, Any]]):
+        """check_time: what it raises ends what is at work, as `Worker.run` says. before: entries of the run's last
+        try, by node."""
+        self._session, self._check_time, self._before = session, check_time, before
         self._filling: list[_Filling] = []
 
     def folder(self, node: Node, parts: Mapping[str, Any], inputs: Mapping[str, Artifact]) -> str | None:
@@ -55,13 +57,23 @@ class Ahead:
         if (key := self.folder(node, parts, inputs)) is not None:
             shutil.rmtree(WorkFolder(self._session.store, SCORE, key).path, ignore_errors=True)
 
+    def noted(self, node: Node, entry: dict[str, Any]) -> dict[str, Any]:
+        """The record's entry of a node, which gets what an earlier try has scored ahead of it."""
+        before = self._before.get(node.name, {})
+        if AHEAD in before and before["key"] == entry["key"]:
+            entry[AHEAD] = before[AHEAD]
+        return entry
+
     @contextlib.contextmanager
-    def of(self, node: Node, key: str) -> Iterator[None]:
-        """Within it finished shards of a node, where it is one that samples, are scored; `key` is the node's."""
-        request = self._request(node, key)
+    def of(self, node: Node, entry: dict[str, Any]) -> Iterator[None]:
+        """Within it finished shards of a node, where it is one that samples, are scored; the record's entry of it gets
+        what becomes of that, which a collection keeps."""
+        request = self._request(node, entry["key"])
         if request is None:
             yield
             return
+        entry[AHEAD] = [request.node, request.key]
+        self._session.save()
         filling = _Filling(self._session, request, self._check_time)
         self._filling = [*(one for one in self._filling if one.is_at_work), filling]
         filling.start()
@@ -88,8 +100,10 @@ class Ahead:
         """What the worker is asked for while a node is made; None where that is nothing."""
         session = self._session
         readers = [n for n in session.nodes.values() if n.stage == SCORE and n.inputs[ROLLOUTS].node == node.name]
-        # Rollouts that are forced may be those that there were, with scores that are there.
-        if not readers or node.name in session.force or not self._is_beside(readers[0]):
+        # Rollouts that are forced, or made again, may be those that there were, with scores that are there.
+        if not readers or node.name in session.force or readers[0].name in session.made:
+            return None
+        if not self._is_beside(readers[0]):
             return None
         # Here and not above: it loads Arrow.
         from stages.score.ahead import rewards_ahead
@@ -134,7 +148,7 @@ class _Filling:
     def __init__(self, session: Session, request: Request, check_time: Callable[[], None]):
         self._worker, self._turn = session.crew.here(SCORE)
         self._tell, self._request, self._check_time = session.reporter.line, request, check_time
-        self._told = False
+        self._told = set[str]()
         self.over, self._ended = threading.Event(), threading.Event()
         # Lines are shown in the log of the task that samples.
         context = contextvars.copy_context()
@@ -157,7 +171,10 @@ class _Filling:
         try:
             while not self.over.is_set():
                 with self._turn.between(TURN_SECONDS) as free:
-                    if free and self._worker.run(self._request, self._on_event, self._check, self._enough)["whole"]:
+                    # It may have waited for its turn until they were there.
+                    if not free or self.over.is_set():
+                        continue
+                    if self._worker.run(self._request, self._on_event, self._check, self._enough)["whole"]:
                         return
         except (KeyboardInterrupt, RunTooLong):
             # The run's end, which others tell.
@@ -175,6 +192,7 @@ class _Filling:
         self._check_time()
 
     def _on_event(self, event: Report) -> None:
-        if isinstance(event, Log) and not self._told:
-            self._told = True
+        # A worker that is asked once more may say the same.
+        if isinstance(event, Log) and event.line not in self._told:
+            self._told.add(event.line)
             self._tell(f"{self._request.node}: {event.line}")

@@ -96,7 +96,7 @@ class Session:
         self.crew = Crew(recipe, self.name, log, pooled)
         self.chosen: Collection[str] | None = None
         """Names of the nodes that the run makes; None: all."""
-        self._ahead = Ahead(self, self._check)
+        self._ahead = Ahead(self, self._check, (unfinished or {}).get("nodes", {}))
         self._stopped = threading.Event()
         self._lock = threading.RLock()
         """Of the record, and of what is made."""
@@ -230,13 +230,12 @@ class Session:
         artifact = taken if taken is not None else None if forced else self.store.get(node.stage, key)
         started = time.monotonic()
         entry: dict[str, Any] = {"stage": node.stage, "key": key, "started": now(), "state": "running"}
-        begun.append(entry)
+        begun.append(self._ahead.noted(node, entry))
         with self._lock:
             self.record["nodes"] = in_order(self.record["nodes"], name, entry, self._places)
         if artifact is not None:
             state = "hit"
             self._tidy(node.stage, key)
-            self._ahead.drop(node, parts, inputs)
         else:
             if self._another_input(inputs, begun):
                 return self._made_or_read(name, begun)
@@ -256,6 +255,7 @@ class Session:
                 state = "hit" if artifact is not None else "made"
                 if artifact is None:
                     artifact = self._make(node, inputs, key, parts, files, token, entry)
+        self._ahead.drop(node, parts, inputs)
         check_point(node, artifact)
         seconds = time.monotonic() - started
         # The last: what making took, here or in the run that did it.
@@ -339,7 +339,7 @@ class Session:
 
         started = time.monotonic()
         try:
-            with self._ahead.of(node, key):
+            with self._ahead.of(node, entry):
                 manifest = self.crew.run(node, request, on_event, self._check)
         except BaseException as e:
             with self._lock:

@@ -78,6 +78,17 @@ def library_versions(names: tuple[str, ...] = NUMERIC_LIBRARIES) -> dict[str, st
     return versions
 
 
+Mark = tuple[int, int, int, int]
+"""Times of change of a file's content and of its inode, its size, and the inode."""
+
+
+def mark_of(path: str | Path) -> Mark:
+    """The mark of a file as it is now; raises OSError where there is none."""
+    found = os.stat(path)
+    # Not the time of change alone: tools that copy files set it back.
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
+
+
 @dataclasses.dataclass(frozen=True)
 class Code:
     """The code that some modules reach by import."""
@@ -91,6 +102,8 @@ class Code:
     files: dict[str, str] = dataclasses.field(compare=False)
     """SHA-256 of the sources, by module, and with its suffix for what lies beside one: what a process compares with
     what it has loaded. Not in a key: comments count here."""
+    marks: dict[str, Mark] = dataclasses.field(compare=False)
+    """By path of each of these files: what tells that it was written since it was read, also where that was undone."""
 
 
 def reached(*roots: str, folder: Path | None = None) -> Code:
@@ -104,6 +117,7 @@ def reached(*roots: str, folder: Path | None = None) -> Code:
     hashes: dict[str, str] = {}
     links: dict[str, tuple[tuple[str, str], ...]] = {}
     files: dict[str, str] = {}
+    marks: dict[str, Mark] = {}
     packages: set[str] = set()
     seen: set[str] = set()
     queue = list(roots)
@@ -117,17 +131,16 @@ def reached(*roots: str, folder: Path | None = None) -> Code:
             continue
         # Importing a.b.c runs a/__init__.py and a/b/__init__.py first.
         queue.extend(name.rsplit(".", n)[0] for n in range(1, name.count(".") + 1))
-        # Not the time of change alone: tools that copy files set it back.
-        stats = [p.stat() for p in (path, *_beside(path))]
-        changed = tuple((s.st_mtime_ns, s.st_ctime_ns, s.st_size, s.st_ino) for s in stats)
-        module = _read(str(path), changed, name, folder, only)
+        changed = {str(p): mark_of(p) for p in (path, *_beside(path))}
+        marks |= changed
+        module = _read(str(path), tuple(changed.values()), name, folder, only)
         queue.extend(target for _, target in module.imports)
         files |= {f"{name}{suffix}": value for suffix, value in module.files.items()}
         packages |= module.packages
         if module.content is not None:
             hashes[name], links[name] = module.content, module.imports
     readings.keep()
-    return Code(dict(sorted(hashes.items())), _graph_hash(roots, hashes, links), tuple(sorted(packages)), files)
+    return Code(dict(sorted(hashes.items())), _graph_hash(roots, hashes, links), tuple(sorted(packages)), files, marks)
 
 
 def _graph_hash(

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from stages.contract import signatures
-from stages.contract.fingerprint import OWN, find_spec, library_versions, package_versions, reached
+from stages.contract.fingerprint import OWN, Code, find_spec, library_versions, package_versions, reached
 from tuning.names import closest
 
 
@@ -53,6 +53,16 @@ def user_digests(name: str, where: str) -> dict[str, str]:
 
     Raises ValueError, naming `where`, for a module that is not there; nothing is executed.
     """
+    module, code = name.partition(":")[0], user_code(name, where)
+    theirs = {f"module:{k}": v for k, v in code.modules.items() if k.split(".")[0] not in OWN}
+    # Modules of this project among them count by content alone: they may move.
+    everything = json.dumps([sorted(set(code.modules.values())), code.imports])
+    reach = {f"reached from {module}": hashlib.sha256(everything.encode()).hexdigest()[:16]}
+    return theirs | reach | {f"package:{n}": v for n, v in package_versions(code.packages).items()}
+
+
+def user_code(name: str, where: str) -> Code:
+    """The code behind a user's `module:function`. Raises as `user_digests`."""
     module = name.partition(":")[0]
     if module.endswith(".py") or "/" in module:
         dotted = module.removesuffix(".py").removeprefix("./").replace("/", ".")
@@ -73,11 +83,7 @@ def user_digests(name: str, where: str) -> dict[str, str]:
         raise ValueError(f"{where}: {e.filename}, line {e.lineno}: {e.msg}") from e
     if module not in code.modules:
         raise ValueError(f"{where}: no module {module!r} can be imported from {Path.cwd()}")
-    theirs = {f"module:{k}": v for k, v in code.modules.items() if k.split(".")[0] not in OWN}
-    # Modules of this project among them count by content alone: they may move.
-    everything = json.dumps([sorted(set(code.modules.values())), code.imports])
-    reach = {f"reached from {module}": hashlib.sha256(everything.encode()).hexdigest()[:16]}
-    return theirs | reach | {f"package:{n}": v for n, v in package_versions(code.packages).items()}
+    return code
 
 
 def check_imports(module: str, where: str) -> None:

@@ -13,6 +13,7 @@ import dataclasses
 import math
 import re
 import shutil
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -23,9 +24,10 @@ from stages.sampling.rows import FOLDER
 from stages.score.settings import COMPUTED, Config, Reward
 from stages.score.stage import SEEN
 from stages.store.work import WorkFolder
+from tuning.rewards.samples import Outcome
 from tuning.rows import CompletionRow, by_trajectory, read_table
 
-LOOK_SECONDS = 0.2
+LOOK_SECONDS = 0.5
 """How often it is looked for shards, in a folder of this host."""
 TOTAL = re.compile(r"-of-(\d+)\.parquet$")
 """The number of shards in the name of a shard's file."""
@@ -40,36 +42,10 @@ def rewards_ahead(config: Config) -> dict[str, Reward]:
     return {name: r for name, r in named if r.function not in COMPUTED and r.batch != "round"}
 
 
-def score_ahead(ctx: Context, sampled: WorkFolder, leave: Leave, check: Callable[[], None]) -> bool:
-    """Scores the shards of rollouts as they are finished, until all are, or it is to leave; whether all are.
-
-    ctx: of the score stage, without inputs; its work folder gets the journals. sampled: work of the stage that samples.
-    leave: asked between calls, so that those under way come to their end: none is made twice.
-    check: called behind each shard, raises where the code has changed by then.
-    """
-    scoring, seen, total = _Ahead(ctx, leave), set[str](), None
-    while not leave(0.0):
-        new = sorted(name for name in sampled.finished() - seen if name.startswith(f"{FOLDER}-"))
-        for name in new:
-            seen.add(name)
-            files = sampled.files_of(name)
-            total = total or _total(files)
-            try:
-                scoring.shard(files)
-            finally:
-                check()
-            if scoring.leaves:
-                return False
-        if len(seen) == total:
-            return True
-        if not new and leave(LOOK_SECONDS):
-            return False
-    return False
-
-
-def _total(files: Sequence[Path]) -> int | None:
+def _total(files: Sequence[Path]) -> int:
+    """How many shards there will be; 0 where no file tells."""
     found = [TOTAL.search(path.name) for path in files]
-    return next((int(match[1]) for match in found if match), None)
+    return next((int(match[1]) for match in found if match), 0)
 
 
 def take_over(ahead: Path, work: Path) -> None:
@@ -86,63 +62,125 @@ def take_over(ahead: Path, work: Path) -> None:
     shutil.rmtree(ahead, ignore_errors=True)
 
 
-class _Ahead:
-    """The rewards of one round, called shard by shard."""
+class _Checked(Journal):
+    """A journal that gets a line only where the code is what the key names."""
 
-    def __init__(self, ctx: Context, leave: Leave):
+    check: Callable[[], None]
+    """Raises where it is not, or may not have been when a call was made."""
+
+    def add(self, rows: Sequence[CompletionRow], outcomes: Sequence[Outcome]) -> None:
+        self.check()
+        super().add(rows, outcomes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """Calls of a reward that are made at a time, as many as the stage would."""
+
+    name: str
+    rows: Sequence[CompletionRow]
+    calls: Sequence[Sequence[int]]
+
+
+class Scoring:
+    """The rewards of one round, called shard by shard. It is left off and gone on with, and makes no call twice."""
+
+    def __init__(self, ctx: Context, sampled: WorkFolder):
+        """ctx: of the score stage, without inputs; its work folder gets the journals. sampled: work of the stage that
+        samples."""
         # What it finds and how far it is, is no news: the stage says what it has reused.
         quiet = dataclasses.replace(ctx, log=lambda line: None)
-        self._ctx, self._leave, self._config = ctx, leave, ctx.config
+        self._ctx, self._sampled, self._config = ctx, sampled, ctx.config
+        self.work = ctx.work
         self._rewards = rewards_ahead(ctx.config)
-        self._journals = {name: Journal(quiet, f"reward {name}", f"journal-{name}") for name in self._rewards}
-        self._made = dict.fromkeys(self._rewards, 0)
+        """Without those that are left to the stage."""
+        self._journals = {name: _Checked(quiet, f"reward {name}", f"journal-{name}") for name in self._rewards}
         self._failed = dict.fromkeys(self._rewards, 0)
-        self.leaves = self._told = False
+        self._todo: deque[_Piece] = deque()
+        """Of the shard that was read last."""
+        self._finished: deque[str] = deque()
+        """Shards that are to be read."""
+        self._seen, self._total = set[str](), 0
+        self._read, self._completions = 0, 0
+        """Shards and their completions so far."""
 
-    def shard(self, files: Sequence[Path]) -> None:
-        """Calls the rewards on a shard's completions; those of one that is gone, or that is damaged, are none."""
+    def go_on(self, leave: Leave, check: Callable[[], None]) -> bool:
+        """Scores shards as they are finished, until all are, or it is to leave; whether nothing is left to do.
+
+        leave: asked between calls, so that those under way come to their end: none is made twice.
+        check: called before a value is kept, raises where it may be of other code.
+        """
+        for journal in self._journals.values():
+            journal.check = check
+        while not leave(0.0):
+            if self._todo:
+                self._call(self._todo.popleft())
+            elif 0 < self._total == len(self._seen) or not self._rewards:
+                return True
+            elif self._finished:
+                self._shard(self._finished.popleft())
+            elif names := sorted(n for n in self._sampled.finished(self._seen) if n.startswith(f"{FOLDER}-")):
+                self._finished.extend(names)
+            elif leave(LOOK_SECONDS):
+                break
+        return False
+
+    def _shard(self, name: str) -> None:
+        """Reads a shard; the completions of one that is gone, or that is damaged, are none."""
+        self._seen.add(name)
+        files = self._sampled.files_of(name)
+        self._total = self._total or _total(files)
         try:
             table = read_table(files, CompletionRow, SEEN)
         except FileNotFoundError:
             # The rollouts are committed, or are being sampled anew.
             return
         rows = [parts[-1] for parts in by_trajectory(table)]
-        if rows and not self._told:
-            self._told = True
+        if rows and not self._read:
             self._ctx.log("finished shards of its rollouts are scored while others are sampled")
-        for name, reward in self._rewards.items():
-            self._reward(name, reward, rows, _calls(reward, rows))
+        self._read, self._completions = self._read + bool(rows), self._completions + len(rows)
+        for reward_name, reward in self._rewards.items():
+            calls = _calls(reward, rows)
+            at_once = self._at_once(reward)
+            pieces = (calls[start : start + at_once] for start in range(0, len(calls), at_once))
+            self._todo.extend(_Piece(reward_name, rows, piece) for piece in pieces)
 
-    def _reward(self, name: str, reward: Reward, rows: Sequence[CompletionRow], calls: Sequence[Sequence[int]]) -> None:
-        """Makes calls of a function that its journal has not, as many at a time as the stage would, until it is to
-        leave."""
+    def _at_once(self, reward: Reward) -> int:
         from tuning.rewards.waiting import WAITS
 
-        config = self._config
-        at_once = config.max_concurrency if reward.function in WAITS else config.workers
-        for start in range(0, len(calls), at_once):
-            # One that fails more often than the stage bears costs no more time than that.
-            if self._failed[name] > math.ceil(config.max_failed_fraction * self._made[name]):
-                return
-            self.leaves = self.leaves or self._leave(0.0)
-            if self.leaves:
-                return
-            found = journaled(
-                self._journals[name],
-                rows,
-                calls[start : start + at_once],
-                reward.function,
-                reward.arguments,
-                seconds=reward.seconds,
-                megabytes=reward.megabytes,
-                workers=config.workers,
-                max_concurrency=config.max_concurrency,
+        return self._config.max_concurrency if reward.function in WAITS else self._config.workers
+
+    def _call(self, piece: _Piece) -> None:
+        """Makes calls that the reward's journal has not."""
+        name, reward = piece.name, self._rewards[piece.name]
+        found = journaled(
+            self._journals[name],
+            piece.rows,
+            piece.calls,
+            reward.function,
+            reward.arguments,
+            seconds=reward.seconds,
+            megabytes=reward.megabytes,
+            workers=self._config.workers,
+            max_concurrency=self._config.max_concurrency,
+        ).values()
+        if any(outcome.is_outage for outcome in found):
+            # It is tried with the next shard; the stage says so where it lasts.
+            self._leave_out(name)
+        self._failed[name] += sum(outcome.failure is not None and not outcome.is_outage for outcome in found)
+        # As many as the stage would bear of all shards, were they like those so far.
+        expected = self._completions / self._read * max(self._total, 1)
+        if self._failed[name] > math.ceil(self._config.max_failed_fraction * expected):
+            self._leave_out(name)
+            del self._rewards[name]
+            self._ctx.log(
+                f"reward {name} has failed on {self._failed[name]} completions, more than max_failed_fraction allows: "
+                "no more of it is scored ahead"
             )
-            self._made[name] += len(found)
-            self._failed[name] += sum(outcome.failure is not None for outcome in found.values())
-            if any(outcome.is_outage for outcome in found.values()):
-                # It is tried with the next shard; the stage says so where it lasts.
-                return
+
+    def _leave_out(self, name: str) -> None:
+        """Leaves the rest of the shard to the stage, for one reward."""
+        self._todo = deque(piece for piece in self._todo if piece.name != name)
 
 
 def _calls(reward: Reward, rows: Sequence[CompletionRow]) -> list[list[int]]:

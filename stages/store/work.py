@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from stages.store import disk
@@ -53,9 +53,13 @@ class WorkFolder:
             self._download(log)
         return self.path
 
-    def finished(self) -> set[str]:
-        """The names of finished folders, which another process may be adding to; none of checkpoints."""
-        return {path.name for path in (self.path / SEALED).glob("*") if path.is_file() and not is_partial(path)}
+    def finished(self, known: Collection[str] = ()) -> set[str]:
+        """The names of finished folders, which another process may be adding to; none of checkpoints, and none of those
+        that are known."""
+        with contextlib.suppress(FileNotFoundError), os.scandir(self.path / SEALED) as entries:
+            new = [entry for entry in entries if entry.name not in known and entry.is_file()]
+            return {entry.name for entry in new if not is_partial(Path(entry))}
+        return set()
 
     def files_of(self, name: str) -> list[Path]:
         """The files of a finished unit; none of one that does not fit its seal, or is gone by now."""

@@ -3,7 +3,7 @@ soon as it is asked for anything. Of its end nothing depends on but time."""
 
 from __future__ import annotations
 
-import shutil
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,14 @@ from stages.worker.protocol import Event, Lines, Log, Request
 
 if TYPE_CHECKING:
     from stages.contract.definition import Stage, StageConfig
+    from stages.score.ahead import Scoring
     from stages.store.artifacts import Store
+
+MOST = 4
+"""Rounds that are scored ahead in turns, of which the others are gone on with from what their journals have."""
+
+_at_work: dict[str, Scoring] = {}
+"""What was begun and is not whole, by the keys of the requests."""
 
 
 def run_ahead(
@@ -21,26 +28,35 @@ def run_ahead(
 ) -> dict[str, Any]:
     """Scores ahead until all is scored, or the next line has come; `whole` is whether all is.
 
-    What was scored by other code than the request's key names, is removed. Raises CodeDiffers then.
+    Raises CodeDiffers where code is, or was meanwhile, another than the request's key names: nothing is kept of that.
     """
+    check = _unchanged(request, stage, config)
+    scoring = _at_work.get(request.key)
+    if scoring is None:
+        scoring = _at_work[request.key] = _begun(request, config, send)
+        for key in list(_at_work)[:-MOST]:
+            del _at_work[key]
+    # Its stage may have had it already, and its rollouts be sampled once more.
+    scoring.work.mkdir(parents=True, exist_ok=True)
+    try:
+        whole = scoring.go_on(lines.come, check)
+    finally:
+        # Also where nothing was kept: a stage must not find children of this process that have imported other code.
+        check()
+    if whole:
+        del _at_work[request.key]
+    return {"whole": whole}
+
+
+def _begun(request: Request, config: StageConfig, send: Callable[[Event], None]) -> Scoring:
     from stages.contract.definition import Context
-    from stages.score.ahead import score_ahead
+    from stages.score.ahead import Scoring
     from stages.store.artifacts import Store
     from stages.store.work import WorkFolder
 
     assert request.sampled is not None
-    loaded.check_before(request)
     store = Store(request.store)
     folder = WorkFolder(store, request.stage, request.key).path
-    folder.mkdir(parents=True, exist_ok=True)
-
-    def check() -> None:
-        try:
-            loaded.check_after(request, stage.sources(config))
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-
     context = Context(
         config=config,
         inputs={},
@@ -51,16 +67,55 @@ def run_ahead(
         log=lambda line: send(Log(line)),
         memory={},
     )
-    return {"whole": score_ahead(context, WorkFolder(store, *request.sampled), lines.come, check)}
+    return Scoring(context, WorkFolder(store, *request.sampled))
+
+
+def _unchanged(request: Request, stage: Stage, config: StageConfig) -> Callable[[], None]:
+    """What raises CodeDiffers as soon as code may not be what the request's key names; it does so here, too.
+
+    Children import a function when it is called first, and a function may import more in any call: long after the key
+    was made. So all files have to be what the key names now, and none may be written from here on: an edit that was
+    undone by now may have been imported.
+    """
+    from stages.contract.fingerprint import mark_of, reached
+    from stages.contract.sources import user_code
+    from stages.score.ahead import rewards_ahead
+    from stages.score.settings import Config
+
+    assert isinstance(config, Config)
+    own = reached(stage.module, *stage.loads(config))
+    functions = {reward.function for reward in rewards_ahead(config).values() if ":" in reward.function}
+    marks = {path: mark for name in functions for path, mark in user_code(name, name).marks.items()} | own.marks
+    # In the folders of packages an upgrade writes.
+    marks |= {path: mark_of(path) for path in {sysconfig.get_path(n) for n in ("purelib", "platlib")}}
+    # Behind the marks: what is written meanwhile is seen by the first check.
+    loaded.check_before(request)
+    sources = request.key_parts.get("sources", {})
+    for wanted, found in ((request.files, own.files), (sources, stage.sources(config))):
+        for name, digest in wanted.items():
+            if found.get(name) != digest:
+                raise loaded.CodeDiffers(f"{name.removeprefix('module:')} was edited since its rollouts were begun")
+
+    def check() -> None:
+        for path, mark in marks.items():
+            try:
+                is_as_it_was = mark_of(path) == mark
+            except OSError:
+                is_as_it_was = False
+            if not is_as_it_was:
+                raise loaded.CodeDiffers(f"{path} was written while completions were scored ahead")
+
+    return check
 
 
 def take_over(request: Request, store: Store, work: Path, send: Callable[[Event], None]) -> None:
     """Gives the stage of a request what was scored ahead of it."""
+    if request.ahead is None:
+        return
+    # Here: another stage's worker need not have it.
     from stages.score import ahead
     from stages.store.work import WorkFolder
 
-    if request.ahead is None:
-        return
     try:
         ahead.take_over(WorkFolder(store, request.stage, request.ahead).path, work)
     except OSError as e:

@@ -31,6 +31,10 @@ class CodeDiffers(RuntimeError):
     """The process has loaded other code than the key says; a fresh one loads it."""
 
 
+class SourceDiffers(CodeDiffers):
+    """A user's code was edited while a stage ran, so that what is unfinished may be of either."""
+
+
 def check_before(request: Request) -> None:
     """Raises CodeDiffers where a module that is loaded is older than the key, RuntimeError for another package."""
     _check_packages(request, "this worker has")
@@ -61,7 +65,7 @@ def check_after(request: Request, sources: Mapping[str, str]) -> None:
     changed = [n for n in sorted(before.keys() | sources.keys()) if before.get(n) != sources.get(n)]
     for name in changed:
         if any(kind in name for kind in USER_CODE):
-            raise CodeDiffers(f"{name.removeprefix('module:')} was edited while {request.stage} ran")
+            raise SourceDiffers(f"{name.removeprefix('module:')} was edited while {request.stage} ran")
     if changed:
         if request.elsewhere:
             raise RuntimeError(

@@ -155,12 +155,15 @@ def run_request(request: Request, memory: dict[str, Any], events: Events, gang: 
         files = files_of(out)
         made = content_digest(files)
         committed = store.commit(out, manifest, replace=bool(request.force), files=files, check=still_ours)
-    except BaseException:
+    except BaseException as e:
         # Else the next request would take it for its own.
         _keep(memory, gang, None)
         # Whoever has taken over may have removed what it was about to read: that is the error then.
         with contextlib.suppress(OSError):
             still_ours()
+        if isinstance(e, loaded.SourceDiffers):
+            # Were the edit undone, the next try would go on with it.
+            folder.drop()
         raise
     # Another process may have committed the key meanwhile: its artifact stays, and is not what is in memory here.
     _keep(memory, gang, made if committed.digest == made else None)
@@ -296,7 +299,8 @@ def _begin(request: Request) -> None:
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     with contextlib.suppress(OSError):
         # The log's disk may be full: that fails no stage.
-        print(f"---- {request.node or request.stage} ({request.stage} {request.key[:12]}) {now} ----", flush=True)
+        what = "ahead" if request.sampled is not None else request.key[:12]
+        print(f"---- {request.node or request.stage} ({request.stage} {what}) {now} ----", flush=True)
 
 
 def heartbeat(events: Events, compiling: Callable[[], bool]) -> None:

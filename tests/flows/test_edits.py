@@ -95,6 +95,8 @@ def test_a_score_whose_reward_is_edited_meanwhile_is_made_again(session):
     # What the function of before returned was kept under no key.
     assert set(run.store.all_keys()) - set(known) == {("score", made.key)}
     assert key_of(key_parts(run.nodes["score"], run.made)) == made.key
+    # Were the edit undone, the next try would take it over.
+    assert list((run.store.scratch / "work" / "score").iterdir()) == []
 
 
 def test_a_file_that_is_saved_half_written_fails_the_stage_with_its_line(session):

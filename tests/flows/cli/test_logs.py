@@ -19,7 +19,9 @@ from stages.store.artifacts import Store
 from stages.store.leases import this_process
 from tests.support import RLHF, write_files
 
-LINES = [f"---- {node} (stage {'0' * 12}) now ----\nof {node}" for node in ("sft", "round-000.rollout")]
+# The second as where a worker scores ahead.
+BEGUN = {"sft": "0" * 12, "round-000.score": "ahead"}
+LINES = [f"---- {node} (stage {what}) now ----\nof {node}" for node, what in BEGUN.items()]
 
 
 def write_record(store: Store, status: str = "finished", **more) -> None:

@@ -4,6 +4,7 @@ one after the other. Kills are in `tests/faults/test_ahead.py`."""
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import shutil
 import threading
@@ -11,16 +12,20 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from flows.graph.build import Node, with_inputs
+from flows.keeping import roots_of
+from flows.recipe.model import Retention
 from flows.recipe.reading import load_recipe
 from flows.running.ahead import Ahead
 from flows.running.overlap import run_overlapped
 from flows.running.session import Session
-from stages.store.artifacts import Store
+from stages.store.artifacts import Artifact, Store
+from stages.store.residue import residues
 from tests.flows.lines import Lines
 
 WORKERS = ["workers.train={}", "workers.sample={}", "workers.score={}"]
@@ -81,7 +86,7 @@ def test_what_was_scored_ahead_is_not_scored_again_and_its_digest_is_the_same(tm
     assert set(reused) == {"digits", "exact"} and min(map(int, reused.values())) >= 16 * shards > 0
     assert [path for path in (store / "work").rglob("*") if path.is_file()] == []
     logged = (store / "runs" / "ahead" / "worker-score.log").read_text()
-    assert logged.count(f"---- {SCORE} (score ") == 2
+    assert logged.count(f"---- {SCORE} (score ") == 2 and logged.count(f"---- {SCORE} (score ahead) ") == 1
 
 
 def scored(store: Path) -> dict[str, int]:
@@ -109,7 +114,7 @@ def scored(store: Path) -> dict[str, int]:
 def test_it_is_asked_for_where_a_worker_of_its_own_would_wait(tmp_path, sets, force, chosen, asked):
     run = session(tmp_path, *sets)
     run.force, run.chosen = set(force), chosen
-    request = Ahead(run, lambda: None)._request(run.nodes[ROLLOUT], "a" * 64)
+    request = Ahead(run, lambda: None, {})._request(run.nodes[ROLLOUT], "a" * 64)
     assert (request is not None) == asked
     assert request is None or (request.node, request.sampled) == (SCORE, ("rollout", "a" * 64))
 
@@ -122,7 +127,7 @@ def test_its_folder_is_that_of_the_same_rewards_and_rollouts_alone(tmp_path):
     def named(*sets: str, key: str = "a" * 64, force: tuple[str, ...] = ()) -> str:
         run = session(tmp_path, *WORKERS, *sets, name=f"named-{next(runs)}")
         run.force = set(force)
-        request = Ahead(run, lambda: None)._request(run.nodes[ROLLOUT], key)
+        request = Ahead(run, lambda: None, {})._request(run.nodes[ROLLOUT], key)
         assert request is not None
         return request.key
 
@@ -130,6 +135,54 @@ def test_its_folder_is_that_of_the_same_rewards_and_rollouts_alone(tmp_path):
     assert named("rl.score.workers=1") == first
     others = [named("rl.score.rewards.digits.arguments.pattern=x"), named(key="b" * 64), named(force=(SCORE,))]
     assert len({first, *others}) == 4
+
+
+def test_rollouts_that_are_made_again_are_not_scored_again(tmp_path):
+    run = session(tmp_path, *WORKERS)
+    made = Artifact(run.store, {"stage": SCORE, "key": "c" * 64})
+    run.made[SCORE] = made
+    assert Ahead(run, lambda: None, {})._request(run.nodes[ROLLOUT], "a" * 64) is None
+
+
+@pytest.mark.parametrize("status", ["running", "interrupted"])
+def test_what_is_scored_ahead_is_not_collected_before_its_stage_is_made(tmp_path, status):
+    run = session(tmp_path, *WORKERS)
+    entry: dict[str, Any] = {"stage": "rollout", "key": "a" * 64, "state": "running"}
+    run.record["nodes"][ROLLOUT] = entry
+    # A stage has the worker meanwhile, and the filling ends without it.
+    with run.crew.here("score")[1].of_stage(lambda: None), run._ahead.of(run.nodes[ROLLOUT], entry):
+        folder = run.store.scratch / "work" / "score" / run._ahead._filling[0]._request.key
+    run._ahead.end()
+    folder.mkdir(parents=True)
+    (folder / "journal-exact.jsonl").write_text("paid")
+    for path in (folder, folder / "journal-exact.jsonl"):
+        os.utime(path, (0, 0))
+    run.record["status"] = status
+
+    def goes() -> list[str]:
+        run.save()
+        roots = roots_of(run.store, Retention())
+        return [one.name for one in residues(run.store, [], roots, time.time()) if one.kind == "work"]
+
+    assert goes() == []
+    # The next try, which finds the rollouts.
+    entry |= {"digest": "d" * 64, "state": "made"}
+    assert goes() == []
+    again = Ahead(run, lambda: None, {ROLLOUT: dict(entry)})
+    run.record["nodes"][ROLLOUT] = again.noted(run.nodes[ROLLOUT], {"stage": "rollout", "key": "a" * 64, "digest": "d"})
+    assert goes() == []
+    run.record["nodes"][SCORE] = {"stage": "score", "key": "c" * 64, "digest": "d" * 64}
+    assert goes() == [f"work/score/{folder.name}"]
+
+
+def test_a_worker_is_not_asked_where_the_rollouts_are_there_by_its_turn(tmp_path):
+    run = session(tmp_path, *WORKERS)
+    entry: dict[str, Any] = {"stage": "rollout", "key": "a" * 64, "state": "running"}
+    with run.crew.here("score")[1].of_stage(lambda: None), run._ahead.of(run.nodes[ROLLOUT], entry):
+        filling = run._ahead._filling[0]
+        time.sleep(0.1)
+    filling._thread.join(20)
+    assert not filling.is_at_work and run.crew.starts == 0
 
 
 def test_a_stage_that_was_there_leaves_nothing_of_what_was_scored_ahead_of_it(store, record):

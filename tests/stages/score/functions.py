@@ -41,11 +41,11 @@ def relative(prompts, completions, **_):
     return [10 * len(completions) + len(c) / max(map(len, completions)) for c in completions]
 
 
-def counted(prompts, completions, *, calls, fails=False, down="", **_):
+def counted(prompts, completions, *, calls, fails=False, fails_on="", down="", **_):
     """Lengths; the file `calls` gets a line a call. On `down` the service is gone."""
     with Path(calls).open("a") as f:
         f.write(" ".join(completions) + "\n")
-    if fails:
+    if fails or fails_on in completions:
         raise ValueError(completions[0])
     if down in completions:
         raise ConnectionRefusedError("the service is gone")

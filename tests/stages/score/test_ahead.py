@@ -13,7 +13,7 @@ import pytest
 
 from stages.contract.definition import Context
 from stages.score import stage as score
-from stages.score.ahead import score_ahead, take_over
+from stages.score.ahead import Scoring, take_over
 from stages.score.settings import Config, Reward
 from stages.store.artifacts import Artifact, Store
 from stages.store.work import WorkFolder
@@ -88,7 +88,7 @@ class Round:
         **settings: Any,
     ) -> bool:
         """Scores ahead what is finished."""
-        return score_ahead(self.context("ahead", rewards, **settings), self.sampled, leave, check)
+        return Scoring(self.context("ahead", rewards, **settings), self.sampled).go_on(leave, check)
 
     def committed(self, tables: list[list[CompletionRow]]) -> Artifact:
         made = self.folder / "made"
@@ -191,18 +191,55 @@ def test_what_fails_ahead_is_told_by_the_stage_which_tries_it_again(a_round):
     assert a_round.called() == sorted(["boom", "4", "77"])
 
 
-def test_what_fails_more_often_than_the_stage_bears_is_left_to_it(a_round):
-    """So that a function that hangs on all completions costs a few of its limits ahead, not one for each."""
-    a_round.finish(0, rows(0, *"abcdefgh"))
-    a_round.ahead({"never": a_round.counted(fails=True), "exact": Reward(function="exact_match")})
-    assert len(a_round.called()) == 2
+def test_what_fails_on_more_than_the_stage_bears_of_the_whole_round_is_left_to_it(a_round):
+    """So that a function that hangs on all completions costs some of its limits ahead, not one for each."""
+    a_round.finish(0, rows(0, *"abcd"), of=2)
+    a_round.finish(1, rows(1, *"efgh"), of=2)
+    assert a_round.ahead({"never": a_round.counted(fails=True)}, leave=lambda seconds: False)
+    # Of 8 completions 4 may fail.
+    assert a_round.called() == list("abcde")
+    assert a_round.lines[1:] == [
+        "reward never has failed on 5 completions, more than max_failed_fraction allows: no more of it is scored ahead"
+    ]
+
+
+def test_one_group_that_fails_ends_nothing(a_round):
+    a_round.finish(0, SHARDS[0])
+    a_round.finish(1, SHARDS[2])
+    a_round.ahead({"each": a_round.counted(batch="group", fails_on="55")}, max_failed_fraction=0.34)
+    assert a_round.called() == ["4 55 666", "8 99 4"]
+
+
+def test_what_has_failed_is_called_once_however_often_it_is_left(a_round):
+    scoring = Scoring(a_round.context("ahead", {"never": a_round.counted(fails=True)}), a_round.sampled)
+    a_round.finish(0, rows(0, *"abc"))
+    for made in range(4):
+        scoring.go_on(lambda seconds, made=made: seconds > 0 or len(a_round.called()) > made, lambda: None)
+    assert a_round.called() == ["a", "b", "c"]
+
+
+def test_it_leaves_between_two_shards_also_where_all_of_them_is_scored(a_round):
+    for number, table in enumerate(SHARDS):
+        a_round.finish(number, table)
+    rewards = {"each": a_round.counted()}
+    a_round.ahead(rewards)
+    looks = []
+    scoring = Scoring(a_round.context("ahead", rewards), a_round.sampled)
+
+    def leave(seconds: float) -> bool:
+        looks.append(scoring._read)
+        return scoring._read == 1
+
+    assert not scoring.go_on(leave, lambda: None)
+    assert looks == [0, 0, 1]
 
 
 def test_an_outage_ends_a_shard_and_the_next_one_is_tried(a_round):
+    """An outage is no failure of completions: none of these may fail."""
     a_round.finish(0, SHARDS[1])
     a_round.finish(1, SHARDS[2])
     rewards = {"each": a_round.counted(down="boom")}
-    a_round.ahead(rewards)
+    a_round.ahead(rewards, max_failed_fraction=0)
     assert a_round.called() == sorted(["boom", "8", "99", "4"])
     with pytest.raises(Outage, match="the service is gone"):
         a_round.scored("stage", rewards, SHARDS[1:])
@@ -220,16 +257,20 @@ def test_a_judge_that_is_asked_as_it_leaves_is_not_asked_again(a_round):
         assert len(asked) == 9
 
 
-def test_what_was_scored_by_other_code_is_told_behind_each_shard(a_round):
-    for number, table in enumerate(SHARDS):
-        a_round.finish(number, table)
+def test_a_value_is_kept_only_where_the_code_is_that_of_the_key(a_round):
+    a_round.finish(0, SHARDS[0])
+    kept = a_round.folder / "ahead" / "work" / "journal-each.jsonl"
 
     def check() -> None:
-        raise RuntimeError("edited")
+        if kept.exists():
+            raise RuntimeError("edited")
 
     with pytest.raises(RuntimeError, match="edited"):
         a_round.ahead({"each": a_round.counted()}, check=check)
-    assert len(a_round.called()) == 3
+    assert a_round.called() == ["4", "55"]
+    a_round.ahead({"each": a_round.counted()})
+    # The one that was kept is not called again.
+    assert a_round.called() == sorted(["4", "55", "55", "666"])
 
 
 def test_a_stage_that_was_begun_before_has_the_lines_of_both(a_round):
