@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -80,16 +81,21 @@ def interrupt_at_sigterm() -> None:
 
     As the first process of a container it would not even end otherwise, until it is killed. What ends a job may send
     several signals at once: those within ONCE_SECONDS of the first are the same interruption, and do not end the
-    recording of it.
+    recording of it, which standard error says once.
     """
-    first = -math.inf
+    first, told = -math.inf, False
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal first
+        nonlocal first, told
         now = time.monotonic()
         if now - first > ONCE_SECONDS:
-            first = now
+            first, told = now, False
             raise KeyboardInterrupt
+        if not told:
+            told = True
+            # Not by a file object, in the midst of whose writing the signal may have come.
+            with contextlib.suppress(OSError):
+                os.write(2, f"already ending; another signal after {ONCE_SECONDS:.0f} s ends at once\n".encode())
 
     # A script's process in the background ignores Ctrl-C, and goes on doing so.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

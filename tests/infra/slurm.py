@@ -59,9 +59,11 @@ ENTERS = """
 mount --bind "$1/hosts" /etc/hosts
 mount --bind "$1/of-$2" "$1/scratch"
 hostname "$2"
-exec slurmd -D -N "$2" -f "$1/slurm.conf"
+slurmd -D -N "$2" -f "$1/slurm.conf" &
+wait
 """
-"""What makes a process a node: $1 is the folder of this Slurm, $2 the node's name."""
+"""What makes a process a node: $1 is the folder of this Slurm, $2 the node's name. Its first process
+is bash, which takes over those whose parent has ended; with it all of them end."""
 
 
 def why_not() -> str:
@@ -71,7 +73,7 @@ def why_not() -> str:
         return f"{', '.join(missing)} not installed (apt-get install slurm-wlm munge)"
     if os.geteuid():
         return "a node has a host name of its own, for which Slurm's daemons have to be root's"
-    tried = subprocess.run(["unshare", "--uts", "--mount", "true"], capture_output=True, text=True)
+    tried = subprocess.run(["unshare", "--uts", "--mount", "--pid", "--fork", "true"], capture_output=True, text=True)
     return f"no namespaces: {tried.stderr.strip()}" if tried.returncode else ""
 
 
@@ -115,19 +117,25 @@ class Slurm:
         munge = ["--force"] + [f"--{what}-file={self.folder}/munge.{what}" for what in ("key", "pid", "seed", "log")]
         self._start("munged", "munged", "--foreground", f"--socket={self.folder}/munge.socket", *munge)
         self.until(lambda: (self.folder / "munge.socket").exists(), "munged's socket")
-        self._start("slurmctld", "slurmctld", "-D", "-f", str(self.folder / "slurm.conf"))
+        self.start_controller()
         for name in NODES:
             self.start_node(name)
         self.until(lambda: self.states() == dict.fromkeys(NODES, "idle"), "idle nodes")
 
+    def start_controller(self) -> None:
+        """Starts slurmctld, or starts it again."""
+        self._start("slurmctld", "slurmctld", "-D", "-f", str(self.folder / "slurm.conf"))
+
     def start_node(self, name: str) -> None:
         """Starts a node, or starts it again."""
-        self._start(name, "unshare", "--uts", "--mount", "bash", "-euc", ENTERS, "bash", str(self.folder), name)
+        enter = ["unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        self._start(name, *enter, "bash", "-euc", ENTERS, "bash", str(self.folder), name)
 
     def _start(self, name: str, *command: str) -> None:
         with (self.folder / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
-                command,
+                # They end with the process of the tests, also where that is killed.
+                ["setpriv", "--pdeathsig=KILL", *command],
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -136,12 +144,20 @@ class Slurm:
             )
 
     def stop(self) -> None:
-        """Ends all jobs, then the daemons and whatever is left of the nodes."""
-        for name in NODES.keys() & self._processes.keys():
-            self.kill_node(name)
-        for process in reversed(self._processes.values()):
-            process.terminate()
+        """Ends all jobs, then the daemons and whatever is left of the nodes; each, whatever becomes of another."""
+        with contextlib.ExitStack() as stack:
+            for name in self._processes:
+                stack.callback(self.kill_node if name in NODES else self.end, name)
+
+    def end(self, name: str) -> None:
+        """Ends a daemon, by force where it takes long."""
+        process = self._processes[name]
+        process.terminate()
+        try:
             process.wait(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
     def processes_of(self, node: str) -> list[int]:
         """The processes of a node: those of its namespace."""
@@ -176,19 +192,27 @@ class Slurm:
         )
         return {line.split()[0]: line.split()[1] for line in done.stdout.splitlines()}
 
-    def command(self, *command: str, environment: Mapping[str, str] | None = None) -> str:
-        """Output of a command of Slurm in the project's folder. Raises AssertionError where it fails."""
+    def command(self, *command: str, environment: Mapping[str, str] | None = None, folder: Path | None = None) -> str:
+        """Output of a command of Slurm in a folder, the project's if None. Raises AssertionError where it fails."""
         variables = self.environment | dict(environment or {})
         done = subprocess.run(
-            command, cwd=self.project, env=variables, capture_output=True, text=True, timeout=5 * SECONDS
+            command, cwd=folder or self.project, env=variables, capture_output=True, text=True, timeout=5 * SECONDS
         )
         assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
         return done.stdout
 
-    def submit(self, script: str, *options: str, environment: Mapping[str, str], **variables: str) -> int:
+    def submit(
+        self,
+        script: str,
+        *options: str,
+        environment: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+        **variables: str,
+    ) -> int:
         """The number of a job: `sbatch OPTIONS --export=ALL,VARIABLES infra/SCRIPT` in a shell of this environment."""
         export = ",".join(["--export=ALL", *(f"{name}={value}" for name, value in variables.items())])
-        return int(self.command("sbatch", "--parsable", *options, export, f"infra/{script}", environment=environment))
+        given = ["--parsable", f"--output={self.project}/slurm-%j.out", *options, export]
+        return int(self.command("sbatch", *given, f"infra/{script}", environment=environment, folder=folder))
 
     def job(self, number: int) -> dict[str, str]:
         """What `scontrol show job` says."""

@@ -62,6 +62,7 @@ def test_signals_that_come_together_are_one_interruption_and_do_not_end_its_reco
         time.sleep(0.002)
     # A signal that finds Python gone ends the process itself: to a shell both are 130.
     assert run.wait(timeout=30) in (130, -signal.SIGINT)
+    assert run.stderr.read().count("already ending; another signal after 5 s ends at once\n") == 1
     assert Store(str(tmp_path / "store")).read_json("runs", "stopped", "run.json")["status"] == "interrupted"
 
 
