@@ -83,12 +83,9 @@ def _write(ctx: Context, groups: Sequence[Group], going: Going) -> None:
     whole = [[going.told(row) for row in group.rows] for group in spread([one for one in groups if one.is_whole])]
     carried = [group.rows for group in groups if not group.is_whole]
     segments = [[one for of_sample in group.segments.values() for one in of_sample] for group in groups]
-    for folder, kind, table in (
-        (FOLDER, CompletionRow, whole),
-        (CARRIED, CompletionRow, carried),
-        (SEGMENTS, SegmentRow, segments),
-    ):
-        _write_shards(ctx, folder, kind, table)
+    _write_shards(ctx, FOLDER, CompletionRow, whole)
+    _write_shards(ctx, CARRIED, CompletionRow, carried)
+    _write_shards(ctx, SEGMENTS, SegmentRow, segments)
 
 
 def _write_shards(ctx: Context, folder: str, kind: type[Row], groups: Sequence[Sequence[Row]]) -> None:

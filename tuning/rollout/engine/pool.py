@@ -154,10 +154,10 @@ class Pool:
         if self._limits.context and total > self._limits.context:
             raise RefusedRequest(f"{who}: {size} this engine's {self._limits.context} tokens of context")
         self._check_memory(who, total)
-        ids, known = np.asarray(request.prompt), self._config.vocab_size
-        unknown = np.flatnonzero((ids < 0) | (ids >= known))
+        ids, vocabulary = np.asarray(request.prompt), self._config.vocab_size
+        unknown = np.flatnonzero((ids < 0) | (ids >= vocabulary))
         if len(unknown):
-            raise RefusedRequest(f"{who}: token {request.prompt[unknown[0]]} is not one of the model's {known}")
+            raise RefusedRequest(f"{who}: token {request.prompt[unknown[0]]} is not one of the model's {vocabulary}")
 
     def _check_memory(self, who: str, tokens: int) -> None:
         if self._affordable_slots(tokens) == 0:
