@@ -40,9 +40,11 @@ LORA = {
 @pytest.fixture
 def use(monkeypatch) -> Callable[..., None]:
     """Sets devices of each process and the variables of a gang."""
+    # As they were before the first call: of two counts of devices in one variable the last one holds.
+    flags = os.environ["XLA_FLAGS"]
 
     def set_up(devices: int, ranks: str = "", **more: str) -> None:
-        values = with_devices(devices, os.environ["XLA_FLAGS"]) | {"NPROC": THREADS, "PJRT_NPROC": THREADS} | more
+        values = with_devices(devices, flags) | {"NPROC": THREADS, "PJRT_NPROC": THREADS} | more
         for name, value in (values | {"RLHF_GANG": ranks}).items():
             monkeypatch.setenv(name, value)
 
@@ -155,14 +157,9 @@ PARTIAL = {
 """Few tokens a round: in the first none of the groups becomes whole, and its oldest runs to its end."""
 
 
-def test_a_gang_carries_completions_as_one_process_does_also_where_only_the_lead_has_shards(
-    use, tmp_path, monkeypatch
-) -> None:
-    flags = os.environ["XLA_FLAGS"]
+def test_a_gang_carries_completions_as_one_process_does_also_where_only_the_lead_has_shards(use, tmp_path) -> None:
     use(2)
     alone = ended(tmp_path / "alone", sets=PARTIAL)
-    # Flags add up, and of two numbers of devices the last one counts.
-    monkeypatch.setenv("XLA_FLAGS", flags)
     use(1, "2", RLHF_GANG_SILENCE="6")
     gang = Run(tmp_path / "gang", "gang", retries=1, sets=PARTIAL)
     # The work folder is the lead's: the next try finds there what rank 1 has not.
