@@ -26,8 +26,8 @@ from stages.worker.protocol import Log, Report, Request
 if TYPE_CHECKING:
     from flows.running.session import Session
 
-SCORE, ROLLOUTS = "score", "rollouts"
-"""The stage, which has its worker's name, and its input."""
+SCORE, ROLLOUTS, PARTIAL = "score", "rollouts", "partial"
+"""The stage, which has its worker's name, its input, and a stage that makes one."""
 TURN_SECONDS = 0.5
 END_SECONDS = 20.0
 """For a thread whose worker was killed."""
@@ -94,7 +94,8 @@ class Ahead:
             return False
         sampled = self._session.nodes[node.inputs[ROLLOUTS].node]
         here = crew.of(sampled) != SCORE and not crew.is_elsewhere(node) and not crew.is_elsewhere(sampled)
-        return here and getattr(sampled.config, "environment", None) is None
+        # A shard of partial rollouts has completions that go on in the next round, and no text yet.
+        return here and sampled.stage != PARTIAL and getattr(sampled.config, "environment", None) is None
 
     def _request(self, node: Node, key: str) -> Request | None:
         """What the worker is asked for while a node is made; None where that is nothing."""

@@ -19,8 +19,8 @@ import pytest
 
 from flows.graph.build import Node, with_inputs
 from flows.keeping import roots_of
-from flows.recipe.model import Retention
 from flows.recipe.reading import load_recipe
+from flows.recipe.retention import Retention
 from flows.running.ahead import Ahead
 from flows.running.overlap import run_overlapped
 from flows.running.session import Session
@@ -108,8 +108,10 @@ def scored(store: Path) -> dict[str, int]:
         (WORKERS, (ROLLOUT,), None, False),
         # Nothing that can be called ahead.
         ([*WORKERS, *(f"rl.score.rewards.{name}.batch=round" for name in ("exact", "digits"))], (), None, False),
+        # Completions that are no whole ones yet.
+        ([*WORKERS, "rl.partial={round_tokens: 4}"], (), None, False),
     ],
-    ids=["three", "one", "no-scorer", "two", "chosen", "forced", "whole-rounds"],
+    ids=["three", "one", "no-scorer", "two", "chosen", "forced", "whole-rounds", "partial"],
 )
 def test_it_is_asked_for_where_a_worker_of_its_own_would_wait(tmp_path, sets, force, chosen, asked):
     run = session(tmp_path, *sets)
