@@ -23,7 +23,8 @@ KEPT = ("name", "moments", "decay")
 class Earlier(BaseModel):
     """Rounds of before the fork that were made with the same settings."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    # In a list, where Prefect's form shows the model itself.
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
     until: Annotated[int, Field(ge=1)]
     """The first round that has others."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from stages.contract.definition import StageConfig, execution_setting
 
@@ -32,6 +32,9 @@ def check_fields(source: DataSource | Decontaminate | Config) -> None:
 
 class DataSource(StageConfig):
     """One of several sources."""
+
+    # In a list, where Prefect's form shows the model itself.
+    model_config = ConfigDict(use_attribute_docstrings=True)
 
     source: str = execution_setting("addition")
     """Built-in task, `module:function`, or path, folder, glob or URL of files; in the key by content, not by name."""

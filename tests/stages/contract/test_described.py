@@ -1,6 +1,8 @@
 """What docstrings below fields say: of every setting, and of a class before its bases."""
 
 from flows.cli.settings import every_setting
+from flows.recipe.model import Recipe
+from flows.recipe.overrides import partial
 from stages.common.settings import Optimizer
 from stages.contract.described import field_docs
 from stages.sft import Config
@@ -21,3 +23,9 @@ def test_a_class_without_docstrings_has_those_of_its_base():
         epochs: int = 1
 
     assert field_docs(Narrow) == field_docs(Config)
+
+
+def test_every_setting_has_its_words_in_the_form_of_prefect():
+    models = partial(Recipe).model_json_schema()["$defs"]
+    fields = [(model, name, field) for model, one in models.items() for name, field in one["properties"].items()]
+    assert [(model, name) for model, name, field in fields if not field.get("description")] == []

@@ -284,13 +284,13 @@ def hashes(tree: Path) -> dict[str, list[object]]:
             "tuning/settings.py",
             "= 0.95",
             "= 0.96",
-            FITTED | {"rollout", "refill", "greedy", "score", "update", "evaluate"},
+            FITTED | {"rollout", "partial", "refill", "greedy", "score", "update", "evaluate"},
         ),
         (
             "tuning/rollout/engine/engine.py",
             "\ndef ",
             "\nX = 1\n\n\ndef ",
-            {"distill", "rollout", "refill", "greedy", "evaluate"},
+            {"distill", "rollout", "partial", "refill", "greedy", "evaluate"},
         ),
         # Engines over HTTP are loaded by name, by those rollouts alone that use them.
         ("tuning/rollout/servers/protocol.py", "\nclass ", "\nX = 1\n\n\nclass ", set()),
