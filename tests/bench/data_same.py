@@ -19,13 +19,16 @@ from tests.bench import data
 from tests.bench.data_scale import WORDS, digest
 from tests.tuning.data.run import job_server
 
+SEVERAL = {"shards": 5, "chunk_megabytes": 0.25}
+"""Shards and blocks."""
+
 
 def prepared(folder: Path, name: str, settings: dict[str, Any]) -> dict[str, Any]:
     """One way: the digest of what it makes."""
     out = folder / name
     out.mkdir()
     began = time.monotonic()
-    rows = data.prepare(folder / "data.jsonl", folder, out, work=folder / f"{name}-work", **settings)
+    rows = data.prepare(folder / "data.jsonl", folder, out, work=folder / f"{name}-work", **SEVERAL, **settings)
     return {"way": name, "rows": rows, "digest": digest(out), "seconds": round(time.monotonic() - began, 1)}
 
 
