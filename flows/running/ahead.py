@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 SCORE, ROLLOUTS, PARTIAL = "score", "rollouts", "partial"
 """The stage, which has its worker's name, its input, and a stage that makes one."""
 TURN_SECONDS = 0.5
+CHECK_SECONDS = 1.0
+"""How often a wait for calls under way asks whether the run is to end."""
 END_SECONDS = 20.0
 """For a thread whose worker was killed."""
 
@@ -41,6 +43,8 @@ class Ahead:
         try, by node."""
         self._session, self._check_time, self._before = session, check_time, before
         self._filling: list[_Filling] = []
+        self._over = False
+        """Whether nothing more is begun."""
 
     def folder(self, node: Node, parts: Mapping[str, Any], inputs: Mapping[str, Artifact]) -> str | None:
         """The key of the work folder of what was scored ahead of a node; None where nothing is.
@@ -68,7 +72,7 @@ class Ahead:
     def of(self, node: Node, entry: dict[str, Any]) -> Iterator[None]:
         """Within it finished shards of a node, where it is one that samples, are scored; the record's entry of it gets
         what becomes of that, which a collection keeps."""
-        request = self._request(node, entry["key"])
+        request = None if self._over else self._request(node, entry["key"])
         if request is None:
             yield
             return
@@ -76,16 +80,31 @@ class Ahead:
         self._session.save()
         filling = _Filling(self._session, request, self._check_time)
         self._filling = [*(one for one in self._filling if one.is_at_work), filling]
+        if self._over:
+            filling.over.set()
         filling.start()
         try:
             yield
         finally:
             filling.over.set()
 
-    def end(self) -> None:
-        """Ends what is at work, at once."""
+    def begin_no_more(self) -> None:
+        """Has no more calls begun; those under way come to their end."""
+        self._over = True
         for filling in self._filling:
-            filling.end()
+            filling.over.set()
+
+    def end(self, at_once: bool) -> None:
+        """Ends what is at work: `at_once`, or when calls under way have come to their end, which cost what they cost.
+        Each has its own limit; Ctrl-C, and the end of the run's time, end the wait."""
+        self.begin_no_more()
+        try:
+            with contextlib.suppress(KeyboardInterrupt, RunTooLong):
+                for filling in () if at_once else self._filling:
+                    filling.wait()
+        finally:
+            for filling in self._filling:
+                filling.end()
 
     def _is_beside(self, node: Node) -> bool:
         """Whether a node scores what is sampled in shards, both by workers of this host."""
@@ -161,6 +180,12 @@ class _Filling:
 
     def start(self) -> None:
         self._thread.start()
+
+    def wait(self) -> None:
+        """Waits for its end. Raises what `check_time` does."""
+        while self._thread.is_alive():
+            self._check_time()
+            self._thread.join(CHECK_SECONDS)
 
     def end(self) -> None:
         """Ends it at once, and its worker where that is at work for it."""
