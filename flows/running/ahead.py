@@ -72,21 +72,33 @@ class Ahead:
     def of(self, node: Node, entry: dict[str, Any]) -> Iterator[None]:
         """Within it finished shards of a node, where it is one that samples, are scored; the record's entry of it gets
         what becomes of that, which a collection keeps."""
-        request = None if self._over else self._request(node, entry["key"])
-        if request is None:
-            yield
-            return
-        entry[AHEAD] = [request.node, request.key]
-        self._session.save()
-        filling = _Filling(self._session, request, self._check_time)
-        self._filling = [*(one for one in self._filling if one.is_at_work), filling]
-        if self._over:
-            filling.over.set()
-        filling.start()
+        filling = self._begun(node, entry)
         try:
             yield
         finally:
+            if filling is not None:
+                filling.over.set()
+
+    def _begun(self, node: Node, entry: dict[str, Any]) -> _Filling | None:
+        """What scores shards of a node that begins; None where nothing does, or it cannot be begun."""
+        session = self._session
+        try:
+            request = None if self._over else self._request(node, entry["key"])
+            if request is None:
+                return None
+            # Another stage's thread may be writing the record.
+            with session._lock:
+                entry[AHEAD] = [request.node, request.key]
+                session.save()
+            filling = _Filling(session, request, self._check_time)
+            filling.start()
+        except Exception as e:
+            session.reporter.line(f"{node.name}: nothing is scored ahead ({type(e).__name__}: {e})")
+            return None
+        self._filling = [*(one for one in self._filling if one.is_at_work), filling]
+        if self._over:
             filling.over.set()
+        return filling
 
     def begin_no_more(self) -> None:
         """Has no more calls begun; those under way come to their end."""

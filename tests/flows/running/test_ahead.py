@@ -190,6 +190,50 @@ def test_a_worker_is_not_asked_where_the_rollouts_are_there_by_its_turn(tmp_path
     assert not filling.is_at_work and run.crew.starts == 0
 
 
+def test_an_entry_changes_while_nobody_writes_the_record(tmp_path):
+    run = session(tmp_path, *WORKERS)
+    alone = list[bool]()
+
+    class Entry(dict[str, Any]):
+        def __setitem__(self, name: str, value: Any) -> None:
+            # As `Session.save` holds it.
+            alone.append(run._lock._is_owned())  # type: ignore[attr-defined]
+            super().__setitem__(name, value)
+
+    entry = run.record["nodes"][ROLLOUT] = Entry(stage="rollout", key="a" * 64, state="running")
+    # A stage has the worker meanwhile.
+    with run.crew.here("score")[1].of_stage(lambda: None), run.ahead.of(run.nodes[ROLLOUT], entry):
+        assert "ahead" in entry and alone == [True]
+    run.finish("interrupted")
+
+
+@pytest.mark.parametrize("what", ["record", "thread"])
+def test_what_cannot_be_begun_ahead_is_told_and_fails_no_rollout(tmp_path, what):
+    run = session(tmp_path, *WORKERS)
+    entry: dict[str, Any] = {"stage": "rollout", "key": "a" * 64, "state": "running"}
+    record = tmp_path / "store" / "runs" / "ahead"
+    before = threading.stack_size()
+    if what == "record":
+        record.rename(tmp_path / "aside")
+        record.write_text("a file in the folder's place")
+    else:
+        # More than any machine can address.
+        threading.stack_size(1 << 47)
+    try:
+        with run.ahead.of(run.nodes[ROLLOUT], entry):
+            pass
+    finally:
+        threading.stack_size(before)
+    (line,) = run.reporter.lines  # type: ignore[attr-defined]
+    found = {"record": "FileExistsError: ", "thread": "RuntimeError: can't start new thread"}[what]
+    assert line.startswith(f"{ROLLOUT}: nothing is scored ahead ({found}")
+    if what == "record":
+        record.unlink()
+        (tmp_path / "aside").rename(record)
+    run.finish("failed")
+    assert run.reporter.lines == [line]  # type: ignore[attr-defined]
+
+
 HELD = """
 import pathlib, time
 
@@ -251,7 +295,8 @@ def test_a_run_that_has_failed_ends_when_calls_under_way_have_come_to_their_end(
     thread.join(60)
     assert not thread.is_alive() and scored(tmp_path / "store") == {"exact": 2}
     assert len(list(tmp_path.glob("begun-*"))) == 2
-    assert held.reporter.lines == [f"{SCORE}: finished shards of its rollouts are scored while others are sampled"]
+    lines: list[str] = held.reporter.lines  # type: ignore[attr-defined]
+    assert lines == [f"{SCORE}: finished shards of its rollouts are scored while others are sampled"]
 
 
 @pytest.mark.parametrize("how", ["interrupted", "stopped", "late", "ctrl-c"])
