@@ -57,6 +57,9 @@ class Journal:
             self._told = time.monotonic()
             self._log(f"{self._what}: {done} of {of} calls")
 
+    def failed(self, outcomes: Sequence[Outcome]) -> None:
+        """Is told of the outcomes of a call in which something failed: none of them is stored."""
+
     def add(self, rows: Sequence[CompletionRow], outcomes: Sequence[Outcome]) -> None:
         """Stores the scores of a call, in which nothing failed."""
         text = json.dumps({"call": self._name(rows), "values": [outcome.value for outcome in outcomes]}).encode()
@@ -91,7 +94,8 @@ def journaled(
 ) -> dict[int, Outcome]:
     """Outcomes of `function` by number of the row, for calls on some rows each; those in the journal are not made.
 
-    limits: as in `tuning.rewards.processes.attempt`, whose outages are among the outcomes and not in the journal.
+    limits: as in `tuning.rewards.processes.attempt`, whose outages, and calls that it has left, are among the outcomes
+        and not in the journal.
     """
     from tuning.rewards.processes import attempt
 
@@ -106,7 +110,9 @@ def journaled(
 
     def finished(some: Sequence[int], outcomes: Sequence[Outcome]) -> None:
         journal.tell(next(made), len(todo))
-        if all(outcome.failure is None for outcome in outcomes):
+        if any(outcome.failure is not None for outcome in outcomes):
+            journal.failed(outcomes)
+        else:
             journal.add([rows[numbers[k]] for k in some], outcomes)
 
     samples = [journal.sample(rows[i]) for i in numbers]

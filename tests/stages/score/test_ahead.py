@@ -41,7 +41,7 @@ SHARDS = [rows(0, "4", "55", "666"), rows(1, "boom", "4", "77"), rows(2, "8", "9
 @pytest.fixture(scope="module", autouse=True)
 def _no_processes_stay() -> Iterator[None]:
     yield
-    for process in _pool(1):
+    for process in (*_pool(1), *_pool(2)):
         process.kill()
 
 
@@ -145,6 +145,14 @@ def test_it_leaves_between_two_calls_and_goes_on_from_there(a_round):
     assert a_round.called() == ["4", "55"]
     a_round.ahead(rewards)
     assert a_round.called() == ["4", "55", "666"]
+
+
+def test_a_call_that_takes_long_holds_up_no_other_of_its_shard(a_round):
+    a_round.finish(0, SHARDS[0])
+    arguments = {"calls": str(a_round.calls), "waits": "4", "of": 3}
+    a_round.ahead({"slow": Reward(function=f"{FUNCTIONS}patient", arguments=arguments, seconds=60)}, workers=2)
+    journal = a_round.folder / "ahead" / "work" / "journal-slow.jsonl"
+    assert a_round.called() == ["4", "55", "666"] and len(journal.read_text().split("\n")[1:]) == 3
 
 
 def test_a_shard_that_does_not_fit_its_seal_is_not_scored(a_round):
@@ -252,7 +260,8 @@ def test_a_judge_that_is_asked_as_it_leaves_is_not_asked_again(a_round):
         a_round.finish(0, SHARDS[0])
         a_round.finish(1, SHARDS[1])
         a_round.ahead(rewards, leave=lambda seconds: bool(seconds or asked), max_concurrency=2)
-        assert len(asked) == 2
+        # Another one may have been asked before the first was.
+        assert len(asked) in (1, 2)
         a_round.scored("stage", rewards, SHARDS)
         assert len(asked) == 9
 
