@@ -174,9 +174,10 @@ class Scoring:
         )
         if self._has_failed(name):
             del self._rewards[name]
+            (reason, count), *_ = journal.failures.most_common(1)
             self._ctx.log(
                 f"reward {name} has failed on {journal.failures.total()} completions, more than max_failed_fraction "
-                "allows: no more of it is scored ahead"
+                f"allows, most often ({count} times) with: {reason}; no more of it is scored ahead"
             )
         elif not journal.outage and (left := [call for call in piece.calls if found[call[0]] is LEFT]):
             self._todo.appendleft(dataclasses.replace(piece, calls=left))

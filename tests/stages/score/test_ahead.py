@@ -201,13 +201,14 @@ def test_what_fails_ahead_is_told_by_the_stage_which_tries_it_again(a_round):
 
 def test_what_fails_on_more_than_the_stage_bears_of_the_whole_round_is_left_to_it(a_round):
     """So that a function that hangs on all completions costs some of its limits ahead, not one for each."""
-    a_round.finish(0, rows(0, *"abcd"), of=2)
+    a_round.finish(0, rows(0, *"abaa"), of=2)
     a_round.finish(1, rows(1, *"efgh"), of=2)
     assert a_round.ahead({"never": a_round.counted(fails=True)}, leave=lambda seconds: False)
     # Of 8 completions 4 may fail.
-    assert a_round.called() == list("abcde")
+    assert a_round.called() == sorted("abaae")
     assert a_round.lines[1:] == [
-        "reward never has failed on 5 completions, more than max_failed_fraction allows: no more of it is scored ahead"
+        "reward never has failed on 5 completions, more than max_failed_fraction allows, most often (3 times) with: "
+        "ValueError: a (functions.py, line 60); no more of it is scored ahead"
     ]
 
 
