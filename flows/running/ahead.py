@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from flows.graph.build import Node
 from flows.graph.keying import Codes, key_parts
 from flows.keeping import AHEAD
 from flows.running.limits import RunTooLong
+from flows.running.turns import CHECK_SECONDS, TELL_SECONDS
 from stages.score.settings import Config
 from stages.store.artifacts import Artifact
 from stages.store.keys import digest
@@ -29,8 +31,6 @@ if TYPE_CHECKING:
 SCORE, ROLLOUTS, PARTIAL = "score", "rollouts", "partial"
 """The stage, which has its worker's name, its input, and a stage that makes one."""
 TURN_SECONDS = 0.5
-CHECK_SECONDS = 1.0
-"""How often a wait for calls under way asks whether the run is to end."""
 END_SECONDS = 20.0
 """For a thread whose worker was killed."""
 
@@ -194,9 +194,13 @@ class _Filling:
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits for its end. Raises what `check_time` does."""
+        """Waits for its end, which a line tells where that lasts. Raises what `check_time` does."""
+        began, told = time.monotonic(), False
         while self._thread.is_alive():
             self._check_time()
+            if not told and time.monotonic() - began >= TELL_SECONDS:
+                told = True
+                self._tell(f"{self._request.node}: the run ends after calls that were begun ahead; Ctrl-C ends them")
             self._thread.join(CHECK_SECONDS)
 
     def end(self) -> None:

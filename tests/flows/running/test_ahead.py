@@ -28,7 +28,9 @@ from flows.running.session import Session
 from stages.store.artifacts import Artifact, Store
 from stages.store.residue import residues
 from stages.store.work import WorkFolder
+from stages.worker.protocol import Log, Report
 from tests.flows.lines import Lines
+from tests.stages.worker.support import request
 from tuning.rows import CompletionRow, write_table
 
 WORKERS = ["workers.train={}", "workers.sample={}", "workers.score={}"]
@@ -279,14 +281,28 @@ def told_to_leave_off(run: Session) -> None:
     until(lambda: worker._enough is None and not worker._unsent, 30)
 
 
+def test_a_stage_says_that_it_waits_for_calls_under_way(held, tmp_path, monkeypatch):
+    monkeypatch.setattr("flows.running.turns.TELL_SECONDS", 0.0)
+    told: list[Report] = []
+    node = held.nodes[SCORE]
+    thread = threading.Thread(target=held.crew.run, args=(node, request(tmp_path), told.append, lambda: None))
+    thread.start()
+    until(lambda: told)
+    (tmp_path / "go").touch()
+    thread.join(120)
+    assert not thread.is_alive() and isinstance(told[0], Log)
+    assert told[0].line.startswith("waits for its worker, which ends calls that were begun ahead")
+
+
 def ending(run: Session, status: str) -> threading.Thread:
     thread = threading.Thread(target=run.finish, args=(status,), daemon=True)
     thread.start()
     return thread
 
 
-def test_a_run_that_has_failed_ends_when_calls_under_way_have_come_to_their_end(held, tmp_path):
+def test_a_run_that_has_failed_ends_when_calls_under_way_have_come_to_their_end(held, tmp_path, monkeypatch):
     """They cost what they cost: the next try finds them, and begins the others."""
+    monkeypatch.setattr("flows.running.ahead.TELL_SECONDS", 0.0)
     thread = ending(held, "failed")
     told_to_leave_off(held)
     thread.join(1)
@@ -296,7 +312,10 @@ def test_a_run_that_has_failed_ends_when_calls_under_way_have_come_to_their_end(
     assert not thread.is_alive() and scored(tmp_path / "store") == {"exact": 2}
     assert len(list(tmp_path.glob("begun-*"))) == 2
     lines: list[str] = held.reporter.lines  # type: ignore[attr-defined]
-    assert lines == [f"{SCORE}: finished shards of its rollouts are scored while others are sampled"]
+    assert lines == [
+        f"{SCORE}: finished shards of its rollouts are scored while others are sampled",
+        f"{SCORE}: the run ends after calls that were begun ahead; Ctrl-C ends them",
+    ]
 
 
 @pytest.mark.parametrize("how", ["interrupted", "stopped", "late", "ctrl-c"])
