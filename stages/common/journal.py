@@ -40,7 +40,9 @@ class Journal:
                 # Lines of before name places alone, not what was judged there.
                 if isinstance(line, dict):
                     self._known[line["call"]] = line["values"]
-            ctx.log(f"{what}: {sum(map(len, self._known.values()))} finished scores are reused")
+            # How many of them are of completions that there are now is known call by call.
+            kept = sum(map(len, self._known.values()))
+            ctx.log(f"{what}: {kept} finished scores are there, and reused where their completions are the same")
 
     def _name(self, rows: Sequence[CompletionRow]) -> str:
         """The name of a call on some completions."""

@@ -87,7 +87,7 @@ def test_what_was_scored_ahead_is_not_scored_again_and_its_digest_is_the_same(tm
     lines: list[str] = run.reporter.lines  # type: ignore[attr-defined]
     assert f"{SCORE}: finished shards of its rollouts are scored while others are sampled" in lines
     # Of the last shard some were made too, before the stage began.
-    reused = dict(re.findall(rf"{SCORE}: reward (\w+): (\d+) finished scores are reused", "\n".join(lines)))
+    reused = dict(re.findall(rf"{SCORE}: reward (\w+): (\d+) finished scores are there", "\n".join(lines)))
     assert set(reused) == {"digits", "exact"} and min(map(int, reused.values())) >= 16 * shards > 0
     assert [path for path in (store / "work").rglob("*") if path.is_file()] == []
     logged = (store / "runs" / "ahead" / "worker-score.log").read_text()
