@@ -240,8 +240,7 @@ class Session:
             if self._another_input(inputs, begun):
                 return self._made_or_read(name, begun)
             self.save()
-            # The record is on disk before the work begins: `rlhf show` sees the stage as running, also after a
-            # kill.
+            # On disk before the work begins: `rlhf show` sees the stage as running, also after a kill.
             self.reporter.stage_started(node)
 
             def waits(line: str) -> None:
@@ -367,8 +366,10 @@ class Session:
     def finish(self, status: str) -> None:
         """Ends the workers and closes the record; a remote store gets their logs."""
         try:
-            self.ahead.end(at_once=status == "interrupted")
-            self.crew.finish(goes_on=status in ("failed", "interrupted"))
+            try:
+                self.ahead.end(at_once=status == "interrupted")
+            finally:
+                self.crew.finish(goes_on=status in ("failed", "interrupted"))
         except Exception as e:
             # A record that stays open would tell of a run at work.
             self.reporter.line(f"a worker of run {self.name} did not end well ({type(e).__name__}: {e})")

@@ -151,7 +151,8 @@ class Scoring:
             self._ctx.log("finished shards of its rollouts are scored while others are sampled")
         self._read, self._completions = self._read + bool(rows), self._completions + len(rows)
         for reward_name, reward in self._rewards.items():
-            self._todo.append(_Piece(reward_name, rows, _calls(reward, rows)))
+            if calls := _calls(reward, rows):
+                self._todo.append(_Piece(reward_name, rows, calls))
 
     def _call(self, piece: _Piece, leave: Leave) -> None:
         """Makes calls that the reward's journal has not; what it has not begun as it leaves is still to be done."""

@@ -341,6 +341,24 @@ def test_a_run_that_is_in_a_hurry_does_not_wait_for_calls_under_way(held, tmp_pa
     assert not held.ahead._filling[0].is_at_work and held.crew.here("score")[0].pid is None
 
 
+def test_a_signal_that_ends_the_process_while_a_failed_run_waits_leaves_no_worker(held):
+    """As Prefect's for SIGTERM, which is no Ctrl-C."""
+
+    class Terminated(BaseException):
+        pass
+
+    def struck(*_: Any) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGALRM, struck)
+    signal.setitimer(signal.ITIMER_REAL, 1.0)
+    with pytest.raises(Terminated):
+        held.finish("failed")
+    signal.signal(signal.SIGALRM, before)
+    worker = held.crew.here("score")[0]
+    assert worker.pid is None and worker._requests == -1 and held.record["status"] == "failed"
+
+
 def test_no_more_calls_are_begun_once_a_stage_has_failed(held, tmp_path):
     """As no stage is: a reward may be what has failed."""
     held.ahead.begin_no_more()

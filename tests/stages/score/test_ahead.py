@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from stages.contract.definition import Context
+from stages.sampling.played import FAILED
 from stages.score import stage as score
 from stages.score.ahead import Scoring, take_over
 from stages.score.settings import Config, Reward
@@ -153,6 +154,12 @@ def test_a_call_that_takes_long_holds_up_no_other_of_its_shard(a_round):
     a_round.ahead({"slow": Reward(function=f"{FUNCTIONS}patient", arguments=arguments, seconds=60)}, workers=2)
     journal = a_round.folder / "ahead" / "work" / "journal-slow.jsonl"
     assert a_round.called() == ["4", "55", "666"] and len(journal.read_text().split("\n")[1:]) == 3
+
+
+def test_a_shard_without_a_completion_to_score_is_nothing_to_do(a_round):
+    a_round.finish(0, [], of=2)
+    a_round.finish(1, [dataclasses.replace(row, stop=FAILED) for row in SHARDS[1]], of=2)
+    assert a_round.ahead({"each": a_round.counted()}, leave=lambda seconds: False) and a_round.called() == []
 
 
 def test_a_shard_that_does_not_fit_its_seal_is_not_scored(a_round):
