@@ -24,6 +24,8 @@ class Config(StageConfig):
 
 def run(ctx: Context) -> dict[str, Any]:
     """Writes the parts of the data; returns how many rows of each part to train on are new, and how many are not."""
+    from tuning.data.flat import write_arrays
+
     data, trained = ctx.inputs["data"], read_names(ctx.inputs["start"])
     rows: dict[str, int] = {}
     old: dict[str, int] = {}
@@ -36,6 +38,8 @@ def run(ctx: Context) -> dict[str, Any]:
             continue
         kept, dropped = _without(source, target, trained)
         rows[part], old[part] = rows.get(part, 0) + kept, old.get(part, 0) + dropped
+    for part in sorted(path.name for path in ctx.out.iterdir() if path.name in (*SPLITS, *_HELD_OUT)):
+        write_arrays(ctx.out / part)
     ctx.log(", ".join(f"{part}: {rows[part]} new, {old[part]} trained on before" for part in rows))
     return {"rows": rows, "trained": old}
 
@@ -77,7 +81,7 @@ STAGE = Stage(
     1,
     Config,
     run,
-    libraries=("pyarrow",),
+    libraries=("pyarrow", "numpy"),
     computes=lambda config: False,
     gang=lambda config: "lead",
     work="data",

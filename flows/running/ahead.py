@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from flows.graph.build import Node
 from flows.graph.keying import Codes, key_parts
 from flows.keeping import AHEAD
 from flows.running.limits import RunTooLong
+from flows.running.turns import CHECK_SECONDS, TELL_SECONDS
 from stages.score.settings import Config
 from stages.store.artifacts import Artifact
 from stages.store.keys import digest
@@ -41,6 +43,8 @@ class Ahead:
         try, by node."""
         self._session, self._check_time, self._before = session, check_time, before
         self._filling: list[_Filling] = []
+        self._over = False
+        """Whether nothing more is begun."""
 
     def folder(self, node: Node, parts: Mapping[str, Any], inputs: Mapping[str, Artifact]) -> str | None:
         """The key of the work folder of what was scored ahead of a node; None where nothing is.
@@ -68,24 +72,51 @@ class Ahead:
     def of(self, node: Node, entry: dict[str, Any]) -> Iterator[None]:
         """Within it finished shards of a node, where it is one that samples, are scored; the record's entry of it gets
         what becomes of that, which a collection keeps."""
-        request = self._request(node, entry["key"])
-        if request is None:
-            yield
-            return
-        entry[AHEAD] = [request.node, request.key]
-        self._session.save()
-        filling = _Filling(self._session, request, self._check_time)
-        self._filling = [*(one for one in self._filling if one.is_at_work), filling]
-        filling.start()
+        filling = self._begun(node, entry)
         try:
             yield
         finally:
+            if filling is not None:
+                filling.over.set()
+
+    def _begun(self, node: Node, entry: dict[str, Any]) -> _Filling | None:
+        """What scores shards of a node that begins; None where nothing does, or it cannot be begun."""
+        session = self._session
+        try:
+            request = None if self._over else self._request(node, entry["key"])
+            if request is None:
+                return None
+            # Another stage's thread may be writing the record.
+            with session._lock:
+                entry[AHEAD] = [request.node, request.key]
+                session.save()
+            filling = _Filling(session, request, self._check_time)
+            filling.start()
+        except Exception as e:
+            session.reporter.line(f"{node.name}: nothing is scored ahead ({type(e).__name__}: {e})")
+            return None
+        self._filling = [*(one for one in self._filling if one.is_at_work), filling]
+        if self._over:
+            filling.over.set()
+        return filling
+
+    def begin_no_more(self) -> None:
+        """Has no more calls begun; those under way come to their end."""
+        self._over = True
+        for filling in self._filling:
             filling.over.set()
 
-    def end(self) -> None:
-        """Ends what is at work, at once."""
-        for filling in self._filling:
-            filling.end()
+    def end(self, at_once: bool) -> None:
+        """Ends what is at work: `at_once`, or when calls under way have come to their end, which cost what they cost.
+        Each has its own limit; Ctrl-C, and the end of the run's time, end the wait."""
+        self.begin_no_more()
+        try:
+            with contextlib.suppress(KeyboardInterrupt, RunTooLong):
+                for filling in () if at_once else self._filling:
+                    filling.wait()
+        finally:
+            for filling in self._filling:
+                filling.end()
 
     def _is_beside(self, node: Node) -> bool:
         """Whether a node scores what is sampled in shards, both by workers of this host."""
@@ -161,6 +192,16 @@ class _Filling:
 
     def start(self) -> None:
         self._thread.start()
+
+    def wait(self) -> None:
+        """Waits for its end, which a line tells where that lasts. Raises what `check_time` does."""
+        began, told = time.monotonic(), False
+        while self._thread.is_alive():
+            self._check_time()
+            if not told and time.monotonic() - began >= TELL_SECONDS:
+                told = True
+                self._tell(f"{self._request.node}: the run ends after calls that were begun ahead; Ctrl-C ends them")
+            self._thread.join(CHECK_SECONDS)
 
     def end(self) -> None:
         """Ends it at once, and its worker where that is at work for it."""

@@ -16,7 +16,7 @@ from stages.store.keys import published
 from stages.worker.client import Worker
 from stages.worker.devices import confined, device_kind
 from stages.worker.places import GANG, place_of
-from stages.worker.protocol import HandOver, Report, Request
+from stages.worker.protocol import HandOver, Log, Report, Request
 
 POLICY = "policy"
 """The input that is the policy which a stage samples from, trains or exports."""
@@ -92,7 +92,7 @@ class Crew:
         """Has a node's worker make it, as soon as that is free; raises as `Worker.run` does."""
         name = self.of(node)
         # Stages are begun where no other has their worker; an input that has to be made again may find it at work.
-        with self._turns[name].of_stage(check_time):
+        with self._turns[name].of_stage(check_time, lambda line: on_event(Log(line))):
             return self._workers[name].run(request, on_event, check_time)
 
     def is_elsewhere(self, node: Node) -> bool:

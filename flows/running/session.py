@@ -96,7 +96,7 @@ class Session:
         self.crew = Crew(recipe, self.name, log, pooled)
         self.chosen: Collection[str] | None = None
         """Names of the nodes that the run makes; None: all."""
-        self._ahead = Ahead(self, self._check, (unfinished or {}).get("nodes", {}))
+        self.ahead = Ahead(self, self._check, (unfinished or {}).get("nodes", {}))
         self._stopped = threading.Event()
         self._lock = threading.RLock()
         """Of the record, and of what is made."""
@@ -230,7 +230,7 @@ class Session:
         artifact = taken if taken is not None else None if forced else self.store.get(node.stage, key)
         started = time.monotonic()
         entry: dict[str, Any] = {"stage": node.stage, "key": key, "started": now(), "state": "running"}
-        begun.append(self._ahead.noted(node, entry))
+        begun.append(self.ahead.noted(node, entry))
         with self._lock:
             self.record["nodes"] = in_order(self.record["nodes"], name, entry, self._places)
         if artifact is not None:
@@ -240,8 +240,7 @@ class Session:
             if self._another_input(inputs, begun):
                 return self._made_or_read(name, begun)
             self.save()
-            # The record is on disk before the work begins: `rlhf show` sees the stage as running, also after a
-            # kill.
+            # On disk before the work begins: `rlhf show` sees the stage as running, also after a kill.
             self.reporter.stage_started(node)
 
             def waits(line: str) -> None:
@@ -255,7 +254,7 @@ class Session:
                 state = "hit" if artifact is not None else "made"
                 if artifact is None:
                     artifact = self._make(node, inputs, key, parts, files, token, entry)
-        self._ahead.drop(node, parts, inputs)
+        self.ahead.drop(node, parts, inputs)
         check_point(node, artifact)
         seconds = time.monotonic() - started
         # The last: what making took, here or in the run that did it.
@@ -325,7 +324,7 @@ class Session:
             # A retry within this run resumes its own partial work; another forced run starts from nothing.
             force=self.name if node.name in self.force else None,
             hand_over=self._hand_over(node.name),
-            ahead=self._ahead.folder(node, parts, inputs),
+            ahead=self.ahead.folder(node, parts, inputs),
         )
 
         def on_event(event: Report) -> None:
@@ -339,7 +338,7 @@ class Session:
 
         started = time.monotonic()
         try:
-            with self._ahead.of(node, entry):
+            with self.ahead.of(node, entry):
                 manifest = self.crew.run(node, request, on_event, self._check)
         except BaseException as e:
             with self._lock:
@@ -367,8 +366,10 @@ class Session:
     def finish(self, status: str) -> None:
         """Ends the workers and closes the record; a remote store gets their logs."""
         try:
-            self._ahead.end()
-            self.crew.finish(goes_on=status in ("failed", "interrupted"))
+            try:
+                self.ahead.end(at_once=status == "interrupted")
+            finally:
+                self.crew.finish(goes_on=status in ("failed", "interrupted"))
         except Exception as e:
             # A record that stays open would tell of a run at work.
             self.reporter.line(f"a worker of run {self.name} did not end well ({type(e).__name__}: {e})")

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 
 from stages.auditing.laws import Finding, Law, OfRounds
 from stages.auditing.run import AuditedRun, Round, Sampled, is_played, tokens_digest
+from stages.common.tables import table_paths
 from stages.common.trained import read_names, rows_of, was_seen
 from stages.store.artifacts import Artifact
 from tuning.columns import list_rows
@@ -148,7 +149,7 @@ def _names(data: Artifact, split: str) -> Iterable[tuple[str, list[str]]]:
 
     In SFT texts and tokens end before the first trained one, turns before each.
     """
-    for path in sorted(data.local(f"{split}/").glob("*.parquet")):
+    for path in table_paths(data, split):
         # A dataset of many gigabytes: batches of a few columns, not rows of all.
         file = pq.ParquetFile(path)
         columns = [c for c in ("group", "prompt", "prompt_ids", "turns") if c in file.schema_arrow.names]

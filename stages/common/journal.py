@@ -40,7 +40,9 @@ class Journal:
                 # Lines of before name places alone, not what was judged there.
                 if isinstance(line, dict):
                     self._known[line["call"]] = line["values"]
-            ctx.log(f"{what}: {sum(map(len, self._known.values()))} finished scores are reused")
+            # How many of them are of completions that there are now is known call by call.
+            kept = sum(map(len, self._known.values()))
+            ctx.log(f"{what}: {kept} finished scores are there, and reused where their completions are the same")
 
     def _name(self, rows: Sequence[CompletionRow]) -> str:
         """The name of a call on some completions."""
@@ -56,6 +58,9 @@ class Journal:
         if time.monotonic() - self._told > TELL_SECONDS:
             self._told = time.monotonic()
             self._log(f"{self._what}: {done} of {of} calls")
+
+    def failed(self, outcomes: Sequence[Outcome]) -> None:
+        """Is told of the outcomes of a call in which something failed: none of them is stored."""
 
     def add(self, rows: Sequence[CompletionRow], outcomes: Sequence[Outcome]) -> None:
         """Stores the scores of a call, in which nothing failed."""
@@ -91,7 +96,8 @@ def journaled(
 ) -> dict[int, Outcome]:
     """Outcomes of `function` by number of the row, for calls on some rows each; those in the journal are not made.
 
-    limits: as in `tuning.rewards.processes.attempt`, whose outages are among the outcomes and not in the journal.
+    limits: as in `tuning.rewards.processes.attempt`, whose outages, and calls that it has left, are among the outcomes
+        and not in the journal.
     """
     from tuning.rewards.processes import attempt
 
@@ -106,7 +112,9 @@ def journaled(
 
     def finished(some: Sequence[int], outcomes: Sequence[Outcome]) -> None:
         journal.tell(next(made), len(todo))
-        if all(outcome.failure is None for outcome in outcomes):
+        if any(outcome.failure is not None for outcome in outcomes):
+            journal.failed(outcomes)
+        else:
             journal.add([rows[numbers[k]] for k in some], outcomes)
 
     samples = [journal.sample(rows[i]) for i in numbers]

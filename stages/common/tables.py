@@ -46,6 +46,11 @@ def _files(artifact: Artifact, part: str) -> list[Path]:
     return sorted(artifact.local(part).glob("*.parquet"))
 
 
+def table_paths(data: Artifact, part: str) -> list[Path]:
+    """Local paths of the tables of a part of prepared data, in order. Of a remote store its arrays are not fetched."""
+    return sorted(data.local(f"{part}/part-").parent.glob("part-*.parquet"))
+
+
 def batches(artifact: Artifact, part: str, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
     """Some columns of all rows below `part`, in file order: pieces that fit memory whatever the table's size is."""
     for path in _files(artifact, part):

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from stages.common.tables import batches
+from stages.common.tables import batches, table_paths
 from stages.contract.registry import modules, stage
 from stages.store.artifacts import Artifact, ArtifactError
 from tuning.rows import PROMPT_GROUP, write_arrow
@@ -150,7 +150,7 @@ def _parts(artifact: Artifact, role: str) -> Sequence[str]:
 
 def rows_of(data: Artifact, part: str) -> Iterator[dict[str, Any]]:
     """The naming columns of the rows of a part, in file order."""
-    for path in sorted(data.local(f"{part}/").glob("*.parquet")):
+    for path in table_paths(data, part):
         file = pq.ParquetFile(path)
         for batch in file.iter_batches(columns=[c for c in COLUMNS if c in file.schema_arrow.names]):
             yield from batch.to_pylist()

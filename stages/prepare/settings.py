@@ -177,6 +177,13 @@ class Config(StageConfig):
         )
         return self.sources or [single]
 
+    @property
+    def on_cluster(self) -> bool:
+        """Whether other machines execute the pipeline."""
+        from tuning.data.runners import LOCAL
+
+        return self.runner.name != LOCAL
+
     def beam_runner(self) -> Runner:
         """The runner as the pipeline takes it."""
         from tuning.data.runners import Runner

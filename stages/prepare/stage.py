@@ -10,9 +10,11 @@ Outputs, each as `<name>/part-00000-of-0000N.parquet`, sorted by id within a sha
     heldout_preference  as preference; only where they have pairs
     heldout_labelled    likewise
 
-with `dead/dead.parquet`, the records that could not be used, each with the reason; `statistics.json`; and the data
-card, `card.html`. Token ids are int32; completions end with the end of the assistant's turn (R23). The files are byte
-for byte the same for any runner, number of workers and size of chunk.
+each of completions also as arrays of tokens in `<name>/_flat/`, which training maps (`tuning.data.flat`).
+
+`dead/dead.parquet` has the records that could not be used, each with the reason; `statistics.json` and the data card,
+`card.html`, the figures. Token ids are int32; completions end with the end of the assistant's turn (R23). The files are
+byte for byte the same for any runner, number of workers and size of chunk.
 
 A group of records (by default: those of one prompt) is either held out or used for training, by a hash of the split
 seed and the group. Held-out groups are in no other output. Of the training groups, a part feeds `sft`; pairs come
@@ -25,13 +27,13 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stages.contract.definition import Context, Reads, Stage
 from stages.prepare.groups import PrepareError, crowd_of
 from stages.prepare.lost import advice, losses
+from stages.prepare.outputs import write_outputs
 from stages.prepare.settings import Config
 
 if TYPE_CHECKING:
@@ -79,6 +81,7 @@ def run(ctx: Context) -> dict[str, Any]:
         PrepareError: no rows for a wanted split, too many dead records, one id for two records, a group or prompt
             both in training and held out, or records that are not accounted for.
         SourceError: a source cannot be found or read.
+        LostRows: a cluster has lost rows, or has not made a shard.
     """
     from stages.prepare.card import write_card
     from tuning.data import extracted, merge, statistics
@@ -87,7 +90,9 @@ def run(ctx: Context) -> dict[str, Any]:
     parts, plan, folder = _planned(ctx)
     receipts = _run_blocks(ctx, config, parts, plan, folder)
     outputs = {name: receipt["outputs"] for name, receipt in receipts.items()}
-    pieces = merge.gathered(folder, outputs, plan.shards, ctx.work / "gathered", config.workers)
+    # A cluster brings the rows together itself (`stages.prepare.outputs`).
+    rows = not config.on_cluster
+    pieces = merge.gathered(folder, outputs, plan.shards, ctx.work / "gathered", config.workers, rows)
     taken = extracted.together(receipts.values())
     for warning in extracted.warnings(taken):
         ctx.log(f"{warning}")
@@ -103,7 +108,7 @@ def run(ctx: Context) -> dict[str, Any]:
     records = {"read": read, "kept": fates.kept, "duplicates": fates.duplicates}
     records |= {"dropped": fates.dropped.total(), "dead": dead}
     _refuse_too_long(config, fates)
-    written = _write_outputs(ctx.out, pieces, config, fates)
+    written = write_outputs(ctx, pieces, fates)
     _check_counts(records, fates.rows, written)
     crowd = crowd_of(ctx.out, fates, config)
     for split in config.splits:
@@ -286,29 +291,6 @@ def _refuse_too_long(config: Config, fates: Fates) -> None:
             f"{config.max_completion_tokens}: {dict(fates.dropped_rows)}. Raise the limit, or set too_long to drop or "
             "truncate"
         )
-
-
-def _write_outputs(out: Path, pieces: Pieces, config: Config, fates: Fates) -> dict[str, int]:
-    """Merge the pieces into the final files, a thread for each of the workers; returns the rows written by output."""
-    from tuning.data import merge
-
-    more = [name for name in ("heldout_sft", "heldout_preference", "heldout_labelled") if name in pieces.present]
-    outputs = [*dict.fromkeys(config.splits), *more]
-    # None: by id.
-    seed = config.seed if config.order == "shuffled" else None
-
-    def write(job: tuple[str, int]) -> int:
-        output, shard = job
-        path = out / output / f"part-{shard:05d}-of-{pieces.shards:05d}.parquet"
-        return merge.write_output(pieces, output, shard, path, fates.gone, seed)
-
-    jobs = [(output, shard) for output in outputs for shard in range(pieces.shards)]
-    with ThreadPoolExecutor(config.workers) as pool:
-        # Every output has an entry, also one without rows.
-        counts = Counter[str](dict.fromkeys(outputs, 0))
-        for (output, _), count in zip(jobs, pool.map(write, jobs), strict=True):
-            counts[output] += count
-    return dict(counts)
 
 
 def _check_counts(records: Mapping[str, int], rows: Counter[str], written: Mapping[str, int]) -> None:

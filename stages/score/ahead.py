@@ -13,9 +13,10 @@ import dataclasses
 import math
 import re
 import shutil
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from stages.common.journal import Journal, journaled
 from stages.contract.definition import Context
@@ -63,10 +64,21 @@ def take_over(ahead: Path, work: Path) -> None:
 
 
 class _Checked(Journal):
-    """A journal that gets a line only where the code is what the key names."""
+    """A journal that gets a line only where the code is what the key names, and counts what has failed."""
 
     check: Callable[[], None]
     """Raises where it is not, or may not have been when a call was made."""
+    outage = False
+    """Whether a call of the shard that is being scored had no verdict."""
+
+    def __init__(self, *of: Any):
+        super().__init__(*of)
+        self.failures = Counter[str]()
+        """Completions that failed by themselves, by the reason."""
+
+    def failed(self, outcomes: Sequence[Outcome]) -> None:
+        self.outage = self.outage or any(outcome.is_outage for outcome in outcomes)
+        self.failures.update(o.failure for o in outcomes if o.failure is not None and not o.is_outage)
 
     def add(self, rows: Sequence[CompletionRow], outcomes: Sequence[Outcome]) -> None:
         self.check()
@@ -75,7 +87,7 @@ class _Checked(Journal):
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """Calls of a reward that are made at a time, as many as the stage would."""
+    """Calls of a reward on a shard."""
 
     name: str
     rows: Sequence[CompletionRow]
@@ -95,7 +107,6 @@ class Scoring:
         self._rewards = rewards_ahead(ctx.config)
         """Without those that are left to the stage."""
         self._journals = {name: _Checked(quiet, f"reward {name}", f"journal-{name}") for name in self._rewards}
-        self._failed = dict.fromkeys(self._rewards, 0)
         self._todo: deque[_Piece] = deque()
         """Of the shard that was read last."""
         self._finished: deque[str] = deque()
@@ -107,14 +118,14 @@ class Scoring:
     def go_on(self, leave: Leave, check: Callable[[], None]) -> bool:
         """Scores shards as they are finished, until all are, or it is to leave; whether nothing is left to do.
 
-        leave: asked between calls, so that those under way come to their end: none is made twice.
+        leave: asked before each call; those under way come to their end: none is made twice.
         check: called before a value is kept, raises where it may be of other code.
         """
         for journal in self._journals.values():
             journal.check = check
         while not leave(0.0):
             if self._todo:
-                self._call(self._todo.popleft())
+                self._call(self._todo.popleft(), leave)
             elif 0 < self._total == len(self._seen) or not self._rewards:
                 return True
             elif self._finished:
@@ -140,21 +151,18 @@ class Scoring:
             self._ctx.log("finished shards of its rollouts are scored while others are sampled")
         self._read, self._completions = self._read + bool(rows), self._completions + len(rows)
         for reward_name, reward in self._rewards.items():
-            calls = _calls(reward, rows)
-            at_once = self._at_once(reward)
-            pieces = (calls[start : start + at_once] for start in range(0, len(calls), at_once))
-            self._todo.extend(_Piece(reward_name, rows, piece) for piece in pieces)
+            if calls := _calls(reward, rows):
+                self._todo.append(_Piece(reward_name, rows, calls))
 
-    def _at_once(self, reward: Reward) -> int:
-        from tuning.rewards.waiting import WAITS
+    def _call(self, piece: _Piece, leave: Leave) -> None:
+        """Makes calls that the reward's journal has not; what it has not begun as it leaves is still to be done."""
+        from tuning.rewards.processes import LEFT
 
-        return self._config.max_concurrency if reward.function in WAITS else self._config.workers
-
-    def _call(self, piece: _Piece) -> None:
-        """Makes calls that the reward's journal has not."""
         name, reward = piece.name, self._rewards[piece.name]
+        journal = self._journals[name]
+        journal.outage = False
         found = journaled(
-            self._journals[name],
+            journal,
             piece.rows,
             piece.calls,
             reward.function,
@@ -163,24 +171,23 @@ class Scoring:
             megabytes=reward.megabytes,
             workers=self._config.workers,
             max_concurrency=self._config.max_concurrency,
-        ).values()
-        if any(outcome.is_outage for outcome in found):
-            # It is tried with the next shard; the stage says so where it lasts.
-            self._leave_out(name)
-        self._failed[name] += sum(outcome.failure is not None and not outcome.is_outage for outcome in found)
-        # As many as the stage would bear of all shards, were they like those so far.
-        expected = self._completions / self._read * max(self._total, 1)
-        if self._failed[name] > math.ceil(self._config.max_failed_fraction * expected):
-            self._leave_out(name)
+            leave=lambda: journal.outage or self._has_failed(name) or leave(0.0),
+        )
+        if self._has_failed(name):
             del self._rewards[name]
+            (reason, count), *_ = journal.failures.most_common(1)
             self._ctx.log(
-                f"reward {name} has failed on {self._failed[name]} completions, more than max_failed_fraction allows: "
-                "no more of it is scored ahead"
+                f"reward {name} has failed on {journal.failures.total()} completions, more than max_failed_fraction "
+                f"allows, most often ({count} times) with: {reason}; no more of it is scored ahead"
             )
+        elif not journal.outage and (left := [call for call in piece.calls if found[call[0]] is LEFT]):
+            self._todo.appendleft(dataclasses.replace(piece, calls=left))
+        # After an outage it is tried with the next shard; the stage says so where it lasts.
 
-    def _leave_out(self, name: str) -> None:
-        """Leaves the rest of the shard to the stage, for one reward."""
-        self._todo = deque(piece for piece in self._todo if piece.name != name)
+    def _has_failed(self, name: str) -> bool:
+        """Whether a reward has failed on more than the stage would bear of all shards, were they like those so far."""
+        expected = self._completions / self._read * max(self._total, 1)
+        return self._journals[name].failures.total() > math.ceil(self._config.max_failed_fraction * expected)
 
 
 def _calls(reward: Reward, rows: Sequence[CompletionRow]) -> list[list[int]]:

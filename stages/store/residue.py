@@ -23,6 +23,9 @@ from tuning.atomic import is_partial
 
 PREFIX_CHARACTERS = 64
 """Length of a key, with which the name of a folder of fetched files begins."""
+READERS = ".readers"
+"""Behind a policy's digest: the folder of empty files with the names of the runs that are to read it
+(`stages.common.handed`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +46,13 @@ def residues(store: Store, found: list[Version], roots: Roots, old: float) -> It
     """
     pending = {place for run in roots.runs if run.why for place in run.pending}
     names = {run.name for run in roots.runs if run.why}
+    active = {run.name for run in roots.runs if run.active}
     yield from _orphans(store, found, old)
     yield from _work(store, pending, old)
     yield from _remote(store, "damaged", ("damaged",), old)
     for name in store.names("handed"):
-        yield from _remote(store, "policy", ("handed", name), old)
+        if active.isdisjoint(store.names("handed", _readers(name))):
+            yield from _remote(store, "policy", ("handed", name), old)
     for name in store.names("mail"):
         yield from _remote(store, "mail", ("mail", name), old)
     yield from _leases(store, old)
@@ -60,7 +65,8 @@ def residues(store: Store, found: list[Version], roots: Roots, old: float) -> It
         if not store.is_local and folder.name not in names:
             yield from _local("log", folder, old)
     for folder in _below(store.scratch / "policies", 1):
-        yield from _local("policy", folder, old)
+        if not any((folder.with_name(_readers(folder.name)) / run).exists() for run in active):
+            yield from _local("policy", folder, old)
     for path in sorted(store.scratch.rglob(".*.part")) if store.scratch.is_dir() else ():
         if is_partial(path):
             yield from _local("partial", path, old)
@@ -79,6 +85,11 @@ def compiled(folder: Path, limit: int) -> Iterator[Residue]:
             return
         left -= size
         yield Residue("compiled", path.name, size, functools.partial(path.unlink, missing_ok=True))
+
+
+def _readers(policy: str) -> str:
+    """The folder of a policy's readers, by its own or by the policy's: they stay and go together."""
+    return policy.removesuffix(READERS) + READERS
 
 
 def _used(path: Path) -> float:

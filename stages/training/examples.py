@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from stages.common.tables import table_paths
 from stages.contract.definition import Context
 from stages.store.artifacts import Artifact
 from tuning.draws import whole_groups
@@ -13,20 +14,23 @@ from tuning.draws import whole_groups
 if TYPE_CHECKING:
     from tuning.data.reading import Examples
 
-COMPLETIONS = {"preference": ("chosen", "rejected")}
-"""The completions of a row of each part; of others `completion`."""
-
 
 class Table:
     """Rows of a part of the data, in file order: examples, and other columns by name."""
 
     def __init__(self, ctx: Context, data: Artifact, part: str):
-        from tuning.data.reading import read_examples
+        from tuning.data.flat import FOLDER, completions_of
+        from tuning.data.reading import map_examples, read_examples
 
-        self._paths = sorted(data.local(f"{part}/").glob("*.parquet"))
-        ctx.work.mkdir(parents=True, exist_ok=True)
-        completions = COMPLETIONS.get(part.removeprefix("heldout_"), ("completion",))
-        self.examples: Examples = read_examples(self._paths, completions, ctx.work)
+        self._data, self._part = data, part
+        if data.has(f"{part}/{FOLDER}/"):
+            # Of a remote store these arrays are fetched whole, and kept for the next start: the examples of a step are
+            # anywhere in them, so ranges would be a request for each.
+            self.examples: Examples = map_examples(data.local(f"{part}/{FOLDER}/"), completions_of(part))
+        else:
+            # Data of a version that wrote none.
+            ctx.work.mkdir(parents=True, exist_ok=True)
+            self.examples = read_examples(table_paths(data, part), completions_of(part), ctx.work)
         # All rows; `only` narrows them.
         self._rows: Sequence[int] = range(len(self.examples))
 
@@ -46,7 +50,8 @@ class Table:
         """The values of a column."""
         import pyarrow.parquet as pq
 
-        values = [value for path in self._paths for value in pq.read_table(path, columns=[name])[name].to_pylist()]
+        paths = table_paths(self._data, self._part)
+        values = [value for path in paths for value in pq.read_table(path, columns=[name])[name].to_pylist()]
         return [values[row] for row in self._rows]
 
     def groups(self) -> list[str]:

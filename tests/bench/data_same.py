@@ -1,8 +1,8 @@
 """The same bytes of data preparation with 1 and 8 processes, and through a portable runner.
 
 `python -m tests.bench.data_same --records 50000` prepares the same records in each way, by the real stage, and prints
-the digest of all outputs. The portable runner is Beam's own job server, with a bucket of an S3 server of this machine
-between its workers and the merge. The command fails where digests differ.
+the digest of all outputs. The portable runner is Beam's own job server, whose workers make pieces, and final shards of
+them, in a bucket of an S3 server of this machine. The command fails where digests differ.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from tests.bench import data
 from tests.bench.data_scale import WORDS, digest
 from tests.tuning.data.run import job_server
 
+SEVERAL = {"shards": 5, "chunk_megabytes": 0.25}
+"""Shards and blocks."""
+
 
 def prepared(folder: Path, name: str, settings: dict[str, Any]) -> dict[str, Any]:
     """One way: the digest of what it makes."""
     out = folder / name
     out.mkdir()
     began = time.monotonic()
-    rows = data.prepare(folder / "data.jsonl", folder, out, work=folder / f"{name}-work", **settings)
+    rows = data.prepare(folder / "data.jsonl", folder, out, work=folder / f"{name}-work", **SEVERAL, **settings)
     return {"way": name, "rows": rows, "digest": digest(out), "seconds": round(time.monotonic() - began, 1)}
 
 

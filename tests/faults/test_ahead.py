@@ -132,7 +132,7 @@ def test_ctrl_c_ends_both_workers_and_the_same_command_goes_on(place, alone):
     assert run.record()["status"] == "interrupted"
     again = Run(place, "run", sets=SETS | WORKERS, folder=place.parent)
     output = check(again, alone)
-    (reused,) = re.findall(rf"{SCORE}: reward exact: (\d+) finished scores are reused", output)
+    (reused,) = re.findall(rf"{SCORE}: reward exact: (\d+) finished scores are there", output)
     assert int(reused) >= completions and calls(place) == COMPLETIONS
 
 

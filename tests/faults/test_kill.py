@@ -159,7 +159,7 @@ def test_a_score_that_is_finished_is_not_made_again(store, undisturbed, tmp_path
 
     second = Run(place, "second", **options)
     output = second.ends(0)
-    (reused,) = re.findall(r"reward slow: (\d+) finished scores are reused", output)
+    (reused,) = re.findall(r"reward slow: (\d+) finished scores are there", output)
     # Two processes score at a time: what they had under way is made again, with what was done and not yet written.
     assert before - 4 <= int(reused) <= before
     assert calls.stat().st_size == before + 64 - int(reused)

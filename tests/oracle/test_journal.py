@@ -64,7 +64,7 @@ def interrupted(rlhf: Any, folder: Path, name: str, **options: Any) -> None:
     assert "the service is gone" in rlhf(*command, cwd=folder, code=1, **options).stderr
     (folder / "down").unlink()
     again = rlhf(*command, cwd=folder, **options).stdout
-    assert f"reward own: {GONE - PLACES * COMPLETIONS} finished scores are reused" in again
+    assert f"reward own: {GONE - PLACES * COMPLETIONS} finished scores are there" in again
 
 
 def audited(rlhf: Any, folder: Path, name: str, **options: Any) -> str:

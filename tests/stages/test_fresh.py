@@ -11,6 +11,8 @@ from stages import fresh
 from stages.common.trained import FOLDER, names_of, prompts_among, trained_names, write_names
 from stages.contract.definition import Context
 from tests.stages.gate.support import Lab, prompt
+from tuning.data.flat import FOLDER as FLAT
+from tuning.data.reading import map_examples
 from tuning.data.schema import SftRow
 from tuning.rows import CompletionRow, PromptRow, read_table, write_table
 
@@ -54,6 +56,8 @@ def test_rows_that_were_trained_on_are_left_out_and_held_out_ones_stay_as_they_a
     assert metrics == {"rows": {"prompts": 1, "sft": 1}, "trained": {"prompts": 1, "sft": 3}}
     assert [row.id for row in read_table(sorted(out.glob("sft/*.parquet")), SftRow)] == ["c"]
     assert [row.id for row in read_table(sorted(out.glob("prompts/*.parquet")), PromptRow)] == ["x"]
+    # What is trained on is in the arrays, which are written anew.
+    assert [len(map_examples(path)) for path in out.glob(f"*/{FLAT}")] == [1]
     (held_out,) = out.glob("heldout/*.parquet")
     assert held_out.read_bytes() == next(data.local("heldout/").glob("*.parquet")).read_bytes()
 

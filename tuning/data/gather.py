@@ -5,7 +5,8 @@
 
 Where there are more shards than files may be open, rows go to files of ranges of shards first, which are divided in the
 same way. So the files that are opened are as many as there are blocks, ranges and shards, never blocks times shards,
-and rows are written in batches of some size, however few a block has of a shard.
+and rows are written in batches of some size, however few a block has of a shard. Where a cluster makes the shards
+(`tuning.data.by_shard`) only the ledger comes here.
 """
 
 from __future__ import annotations
@@ -34,18 +35,20 @@ AHEAD = 8
 """Files of an object store that are fetched at a time."""
 
 
-def gather(folder: str, blocks: Mapping[str, Sequence[str]], shards: int, into: Path, threads: int = 1) -> None:
+def gather(
+    folder: str, blocks: Mapping[str, Sequence[str]], shards: int, into: Path, threads: int = 1, rows: bool = True
+) -> None:
     """Writes `into`, which is made anew, the files of shards, by `file_of`.
 
     Args:
         folder: path or URL of the blocks' files. blocks: the outputs of each, in the order of records.
-        threads: outputs that are gathered at a time.
+        threads: outputs that are gathered at a time. rows: else the ledger alone.
     Raises:
         OSError, SourceError: a file of a block is missing or cannot be read.
     """
     shutil.rmtree(into, ignore_errors=True)
     into.mkdir(parents=True)
-    outputs = sorted({output for outputs in blocks.values() for output in outputs})
+    outputs = sorted({output for outputs in blocks.values() for output in outputs}) if rows else []
 
     def one(output: str) -> None:
         names = [f"{name}.{output}.arrow" for name, own in blocks.items() if output == "ledger" or output in own]

@@ -61,9 +61,11 @@ class Pieces:
         return {output for outputs in self.outputs.values() for output in outputs}
 
 
-def gathered(folder: str, blocks: Mapping[str, Sequence[str]], shards: int, into: Path, threads: int = 1) -> Pieces:
+def gathered(
+    folder: str, blocks: Mapping[str, Sequence[str]], shards: int, into: Path, threads: int = 1, rows: bool = True
+) -> Pieces:
     """The pieces of blocks, brought together by shard in `into`; arguments and errors as of `gather`."""
-    gather(folder, blocks, shards, into, threads)
+    gather(folder, blocks, shards, into, threads, rows)
     return Pieces(into, shards, folder, blocks)
 
 
@@ -271,13 +273,22 @@ def _lines(pieces: Pieces, name: str, hash64: Any) -> Iterator[tuple[str, dict[s
 
 
 def merged(pieces: Pieces, output: str, shard: int, gone: pa.Array | None = None, seed: int | None = None) -> pa.Table:
-    """One final shard of an output: for each key the first row in the sources, sorted by id.
+    """One final shard of an output: `ordered` rows, without those of the contents in `gone`."""
+    return ordered(without(pieces.read(output, shard), gone), output, shard, seed)
 
-    gone: contents whose rows are left out. seed: shuffles by it instead of sorting.
+
+def without(table: pa.Table, gone: pa.Array | None) -> pa.Table:
+    """The rows whose contents are not in `gone`."""
+    if gone is None or not len(gone):
+        return table
+    return table.filter(pc.invert(pc.is_in(table["content"], value_set=gone)))
+
+
+def ordered(table: pa.Table, output: str, shard: int, seed: int | None = None) -> pa.Table:
+    """Of all rows of a shard for each key the first in the sources, sorted by id; with a seed shuffled by it instead.
+
+    The order of the rows in `table` changes nothing.
     """
-    table = pieces.read(output, shard)
-    if gone is not None and len(gone):
-        table = table.filter(pc.invert(pc.is_in(table["content"], value_set=gone)))
     at, _ = _firsts(table)
     if seed is not None:
         rng = np.random.Generator(np.random.PCG64([abs(seed), shard]))

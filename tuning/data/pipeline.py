@@ -18,16 +18,13 @@ their receipts.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import itertools
-import json
 import os
 import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +36,14 @@ from apache_beam.options.pipeline_options import PipelineOptions
 from tuning.data.blocks import Block, Draft, Entry, Plan
 from tuning.data.files import Part, read_part
 from tuning.data.overlap import hash64, prompt_names, turn_names
-from tuning.data.remote import again, filesystem, publish, type_of
+from tuning.data.receipts import SUFFIX, read_receipts, write_receipt
+from tuning.data.remote import publish
 from tuning.data.runners import Runner, flags_of, reach
 from tuning.data.schema import DEAD, LEDGER, ORDER, SCHEMAS, ipc_bytes, table_of
 from tuning.data.steps import STEPS, wanted_steps
 
 # Limits the number of Python objects where records are much smaller than a block.
 BLOCK_RECORDS = 8192
-RECEIPT = ".json"
-READERS = 32
-"""Receipts that are asked for at a time where each is a request over a network."""
 
 
 class BlockCoder(beam.coders.Coder):
@@ -150,7 +145,7 @@ class Write(beam.DoFn):
             "sums": sums,
         }
         # Last: a block with a receipt has all its pieces.
-        publish(f"{self.folder}/{block.name}{RECEIPT}", json.dumps([receipt, _sum_of(receipt)]).encode())
+        write_receipt(self.folder, block.name, receipt)
         Metrics.counter("Write", "records").inc(receipt["records"])
         yield block.name
 
@@ -166,10 +161,6 @@ class Write(beam.DoFn):
         data = ipc_bytes(table)
         publish(f"{self.folder}/{name}", data)
         return {name: hashlib.sha256(data).hexdigest()}
-
-
-def _sum_of(receipt: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(receipt, sort_keys=True).encode()).hexdigest()
 
 
 def shard_of(key: str, shards: int) -> int:
@@ -216,27 +207,10 @@ def receipts(folder: str, check: bool = True) -> dict[str, dict[str, Any]]:
     check: leave out blocks that are not as they were written, after a loss of power or on a disk that fails. Only
     pieces of a local folder are read for it: an object store checks what it holds.
     """
-    fs, path = filesystem(folder)
-    if type_of(fs, path, folder) is None:
-        return {}
-    names = sorted(n for n in again(lambda: fs.ls(path, detail=False), folder) if n.endswith(RECEIPT))
-    with ThreadPoolExecutor(READERS if "://" in folder else 1) as pool:
-        texts = list(pool.map(lambda name: again(functools.partial(fs.cat_file, name), name), names))
-    found = {}
-    for name, text in zip(names, texts, strict=True):
-        receipt = _receipt(text)
-        if receipt is not None and (not check or "://" in folder or _are_whole(Path(folder), receipt["sums"])):
-            found[name.rsplit("/", 1)[-1].removesuffix(RECEIPT)] = receipt
-    return found
-
-
-def _receipt(text: bytes) -> dict[str, Any] | None:
-    """The receipt in a file; None where it is not as it was written."""
-    try:
-        receipt, checksum = json.loads(text)
-    except (ValueError, TypeError):
-        return None
-    return receipt if isinstance(receipt, dict) and _sum_of(receipt) == checksum else None
+    found = read_receipts(folder)
+    if not check or "://" in folder:
+        return found
+    return {name: receipt for name, receipt in found.items() if _are_whole(Path(folder), receipt["sums"])}
 
 
 def _are_whole(folder: Path, sums: dict[str, str]) -> bool:
@@ -284,8 +258,7 @@ def run(
         RunnerError: no job server answers where the runner's options name one.
     """
     runner = runner or Runner()
-    reach(runner)
-    pipeline = beam.Pipeline(options=PipelineOptions(flags_of(runner)))
+    pipeline = pipeline_on(runner)
     blocks = (
         pipeline
         | "Parts" >> beam.Create(list(parts))
@@ -296,7 +269,19 @@ def run(
     for name in wanted_steps(plan):
         blocks = blocks | name >> beam.ParDo(Apply(name, plan)).with_output_types(Block)
     _ = blocks | "Write" >> beam.ParDo(Write(folder, plan.shards))
-    with _environment_of_workers(runner.workers), _watched(folder, progress):
+    with _watched(folder, progress):
+        return executed(pipeline, runner)
+
+
+def pipeline_on(runner: Runner) -> beam.Pipeline:
+    """An empty pipeline for a runner. Raises RunnerError where its job server does not answer."""
+    reach(runner)
+    return beam.Pipeline(options=PipelineOptions(flags_of(runner)))
+
+
+def executed(pipeline: beam.Pipeline, runner: Runner) -> dict[str, int]:
+    """Runs a pipeline to its end; Beam's counters, as step/name."""
+    with _environment_of_workers(runner.workers):
         result = pipeline.run()
         result.wait_until_finish()
     counters = result.metrics().query()["counters"]
@@ -314,7 +299,7 @@ class _watched:
     def _watch(self) -> None:
         while not self.stop.wait(1.0):
             if self.folder.is_dir():
-                self.progress(sum(name.endswith(RECEIPT) for name in os.listdir(self.folder)))
+                self.progress(sum(name.endswith(SUFFIX) for name in os.listdir(self.folder)))
 
     def __enter__(self) -> None:
         self.thread.start()

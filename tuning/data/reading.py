@@ -1,6 +1,6 @@
 """Prepared examples for training, and which of them each optimizer step takes.
 
-    Parquet shards -> Examples -> a shuffle per epoch -> steps of a number of examples or tokens -> packed rows
+    flat arrays -> Examples -> a shuffle per epoch -> steps of a number of examples or tokens -> packed rows
 
 The reader's state is the number of the next step: checkpoints store it, and it is the same for any number of hosts.
 `tuning.training.batch` packs the examples of a step into rows. Packed examples do not attend to each other.
@@ -11,17 +11,14 @@ Suffixes: N examples, C completions of an example.
 from __future__ import annotations
 
 import dataclasses
-import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from tuning.data.remote import open_input
+from tuning.data.flat import load_flat, write_flat
 from tuning.data.shuffled import shuffled
 from tuning.training.batch import Group
 
@@ -30,13 +27,13 @@ from tuning.training.batch import Group
 class Examples(Sequence[Group]):
     """Prompts with their completions, by number. Completion c of example n has the number n C + c.
 
-    All tokens are in one array, which may be a mapped file. Memory holds only the spans (32 bytes, 48 for a pair):
+    All tokens are in one array, and the spans in another, which may be mapped files that take no memory:
 
         tokens   | prompt 0 | completion 0 | completion 1 | prompt 1 | completion 2 | ...      (C = 2)
     """
 
     tokens: np.ndarray
-    """Token ids of all examples, int32."""
+    """Token ids of all examples, int32, or uint16 where none is larger."""
     mask: np.ndarray | None
     """uint8, parallel to `tokens`: 1 where SFT trains. None: all tokens of completions are trained."""
     prompts_N2: np.ndarray
@@ -76,8 +73,8 @@ class Examples(Sequence[Group]):
         return dataclasses.replace(self, completions_NC2=self.completions_NC2[np.asarray(others)])
 
     def prompt_bytes(self) -> list[bytes]:
-        """The token ids of each prompt as bytes, which can be compared and hashed."""
-        return [self.tokens[start:end].tobytes() for start, end in self.prompts_N2]
+        """The token ids of each prompt, int32, as bytes, which can be compared and hashed."""
+        return [self.tokens[start:end].astype(np.int32).tobytes() for start, end in self.prompts_N2]
 
     @property
     def sizes_N(self) -> np.ndarray:
@@ -95,68 +92,27 @@ class Examples(Sequence[Group]):
         return int(self.lengths_NC.max(initial=0))
 
 
+def map_examples(folder: Path, completions: Sequence[str] = ("completion",), mapped: bool = True) -> Examples:
+    """The examples in arrays of `tuning.data.flat`; `completions` names those of a row.
+
+    Files are mapped: nothing is copied, and memory holds the pages that were read lately. Raises FlatError.
+    """
+    tokens, mask, spans = load_flat(folder, 1 + len(completions), mapped)
+    return Examples(tokens, mask, spans[:, 0], spans[:, 1:])
+
+
 def read_examples(
     paths: Sequence[str | Path], completions: Sequence[str] = ("completion",), folder: Path | None = None
 ) -> Examples:
-    """The rows of Parquet shards with `prompt_ids`, a column `NAME_ids` for each of `completions`, maybe `NAME_mask`.
+    """The rows of Parquet shards without such arrays, as of `tuning.data.flat.write_flat`.
 
-    Shards are decoded once, a row group at a time. With `folder` the tokens are stored in a mapped file there. It has
-    no name any more, so it takes no memory and disappears with the process.
+    Shards are decoded once, a row group at a time. With `folder` the arrays are mapped files there. They have no name
+    any more, so they take no memory and disappear with the process.
     """
-    names = ["prompt", *completions]
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        files = [os.path.join(scratch, name) for name in ("tokens", "mask")]
-        lengths, masked = [np.zeros((0, len(names)), np.int64)], False
-        with open(files[0], "wb") as tokens, open(files[1], "wb") as masks:
-            for group in _row_groups(paths, names):
-                ids, mask, sizes, has_mask = _flat(group, names)
-                ids.tofile(tokens)
-                mask.tofile(masks)
-                lengths.append(sizes)
-                masked |= has_mask
-        # An empty file cannot be mapped. A mapping outlives the removal of the folder below.
-        load = np.fromfile if folder is None or not any(map(len, lengths)) else np.memmap
-        flat, trained = load(files[0], np.int32), load(files[1], np.uint8) if masked else None
-    counts = np.concatenate(lengths)
-    # Tokens were written row by row, prompt first: spans follow from the lengths.
-    ends = np.cumsum(counts).reshape(-1, len(names))
-    spans = np.stack([ends - counts, ends], axis=-1)
-    return Examples(flat, trained, spans[:, 0], spans[:, 1:])
-
-
-def _row_groups(paths: Sequence[str | Path], names: Sequence[str]) -> Iterator[Any]:
-    columns = {f"{name}_ids" for name in names} | {f"{name}_mask" for name in names}
-    for path in paths:
-        with open_input(str(path)) as stream:
-            file = pq.ParquetFile(stream)
-            present = sorted(columns & set(file.schema_arrow.names))
-            for number in range(file.num_row_groups):
-                yield file.read_row_group(number, columns=present)
-
-
-def _flat(table: Any, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
-    """Tokens and mask, row by row and in it column by column; lengths [rows, columns]; whether there is a mask."""
-    columns = [_lists(table, f"{name}_ids") for name in names]
-    sizes = np.stack([count for _, count in columns], axis=1)
-    starts = (np.cumsum(sizes) - sizes.reshape(-1)).reshape(sizes.shape)
-    ids, mask, has_mask = np.zeros(int(sizes.sum()), np.int32), np.ones(int(sizes.sum()), np.uint8), False
-    for i, (name, (values, count)) in enumerate(zip(names, columns, strict=True)):
-        # From the order of a column's flat values to the order of rows: list r moves from its offset in the column,
-        # cumsum(count)[r] - count[r], to starts[r, i].
-        at = np.repeat(starts[:, i] - (np.cumsum(count) - count), count) + np.arange(len(values))
-        ids[at] = values
-        if f"{name}_mask" in table.column_names:
-            column = table[f"{name}_mask"].combine_chunks()
-            # A null mask means that all tokens are trained; such rows keep their ones.
-            chosen = np.repeat(pc.is_valid(column).to_numpy(zero_copy_only=False), count)
-            mask[at[chosen]] = pc.list_flatten(column).to_numpy().astype(np.uint8)
-            has_mask |= bool(chosen.any())
-    return ids, mask, sizes, has_mask
-
-
-def _lists(table: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
-    column = table[name].combine_chunks()
-    return pc.list_flatten(column).to_numpy(), pc.list_value_length(column).to_numpy().astype(np.int64)
+        write_flat(paths, completions, Path(scratch))
+        # A mapping outlives the removal of its file.
+        return map_examples(Path(scratch), completions, mapped=folder is not None)
 
 
 class Steps(Sequence[list[int]]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,12 @@ import numpy as np
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from tuning.data.flat import FOLDER, completions_of, load_flat
 from tuning.data.schema import SCHEMAS
 
 BINS = 24
+AT_A_TIME = 1 << 18
+"""Rows whose lengths are held."""
 MOST_NAMES = 256
 """Names of metadata that are told; data with more names has values in their place."""
 
@@ -45,11 +48,24 @@ def metadata_names(out: Path, output: str) -> list[str] | None:
 def _lengths(out: Path, output: str, column: str) -> np.ndarray:
     """How many rows have 0, 1, 2, ... tokens: a length is bounded, the number of rows is not."""
     total = np.zeros(0, np.int64)
-    for path in sorted((out / output).glob("part-*.parquet")):
-        found = np.bincount(pc.list_value_length(pq.read_table(path, columns=[column])[column]).to_numpy())
+    for lengths in _pieces_of_lengths(out / output, column):
+        found = np.bincount(lengths)
         longer, shorter = (total, found) if len(total) > len(found) else (found, total)
         total = longer + np.pad(shorter, (0, len(longer) - len(shorter)))
     return total
+
+
+def _pieces_of_lengths(folder: Path, column: str) -> Iterator[np.ndarray]:
+    """The tokens of each row of an output, some rows at a time: by the arrays of tokens, where it has them."""
+    if (folder / FOLDER).is_dir():
+        names = ["prompt", *completions_of(folder.name)]
+        _, _, spans = load_flat(folder / FOLDER, len(names))
+        of_column = spans[:, names.index(column.removesuffix("_ids"))]
+        for start in range(0, len(of_column), AT_A_TIME):
+            yield np.diff(of_column[start : start + AT_A_TIME])[:, 0]
+        return
+    for path in sorted(folder.glob("part-*.parquet")):
+        yield pc.list_value_length(pq.read_table(path, columns=[column])[column]).to_numpy()
 
 
 def _percentile(counts: np.ndarray, percent: float) -> float:

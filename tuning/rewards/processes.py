@@ -35,6 +35,9 @@ TRIES = 3
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 Finished = Callable[[Sequence[int], Sequence[Outcome]], None]
+Leave = Callable[[], bool]
+LEFT = Outcome(None, "not called, since its caller had left", "outage")
+"""The outcome of a call that was not begun; this very object."""
 
 
 def attempt(
@@ -48,6 +51,7 @@ def attempt(
     max_concurrency: int = 32,
     calls: Sequence[Sequence[int]] | None = None,
     finished: Finished = lambda numbers, outcomes: None,
+    leave: Leave = lambda: False,
 ) -> list[Outcome]:
     """The reward of each sample by the function `name` (`tuning.rewards.functions`), in order.
 
@@ -61,6 +65,8 @@ def attempt(
             there is no process.
         calls: numbers of the samples that each call gets; None: one call a sample.
         finished: called with the numbers of a call's samples and their outcomes as soon as they are known.
+        leave: asked before each call; once it says so no more are begun, those under way come to their end, and the
+            others have the outcome `LEFT`, of which `finished` is not told.
     Returns:
         Outcomes. A call that exceeds a limit, raises, ends its process or gives no finite number costs its own samples.
         An outage (`Outcome.is_outage`) is no verdict: the caller must not keep it, and ends with `check_failures`.
@@ -78,10 +84,10 @@ def attempt(
         finished(numbers[call], found)
 
     if name in waiting.WAITS:
-        waiting.run(todo, max_concurrency, told)
+        waiting.run(todo, max_concurrency, told, leave)
     else:
-        _run(todo, _pool(workers), told)
-    return [outcomes[number] for number in range(len(samples))]
+        _run(todo, _pool(workers), told, leave)
+    return [outcomes.get(number, LEFT) for number in range(len(samples))]
 
 
 def call_seconds(name: str, arguments: Mapping[str, Any], seconds: float, samples: int) -> float:
@@ -102,8 +108,10 @@ def evaluate(
     return outcomes
 
 
-def _run(calls: Sequence[Call], pool: list[_Process], told: Callable[[int, Sequence[Outcome]], None]) -> None:
-    """Makes all calls, each by the first process that is free."""
+def _run(
+    calls: Sequence[Call], pool: list[_Process], told: Callable[[int, Sequence[Outcome]], None], leave: Leave
+) -> None:
+    """Makes all calls, each by the first process that is free, until it is to leave."""
     left = deque((number, TRIES) for number in range(len(calls)))
     busy: dict[_Process, tuple[int, int]] = {}
     streak = Streak()
@@ -111,6 +119,9 @@ def _run(calls: Sequence[Call], pool: list[_Process], told: Callable[[int, Seque
         while left or busy:
             for process in pool:
                 if left and process not in busy:
+                    if leave():
+                        left.clear()
+                        break
                     number, tries = left.popleft()
                     if (untried := streak.untried) is not None:
                         told(number, [untried] * len(calls[number].samples))

@@ -18,9 +18,15 @@ WAITS = ("judge",)
 """The built-in rewards that are called so."""
 
 
-def run(calls: Sequence[Call], most: int, told: Callable[[int, Sequence[Outcome]], None]) -> None:
+def run(
+    calls: Sequence[Call],
+    most: int,
+    told: Callable[[int, Sequence[Outcome]], None],
+    leave: Callable[[], bool] = lambda: False,
+) -> None:
     """Makes all calls, at most `most` of them at a time; `told` is called with the number of each and its outcomes, in
-    this thread, as soon as they are known. After OUTAGES in a row the remaining calls are not made."""
+    this thread, as soon as they are known. After OUTAGES in a row the remaining calls are not made, nor once `leave`,
+    which is asked before each, says so."""
     waiting = deque(range(len(calls)))
     busy: dict[concurrent.futures.Future[list[Outcome]], int] = {}
     streak = Streak()
@@ -28,6 +34,9 @@ def run(calls: Sequence[Call], most: int, told: Callable[[int, Sequence[Outcome]
     try:
         while waiting or busy:
             while waiting and len(busy) < most:
+                if leave():
+                    waiting.clear()
+                    break
                 number = waiting.popleft()
                 if (untried := streak.untried) is not None:
                     told(number, [untried] * len(calls[number].samples))

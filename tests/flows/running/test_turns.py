@@ -55,6 +55,34 @@ def test_a_stage_that_waits_is_seen_and_comes_first():
     thread.join(20)
 
 
+def test_a_wait_that_lasts_is_told_of_once_with_what_the_worker_does(monkeypatch):
+    monkeypatch.setattr("flows.running.turns.CHECK_SECONDS", 0.01)
+    monkeypatch.setattr("flows.running.turns.TELL_SECONDS", 0.05)
+    turn, within, go, told = Turn(), threading.Event(), threading.Event(), list[str]()
+
+    def wait() -> None:
+        with turn.of_stage(nothing, told.append):
+            within.set()
+            go.wait(20)
+
+    with turn.between(0):
+        thread = threading.Thread(target=wait, daemon=True)
+        thread.start()
+        deadline = time.monotonic() + 20
+        while not told:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        time.sleep(0.1)
+    assert within.wait(20)
+    go.set()
+    thread.join(20)
+    assert told == ["waits for its worker, which ends calls that were begun ahead, each within its own limit"]
+    told.clear()
+    with turn.of_stage(nothing, told.append):
+        pass
+    assert told == []
+
+
 def test_a_wait_that_is_ended_leaves_nothing_behind(monkeypatch):
     monkeypatch.setattr("flows.running.turns.CHECK_SECONDS", 0.01)
     turn = Turn()

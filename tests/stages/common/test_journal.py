@@ -36,6 +36,14 @@ def test_a_call_is_known_by_what_was_judged(ctx):
     assert found.get([dataclasses.replace(ROW, logprobs=[-1.0, -1.0], stop="length")]) is not None
 
 
+def test_scores_that_are_there_are_not_said_to_be_reused_whatever_their_completions_are_now(ctx):
+    Journal(ctx, "judge", "v").add([ROW], [Outcome(1.0)])
+    lines: list[str] = []
+    found = Journal(dataclasses.replace(ctx, log=lines.append), "judge", "v")
+    assert found.get([OTHER]) is None
+    assert lines == ["judge: 1 finished scores are there, and reused where their completions are the same"]
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from stages.contract.definition import Context
+from stages.sampling.played import FAILED
 from stages.score import stage as score
 from stages.score.ahead import Scoring, take_over
 from stages.score.settings import Config, Reward
@@ -41,7 +42,7 @@ SHARDS = [rows(0, "4", "55", "666"), rows(1, "boom", "4", "77"), rows(2, "8", "9
 @pytest.fixture(scope="module", autouse=True)
 def _no_processes_stay() -> Iterator[None]:
     yield
-    for process in _pool(1):
+    for process in (*_pool(1), *_pool(2)):
         process.kill()
 
 
@@ -147,6 +148,20 @@ def test_it_leaves_between_two_calls_and_goes_on_from_there(a_round):
     assert a_round.called() == ["4", "55", "666"]
 
 
+def test_a_call_that_takes_long_holds_up_no_other_of_its_shard(a_round):
+    a_round.finish(0, SHARDS[0])
+    arguments = {"calls": str(a_round.calls), "waits": "4", "of": 3}
+    a_round.ahead({"slow": Reward(function=f"{FUNCTIONS}patient", arguments=arguments, seconds=60)}, workers=2)
+    journal = a_round.folder / "ahead" / "work" / "journal-slow.jsonl"
+    assert a_round.called() == ["4", "55", "666"] and len(journal.read_text().split("\n")[1:]) == 3
+
+
+def test_a_shard_without_a_completion_to_score_is_nothing_to_do(a_round):
+    a_round.finish(0, [], of=2)
+    a_round.finish(1, [dataclasses.replace(row, stop=FAILED) for row in SHARDS[1]], of=2)
+    assert a_round.ahead({"each": a_round.counted()}, leave=lambda seconds: False) and a_round.called() == []
+
+
 def test_a_shard_that_does_not_fit_its_seal_is_not_scored(a_round):
     shutil.copyfile(a_round.finish(0, SHARDS[0]), a_round.folder / "whole")
     path = a_round.finish(1, SHARDS[1])
@@ -193,13 +208,14 @@ def test_what_fails_ahead_is_told_by_the_stage_which_tries_it_again(a_round):
 
 def test_what_fails_on_more_than_the_stage_bears_of_the_whole_round_is_left_to_it(a_round):
     """So that a function that hangs on all completions costs some of its limits ahead, not one for each."""
-    a_round.finish(0, rows(0, *"abcd"), of=2)
+    a_round.finish(0, rows(0, *"abaa"), of=2)
     a_round.finish(1, rows(1, *"efgh"), of=2)
     assert a_round.ahead({"never": a_round.counted(fails=True)}, leave=lambda seconds: False)
     # Of 8 completions 4 may fail.
-    assert a_round.called() == list("abcde")
+    assert a_round.called() == sorted("abaae")
     assert a_round.lines[1:] == [
-        "reward never has failed on 5 completions, more than max_failed_fraction allows: no more of it is scored ahead"
+        "reward never has failed on 5 completions, more than max_failed_fraction allows, most often (3 times) with: "
+        "ValueError: a (functions.py, line 60); no more of it is scored ahead"
     ]
 
 
@@ -252,7 +268,8 @@ def test_a_judge_that_is_asked_as_it_leaves_is_not_asked_again(a_round):
         a_round.finish(0, SHARDS[0])
         a_round.finish(1, SHARDS[1])
         a_round.ahead(rewards, leave=lambda seconds: bool(seconds or asked), max_concurrency=2)
-        assert len(asked) == 2
+        # Another one may have been asked before the first was.
+        assert len(asked) in (1, 2)
         a_round.scored("stage", rewards, SHARDS)
         assert len(asked) == 9
 

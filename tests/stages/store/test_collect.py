@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stages.common import handed
 from stages.store.artifacts import MANIFEST, Store
 from stages.store.collect import Limits, collect, survey
 from stages.store.keys import digest
@@ -209,6 +210,27 @@ def test_work_of_the_dead_goes_and_work_to_go_on_with_stays(store):
     assert {r.kind for r in done.residues} == {"work", "damaged", "orphan", "partial"}
     assert store.names("work", "sft") == ["failed", "live"] and not partial.exists()
     assert not store.names("damaged") and not store.names("artifacts", "sft")
+
+
+@pytest.mark.parametrize("far", [False, True], ids=["host", "store"])
+def test_a_handed_policy_that_a_run_at_work_has_to_read_stays_however_old_it_is(store, far):
+    place = f"{store.root}/handed" if far else str(store.scratch / handed.FOLDER)
+    filesystem = store.fs if far else Store(str(store.scratch)).fs
+    for name in ("read", "left", "unclaimed"):
+        filesystem.makedirs(f"{place}/{name}", exist_ok=True)
+        filesystem.pipe_file(f"{place}/{name}/model.safetensors", b"weights")
+    filesystem.makedirs(f"{place}/read.0a1b2c3d", exist_ok=True)
+    filesystem.pipe_file(f"{place}/read.0a1b2c3d/model.safetensors", b"half")
+    handed.claim(store, "read", "at-work", far)
+    handed.claim(store, "read", "ended", far)
+    handed.claim(store, "left", "ended", far)
+    runs = [run_of("at-work", [], "running", active=True), run_of("ended", [], "one of the newest 5")]
+    done = collect(store, lambda: roots(*runs), NOW)
+    # What is fetched from the store under a name of its own goes by its age.
+    assert {os.path.basename(r.name) for r in done.residues} == {"left", "left.readers", "unclaimed", "read.0a1b2c3d"}
+    assert sorted(path.rsplit("/", 1)[1] for path in filesystem.ls(place, detail=False)) == ["read", "read.readers"]
+    done = collect(store, lambda: roots(*runs[1:]), NOW)
+    assert {os.path.basename(r.name) for r in done.residues} == {"read", "read.readers"}
 
 
 def test_leases_whose_holders_are_gone_go_and_those_of_other_hosts_by_their_silence(store):

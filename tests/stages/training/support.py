@@ -80,7 +80,8 @@ def data(folder: Path, **tables: list[dict[str, Any]]) -> Folder:
     """A table of each name, as the stage prepare writes it."""
     for name, rows in tables.items():
         (folder / name).mkdir(parents=True)
-        pq.write_table(pa.Table.from_pylist(rows, pa.schema(list(SCHEMAS[name].items()))), folder / name / "a.parquet")
+        table = pa.Table.from_pylist(rows, pa.schema(list(SCHEMAS[name].items())))
+        pq.write_table(table, folder / name / "part-00000.parquet")
     return Folder(folder, str(folder))
 
 

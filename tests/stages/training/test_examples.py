@@ -3,17 +3,22 @@
 import pytest
 
 from stages.contract.definition import Context
-from stages.training.examples import train_and_heldout
+from stages.store.artifacts import Store
+from stages.training.examples import Table, train_and_heldout
 from tests.stages.training.support import data, rows_of
+from tuning.data.flat import write_arrays
+
+
+def context(tmp_path, seed=3):
+    return Context(
+        config=None, inputs={}, out=tmp_path, work=tmp_path / "work", seed=seed, progress=lambda *a, **k: None,
+        log=print, memory={},
+    )  # fmt: skip
 
 
 def tables(tmp_path, part, rows, seed=3, fraction=0.25):
     made = data(tmp_path / part, **{part: rows})
-    ctx = Context(
-        config=None, inputs={}, out=tmp_path, work=tmp_path / "work", seed=seed, progress=lambda *a, **k: None,
-        log=print, memory={},
-    )  # fmt: skip
-    return train_and_heldout(ctx, made, part, fraction)
+    return train_and_heldout(context(tmp_path, seed), made, part, fraction)
 
 
 @pytest.mark.parametrize("part", ["sft", "preference", "labelled"])
@@ -49,3 +54,35 @@ def test_rows_of_one_prompt_cannot_be_divided(tmp_path):
         tables(tmp_path, "sft", rows)
     train, held = tables(tmp_path / "0", "sft", rows, fraction=0.0)
     assert (len(train), len(held)) == (8, 0)
+
+
+@pytest.mark.parametrize("part", ["sft", "preference", "labelled"])
+def test_arrays_of_tokens_are_read_in_place_of_the_tables_and_give_the_same_examples(tmp_path, part):
+    made = data(tmp_path / "data", **{part: rows_of(part, 20)})
+    decoded = Table(context(tmp_path), made, part)
+    write_arrays(made.local(part))
+    before = sorted(tmp_path.rglob("*"))
+    # The table is read for its other columns alone.
+    path = made.local(part) / "part-00000.parquet"
+    path.rename(tmp_path / "away")
+    mapped = Table(context(tmp_path), made, part)
+    assert list(mapped.examples) == list(decoded.examples)
+    (tmp_path / "away").rename(path)
+    assert mapped.column("id") == decoded.column("id") and sorted(tmp_path.rglob("*")) == before
+
+
+def test_of_a_remote_store_the_arrays_are_fetched_once_and_the_tables_when_a_column_is_asked_for(tmp_path, s3):
+    made = data(tmp_path / "data", preference=rows_of("preference", 20))
+    expected = list(Table(context(tmp_path), made, "preference").examples)
+    write_arrays(made.local("preference"))
+    store = Store(f"{s3}/arrays", scratch=tmp_path / "scratch")
+    stored = store.commit(made.path, {"stage": "prepare", "key": "k", "inputs": {}, "config": {}, "metrics": {}})
+
+    def fetched():
+        return {path.name: path.stat().st_ino for path in (tmp_path / "scratch").rglob("*") if path.is_file()}
+
+    table = Table(context(tmp_path), stored, "preference")
+    first = fetched()
+    assert list(table.examples) == expected and set(first) == {"tokens.npy", "offsets.npy"}
+    assert list(Table(context(tmp_path), stored, "preference").examples) == expected and fetched() == first
+    assert table.column("margin") == [None] * 20 and set(fetched()) == {*first, "part-00000.parquet"}

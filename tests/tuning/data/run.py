@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tuning.data import files, merge, pipeline
+from tuning.data.schema import SCHEMAS, table_of, write_parquet
 from tuning.data.steps import STEPS, wanted_steps
 
 
@@ -52,6 +53,19 @@ def letters(folder: Path) -> list[dict[str, Any]]:
     found = pipeline.receipts(str(folder / "pieces"))
     read = merge.Pieces(folder / "gathered", 1, str(folder / "pieces"), {})
     return [row for table in read.dead([name for name, r in found.items() if r["dead"]]) for row in table.to_pylist()]
+
+
+def shards(folder: Path, rows: list[dict[str, Any]], output: str = "sft", files: int = 2) -> list[Path]:
+    """Writes rows as an output of the stage; returns the paths."""
+    rows = [{"id": str(i)} | row for i, row in enumerate(rows)]
+    size = -(-len(rows) // files) or 1
+    paths = []
+    for number in range(files):
+        paths.append(folder / f"part-{number:05d}-of-{files:05d}.parquet")
+        part = rows[number * size : (number + 1) * size]
+        tables = [table_of(part[:3], SCHEMAS[output]), table_of(part[3:], SCHEMAS[output])]
+        write_parquet(paths[-1], tables, SCHEMAS[output])
+    return paths
 
 
 @contextlib.contextmanager

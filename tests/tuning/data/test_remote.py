@@ -10,11 +10,13 @@ import threading
 import time
 
 import fsspec
+import pyarrow.parquet as pq
 import pytest
 
-from tuning.data import files, merge, pipeline, remote
+from tuning.data import by_shard, files, merge, pipeline, remote
 from tuning.data.blocks import Plan
 from tuning.data.remote import SourceError
+from tuning.data.runners import Runner
 from tuning.models.byte_tokenizer import byte_tokenizer
 from tuning.models.tokenizer import save_tokenizer
 
@@ -128,6 +130,24 @@ def test_faults_lose_nothing_and_show_nothing_unfinished(bucket, plan, tmp_path)
         app.share = 0.0
     assert found == expected and not unfinished and len(seen) > 20
     assert min(app.faults.values()) > 0, app.faults
+
+
+def test_shards_that_workers_make_in_a_bucket_survive_its_faults(bucket, plan, tmp_path):
+    app, url = bucket
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(r) + "\n" for r in RECORDS))
+    expected = prepared(plan, str(tmp_path / "in.jsonl"), f"{url}/shards", tmp_path / "copy")
+    outputs = {name: r["outputs"] for name, r in pipeline.receipts(f"{url}/shards/pieces").items()}
+    shards, groups = by_shard.planned(f"{url}/shards/pieces", f"{url}/shards/merged", outputs, plan.splits, 2)
+    app.share = 0.2
+    try:
+        for key, receipt in by_shard.run(shards, groups, Runner()).items():
+            by_shard.fetch(shards, key, receipt, tmp_path / "out" / by_shard.name_of(*key))
+    finally:
+        app.share = 0.0
+    for output, tables in expected.items():
+        for shard, table in enumerate(tables):
+            found = pq.read_table(tmp_path / "out" / by_shard.name_of(output, shard))
+            assert found.drop_columns(["source", "record"]).equals(table)
 
 
 def test_an_error_that_stays_is_named_after_some_tries(bucket, monkeypatch):

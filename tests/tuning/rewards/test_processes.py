@@ -1,6 +1,7 @@
 """Rewards run where they can be killed (R20), and an outage there is no verdict on a sample (R25)."""
 
 import dataclasses
+import itertools
 import math
 import multiprocessing
 import os
@@ -17,7 +18,7 @@ from tests.support import python
 from tuning.rewards.calls import Call, keyword_arguments
 from tuning.rewards.failures import OUTAGES, Outage
 from tuning.rewards.functions import exact_match, number_match
-from tuning.rewards.processes import TRIES, attempt, call_seconds, evaluate
+from tuning.rewards.processes import LEFT, TRIES, attempt, call_seconds, evaluate
 from tuning.rewards.samples import Sample
 
 # Each process that calls a function of this module imports it first: as slow as a module that loads models.
@@ -161,6 +162,17 @@ def test_an_outage_is_told_apart_and_the_others_are_scored():
 def test_after_outages_in_a_row_no_more_calls_are_made():
     found = attempt(f"{__name__}:breaks", {}, samples(*["refused"] * OUTAGES, "x", "y"), seconds=5.0, workers=1)
     assert all(o.is_outage for o in found) and f"not tried after {OUTAGES} calls" in found[-1].failure
+
+
+def test_a_caller_that_leaves_has_no_more_calls_begun_and_gets_those_under_way():
+    asks, told = itertools.count(), []
+    samples = [Sample("?", "4", answer="4")] * 6
+    found = attempt(
+        "exact_match", {}, samples, seconds=60.0, leave=lambda: next(asks) >= 3, calls=[[0, 1], [2], [3], [4, 5]],
+        finished=lambda some, outcomes: told.extend(some),
+    )  # fmt: skip
+    assert [outcome.value for outcome in found[:4]] == [1.0] * 4 and sorted(told) == [0, 1, 2, 3]
+    assert all(outcome is LEFT and outcome.is_outage for outcome in found[4:])
 
 
 def test_who_keeps_what_it_gets_gets_no_outage():

@@ -1,10 +1,11 @@
 """A judge is asked many times at once: as many as is said and no more, and an outage ends it as everywhere."""
 
+import itertools
 import threading
 
 from tests.judge_server import judge_server
 from tuning.rewards.failures import OUTAGES
-from tuning.rewards.processes import attempt
+from tuning.rewards.processes import LEFT, attempt
 from tuning.rewards.samples import Sample
 
 MOST = 8
@@ -40,6 +41,14 @@ def test_a_judge_that_is_down_is_not_asked_for_all():
         found = judged(url, 40, max_concurrency=2)
     assert all(outcome.is_outage for outcome in found) and len(asked) <= OUTAGES + 2
     assert f"not tried after {OUTAGES} calls" in found[-1].failure
+
+
+def test_a_caller_that_leaves_has_no_more_asked_and_gets_what_is_under_way():
+    asks = itertools.count()
+    with judge_server(lambda body: "5") as (url, asked):
+        found = judged(url, 6, max_concurrency=2, leave=lambda: next(asks) >= 3)
+    assert [outcome.value for outcome in found[:3]] == [0.5] * 3 and len(asked) == 3
+    assert all(outcome is LEFT and outcome.is_outage for outcome in found[3:])
 
 
 def test_a_reply_without_a_number_is_the_samples_own_failure():

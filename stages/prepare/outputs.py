@@ -1,0 +1,73 @@
+"""The outputs of a preparation, written from the pieces of its blocks by this machine or by a cluster."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stages.contract.definition import Context
+from stages.prepare.settings import Config
+
+if TYPE_CHECKING:
+    from tuning.data.merge import Fates, Pieces
+
+FETCHES = 16
+"""Shards of a cluster that are copied at a time."""
+
+
+def write_outputs(ctx: Context, pieces: Pieces, fates: Fates) -> dict[str, int]:
+    """Writes the final files, and the tokens of those with completions; returns the rows written by output.
+
+    Raises LostRows where a cluster has lost some, SourceError where what it made cannot be read.
+    """
+    from tuning.data.flat import write_arrays
+
+    config: Config = ctx.config
+    more = [name for name in ("heldout_sft", "heldout_preference", "heldout_labelled") if name in pieces.present]
+    outputs = [*dict.fromkeys(config.splits), *more]
+    # None: by id.
+    seed = config.seed if config.order == "shuffled" else None
+    if config.on_cluster:
+        write, threads = _fetched(ctx, pieces, fates, outputs, seed), FETCHES
+    else:
+        write, threads = _merged(pieces, fates, seed), config.workers
+    jobs = [(output, shard) for output in outputs for shard in range(pieces.shards)]
+    paths = [ctx.out / output / f"part-{shard:05d}-of-{pieces.shards:05d}.parquet" for output, shard in jobs]
+    # Every output has an entry, also one without rows.
+    counts = Counter[str](dict.fromkeys(outputs, 0))
+    with ThreadPoolExecutor(threads) as pool:
+        for (output, _), count in zip(jobs, pool.map(write, jobs, paths), strict=True):
+            counts[output] += count
+    with ThreadPoolExecutor(config.workers) as pool:
+        # All, so that errors are raised.
+        list(pool.map(lambda output: write_arrays(ctx.out / output), outputs))
+    return dict(counts)
+
+
+Write = Callable[[tuple[str, int], Path], int]
+"""Writes a shard of an output to a path; returns its rows."""
+
+
+def _merged(pieces: Pieces, fates: Fates, seed: int | None) -> Write:
+    """This machine sorts each shard."""
+    from tuning.data.merge import write_output
+
+    return lambda job, path: write_output(pieces, *job, path, fates.gone, seed)
+
+
+def _fetched(ctx: Context, pieces: Pieces, fates: Fates, outputs: Sequence[str], seed: int | None) -> Write:
+    """The cluster makes the shards, of which those of a killed try are reused, and this machine copies them."""
+    from tuning.data import by_shard
+
+    config: Config = ctx.config
+    merge, groups = by_shard.planned(
+        *(pieces.blocks, f"{pieces.blocks}-merged", pieces.outputs, outputs, pieces.shards, seed, fates.gone),
+        block_bytes=int(config.chunk_megabytes * 1e6),
+    )
+    if done := by_shard.finished(merge):
+        ctx.log(f"resumed: {len(done)} of {len(outputs) * pieces.shards} shards of the data were there")
+    receipts = by_shard.run(merge, groups, config.beam_runner())
+    return lambda job, path: by_shard.fetch(merge, job, receipts[job], path)

@@ -1,0 +1,168 @@
+"""Shards made by a runner are those of this machine, each is made once, and a runner that loses rows is noticed."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.tuning.data import run as by_hand
+from tuning.data import by_shard, merge, pipeline
+from tuning.data.blocks import Plan
+from tuning.data.remote import SourceError
+from tuning.data.runners import Runner
+from tuning.models.byte_tokenizer import byte_tokenizer
+from tuning.models.tokenizer import save_tokenizer
+
+OUTPUTS = ("sft", "prompts", "heldout", "preference")
+SHARDS = 3
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """Pieces of twelve blocks, in groups of five: the plan, and the outputs of each block."""
+    save_tokenizer(byte_tokenizer(), tmp_path / "tokenizer")
+    plan = Plan(
+        tokenizer=str(tmp_path / "tokenizer"), splits=("sft", "prompts", "heldout"), heldout_fraction=0.2,
+        sft_fraction=0.5, shards=SHARDS,
+    )  # fmt: skip
+    # Every tenth record is there twice, in other blocks.
+    records = [{"prompt": f"p{i % 90}", "completion": "c" * (i % 90 % 9 + 1)} for i in range(100)]
+    size = len(json.dumps(records[0])) * 9
+    by_hand.run(plan, tmp_path, *records, block_bytes=size)
+    monkeypatch.setattr(by_shard, "GROUP_BYTES", 5 * size)
+    outputs = {name: r["outputs"] for name, r in pipeline.receipts(str(tmp_path / "pieces")).items()}
+    assert len(outputs) > 10
+    return plan, outputs, size
+
+
+def planned(tmp_path, made, **more):
+    _, outputs, size = made
+    folder = str(tmp_path / "pieces")
+    return by_shard.planned(folder, f"{folder}-merged", outputs, OUTPUTS, SHARDS, block_bytes=size, **more)
+
+
+def fetched(tmp_path, shards, receipts):
+    """The bytes of each shard, copied from where the runner left it, and its rows."""
+    found = {}
+    for key, receipt in receipts.items():
+        rows = by_shard.fetch(shards, key, receipt, tmp_path / "out" / by_shard.name_of(*key))
+        found[key] = (tmp_path / "out" / by_shard.name_of(*key)).read_bytes(), rows
+    return found
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("leaving", [0, 7])
+def test_shards_of_a_runner_are_those_of_this_machine(tmp_path, made, seed, leaving):
+    plan, _, _ = made
+    pieces = by_hand.pieces(plan, tmp_path)
+    contents = sorted({text for s in range(SHARDS) for text in pieces.read("ledger", s)["key"].to_pylist()})
+    gone = pa.array(contents[:leaving], pa.string()) if leaving else None
+    shards, groups = planned(tmp_path, made, seed=seed, gone=gone)
+    assert len(groups) == 3
+    found = fetched(tmp_path, shards, by_shard.run(shards, groups, Runner()))
+    assert set(found) == {(output, shard) for output in OUTPUTS for shard in range(SHARDS)}
+    for (output, shard), (data, rows) in found.items():
+        path = tmp_path / "here.parquet"
+        assert merge.write_output(pieces, output, shard, path, gone, seed) == rows
+        assert data == path.read_bytes(), (output, shard)
+    counts = {output: sum(rows for (name, _), (_, rows) in found.items() if name == output) for output in OUTPUTS}
+    # An output without a row has its files too.
+    assert counts.pop("preference") == 0 and min(counts.values()) > 0
+
+
+def test_shards_with_a_receipt_are_not_made_again(tmp_path, made):
+    shards, groups = planned(tmp_path, made)
+    first = by_shard.run(shards, groups, Runner())
+    folder = tmp_path / "pieces-merged" / shards.into.rpartition("/")[2]
+
+    def times():
+        return {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+
+    before, content = times(), fetched(tmp_path, shards, first)
+    assert by_shard.run(shards, groups, Runner()) == first and times() == before
+    # One was killed before its receipt, one while it was written, and one has a receipt that a disk has changed.
+    (folder / "sft-00001.json").unlink()
+    (folder / "prompts-00000.json").unlink()
+    (folder / "prompts-00000.parquet").write_bytes(b"half")
+    (folder / "heldout-00002.json").write_text((folder / "heldout-00002.json").read_text().replace(": ", ": 1", 1))
+    assert len(by_shard.finished(shards)) == len(first) - 3
+    assert by_shard.run(shards, groups, Runner()) == first
+    changed = {name.partition(".")[0] for name, time in times().items() if before[name] != time}
+    assert changed == {"sft-00001", "prompts-00000", "heldout-00002"}
+    assert fetched(tmp_path, shards, first) == content
+
+
+def test_other_blocks_orders_or_contents_that_leave_are_other_shards(tmp_path, made):
+    plan, outputs, size = made
+    one = planned(tmp_path, made)[0].into
+    fewer = (plan, dict(list(outputs.items())[:-1]), size)
+    others = [planned(tmp_path, fewer), planned(tmp_path, made, seed=1), planned(tmp_path, made, gone=pa.array(["a"]))]
+    assert len({one, *(shards.into for shards, _ in others)}) == 4
+    assert planned(tmp_path, made)[0].into == one
+
+
+def test_each_piece_is_read_once_whatever_the_number_of_shards(tmp_path, made, monkeypatch):
+    shards, groups = planned(tmp_path, made)
+    opened, original = [], pa.memory_map
+
+    def counting(path, *args):
+        opened.append(path)
+        return original(path, *args)
+
+    monkeypatch.setattr(pa, "memory_map", counting)
+    by_shard.run(shards, groups, Runner())
+    assert len(opened) == len(set(opened)) == sum(output in OUTPUTS for own in made[1].values() for output in own)
+
+
+@pytest.mark.parametrize("lost", ["all of a group", "a cell", "a shard"])
+def test_a_runner_that_loses_elements_is_noticed(tmp_path, made, monkeypatch, lost):
+    shards, groups = planned(tmp_path, made)
+    if lost == "all of a group":
+        groups_given = groups[:-1]
+        told = "rows of 2 groups of blocks have arrived, expected those of 3"
+    elif lost == "a cell":
+        groups_given, cut = groups, by_shard.Cut.process
+
+        def some(self, group):
+            return (cell for cell in cut(self, group) if group[0] != 1 or cell[0] != ("sft", 2))
+
+        monkeypatch.setattr(by_shard.Cut, "process", some)
+        told = "sft-00002: rows of 2 groups"
+    else:
+        groups_given, finish = groups, by_shard.Finish.process
+
+        def most(self, element):
+            return finish(self, element) if element[0] != ("sft", 2) else iter(())
+
+        monkeypatch.setattr(by_shard.Finish, "process", most)
+        told = "1 shards have no receipt in .*, such as sft-00002"
+    with pytest.raises(Exception, match=told):
+        by_shard.run(shards, groups_given, Runner())
+    monkeypatch.undo()
+    monkeypatch.setattr(by_shard, "GROUP_BYTES", 5 * made[2])
+    assert len(by_shard.run(shards, groups, Runner())) == len(OUTPUTS) * SHARDS
+
+
+def test_a_runner_that_repeats_elements_changes_nothing(tmp_path, made, monkeypatch):
+    shards, groups = planned(tmp_path, made)
+    expected = by_shard.run(shards, groups, Runner())
+    by_shard.remove_receipt(shards.into, "sft-00000")
+    assert by_shard.run(shards, [*groups, groups[1]], Runner()) == expected
+
+
+def test_a_shard_that_was_changed_is_named_and_made_again(tmp_path, made, monkeypatch):
+    shards, groups = planned(tmp_path, made)
+    receipts = by_shard.run(shards, groups, Runner())
+    path = tmp_path / "pieces-merged" / shards.into.rpartition("/")[2] / "sft-00001.parquet"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-9] + b"x" + whole[-8:])
+    monkeypatch.setattr("tuning.data.remote.FIRST_WAIT_SECONDS", 0.0)
+    out = tmp_path / "out.parquet"
+    with pytest.raises(
+        SourceError, match=r"sft-00001.parquet cannot be fetched .*differs from its checksum.*made again"
+    ):
+        by_shard.fetch(shards, ("sft", 1), receipts["sft", 1], out)
+    assert not out.exists() and ("sft", 1) not in by_shard.finished(shards)
+    by_shard.fetch(shards, ("sft", 1), by_shard.run(shards, groups, Runner())["sft", 1], out)
+    assert out.read_bytes() == whole and pq.read_table(out).num_rows == receipts["sft", 1]["rows"]

@@ -1,0 +1,134 @@
+"""Arrays of tokens: what the Parquet shards say, mapped as they are, and the same bytes however rows are divided."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from tests.tuning.data.run import shards
+from tuning.data import flat
+from tuning.data.flat import FlatError, completions_of, load_flat, write_arrays, write_flat
+from tuning.data.reading import map_examples, read_examples
+from tuning.data.schema import SCHEMAS, table_of, write_parquet
+
+
+def rows(output, count=50, most=300, seed=0):
+    """Rows of an output with random ids below `most`; of `sft` every third has a mask."""
+    rng = np.random.default_rng(seed)
+
+    def ids():
+        return rng.integers(0, most, rng.integers(1, 9)).tolist()
+
+    found = []
+    for number in range(count):
+        row = {"prompt_ids": ids()} | {f"{name}_ids": ids() for name in completions_of(output)}
+        if output.endswith("sft") and number % 3 == 2:
+            row["completion_mask"] = rng.integers(0, 2, len(row["completion_ids"])).tolist()
+        found.append(row)
+    return found
+
+
+OUTPUTS = sorted(output for output in SCHEMAS if completions_of(output))
+
+
+def test_outputs_with_completions_have_arrays_and_prompts_alone_have_none(tmp_path):
+    heldout = [f"heldout_{name}" for name in ("labelled", "preference", "sft")]
+    assert [*heldout, "labelled", "preference", "sft"] == OUTPUTS
+    (tmp_path / "prompts").mkdir()
+    shards(tmp_path / "prompts", [{"prompt_ids": [1]}], "prompts")
+    write_arrays(tmp_path / "prompts")
+    assert not (tmp_path / "prompts" / flat.FOLDER).exists()
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("most", [300, 100_000])
+def test_mapped_examples_are_those_of_the_shards(tmp_path, output, most):
+    folder, made = tmp_path / output, rows(output, most=most)
+    folder.mkdir()
+    paths = shards(folder, made, output, files=3)
+    write_arrays(folder)
+    found = map_examples(folder / flat.FOLDER, completions_of(output))
+    assert isinstance(found.tokens, np.memmap) and found.tokens.dtype == (np.uint16 if most == 300 else np.int32)
+    assert (found.mask is not None) == output.endswith("sft")
+    decoded = read_examples(paths, completions_of(output))
+    assert list(found) == list(decoded)
+    for i, (group, row) in enumerate(zip(found, made, strict=True)):
+        assert group.prompt == row["prompt_ids"]
+        assert group.completions == [row[f"{name}_ids"] for name in completions_of(output)]
+        assert list(group.ids) == [i * len(group.completions) + c for c in range(len(group.completions))]
+        if output.endswith("sft"):
+            assert group.masks == [row.get("completion_mask") or [1] * len(row["completion_ids"])]
+    assert len(found) == len(made)
+    assert found.prompt_bytes() == [np.asarray(row["prompt_ids"], np.int32).tobytes() for row in made]
+
+
+@pytest.mark.parametrize("late", [{"completion_mask": [0, 1]}, {"completion_ids": [70_000, 2]}])
+def test_a_mask_or_a_large_id_that_comes_late_changes_what_was_written_before(tmp_path, monkeypatch, late):
+    """They are in the last shard alone, and what is before them is more than is held at a time."""
+    monkeypatch.setattr(flat, "_AT_A_TIME", 7)
+    made = [{"prompt_ids": [1, 2, 3], "completion_ids": [4, 5]} for _ in range(40)]
+    made[-1] |= late
+    write_flat(shards(tmp_path, made, files=20), ["completion"], tmp_path / "made")
+    found = map_examples(tmp_path / "made")
+    assert [(g.prompt, g.completions) for g in found] == [(r["prompt_ids"], [r["completion_ids"]]) for r in made]
+    masks = [[r.get("completion_mask", [1, 1])] for r in made] if "completion_mask" in late else [None] * 40
+    assert [g.masks for g in found] == masks
+    names = ["offsets.npy", "tokens.npy"]
+    assert sorted(path.name for path in (tmp_path / "made").iterdir()) == sorted(
+        [*names, *["mask.npy"] * (found.mask is not None)]
+    )
+
+
+def test_bytes_depend_on_the_rows_alone(tmp_path):
+    made = rows("sft", 60)
+    found = set()
+    for files in (1, 2, 30):
+        folder = tmp_path / str(files) / "sft"
+        folder.mkdir(parents=True)
+        shards(folder, made, files=files)
+        write_arrays(folder)
+        found.add(tuple(path.read_bytes() for path in sorted((folder / flat.FOLDER).iterdir())))
+    assert len(found) == 1
+
+
+def test_mapping_holds_nothing_whatever_the_number_of_rows(tmp_path):
+    table = table_of([{"prompt_ids": [1, 2], "completion_ids": [3]}] * 1000, SCHEMAS["sft"])
+    write_parquet(tmp_path / "sft" / "part-00000.parquet", [table] * 100, SCHEMAS["sft"])
+    write_arrays(tmp_path / "sft")
+    tracemalloc.start()
+    try:
+        found = map_examples(tmp_path / "sft" / flat.FOLDER)
+        assert len(found) == 100_000 and found[99_999].prompt == [1, 2]
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_no_rows_are_no_examples(tmp_path):
+    write_flat(shards(tmp_path, [], files=1), ["completion"], tmp_path / "made")
+    assert len(map_examples(tmp_path / "made")) == 0
+
+
+@pytest.mark.parametrize(
+    "name, content, told",
+    [
+        ("tokens", None, r"has \['offsets'\], expected tokens and offsets"),
+        ("tokens", np.zeros(3, np.int32), r"offsets.npy: 5 offsets up to 6, expected .* up to the 3 tokens"),
+        ("tokens", np.zeros(6, np.int64), r"tokens.npy has 1 axes of int64, expected one of uint16 or int32"),
+        ("mask", np.zeros(5, np.uint8), r"mask.npy: 5 entries for 6 tokens"),
+        ("offsets", np.arange(0, 7, 2), r"offsets.npy: 4 offsets up to 6, expected one more than a multiple of 2"),
+        ("offsets", b"half", r"offsets.npy is no array"),
+    ],
+)
+def test_arrays_that_do_not_belong_together_are_named(tmp_path, name, content, told):
+    for stem, array in {"tokens": np.zeros(6, np.int32), "offsets": np.asarray([0, 1, 2, 4, 6])}.items():
+        np.save(tmp_path / f"{stem}.npy", array)
+    assert len(load_flat(tmp_path, 2)[0]) == 6
+    path = tmp_path / f"{name}.npy"
+    path.unlink(missing_ok=True)
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        np.save(path, content)
+    with pytest.raises(FlatError, match=f"{told}.*make it again"):
+        load_flat(tmp_path, 2)

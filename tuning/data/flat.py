@@ -1,0 +1,199 @@
+"""Tokens of examples as flat arrays, which training maps as they are: a folder beside the Parquet shards.
+
+    tokens.npy      | prompt 0 | completion 0 | prompt 1 | completion 1 | ...     row by row, in the order of the shards
+    mask.npy        | 1 1 1 1  | 0 0 1 1 1 1  | 1 1 1 1  | 1 1 1 1 1 1  | ...     only where a row has a mask
+    offsets.npy     0          4              10         14             20        where each text begins; the last end
+
+They follow from the shards, and their bytes from the rows alone. Writing holds a row group; mapping holds nothing.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from tuning.data.remote import open_input
+from tuning.data.schema import SCHEMAS
+
+FOLDER = "_flat"
+"""Of the arrays, below the folder of an output. Readers of folders of Parquet leave out names that begin so."""
+DTYPES = {"tokens": (np.uint16, np.int32), "mask": (np.uint8,), "offsets": (np.int64,)}
+"""Of each array: the first that holds its values, so that tokens of a small vocabulary take two bytes."""
+_AT_A_TIME = 1 << 24
+"""Entries of an array that are held."""
+
+
+class FlatError(ValueError):
+    """Arrays that do not belong together; the message names the file, and says what to do."""
+
+
+def completions_of(output: str) -> tuple[str, ...]:
+    """Names of the completions of a row of an output, such as `chosen`; none where rows are prompts alone."""
+    names = (name.removesuffix("_ids") for name in SCHEMAS[output] if name.endswith("_ids"))
+    return tuple(name for name in names if name != "prompt")
+
+
+def write_arrays(folder: Path) -> None:
+    """Writes the arrays of an output, given the folder of its shards; of prompts alone there are none."""
+    if completions := completions_of(folder.name):
+        write_flat(sorted(folder.glob("*.parquet")), completions, folder / FOLDER)
+
+
+def write_flat(paths: Sequence[str | Path], completions: Sequence[str], folder: Path) -> None:
+    """Writes the arrays of the rows of Parquet shards into `folder`.
+
+    Rows have `prompt_ids`, a column `NAME_ids` for each of `completions`, and maybe `NAME_mask`. A mask of no rows is
+    not written; where only some have one, all tokens of the others are trained.
+    """
+    names = ["prompt", *completions]
+    folder.mkdir(parents=True, exist_ok=True)
+    with (
+        _Growing(folder / "tokens.npy") as tokens,
+        _Growing(folder / "mask.npy") as masks,
+        _Growing(folder / "offsets.npy") as offsets,
+    ):
+        offsets.add(np.zeros(1, np.int64))
+        for group in _row_groups(paths, names):
+            ids, mask, sizes, has_mask = _flat(group, names)
+            if has_mask:
+                masks.fill(tokens.count)
+            if has_mask or masks.count:
+                masks.add(mask)
+            offsets.add(tokens.count + np.cumsum(sizes))
+            tokens.add(ids)
+        masked = bool(masks.count)
+    if not masked:
+        (folder / "mask.npy").unlink()
+
+
+def load_flat(folder: Path, texts: int, mapped: bool = True) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
+    """The tokens, the mask or None, and the spans of the texts in them, [rows, texts, 2], which take no memory.
+
+    texts: of each row, its prompt among them. mapped: else they are read into memory.
+    Raises FlatError where the arrays are of another kind or do not belong together.
+    """
+    found = {name: _load(folder / f"{name}.npy", mapped) for name in DTYPES if (folder / f"{name}.npy").exists()}
+    tokens, mask, offsets = (found.get(name) for name in DTYPES)
+    if tokens is None or offsets is None:
+        raise FlatError(f"{folder} has {sorted(found)}, expected tokens and offsets: {_ADVICE}")
+    if not len(offsets) or (len(offsets) - 1) % texts or offsets[-1] != len(tokens):
+        raise FlatError(
+            f"{folder / 'offsets.npy'}: {len(offsets)} offsets up to {offsets[-1] if len(offsets) else None}, expected "
+            f"one more than a multiple of {texts}, up to the {len(tokens)} tokens: {_ADVICE}"
+        )
+    if mask is not None and len(mask) != len(tokens):
+        raise FlatError(f"{folder / 'mask.npy'}: {len(mask)} entries for {len(tokens)} tokens: {_ADVICE}")
+    # A text ends where the next one begins, so a span is two neighbours.
+    count = (len(offsets) - 1) // texts
+    shape, strides = (count, texts, 2), (8 * texts, 8, 8)
+    return tokens, mask, np.lib.stride_tricks.as_strided(offsets, shape, strides, writeable=False)
+
+
+_ADVICE = "the data is damaged or of another version; make it again"
+
+
+def _load(path: Path, mapped: bool) -> np.ndarray:
+    """An array of one axis, of the type that belongs to its name."""
+    try:
+        array: np.ndarray = np.load(path, mmap_mode="r" if mapped else None)
+    except (ValueError, EOFError) as error:
+        raise FlatError(f"{path} is no array ({error}): {_ADVICE}") from error
+    if array.dtype not in DTYPES[path.stem] or array.ndim != 1:
+        wanted = " or ".join(np.dtype(dtype).name for dtype in DTYPES[path.stem])
+        raise FlatError(f"{path} has {array.ndim} axes of {array.dtype}, expected one of {wanted}: {_ADVICE}")
+    return array
+
+
+class _Growing:
+    """A `.npy` file of one axis whose length, and the type that holds all of its values, are known at its end."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._open(DTYPES[path.stem][0])
+
+    def _open(self, dtype: type) -> None:
+        self.count, self._file = 0, self._path.open("wb")
+        self._dtype: np.dtype[Any] = np.dtype(dtype)
+        self._file.write(self._header())
+
+    def _header(self) -> bytes:
+        """As NumPy writes it. It leaves room for the digits of any length, so the header of 0 is as long."""
+        head = io.BytesIO()
+        about = {"shape": (self.count,), "fortran_order": False, "descr": self._dtype.str}
+        np.lib.format.write_array_header_1_0(head, about)
+        return head.getvalue()
+
+    def add(self, values: np.ndarray) -> None:
+        """Appends values."""
+        if values.max(initial=0) > np.iinfo(self._dtype).max:
+            self._widen()
+        self._file.write(np.ascontiguousarray(values, self._dtype).data)
+        self.count += len(values)
+
+    def fill(self, count: int) -> None:
+        """Appends ones until there are `count` values."""
+        while self.count < count:
+            self.add(np.ones(min(_AT_A_TIME, count - self.count), self._dtype))
+
+    def _widen(self) -> None:
+        """Writes what is there again, in the wider type."""
+        self._close()
+        narrow = self._path.with_suffix(".narrow")
+        self._path.rename(narrow)
+        self._open(DTYPES[self._path.stem][-1])
+        before = np.load(narrow, mmap_mode="r")
+        for start in range(0, len(before), _AT_A_TIME):
+            self.add(before[start : start + _AT_A_TIME])
+        narrow.unlink()
+
+    def _close(self) -> None:
+        with self._file as file:
+            file.seek(0)
+            file.write(self._header())
+
+    def __enter__(self) -> _Growing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+
+def _row_groups(paths: Sequence[str | Path], names: Sequence[str]) -> Iterator[Any]:
+    columns = {f"{name}_ids" for name in names} | {f"{name}_mask" for name in names}
+    for path in paths:
+        with open_input(str(path)) as stream:
+            file = pq.ParquetFile(stream)
+            present = sorted(columns & set(file.schema_arrow.names))
+            for number in range(file.num_row_groups):
+                yield file.read_row_group(number, columns=present)
+
+
+def _flat(table: Any, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
+    """Tokens and mask, row by row and in it column by column; lengths, likewise; whether there is a mask."""
+    columns = [_lists(table, f"{name}_ids") for name in names]
+    sizes = np.stack([count for _, count in columns], axis=1)
+    starts = (np.cumsum(sizes) - sizes.reshape(-1)).reshape(sizes.shape)
+    ids, mask, has_mask = np.zeros(int(sizes.sum()), np.int32), np.ones(int(sizes.sum()), np.uint8), False
+    for i, (name, (values, count)) in enumerate(zip(names, columns, strict=True)):
+        # From the order of a column's flat values to the order of rows: list r moves from its offset in the column,
+        # cumsum(count)[r] - count[r], to starts[r, i].
+        at = np.repeat(starts[:, i] - (np.cumsum(count) - count), count) + np.arange(len(values))
+        ids[at] = values
+        if f"{name}_mask" in table.column_names:
+            column = table[f"{name}_mask"].combine_chunks()
+            # A null mask means that all tokens are trained; such rows keep their ones.
+            chosen = np.repeat(pc.is_valid(column).to_numpy(zero_copy_only=False), count)
+            mask[at[chosen]] = pc.list_flatten(column).to_numpy().astype(np.uint8)
+            has_mask |= bool(chosen.any())
+    return ids, mask, sizes.reshape(-1), has_mask
+
+
+def _lists(table: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
+    column = table[name].combine_chunks()
+    return pc.list_flatten(column).to_numpy(), pc.list_value_length(column).to_numpy().astype(np.int64)

@@ -1,0 +1,51 @@
+"""Receipts: small JSON files, written last, that say that files beside them are finished, and what is in them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from tuning.data.remote import again, filesystem, publish, type_of
+
+SUFFIX = ".json"
+READERS = 32
+"""Receipts that are asked for at a time where each is a request over a network."""
+
+
+def write_receipt(folder: str, name: str, receipt: dict[str, Any]) -> None:
+    """Writes the receipt of what is called `name`, whose files have to be there."""
+    publish(f"{folder}/{name}{SUFFIX}", json.dumps([receipt, _sum_of(receipt)]).encode())
+
+
+def read_receipts(folder: str) -> dict[str, dict[str, Any]]:
+    """The receipts in a folder or below a URL by name, sorted. One that is not as it was written is left out."""
+    fs, path = filesystem(folder)
+    if type_of(fs, path, folder) is None:
+        return {}
+    names = sorted(n for n in again(lambda: fs.ls(path, detail=False), folder) if n.endswith(SUFFIX))
+    with ThreadPoolExecutor(READERS if "://" in folder else 1) as pool:
+        texts = list(pool.map(lambda name: again(functools.partial(fs.cat_file, name), name), names))
+    found = zip(names, map(_receipt, texts), strict=True)
+    return {n.rsplit("/", 1)[-1].removesuffix(SUFFIX): receipt for n, receipt in found if receipt is not None}
+
+
+def remove_receipt(folder: str, name: str) -> None:
+    """Has what is called `name` made again."""
+    fs, path = filesystem(f"{folder}/{name}{SUFFIX}")
+    again(lambda: fs.rm_file(path), path)
+
+
+def _sum_of(receipt: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(receipt, sort_keys=True).encode()).hexdigest()
+
+
+def _receipt(text: bytes) -> dict[str, Any] | None:
+    """The receipt in a file; None where it is not as it was written."""
+    try:
+        receipt, checksum = json.loads(text)
+    except (ValueError, TypeError):
+        return None
+    return receipt if isinstance(receipt, dict) and _sum_of(receipt) == checksum else None
