@@ -31,17 +31,17 @@ class IdleRounds(RuntimeError):
 def idle_metrics(data: RoundData, metrics: dict[str, Any], config: Config, parent: Artifact) -> dict[str, Any]:
     """Why a round has taught nothing (`idle`), and how many have not in a row (`idle_rounds`); empty where one has.
 
-    It has where a step moved weights for rewards of the task that tell completions apart: one for KL and entropy alone
-    does not count. metrics: of the round. parent: the artifact whose policy it started from.
+    It has where a step moved the policy for rewards of the task that tell completions apart: one for KL and entropy
+    alone does not count. metrics: of the round. parent: the artifact whose policy it started from.
     """
     if metrics["steps"] > metrics.get("skipped", 0) and metrics["informative"]:
         return {}
     before = parent.metrics.get("idle_rounds", 0) if parent.stage == "update" else 0
-    return {"idle": _reason(data, metrics, config.truncated), "idle_rounds": before + 1}
+    return {"idle": _reason(data, metrics, config), "idle_rounds": before + 1}
 
 
-def _reason(data: RoundData, metrics: dict[str, Any], truncated: str) -> str:
-    steps = metrics["steps"]
+def _reason(data: RoundData, metrics: dict[str, Any], config: Config) -> str:
+    steps, truncated = metrics["steps"], config.truncated
     if steps and steps == metrics.get("skipped"):
         return f"the gradients of all {steps} steps were not finite"
     everyone = len(data.completions)
@@ -53,9 +53,24 @@ def _reason(data: RoundData, metrics: dict[str, Any], truncated: str) -> str:
     if truncated != "keep" and lost + cut == everyone:
         return f"all completions with a reward were cut off at max_tokens ({cut}), and truncated is {truncated}"
     kept = f" and {'kept' if truncated == 'keep' else 'masked'}" if cut else ""
-    followed = "; its steps followed KL and entropy alone" if steps else ""
     left = f"{lost} of {everyone} have no reward, {cut} were cut off{kept}"
-    return f"the completions of each prompt score alike ({left}){followed}"
+    return f"the completions of each prompt score alike ({left}){_followed(data, metrics, config)}"
+
+
+def _followed(data: RoundData, metrics: dict[str, Any], config: Config) -> str:
+    """What was trained without rewards that tell completions apart, as the end of a sentence; "" where nothing was."""
+    if not metrics["steps"]:
+        return "; its critic learned, and the policy stayed" if "value_loss" in metrics else ""
+    if config.entry is None:
+        return f"; its steps followed what {config.algorithm} makes of them"
+    in_reward = config.kl_in_reward > 0 and not config.scaled_by_round
+    what = {
+        "the rewards of turns": data.turns is not None and config.credits_turns,
+        "KL": config.kl_coef > 0 or in_reward,
+        "entropy": config.entropy_coef > 0 or config.entropy_target is not None,
+    }
+    found = " and ".join(name for name, is_there in what.items() if is_there)
+    return f"; its steps followed {found} alone" if found else ""
 
 
 def check_idle(metrics: dict[str, Any], limit: int, alike: Sequence[str] = ()) -> None:

@@ -146,7 +146,7 @@ class _Round:
     @property
     def signal_N(self) -> np.ndarray:
         """Completions with an advantage, [N] bool."""
-        return selection.with_signal(self.scored, self.algorithm)
+        return selection.with_signal(self.scored, self.algorithm, self.settings)
 
     @property
     def trained(self) -> Trained:
@@ -317,6 +317,7 @@ class _Round:
         values = self.forward(program, critic.weights, "values", after_N)
         judged = ppo.Judged(values.dense(), after_N, self.data.truncated_N)
         advantages, returns = ppo.token_advantages(self.scored, judged, self.settings.critic, lam)
+        advantages = np.where(self.signal_N[:, None], advantages, 0.0).astype(real())
         found = {"returns": Flat.of(returns, self.lengths_N), "advantages": Flat.of(advantages, self.lengths_N)}
         self.columns |= {"old_values": values, **found}
 
@@ -345,16 +346,20 @@ class _Round:
     def train(self) -> dict[str, Any]:
         """All optimizer steps of the round; the metrics of policy and critic."""
         settings, critic, compute = self.settings, self.critic, self.device.compute
-        step = policy_step(self.model, self.objective, settings.optimizer, compute, self.policy.graph, self.mesh)
-        value_step = None
+        step = value_step = None
+        # Without anything to follow a step would still move weights, by the optimizer's momentum and weight decay.
+        if settings.regularised or self.signal_N.any():
+            step = policy_step(self.model, self.objective, settings.optimizer, compute, self.policy.graph, self.mesh)
         if critic is not None:
             value_step = critic_step(self.model, settings.critic, compute, critic.graph, self.mesh)
         tally, started, meter = Tally(), time.monotonic(), Meter(compute.dtype)
 
-        def ended(at: tuple[int, int], groups: list[Group], batches: int, sums: list[Callable[[], Sums]]) -> None:
-            of_policy = tally.add(sums[0]())
-            for of_critic in sums[1:]:
-                tally.add_value(of_critic())
+        def ended(
+            at: tuple[int, int], groups: list[Group], batches: int, sums: list[Callable[[], Sums] | None]
+        ) -> None:
+            of_policy = {} if sums[0] is None else tally.add(sums[0]())
+            if sums[1] is not None:
+                tally.add_value(sums[1]())
             size = sum(g.size for g in groups)
             tally.tokens += size
             self._ticked(batches)
@@ -363,10 +368,9 @@ class _Round:
         # The step that the device may still compute. Its sums are read when it has the next one.
         under_way: Callable[[], None] = lambda: None  # noqa: E731
         for at, groups, arrays in one_ahead(self.work()):
-            sums = [self.policy.start_step(step, arrays)]
-            if critic is not None and value_step is not None:
-                # After the policy, on the same arrays: advantages are from before either moved.
-                sums.append(critic.start_step(value_step, arrays))
+            sums = [None if step is None else self.policy.start_step(step, arrays)]
+            # After the policy, on the same arrays: advantages are from before either moved.
+            sums.append(None if critic is None or value_step is None else critic.start_step(value_step, arrays))
             under_way()
             under_way = functools.partial(ended, at, groups, len(arrays), sums)
         under_way()
