@@ -19,7 +19,7 @@ from stages.common.settings import stored_as
 from stages.common.tables import read_table
 from stages.contract.definition import Context, Reads, Stage
 from stages.contract.sources import user_digests
-from stages.sampling.groups import OF_TURNS, TRAINED, Scored, chosen_groups, read_scored, read_turns, refills
+from stages.sampling.groups import OF_TURNS, PARTIAL, TRAINED, Scored, chosen_groups, read_scored, read_turns, refills
 from stages.store.artifacts import Artifact
 from stages.training.adapters import lora_config, name_of
 from stages.update import near
@@ -29,9 +29,6 @@ from stages.update.idle import check_idle, idle_metrics
 from stages.update.settings import Config
 from stages.update.state import NAME, State
 from tuning.rows import FateRow, ScoreRow, write_table
-
-PARTIAL = "partial"
-"""The stage whose rounds have as many groups as became whole in them."""
 
 if TYPE_CHECKING:
     from tuning.algorithms.diagnostics import Coefficients

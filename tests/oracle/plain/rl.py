@@ -178,6 +178,9 @@ class Round:
                     self.policy_step(step)
                 if self.critic is not None:
                     self.critic_step(step)
+        if self.is_noise and not self.regularised:
+            # The critic alone has learned from them.
+            self.leave(self.trained, "tied")
 
     @property
     def regularised(self) -> bool:
