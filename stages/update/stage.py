@@ -51,7 +51,8 @@ def run(ctx: Context) -> dict[str, Any]:
 
     state, metrics = _advance(ctx, first=True)
     # Here and not in `_advance`, which also replays rounds that have been committed.
-    check_idle(metrics, ctx.config.max_idle_rounds, ctx.inputs["scores"].metrics.get("alike", ()))
+    alike, refills = ctx.inputs["scores"].metrics.get("alike", ()), ctx.inputs["rollouts"].stage != PARTIAL
+    check_idle(metrics, ctx.config.max_idle_rounds, alike, refills)
     content = {"fingerprint": states.fingerprint_of(state), "round": ctx.config.round}
     if ctx.config.kl_target is not None or ctx.config.entropy_target is not None:
         assert state.coefficients is not None

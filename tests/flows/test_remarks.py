@@ -70,6 +70,16 @@ def test_rounds_all_but_the_last_of_which_may_have_one_whole_group_are_told(roun
     assert [line.startswith(start) for line in found] == ([True] if told else [])
 
 
+def test_a_critic_that_would_first_learn_from_few_groups_is_told():
+    ppo = "rl.update={algorithm: ppo, critic: {start: policy, pretrain_epochs: 2}}"
+    (found,) = of_recipe(load_recipe("smoke", sets=[CARRY, ppo]))
+    assert found.startswith(
+        "rl.partial with rl.update.critic.pretrain_epochs 2: they pass over the whole groups of the"
+    )
+    assert not of_recipe(load_recipe("smoke", sets=[ppo]))
+    assert not of_recipe(load_recipe("smoke", sets=[CARRY, "rl.update={algorithm: ppo, critic: {start: policy}}"]))
+
+
 @pytest.mark.parametrize(
     ("update", "said"),
     [
