@@ -38,8 +38,8 @@ def _of_critic(rl: RL) -> list[str]:
         return []
     return [
         f"rl.partial with rl.update.critic.pretrain_epochs {epochs}: they pass over the whole groups of the first "
-        "round, which are those of short completions and may be one; raise rl.partial.round_tokens so that most end in it, or "
-        "leave the epochs out and begin with a critic that has learned (rl.update.critic.start: reward_model)"
+        "round, which are those of short completions and may be one; raise rl.partial.round_tokens so that most end in "
+        "it, or leave the epochs out and begin with a critic that has learned (rl.update.critic.start: reward_model)"
     ]
 
 

@@ -253,7 +253,7 @@ class _Round:
             weight = o.kl_in_reward * self.coefficients.kl_scale
             penalties = Flat.zeros(self.lengths_N, self.width, real())
             columns = (self.columns["old"], self.columns["ref"], self.data.sampled)
-            for rows in blocks(len(self.keep_N)):
+            for rows in blocks(len(self.keep_N), self.width):
                 old, ref, mask = (jnp.asarray(column.gathered(rows)) for column in columns)
                 penalty = kl_penalty(old, ref, mask, coef=weight, kind=o.kl_in_reward_kind, value_clamp=limit)
                 penalties.put(rows, np.asarray(penalty))
@@ -282,14 +282,14 @@ class _Round:
 
     def ask_algorithm(self) -> None:
         """The algorithm's advantages, of each completion or of each token."""
-        advantages = np.asarray(self.algorithm.advantages(self.scored), real())
+        found = self.algorithm.advantages(self.scored)
         # Those of a tied group are rounding where they are not 0.
-        signal = self.signal_N if advantages.ndim == 1 else self.signal_N[:, None]
-        advantages = np.where(signal, advantages, 0.0).astype(real())
-        if advantages.ndim == 1:
-            self.shared_N = advantages
+        if isinstance(found, Flat) or found.ndim == 2:
+            column = found if isinstance(found, Flat) else Flat.of(np.asarray(found, real()), self.lengths_N)
+            column.clear(~self.signal_N)
+            self.columns["advantages"] = column
         else:
-            self.columns["advantages"] = Flat.of(advantages, self.lengths_N)
+            self.shared_N = np.where(self.signal_N, np.asarray(found, real()), 0.0).astype(real())
 
     def prepare_critic(self, critic: Learner, pretrain_epochs: int) -> dict[str, Any]:
         """Trains the critic alone where the settings ask for it, then takes advantages and returns from it."""
@@ -315,11 +315,10 @@ class _Round:
         program = values_program(self.model, self.device.compute)
         after_N = np.zeros(len(self.keep_N), real())
         values = self.forward(program, critic.weights, "values", after_N)
-        judged = ppo.Judged(values.dense(), after_N, self.data.truncated_N)
+        judged = ppo.Judged(values, after_N, self.data.truncated_N)
         advantages, returns = ppo.token_advantages(self.scored, judged, self.settings.critic, lam)
-        advantages = np.where(self.signal_N[:, None], advantages, 0.0).astype(real())
-        found = {"returns": Flat.of(returns, self.lengths_N), "advantages": Flat.of(advantages, self.lengths_N)}
-        self.columns |= {"old_values": values, **found}
+        advantages.clear(~self.signal_N)
+        self.columns |= {"old_values": values, "returns": returns, "advantages": advantages}
 
     def arrays(self, groups: list[Group]) -> list[dict[str, Any]]:
         """The micro-batches of a step: tokens, counts of the whole step, coefficients, and the round's columns."""
