@@ -63,9 +63,11 @@ def _followed(data: RoundData, metrics: dict[str, Any], config: Config) -> str:
         return "; its critic learned, and the policy stayed" if "value_loss" in metrics else ""
     if config.entry is None:
         return f"; its steps followed what {config.algorithm} makes of them"
-    in_reward = config.kl_in_reward > 0 and not config.scaled_by_round
+    by_turns = data.turns is not None and config.credits_turns and bool(data.turns.rewards_NU.any())
+    # Divided by its spread alone the KL in the reward is noise, which is left out (`selection.is_noise`).
+    in_reward = config.kl_in_reward > 0 and (by_turns or not config.scaled_by_round)
     what = {
-        "the rewards of turns": data.turns is not None and config.credits_turns,
+        "the rewards of turns": by_turns,
         "KL": config.kl_coef > 0 or in_reward,
         "entropy": config.entropy_coef > 0 or config.entropy_target is not None,
     }
