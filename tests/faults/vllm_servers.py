@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,13 +131,14 @@ def smollm(folder: Path) -> Model:
     return Model(config, policies, tokenizer, ids, folder, prompts)
 
 
-def child(folder: Path, number: int = 0, dtype: str = "float32", streams: bool = True) -> Child:
+def child(folder: Path, number: int = 0, dtype: str = "float32", key: str = "", more: Sequence[str] = ()) -> Child:
     """A vLLM server that takes a stream of weights; its log goes to `folder`."""
 
     def words(model: Path, port: int) -> list[str]:
-        return [*command(), *KINDS["vllm"].arguments(ServerStart(model, dtype, 1024, False, streams), port)]
+        start = ServerStart(model, dtype, 1024, False, streams=True)
+        return [*command(), *KINDS["vllm"].arguments(start, port), *more]
 
-    environment = KINDS["vllm"].environment("", streams) | ENVIRONMENT
+    environment = KINDS["vllm"].environment(key, streams=True) | ENVIRONMENT
     return Child(words, environment, folder / f"log-{number}")
 
 

@@ -81,7 +81,7 @@ class Held:
         for leaf, tensor in module.named_parameters(recurse=False):
             if tensor.is_meta or tensor.numel() == 0:
                 continue
-            if parts is None or len(parts) != len(sizes):
+            if parts is None or len(parts) != len(sizes) or sum(sizes) != tensor.shape[0]:
                 yield f"{prefix}.{leaf}", tensor
                 continue
             for part, value in zip(parts, tensor.split(list(sizes)), strict=True):
@@ -91,12 +91,13 @@ class Held:
 class Loading:
     """A push on its way into a model, which serves nothing meanwhile."""
 
-    def __init__(self, number: str, policy: str, runner: Any, config: Any, twice: bool):
-        """twice: whether the embedding is loaded as the head too."""
+    def __init__(self, number: str, policy: str, runner: Any, config: Any, tied: bool, mine: bool):
+        """tied: whether the policy's head is its embedding; mine: whether the model's is."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self.arriving = Arriving(number, policy)
-        self._runner, self._model, self._config, self._twice = runner, runner.get_model(), config, twice
+        self._runner, self._model, self._config = runner, runner.get_model(), config
+        self._twice, self._tied = tied and not mine, mine
         self._missing = {name.replace(".base_layer.", ".") for name, _ in self._model.named_parameters()}
         self._held = Held(self._model)
         self._unwatch = self._held.watch(self.arriving.given) if _on_cpu() else lambda: None
@@ -120,10 +121,12 @@ class Loading:
         Raises PushRefused where it is not whole, or the model holds something else.
         """
         self.arriving.check(fingerprint)
-        if self._missing and self._config.quantization is None:
+        # A server that quantises has other parameters, of other numbers.
+        dense = self._config.quantization is None
+        if self._missing and dense:
             raise PushRefused(f"the push has nothing for {sorted(self._missing)[0]}: it is of another model")
         self.finish()
-        read, apart = self._held.apart(self.arriving.given)
+        read, apart = self._held.apart(self.arriving.given) if dense else (0, [])
         if apart:
             raise PushRefused(f"the model holds other numbers than were sent in {len(apart)} tensors ({apart[0]})")
         for forget in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
@@ -138,11 +141,11 @@ class Loading:
             finalize_layerwise_reload(self._model, self._config)
         finally:
             self._unwatch()
-        if _on_cpu():
-            self._pack_heads()
+        if self._tied and _on_cpu():
+            self._pack_head()
 
-    def _pack_heads(self) -> None:
-        """Heads that are the embedding are loaded with it, and their packed copy on a CPU is not."""
+    def _pack_head(self) -> None:
+        """A head that is the embedding is loaded with it, and its packed copy on a CPU is not."""
         from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
         for module in self._model.modules():
@@ -183,7 +186,7 @@ class Worker:
             return _refused("the served model has its embedding for a head, and the policy has a head of its own")
         with self._rlhf_config():
             runner, config = self.model_runner, self.vllm_config.model_config
-            self.rlhf_push = Loading(number, policy, runner, config, tied and not mine)
+            self.rlhf_push = Loading(number, policy, runner, config, tied, mine)
         return {}
 
     def rlhf_add(self, number: str, bucket: bytes) -> dict[str, Any]:
