@@ -6,17 +6,19 @@ SmolLM2-135M in float32, on loopback. Figures are printed.
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from pathlib import Path
 from typing import Any
 
 import httpx
+import jax
 import psutil
 import pytest
 
 from tests.faults.support import Run
 from tests.faults.vllm_servers import SETTINGS, child, command, gap, remote, run, smollm
-from tuning.models.huggingface import save_decoder
+from tuning.models.huggingface import random_params, save_decoder
 from tuning.models.tokenizer import save_tokenizer
 from tuning.rollout.servers.fleet import Options
 from tuning.rollout.servers.protocol import ServerRefused, StalePolicy
@@ -53,6 +55,14 @@ def streamed(model: Any, name: str, **changes: Any) -> Any:
         raise AssertionError("nobody sees a folder")
 
     return model.policy(name, folder=none, **changes)
+
+
+def started(one: Any, folder: Path, key: str = "") -> RemoteServer:
+    """A server by its address, as others see it, once it is healthy."""
+    owner = RemoteServer(child=one)
+    owner.start(folder)
+    owner.wait(900)
+    return RemoteServer(owner.url, key=key)
 
 
 def kill(one: Any) -> None:
@@ -218,8 +228,7 @@ def test_bfloat16_a_head_that_is_the_embedding_and_a_server_with_a_key_and_no_de
     one, requests = child(tmp_path, dtype="bfloat16", key="secret"), model.requests(8, 0.8, samples=2, tokens=24)
     one.environment["VLLM_SERVER_DEV_MODE"] = "0"
     try:
-        server = RemoteServer(one.start(tmp_path / "model"), key="secret")
-        server.wait(900)
+        server = started(one, tmp_path / "model", key="secret")
         assert httpx.post(f"{server.url}/collective_rpc", json={"method": "rlhf_told"}).status_code == 404
         assert httpx.get(f"{server.url}/weights").status_code == 401
         for name in ("second", "first"):
@@ -237,6 +246,34 @@ def test_bfloat16_a_head_that_is_the_embedding_and_a_server_with_a_key_and_no_de
         own = streamed(model, "own head", config=lambda: dataclasses.asdict(other))
         with pytest.raises(ServerRefused, match="the policy has a head of its own"):
             remote(server).load(own)
+    finally:
+        one.end()
+
+
+def test_two_workers_of_tensor_parallelism_get_their_parts(model, tmp_path):
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+    config = dataclasses.replace(model.config, **shape)
+    params = {
+        n: jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, random_params(config, i)) for i, n in enumerate("ab")
+    }
+    small = dataclasses.replace(model, config=config, params=params, folder=tmp_path)
+    one = child(tmp_path, more=["--tensor-parallel-size", "2", "--enforce-eager"])
+    # A core each: by itself vLLM takes a memory node each.
+    one.environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, sorted(os.sched_getaffinity(0))[:2]))
+    try:
+        server = started(one, small.place("a"))
+        for name in "ba":
+            engine, requests = remote(server), small.requests(6, 0.8, samples=2, tokens=16)
+            engine.load(streamed(small, name))
+            found = run(engine, requests)
+            near, far = (gap(small, n, requests, found, 0.8) for n in (name, "ab".replace(name, "")))
+            print(
+                f"two workers: {near:.2g} from its trainer, {far:.2g} from another policy's; {server.get('/weights')}"
+            )
+            assert near < 5e-4
+            assert far > 20 * near
+            # The norms, which each has whole.
+            assert server.get("/weights")["compared"] == 5
     finally:
         one.end()
 
