@@ -1,8 +1,8 @@
 """What vLLM's workers do with a push: `--worker-extension-cls rlhf_weights.vllm.Worker`, behind `routes.Weights`.
 
 Tensors have the names and whole shapes of a Hugging Face checkpoint. vLLM's own `load_weights` divides them among the
-workers of tensor and pipeline parallelism, and its layerwise reload processes each layer as at the start. At most the
-tensors of the layers under way are held beside the model.
+workers of tensor and pipeline parallelism, and its layerwise reload processes each layer as at the start. Held beside
+the model are tensors of layers of which others have yet to come.
 
 This runs in vLLM's environment, which has torch and numpy and nothing else of this project.
 """
