@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -108,7 +109,8 @@ class Model:
         probe = [dataclasses.replace(r, counter=10**6 + r.counter) for r in self.requests(3, temperature, 1, 12)]
 
         def tensors(types: Any) -> Any:
-            return tensors_from_params(nnx.to_pure_dict(self.params[name]))
+            for tensor, value in tensors_from_params(nnx.to_pure_dict(self.params[name])):
+                yield tensor, value.astype(jnp.dtype(types.get(tensor, "float32")), copy=False)
 
         config = dataclasses.asdict(self.config)
         made = Policy(name, lambda: self.place(name), logps, probe, tensors, lambda: config)
