@@ -18,7 +18,7 @@ from tuning.models.huggingface import random_params, tensors_from_params
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.engine.limits import Limits
 from tuning.rollout.engine.staged import Layout, Staged, Unfit, take, weights_of
-from tuning.rollout.frames import BrokenBucket, Fingerprint, Kind, Piece, buckets, opened
+from tuning.rollout.inside.rlhf_weights.frames import BrokenBucket, Fingerprint, Kind, Piece, buckets, opened
 from tuning.rollout.requests import Request, Sampling
 
 LIMITS = Limits(slots=2, context=64, chunks=(16,))
