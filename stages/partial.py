@@ -61,7 +61,9 @@ def run(ctx: Context) -> dict[str, Any]:
     if [group.place for group in after] != [group.place for group in groups]:
         raise RuntimeError(f"{len(after)} groups were sampled of {len(groups)}")
     _write(ctx, after, going)
-    return _metrics(config, after, seconds) | {"refused_prompts": refused}
+    # Told, since such a round lasts as long as a whole one and trains on little.
+    ran = {} if first is None else {"run_to_end": 1}
+    return _metrics(config, after, seconds) | ran | {"refused_prompts": refused}
 
 
 def _new(ctx: Context, version: int) -> tuple[list[Group], int]:
@@ -134,6 +136,12 @@ STAGE = Stage(
         "data": Reads("data", ("prompts/",)),
         "carried": Reads("carried", (f"{CARRIED}/", f"{SEGMENTS}/"), when=lambda c, _: c.carried),
     },
-    headline=("{groups} groups", "{carried} carried", "lag {lag:.2f}", "{tokens_per_second:.0f} tok/s"),
+    headline=(
+        "{groups} groups",
+        "none whole: {run_to_end} run to its end",
+        "{carried} carried",
+        "lag {lag:.2f}",
+        "{tokens_per_second:.0f} tok/s",
+    ),
     samples="rollouts/",
 )

@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import logging
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support import RLHF
+from tests.support import QUICK, RLHF
 
-# Most of the tests' time would be LLVM's; programs are the same, their machine code is less polished. Before JAX loads.
-FLAGS = ["--xla_backend_optimization_level=0"]
-if version("jaxlib").startswith("0.10."):
-    # XLA ends a process that gives it a flag of another version.
-    FLAGS += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
-os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
+os.environ.setdefault("XLA_FLAGS", QUICK)
 # Tests start many processes, each of which would compile what it imports again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Tests of the core share compiled programs too: JAX reads these when it loads."""
+    # What is imported and collected stays to the end; the collector would walk it again and again.
+    gc.disable()
     os.environ["JAX_COMPILATION_CACHE_DIR"] = folder = str(config.cache.mkdir("jax"))
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "0"
@@ -39,6 +36,11 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 Command = Callable[..., subprocess.CompletedProcess[str]]

@@ -11,6 +11,12 @@ from typing import Any
 
 RLHF = str(Path(sys.executable).with_name("rlhf"))
 
+# Most of the tests' time would be LLVM's; programs are the same, their machine code is less polished. Before JAX loads.
+QUICK = "--xla_backend_optimization_level=0"
+if version("jaxlib").startswith("0.10."):
+    # XLA ends a process that gives it a flag of another version.
+    QUICK += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+
 
 def with_devices(count: int, flags: str = "") -> dict[str, str]:
     """The environment of a process that computes on so many simulated devices of the CPU, with further flags of XLA."""

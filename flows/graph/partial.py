@@ -28,21 +28,33 @@ def goes_on(settings_of: Sequence[RL], number: int) -> bool:
     return number > 0 and carries(settings_of, number - 1)
 
 
+def is_first(settings_of: Sequence[RL], number: int) -> bool:
+    """Whether the first long completions are still under way behind round `number`.
+
+    Such rounds have few whole groups, and those of short completions. The one that ends all of them has the others.
+    """
+    if not carries(settings_of, number):
+        return False
+    began = number
+    while goes_on(settings_of, began):
+        began -= 1
+    return number - began < carried_rounds(settings_of[number])
+
+
 def idle_rounds(settings_of: Sequence[RL], number: int) -> int:
     """How many rounds in a row may teach nothing, of which round `number` is the last.
 
-    While the first long completions are under way rounds have few whole groups, which says nothing of the rewards:
-    these rounds do not count.
+    Rounds in which the first long completions are under way do not count: that they have few groups says nothing of the
+    rewards.
     """
-    rl = settings_of[number]
-    if not carries(settings_of, number):
-        return rl.update.max_idle_rounds
-    carrying = carried_rounds(rl)
-    first = number
-    while goes_on(settings_of, first):
-        first -= 1
-    counted = number + 1 - first - carrying
-    return rl.update.max_idle_rounds + (carrying if counted < rl.update.max_idle_rounds else 0)
+    limit = settings_of[number].update.max_idle_rounds
+    counted = free = 0
+    for one in range(number, -1, -1):
+        if is_first(settings_of, one):
+            free += 1
+        elif (counted := counted + 1) == limit:
+            break
+    return limit + free
 
 
 def sampled_by(settings_of: Sequence[RL], number: int, sampling: Rollout) -> tuple[str, Rollout]:

@@ -35,18 +35,20 @@ def round_warnings(
     learned: Collection[str] = (),
     alike: Sequence[str] = (),
     uneven: Collection[int] = (),
+    refills: bool = True,
 ) -> list[Warn]:
     """The warnings of a run's rounds so far; `update` are the settings of `rl.update`, `learned` names reward models.
 
     `alike` names the rewards that tell no completions of a prompt apart (`alike_rewards`), `uneven` has the
-    rounds whose lengths are not compared (`uneven_rounds`).
+    rounds whose lengths and groups are not compared (`uneven_rounds`). refills: whether the recipe may have them.
 
     `series` (`flows.report.measures.round_series`) has a list by name with one entry a round, None for no number.
     """
     known = _known(series)
-    checks = (_entropy, _kl, _signal, _mismatch, _weights, _gradient)
+    checks = (_entropy, _kl, _mismatch, _weights, _gradient)
     warnings = [check(known, update) for check in checks]
-    warnings.append(_length(_known(series, uneven)))
+    even = _known(series, uneven)
+    warnings += [_signal(even, refills), _length(even)]
     warnings += [_flat(known, name) for name in learned]
     warnings.append(Warn("Reward without a difference", f"{alone(alike)}.") if alike else None)
     return [warning for warning in warnings if warning is not None]
@@ -65,8 +67,8 @@ def _known(series: Mapping[str, Sequence[float | None]], left_out: Collection[in
 def uneven_rounds(sampling: Mapping[int, Mapping[str, Any]]) -> set[int]:
     """Rounds whose completions are not as long as those that they begin, by the settings of each round's sampling.
 
-    Where long completions go on in later rounds the first ones lack these, and the round that ends all has what was
-    left.
+    Where long completions go on in later rounds the first ones lack these, down to one group a round, and the round
+    that ends all has what was left.
     """
     uneven: set[int] = set()
     first = behind = 0
@@ -104,7 +106,7 @@ def run_warnings(
     update = dict(rl.get("update") or {})
     update["off_policy"] = bool(rl.get("staleness") or rl.get("partial") or rl.get("rollouts_from"))
     learned = learned_rewards((rl.get("score") or {}).get("rewards") or {})
-    warnings = round_warnings(series, update, learned, alike_rewards(record), uneven)
+    warnings = round_warnings(series, update, learned, alike_rewards(record), uneven, not rl.get("partial"))
     warnings += _reward_model((record.get("nodes", {}).get("reward") or {}).get("metrics") or {})
     scores = [e.get("metrics") or {} for name, e in record.get("nodes", {}).items() if name.endswith(".score")]
     worst = max(scores, key=lambda metrics: metrics.get("failed") or 0.0, default={})
@@ -232,7 +234,7 @@ def _length(known: Numbers) -> Warn | None:
     )
 
 
-def _signal(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
+def _signal(known: Numbers, refills: bool) -> Warn | None:
     flat, passed = known.get("zero_variance", [])[-WINDOW:], known.get("pass_rate", [])[-WINDOW:]
     if len(flat) < WINDOW:
         return None
@@ -240,8 +242,8 @@ def _signal(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
     if min(flat) > 0.5 and len(passed) == WINDOW and max(passed) < 0.1:
         return Warn(
             "Dead groups",
-            f"{share} gave completions that are all wrong, so they taught nothing. Use easier prompts, more "
-            "completions of each, or rl.refills.",
+            f"{share} gave completions that are all wrong, so they taught nothing. Use easier prompts"
+            f"{', more completions of each, or rl.refills' if refills else ', or more completions of each'}.",
         )
     if min(flat) > 0.9:
         return Warn(
@@ -254,7 +256,7 @@ def _signal(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
         return Warn(
             "Fading signal",
             f"prompts whose completions all score alike rose from {100 * start:.0f} % to {100 * flat[-1]:.0f} %: that "
-            "share of the sampling taught nothing. Use harder prompts, rl.refills, or stop earlier.",
+            f"share of the sampling taught nothing. Use harder prompts{', rl.refills,' * refills} or stop earlier.",
         )
     return None
 

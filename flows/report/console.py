@@ -157,8 +157,9 @@ class ConsoleReporter:
         series = round_series(record)
         learned = learned_rewards(scored.get("rewards", {}))
         rollouts = {n: self._nodes.get(f"round-{n:03d}.rollout", {}) for n in finished_rounds(record)}
-        uneven = uneven_rounds({n: rollout.get("config", {}) for n, rollout in rollouts.items()})
-        for warning in round_warnings(series, update, learned, alike_rewards(record), uneven):
+        sampling = {n: rollout.get("config", {}) for n, rollout in rollouts.items()}
+        uneven, refills = uneven_rounds(sampling), "round_tokens" not in sampling.get(max(sampling, default=0), {})
+        for warning in round_warnings(series, update, learned, alike_rewards(record), uneven, refills):
             if warning.title not in self._warned:
                 self._warned.add(warning.title)
                 self._print(f"! {warning.title}: {warning.text}", "yellow")

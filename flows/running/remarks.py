@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flows.recipe.model import RL, Recipe
+from flows.recipe.partial import carried_rounds
 
 
 def of_recipe(recipe: Recipe) -> list[str]:
@@ -16,7 +17,30 @@ def of_recipe(recipe: Recipe) -> list[str]:
         return []
     if rl.partial is not None and rl.rounds == 1:
         return ["rl.partial changes nothing: rl.rounds is 1, and the last round samples completions to their end"]
-    return [*_of_staleness(rl), *_of_weights(rl)]
+    return [*_of_staleness(rl), *_of_few_groups(rl), *_of_critic(rl), *_of_weights(rl)]
+
+
+def _of_few_groups(rl: RL) -> list[str]:
+    """Of rounds that may have one whole group, which they have run to its end."""
+    if rl.partial is None or (later := carried_rounds(rl)) < rl.rounds - 1:
+        return []
+    return [
+        f"rl.partial with rl.rounds {rl.rounds}: a completion may go on in {later} later rounds, so every round but "
+        "the last may have one whole group, which it runs to its end and trains on alone, and the last one all others; "
+        "raise rl.partial.round_tokens or rl.rounds, or lower rl.partial.max_lag"
+    ]
+
+
+def _of_critic(rl: RL) -> list[str]:
+    """Of a critic's training before the policy's, which is on the first round's whole groups."""
+    epochs = rl.update.critic.pretrain_epochs if rl.update.needs_critic else 0
+    if rl.partial is None or not epochs:
+        return []
+    return [
+        f"rl.partial with rl.update.critic.pretrain_epochs {epochs}: they pass over the whole groups of the first "
+        "round, which are those of short completions and may be one; raise rl.partial.round_tokens so that most end in "
+        "it, or leave the epochs out and begin with a critic that has learned (rl.update.critic.start: reward_model)"
+    ]
 
 
 def _of_weights(rl: RL) -> list[str]:

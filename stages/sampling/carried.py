@@ -198,6 +198,8 @@ class Going:
     def _stream(self, missing: Mapping[int, Sequence[Group]]) -> Iterator[tuple[int, list[CompletionRow]]]:
         """(number, rows) of shards, given by number, as the last completion of each ends."""
         asked = [(number, *ask) for number, groups in missing.items() for group in groups for ask in self._asked(group)]
+        # Those that run to their end first: begun last, they would go on alone where all others have ended.
+        asked.sort(key=lambda one: -one[2].max_tokens)
         requests = [request for _, _, request in asked]
         if self.engine is None:
             config = self.config

@@ -56,7 +56,10 @@ def open_engine(ctx: Context, settings: EngineSettings, quantize: str, context: 
     names = ("sync", "concurrency", "tries", "start_seconds", "wait_seconds", "tolerance", "version")
     policy = _policy(ctx, settings, quantize, requests)
     servers = _servers(ctx, settings, context)
-    remote = Fleet(KINDS[settings.kind], servers, Options(**{n: getattr(settings, n) for n in names}), ctx.log)
+    # Servers that are started here see the folder of this worker.
+    shared = settings.command is not None or settings.folder is not None
+    options = Options(**{n: getattr(settings, n) for n in names}, shared=shared)
+    remote = Fleet(KINDS[settings.kind], servers, options, ctx.log)
     remote.load(policy)
     ctx.metrics_line(servers=len(remote.gaps), logprob_gap=max(remote.gaps.values()))
     return remote
@@ -87,7 +90,8 @@ def _servers(ctx: Context, settings: EngineSettings, context: int) -> list[Any]:
         return [RemoteServer(url, **options) for url in settings.urls]
     # Settings that a running server cannot change: with others it is started anew.
     same = {"kind", "command", "arguments", "environment", "servers", "dtype"}
-    wanted = digest(settings.model_dump(mode="json", include=same) | {"adapters": settings.sync == "adapter"})
+    ways = {"adapters": settings.sync == "adapter", "streams": settings.sync == "stream"}
+    wanted = digest(settings.model_dump(mode="json", include=same) | ways)
     # Ended before others start: the devices would not hold both.
     for name in [n for n, group in _started.items() if n != wanted or group.context < context]:
         _end(_started.pop(name))
@@ -106,16 +110,19 @@ def _server(ctx: Context, settings: EngineSettings, context: int, number: int, o
     from tuning.rollout.servers.protocol import ServerStart
     from tuning.rollout.servers.server import RemoteServer
 
-    kind = KINDS[settings.kind]
+    kind, streams = KINDS[settings.kind], settings.sync == "stream"
 
     def command(folder: Path, port: int) -> list[str]:
-        start = ServerStart(folder, settings.dtype, context, settings.sync == "adapter")
+        start = ServerStart(folder, settings.dtype, context, settings.sync == "adapter", streams)
         return [*settings.words, *kind.arguments(start, port), *settings.arguments]
 
     log = _place(ctx, settings) / f"{settings.kind}-{number}.log"
     # Other users of this machine reach the port too.
     key = options["key"] or secrets.token_urlsafe(32)
-    environment = kind.environment(key) | settings.environment
+    own = kind.environment(key, streams)
+    environment = own | settings.environment
+    if "PYTHONPATH" in own and "PYTHONPATH" in settings.environment:
+        environment["PYTHONPATH"] = os.pathsep.join([own["PYTHONPATH"], settings.environment["PYTHONPATH"]])
     options = options | {"key": environment.get("VLLM_API_KEY", options["key"])}
     return RemoteServer(child=Child(command, environment, log), **options)
 

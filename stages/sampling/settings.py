@@ -54,12 +54,13 @@ class EngineSettings(StageConfig):
     where rlhf runs, which is how a run is repeated from its record."""
     servers: int = execution_setting(1, ge=1)
     """How many are started."""
-    sync: Literal["auto", "weights", "adapter", "restart", "none"] = execution_setting("auto")
-    """How they get a new policy: all weights by their endpoints for RL, the adapter alone, by a restart, or not from
-    here. auto: weights, and a restart where that fails."""
+    sync: Literal["auto", "stream", "weights", "adapter", "restart", "none"] = execution_setting("auto")
+    """How they get a new policy: stream, all weights over HTTP (vllm with rlhf_weights); weights, all by a folder and
+    their endpoints for RL; the adapter alone; by a restart; or not from here. auto: stream where servers at url take it
+    and no folder is named, else weights, and a restart where that fails."""
     folder: str | None = execution_setting(None)
     """Folder for the weights, under the same path for this machine and the servers; null: in the store's scratch.
-    Not for native servers, which get them over HTTP."""
+    Not for servers that get them over HTTP."""
     concurrency: int = execution_setting(64, ge=1)
     """Prompts at one server at a time."""
     timeout: float = execution_setting(600.0, gt=0)
@@ -117,6 +118,8 @@ class EngineSettings(StageConfig):
                 raise ValueError(f"{name} is of servers that are started here: say command in place of url")
         if self.command is None and self.sync == "restart":
             raise ValueError("sync restart is for servers that are started here: say command in place of url")
+        if self.sync == "stream" and (self.kind == "sglang" or (self.command is None and self.folder is not None)):
+            raise ValueError("sync stream is for vllm and native servers, and needs no folder: leave it out")
         if self.kind == "native" and (self.command is not None or self.sync == "adapter" or self.folder is not None):
             raise ValueError(
                 "native servers are at url, and get whole policies over HTTP: leave command, folder and sync: adapter "

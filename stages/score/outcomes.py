@@ -20,6 +20,7 @@ from stages.common.journal import Journal, journaled
 from stages.common.models import load_scorer, load_tokenizer
 from stages.common.tables import Shards, by_shard
 from stages.contract.definition import Context
+from stages.sampling.groups import begun
 from stages.sampling.played import FAILED, episodes_of, reward_of, sample_of
 from stages.score.grouped import hint
 from stages.score.settings import COMPUTED, ENVIRONMENT, Config, Reward
@@ -92,9 +93,10 @@ def outcomes_of(ctx: Context, names: Sequence[str], rollouts: Sequence[Completio
     columns = {name: [found[i].outcome(name) for i in range(len(rollouts))] for name in names}
     # What the environment failed has been judged where episodes were played.
     played = {name: [o for o, row in zip(columns[name], rollouts, strict=True) if row.stop != FAILED] for name in names}
+    limit, setting = config.max_failed_fraction, "rl.score.max_failed_fraction"
     try:
         named = {name: config.rewards[name].function for name in names}
-        check_failures(played, config.max_failed_fraction, setting="rl.score.max_failed_fraction", functions=named)
+        check_failures(played, limit, least=begun(ctx.inputs["rollouts"]), setting=setting, functions=named)
     except TooManyFailures as error:
         by_number = {name: dict(enumerate(column)) for name, column in columns.items()}
         raise TooManyFailures(f"{error}{hint(ctx, by_number, rollouts)}") from None

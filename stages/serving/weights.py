@@ -2,7 +2,7 @@
 
     GET  /weights                what is held: policy, fingerprint, config, and each tensor's type and shape
     POST /weights                begins a push: {"policy": name, "config": ...} -> {"push": ID}
-    POST /weights/ID             a bucket (`tuning.rollout.frames`)
+    POST /weights/ID             a bucket (`tuning.rollout.inside.rlhf_weights.frames`)
     POST /weights/ID/commit      {"fingerprint": of all tensors}: swapped in, once the requests under way have ended
     DELETE /weights/ID           gives the push up
 
@@ -27,7 +27,7 @@ from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from stages.serving.server import Server
-from tuning.rollout.frames import BUCKET_BYTES, HEADER_BYTES, first_difference, opened
+from tuning.rollout.inside.rlhf_weights.frames import BUCKET_BYTES, HEADER_BYTES, first_difference, opened
 
 if TYPE_CHECKING:
     from tuning.rollout.engine.staged import Layout, Staged

@@ -19,7 +19,7 @@ from stages.common.settings import stored_as
 from stages.common.tables import read_table
 from stages.contract.definition import Context, Reads, Stage
 from stages.contract.sources import user_digests
-from stages.sampling.groups import OF_TURNS, TRAINED, Scored, chosen_groups, read_scored, read_turns, refills
+from stages.sampling.groups import OF_TURNS, PARTIAL, TRAINED, Scored, chosen_groups, read_scored, read_turns, refills
 from stages.store.artifacts import Artifact
 from stages.training.adapters import lora_config, name_of
 from stages.update import near
@@ -29,9 +29,6 @@ from stages.update.idle import check_idle, idle_metrics
 from stages.update.settings import Config
 from stages.update.state import NAME, State
 from tuning.rows import FateRow, ScoreRow, write_table
-
-PARTIAL = "partial"
-"""The stage whose rounds have as many groups as became whole in them."""
 
 if TYPE_CHECKING:
     from tuning.algorithms.diagnostics import Coefficients
@@ -54,7 +51,8 @@ def run(ctx: Context) -> dict[str, Any]:
 
     state, metrics = _advance(ctx, first=True)
     # Here and not in `_advance`, which also replays rounds that have been committed.
-    check_idle(metrics, ctx.config.max_idle_rounds, ctx.inputs["scores"].metrics.get("alike", ()))
+    alike, refills = ctx.inputs["scores"].metrics.get("alike", ()), ctx.inputs["rollouts"].stage != PARTIAL
+    check_idle(metrics, ctx.config.max_idle_rounds, alike, refills)
     content = {"fingerprint": states.fingerprint_of(state), "round": ctx.config.round}
     if ctx.config.kl_target is not None or ctx.config.entropy_target is not None:
         assert state.coefficients is not None

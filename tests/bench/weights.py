@@ -6,6 +6,9 @@ buckets. Each push is a whole one, as of a round's new policy: the folder is wri
 again. A folder is read straight into the layout of decoding. `proof_s` is the comparison of fingerprints behind a
 stream; a folder has none. What is printed are JSON lines, one a push, and the medians of each way.
 
+`--vllm .venv-vllm` starts two vLLM servers of that environment on the CPU instead, whose folders have a head of its own
+and whose streams have not. Peaks and memory are then those of the largest process of a server.
+
 The policy is SmolLM2-135M of the demo (`--model tiny`: a random one, to see that it works), in float32.
 """
 
@@ -13,8 +16,10 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -37,44 +42,76 @@ from tuning.models.byte_tokenizer import byte_tokenizer
 from tuning.models.config import DecoderConfig, tiny
 from tuning.models.config_json import from_hugging_face
 from tuning.models.gguf import GGUFCheckpoint, GGUFFile
-from tuning.models.huggingface import params_from_tensors, random_params, save_decoder, tensors_from_params
-from tuning.models.tokenizer import save_tokenizer
+from tuning.models.huggingface import params_from_tensors, random_params, save_decoder, tensors_from_params, untied
+from tuning.models.tokenizer import save_tokenizer, tokenizer_from_gguf
+from tuning.rollout.servers.child import Child
 from tuning.rollout.servers.kinds import KINDS
-from tuning.rollout.servers.protocol import Policy
+from tuning.rollout.servers.protocol import Policy, ServerStart, Way
 from tuning.rollout.servers.server import RemoteServer
 
-WAYS = {"disk": "vllm", "memory": "vllm", "stream": "native"}
+WAYS: dict[str, Way] = {"disk": "folder", "memory": "folder", "stream": "stream"}
 SHARED = Path("/dev/shm")
 
 
-def policy_of(model: str) -> tuple[DecoderConfig, Any]:
-    """Config and parameters."""
+def policy_of(model: str) -> tuple[DecoderConfig, Any, Any]:
+    """Config, parameters and tokenizer. Prompts are token ids: any tokenizer would do, but for vLLM's look at it."""
     if model == "tiny":
         config = tiny(len(byte_tokenizer()))
-        return config, random_params(config, 0)
+        return config, random_params(config, 0), byte_tokenizer()
     path = locate(BaseConfig().source)
-    checkpoint = GGUFCheckpoint(GGUFFile(path))
+    file = GGUFFile(path)
+    checkpoint = GGUFCheckpoint(file)
     config = from_hugging_face(checkpoint.config(), str(path))
-    return config, params_from_tensors(config, checkpoint.tensors(), str(path))
+    return config, params_from_tensors(config, checkpoint.tensors(), str(path)), tokenizer_from_gguf(file)
 
 
 class Servers:
     """Two servers as processes, which take policies by folders and by buckets."""
 
-    def __init__(self, folder: Path, count: int = 2):
-        self.processes: list[psutil.Popen] = []
+    def __init__(self, folder: Path, vllm: Path | None):
+        """vllm: the environment of vLLM; None: this project's engine."""
+        self.roots: list[psutil.Process] = []
         self.all: list[RemoteServer] = []
-        for number in range(count):
-            port = folder / f"port-{number}"
-            command = [sys.executable, "-m", "tests.stages.sampling.http_server", "--model", str(folder / "model")]
-            command += ["--host", "127.0.0.1", "--port", "0", "--max-model-len", "256", "--port-file", str(port)]
-            self.processes.append(psutil.Popen(command, stdout=subprocess.DEVNULL))
-            while not port.exists() or not port.read_text():
-                if self.processes[-1].poll() is not None:
-                    raise RuntimeError("a server has ended before it had a port")
-                time.sleep(0.1)
-            self.all.append(RemoteServer(f"http://127.0.0.1:{port.read_text()}"))
-            self.all[-1].wait(120)
+        self._ends = contextlib.ExitStack()
+        for number in range(2):
+            self.all.append(self._vllm(folder, number, vllm) if vllm is not None else self._own(folder, number))
+        for server in self.all:
+            server.wait(900)
+
+    def _own(self, folder: Path, number: int) -> RemoteServer:
+        port = folder / f"port-{number}"
+        command = [sys.executable, "-m", "tests.stages.sampling.http_server", "--model", str(folder / "model")]
+        command += ["--host", "127.0.0.1", "--port", "0", "--max-model-len", "256", "--port-file", str(port)]
+        process = psutil.Popen([*command, "--take-weights"], stdout=subprocess.DEVNULL)
+        self._ends.callback(process.wait)
+        self._ends.callback(process.kill)
+        self.roots.append(process)
+        while not port.exists() or not port.read_text():
+            if process.poll() is not None:
+                raise RuntimeError("a server has ended before it had a port")
+            time.sleep(0.1)
+        return RemoteServer(f"http://127.0.0.1:{port.read_text()}")
+
+    def _vllm(self, folder: Path, number: int, vllm: Path) -> RemoteServer:
+        kind = KINDS["vllm"]
+
+        def words(model: Path, port: int) -> list[str]:
+            start = [str(vllm.absolute() / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"]
+            return [*start, *kind.arguments(ServerStart(model, "float32", 256, False, True), port)]
+
+        space = {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")}
+        child = Child(words, kind.environment(streams=True) | space, folder / f"log-{number}")
+        self._ends.callback(child.end)
+        server = RemoteServer(child=child)
+        server.start(folder / "model")
+        assert child.pid is not None
+        self.roots.append(psutil.Process(child.pid))
+        return server
+
+    @property
+    def processes(self) -> list[psutil.Process]:
+        """Those of both servers."""
+        return [p for root in self.roots for p in (root, *root.children(recursive=True))]
 
     def cpu_seconds(self) -> float:
         """Of both since they were started."""
@@ -86,19 +123,17 @@ class Servers:
             Path(f"/proc/{process.pid}/clear_refs").write_text("5")
 
     def peak_mb(self) -> float:
-        """The largest resident size of one of them since then."""
+        """The largest resident size of one of their processes since then."""
         status = [Path(f"/proc/{process.pid}/status").read_text() for process in self.processes]
         return max(int(text.split("VmHWM:")[1].split()[0]) for text in status) / 2**10
 
     def memory(self) -> float:
-        """Resident MB of the larger one."""
+        """Resident MB of the largest one."""
         return max(p.memory_info().rss for p in self.processes) / 2**20
 
     def end(self) -> None:
         """Ends both."""
-        for process in self.processes:
-            process.kill()
-            process.wait()
+        self._ends.close()
 
 
 @dataclasses.dataclass
@@ -108,6 +143,7 @@ class Pusher:
     config: DecoderConfig
     params: Any
     servers: Servers
+    vllm: bool
     sent: int = 0
     written: int = 0
 
@@ -116,7 +152,9 @@ class Pusher:
 
         def folder() -> Path:
             if not place.exists():
-                save_decoder(place, self.config, self.params, {}, dtype="float32")
+                # As `stages.sampling.servers` does for vLLM's kernels of a CPU.
+                model = untied(self.config, self.params) if self.vllm else (self.config, self.params)
+                save_decoder(place, *model, {}, dtype="float32")
                 self.written += sum(p.stat().st_size for p in place.iterdir())
             return place
 
@@ -129,7 +167,8 @@ class Pusher:
 
     def push(self, way: str, number: int, root: Path) -> dict[str, Any]:
         """One push to all servers: its figures."""
-        kind, place = KINDS[WAYS[way]], root / f"policy-{number}"
+        kind = KINDS["native" if way == "stream" and not self.vllm else "vllm"]
+        place = root / f"policy-{number}"
         policy = self.policy(f"{way}-{number}", place)
         self.sent = self.written = 0
         self.servers.forget_peaks()
@@ -140,7 +179,7 @@ class Pusher:
         if way != "stream":
             policy.folder()
         with concurrent.futures.ThreadPoolExecutor(len(self.servers.all)) as threads:
-            list(threads.map(lambda server: kind.reload(server, policy), self.servers.all))
+            list(threads.map(lambda server: kind.reload(server, policy, WAYS[way]), self.servers.all))
             seconds, sent = time.perf_counter() - began, self.sent
             told = list(threads.map(lambda server: kind.weights(server, policy), self.servers.all))
         assert told == [policy.digest] * len(told), told
@@ -166,20 +205,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.weights", description=__doc__)
     parser.add_argument("--model", default="smol135", choices=["smol135", "tiny"])
     parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--vllm", type=Path, help="the environment of infra/vllm.sh")
     args = parser.parse_args()
-    config, params = policy_of(args.model)
+    config, params, tokenizer = policy_of(args.model)
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS if way != "memory" or SHARED.is_dir()}
     with (
         tempfile.TemporaryDirectory() as disk,
         tempfile.TemporaryDirectory(dir=SHARED if SHARED.is_dir() else None) as fast,
     ):
         root = Path(disk)
-        save_decoder(root / "model", config, params, {}, dtype="float32")
-        # Prompts are token ids: any tokenizer will do.
-        save_tokenizer(byte_tokenizer(), root / "model")
-        servers = Servers(root)
+        model = (config, params) if args.vllm is None else untied(config, params)
+        save_decoder(root / "model", *model, {}, dtype="float32")
+        save_tokenizer(tokenizer, root / "model")
+        servers = Servers(root, args.vllm)
         try:
-            pusher = Pusher(config, params, servers)
+            pusher = Pusher(config, params, servers, args.vllm is not None)
             for number in range(args.repeats + 1):
                 for way in found:
                     one = pusher.push(way, number, Path(fast) if way == "memory" else root)

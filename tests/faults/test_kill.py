@@ -12,7 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from flows.recipe.reading import load_recipe
+from flows.running.plain import run_plain
 from stages.store.artifacts import Store
+from tests.faults.support import SETTINGS as OF_FAULTS
 from tests.faults.support import Run, shards
 
 # A byte a call in a file beside it.
@@ -26,16 +29,24 @@ def slow(prompts, completions, **_):
     return [float(len(c)) for c in completions]
 """
 
+# As many shards and steps of the sizes that the smoke run has: its compiled programs make them.
+SETTINGS = OF_FAULTS | {
+    "rl.rollout.prompts": 64,
+    "rl.rollout.shard_prompts": 4,
+    "rl.score.shard_completions": 16,
+    "rl.update.prompts_per_step": 4,
+}
+
 
 @pytest.fixture(scope="module")
-def undisturbed(smoke_store, tmp_path_factory):
+def undisturbed(smoke_store, tmp_path_factory, record):
     """The store of a run that nobody disturbs; the smoke run has made what its settings do not concern."""
     store = tmp_path_factory.mktemp("undisturbed") / "store"
     for stage in ("base", "prepare", "sft", "reward"):
         shutil.copytree(smoke_store / "artifacts" / stage, store / "artifacts" / stage)
-    run = Run(store, "run")
-    run.ends(0)
-    assert [run.state(node) for node in ("base", "prepare", "sft", "reward")] == ["hit"] * 4
+    run_plain(load_recipe("smoke", sets=[f"{k}={v}" for k, v in (SETTINGS | {"store": store}).items()]), name="run")
+    nodes = record(store, "run")["nodes"]
+    assert [nodes[node]["state"] for node in ("base", "prepare", "sft", "reward")] == ["hit"] * 4
     return store
 
 
@@ -71,7 +82,7 @@ def check(run: Run, undisturbed: Path) -> None:
 @pytest.mark.slow
 def test_training_goes_on_from_its_checkpoint(store, undisturbed):
     place = store("base", "prepare")
-    first = Run(place, "first")
+    first = Run(place, "first", sets=SETTINGS)
     first.until(lambda: any((place / "work" / "sft").glob("*/.sealed/checkpoints/2")))
     pid = first.kill_worker()
     output = first.ends(1)
@@ -83,7 +94,7 @@ def test_training_goes_on_from_its_checkpoint(store, undisturbed):
     # What is done from here on is not this test's business.
     for stage in ("reward", "rollout", "score", "update", "export"):
         shutil.copytree(undisturbed / "artifacts" / stage, place / "artifacts" / stage)
-    second = Run(place, "second")
+    second = Run(place, "second", sets=SETTINGS)
     output = second.ends(0)
     resumed = next(line for line in output.splitlines() if "sft: resumed at step" in line)
     assert int(resumed.split("step ")[1].split(" of ")[0]) >= 2
@@ -98,7 +109,7 @@ def test_training_goes_on_from_its_checkpoint(store, undisturbed):
 
 def test_a_round_goes_on_from_its_shards_and_a_lost_policy_is_made_again(store, undisturbed):
     place = store("base", "prepare", "sft", "reward")
-    first = Run(place, "first")
+    first = Run(place, "first", sets=SETTINGS)
     worker = first.worker()
     first.until(lambda: shards(place, "rollout", "rollouts") >= 2)
     first.kill_worker(worker)
@@ -107,7 +118,7 @@ def test_a_round_goes_on_from_its_shards_and_a_lost_policy_is_made_again(store, 
     kept = shards(place, "rollout", "rollouts")
     assert 2 <= kept <= 16
 
-    second = Run(place, "second")
+    second = Run(place, "second", sets=SETTINGS)
     second.until(lambda: second.state("round-001.update") == "running")
     time.sleep(0.05)
     second.kill_worker()
@@ -119,7 +130,7 @@ def test_a_round_goes_on_from_its_shards_and_a_lost_policy_is_made_again(store, 
     assert states == ["hit", "hit", "hit", "hit", "made", "made"]
 
     # Round 0 stores no weights: a fresh worker has to make round 0's policy again, bit for bit.
-    third = Run(place, "third")
+    third = Run(place, "third", sets=SETTINGS)
     output = third.ends(0)
     assert "replaying the update of round 0 from its stored rollouts" in output
     assert [third.state(f"round-000.{n}") for n in ("rollout", "score", "update")] == ["hit"] * 3
@@ -130,7 +141,7 @@ def test_a_round_goes_on_from_its_shards_and_a_lost_policy_is_made_again(store, 
 @pytest.mark.slow
 def test_with_a_retry_the_run_goes_on_by_itself(store, undisturbed):
     place = store("base", "prepare", "sft", "reward")
-    run = Run(place, "first", retries=1)
+    run = Run(place, "first", sets=SETTINGS, retries=1)
     run.until(lambda: shards(place, "score", "scores") >= 2)
     pid = run.kill_worker()
     output = run.ends(0)
@@ -146,31 +157,31 @@ def test_a_score_that_is_finished_is_not_made_again(store, undisturbed, tmp_path
     place = store("base", "prepare", "sft", "reward", "rollout")
     (tmp_path / "slow_reward.py").write_text(SLOW_REWARD)
     calls = tmp_path / "calls"
-    rewards = {"rl.score.rewards": "{slow: {function: 'slow_reward:slow'}}", "rl.score.shard_completions": 64}
+    rewards = {"rl.score.rewards": "{slow: {function: 'slow_reward:slow'}}", "rl.score.shard_completions": 256}
     options = {"folder": tmp_path, "rl.rounds": 1, "export": "null", **rewards}
 
-    first = Run(place, "first", **options)
-    # The first shard is of all 64 completions: nothing but single scores can be kept.
+    first = Run(place, "first", sets=SETTINGS, **options)
+    # The first shard is of all 256 completions: nothing but single scores can be kept.
     first.until(lambda: calls.exists() and calls.stat().st_size >= 12)
     first.kill_worker()
     assert "in stage score" in first.ends(1)
     assert shards(place, "score", "scores") == 0
     before = calls.stat().st_size
 
-    second = Run(place, "second", **options)
+    second = Run(place, "second", sets=SETTINGS, **options)
     output = second.ends(0)
     (reused,) = re.findall(r"reward slow: (\d+) finished scores are there", output)
     # Two processes score at a time: what they had under way is made again, with what was done and not yet written.
     assert before - 4 <= int(reused) <= before
-    assert calls.stat().st_size == before + 64 - int(reused)
-    assert second.record()["nodes"]["round-000.score"]["metrics"]["completions"] == 64
+    assert calls.stat().st_size == before + 256 - int(reused)
+    assert second.record()["nodes"]["round-000.score"]["metrics"]["completions"] == 256
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["rollout", "update"])
 def test_the_whole_run_is_killed(store, undisturbed, moment):
     place = store("base", "prepare", "sft", "reward")
-    first = Run(place, "first")
+    first = Run(place, "first", sets=SETTINGS)
     if moment == "rollout":
         first.until(lambda: shards(place, "rollout", "rollouts") >= 2)
     else:
@@ -183,7 +194,7 @@ def test_the_whole_run_is_killed(store, undisturbed, moment):
     assert first.record()["status"] == "running"
     assert len(list((place / "leases").iterdir())) == 1
     started = time.monotonic()
-    second = Run(place, "second")
+    second = Run(place, "second", sets=SETTINGS)
     output = second.ends(0)
     assert "waiting for it" not in output
     assert time.monotonic() - started < 100
@@ -197,7 +208,7 @@ def test_the_whole_run_is_killed(store, undisturbed, moment):
 def test_the_flow_alone_is_killed(store, undisturbed):
     """Its worker leaves at once, without being asked; nothing goes on computing for nobody."""
     place = store("base", "prepare", "sft", "reward")
-    first = Run(place, "first")
+    first = Run(place, "first", sets=SETTINGS)
     first.until(lambda: shards(place, "rollout", "rollouts") >= 1)
     family = first.family()
     first.process.kill()

@@ -5,121 +5,39 @@ One server, started once, gets one policy after the other. Figures are printed.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 import psutil
 import pytest
-from flax import nnx
 
-from stages.base import Config as BaseConfig
-from stages.base import locate
 from stages.common.tables import read_rows
 from stages.store.artifacts import Store
 from tests.faults.support import Run, shards
-from tuning.device import Compute
-from tuning.models.config_json import from_hugging_face
-from tuning.models.gguf import GGUFCheckpoint, GGUFFile
-from tuning.models.huggingface import params_from_tensors, save_decoder, tensors_from_params, untied
+from tests.faults.vllm_servers import ENVIRONMENT, SETTINGS, command, gap, remote, run, smollm
+from tuning.models.huggingface import save_decoder, untied
 from tuning.models.lora import LoraConfig, merge, tune
 from tuning.models.peft import save_adapter
-from tuning.models.tokenizer import chat_prompt_ids, save_tokenizer, tokenizer_from_gguf
+from tuning.models.tokenizer import save_tokenizer
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.engine.limits import Limits
-from tuning.rollout.requests import Request, Sampling
 from tuning.rollout.servers.child import Child
 from tuning.rollout.servers.fleet import Fleet, Options
 from tuning.rollout.servers.kinds import KINDS
-from tuning.rollout.servers.protocol import Policy, ServerStart, StalePolicy
+from tuning.rollout.servers.protocol import ServerStart, StalePolicy
 from tuning.rollout.servers.server import RemoteServer
-from tuning.training.completions import token_logps
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
-VERSION = "0.32.0"
-ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1"}
-OPTIONS = Options(tolerance=2e-3)
 LORA = LoraConfig(rank=8, alpha=16.0)
-
-
-def command() -> list[str]:
-    """The server's program in the environment of infra/vllm.sh."""
-    python = Path(os.environ.get("VLLM_VENV", ".venv-vllm")).absolute() / "bin" / "python"
-    if not python.exists():
-        pytest.skip(f"{python} is not there; `make test-vllm` makes it")
-    return [str(python), "-m", "vllm.entrypoints.openai.api_server"]
-
-
-def noisy(params: Any, seed: int, scale: float = 0.02) -> Any:
-    """Other weights: each matrix moved by a share of its size."""
-    leaves, tree = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    moved = [x + scale * x.std() * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
-    return jax.tree.unflatten(tree, moved)
-
-
-@dataclasses.dataclass
-class Model:
-    """SmolLM2 and policies that differ from it."""
-
-    config: Any
-    params: dict[str, Any]
-    tokenizer: Any
-    ids: dict[str, Any]
-    folder: Path
-    prompts: list[list[int]]
-
-    @property
-    def stops(self) -> tuple[int, ...]:
-        return (self.ids["eos_token_id"],)
-
-    def place(self, name: str) -> Path:
-        """The Hugging Face folder of a policy, as `stages.sampling.servers` writes it on a CPU."""
-        target = self.folder / name
-        if not target.exists():
-            save_decoder(target, *untied(self.config, self.params[name]), self.ids)
-            save_tokenizer(self.tokenizer, target)
-        return target
-
-    def requests(self, count: int, temperature: float, samples: int, tokens: int) -> list[Request]:
-        return [
-            Request(p, tokens, Sampling(temperature), self.stops, 7, i, samples, name=f"p{i}")
-            for i, p in enumerate((self.prompts * count)[:count])
-        ]
-
-    def policy(self, name: str, temperature: float = 0.8, **changes: Any) -> Policy:
-        def logps(pairs: Any, t: float) -> Any:
-            return token_logps(self.config, self.params[name], pairs, t, Compute(), 512)
-
-        probe = [dataclasses.replace(r, counter=10**6 + r.counter) for r in self.requests(3, temperature, 1, 12)]
-
-        def tensors(types: Any) -> Any:
-            return tensors_from_params(nnx.to_pure_dict(self.params[name]))
-
-        config = dataclasses.asdict(self.config)
-        made = Policy(name, lambda: self.place(name), logps, probe, tensors, lambda: config)
-        return dataclasses.replace(made, **changes)
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    path = locate(BaseConfig().source)
-    file = GGUFFile(path)
-    checkpoint = GGUFCheckpoint(file)
-    values = checkpoint.config()
-    config = from_hugging_face(values, str(path))
-    params = params_from_tensors(config, checkpoint.tensors(), str(path))
-    tokenizer = tokenizer_from_gguf(file)
-    ids = {k: values[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    policies = {"first": params, "second": noisy(params, 1), "third": noisy(params, 2)}
-    questions = [f"Tell me about the number {n} in a sentence." for n in range(12)]
-    prompts = [chat_prompt_ids(tokenizer, [{"role": "user", "content": q}]) for q in questions]
-    return Model(config, policies, tokenizer, ids, tmp_path_factory.mktemp("models"), prompts)
+    return smollm(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
@@ -132,23 +50,6 @@ def server(tmp_path_factory):
     child = Child(words, KINDS["vllm"].environment() | ENVIRONMENT, log)
     yield RemoteServer(child=child)
     child.end()
-
-
-def remote(server: RemoteServer, **changes: Any) -> Any:
-    return Fleet(KINDS["vllm"], [server], dataclasses.replace(OPTIONS, version=VERSION, **changes))
-
-
-def gap(model: Model, name: str, requests: Any, found: Any, temperature: float) -> float:
-    """Mean difference of recorded log-probabilities and those of a policy's trainer."""
-    pairs = [(r.prompt, c.tokens) for r, cs in zip(requests, found, strict=True) for c in cs]
-    ours = np.concatenate(token_logps(model.config, model.params[name], pairs, temperature, Compute(), 512))
-    theirs = np.concatenate([c.logps for cs in found for c in cs])
-    return float(np.abs(ours - theirs).mean())
-
-
-def run(engine: Any, requests: Any) -> list[Any]:
-    found = dict(engine.run(requests))
-    return [found[i] for i in range(len(requests))]
 
 
 def test_weights_follow_the_policy_and_log_probabilities_are_the_trainers(model, server):
@@ -275,30 +176,6 @@ def test_bfloat16_is_within_the_tolerance_and_other_weights_are_not(model, tmp_p
         assert child.starts == 1
     finally:
         child.end()
-
-
-SETTINGS = {
-    "base.source": BaseConfig().source,
-    "data.source": "addition",
-    "data.system_prompt": "Reply with the answer only.",
-    "sft": "null",
-    "rl.rounds": 2,
-    "rl.checkpoint_every": 2,
-    "rl.rollout.prompts": 16,
-    "rl.rollout.completions": 4,
-    "rl.rollout.max_tokens": 8,
-    "rl.rollout.shard_prompts": 2,
-    "rl.score.rewards.model": "{function: matches, weight: 1.0, arguments: {pattern: '.*s.*'}}",
-    "rl.update.optimizer.learning_rate": 0.0001,
-    "rl.rollout.engine.kind": "vllm",
-    "rl.rollout.engine.version": VERSION,
-    "rl.rollout.engine.dtype": "float32",
-    "rl.rollout.engine.tolerance": OPTIONS.tolerance,
-    "rl.rollout.engine.environment": "{VLLM_CPU_KVCACHE_SPACE: '1'}",
-    "reward": "null",
-    "evaluate": "null",
-    "export": "null",
-}
 
 
 def test_rounds_of_rl_with_a_kill_of_the_server_in_the_first(tmp_path):

@@ -61,6 +61,13 @@ class Prefect:
         assert done.returncode == code, f"prefect {' '.join(args)} ended with {done.returncode}:\n{output}"
         return output
 
+    def pool(self, name: str, limit: int | None = None) -> None:
+        """Makes a work pool of processes, as `prefect work-pool create NAME --type process` does."""
+        from prefect.workers.process import ProcessWorker
+
+        template = ProcessWorker.get_default_base_job_template()
+        self.post("/work_pools/", name=name, type="process", base_job_template=template, concurrency_limit=limit)
+
     @contextlib.contextmanager
     def running(self, name: str, *args: str) -> Iterator[subprocess.Popen[bytes]]:
         """`prefect ARGS` in the background, with all its children in a group that ends here."""

@@ -25,7 +25,8 @@ from tests.flows.prefect_server import prefect_server
 from tests.support import RLHF
 
 
-def test_better_is_promoted_the_same_is_nothing_new_and_worse_is_refused(tmp_path, rlhf):
+def test_better_is_promoted_the_same_is_nothing_new_and_worse_is_refused(tmp_path, rlhf, rlhf_here, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     nights = Nights(tmp_path, rlhf)
     first = nights.run("first")
     assert first["status"] == "finished" and first["decision"]["decision"] == "promoted"
@@ -46,13 +47,13 @@ def test_better_is_promoted_the_same_is_nothing_new_and_worse_is_refused(tmp_pat
     assert worse["nodes"]["export"]["state"] == "refused" and "digest" not in worse["nodes"]["export"]
     assert "the lower end is not above 0" in worse["decision"]["reasons"][0]
     for text in (f"worse  refused  {worse['started']}", "refused: score -"):
-        assert text in rlhf("show", "worse", "--store", nights.url).stdout
+        assert text in rlhf_here("show", "worse", "--store", nights.url).stdout
     on = ("--store", nights.url)
-    assert "its gate has refused the policy" in rlhf("export", "worse", *on, code=2).stderr
-    assert "--force" in rlhf("promote", "worse", *on, "--node", "sft", code=2).stderr
-    forced = rlhf("promote", "worse", *on, "--node", "sft", "--force").stdout
+    assert "its gate has refused the policy" in rlhf_here("export", "worse", *on, code=2).stderr
+    assert "--force" in rlhf_here("promote", "worse", *on, "--node", "sft", code=2).stderr
+    forced = rlhf_here("promote", "worse", *on, "--node", "sft", "--force").stdout
     assert "forced past its gate" in forced and registry.current(nights.store, "champion").forced
-    assert "run worse is at its end (refused)" in rlhf(*nights.arguments("worse"), code=2, cwd=tmp_path).stderr
+    assert "run worse is at its end (refused)" in rlhf_here(*nights.arguments("worse"), code=2).stderr
 
 
 @pytest.mark.slow

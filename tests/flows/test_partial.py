@@ -73,6 +73,8 @@ def test_a_run_keeps_every_law_and_its_numbers_are_told(made, record, rlhf_here)
     assert of_run["nodes"]["round-001.update"]["metrics"]["mismatch_kl"] > 0
     shown = rlhf_here("show", "carried", "--store", made).stdout
     assert re.search(r"\blag 0\.\d\d\b", shown)
+    assert ["run_to_end" in m for m in metrics] == [True, False]
+    assert shown.count("1 groups  none whole: 1 run to its end") == 1
     assert "Lag" in (made / "runs" / "carried" / "report.html").read_text()
 
 

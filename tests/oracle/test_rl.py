@@ -72,6 +72,22 @@ def test_options(case: str, product: Product) -> None:
     check_round(case, product, {"algorithm": "grpo"} | OPTIONS[case], awkward())
 
 
+TIED = {
+    "critic": {"algorithm": "ppo", "optimizer": {"weight_decay": 0.1}},
+    "critic and entropy": {"algorithm": "ppo", "entropy_coef": 0.05},
+    "whitening": {"algorithm": "reinforce-pp", "kl_in_reward": 0.2},
+    "whitening of groups": {"algorithm": "reinforce-pp-baseline", "kl_in_reward": 0.2, "kl_coef": 0.1},
+    "spread of the round": {"algorithm": "grpo", "normalisation": "batch-std", "kl_in_reward": 0.2, "kl_coef": 0.0},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", TIED)
+def test_a_round_that_ties_on_the_task(case: str, product: Product) -> None:
+    drawn = [Drawn(p, p, i, 3 + p + i, 1.0) for p in range(2) for i in range(3)]
+    check_round(case, product, TIED[case], drawn)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4.0}])
 def test_two_rounds_with_what_they_pass_on(lora: Any, product: Product) -> None:

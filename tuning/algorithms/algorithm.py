@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ import numpy as np
 
 from tuning.algorithms import registry
 from tuning.algorithms.advantages import Normalisation, group_advantages
-from tuning.algorithms.flat import Dense, sums_of_rows
+from tuning.algorithms.flat import Column, Dense, Flat, rows_of, sums_of_rows
 from tuning.algorithms.settings import Objective
 from tuning.algorithms.turns import Turns
 from tuning.allowed import check_module
@@ -51,6 +51,26 @@ class Scored:
     """The part of the totals that turns were given, weighted, on the last token of each; None: all are of the last."""
 
     @property
+    def width(self) -> int:
+        """T."""
+        held = vars(self)["mask_NT"]
+        return int(held.width if isinstance(held, Column) else held.shape[1])
+
+    def some(self, ids: Sequence[int]) -> Scored:
+        """Some of the completions, whose arrays are dense: what is of each token alone may be taken by blocks."""
+        rows = list(ids)
+        return Scored(
+            self.totals_N[rows],
+            self.groups_N[rows],
+            self.valid_N[rows],
+            rows_of(self, "mask_NT", rows),
+            rows_of(self, "penalty_NT", rows),
+            None if self.greedy_N is None else self.greedy_N[rows],
+            None if self.turns is None else self.turns.some(rows),
+            None if self.turn_rewards_NT is None else self.turn_rewards_NT[rows],
+        )
+
+    @property
     def rewards_N(self) -> jax.Array:
         """One reward a completion: its total less the KL of all its tokens."""
         # Of a row with one number, which is the sum of its numbers.
@@ -83,8 +103,8 @@ class Terms:
 class Algorithm:
     """How scored rollouts become a loss. The objective adds importance weights, KL and entropy to the surrogate."""
 
-    advantages: Callable[[Scored], jax.Array]
-    """Of every completion [N], or of every token [N, T]."""
+    advantages: Callable[[Scored], jax.Array | Flat]
+    """Of every completion [N], or of every token [N, T], without its padding where it is made by blocks of rows."""
     surrogate: Callable[[Terms], tuple[jax.Array, Metrics]]
     """Loss of every token [C, T], 0 where masked, and sums for metrics, as in `tuning.losses.policy`, or none."""
     keep: Callable[[Scored], np.ndarray] | None = None

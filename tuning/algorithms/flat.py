@@ -13,13 +13,13 @@ Axes: N completions of the round, C slots of a micro-batch, T the width that all
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, overload
 
 import numpy as np
 
-ROWS_AT_ONCE = 1024
-"""Rows of a block where all of a round are padded, but not at once."""
+ROWS_AT_ONCE, TOKENS_AT_ONCE = 1024, 2**22
+"""Rows of a block, and its tokens with their padding, where all of a round are padded, but not at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +48,16 @@ class Column:
         """All rows as a new array [N, T], which may be several times the column."""
         return self.gathered(range(self.count))
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """As `dense`, where NumPy is given a column for an array."""
+        return self.dense().astype(dtype or self.dtype, copy=False)
 
-def blocks(count: int) -> Iterator[range]:
-    """The rows of a round of this size, `ROWS_AT_ONCE` at a time."""
-    for start in range(0, count, ROWS_AT_ONCE):
-        yield range(start, min(start + ROWS_AT_ONCE, count))
+
+def blocks(count: int, width: int = 1) -> Iterator[range]:
+    """The rows of a round of this size, so many at a time as `ROWS_AT_ONCE` and `TOKENS_AT_ONCE` allow."""
+    size = max(1, min(ROWS_AT_ONCE, TOKENS_AT_ONCE // max(width, 1)))
+    for start in range(0, count, size):
+        yield range(start, min(start + size, count))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +94,11 @@ class Flat(Column):
                 row = self.row(int(i))
                 row[:] = numbers[: len(row)]
 
+    def clear(self, which_N: np.ndarray) -> None:
+        """Writes 0 for all tokens of these completions, [N] bool."""
+        for i in np.flatnonzero(which_N).tolist():
+            self.row(i)[:] = 0
+
 
 class Dense:
     """A field of a dataclass that takes a `Column`, or an array [N, T], and reads as an array.
@@ -112,6 +122,20 @@ class Dense:
 
     def __set__(self, instance: object, value: Column | np.ndarray) -> None:
         vars(instance)[self.name] = value
+
+
+def lengths_of(instance: object, name: str) -> np.ndarray:
+    """How many numbers each row of a field has, [N]: of an array all that it is wide."""
+    held = vars(instance)[name]
+    if not isinstance(held, Column):
+        return np.full(len(held), held.shape[1])
+    return np.asarray([len(held.row(i)) for i in range(held.count)])
+
+
+def rows_of(instance: object, name: str, ids: Sequence[int]) -> np.ndarray:
+    """Some rows of a field that is a column or an array [N, T], as of its dense array."""
+    held = vars(instance)[name]
+    return held.gathered(ids) if isinstance(held, Column) else np.asarray(held)[list(ids)]
 
 
 def sums_of_rows(instance: object, name: str) -> np.ndarray:

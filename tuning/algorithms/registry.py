@@ -26,6 +26,8 @@ class Entry:
     ratio: Ratio = "token"
     groups: bool = True
     """Whether a completion is judged against the others of its prompt, so a group of equal rewards has no signal."""
+    whitened: bool = False
+    """Whether advantages are divided by their spread over the round."""
     critic: bool = False
     greedy: bool = False
     """Whether it needs the reward of a greedy completion of each prompt."""
@@ -58,12 +60,12 @@ ALGORITHMS: dict[str, Entry] = {
     "gpg": Entry("gpg", {"kl_coef": 0.0}),
     "pass-at-k": Entry("pass_at_k"),
     "rloo": Entry("rloo", RLOO, ratio="sequence-sum"),
-    "reinforce-pp": Entry("reinforce_pp", {"kl_coef": 0.0, "kl_in_reward": 0.01}, groups=False),
-    "reinforce-pp-baseline": Entry("reinforce_pp", {"kl_kind": "k2", "kl_coef": 0.01}),
+    "reinforce-pp": Entry("reinforce_pp", {"kl_coef": 0.0, "kl_in_reward": 0.01}, groups=False, whitened=True),
+    "reinforce-pp-baseline": Entry("reinforce_pp", {"kl_kind": "k2", "kl_coef": 0.01}, whitened=True),
     # The KL of its authors' training scripts.
     "remax": Entry("remax", {"kl_coef": 0.0, "kl_in_reward": 0.05}, groups=False, greedy=True),
     # KL in the reward, as in Ouyang et al.: the critic learns it too.
-    "ppo": Entry("ppo", {"kl_coef": 0.0, "kl_in_reward": 0.02}, groups=False, critic=True),
+    "ppo": Entry("ppo", {"kl_coef": 0.0, "kl_in_reward": 0.02}, groups=False, whitened=True, critic=True),
     # The mode mean_norm of the authors' code, arXiv:2505.10978.
     "gigpo": Entry("gigpo", {"normalisation": "none"}, turns=True),
     "online-dpo": Entry("online_dpo", SEQUENCE | {"kl_coef": 0.0, "correction": "none"}, reference=True),

@@ -14,10 +14,14 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tuning.algorithms.advantages import reinforce_pp_baseline_advantages
 from tuning.algorithms.algorithm import Algorithm, Objective, Scored, clipped, every_valid
-from tuning.losses.returns import reinforce_pp_token_advantages
+from tuning.algorithms.flat import Flat, blocks, lengths_of
+from tuning.algorithms.whitening import whiten
+from tuning.losses.returns import reward_to_go
+from tuning.precision import real
 
 
 def algorithm(objective: Objective) -> Algorithm:
@@ -29,8 +33,13 @@ def algorithm(objective: Objective) -> Algorithm:
     return Algorithm(_baseline, clipped(objective), keep=every_valid)
 
 
-def _global(scored: Scored) -> jax.Array:
-    return reinforce_pp_token_advantages(scored.rewards_NT, jnp.asarray(scored.mask_NT))[0]
+def _global(scored: Scored) -> Flat:
+    found = Flat.zeros(lengths_of(scored, "mask_NT"), scored.width, real())
+    for rows in blocks(found.count, found.width):
+        some = scored.some(rows)
+        found.put(rows, np.asarray(reward_to_go(some.rewards_NT, jnp.asarray(some.mask_NT))))
+    whiten(found, scored)
+    return found
 
 
 def _baseline(scored: Scored) -> jax.Array:

@@ -146,7 +146,7 @@ class _Round:
     @property
     def signal_N(self) -> np.ndarray:
         """Completions with an advantage, [N] bool."""
-        return selection.with_signal(self.scored, self.algorithm)
+        return selection.with_signal(self.scored, self.algorithm, self.settings)
 
     @property
     def trained(self) -> Trained:
@@ -253,7 +253,7 @@ class _Round:
             weight = o.kl_in_reward * self.coefficients.kl_scale
             penalties = Flat.zeros(self.lengths_N, self.width, real())
             columns = (self.columns["old"], self.columns["ref"], self.data.sampled)
-            for rows in blocks(len(self.keep_N)):
+            for rows in blocks(len(self.keep_N), self.width):
                 old, ref, mask = (jnp.asarray(column.gathered(rows)) for column in columns)
                 penalty = kl_penalty(old, ref, mask, coef=weight, kind=o.kl_in_reward_kind, value_clamp=limit)
                 penalties.put(rows, np.asarray(penalty))
@@ -282,14 +282,14 @@ class _Round:
 
     def ask_algorithm(self) -> None:
         """The algorithm's advantages, of each completion or of each token."""
-        advantages = np.asarray(self.algorithm.advantages(self.scored), real())
+        found = self.algorithm.advantages(self.scored)
         # Those of a tied group are rounding where they are not 0.
-        signal = self.signal_N if advantages.ndim == 1 else self.signal_N[:, None]
-        advantages = np.where(signal, advantages, 0.0).astype(real())
-        if advantages.ndim == 1:
-            self.shared_N = advantages
+        if isinstance(found, Flat) or found.ndim == 2:
+            column = found if isinstance(found, Flat) else Flat.of(np.asarray(found, real()), self.lengths_N)
+            column.clear(~self.signal_N)
+            self.columns["advantages"] = column
         else:
-            self.columns["advantages"] = Flat.of(advantages, self.lengths_N)
+            self.shared_N = np.where(self.signal_N, np.asarray(found, real()), 0.0).astype(real())
 
     def prepare_critic(self, critic: Learner, pretrain_epochs: int) -> dict[str, Any]:
         """Trains the critic alone where the settings ask for it, then takes advantages and returns from it."""
@@ -315,10 +315,10 @@ class _Round:
         program = values_program(self.model, self.device.compute)
         after_N = np.zeros(len(self.keep_N), real())
         values = self.forward(program, critic.weights, "values", after_N)
-        judged = ppo.Judged(values.dense(), after_N, self.data.truncated_N)
+        judged = ppo.Judged(values, after_N, self.data.truncated_N)
         advantages, returns = ppo.token_advantages(self.scored, judged, self.settings.critic, lam)
-        found = {"returns": Flat.of(returns, self.lengths_N), "advantages": Flat.of(advantages, self.lengths_N)}
-        self.columns |= {"old_values": values, **found}
+        advantages.clear(~self.signal_N)
+        self.columns |= {"old_values": values, "returns": returns, "advantages": advantages}
 
     def arrays(self, groups: list[Group]) -> list[dict[str, Any]]:
         """The micro-batches of a step: tokens, counts of the whole step, coefficients, and the round's columns."""
@@ -345,16 +345,20 @@ class _Round:
     def train(self) -> dict[str, Any]:
         """All optimizer steps of the round; the metrics of policy and critic."""
         settings, critic, compute = self.settings, self.critic, self.device.compute
-        step = policy_step(self.model, self.objective, settings.optimizer, compute, self.policy.graph, self.mesh)
-        value_step = None
+        step = value_step = None
+        # Without anything to follow a step would still move weights, by the optimizer's momentum and weight decay.
+        if settings.regularised or self.signal_N.any():
+            step = policy_step(self.model, self.objective, settings.optimizer, compute, self.policy.graph, self.mesh)
         if critic is not None:
             value_step = critic_step(self.model, settings.critic, compute, critic.graph, self.mesh)
         tally, started, meter = Tally(), time.monotonic(), Meter(compute.dtype)
 
-        def ended(at: tuple[int, int], groups: list[Group], batches: int, sums: list[Callable[[], Sums]]) -> None:
-            of_policy = tally.add(sums[0]())
-            for of_critic in sums[1:]:
-                tally.add_value(of_critic())
+        def ended(
+            at: tuple[int, int], groups: list[Group], batches: int, sums: list[Callable[[], Sums] | None]
+        ) -> None:
+            of_policy = {} if sums[0] is None else tally.add(sums[0]())
+            if sums[1] is not None:
+                tally.add_value(sums[1]())
             size = sum(g.size for g in groups)
             tally.tokens += size
             self._ticked(batches)
@@ -363,10 +367,9 @@ class _Round:
         # The step that the device may still compute. Its sums are read when it has the next one.
         under_way: Callable[[], None] = lambda: None  # noqa: E731
         for at, groups, arrays in one_ahead(self.work()):
-            sums = [self.policy.start_step(step, arrays)]
-            if critic is not None and value_step is not None:
-                # After the policy, on the same arrays: advantages are from before either moved.
-                sums.append(critic.start_step(value_step, arrays))
+            sums = [None if step is None else self.policy.start_step(step, arrays)]
+            # After the policy, on the same arrays: advantages are from before either moved.
+            sums.append(None if critic is None or value_step is None else critic.start_step(value_step, arrays))
             under_way()
             under_way = functools.partial(ended, at, groups, len(arrays), sums)
         under_way()

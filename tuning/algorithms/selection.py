@@ -4,6 +4,7 @@
     `truncated: mask`, `keep_most_varied`    likewise
     `truncated: mask-loss`                   leaves the loss; its reward counts in the baseline of its group
     group of equal rewards                   no advantage; `tied_groups` says whether it stays for KL and entropy
+    round that tells nothing apart           likewise, where advantages are scaled by the round
 
 Axes: N completions of the round, T completion tokens.
 """
@@ -80,15 +81,29 @@ def candidates(data: RoundData, found: Scored, algorithm: Algorithm, settings: R
 
 def trained(data: RoundData, found: Scored, algorithm: Algorithm, settings: RoundSettings) -> np.ndarray:
     """Completions in the loss, [N] bool, by their whole rewards (R9, R24)."""
-    regularised = settings.kl_coef > 0 or settings.entropy_coef > 0 or settings.entropy_target is not None
-    if algorithm.keep is None and regularised and settings.tied_groups == "regularise":
+    without = is_noise(found, algorithm, settings)
+    stays = settings.regularised and settings.tied_groups == "regularise" and (algorithm.keep is None or without)
+    # A critic learns from rewards that are all equal too.
+    if stays or (without and settings.needs_critic):
         return _in_loss(data, found.valid_N, settings)
-    return _in_loss(data, with_signal(found, algorithm), settings)
+    return _in_loss(data, with_signal(found, algorithm, settings), settings)
 
 
-def with_signal(found: Scored, algorithm: Algorithm) -> np.ndarray:
+def with_signal(found: Scored, algorithm: Algorithm, settings: RoundSettings) -> np.ndarray:
     """Completions with an advantage, [N] bool: those of the algorithm's own rule, else informative ones."""
+    if is_noise(found, algorithm, settings):
+        return np.zeros(len(found.valid_N), bool)
     return (algorithm.keep or algorithm.signal or informative)(found)
+
+
+def is_noise(found: Scored, algorithm: Algorithm, settings: RoundSettings) -> bool:
+    """Whether the advantages of the round would be noise of full size: divided by their spread over the round, in which
+    the task tells no completions apart, so that the spread is that of a critic's error or of the KL alone."""
+    if not settings.scaled_by_round:
+        return False
+    # A total says nothing of where turns earned it.
+    by_turns = found.turn_rewards_NT is not None and bool(found.turn_rewards_NT.any())
+    return not by_turns and not _teaching(found, algorithm, settings).any()
 
 
 def informative_count(data: RoundData, found: Scored, algorithm: Algorithm, settings: RoundSettings) -> int:
@@ -97,17 +112,20 @@ def informative_count(data: RoundData, found: Scored, algorithm: Algorithm, sett
 
     That is the group's own, the greedy completion's, or, for other baselines, the rewards of the round.
     """
+    # A reward outside the loss may teach what is inside.
+    teaching = set(found.groups_N[_teaching(found, algorithm, settings)].tolist())
+    return len(teaching & set(found.groups_N[_in_loss(data, found.valid_N, settings)].tolist()))
+
+
+def _teaching(found: Scored, algorithm: Algorithm, settings: RoundSettings) -> np.ndarray:
+    """Completions whose rewards, before any KL, differ from what they are held against, [N] bool."""
     totals_N, groups_N = found.totals_N, found.groups_N
     if settings.needs_greedy and found.greedy_N is not None:
         # NaN, of a greedy completion without a reward, is no difference.
-        teaches_N = found.valid_N & (np.abs(totals_N - found.greedy_N) >= LEAST_SPREAD)
-    elif algorithm.keep is None or algorithm.paired or settings.algorithm in registry.GROUP_BASELINE:
-        teaches_N = informative_groups(totals_N, groups_N, found.valid_N)
-    else:
-        teaches_N = found.valid_N & is_informative(totals_N[found.valid_N])
-    # A reward outside the loss may teach what is inside.
-    teaching = set(groups_N[teaches_N].tolist())
-    return len(teaching & set(groups_N[_in_loss(data, found.valid_N, settings)].tolist()))
+        return found.valid_N & (np.abs(totals_N - found.greedy_N) >= LEAST_SPREAD)
+    if algorithm.keep is None or algorithm.paired or settings.algorithm in registry.GROUP_BASELINE:
+        return informative_groups(totals_N, groups_N, found.valid_N)
+    return found.valid_N & is_informative(totals_N[found.valid_N])
 
 
 def _in_loss(data: RoundData, keep_N: np.ndarray, settings: RoundSettings) -> np.ndarray:

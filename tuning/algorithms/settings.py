@@ -89,6 +89,17 @@ class Objective:
         return self.entry is not None and self.entry.critic
 
     @property
+    def scaled_by_round(self) -> bool:
+        """Whether advantages are divided by the spread that they, or the rewards, have in the whole round."""
+        by_rewards = self.normalisation == "batch-std" and self.algorithm in registry.USES["normalisation"]
+        return by_rewards or (self.entry is not None and self.entry.whitened)
+
+    @property
+    def regularised(self) -> bool:
+        """Whether the loss has terms that no advantage weighs: a KL or an entropy bonus."""
+        return self.kl_coef > 0 or self.entropy_coef > 0 or self.entropy_target is not None
+
+    @property
     def needs_greedy(self) -> bool:
         """Whether the reward of a greedy completion of each prompt takes part."""
         return self.entry is not None and self.entry.greedy

@@ -43,6 +43,11 @@ class Turns:
             rewards_NU[i, : len(own)] = [0.0 if turn.reward is None else turn.reward for turn in own]
         return cls(number_NT, rewards_NU, [[turn.state for turn in own] for own in ordered])
 
+    def some(self, ids: Sequence[int]) -> Turns:
+        """Those of some trajectories."""
+        rows = list(ids)
+        return Turns(self.number_NT[rows], self.rewards_NU[rows], [self.states[i] for i in rows])
+
     def ends_NT(self, mask_NT: np.ndarray) -> np.ndarray:
         """True on the last token of each turn that counts in the mask, [N, T] bool."""
         ends = np.zeros(mask_NT.shape, bool)

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,9 +64,15 @@ def _pure(tree: Any) -> dict[str, Any]:
 
 
 def tensors_from_params(pure: dict[str, Any], dtype: Any = np.float32) -> Iterator[tuple[str, np.ndarray]]:
-    """Named Hugging Face tensors of decoder parameters, given as a pure dict, one at a time."""
-    for name, _, make in _lazy_tensors(pure, dtype):
+    """Named Hugging Face tensors of decoder parameters, given as a pure dict: one at a time, layer by layer."""
+    for name, _, make in sorted(_lazy_tensors(pure, dtype), key=lambda lazy: _layer(lazy[0])):
         yield name, make()
+
+
+def _layer(name: str) -> int:
+    """The layer of a tensor; -1 for those of none."""
+    found = re.search(r"\.(\d+)\.", name)
+    return -1 if found is None else int(found[1])
 
 
 def _lazy_tensors(pure: dict[str, Any], dtype: Any, types: Mapping[str, str] | None = None) -> Iterator[Lazy]:

@@ -82,10 +82,24 @@ def idle(*sets: str) -> list[int]:
 def test_rounds_in_which_the_first_completions_are_under_way_are_no_idle_ones():
     limit = load_recipe("smoke").rl.update.max_idle_rounds
     assert limit == 3 and idle() == [3] * 8
-    # With two rounds before the first that counts, round 4 is the third that does. The last round carries nothing.
-    assert idle(CARRY) == idle(CARRY, "rl.staleness=1") == [5] * 4 + [3] * 4
+    # With two rounds before the first that counts, round 4 is the third that does.
+    assert idle(CARRY) == idle(CARRY, "rl.staleness=1") == [4] + [5] * 3 + [3] * 4
     assert idle(CARRY, "rl.partial.max_lag=1") == [4] * 3 + [3] * 5
-    assert idle(CARRY, "rl.update.max_idle_rounds=1") == [3] * 2 + [1] * 6
+    assert idle(CARRY, "rl.update.max_idle_rounds=1") == [2, 3] + [1] * 6
+    # The last round, which carries nothing, counts; those before it do no more than they did.
+    assert idle(CARRY, "rl.rounds=4") == [4, 5, 5, 5]
+    assert idle(CARRY, "rl.rounds=2") == [4, 4]
+
+
+@pytest.mark.parametrize(("of", "limits"), [("null", [4, 5, 5, 5, 3, 3, 3, 3]), ("{round_tokens: 3}", [4, 5, 5, 5])])
+def test_rounds_before_a_fork_count_no_more_behind_it(of, limits):
+    before = load_recipe("smoke", sets=[CARRY, "rl.rounds=8"]).rl
+    assert before is not None
+    part = {"until": 2, "rl": before.model_dump(mode="json")}
+    fork = {"run": "first", "node": "round-001.update", "digest": "a" * 64, "earlier": [part]}
+    recipe = load_recipe("smoke", sets=[f"rl.partial={of}", f"rl.rounds={len(limits)}"])
+    nodes = build(recipe.model_copy(update={"fork": Fork.model_validate(fork)}))
+    assert [node.config.max_idle_rounds for node in nodes if node.stage == "update"] == limits
 
 
 def test_rounds_behind_a_fork_go_on_with_what_those_before_it_have_left():

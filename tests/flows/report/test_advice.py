@@ -32,6 +32,23 @@ def test_a_state_that_teaches_nothing_has_its_own_name(change, title):
     assert [w.title for w in round_warnings(HEALTHY | change, {})] == ([] if title is None else [title])
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"zero_variance": [0.6, 0.6, 0.7], "pass_rate": [0.0] * 3},
+        {"zero_variance": [0.09, 0.5, 0.55, 0.59]},
+    ],
+)
+def test_refills_are_no_advice_where_the_recipe_cannot_have_them(change):
+    texts = [round_warnings(HEALTHY | change, {}, refills=refills)[0].text for refills in (True, False)]
+    assert ["rl.refills" in text for text in texts] == [True, False]
+
+
+def test_the_few_groups_of_rounds_in_which_the_first_long_completions_are_under_way_are_no_dead_ones():
+    series = {"round": [0, 1, 2, 3], "zero_variance": [1.0, 1.0, 1.0, 0.8], "pass_rate": [0.0] * 4}
+    assert round_warnings(series, {}) and not round_warnings(series, {}, uneven={0, 1})
+
+
 CARRY = "rl.partial={round_tokens: 3}"
 """Of 8 tokens: the first two rounds lack completions that take three."""
 GROWING = [100 * 1.35**i for i in range(10)]
@@ -71,6 +88,14 @@ def of_lengths(lengths, sets, earlier=None, shared=0):
 )
 def test_lengths_are_compared_from_the_round_on_that_has_long_completions(lengths, sets, titles):
     assert of_lengths(lengths, sets) == titles
+
+
+def test_a_run_with_carried_completions_is_not_told_of_refills():
+    for sets, told in (([], True), ([CARRY], False)):
+        recipe = load_recipe("smoke", sets=["rl.rounds=3", *sets]).model_dump(mode="json")
+        series = {"round": [5, 6, 7], "zero_variance": [0.8] * 3, "pass_rate": [0.0] * 3}
+        (warning,) = run_warnings({"recipe": recipe, "nodes": {}}, series, {}, {})
+        assert warning.title == "Dead groups" and ("rl.refills" in warning.text) is told
 
 
 @pytest.mark.parametrize(

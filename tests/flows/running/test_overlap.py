@@ -270,12 +270,25 @@ def test_a_stage_that_cannot_begin_has_failed_and_what_is_at_work_may_end(tmp_pa
     assert errors == ["can't start new thread"] and found.order == ["sft"] and not session._stopped.is_set()
 
 
-def test_a_run_with_several_workers_makes_what_one_makes_in_the_same_order_of_its_record(tmp_path, smoke_store, record):
+@pytest.mark.parametrize(
+    ("there", "workers"),
+    [
+        # What is left for the workers that train, sample and score is each round.
+        (("base", "prepare", "sft", "reward", "evaluate", "export"), 3),
+        pytest.param((), 4, marks=pytest.mark.slow),
+    ],
+    ids=["rounds", "all"],
+)
+def test_a_run_with_several_workers_makes_what_one_makes_in_the_same_order_of_its_record(
+    tmp_path, smoke_store, record, there, workers
+):
+    for stage in there:
+        shutil.copytree(smoke_store / "artifacts" / stage, tmp_path / "store" / "artifacts" / stage)
     run_plain(recipe(tmp_path, *ALL), name="several")
     store = Store(str(tmp_path / "store"))
     one, several = record(smoke_store, "first"), record(store.url, "several")
     assert made(several) == made(one)
-    assert (one["worker_starts"], several["worker_starts"]) == (1, 4)
+    assert (one["worker_starts"], several["worker_starts"]) == (1, workers)
     # A policy that no artifact holds went from worker to worker, and is gone; it was not trained twice.
     assert not store.get("update", several["nodes"]["round-000.update"]["key"]).has("state/")
     assert list((store.scratch / "policies").iterdir()) == []

@@ -19,6 +19,9 @@ from tests.oracle.plain.tables import Row, name
 
 UNGROUPED = ("reinforce-pp", "reinforce-pp-baseline", "remax", "ppo")
 """Algorithms whose baseline, or whose whitening, is not the group's: a group of equal rewards carries a signal."""
+OF_ROUND = ("reinforce-pp", "ppo")
+"""Those of them that hold a reward against all of the round; those of `WHITENED` divide by the round's spread."""
+WHITENED = (*OF_ROUND, "reinforce-pp-baseline")
 
 
 @dataclasses.dataclass
@@ -163,7 +166,7 @@ class Round:
         self.leave_ties()
         if self.critic is None and self.settings["algorithm"] != "online-dpo":
             samples = [c.sample for c in self.counted if c.sample is not None]
-            self.take(self.counted, advantages.of_tokens(self.settings, samples))
+            self.take(self.counted, self.unless_noise(advantages.of_tokens(self.settings, samples)))
         steps = self.steps()
         if not steps:
             return
@@ -171,9 +174,36 @@ class Round:
             self.prepare_critic(steps)
         for _ in range(self.settings["epochs"]):
             for step in steps:
-                self.policy_step(step)
+                if self.regularised or not self.is_noise:
+                    self.policy_step(step)
                 if self.critic is not None:
                     self.critic_step(step)
+        if self.is_noise and not self.regularised:
+            # The critic alone has learned from them.
+            self.leave(self.trained, "tied")
+
+    @property
+    def regularised(self) -> bool:
+        """Whether KL or entropy have a weight in the loss."""
+        s = self.settings
+        return bool(s["kl_coef"] > 0 or s["entropy_coef"] > 0 or s["entropy_target"] is not None)
+
+    @property
+    def is_noise(self) -> bool:
+        """Whether advantages are divided by a spread over a round in which the task tells nothing apart (R24)."""
+        s, samples = self.settings, [c.sample for c in self.counted if c.sample is not None]
+        if s["algorithm"] not in WHITENED and s["normalisation"] != "batch-std":
+            return False
+        if any(reward for sample in samples for reward in sample.earned.values()):
+            return False
+        if s["algorithm"] in OF_ROUND:
+            return advantages.tied([sample.total for sample in samples])
+        groups = advantages.groups_of(samples).values()
+        return all(advantages.tied([samples[i].total for i in members]) for members in groups)
+
+    def unless_noise(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Advantages, or zeros in their place."""
+        return [0.0 * row for row in rows] if self.is_noise else list(rows)
 
     @property
     def trained(self) -> list[Completion]:
@@ -243,11 +273,12 @@ class Round:
         Of the others online-DPO keeps the best and the worst.
         """
         s = self.settings
-        if s["algorithm"] in UNGROUPED:
-            return
-        regularised = s["kl_coef"] > 0 or s["entropy_coef"] > 0 or s["entropy_target"] is not None
         paired = s["algorithm"] == "online-dpo"
-        stay = regularised and s["tied_groups"] == "regularise" and not paired
+        stay = self.regularised and s["tied_groups"] == "regularise" and not paired
+        if self.is_noise and not stay and self.critic is None:
+            self.leave(self.counted, "tied")
+        if self.is_noise or s["algorithm"] in UNGROUPED:
+            return
         for members in self.by_group().values():
             rewards = [c.sample.reward for c in members]  # type: ignore[union-attr]
             ties = advantages.tied(rewards)
@@ -347,7 +378,7 @@ class Round:
                 c.sample.after = float(after) if c.truncated and critic["bootstrap_truncated"] else 0.0
         samples = [c.sample for c in self.trained if c.sample is not None]
         raw, returns = advantages.gae(critic, samples, lam)
-        self.take(self.trained, advantages.whitened(raw, samples))
+        self.take(self.trained, self.unless_noise(advantages.whitened(raw, samples)))
         for c, row in zip(self.trained, returns, strict=True):
             c.returns = torch.from_numpy(row)
 

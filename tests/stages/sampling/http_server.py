@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import pkgutil
 import socket
 import threading
 import time
@@ -24,6 +25,7 @@ from stages.serving.access import Keys
 from stages.serving.counts import Counts
 from stages.serving.guard import Bounds, Guard
 from stages.serving.weights import BODY_BYTES, Pushes
+from tests.stages.sampling.vllm_engine import Client
 from tuning.models.huggingface import read_config
 from tuning.models.tokenizer import load_tokenizer
 from tuning.rollout.engine.engine import Engine
@@ -46,6 +48,9 @@ class State:
         self.version = "default"
         self.context = context
         self.calls: list[str] = []
+        self.running = asyncio.Event()
+        """Not set while it is paused."""
+        self.running.set()
         self.tokenizer = load_tokenizer(folder)
 
     def load(self, folder: str) -> None:
@@ -53,13 +58,18 @@ class State:
         self.live.look(lambda engine, generation: load_folder(engine, Path(folder)))
 
 
-def make_app(state: State) -> FastAPI:
-    """The web application."""
+def make_app(state: State, middleware: Any = None, native: bool = False) -> FastAPI:
+    """The web application. It takes a stream of weights by a middleware of vLLM's, or as `rlhf serve` does."""
     app = FastAPI()
+    if middleware is not None:
+        app.state.engine_client = Client(state)
+        app.add_middleware(middleware)
 
     @app.middleware("http")
     async def record(request: Request, call: Any) -> Any:
         state.calls.append(request.url.path)
+        if request.url.path == "/v1/completions":
+            await state.running.wait()
         return await call(request)
 
     @app.get("/version")
@@ -115,7 +125,8 @@ def make_app(state: State) -> FastAPI:
         return {"text": "", "output_ids": done.tokens, "meta_info": about}
 
     server = stages.serving.server.Server(state.live, state.tokenizer, "policy", (), state.context)
-    app.mount("/", stages.serving.app.make_app(server, Bounds(bucket_bytes=BODY_BYTES), pushes=Pushes(server)))
+    pushes = Pushes(server) if native else None
+    app.mount("/", stages.serving.app.make_app(server, Bounds(bucket_bytes=BODY_BYTES), pushes=pushes))
     return app
 
 
@@ -141,14 +152,17 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, required=True)
     parser.add_argument("--pids", type=Path)
     parser.add_argument("--port-file", type=Path)
-    for name in ("--dtype", "--logprobs-mode", "--served-model-name"):
+    parser.add_argument("--middleware")
+    parser.add_argument("--take-weights", action="store_true")
+    for name in ("--dtype", "--logprobs-mode", "--served-model-name", "--worker-extension-cls"):
         parser.add_argument(name)
     args = parser.parse_args()
     assert args.host == "127.0.0.1"
     if args.pids is not None:
         with args.pids.open("a") as f:
             f.write(f"{os.getpid()}\n")
-    app: Any = make_app(State(args.model, min(args.max_model_len, 256)))
+    middleware = None if args.middleware is None else pkgutil.resolve_name(args.middleware)
+    app: Any = make_app(State(args.model, min(args.max_model_len, 256)), middleware, args.take_weights)
     if key := os.environ.get("VLLM_API_KEY"):
         app = Guard(app, Counts(), keys=Keys([key]))
     listener = socket.create_server((args.host, args.port))

@@ -17,7 +17,9 @@ from stages import base as base_model
 from stages import partial, rollout
 from stages.common.compilation import configure_jax
 from stages.contract.definition import Context
+from stages.sampling import carried as carried_module
 from stages.sampling.carried import Going, Group, spread
+from stages.sampling.native import open_engine
 from tests.stages.training.support import Folder, data, ids, perform
 from tuning.columns import Numbers
 from tuning.device import choose
@@ -199,6 +201,22 @@ def test_a_group_that_would_become_too_old_runs_to_its_end(inputs):
     _, stale = made_round(inputs, "stale", 1, "first", made[0][1], round_tokens=TOKENS, max_lag=1, lag=1)
     assert not rows(stale, "carried")
     assert {one.version for one in rows(stale, "segments", SegmentRow)} == {0}
+
+
+def test_completions_that_run_to_their_end_are_begun_first(inputs, same, monkeypatch):
+    asked: list = []
+
+    def opened(ctx, engine, quantize, context, requests):
+        asked.extend(requests)
+        return open_engine(ctx, engine, quantize, context, requests)
+
+    monkeypatch.setattr(carried_module, "open_engine", opened)
+    made_round(inputs, "longest-first", 1, "first", same[0][1], round_tokens=TOKENS, max_lag=1, shard_prompts=9)
+    lengths = [request.max_tokens for request in asked]
+    assert lengths == sorted(lengths, reverse=True) and lengths[0] > lengths[-1] == TOKENS
+    # Among others the order of the table stays.
+    fresh = [request.counter for request in asked if not request.begun]
+    assert fresh == sorted(fresh)
 
 
 def test_a_group_is_as_old_as_its_oldest_tokens_which_need_not_be_the_first(inputs):

@@ -16,13 +16,23 @@ from fastapi import FastAPI, Request, Response
 
 import stages.serving.app
 import stages.serving.server
-from tests.stages.sampling.http_server import VERSION, State, serve
+from tests.stages.sampling.http_server import VERSION, State, make_app, serve
 from tests.stages.sampling.support import GREEDY, STOPS, TOKENIZER, remote, requests_of, run, same, trainer
+from tuning.rollout.inside.rlhf_weights.routes import Weights
 from tuning.rollout.requests import RefusedRequest, Sampling
 from tuning.rollout.requests import Request as Asked
 from tuning.rollout.servers.kinds import KINDS
 from tuning.rollout.servers.protocol import ServerLost, ServerRefused, StalePolicy, sample_seed
 from tuning.rollout.servers.server import RemoteServer
+
+
+@pytest.fixture(params=["folder", "stream"])
+def url(request, state):
+    """The server, which gets weights by a folder, or takes them as a stream."""
+    server, thread, url = serve(make_app(state, Weights if request.param == "stream" else None))
+    yield url
+    server.should_exit = True
+    thread.join()
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
@@ -59,7 +69,7 @@ def test_the_same_policy_is_not_loaded_twice(url, state, policy):
     engine.load(policy("second"))
     state.calls.clear()
     remote(RemoteServer(url)).load(policy("second"))
-    assert "/collective_rpc" not in state.calls
+    assert not any(path.startswith(("/collective_rpc", "/weights/")) for path in state.calls)
     assert "/v1/completions" in state.calls
 
 

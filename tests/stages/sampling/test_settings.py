@@ -31,6 +31,11 @@ def sets(**values):
         (sets(kind="sglang", url="http://x"), "a server tells it at /server_info"),
         ([*URL, *sets(servers=2)], "servers is of servers that are started here: say command in place of url"),
         ([*URL, *sets(arguments="[--x]")], "arguments is of servers that are started here"),
+        ([*URL, *sets(sync="stream", folder="/x")], "sync stream is for vllm and native servers, and needs no folder"),
+        (
+            sets(kind="sglang", url="http://x", version="'1'", sync="stream"),
+            "sync stream is for vllm and native servers, and needs no folder",
+        ),
         ([*URL, *sets(sync="restart")], "sync restart is for servers that are started here"),
         (
             [*URL, *sets(quantization="int8")],
@@ -53,6 +58,7 @@ def test_where_servers_are_is_no_content_and_what_they_are_is():
         return config_content(load_recipe("smoke", sets=[*URL, *told]).rl.rollout)
 
     assert content(*sets(url="[http://a, http://b]", concurrency=3, tolerance=0.2)) == content()
+    assert content(*sets(sync="stream")) == content(*sets(sync="weights", folder="/x")) == content()
     assert content(*sets(version="'1.1'")) != content()
     assert content(*sets(dtype="float32")) != content()
     assert content(*sets(kind="native")) != config_content(load_recipe("smoke").rl.rollout)

@@ -53,24 +53,30 @@ def until(process, true):
         time.sleep(0.1)
 
 
-@pytest.fixture(scope="module")
-def processes():
-    """A server for each case: they start at the same time."""
-    ports = {}
-    for number in (signal.SIGINT, signal.SIGTERM):
-        with channel.listen("127.0.0.1", 0) as probe:
-            ports[number] = probe.getsockname()[1]
-    made = {number: (started(str(port)), f"http://127.0.0.1:{port}") for number, port in ports.items()}
-    made["agents"] = started("agents"), ""
-    yield made
-    for process, _ in made.values():
+@pytest.fixture
+def start():
+    """Starts a server with these arguments, and ends it behind the test."""
+    made = []
+
+    def begin(*arguments):
+        made.append(started(*arguments))
+        return made[-1]
+
+    yield begin
+    for process in made:
         process.kill()
         process.communicate()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_server_whose_engine_hangs(processes, number):
-    process, url = processes[number]
+def free_port():
+    with channel.listen("127.0.0.1", 0) as probe:
+        return probe.getsockname()[1]
+
+
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
+def test_a_signal_ends_a_server_whose_engine_hangs(start, number):
+    port = free_port()
+    process, url = start(str(port)), f"http://127.0.0.1:{port}"
     until(process, lambda: in_flight(url) == 0)
     ask_twice(url)
     until(process, lambda: in_flight(url) == 2)
@@ -82,34 +88,29 @@ def test_a_signal_ends_a_server_whose_engine_hangs(processes, number):
     assert process.returncode == 0 and said.startswith("[")
 
 
-def test_a_request_that_is_under_way_at_sigterm_gets_its_answer():
-    with channel.listen("127.0.0.1", 0) as probe:
-        port = probe.getsockname()[1]
-    process, url = started(str(port), "answers"), f"http://127.0.0.1:{port}"
+def test_a_request_that_is_under_way_at_sigterm_gets_its_answer(start):
+    port = free_port()
+    process, url = start(str(port), "answers"), f"http://127.0.0.1:{port}"
     answers = []
 
     def ask():
         body = {"model": "tiny", "prompt": "abc", "max_tokens": 150, "n": 32, "ignore_eos": True}
         answers.append(httpx.post(f"{url}/v1/completions", json=body, timeout=120))
 
-    try:
-        until(process, lambda: in_flight(url) == 0)
-        asking = threading.Thread(target=ask)
-        asking.start()
-        until(process, lambda: in_flight(url) == 1)
-        process.send_signal(signal.SIGTERM)
-        said, _ = process.communicate(timeout=60)
-        asking.join(60)
-        assert answers[0].status_code == 200 and answers[0].json()["usage"]["completion_tokens"] == 32 * 150
-        assert process.returncode == 0 and said.startswith("[")
-    finally:
-        process.kill()
-        process.communicate()
+    until(process, lambda: in_flight(url) == 0)
+    asking = threading.Thread(target=ask)
+    asking.start()
+    until(process, lambda: in_flight(url) == 1)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    asking.join(60)
+    assert answers[0].status_code == 200 and answers[0].json()["usage"]["completion_tokens"] == 32 * 150
+    assert process.returncode == 0 and said.startswith("[")
 
 
 @pytest.mark.slow
-def test_the_server_of_agents_ends_although_the_engine_hangs(processes):
-    process, _ = processes["agents"]
+def test_the_server_of_agents_ends_although_the_engine_hangs(start):
+    process = start("agents")
     assert process.stdout is not None
     ask_twice(process.stdout.readline().strip(), "k" * 32)
     said, _ = process.communicate(timeout=60)

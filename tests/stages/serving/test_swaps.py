@@ -25,7 +25,7 @@ from tuning.rollout.engine import staged
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.engine.live import EngineStopped, Live
 from tuning.rollout.engine.staged import Unfit
-from tuning.rollout.frames import Fingerprint, buckets
+from tuning.rollout.inside.rlhf_weights.frames import Fingerprint, buckets
 from tuning.rollout.requests import Request, Sampling
 
 CONFIG_JSON = json.loads(json.dumps(dataclasses.asdict(CONFIG)))

@@ -18,7 +18,7 @@ from tests.stages.serving.support import CONFIG, CONTEXT, LIMITS, STOPS, TOKENIZ
 from tuning.models.huggingface import random_params, tensors_from_params
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.engine.live import Live
-from tuning.rollout.frames import Fingerprint, buckets
+from tuning.rollout.inside.rlhf_weights.frames import Fingerprint, buckets
 
 KEY = "k" * 24
 CONFIG_JSON = json.loads(json.dumps(dataclasses.asdict(CONFIG)))

@@ -40,7 +40,8 @@ def result(taken, settings, greedy_N=None):
     """What a round on these would return of its completions."""
     data = dataclasses.replace(RoundData.from_rows(taken.rollouts, taken.scores), greedy_N=greedy_N)
     algorithm, found = find(settings.objective), selection.scored(data, settings)
-    trained_N, signal_N = selection.trained(data, found, algorithm, settings), selection.with_signal(found, algorithm)
+    trained_N = selection.trained(data, found, algorithm, settings)
+    signal_N = selection.with_signal(found, algorithm, settings)
     advantages_N = np.where(np.arange(len(trained_N)) == 8, np.nan, np.arange(len(trained_N)))
     filtered_N = selection.filtered(data, settings)
     return RoundResult(None, None, None, {}, trained_N, signal_N, advantages_N, filtered_N)

@@ -50,7 +50,7 @@ def advantages_of(algorithm, objective, scored):
     if objective.algorithm == "ppo":
         zeros = np.zeros((P * G, T), np.float32)
         judged = ppo.Judged(zeros, zeros[:, 0], zeros[:, 0] > 0)
-        return ppo.token_advantages(scored, judged, CriticSettings())[0]
+        return ppo.token_advantages(scored, judged, CriticSettings())[0].dense()
     found = np.asarray(algorithm.advantages(scored))
     return np.broadcast_to(found if found.ndim == 2 else found[:, None], (P * G, T))
 
@@ -180,9 +180,9 @@ VALUES = np.asarray([[0.5, 0.5, 0.5], [0.2, 0.2, 0.0]], np.float32)
 
 def test_a_truncated_completion_goes_on_with_the_value_of_its_last_state():
     judged = ppo.Judged(VALUES, np.asarray([9.0, 0.7], np.float32), np.asarray([False, True]))
-    plain = ppo.token_advantages(SCORED, judged, CriticSettings(), lam=1.0)[1]
+    plain = ppo.token_advantages(SCORED, judged, CriticSettings(), lam=1.0)[1].dense()
     np.testing.assert_allclose(plain, [[1, 1, 1], [0, 0, 0]], atol=1e-6)
-    more = ppo.token_advantages(SCORED, judged, CriticSettings(bootstrap_truncated=True), lam=1.0)[1]
+    more = ppo.token_advantages(SCORED, judged, CriticSettings(bootstrap_truncated=True), lam=1.0)[1].dense()
     np.testing.assert_allclose(more, [[1, 1, 1], [0.7, 0.7, 0]], atol=1e-6)
 
 
@@ -194,7 +194,7 @@ def test_the_kl_in_the_reward_lies_on_every_token_and_the_score_on_the_last():
 
 def test_whitened_rewards_have_spread_one_and_keep_their_mean():
     judged = ppo.Judged(np.zeros((2, 3), np.float32), np.zeros(2, np.float32), np.zeros(2, bool))
-    returns = ppo.token_advantages(SCORED, judged, CriticSettings(whiten_rewards=True), lam=1.0)[1]
+    returns = ppo.token_advantages(SCORED, judged, CriticSettings(whiten_rewards=True), lam=1.0)[1].dense()
     rewards = np.asarray([returns[0, 0] - returns[0, 1], returns[0, 1] - returns[0, 2], returns[0, 2]])
     rewards = np.concatenate([rewards, [returns[1, 0] - returns[1, 1], returns[1, 1]]])
     np.testing.assert_allclose([rewards.mean(), rewards.std(ddof=1)], [0.2, 1.0], rtol=1e-5)

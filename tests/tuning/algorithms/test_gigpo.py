@@ -80,14 +80,14 @@ def test_a_group_that_ties_on_the_whole_may_differ_by_when_it_earned():
 
     config = settings("gigpo", kl_coef=0.0)
     found, _ = scored(config, tied)
-    assert selection.with_signal(found, find(config.objective)).all()
+    assert selection.with_signal(found, find(config.objective), config).all()
     grpo = settings("grpo", kl_coef=0.0)
-    assert not selection.with_signal(found, find(grpo.objective)).any()
+    assert not selection.with_signal(found, find(grpo.objective), grpo).any()
     # Where states do not meet either, nothing is left to learn.
     alone = dataclasses.replace(
         found, turns=dataclasses.replace(found.turns, states=[[f"{i} {u}" for u in range(3)] for i in range(6)])
     )
-    assert not selection.with_signal(alone, find(config.objective)).any()
+    assert not selection.with_signal(alone, find(config.objective), config).any()
 
 
 def test_states_are_asked_for_by_name():

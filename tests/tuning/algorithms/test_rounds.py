@@ -16,6 +16,7 @@ from tuning.algorithms.learner import Learner
 from tuning.algorithms.round_data import RoundData
 from tuning.algorithms.rounds import Mismatch, run_round
 from tuning.algorithms.settings import CriticSettings
+from tuning.models.huggingface import scalar_head_params
 from tuning.settings import OptimizerSettings
 from tuning.training.step import copy
 
@@ -60,6 +61,37 @@ def test_a_round_without_any_signal_changes_nothing():
     data = RoundData.from_rows(rows, [dataclasses.replace(s, total=1.0) for s in scores])
     result = run_round(data, config, CONFIG, Learner.start(params, config.optimizer))
     assert result.metrics["steps"] == 0 and result.policy.params is params
+
+
+@pytest.mark.parametrize("prompts", [1, 6])
+def test_a_round_that_ties_on_the_task_moves_no_policy_by_whitened_noise(prompts):
+    """Divided by their spread over the round, a critic's error or a KL of any size would be advantages of 1."""
+    rows, scores = rollouts(PARAMS, 0)
+    some = slice(prompts * 8)
+    data = RoundData.from_rows(rows[some], [dataclasses.replace(s, total=1.0) for s in scores[some]])
+    moved = jax.tree.map(lambda x: 1.1 * x, PARAMS)
+
+    def played(algorithm, **changes):
+        config = settings(algorithm, **changes)
+        params, critic = copy(PARAMS), None
+        if config.needs_critic:
+            critic = Learner.start(scalar_head_params(CONFIG, copy(PARAMS)), config.critic.optimizer)
+        start = Learner.start(params, config.optimizer)
+        return params, run_round(data, config, CONFIG, start, critic, reference=moved)
+
+    params, result = played("ppo")
+    assert result.policy.params is params and not result.trained_N.any() and not result.signal_N.any()
+    # The critic learns from equal rewards as from others.
+    assert result.metrics["steps"] == 0 and result.metrics["value_loss"] > 0
+    assert result.metrics["tied"] == prompts and result.metrics["advantage_spread"] == 0
+    with_bonus = played("ppo", entropy_coef=0.01)[1].metrics
+    assert with_bonus["steps"] > 0 and with_bonus["advantage_spread"] == 0
+    for algorithm in ("reinforce-pp", "reinforce-pp-baseline", "grpo"):
+        changes = {"kl_in_reward": 0.1} | ({"normalisation": "batch-std"} if algorithm == "grpo" else {})
+        params, result = played(algorithm, **changes)
+        assert result.metrics["steps"] == 0 and result.policy.params is params
+        held = played(algorithm, **changes, kl_coef=0.1)[1].metrics
+        assert held["steps"] > 0 and held["advantage_spread"] == 0
 
 
 def test_a_round_that_ties_on_the_task_trains_on_its_kl():

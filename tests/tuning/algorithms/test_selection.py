@@ -67,7 +67,7 @@ def taken(data, config):
     if config.needs_critic:
         values = 0.3 * found.mask_NT * lengths[:, None]
         judged = ppo.Judged(values, 0.0 * lengths, data.truncated_N)
-        advantages = ppo.token_advantages(found, judged, CriticSettings(lam=0.9))[0]
+        advantages = ppo.token_advantages(found, judged, CriticSettings(lam=0.9))[0].dense()
     else:
         advantages = np.asarray(algorithm.advantages(found))
     advantages = advantages if advantages.ndim == 2 else advantages[:, None] * found.mask_NT

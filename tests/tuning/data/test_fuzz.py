@@ -14,8 +14,9 @@ from tuning.data.blocks import Plan
 from tuning.models.byte_tokenizer import byte_tokenizer
 from tuning.models.tokenizer import save_tokenizer
 
-QUICK = settings(
-    max_examples=40, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
+FEW, MANY = (
+    settings(max_examples=n, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    for n in (15, 150)
 )
 
 
@@ -76,9 +77,20 @@ def outcome(plan, data, **how):
         return counts, letters(Path(folder)), output
 
 
-@QUICK
+@FEW
 @given(lines)
 def test_every_line_has_one_fate_and_cuts_change_nothing(plan, data):
+    check_fates(plan, data)
+
+
+@pytest.mark.slow
+@MANY
+@given(lines)
+def test_every_line_of_many_files_has_one_fate(plan, data):
+    check_fates(plan, data)
+
+
+def check_fates(plan, data):
     # Bytes may hold line ends of their own.
     expected = sum(bool(line.strip()) for line in b"\n".join(data).split(b"\n"))
     counts, dead, output = outcome(plan, data)
@@ -96,9 +108,23 @@ def content_of(output):
     return {name: sorted(found, key=str) for name, found in kept.items()}
 
 
-@QUICK
-@given(st.lists(good, min_size=1, max_size=20), st.randoms(use_true_random=False))
+ORDERS = st.lists(good, min_size=1, max_size=20), st.randoms(use_true_random=False)
+
+
+@FEW
+@given(*ORDERS)
 def test_the_order_of_the_records_changes_no_row(plan, data, random):
+    check_order(plan, data, random)
+
+
+@pytest.mark.slow
+@MANY
+@given(*ORDERS)
+def test_no_order_of_many_files_changes_a_row(plan, data, random):
+    check_order(plan, data, random)
+
+
+def check_order(plan, data, random):
     counts, _, output = outcome(plan, [json.dumps(r).encode() for r in data])
     shuffled = random.sample(data, len(data))
     again, _, other = outcome(plan, [json.dumps(r).encode() for r in shuffled])

@@ -32,14 +32,26 @@ HEADS_OF_64 = dataclasses.replace(
 """Llama-3.2-1B."""
 
 
+FULL = 10 * page_bytes(MODEL, 64, "float32", None)
+"""Room for ten pages."""
+
+
 def asked(**values):
     limits = Limits(slots=8, context=128, steps=8, chunks=(64,))
     return Sampled(MODEL, 64, 64, 64, limits, ComputeSettings(dtype="float32"), **values)
 
 
 @pytest.mark.parametrize("cache", ["slots", "paged"])
-@pytest.mark.parametrize("room", [2**30, 10 * page_bytes(MODEL, 64, "float32", None)])
-@pytest.mark.parametrize(("samples", "most"), [(64, 8), (5, 32)], ids=["many", "few"])
+@pytest.mark.parametrize(
+    ("samples", "most", "room"),
+    [
+        (64, 8, FULL),
+        (5, 32, 2**30),
+        pytest.param(64, 8, 2**30, marks=pytest.mark.slow),
+        pytest.param(5, 32, FULL, marks=pytest.mark.slow),
+    ],
+    ids=["many-full", "few-free", "many-free", "few-full"],
+)
 def test_an_engine_has_the_sequences_and_bytes_that_are_said(cache, room, samples, most):
     """Also where few samples leave some of its slots empty, and where a context is no power of two."""
     context = bucket(64 + 100, 64)

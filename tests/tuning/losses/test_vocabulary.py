@@ -6,14 +6,14 @@ import sys
 
 import pytest
 
-from tests.support import with_devices
+from tests.support import QUICK, with_devices
 
 PROGRAM = "tests.tuning.losses.vocabulary_program"
 
 
 @pytest.fixture(scope="module")
 def found():
-    environment = with_devices(8, "--xla_backend_optimization_level=0")
+    environment = with_devices(8, QUICK)
     done = subprocess.run([sys.executable, "-m", PROGRAM], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

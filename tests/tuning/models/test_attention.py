@@ -66,7 +66,7 @@ def test_splash_by_segments_agrees_with_the_plain_form(softcap, window, by_layer
 
 
 @pytest.mark.parametrize("implementation", ["blocked", "splash"])
-@pytest.mark.parametrize(("softcap", "window"), [(None, None), (3.0, 20)])
+@pytest.mark.parametrize(("softcap", "window"), [(3.0, 20), pytest.param(None, None, marks=pytest.mark.slow)])
 def test_implementations_agree(implementation, softcap, window):
     spec = AttentionSpec(0.3, softcap, window, packed()[2])
     out, grads = value_and_grads(implementation, spec)

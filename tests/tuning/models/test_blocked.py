@@ -36,8 +36,8 @@ def inputs(length, seed=0):
 @pytest.mark.parametrize(
     "window, softcap",
     [
-        (None, None),
         (17, 2.0),
+        pytest.param(None, None, marks=pytest.mark.slow),
         pytest.param(17, None, marks=pytest.mark.slow),
         pytest.param(None, 2.0, marks=pytest.mark.slow),
     ],

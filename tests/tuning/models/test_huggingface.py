@@ -157,6 +157,14 @@ def test_values_that_would_be_guessed_are_refused(change, message):
         from_hugging_face(to_hugging_face(config(True)) | change, "config.json")
 
 
+def test_tensors_of_a_layer_come_together():
+    """A server that fuses them waits for those of one layer alone."""
+    names = [name for name, _ in hf.tensors_from_params(nnx.to_pure_dict(hf.random_params(config(True), 1)))]
+    layers = [int(name.split(".")[2]) for name in names if ".layers." in name]
+    assert len(set(layers)) > 1
+    assert layers == sorted(layers)
+
+
 def test_missing_and_foreign_tensors_are_named(tmp_path):
     params = hf.random_params(config(True), 1)
     named = dict(hf.tensors_from_params(nnx.to_pure_dict(params)))

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.support import with_devices
+from tests.support import QUICK, with_devices
 from tuning.axes import Axes
 from tuning.mesh import make_mesh
 
@@ -32,7 +32,7 @@ def result(process):
 def gaps(dtype, loss, meshes):
     """The largest gaps of two steps' losses and of the parameters after them, by mesh."""
     # Many programs that run once: little is gained by making them fast.
-    return result(start(8, dtype, loss, meshes, program=AXES, flags="--xla_backend_optimization_level=0"))
+    return result(start(8, dtype, loss, meshes, program=AXES, flags=QUICK))
 
 
 def test_steps_are_those_of_one_device_where_rows_width_and_vocabulary_are_cut_at_once():

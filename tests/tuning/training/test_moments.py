@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from tests.support import with_devices
+from tests.support import QUICK, with_devices
 from tests.tuning.training.descent import distance, noise, normal, settings
 from tuning.device import HOST_MEMORY, check_host_memory
 from tuning.mesh import init_state, state_shapes
@@ -76,7 +76,7 @@ def test_every_rule_goes_down_with_moments_in_bfloat16(name):
     assert sum(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(state)) == MOMENTS[name]
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor", *SLOW])
+@pytest.mark.parametrize("name", ["adamw", "muon", pytest.param("adafactor", marks=pytest.mark.slow), *SLOW])
 def test_every_rule_computes_the_same_with_moments_in_the_hosts_memory(name):
     with jax.enable_x64():
         params, state, _ = run(name, "host", 3)
@@ -119,7 +119,7 @@ def test_a_step_that_is_not_finite_leaves_moments_on_the_host_as_they_were():
 
 
 def test_a_mesh_draws_the_same_and_keeps_its_parts_on_the_host():
-    environment = with_devices(4)
+    environment = with_devices(4, QUICK)
     command = [sys.executable, "-m", "tests.tuning.training.moments_program"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]

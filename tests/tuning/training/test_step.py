@@ -43,7 +43,9 @@ def sgd_step(layout):
     return make_step(loss_fn, sgd, 2)(params, sgd.init(params), batches_of(layout))
 
 
-@pytest.mark.parametrize("layout", [Layout(64, 1), Layout(128, 1), pytest.param(Layout(64, 3), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout", [Layout(64, 1), *(pytest.param(one, marks=pytest.mark.slow) for one in (Layout(128, 1), Layout(64, 3)))]
+)
 def test_every_split_into_micro_batches_gives_the_same_step(layout):
     whole, _, sums = sgd_step(Layout(64, 100))
     split, _, split_sums = sgd_step(layout)

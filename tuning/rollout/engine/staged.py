@@ -28,7 +28,7 @@ from tuning.rollout.engine.folder import places_in
 from tuning.rollout.engine.placement import part_of
 from tuning.rollout.engine.replicas import Replicas
 from tuning.rollout.engine.weights import Weights
-from tuning.rollout.frames import Fingerprint, Kind, Piece
+from tuning.rollout.inside.rlhf_weights.frames import Fingerprint, Kind, Piece
 from tuning.spread import whole
 
 

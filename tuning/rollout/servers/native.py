@@ -5,13 +5,13 @@ The server computes the fingerprint from what its engine holds, and each answer 
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Mapping
 from typing import Any
 
-from tuning.rollout.frames import Fingerprint, buckets, first_difference
-from tuning.rollout.servers.protocol import Control, Policy, ServerLost, ServerRefused, ServerStart
+from tuning.rollout.inside.rlhf_weights.frames import first_difference
+from tuning.rollout.servers.protocol import Control, Policy, ServerRefused, ServerStart, Way
+from tuning.rollout.servers.pushes import named, push
 from tuning.rollout.servers.vllm import VLLM
 
 
@@ -23,23 +23,17 @@ class Native(VLLM):
     def arguments(self, start: ServerStart, port: int) -> list[str]:
         raise NotImplementedError("native servers are not started from here")
 
-    def environment(self, key: str = "") -> dict[str, str]:
+    def environment(self, key: str = "", streams: bool = False) -> dict[str, str]:
         return {}
 
     def weights(self, server: Control, policy: Policy) -> str | None:
         told = _told(server, policy)
-        types = _types(told)
-        name: str | None = told["policy"]
-        if name != policy.weights:
-            return name
-        if told["fingerprint"] != _fingerprint(policy, types):
-            return f"{name} by name, with other weights"
-        return name
+        return named(told["policy"], policy, told["fingerprint"], _types(told))
 
     def label(self, server: Control, policy: Policy) -> None:
         raise ServerRefused("a native server names its own weights")
 
-    def reload(self, server: Control, policy: Policy) -> None:
+    def reload(self, server: Control, policy: Policy, by: Way = "any") -> None:
         told = _told(server, policy)
         types = _types(told)
         config = json.loads(json.dumps(policy.config()))
@@ -47,16 +41,7 @@ class Native(VLLM):
         if other is not None:
             theirs, ours = told["config"].get(other), config.get(other)
             raise ServerRefused(f"it serves another model: config.{other} is {theirs!r} there and {ours!r} here")
-        push = server.post("/weights", {"policy": policy.weights, "config": config})["push"]
-        try:
-            seen = Fingerprint()
-            server.send(f"/weights/{push}", buckets(policy.tensors(types), told["bucket_bytes"], seen))
-            policy.fingerprints[_key(types)] = seen.hexdigest()
-            server.post(f"/weights/{push}/commit", {"fingerprint": seen.hexdigest()})
-        except BaseException:
-            with contextlib.suppress(ServerLost, ServerRefused):
-                server.delete(f"/weights/{push}")
-            raise
+        push(server, policy, types, told["bucket_bytes"], {"config": config})
 
     def adapt(self, server: Control, policy: Policy, previous: str | None) -> None:
         raise ServerRefused("a native server has no adapters: leave sync at auto, which pushes the whole policy")
@@ -77,18 +62,3 @@ def _types(told: Mapping[str, Any]) -> dict[str, str]:
             "it holds its weights as int8, which can be neither pushed nor proven: serve without --quantization"
         )
     return {name: dtype for name, (dtype, _) in told["tensors"].items()}
-
-
-def _fingerprint(policy: Policy, types: Mapping[str, str]) -> str:
-    """The fingerprint that a server has to have whose tensors are of these types."""
-    key = _key(types)
-    if key not in policy.fingerprints:
-        seen = Fingerprint()
-        for name, value in policy.tensors(types):
-            seen.add(name, value)
-        policy.fingerprints[key] = seen.hexdigest()
-    return policy.fingerprints[key]
-
-
-def _key(types: Mapping[str, str]) -> str:
-    return json.dumps(sorted(types.items()))

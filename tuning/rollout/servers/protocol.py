@@ -10,11 +10,14 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from tuning.rollout.requests import Completion, RefusedRequest, Request
+
+Way = Literal["any", "stream", "folder"]
+"""How weights reach a server: streamed, by a folder that both sides see, or any: streamed where it takes that."""
 
 
 class ServerLost(RuntimeError):
@@ -52,7 +55,7 @@ class Policy:
     adapter: Path | None = None
     """A folder in PEFT's format over `base`; None where the policy is dense."""
     fingerprints: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Those of `tensors` that are known, by types (`servers.native`)."""
+    """Those of `tensors` that are known, by types (`servers.pushes`)."""
 
     @property
     def weights(self) -> str:
@@ -71,6 +74,8 @@ class ServerStart:
     """Longest prompt with its completion, in tokens."""
     adapters: bool
     """Whether it must accept LoRA adapters."""
+    streams: bool = False
+    """Whether it must take weights as a stream."""
 
 
 class Control(Protocol):
@@ -100,8 +105,8 @@ class ServerKind(Protocol):
     def arguments(self, start: ServerStart, port: int) -> list[str]:
         """Command-line arguments that make it serve a folder on loopback."""
 
-    def environment(self, key: str = "") -> dict[str, str]:
-        """Environment variables that it needs to change weights, and to ask for a key."""
+    def environment(self, key: str = "", streams: bool = False) -> dict[str, str]:
+        """Environment variables that it needs to change weights, to take them as a stream, and to ask for a key."""
 
     def body(self, request: Request, policy: Policy) -> dict[str, Any]:
         """The JSON of a request. Raises RefusedRequest for settings that it lacks or defines differently."""
@@ -122,8 +127,8 @@ class ServerKind(Protocol):
     def label(self, server: Control, policy: Policy) -> None:
         """Tells a server that was started on the policy's folder the name of its weights."""
 
-    def reload(self, server: Control, policy: Policy) -> None:
-        """Makes it load the dense weights and store their name."""
+    def reload(self, server: Control, policy: Policy, by: Way = "any") -> None:
+        """Makes it load the dense weights and store their name. Kinds that know one way alone take that."""
 
     def adapt(self, server: Control, policy: Policy, previous: str | None) -> None:
         """Makes it load the adapter beside its dense weights, and drop the previous one."""

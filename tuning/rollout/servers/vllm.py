@@ -1,12 +1,15 @@
 """vLLM over HTTP: `/v1/completions` with `return_token_ids`, as in version 0.32.
 
-Weights change through its development endpoints (VLLM_SERVER_DEV_MODE=1). It must run with
-`--logprobs-mode processed_logprobs`: its default are log-probabilities before the temperature.
+Weights come as a stream to a server that runs `tuning/rollout/inside/rlhf_weights` (`ARGUMENTS`), else by a folder and
+its development endpoints (VLLM_SERVER_DEV_MODE=1). It must run with `--logprobs-mode processed_logprobs`: its default
+are log-probabilities before the temperature.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+from pathlib import Path
 from typing import Any
 
 from tuning.rollout.requests import Completion, Request
@@ -16,10 +19,17 @@ from tuning.rollout.servers.protocol import (
     ServerLost,
     ServerRefused,
     ServerStart,
+    Way,
     checked,
     refuse_strings,
     sample_seed,
 )
+from tuning.rollout.servers.pushes import Everywhere, named, push
+
+INSIDE = Path(__file__).parents[1] / "inside"
+"""What PYTHONPATH of a server has that takes a stream."""
+ARGUMENTS = ["--worker-extension-cls", "rlhf_weights.vllm.Worker", "--middleware", "rlhf_weights.routes.Weights"]
+"""Its arguments for that."""
 
 
 class VLLM:
@@ -32,11 +42,13 @@ class VLLM:
         arguments = ["--model", str(start.folder), "--served-model-name", "policy", "--host", "127.0.0.1"]
         arguments += ["--port", str(port), "--dtype", start.dtype, "--max-model-len", str(start.context)]
         arguments += ["--logprobs-mode", "processed_logprobs"]
-        return [*arguments, "--enable-lora"] if start.adapters else arguments
+        return [*arguments, *(["--enable-lora"] if start.adapters else []), *(ARGUMENTS if start.streams else [])]
 
-    def environment(self, key: str = "") -> dict[str, str]:
+    def environment(self, key: str = "", streams: bool = False) -> dict[str, str]:
         own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
         # It asks for the key below /v1 alone, not at its development endpoints.
+        if streams:
+            own["PYTHONPATH"] = os.pathsep.join([str(INSIDE), *filter(None, [os.environ.get("PYTHONPATH")])])
         return own | {"HF_HUB_OFFLINE": "1"} | ({"VLLM_API_KEY": key} if key else {})
 
     def body(self, request: Request, policy: Policy) -> dict[str, Any]:
@@ -83,17 +95,33 @@ class VLLM:
         return None
 
     def weights(self, server: Control, policy: Policy) -> str | None:
-        with contextlib.suppress(ServerRefused):
-            return server.get("/weight_info").get("weight_version")
-        return None
+        info = _info(server)
+        if not info.get("streams"):
+            return info.get("weight_version")
+        told = server.get("/weights")
+        return named(told["policy"], policy, told["fingerprint"], _types(told, policy))
 
     def label(self, server: Control, policy: Policy) -> None:
         server.post("/update_weight_version", {"new_version": policy.weights})
 
-    def reload(self, server: Control, policy: Policy) -> None:
+    def reload(self, server: Control, policy: Policy, by: Way = "any") -> None:
+        streams = _info(server).get("streams")
+        if not streams and by == "stream":
+            raise ServerRefused(
+                "it takes no stream of weights: start it with PYTHONPATH at a copy of tuning/rollout/inside and "
+                f"{' '.join(ARGUMENTS)}, or say sync: weights and a folder that both sides see"
+            )
+        if streams and by != "folder":
+            told = server.get("/weights")
+            tied = bool(policy.config()["tie_embeddings"])
+            push(server, policy, _types(told, policy), told["bucket_bytes"], {"tied": tied})
+            return
         folder = policy.folder()
         # The name goes first: if the reload fails half-way, the server must not claim either policy.
         server.post("/update_weight_version", {"new_version": "unknown"})
+        if streams:
+            # Half of a stream must not be mixed with the folder, nor its fingerprint be taken for the folder's.
+            server.delete("/weights")
         server.post("/pause?mode=wait")
         try:
             server.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
@@ -109,3 +137,16 @@ class VLLM:
             server.post("/v1/load_lora_adapter", {"lora_name": policy.digest, "lora_path": str(policy.adapter)})
         if previous in known - {policy.digest}:
             server.post("/v1/unload_lora_adapter", {"lora_name": previous})
+
+
+def _info(server: Control) -> dict[str, Any]:
+    """What a server says of its weights at once: `weight_version`, and `streams` if it takes them as a stream."""
+    with contextlib.suppress(ServerRefused):
+        info: dict[str, Any] = server.get("/weight_info")
+        return info
+    return {}
+
+
+def _types(told: dict[str, Any], policy: Policy) -> Everywhere:
+    """The type in which tensors are sent: the server's, but for servers of float32 that are given a narrower one."""
+    return Everywhere("bfloat16" if policy.dtype == "bfloat16" else told["dtype"])

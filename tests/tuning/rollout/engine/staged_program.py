@@ -13,7 +13,7 @@ from tuning.rollout.engine.limits import Limits
 from tuning.rollout.engine.placement import sampling_mesh
 from tuning.rollout.engine.replicas import Replicas, engine_over
 from tuning.rollout.engine.staged import Layout, Staged, take, weights_of
-from tuning.rollout.frames import Fingerprint, buckets, opened
+from tuning.rollout.inside.rlhf_weights.frames import Fingerprint, buckets, opened
 
 LIMITS = Limits(slots=2, context=64, chunks=(16,))
 MESHES = {

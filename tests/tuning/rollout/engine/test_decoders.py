@@ -90,7 +90,12 @@ def trainers(config, params, tokens, positions, dtype):
 )
 @pytest.mark.parametrize(
     ("rolled", "join", "by_kernel"),
-    [(False, True, False), (False, False, False), (True, True, True), (True, True, False)],
+    [
+        (False, True, False),
+        (True, True, True),
+        pytest.param(False, False, False, marks=pytest.mark.slow),
+        pytest.param(True, True, False, marks=pytest.mark.slow),
+    ],
 )
 def test_a_layout_is_the_trainers_decoder(config, quantization, dtype, rolled, join, by_kernel):
     target = kernels.build().products if by_kernel else None
@@ -158,7 +163,11 @@ def lowered(engine, monkeypatch):
 
 SMALLER = pytest.mark.parametrize(
     "options",
-    [{}, {"dtype": "bfloat16"}, {"quantization": "int8", "kv_cache_dtype": "int8"}, {"kv_cache_dtype": "bfloat16"}],
+    [
+        {},
+        {"quantization": "int8", "kv_cache_dtype": "int8"},
+        *(pytest.param({name: "bfloat16"}, marks=pytest.mark.slow) for name in ("dtype", "kv_cache_dtype")),
+    ],
     ids=str,
 )
 

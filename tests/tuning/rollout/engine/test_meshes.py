@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from tests.support import with_devices
+from tests.support import QUICK, with_devices
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +17,7 @@ SLOTS, STEPS = 8, 4
 
 @pytest.fixture(scope="module")
 def found():
-    environment = with_devices(8, "--xla_backend_optimization_level=0")
+    environment = with_devices(8, QUICK)
     command = [sys.executable, "-m", "tests.tuning.rollout.engine.mesh_program"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]

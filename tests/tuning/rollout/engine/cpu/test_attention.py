@@ -39,10 +39,14 @@ def step(rows, group, size, capacity, kv="float32"):
 
 def kernel(q, far, near, length, t, spec, live=None, kv="float32", compiler=None):
     live = jnp.ones(len(q), bool) if live is None else live
+    return by_kernel(spec, kv, compiler)(q, far, near, jnp.asarray(length), t, live)
+
+
+def by_kernel(spec, kv="float32", compiler=None):
+    """The kernel's program, for each step."""
     name = kernels.build(kv, compiler).attention
     assert name is not None, "this machine has no C compiler, or it cannot build the kernels"
-    run = functools.partial(attend, name, spec)
-    return jax.jit(run)(q, far, near, jnp.asarray(length), t, live)
+    return jax.jit(functools.partial(attend, name, spec))
 
 
 def attend(name, spec, q, far, near, length, t, live):
@@ -64,8 +68,13 @@ def among_others(layer):
 
 
 def plain(q, far, near, length, t, spec):
-    """As a step does it without the kernel. One program: each operation alone would be compiled for each shape."""
-    return jax.jit(functools.partial(attend_plainly, spec))(q, far, near, jnp.asarray(length)[:, None, None], t)
+    """As a step does it without the kernel."""
+    return without_kernel(spec)(q, far, near, jnp.asarray(length)[:, None, None], t)
+
+
+def without_kernel(spec):
+    """One program, for each step: each operation alone would be compiled for each shape."""
+    return jax.jit(functools.partial(attend_plainly, spec))
 
 
 def attend_plainly(spec, q, far, near, length, t):
@@ -98,14 +107,23 @@ def test_it_is_the_attention_of_the_plain_step(group, size, capacity, softcap, w
     rows = 11
     q, far, near = step(rows, group, size, capacity, kv)
     # None, one, about a vector, about a tile, all.
-    length = [0, 1, 15, 16, 17, 33, capacity // 2, capacity - 17, capacity - 16, capacity - 1, capacity]
+    length = jnp.array([0, 1, 15, 16, 17, 33, capacity // 2, capacity - 17, capacity - 16, capacity - 1, capacity])
+    run, expected, live = by_kernel(spec, kv), without_kernel(spec), jnp.ones(rows, bool)
     for t in (0, STEPS - 1):
-        found = kernel(q, far, near, length, t, spec, kv=kv)
+        found = run(q, far, near, length, t, live)
         assert found.shape == q.shape
-        np.testing.assert_allclose(found, plain(q, far, near, length, t, spec), atol=ERROR)
+        np.testing.assert_allclose(found, expected(q, far, near, length[:, None, None], t), atol=ERROR)
 
 
-@pytest.mark.parametrize("kv", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(
+    ("shorter_vectors", "kv"),
+    [
+        *(("avx2", kind) for kind in ("float32", "bfloat16", "int8")),
+        ("sse", "float32"),
+        *(pytest.param("sse", kind, marks=pytest.mark.slow) for kind in ("bfloat16", "int8")),
+    ],
+    indirect=["shorter_vectors"],
+)
 def test_it_is_that_with_shorter_vectors(shorter_vectors, kv):
     spec = AttentionSpec(0.125, None, 60, jnp.zeros((0, 0)))
     q, far, near = step(4, 3, 64, 99, kv)
@@ -168,7 +186,7 @@ def generate():
     return Engine(config).generate(params, prompts, counters=[0, 1, 2], **options)
 
 
-@pytest.mark.parametrize("command", ["no-such-compiler", "fails"])
+@pytest.mark.parametrize("command", ["no-such-compiler", pytest.param("fails", marks=pytest.mark.slow)])
 def test_without_a_compiler_the_engine_says_so_and_samples_the_same(command, tmp_path, monkeypatch, caplog):
     expected = generate()
     failing = tmp_path / "fails"

@@ -71,8 +71,13 @@ class Fingerprint:
 
     def add(self, name: str, value: np.ndarray) -> None:
         """Adds a tensor, in C order."""
-        digest = hashlib.sha256(_bytes(value)).hexdigest()
-        self._lines.append(f"{name} {Kind(value.dtype.name, value.shape)} {digest}\n")
+        self.add_bytes(name, Kind(value.dtype.name, value.shape), _bytes(value))
+
+    def add_bytes(self, name: str, kind: Kind, data: memoryview | bytearray) -> str:
+        """Adds a tensor by its bytes; returns their SHA-256."""
+        digest = hashlib.sha256(data).hexdigest()
+        self._lines.append(f"{name} {kind} {digest}\n")
+        return digest
 
     def hexdigest(self) -> str:
         """The fingerprint of what was added."""

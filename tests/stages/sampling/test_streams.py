@@ -1,0 +1,179 @@
+"""Policies as streams to servers that run `rlhf_weights.routes`, here over this project's engine.
+
+vLLM itself takes them in `tests/faults/test_vllm_stream.py`.
+"""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from tests.stages.sampling.http_server import make_app, serve
+from tests.stages.sampling.support import GREEDY, remote, run, same, tensors
+from tuning.rollout.inside.rlhf_weights.routes import Weights
+from tuning.rollout.servers.protocol import ServerRefused, StalePolicy
+from tuning.rollout.servers.server import RemoteServer
+
+
+@pytest.fixture
+def url(state):
+    server, thread, url = serve(make_app(state, Weights))
+    yield url
+    # A server that is paused would wait for its requests.
+    state.running.set()
+    server.should_exit = True
+    thread.join()
+
+
+def small(url, kind=RemoteServer):
+    """Buckets of 16 KiB: the policy of these tests is a few hundred."""
+
+    class Small(kind):
+        def get(self, path):
+            told = super().get(path)
+            return told | {"bucket_bytes": 2**14} if path == "/weights" else told
+
+    return Small(url)
+
+
+def unseen():
+    raise AssertionError("nobody sees a folder")
+
+
+def test_weights_are_streamed_where_servers_take_that_and_no_folder_is_shared(url, state, policy, native):
+    engine = remote(small(url))
+    engine.load(policy("second", folder=unseen))
+    same(run(engine, GREEDY), native["second"])
+    assert state.version == "second"
+    assert len([path for path in state.calls if path.startswith("/weights/")]) > 10
+    assert "/collective_rpc" not in state.calls
+
+
+@pytest.mark.parametrize("changes", [{"sync": "weights"}, {"shared": True}])
+def test_a_folder_that_is_named_is_used_and_ends_what_was_streamed(url, state, policy, native, changes):
+    remote(small(url)).load(policy("first", folder=unseen))
+    assert httpx.get(f"{url}/weights").json()["fingerprint"]
+    state.calls.clear()
+    engine = remote(small(url), **changes)
+    engine.load(policy("second"))
+    assert "/collective_rpc" in state.calls
+    assert httpx.get(f"{url}/weights").json()["fingerprint"] is None
+    same(run(engine, GREEDY), native["second"])
+
+
+def test_a_server_that_takes_no_stream_is_refused_where_one_is_asked_for(state, policy):
+    server, thread, url = serve(make_app(state))
+    try:
+        with pytest.raises(ServerRefused, match="takes no stream of weights: start it with PYTHONPATH at a copy of"):
+            remote(RemoteServer(url), sync="stream").load(policy("first"))
+        remote(RemoteServer(url)).load(policy("second"))
+        assert state.version == "second"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def test_other_weights_under_the_policys_name_are_found_out_by_the_fingerprint(url, state, policy):
+    remote(small(url)).load(policy("first", folder=unseen))
+    state.version = "second"
+    # Nobody samples from them: the log-probabilities are not asked for.
+    state.calls.clear()
+    with pytest.raises(StalePolicy, match="says that it has policy second by name, with other weights, wanted is"):
+        remote(small(url), sync="none").load(policy("second", folder=unseen))
+    assert "/v1/completions" not in state.calls
+    # A trainer that was started again knows the policy by its fingerprint, and sends nothing.
+    state.version = "first"
+    state.calls.clear()
+    remote(small(url), sync="none").load(policy("first", folder=unseen))
+    assert not any(path.startswith("/weights/") for path in state.calls)
+
+
+class Losing(RemoteServer):
+    def send(self, path, bodies):
+        super().send(path, (body for number, body in enumerate(bodies) if number != 5))
+
+
+class Doubling(RemoteServer):
+    def send(self, path, bodies):
+        super().send(path, (body for one in bodies for body in (one, one)))
+
+
+class Reversing(RemoteServer):
+    def send(self, path, bodies):
+        super().send(path, list(bodies)[::-1])
+
+
+class Flipping(RemoteServer):
+    def send(self, path, bodies):
+        super().send(path, (bytes([*body[:-1], body[-1] ^ 1]) for body in bodies))
+
+
+class Cutting(RemoteServer):
+    def send(self, path, bodies):
+        super().send(path, list(bodies)[:-1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Losing, r"answered 400: rows \d+ to \d+ of .* come where .* goes on from row \d+"),
+        (Doubling, r"answered 400: .* come where .* goes on from|answered 400: .* comes a second time"),
+        (Reversing, r"answered 400: rows \d+ to \d+ of .* come where .* goes on from row 0"),
+        (Flipping, r"answered 400: the checksum of the bucket's \d+ bytes"),
+        (Cutting, r"answered 400: .* ends with row \d+ of|answered 400: the fingerprint of what came is"),
+    ],
+)
+def test_a_push_that_is_not_what_was_cut_leaves_a_server_that_claims_nothing(url, state, policy, native, kind, message):
+    remote(small(url)).load(policy("first", folder=unseen))
+    with pytest.raises(ServerRefused, match=message):
+        remote(small(url, kind)).load(policy("second", folder=unseen))
+    told = httpx.get(f"{url}/weights").json()
+    assert (told["policy"], told["fingerprint"], told["paused"]) == ("unknown", None, True)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url}/v1/completions", json={"model": "policy", "prompt": [1], "max_tokens": 1}, timeout=0.5)
+    for name in ("first", "second"):
+        with pytest.raises(StalePolicy, match=f"has policy unknown, wanted is {name}"):
+            remote(small(url), sync="none").load(policy(name, folder=unseen))
+    engine = remote(small(url))
+    engine.load(policy("second", folder=unseen))
+    same(run(engine, GREEDY), native["second"])
+
+
+def test_the_push_that_was_begun_last_is_the_one_that_counts(url, policy, native):
+    def overtaken(types):
+        for number, tensor in enumerate(tensors("second")(types)):
+            if number == 4:
+                remote(small(url)).load(policy("first", folder=unseen))
+            yield tensor
+
+    with pytest.raises(ServerRefused, match="answered 404: there is no such push: another one began"):
+        remote(small(url)).load(policy("second", folder=unseen, tensors=overtaken))
+    engine = remote(small(url), sync="none")
+    engine.load(policy("first", folder=unseen))
+    same(run(engine, GREEDY), native["first"])
+
+
+def test_a_server_with_a_key_asks_for_it(url, policy, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    assert httpx.get(f"{url}/weights").status_code == 401
+    assert httpx.delete(f"{url}/weights", headers={"Authorization": "Bearer other"}).status_code == 401
+    remote(RemoteServer(url, key="secret")).load(policy("second", folder=unseen))
+    assert httpx.get(f"{url}/weight_info").json() == {"weight_version": "second", "streams": True}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "message"),
+    [
+        ("POST", "/weights", b"{", 400, "the body is no JSON"),
+        ("POST", "/weights", b"[]", 400, "the body is no JSON object"),
+        ("POST", "/weights", b'{"policy": "x"}', 400, "a push begins with the policy's name and tied"),
+        ("POST", "/weights/1/2/3", b"", 404, "there is no POST /weights/1/2/3"),
+        ("POST", "/weights/1", b"x", 404, "there is no such push"),
+        ("POST", "/weights/1", bytes(18 * 2**20), 413, "a bucket has at most 17825792 bytes"),
+        ("PUT", "/weights", b"", 404, "there is no PUT /weights"),
+    ],
+)
+def test_what_is_no_push_is_refused_in_words(url, method, path, body, status, message):
+    answer = httpx.request(method, url + path, content=body)
+    assert answer.status_code == status
+    assert message in answer.json()["error"]["message"]
