@@ -10,7 +10,7 @@ import os
 import jax
 
 from tuning import ranks
-from tuning.precision import real, resolved
+from tuning.precision import activations, real, resolved
 from tuning.target import target_platform
 
 HOST_MEMORY = "pinned_host"
@@ -131,7 +131,7 @@ def choices(platform: str, kind: str, count: int, memory: int, dtype: str, remat
         kind=kind,
         count=count,
         memory_bytes=memory,
-        compute=Compute(dtype=dtype, remat=remat),
+        compute=Compute(dtype=activations(dtype), remat=remat),
         row_tokens_per_step=1024 if on_cpu else 16384,
         rollout_rows=64 if on_cpu else 1024,
         cache_bytes=int(CACHE_SHARE * memory),

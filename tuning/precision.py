@@ -3,8 +3,13 @@
 dtype       weights, moments, sums     products of float32 arrays
 auto        float32                    as the device has it by default, unless it computes in float32
 bfloat16    float32                    as the device has it by default
+mixed       float32                    of inputs rounded to bfloat16, summed in float32; activations are float32
 float32     float32                    exact: accelerators by default round their inputs to TF32 or bfloat16
 float64     float64                    exact; on CPU alone, for checks
+
+`mixed`, on CPU alone, is what a TPU does with float32 by default. XLA on CPU has no such product of float32 arrays: the
+model's products round their inputs themselves (`tuning.models.matmul.factor`). Processors with AVX512_BF16 or AMX
+multiply these sooner.
 """
 
 from __future__ import annotations
@@ -19,6 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from tuning.target import target_platform
+
+ROUNDED = "BF16_BF16_F32"
+"""JAX's name of products of inputs rounded to bfloat16, with sums in float32."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,7 +45,7 @@ def item_bytes(dtype: str) -> int:
 def resolved(dtype: str) -> str:
     """The type that `auto` stands for on this device; other names stay.
 
-    Raises ValueError for float64 on an accelerator.
+    Raises ValueError for float64 or mixed on an accelerator.
     """
     on_cpu = target_platform() == "cpu"
     if dtype == "auto":
@@ -47,6 +55,10 @@ def resolved(dtype: str) -> str:
         raise ValueError(
             f"compute.dtype float64 is for checks on a CPU, and this is a {target_platform()}: use float32 here, "
             "or set JAX_PLATFORMS=cpu"
+        )
+    if dtype == "mixed" and not on_cpu:
+        raise ValueError(
+            f"compute.dtype mixed is for CPUs, and this is a {target_platform()}, built for bfloat16: say auto"
         )
     return dtype
 
@@ -59,7 +71,21 @@ def use(dtype: str) -> None:
     """
     kind = resolved(dtype)
     jax.config.update("jax_enable_x64", kind == "float64")
-    jax.config.update("jax_default_matmul_precision", None if kind == "bfloat16" else "highest")
+    jax.config.update("jax_default_matmul_precision", {"bfloat16": None, "mixed": ROUNDED}.get(kind, "highest"))
+
+
+def rounds_products() -> bool:
+    """Whether products of float32 arrays have to round their inputs to bfloat16 themselves.
+
+    Asked while a program is traced. JAX traces anew where this setting is another.
+    """
+    precision: str | None = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    return precision == ROUNDED and target_platform() == "cpu"
+
+
+def activations(dtype: str) -> str:
+    """The type of activations for a compute dtype that is no `auto`."""
+    return "float32" if dtype == "mixed" else dtype
 
 
 @contextlib.contextmanager

@@ -72,9 +72,11 @@ RULE_DEFAULTS: dict[str, dict[str, float]] = {
 class ComputeSettings:
     """How to compute. `dtype` is chosen by the device where it says auto; the rest cannot change a result."""
 
-    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "mixed", "float64"] = "auto"
     """Type of activations; master weights, moments and sums are float32. float32 is exact on accelerators too, where
-    products by default are not. float64, on CPU alone, is for checks: weights, moments and sums are float64 as well."""
+    products by default are not. mixed, on CPU alone, is float32 whose products round their inputs to bfloat16, for
+    processors that multiply those faster (`rlhf doctor` measures it). float64, on CPU alone, is for checks: weights,
+    moments and sums are float64 as well."""
     tokens_per_micro_batch: Annotated[int, Field(ge=0)] = 0
     """Row tokens of one forward and backward pass; 0: the device decides."""
     remat: Remat = "auto"

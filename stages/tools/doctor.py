@@ -9,6 +9,8 @@ from typing import Any
 
 from stages.contract.fingerprint import library_versions
 
+PAYS = 1.3
+"""How much faster products of bfloat16 have to be than those of float32, for `mixed` to be advised."""
 LITTLE_MEMORY = 7 * 10**9
 """Bytes that the demo needs."""
 
@@ -28,6 +30,7 @@ def found() -> dict[str, Any]:
         "device": {"platform": device.platform, "kind": device.kind, "count": device.count},
         "cores": os.cpu_count(),
         "memory_bytes": device.memory_bytes,
+        "gflops": _rates() if device.platform == "cpu" else None,
         "dtype": device.compute.dtype,
         "attention": fused or "blocks of queries",
         "kernels": any(build()) if device.platform == "cpu" else None,
@@ -46,12 +49,23 @@ def found() -> dict[str, Any]:
     }
 
 
+def _rates() -> dict[str, float]:
+    """GFLOP/s of a large matrix product by the type of its inputs."""
+    from tuning.training.speed import measured_peak
+
+    return {dtype: round(measured_peak(dtype) / 1e9, 1) for dtype in ("float32", "bfloat16")}
+
+
 def show(of: dict[str, Any]) -> None:
     """Prints what `found` says as a table."""
     device = of["device"]
     print(f"device        {device['platform']} ({device['kind']}) x {device['count']}, {of['cores']} cores")
     print(f"memory        {of['memory_bytes'] / 2**30:.1f} GiB")
     print(f"dtype         {of['dtype']} activations, float32 weights and moments")
+    if of["gflops"] is not None:
+        exact, half = of["gflops"]["float32"], of["gflops"]["bfloat16"]
+        advice = "pays" if half > PAYS * exact else "does not pay"
+        print(f"products      {exact:.0f} GFLOP/s of float32, {half:.0f} of bfloat16: compute.dtype=mixed {advice}")
     print(f"attention     {of['attention']} (plain XLA where rows are short or a feature is missing)")
     if of["kernels"] is not None:
         print(f"decoding      {'kernels in C' if of['kernels'] else 'XLA alone, which is slower'}")

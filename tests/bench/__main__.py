@@ -23,18 +23,23 @@ def main() -> None:
     parser.add_argument("works", nargs="*", choices=[*WORKS, []], default=[], help="all by default")
     parser.add_argument("--model", default="smol135", choices=["smol135", "tiny"])
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "mixed"], help="of steps")
     parser.add_argument("--here", action="store_true", help="in this process")
     args = parser.parse_args()
     if args.here:
         from importlib import import_module
 
+        from tuning import precision
+
+        precision.use(args.dtype)
         for work in args.works:
-            import_module(f"tests.bench.{WORKS[work]}").run(work, args.model, args.repeats)
+            dtype = {} if WORKS[work] in ("cold", "data") else {"dtype": args.dtype}
+            import_module(f"tests.bench.{WORKS[work]}").run(work, args.model, args.repeats, **dtype)
         return
     failed = 0
     for work in args.works or WORKS:
         command = [sys.executable, "-m", "tests.bench", work, "--model", args.model, "--repeats", str(args.repeats)]
-        failed += subprocess.call([*command, "--here"], env=worker_environment()) != 0
+        failed += subprocess.call([*command, "--dtype", args.dtype, "--here"], env=worker_environment()) != 0
     sys.exit(failed > 0)
 
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from stages.worker.client import worker_environment
 from tests.bench.hlo import Module, Work
 from tests.bench.inputs import SHAPES
+from tuning import precision
 
 WORKS = ("W2", "W3", "W4", "W6")
 RESULTS = Path(__file__).parent / "results" / "profile.json"
@@ -37,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.profile", description=__doc__)
     parser.add_argument("works", nargs="*", choices=[*WORKS, []], default=[], help="all by default")
     parser.add_argument("--model", default="smol135", choices=["smol135", "tiny"])
-    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    parser.add_argument("--dtype", nargs="+", default=["float32", "mixed"], choices=["float32", "bfloat16", "mixed"])
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name} and the tables of the page")
     parser.add_argument("--here", metavar="FOLDER", help="in this process, whose programs are dumped there")
     args = parser.parse_args()
@@ -117,6 +118,7 @@ def breakdown(work: str, model: str, dtype: str, folder: Path) -> dict[str, Any]
 
 
 def _function(work: str, model: str, dtype: str) -> Any:
+    precision.use(dtype)
     if work == "W3":
         from tests.bench.rl import Steps
 

@@ -104,8 +104,8 @@ class Steps:
         return self.learner.params
 
 
-def run(work: str, model: str, repeats: int) -> None:
-    steps = Steps(work, model)
+def run(work: str, model: str, repeats: int, dtype: str = "auto") -> None:
+    steps = Steps(work, model, dtype)
     found = timed(steps.step, repeats)
     tokens = steps.count * steps.samples * NEW_TOKENS
     groups = [Group(p, [[0] * NEW_TOKENS] * steps.samples, list(range(steps.samples))) for p in steps.prompts]
@@ -116,6 +116,7 @@ def run(work: str, model: str, repeats: int) -> None:
         work,
         model,
         **found,
+        dtype=dtype,
         phases_first_s={k: round(v[0], 3) for k, v in steps.phases.items()},
         phases_s={k: round(statistics.median(v[1:]), 4) for k, v in steps.phases.items() if len(v) > 1},
         tokens=tokens,

@@ -57,17 +57,18 @@ def _gemm_flops(config: DecoderConfig) -> float:
     return max(statistics.median(rate(partial(products.product, number=0, target=k), x, weight, work=work)) for k in by)
 
 
-def run(work: str, model: str, repeats: int) -> None:
+def run(work: str, model: str, repeats: int, dtype: str = "auto") -> None:
+    """dtype: of activations; `mixed` with products as `precision.use` has set them."""
     started = time.perf_counter()
     config = config_of(model)
     params = random_params(config, 0)
     requests = requests_of(work, config.vocab_size)
-    dtype = choose().compute.dtype
+    kind = choose(dtype).compute.dtype
     slots = 32 if work == "W1b" else min(64, sum(r.samples for r in requests))
     # As in the rollout stage, which knows all prompts of its round.
     context = bucket(max(len(r.prompt) + r.max_tokens for r in requests), 64)
     quantization: Quantization = "int8" if work.endswith("int8") else "none"
-    engine = Engine(config, dtype, Limits(slots=slots, context=context), quantization=quantization)
+    engine = Engine(config, kind, Limits(slots=slots, context=context), quantization=quantization)
     compiled = _CompileTime()
 
     def once() -> Any:
@@ -86,12 +87,13 @@ def run(work: str, model: str, repeats: int) -> None:
         steps = tokens / len(requests)
         extra["share_of_bandwidth"] = round(weights * steps / seconds / memory_bandwidth(), 3)
         if len(requests) >= GEMM_ROWS:
-            flops = 2.0 * (weights / jnp.dtype(dtype).itemsize) * tokens
+            flops = 2.0 * (weights / jnp.dtype(engine.weights.dtype).itemsize) * tokens
             extra["share_of_gemm"] = round(flops / seconds / _gemm_flops(config), 3)
     emit(
         work,
         model,
         **found,
+        dtype=dtype,
         tokens=tokens,
         tokens_per_s=round(tokens / seconds, 1),
         load_s=round(load, 3),

@@ -145,8 +145,8 @@ def prepared(work: str, model: str, dtype: str = "auto") -> Measured:
     return Measured(function, config, groups, times)
 
 
-def run(work: str, model: str, repeats: int) -> None:
-    measured = prepared(work, model)
+def run(work: str, model: str, repeats: int, dtype: str = "auto") -> None:
+    measured = prepared(work, model, dtype)
     found = timed(measured.function, repeats)
     peak = peak_memory_mb()
     tokens = sum(g.size for g in measured.groups)
@@ -156,6 +156,7 @@ def run(work: str, model: str, repeats: int) -> None:
         work,
         model,
         **found,
+        dtype=dtype,
         tokens=tokens,
         tokens_per_s=round(tokens / found["median_s"], 1),
         peak_memory_mb=round(peak),

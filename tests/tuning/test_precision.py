@@ -1,5 +1,7 @@
 """Types and exactness by the compute dtype: what it sets for weights, and the precision that products ask for."""
 
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +13,10 @@ from tuning.algorithms.supervised import sft_loss
 from tuning.device import Compute, choose
 from tuning.models.decoder import decoder_graph, scalar_graph
 from tuning.models.huggingface import load_decoder, random_params, save_decoder, scalar_head_params
-from tuning.precision import in_real, real, using
+from tuning.models.matmul import matmul
+from tuning.precision import activations, in_real, real, resolved, rounds_products, using
 from tuning.settings import ComputeSettings
+from tuning.target import compiling_for
 from tuning.training.batch import Layout, micro_batches
 
 HIGHEST = (jax.lax.Precision.HIGHEST,) * 2
@@ -34,7 +38,8 @@ def products_of_a_step(dtype, loss, graph, params):
     # As many completions as pairs take.
     counts = {"n_tokens": np.float32(9), "n_groups": np.float32(2), "margin_C": np.zeros(len(packed.ids_C), np.float32)}
     with using(dtype):
-        program = jax.make_jaxpr(jax.grad(lambda p: loss(graph, Compute(dtype))(p, packed.arrays() | counts, None)[0]))
+        of_batch = loss(graph, Compute(activations(dtype)))
+        program = jax.make_jaxpr(jax.grad(lambda p: of_batch(p, packed.arrays() | counts, None)[0]))
         return products(program(params).jaxpr)
 
 
@@ -66,3 +71,61 @@ def test_float64_is_set_up_before_it_is_asked_for(tmp_path):
     assert {x.dtype.name for x in jax.tree.leaves(narrow)} == {"float32"}
     # A worker without float64 reads the same folder in its own type.
     jax.tree.map(np.testing.assert_array_equal, load_decoder(tmp_path)[1], narrow)
+
+
+def rounded(x):
+    return np.asarray(jnp.asarray(x, jnp.float32).astype(jnp.bfloat16), np.float64)
+
+
+def test_mixed_products_are_those_of_rounded_inputs_forward_and_back():
+    """Against float64: only inputs are rounded, to bfloat16; sums and results are as exact as float32."""
+    rng = np.random.default_rng(0)
+    x, weight, g = (rng.normal(size=s).astype(np.float32) for s in ((3, 7, 33), (33, 20), (3, 7, 20)))
+    with using("mixed"):
+        out, back = jax.vjp(matmul, jnp.asarray(x), jnp.asarray(weight))
+        dx, dweight = back(jnp.asarray(g))
+    x, weight, g = map(rounded, (x, weight, g))
+    expected = x @ weight, g @ weight.T, np.einsum("abi,abo->io", x, g)
+    for found, exact in zip((out, dx, dweight), expected, strict=True):
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(found, exact, rtol=0, atol=1e-5)
+
+
+def test_every_product_with_a_weight_is_mixed_and_nothing_else_is_narrow():
+    found = products_of_a_step("mixed", sft_loss, decoder_graph(CONFIG), PARAMS)
+    kinds = Counter(kind for kind, _ in found)
+    exact = Counter(kind for kind, _ in products_of_a_step("float32", sft_loss, decoder_graph(CONFIG), PARAMS))
+    # 7 projections and the head, forward and two ways back; attention's own products stay in float32.
+    assert kinds["bfloat16"] == 3 * (7 + 1)
+    assert kinds["float32"] == exact["float32"] - kinds["bfloat16"] > 0
+
+
+def test_a_mixed_step_is_near_the_exact_one_and_its_weights_stay_float32():
+    (packed,) = micro_batches(ragged_groups(count=2), layout=Layout(64, 4), completion_tokens=8)
+    batch = packed.arrays() | {"n_tokens": np.float32(9)}
+
+    def step(dtype):
+        with using(dtype):
+            loss = sft_loss(decoder_graph(CONFIG), choose(dtype).compute)
+            return jax.value_and_grad(lambda p: loss(p, batch, None)[0])(PARAMS)
+
+    (exact, slope), (found, mixed) = step("float32"), step("mixed")
+    assert 0 < abs(found - exact) < 2e-3 * exact
+    flat, near = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(t)]) for t in (slope, mixed))
+    assert near.dtype == np.float32
+    assert 0 < np.linalg.norm(near - flat) < 0.02 * np.linalg.norm(flat)
+
+
+def test_a_setting_of_products_ends_with_its_block():
+    assert not rounds_products()
+    with using("mixed"):
+        assert rounds_products() and choose("mixed").compute.dtype == "float32"
+        with using("float32"):
+            assert not rounds_products()
+        assert rounds_products()
+    assert not rounds_products()
+
+
+def test_mixed_is_for_cpus():
+    with compiling_for("tpu"), pytest.raises(ValueError, match=r"compute.dtype mixed is for CPUs, and this is a tpu"):
+        resolved("mixed")

@@ -81,7 +81,8 @@ def _sampling(asked: Sampled, machine: Machine) -> Figures:
     one = tensor == 1
     with_pages = runs_paged(asked.cache, asked.model, dtype, asked.kv, tensor)
     rolled = one and not with_pages and machine.kind.platform == "cpu" and products.suits(dtype) and has_compiler()
-    layout = {"join": one, "rolled": rolled, "quantization": asked.quantization, "dtype": dtype}
+    layout: dict[str, Any] = {"join": one, "rolled": rolled, "quantization": asked.quantization}
+    layout["dtype"] = "bfloat16" if asked.compute.dtype == "mixed" else dtype
     context = min(asked.limits.context or asked.prompt + asked.completion, asked.model.max_positions)
     engine = Engine(asked.model, asked.limits, kv, dtype, mesh, layout)
     parts = {"sampling weights": weight_bytes(engine.weights(asked.model)[1], mesh)}

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from tuning.losses.distillation import generalised_jsd
+from tuning.models.matmul import factor
 from tuning.models.sharding import HeadCut
 
 CHUNK = 128
@@ -91,7 +92,7 @@ def _whole(head: jax.Array, cut: HeadCut | None) -> jax.Array:
 
 def _product(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """The einsum of two arrays, in at least float32."""
-    return jnp.einsum(axes, a, b, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
+    return jnp.einsum(axes, factor(a), factor(b), preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tuning.models.matmul import across, factor
 from tuning.models.sharding import HeadCut
 
 ELEMENTS = 2**25
@@ -76,7 +77,8 @@ def _wide(hidden: jax.Array) -> jnp.dtype:
 
 
 def _logits(hidden: jax.Array, weight: jax.Array, scale: float, softcap: float | None) -> jax.Array:
-    z = jax.lax.dot_general(hidden, weight, (((1,), (1,)), ((), ())), preferred_element_type=_wide(hidden))
+    of_hidden = (((1,), (1,)), ((), ()))
+    z = jax.lax.dot_general(factor(hidden), factor(weight), of_hidden, preferred_element_type=_wide(hidden))
     # The cap belongs to the model and the temperature to sampling: in this order.
     z = z if softcap is None else softcap * jnp.tanh(z / softcap)
     return z * scale
@@ -204,8 +206,6 @@ def _gradients(
 ) -> tuple[jax.Array, jax.Array]:
     """Gradients of the hidden states [M, D] and of the head [V, D]."""
     targets = _counted(targets, weight, cut)
-    # Contracts the positions: [M, W] and [M, D] to [W, D].
-    d = (((0,), (0,)), ((), ()))
 
     def one(carry: Any, scanned: Any) -> Any:
         dhidden, dweight = carry
@@ -220,13 +220,14 @@ def _gradients(
         if softcap is not None:
             # z is capped and scaled, so z / (scale softcap) is the tanh, whose derivative is 1 - tanh^2.
             dz = dz * (1.0 - jnp.square(z / (scale * softcap)))
-        dweight_part = jax.lax.dot_general(dz.astype(hidden.dtype), hidden, d, preferred_element_type=_wide(hidden))
+        # Contracts the positions: [M, W] and [M, D] to [W, D].
+        dweight_part = across(factor(dz.astype(hidden.dtype)), factor(hidden), _wide(hidden))
         dweight_part = dweight_part if cut is None else cut.own(dweight_part)
         dweight = jax.lax.dynamic_update_slice_in_dim(dweight, dweight_part.astype(weight.dtype), start, axis=0)
         # The last slice repeats tokens of the one before. Their rows of dweight were just written with equal values,
         # but dhidden is a sum over slices and would count them twice.
-        dz = jnp.where(fresh, dz, 0.0).astype(hidden.dtype)
-        dhidden = dhidden + jnp.matmul(dz, part, preferred_element_type=_wide(hidden))
+        dz = factor(jnp.where(fresh, dz, 0.0).astype(hidden.dtype))
+        dhidden = dhidden + jnp.matmul(dz, factor(part), preferred_element_type=_wide(hidden))
         return (dhidden, dweight), None
 
     zeros = jnp.zeros(hidden.shape, _wide(hidden)), jnp.zeros_like(weight)

@@ -21,6 +21,7 @@ from flax import nnx
 
 from tuning.models.config import DecoderConfig
 from tuning.models.linear import Linear
+from tuning.models.matmul import factor
 from tuning.models.remat import HEADS, INPUT, MLP, RESIDUAL, keep, rematerialised
 from tuning.models.rope import rope_tables, rotate
 from tuning.models.sharding import INNER, STREAM, constrain, with_cut_gradients
@@ -168,9 +169,9 @@ class Decoder(nnx.Module):
 
         Meant for a few positions: losses use `tuning.losses.head.token_logps`, which never holds all logits (R13).
         """
-        weight = self.head_weight().astype(hidden.dtype)
+        weight = factor(self.head_weight().astype(hidden.dtype))
         accumulate = jnp.promote_types(hidden.dtype, jnp.float32)
-        logits = jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=accumulate)
+        logits = jnp.einsum("...d,vd->...v", factor(hidden), weight, preferred_element_type=accumulate)
         return soft_cap(logits, self.config.final_softcap)
 
     def __call__(

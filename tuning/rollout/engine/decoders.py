@@ -23,6 +23,7 @@ from flax import nnx
 
 from tuning.models.decoder import Attention, AttentionSpec, Decoder, Layer, by_layer, rms_norm, soft_cap
 from tuning.models.linear import Linear
+from tuning.models.matmul import factor
 from tuning.models.quantize import Int8
 from tuning.models.rope import rope_tables
 from tuning.rollout.engine.cache import Stack
@@ -84,7 +85,7 @@ class DecodingDecoder(nnx.Module):
         """Logits [R, V] in at least float32 of final hidden states."""
         if target_platform() != "cpu":
             return self.rest.logits(hidden_RD)
-        weight = self.rest.head_weight().astype(hidden_RD.dtype)
+        weight = factor(self.rest.head_weight().astype(hidden_RD.dtype))
         return soft_cap(products.product(hidden_RD, weight[None], 0, self.target), self.config.final_softcap)
 
     def __call__(

@@ -35,7 +35,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tuning.models.config import DecoderConfig
-from tuning.precision import without_float64
+from tuning.precision import rounds_products, without_float64
 from tuning.rollout.engine import programs
 from tuning.rollout.engine.ahead import Ahead
 from tuning.rollout.engine.batches import Batches
@@ -96,7 +96,9 @@ class Engine(Batches):
         }
         # Without the kernel a loop over stacked layers would copy each layer (`decoders`). The build runs later.
         rolled = self._by_kernel["products"] and has_compiler()
-        self.weights = Weights(config, place, rolled=rolled, quantization=quantization, dtype=dtype)
+        # As the trainer's products read them (`models.matmul.factor`).
+        matrices = "bfloat16" if dtype == "float32" and rounds_products() else dtype
+        self.weights = Weights(config, place, rolled=rolled, quantization=quantization, dtype=matrices)
         """The weights that it samples from."""
         self._pool = self._make_pool(rolled)
         if any(self._by_kernel.values()):

@@ -8,11 +8,14 @@ import pytest
 
 from tests.tuning.rollout.engine.support import PARAMS, requests_of, trainer_logps
 from tests.tuning.tiny import CONFIG
+from tuning.device import choose
+from tuning.precision import using
 from tuning.rollout.engine import programs
 from tuning.rollout.engine.cache import token_bytes
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.engine.limits import Limits
 from tuning.rollout.requests import RefusedRequest, Request, Sampling, stop_strings
+from tuning.training.completions import token_logps
 
 LIMITS = Limits(slots=6, context=128, steps=4, chunks=(8, 16))
 
@@ -272,6 +275,27 @@ def test_smaller_types_stay_near_the_exact_policy(options, gap):
         (completion,) = found[i]
         gaps = np.abs(np.asarray(completion.logps) - trainer_logps(request.prompt, completion.tokens))
         assert 0 < gaps.mean() < gap
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_in_mixed_products_the_sampler_rounds_as_the_trainer_does(kernels, monkeypatch):
+    """What is left is the order of sums, of which few change how an activation is rounded."""
+    requests = requests_of(6, seed=8, sampling=Sampling(), samples=1, max_tokens=12)
+    exact, pairs, found = PARAMS, [], {}
+    if not kernels:
+        monkeypatch.setattr(Engine, "cpu_kernels", False)
+    with using("mixed"):
+        engine = loaded(Limits(slots=2, context=128, steps=4))
+        assert engine.weights.dtype == "bfloat16"
+        found = dict(engine.run(requests))
+        pairs = [(r.prompt, found[i][0].tokens) for i, r in enumerate(requests)]
+        mixed = np.concatenate(token_logps(CONFIG, exact, pairs, 1.0, choose("mixed").compute, 512))
+    plain = np.concatenate(token_logps(CONFIG, exact, pairs, 1.0, choose("float32").compute, 512))
+    sampled = np.concatenate([found[i][0].logps for i in range(len(requests))])
+    # Of the other rounding sampler and trainer would be as far apart as both are from exact products.
+    assert 0 < np.abs(sampled - mixed).mean() < 0.5 * np.abs(mixed - plain).mean()
+    ratio = mixed - sampled
+    assert np.mean(np.expm1(ratio) - ratio) < 1e-5
 
 
 @pytest.mark.parametrize("steps", [1, 3])

@@ -4,7 +4,8 @@
 //
 // Each number is LANES sums over the input that are added in the end, in an order that depends on I alone: a row's
 // results have the same bits alone and among others. A row of zeros is not computed: empty slots take no time. A tile's
-// weights of another type become float32 in a core's first cache, once for all rows of a block.
+// weights of another type become float32 in a core's first cache, once for all rows of a block. With a bfloat16 W the
+// rows hold numbers of that type, and a processor that multiplies them (AVX512_BF16) does so.
 #include "kernels.h"
 
 // A fused product and sum is called by name: left to the compiler, it might be in one tile and not in another.
@@ -14,6 +15,10 @@
 #include <immintrin.h>
 #define ADD_PRODUCT(sum, a, b) sum = (vec)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(sum))
 #define IN_REGISTER(x) __asm__("" : "+v"(x))
+#if defined(__AVX512BF16__)
+// Each lane adds the products of two neighbours in bfloat16.
+#define ADD_PAIRS(sum, a, b) sum = (vec)_mm512_dpbf16_ps((__m512)(sum), (__m512bh)(a), (__m512bh)(b))
+#endif
 enum { OUTS = 8 };
 #elif defined(__aarch64__)
 #define LANES 4
@@ -33,6 +38,12 @@ enum { OUTS = 8 };
 #endif
 #define IN_REGISTER(x)
 enum { OUTS = 4 };
+#endif
+#if defined(ADD_PAIRS)
+enum { PAIRS = 1 };
+#else
+enum { PAIRS = 0 };
+#define ADD_PAIRS(sum, a, b)
 #endif
 enum {
   ROWS = 3,               // with OUTS, the sums of a tile fit the registers
@@ -57,12 +68,12 @@ typedef int32_t order __attribute__((vector_size(4 * LANES)));
 #define LOW_PAIR(i) i, i + 1, LANES + i, LANES + i + 1
 #define HIGH_PAIR(i) i + 2, i + 3, LANES + i + 2, LANES + i + 3
 
-INLINE vec load(const float *p) { return *(const vec *)p; }
+INLINE vec load(const void *p) { return *(const vec *)p; }
 
-// The first `count` of LANES numbers; zeros follow.
-INLINE vec load_some(const float *p, int64_t count) {
+// The first `bytes` of a vector; zeros follow.
+INLINE vec load_some(const void *p, int64_t bytes) {
   float all[LANES] = {0};
-  memcpy(all, p, sizeof(float) * count);
+  memcpy(all, p, bytes);
   return load(all);
 }
 
@@ -80,9 +91,10 @@ INLINE four sums_of(vec a, vec b, vec c, vec d) {
 
 // A piece of the work: results of some rows and outputs, over `count` of the inputs. What was summed before is
 // in `sums` unless this is the `first` of the inputs; there it goes until the `last`. From one output's weights to the
-// next are `stride` numbers. `next` is what to fetch meanwhile, `count` numbers; NULL for nothing.
+// next are `stride` numbers. `next` is what to fetch meanwhile, `count` numbers; NULL for nothing. Inputs and weights are
+// float32, or both bfloat16.
 typedef struct {
-  const float *x[ROWS], *w, *next;
+  const char *x[ROWS], *w, *next;
   float *y[ROWS], *sums;
   int64_t stride, count;
   int first, last;
@@ -90,30 +102,41 @@ typedef struct {
 
 INLINE float *sums_for(const Piece *p, int row, int out) { return p->sums + (row * OUTS + out) * LANES; }
 
-// Calls with constants become loops without branches.
-INLINE void tile(int rows, int outs, const Piece *p) {
-  const float *w = p->w, *next = p->next;
-  int64_t stride = p->stride, count = p->count;
+// Calls with constants become loops without branches. `pairs`: of bfloat16.
+INLINE void tile(int rows, int outs, int pairs, const Piece *p) {
+  const char *w = p->w, *next = p->next;
+  // In bytes.
+  int64_t stride = p->stride * (pairs ? 2 : 4), count = p->count * (pairs ? 2 : 4), step = 4 * LANES;
   vec sum[ROWS][OUTS] = {0};
   if (!p->first)
     for (int r = 0; r < rows; r++)
       for (int o = 0; o < outs; o++) sum[r][o] = load(sums_for(p, r, o));
   int64_t i = 0;
-  for (; i + LANES <= count; i += LANES) {
-    if (next && i % LINE == 0) __builtin_prefetch(next + i);
+  for (; i + step <= count; i += step) {
+    if (next && i % (4 * LINE) == 0) __builtin_prefetch(next + i);
     vec in[ROWS];
     for (int r = 0; r < rows; r++) in[r] = load(p->x[r] + i);
     for (int o = 0; o < outs; o++) {
       vec weight = load(w + o * stride + i);
       // Or GCC reads it again for each row.
       IN_REGISTER(weight);
-      for (int r = 0; r < rows; r++) ADD_PRODUCT(sum[r][o], in[r], weight);
+      for (int r = 0; r < rows; r++) {
+        if (pairs)
+          ADD_PAIRS(sum[r][o], in[r], weight);
+        else
+          ADD_PRODUCT(sum[r][o], in[r], weight);
+      }
     }
   }
   if (i < count)
     for (int o = 0; o < outs; o++)
-      for (int r = 0; r < rows; r++)
-        ADD_PRODUCT(sum[r][o], load_some(p->x[r] + i, count - i), load_some(w + o * stride + i, count - i));
+      for (int r = 0; r < rows; r++) {
+        vec in = load_some(p->x[r] + i, count - i), weight = load_some(w + o * stride + i, count - i);
+        if (pairs)
+          ADD_PAIRS(sum[r][o], in, weight);
+        else
+          ADD_PRODUCT(sum[r][o], in, weight);
+      }
   for (int r = 0; r < rows; r++) {
     if (!p->last)
       for (int o = 0; o < outs; o++) *(vec *)sums_for(p, r, o) = sum[r][o];
@@ -125,19 +148,24 @@ INLINE void tile(int rows, int outs, const Piece *p) {
   }
 }
 
-#define FOR_ROWS(n)                                          \
-  static void tile_##n(const Piece *p) { tile(n, OUTS, p); } \
-  static void one_##n(const Piece *p) { tile(n, 1, p); }
+typedef void Tile(const Piece *p);
+#define FOR_ROWS(n)                                                   \
+  static void tile_##n(const Piece *p) { tile(n, OUTS, 0, p); }       \
+  static void one_##n(const Piece *p) { tile(n, 1, 0, p); }           \
+  static void pairs_##n(const Piece *p) { tile(n, OUTS, PAIRS, p); }  \
+  static void one_pairs_##n(const Piece *p) { tile(n, 1, PAIRS, p); }
 FOR_ROWS(1)
 FOR_ROWS(2)
 FOR_ROWS(3)
-static void (*const tile_for[])(const Piece *) = {tile_1, tile_2, tile_3};
-static void (*const one_for[])(const Piece *) = {one_1, one_2, one_3};
+// By whether they are of pairs.
+static Tile *const tile_for[2][ROWS] = {{tile_1, tile_2, tile_3}, {pairs_1, pairs_2, pairs_3}};
+static Tile *const one_for[2][ROWS] = {{one_1, one_2, one_3}, {one_pairs_1, one_pairs_2, one_pairs_3}};
 
 typedef struct {
   int type;  // of `w`
-  const char *w;
-  const float *x, *scale;
+  int pairs;  // whether `x` is bfloat16, as `w`
+  const char *w, *x;
+  const float *scale;
   float *y;
   int64_t size, outs, live;
   int64_t depth;        // inputs of a block
@@ -173,10 +201,11 @@ static void multiply_block(const Work *m, int64_t t, int has_next, int64_t row, 
              .count = left < m->depth ? left : m->depth,
              .first = input == 0,
              .last = left <= m->depth};
-  const float *weights = (const float *)weights_of(m, from, input);
-  if (m->type != FLOAT) {
+  const char *weights = weights_of(m, from, input);
+  int64_t bytes = m->pairs ? 2 : 4;
+  if (m->type != FLOAT && !m->pairs) {
     widen(m, from, outs, input, p.count, wide);
-    weights = wide;
+    weights = (const char *)wide;
     p.stride = m->depth;
     has_next = 0;
   }
@@ -184,22 +213,22 @@ static void multiply_block(const Work *m, int64_t t, int has_next, int64_t row, 
     int now = rows - r < ROWS ? rows - r : ROWS;
     for (int i = 0; i < now; i++) {
       int64_t number = m->rows[row + r + i];
-      p.x[i] = m->x + number * m->size + input;
+      p.x[i] = m->x + (number * m->size + input) * bytes;
       p.y[i] = m->y + number * m->outs + from;
     }
     p.w = weights;
     p.sums = sums + r * OUTS * LANES;
     // Each pass over the rows fetches a row of the next tile.
     int64_t ahead = OUTS + r / ROWS;
-    p.next = has_next && ahead < 2 * OUTS && from + ahead < m->outs ? p.w + ahead * p.stride : NULL;
+    p.next = has_next && ahead < 2 * OUTS && from + ahead < m->outs ? p.w + ahead * p.stride * bytes : NULL;
     if (outs == OUTS) {
-      tile_for[now - 1](&p);
+      tile_for[m->pairs][now - 1](&p);
     } else {
       p.next = NULL;
       for (int o = 0; o < outs; o++) {
-        one_for[now - 1](&p);
+        one_for[m->pairs][now - 1](&p);
         for (int i = 0; i < now; i++) p.y[i]++;
-        p.w += p.stride;
+        p.w += p.stride * bytes;
         p.sums += LANES;
       }
     }
@@ -208,7 +237,7 @@ static void multiply_block(const Work *m, int64_t t, int has_next, int64_t row, 
 
 static void multiply(const void *work, int64_t first, int64_t end, float *scratch) {
   const Work *m = work;
-  float *sums = scratch + (m->type == FLOAT ? 0 : OUTS * m->depth);
+  float *sums = scratch + (m->type == FLOAT || m->pairs ? 0 : OUTS * m->depth);
   for (int64_t from = first; from < end; from += GROUP) {
     int64_t until = from + GROUP < end ? from + GROUP : end;
     for (int64_t row = 0; row < m->live; row += BLOCK) {
@@ -226,9 +255,16 @@ static int is_zero(const float *x, int64_t size) {
   return 1;
 }
 
+// Numbers of bfloat16 in float32 as bfloat16: their upper halves.
+static void narrow(const float *from, int64_t count, uint16_t *to) {
+  const uint32_t *bits = (const uint32_t *)from;
+  for (int64_t i = 0; i < count; i++) to[i] = bits[i] >> 16;
+}
+
 XLA_FFI_Error *products(XLA_FFI_CallFrame *frame) {
   if (only_asks(frame)) return NULL;
   XLA_FFI_Buffer **args = (XLA_FFI_Buffer **)frame->args.args;
+  const float *x = args[0]->data;
   Work work = {
       .type = args[1]->dtype,
       .w = args[1]->data,
@@ -237,23 +273,28 @@ XLA_FFI_Error *products(XLA_FFI_CallFrame *frame) {
       .size = args[0]->dims[1],
       .outs = args[1]->dims[1],
   };
+  work.pairs = PAIRS && work.type == BFLOAT;
   if (work.type == INT8) work.scale = args[3]->data;
   work.w = weights_of(&work, *(const int32_t *)args[2]->data * work.outs, 0);
   int64_t count = args[0]->dims[0];
-  int64_t *rows = malloc(sizeof(int64_t) * (count + 1));
+  int64_t *rows = malloc(sizeof(int64_t) * (count + 1) + (work.pairs ? 2 * count * work.size : 0));
   if (!rows) return no_memory(frame);
+  uint16_t *narrowed = (uint16_t *)(rows + count + 1);
+  if (work.pairs) work.x = (const char *)narrowed;
   for (int64_t r = 0; r < count; r++) {
-    if (is_zero(work.x + r * work.size, work.size))
+    if (is_zero(x + r * work.size, work.size)) {
       memset(work.y + r * work.outs, 0, sizeof(float) * work.outs);
-    else
-      rows[work.live++] = r;
+      continue;
+    }
+    if (work.pairs) narrow(x + r * work.size, work.size, narrowed + r * work.size);
+    rows[work.live++] = r;
   }
   work.rows = rows;
   int64_t threads = work.size * work.outs < FEW_NUMBERS ? 1 : threads_of(frame);
   int64_t tiles = work.live ? (work.outs + OUTS - 1) / OUTS : 0;
   int64_t blocks = work.size > DEPTH ? (work.size + DEPTH - 1) / DEPTH : 1;
   work.depth = ((work.size + blocks - 1) / blocks + LANES - 1) / LANES * LANES;
-  int64_t scratch = (work.type == FLOAT ? 0 : OUTS * work.depth) + (blocks > 1 ? GROUP * BLOCK * OUTS * LANES : 0);
+  int64_t scratch = (work.type == FLOAT || work.pairs ? 0 : OUTS * work.depth) + (blocks > 1 ? GROUP * BLOCK * OUTS * LANES : 0);
   XLA_FFI_Error *error = spread(frame, multiply, &work, sizeof work, tiles, 2 * threads, threads, scratch);
   free(rows);
   return error;

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from tuning.models.matmul import factor
 from tuning.models.quantize import Stored, int8_decode, int8_encode
 from tuning.target import target_platform
 
@@ -38,15 +39,19 @@ def product(
     accumulate = jnp.promote_types(x.dtype, jnp.float32)
     if target:
         # The kernel does not check this.
-        assert weight_NOI.dtype == (x.dtype if scale_O is None else jnp.int8) and x.shape[-1] == weight_NOI.shape[2]
+        assert weight_NOI.dtype == (factor(x).dtype if scale_O is None else jnp.int8)
+        assert x.shape[-1] == weight_NOI.shape[2]
         call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((len(rows), outs), jnp.float32))
         # Rows go in as float32, whatever the type of the weights; sums are in float32.
         scales = () if scale_O is None else (scale_O,)
+        rows = rows if scale_O is not None else factor(rows)
         out = call(rows.astype(jnp.float32), weight_NOI, jnp.asarray(number, jnp.int32), *scales)
         return out.reshape(*x.shape[:-1], outs)
     weight = weight_NOI[number]
     if scale_O is not None:
         weight = int8_decode((weight, scale_O[:, None]), x.dtype)
+    else:
+        rows = factor(rows)
     if len(rows) <= FEW_ROWS:
         out = jnp.einsum("oi,ri->or", weight, rows, preferred_element_type=accumulate)
         # The barrier keeps the operands in this order.
