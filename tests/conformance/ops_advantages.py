@@ -129,10 +129,9 @@ def gae_from_scalar_reward(case: Case) -> dict[str, Any]:
 
 @op("advantages_token", "reinforce_pp")
 def reinforce_pp(case: Case) -> dict[str, Any]:
-    out, to_go = returns.reinforce_pp_token_advantages(
-        case["rewards"], case["mask"], case.param("gamma"), ddof=case.param("whiten_ddof"),
-        eps=case.param("eps_in_rsqrt"), gaps=GAPS[case.known("gaps", *GAPS)],
-    )  # fmt: skip
+    mask, gaps = case["mask"], GAPS[case.known("gaps", *GAPS)]
+    to_go = returns.reward_to_go(case["rewards"], mask, case.param("gamma"), gaps=gaps)
+    out = returns.whiten(to_go, mask, ddof=case.param("whiten_ddof"), eps=case.param("eps_in_rsqrt"))
     return {"advantages": out, "returns": to_go}
 
 
@@ -143,10 +142,10 @@ def reinforce_pp_from_scalar_reward(case: Case) -> dict[str, Any]:
     mask = case["mask"]
     penalty = case.param("kl_coef") * case["rewards"]
     token_rewards = rewards.token_rewards(case["reward_baselines"], penalty, mask)
-    out, to_go = returns.reinforce_pp_token_advantages(
-        token_rewards, mask, case.param("gamma"), ddof=case.param("whiten_ddof"), eps=0.0,
-        variance_floor=case.param("var_clamp_min"),
-    )  # fmt: skip
+    to_go = returns.reward_to_go(token_rewards, mask, case.param("gamma"))
+    out = returns.whiten(
+        to_go, mask, ddof=case.param("whiten_ddof"), eps=0.0, variance_floor=case.param("var_clamp_min")
+    )
     return {"advantages": out, "returns": to_go}
 
 

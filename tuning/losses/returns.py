@@ -147,21 +147,6 @@ def reward_to_go(
     return masked(returns, mask_BT)
 
 
-def reinforce_pp_token_advantages(
-    rewards_BT: jax.Array,
-    mask_BT: jax.Array,
-    gamma: float = 1.0,
-    *,
-    ddof: int = 1,
-    eps: float = 1e-8,
-    variance_floor: float = 0.0,
-    gaps: Literal["skipped", "discounted", "reset"] = "discounted",
-) -> tuple[jax.Array, jax.Array]:
-    """REINFORCE++ (arXiv:2501.03262): whitened reward-to-go, and the raw returns, both [B, T]."""
-    returns = reward_to_go(rewards_BT, mask_BT, gamma, gaps=gaps)
-    return whiten(returns, mask_BT, ddof=ddof, eps=eps, variance_floor=variance_floor), returns
-
-
 def remax_advantages(
     rewards_BT: jax.Array, greedy_rewards_B: jax.Array, mask_BT: jax.Array, gamma: float = 1.0
 ) -> tuple[jax.Array, jax.Array]:

@@ -75,7 +75,7 @@ def test_whitened_rewards_to_go_are_those_of_the_padded_round(drawn):
     found = find(RoundSettings.of("reinforce-pp").objective).advantages(scored)
     mask = jnp.asarray(mask_NT, real())
     rewards = token_rewards(jnp.asarray(scored.totals_N), jnp.asarray(penalty_NT), mask)
-    expected = returns.reinforce_pp_token_advantages(rewards, mask)[0]
+    expected = returns.whiten(returns.reward_to_go(rewards, mask), mask)
     np.testing.assert_allclose(found.dense(), expected, rtol=1e-11, atol=1e-12)
 
 
