@@ -32,7 +32,8 @@ class Table:
             ctx.work.mkdir(parents=True, exist_ok=True)
             self.examples = read_examples(table_paths(data, part), completions_of(part), ctx.work)
         # All rows; `only` narrows them.
-        self._rows: Sequence[int] = range(len(self.examples))
+        self._count = len(self.examples)
+        self._rows: Sequence[int] = range(self._count)
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -52,6 +53,11 @@ class Table:
 
         paths = table_paths(self._data, self._part)
         values = [value for path in paths for value in pq.read_table(path, columns=[name])[name].to_pylist()]
+        if len(values) != self._count:
+            raise ValueError(
+                f"{self._part}: its tables have {len(values)} rows and its arrays {self._count}: the data is damaged, "
+                "make it again with --force prepare"
+            )
         return [values[row] for row in self._rows]
 
     def groups(self) -> list[str]:

@@ -14,6 +14,7 @@ from tuning.device import Compute, choose
 from tuning.models.decoder import decoder_graph, scalar_graph
 from tuning.models.huggingface import load_decoder, random_params, save_decoder, scalar_head_params
 from tuning.models.matmul import matmul
+from tuning.models.quantize import Int8, int8_decode
 from tuning.precision import activations, in_real, real, resolved, rounds_products, using
 from tuning.settings import ComputeSettings
 from tuning.target import compiling_for
@@ -129,3 +130,24 @@ def test_a_setting_of_products_ends_with_its_block():
 def test_mixed_is_for_cpus():
     with compiling_for("tpu"), pytest.raises(ValueError, match=r"compute.dtype mixed is for CPUs, and this is a tpu"):
         resolved("mixed")
+
+
+def test_other_products_of_a_mixed_process_are_as_ever():
+    """Integers, and products of which XLA makes no call of its own."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 5)), jnp.float32)
+    with using("mixed"):
+        assert int(jax.jit(jnp.matmul)(jnp.arange(4), jnp.arange(4))) == 14
+        found = jax.jit(jnp.matmul)(x, x.T)
+    np.testing.assert_allclose(found, np.asarray(x) @ np.asarray(x).T, rtol=1e-6)
+
+
+def test_mixed_products_with_a_quantised_matrix_round_what_it_stands_for():
+    rng = np.random.default_rng(0)
+    x, weight = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((7, 64), (64, 20)))
+    kernel = Int8(weight)
+    dense = rounded(int8_decode((kernel.codes[...], kernel.scale[...]), jnp.float32))
+    with using("mixed"):
+        out, back = jax.vjp(kernel, x)
+        (dx,) = back(jnp.ones_like(out))
+    np.testing.assert_allclose(out, rounded(x) @ dense, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(dx, np.ones(out.shape) @ dense.T, rtol=0, atol=1e-5)

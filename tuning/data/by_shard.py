@@ -208,16 +208,17 @@ def fetch(merge: Merge, key: Key, receipt: Mapping[str, Any], path: Path) -> int
     url = f"{merge.into}/{name_of(*key)}.parquet"
     fs, remote = filesystem(url)
 
-    def copy() -> None:
-        fs.get_file(remote, str(partial))
-        with partial.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != receipt["sha256"]:
-                raise OSError("it differs from its checksum")
-
     with whole_file(path) as partial:
-        try:
-            again(copy, url)
-        except (SourceError, FileNotFoundError) as error:
-            remove_receipt(merge.into, name_of(*key))
-            raise SourceError(f"{url} cannot be fetched ({error}); it is made again by the next run") from error
-    return int(receipt["rows"])
+        why = "it differs from its checksum"
+        # Twice, since the way may have changed it. Other errors, as of a full disk here, say nothing of the shard.
+        for _ in range(2):
+            try:
+                again(lambda: fs.get_file(remote, str(partial)), url)
+            except FileNotFoundError:
+                why = "it is gone"
+                break
+            with partial.open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() == receipt["sha256"]:
+                    return int(receipt["rows"])
+        remove_receipt(merge.into, name_of(*key))
+        raise SourceError(f"{url} cannot be fetched ({why}); it is made again by the next run")

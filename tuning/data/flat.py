@@ -27,6 +27,8 @@ DTYPES = {"tokens": (np.uint16, np.int32), "mask": (np.uint8,), "offsets": (np.i
 """Of each array: the first that holds its values, so that tokens of a small vocabulary take two bytes."""
 _AT_A_TIME = 1 << 24
 """Entries of an array that are held."""
+_CHECKED = 1 << 12
+"""Offsets that are looked at together."""
 
 
 class FlatError(ValueError):
@@ -87,6 +89,11 @@ def load_flat(folder: Path, texts: int, mapped: bool = True) -> tuple[np.ndarray
             f"{folder / 'offsets.npy'}: {len(offsets)} offsets up to {offsets[-1] if len(offsets) else None}, expected "
             f"one more than a multiple of {texts}, up to the {len(tokens)} tokens: {_ADVICE}"
         )
+    for start in range(0, len(offsets), _CHECKED):
+        # One more, so that pieces meet.
+        piece = offsets[start : start + _CHECKED + 1]
+        if (start == 0 and piece[0] != 0) or np.any(np.diff(piece) < 0):
+            raise FlatError(f"{folder / 'offsets.npy'}: offsets do not ascend from 0: {_ADVICE}")
     if mask is not None and len(mask) != len(tokens):
         raise FlatError(f"{folder / 'mask.npy'}: {len(mask)} entries for {len(tokens)} tokens: {_ADVICE}")
     # A text ends where the next one begins, so a span is two neighbours.
@@ -99,15 +106,25 @@ _ADVICE = "the data is damaged or of another version; make it again"
 
 
 def _load(path: Path, mapped: bool) -> np.ndarray:
-    """An array of one axis, of the type that belongs to its name."""
-    try:
-        array: np.ndarray = np.load(path, mmap_mode="r" if mapped else None)
-    except (ValueError, EOFError) as error:
-        raise FlatError(f"{path} is no array ({error}): {_ADVICE}") from error
-    if array.dtype not in DTYPES[path.stem] or array.ndim != 1:
-        wanted = " or ".join(np.dtype(dtype).name for dtype in DTYPES[path.stem])
-        raise FlatError(f"{path} has {array.ndim} axes of {array.dtype}, expected one of {wanted}: {_ADVICE}")
-    return array
+    """An array of one axis, of a type that belongs to its name, whose header is the one that its size has."""
+    kinds = [np.dtype(dtype) for dtype in DTYPES[path.stem]]
+    with path.open("rb") as file:
+        head = file.read(len(_header(kinds[0], 0)))
+    for kind in kinds:
+        count, rest = divmod(path.stat().st_size - len(head), kind.itemsize)
+        if not rest and count >= 0 and head == _header(kind, count):
+            if mapped:
+                return np.memmap(path, kind, "r", len(head), (count,))
+            return np.fromfile(path, kind, offset=len(head))
+    wanted = " or ".join(kind.name for kind in kinds)
+    raise FlatError(f"{path} is no array of one axis of {wanted} with the header of its size: {_ADVICE}")
+
+
+def _header(dtype: np.dtype[Any], count: int) -> bytes:
+    """As NumPy writes it. It leaves room for the digits of any length, so that of 0 is as long."""
+    head = io.BytesIO()
+    np.lib.format.write_array_header_1_0(head, {"shape": (count,), "fortran_order": False, "descr": dtype.str})
+    return head.getvalue()
 
 
 class _Growing:
@@ -120,17 +137,14 @@ class _Growing:
     def _open(self, dtype: type) -> None:
         self.count, self._file = 0, self._path.open("wb")
         self._dtype: np.dtype[Any] = np.dtype(dtype)
-        self._file.write(self._header())
-
-    def _header(self) -> bytes:
-        """As NumPy writes it. It leaves room for the digits of any length, so the header of 0 is as long."""
-        head = io.BytesIO()
-        about = {"shape": (self.count,), "fortran_order": False, "descr": self._dtype.str}
-        np.lib.format.write_array_header_1_0(head, about)
-        return head.getvalue()
+        self._file.write(_header(self._dtype, 0))
 
     def add(self, values: np.ndarray) -> None:
-        """Appends values."""
+        """Appends values. Raises FlatError for one below 0, which a smaller type would take for another."""
+        if values.min(initial=0) < 0:
+            raise FlatError(
+                f"{self._path}: a value is {int(values.min())}, expected ids from 0 on: prepare the data again"
+            )
         if values.max(initial=0) > np.iinfo(self._dtype).max:
             self._widen()
         self._file.write(np.ascontiguousarray(values, self._dtype).data)
@@ -155,13 +169,17 @@ class _Growing:
     def _close(self) -> None:
         with self._file as file:
             file.seek(0)
-            file.write(self._header())
+            file.write(_header(self._dtype, self.count))
 
     def __enter__(self) -> _Growing:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._close()
+    def __exit__(self, kind: Any, *_: object) -> None:
+        if kind is None:
+            self._close()
+        else:
+            # Its header says that there is nothing, so that what is half-written is not taken for whole.
+            self._file.close()
 
 
 def _row_groups(paths: Sequence[str | Path], names: Sequence[str]) -> Iterator[Any]:

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from tuning.models.matmul import factor
+
 BLOCK = 64
 """Weights that share one absmax in NF4."""
 OUTER = 256
@@ -52,7 +54,7 @@ def _by_layer(f: Callable[..., Any], arrays: Any) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(dense: Callable[..., jax.Array], x: jax.Array, stored: tuple[jax.Array, ...]) -> jax.Array:
-    return x @ dense(stored, x.dtype)
+    return jnp.matmul(factor(x), factor(dense(stored, x.dtype)), preferred_element_type=x.dtype)
 
 
 # Autodiff would keep the dense kernel of every layer for the backward pass; this keeps the stored form.
@@ -62,7 +64,7 @@ def _matmul_forward(dense: Callable[..., jax.Array], x: jax.Array, stored: tuple
 
 def _matmul_backward(dense: Callable[..., jax.Array], stored: tuple[jax.Array, ...], g: jax.Array) -> Any:
     # Frozen kernels have no gradient.
-    return g @ dense(stored, g.dtype).T, None
+    return jnp.matmul(factor(g), factor(dense(stored, g.dtype)).T, preferred_element_type=g.dtype), None
 
 
 _matmul.defvjp(_matmul_forward, _matmul_backward)

@@ -114,10 +114,12 @@ def test_no_rows_are_no_examples(tmp_path):
     [
         ("tokens", None, r"has \['offsets'\], expected tokens and offsets"),
         ("tokens", np.zeros(3, np.int32), r"offsets.npy: 5 offsets up to 6, expected .* up to the 3 tokens"),
-        ("tokens", np.zeros(6, np.int64), r"tokens.npy has 1 axes of int64, expected one of uint16 or int32"),
+        ("tokens", np.zeros(6, np.int64), r"tokens.npy is no array of one axis of uint16 or int32"),
         ("mask", np.zeros(5, np.uint8), r"mask.npy: 5 entries for 6 tokens"),
         ("offsets", np.arange(0, 7, 2), r"offsets.npy: 4 offsets up to 6, expected one more than a multiple of 2"),
         ("offsets", b"half", r"offsets.npy is no array"),
+        ("offsets", np.asarray([0, 4, 2, 1, 6]), r"offsets.npy: offsets do not ascend from 0"),
+        ("offsets", np.asarray([1, 1, 2, 4, 6]), r"offsets.npy: offsets do not ascend from 0"),
     ],
 )
 def test_arrays_that_do_not_belong_together_are_named(tmp_path, name, content, told):
@@ -132,3 +134,39 @@ def test_arrays_that_do_not_belong_together_are_named(tmp_path, name, content, t
         np.save(path, content)
     with pytest.raises(FlatError, match=f"{told}.*make it again"):
         load_flat(tmp_path, 2)
+
+
+def test_a_bit_that_is_lost_in_a_header_or_in_offsets_is_found_or_changes_nothing(tmp_path):
+    write_flat(shards(tmp_path, rows("sft", 5), files=1), ["completion"], tmp_path / "made")
+    kept = [tokens.tolist() for tokens in load_flat(tmp_path / "made", 2)[::2]]
+    for path in sorted((tmp_path / "made").iterdir()):
+        data = path.read_bytes()
+        last = len(data) if path.stem == "offsets" else 128
+        for place in range(0, last * 8, 7):
+            damaged = bytearray(data)
+            damaged[place // 8] ^= 1 << place % 8
+            path.write_bytes(damaged)
+            try:
+                found = load_flat(tmp_path / "made", 2, mapped=False)
+            except FlatError:
+                continue
+            # A small change of a boundary is one that no sum of the file's own can tell.
+            assert path.stem == "offsets" and np.all(np.diff(found[2], axis=-1) >= 0)
+            assert found[0].tolist() == kept[0]
+        path.write_bytes(data)
+
+
+def test_what_is_half_written_is_no_data(tmp_path):
+    [whole] = shards(tmp_path, rows("sft", 5), files=1)
+    broken = tmp_path / "broken.parquet"
+    broken.write_bytes(b"PAR1")
+    with pytest.raises(Exception, match="Parquet"):
+        write_flat([whole, broken], ["completion"], tmp_path / "made")
+    with pytest.raises(FlatError, match="make it again"):
+        map_examples(tmp_path / "made")
+
+
+def test_an_id_below_0_is_refused(tmp_path):
+    made = [{"prompt_ids": [1], "completion_ids": [-1]}]
+    with pytest.raises(FlatError, match=r"tokens.npy: a value is -1, expected ids from 0 on"):
+        write_flat(shards(tmp_path, made, files=1), ["completion"], tmp_path / "made")
