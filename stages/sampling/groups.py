@@ -36,8 +36,10 @@ def begun(rollouts: Artifact) -> int:
 
     Shares of a round with one whole group are of these: few completions are a large share of a group.
     """
+    if rollouts.stage != PARTIAL:
+        return 0
     config = rollouts.manifest["config"]
-    return int(config["prompts"] * config["completions"]) if rollouts.stage == PARTIAL else 0
+    return int(config["prompts"] * config["completions"])
 
 
 class TooFewGroups(RuntimeError):

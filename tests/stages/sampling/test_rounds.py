@@ -81,9 +81,9 @@ def test_refused_prompts_have_places_and_reasons_and_the_counts_add_up(made):
 
 
 def test_a_round_whose_prompts_are_all_refused_says_so(inputs, tmp_path):
-    table = pq.read_table(inputs["prompts"].local("prompts/a.parquet")).slice(3)
+    (path,) = inputs["prompts"].local("prompts/").glob("*.parquet")
     (tmp_path / "data" / "prompts").mkdir(parents=True)
-    pq.write_table(table, tmp_path / "data" / "prompts" / "a.parquet")
+    pq.write_table(pq.read_table(path).slice(3), tmp_path / "data" / "prompts" / path.name)
     given = {"policy": inputs["base"], "tokenizer": inputs["base"], "data": Folder(tmp_path / "data", "long")}
     with pytest.raises(ValueError, match="every prompt of the round is too long, as p3"):
         perform(rollout, rollout.Config(max_tokens=4), tmp_path / "rollout", inputs["memory"], **given)
