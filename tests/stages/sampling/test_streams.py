@@ -5,11 +5,14 @@ vLLM itself takes them in `tests/faults/test_vllm_stream.py`.
 
 from __future__ import annotations
 
+import types
+
 import httpx
 import pytest
 
 from tests.stages.sampling.http_server import make_app, serve
 from tests.stages.sampling.support import GREEDY, remote, run, same, tensors
+from tests.stages.sampling.vllm_engine import Client
 from tuning.rollout.inside.rlhf_weights.routes import Weights
 from tuning.rollout.servers.protocol import ServerRefused, StalePolicy
 from tuning.rollout.servers.server import RemoteServer
@@ -177,3 +180,23 @@ def test_what_is_no_push_is_refused_in_words(url, method, path, body, status, me
     answer = httpx.request(method, url + path, content=body)
     assert answer.status_code == status
     assert message in answer.json()["error"]["message"]
+
+
+def test_a_push_that_the_model_cannot_take_is_refused_before_anything_changes(url, state, policy):
+    remote(small(url)).load(policy("second", folder=unseen))
+    before = httpx.get(f"{url}/weights").json()
+    answer = httpx.post(f"{url}/weights", json={"policy": "third", "tied": False})
+    assert answer.status_code == 400
+    assert "the policy has a head of its own" in answer.json()["error"]["message"]
+    assert httpx.get(f"{url}/weights").json() == before
+    assert before["policy"] == "second" and not before["paused"]
+
+
+@pytest.mark.parametrize("name", ["data_parallel_size", "_api_process_count"])
+def test_a_server_of_several_engines_takes_no_stream(url, state, policy, monkeypatch, name):
+    """vLLM passes on the answers of the first engine alone."""
+    parallel = types.SimpleNamespace(**{name: 2})
+    monkeypatch.setattr(Client, "vllm_config", types.SimpleNamespace(parallel_config=parallel), raising=False)
+    with pytest.raises(ServerRefused, match=f"{name.strip('_')} 2, and a stream needs one engine"):
+        remote(small(url), sync="stream").load(policy("second", folder=unseen))
+    assert not httpx.get(f"{url}/weights").json()["paused"]

@@ -149,4 +149,5 @@ def _info(server: Control) -> dict[str, Any]:
 
 def _types(told: dict[str, Any], policy: Policy) -> Everywhere:
     """The type in which tensors are sent: the server's, but for servers of float32 that are given a narrower one."""
-    return Everywhere("bfloat16" if policy.dtype == "bfloat16" else told["dtype"])
+    narrower = policy.dtype == "bfloat16" and told["dtype"] == "float32"
+    return Everywhere("bfloat16" if narrower else told["dtype"])

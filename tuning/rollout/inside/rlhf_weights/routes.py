@@ -84,6 +84,10 @@ class Weights:
         policy, tied, push = asked.get("policy"), asked.get("tied"), secrets.token_hex(16)
         if not isinstance(policy, str) or not policy or not isinstance(tied, bool):
             raise _Refused(400, "a push begins with the policy's name and tied, whether its head is its embedding")
+        _check_alone(client)
+        if (await _workers(client, "rlhf_told"))[0]["tied"] and not tied:
+            # Before anything changes: the server goes on with the policy that it has.
+            raise _Refused(400, "the served model has its embedding for a head, and the policy has a head of its own")
         async with self._one:
             # The name goes first: whatever fails behind it, the server claims no policy.
             await client.update_weight_version(UNKNOWN)
@@ -99,6 +103,19 @@ class Weights:
             await client.resume_generation()
             await client.update_weight_version(done["policy"])
         return done
+
+
+def _check_alone(client: Any) -> None:
+    """Raises _Refused for a server of several engines: vLLM passes on the answers of the first one alone, and begins
+    and ends of pushes would meet in several processes."""
+    parallel = getattr(getattr(client, "vllm_config", None), "parallel_config", None)
+    for name in ("data_parallel_size", "_api_process_count"):
+        if (count := getattr(parallel, name, 1)) > 1:
+            raise _Refused(
+                400,
+                f"it has {name.strip('_')} {count}, and a stream needs one engine behind one process: "
+                "start a server for each, or give weights by a folder",
+            )
 
 
 async def _told(client: Any) -> dict[str, Any]:
