@@ -34,7 +34,12 @@ def factor(x: jax.Array) -> jax.Array:
 
     The product of two such numbers is exact in float32, and sums run in float32: give `preferred_element_type`.
     """
-    return x.astype(jnp.bfloat16) if x.dtype == jnp.float32 and rounds_products() else x
+    return x.astype(factor_type(x.dtype.name))
+
+
+def factor_type(dtype: str) -> str:
+    """The type in which a product reads arrays of a type: matrices that are products' alone may be stored in it."""
+    return "bfloat16" if dtype == "float32" and rounds_products() else dtype
 
 
 def _forward(x: jax.Array, weight: jax.Array, back: bool) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:

@@ -35,7 +35,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tuning.models.config import DecoderConfig
-from tuning.precision import rounds_products, without_float64
+from tuning.models.matmul import factor_type
+from tuning.precision import without_float64
 from tuning.rollout.engine import programs
 from tuning.rollout.engine.ahead import Ahead
 from tuning.rollout.engine.batches import Batches
@@ -96,9 +97,7 @@ class Engine(Batches):
         }
         # Without the kernel a loop over stacked layers would copy each layer (`decoders`). The build runs later.
         rolled = self._by_kernel["products"] and has_compiler()
-        # As the trainer's products read them (`models.matmul.factor`).
-        matrices = "bfloat16" if dtype == "float32" and rounds_products() else dtype
-        self.weights = Weights(config, place, rolled=rolled, quantization=quantization, dtype=matrices)
+        self.weights = Weights(config, place, rolled=rolled, quantization=quantization, dtype=factor_type(dtype))
         """The weights that it samples from."""
         self._pool = self._make_pool(rolled)
         if any(self._by_kernel.values()):
