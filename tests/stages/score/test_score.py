@@ -14,69 +14,19 @@ from pydantic import ValidationError
 from stages.auditing.run import Sampled
 from stages.auditing.scores import few_failures
 from stages.common import journal
-from stages.common.journal import Journal
-from stages.contract.definition import Context
 from stages.sampling.groups import read_scored, read_turns
 from stages.score import stage as score
 from stages.score.settings import Config, Reward
-from stages.store.artifacts import Store
 from tests.judge_server import judge_server
+from tests.stages.score.support import TEXTS, context, table
 from tests.stages.training.support import Folder
 from tuning.agents.rows import TurnRow
 from tuning.columns import Numbers
 from tuning.models.byte_tokenizer import byte_tokenizer
 from tuning.rewards.failures import Outage, TooManyFailures
-from tuning.rewards.samples import Outcome
 from tuning.rewards.sandbox import gaps
 from tuning.rewards.totals import RewardFailed
-from tuning.rows import CompletionRow, ScoreRow, read_table, write_table
-
-TEXTS = ["4", "5", "4 ", "boom", "4", "44"]
-
-
-@pytest.fixture
-def rollouts(tmp_path):
-    store = Store(str(tmp_path / "store"))
-    folder = tmp_path / "made"
-    rows = [
-        CompletionRow(
-            place=i // 3,
-            sample=i % 3,
-            prompt_id=f"p{i // 3}",
-            answer="4",
-            prompt_ids=[1],
-            token_ids=[2] * len(text),
-            logprobs=[0.0] * len(text),
-            text=text,
-            stop="length" if text == "44" else "eos",
-        )
-        for i, text in enumerate(TEXTS)
-    ]
-    write_table(folder / "rollouts" / "part-00000.parquet", rows, CompletionRow.schema())
-    manifest = {"stage": "rollout", "key": "made", "config": {}, "inputs": {}, "seed": 0}
-    return store.commit(folder, manifest | {"device": "cpu", "versions": {}, "metrics": {}})
-
-
-def context(folder, rollouts, **settings):
-    rewards = {
-        "exact": Reward(function="exact_match", weight=1.0),
-        "shares": Reward(function="tests.stages.score.functions:shares", weight=0.3),
-    }
-    config = Config(**{"rewards": rewards, "shard_completions": 3, "workers": 1, **settings})
-    out, work = folder / "out", folder / "work"
-    out.mkdir(parents=True)
-    work.mkdir(exist_ok=True)
-    log = []
-    ctx = Context(
-        config=config, inputs={"rollouts": rollouts}, out=out, work=work, seed=0, log=log.append, memory={},
-        progress=lambda *a, **k: None,
-    )  # fmt: skip
-    return ctx, log
-
-
-def table(ctx):
-    (path,) = (ctx.out / "scores").iterdir()
-    return path, read_table([path], ScoreRow)
+from tuning.rows import CompletionRow, read_table, write_table
 
 
 def test_what_is_scored_apart_is_on_the_scale_of_its_round(tmp_path, rollouts):
@@ -352,35 +302,6 @@ def test_a_score_of_the_reward_model_that_is_not_finite_is_a_failure(tmp_path, r
     ctx.memory[f"scorer:{rollouts.digest}"] = (CONFIG, params)
     with pytest.raises(TooManyFailures, match="reward model failed on 6 of 6 .*not finite: nan"):
         score.run(ctx)
-
-
-def test_a_line_that_a_kill_has_cut_costs_one_score(tmp_path, rollouts):
-    ctx, log = context(tmp_path / "a", rollouts, rewards={"exact": Reward(function="exact_match")})
-    score.run(ctx)
-    (file,) = ctx.work.glob("*.jsonl")
-    text = file.read_text()
-    file.write_text(text[: len(text) // 2])
-    row = CompletionRow(place=7, prompt_id="p", prompt_ids=[1], token_ids=[1], logprobs=[0.0])
-    Journal(ctx, "reward exact", "journal-exact").add([row], [Outcome(0.5)])
-    found = Journal(ctx, "reward exact", "journal-exact")
-    assert found.get([row]) == [Outcome(0.5)]
-    assert any(line.startswith("reward exact: 4 finished scores are there") for line in log)
-
-
-def test_a_line_that_a_disk_has_changed_costs_one_score_and_is_never_taken(tmp_path):
-    ctx, _ = context(tmp_path / "a", Folder(tmp_path, "none"), rewards={"exact": Reward(function="exact_match")})
-    rows = [CompletionRow(place=n, prompt_id="p", prompt_ids=[1], token_ids=[1], logprobs=[0.0]) for n in range(3)]
-    journal_ = Journal(ctx, "reward exact", "journal-exact")
-    for row in rows:
-        journal_.add([row], [Outcome(row.place / 4)])
-    (file,) = ctx.work.glob("*.jsonl")
-    whole = file.read_bytes()
-    for at in range(len(whole)):
-        for bit in range(8):
-            file.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << bit)]) + whole[at + 1 :])
-            kept = [Journal(ctx, "reward exact", "journal-exact").get([row]) for row in rows]
-            assert all(k in (None, [Outcome(row.place / 4)]) for k, row in zip(kept, rows, strict=True))
-            assert kept.count(None) <= 2
 
 
 def test_calls_that_take_long_are_told_of_before_their_shard_has_ended(tmp_path, rollouts, monkeypatch):

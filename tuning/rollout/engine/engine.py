@@ -80,10 +80,9 @@ class Engine(Batches):
         self.config, self._dtype, self._top, self._place = config, dtype, top, place
         self._kv = cast(KV, dtype if kv_cache_dtype == "auto" else kv_cache_dtype)
         self._limits = limits or Limits()
-        self._waiting = Waiting()
         self._cancelled: set[int] = set()
         self._programs_used: set[tuple[str, ...]] = set()
-        self._ahead = Ahead()
+        self._waiting, self._ahead = Waiting(), Ahead()
         self.steps = 0
         """Decoding steps so far."""
         # What `begin` has left for `finish`: updates, and the result of decoding, which may still be computed.

@@ -1,0 +1,30 @@
+"""What tests of scores share: a context to score in, and the table that came of it."""
+
+from stages.contract.definition import Context
+from stages.score.settings import Config, Reward
+from tuning.rows import ScoreRow, read_table
+
+TEXTS = ["4", "5", "4 ", "boom", "4", "44"]
+"""Of the completions, three a prompt."""
+
+
+def context(folder, rollouts, **settings):
+    rewards = {
+        "exact": Reward(function="exact_match", weight=1.0),
+        "shares": Reward(function="tests.stages.score.functions:shares", weight=0.3),
+    }
+    config = Config(**{"rewards": rewards, "shard_completions": 3, "workers": 1, **settings})
+    out, work = folder / "out", folder / "work"
+    out.mkdir(parents=True)
+    work.mkdir(exist_ok=True)
+    log = []
+    ctx = Context(
+        config=config, inputs={"rollouts": rollouts}, out=out, work=work, seed=0, log=log.append, memory={},
+        progress=lambda *a, **k: None,
+    )  # fmt: skip
+    return ctx, log
+
+
+def table(ctx):
+    (path,) = (ctx.out / "scores").iterdir()
+    return path, read_table([path], ScoreRow)
