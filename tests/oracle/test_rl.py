@@ -8,7 +8,7 @@ import pytest
 
 from stages.update import stage as update
 from tests.oracle.agreement import assert_same
-from tests.oracle.plain import model, rl, tables
+from tests.oracle.plain import model, refills, rl, tables
 from tests.oracle.product import Product
 from tests.oracle.rounds import COMMON, assert_fates, check_round, update_once
 from tests.oracle.tables import Drawn, round_of
@@ -135,7 +135,7 @@ def test_refills_take_the_place_of_groups_without_signal(truncated: str, trained
         update, COMMON | {"algorithm": "dapo", "truncated": truncated}, inputs | shared
     )
     completions = [rl.Completion.of(row) for row in rows]
-    counts = rl.choose(completions, len({d.place for d in first}), truncated)
+    counts = refills.choose(completions, len({d.place for d in first}), truncated)
     learner = rl.Learner.of(model.load(product.base.local("model/")), settings["optimizer"])
     start = learner.model.dense
     rl.Round(settings, completions, learner).run()

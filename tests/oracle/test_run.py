@@ -12,7 +12,7 @@ import pytest
 
 from stages.store.artifacts import Artifact, Store
 from tests.oracle.agreement import assert_same
-from tests.oracle.plain import fit, model, order, rl, tables
+from tests.oracle.plain import fit, model, order, refills, rl, tables
 from tests.oracle.plain.model import Model
 from tests.oracle.rounds import assert_fates
 
@@ -128,7 +128,7 @@ def test_rounds(run: Run) -> None:
         wanted = len({row["place"] for row in rows})
         rows += tables.joined(run.table(f"{at}.refill-1", "rollouts"), run.table(f"{at}.refill-1-score", "scores"))
         completions = [rl.Completion.of(row) for row in rows]
-        counts = rl.choose(completions, wanted, settings["truncated"])
+        counts = refills.choose(completions, wanted, settings["truncated"])
         metrics = made.manifest["metrics"]
         assert {name: metrics[name] for name in counts} == counts
         # Moments go on; the first round's are new.
