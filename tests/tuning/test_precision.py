@@ -13,7 +13,7 @@ from tuning.algorithms.supervised import sft_loss
 from tuning.device import Compute, choose
 from tuning.models.decoder import decoder_graph, scalar_graph
 from tuning.models.huggingface import load_decoder, random_params, save_decoder, scalar_head_params
-from tuning.models.matmul import matmul
+from tuning.models.matmul import across, matmul
 from tuning.models.quantize import Int8, int8_decode
 from tuning.precision import activations, in_real, real, resolved, rounds_products, using
 from tuning.settings import ComputeSettings
@@ -99,6 +99,15 @@ def test_every_product_with_a_weight_is_mixed_and_nothing_else_is_narrow():
     # 7 projections and the head, forward and two ways back; attention's own products stay in float32.
     assert kinds["bfloat16"] == 3 * (7 + 1)
     assert kinds["float32"] == exact["float32"] - kinds["bfloat16"] > 0
+
+
+@pytest.mark.parametrize(("dtype", "loops"), [("float32", 0), ("bfloat16", 0), ("mixed", 1)])
+def test_only_mixed_products_hide_a_transposition_in_a_loop(dtype, loops):
+    """On an accelerator, whose activations are bfloat16, it would be a loop for nothing."""
+    x = jnp.ones((6, 384), "bfloat16" if dtype != "float32" else dtype)
+    with using(dtype):
+        program = jax.make_jaxpr(lambda x: across(x, x, jnp.float32))(x)
+    assert [e.primitive.name for e in program.jaxpr.eqns].count("scan") == loops
 
 
 def test_a_mixed_step_is_near_the_exact_one_and_its_weights_stay_float32():

@@ -58,6 +58,7 @@ def _backward(back: bool, saved: tuple[jax.Array, jax.Array], g: jax.Array) -> t
         # Contracts all leading axes at once: [..., in], [..., out] -> [in, out].
         if rounds_products():
             return across(x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1]), accumulate)
+        # Axes stay as a mesh has cut them.
         return jax.lax.dot_general(x, g, ((leading, leading), ((), ())), preferred_element_type=accumulate)
 
     return dx, sum_of_products(summed, x, g, back).astype(weight.dtype)
@@ -67,15 +68,16 @@ matmul.defvjp(_forward, _backward)
 
 
 def across(x: jax.Array, y: jax.Array, kind: Any) -> jax.Array:
-    """x^T y of x [T, in] and y [T, out] in the type `kind`: a product over rows.
+    """x^T y of x [T, in] and y [T, out] in the type `kind`: a product over rows, of factors.
 
-    XLA on CPU multiplies bfloat16 only where the left operand is summed over its last axis, and computes in float32
-    otherwise. A transposition that it can see it moves into the product, so that one is in a loop.
+    Where products are rounded: XLA on CPU multiplies bfloat16 only where the left operand is summed over its last axis,
+    and computes in float32 otherwise. A transposition that it can see it moves into the product, so that one is in a
+    loop.
     """
     size = x.shape[1]
     width = math.gcd(size, WIDTH)
     # XLA takes a loop of one round apart, and small blocks cost more than they save.
-    if x.dtype != jnp.bfloat16 or width < 8 or width == size:
+    if not rounds_products() or width < 8 or width == size:
         return jax.lax.dot_general(x, y, (((0,), (0,)), ((), ())), preferred_element_type=kind)
     blocks = jax.lax.map(
         lambda start: jax.lax.dynamic_slice_in_dim(x, start, width, axis=1).T, jnp.arange(0, size, width)
