@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from tuning.data.remote import again, filesystem
+from tuning.data.receipts import remove_receipt
+from tuning.data.remote import SourceError, again, filesystem
 from tuning.data.schema import LEDGER, ORDER, SCHEMAS, ipc_table
 
 FAN = 64
@@ -70,14 +71,24 @@ def schema_of(output: str) -> dict[str, pa.DataType]:
 
 
 def tables(folder: str, names: Sequence[str]) -> Iterator[pa.Table]:
-    """The tables of files in a folder or below a URL, in order."""
+    """The tables of files in a folder or below a URL, in order.
+
+    Raises SourceError where one below a URL is gone or damaged. Its block has no receipt then, and is made again by the
+    next run: nobody else looks at what is in an object store, where a rule may delete what is old.
+    """
     if "://" not in folder:
         yield from (ipc_table(Path(folder, name)) for name in names)
         return
     fs, path = filesystem(folder)
 
     def fetch(name: str) -> pa.Table:
-        return ipc_table(again(functools.partial(fs.cat_file, f"{path}/{name}"), f"{folder}/{name}"))
+        try:
+            return ipc_table(again(functools.partial(fs.cat_file, f"{path}/{name}"), f"{folder}/{name}"))
+        except (FileNotFoundError, pa.ArrowInvalid) as error:
+            with contextlib.suppress(FileNotFoundError):
+                remove_receipt(folder, name.split(".")[0])
+            why = "is gone" if isinstance(error, FileNotFoundError) else f"is damaged ({error})"
+            raise SourceError(f"{folder}/{name} {why}; what it was made of is read again by the next run") from error
 
     with ThreadPoolExecutor(AHEAD) as pool:
         waiting: collections.deque[Future[pa.Table]] = collections.deque()

@@ -1,6 +1,8 @@
 """Shards made by a runner are those of this machine, each is made once, and a runner that loses rows is noticed."""
 
 import json
+import resource
+import signal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -166,3 +168,33 @@ def test_a_shard_that_was_changed_is_named_and_made_again(tmp_path, made, monkey
     assert not out.exists() and ("sft", 1) not in by_shard.finished(shards)
     by_shard.fetch(shards, ("sft", 1), by_shard.run(shards, groups, Runner())["sft", 1], out)
     assert out.read_bytes() == whole and pq.read_table(out).num_rows == receipts["sft", 1]["rows"]
+
+
+def test_a_disk_that_is_full_here_says_nothing_of_the_shard(tmp_path, made, monkeypatch):
+    shards, groups = planned(tmp_path, made)
+    receipts = by_shard.run(shards, groups, Runner())
+    monkeypatch.setattr("tuning.data.remote.FIRST_WAIT_SECONDS", 0.0)
+    before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(SourceError, match="File too large") as found:
+            by_shard.fetch(shards, ("sft", 1), receipts["sft", 1], tmp_path / "out.parquet")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert "made again" not in str(found.value) and by_shard.finished(shards) == receipts
+
+
+@pytest.mark.parametrize("content", [None, b"half"])
+def test_a_piece_that_a_store_has_lost_is_named_and_its_block_made_again(tmp_path, made, content):
+    plan, outputs, size = made
+    folder = f"file://{tmp_path}/pieces"
+    block = next(name for name, own in outputs.items() if "sft" in own)
+    piece = tmp_path / "pieces" / f"{block}.sft.arrow"
+    piece.unlink()
+    if content:
+        piece.write_bytes(content)
+    shards, groups = by_shard.planned(folder, f"{folder}-merged", outputs, ["sft"], SHARDS, block_bytes=size)
+    with pytest.raises(Exception, match=rf"{block}.sft.arrow is (gone|damaged).* read again by the next run"):
+        by_shard.run(shards, groups, Runner())
+    assert set(pipeline.receipts(folder)) == set(outputs) - {block}
