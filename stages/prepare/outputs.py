@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,8 +18,10 @@ FETCHES = 16
 """Shards of a cluster that are copied at a time."""
 
 
-def write_outputs(ctx: Context, pieces: Pieces, fates: Fates) -> dict[str, int]:
+def write_outputs(ctx: Context, pieces: Pieces, fates: Fates, sizes: Mapping[str, int]) -> dict[str, int]:
     """Writes the final files, and the tokens of those with completions; returns the rows written by output.
+
+    sizes: bytes of the rows of each block, in memory.
 
     Raises LostRows where a cluster has lost some, SourceError where what it made cannot be read.
     """
@@ -31,7 +33,7 @@ def write_outputs(ctx: Context, pieces: Pieces, fates: Fates) -> dict[str, int]:
     # None: by id.
     seed = config.seed if config.order == "shuffled" else None
     if config.on_cluster:
-        write, threads = _fetched(ctx, pieces, fates, outputs, seed), FETCHES
+        write, threads = _fetched(ctx, pieces, fates, sizes, outputs, seed), FETCHES
     else:
         write, threads = _merged(pieces, fates, seed), config.workers
     jobs = [(output, shard) for output in outputs for shard in range(pieces.shards)]
@@ -58,16 +60,20 @@ def _merged(pieces: Pieces, fates: Fates, seed: int | None) -> Write:
     return lambda job, path: write_output(pieces, *job, path, fates.gone, seed)
 
 
-def _fetched(ctx: Context, pieces: Pieces, fates: Fates, outputs: Sequence[str], seed: int | None) -> Write:
+def _fetched(
+    ctx: Context, pieces: Pieces, fates: Fates, sizes: Mapping[str, int], outputs: Sequence[str], seed: int | None
+) -> Write:
     """The cluster makes the shards, of which those of a killed try are reused, and this machine copies them."""
     from tuning.data import by_shard
 
     config: Config = ctx.config
     merge, groups = by_shard.planned(
-        *(pieces.blocks, f"{pieces.blocks}-merged", pieces.outputs, outputs, pieces.shards, seed, fates.gone),
-        block_bytes=int(config.chunk_megabytes * 1e6),
+        *(pieces.blocks, f"{pieces.blocks}-merged", pieces.outputs, sizes, outputs, pieces.shards, seed, fates.gone)
     )
+    total = len(outputs) * pieces.shards
     if done := by_shard.finished(merge):
-        ctx.log(f"resumed: {len(done)} of {len(outputs) * pieces.shards} shards of the data were there")
-    receipts = by_shard.run(merge, groups, config.beam_runner())
+        ctx.log(f"resumed: {len(done)} of {total} shards of the data were there")
+    receipts = by_shard.run(
+        *(merge, groups, config.beam_runner()), progress=lambda shards: ctx.progress(shards, total, "shard")
+    )
     return lambda job, path: by_shard.fetch(merge, job, receipts[job], path)

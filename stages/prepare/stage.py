@@ -108,7 +108,7 @@ def run(ctx: Context) -> dict[str, Any]:
     records = {"read": read, "kept": fates.kept, "duplicates": fates.duplicates}
     records |= {"dropped": fates.dropped.total(), "dead": dead}
     _refuse_too_long(config, fates)
-    written = write_outputs(ctx, pieces, fates)
+    written = write_outputs(ctx, pieces, fates, {name: receipt["bytes"] for name, receipt in receipts.items()})
     _check_counts(records, fates.rows, written)
     crowd = crowd_of(ctx.out, fates, config)
     for split in config.splits:

@@ -1,12 +1,14 @@
 """Final shards made by the workers of a cluster, where the pieces of blocks are too many for one machine.
 
-    Groups of blocks -> Spread -> Cut by shard -> GroupByKey -> Finish: one Parquet file a shard, then its receipt
+    Groups of blocks -> Spread -> Cut by shard -> Together -> Finish: one Parquet file a shard, then its receipt
+                                     |                          |
+                                     rows of each shard -> their sums over all groups
 
 What decides which rows stay is known by then (`tuning.data.merge.fates`): it follows from the ledger, which is small.
-Workers read pieces from the scratch URL and write shards to it; a shard passes through the runner's shuffle once, in as
-many elements as there are groups. A restarted run makes the shards that have no receipt.
+Workers read pieces from the scratch URL and write shards to it; a shard passes through the runner's shuffle once, in an
+element for each group that has rows of it. A restarted run makes the shards that have no receipt.
 
-Each group has an element for each shard, also without rows: a shard whose elements are not all there is an error.
+The sums say whether all rows of a shard, and all groups, have come: what a runner loses is an error.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -15,10 +17,11 @@ Each group has an element for each shard, also without rows: a shard whose eleme
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +34,32 @@ from tuning.atomic import whole_file
 from tuning.data.gather import schema_of, tables
 from tuning.data.merge import ordered, without
 from tuning.data.pipeline import executed, pipeline_on
-from tuning.data.receipts import read_receipts, remove_receipt, write_receipt
+from tuning.data.receipts import counted, read_receipts, remove_receipt, write_receipt
 from tuning.data.remote import SourceError, again, filesystem, publish
 from tuning.data.runners import Runner
-from tuning.data.schema import SCHEMAS, ipc_bytes, ipc_table, table_of, write_parquet
+from tuning.data.schema import SCHEMAS, ipc_bytes, table_of, write_parquet
 
-GROUP_BYTES = 1 << 26
-"""Raw bytes of the blocks of a group, of whose rows a worker holds one output at a time. Larger groups give fewer and
-larger elements."""
+GROUP_BYTES = 1 << 27
+"""Bytes in memory of the rows of a group, of which a worker holds one output at a time, twice. Larger groups give fewer
+and larger elements."""
+CELL_BYTES = 1 << 14
+"""Bytes that an element should have at least: where there are many shards groups grow, to `MOST_BYTES`."""
+MOST_BYTES = 1 << 29
 
 Group = tuple[int, list[tuple[str, list[str]]]]
 """Its number, and its blocks with the outputs of each."""
 Key = tuple[str, int]
 """An output and a shard."""
-Cell = tuple[int, bytes]
-"""The number of a group, and its rows of a shard as an Arrow file; empty where it has none."""
+Cell = tuple[int, int, bytes]
+"""The number of a group, and its rows of a shard: bytes of the record batch, and the batch, compressed. The schema is
+that of the output."""
+COUNTS = "counts"
+"""Of each group by its number: its rows of each output and shard, in order, and behind them 1 for itself."""
+
+
+MARK: Cell = (-1, 0, b"")
+"""Of each shard that is wanted, since one without rows is a file too."""
+AGAIN = "the runner has lost elements; run again, or use another one"
 
 
 class LostRows(RuntimeError):
@@ -68,6 +82,15 @@ class Merge:
     gone: str | None
     """URL of the contents to leave out."""
 
+    @property
+    def cells(self) -> int:
+        """Shards of all outputs."""
+        return len(self.outputs) * self.shards
+
+    def cell(self, output: str, shard: int) -> int:
+        """The number of a shard among those of all outputs."""
+        return self.outputs.index(output) * self.shards + shard
+
 
 def name_of(output: str, shard: int) -> str:
     """Of a shard's file, less its suffix."""
@@ -86,48 +109,63 @@ class Cut(beam.DoFn):
             folder, _, name = self.merge.gone.rpartition("/")
             self.gone = next(tables(folder, [name]))["content"].combine_chunks()
 
-    def process(self, group: Group) -> Iterator[tuple[Key, Cell]]:
+    def process(self, group: Group) -> Iterator[tuple[Key, Cell] | beam.pvalue.TaggedOutput]:
         number, blocks = group
+        counts = np.zeros(self.merge.cells + 1, np.int64)
+        counts[-1] = 1
         for output, shards in self.wanted.items():
-            names = [f"{block}.{output}.arrow" for block, outputs in blocks if output in outputs]
-            cut = [self._cut(table) for table in tables(self.merge.pieces, names)]
-            for shard in shards:
-                slices = [table.slice(edges[shard], edges[shard + 1] - edges[shard]) for table, edges in cut]
-                rows = pa.concat_tables(slices).combine_chunks() if any(map(len, slices)) else None
-                Metrics.counter("Cut", "rows").inc(0 if rows is None else len(rows))
-                yield (output, shard), (number, b"" if rows is None else ipc_bytes(rows))
+            table = self._rows(output, [f"{block}.{output}.arrow" for block, outputs in blocks if output in outputs])
+            present, starts, sizes = np.unique(table["shard"].to_numpy(), return_index=True, return_counts=True)
+            kept = np.isin(present, shards)
+            for shard, start, size in zip(present[kept], starts[kept], sizes[kept], strict=True):
+                counts[self.merge.cell(output, shard)] = size
+                Metrics.counter("Cut", "rows").inc(int(size))
+                yield (output, int(shard)), (number, *_packed(table.slice(start, size)))
+        yield beam.pvalue.TaggedOutput(COUNTS, (number, counts))
 
-    def _cut(self, table: pa.Table) -> tuple[pa.Table, list[int]]:
-        """The rows that stay, by shard, and where those of each shard begin; the end of the last."""
-        table = without(table, self.gone)
-        shard = table["shard"].to_numpy()
-        order = np.argsort(shard, kind="stable")
-        edges = np.searchsorted(shard[order], np.arange(self.merge.shards + 1))
-        return table.take(pa.array(order)), edges.tolist()
+    def _rows(self, output: str, names: Sequence[str]) -> pa.Table:
+        """The rows of these files that stay, sorted by shard."""
+        table = pa.concat_tables(
+            [table_of([], schema_of(output)), *(without(t, self.gone) for t in tables(self.merge.pieces, names))]
+        )
+        return table.take(pa.array(np.argsort(table["shard"].to_numpy(), kind="stable"))).combine_chunks()
+
+
+def _packed(table: pa.Table) -> tuple[int, bytes]:
+    """Rows as those of a Cell. Without the schema, which may have more bytes than they have."""
+    (batch,) = table.combine_chunks().to_batches()
+    data = batch.serialize()
+    return data.size, pa.compress(data, "lz4", asbytes=True)
+
+
+def _unpacked(cell: Cell, schema: pa.Schema) -> pa.RecordBatch:
+    _, size, data = cell
+    return pa.ipc.read_record_batch(pa.decompress(data, size, "lz4"), schema)
 
 
 class Finish(beam.DoFn):
-    """All rows of a shard -> its file and its receipt."""
+    """All rows of a shard, and the sums of all -> its file and its receipt."""
 
     def __init__(self, merge: Merge) -> None:
         self.merge = merge
 
-    def process(self, element: tuple[Key, Iterable[Cell]]) -> Iterator[str]:
+    def process(self, element: tuple[Key, Iterable[Cell]], sums: np.ndarray) -> Iterator[str]:
         (output, shard), cells = element
-        # By number: a runner may bring an element twice.
-        found = dict(cells)
-        if len(found) != self.merge.groups:
+        name = name_of(output, shard)
+        if sums[-1] != self.merge.groups:
             raise LostRows(
-                f"{name_of(output, shard)}: rows of {len(found)} groups of blocks have arrived, expected those of "
-                f"{self.merge.groups}: the runner has lost elements; run again, or use another one"
+                f"{name}: {sums[-1]} groups of blocks have been divided, expected {self.merge.groups}: {AGAIN}"
             )
-        empty = table_of([], schema_of(output))
-        table = pa.concat_tables([empty, *(ipc_table(found.pop(n)) for n in sorted(found) if found[n])])
+        # By number: a runner may bring an element twice.
+        found = {cell[0]: cell for cell in cells if cell[0] != MARK[0]}
+        schema = pa.schema(list(schema_of(output).items()))
+        table = pa.Table.from_batches([_unpacked(found.pop(number), schema) for number in sorted(found)], schema)
+        if len(table) != (expected := sums[self.merge.cell(output, shard)]):
+            raise LostRows(f"{name}: {len(table)} rows have arrived, expected {expected}: {AGAIN}")
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "shard.parquet")
             rows = write_parquet(path, [ordered(table, output, shard, self.merge.seed)], SCHEMAS[output])
             data = path.read_bytes()
-        name = name_of(output, shard)
         publish(f"{self.merge.into}/{name}.parquet", data)
         # Last: a shard with a receipt is finished.
         write_receipt(self.merge.into, name, {"rows": rows, "sha256": hashlib.sha256(data).hexdigest()})
@@ -135,31 +173,46 @@ class Finish(beam.DoFn):
         yield name
 
 
+def _first(element: tuple[int, Iterable[np.ndarray]]) -> np.ndarray:
+    """The counts of a group, which a runner may bring twice."""
+    return next(iter(element[1]))
+
+
+def _sum(found: Iterable[np.ndarray], cells: int) -> np.ndarray:
+    return sum(found, start=np.zeros(cells + 1, np.int64))
+
+
 def planned(
     pieces: str,
     into: str,
     blocks: Mapping[str, Sequence[str]],
+    sizes: Mapping[str, int],
     outputs: Sequence[str],
     shards: int,
     seed: int | None = None,
     gone: pa.Array | None = None,
-    block_bytes: int = 1 << 23,
 ) -> tuple[Merge, list[Group]]:
     """The merge of blocks, and its groups of them. Writes the contents that leave where workers read them.
 
     Args:
         pieces: URL of the blocks' files. into: URL below which the shards are written. blocks: the outputs of each.
+        sizes: bytes of the rows of each block, in memory.
         outputs: those that are made. seed: shuffles the rows by it. gone: contents whose rows are left out.
-        block_bytes: raw bytes of a block.
     """
     content = None if gone is None or not len(gone) else ipc_bytes(pa.table({"content": gone}))
     known = [list(map(list, sorted(blocks.items()))), shards, seed, content and hashlib.sha256(content).hexdigest()]
     into = f"{into}/{hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]}"
     if content is not None:
         publish(f"{into}/gone.arrow", content)
-    every = [(name, list(own)) for name, own in blocks.items()]
-    size = max(1, GROUP_BYTES // max(1, block_bytes))
-    groups = [(number, every[at : at + size]) for number, at in enumerate(range(0, len(every), size))]
+    most = min(max(GROUP_BYTES, shards * CELL_BYTES), MOST_BYTES)
+    groups: list[Group] = []
+    room = 0
+    for name, own in blocks.items():
+        if not groups or sizes[name] > room:
+            groups.append((len(groups), []))
+            room = most
+        groups[-1][1].append((name, list(own)))
+        room -= sizes[name]
     gone_url = None if content is None else f"{into}/gone.arrow"
     return Merge(pieces, into, tuple(outputs), shards, seed, len(groups), gone_url), groups
 
@@ -171,8 +224,12 @@ def finished(merge: Merge) -> dict[Key, dict[str, Any]]:
     return {key: found[name_of(*key)] for key in every if name_of(*key) in found}
 
 
-def run(merge: Merge, groups: Sequence[Group], runner: Runner) -> dict[Key, dict[str, Any]]:
+def run(
+    merge: Merge, groups: Sequence[Group], runner: Runner, progress: Callable[[int], None] = lambda shards: None
+) -> dict[Key, dict[str, Any]]:
     """Has the runner make the shards that are not there; returns the receipts of all.
+
+    progress: called from time to time with the number of those that are there.
 
     Raises:
         LostRows: shards are missing although the runner has ended without an error.
@@ -188,10 +245,23 @@ def run(merge: Merge, groups: Sequence[Group], runner: Runner) -> dict[Key, dict
         pipeline
         | "Groups" >> beam.Create(list(groups))
         | "Spread" >> beam.Reshuffle()
-        | "Cut" >> beam.ParDo(Cut(merge, wanted)).with_output_types(tuple[Key, Cell])
+        | "Cut" >> beam.ParDo(Cut(merge, wanted)).with_output_types(tuple[Key, Cell]).with_outputs(COUNTS, main="cells")
     )
-    _ = cells | "Together" >> beam.GroupByKey() | "Finish" >> beam.ParDo(Finish(merge)).with_output_types(str)
-    executed(pipeline, runner)
+    sums = (
+        cells[COUNTS]
+        | "By group" >> beam.GroupByKey()
+        | "Once" >> beam.Map(_first)
+        | "Sum" >> beam.CombineGlobally(functools.partial(_sum, cells=merge.cells))
+    )
+    marks = pipeline | "Wanted" >> beam.Create([(key, MARK) for key in missing])
+    _ = (
+        (cells["cells"], marks)
+        | "All" >> beam.Flatten()
+        | "Together" >> beam.GroupByKey()
+        | "Finish" >> beam.ParDo(Finish(merge), beam.pvalue.AsSingleton(sums)).with_output_types(str)
+    )
+    with counted(merge.into, progress):
+        executed(pipeline, runner)
     done = finished(merge)
     # The success of a runner does not prove that it has made every shard.
     missing = [key for key in missing if key not in done]

@@ -23,7 +23,6 @@ import itertools
 import os
 import pickle
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ from apache_beam.options.pipeline_options import PipelineOptions
 from tuning.data.blocks import Block, Draft, Entry, Plan
 from tuning.data.files import Part, read_part
 from tuning.data.overlap import hash64, prompt_names, turn_names
-from tuning.data.receipts import SUFFIX, read_receipts, write_receipt
+from tuning.data.receipts import counted, read_receipts, write_receipt
 from tuning.data.remote import publish
 from tuning.data.runners import Runner, flags_of, reach
 from tuning.data.schema import DEAD, LEDGER, ORDER, SCHEMAS, ipc_bytes, table_of
@@ -121,12 +120,16 @@ class Write(beam.DoFn):
     def process(self, block: Block) -> Iterator[str]:
         pieces: dict[str, list[dict[str, Any]]] = {}
         sums: dict[str, str] = {}
+        size = 0
         for entry in block.entries:
             for draft in entry.drafts:
                 pieces.setdefault(draft.output, []).extend(_placed(entry, draft, block.part.label))
         for output, rows in sorted(pieces.items()):
-            sums |= self.put(block, output, rows, {**SCHEMAS[output], **ORDER})
-        sums |= self.put(block, "ledger", [_fate(entry) for entry in block.entries], LEDGER)
+            table = self.table(rows, {**SCHEMAS[output], **ORDER})
+            size += table.nbytes
+            sums |= self.publish(f"{block.name}.{output}.arrow", table)
+        ledger = self.table([_fate(entry) for entry in block.entries], LEDGER)
+        sums |= self.publish(f"{block.name}.ledger.arrow", ledger)
         block.dead.sort(key=lambda letter: letter["position"])
         if block.dead:
             table = table_of(block.dead, {**DEAD, "position": pa.int64()})
@@ -139,6 +142,7 @@ class Write(beam.DoFn):
             "dead": len(block.dead),
             "reasons": [letter["reason"] for letter in block.dead[:3]],
             "outputs": sorted(pieces),
+            "bytes": size,
             "counts": block.counts,
             "extracted": block.extracted,
             "fields": block.fields,
@@ -149,12 +153,9 @@ class Write(beam.DoFn):
         Metrics.counter("Write", "records").inc(receipt["records"])
         yield block.name
 
-    def put(
-        self, block: Block, output: str, rows: list[dict[str, Any]], columns: dict[str, pa.DataType]
-    ) -> dict[str, str]:
-        """One file of rows with their shards; its checksum by its name."""
-        placed = (row | {"shard": shard_of(row["key"], self.shards)} for row in rows)
-        return self.publish(f"{block.name}.{output}.arrow", table_of(list(placed), columns))
+    def table(self, rows: list[dict[str, Any]], columns: dict[str, pa.DataType]) -> pa.Table:
+        """Rows with their shards."""
+        return table_of([row | {"shard": shard_of(row["key"], self.shards)} for row in rows], columns)
 
     def publish(self, name: str, table: pa.Table) -> dict[str, str]:
         """Writes a piece; its checksum by its name."""
@@ -251,7 +252,7 @@ def run(
     Args:
         parts: parts of all sources. plan: settings of the steps.
         block_bytes: raw bytes of a block; a worker holds about ten times as much.
-        runner: where the pipeline runs. progress: called every second with the number of finished blocks.
+        runner: where the pipeline runs. progress: called from time to time with the number of finished blocks.
     Returns:
         Beam's counters, as step/name.
     Raises:
@@ -269,7 +270,7 @@ def run(
     for name in wanted_steps(plan):
         blocks = blocks | name >> beam.ParDo(Apply(name, plan)).with_output_types(Block)
     _ = blocks | "Write" >> beam.ParDo(Write(folder, plan.shards))
-    with _watched(folder, progress):
+    with counted(folder, progress):
         return executed(pipeline, runner)
 
 
@@ -287,26 +288,6 @@ def executed(pipeline: beam.Pipeline, runner: Runner) -> dict[str, int]:
     counters = result.metrics().query()["counters"]
     # Not every runner reports committed values.
     return {f"{c.key.metric.namespace}/{c.key.metric.name}": c.committed or c.attempted for c in counters}
-
-
-class _watched:
-    """Reports the number of receipts every second while the pipeline runs; only for a local folder."""
-
-    def __init__(self, folder: str, progress: Callable[[int], None]) -> None:
-        self.folder, self.progress, self.stop = Path(folder), progress, threading.Event()
-        self.thread = threading.Thread(target=self._watch, daemon=True)
-
-    def _watch(self) -> None:
-        while not self.stop.wait(1.0):
-            if self.folder.is_dir():
-                self.progress(sum(name.endswith(SUFFIX) for name in os.listdir(self.folder)))
-
-    def __enter__(self) -> None:
-        self.thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.stop.set()
-        self.thread.join()
 
 
 @contextlib.contextmanager

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,6 +16,8 @@ from tuning.data.remote import again, filesystem, publish, type_of
 SUFFIX = ".json"
 READERS = 32
 """Receipts that are asked for at a time where each is a request over a network."""
+COUNT_SECONDS = 1.0, 15.0
+"""Between two looks at a folder, and below a URL, where a look is a request for each thousand files."""
 
 
 def write_receipt(folder: str, name: str, receipt: dict[str, Any]) -> None:
@@ -36,6 +41,26 @@ def remove_receipt(folder: str, name: str) -> None:
     """Has what is called `name` made again."""
     fs, path = filesystem(f"{folder}/{name}{SUFFIX}")
     again(lambda: fs.rm_file(path), path)
+
+
+@contextlib.contextmanager
+def counted(folder: str, progress: Callable[[int], None]) -> Iterator[None]:
+    """Meanwhile reports the number of receipts in a folder or below a URL. A look that fails reports nothing."""
+    fs, path = filesystem(folder)
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(COUNT_SECONDS["://" in folder]):
+            with contextlib.suppress(Exception):
+                progress(sum(name.endswith(SUFFIX) for name in fs.ls(path, detail=False)))
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
 
 
 def _sum_of(receipt: dict[str, Any]) -> str:

@@ -24,8 +24,8 @@ def main() -> None:
     base, folder, settings, count = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]), int(sys.argv[4])
     finish, done = by_shard.Finish.process, []
 
-    def until(self: Any, element: Any) -> Iterator[str]:
-        for name in finish(self, element):
+    def until(self: Any, element: Any, sums: Any) -> Iterator[str]:
+        for name in finish(self, element, sums):
             done.append(name)
             if len(done) == count:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -96,9 +96,12 @@ class Losing(RemoteServer):
         super().send(path, (body for number, body in enumerate(bodies) if number != 5))
 
 
-class Doubling(RemoteServer):
+class Returning(RemoteServer):
+    """The first bucket comes behind the third, too."""
+
     def send(self, path, bodies):
-        super().send(path, (body for one in bodies for body in (one, one)))
+        bodies = list(bodies)
+        super().send(path, [*bodies[:3], bodies[0], *bodies[3:]])
 
 
 class Reversing(RemoteServer):
@@ -120,7 +123,7 @@ class Cutting(RemoteServer):
     ("kind", "message"),
     [
         (Losing, r"answered 400: rows \d+ to \d+ of .* come where .* goes on from row \d+"),
-        (Doubling, r"answered 400: .* come where .* goes on from|answered 400: .* comes a second time"),
+        (Returning, r"answered 400: .* come where .* goes on from|answered 400: .* comes a second time"),
         (Reversing, r"answered 400: rows \d+ to \d+ of .* come where .* goes on from row 0"),
         (Flipping, r"answered 400: the checksum of the bucket's \d+ bytes"),
         (Cutting, r"answered 400: .* ends with row \d+ of|answered 400: the fingerprint of what came is"),
@@ -138,6 +141,48 @@ def test_a_push_that_is_not_what_was_cut_leaves_a_server_that_claims_nothing(url
         with pytest.raises(StalePolicy, match=f"has policy unknown, wanted is {name}"):
             remote(small(url), sync="none").load(policy(name, folder=unseen))
     engine = remote(small(url))
+    engine.load(policy("second", folder=unseen))
+    same(run(engine, GREEDY), native["second"])
+
+
+class Unheard(RemoteServer):
+    """A proxy passes a request on and loses its answer: each third one, and that of the commit."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.asked, self.lost = 0, []
+
+    def _answered(self, path, ask, again):
+        def heard():
+            response = ask()
+            self.asked += again
+            if again and (self.asked % 3 == 0 or (path.endswith("/commit") and path not in self.lost)):
+                self.lost.append(path)
+                raise httpx.ReadError("the connection was closed")
+            return response
+
+        return super()._answered(path, heard, again)
+
+
+def test_buckets_and_commits_whose_answers_are_lost_are_sent_again(url, state, policy, native, monkeypatch):
+    monkeypatch.setattr("tuning.rollout.servers.server.FIRST_PAUSE", 0.0)
+    server = small(url, Unheard)
+    engine = remote(server)
+    engine.load(policy("second", folder=unseen))
+    assert len(server.lost) > 10 and server.lost[-1].endswith("/commit")
+    same(run(engine, GREEDY), native["second"])
+
+
+def test_a_bucket_that_was_changed_on_its_way_may_come_again(url, state, policy, native):
+    class Retrying(RemoteServer):
+        def send(self, path, bodies):
+            for number, body in enumerate(bodies):
+                if number == 3:
+                    with pytest.raises(ServerRefused, match="checksum"):
+                        super().send(path, [bytes([*body[:-1], body[-1] ^ 1])])
+                super().send(path, [body])
+
+    engine = remote(small(url, Retrying))
     engine.load(policy("second", folder=unseen))
     same(run(engine, GREEDY), native["second"])
 

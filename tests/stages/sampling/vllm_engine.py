@@ -17,6 +17,7 @@ class Worker:
         self._live = live
         self._push: tuple[Arriving, Staged] | None = None
         self._given: str | None = None
+        self._last: tuple[str, str] | None = None
         self._layout = live.look(lambda engine, _: Layout(engine.config, weights_of(engine)))
 
     def rlhf_told(self) -> dict[str, Any]:
@@ -34,12 +35,16 @@ class Worker:
         try:
             for name, kind, data in self._push[0].add(bucket):
                 self._push[1].write(Piece(name, kind, 0, kind.shape[0]), memoryview(data))
-        except (BrokenBucket, PushRefused, Unfit) as error:
+        except BrokenBucket as error:
+            return {"refused": str(error), "status": 400}
+        except (PushRefused, Unfit) as error:
             self.rlhf_drop()
             return {"refused": str(error), "status": 400}
         return {}
 
     def rlhf_commit(self, number: str, fingerprint: str) -> dict[str, Any]:
+        if self._push is None and self._last is not None and (number, fingerprint) == (self._last[0], self._given):
+            return {"policy": self._last[1]}
         assert self._push is not None
         arriving, staged = self._push
         try:
@@ -49,7 +54,7 @@ class Worker:
             self.rlhf_drop()
             return {"refused": str(error), "status": 400}
         self._live.look(lambda engine, _: take(engine, self._layout, state))
-        self._push, self._given = None, fingerprint
+        self._push, self._given, self._last = None, fingerprint, (number, arriving.policy)
         return {"policy": arriving.policy}
 
     def rlhf_drop(self, number: str | None = None) -> dict[str, Any]:
@@ -79,7 +84,8 @@ class Client:
     async def is_paused(self) -> bool:
         return not self._state.running.is_set()
 
-    async def reset_prefix_cache(self) -> bool:
+    async def reset_prefix_cache(self, *, reset_connector: bool) -> bool:
+        assert not reset_connector
         return True
 
     async def update_weight_version(self, version: str) -> None:

@@ -4,9 +4,11 @@ import json
 import resource
 import signal
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from apache_beam.pvalue import TaggedOutput
 
 from tests.tuning.data import run as by_hand
 from tuning.data import by_shard, merge, pipeline
@@ -22,7 +24,7 @@ SHARDS = 3
 
 @pytest.fixture
 def made(tmp_path, monkeypatch):
-    """Pieces of twelve blocks, in groups of five: the plan, and the outputs of each block."""
+    """Pieces of twelve blocks, in three groups: the plan, the outputs of each block, and the bytes of its rows."""
     save_tokenizer(byte_tokenizer(), tmp_path / "tokenizer")
     plan = Plan(
         tokenizer=str(tmp_path / "tokenizer"), splits=("sft", "prompts", "heldout"), heldout_fraction=0.2,
@@ -32,16 +34,19 @@ def made(tmp_path, monkeypatch):
     records = [{"prompt": f"p{i % 90}", "completion": "c" * (i % 90 % 9 + 1)} for i in range(100)]
     size = len(json.dumps(records[0])) * 9
     by_hand.run(plan, tmp_path, *records, block_bytes=size)
-    monkeypatch.setattr(by_shard, "GROUP_BYTES", 5 * size)
-    outputs = {name: r["outputs"] for name, r in pipeline.receipts(str(tmp_path / "pieces")).items()}
+    receipts = pipeline.receipts(str(tmp_path / "pieces"))
+    outputs = {name: r["outputs"] for name, r in receipts.items()}
+    sizes = {name: r["bytes"] for name, r in receipts.items()}
+    monkeypatch.setattr(by_shard, "GROUP_BYTES", sum(sizes.values()) // 2 - max(sizes.values()))
+    monkeypatch.setattr(by_shard, "CELL_BYTES", 0)
     assert len(outputs) > 10
-    return plan, outputs, size
+    return plan, outputs, sizes
 
 
 def planned(tmp_path, made, **more):
-    _, outputs, size = made
+    _, outputs, sizes = made
     folder = str(tmp_path / "pieces")
-    return by_shard.planned(folder, f"{folder}-merged", outputs, OUTPUTS, SHARDS, block_bytes=size, **more)
+    return by_shard.planned(folder, f"{folder}-merged", outputs, sizes, OUTPUTS, SHARDS, **more)
 
 
 def fetched(tmp_path, shards, receipts):
@@ -96,9 +101,9 @@ def test_shards_with_a_receipt_are_not_made_again(tmp_path, made):
 
 
 def test_other_blocks_orders_or_contents_that_leave_are_other_shards(tmp_path, made):
-    plan, outputs, size = made
+    plan, outputs, sizes = made
     one = planned(tmp_path, made)[0].into
-    fewer = (plan, dict(list(outputs.items())[:-1]), size)
+    fewer = (plan, dict(list(outputs.items())[:-1]), sizes)
     others = [planned(tmp_path, fewer), planned(tmp_path, made, seed=1), planned(tmp_path, made, gone=pa.array(["a"]))]
     assert len({one, *(shards.into for shards, _ in others)}) == 4
     assert planned(tmp_path, made)[0].into == one
@@ -117,32 +122,67 @@ def test_each_piece_is_read_once_whatever_the_number_of_shards(tmp_path, made, m
     assert len(opened) == len(set(opened)) == sum(output in OUTPUTS for own in made[1].values() for output in own)
 
 
+def test_a_group_sends_an_element_for_each_shard_of_which_it_has_rows_and_one_of_counts(tmp_path, made):
+    shards, groups = planned(tmp_path, made)
+    for group in groups:
+        cut = by_shard.Cut(shards, {output: range(SHARDS) for output in OUTPUTS})
+        cut.setup()
+        *cells, counts = cut.process(group)
+        assert len({key for key, _ in cells}) == len(cells) == np.count_nonzero(counts.value[1][:-1])
+        assert not [key for key, _ in cells if key[0] == "preference"]
+        # The schema of `sft` alone has more bytes than a row or two.
+        assert min(len(cell[2]) for _, cell in cells) < 2_000
+
+
+def test_groups_have_rows_of_some_size_whatever_the_size_and_number_of_blocks(tmp_path, monkeypatch):
+    def sizes(blocks, each, shards):
+        names = [f"{number:05d}" for number in range(blocks)]
+        of = (dict.fromkeys(names, ["sft"]), dict.fromkeys(names, each))
+        groups = by_shard.planned(str(tmp_path), str(tmp_path), *of, ["sft"], shards)[1]
+        assert [number for number, _ in groups] == list(range(len(groups)))
+        assert [name for _, blocks in groups for name, _ in blocks] == names
+        return {len(blocks) for _, blocks in groups[:-1]}
+
+    assert sizes(100_000, 2**20, 1000) == {by_shard.GROUP_BYTES >> 20}
+    # One block is larger than a group.
+    assert sizes(10, 2**28, 1000) == {1}
+    assert sizes(100_000, 2**20, 2**14) == {by_shard.CELL_BYTES * 2**14 >> 20}
+    assert sizes(100_000, 2**20, 2**20) == {by_shard.MOST_BYTES >> 20}
+
+
+def test_progress_counts_shards(tmp_path, made, monkeypatch):
+    monkeypatch.setattr("tuning.data.receipts.COUNT_SECONDS", (0.01, 0.01))
+    shards, groups = planned(tmp_path, made)
+    seen = []
+    by_shard.run(shards, groups, Runner(), progress=seen.append)
+    assert seen == sorted(seen) and 0 < max(seen) <= len(OUTPUTS) * SHARDS
+
+
 @pytest.mark.parametrize("lost", ["all of a group", "a cell", "a shard"])
 def test_a_runner_that_loses_elements_is_noticed(tmp_path, made, monkeypatch, lost):
     shards, groups = planned(tmp_path, made)
     if lost == "all of a group":
         groups_given = groups[:-1]
-        told = "rows of 2 groups of blocks have arrived, expected those of 3"
+        told = "2 groups of blocks have been divided, expected 3"
     elif lost == "a cell":
         groups_given, cut = groups, by_shard.Cut.process
 
         def some(self, group):
-            return (cell for cell in cut(self, group) if group[0] != 1 or cell[0] != ("sft", 2))
+            return (e for e in cut(self, group) if group[0] != 1 or isinstance(e, TaggedOutput) or e[0] != ("sft", 2))
 
         monkeypatch.setattr(by_shard.Cut, "process", some)
-        told = "sft-00002: rows of 2 groups"
+        told = r"sft-00002: \d+ rows have arrived, expected \d+"
     else:
         groups_given, finish = groups, by_shard.Finish.process
 
-        def most(self, element):
-            return finish(self, element) if element[0] != ("sft", 2) else iter(())
+        def most(self, element, sums):
+            return finish(self, element, sums) if element[0] != ("sft", 2) else iter(())
 
         monkeypatch.setattr(by_shard.Finish, "process", most)
         told = "1 shards have no receipt in .*, such as sft-00002"
     with pytest.raises(Exception, match=told):
         by_shard.run(shards, groups_given, Runner())
     monkeypatch.undo()
-    monkeypatch.setattr(by_shard, "GROUP_BYTES", 5 * made[2])
     assert len(by_shard.run(shards, groups, Runner())) == len(OUTPUTS) * SHARDS
 
 
@@ -187,14 +227,14 @@ def test_a_disk_that_is_full_here_says_nothing_of_the_shard(tmp_path, made, monk
 
 @pytest.mark.parametrize("content", [None, b"half"])
 def test_a_piece_that_a_store_has_lost_is_named_and_its_block_made_again(tmp_path, made, content):
-    plan, outputs, size = made
+    plan, outputs, sizes = made
     folder = f"file://{tmp_path}/pieces"
     block = next(name for name, own in outputs.items() if "sft" in own)
     piece = tmp_path / "pieces" / f"{block}.sft.arrow"
     piece.unlink()
     if content:
         piece.write_bytes(content)
-    shards, groups = by_shard.planned(folder, f"{folder}-merged", outputs, ["sft"], SHARDS, block_bytes=size)
+    shards, groups = by_shard.planned(folder, f"{folder}-merged", outputs, sizes, ["sft"], SHARDS)
     with pytest.raises(Exception, match=rf"{block}.sft.arrow is (gone|damaged).* read again by the next run"):
         by_shard.run(shards, groups, Runner())
     assert set(pipeline.receipts(folder)) == set(outputs) - {block}

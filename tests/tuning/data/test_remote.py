@@ -136,8 +136,9 @@ def test_shards_that_workers_make_in_a_bucket_survive_its_faults(bucket, plan, t
     app, url = bucket
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(r) + "\n" for r in RECORDS))
     expected = prepared(plan, str(tmp_path / "in.jsonl"), f"{url}/shards", tmp_path / "copy")
-    outputs = {name: r["outputs"] for name, r in pipeline.receipts(f"{url}/shards/pieces").items()}
-    shards, groups = by_shard.planned(f"{url}/shards/pieces", f"{url}/shards/merged", outputs, plan.splits, 2)
+    receipts = pipeline.receipts(f"{url}/shards/pieces")
+    outputs, sizes = ({name: r[of] for name, r in receipts.items()} for of in ("outputs", "bytes"))
+    shards, groups = by_shard.planned(f"{url}/shards/pieces", f"{url}/shards/merged", outputs, sizes, plan.splits, 2)
     app.share = 0.2
     try:
         for key, receipt in by_shard.run(shards, groups, Runner()).items():

@@ -42,7 +42,7 @@ def push(server: Control, policy: Policy, types: Mapping[str, str], bucket_bytes
         seen = Fingerprint()
         server.send(f"/weights/{number}", buckets(policy.tensors(types), bucket_bytes, seen))
         policy.fingerprints[_key(types)] = seen.hexdigest()
-        server.post(f"/weights/{number}/commit", {"fingerprint": seen.hexdigest()})
+        server.post(f"/weights/{number}/commit", {"fingerprint": seen.hexdigest()}, again=True)
     except BaseException:
         with contextlib.suppress(ServerLost, ServerRefused):
             server.delete(f"/weights/{number}")

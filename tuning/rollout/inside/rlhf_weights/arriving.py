@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .frames import Fingerprint, Kind, Piece, opened
+from .frames import HEAD, Fingerprint, Kind, Piece, opened
 
 
 class PushRefused(ValueError):
@@ -18,19 +18,28 @@ class Arriving:
         self.given: dict[str, tuple[Kind, str]] = {}
         """Kind and SHA-256 of each tensor that has come."""
         self._seen = Fingerprint()
+        self._before = b""
+        """The head of the bucket before."""
         self._part: tuple[Piece, bytearray] | None = None
         """The last piece of a tensor that has not all come, and its bytes so far."""
 
     def add(self, bucket: bytes) -> list[tuple[str, Kind, bytearray]]:
-        """The tensors that a bucket completes. Raises BrokenBucket, and PushRefused where another should come."""
-        whole = []
-        for piece, data in opened(bucket):
+        """The tensors that a bucket completes; none where it is the one before, whose answer was lost on its way.
+
+        Raises BrokenBucket, which changes nothing, and PushRefused where another should come.
+        """
+        whole: list[tuple[str, Kind, bytearray]] = []
+        pieces, head = opened(bucket), bytes(bucket[: HEAD.size])
+        if head == self._before:
+            return whole
+        for piece, data in pieces:
             self._place(piece, data)
             if piece.last == piece.kind.shape[0]:
                 assert self._part is not None
                 value, self._part = self._part[1], None
                 self.given[piece.name] = piece.kind, self._seen.add_bytes(piece.name, piece.kind, value)
                 whole.append((piece.name, piece.kind, value))
+        self._before = head
         return whole
 
     def _place(self, piece: Piece, data: memoryview) -> None:

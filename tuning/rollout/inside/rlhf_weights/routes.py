@@ -2,8 +2,8 @@
 
     GET    /weights               what is held: policy, type, and the fingerprint of what came last by such a push
     POST   /weights               begins a push: {"policy": name, "tied": bool} -> {"push": ID}
-    POST   /weights/ID            a bucket (`frames`)
-    POST   /weights/ID/commit     {"fingerprint": of all tensors}
+    POST   /weights/ID            a bucket (`frames`); the one before may come again
+    POST   /weights/ID/commit     {"fingerprint": of all tensors}; asked again, the same answer
     DELETE /weights, /weights/ID  gives a push up, and forgets the fingerprint: weights will come in another way
     GET    /weight_info           {"weight_version": the policy's name, "streams": true}
 
@@ -98,7 +98,8 @@ class Weights:
     async def _commit(self, client: Any, push: str, asked: dict[str, Any]) -> dict[str, Any]:
         async with self._one:
             done = await _call(client, "rlhf_commit", push, str(asked.get("fingerprint")))
-            if await client.reset_prefix_cache() is False:
+            # With the caches that a connector holds outside the engine.
+            if await client.reset_prefix_cache(reset_connector=_has_connector(client)) is False:
                 raise RuntimeError("keys and values of the old policy are still in use: the server stays paused")
             await client.resume_generation()
             await client.update_weight_version(done["policy"])
@@ -116,6 +117,10 @@ def _check_alone(client: Any) -> None:
                 f"it has {name.strip('_')} {count}, and a stream needs one engine behind one process: "
                 "start a server for each, or give weights by a folder",
             )
+
+
+def _has_connector(client: Any) -> bool:
+    return getattr(getattr(client, "vllm_config", None), "kv_transfer_config", None) is not None
 
 
 async def _told(client: Any) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -98,7 +99,8 @@ class Loading:
         self.arriving = Arriving(number, policy)
         self._runner, self._model, self._config = runner, runner.get_model(), config
         self._twice, self._tied = tied and not mine, mine
-        self._missing = {name.replace(".base_layer.", ".") for name, _ in self._model.named_parameters()}
+        self._names = {name.replace(".base_layer.", ".") for name, _ in self._model.named_parameters()}
+        self._missing = set(self._names)
         self._held = Held(self._model)
         self._unwatch = self._held.watch(self.arriving.given) if _on_cpu() else lambda: None
         initialize_layerwise_reload(self._model)
@@ -121,10 +123,12 @@ class Loading:
         Raises PushRefused where it is not whole, or the model holds something else.
         """
         self.arriving.check(fingerprint)
-        # A server that quantises has other parameters, of other numbers.
         dense = self._config.quantization is None
-        if self._missing and dense:
-            raise PushRefused(f"the push has nothing for {sorted(self._missing)[0]}: it is of another model")
+        # A server that quantises has other parameters, of other numbers, in the same layers.
+        layers = layers_of(self._names) - layers_of(self.arriving.given)
+        missing = self._missing if dense else {f"layer {number}" for number in layers}
+        if missing:
+            raise PushRefused(f"the push has nothing for {min(missing)}: it is of another model")
         self.finish()
         read, apart = self._held.apart(self.arriving.given) if dense else (0, [])
         if apart:
@@ -154,6 +158,11 @@ class Loading:
                 method.process_weights_after_loading(module)
 
 
+def layers_of(names: Iterable[str]) -> set[int]:
+    """The numbers of the layers of which these parameters are."""
+    return {int(found[1]) for found in map(re.compile(r"\blayers\.(\d+)\.").search, names) if found}
+
+
 def _on_cpu() -> bool:
     from vllm.platforms import current_platform
 
@@ -166,6 +175,8 @@ class Worker:
     model_runner: Any
     vllm_config: Any
     rlhf_push: Loading | None = None
+    rlhf_last: tuple[str, str] | None = None
+    """Number and policy of the push that was committed last."""
     rlhf_given: str | None = None
     """The fingerprint of the last push that is whole; None if weights came in another way."""
     rlhf_compared: int = 0
@@ -190,19 +201,27 @@ class Worker:
         return {}
 
     def rlhf_add(self, number: str, bucket: bytes) -> dict[str, Any]:
-        """Loads a bucket. After a failure the push is given up."""
+        """Loads a bucket. One changed on its way may come again; after another failure the push is given up."""
         if self.rlhf_push is None or self.rlhf_push.arriving.number != number:
             return _refused("there is no such push: another one began, or it was given up", 404)
         try:
             with self._rlhf_config():
                 self.rlhf_push.add(bucket)
             return {}
+        except BrokenBucket as error:
+            return _refused(str(error))
         except Exception as error:
             return self._rlhf_failed(error)
 
     def rlhf_commit(self, number: str, fingerprint: str) -> dict[str, Any]:
-        """Ends a push. The answer has the policy's name."""
+        """Ends a push. The answer has the policy's name. Asked again, the same answer."""
         push = self.rlhf_push
+        if (
+            push is None
+            and self.rlhf_last is not None
+            and (number, fingerprint) == (self.rlhf_last[0], self.rlhf_given)
+        ):
+            return {"policy": self.rlhf_last[1]}
         if push is None or push.arriving.number != number:
             return _refused("there is no such push: another one began, or it was given up", 404)
         try:
@@ -210,7 +229,7 @@ class Worker:
                 self.rlhf_compared = push.commit(fingerprint)
         except Exception as error:
             return self._rlhf_failed(error)
-        self.rlhf_push, self.rlhf_given = None, fingerprint
+        self.rlhf_push, self.rlhf_given, self.rlhf_last = None, fingerprint, (number, push.arriving.policy)
         return {"policy": push.arriving.policy}
 
     def rlhf_drop(self, number: str | None = None) -> dict[str, Any]:
@@ -226,7 +245,7 @@ class Worker:
 
     def _rlhf_failed(self, error: Exception) -> dict[str, Any]:
         self.rlhf_drop()
-        plain = isinstance(error, (BrokenBucket, PushRefused))
+        plain = isinstance(error, PushRefused)
         return _refused(str(error) if plain else f"the model does not take it: {type(error).__name__}: {error}")
 
     def _rlhf_config(self) -> Any:

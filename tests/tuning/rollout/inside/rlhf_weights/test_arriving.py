@@ -125,3 +125,12 @@ def test_a_worker_of_several_compares_what_it_has_whole(torch, model):
     made, given = model
     made.layer.qkv_proj.tp_size = 2
     assert Held(made).apart(given) == (1, [])
+
+
+def test_layers_are_known_by_their_parameters_whatever_these_are_called():
+    pytest.importorskip("torch")
+    from tuning.rollout.inside.rlhf_weights.vllm import layers_of
+
+    quantised = ["model.layers.0.mlp.down_proj.weight_scale", "model.layers.11.mlp.down_proj.qweight", "lm_head.weight"]
+    assert layers_of(quantised) == {0, 11}
+    assert layers_of(["model.layers.1.input_layernorm.weight", "model.language.layers.2.norm.weight"]) == {1, 2}
