@@ -2,6 +2,7 @@
 
 dtype       weights, moments, sums     products of float32 arrays
 auto        float32                    as the device has it by default, unless it computes in float32
+fast        float32                    mixed where the processor multiplies bfloat16, else as auto
 bfloat16    float32                    as the device has it by default
 mixed       float32                    of inputs rounded to bfloat16, summed in float32; activations are float32
 float32     float32                    exact: accelerators by default round their inputs to TF32 or bfloat16
@@ -23,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tuning.processor import multiplies_bfloat16
 from tuning.target import target_platform
 
 ROUNDED = "bfloat16"
@@ -43,13 +45,15 @@ def item_bytes(dtype: str) -> int:
 
 
 def resolved(dtype: str) -> str:
-    """The type that `auto` stands for on this device; other names stay.
+    """The type that `auto` and `fast` stand for on this device; other names stay.
 
     Raises ValueError for float64 or mixed on an accelerator.
     """
     on_cpu = target_platform() == "cpu"
+    if dtype == "fast":
+        dtype = "mixed" if on_cpu and multiplies_bfloat16() else "auto"
     if dtype == "auto":
-        # XLA's matrix product on CPU is faster in float32 than in bfloat16; accelerators are built for bfloat16.
+        # Whole bfloat16 is no faster on CPU; accelerators are built for it.
         return "float32" if on_cpu else "bfloat16"
     if dtype == "float64" and not on_cpu:
         raise ValueError(

@@ -18,6 +18,7 @@ Positive = Annotated[float, Field(gt=0)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 NotNegative = Annotated[float, Field(ge=0)]
 Moments = Literal["float32", "bfloat16", "host"]
+Dtype = Literal["auto", "fast", "float32", "bfloat16", "mixed", "float64"]
 Remat = Literal["auto", "none", "products", "dots", "attention", "full", "offload"]
 
 
@@ -72,11 +73,11 @@ RULE_DEFAULTS: dict[str, dict[str, float]] = {
 class ComputeSettings:
     """How to compute. `dtype` is chosen by the device where it says auto; the rest cannot change a result."""
 
-    dtype: Literal["auto", "float32", "bfloat16", "mixed", "float64"] = "auto"
+    dtype: Dtype = "auto"
     """Type of activations; master weights, moments and sums are float32. float32 is exact on accelerators too, where
     products by default are not. mixed, on CPU alone, is float32 whose products round their inputs to bfloat16, for
-    processors that multiply those faster (`rlhf doctor` measures it). float64, on CPU alone, is for checks: weights,
-    moments and sums are float64 as well."""
+    processors that multiply those faster (`rlhf doctor` measures it). fast: mixed on such a processor, auto elsewhere.
+    float64, on CPU alone, is for checks: weights, moments and sums are float64 as well."""
     tokens_per_micro_batch: Annotated[int, Field(ge=0)] = 0
     """Row tokens of one forward and backward pass; 0: the device decides."""
     remat: Remat = "auto"

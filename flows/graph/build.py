@@ -30,6 +30,7 @@ from stages.select import Config as SelectConfig
 from stages.start import Config as StartConfig
 from stages.store.artifacts import Store
 from stages.store.keys import SHOWN, derive_seed
+from stages.worker.computing import settled
 
 T = TypeVar("T")
 # What the role `tokenizer` offers of the base: special ids are in the two configs.
@@ -190,12 +191,13 @@ class _Graph:
         the new artifact takes no role.
         """
         definition = find_stage(stage)
+        workers = self.recipe.workers
+        config = settled(config, far=workers is not None and any(w.device or w.pool for w in workers.named.values()))
         available = {**self.roles, **(roles or {})}
         inputs: dict[str, Input] = {}
         for input_name, reads in definition.inputs(config, self.recipe.data.splits).items():
             inputs |= _resolved(input_name, reads, available)
         seed = derive_seed(self.recipe.seed, SEEDS.get(stage, stage), *seed_names)
-        workers = self.recipe.workers
         device = None if workers is None else workers.named[workers.of(definition.work)].device
         self.nodes.append(Node(name, stage, config, inputs, seed, taken, device=device))
         output = Input(name)

@@ -7,11 +7,13 @@ from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from flows.recipe.computing import Defaults, filled
 from flows.recipe.fork import Fork, check_fork
 from flows.recipe.gated import BASE, Data, Name, check_gated
 from flows.recipe.limits import Limits
 from flows.recipe.partial import Partial, check_episodes, check_partial
 from flows.recipe.retention import Retention
+from flows.recipe.weights import environment_weight, shape_of
 from flows.recipe.workers import Workers
 from stages.base import Config as BaseConfig
 from stages.contract.definition import StageConfig
@@ -61,27 +63,6 @@ def policies_of(recipe: Recipe) -> list[str]:
     return ["base", *(name for name in training_sections(recipe) if name != "reward")]
 
 
-def _environment_weight(score: Any) -> float:
-    """The weight of the environment's rewards in the totals of settings of the stage score, as written."""
-    rewards = score.get("rewards") if isinstance(score, dict) else None
-    parts = rewards.values() if isinstance(rewards, dict) else ()
-    weights = [p.get("weight", 1.0) for p in parts if isinstance(p, dict) and p.get("function") == "environment"]
-    return float(sum(weights)) if all(isinstance(w, int | float) for w in weights) else 0.0
-
-
-def _shape(score: ScoreConfig) -> str | None:
-    """The setting by which the total counts something else than the sum of an environment's rewards; None if none."""
-    for name, reward in score.rewards.items():
-        if reward.function != ENVIRONMENT or not reward.weight:
-            continue
-        if score.truncated == "zero":
-            return "truncated: zero"
-        shapes = {"clip": reward.clip, "squash": reward.squash, "normalise": reward.normalise}
-        if said := [shape for shape, value in shapes.items() if value not in (None, "none")]:
-            return f"rewards.{name}.{said[0]}"
-    return None
-
-
 class RL(StageConfig):
     """Rounds of rollouts, scores and policy updates."""
 
@@ -122,7 +103,7 @@ class RL(StageConfig):
             update = {k: v for k, v in update.items() if k != "constant"}
             # The budget of Dr. GRPO's constant is the longest completion.
             derived["constant"] = rollout.get("max_tokens", RolloutConfig.model_fields["max_tokens"].default)
-        derived["environment_weight"] = _environment_weight(values.get("score"))
+        derived["environment_weight"] = environment_weight(values.get("score"))
         return values | {"update": derived | update} if derived else values
 
     @model_validator(mode="after")
@@ -132,7 +113,7 @@ class RL(StageConfig):
                 f"update.temperature {self.update.temperature} differs from rollout.temperature "
                 f"{self.rollout.temperature}: ratios need one temperature; leave the former out"
             )
-        weight = _environment_weight(self.score.model_dump())
+        weight = environment_weight(self.score.model_dump())
         if self.update.environment_weight != weight:
             raise ValueError(
                 f"update.environment_weight {self.update.environment_weight} differs from the weight {weight} that "
@@ -205,6 +186,8 @@ class Recipe(BaseModel):
     """How often a stage is tried again when its worker dies."""
     limits: Limits = Limits()
     """How long a run, a stage, and silence of a stage may last."""
+    compute: Defaults = Defaults()
+    """What sections compute in that do not say it themselves."""
     workers: Workers | None = None
     """Workers of this host that make stages beside each other; null: one makes them, one after the other."""
     retention: Retention | None = None
@@ -242,6 +225,14 @@ class Recipe(BaseModel):
         for name in section.split("."):
             part = getattr(part, name, None)
         return part
+
+    @model_validator(mode="before")
+    @classmethod
+    def _computed_as_said(cls, values: Any) -> Any:
+        """Fills in the type of sections that name none."""
+        if not isinstance(values, dict):
+            return values
+        return filled(values, {name: field.default for name, field in cls.model_fields.items()})
 
     @model_validator(mode="before")
     @classmethod
@@ -295,7 +286,7 @@ class Recipe(BaseModel):
     @model_validator(mode="after")
     def _credited_as_rewarded(self) -> Recipe:
         """Rewards of turns count on their turns only where their sum is what the total counts."""
-        if self.environment is None or self.rl is None or (shape := _shape(self.rl.score)) is None:
+        if self.environment is None or self.rl is None or (shape := shape_of(self.rl.score)) is None:
             return self
         update = self.rl.update
         if not update.credits_turns:

@@ -15,6 +15,9 @@ from stages.contract.definition import StageConfig, execution_setting
 from tuning import settings as core
 from tuning.settings import RULE_DEFAULTS, Fraction, Remat
 
+Dtype = core.Dtype
+"""Types of computing."""
+
 __all__ = ["Compute", "Fitted", "Fraction", "Lora", "Mesh", "Optimizer", "Trained"]
 
 Projection = Literal["q", "k", "v", "o", "gate", "up", "down"]

@@ -141,6 +141,16 @@ def test_mixed_is_for_cpus():
         resolved("mixed")
 
 
+@pytest.mark.parametrize("multiplies", [True, False])
+def test_fast_is_mixed_on_a_processor_that_multiplies_bfloat16_and_auto_elsewhere(monkeypatch, multiplies):
+    monkeypatch.setattr("tuning.precision.multiplies_bfloat16", lambda: multiplies)
+    assert resolved("fast") == ("mixed" if multiplies else "float32")
+    with using("fast"):
+        assert rounds_products() is multiplies
+    with compiling_for("tpu"):
+        assert resolved("fast") == "bfloat16"
+
+
 def test_other_products_of_a_mixed_process_are_as_ever():
     """Integers, and products of which XLA makes no call of its own."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 5)), jnp.float32)

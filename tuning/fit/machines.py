@@ -93,9 +93,14 @@ class Machine:
 
     def choices(self, dtype: str, remat: str = "auto") -> device.Device:
         """What the product chooses on such a device, as `tuning.device.choose` does on one that is here."""
+        kind = self.kind
+        with compiling_for(kind.platform):
+            return device.choices(kind.platform, kind.name, self.count, self.limit, self.resolved(dtype), remat)
+
+    def resolved(self, dtype: str) -> str:
+        """What a compute dtype stands for there."""
         with compiling_for(self.kind.platform):
-            kind = self.kind
-            return device.choices(kind.platform, kind.name, self.count, self.limit, resolved(dtype), remat)
+            return resolved(dtype)
 
 
 def machine(name: str) -> Machine:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tuning.models.matmul import matmul
-from tuning.precision import real
+from tuning.precision import real, rounds_products
 
 _INIT = nnx.initializers.normal(0.02)
 
@@ -32,8 +32,16 @@ class Linear(nnx.Module):
             self.bias = nnx.Param(jnp.zeros(size_out, real()))
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        out = self._product(x)
+        return out + self.bias[...].astype(x.dtype) if hasattr(self, "bias") else out
+
+    def _product(self, x: jax.Array) -> jax.Array:
         dense = isinstance(self.kernel, nnx.Variable)
-        out = matmul(x, self.kernel[...], self.back) if dense else self.kernel(x)
-        if hasattr(self, "bias"):
-            out = out + self.bias[...].astype(x.dtype)
-        return out + self.adapter(x) if hasattr(self, "adapter") else out
+        if not hasattr(self, "adapter"):
+            return matmul(x, self.kernel[...], self.back) if dense else self.kernel(x)
+        if not rounds_products():
+            return (matmul(x, self.kernel[...], self.back) if dense else self.kernel(x)) + self.adapter(x)
+        # Rounded as a sampler rounds, which has both in one kernel; the factors' gradients come by the way of low rank.
+        kernel = (self.kernel[...] if dense else self.kernel.dense()) + self.adapter.dense()
+        apart = self.adapter(jax.lax.stop_gradient(x))
+        return matmul(x, jax.lax.stop_gradient(kernel), self.back) + (apart - jax.lax.stop_gradient(apart))

@@ -1,0 +1,23 @@
+"""What `compute.dtype: fast` stands for: the type is in the keys, so it is settled before a node has one."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from stages.worker.devices import CPU, device_kind
+from tuning.processor import multiplies_bfloat16
+
+C = TypeVar("C")
+
+
+def settled(config: C, far: bool) -> C:
+    """The settings with a dtype that every machine understands alike.
+
+    far: whether workers of other hosts make nodes of the run, whose processors nobody here knows.
+    """
+    compute: Any = getattr(config, "compute", None)
+    if compute is None or compute.dtype != "fast":
+        return config
+    dtype = "mixed" if not far and device_kind() == CPU and multiplies_bfloat16() else "auto"
+    copied: C = config.model_copy(update={"compute": compute.model_copy(update={"dtype": dtype})})  # type: ignore[attr-defined]
+    return copied

@@ -1,0 +1,81 @@
+"""The type that a recipe computes in: said once, or by section, and settled before it is in a key."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from flows.graph.build import build
+from flows.graph.keying import key_of, key_parts
+from flows.recipe.reading import load_recipe
+from stages.store.keys import SHOWN
+from stages.worker import computing
+
+COMPUTED = {"sft", "reward", "round-000.rollout", "round-000.score", "round-000.update", "evaluate.base"}
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Makes this machine another one: whether its processor multiplies bfloat16, and the kind of its devices."""
+
+    def become(multiplies: bool, kind: str = "cpu:cpu") -> None:
+        monkeypatch.setattr(computing, "multiplies_bfloat16", lambda: multiplies)
+        monkeypatch.setattr(computing, "device_kind", lambda: kind)
+
+    return become
+
+
+def types(*sets: str) -> dict[str, str]:
+    nodes = build(load_recipe("smoke", sets=list(sets)))
+    return {n.name: n.config.compute.dtype for n in nodes if n.name in COMPUTED}
+
+
+def test_what_a_recipe_says_once_is_of_every_section_that_says_nothing(machine):
+    assert types() == dict.fromkeys(COMPUTED, "auto")
+    assert types("compute.dtype=float32") == dict.fromkeys(COMPUTED, "float32")
+    own = types("compute.dtype=float32", "sft.compute.dtype=mixed", "rl.update.compute.remat=full")
+    assert own == dict.fromkeys(COMPUTED, "float32") | {"sft": "mixed"}
+
+
+def test_a_section_that_is_left_out_stays_out():
+    recipe = load_recipe("smoke", sets=["compute.dtype=float32", "reward=null", "rl=null"])
+    assert recipe.reward is None and recipe.rl is None and recipe.preference is None
+
+
+@pytest.mark.parametrize(
+    ("multiplies", "kind", "expected"),
+    [
+        (True, "cpu:cpu", "mixed"),
+        (False, "cpu:cpu", "auto"),
+        (True, "gpu:NVIDIA H100 80GB HBM3", "auto"),
+    ],
+)
+def test_fast_is_mixed_where_the_processor_computes_and_multiplies_bfloat16(machine, multiplies, kind, expected):
+    machine(multiplies, kind)
+    assert types("compute.dtype=fast") == dict.fromkeys(COMPUTED, expected)
+
+
+def test_fast_is_auto_where_hosts_that_nobody_here_knows_compute_some_of_it(machine):
+    machine(True)
+    assert set(types("compute.dtype=fast", "workers.train={}").values()) == {"mixed"}
+    assert set(types("compute.dtype=fast", "workers.train={}", "workers.sample={pool: far}").values()) == {"auto"}
+
+
+def test_results_of_two_processors_share_no_key_where_they_compute_otherwise(machine):
+    def key(*sets: str) -> str:
+        nodes = {n.name: n for n in build(load_recipe("smoke", sets=list(sets)))}
+        return key_of(key_parts(nodes["sft"], {}, partial=True))
+
+    machine(True)
+    fast = key("compute.dtype=fast")
+    assert fast == key("compute.dtype=mixed")
+    machine(False)
+    assert key("compute.dtype=fast") == key() != fast
+
+
+def test_a_dumped_recipe_is_the_same_recipe():
+    recipe = load_recipe("smoke", sets=["compute.dtype=fast", "evaluate.compute.dtype=float32"])
+    dumped = json.dumps(recipe.model_dump(mode="json", context=SHOWN))
+    assert type(recipe).model_validate_json(dumped, context=SHOWN) == recipe
+    assert recipe.sft is not None and recipe.sft.compute.dtype == "fast"
