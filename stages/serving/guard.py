@@ -104,10 +104,12 @@ class Guard:
         if scope["method"] not in ("POST", "PUT", "PATCH"):
             await self._app(scope, receive, answer.send)
             return
-        if self.counts.in_flight >= self.bounds.requests:
+        # A policy comes to a busy server too: its buckets come one at a time.
+        pushing = self._pushes is not None and f"{scope['path']}/".startswith(WEIGHTS)
+        if not pushing and self.counts.in_flight >= self.bounds.requests:
             text = f"{self.bounds.requests} requests are being answered (--requests): ask again"
             raise Refused(429, text, "too_many_requests", {"retry-after": str(RETRY_SECONDS)})
-        self.counts.in_flight += 1
+        self.counts.in_flight += not pushing
         try:
             number = scope["path"].removeprefix(WEIGHTS)
             if self._pushes is None or number == scope["path"] or "/" in number:
@@ -115,7 +117,7 @@ class Guard:
             else:
                 await self._bucket(self._pushes, number, headers, scope, receive, answer)
         finally:
-            self.counts.in_flight -= 1
+            self.counts.in_flight -= not pushing
 
     async def _bucket(
         self,

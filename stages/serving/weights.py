@@ -1,11 +1,12 @@
 """A new policy over HTTP, a bucket at a time: staged beside the one in use, and swapped in whole between requests.
 
     GET  /weights                what is held: policy, fingerprint, config, and each tensor's type and shape
-    POST /weights                begins a push: {"policy": name, "config": ...} -> {"push": ID}
+    POST /weights                begins a push: {"policy": name, "config": ..., "push": ID} -> {"push": ID}
     POST /weights/ID             a bucket (`tuning.rollout.inside.rlhf_weights.frames`)
     POST /weights/ID/commit      {"fingerprint": of all tensors}: swapped in, once the requests under way have ended
     DELETE /weights/ID           gives the push up
 
+What was asked last may be asked again, where its answer was lost: it is done once.
 Until the commit answers, and wherever a push breaks, the old policy answers; but an engine that has dropped it for one
 that its devices do not take stops. The push that was begun last is the one
 that counts: those before it are told so. The fingerprint is computed from what the engine holds.
@@ -27,7 +28,7 @@ from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from stages.serving.server import Server
-from tuning.rollout.inside.rlhf_weights.frames import BUCKET_BYTES, HEADER_BYTES, first_difference, opened
+from tuning.rollout.inside.rlhf_weights.frames import BUCKET_BYTES, HEAD, HEADER_BYTES, first_difference, opened
 
 if TYPE_CHECKING:
     from tuning.rollout.engine.staged import Layout, Staged
@@ -60,6 +61,8 @@ class Begun(BaseModel):
     """Its name."""
     config: dict[str, Any]
     """Its model's config, as GET /weights tells this server's."""
+    push: Annotated[str, Field(pattern="^[0-9a-f]{32}$")] | None = None
+    """The push's ID; null: the server chooses one."""
 
 
 class Committed(BaseModel):
@@ -74,11 +77,13 @@ class Committed(BaseModel):
 class _Push:
     name: str
     staged: Staged | None
-    id: str = dataclasses.field(default_factory=lambda: secrets.token_hex(16))
+    id: str
     touched: float = dataclasses.field(default_factory=time.monotonic)
     ended: threading.Event = dataclasses.field(default_factory=threading.Event)
     arriving: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
     """Held while a bucket's body is in memory."""
+    before: bytes = b""
+    """The head of the bucket before."""
     answer: concurrent.futures.Future[dict[str, Any]] | None = None
     """Of its commit."""
 
@@ -160,10 +165,12 @@ class Pushes:
             )
         layout = self._layout_of()
         with self._lock:
+            if self._now is not None and self._now.id == asked.push:
+                return {"push": self._now.id}
             if self._last is not None and self._last.answer is not None and not self._last.answer.done():
                 raise PushBusy(f"policy {self._last.name} is being swapped in: begin again")
             self._end_now()
-            push = self._now = _Push(asked.policy, Staged(layout))
+            push = self._now = _Push(asked.policy, Staged(layout), asked.push or secrets.token_hex(16))
         threading.Thread(target=self._watch, args=(push,), name="push", daemon=True).start()
         return {"push": push.id}
 
@@ -173,13 +180,13 @@ class Pushes:
 
     def add(self, number: str, bucket: bytes) -> None:
         """Stages a bucket."""
-        pieces = opened(bucket)
+        pieces, head = opened(bucket), bucket[: HEAD.size]
         with self._lock:
             push = self._one(number)
             assert push.staged is not None
-            for piece, data in pieces:
+            for piece, data in pieces if head != push.before else ():
                 push.staged.write(piece, data)
-            push.touched = time.monotonic()
+            push.before, push.touched = head, time.monotonic()
 
     def commit(self, number: str, asked: Committed) -> dict[str, Any]:
         """Swaps a push in whose tensors are all there and are those that were sent. Asked again, the same answer."""

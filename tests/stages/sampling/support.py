@@ -1,7 +1,9 @@
 """Two policies, requests for them, and a fleet of the servers that sample; `conftest.py` has the servers."""
 
 import dataclasses
+import time
 
+import httpx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,7 @@ from tuning.models.huggingface import random_params, tensors_from_params
 from tuning.rollout.requests import Request, Sampling
 from tuning.rollout.servers.fleet import Fleet, Options
 from tuning.rollout.servers.kinds import KINDS
+from tuning.rollout.servers.server import RemoteServer
 from tuning.training.completions import token_logps
 
 TOKENIZER = byte_tokenizer()
@@ -57,6 +60,44 @@ def remote(*servers, kind="vllm", **changes):
     made = Fleet(KINDS[kind], servers, dataclasses.replace(OPTIONS, **changes), lines.append)
     made.lines = lines
     return made
+
+
+def until(happened):
+    """Waits for it."""
+    deadline = time.monotonic() + 30
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def small(url, kind=RemoteServer, **options):
+    """Buckets of 16 KiB: the policy of these tests is a few hundred."""
+
+    class Small(kind):
+        def get(self, path):
+            told = super().get(path)
+            return told | {"bucket_bytes": 2**14} if path == "/weights" else told
+
+    return Small(url, **options)
+
+
+class Unheard(RemoteServer):
+    """A proxy passes a request on and loses its answer: each third one, and that of the commit."""
+
+    def __init__(self, url):
+        super().__init__(url)
+        self.asked, self.lost = 0, []
+
+    def _answered(self, path, ask, again):
+        def heard():
+            response = ask()
+            self.asked += again
+            if again and (self.asked % 3 == 0 or (path.endswith("/commit") and path not in self.lost)):
+                self.lost.append(path)
+                raise httpx.ReadError("the connection was closed")
+            return response
+
+        return super()._answered(path, heard, again)
 
 
 def run(engine, requests):

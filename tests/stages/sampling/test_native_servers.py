@@ -6,16 +6,22 @@ import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
+from stages.serving.app import make_app
+from stages.serving.guard import Bounds
+from stages.serving.weights import BODY_BYTES, Pushes
 from tests.stages.sampling.http_server import serve
 from tests.stages.sampling.native_server import Forgetful, app_over, server_over
-from tests.stages.sampling.support import GREEDY, OPTIONS, remote, run, same, tensors
+from tests.stages.sampling.support import GREEDY, OPTIONS, Unheard, remote, run, same, small, tensors, until
 from tuning.rollout.servers.fleet import Fleet
 from tuning.rollout.servers.native import Native
 from tuning.rollout.servers.protocol import ServerLost, ServerRefused, StalePolicy
+from tuning.rollout.servers.pushes import Everywhere, fingerprint
 from tuning.rollout.servers.server import RemoteServer
 
 FLOAT32 = {"dtype": "float32"}
@@ -58,6 +64,50 @@ def test_policies_go_to_two_servers_over_http_and_none_is_sent_twice(native_serv
     again = remote(*map(RemoteServer, places), kind="native", sync="none")
     again.load(policy("second", **FLOAT32))
     same(run(again, GREEDY), native["second"])
+
+
+def test_buckets_and_commits_whose_answers_are_lost_are_sent_again(native_server, policy, native, monkeypatch):
+    monkeypatch.setattr("tuning.rollout.servers.server.FIRST_PAUSE", 0.0)
+    server = small(native_server()[1], Unheard)
+    engine = remote(server, kind="native")
+    engine.load(policy("second", **FLOAT32))
+    assert len(server.lost) > 10 and server.lost[-1].endswith("/commit")
+    same(run(engine, GREEDY), native["second"])
+
+
+def test_the_weights_of_a_policy_are_read_once_for_all_servers_that_ask_whose_they_are(policy):
+    read = []
+
+    def counted(types):
+        read.append(1)
+        yield from tensors("second")(types)
+
+    made = policy("second", tensors=counted)
+    with ThreadPoolExecutor(8) as pool:
+        found = set(pool.map(lambda _: fingerprint(made, Everywhere("float32")), range(8)))
+    assert len(found) == len(read) == 1
+
+
+def test_a_server_whose_requests_are_as_many_as_it_answers_takes_a_policy(folders, policy, native):
+    server = server_over(folders["first"], "first")
+    bounds = Bounds(requests=2, bucket_bytes=BODY_BYTES)
+    web, thread, url = serve(make_app(server, bounds, pushes=Pushes(server)))
+    place = urlsplit(url)
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 50\r\n\r\n{"
+    slow = [socket.create_connection((place.hostname, place.port)) for _ in range(2)]
+    try:
+        for sock in slow:
+            sock.sendall(head.encode())
+        until(lambda: httpx.post(f"{url}/v1/completions", json={}).status_code == 429)
+        server_of = RemoteServer(url)
+        Native().reload(server_of, policy("second", **FLOAT32))
+        assert server.policy == "second"
+    finally:
+        for sock in slow:
+            sock.close()
+        web.should_exit = True
+        thread.join()
+        server.live.close()
 
 
 def test_a_server_that_keeps_its_old_weights_under_the_new_name_is_found_out(native_server, policy):
@@ -203,17 +253,6 @@ def wire():
     cut.set()
     for listener in listeners:
         listener.close()
-
-
-def small(server):
-    """Buckets of 16 KiB: the policy of these tests is a few hundred."""
-
-    class Small(RemoteServer):
-        def get(self, path):
-            told = super().get(path)
-            return told | {"bucket_bytes": 2**14} if path == "/weights" else told
-
-    return Small(server)
 
 
 def test_a_connection_that_is_cut_in_mid_stream_leaves_the_old_policy(native_server, wire, policy, native):

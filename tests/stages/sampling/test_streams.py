@@ -5,16 +5,18 @@ vLLM itself takes them in `tests/faults/test_vllm_stream.py`.
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import types
 
 import httpx
 import pytest
 
 from tests.stages.sampling.http_server import make_app, serve
-from tests.stages.sampling.support import GREEDY, remote, run, same, tensors
+from tests.stages.sampling.support import GREEDY, Unheard, remote, run, same, small, tensors, until
 from tests.stages.sampling.vllm_engine import Client
 from tuning.rollout.inside.rlhf_weights.routes import Weights
-from tuning.rollout.servers.protocol import ServerRefused, StalePolicy
+from tuning.rollout.servers.protocol import ServerLost, ServerRefused, StalePolicy
 from tuning.rollout.servers.server import RemoteServer
 
 
@@ -26,17 +28,6 @@ def url(state):
     state.running.set()
     server.should_exit = True
     thread.join()
-
-
-def small(url, kind=RemoteServer):
-    """Buckets of 16 KiB: the policy of these tests is a few hundred."""
-
-    class Small(kind):
-        def get(self, path):
-            told = super().get(path)
-            return told | {"bucket_bytes": 2**14} if path == "/weights" else told
-
-    return Small(url)
 
 
 def unseen():
@@ -93,15 +84,16 @@ def test_other_weights_under_the_policys_name_are_found_out_by_the_fingerprint(u
 
 class Losing(RemoteServer):
     def send(self, path, bodies):
-        super().send(path, (body for number, body in enumerate(bodies) if number != 5))
+        super().send(path, (body for number, body in enumerate(bodies) if number != 12))
 
 
 class Returning(RemoteServer):
-    """The first bucket comes behind the third, too."""
+    """The first bucket comes again behind half of them."""
 
     def send(self, path, bodies):
         bodies = list(bodies)
-        super().send(path, [*bodies[:3], bodies[0], *bodies[3:]])
+        half = len(bodies) // 2
+        super().send(path, [*bodies[:half], bodies[0], *bodies[half:]])
 
 
 class Reversing(RemoteServer):
@@ -124,8 +116,6 @@ class Cutting(RemoteServer):
     [
         (Losing, r"answered 400: rows \d+ to \d+ of .* come where .* goes on from row \d+"),
         (Returning, r"answered 400: .* come where .* goes on from|answered 400: .* comes a second time"),
-        (Reversing, r"answered 400: rows \d+ to \d+ of .* come where .* goes on from row 0"),
-        (Flipping, r"answered 400: the checksum of the bucket's \d+ bytes"),
         (Cutting, r"answered 400: .* ends with row \d+ of|answered 400: the fingerprint of what came is"),
     ],
 )
@@ -143,25 +133,6 @@ def test_a_push_that_is_not_what_was_cut_leaves_a_server_that_claims_nothing(url
     engine = remote(small(url))
     engine.load(policy("second", folder=unseen))
     same(run(engine, GREEDY), native["second"])
-
-
-class Unheard(RemoteServer):
-    """A proxy passes a request on and loses its answer: each third one, and that of the commit."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.asked, self.lost = 0, []
-
-    def _answered(self, path, ask, again):
-        def heard():
-            response = ask()
-            self.asked += again
-            if again and (self.asked % 3 == 0 or (path.endswith("/commit") and path not in self.lost)):
-                self.lost.append(path)
-                raise httpx.ReadError("the connection was closed")
-            return response
-
-        return super()._answered(path, heard, again)
 
 
 def test_buckets_and_commits_whose_answers_are_lost_are_sent_again(url, state, policy, native, monkeypatch):
@@ -185,6 +156,64 @@ def test_a_bucket_that_was_changed_on_its_way_may_come_again(url, state, policy,
     engine = remote(small(url, Retrying))
     engine.load(policy("second", folder=unseen))
     same(run(engine, GREEDY), native["second"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Reversing, r"answered 400: rows \d+ to \d+ of .* come where .* goes on from row 0"),
+        (Flipping, r"answered 400: the checksum of the bucket's \d+ bytes"),
+    ],
+)
+def test_a_server_goes_on_with_its_policy_where_no_tensor_of_a_push_has_come(url, policy, native, kind, message):
+    remote(small(url)).load(policy("first", folder=unseen))
+    with pytest.raises(ServerRefused, match=message):
+        remote(small(url, kind)).load(policy("second", folder=unseen))
+    engine = remote(small(url), sync="none")
+    engine.load(policy("first", folder=unseen))
+    same(run(engine, GREEDY), native["first"])
+
+
+def test_a_server_goes_on_where_the_client_of_a_push_has_left_before_its_first_tensor(url, policy, monkeypatch):
+    monkeypatch.setattr("tuning.rollout.inside.rlhf_weights.routes.SILENT_SECONDS", 0.3)
+    remote(small(url)).load(policy("first", folder=unseen))
+    assert RemoteServer(url).post("/weights", {"policy": "second", "tied": True, "push": "a"}) == {"push": "a"}
+    # Asked again it is the same one.
+    assert RemoteServer(url).post("/weights", {"policy": "second", "tied": True, "push": "a"}) == {"push": "a"}
+    told = httpx.get(f"{url}/weights").json()
+    assert (told["policy"], told["paused"]) == ("unknown", True)
+    until(lambda: not httpx.get(f"{url}/weights").json()["paused"])
+    remote(small(url), sync="none").load(policy("first", folder=unseen))
+    with pytest.raises(ServerRefused, match="no such push"):
+        RemoteServer(url).post("/weights/a", {})
+
+
+def test_a_push_that_is_given_up_while_it_waits_for_requests_never_begins(url, state, policy, monkeypatch):
+    busy = threading.Event()
+
+    async def waiting(self, *, mode):
+        await asyncio.to_thread(busy.wait)
+        state.running.clear()
+
+    remote(small(url)).load(policy("first", folder=unseen))
+    monkeypatch.setattr(Client, "pause_generation", waiting)
+    with pytest.raises(ServerLost, match="Timeout"):
+        remote(small(url, timeout=0.5)).load(policy("second", folder=unseen))
+    busy.set()
+    until(lambda: state.version == "first" and state.running.is_set())
+    remote(small(url), sync="none").load(policy("first", folder=unseen))
+
+
+def test_a_policy_that_cannot_be_read_stops_no_server(url, state, policy):
+    def lost(types):
+        raise OSError("the disk is gone")
+        yield
+
+    remote(small(url)).load(policy("first", folder=unseen))
+    state.calls.clear()
+    with pytest.raises(OSError, match="the disk is gone"):
+        remote(small(url)).load(policy("second", folder=unseen, tensors=lost))
+    assert not any(path.startswith("/weights/") for path in state.calls) and state.version == "first"
 
 
 def test_the_push_that_was_begun_last_is_the_one_that_counts(url, policy, native):

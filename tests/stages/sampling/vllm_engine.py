@@ -18,6 +18,7 @@ class Worker:
         self._push: tuple[Arriving, Staged] | None = None
         self._given: str | None = None
         self._last: tuple[str, str] | None = None
+        self._ended: tuple[str, bool] | None = None
         self._layout = live.look(lambda engine, _: Layout(engine.config, weights_of(engine)))
 
     def rlhf_told(self) -> dict[str, Any]:
@@ -25,7 +26,7 @@ class Worker:
         return {"dtype": dtype, "tied": True, "fingerprint": self._given, "compared": 0}
 
     def rlhf_begin(self, number: str, policy: str, tied: bool) -> dict[str, Any]:
-        self.rlhf_drop()
+        self._end()
         self._push = Arriving(number, policy), Staged(self._layout)
         return {}
 
@@ -38,31 +39,38 @@ class Worker:
         except BrokenBucket as error:
             return {"refused": str(error), "status": 400}
         except (PushRefused, Unfit) as error:
-            self.rlhf_drop()
+            self._end()
             return {"refused": str(error), "status": 400}
         return {}
 
     def rlhf_commit(self, number: str, fingerprint: str) -> dict[str, Any]:
         if self._push is None and self._last is not None and (number, fingerprint) == (self._last[0], self._given):
-            return {"policy": self._last[1]}
+            return {"policy": self._last[1], "again": True}
         assert self._push is not None
         arriving, staged = self._push
         try:
             arriving.check(fingerprint)
             state = staged.state()
         except (PushRefused, Unfit) as error:
-            self.rlhf_drop()
+            self._end()
             return {"refused": str(error), "status": 400}
         self._live.look(lambda engine, _: take(engine, self._layout, state))
         self._push, self._given, self._last = None, fingerprint, (number, arriving.policy)
         return {"policy": arriving.policy}
 
     def rlhf_drop(self, number: str | None = None) -> dict[str, Any]:
-        if self._push is None or number in (None, self._push[0].number):
-            self._push = None
-        if number is None or self._push is not None:
+        if self._push is not None and number in (None, self._push[0].number):
+            self._end()
+        if number is None:
             self._given = None
-        return {}
+        return {"intact": number is not None and self._ended == (number, True)}
+
+    def _end(self) -> None:
+        if self._push is not None:
+            arriving, self._push = self._push[0], None
+            self._ended = arriving.number, not arriving.given
+            if arriving.given:
+                self._given = None
 
 
 class Client:
@@ -86,7 +94,8 @@ class Client:
 
     async def reset_prefix_cache(self, *, reset_connector: bool) -> bool:
         assert not reset_connector
-        return True
+        # vLLM's refuses while a request has keys and values.
+        return not self._state.running.is_set()
 
     async def update_weight_version(self, version: str) -> None:
         self._state.version = version

@@ -230,7 +230,7 @@ def flipped(all_):
         (flipped, "the checksum of the bucket's"),
         (lambda all_: [all_[0][:-9]], "it was cut"),
         (lambda all_: [b""], "the bucket has 0 bytes: it was cut"),
-        (lambda all_: [all_[0], all_[0]], "came, wanted are"),
+        (lambda all_: [*all_[:2], all_[0]], "came, wanted are"),
         (lambda all_: list(buckets([("model.x", tensors("new")[0][1])])), "model.x is no tensor of the model"),
         (
             lambda all_: list(buckets([(tensors("new")[0][0], tensors("new")[0][1][:, :1])])),

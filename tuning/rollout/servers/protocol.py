@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -56,6 +57,8 @@ class Policy:
     """A folder in PEFT's format over `base`; None where the policy is dense."""
     fingerprints: dict[str, str] = dataclasses.field(default_factory=dict)
     """Those of `tensors` that are known, by types (`servers.pushes`)."""
+    reading: threading.Lock = dataclasses.field(default_factory=threading.Lock, compare=False)
+    """Held while a fingerprint is read."""
 
     @property
     def weights(self) -> str:

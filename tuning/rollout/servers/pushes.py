@@ -8,7 +8,9 @@ The fingerprint of what was sent ends the push, and later tells whether a server
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import secrets
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -37,12 +39,18 @@ def push(server: Control, policy: Policy, types: Mapping[str, str], bucket_bytes
 
     Raises ServerLost and ServerRefused.
     """
-    number = server.post("/weights", {"policy": policy.weights} | begin)["push"]
+    known, number = policy.fingerprints.get(_key(types)), secrets.token_hex(16)
+    seen = Fingerprint() if known is None else None
+    stream = buckets(policy.tensors(types), bucket_bytes, seen)
+    # Cut before the push begins: a policy that cannot be read stops no server.
+    first = next(stream)
     try:
-        seen = Fingerprint()
-        server.send(f"/weights/{number}", buckets(policy.tensors(types), bucket_bytes, seen))
-        policy.fingerprints[_key(types)] = seen.hexdigest()
-        server.post(f"/weights/{number}/commit", {"fingerprint": seen.hexdigest()}, again=True)
+        begun = {"policy": policy.weights, "push": number} | begin
+        number = server.post("/weights", begun, again=True)["push"]
+        server.send(f"/weights/{number}", itertools.chain([first], stream))
+        if seen is not None:
+            known = policy.fingerprints[_key(types)] = seen.hexdigest()
+        server.post(f"/weights/{number}/commit", {"fingerprint": known}, again=True)
     except BaseException:
         with contextlib.suppress(ServerLost, ServerRefused):
             server.delete(f"/weights/{number}")
@@ -50,14 +58,15 @@ def push(server: Control, policy: Policy, types: Mapping[str, str], bucket_bytes
 
 
 def fingerprint(policy: Policy, types: Mapping[str, str]) -> str:
-    """The fingerprint of a policy whose tensors are of these types."""
+    """The fingerprint of a policy whose tensors are of these types. It is read once, whichever server asks first."""
     key = _key(types)
-    if key not in policy.fingerprints:
-        seen = Fingerprint()
-        for name, value in policy.tensors(types):
-            seen.add(name, value)
-        policy.fingerprints[key] = seen.hexdigest()
-    return policy.fingerprints[key]
+    with policy.reading:
+        if key not in policy.fingerprints:
+            seen = Fingerprint()
+            for name, value in policy.tensors(types):
+                seen.add(name, value)
+            policy.fingerprints[key] = seen.hexdigest()
+        return policy.fingerprints[key]
 
 
 def named(name: str | None, policy: Policy, found: str | None, types: Mapping[str, str]) -> str | None:

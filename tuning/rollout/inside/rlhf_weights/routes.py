@@ -1,15 +1,20 @@
 """A policy for a vLLM server over HTTP: `--middleware rlhf_weights.routes.Weights`, beside `vllm.Worker`.
 
     GET    /weights               what is held: policy, type, and the fingerprint of what came last by such a push
-    POST   /weights               begins a push: {"policy": name, "tied": bool} -> {"push": ID}
-    POST   /weights/ID            a bucket (`frames`); the one before may come again
-    POST   /weights/ID/commit     {"fingerprint": of all tensors}; asked again, the same answer
-    DELETE /weights, /weights/ID  gives a push up, and forgets the fingerprint: weights will come in another way
+    POST   /weights               begins a push: {"policy": name, "tied": bool, "push": ID} -> {"push": ID}
+    POST   /weights/ID            a bucket (`frames`)
+    POST   /weights/ID/commit     {"fingerprint": of all tensors}
+    DELETE /weights/ID            gives a push up
+    DELETE /weights               gives up whatever is under way, and forgets the fingerprint: weights will come in
+                                  another way
     GET    /weight_info           {"weight_version": the policy's name, "streams": true}
 
+What was asked last may be asked again, where its answer was lost: it is done once.
+
 From the beginning to the commit the server is paused and its policy is called `unknown`: the weights go straight into
-the model. One that got no whole push stays so, and answers nothing until it gets one. Only the push that was begun last
-counts. Where the server has an API key, /weights asks for it.
+the model. One that got part of a push stays so, and answers nothing until it gets a whole one. One that got none of its
+tensors goes on with the policy that it had, when the push is given up or nothing has come for `SILENT_SECONDS`. Only
+the push that was begun last counts. Where the server has an API key, /weights asks for it.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import asyncio
 import json
 import os
 import secrets
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -27,6 +33,8 @@ UNKNOWN = "unknown"
 """What the policy is called while it is none."""
 BODY_BYTES = BUCKET_BYTES + HEADER_BYTES
 """A request's body, at most."""
+SILENT_SECONDS = 60.0
+"""A push that brings nothing for so long is given up."""
 START = "--worker-extension-cls rlhf_weights.vllm.Worker"
 
 
@@ -43,6 +51,14 @@ class Weights:
         self.app = app
         self._one = asyncio.Lock()
         """Held while a push begins or ends."""
+        self._now: str | None = None
+        """The push that was begun last, until it ends."""
+        self._before = UNKNOWN
+        """What the policy was called before it."""
+        self._pausing = False
+        """Whether its beginning waits for the requests under way."""
+        self._touched = 0.0
+        self._watching: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         path = str(scope.get("path", "")).removeprefix(scope.get("root_path", ""))
@@ -72,38 +88,92 @@ class Weights:
         if words == ["weights"] and method == "POST":
             return await self._begin(client, _json(await _body(receive)))
         if words[0] == "weights" and method == "DELETE" and len(rest) < 2:
-            async with self._one:
-                return await _call(client, "rlhf_drop", *rest)
+            return await self._drop(client, *rest)
         if words[0] == "weights" and method == "POST" and len(rest) == 1:
+            self._touched = time.monotonic()
             return await _call(client, "rlhf_add", rest[0], await _body(receive))
         if words[0] == "weights" and method == "POST" and rest[1:] == ["commit"]:
             return await self._commit(client, rest[0], _json(await _body(receive)))
         raise _Refused(404, f"there is no {method} /{'/'.join(words)}")
 
     async def _begin(self, client: Any, asked: dict[str, Any]) -> dict[str, str]:
-        policy, tied, push = asked.get("policy"), asked.get("tied"), secrets.token_hex(16)
-        if not isinstance(policy, str) or not policy or not isinstance(tied, bool):
+        policy, tied, push = asked.get("policy"), asked.get("tied"), asked.get("push", secrets.token_hex(16))
+        if not all(isinstance(name, str) and name for name in (policy, push)) or not isinstance(tied, bool):
             raise _Refused(400, "a push begins with the policy's name and tied, whether its head is its embedding")
         _check_alone(client)
         if (await _workers(client, "rlhf_told"))[0]["tied"] and not tied:
             # Before anything changes: the server goes on with the policy that it has.
             raise _Refused(400, "the served model has its embedding for a head, and the policy has a head of its own")
         async with self._one:
+            if self._now == push:
+                return {"push": push}
+            if self._now is not None:
+                await self._end(client, self._now)
+            self._before, self._now = await client.get_weight_version(), push
             # The name goes first: whatever fails behind it, the server claims no policy.
             await client.update_weight_version(UNKNOWN)
-            await client.pause_generation(mode="wait")
+            self._pausing = True
+            try:
+                await client.pause_generation(mode="wait")
+            finally:
+                self._pausing = False
+            if self._now != push:
+                await self._go_on(client)
+                raise _Refused(409, "the push was given up before it began")
             await _call(client, "rlhf_begin", push, policy, tied)
+            self._touched = time.monotonic()
+            self._watching = asyncio.create_task(self._watch(client, push))
         return {"push": push}
 
     async def _commit(self, client: Any, push: str, asked: dict[str, Any]) -> dict[str, Any]:
         async with self._one:
             done = await _call(client, "rlhf_commit", push, str(asked.get("fingerprint")))
+            policy = done["policy"]
+            if done.get("again") and await client.get_weight_version() == policy and not await client.is_paused():
+                # Requests that run already use keys and values of this policy.
+                return done
+            self._now = None
             # With the caches that a connector holds outside the engine.
             if await client.reset_prefix_cache(reset_connector=_has_connector(client)) is False:
                 raise RuntimeError("keys and values of the old policy are still in use: the server stays paused")
+            await client.update_weight_version(policy)
             await client.resume_generation()
-            await client.update_weight_version(done["policy"])
         return done
+
+    async def _drop(self, client: Any, *number: str) -> dict[str, Any]:
+        if self._pausing and number in ((), (self._now,)):
+            # Its beginning sees it when the requests under way have ended.
+            self._now = None
+            return {}
+        async with self._one:
+            if number:
+                await self._end(client, *number)
+            else:
+                self._now, self._before = None, UNKNOWN
+                await _call(client, "rlhf_drop")
+        return {}
+
+    async def _end(self, client: Any, push: str) -> None:
+        """Gives a push up. The server goes on where none of its tensors has come."""
+        intact = (await _call(client, "rlhf_drop", push))["intact"]
+        if self._now == push:
+            self._now = None
+            if intact:
+                await self._go_on(client)
+
+    async def _go_on(self, client: Any) -> None:
+        """With the policy from before, unless it was none."""
+        if self._before != UNKNOWN:
+            await client.update_weight_version(self._before)
+            await client.resume_generation()
+
+    async def _watch(self, client: Any, push: str) -> None:
+        """Gives a push up whose client has left."""
+        while self._now == push and (left := self._touched + SILENT_SECONDS - time.monotonic()) > 0:
+            await asyncio.sleep(left)
+        if self._now == push:
+            async with self._one:
+                await self._end(client, push)
 
 
 def _check_alone(client: Any) -> None:

@@ -102,8 +102,8 @@ class Loading:
         self._names = {name.replace(".base_layer.", ".") for name, _ in self._model.named_parameters()}
         self._missing = set(self._names)
         self._held = Held(self._model)
-        self._unwatch = self._held.watch(self.arriving.given) if _on_cpu() else lambda: None
         initialize_layerwise_reload(self._model)
+        self._unwatch = self._held.watch(self.arriving.given) if _on_cpu() else lambda: None
 
     def add(self, bucket: bytes) -> None:
         """Loads the tensors that a bucket completes. Raises BrokenBucket, PushRefused, and what the model raises."""
@@ -177,6 +177,8 @@ class Worker:
     rlhf_push: Loading | None = None
     rlhf_last: tuple[str, str] | None = None
     """Number and policy of the push that was committed last."""
+    rlhf_ended: tuple[str, bool] | None = None
+    """Number of the push that ended last without a commit, and whether the model has none of its tensors."""
     rlhf_given: str | None = None
     """The fingerprint of the last push that is whole; None if weights came in another way."""
     rlhf_compared: int = 0
@@ -191,7 +193,7 @@ class Worker:
 
     def rlhf_begin(self, number: str, policy: str, tied: bool) -> dict[str, Any]:
         """Begins a push, in place of one that is under way. tied: whether the policy's head is its embedding."""
-        self.rlhf_drop()
+        self._rlhf_end()
         mine = self.rlhf_told()["tied"]
         if mine and not tied:
             return _refused("the served model has its embedding for a head, and the policy has a head of its own")
@@ -233,18 +235,30 @@ class Worker:
         return {"policy": push.arriving.policy}
 
     def rlhf_drop(self, number: str | None = None) -> dict[str, Any]:
-        """Gives up a push, by its number or whatever is under way, and forgets the fingerprint."""
-        push = self.rlhf_push
-        if push is not None and number in (None, push.arriving.number):
-            self.rlhf_push = None
-            with self._rlhf_config():
-                push.finish()
-        if number is None or push is not None:
+        """Gives up a push, by its number or whatever is under way. Without a number the fingerprint is forgotten too.
+
+        The answer says whether the model is `intact`: it has no tensor of this push.
+        """
+        if self.rlhf_push is not None and number in (None, self.rlhf_push.arriving.number):
+            self._rlhf_end()
+        if number is None:
             self.rlhf_given, self.rlhf_compared = None, 0
-        return {}
+        return {"intact": number is not None and self.rlhf_ended == (number, True)}
+
+    def _rlhf_end(self) -> None:
+        """Ends the push that is under way, if any."""
+        push, self.rlhf_push = self.rlhf_push, None
+        if push is None:
+            return
+        intact = not push.arriving.given
+        self.rlhf_ended = push.arriving.number, intact
+        if not intact:
+            self.rlhf_given, self.rlhf_compared = None, 0
+        with self._rlhf_config():
+            push.finish()
 
     def _rlhf_failed(self, error: Exception) -> dict[str, Any]:
-        self.rlhf_drop()
+        self._rlhf_end()
         plain = isinstance(error, PushRefused)
         return _refused(str(error) if plain else f"the model does not take it: {type(error).__name__}: {error}")
 
