@@ -31,6 +31,8 @@ from tuning.data.similar import PERMUTATIONS, band_keys, bands_of, near_duplicat
 
 BAND_BYTES = 1 << 27
 """Of keys of bands that are held until they are written."""
+COLUMN_BYTES = 1 << 31
+"""Which an array of texts has fewer of."""
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -289,17 +291,29 @@ def without(table: pa.Table, gone: Digests | None) -> pa.Table:
 def ordered(table: pa.Table, output: str, shard: int, seed: int | None = None) -> pa.Table:
     """Of all rows of a shard for each key the first in the sources, sorted by id; with a seed shuffled by it instead.
 
-    The order of the rows in `table` changes nothing.
+    The order of the rows in `table` changes nothing. Raises ValueError where they are more than Arrow sorts at a time.
     """
+    try:
+        return table.select(list(SCHEMAS[output])).take(_order(table, shard, seed))
+    except pa.ArrowInvalid as error:
+        largest = max(table.column_names, key=lambda name: table[name].nbytes)
+        if (size := table[largest].nbytes) < COLUMN_BYTES:
+            raise
+        raise ValueError(
+            f"{output}, shard {shard}: its column {largest} has {size / 2**30:.1f} GiB, and Arrow sorts 2 GiB of texts "
+            "at a time: raise data.shards, so that a shard has fewer rows"
+        ) from error
+
+
+def _order(table: pa.Table, shard: int, seed: int | None) -> pa.Array:
+    """Places of the rows of `ordered`."""
     at, _ = _firsts(table)
     if seed is not None:
         rng = np.random.Generator(np.random.PCG64([abs(seed), shard]))
         # Sorted by key, so the shuffled order depends on content and seed alone.
-        at = at.take(pa.array(rng.permutation(len(at))))
-    else:
-        ids = table.select(["id", "position"]).take(at)
-        at = at.take(pc.sort_indices(ids, [("id", "ascending"), ("position", "ascending")]))
-    return table.select(list(SCHEMAS[output])).take(at)
+        return at.take(pa.array(rng.permutation(len(at))))
+    ids = table.select(["id", "position"]).take(at)
+    return at.take(pc.sort_indices(ids, [("id", "ascending"), ("position", "ascending")]))
 
 
 def write_output(
