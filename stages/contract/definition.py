@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from stages.contract.fingerprint import NUMERIC_LIBRARIES
 from stages.store.artifacts import Artifact
-from stages.store.keys import EXECUTION
+from stages.store.keys import EXECUTION, without_userinfo
 
 
 class StageConfig(BaseModel):
@@ -134,6 +134,10 @@ def _computes(config: Any) -> bool:
     return True
 
 
+def _leaves_nothing(ctx: Context) -> None:
+    pass
+
+
 def _by_all(config: Any) -> str:
     return "all"
 
@@ -179,6 +183,8 @@ class Stage:
     """The figures to look at first. One whose metrics are missing is left out."""
     work: Work = "train"
     """What it does, by which a run with several workers gives it to one of them."""
+    tidy: Callable[[Context], None] = _leaves_nothing
+    """Removes what it has left beside `out` and `work`, once that is of no use."""
     samples: str = ""
     """Path prefix of a table with prompts and completions for display; empty: there is none."""
 
@@ -186,6 +192,13 @@ class Stage:
     def module(self) -> str:
         """The module in which the stage is defined, with which its fingerprint begins."""
         return self.run.__module__
+
+    def tidied(self, ctx: Context) -> None:
+        """Calls `tidy`, since the artifact is committed or the next try begins anew. An error is logged alone."""
+        try:
+            self.tidy(ctx)
+        except Exception as e:
+            ctx.log(without_userinfo(f"what {self.name} has left was not removed ({type(e).__name__}: {e})"))
 
     def figures(self, metrics: Mapping[str, Any]) -> str:
         """The headline of these metrics, in one line."""

@@ -67,8 +67,9 @@ def _fetched(
     from tuning.data import by_shard
 
     config: Config = ctx.config
+    gone = None if fates.gone is None else fates.gone.column
     merge, groups = by_shard.planned(
-        *(pieces.blocks, f"{pieces.blocks}-merged", pieces.outputs, sizes, outputs, pieces.shards, seed, fates.gone)
+        *(pieces.blocks, f"{pieces.blocks}-merged", pieces.outputs, sizes, outputs, pieces.shards, seed, gone)
     )
     total = len(outputs) * pieces.shards
     if done := by_shard.finished(merge):

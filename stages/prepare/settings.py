@@ -138,7 +138,8 @@ class Config(StageConfig):
     order: Literal["id", "shuffled"] = "id"
     """Order of the rows of a shard: by id, or shuffled by the seed."""
     shards: int = Field(default=0, ge=0, le=10_000)
-    """Files of each output; 0: one for each 64 MB of raw data. A file is sorted in memory."""
+    """Files of each output; 0: one for each 64 MB of raw data. A file is sorted in memory, and a column of it is
+    less than 2 GiB."""
     max_dead_fraction: float = Field(default=0.1, ge=0, le=1)
     """More unreadable records than this share of all are an error."""
     max_dead_records: Annotated[int, Field(ge=0)] | None = None

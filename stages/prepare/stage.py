@@ -196,6 +196,14 @@ def _scratch(ctx: Context, config: Config) -> str:
     return f"{config.runner.scratch.rstrip('/')}/{ctx.work.name}" if config.runner.scratch else str(ctx.work)
 
 
+def tidy(ctx: Context) -> None:
+    """Removes what workers have left below the scratch URL. Raises an error that names it where that is impossible."""
+    from tuning.data.remote import remove_folder
+
+    if ctx.config.runner.scratch:
+        remove_folder(_scratch(ctx, ctx.config))
+
+
 def _contamination(ctx: Context, config: Config, scratch: str) -> tuple[str, tuple[int, ...]]:
     """The file of n-gram hashes of the evaluation prompts, and the lengths of the n-grams."""
     import numpy as np
@@ -373,4 +381,5 @@ STAGE = Stage(
     makes="data",
     reads={"base": Reads("base", ("tokenizer/",))},
     headline=("{rows}",),
+    tidy=tidy,
 )

@@ -12,17 +12,22 @@ from collections.abc import Collection, Iterator
 
 from stages.store.keys import derive_seed
 
+AT_A_TIME = 4096
+"""Places that are drawn with one call, where a round has some hundreds of prompts."""
+
 
 def positions(total: int, start: int, seed: int) -> Iterator[int]:
     """Numbers of prompts, each below `total`, from position `start` of the endless sequence of passes on."""
-    import grain.python as grain
+    import numpy as np
+
+    from tuning.data.shuffled import shuffled
 
     first, skipped = divmod(start, total)
     for lap in itertools.count(first):
-        # Each pass has an order of its own; the seed stays in 31 bits.
-        order = grain.MapDataset.range(total).shuffle(seed=(seed + lap) % 2**31)
-        for place in range(skipped if lap == first else 0, total):
-            yield int(order[place])
+        for place in range(skipped if lap == first else 0, total, AT_A_TIME):
+            places = np.arange(place, min(place + AT_A_TIME, total))
+            # Each pass has an order of its own; the seed stays in 31 bits.
+            yield from shuffled(places, total, (seed + lap) % 2**31).tolist()
 
 
 def prompts_of_round(count: int, total: int, round_number: int, seed: int, first: int | None = None) -> list[int]:
@@ -39,11 +44,17 @@ def prompts_of_refill(count: int, total: int, start: int, seed: int, used: Colle
 
     Refills have an order of their own, which they walk from position `start`: in that of the rounds, the next prompts
     are those that the next round draws anyway, and what a round draws must not depend on what was missing before it.
+
+    Raises ValueError for one in `used` that is not below `total`.
     """
-    taken: dict[int, None] = {}
     used = frozenset(used)
-    for number in positions(total, start, derive_seed(seed, "refills")):
-        if len(taken) == count or len(taken) + len(used) == total:
+    if used and max(used) >= total:
+        raise ValueError(f"prompt {max(used)} is used, but the {total} of the data have numbers below {total}")
+    wanted = min(count, total - len(used))
+    taken: dict[int, None] = {}
+    # From any position on two passes have each prompt.
+    for number in itertools.islice(positions(total, start, derive_seed(seed, "refills")), 2 * total):
+        if len(taken) == wanted:
             break
         if number not in used:
             taken.setdefault(number)

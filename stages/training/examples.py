@@ -62,8 +62,13 @@ class Table:
 
     def groups(self) -> list[str]:
         """The group of each row; where the data names none, its prompt is the group."""
-        prompts = self.examples.prompt_bytes()
-        return [group or prompt.hex() for group, prompt in zip(self.column("group"), prompts, strict=True)]
+        import numpy as np
+
+        groups = self.column("group")
+        unnamed = np.flatnonzero([not group for group in groups])
+        for row, prompt in zip(unnamed, self.examples[unnamed].prompt_bytes(), strict=True):
+            groups[row] = prompt.hex()
+        return groups
 
 
 def train_and_heldout(ctx: Context, data: Artifact, part: str, fraction: float) -> tuple[Table, Table]:

@@ -164,10 +164,12 @@ def run_request(request: Request, memory: dict[str, Any], events: Events, gang: 
         if isinstance(e, loaded.SourceDiffers):
             # Were the edit undone, the next try would go on with it.
             folder.drop()
+            stage.tidied(context)
         raise
     # Another process may have committed the key meanwhile: its artifact stays, and is not what is in memory here.
     _keep(memory, gang, made if committed.digest == made else None)
     folder.drop()
+    stage.tidied(context)
     if request.hand_over != "no":
         _hand_over(committed, request.hand_over == "store", memory, events)
     return committed.manifest

@@ -31,6 +31,7 @@ import pyarrow as pa
 from apache_beam.metrics import Metrics
 
 from tuning.atomic import whole_file
+from tuning.data.digests import Digests
 from tuning.data.gather import schema_of, tables
 from tuning.data.merge import ordered, without
 from tuning.data.pipeline import executed, pipeline_on
@@ -107,7 +108,7 @@ class Cut(beam.DoFn):
         self.gone = None
         if self.merge.gone is not None:
             folder, _, name = self.merge.gone.rpartition("/")
-            self.gone = next(tables(folder, [name]))["content"].combine_chunks()
+            self.gone = Digests(next(tables(folder, [name]))["content"].combine_chunks())
 
     def process(self, group: Group) -> Iterator[tuple[Key, Cell] | beam.pvalue.TaggedOutput]:
         number, blocks = group

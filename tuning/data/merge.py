@@ -6,8 +6,8 @@
 
 Work proceeds shard by shard, on Arrow columns. Equal records and equal rows have equal keys, and a key determines its
 shard, so duplicates meet in one shard. What is compared over all shards is on disk, in buckets by its hash. So memory
-holds a shard for each thread and a bucket; where near duplicates are looked for 16 bytes a record too, and the digests
-of those that leave.
+holds a shard for each thread and a bucket; where near duplicates are looked for 16 bytes a record too, and 32 of each
+that leaves.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tuning.data.buckets import HASH_BITS, Buckets
+from tuning.data.digests import Digests
 from tuning.data.gather import file_of, gather, schema_of, tables
 from tuning.data.schema import DEAD, SCHEMAS, ipc_table, table_of, write_parquet
 from tuning.data.similar import PERMUTATIONS, band_keys, bands_of, near_duplicates
 
 BAND_BYTES = 1 << 27
 """Of keys of bands that are held until they are written."""
+COLUMN_BYTES = 1 << 31
+"""Which an array of texts has fewer of."""
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -81,7 +84,7 @@ class Fates:
     """Planned rows by output."""
     dropped_rows: Counter[str] = dataclasses.field(default_factory=Counter)
     """Dropped rows by output:reason."""
-    gone: pa.Array | None = None
+    gone: Digests | None = None
     """Contents of near duplicates; their rows are left out."""
     drawn: int = 0
     """Records whose side is drawn by their group."""
@@ -125,7 +128,7 @@ def fates(pieces: Pieces, threshold: float | None = None) -> Fates:
     groups = Buckets(pieces.folder / "hashes-groups", heldout=bool)
     for shard in range(pieces.shards):
         ledger, copies = unique(pieces.read("ledger", shard))
-        near = None if total.gone is None else pc.is_in(ledger["key"], value_set=total.gone)
+        near = None if total.gone is None else pa.array(total.gone.holds(ledger["key"]))
         if near is not None:
             ledger = ledger.set_column(
                 ledger.schema.get_field_index("fate"), "fate", pc.if_else(near, "near_duplicate", ledger["fate"])
@@ -180,7 +183,7 @@ def _counted(lists: pa.ChunkedArray) -> dict[str, int]:
     return {entry["values"]: entry["counts"] for entry in counts}
 
 
-def _similar(pieces: Pieces, threshold: float) -> pa.Array:
+def _similar(pieces: Pieces, threshold: float) -> Digests:
     """Contents to leave out. Among similar records a held-out one stays, else the first in the sources.
 
     Signatures are on disk, and mapped; keys of bands are there in buckets.
@@ -204,7 +207,7 @@ def _similar(pieces: Pieces, threshold: float) -> pa.Array:
             ends.append(ends[-1] + len(live))
     if not ends[-1]:
         # An empty file cannot be mapped.
-        return pa.array([], pa.string())
+        return Digests.of([])
     mapped = np.memmap(pieces.folder / "signatures", np.uint32, "r", shape=(ends[-1], PERMUTATIONS))
     found = ((rows["hash"], rows["number"]) for band in bands for rows in band)
     gone = near_duplicates(mapped, np.concatenate(ranks), threshold, found)
@@ -212,8 +215,9 @@ def _similar(pieces: Pieces, threshold: float) -> pa.Array:
     for shard, (start, stop) in enumerate(itertools.pairwise(ends)):
         # Read again: the digests of all records would be most of the memory.
         own = gone[np.searchsorted(gone, start) : np.searchsorted(gone, stop)] - start
-        parts.append(_live(pieces, shard, [])["key"].combine_chunks().take(pa.array(own)) if len(own) else None)
-    return pa.concat_arrays([part for part in parts if part is not None] or [pa.array([], pa.string())])
+        if len(own):
+            parts.append(_live(pieces, shard, [])["key"].combine_chunks().take(pa.array(own)))
+    return Digests.of(parts)
 
 
 def _live(pieces: Pieces, shard: int, more: Sequence[str]) -> pa.Table:
@@ -272,36 +276,48 @@ def _lines(pieces: Pieces, name: str, hash64: Any) -> Iterator[tuple[str, dict[s
             yield line[name], line
 
 
-def merged(pieces: Pieces, output: str, shard: int, gone: pa.Array | None = None, seed: int | None = None) -> pa.Table:
+def merged(pieces: Pieces, output: str, shard: int, gone: Digests | None = None, seed: int | None = None) -> pa.Table:
     """One final shard of an output: `ordered` rows, without those of the contents in `gone`."""
     return ordered(without(pieces.read(output, shard), gone), output, shard, seed)
 
 
-def without(table: pa.Table, gone: pa.Array | None) -> pa.Table:
+def without(table: pa.Table, gone: Digests | None) -> pa.Table:
     """The rows whose contents are not in `gone`."""
     if gone is None or not len(gone):
         return table
-    return table.filter(pc.invert(pc.is_in(table["content"], value_set=gone)))
+    return table.filter(pa.array(~gone.holds(table["content"])))
 
 
 def ordered(table: pa.Table, output: str, shard: int, seed: int | None = None) -> pa.Table:
     """Of all rows of a shard for each key the first in the sources, sorted by id; with a seed shuffled by it instead.
 
-    The order of the rows in `table` changes nothing.
+    The order of the rows in `table` changes nothing. Raises ValueError where they are more than Arrow sorts at a time.
     """
+    try:
+        return table.select(list(SCHEMAS[output])).take(_order(table, shard, seed))
+    except pa.ArrowInvalid as error:
+        largest = max(table.column_names, key=lambda name: table[name].nbytes)
+        if (size := table[largest].nbytes) < COLUMN_BYTES:
+            raise
+        raise ValueError(
+            f"{output}, shard {shard}: its column {largest} has {size / 2**30:.1f} GiB, and Arrow sorts 2 GiB of texts "
+            "at a time: raise data.shards, so that a shard has fewer rows"
+        ) from error
+
+
+def _order(table: pa.Table, shard: int, seed: int | None) -> pa.Array:
+    """Places of the rows of `ordered`."""
     at, _ = _firsts(table)
     if seed is not None:
         rng = np.random.Generator(np.random.PCG64([abs(seed), shard]))
         # Sorted by key, so the shuffled order depends on content and seed alone.
-        at = at.take(pa.array(rng.permutation(len(at))))
-    else:
-        ids = table.select(["id", "position"]).take(at)
-        at = at.take(pc.sort_indices(ids, [("id", "ascending"), ("position", "ascending")]))
-    return table.select(list(SCHEMAS[output])).take(at)
+        return at.take(pa.array(rng.permutation(len(at))))
+    ids = table.select(["id", "position"]).take(at)
+    return at.take(pc.sort_indices(ids, [("id", "ascending"), ("position", "ascending")]))
 
 
 def write_output(
-    pieces: Pieces, output: str, shard: int, path: Path, gone: pa.Array | None = None, seed: int | None = None
+    pieces: Pieces, output: str, shard: int, path: Path, gone: Digests | None = None, seed: int | None = None
 ) -> int:
     """Write one final shard, the result of `merged`; returns its number of rows."""
     return write_parquet(path, [merged(pieces, output, shard, gone, seed)], SCHEMAS[output])
@@ -316,7 +332,7 @@ def leaks(pieces: Pieces, found: Fates) -> bool:
     for shard in range(pieces.shards):
         live = _live(pieces, shard, ["heldout", "prompt_hashes"])
         if found.gone is not None:
-            live = live.filter(pc.invert(pc.is_in(live["key"], value_set=found.gone)))
+            live = live.filter(pa.array(~found.gone.holds(live["key"])))
         hashes, lines = (pc.list_flatten(live["prompt_hashes"]), pc.list_parent_indices(live["prompt_hashes"]))
         prompts.add(_uint64(hashes), heldout=live["heldout"].take(lines).to_numpy())
     return any(len(_on_both_sides(rows)) for rows in prompts)

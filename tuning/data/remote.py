@@ -160,6 +160,17 @@ def publish(url: str, data: bytes) -> None:
     again(lambda: fs.pipe_file(path, data), url)
 
 
+def remove_folder(url: str) -> None:
+    """Removes a folder and what is in it, where there is one. Errors name it."""
+    fs, path = filesystem(url)
+    try:
+        again(lambda: fs.rm(path, recursive=True), url)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise SourceError(f"{url}: {error}") from error
+
+
 @functools.lru_cache(maxsize=8)
 def local_copy(url: str) -> str:
     """The local path of a file or folder: `url` itself, or a copy that each process downloads once."""

@@ -1,12 +1,15 @@
 """Passes over the prompts: each prompt once in each, whatever rounds and refills there are (R22)."""
 
+import itertools
 from collections import Counter
 
+import grain.python as grain
 import pytest
 
 from flows.graph.build import build
 from flows.recipe.reading import load_recipe
 from stages.sampling.order import positions, prompts_of_refill, prompts_of_round
+from stages.store.keys import derive_seed
 
 
 def rollouts(*sets):
@@ -60,3 +63,27 @@ def test_a_refill_takes_what_is_left_and_no_prompt_twice():
 def test_a_position_needs_none_before_it():
     endless, later = positions(6, 0, 11), positions(6, 15, 11)
     assert [next(endless) for _ in range(25)][15:] == [next(later) for _ in range(10)]
+
+
+@pytest.mark.parametrize("total", [5, 1000, 65_535, 65_536, 65_538, 262_144, 262_146])
+@pytest.mark.parametrize(("seed", "lap"), [(7, 0), (2**31 - 1, 1)])
+def test_a_pass_is_the_order_that_grain_draws(total, seed, lap):
+    order = grain.MapDataset.range(total).shuffle(seed=(seed + lap) % 2**31)
+    # Over the end of the pieces in which places are drawn, and to that of the pass.
+    for start, stop in ((0, min(total, 5_000)), (max(0, total - 300), total)):
+        drawn = itertools.islice(positions(total, lap * total + start, seed), stop - start)
+        assert list(drawn) == [order[place] for place in range(start, stop)]
+
+
+@pytest.mark.parametrize("total", [65_537, 262_145])
+def test_each_prompt_is_once_in_a_pass_where_grain_repeats_one(total):
+    assert sorted(prompts_of_round(total, total, 1, 7)) == list(range(total))
+    # Of what is left the last.
+    assert prompts_of_refill(1, total, 0, 7, set(range(total - 1))) == [total - 1]
+
+
+def test_a_refill_whose_round_has_prompts_of_no_table_ends_with_an_error():
+    order = list(itertools.islice(positions(5, 0, derive_seed(1, "refills")), 5))
+    assert prompts_of_refill(2, 5, 0, 1, set()) == order[:2]
+    with pytest.raises(ValueError, match="prompt 5 is used, but the 5 of the data"):
+        prompts_of_refill(5, 5, 0, 1, {0, 5})

@@ -1,5 +1,8 @@
 """What a stage itself holds out: a random draw by prompt or group, as prepare's splits are."""
 
+import tracemalloc
+
+import numpy as np
 import pytest
 
 from stages.contract.definition import Context
@@ -54,6 +57,27 @@ def test_rows_of_one_prompt_cannot_be_divided(tmp_path):
         tables(tmp_path, "sft", rows)
     train, held = tables(tmp_path / "0", "sft", rows, fraction=0.0)
     assert (len(train), len(held)) == (8, 0)
+
+
+def test_prompts_are_read_only_where_the_data_names_no_group(tmp_path):
+    groups = [None if number == 30 else "" if number == 7 else f"g{number}" for number in range(40)]
+    rows = [
+        row | {"group": group, "prompt_ids": [number + 1] * 50_000}
+        for number, (row, group) in enumerate(zip(rows_of("sft", 40), groups, strict=True))
+    ]
+    made = data(tmp_path / "data", sft=rows)
+    write_arrays(made.local("sft"))
+    table = Table(context(tmp_path), made, "sft")
+    tracemalloc.start()
+    try:
+        found, most = table.groups(), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    unnamed = {number: np.full(50_000, number + 1, np.int32).tobytes().hex() for number in (7, 30)}
+    assert found == [group or unnamed[number] for number, group in enumerate(groups)]
+    # All prompts are 8 MB: of the two their bytes and their digits, and what is on the way to them.
+    assert most < 2e6
+    assert table.only([31, 30, 8]).groups() == ["g31", unnamed[30], "g8"]
 
 
 @pytest.mark.parametrize("part", ["sft", "preference", "labelled"])

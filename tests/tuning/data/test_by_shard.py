@@ -13,6 +13,7 @@ from apache_beam.pvalue import TaggedOutput
 from tests.tuning.data import run as by_hand
 from tuning.data import by_shard, merge, pipeline
 from tuning.data.blocks import Plan
+from tuning.data.digests import Digests
 from tuning.data.remote import SourceError
 from tuning.data.runners import Runner
 from tuning.models.byte_tokenizer import byte_tokenizer
@@ -64,8 +65,8 @@ def test_shards_of_a_runner_are_those_of_this_machine(tmp_path, made, seed, leav
     plan, _, _ = made
     pieces = by_hand.pieces(plan, tmp_path)
     contents = sorted({text for s in range(SHARDS) for text in pieces.read("ledger", s)["key"].to_pylist()})
-    gone = pa.array(contents[:leaving], pa.string()) if leaving else None
-    shards, groups = planned(tmp_path, made, seed=seed, gone=gone)
+    gone = Digests.of([pa.array(contents[:leaving])]) if leaving else None
+    shards, groups = planned(tmp_path, made, seed=seed, gone=gone and gone.column)
     assert len(groups) == 3
     found = fetched(tmp_path, shards, by_shard.run(shards, groups, Runner()))
     assert set(found) == {(output, shard) for output in OUTPUTS for shard in range(SHARDS)}
@@ -132,6 +133,21 @@ def test_a_group_sends_an_element_for_each_shard_of_which_it_has_rows_and_one_of
         assert not [key for key, _ in cells if key[0] == "preference"]
         # The schema of `sft` alone has more bytes than a row or two.
         assert min(len(cell[2]) for _, cell in cells) < 2_000
+
+
+def test_contents_that_leave_are_read_once_by_a_worker_and_groups_take_nothing_for_them(tmp_path, made):
+    texts = [value.tobytes().hex() for value in np.random.default_rng(0).integers(0, 256, (300_000, 32), np.uint8)]
+    shards, groups = planned(tmp_path, made, gone=Digests.of([pa.array(texts)]).column)
+    cut = by_shard.Cut(shards, {output: range(SHARDS) for output in OUTPUTS})
+    cut.setup()
+    next((tmp_path / "pieces-merged").rglob("gone.arrow")).unlink()
+    pool = pa.proxy_memory_pool(before := pa.default_memory_pool())
+    pa.set_memory_pool(pool)
+    try:
+        sent = [sum(isinstance(element, TaggedOutput) for element in cut.process(group)) for group in groups]
+    finally:
+        pa.set_memory_pool(before)
+    assert sent == [1, 1, 1] and pool.max_memory() < 32 * len(texts) / 4
 
 
 def test_groups_have_rows_of_some_size_whatever_the_size_and_number_of_blocks(tmp_path, monkeypatch):

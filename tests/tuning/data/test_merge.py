@@ -100,3 +100,19 @@ def test_a_shard_is_sorted_with_one_copy_of_it(tmp_path):
 @pytest.mark.parametrize("seed", [None, 3])
 def test_a_shard_without_rows_is_an_empty_table(tmp_path, seed):
     assert merge.merged(merge.Pieces(tmp_path, 1, str(tmp_path), {}), "sft", 0, seed=seed).num_rows == 0
+
+
+def test_a_shard_with_more_text_than_a_column_holds_is_named(tmp_path):
+    count, length = 300, 10_000_000
+    columns = {**SCHEMAS["prompts"], **ORDER}
+    data = pa.py_buffer(b"x" * length)
+    # All texts lie at one place: 3 GB that take 10 MB.
+    text = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(np.array([0, length], np.int32)), data])
+    values = {name: pa.nulls(count, kind) for name, kind in columns.items()}
+    values |= dict.fromkeys(("id", "key"), pa.array([f"{number:03d}" for number in range(count)]))
+    values |= {"position": pa.array(np.arange(count)), "prompt": pa.chunked_array([text] * count)}
+    table = pa.table(values, schema=pa.schema(list(columns.items())))
+    with pytest.raises(ValueError, match=r"prompts, shard 7: .*column prompt has 2.8 GiB.* 2 GiB.*raise data.shards"):
+        merge.ordered(table, "prompts", 7)
+    # Up to there it is sorted.
+    assert merge.ordered(table[:3], "prompts", 7).num_rows == 3
