@@ -26,9 +26,11 @@ def write_outputs(ctx: Context, pieces: Pieces, fates: Fates, sizes: Mapping[str
     Raises LostRows where a cluster has lost some, SourceError where what it made cannot be read.
     """
     from tuning.data.flat import write_arrays
+    from tuning.data.gather import outputs_of
 
     config: Config = ctx.config
-    more = [name for name in ("heldout_sft", "heldout_preference", "heldout_labelled") if name in pieces.present]
+    present = outputs_of(pieces.blocks)
+    more = [name for name in ("heldout_sft", "heldout_preference", "heldout_labelled") if name in present]
     outputs = [*dict.fromkeys(config.splits), *more]
     # None: by id.
     seed = config.seed if config.order == "shuffled" else None
@@ -69,7 +71,7 @@ def _fetched(
     config: Config = ctx.config
     gone = None if fates.gone is None else fates.gone.column
     merge, groups = by_shard.planned(
-        *(pieces.blocks, f"{pieces.blocks}-merged", pieces.outputs, sizes, outputs, pieces.shards, seed, gone)
+        *(pieces.source, f"{pieces.source}-merged", pieces.blocks, sizes, outputs, pieces.shards, seed, gone)
     )
     total = len(outputs) * pieces.shards
     if done := by_shard.finished(merge):

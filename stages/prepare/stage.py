@@ -89,10 +89,10 @@ def run(ctx: Context) -> dict[str, Any]:
     config: Config = ctx.config
     parts, plan, folder = _planned(ctx)
     receipts = _run_blocks(ctx, config, parts, plan, folder)
-    outputs = {name: receipt["outputs"] for name, receipt in receipts.items()}
+    blocks = {name: receipt["sums"] for name, receipt in receipts.items()}
     # A cluster brings the rows together itself (`stages.prepare.outputs`).
     rows = not config.on_cluster
-    pieces = merge.gathered(folder, outputs, plan.shards, ctx.work / "gathered", config.workers, rows)
+    pieces = merge.gathered(folder, blocks, plan.shards, ctx.work / "gathered", config.workers, rows)
     taken = extracted.together(receipts.values())
     for warning in extracted.warnings(taken):
         ctx.log(f"{warning}")
@@ -252,7 +252,10 @@ def _run_blocks(ctx: Context, config: Config, parts: list[Part], plan: Plan, fol
     missing, blocks = pipeline.finished(parts, receipts)
     # The success of a runner does not prove that every part has a receipt.
     if missing:
-        raise PrepareError(f"{len(missing)} of {len(parts)} parts have no receipt, as of {missing[0].url}: run again")
+        raise PrepareError(
+            f"{len(missing)} of {len(parts)} parts have no receipt, as of {missing[0].url}: run again; on a cluster "
+            "build the image of its workers again before, where it is of another commit"
+        )
     ctx.progress(len(blocks), len(blocks), "block")
     return {name: receipts[name] for name in sorted(blocks)}
 
@@ -274,8 +277,7 @@ def _write_dead(ctx: Context, config: Config, pieces: Pieces, receipts: Mapping[
     """Write the dead letters; raises PrepareError where they are more than the settings allow."""
     from tuning.data.schema import DEAD, write_parquet
 
-    of_dead = pieces.dead([name for name, receipt in receipts.items() if receipt["dead"]])
-    dead = write_parquet(ctx.out / "dead" / "dead.parquet", of_dead, DEAD)
+    dead = write_parquet(ctx.out / "dead" / "dead.parquet", pieces.dead(), DEAD)
     limit = config.max_dead_records
     if dead > config.max_dead_fraction * read or (limit is not None and dead > limit):
         kept = ctx.work / "dead.parquet"

@@ -18,6 +18,7 @@ from tuning.data.extracted import Extracted
 from tuning.data.files import Part
 from tuning.data.records import Record
 from tuning.data.remote import local_copy
+from tuning.data.versions import Versions, here
 from tuning.models.tokenizer import load_tokenizer
 
 Counts = dict[str, int]
@@ -68,6 +69,8 @@ class Plan:
     """Rewards of `tuning.rewards.answers` that must be able to read the answers of prompts."""
     signatures: bool = False
     """Whether to compute the signatures by which near duplicates are detected."""
+    versions: Versions = dataclasses.field(default_factory=here, repr=False)
+    """What workers must have as well."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -112,12 +115,13 @@ class Entry:
 
 @dataclasses.dataclass
 class Block:
-    """Records that are processed together. `name` is unique, and the same in each run over the same parts."""
+    """Records that are processed together. Blocks of the same `name` have the same records in each run."""
 
     name: str
     part: Part
-    last: bool
-    """Whether it is the last block of its part."""
+    start: int
+    """Its places in the part are `start` to `stop`, blank lines included."""
+    stop: int
     entries: list[Entry]
     dead: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     counts: dict[str, Counts] = dataclasses.field(default_factory=dict)

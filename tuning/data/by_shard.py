@@ -32,13 +32,14 @@ from apache_beam.metrics import Metrics
 
 from tuning.atomic import whole_file
 from tuning.data.digests import Digests
-from tuning.data.gather import schema_of, tables
+from tuning.data.gather import Blocks, kind_of, schema_of, tables
 from tuning.data.merge import ordered, without
 from tuning.data.pipeline import executed, pipeline_on
 from tuning.data.receipts import counted, read_receipts, remove_receipt, write_receipt
 from tuning.data.remote import SourceError, again, filesystem, publish
 from tuning.data.runners import Runner
 from tuning.data.schema import SCHEMAS, ipc_bytes, table_of, write_parquet
+from tuning.data.versions import Versions, here
 
 GROUP_BYTES = 1 << 27
 """Bytes in memory of the rows of a group, of which a worker holds one output at a time, twice. Larger groups give fewer
@@ -47,8 +48,8 @@ CELL_BYTES = 1 << 14
 """Bytes that an element should have at least: where there are many shards groups grow, to `MOST_BYTES`."""
 MOST_BYTES = 1 << 29
 
-Group = tuple[int, list[tuple[str, list[str]]]]
-"""Its number, and its blocks with the outputs of each."""
+Group = tuple[int, dict[str, str]]
+"""Its number, and the checksums of its files by their names."""
 Key = tuple[str, int]
 """An output and a shard."""
 Cell = tuple[int, int, bytes]
@@ -74,7 +75,7 @@ class Merge:
     pieces: str
     """URL of the blocks' files."""
     into: str
-    """URL of the finished shards. It has a name of its own for each set of blocks and of contents that leave."""
+    """URL of the finished shards. It has a name of its own for what blocks hold and the contents that leave."""
     outputs: tuple[str, ...]
     shards: int
     seed: int | None
@@ -82,6 +83,8 @@ class Merge:
     groups: int
     gone: str | None
     """URL of the contents to leave out."""
+    versions: Versions = dataclasses.field(default_factory=here, repr=False)
+    """What workers must have as well."""
 
     @property
     def cells(self) -> int:
@@ -111,11 +114,11 @@ class Cut(beam.DoFn):
             self.gone = Digests(next(tables(folder, [name]))["content"].combine_chunks())
 
     def process(self, group: Group) -> Iterator[tuple[Key, Cell] | beam.pvalue.TaggedOutput]:
-        number, blocks = group
+        number, files = group
         counts = np.zeros(self.merge.cells + 1, np.int64)
         counts[-1] = 1
         for output, shards in self.wanted.items():
-            table = self._rows(output, [f"{block}.{output}.arrow" for block, outputs in blocks if output in outputs])
+            table = self._rows(output, {name: files[name] for name in files if kind_of(name) == output})
             present, starts, sizes = np.unique(table["shard"].to_numpy(), return_index=True, return_counts=True)
             kept = np.isin(present, shards)
             for shard, start, size in zip(present[kept], starts[kept], sizes[kept], strict=True):
@@ -124,7 +127,7 @@ class Cut(beam.DoFn):
                 yield (output, int(shard)), (number, *_packed(table.slice(start, size)))
         yield beam.pvalue.TaggedOutput(COUNTS, (number, counts))
 
-    def _rows(self, output: str, names: Sequence[str]) -> pa.Table:
+    def _rows(self, output: str, names: Mapping[str, str]) -> pa.Table:
         """The rows of these files that stay, sorted by shard."""
         table = pa.concat_tables(
             [table_of([], schema_of(output)), *(without(t, self.gone) for t in tables(self.merge.pieces, names))]
@@ -186,7 +189,7 @@ def _sum(found: Iterable[np.ndarray], cells: int) -> np.ndarray:
 def planned(
     pieces: str,
     into: str,
-    blocks: Mapping[str, Sequence[str]],
+    blocks: Blocks,
     sizes: Mapping[str, int],
     outputs: Sequence[str],
     shards: int,
@@ -196,13 +199,13 @@ def planned(
     """The merge of blocks, and its groups of them. Writes the contents that leave where workers read them.
 
     Args:
-        pieces: URL of the blocks' files. into: URL below which the shards are written. blocks: the outputs of each.
+        pieces: URL of the blocks' files. into: URL below which the shards are written.
         sizes: bytes of the rows of each block, in memory.
         outputs: those that are made. seed: shuffles the rows by it. gone: contents whose rows are left out.
     """
     content = None if gone is None or not len(gone) else ipc_bytes(pa.table({"content": gone}))
-    known = [list(map(list, sorted(blocks.items()))), shards, seed, content and hashlib.sha256(content).hexdigest()]
-    into = f"{into}/{hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]}"
+    known = [blocks, shards, seed, content and hashlib.sha256(content).hexdigest()]
+    into = f"{into}/{hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]}"
     if content is not None:
         publish(f"{into}/gone.arrow", content)
     most = min(max(GROUP_BYTES, shards * CELL_BYTES), MOST_BYTES)
@@ -210,9 +213,9 @@ def planned(
     room = 0
     for name, own in blocks.items():
         if not groups or sizes[name] > room:
-            groups.append((len(groups), []))
+            groups.append((len(groups), {}))
             room = most
-        groups[-1][1].append((name, list(own)))
+        groups[-1][1].update((file, own[file]) for file in own if kind_of(file) in outputs)
         room -= sizes[name]
     gone_url = None if content is None else f"{into}/gone.arrow"
     return Merge(pieces, into, tuple(outputs), shards, seed, len(groups), gone_url), groups

@@ -14,9 +14,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import hashlib
 import itertools
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,24 +37,40 @@ AHEAD = 8
 """Files of an object store that are fetched at a time."""
 
 
-def gather(
-    folder: str, blocks: Mapping[str, Sequence[str]], shards: int, into: Path, threads: int = 1, rows: bool = True
-) -> None:
+Blocks = Mapping[str, Mapping[str, str]]
+"""Of each block, in the order of records, the checksums of its files by their names."""
+
+
+def kind_of(name: str) -> str:
+    """The output of a block's file; `ledger` or `dead` where it is none."""
+    return name.split(".")[1]
+
+
+def files_of(blocks: Blocks, kind: str) -> dict[str, str]:
+    """The files of this kind of all blocks."""
+    return {name: found for own in blocks.values() for name, found in own.items() if kind_of(name) == kind}
+
+
+def outputs_of(blocks: Blocks) -> set[str]:
+    """The outputs that any block has."""
+    return {kind_of(name) for own in blocks.values() for name in own} & SCHEMAS.keys()
+
+
+def gather(folder: str, blocks: Blocks, shards: int, into: Path, threads: int = 1, rows: bool = True) -> None:
     """Writes `into`, which is made anew, the files of shards, by `file_of`.
 
     Args:
-        folder: path or URL of the blocks' files. blocks: the outputs of each, in the order of records.
-        threads: outputs that are gathered at a time. rows: else the ledger alone.
+        folder: path or URL of the blocks' files. threads: outputs that are gathered at a time.
+        rows: else the ledger alone.
     Raises:
         OSError, SourceError: a file of a block is missing or cannot be read.
     """
     shutil.rmtree(into, ignore_errors=True)
     into.mkdir(parents=True)
-    outputs = sorted({output for outputs in blocks.values() for output in outputs}) if rows else []
+    outputs = sorted(outputs_of(blocks)) if rows else []
 
     def one(output: str) -> None:
-        names = [f"{name}.{output}.arrow" for name, own in blocks.items() if output == "ledger" or output in own]
-        _divide(tables(folder, names), into / output, 0, shards)
+        _divide(tables(folder, files_of(blocks, output)), into / output, 0, shards)
 
     with ThreadPoolExecutor(max(1, threads)) as pool:
         # The ledger first: it has a line for every record.
@@ -70,34 +87,57 @@ def schema_of(output: str) -> dict[str, pa.DataType]:
     return dict(LEDGER) if output == "ledger" else {**SCHEMAS[output], **ORDER}
 
 
-def tables(folder: str, names: Sequence[str]) -> Iterator[pa.Table]:
+def tables(folder: str, names: Mapping[str, str] | Sequence[str]) -> Iterator[pa.Table]:
     """The tables of files in a folder or below a URL, in order.
 
-    Raises SourceError where one below a URL is gone or damaged. Its block has no receipt then, and is made again by the
-    next run: nobody else looks at what is in an object store, where a rule may delete what is old.
+    names: with checksums that the files are compared with before they are decoded.
+
+    Raises SourceError where one is gone or damaged. Its block has no receipt then, and is made again by the next run: a
+    rule of an object store may delete what is old, and nobody else compares what is in one.
     """
-    if "://" not in folder:
-        yield from (ipc_table(Path(folder, name)) for name in names)
-        return
+    sums = names if isinstance(names, Mapping) else {}
+    local = "://" not in folder
     fs, path = filesystem(folder)
 
-    def fetch(name: str) -> pa.Table:
-        try:
-            return ipc_table(again(functools.partial(fs.cat_file, f"{path}/{name}"), f"{folder}/{name}"))
-        except (FileNotFoundError, pa.ArrowInvalid) as error:
-            with contextlib.suppress(FileNotFoundError):
-                remove_receipt(folder, name.split(".")[0])
-            why = "is gone" if isinstance(error, FileNotFoundError) else f"is damaged ({error})"
-            raise SourceError(f"{folder}/{name} {why}; what it was made of is read again by the next run") from error
+    def read(name: str) -> pa.Buffer:
+        if local:
+            with pa.memory_map(str(Path(folder, name))) as file:
+                return file.read_buffer()
+        return pa.py_buffer(again(functools.partial(fs.cat_file, f"{path}/{name}"), f"{folder}/{name}"))
 
+    def table(name: str) -> pa.Table:
+        return _table(folder, name, read, sums.get(name))
+
+    if local:
+        yield from map(table, names)
+        return
     with ThreadPoolExecutor(AHEAD) as pool:
         waiting: collections.deque[Future[pa.Table]] = collections.deque()
         for name in names:
-            waiting.append(pool.submit(fetch, name))
+            waiting.append(pool.submit(table, name))
             if len(waiting) == AHEAD:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+
+
+def _table(folder: str, name: str, read: Callable[[str], pa.Buffer], wanted: str | None) -> pa.Table:
+    """The table of a block's file, which has this checksum where one is given; else no receipt is left of the block."""
+    try:
+        data = read(name)
+    except FileNotFoundError:
+        why = "is gone"
+    else:
+        try:
+            if wanted in (None, hashlib.sha256(data).hexdigest()):
+                return ipc_table(data)
+            why = "is damaged (it differs from its checksum)"
+        # Of what is in memory: that of a damaged frame is no error of a disk.
+        except (pa.ArrowInvalid, OSError) as error:
+            why = f"is damaged ({error})"
+    with contextlib.suppress(FileNotFoundError):
+        remove_receipt(folder, name.split(".")[0])
+    raise SourceError(f"{folder}/{name} {why}; what it was made of is read again by the next run")
 
 
 def _divide(found: Iterable[pa.Table], into: Path, low: int, high: int) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 
 from tuning.data.buckets import HASH_BITS, Buckets
 from tuning.data.digests import Digests
-from tuning.data.gather import file_of, gather, schema_of, tables
+from tuning.data.gather import Blocks, file_of, files_of, gather, schema_of, tables
 from tuning.data.schema import DEAD, SCHEMAS, ipc_table, table_of, write_parquet
 from tuning.data.similar import PERMUTATIONS, band_keys, bands_of, near_duplicates
 
@@ -42,10 +42,9 @@ class Pieces:
 
     folder: Path
     shards: int
-    blocks: str
+    source: str
     """Folder or URL of the blocks' files."""
-    outputs: Mapping[str, Sequence[str]]
-    """Of each block, in the order of records."""
+    blocks: Blocks
 
     def read(self, output: str, shard: int, columns: Sequence[str] | None = None) -> pa.Table:
         """All rows of a shard of `output` or of the ledger, in no particular order."""
@@ -53,20 +52,13 @@ class Pieces:
         table = ipc_table(path) if path.is_file() else table_of([], schema_of(output))
         return table.select(list(columns)) if columns is not None else table
 
-    def dead(self, blocks: Sequence[str]) -> Iterator[pa.Table]:
-        """Dead letters of blocks that have some."""
-        for table in tables(self.blocks, [f"{name}.dead.arrow" for name in blocks]):
+    def dead(self) -> Iterator[pa.Table]:
+        """The dead letters of all blocks."""
+        for table in tables(self.source, files_of(self.blocks, "dead")):
             yield table.select(list(DEAD))
 
-    @property
-    def present(self) -> set[str]:
-        """The outputs that any block has."""
-        return {output for outputs in self.outputs.values() for output in outputs}
 
-
-def gathered(
-    folder: str, blocks: Mapping[str, Sequence[str]], shards: int, into: Path, threads: int = 1, rows: bool = True
-) -> Pieces:
+def gathered(folder: str, blocks: Blocks, shards: int, into: Path, threads: int = 1, rows: bool = True) -> Pieces:
     """The pieces of blocks, brought together by shard in `into`; arguments and errors as of `gather`."""
     gather(folder, blocks, shards, into, threads, rows)
     return Pieces(into, shards, folder, blocks)

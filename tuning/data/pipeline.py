@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import os
 import pickle
 import sys
@@ -77,15 +76,21 @@ class Read(beam.DoFn):
 def blocks_of(part: Part, block_bytes: int) -> Iterator[Block]:
     """The records of a part, in blocks of at most `block_bytes` (but at least one record)."""
     entries: list[Entry] = []
-    size, number = 0, itertools.count()
-    for place, line in read_part(part):
+    size, start = 0, 0
+    for number, line in read_part(part):
+        place = number - part.number
         if entries and (size + len(line) > block_bytes or len(entries) == BLOCK_RECORDS):
-            yield Block(f"{name_of(part)}-{next(number):04d}", part, False, entries)
-            entries, size = [], 0
-        entries.append(Entry(part.position + place - part.number, place, line))
+            yield _block(part, start, place, entries)
+            entries, size, start = [], 0, place
+        entries.append(Entry(part.position + place, number, line))
         size += len(line)
-    # Also without records: the receipt of the last block marks the part as complete.
-    yield Block(f"{name_of(part)}-{next(number):04d}", part, True, entries)
+    # Also without records: a part is finished when blocks have all of its places.
+    yield _block(part, start, part.count, entries)
+
+
+def _block(part: Part, start: int, stop: int, entries: list[Entry]) -> Block:
+    # Both places: blocks of another size (other settings) have other names, unless they have the same records.
+    return Block(f"{name_of(part)}-{start:09d}-{stop:09d}", part, start, stop, entries)
 
 
 def name_of(part: Part) -> str:
@@ -137,11 +142,11 @@ class Write(beam.DoFn):
         receipt = {
             "part": name_of(block.part),
             "source": block.part.source,
-            "last": block.last,
+            "start": block.start,
+            "stop": block.stop,
             "records": len(block.entries) + len(block.dead),
             "dead": len(block.dead),
             "reasons": [letter["reason"] for letter in block.dead[:3]],
-            "outputs": sorted(pieces),
             "bytes": size,
             "counts": block.counts,
             "extracted": block.extracted,
@@ -223,20 +228,37 @@ def _are_whole(folder: Path, sums: dict[str, str]) -> bool:
 
 
 def finished(parts: Iterable[Part], done: dict[str, dict[str, Any]]) -> tuple[list[Part], list[str]]:
-    """(unfinished parts, blocks of finished parts). A part is finished when all its blocks are."""
-    by_part: dict[str, list[str]] = {}
+    """(unfinished parts, blocks of finished parts). A part is finished when blocks have each of its places once.
+
+    Blocks of several sizes may be there, of which those count that follow on one another.
+    """
+    by_part: dict[str, list[tuple[int, int, str]]] = {}
     for name, receipt in done.items():
-        by_part.setdefault(receipt["part"], []).append(name)
+        by_part.setdefault(receipt["part"], []).append((receipt["start"], receipt["stop"], name))
     todo, blocks = [], []
     for part in parts:
-        names = by_part.get(name_of(part), [])
-        numbers = [int(name.rpartition("-")[2]) for name in names]
-        # Names sort by block number: the last one must say so, and none before it may be missing.
-        if names and done[names[-1]]["last"] and numbers == list(range(len(names))):
-            blocks += names
-        else:
+        found = _chain(by_part.get(name_of(part), []), part.count)
+        if found is None:
             todo.append(part)
+        else:
+            blocks += found
     return todo, blocks
+
+
+def _chain(blocks: Iterable[tuple[int, int, str]], count: int) -> list[str] | None:
+    """Names of blocks, given as (start, stop, name), that cover the places to `count` without gap and overlap."""
+    # By the place where it stops, the block that follows on others from the first place on.
+    last: dict[int, tuple[int, str]] = {}
+    for start, stop, name in sorted(blocks):
+        if start < stop and (start == 0 or start in last):
+            last.setdefault(stop, (start, name))
+    names = []
+    while count:
+        if count not in last:
+            return None
+        count, name = last[count]
+        names.append(name)
+    return names[::-1]
 
 
 def run(
@@ -284,7 +306,13 @@ def executed(pipeline: beam.Pipeline, runner: Runner) -> dict[str, int]:
     """Runs a pipeline to its end; Beam's counters, as step/name."""
     with _environment_of_workers(runner.workers):
         result = pipeline.run()
-        result.wait_until_finish()
+        try:
+            result.wait_until_finish()
+        except BaseException:
+            # A job that went on would write beside that of the next run. The local runner has no job to cancel.
+            with contextlib.suppress(Exception):
+                result.cancel()
+            raise
     counters = result.metrics().query()["counters"]
     # Not every runner reports committed values.
     return {f"{c.key.metric.namespace}/{c.key.metric.name}": c.committed or c.attempted for c in counters}

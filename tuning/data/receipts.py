@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tuning.data.remote import again, filesystem, publish, type_of
+from tuning.data.versions import here
 
 SUFFIX = ".json"
 READERS = 32
@@ -21,12 +22,16 @@ COUNT_SECONDS = 1.0, 15.0
 
 
 def write_receipt(folder: str, name: str, receipt: dict[str, Any]) -> None:
-    """Writes the receipt of what is called `name`, whose files have to be there."""
+    """Writes the receipt of what is called `name`, whose files have to be there, with the version of this process."""
+    receipt = receipt | {"version": here().digest}
     publish(f"{folder}/{name}{SUFFIX}", json.dumps([receipt, _sum_of(receipt)]).encode())
 
 
 def read_receipts(folder: str) -> dict[str, dict[str, Any]]:
-    """The receipts in a folder or below a URL by name, sorted. One that is not as it was written is left out."""
+    """The receipts in a folder or below a URL by name, sorted.
+
+    One that is not as it was written is left out, and so is that of another version of the code or its libraries.
+    """
     fs, path = filesystem(folder)
     if type_of(fs, path, folder) is None:
         return {}
@@ -68,9 +73,10 @@ def _sum_of(receipt: dict[str, Any]) -> str:
 
 
 def _receipt(text: bytes) -> dict[str, Any] | None:
-    """The receipt in a file; None where it is not as it was written."""
+    """The receipt in a file; None where it does not count."""
     try:
         receipt, checksum = json.loads(text)
     except (ValueError, TypeError):
         return None
-    return receipt if isinstance(receipt, dict) and _sum_of(receipt) == checksum else None
+    whole = isinstance(receipt, dict) and _sum_of(receipt) == checksum
+    return receipt if whole and receipt.get("version") == here().digest else None

@@ -163,7 +163,7 @@ def ipc_bytes(table: pa.Table) -> bytes:
     return bytes(sink.getvalue())
 
 
-def ipc_table(file: Path | bytes) -> pa.Table:
+def ipc_table(file: Path | bytes | pa.Buffer) -> pa.Table:
     """The table of an Arrow file, local or in memory."""
     with pa.memory_map(str(file)) if isinstance(file, Path) else pa.BufferReader(file) as source:
         return pa.ipc.open_file(source).read_all()

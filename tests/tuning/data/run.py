@@ -34,8 +34,8 @@ def run(plan: Any, folder: Path, *records: Any, block_bytes: int = 1 << 20) -> l
 
 def pieces(plan: Any, folder: Path) -> merge.Pieces:
     found = pipeline.receipts(str(folder / "pieces"))
-    outputs = {name: r["outputs"] for name, r in found.items()}
-    return merge.gathered(str(folder / "pieces"), outputs, plan.shards, folder / "gathered")
+    blocks = {name: r["sums"] for name, r in found.items()}
+    return merge.gathered(str(folder / "pieces"), blocks, plan.shards, folder / "gathered")
 
 
 def rows(plan: Any, output: str, folder: Path) -> list[dict[str, Any]]:
@@ -51,8 +51,8 @@ def rows(plan: Any, output: str, folder: Path) -> list[dict[str, Any]]:
 def letters(folder: Path) -> list[dict[str, Any]]:
     """Dead letters in the order of their records."""
     found = pipeline.receipts(str(folder / "pieces"))
-    read = merge.Pieces(folder / "gathered", 1, str(folder / "pieces"), {})
-    return [row for table in read.dead([name for name, r in found.items() if r["dead"]]) for row in table.to_pylist()]
+    read = merge.Pieces(folder / "gathered", 1, str(folder / "pieces"), {name: r["sums"] for name, r in found.items()})
+    return [row for table in read.dead() for row in table.to_pylist()]
 
 
 def shards(folder: Path, rows: list[dict[str, Any]], output: str = "sft", files: int = 2) -> list[Path]:

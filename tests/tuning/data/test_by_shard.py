@@ -11,9 +11,10 @@ import pytest
 from apache_beam.pvalue import TaggedOutput
 
 from tests.tuning.data import run as by_hand
-from tuning.data import by_shard, merge, pipeline
+from tuning.data import by_shard, gather, merge, pipeline
 from tuning.data.blocks import Plan
 from tuning.data.digests import Digests
+from tuning.data.receipts import write_receipt
 from tuning.data.remote import SourceError
 from tuning.data.runners import Runner
 from tuning.models.byte_tokenizer import byte_tokenizer
@@ -25,7 +26,7 @@ SHARDS = 3
 
 @pytest.fixture
 def made(tmp_path, monkeypatch):
-    """Pieces of twelve blocks, in three groups: the plan, the outputs of each block, and the bytes of its rows."""
+    """Pieces of twelve blocks, in three groups: the plan, the sums of each block's files, and the bytes of its rows."""
     save_tokenizer(byte_tokenizer(), tmp_path / "tokenizer")
     plan = Plan(
         tokenizer=str(tmp_path / "tokenizer"), splits=("sft", "prompts", "heldout"), heldout_fraction=0.2,
@@ -36,18 +37,18 @@ def made(tmp_path, monkeypatch):
     size = len(json.dumps(records[0])) * 9
     by_hand.run(plan, tmp_path, *records, block_bytes=size)
     receipts = pipeline.receipts(str(tmp_path / "pieces"))
-    outputs = {name: r["outputs"] for name, r in receipts.items()}
+    blocks = {name: r["sums"] for name, r in receipts.items()}
     sizes = {name: r["bytes"] for name, r in receipts.items()}
     monkeypatch.setattr(by_shard, "GROUP_BYTES", sum(sizes.values()) // 2 - max(sizes.values()))
     monkeypatch.setattr(by_shard, "CELL_BYTES", 0)
-    assert len(outputs) > 10
-    return plan, outputs, sizes
+    assert len(blocks) > 10
+    return plan, blocks, sizes
 
 
 def planned(tmp_path, made, **more):
-    _, outputs, sizes = made
+    _, blocks, sizes = made
     folder = str(tmp_path / "pieces")
-    return by_shard.planned(folder, f"{folder}-merged", outputs, sizes, OUTPUTS, SHARDS, **more)
+    return by_shard.planned(folder, f"{folder}-merged", blocks, sizes, OUTPUTS, SHARDS, **more)
 
 
 def fetched(tmp_path, shards, receipts):
@@ -101,12 +102,15 @@ def test_shards_with_a_receipt_are_not_made_again(tmp_path, made):
     assert fetched(tmp_path, shards, first) == content
 
 
-def test_other_blocks_orders_or_contents_that_leave_are_other_shards(tmp_path, made):
-    plan, outputs, sizes = made
+def test_other_blocks_contents_of_blocks_orders_or_contents_that_leave_are_other_shards(tmp_path, made):
+    plan, blocks, sizes = made
     one = planned(tmp_path, made)[0].into
-    fewer = (plan, dict(list(outputs.items())[:-1]), sizes)
-    others = [planned(tmp_path, fewer), planned(tmp_path, made, seed=1), planned(tmp_path, made, gone=pa.array(["a"]))]
-    assert len({one, *(shards.into for shards, _ in others)}) == 4
+    fewer = (plan, dict(list(blocks.items())[:-1]), sizes)
+    first, *rest = blocks
+    changed = (plan, {first: dict.fromkeys(blocks[first], "other"), **{name: blocks[name] for name in rest}}, sizes)
+    others = [planned(tmp_path, of) for of in (fewer, changed)]
+    others += [planned(tmp_path, made, seed=1), planned(tmp_path, made, gone=pa.array(["a"]))]
+    assert len({one, *(shards.into for shards, _ in others)}) == 5
     assert planned(tmp_path, made)[0].into == one
 
 
@@ -120,7 +124,7 @@ def test_each_piece_is_read_once_whatever_the_number_of_shards(tmp_path, made, m
 
     monkeypatch.setattr(pa, "memory_map", counting)
     by_shard.run(shards, groups, Runner())
-    assert len(opened) == len(set(opened)) == sum(output in OUTPUTS for own in made[1].values() for output in own)
+    assert len(opened) == len(set(opened)) == sum(len(gather.files_of(made[1], output)) for output in OUTPUTS)
 
 
 def test_a_group_sends_an_element_for_each_shard_of_which_it_has_rows_and_one_of_counts(tmp_path, made):
@@ -153,11 +157,12 @@ def test_contents_that_leave_are_read_once_by_a_worker_and_groups_take_nothing_f
 def test_groups_have_rows_of_some_size_whatever_the_size_and_number_of_blocks(tmp_path, monkeypatch):
     def sizes(blocks, each, shards):
         names = [f"{number:05d}" for number in range(blocks)]
-        of = (dict.fromkeys(names, ["sft"]), dict.fromkeys(names, each))
-        groups = by_shard.planned(str(tmp_path), str(tmp_path), *of, ["sft"], shards)[1]
+        of = {name: {f"{name}.sft.arrow": "", f"{name}.ledger.arrow": ""} for name in names}
+        each_of = dict.fromkeys(names, each)
+        groups = by_shard.planned(str(tmp_path), str(tmp_path), of, each_of, ["sft"], shards)[1]
         assert [number for number, _ in groups] == list(range(len(groups)))
-        assert [name for _, blocks in groups for name, _ in blocks] == names
-        return {len(blocks) for _, blocks in groups[:-1]}
+        assert [name for _, files in groups for name in files] == [f"{name}.sft.arrow" for name in names]
+        return {len(files) for _, files in groups[:-1]}
 
     assert sizes(100_000, 2**20, 1000) == {by_shard.GROUP_BYTES >> 20}
     # One block is larger than a group.
@@ -241,16 +246,37 @@ def test_a_disk_that_is_full_here_says_nothing_of_the_shard(tmp_path, made, monk
     assert "made again" not in str(found.value) and by_shard.finished(shards) == receipts
 
 
-@pytest.mark.parametrize("content", [None, b"half"])
-def test_a_piece_that_a_store_has_lost_is_named_and_its_block_made_again(tmp_path, made, content):
-    plan, outputs, sizes = made
+@pytest.mark.parametrize("below", ["file://", ""])
+@pytest.mark.parametrize("kind", ["sft", "ledger"])
+@pytest.mark.parametrize("content", ["none", "half", "other", "bit"])
+def test_a_piece_that_is_lost_or_damaged_is_named_and_its_block_made_again(tmp_path, made, content, kind, below):
+    _, blocks, _ = made
+    folder = f"{below}{tmp_path}/pieces"
+    first, second, *_ = gather.files_of(blocks, kind)
+    piece, block = tmp_path / "pieces" / first, first.split(".")[0]
+    whole, table = piece.read_bytes(), gather.ipc_table(piece)
+    contents = {"half": [whole[:40]], "other": [(tmp_path / "pieces" / second).read_bytes()], "none": [None]}
+    # Anywhere: in frames of LZ4, in what says where they are, and in rows.
+    contents["bit"] = [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in range(9, len(whole), 199)]
+    for damaged in contents[content]:
+        piece.unlink(missing_ok=True)
+        if damaged:
+            piece.write_bytes(damaged)
+        with pytest.raises(SourceError, match=rf"{first} is (gone|damaged).* read again by the next run"):
+            list(gather.tables(folder, gather.files_of(blocks, kind)))
+        assert set(pipeline.receipts(folder, check=False)) == set(blocks) - {block}
+        write_receipt(str(tmp_path / "pieces"), block, {"sums": blocks[block]})
+    piece.write_bytes(whole)
+    assert next(gather.tables(folder, gather.files_of(blocks, kind))).equals(table)
+
+
+def test_a_worker_that_meets_a_damaged_piece_names_it(tmp_path, made):
+    _, blocks, sizes = made
     folder = f"file://{tmp_path}/pieces"
-    block = next(name for name, own in outputs.items() if "sft" in own)
-    piece = tmp_path / "pieces" / f"{block}.sft.arrow"
-    piece.unlink()
-    if content:
-        piece.write_bytes(content)
-    shards, groups = by_shard.planned(folder, f"{folder}-merged", outputs, sizes, ["sft"], SHARDS)
-    with pytest.raises(Exception, match=rf"{block}.sft.arrow is (gone|damaged).* read again by the next run"):
+    name = next(iter(gather.files_of(blocks, "sft")))
+    piece = tmp_path / "pieces" / name
+    piece.write_bytes(piece.read_bytes()[:-9] + b"x" * 9)
+    shards, groups = by_shard.planned(folder, f"{folder}-merged", blocks, sizes, ["sft"], SHARDS)
+    with pytest.raises(Exception, match=rf"{name} is damaged .*differs from its checksum.* read again by the next run"):
         by_shard.run(shards, groups, Runner())
-    assert set(pipeline.receipts(folder)) == set(outputs) - {block}
+    assert set(pipeline.receipts(folder)) == set(blocks) - {name.split(".")[0]}

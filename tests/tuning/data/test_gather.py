@@ -1,5 +1,7 @@
 """Rows of all blocks by shard: each is there once, whatever the numbers of shards and blocks, and files are few."""
 
+import hashlib
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -12,17 +14,19 @@ def written(folder, count, shards, rows=40):
     """Files of `count` blocks whose rows have random shards; the positions of each shard."""
     folder.mkdir()
     rng = np.random.default_rng(0)
-    wanted = {}
+    blocks, wanted = {}, {}
     for block in range(count):
         number = rng.integers(0, shards, rows).astype(np.int32)
         columns = {name: pa.nulls(rows, kind) for name, kind in LEDGER.items()}
         positions = np.arange(rows) + block * rows
         columns |= {"key": pa.array([str(p) for p in positions]), "position": pa.array(positions)}
         table = pa.table(columns | {"shard": pa.array(number)}, schema=pa.schema(list(LEDGER.items())))
-        (folder / f"b{block:05d}.ledger.arrow").write_bytes(ipc_bytes(table))
+        data, name = ipc_bytes(table), f"b{block:05d}"
+        (folder / f"{name}.ledger.arrow").write_bytes(data)
+        blocks[name] = {f"{name}.ledger.arrow": hashlib.sha256(data).hexdigest()}
         for position, shard in zip(positions.tolist(), number.tolist(), strict=True):
             wanted.setdefault(shard, set()).add(position)
-    return {f"b{block:05d}": [] for block in range(count)}, wanted
+    return blocks, wanted
 
 
 def read(into, shards):

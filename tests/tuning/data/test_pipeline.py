@@ -1,7 +1,10 @@
 """Records become rows by one plan: each is kept, merged, cut or set aside with a reason, and all are counted."""
 
 import dataclasses
+import shutil
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -191,6 +194,80 @@ def test_a_block_whose_files_a_disk_has_changed_has_no_receipt(plan, tmp_path, e
     assert pipeline.receipts(str(tmp_path / "pieces")) == {}
     run(plan, tmp_path, {"prompt": "a"}, {"no": 1})
     assert len(pipeline.receipts(str(tmp_path / "pieces"))) == 1
+
+
+RECORDS = [{"prompt": f"{i} p", "completion": "c" * 40, "split": "sft"} for i in range(200)]
+SMALL, LARGE = 1_000, 4_000
+"""Bytes of blocks. A row group is one part for both."""
+
+
+def group_parts(folder, block_bytes):
+    path = folder / "data.parquet"
+    if not path.exists():
+        pq.write_table(pa.Table.from_pylist(RECORDS), path)
+    return list(files.parts_of(files.DataFile(str(path), path.name), block_bytes, str(folder)))
+
+
+def small_blocks(plan, folder):
+    pipeline.run(group_parts(folder, SMALL), plan, str(folder / "pieces"), SMALL)
+    return sorted((folder / "pieces").glob("*.json"))
+
+
+def is_whole(plan, folder, block_bytes):
+    """Whether the part is finished, by blocks that have each record once."""
+    done = pipeline.receipts(str(folder / "pieces"))
+    todo, names = pipeline.finished(group_parts(folder, block_bytes), done)
+    if todo:
+        return False
+    assert sum(done[name]["records"] for name in names) == len(RECORDS)
+    sums = {name: done[name]["sums"] for name in names}
+    fates = merge.fates(merge.gathered(str(folder / "pieces"), sums, plan.shards, folder / "gathered"))
+    assert (fates.kept, fates.duplicates) == (len(RECORDS), 0)
+    return True
+
+
+def test_a_part_of_which_half_the_blocks_are_there_is_finished_by_blocks_of_another_size(plan, tmp_path):
+    found = small_blocks(plan, tmp_path)
+    for path in found[len(found) // 2 :]:
+        path.unlink()
+    assert not is_whole(plan, tmp_path, LARGE)
+    pipeline.run(group_parts(tmp_path, LARGE), plan, str(tmp_path / "pieces"), LARGE)
+    assert is_whole(plan, tmp_path, LARGE)
+
+
+def test_blocks_of_another_size_that_come_late_take_no_record_away(plan, tmp_path):
+    found = small_blocks(plan, tmp_path)
+    late = {path: path.read_bytes() for name in found[:2] for path in name.parent.glob(f"{name.stem}.*")}
+    shutil.rmtree(tmp_path / "pieces")
+    pipeline.run(group_parts(tmp_path, LARGE), plan, str(tmp_path / "pieces"), LARGE)
+    for path, content in late.items():
+        path.write_bytes(content)
+    assert is_whole(plan, tmp_path, LARGE)
+
+
+def test_a_lost_block_is_made_again_by_blocks_of_another_size(plan, tmp_path):
+    small_blocks(plan, tmp_path)[1].unlink()
+    pipeline.run(group_parts(tmp_path, LARGE), plan, str(tmp_path / "pieces"), LARGE)
+    assert is_whole(plan, tmp_path, LARGE)
+
+
+def test_blocks_of_a_finished_part_count_whatever_their_size(plan, tmp_path):
+    small_blocks(plan, tmp_path)
+    assert is_whole(plan, tmp_path, SMALL) and is_whole(plan, tmp_path, LARGE)
+
+
+@pytest.mark.parametrize("lost", [0, 3, -1])
+def test_a_part_of_which_a_block_is_missing_is_not_finished(plan, tmp_path, lost):
+    small_blocks(plan, tmp_path)[lost].unlink()
+    assert not is_whole(plan, tmp_path, SMALL)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n\n"])
+def test_a_file_without_records_is_finished(plan, tmp_path, content):
+    (tmp_path / "data.jsonl").write_bytes(content)
+    parts = list(files.parts_of(files.DataFile(str(tmp_path / "data.jsonl"), "d"), 1 << 20, str(tmp_path)))
+    pipeline.run(parts, plan, str(tmp_path / "pieces"))
+    assert pipeline.finished(parts, pipeline.receipts(str(tmp_path / "pieces")))[0] == []
 
 
 def test_groups_go_whole_and_by_hash(plan):

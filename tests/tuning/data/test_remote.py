@@ -43,6 +43,8 @@ class Faulty:
             return [BODY]
         if kind == "stalled":
             time.sleep(0.35)
+            # A client that is slow itself has not given it up.
+            self.watch(env)
             return self.app(env, start)
         body = b"".join(self.app(env, start))
         return [body[: len(body) // 2]]
@@ -97,8 +99,8 @@ def prepared(plan, source, folder, local):
     receipts = pipeline.receipts(f"{folder}/pieces")
     todo, blocks = pipeline.finished(parts, receipts)
     assert not todo and sum(r["records"] for r in receipts.values()) == len(RECORDS)
-    outputs = {name: receipts[name]["outputs"] for name in blocks}
-    read = merge.gathered(f"{folder}/pieces", outputs, plan.shards, local)
+    sums = {name: receipts[name]["sums"] for name in blocks}
+    read = merge.gathered(f"{folder}/pieces", sums, plan.shards, local)
     return {o: [merge.merged(read, o, s).drop_columns(["source", "record"]) for s in range(2)] for o in plan.splits}
 
 
@@ -137,8 +139,8 @@ def test_shards_that_workers_make_in_a_bucket_survive_its_faults(bucket, plan, t
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(r) + "\n" for r in RECORDS))
     expected = prepared(plan, str(tmp_path / "in.jsonl"), f"{url}/shards", tmp_path / "copy")
     receipts = pipeline.receipts(f"{url}/shards/pieces")
-    outputs, sizes = ({name: r[of] for name, r in receipts.items()} for of in ("outputs", "bytes"))
-    shards, groups = by_shard.planned(f"{url}/shards/pieces", f"{url}/shards/merged", outputs, sizes, plan.splits, 2)
+    sums, sizes = ({name: r[of] for name, r in receipts.items()} for of in ("sums", "bytes"))
+    shards, groups = by_shard.planned(f"{url}/shards/pieces", f"{url}/shards/merged", sums, sizes, plan.splits, 2)
     app.share = 0.2
     try:
         for key, receipt in by_shard.run(shards, groups, Runner()).items():

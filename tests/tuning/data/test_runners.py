@@ -3,12 +3,14 @@
 import concurrent.futures
 import http.server
 import json
+import signal
 import socket
 import threading
 
 import grpc
 import pytest
 from apache_beam.options.pipeline_options import PipelineOptions, PortableOptions
+from apache_beam.portability.api import beam_job_api_pb2, beam_job_api_pb2_grpc
 
 from tests.tuning.data.run import job_server
 from tuning.data import files, pipeline, runners
@@ -78,3 +80,36 @@ def test_every_target_that_grpc_has_is_reached(tmp_path):
             runners.reach(runners.Runner("PortableRunner", options={"job_endpoint": target}))
     finally:
         server.stop(0).wait()
+
+
+BEGUN, GO_ON = threading.Event(), threading.Event()
+
+
+def waits(record):
+    BEGUN.set()
+    return GO_ON.wait(60)
+
+
+def test_a_job_ends_with_the_process_that_follows_it(tmp_path):
+    """Else it would write pieces beside those of the next run."""
+    save_tokenizer(byte_tokenizer(), tmp_path / "tokenizer")
+    plan = Plan(tokenizer=str(tmp_path / "tokenizer"), splits=("sft",), rules=(f"{__name__}:waits",))
+    (tmp_path / "data.jsonl").write_text('{"prompt": "p", "completion": "c"}\n')
+    parts = list(files.parts_of(files.DataFile(str(tmp_path / "data.jsonl"), "d"), 2000, str(tmp_path)))
+
+    def interrupt():
+        if BEGUN.wait(60):
+            signal.raise_signal(signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with job_server(tmp_path) as options, grpc.insecure_channel(options["job_endpoint"]) as channel:
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                pipeline.run(parts, plan, str(tmp_path / "pieces"), runner=runners.Runner("PortableRunner", 1, options))
+            jobs = beam_job_api_pb2_grpc.JobServiceStub(channel)
+            [job] = jobs.GetJobs(beam_job_api_pb2.GetJobsRequest()).job_info
+            assert BEGUN.is_set() and job.state == beam_job_api_pb2.JobState.CANCELLED
+        finally:
+            GO_ON.set()
+            thread.join()

@@ -1,0 +1,84 @@
+"""Workers with other code or libraries than the run are refused by name; what they have left is not gone on with."""
+
+import json
+import os
+import pickle
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tuning.data import run as by_hand
+from tuning.data import by_shard, files, pipeline, versions
+from tuning.data.blocks import Plan
+from tuning.data.receipts import read_receipts, write_receipt
+from tuning.data.runners import Runner
+from tuning.models.byte_tokenizer import byte_tokenizer
+from tuning.models.tokenizer import save_tokenizer
+
+
+@pytest.fixture
+def plan(tmp_path):
+    save_tokenizer(byte_tokenizer(), tmp_path / "tokenizer")
+    return Plan(tokenizer=str(tmp_path / "tokenizer"), splits=("sft",))
+
+
+def other(name, value):
+    """The versions of another host, as they are pickled there."""
+    return pickle.dumps(versions.Versions(versions.here() | {name: value}))
+
+
+@pytest.mark.parametrize("name", ["numpy", "apache-beam", "Python", "tuning.data.drafts", "tuning.data.added"])
+def test_what_differs_is_named_with_both_versions(name):
+    told = rf"^{name} is {versions.here().get(name, 'absent')} in this worker and 0.1 where the run is.*build the image"
+    with pytest.raises(versions.OtherVersion, match=told):
+        pickle.loads(other(name, "0.1"))
+    assert pickle.loads(pickle.dumps(versions.here())) == versions.here()
+
+
+def test_workers_compare_before_they_read_cut_or_finish(plan, tmp_path):
+    there = versions.Versions(versions.here() | {"numpy": "0.1"})
+    shards = by_shard.Merge("in", "out", ("sft",), 1, None, 1, None, versions=there)
+    steps = pipeline.Apply("Validate", Plan(tokenizer="", splits=(), versions=there))
+    for step in (steps, by_shard.Cut(shards, {}), by_shard.Finish(shards)):
+        with pytest.raises(versions.OtherVersion, match="numpy"):
+            pickle.loads(pickle.dumps(step))
+
+
+def test_an_image_of_another_commit_makes_no_rows(plan, tmp_path):
+    old = tmp_path / "old"
+    shutil.copytree(versions.TUNING, old / "tuning", ignore=shutil.ignore_patterns("__pycache__"))
+    drafts = old / "tuning" / "data" / "drafts.py"
+    drafts.write_text(drafts.read_text() + "\n# Another commit.\n")
+    (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": "p", "completion": "c"}) + "\n")
+    parts = list(files.parts_of(files.DataFile(str(tmp_path / "data.jsonl"), "d"), 1 << 20, str(tmp_path)))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "apache_beam.runners.worker.worker_pool_main", f"--service_port={port}"]
+    # The pool starts `python`.
+    paths = {"PYTHONPATH": str(old), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    with subprocess.Popen(command, env=os.environ | paths, cwd=old) as pool:
+        try:
+            with by_hand.job_server(tmp_path) as options:
+                options |= {"environment_type": "EXTERNAL", "environment_config": f"localhost:{port}"}
+                with pytest.raises(Exception, match=r"tuning.data.drafts is \w+ in this worker and \w+ where"):
+                    pipeline.run(parts, plan, str(tmp_path / "pieces"), runner=Runner("PortableRunner", 1, options))
+        finally:
+            pool.kill()
+    assert not (tmp_path / "pieces").exists()
+
+
+def test_what_another_version_has_left_is_made_again(plan, tmp_path, monkeypatch):
+    [name] = by_hand.run(plan, tmp_path, {"prompt": "p", "completion": "c"})
+    folder = str(tmp_path / "pieces")
+    [(_, receipt)] = pipeline.receipts(folder).items()
+    before = versions.Versions(versions.here() | {"numpy": "0.1"})
+    with monkeypatch.context() as patch:
+        patch.setattr("tuning.data.receipts.here", lambda: before)
+        write_receipt(folder, name, receipt)
+        assert list(read_receipts(folder)) == [name]
+    assert read_receipts(folder) == {} and pipeline.receipts(folder) == {}
