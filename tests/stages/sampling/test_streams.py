@@ -181,7 +181,7 @@ def test_a_server_goes_on_where_the_client_of_a_push_has_left_before_its_first_t
     # Asked again it is the same one.
     assert RemoteServer(url).post("/weights", {"policy": "second", "tied": True, "push": "a"}) == {"push": "a"}
     told = httpx.get(f"{url}/weights").json()
-    assert (told["policy"], told["paused"]) == ("unknown", True)
+    assert (told["policy"], told["fingerprint"], told["paused"]) == ("unknown", None, True)
     until(lambda: not httpx.get(f"{url}/weights").json()["paused"])
     remote(small(url), sync="none").load(policy("first", folder=unseen))
     with pytest.raises(ServerRefused, match="no such push"):

@@ -23,7 +23,7 @@ class Worker:
 
     def rlhf_told(self) -> dict[str, Any]:
         dtype = next(iter(self._layout.kinds.values())).dtype
-        return {"dtype": dtype, "tied": True, "fingerprint": self._given, "compared": 0}
+        return {"dtype": dtype, "tied": True, "fingerprint": None if self._push else self._given, "compared": 0}
 
     def rlhf_begin(self, number: str, policy: str, tied: bool) -> dict[str, Any]:
         self._end()

@@ -189,7 +189,8 @@ class Worker:
         config = self.vllm_config.model_config
         tied = bool(getattr(config.hf_text_config, "tie_word_embeddings", False))
         about = {"dtype": str(config.dtype).removeprefix("torch."), "tied": tied}
-        return about | {"fingerprint": self.rlhf_given, "compared": self.rlhf_compared}
+        given = self.rlhf_given if self.rlhf_push is None else None
+        return about | {"fingerprint": given, "compared": self.rlhf_compared}
 
     def rlhf_begin(self, number: str, policy: str, tied: bool) -> dict[str, Any]:
         """Begins a push, in place of one that is under way. tied: whether the policy's head is its embedding."""
