@@ -17,6 +17,7 @@ from typing import Any
 from stages.common.flags import with_flags
 from stages.worker import interpreter
 from stages.worker.devices import device_kind
+from stages.worker.places import GANG
 from stages.worker.protocol import Changed, Done, Event, Failed, Heartbeat, Lost, Report, Request, parse_event
 from stages.worker.starter import in_lasting_thread
 
@@ -40,8 +41,10 @@ LOG_LINES = 8
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 
-def worker_environment() -> dict[str, str]:
+def worker_environment(gang: bool | None = None) -> dict[str, str]:
     """The environment of a process that computes: flags of XLA for its devices, and large arrays on huge pages.
+
+    gang: whether it is one of several that compute together; None: as the environment says (`stages.worker.places`).
 
     A train step allocates and frees gigabytes; on pages of 4 KiB the kernel spends a quarter of it on page faults.
     Linux with glibc 2.35 and newer; other systems ignore the setting. What the user has set stays.
@@ -50,7 +53,7 @@ def worker_environment() -> dict[str, str]:
     # Where JAX finds no device the process itself says so.
     with contextlib.suppress(RuntimeError):
         platform = device_kind().partition(":")[0]
-    environment = with_flags(os.environ, platform)
+    environment = with_flags(os.environ, platform, bool(os.environ.get(GANG)) if gang is None else gang)
     # Else transformers says in each process that torch, which nothing here needs, is not installed.
     environment.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     tunables = environment.get("GLIBC_TUNABLES", "")

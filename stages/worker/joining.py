@@ -79,7 +79,7 @@ def _life(address: str, rank: int) -> tuple[int, bool]:
     try:
         arguments = ["--join", address, "--rank", str(rank), "--parent", str(os.getpid()), "--joined", str(writing)]
         command = interpreter.command("stages.worker.rank", *arguments)
-        code = subprocess.call(command, stdin=subprocess.DEVNULL, env=worker_environment(), pass_fds=[writing])
+        code = subprocess.call(command, stdin=subprocess.DEVNULL, env=worker_environment(gang=True), pass_fds=[writing])
         joined = b""
         with contextlib.suppress(BlockingIOError):
             joined = os.read(reading, 1)
