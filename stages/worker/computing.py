@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+from stages.contract.definition import StageConfig
 from stages.worker.devices import CPU, device_kind
 from tuning.processor import multiplies_bfloat16
 
-C = TypeVar("C")
+C = TypeVar("C", bound=StageConfig)
 
 
 def settled(config: C, far: bool) -> C:
@@ -19,5 +20,4 @@ def settled(config: C, far: bool) -> C:
     if compute is None or compute.dtype != "fast":
         return config
     dtype = "mixed" if not far and device_kind() == CPU and multiplies_bfloat16() else "auto"
-    copied: C = config.model_copy(update={"compute": compute.model_copy(update={"dtype": dtype})})  # type: ignore[attr-defined]
-    return copied
+    return config.model_copy(update={"compute": compute.model_copy(update={"dtype": dtype})})

@@ -1,4 +1,4 @@
-"""XLA's flags: known to the library that reads them, behind the user's own, and none for a CPU."""
+"""XLA's flags: known to the library that reads them, behind the user's own, and none for a CPU by itself."""
 
 import importlib.util
 import mmap

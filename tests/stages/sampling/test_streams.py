@@ -188,6 +188,34 @@ def test_a_server_goes_on_where_the_client_of_a_push_has_left_before_its_first_t
         RemoteServer(url).post("/weights/a", {})
 
 
+def test_a_bucket_that_takes_long_is_no_silence(url, policy, native, monkeypatch):
+    monkeypatch.setattr("tuning.rollout.inside.rlhf_weights.routes.SILENT_SECONDS", 0.2)
+    call, slow = Client.collective_rpc, []
+
+    async def late(self, method, args=()):
+        if method == "rlhf_add" and not slow:
+            slow.append(method)
+            await asyncio.sleep(1)
+        return await call(self, method, args)
+
+    monkeypatch.setattr(Client, "collective_rpc", late)
+    engine = remote(small(url))
+    engine.load(policy("second", folder=unseen))
+    same(run(engine, GREEDY), native["second"])
+    assert slow
+
+
+def test_a_server_that_cannot_pause_goes_on_with_its_policy(url, state, policy, monkeypatch):
+    async def broken(self, *, mode):
+        raise RuntimeError("the engine is busy")
+
+    remote(small(url)).load(policy("first", folder=unseen))
+    monkeypatch.setattr(Client, "pause_generation", broken)
+    with pytest.raises(ServerLost, match="the engine is busy"):
+        remote(small(url)).load(policy("second", folder=unseen))
+    assert state.version == "first" and state.running.is_set()
+
+
 def test_a_push_that_is_given_up_while_it_waits_for_requests_never_begins(url, state, policy, monkeypatch):
     busy = threading.Event()
 

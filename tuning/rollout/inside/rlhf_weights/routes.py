@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import secrets
 import time
@@ -90,8 +91,12 @@ class Weights:
         if words[0] == "weights" and method == "DELETE" and len(rest) < 2:
             return await self._drop(client, *rest)
         if words[0] == "weights" and method == "POST" and len(rest) == 1:
-            self._touched = time.monotonic()
-            return await _call(client, "rlhf_add", rest[0], await _body(receive))
+            # While one is loaded, for however long, its client has not left.
+            self._touched = math.inf
+            try:
+                return await _call(client, "rlhf_add", rest[0], await _body(receive))
+            finally:
+                self._touched = time.monotonic()
         if words[0] == "weights" and method == "POST" and rest[1:] == ["commit"]:
             return await self._commit(client, rest[0], _json(await _body(receive)))
         raise _Refused(404, f"there is no {method} /{'/'.join(words)}")
@@ -115,6 +120,10 @@ class Weights:
             self._pausing = True
             try:
                 await client.pause_generation(mode="wait")
+            except BaseException:
+                self._now = None
+                await self._go_on(client)
+                raise
             finally:
                 self._pausing = False
             if self._now != push:
@@ -141,7 +150,7 @@ class Weights:
         return done
 
     async def _drop(self, client: Any, *number: str) -> dict[str, Any]:
-        if self._pausing and number in ((), (self._now,)):
+        if self._pausing and number == (self._now,):
             # Its beginning sees it when the requests under way have ended.
             self._now = None
             return {}
@@ -170,7 +179,7 @@ class Weights:
     async def _watch(self, client: Any, push: str) -> None:
         """Gives a push up whose client has left."""
         while self._now == push and (left := self._touched + SILENT_SECONDS - time.monotonic()) > 0:
-            await asyncio.sleep(left)
+            await asyncio.sleep(min(left, SILENT_SECONDS))
         if self._now == push:
             async with self._one:
                 await self._end(client, push)

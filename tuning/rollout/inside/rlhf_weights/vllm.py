@@ -219,12 +219,9 @@ class Worker:
     def rlhf_commit(self, number: str, fingerprint: str) -> dict[str, Any]:
         """Ends a push. The answer has the policy's name. Asked again, the same answer."""
         push = self.rlhf_push
-        if (
-            push is None
-            and self.rlhf_last is not None
-            and (number, fingerprint) == (self.rlhf_last[0], self.rlhf_given)
-        ):
-            return {"policy": self.rlhf_last[1]}
+        last = self.rlhf_last
+        if push is None and last is not None and (number, fingerprint) == (last[0], self.rlhf_given):
+            return {"policy": last[1], "again": True}
         if push is None or push.arriving.number != number:
             return _refused("there is no such push: another one began, or it was given up", 404)
         try:

@@ -134,3 +134,17 @@ def test_layers_are_known_by_their_parameters_whatever_these_are_called():
     quantised = ["model.layers.0.mlp.down_proj.weight_scale", "model.layers.11.mlp.down_proj.qweight", "lm_head.weight"]
     assert layers_of(quantised) == {0, 11}
     assert layers_of(["model.layers.1.input_layernorm.weight", "model.language.layers.2.norm.weight"]) == {1, 2}
+
+
+def test_a_commit_that_a_worker_is_asked_again_is_told_apart_and_another_is_refused():
+    pytest.importorskip("torch")
+    from tuning.rollout.inside.rlhf_weights.vllm import Worker
+
+    worker = Worker()
+    worker.rlhf_last, worker.rlhf_given = ("number", "policy"), "print"
+    assert worker.rlhf_commit("number", "print") == {"policy": "policy", "again": True}
+    for number, fingerprint in (("number", "other"), ("other", "print")):
+        assert worker.rlhf_commit(number, fingerprint)["status"] == 404
+    # Weights have come in another way since.
+    assert worker.rlhf_drop() == {"intact": False}
+    assert worker.rlhf_commit("number", "print")["status"] == 404
