@@ -50,10 +50,19 @@ def found() -> dict[str, Any]:
 
 
 def _rates() -> dict[str, float]:
-    """GFLOP/s of a large matrix product by the type of its inputs."""
-    from tuning.training.speed import measured_peak
+    """GFLOP/s of the models' products of large float32 arrays, exact and with inputs rounded to bfloat16."""
+    import jax.numpy as jnp
 
-    return {dtype: round(measured_peak(dtype) / 1e9, 1) for dtype in ("float32", "bfloat16")}
+    from tuning.models.matmul import matmul
+    from tuning.precision import using
+    from tuning.training.speed import rate
+
+    found, size = {}, 1024
+    for name, dtype in (("float32", "float32"), ("bfloat16", "mixed")):
+        with using(dtype):
+            x = jnp.ones((size, size), "float32")
+            found[name] = round(rate(matmul, x, x, work=2.0 * size**3)[-1] / 1e9, 1)
+    return found
 
 
 def show(of: dict[str, Any]) -> None:
