@@ -18,9 +18,9 @@ LITTLE_MEMORY = 7 * 10**9
 def found() -> dict[str, Any]:
     """What this machine is, and what it decides for a recipe."""
     from stages.common.flags import FLAGS, value_of
+    from tuning.cpu.kernels import build
     from tuning.device import choose, memory_kinds
     from tuning.rewards.sandbox import gaps
-    from tuning.rollout.engine.cpu.kernels import build
 
     device = choose()
     half = device.compute.dtype == "bfloat16"

@@ -10,12 +10,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tests.aot.cases import Case
 from tests.aot.shapes import kernels, model_of, on_all, placed
+from tuning.cpu.kernels import Kernels
 from tuning.fit.places import shapes_of
 from tuning.models.decoder import decoder_graph
 from tuning.models.sharding import shardings
 from tuning.rollout.engine import cache, programs
 from tuning.rollout.engine.ahead import abstract_weights
-from tuning.rollout.engine.cpu.kernels import Kernels
 from tuning.rollout.engine.decoders import lay_out
 from tuning.rollout.engine.paged import attention
 from tuning.rollout.engine.paged import programs as paged

@@ -97,7 +97,7 @@ class Module:
         inside = self.computations.get(i.calls or "", {}) if i.opcode == "fusion" else {}
         parts = list(inside.values()) or [i]
         flops = sum(_flops(p, inside or around) for p in parts)
-        types = {_type_of_product(p, inside or around) for p in parts if p.opcode == "dot"}
+        types = {_type_of_product(p, inside or around) for p in parts if p.opcode == "dot" or _by_kernel(p)}
         if i.opcode in HOLDERS:
             kind = "holder"
         elif types:
@@ -168,15 +168,24 @@ def _size(i: Instruction) -> int:
 
 def _flops(i: Instruction, around: dict[str, Instruction]) -> float:
     """Two for each product of numbers that a matrix product sums."""
-    if i.opcode != "dot":
+    if i.opcode != "dot" and not _by_kernel(i):
         return 0.0
-    contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", i.attributes)
     left = around[i.operands[0]].result[0].shape
+    if _by_kernel(i):
+        return 2.0 * i.result[0].shape[1] * math.prod(left)
+    contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", i.attributes)
     sizes = [left[int(n)] for n in contracted[1].split(",") if n] if contracted else []
     return 2.0 * math.prod(i.result[0].shape) * math.prod(sizes)
 
 
+def _by_kernel(i: Instruction) -> bool:
+    """Whether it is a matrix product of this project (`tuning/cpu/matmul.c`)."""
+    return i.opcode == "custom-call" and 'custom_call_target="rlhf_matmul' in i.attributes
+
+
 def _type_of_product(i: Instruction, around: dict[str, Instruction]) -> str:
     """The narrower type of its operands, in which a processor may multiply; the sum's type is the result's."""
+    if _by_kernel(i):
+        return "bf16"
     types = [around[name].result[0].type for name in i.operands[:2]]
     return min(types, key=lambda t: BYTES.get(t, 4))

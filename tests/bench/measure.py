@@ -12,7 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tuning import precision
 from tuning.device import peak_memory_bytes
+from tuning.models.matmul import matmul
 from tuning.training.speed import rate
 
 
@@ -42,9 +44,11 @@ def timed(function: Callable[[], Any], repeats: int) -> dict[str, Any]:
 
 
 def gemm_flops(hidden: int, inner: int, dtype: str = "float32") -> float:
-    """FLOP/s of a matrix product of the model's size, [2048, hidden] x [hidden, inner]."""
-    a, b = jnp.ones((2048, hidden), dtype), jnp.ones((hidden, inner), dtype)
-    return statistics.median(rate(jnp.matmul, a, b, work=2.0 * a.size * inner))
+    """FLOP/s of a matrix product of the model's size, [2048, hidden] x [hidden, inner], in a compute dtype."""
+    with precision.using(dtype):
+        kind = precision.activations(precision.resolved(dtype))
+        a, b = jnp.ones((2048, hidden), kind), jnp.ones((hidden, inner), kind)
+        return statistics.median(rate(matmul, a, b, work=2.0 * a.size * inner))
 
 
 def memory_bandwidth() -> float:

@@ -94,7 +94,7 @@ def breakdown(work: str, model: str, dtype: str, folder: Path) -> dict[str, Any]
     hidden, inner = (int(SHAPES[model][name]) for name in ("hidden", "inner"))
     rates = {
         "products f32": gemm_flops(hidden, inner, "float32"),
-        "products bf16": gemm_flops(hidden, inner, "bfloat16"),
+        "products bf16": gemm_flops(hidden, inner, "mixed"),
     }
     bandwidth = memory_bandwidth()
     events = list(_events(traces))

@@ -111,7 +111,7 @@ def run(work: str, model: str, repeats: int, dtype: str = "auto") -> None:
     groups = [Group(p, [[0] * NEW_TOKENS] * steps.samples, list(range(steps.samples))) for p in steps.prompts]
     passes = {"W3": 4, "W3lora": 3, "W5": 9}[work]
     flops = passes * forward_flops(steps.config, groups)
-    gemm = gemm_flops(steps.config.hidden_size, steps.config.intermediate_size)
+    gemm = gemm_flops(steps.config.hidden_size, steps.config.intermediate_size, dtype)
     emit(
         work,
         model,

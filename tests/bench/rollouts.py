@@ -19,10 +19,11 @@ import jax.numpy as jnp
 from tests.bench import inputs
 from tests.bench.measure import emit, memory_bandwidth, peak_memory_mb, timed
 from tests.bench.training import config_of
+from tuning.cpu import kernels
 from tuning.device import choose
 from tuning.models.config import DecoderConfig
 from tuning.models.huggingface import random_params
-from tuning.rollout.engine.cpu import kernels, products
+from tuning.rollout.engine.cpu import products
 from tuning.rollout.engine.decoders import Quantization
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.engine.limits import Limits

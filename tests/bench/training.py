@@ -151,7 +151,7 @@ def run(work: str, model: str, repeats: int, dtype: str = "auto") -> None:
     peak = peak_memory_mb()
     tokens = sum(g.size for g in measured.groups)
     flops = measured.flops(work)
-    gemm = gemm_flops(measured.config.hidden_size, measured.config.intermediate_size)
+    gemm = gemm_flops(measured.config.hidden_size, measured.config.intermediate_size, dtype)
     emit(
         work,
         model,

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tuning.cpu.kernels import Kernels
 from tuning.fit.liveness import Held, held
 from tuning.fit.places import bytes_of, local
 from tuning.models.config import DecoderConfig
@@ -17,7 +18,6 @@ from tuning.rollout.engine import cache as slot_cache
 from tuning.rollout.engine import programs
 from tuning.rollout.engine.ahead import abstract_weights
 from tuning.rollout.engine.cache import KV
-from tuning.rollout.engine.cpu.kernels import Kernels
 from tuning.rollout.engine.limits import Limits
 from tuning.rollout.engine.paged import attention
 from tuning.rollout.engine.paged import programs as paged_programs

@@ -11,6 +11,7 @@ import dataclasses
 from typing import Any
 
 from tuning.axes import Axes
+from tuning.cpu.kernels import has_compiler
 from tuning.fit.caches import Engine, in_pages, in_slots, least
 from tuning.fit.figures import Figures
 from tuning.fit.machines import Machine
@@ -18,7 +19,6 @@ from tuning.fit.places import Beside, abstract_mesh, local, of_others, weight_by
 from tuning.models.config import DecoderConfig
 from tuning.precision import item_bytes
 from tuning.rollout.engine.cpu import products
-from tuning.rollout.engine.cpu.kernels import has_compiler
 from tuning.rollout.engine.limits import Limits
 from tuning.rollout.engine.paged.engine import runs_paged
 from tuning.rollout.engine.placement import sampling_axes

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tuning.models.matmul import across, factor
+from tuning.models.matmul import across, contract
 from tuning.models.sharding import HeadCut
 
 ELEMENTS = 2**25
@@ -77,8 +77,7 @@ def _wide(hidden: jax.Array) -> jnp.dtype:
 
 
 def _logits(hidden: jax.Array, weight: jax.Array, scale: float, softcap: float | None) -> jax.Array:
-    of_hidden = (((1,), (1,)), ((), ()))
-    z = jax.lax.dot_general(factor(hidden), factor(weight), of_hidden, preferred_element_type=_wide(hidden))
+    z = contract(hidden, weight, 1, 1, _wide(hidden))
     # The cap belongs to the model and the temperature to sampling: in this order.
     z = z if softcap is None else softcap * jnp.tanh(z / softcap)
     return z * scale
@@ -221,13 +220,13 @@ def _gradients(
             # z is capped and scaled, so z / (scale softcap) is the tanh, whose derivative is 1 - tanh^2.
             dz = dz * (1.0 - jnp.square(z / (scale * softcap)))
         # Contracts the positions: [M, W] and [M, D] to [W, D].
-        dweight_part = across(factor(dz.astype(hidden.dtype)), factor(hidden), _wide(hidden))
+        dweight_part = across(dz.astype(hidden.dtype), hidden, _wide(hidden))
         dweight_part = dweight_part if cut is None else cut.own(dweight_part)
         dweight = jax.lax.dynamic_update_slice_in_dim(dweight, dweight_part.astype(weight.dtype), start, axis=0)
         # The last slice repeats tokens of the one before. Their rows of dweight were just written with equal values,
         # but dhidden is a sum over slices and would count them twice.
-        dz = factor(jnp.where(fresh, dz, 0.0).astype(hidden.dtype))
-        dhidden = dhidden + jnp.matmul(dz, factor(part), preferred_element_type=_wide(hidden))
+        dz = jnp.where(fresh, dz, 0.0).astype(hidden.dtype)
+        dhidden = dhidden + contract(dz, part, 1, 0, _wide(hidden))
         return (dhidden, dweight), None
 
     zeros = jnp.zeros(hidden.shape, _wide(hidden)), jnp.zeros_like(weight)

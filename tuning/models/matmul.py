@@ -8,8 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from tuning.models.sharding import sum_of_products
+from tuning.cpu.kernels import build
+from tuning.models.sharding import mesh_in_use, sum_of_products
 from tuning.precision import rounds_products
 
 WIDTH = 192
@@ -25,8 +27,42 @@ def matmul(x: jax.Array, weight: jax.Array, back: bool = False) -> jax.Array:
     JAX derives the weight's gradient as the transpose of g^T x. For that XLA on CPU writes a transposed copy of g and
     computes the inputs of g twice; x^T g needs neither.
     """
-    weight = factor(weight.astype(x.dtype))
-    return jax.lax.dot_general(factor(x), weight, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=x.dtype)
+    weight = weight.astype(x.dtype)
+    return contract(x, weight, x.ndim - 1, 0, x.dtype)
+
+
+def contract(x: jax.Array, y: jax.Array, of_x: int, of_y: int, kind: Any) -> jax.Array:
+    """The sum over one axis of x and of the matrix y, in the type `kind`, as a product reads them (`factor`).
+
+    x has two axes, or is summed over its last one.
+    """
+    kernel = _kernel(x, y, of_x, kind)
+    if kernel is None:
+        return jax.lax.dot_general(factor(x), factor(y), (((of_x,), (of_y,)), ((), ())), preferred_element_type=kind)
+    leading = x.shape[:-1] if of_x == x.ndim - 1 else x.shape[1:]
+    rows = x.reshape(-1, x.shape[-1])
+    count, size, depth = math.prod(leading), y.shape[1 - of_y], y.shape[of_y]
+    packed = -(-count // _SIDE) * -(-depth // _DEEP) * _TILE + _LINE
+    shapes = jax.ShapeDtypeStruct((count, size), kind), jax.ShapeDtypeStruct((packed,), jnp.uint8)
+    call = jax.ffi.ffi_call(kernel, shapes, vmap_method="sequential")
+    out, _ = call(rows, y, across=np.int32((of_x != x.ndim - 1) + 2 * of_y))
+    return out.reshape(*leading, size)
+
+
+_SIDE, _DEEP, _TILE, _LINE = 16, 32, 1024, 64
+"""Of a tile of the kernel: rows, columns, bytes; and of a line of a cache."""
+_FEW = 2**22
+"""With fewer products of numbers than this XLA ends before the kernel's threads have begun."""
+
+
+def _kernel(x: jax.Array, y: jax.Array, of_x: int, kind: Any) -> str | None:
+    """The kernel's name where one is made for such a product: XLA writes the rounded and transposed factors to memory
+    first, and reaches a quarter of a matrix unit's rate (`docs/benchmarks.md`)."""
+    depth = x.shape[of_x]
+    whole = kind == jnp.float32 and {x.dtype.name, y.dtype.name} <= {"float32", "bfloat16"}
+    if not whole or not rounds_products() or mesh_in_use() or x.size * y.size < _FEW * depth:
+        return None
+    return build().matmul
 
 
 def factor(x: jax.Array) -> jax.Array:
@@ -49,16 +85,15 @@ def _forward(x: jax.Array, weight: jax.Array, back: bool) -> tuple[jax.Array, tu
 
 def _backward(back: bool, saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, weight = saved
-    leading = tuple(range(x.ndim - 1))
-    like = factor(weight.astype(g.dtype))
-    accumulate, kind, g = jnp.promote_types(x.dtype, weight.dtype), g.dtype, factor(g)
-    dx = jax.lax.dot_general(g, like, (((g.ndim - 1,), (1,)), ((), ())), preferred_element_type=kind)
+    accumulate, kind = jnp.promote_types(x.dtype, weight.dtype), g.dtype
+    dx = contract(g, weight.astype(kind), g.ndim - 1, 1, kind)
 
     def summed(x: jax.Array, g: jax.Array) -> jax.Array:
         # Contracts all leading axes at once: [..., in], [..., out] -> [in, out].
         if rounds_products():
             return across(x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1]), accumulate)
         # Axes stay as a mesh has cut them.
+        leading = tuple(range(x.ndim - 1))
         return jax.lax.dot_general(x, g, ((leading, leading), ((), ())), preferred_element_type=accumulate)
 
     return dx, sum_of_products(summed, x, g, back).astype(weight.dtype)
@@ -68,7 +103,7 @@ matmul.defvjp(_forward, _backward)
 
 
 def across(x: jax.Array, y: jax.Array, kind: Any) -> jax.Array:
-    """x^T y of x [T, in] and y [T, out] in the type `kind`: a product over rows, of factors.
+    """x^T y of x [T, in] and y [T, out] in the type `kind`: a product over rows.
 
     Where products are rounded: XLA on CPU multiplies bfloat16 only where the left operand is summed over its last axis,
     and computes in float32 otherwise. A transposition that it can see it moves into the product, so that one is in a
@@ -77,8 +112,9 @@ def across(x: jax.Array, y: jax.Array, kind: Any) -> jax.Array:
     size = x.shape[1]
     width = math.gcd(size, WIDTH)
     # XLA takes a loop of one round apart, and small blocks cost more than they save.
-    if not rounds_products() or width < 8 or width == size:
-        return jax.lax.dot_general(x, y, (((0,), (0,)), ((), ())), preferred_element_type=kind)
+    if not rounds_products() or _kernel(x, y, 0, kind) or width < 8 or width == size:
+        return contract(x, y, 0, 0, kind)
+    x, y = factor(x), factor(y)
     blocks = jax.lax.map(
         lambda start: jax.lax.dynamic_slice_in_dim(x, start, width, axis=1).T, jnp.arange(0, size, width)
     )

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 
 from tuning.device import peak_memory_bytes
 from tuning.models.config import DecoderConfig
+from tuning.models.matmul import matmul
+from tuning.precision import rounds_products
 from tuning.training.batch import Group
 
 FULL = 3
@@ -64,14 +66,19 @@ def rate(function: Callable[..., Any], *args: Any, work: float, repeats: int = 7
     return sorted(work / t for t in times)
 
 
-@functools.lru_cache
 def measured_peak(dtype: str) -> float:
-    """FLOP/s of all devices of this process at a large square product, the best of some; measured once."""
+    """FLOP/s of all devices of this process at a large square product of activations of a type, as models make it: the
+    best of some, measured once."""
+    return _peak(dtype, rounds_products())
+
+
+@functools.lru_cache
+def _peak(dtype: str, rounded: bool) -> float:
     on_cpu = jax.devices()[0].platform == "cpu"
     size = 1024 if on_cpu else 8192
     x = jnp.ones((size, size), dtype)
     # Virtual CPU devices share one processor: the product already runs on all of its cores.
-    return rate(jnp.matmul, x, x, work=2.0 * size**3)[-1] * (1 if on_cpu else jax.device_count())
+    return rate(matmul, x, x, work=2.0 * size**3)[-1] * (1 if on_cpu else jax.device_count())
 
 
 class Meter:

@@ -34,6 +34,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from tuning.cpu.kernels import Kernels, build, has_compiler
 from tuning.models.config import DecoderConfig
 from tuning.models.matmul import factor_type
 from tuning.precision import without_float64
@@ -42,7 +43,6 @@ from tuning.rollout.engine.ahead import Ahead
 from tuning.rollout.engine.batches import Batches
 from tuning.rollout.engine.cache import KV
 from tuning.rollout.engine.cpu import attention, products
-from tuning.rollout.engine.cpu.kernels import Kernels, build, has_compiler
 from tuning.rollout.engine.decoders import Graph, Quantization
 from tuning.rollout.engine.limits import Limits
 from tuning.rollout.engine.placement import Place
@@ -296,7 +296,7 @@ class Engine(Batches):
             return Kernels()
         # A build is for one type of keys and values; without the attention kernel any will do.
         names = build(self._kv if self._by_kernel["attention"] else "float32")._asdict()
-        return Kernels(**{n: name if self._by_kernel[n] else None for n, name in names.items()})
+        return Kernels(**{name: names[name] for name, used in self._by_kernel.items() if used})
 
     def _key(self, name: str, *shape: str) -> tuple[str, ...]:
         return (name, f"slots={len(self._pool.slots)}", f"tokens={self._pool.capacity}", *shape)

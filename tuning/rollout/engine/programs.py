@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from tuning.cpu.kernels import Kernels
 from tuning.models.decoder import AttentionSpec
 from tuning.rollout.engine.arrays import Array
 from tuning.rollout.engine.cache import (
@@ -39,7 +40,6 @@ from tuning.rollout.engine.cache import (
     write,
 )
 from tuning.rollout.engine.cpu import attention as cpu_attention
-from tuning.rollout.engine.cpu.kernels import Kernels
 from tuning.rollout.engine.rows import Decoded, Rows, nothing_decoded, sampled
 
 Prefixed = Literal["none", "one", "many"]

@@ -10,11 +10,11 @@ import pytest
 from flax import nnx
 
 from tests.tuning.tiny import CONFIG
+from tuning.cpu import kernels
 from tuning.models.decoder import decoder_graph
 from tuning.models.huggingface import random_params
 from tuning.models.quantize import int8_decode, int8_encode
 from tuning.rollout.engine import cache
-from tuning.rollout.engine.cpu import kernels
 from tuning.rollout.engine.decoders import lay_out
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.engine.limits import Limits

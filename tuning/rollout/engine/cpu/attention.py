@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tuning.cpu.kernels import KV_TYPES
 from tuning.models.decoder import AttentionSpec
 from tuning.rollout.engine.cache import Stack
-from tuning.rollout.engine.cpu.kernels import KV_TYPES
 from tuning.target import target_platform
 
 LANES = 16

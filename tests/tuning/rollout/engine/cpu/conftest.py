@@ -2,7 +2,7 @@
 
 import pytest
 
-from tuning.rollout.engine.cpu import kernels
+from tuning.cpu import kernels
 
 WITHOUT = {"avx2": "-mno-avx512f", "sse": "-mno-avx512f -mno-avx2 -mno-avx -mno-fma"}
 

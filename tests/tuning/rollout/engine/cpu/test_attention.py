@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tuning.cpu import kernels
 from tuning.models.config import tiny
 from tuning.models.decoder import UNLIMITED, AttentionSpec
 from tuning.models.huggingface import random_params
 from tuning.rollout.engine import cache
 from tuning.rollout.engine.cpu import attention as cpu_attention
-from tuning.rollout.engine.cpu import kernels
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.requests import Sampling
 

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tuning.cpu import kernels
 from tuning.models.config import tiny
 from tuning.models.quantize import int8_decode, int8_encode
-from tuning.rollout.engine.cpu import kernels, products
+from tuning.rollout.engine.cpu import products
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.engine.limits import Limits
 from tuning.rollout.requests import Request

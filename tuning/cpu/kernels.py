@@ -33,6 +33,8 @@ class Kernels(NamedTuple):
 
     attention: str | None = None
     products: str | None = None
+    matmul: str | None = None
+    """Of factors rounded to bfloat16, where the processor has a matrix unit."""
 
 
 def build(kv: str = "float32", compiler: str | None = None) -> Kernels:
@@ -65,6 +67,9 @@ def _build(kv: str, compiler: str) -> Kernels:
         return Kernels()
     # Programs in the compilation cache call a kernel by name, so another build must have another name.
     names = {kernel: f"rlhf_{kernel}_{name}" for kernel in Kernels._fields}
+    # Compiled for processors with a matrix unit, which the kernel of the system has to allow.
+    if not hasattr(library, "matmul") or library.matmul_unit():
+        del names["matmul"]
     for kernel, target in names.items():
         if target not in _REGISTERED:
             jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, kernel)), platform="cpu")

@@ -1,0 +1,248 @@
+// C = A B of large matrices whose factors are rounded to bfloat16 (to nearest, ties to even) and summed in float32, by a
+// processor's matrix unit (AMX). Arguments: A [M, K] and B [K, N], float32 or bfloat16. Attribute `across`, int32, a sum:
+// 1, A is stored as [K, M]; 2, B is stored as [N, K]. Results: C [M, N], float32, and scratch for A, uint8.
+//
+// A number of C is one sum over K, in an order that depends on K alone: the same bits whatever M and N are and however
+// many threads work. Both factors are cut into tiles of 16 x 32 numbers, 1 KiB, padded with zeros, that lie in the order
+// in which they are read: A's once for all threads; B's block by block, in a core's second cache.
+#include "kernels.h"
+
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+enum {
+  SIDE = 16,     // rows of a tile of A, columns of one of B
+  DEEP = 32,     // numbers of K in a tile
+  TILE = 1024,   // bytes
+  COLUMNS = 16,  // tiles of a block of B beside each other, at most: it stays in the second cache,
+  DEPTH = 24,    // and on top of each other: two rows of A's tiles stay in the first
+};
+
+typedef struct {
+  int type;
+  int along;  // whether K is the axis whose numbers are neighbours
+  const char *data;
+  int64_t size, stride;  // of the other axis; numbers from one to the next of the axis that is not neighbours'
+} Matrix;
+
+typedef struct {
+  Matrix a, b;
+  int64_t depth;  // K
+  float *c;
+  char *packed;  // A
+  int64_t columns;  // tiles of a block of B beside each other
+} Work;
+
+INLINE int64_t tiles(int64_t count, int64_t size) { return (count + size - 1) / size; }
+
+// 16 neighbours from number `i` on, those of `mask`, as bfloat16; zeros for the others.
+INLINE __m256i load(const Matrix *m, int64_t i, __mmask16 mask) {
+  if (m->type == FLOAT) return (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, (const float *)m->data + i));
+  return _mm256_maskz_loadu_epi16(mask, (const uint16_t *)m->data + i);
+}
+
+INLINE __mmask16 first(int64_t count) { return count >= 16 ? 0xffff : count <= 0 ? 0 : (1 << count) - 1; }
+
+INLINE void transpose(__m512i r[16]) {
+  __m512i t[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  for (int i = 0; i < 4; i++) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 4; i++) {
+    r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+    r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+  }
+}
+
+// One tile, from number `side` and `k` on. Rows of it are numbers of the axis that is kept, each with its 32 of K; with
+// `pairs` its rows are pairs of K, each with those of 16 numbers of the axis that is kept.
+static void pack(const Matrix *m, int64_t depth, int64_t side, int64_t k, int pairs, __m512i *to) {
+  __m512i r[SIDE];
+  if (m->along) {
+    __mmask16 low = first(depth - k), high = first(depth - k - 16);
+    for (int i = 0; i < SIDE; i++) {
+      int64_t at = (side + i) * m->stride + k;
+      r[i] = side + i < m->size ? _mm512_inserti64x4(_mm512_castsi256_si512(load(m, at, low)), load(m, at + 16, high), 1)
+                                : _mm512_setzero_si512();
+    }
+  } else {
+    __mmask16 mask = first(m->size - side);
+    for (int i = 0; i < SIDE; i++) {
+      int64_t now = k + 2 * i, at = now * m->stride + side;
+      __m512i even = _mm512_cvtepu16_epi32(load(m, at, now < depth ? mask : 0));
+      __m512i odd = _mm512_cvtepu16_epi32(load(m, at + m->stride, now + 1 < depth ? mask : 0));
+      r[i] = _mm512_or_si512(even, _mm512_slli_epi32(odd, 16));
+    }
+  }
+  if (m->along == pairs) transpose(r);
+  for (int i = 0; i < SIDE; i++) _mm512_store_si512(to + i, r[i]);
+}
+
+// Rows of A's tiles.
+static void pack_a(const void *work, int64_t begin, int64_t end, float *scratch) {
+  const Work *w = work;
+  int64_t deep = tiles(w->depth, DEEP);
+  for (int64_t i = begin; i < end; i++)
+    for (int64_t k = 0; k < deep; k++)
+      pack(&w->a, w->depth, i * SIDE, k * DEEP, 0, (__m512i *)(w->packed + (i * deep + k) * TILE));
+}
+
+// Sums over `count` tiles of K of up to 2 x 2 tiles of C: c[row][column], `stride` numbers from one row to the next. The
+// tiles of a second row of A are `next` bytes behind, those of a second column of B too.
+typedef struct {
+  const char *a, *b;
+  int64_t next_a, next_b, count, stride;
+  float *c;
+  int begins;  // whether C holds no sums yet
+} Step;
+
+// one(C's register, A's, B's, row, column): a register's number is part of an instruction.
+#define FOR_TILES(rows, columns, one)              \
+  do {                                             \
+    one(0, 4, 6, 0, 0);                            \
+    if (columns > 1) one(1, 4, 7, 0, 1);           \
+    if (rows > 1) one(2, 5, 6, 1, 0);              \
+    if (rows > 1 && columns > 1) one(3, 5, 7, 1, 1); \
+  } while (0)
+#define CLEAR(c, a, b, row, column) _tile_zero(c)
+#define LOAD(c, a, b, row, column) _tile_loadd(c, at(s, row, column), 4 * s->stride)
+#define STORE(c, a, b, row, column) _tile_stored(c, at(s, row, column), 4 * s->stride)
+#define ADD(c, a, b, row, column) _tile_dpbf16ps(c, a, b)
+
+INLINE float *at(const Step *s, int row, int column) { return s->c + row * SIDE * s->stride + column * SIDE; }
+
+INLINE void sum_tiles(const Step *s, int rows, int columns) {
+  if (s->begins)
+    FOR_TILES(rows, columns, CLEAR);
+  else
+    FOR_TILES(rows, columns, LOAD);
+  const char *a = s->a, *b = s->b;
+  for (int64_t k = 0; k < s->count; k++, a += TILE, b += TILE) {
+    _tile_loadd(4, a, 64);
+    _tile_loadd(6, b, 64);
+    if (rows > 1) _tile_loadd(5, a + s->next_a, 64);
+    if (columns > 1) _tile_loadd(7, b + s->next_b, 64);
+    FOR_TILES(rows, columns, ADD);
+  }
+  FOR_TILES(rows, columns, STORE);
+}
+
+static void configure(void) {
+  // Static: GCC takes its first 8 bytes alone as read, and would not write the others.
+  static const struct {
+    uint8_t palette, start, reserved[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+  } shape = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE}};
+  _tile_loadconfig(&shape);
+}
+
+// Asks Linux for the matrix unit, once for the process; 0 if it may be used.
+long matmul_unit(void) {
+  enum { ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18 };
+  return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA);
+}
+
+typedef void Kind(const Step *s);
+#define FOR_KIND(rows, columns) \
+  static void tiles_##rows##columns(const Step *s) { sum_tiles(s, rows, columns); }
+FOR_KIND(1, 1)
+FOR_KIND(1, 2)
+FOR_KIND(2, 1)
+FOR_KIND(2, 2)
+static Kind *const kinds[2][2] = {{tiles_11, tiles_12}, {tiles_21, tiles_22}};
+
+// A step at C's edge, whose last tiles are not whole, goes by a copy.
+static void step(const Work *w, Step *s, int64_t row, int64_t column) {
+  int64_t rows = w->a.size - row, columns = w->b.size - column;
+  Kind *kind = kinds[rows > SIDE][columns > SIDE];
+  if (rows > 2 * SIDE) rows = 2 * SIDE;
+  if (columns > 2 * SIDE) columns = 2 * SIDE;
+  s->c = w->c + row * w->b.size + column;
+  s->stride = w->b.size;
+  if (rows % SIDE == 0 && columns % SIDE == 0) {
+    kind(s);
+    return;
+  }
+  float copy[2 * SIDE * 2 * SIDE] __attribute__((aligned(64))), *c = s->c;
+  if (!s->begins)
+    for (int64_t r = 0; r < rows; r++) memcpy(copy + r * 2 * SIDE, c + r * s->stride, 4 * columns);
+  s->c = copy;
+  s->stride = 2 * SIDE;
+  kind(s);
+  for (int64_t r = 0; r < rows; r++) memcpy(c + r * w->b.size, copy + r * 2 * SIDE, 4 * columns);
+}
+
+// Blocks of B's columns.
+static void multiply(const void *work, int64_t begin, int64_t end, float *scratch) {
+  const Work *w = work;
+  int64_t deep = tiles(w->depth, DEEP), parts = tiles(deep, DEPTH), part = tiles(deep, parts);
+  configure();
+  for (int64_t block = begin; block < end; block++) {
+    int64_t from = block * w->columns, all = tiles(w->b.size, SIDE);
+    int64_t until = from + w->columns < all ? from + w->columns : all;
+    for (int64_t k = 0; k < deep; k += part) {
+      int64_t count = deep - k < part ? deep - k : part;
+      char *b = (char *)scratch;
+      for (int64_t n = from; n < until; n++)
+        for (int64_t i = 0; i < count; i++, b += TILE)
+          pack(&w->b, w->depth, n * SIDE, (k + i) * DEEP, 1, (__m512i *)b);
+      for (int64_t row = 0; row < w->a.size; row += 2 * SIDE)
+        for (int64_t n = from; n < until; n += 2) {
+          Step s = {.a = w->packed + (row / SIDE * deep + k) * TILE,
+                    .b = (char *)scratch + (n - from) * count * TILE,
+                    .next_a = deep * TILE,
+                    .next_b = count * TILE,
+                    .count = count,
+                    .begins = k == 0};
+          step(w, &s, row, n * SIDE);
+        }
+    }
+  }
+  _tile_release();
+}
+
+INLINE Matrix matrix_of(const XLA_FFI_Buffer *of, int along, int kept) {
+  return (Matrix){.type = of->dtype, .along = along, .data = of->data, .size = of->dims[kept], .stride = of->dims[1]};
+}
+
+XLA_FFI_Error *matmul(XLA_FFI_CallFrame *frame) {
+  if (only_asks(frame)) return NULL;
+  int32_t across = *(const int32_t *)((XLA_FFI_Scalar *)frame->attrs.attrs[0])->value;
+  XLA_FFI_Buffer **args = (XLA_FFI_Buffer **)frame->args.args, **results = (XLA_FFI_Buffer **)frame->rets.rets;
+  Work work = {
+      .a = matrix_of(args[0], !(across & 1), across & 1),
+      .b = matrix_of(args[1], across >> 1, !(across >> 1)),
+      .depth = args[0]->dims[!(across & 1)],
+      .c = results[0]->data,
+      .packed = results[1]->data,
+  };
+  // At a cache line's begin.
+  work.packed += -(uintptr_t)work.packed % 64;
+  int64_t threads = threads_of(frame), rows = tiles(work.a.size, SIDE), columns = tiles(work.b.size, SIDE);
+  // Four blocks for each thread, so that none waits long for another; of an even number of tiles.
+  work.columns = tiles(columns, 8 * threads) * 2;
+  if (work.columns > COLUMNS) work.columns = COLUMNS;
+  XLA_FFI_Error *error = spread(frame, pack_a, &work, sizeof work, rows, 2 * threads, threads, 0);
+  if (error) return error;
+  int64_t scratch = work.columns * (tiles(work.depth, DEEP) < DEPTH ? tiles(work.depth, DEEP) : DEPTH) * TILE / 4;
+  return spread(frame, multiply, &work, sizeof work, tiles(columns, work.columns), 2 * threads, threads, scratch);
+}
+#endif
