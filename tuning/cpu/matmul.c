@@ -1,10 +1,12 @@
-// C = A B of large matrices whose factors are rounded to bfloat16 (to nearest, ties to even) and summed in float32, by a
-// processor's matrix unit (AMX). Arguments: A [M, K] and B [K, N], float32 or bfloat16. Attribute `across`, int32, a sum:
-// 1, A is stored as [K, M]; 2, B is stored as [N, K]. Results: C [M, N], float32, and scratch for A, uint8.
+// C = A B of large matrices whose factors are rounded to bfloat16 (to nearest, ties to even) and summed in float32, by
+// a processor's matrix unit (AMX). Arguments: A [M, K] and B [K, N], float32 or bfloat16. Attribute `across`, int32, a
+// sum: 1, A is stored as [K, M]; 2, B is stored as [N, K]. Results: C [M, N], float32, and scratch for the smaller
+// factor, uint8.
 //
 // A number of C is one sum over K, in an order that depends on K alone: the same bits whatever M and N are and however
-// many threads work. Both factors are cut into tiles of 16 x 32 numbers, 1 KiB, padded with zeros, that lie in the order
-// in which they are read: A's once for all threads; B's block by block, in a core's second cache.
+// many threads work. Both factors are cut into tiles of 16 x 32 numbers, 1 KiB, padded with zeros, that lie in the
+// order in which they are read: the smaller factor's once for all threads; the larger one's block by block, in a core's
+// second cache.
 #include "kernels.h"
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
@@ -13,11 +15,11 @@
 #include <unistd.h>
 
 enum {
-  SIDE = 16,     // rows of a tile of A, columns of one of B
-  DEEP = 32,     // numbers of K in a tile
-  TILE = 1024,   // bytes
-  COLUMNS = 16,  // tiles of a block of B beside each other, at most: it stays in the second cache,
-  DEPTH = 24,    // and on top of each other: two rows of A's tiles stay in the first
+  SIDE = 16,    // rows of a tile of A, columns of one of B
+  DEEP = 32,    // numbers of K in a tile
+  TILE = 1024,  // bytes
+  BREADTH = 16, // lines of tiles of a block, at most: it stays in the second cache,
+  DEPTH = 24,   // and tiles of a line: two lines of the other factor stay in the first
 };
 
 typedef struct {
@@ -31,8 +33,9 @@ typedef struct {
   Matrix a, b;
   int64_t depth;  // K
   float *c;
-  char *packed;  // A
-  int64_t columns;  // tiles of a block of B beside each other
+  int wide;  // whether the larger factor is B
+  char *packed;  // the smaller factor
+  int64_t breadth;  // lines of tiles, each over K, of a block of the larger one
 } Work;
 
 INLINE int64_t tiles(int64_t count, int64_t size) { return (count + size - 1) / size; }
@@ -79,8 +82,9 @@ static void pack(const Matrix *m, int64_t depth, int64_t side, int64_t k, int pa
     __mmask16 low = first(depth - k), high = first(depth - k - 16);
     for (int i = 0; i < SIDE; i++) {
       int64_t at = (side + i) * m->stride + k;
-      r[i] = side + i < m->size ? _mm512_inserti64x4(_mm512_castsi256_si512(load(m, at, low)), load(m, at + 16, high), 1)
-                                : _mm512_setzero_si512();
+      r[i] = _mm512_setzero_si512();
+      if (side + i < m->size)
+        r[i] = _mm512_inserti64x4(_mm512_castsi256_si512(load(m, at, low)), load(m, at + 16, high), 1);
     }
   } else {
     __mmask16 mask = first(m->size - side);
@@ -95,17 +99,18 @@ static void pack(const Matrix *m, int64_t depth, int64_t side, int64_t k, int pa
   for (int i = 0; i < SIDE; i++) _mm512_store_si512(to + i, r[i]);
 }
 
-// Rows of A's tiles.
-static void pack_a(const void *work, int64_t begin, int64_t end, float *scratch) {
+// Lines of the smaller factor's tiles.
+static void pack_lines(const void *work, int64_t begin, int64_t end, float *scratch) {
   const Work *w = work;
+  const Matrix *small = w->wide ? &w->a : &w->b;
   int64_t deep = tiles(w->depth, DEEP);
   for (int64_t i = begin; i < end; i++)
     for (int64_t k = 0; k < deep; k++)
-      pack(&w->a, w->depth, i * SIDE, k * DEEP, 0, (__m512i *)(w->packed + (i * deep + k) * TILE));
+      pack(small, w->depth, i * SIDE, k * DEEP, !w->wide, (__m512i *)(w->packed + (i * deep + k) * TILE));
 }
 
-// Sums over `count` tiles of K of up to 2 x 2 tiles of C: c[row][column], `stride` numbers from one row to the next. The
-// tiles of a second row of A are `next` bytes behind, those of a second column of B too.
+// Sums over `count` tiles of K of up to 2 x 2 tiles of C: c[row][column], `stride` numbers from one row to the next.
+// The tiles of a second line of A are `next_a` bytes behind those of the first, and so on.
 typedef struct {
   const char *a, *b;
   int64_t next_a, next_b, count, stride;
@@ -190,29 +195,33 @@ static void step(const Work *w, Step *s, int64_t row, int64_t column) {
   for (int64_t r = 0; r < rows; r++) memcpy(c + r * w->b.size, copy + r * 2 * SIDE, 4 * columns);
 }
 
-// Blocks of B's columns.
+// Blocks of the larger factor.
 static void multiply(const void *work, int64_t begin, int64_t end, float *scratch) {
   const Work *w = work;
+  const Matrix *large = w->wide ? &w->b : &w->a, *small = w->wide ? &w->a : &w->b;
   int64_t deep = tiles(w->depth, DEEP), parts = tiles(deep, DEPTH), part = tiles(deep, parts);
+  int64_t all = tiles(large->size, SIDE), others = tiles(small->size, SIDE);
   configure();
   for (int64_t block = begin; block < end; block++) {
-    int64_t from = block * w->columns, all = tiles(w->b.size, SIDE);
-    int64_t until = from + w->columns < all ? from + w->columns : all;
+    int64_t from = block * w->breadth, until = from + w->breadth < all ? from + w->breadth : all;
     for (int64_t k = 0; k < deep; k += part) {
       int64_t count = deep - k < part ? deep - k : part;
-      char *b = (char *)scratch;
-      for (int64_t n = from; n < until; n++)
-        for (int64_t i = 0; i < count; i++, b += TILE)
-          pack(&w->b, w->depth, n * SIDE, (k + i) * DEEP, 1, (__m512i *)b);
-      for (int64_t row = 0; row < w->a.size; row += 2 * SIDE)
-        for (int64_t n = from; n < until; n += 2) {
-          Step s = {.a = w->packed + (row / SIDE * deep + k) * TILE,
-                    .b = (char *)scratch + (n - from) * count * TILE,
-                    .next_a = deep * TILE,
-                    .next_b = count * TILE,
+      char *packed = (char *)scratch;
+      for (int64_t line = from; line < until; line++)
+        for (int64_t i = 0; i < count; i++, packed += TILE)
+          pack(large, w->depth, line * SIDE, (k + i) * DEEP, w->wide, (__m512i *)packed);
+      for (int64_t other = 0; other < others; other += 2)
+        for (int64_t line = from; line < until; line += 2) {
+          const char *its = (char *)scratch + (line - from) * count * TILE;
+          const char *whole = w->packed + (other * deep + k) * TILE;
+          int64_t next = count * TILE, next_whole = deep * TILE;
+          Step s = {.a = w->wide ? whole : its,
+                    .b = w->wide ? its : whole,
+                    .next_a = w->wide ? next_whole : next,
+                    .next_b = w->wide ? next : next_whole,
                     .count = count,
                     .begins = k == 0};
-          step(w, &s, row, n * SIDE);
+          step(w, &s, (w->wide ? other : line) * SIDE, (w->wide ? line : other) * SIDE);
         }
     }
   }
@@ -236,13 +245,16 @@ XLA_FFI_Error *matmul(XLA_FFI_CallFrame *frame) {
   };
   // At a cache line's begin.
   work.packed += -(uintptr_t)work.packed % 64;
-  int64_t threads = threads_of(frame), rows = tiles(work.a.size, SIDE), columns = tiles(work.b.size, SIDE);
-  // Four blocks for each thread, so that none waits long for another; of an even number of tiles.
-  work.columns = tiles(columns, 8 * threads) * 2;
-  if (work.columns > COLUMNS) work.columns = COLUMNS;
-  XLA_FFI_Error *error = spread(frame, pack_a, &work, sizeof work, rows, 2 * threads, threads, 0);
+  work.wide = work.b.size > work.a.size;
+  int64_t threads = threads_of(frame), deep = tiles(work.depth, DEEP);
+  int64_t large = tiles(work.wide ? work.b.size : work.a.size, SIDE);
+  int64_t small = tiles(work.wide ? work.a.size : work.b.size, SIDE);
+  // Four blocks for each thread, so that none waits long for another; of an even number of lines.
+  work.breadth = tiles(large, 8 * threads) * 2;
+  if (work.breadth > BREADTH) work.breadth = BREADTH;
+  XLA_FFI_Error *error = spread(frame, pack_lines, &work, sizeof work, small, 2 * threads, threads, 0);
   if (error) return error;
-  int64_t scratch = work.columns * (tiles(work.depth, DEEP) < DEPTH ? tiles(work.depth, DEEP) : DEPTH) * TILE / 4;
-  return spread(frame, multiply, &work, sizeof work, tiles(columns, work.columns), 2 * threads, threads, scratch);
+  int64_t scratch = work.breadth * (deep < DEPTH ? deep : DEPTH) * TILE / 4;
+  return spread(frame, multiply, &work, sizeof work, tiles(large, work.breadth), 2 * threads, threads, scratch);
 }
 #endif

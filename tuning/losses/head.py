@@ -51,9 +51,11 @@ def token_logps(
         positions, vocabulary = cut.sizes(positions, vocabulary)
     # At least 128 tokens a slice. Slices get about the same size, rounded up to 128, the tile of matrix units, so that
     # the last slice repeats few tokens.
-    slices = -(-vocabulary // max(128, elements // max(1, positions)))
+    # Logits that are kept are made in one.
+    keep = positions * vocabulary <= kept
+    slices = 1 if keep else -(-vocabulary // max(128, elements // max(1, positions)))
     size = min(vocabulary, -(-vocabulary // (slices * 128)) * 128)
-    return _head(hidden_MD, weight_VD, targets_M, scale, softcap, size, positions * vocabulary <= kept, cut)
+    return _head(hidden_MD, weight_VD, targets_M, scale, softcap, size, keep, cut)
 
 
 def _slice(weight_VD: jax.Array, number: jax.Array, size: int, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:

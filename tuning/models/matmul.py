@@ -42,7 +42,7 @@ def contract(x: jax.Array, y: jax.Array, of_x: int, of_y: int, kind: Any) -> jax
     leading = x.shape[:-1] if of_x == x.ndim - 1 else x.shape[1:]
     rows = x.reshape(-1, x.shape[-1])
     count, size, depth = math.prod(leading), y.shape[1 - of_y], y.shape[of_y]
-    packed = -(-count // _SIDE) * -(-depth // _DEEP) * _TILE + _LINE
+    packed = -(-min(count, size) // _SIDE) * -(-depth // _DEEP) * _TILE + _LINE
     shapes = jax.ShapeDtypeStruct((count, size), kind), jax.ShapeDtypeStruct((packed,), jnp.uint8)
     call = jax.ffi.ffi_call(kernel, shapes, vmap_method="sequential")
     out, _ = call(rows, y, across=np.int32((of_x != x.ndim - 1) + 2 * of_y))
