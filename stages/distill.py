@@ -88,7 +88,7 @@ def run(ctx: Context) -> dict[str, Any]:
     teacher_model, teacher = load_frozen(ctx, ctx.inputs["teacher"])
     # Beside the student, also where another stage has loaded it on another mesh.
     teacher = put_params(teacher, mesh_of(ctx))
-    train, held = train_and_heldout(ctx, ctx.inputs["data"], "sft", config.heldout_fraction)
+    train, held = train_and_heldout(ctx, ctx.inputs["data"], "sft", config.heldout_fraction, config.heldout_examples)
     groups, held_groups = train.examples, held.examples
     device = choose(config.compute.dtype)
     budget = config.compute.tokens_per_micro_batch or device.row_tokens_per_step

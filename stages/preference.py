@@ -123,7 +123,9 @@ def _pairs(
     from tuning.algorithms.preference import pair_losses, pair_summary, preference_loss
     from tuning.models.decoder import decoder_graph
 
-    train, held = train_and_heldout(ctx, ctx.inputs["data"], "preference", ctx.config.heldout_fraction)
+    train, held = train_and_heldout(
+        ctx, ctx.inputs["data"], "preference", ctx.config.heldout_fraction, ctx.config.heldout_examples
+    )
     groups, held_groups = train.examples, held.examples
     known = held_known = None
     if reference is not None:
@@ -178,7 +180,7 @@ def _labelled(
 
     has_labels = "labelled" in ctx.inputs
     source, part = ("labelled", "labelled") if has_labels else ("data", "preference")
-    tables = train_and_heldout(ctx, ctx.inputs[source], part, ctx.config.heldout_fraction)
+    tables = train_and_heldout(ctx, ctx.inputs[source], part, ctx.config.heldout_fraction, ctx.config.heldout_examples)
     # A pair is a good and a bad completion.
     groups, held_groups = (t.examples if has_labels else t.examples.apart() for t in tables)
     labels, held_labels = (

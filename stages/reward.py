@@ -43,7 +43,9 @@ def run(ctx: Context) -> dict[str, Any]:
     from tuning.rewards.learned import score_groups
 
     config, base = load_policy(ctx, ctx.inputs["base"])
-    train, held = train_and_heldout(ctx, ctx.inputs["data"], "preference", ctx.config.heldout_fraction)
+    train, held = train_and_heldout(
+        ctx, ctx.inputs["data"], "preference", ctx.config.heldout_fraction, ctx.config.heldout_examples
+    )
 
     def weighted(table: Table) -> np.ndarray:
         return ctx.config.margin_weight * np.asarray([m or 0.0 for m in table.column("margin")], real())

@@ -35,7 +35,9 @@ def run(ctx: Context) -> dict[str, Any]:
     from tuning.models.decoder import decoder_graph
 
     config, base = load_policy(ctx, ctx.inputs["base"])
-    train, held = train_and_heldout(ctx, ctx.inputs["data"], "sft", ctx.config.heldout_fraction)
+    train, held = train_and_heldout(
+        ctx, ctx.inputs["data"], "sft", ctx.config.heldout_fraction, ctx.config.heldout_examples
+    )
     device = choose(ctx.config.compute.dtype)
     budget = ctx.config.compute.tokens_per_micro_batch or device.row_tokens_per_step
 

@@ -71,12 +71,20 @@ class Table:
         return groups
 
 
-def train_and_heldout(ctx: Context, data: Artifact, part: str, fraction: float) -> tuple[Table, Table]:
+def train_and_heldout(ctx: Context, data: Artifact, part: str, fraction: float, most: int = 0) -> tuple[Table, Table]:
     """The rows of `part` to train on and those to measure on: of held-out groups where the data has such, else a share.
 
-    The share is drawn by group, at random by the stage's seed: completions of one prompt are on one side (R22). Raises
-    ValueError where nothing is left to train on.
+    The share is drawn by group, at random by the stage's seed: completions of one prompt are on one side (R22). Of more
+    than `most` held-out rows as many are drawn, by group too; 0: all are measured on. Raises ValueError where nothing
+    is left to train on.
     """
+    train, held = _divided(ctx, data, part, fraction)
+    if most and len(held) > most:
+        held = held.only(whole_groups(held.groups(), most, ctx.seed, "measured"))
+    return train, held
+
+
+def _divided(ctx: Context, data: Artifact, part: str, fraction: float) -> tuple[Table, Table]:
     table = Table(ctx, data, part)
     if data.has(f"heldout_{part}/"):
         return table, Table(ctx, data, f"heldout_{part}")

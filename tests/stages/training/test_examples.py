@@ -1,6 +1,7 @@
 """What a stage itself holds out: a random draw by prompt or group, as prepare's splits are."""
 
 import tracemalloc
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -49,6 +50,23 @@ def test_another_seed_holds_out_others_and_the_same_seed_the_same(tmp_path):
         tables(tmp_path / str(i), "sft", rows_of("sft", 40), seed)[1].column("id") for i, seed in enumerate((1, 1, 2))
     ]
     assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize("split", [True, False], ids=["held out by the data", "held out here"])
+def test_of_many_held_out_rows_some_whole_groups_are_measured_on(tmp_path, split):
+    rows = [row | {"id": f"{copy}-{row['id']}"} for copy in range(3) for row in rows_of("sft", 40)]
+    splits = {"sft": rows_of("sft", 8, 900), "heldout_sft": rows} if split else {"sft": rows}
+    made = data(tmp_path / "data", **splits)
+
+    def measured(seed, most):
+        return train_and_heldout(context(tmp_path, seed), made, "sft", 0.5, most)
+
+    train, held = measured(3, 10)
+    assert len(held) == 9 and sorted(Counter(held.groups()).values()) == [3, 3, 3]
+    # What is not measured on is not trained on.
+    assert train.column("id") == measured(3, 0)[0].column("id")
+    assert held.column("id") == measured(3, 10)[1].column("id") != measured(4, 10)[1].column("id")
+    assert len(measured(3, 1000)[1]) == len(measured(3, 0)[1])
 
 
 def test_rows_of_one_prompt_cannot_be_divided(tmp_path):
