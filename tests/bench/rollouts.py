@@ -23,6 +23,7 @@ from tuning.cpu import kernels
 from tuning.device import choose
 from tuning.models.config import DecoderConfig
 from tuning.models.huggingface import random_params
+from tuning.models.matmul import factor_type
 from tuning.rollout.engine.cpu import products
 from tuning.rollout.engine.decoders import Quantization
 from tuning.rollout.engine.engine import Engine
@@ -52,7 +53,8 @@ def requests_of(work: str, vocabulary: int) -> list[Request]:
 
 def _gemm_flops(config: DecoderConfig) -> float:
     """As `gemm_flops`, with the faster of XLA and the decoding kernel."""
-    x, weight = jnp.ones((2048, config.hidden_size)), jnp.ones((1, config.intermediate_size, config.hidden_size))
+    x = jnp.ones((2048, config.hidden_size))
+    weight = jnp.ones((1, config.intermediate_size, config.hidden_size), factor_type("float32"))
     by = {None, kernels.build().products if products.suits("float32") else None}
     work = 2.0 * len(x) * weight.size
     return max(statistics.median(rate(partial(products.product, number=0, target=k), x, weight, work=work)) for k in by)

@@ -7,17 +7,13 @@
 // many threads work. Both factors are cut into tiles of 16 x 32 numbers, 1 KiB, padded with zeros, that lie in the
 // order in which they are read: the smaller factor's once for all threads; the larger one's block by block, in a core's
 // second cache.
-#include "kernels.h"
+#include "amx.h"
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
+#if defined(AMX)
+// Asks Linux for the matrix unit, for the whole process; 0 if it may be used.
+long matmul_unit(void) { return !has_amx(); }
 
 enum {
-  SIDE = 16,    // rows of a tile of A, columns of one of B
-  DEEP = 32,    // numbers of K in a tile
-  TILE = 1024,  // bytes
   BREADTH = 16, // lines of tiles of a block, at most: it stays in the second cache,
   DEPTH = 24,   // and tiles of a line: two lines of the other factor stay in the first
 };
@@ -38,8 +34,6 @@ typedef struct {
   int64_t breadth;  // lines of tiles, each over K, of a block of the larger one
 } Work;
 
-INLINE int64_t tiles(int64_t count, int64_t size) { return (count + size - 1) / size; }
-
 // 16 neighbours from number `i` on, those of `mask`, as bfloat16; zeros for the others.
 INLINE __m256i load(const Matrix *m, int64_t i, __mmask16 mask) {
   if (m->type == FLOAT) return (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, (const float *)m->data + i));
@@ -47,32 +41,6 @@ INLINE __m256i load(const Matrix *m, int64_t i, __mmask16 mask) {
 }
 
 INLINE __mmask16 first(int64_t count) { return count >= 16 ? 0xffff : count <= 0 ? 0 : (1 << count) - 1; }
-
-INLINE void transpose(__m512i r[16]) {
-  __m512i t[16];
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4) {
-    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-  }
-  for (int i = 0; i < 4; i++) {
-    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-  }
-  for (int i = 0; i < 4; i++) {
-    r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-    r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
-    r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
-  }
-}
 
 // One tile, from number `side` and `k` on. Rows of it are numbers of the axis that is kept, each with its 32 of K; with
 // `pairs` its rows are pairs of K, each with those of 16 numbers of the axis that is kept.
@@ -147,22 +115,6 @@ INLINE void sum_tiles(const Step *s, int rows, int columns) {
     FOR_TILES(rows, columns, ADD);
   }
   FOR_TILES(rows, columns, STORE);
-}
-
-static void configure(void) {
-  // Static: GCC takes its first 8 bytes alone as read, and would not write the others.
-  static const struct {
-    uint8_t palette, start, reserved[14];
-    uint16_t bytes[16];
-    uint8_t rows[16];
-  } shape = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE}};
-  _tile_loadconfig(&shape);
-}
-
-// Asks Linux for the matrix unit, once for the process; 0 if it may be used.
-long matmul_unit(void) {
-  enum { ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18 };
-  return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA);
 }
 
 typedef void Kind(const Step *s);

@@ -5,8 +5,9 @@
 // Each number is LANES sums over the input that are added in the end, in an order that depends on I alone: a row's
 // results have the same bits alone and among others. A row of zeros is not computed: empty slots take no time. A tile's
 // weights of another type become float32 in a core's first cache, once for all rows of a block. With a bfloat16 W the
-// rows hold numbers of that type, and a processor that multiplies them (AVX512_BF16) does so.
-#include "kernels.h"
+// rows hold numbers of that type, and a processor that multiplies them (AVX512_BF16) does so; by its matrix unit (AMX),
+// if it has one, where the sizes of W are whole tiles: a number then is one sum over the input.
+#include "amx.h"
 
 // A fused product and sum is called by name: left to the compiler, it might be in one tile and not in another.
 #if defined(__AVX512F__)
@@ -169,6 +170,7 @@ typedef struct {
   float *y;
   int64_t size, outs, live;
   int64_t depth;        // inputs of a block
+  char *columns;        // `x` as tiles of 16 rows, for the matrix unit; NULL without
   const int64_t *rows;  // the numbers of those that are not zero
 } Work;
 
@@ -249,6 +251,82 @@ static void multiply(const void *work, int64_t first, int64_t end, float *scratc
   }
 }
 
+#if defined(AMX)
+enum { LINES = 2 * SIDE };  // outputs of an item
+
+// one(C's register, W's, x's, outputs, rows): a register's number is part of an instruction.
+#define FOR_TILES(rows, one)         \
+  do {                               \
+    one(0, 4, 6, 0, 0);              \
+    one(1, 5, 6, 1, 0);              \
+    if (rows > 1) one(2, 4, 7, 0, 1); \
+    if (rows > 1) one(3, 5, 7, 1, 1); \
+  } while (0)
+#define CLEAR_TILE(c, w, x, out, row) _tile_zero(c)
+#define ADD_TILE(c, w, x, out, row) _tile_dpbf16ps(c, w, x)
+#define STORE_TILE(c, w, x, out, row) _tile_stored(c, sums + ((row) * 2 + (out)) * TILE, 64)
+
+// 32 outputs of up to 2 x 16 rows. sums: by rows and outputs, tiles of [output, row].
+INLINE void outputs_of(const Work *m, int64_t out, int64_t row, int rows, char *sums) {
+  const char *w = weights_of(m, out, 0), *x = m->columns + row * 2 * m->size;
+  int64_t stride = 2 * m->size, lower = SIDE * stride, ahead = 2 * lower, other = SIDE * stride;
+  int fetch = row == 0 && out + 2 * LINES <= m->outs;
+  FOR_TILES(rows, CLEAR_TILE);
+  for (int64_t k = 0; k < stride; k += 2 * DEEP, x += TILE) {
+    if (fetch)
+      for (int i = 0; i < LINES; i++) __builtin_prefetch(w + ahead + i * stride + k);
+    _tile_loadd(4, w + k, stride);
+    _tile_loadd(5, w + lower + k, stride);
+    _tile_loadd(6, x, 64);
+    if (rows > 1) _tile_loadd(7, x + other, 64);
+    FOR_TILES(rows, ADD_TILE);
+  }
+  FOR_TILES(rows, STORE_TILE);
+}
+
+static void multiply_tiles(const void *work, int64_t first, int64_t end, float *scratch) {
+  const Work *m = work;
+  __m512i sums[4 * SIDE];
+  configure();
+  for (int64_t item = first; item < end; item++)
+    for (int64_t row = 0; row < m->live; row += 2 * SIDE) {
+      int64_t rows = m->live - row < 2 * SIDE ? m->live - row : 2 * SIDE;
+      if (rows > SIDE)
+        outputs_of(m, item * LINES, row, 2, (char *)sums);
+      else
+        outputs_of(m, item * LINES, row, 1, (char *)sums);
+      for (int64_t part = 0; part < tiles(rows, SIDE) * 2; part++) {
+        // A line for each row now.
+        transpose(sums + part * SIDE);
+        float *y = m->y + item * LINES + part % 2 * SIDE;
+        for (int64_t r = part / 2 * SIDE, i = 0; i < SIDE && r + i < rows; i++)
+          _mm512_storeu_ps(y + m->rows[row + r + i] * m->outs, (__m512)sums[part * SIDE + i]);
+      }
+    }
+  _tile_release();
+}
+
+static int suits_tiles(const Work *m) {
+  return m->pairs && m->size % DEEP == 0 && m->outs % LINES == 0 && has_amx();
+}
+
+// Rows in bfloat16 as tiles: for each pair of inputs those of 16 rows. Rows that are missing are zeros.
+static void to_columns(const Work *m, const uint16_t *x) {
+  for (int64_t row = 0; row < m->live; row += SIDE)
+    for (int64_t k = 0; k < m->size; k += DEEP) {
+      __m512i *tile = (__m512i *)(m->columns + row * 2 * m->size + k / DEEP * TILE);
+      for (int64_t i = 0; i < SIDE; i++)
+        tile[i] = row + i < m->live ? _mm512_loadu_si512(x + m->rows[row + i] * m->size + k) : _mm512_setzero_si512();
+      transpose(tile);
+    }
+}
+#else
+static int suits_tiles(const Work *m) { return 0; }
+static void to_columns(const Work *m, const uint16_t *x) {}
+enum { LINES = 1, SIDE = 1 };
+#define multiply_tiles multiply
+#endif
+
 static int is_zero(const float *x, int64_t size) {
   for (int64_t i = 0; i < size; i++)
     if (x[i] != 0) return 0;
@@ -277,9 +355,14 @@ XLA_FFI_Error *products(XLA_FFI_CallFrame *frame) {
   if (work.type == INT8) work.scale = args[3]->data;
   work.w = weights_of(&work, *(const int32_t *)args[2]->data * work.outs, 0);
   int64_t count = args[0]->dims[0];
-  int64_t *rows = malloc(sizeof(int64_t) * (count + 1) + (work.pairs ? 2 * count * work.size : 0));
-  if (!rows) return no_memory(frame);
-  uint16_t *narrowed = (uint16_t *)(rows + count + 1);
+  int by_tiles = suits_tiles(&work);
+  // Tiles begin at a cache line, and have room for rows that are missing.
+  int64_t room = by_tiles ? 2 * (count + SIDE) * work.size : 0;
+  int64_t own = sizeof(int64_t) * count + (work.pairs ? 2 * count * work.size : 0);
+  char *memory = aligned_alloc(64, (room + own + 64) / 64 * 64);
+  if (!memory) return no_memory(frame);
+  int64_t *rows = (int64_t *)(memory + room);
+  uint16_t *narrowed = (uint16_t *)(rows + count);
   if (work.pairs) work.x = (const char *)narrowed;
   for (int64_t r = 0; r < count; r++) {
     if (is_zero(x + r * work.size, work.size)) {
@@ -290,12 +373,17 @@ XLA_FFI_Error *products(XLA_FFI_CallFrame *frame) {
     rows[work.live++] = r;
   }
   work.rows = rows;
+  if (by_tiles) {
+    work.columns = memory;
+    to_columns(&work, narrowed);
+  }
   int64_t threads = work.size * work.outs < FEW_NUMBERS ? 1 : threads_of(frame);
-  int64_t tiles = work.live ? (work.outs + OUTS - 1) / OUTS : 0;
+  int64_t items = !work.live ? 0 : by_tiles ? work.outs / LINES : (work.outs + OUTS - 1) / OUTS;
   int64_t blocks = work.size > DEPTH ? (work.size + DEPTH - 1) / DEPTH : 1;
   work.depth = ((work.size + blocks - 1) / blocks + LANES - 1) / LANES * LANES;
   int64_t scratch = (work.type == FLOAT || work.pairs ? 0 : OUTS * work.depth) + (blocks > 1 ? GROUP * BLOCK * OUTS * LANES : 0);
-  XLA_FFI_Error *error = spread(frame, multiply, &work, sizeof work, tiles, 2 * threads, threads, scratch);
-  free(rows);
+  Part *part = by_tiles ? multiply_tiles : multiply;
+  XLA_FFI_Error *error = spread(frame, part, &work, sizeof work, items, 2 * threads, threads, scratch);
+  free(memory);
   return error;
 }

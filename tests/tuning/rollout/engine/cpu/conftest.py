@@ -1,10 +1,14 @@
-"""A compiler for processors with shorter vectors than this one's."""
+"""A compiler for processors that have less than this one: shorter vectors, no matrix unit."""
 
 import pytest
 
 from tuning.cpu import kernels
 
-WITHOUT = {"avx2": "-mno-avx512f", "sse": "-mno-avx512f -mno-avx2 -mno-avx -mno-fma"}
+WITHOUT = {
+    "avx2": "-mno-avx512f",
+    "sse": "-mno-avx512f -mno-avx2 -mno-avx -mno-fma",
+    "no matrix unit": "-mno-amx-tile -mno-amx-bf16",
+}
 
 
 @pytest.fixture(scope="session")

@@ -116,7 +116,7 @@ def test_what_is_not_a_number_is_not_hidden():
     assert np.isnan(by_kernel(x, weight.at[49, 3].set(jnp.nan)))[:, 49].all()
 
 
-@pytest.mark.parametrize("shorter_vectors", ["avx2", "sse"], indirect=True)
+@pytest.mark.parametrize("shorter_vectors", ["avx2", "sse", "no matrix unit"], indirect=True)
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_the_product_with_shorter_vectors(shorter_vectors, kind):
     name = kernels.build(compiler=shorter_vectors).products
