@@ -179,7 +179,7 @@ def _flops(i: Instruction, around: dict[str, Instruction]) -> float:
 
 
 def _by_kernel(i: Instruction) -> bool:
-    """Whether it is a matrix product of this project (`tuning/cpu/matmul.c`)."""
+    """Whether it is a matrix product of this project (`tuning/models/matmul.c`)."""
     return i.opcode == "custom-call" and 'custom_call_target="rlhf_matmul' in i.attributes
 
 

@@ -1,7 +1,8 @@
-"""Kernels for CPUs, in C: `kernels` builds the sources with the machine's own compiler and registers them with XLA.
+"""Kernels for CPUs, in C: `kernels` builds them with the machine's own compiler and registers them with XLA.
 
-attention, products   of decoding: XLA's products of few rows reach half the speed of the cores, its attention less
-matmul                of training, where factors are rounded to bfloat16 and the processor has a matrix unit
+tuning/models/matmul.c           products of training whose factors are rounded to bfloat16, by a matrix unit
+tuning/rollout/engine/cpu/*.c    products and attention of decoding: XLA's products of few rows reach half the speed of
+                                 the cores, its attention less
 
 What calls them says for which types and shapes. Without a compiler XLA computes the same.
 """

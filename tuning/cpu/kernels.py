@@ -1,4 +1,4 @@
-"""The C sources of this folder, built by the machine's own compiler and registered with XLA."""
+"""The C sources beside some modules, built by the machine's own compiler and registered with XLA."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from typing import NamedTuple
 import jax
 import jaxlib
 
-SOURCES = sorted(p for p in Path(__file__).parent.iterdir() if p.suffix in (".c", ".h"))
+_HERE = Path(__file__).parent
+MODULES = ("models/matmul", "rollout/engine/cpu/attention", "rollout/engine/cpu/products")
+"""Each has its kernel beside it, under its own name: keys hold what lies beside a module with the module."""
+SOURCES = (_HERE / "kernels.h", *(_HERE.parent / f"{module}.c" for module in MODULES))
 _NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
 OPTIONS = ("-O3", _NATIVE, "-std=gnu11", "-fPIC", "-shared")
 KV_TYPES = {"float32": "FLOAT", "bfloat16": "BFLOAT", "int8": "INT8"}
@@ -96,7 +99,8 @@ def built(kv: str, compiler: str) -> tuple[str, ctypes.CDLL]:
             with tempfile.TemporaryDirectory(dir=folder) as place:
                 compiled = Path(place) / library.name
                 sources = [str(source) for source in SOURCES if source.suffix == ".c"]
-                command = [compiler, *options, f"-I{jax.ffi.include_dir()}", *sources, "-o", str(compiled), "-lm"]
+                headers = (f"-I{jax.ffi.include_dir()}", f"-I{_HERE}")
+                command = [compiler, *options, *headers, *sources, "-o", str(compiled), "-lm"]
                 subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
                 os.replace(compiled, library)
         return name, ctypes.CDLL(str(library))

@@ -44,7 +44,7 @@ def test_any_source_of_the_project_counts_also_such_as_no_import_reaches(tmp_pat
     here = of_this_host({})
     monkeypatch.setattr(sameness, "PROJECT", tmp_path)
     assert other(here, of_this_host({})) is None
-    for name in ("tuning/cpu/products.c", "stages/common/flags.py", "stages/worker/process.py"):
+    for name in ("tuning/rollout/engine/cpu/products.c", "stages/common/flags.py", "stages/worker/process.py"):
         path = tmp_path / name
         text = path.read_text()
         path.write_text(text + "\n")

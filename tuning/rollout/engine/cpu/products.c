@@ -7,7 +7,7 @@
 // weights of another type become float32 in a core's first cache, once for all rows of a block. With a bfloat16 W the
 // rows hold numbers of that type, and a processor that multiplies them (AVX512_BF16) does so; by its matrix unit (AMX),
 // if it has one, where the sizes of W are whole tiles: a number then is one sum over the input.
-#include "amx.h"
+#include "kernels.h"
 
 // A fused product and sum is called by name: left to the compiler, it might be in one tile and not in another.
 #if defined(__AVX512F__)

@@ -7,7 +7,7 @@
 // many threads work. Both factors are cut into tiles of 16 x 32 numbers, 1 KiB, padded with zeros, that lie in the
 // order in which they are read: the smaller factor's once for all threads; the larger one's block by block, in a core's
 // second cache.
-#include "amx.h"
+#include "kernels.h"
 
 #if defined(AMX)
 // Asks Linux for the matrix unit, for the whole process; 0 if it may be used.
