@@ -192,6 +192,11 @@ def _labelled(
         raise ValueError(
             f"all {len(groups)} labels are {bool(labels[0])}: {settings.loss} needs completions of both kinds"
         )
+    if ctx.config.heldout_examples and len(held_groups) and len(set(held_labels)) < 2:
+        raise ValueError(
+            f"heldout_examples: all {len(held_groups)} completions that it leaves are {bool(held_labels[0])}, and "
+            f"{settings.loss} is measured on both kinds: raise it, or leave it out"
+        )
     known = _kept(ctx, "reference-logps", lambda: logps(reference, groups))
     other_known = _kept(ctx, "mismatched-reference-logps", lambda: logps(reference, other))
 

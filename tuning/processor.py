@@ -11,11 +11,21 @@ FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 with the second."""
 
 
-@functools.cache
 def multiplies_bfloat16() -> bool:
     """Whether it has products of bfloat16 that XLA and this project's kernels use. Elsewhere than on Linux: no."""
+    return any(FLAGS & of_one for of_one in _flags())
+
+
+def has_matrix_unit() -> bool:
+    """Whether it has AMX's products of bfloat16, which the kernel of the system may still deny to a process."""
+    return any("amx_bf16" in of_one for of_one in _flags())
+
+
+@functools.cache
+def _flags() -> tuple[frozenset[str], ...]:
+    """The instructions of each kind of core."""
     try:
         lines = CPUINFO.read_text().splitlines()
     except OSError:
-        return False
-    return any(FLAGS & set(line.partition(":")[2].split()) for line in lines if line.startswith("flags"))
+        return ()
+    return tuple({frozenset(line.partition(":")[2].split()) for line in lines if line.startswith("flags")})

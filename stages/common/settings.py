@@ -184,7 +184,7 @@ class Fitted(Trained):
     checkpoint_every: int = execution_setting(8, ge=1)
     """Steps between checkpoints."""
     heldout_examples: Annotated[int, Field(ge=0)] = 0
-    """Held-out examples that are measured on, at most: whole groups of them, drawn at random; 0: all."""
+    """About so many held-out examples are measured on: whole groups, drawn at random; 0: all."""
     heldout_every: int = execution_setting(0, ge=0)
     """Steps between measurements on the held-out examples, a curve in the report; 0: only before the first step and
     after the last."""

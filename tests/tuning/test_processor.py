@@ -5,22 +5,29 @@ import pytest
 from tuning import processor
 
 
+@pytest.fixture(autouse=True)
+def asked_anew():
+    processor._flags.cache_clear()
+    yield
+    processor._flags.cache_clear()
+
+
 @pytest.mark.parametrize(
-    ("flags", "found"),
+    ("flags", "multiplies", "unit"),
     [
-        ("fpu vme avx512f avx512_bf16", True),
-        ("fpu amx_bf16 amx_tile", True),
-        ("fpu avx2 avx512f avx512_vnni", False),
+        ("fpu vme avx512f avx512_bf16", True, False),
+        ("fpu amx_bf16 amx_tile", True, True),
+        ("fpu avx2 avx512f avx512_vnni", False, False),
         # Words are compared whole.
-        ("fpu avx512_bf16x", False),
+        ("fpu avx512_bf16x", False, False),
     ],
 )
-def test_it_is_known_by_its_flags(tmp_path, monkeypatch, flags, found):
+def test_it_is_known_by_its_flags(tmp_path, monkeypatch, flags, multiplies, unit):
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nmodel name\t: avx512_bf16 of it\nflags\t: {flags}\n\n" * 2)
     monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
-    assert processor.multiplies_bfloat16.__wrapped__() is found
+    assert processor.multiplies_bfloat16() is multiplies and processor.has_matrix_unit() is unit
 
 
 def test_a_system_without_that_file_is_told_nothing_of(tmp_path, monkeypatch):
     monkeypatch.setattr(processor, "CPUINFO", tmp_path / "missing")
-    assert processor.multiplies_bfloat16.__wrapped__() is False
+    assert processor.multiplies_bfloat16() is False and processor.has_matrix_unit() is False

@@ -71,7 +71,10 @@ def _build(kv: str, compiler: str) -> Kernels:
     # Programs in the compilation cache call a kernel by name, so another build must have another name.
     names = {kernel: f"rlhf_{kernel}_{name}" for kernel in Kernels._fields}
     # Compiled for processors with a matrix unit, which the kernel of the system has to allow.
-    if not hasattr(library, "matmul") or library.matmul_unit():
+    if not hasattr(library, "matmul"):
+        del names["matmul"]
+    elif not library.matmul_unit():
+        _log.warning("Linux denies the matrix unit (AMX) to this process: products of bfloat16 are left to XLA")
         del names["matmul"]
     for kernel, target in names.items():
         if target not in _REGISTERED:

@@ -51,11 +51,9 @@ def token_logps(
         positions, vocabulary = cut.sizes(positions, vocabulary)
     # At least 128 tokens a slice. Slices get about the same size, rounded up to 128, the tile of matrix units, so that
     # the last slice repeats few tokens.
-    # Logits that are kept are made in one.
-    keep = positions * vocabulary <= kept
-    slices = 1 if keep else -(-vocabulary // max(128, elements // max(1, positions)))
+    slices = -(-vocabulary // max(128, elements // max(1, positions)))
     size = min(vocabulary, -(-vocabulary // (slices * 128)) * 128)
-    return _head(hidden_MD, weight_VD, targets_M, scale, softcap, size, keep, cut)
+    return _head(hidden_MD, weight_VD, targets_M, scale, softcap, size, positions * vocabulary <= kept, cut)
 
 
 def _slice(weight_VD: jax.Array, number: jax.Array, size: int, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -141,6 +139,8 @@ def _sums(
 ) -> Any:
     """((log-probabilities, entropies), (log-normalisers, mean logits) [M], logits [slices, M, W] if they are kept)."""
     targets = _counted(targets, weight, cut)
+    # Logits that are kept need no slices.
+    size = weight.shape[0] if keep else size
 
     def one(carry: Any, number: jax.Array) -> Any:
         top, total, weighted, chosen = carry
@@ -207,6 +207,7 @@ def _gradients(
 ) -> tuple[jax.Array, jax.Array]:
     """Gradients of the hidden states [M, D] and of the head [V, D]."""
     targets = _counted(targets, weight, cut)
+    size = weight.shape[0] if keep else size
 
     def one(carry: Any, scanned: Any) -> Any:
         dhidden, dweight = carry

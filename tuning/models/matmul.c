@@ -10,8 +10,10 @@
 #include "kernels.h"
 
 #if defined(AMX)
-// Asks Linux for the matrix unit, for the whole process; 0 if it may be used.
-long matmul_unit(void) { return !has_amx(); }
+int may_use_unit;
+
+// Asks Linux for the matrix unit, for the whole process, once and before all products: it may answer otherwise later.
+int matmul_unit(void) { return may_use_unit = has_amx(); }
 
 enum {
   BREADTH = 16, // lines of tiles of a block, at most: it stays in the second cache,
@@ -102,6 +104,8 @@ typedef struct {
 INLINE float *at(const Step *s, int row, int column) { return s->c + row * SIDE * s->stride + column * SIDE; }
 
 INLINE void sum_tiles(const Step *s, int rows, int columns) {
+  // GCC does not know that tiles are read from memory.
+  __asm__ volatile("" ::: "memory");
   if (s->begins)
     FOR_TILES(rows, columns, CLEAR);
   else

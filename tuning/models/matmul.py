@@ -13,6 +13,7 @@ import numpy as np
 from tuning.cpu.kernels import build
 from tuning.models.sharding import mesh_in_use, sum_of_products
 from tuning.precision import rounds_products
+from tuning.processor import has_matrix_unit
 
 WIDTH = 192
 """Columns, at most, of a block that is transposed at a time."""
@@ -34,7 +35,7 @@ def matmul(x: jax.Array, weight: jax.Array, back: bool = False) -> jax.Array:
 def contract(x: jax.Array, y: jax.Array, of_x: int, of_y: int, kind: Any) -> jax.Array:
     """The sum over one axis of x and of the matrix y, in the type `kind`, as a product reads them (`factor`).
 
-    x has two axes, or is summed over its last one.
+    x has two axes, or is summed over its last one. For what has a gradient of its own: a kernel has none.
     """
     kernel = _kernel(x, y, of_x, kind)
     if kernel is None:
@@ -60,9 +61,10 @@ def _kernel(x: jax.Array, y: jax.Array, of_x: int, kind: Any) -> str | None:
     first, and reaches a quarter of a matrix unit's rate (`docs/benchmarks.md`)."""
     depth = x.shape[of_x]
     whole = kind == jnp.float32 and {x.dtype.name, y.dtype.name} <= {"float32", "bfloat16"}
-    if not whole or not rounds_products() or mesh_in_use() or x.size * y.size < _FEW * depth:
+    if not whole or not rounds_products() or mesh_in_use() or x.size * y.size <= _FEW * depth:
         return None
-    return build().matmul
+    # A build takes seconds, and warns where it fails.
+    return build().matmul if has_matrix_unit() else None
 
 
 def factor(x: jax.Array) -> jax.Array:

@@ -102,8 +102,13 @@ def test_a_mapped_product_is_one_for_each(kernel):
 def test_small_products_and_exact_ones_are_left_to_xla(axes):
     run = functools.partial(contract, of_x=axes[0], of_y=axes[1], kind=jnp.float32)
     assert calls(run, *factors(16, 32, 16, axes)) == 0
+    assert calls(run, *factors(512, 0, 512, axes)) == 0 and not product(*factors(512, 0, 512, axes), axes).any()
     with using("float32"):
         assert calls(run, *factors(128, 256, 192, axes)) == 0
+
+
+def test_each_kernel_lies_beside_a_module_of_its_name_whose_key_holds_it():
+    assert [p for p in kernels.SOURCES if not p.with_suffix(".py").exists()] == []
 
 
 def test_on_a_mesh_xla_cuts_the_product():

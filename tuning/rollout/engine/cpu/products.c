@@ -252,6 +252,8 @@ static void multiply(const void *work, int64_t first, int64_t end, float *scratc
 }
 
 #if defined(AMX)
+extern int may_use_unit;  // matmul.c
+
 enum { LINES = 2 * SIDE };  // outputs of an item
 
 // one(C's register, W's, x's, outputs, rows): a register's number is part of an instruction.
@@ -271,6 +273,8 @@ INLINE void outputs_of(const Work *m, int64_t out, int64_t row, int rows, char *
   const char *w = weights_of(m, out, 0), *x = m->columns + row * 2 * m->size;
   int64_t stride = 2 * m->size, lower = SIDE * stride, ahead = 2 * lower, other = SIDE * stride;
   int fetch = row == 0 && out + 2 * LINES <= m->outs;
+  // GCC does not know that tiles are read from memory.
+  __asm__ volatile("" ::: "memory");
   FOR_TILES(rows, CLEAR_TILE);
   for (int64_t k = 0; k < stride; k += 2 * DEEP, x += TILE) {
     if (fetch)
@@ -307,7 +311,7 @@ static void multiply_tiles(const void *work, int64_t first, int64_t end, float *
 }
 
 static int suits_tiles(const Work *m) {
-  return m->pairs && m->size % DEEP == 0 && m->outs % LINES == 0 && has_amx();
+  return m->pairs && m->size % DEEP == 0 && m->outs % LINES == 0 && may_use_unit;
 }
 
 // Rows in bfloat16 as tiles: for each pair of inputs those of 16 rows. Rows that are missing are zeros.
