@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -96,16 +97,22 @@ def built(kv: str, compiler: str) -> tuple[str, ctypes.CDLL]:
         # A compilation cache at a URL cannot hold a file to load.
         folder = Path(cache) / "kernels" if cache and "://" not in cache else Path(own)
         library = folder / f"{name}.so"
-        if not library.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            # Renamed when complete: other processes may build the same library at the same time.
-            with tempfile.TemporaryDirectory(dir=folder) as place:
-                compiled = Path(place) / library.name
-                sources = [str(source) for source in SOURCES if source.suffix == ".c"]
-                headers = (f"-I{jax.ffi.include_dir()}", f"-I{_HERE}")
-                command = [compiler, *options, *headers, *sources, "-o", str(compiled), "-lm"]
-                subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-                os.replace(compiled, library)
+        if library.exists():
+            # What is no library is built again.
+            with contextlib.suppress(OSError):
+                return name, ctypes.CDLL(str(library))
+        folder.mkdir(parents=True, exist_ok=True)
+        # Renamed when complete: other processes may build the same library at the same time.
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            compiled = Path(place) / library.name
+            sources = [str(source) for source in SOURCES if source.suffix == ".c"]
+            headers = (f"-I{jax.ffi.include_dir()}", f"-I{_HERE}")
+            command = [compiler, *options, *headers, *sources, "-o", str(compiled), "-lm"]
+            subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+            # Whole on the disk before it has its name: the loader dies of one that a lost machine has cut short.
+            with compiled.open("rb") as file:
+                os.fsync(file.fileno())
+            os.replace(compiled, library)
         return name, ctypes.CDLL(str(library))
 
 

@@ -227,3 +227,14 @@ def test_the_kernel_is_kept_with_what_jax_keeps(cache_folder):
     built = kept.stat().st_mtime_ns
     assert kernels.built("float32", "cc")[0] == name
     assert kept.stat().st_mtime_ns == built
+
+
+def test_a_kept_kernel_that_is_no_library_is_built_again(cache_folder):
+    name, _ = kernels.built("float32", "cc")
+    kept, damaged = (cache_folder / part / "kernels" / f"{name}.so" for part in ("", "other"))
+    # Elsewhere: this process has the first one loaded.
+    damaged.parent.mkdir(parents=True)
+    damaged.write_bytes(b"")
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder / "other"))
+    assert kernels.built("float32", "cc")[0] == name
+    assert damaged.stat().st_size == kept.stat().st_size
