@@ -16,6 +16,7 @@ def test_rates_are_of_float32_arrays_multiplied_as_models_do(monkeypatch):
     monkeypatch.setattr(speed, "rate", kept)
     assert doctor._rates() == {"float32": 2.1, "bfloat16": 2.1}
     exact, rounded = programs
-    assert "bf16" not in exact and "bf16[1024,1024]" in rounded
-    # Sums stay in float32.
-    assert all("preferred_element_type=float32" in program for program in programs)
+    assert "bf16" not in exact and "preferred_element_type=float32" in exact
+    # The factors are rounded by the kernel, or before XLA's product; sums stay in float32.
+    by_kernel = "rlhf_matmul" in rounded
+    assert by_kernel or ("bf16[1024,1024]" in rounded and "preferred_element_type=float32" in rounded)
