@@ -192,10 +192,12 @@ def _labelled(
         raise ValueError(
             f"all {len(groups)} labels are {bool(labels[0])}: {settings.loss} needs completions of both kinds"
         )
-    if ctx.config.heldout_examples and len(held_groups) and len(set(held_labels)) < 2:
+    measured = held_groups if ctx.config.heldout_examples else ()
+    prompts = {tuple(group.prompt) for group in measured}
+    if len(measured) and min(len(prompts), len(set(held_labels))) < 2:
         raise ValueError(
-            f"heldout_examples: all {len(held_groups)} completions that it leaves are {bool(held_labels[0])}, and "
-            f"{settings.loss} is measured on both kinds: raise it, or leave it out"
+            f"heldout_examples leaves {len(held_groups)} completions, of {len(prompts)} prompts and "
+            f"{len(set(held_labels))} kinds of labels, and {settings.loss} is measured on two of each: raise it"
         )
     known = _kept(ctx, "reference-logps", lambda: logps(reference, groups))
     other_known = _kept(ctx, "mismatched-reference-logps", lambda: logps(reference, other))

@@ -128,8 +128,6 @@ static int only_asks(XLA_FFI_CallFrame *frame) {
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
 #define AMX
 #include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 enum {
   SIDE = 16,    // lines of a tile
@@ -175,11 +173,5 @@ static void configure(void) {
     uint8_t rows[16];
   } shape = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE}};
   _tile_loadconfig(&shape);
-}
-
-// Linux gives a process the matrix unit when it asks.
-static int has_amx(void) {
-  enum { ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18 };
-  return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
 }
 #endif

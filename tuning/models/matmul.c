@@ -10,10 +10,16 @@
 #include "kernels.h"
 
 #if defined(AMX)
+#include <sys/syscall.h>
+#include <unistd.h>
+
 int may_use_unit;
 
 // Asks Linux for the matrix unit, for the whole process, once and before all products: it may answer otherwise later.
-int matmul_unit(void) { return may_use_unit = has_amx(); }
+int matmul_unit(void) {
+  enum { ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18 };
+  return may_use_unit = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
+}
 
 enum {
   BREADTH = 16, // lines of tiles of a block, at most: it stays in the second cache,

@@ -91,3 +91,17 @@ def test_long_pairs_stay_pairs_in_reward_and_preference(base, memory, tmp_path):
     config = settings(preference, loss="simpo", examples_per_step=4, epochs=2)
     metrics, _ = perform(preference, config, tmp_path / "preference", memory, policy=base, **inputs)
     assert metrics["accuracy"] == metrics["heldout_accuracy"] == 1.0
+
+
+def test_kto_is_not_left_to_measure_on_one_prompt_or_one_label(base, memory, tmp_path):
+    inputs = {"policy": base, "reference": base, "tokenizer": base}
+    rows = rows_of("labelled", 9)
+    of_one = [r | {"prompt_ids": [5]} for r in rows[:6]] + [r | {"prompt_ids": [6]} for r in rows_of("labelled", 6)]
+    alike = [r for r in rows if r["label"]]
+    for number, held in enumerate((of_one, alike)):
+        found = data(tmp_path / f"d{number}", labelled=rows, heldout_labelled=held)
+        config = settings(preference, loss="kto", heldout_examples=6 - number)
+        with pytest.raises(
+            ValueError, match=r"heldout_examples leaves \d completions, of \d prompts and \d kinds .*raise it"
+        ):
+            perform(preference, config, tmp_path / f"r{number}", memory, **inputs, labelled=found)

@@ -111,6 +111,6 @@ def test_each_kernel_lies_beside_a_module_of_its_name_whose_key_holds_it():
     assert [p for p in kernels.SOURCES if not p.with_suffix(".py").exists()] == []
 
 
-def test_on_a_mesh_xla_cuts_the_product():
+def test_what_xla_cuts_over_a_mesh_is_left_to_it():
     with jax.sharding.use_abstract_mesh(AbstractMesh((2,), ("fsdp",), axis_types=(AxisType.Auto,))):
         assert calls(lambda x, y: across(x, y, jnp.float32), *factors(256, 256, 192, (0, 0))) == 0

@@ -67,6 +67,17 @@ def test_peak_memory_does_not_grow_with_positions_times_vocabulary():
     assert peak(4096) - peak(1024) < (full - 1024 * vocabulary * 4) / 8
 
 
+def test_logits_that_a_backward_pass_would_keep_are_made_in_slices_where_there_is_none():
+    positions, vocabulary = 1024, 8192
+    shapes = (jax.ShapeDtypeStruct((n, 16), jnp.float32) for n in (positions, vocabulary))
+
+    def scored(h, w):
+        return token_logps(h, jnp.zeros(positions, jnp.int32), w, elements=2**20)[0]
+
+    found = jax.jit(scored).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+    assert found < positions * vocabulary * 4 / 2
+
+
 def test_a_train_step_needs_no_more_memory_for_a_larger_vocabulary():
     # 4,096 packed tokens, all trained.
     hidden, positions = 128, 4096
