@@ -123,17 +123,18 @@ static int only_asks(XLA_FFI_CallFrame *frame) {
   return 1;
 }
 
-// A processor's matrix unit: C [16, 16] += A [16, 32] B [32, 16], float32 sums of products of bfloat16. A tile is 1 KiB
-// in 16 lines: of A one for each row, with its 32 numbers; of B one for each pair of the 32, with those of 16 columns.
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
-#define AMX
-#include <immintrin.h>
-
+// Products of bfloat16, C [16, 16] += A [16, 32] B [32, 16] with sums in float32, by a processor's matrix unit (AMX) or by
+// its vectors. A tile is 1 KiB in 16 lines: of A one for each row, with its 32 numbers; of B one for each pair of the 32,
+// with those of 16 columns.
 enum {
   SIDE = 16,    // lines of a tile
   DEEP = 32,    // numbers of bfloat16 in one
   TILE = 1024,  // bytes
 };
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define BFLOAT_TILES
+#include <immintrin.h>
 
 INLINE int64_t tiles(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
@@ -164,6 +165,8 @@ INLINE void transpose(__m512i r[16]) {
   }
 }
 
+#if defined(__AMX_BF16__) && defined(__linux__)
+#define AMX
 // Before a thread's first tile; _tile_release() is due behind its last.
 static void configure(void) {
   // Static: GCC takes its first 8 bytes alone as read, and would not write the others.
@@ -174,4 +177,5 @@ static void configure(void) {
   } shape = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE}};
   _tile_loadconfig(&shape);
 }
+#endif
 #endif

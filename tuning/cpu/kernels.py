@@ -38,7 +38,7 @@ class Kernels(NamedTuple):
     attention: str | None = None
     products: str | None = None
     matmul: str | None = None
-    """Of factors rounded to bfloat16, where the processor has a matrix unit."""
+    """Of factors rounded to bfloat16, where the processor multiplies those."""
 
 
 def build(kv: str = "float32", compiler: str | None = None) -> Kernels:
@@ -71,12 +71,11 @@ def _build(kv: str, compiler: str) -> Kernels:
         return Kernels()
     # Programs in the compilation cache call a kernel by name, so another build must have another name.
     names = {kernel: f"rlhf_{kernel}_{name}" for kernel in Kernels._fields}
-    # Compiled for processors with a matrix unit, which the kernel of the system has to allow.
     if not hasattr(library, "matmul"):
         del names["matmul"]
-    elif not library.matmul_unit():
-        _log.warning("Linux denies the matrix unit (AMX) to this process: products of bfloat16 are left to XLA")
-        del names["matmul"]
+    # The kernel of the system has to allow a matrix unit.
+    if hasattr(library, "matmul_unit") and not library.matmul_unit():
+        _log.warning("Linux denies the matrix unit (AMX) to this process: products of bfloat16 are slower without it")
     for kernel, target in names.items():
         if target not in _REGISTERED:
             jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, kernel)), platform="cpu")

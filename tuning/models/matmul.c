@@ -1,5 +1,5 @@
 // C = A B of large matrices whose factors are rounded to bfloat16 (to nearest, ties to even) and summed in float32, by
-// a processor's matrix unit (AMX). Arguments: A [M, K] and B [K, N], float32 or bfloat16. Attribute `across`, int32, a
+// a processor's matrix unit (AMX) or by AVX512_BF16. Arguments: A [M, K] and B [K, N], float32 or bfloat16. Attribute `across`, int32, a
 // sum: 1, A is stored as [K, M]; 2, B is stored as [N, K]. Results: C [M, N], float32, and scratch for the smaller
 // factor, uint8.
 //
@@ -9,6 +9,7 @@
 // second cache.
 #include "kernels.h"
 
+#if defined(BFLOAT_TILES)
 #if defined(AMX)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -20,10 +21,11 @@ int matmul_unit(void) {
   enum { ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18 };
   return may_use_unit = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
 }
+#endif
 
 enum {
-  BREADTH = 16, // lines of tiles of a block, at most: it stays in the second cache,
-  DEPTH = 24,   // and tiles of a line: two lines of the other factor stay in the first
+  BREADTH = 16,  // lines of tiles of a block, at most: it stays in the second cache,
+  DEPTH = 24,    // and tiles of a line: two lines of the other factor stay in the first
 };
 
 typedef struct {
@@ -94,6 +96,35 @@ typedef struct {
   int begins;  // whether C holds no sums yet
 } Step;
 
+typedef void Kind(const Step *s);
+
+INLINE float *at(const Step *s, int row, int column) { return s->c + row * SIDE * s->stride + column * SIDE; }
+
+enum { SOME = 8 };  // rows whose sums, of 2 x 16 columns, stay in registers
+
+INLINE void sum_pairs(const Step *s, int rows, int columns) {
+  for (int row = 0; row < rows * SIDE; row += SOME) {
+    __m512 c[SOME][2];
+    float *to = s->c + row * s->stride;
+    for (int r = 0; r < SOME; r++)
+      for (int i = 0; i < columns; i++)
+        c[r][i] = s->begins ? _mm512_setzero_ps() : _mm512_loadu_ps(to + r * s->stride + i * SIDE);
+    const char *a = s->a + row / SIDE * s->next_a + row % SIDE * 64, *b = s->b;
+    for (int64_t k = 0; k < s->count; k++, a += TILE, b += TILE)
+      for (int pair = 0; pair < SIDE; pair++) {
+        __m512bh of_b[2];
+        for (int i = 0; i < columns; i++) of_b[i] = (__m512bh)_mm512_load_si512(b + i * s->next_b + pair * 64);
+        for (int r = 0; r < SOME; r++) {
+          __m512bh of_a = (__m512bh)_mm512_set1_epi32(*(const int32_t *)(a + r * 64 + pair * 4));
+          for (int i = 0; i < columns; i++) c[r][i] = _mm512_dpbf16_ps(c[r][i], of_a, of_b[i]);
+        }
+      }
+    for (int r = 0; r < SOME; r++)
+      for (int i = 0; i < columns; i++) _mm512_storeu_ps(to + r * s->stride + i * SIDE, c[r][i]);
+  }
+}
+
+#if defined(AMX)
 // one(C's register, A's, B's, row, column): a register's number is part of an instruction.
 #define FOR_TILES(rows, columns, one)              \
   do {                                             \
@@ -107,7 +138,6 @@ typedef struct {
 #define STORE(c, a, b, row, column) _tile_stored(c, at(s, row, column), 4 * s->stride)
 #define ADD(c, a, b, row, column) _tile_dpbf16ps(c, a, b)
 
-INLINE float *at(const Step *s, int row, int column) { return s->c + row * SIDE * s->stride + column * SIDE; }
 
 INLINE void sum_tiles(const Step *s, int rows, int columns) {
   // GCC does not know that tiles are read from memory.
@@ -126,20 +156,36 @@ INLINE void sum_tiles(const Step *s, int rows, int columns) {
   }
   FOR_TILES(rows, columns, STORE);
 }
+#endif
 
-typedef void Kind(const Step *s);
-#define FOR_KIND(rows, columns) \
-  static void tiles_##rows##columns(const Step *s) { sum_tiles(s, rows, columns); }
-FOR_KIND(1, 1)
-FOR_KIND(1, 2)
-FOR_KIND(2, 1)
-FOR_KIND(2, 2)
-static Kind *const kinds[2][2] = {{tiles_11, tiles_12}, {tiles_21, tiles_22}};
+#define FOR_KIND(name, rows, columns) \
+  static void name##_##rows##columns(const Step *s) { name(s, rows, columns); }
+#define KINDS(name)                                                        \
+  FOR_KIND(name, 1, 1)                                                     \
+  FOR_KIND(name, 1, 2)                                                     \
+  FOR_KIND(name, 2, 1)                                                     \
+  FOR_KIND(name, 2, 2)                                                     \
+  static Kind *const name##_kinds[2][2] = {{name##_11, name##_12}, {name##_21, name##_22}};
+KINDS(sum_pairs)
+#if defined(AMX)
+KINDS(sum_tiles)
+#define KIND(rows, columns) (may_use_unit ? sum_tiles_kinds : sum_pairs_kinds)[rows][columns]
+INLINE void begin_tiles(void) {
+  if (may_use_unit) configure();
+}
+INLINE void end_tiles(void) {
+  if (may_use_unit) _tile_release();
+}
+#else
+#define KIND(rows, columns) sum_pairs_kinds[rows][columns]
+INLINE void begin_tiles(void) {}
+INLINE void end_tiles(void) {}
+#endif
 
 // A step at C's edge, whose last tiles are not whole, goes by a copy.
 static void step(const Work *w, Step *s, int64_t row, int64_t column) {
   int64_t rows = w->a.size - row, columns = w->b.size - column;
-  Kind *kind = kinds[rows > SIDE][columns > SIDE];
+  Kind *kind = KIND(rows > SIDE, columns > SIDE);
   if (rows > 2 * SIDE) rows = 2 * SIDE;
   if (columns > 2 * SIDE) columns = 2 * SIDE;
   s->c = w->c + row * w->b.size + column;
@@ -163,7 +209,7 @@ static void multiply(const void *work, int64_t begin, int64_t end, float *scratc
   const Matrix *large = w->wide ? &w->b : &w->a, *small = w->wide ? &w->a : &w->b;
   int64_t deep = tiles(w->depth, DEEP), parts = tiles(deep, DEPTH), part = tiles(deep, parts);
   int64_t all = tiles(large->size, SIDE), others = tiles(small->size, SIDE);
-  configure();
+  begin_tiles();
   for (int64_t block = begin; block < end; block++) {
     int64_t from = block * w->breadth, until = from + w->breadth < all ? from + w->breadth : all;
     for (int64_t k = 0; k < deep; k += part) {
@@ -187,7 +233,7 @@ static void multiply(const void *work, int64_t begin, int64_t end, float *scratc
         }
     }
   }
-  _tile_release();
+  end_tiles();
 }
 
 INLINE Matrix matrix_of(const XLA_FFI_Buffer *of, int along, int kept) {

@@ -13,7 +13,7 @@ import numpy as np
 from tuning.cpu.kernels import build
 from tuning.models.sharding import mesh_in_use, sum_of_products
 from tuning.precision import rounds_products
-from tuning.processor import has_matrix_unit
+from tuning.processor import multiplies_bfloat16
 
 WIDTH = 192
 """Columns, at most, of a block that is transposed at a time."""
@@ -64,7 +64,7 @@ def _kernel(x: jax.Array, y: jax.Array, of_x: int, kind: Any) -> str | None:
     if not whole or not rounds_products() or mesh_in_use() or x.size * y.size <= _FEW * depth:
         return None
     # A build takes seconds, and warns where it fails.
-    return build().matmul if has_matrix_unit() else None
+    return build().matmul if multiplies_bfloat16() else None
 
 
 def factor(x: jax.Array) -> jax.Array:

@@ -327,7 +327,7 @@ static void to_columns(const Work *m, const uint16_t *x) {
 #else
 static int suits_tiles(const Work *m) { return 0; }
 static void to_columns(const Work *m, const uint16_t *x) {}
-enum { LINES = 1, SIDE = 1 };
+enum { LINES = 1 };
 #define multiply_tiles multiply
 #endif
 
