@@ -16,11 +16,6 @@ def multiplies_bfloat16() -> bool:
     return any(FLAGS & of_one for of_one in _flags())
 
 
-def has_matrix_unit() -> bool:
-    """Whether it has AMX's products of bfloat16, which the kernel of the system may still deny to a process."""
-    return any("amx_bf16" in of_one for of_one in _flags())
-
-
 @functools.cache
 def _flags() -> tuple[frozenset[str], ...]:
     """The instructions of each kind of core."""

@@ -13,21 +13,21 @@ def asked_anew():
 
 
 @pytest.mark.parametrize(
-    ("flags", "multiplies", "unit"),
+    ("flags", "multiplies"),
     [
-        ("fpu vme avx512f avx512_bf16", True, False),
-        ("fpu amx_bf16 amx_tile", True, True),
-        ("fpu avx2 avx512f avx512_vnni", False, False),
+        ("fpu vme avx512f avx512_bf16", True),
+        ("fpu amx_bf16 amx_tile", True),
+        ("fpu avx2 avx512f avx512_vnni", False),
         # Words are compared whole.
-        ("fpu avx512_bf16x", False, False),
+        ("fpu avx512_bf16x", False),
     ],
 )
-def test_it_is_known_by_its_flags(tmp_path, monkeypatch, flags, multiplies, unit):
+def test_it_is_known_by_its_flags(tmp_path, monkeypatch, flags, multiplies):
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nmodel name\t: avx512_bf16 of it\nflags\t: {flags}\n\n" * 2)
     monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
-    assert processor.multiplies_bfloat16() is multiplies and processor.has_matrix_unit() is unit
+    assert processor.multiplies_bfloat16() is multiplies
 
 
 def test_a_system_without_that_file_is_told_nothing_of(tmp_path, monkeypatch):
     monkeypatch.setattr(processor, "CPUINFO", tmp_path / "missing")
-    assert processor.multiplies_bfloat16() is False and processor.has_matrix_unit() is False
+    assert processor.multiplies_bfloat16() is False

@@ -58,7 +58,7 @@ _FEW = 2**22
 
 def _kernel(x: jax.Array, y: jax.Array, of_x: int, kind: Any) -> str | None:
     """The kernel's name where one is made for such a product: XLA writes the rounded and transposed factors to memory
-    first, and reaches a quarter of a matrix unit's rate (`docs/benchmarks.md`)."""
+    first, and reaches a quarter of a matrix unit's rate, a half of vectors' in some products (`docs/benchmarks.md`)."""
     depth = x.shape[of_x]
     whole = kind == jnp.float32 and {x.dtype.name, y.dtype.name} <= {"float32", "bfloat16"}
     if not whole or not rounds_products() or mesh_in_use() or x.size * y.size <= _FEW * depth:

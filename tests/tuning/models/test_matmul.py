@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
+from tests.tuning.compilers import compiler_without
 from tuning.cpu import kernels
 from tuning.models.matmul import across, contract, matmul
 from tuning.precision import using
@@ -16,8 +17,12 @@ AXES = {"x W": (1, 0), "g W^T": (1, 1), "x^T g": (0, 0), "g^T x^T": (0, 1)}
 """Axes that are summed, of the first and of the second factor."""
 
 
-@pytest.fixture
-def kernel():
+@pytest.fixture(params=["", "no matrix unit"])
+def kernel(request, tmp_path, monkeypatch):
+    if request.param:
+        if "amx_bf16" not in kernels._processor():
+            pytest.skip("this processor has no matrix unit to leave out")
+        monkeypatch.setenv("CC", compiler_without(request.param, tmp_path))
     if jax.default_backend() != "cpu" or kernels.build().matmul is None:
         pytest.skip("this processor has no products of bfloat16")
 
