@@ -123,9 +123,9 @@ static int only_asks(XLA_FFI_CallFrame *frame) {
   return 1;
 }
 
-// Products of bfloat16, C [16, 16] += A [16, 32] B [32, 16] with sums in float32, by a processor's matrix unit (AMX) or by
-// its vectors. A tile is 1 KiB in 16 lines: of A one for each row, with its 32 numbers; of B one for each pair of the 32,
-// with those of 16 columns.
+// Products of bfloat16, C [16, 16] += A [16, 32] B [32, 16] with sums in float32, by a processor's matrix unit (AMX) or
+// by its vectors. A tile is 1 KiB in 16 lines: of A one for each row, with its 32 numbers; of B one for each pair of the
+// 32, with those of 16 columns.
 enum {
   SIDE = 16,    // lines of a tile
   DEEP = 32,    // numbers of bfloat16 in one

@@ -1,7 +1,7 @@
 // C = A B of large matrices whose factors are rounded to bfloat16 (to nearest, ties to even) and summed in float32, by
-// a processor's matrix unit (AMX) or by AVX512_BF16. Arguments: A [M, K] and B [K, N], float32 or bfloat16. Attribute `across`, int32, a
-// sum: 1, A is stored as [K, M]; 2, B is stored as [N, K]. Results: C [M, N], float32, and scratch for the smaller
-// factor, uint8.
+// a processor's matrix unit (AMX) or by its vectors (AVX512_BF16). Arguments: A [M, K] and B [K, N], float32 or
+// bfloat16. Attribute `across`, int32, a sum: 1, A is stored as [K, M]; 2, B is stored as [N, K]. Results: C [M, N],
+// float32, and scratch for the smaller factor, uint8.
 //
 // A number of C is one sum over K, in an order that depends on K alone: the same bits whatever M and N are and however
 // many threads work. Both factors are cut into tiles of 16 x 32 numbers, 1 KiB, padded with zeros, that lie in the
@@ -98,8 +98,6 @@ typedef struct {
 
 typedef void Kind(const Step *s);
 
-INLINE float *at(const Step *s, int row, int column) { return s->c + row * SIDE * s->stride + column * SIDE; }
-
 enum { SOME = 8 };  // rows whose sums, of 2 x 16 columns, stay in registers
 
 INLINE void sum_pairs(const Step *s, int rows, int columns) {
@@ -125,19 +123,20 @@ INLINE void sum_pairs(const Step *s, int rows, int columns) {
 }
 
 #if defined(AMX)
+INLINE float *at(const Step *s, int row, int column) { return s->c + row * SIDE * s->stride + column * SIDE; }
+
 // one(C's register, A's, B's, row, column): a register's number is part of an instruction.
-#define FOR_TILES(rows, columns, one)              \
-  do {                                             \
-    one(0, 4, 6, 0, 0);                            \
-    if (columns > 1) one(1, 4, 7, 0, 1);           \
-    if (rows > 1) one(2, 5, 6, 1, 0);              \
+#define FOR_TILES(rows, columns, one)                \
+  do {                                               \
+    one(0, 4, 6, 0, 0);                              \
+    if (columns > 1) one(1, 4, 7, 0, 1);             \
+    if (rows > 1) one(2, 5, 6, 1, 0);                \
     if (rows > 1 && columns > 1) one(3, 5, 7, 1, 1); \
   } while (0)
 #define CLEAR(c, a, b, row, column) _tile_zero(c)
 #define LOAD(c, a, b, row, column) _tile_loadd(c, at(s, row, column), 4 * s->stride)
 #define STORE(c, a, b, row, column) _tile_stored(c, at(s, row, column), 4 * s->stride)
 #define ADD(c, a, b, row, column) _tile_dpbf16ps(c, a, b)
-
 
 INLINE void sum_tiles(const Step *s, int rows, int columns) {
   // GCC does not know that tiles are read from memory.

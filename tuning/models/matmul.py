@@ -52,8 +52,8 @@ def contract(x: jax.Array, y: jax.Array, of_x: int, of_y: int, kind: Any) -> jax
 
 _SIDE, _DEEP, _TILE, _LINE = 16, 32, 1024, 64
 """Of a tile of the kernel: rows, columns, bytes; and of a line of a cache."""
-_FEW = 2**22
-"""With fewer products of numbers than this XLA ends before the kernel's threads have begun."""
+_FEW, _SHALLOW = 2**22, 64
+"""With fewer products of numbers than this XLA ends before the kernel's threads have begun; shorter sums are filled up."""
 
 
 def _kernel(x: jax.Array, y: jax.Array, of_x: int, kind: Any) -> str | None:
@@ -61,7 +61,8 @@ def _kernel(x: jax.Array, y: jax.Array, of_x: int, kind: Any) -> str | None:
     first, and reaches a quarter of a matrix unit's rate, a half of vectors' in some products (`docs/benchmarks.md`)."""
     depth = x.shape[of_x]
     whole = kind == jnp.float32 and {x.dtype.name, y.dtype.name} <= {"float32", "bfloat16"}
-    if not whole or not rounds_products() or mesh_in_use() or x.size * y.size <= _FEW * depth:
+    few = depth < _SHALLOW or x.size * y.size <= _FEW * depth
+    if not whole or not rounds_products() or mesh_in_use() or few:
         return None
     # A build takes seconds, and warns where it fails.
     return build().matmul if multiplies_bfloat16() else None

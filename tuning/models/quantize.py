@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tuning.models.matmul import contract
+from tuning.models.matmul import contract, factor
 
 BLOCK = 64
 """Weights that share one absmax in NF4."""
@@ -54,7 +54,8 @@ def _by_layer(f: Callable[..., Any], arrays: Any) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(dense: Callable[..., jax.Array], x: jax.Array, stored: tuple[jax.Array, ...]) -> jax.Array:
-    return contract(x, dense(stored, x.dtype), x.ndim - 1, 0, x.dtype)
+    # Rounded as it is made: a kernel's arguments are arrays in memory.
+    return contract(x, factor(dense(stored, x.dtype)), x.ndim - 1, 0, x.dtype)
 
 
 # Autodiff would keep the dense kernel of every layer for the backward pass; this keeps the stored form.
@@ -64,7 +65,7 @@ def _matmul_forward(dense: Callable[..., jax.Array], x: jax.Array, stored: tuple
 
 def _matmul_backward(dense: Callable[..., jax.Array], stored: tuple[jax.Array, ...], g: jax.Array) -> Any:
     # Frozen kernels have no gradient.
-    return contract(g, dense(stored, g.dtype), g.ndim - 1, 1, g.dtype), None
+    return contract(g, factor(dense(stored, g.dtype)), g.ndim - 1, 1, g.dtype), None
 
 
 _matmul.defvjp(_matmul_forward, _matmul_backward)

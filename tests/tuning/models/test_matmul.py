@@ -1,6 +1,8 @@
 """Products of rounded factors by our own kernel: those of XLA, and the same bits whatever else is in the product."""
 
 import functools
+import os
+import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -8,29 +10,44 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from tests.tuning.compilers import compiler_without
+from tests.tuning.compilers import compiler_for
 from tuning.cpu import kernels
 from tuning.models.matmul import across, contract, matmul
 from tuning.precision import using
+from tuning.processor import multiplies_bfloat16
 
 AXES = {"x W": (1, 0), "g W^T": (1, 1), "x^T g": (0, 0), "g^T x^T": (0, 1)}
 """Axes that are summed, of the first and of the second factor."""
 
 
-@pytest.fixture(params=["", "no matrix unit"])
-def kernel(request, tmp_path, monkeypatch):
+def compiler_knows_bfloat16():
+    said = subprocess.run(["cc", "-march=native", "-dM", "-E", "-x", "c", os.devnull], capture_output=True, text=True)
+    return "__AVX512BF16__" in said.stdout
+
+
+@pytest.fixture(params=["", "no matrix unit", "a matrix unit"])
+def kernel(request, tmp_path, monkeypatch, caplog):
+    """As this processor has it; without its matrix unit; and with one that Linux denies, as there is none."""
+    if jax.default_backend() != "cpu" or not multiplies_bfloat16() or not compiler_knows_bfloat16():
+        pytest.skip("this machine has no products of bfloat16")
+    has_unit = "amx_bf16" in kernels._processor()
+    if request.param and has_unit != (request.param == "no matrix unit"):
+        pytest.skip("that is this processor")
     if request.param:
-        if "amx_bf16" not in kernels._processor():
-            pytest.skip("this processor has no matrix unit to leave out")
-        monkeypatch.setenv("CC", compiler_without(request.param, tmp_path))
-    if jax.default_backend() != "cpu" or kernels.build().matmul is None:
-        pytest.skip("this processor has no products of bfloat16")
+        monkeypatch.setenv("CC", compiler_for(request.param, tmp_path))
+        kernels._build.cache_clear()
+    assert kernels.build().matmul is not None
+    assert ("Linux denies the matrix unit" in caplog.text) == (request.param == "a matrix unit")
 
 
 @pytest.fixture(autouse=True)
 def mixed():
     with using("mixed"):
         yield
+
+
+SHAPES = [(192, 128, 192), (257, 800, 529), (65, 1700, 51), (2500, 65, 31), (300, 800, 204), (205, 1700, 77)]
+"""Rows and columns end with one tile or two, whole or not, in each pair."""
 
 
 def factors(rows, depth, columns, axes, kind="float32"):
@@ -55,7 +72,7 @@ def calls(function, *args):
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 @pytest.mark.parametrize("axes", AXES.values(), ids=AXES)
-@pytest.mark.parametrize("shape", [(192, 128, 192), (257, 800, 529), (65, 1700, 51), (2500, 65, 31)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_product_is_that_of_the_rounded_factors(kernel, shape, axes, kind):
     x, y = factors(*shape, axes, kind)
     assert calls(lambda x, y: contract(x, y, *axes, jnp.float32), x, y) == 1
@@ -68,8 +85,10 @@ def test_a_product_is_that_of_the_rounded_factors(kernel, shape, axes, kind):
 def test_a_number_has_the_same_bits_whatever_rows_and_columns_are_beside_it(kernel, axes):
     x, y = factors(300, 2000, 200, axes)
     whole = product(x, y, axes)
-    few = jnp.take(x, jnp.arange(37, 90), axis=1 - axes[0]), jnp.take(y, jnp.arange(11, 60), axis=1 - axes[1])
-    np.testing.assert_array_equal(product(*few, axes), whole[37:90, 11:60])
+    # The second is wider than it is high; with the others each pair of one or two tiles has a part in what is compared.
+    for rows, columns in ((37, 90), (11, 60)), ((3, 60), (2, 200)), ((100, 300), (0, 74)), ((0, 75), (5, 80)):
+        few = jnp.take(x, jnp.arange(*rows), axis=1 - axes[0]), jnp.take(y, jnp.arange(*columns), axis=1 - axes[1])
+        np.testing.assert_array_equal(product(*few, axes), whole[slice(*rows), slice(*columns)])
 
 
 def test_numbers_that_are_not_finite_stay_in_their_rows_and_columns(kernel):
@@ -107,7 +126,7 @@ def test_a_mapped_product_is_one_for_each(kernel):
 @pytest.mark.parametrize("axes", AXES.values(), ids=AXES)
 def test_small_products_and_exact_ones_are_left_to_xla(axes):
     run = functools.partial(contract, of_x=axes[0], of_y=axes[1], kind=jnp.float32)
-    assert calls(run, *factors(16, 32, 16, axes)) == 0
+    assert calls(run, *factors(16, 128, 16, axes)) == 0 and calls(run, *factors(4096, 16, 1024, axes)) == 0
     assert calls(run, *factors(512, 0, 512, axes)) == 0 and not product(*factors(512, 0, 512, axes), axes).any()
     with using("float32"):
         assert calls(run, *factors(128, 256, 192, axes)) == 0

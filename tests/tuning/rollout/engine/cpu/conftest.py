@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.tuning.compilers import compiler_without
+from tests.tuning.compilers import compiler_for
 from tuning.cpu import kernels
 
 
@@ -10,4 +10,4 @@ from tuning.cpu import kernels
 def shorter_vectors(request, tmp_path_factory):
     if "avx512f" not in kernels._processor():
         pytest.skip("this processor has no longer ones")
-    return compiler_without(request.param, tmp_path_factory.mktemp("compiler"))
+    return compiler_for(request.param, tmp_path_factory.mktemp("compiler"))
