@@ -53,7 +53,7 @@ def contract(x: jax.Array, y: jax.Array, of_x: int, of_y: int, kind: Any) -> jax
 _SIDE, _DEEP, _TILE, _LINE = 16, 32, 1024, 64
 """Of a tile of the kernel: rows, columns, bytes; and of a line of a cache."""
 _FEW, _SHALLOW = 2**22, 64
-"""With fewer products of numbers than this XLA ends before the kernel's threads have begun; shorter sums are filled up."""
+"""With fewer products of numbers XLA ends before the kernel's threads have begun; sums of fewer are filled up."""
 
 
 def _kernel(x: jax.Array, y: jax.Array, of_x: int, kind: Any) -> str | None:
