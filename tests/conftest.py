@@ -38,12 +38,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What is imported and collected stays to the end: Python's collector would walk it again and again."""
+    """What is imported and collected stays to the end: Python's collector would walk it again and again. What JAX traces
+    and compiles stays too, and is made of many small objects: at Python's own thresholds it walks that for a tenth of
+    the time of tests."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(50_000, 10, 10)
         gc.enable()
 
 

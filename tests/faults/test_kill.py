@@ -31,7 +31,7 @@ def slow(prompts, completions, **_):
 
 # As many shards and steps of the sizes that the smoke run has: its compiled programs make them.
 SETTINGS = OF_FAULTS | {
-    "rl.rollout.prompts": 64,
+    "rl.rollout.prompts": 32,
     "rl.rollout.shard_prompts": 4,
     "rl.score.shard_completions": 16,
     "rl.update.prompts_per_step": 4,
@@ -116,14 +116,14 @@ def test_a_round_goes_on_from_its_shards_and_a_lost_policy_is_made_again(store, 
     assert "in stage rollout" in first.ends(1)
     # All of them where this machine was slow to kill: they are not committed then either.
     kept = shards(place, "rollout", "rollouts")
-    assert 2 <= kept <= 16
+    assert 2 <= kept <= 8
 
     second = Run(place, "second", sets=SETTINGS)
     second.until(lambda: second.state("round-001.update") == "running")
     time.sleep(0.05)
     second.kill_worker()
     output = second.ends(1)
-    assert f"round-000.rollout: resumed: {kept} of 16 shards of rollouts were there" in output
+    assert f"round-000.rollout: resumed: {kept} of 8 shards of rollouts were there" in output
     assert "in stage update" in output
     assert second.state("round-001.update") == "failed"
     states = [second.state(n) for n in ("base", "prepare", "sft", "reward", "round-000.rollout", "round-000.update")]
@@ -157,11 +157,11 @@ def test_a_score_that_is_finished_is_not_made_again(store, undisturbed, tmp_path
     place = store("base", "prepare", "sft", "reward", "rollout")
     (tmp_path / "slow_reward.py").write_text(SLOW_REWARD)
     calls = tmp_path / "calls"
-    rewards = {"rl.score.rewards": "{slow: {function: 'slow_reward:slow'}}", "rl.score.shard_completions": 256}
+    rewards = {"rl.score.rewards": "{slow: {function: 'slow_reward:slow'}}", "rl.score.shard_completions": 128}
     options = {"folder": tmp_path, "rl.rounds": 1, "export": "null", **rewards}
 
     first = Run(place, "first", sets=SETTINGS, **options)
-    # The first shard is of all 256 completions: nothing but single scores can be kept.
+    # The first shard is of all 128 completions: nothing but single scores can be kept.
     first.until(lambda: calls.exists() and calls.stat().st_size >= 12)
     first.kill_worker()
     assert "in stage score" in first.ends(1)
@@ -173,8 +173,8 @@ def test_a_score_that_is_finished_is_not_made_again(store, undisturbed, tmp_path
     (reused,) = re.findall(r"reward slow: (\d+) finished scores are there", output)
     # Two processes score at a time: what they had under way is made again, with what was done and not yet written.
     assert before - 4 <= int(reused) <= before
-    assert calls.stat().st_size == before + 256 - int(reused)
-    assert second.record()["nodes"]["round-000.score"]["metrics"]["completions"] == 256
+    assert calls.stat().st_size == before + 128 - int(reused)
+    assert second.record()["nodes"]["round-000.score"]["metrics"]["completions"] == 128
 
 
 @pytest.mark.slow

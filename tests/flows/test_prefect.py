@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prefect(folder: Path) -> Iterator[Prefect]:
     """A server with a work pool and the project's deployment."""
     with prefect_server(folder) as server:
-        server.command("work-pool", "create", "local", "--type", "process")
+        server.pool("local")
         server.command("deploy", "--name", "default")
         yield server
 

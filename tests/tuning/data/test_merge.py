@@ -12,11 +12,11 @@ from tuning.data.gather import file_of
 from tuning.data.schema import LEDGER, ORDER, SCHEMAS, ipc_bytes, table_of
 from tuning.data.similar import PERMUTATIONS
 
-ROWS = 4000
+ROWS = 2000
 
 
 def ledger(folder, shards, signatures=False):
-    """Ledgers of shards of 4,000 records each; of signatures every tenth is that of the record before."""
+    """Ledgers of shards of so many records each; of signatures every tenth is that of the record before."""
     rng = np.random.default_rng(0)
     for shard in range(shards):
         lines = []
