@@ -38,9 +38,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What is imported and collected stays to the end: Python's collector would walk it again and again. What JAX traces
-    and compiles stays too, and is made of many small objects: at Python's own thresholds it walks that for a tenth of
-    the time of tests."""
+    """What is imported and collected stays to the end: Python's collector would walk it again and again.
+
+    What JAX traces and compiles stays too, in many small objects: at Python's own thresholds it walks those for a tenth
+    of the tests' time.
+    """
     gc.disable()
     try:
         return (yield)

@@ -106,7 +106,7 @@ INLINE void sum_pairs(const Step *s, int rows, int columns) {
     float *to = s->c + row * s->stride;
     for (int r = 0; r < SOME; r++)
       for (int i = 0; i < columns; i++)
-        c[r][i] = s->begins ? _mm512_setzero_ps() : _mm512_loadu_ps(to + r * s->stride + i * SIDE);
+        c[r][i] = _mm512_setzero_ps();
     const char *a = s->a + row / SIDE * s->next_a + row % SIDE * 64, *b = s->b;
     for (int64_t k = 0; k < s->count; k++, a += TILE, b += TILE)
       for (int pair = 0; pair < SIDE; pair++) {
@@ -118,7 +118,11 @@ INLINE void sum_pairs(const Step *s, int rows, int columns) {
         }
       }
     for (int r = 0; r < SOME; r++)
-      for (int i = 0; i < columns; i++) _mm512_storeu_ps(to + r * s->stride + i * SIDE, c[r][i]);
+      for (int i = 0; i < columns; i++) {
+        // Sums of a part begin at zero: in one chain over a long K their errors would grow with it.
+        float *sum = to + r * s->stride + i * SIDE;
+        _mm512_storeu_ps(sum, s->begins ? c[r][i] : _mm512_add_ps(_mm512_loadu_ps(sum), c[r][i]));
+      }
   }
 }
 
