@@ -40,8 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection() -> Iterator[None]:
     """What is imported and collected stays to the end: Python's collector would walk it again and again.
 
-    What JAX traces and compiles stays too, in many small objects: at Python's own thresholds it walks those for a tenth
-    of the tests' time.
+    What JAX traces and compiles stays too, in many small objects: at Python's own thresholds it walks those for a
+    twentieth of the time of tests that compile.
     """
     gc.disable()
     try:
