@@ -3,7 +3,7 @@
 // bfloat16. Attribute `across`, int32, a sum: 1, A is stored as [K, M]; 2, B is stored as [N, K]. Results: C [M, N],
 // float32, and scratch for the smaller factor, uint8.
 //
-// A number of C is one sum over K, in an order that depends on K alone: the same bits whatever M and N are and however
+// A number of C is summed over K in an order that depends on K alone: the same bits whatever M and N are and however
 // many threads work. Both factors are cut into tiles of 16 x 32 numbers, 1 KiB, padded with zeros, that lie in the
 // order in which they are read: the smaller factor's once for all threads; the larger one's block by block, in a core's
 // second cache.
@@ -98,26 +98,25 @@ typedef struct {
 
 typedef void Kind(const Step *s);
 
-enum { SOME = 8 };  // rows whose sums, of 2 x 16 columns, stay in registers
+enum { MICRO_ROWS = 8 };  // rows whose sums, of 2 x 16 columns, stay in registers
 
 INLINE void sum_pairs(const Step *s, int rows, int columns) {
-  for (int row = 0; row < rows * SIDE; row += SOME) {
-    __m512 c[SOME][2];
+  for (int row = 0; row < rows * SIDE; row += MICRO_ROWS) {
+    __m512 c[MICRO_ROWS][2];
     float *to = s->c + row * s->stride;
-    for (int r = 0; r < SOME; r++)
-      for (int i = 0; i < columns; i++)
-        c[r][i] = _mm512_setzero_ps();
+    for (int r = 0; r < MICRO_ROWS; r++)
+      for (int i = 0; i < columns; i++) c[r][i] = _mm512_setzero_ps();
     const char *a = s->a + row / SIDE * s->next_a + row % SIDE * 64, *b = s->b;
     for (int64_t k = 0; k < s->count; k++, a += TILE, b += TILE)
       for (int pair = 0; pair < SIDE; pair++) {
         __m512bh of_b[2];
         for (int i = 0; i < columns; i++) of_b[i] = (__m512bh)_mm512_load_si512(b + i * s->next_b + pair * 64);
-        for (int r = 0; r < SOME; r++) {
+        for (int r = 0; r < MICRO_ROWS; r++) {
           __m512bh of_a = (__m512bh)_mm512_set1_epi32(*(const int32_t *)(a + r * 64 + pair * 4));
           for (int i = 0; i < columns; i++) c[r][i] = _mm512_dpbf16_ps(c[r][i], of_a, of_b[i]);
         }
       }
-    for (int r = 0; r < SOME; r++)
+    for (int r = 0; r < MICRO_ROWS; r++)
       for (int i = 0; i < columns; i++) {
         // Sums of a part begin at zero: in one chain over a long K their errors would grow with it.
         float *sum = to + r * s->stride + i * SIDE;

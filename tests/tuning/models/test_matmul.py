@@ -20,7 +20,10 @@ AXES = {"x W": (1, 0), "g W^T": (1, 1), "x^T g": (0, 0), "g^T x^T": (0, 1)}
 """Axes that are summed, of the first and of the second factor."""
 
 
+@functools.cache
 def compiler_knows_bfloat16():
+    if not kernels.has_compiler():
+        return False
     said = subprocess.run(["cc", "-march=native", "-dM", "-E", "-x", "c", os.devnull], capture_output=True, text=True)
     return "__AVX512BF16__" in said.stdout
 
@@ -46,7 +49,7 @@ def mixed():
         yield
 
 
-SHAPES = [(192, 128, 192), (257, 800, 529), (65, 1700, 51), (2500, 65, 31), (300, 800, 204), (205, 1700, 77)]
+SHAPES = [(192, 128, 192), (257, 800, 529), (65, 1700, 51), (2500, 65, 31), (300, 800, 204), (205, 900, 77)]
 """Rows and columns end with one tile or two, whole or not, in each pair."""
 
 
@@ -77,8 +80,7 @@ def test_a_product_is_that_of_the_rounded_factors(kernel, shape, axes, kind):
     x, y = factors(*shape, axes, kind)
     assert calls(lambda x, y: contract(x, y, *axes, jnp.float32), x, y) == 1
     expected = np.tensordot(rounded(x), rounded(y), axes=([axes[0]], [axes[1]]))
-    # By the size of the sums.
-    np.testing.assert_allclose(product(x, y, axes), expected, rtol=0, atol=5e-6 * np.sqrt(shape[1]))
+    np.testing.assert_allclose(product(x, y, axes), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("axes", AXES.values(), ids=AXES)
