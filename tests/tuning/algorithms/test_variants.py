@@ -18,7 +18,7 @@ def of_grpo():
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in ("sapo", "gmpo") else pytest.param(n, marks=pytest.mark.slow) for n in VARIANTS]
+    "name", [n if n == "gmpo" else pytest.param(n, marks=pytest.mark.slow) for n in VARIANTS]
 )
 def test_a_round_runs_and_is_not_that_of_grpo(name, of_grpo):
     (found,) = play(settings(algorithm=name), 1)[1]

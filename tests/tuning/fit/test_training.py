@@ -37,14 +37,14 @@ def compiled(model, kind, devices, *options):
 @pytest.mark.parametrize(
     ("model", "kind", "devices", "options"),
     [
-        ("tiny", "grpo", 8, ()),
+        ("tiny", "sft", 8, ()),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 ("tiny", "sft", 1, ()),
                 ("tiny", "sft", 1, ("full", "bfloat16")),
                 ("tiny", "grpo", 1, ()),
-                ("tiny", "sft", 8, ()),
+                ("tiny", "grpo", 8, ()),
                 *(("0.1b", kind, n, ()) for kind in ("sft", "grpo") for n in (1, 8)),
                 *(("0.1b", "sft", 1, (remat,)) for remat in ("none", "dots", "attention", "full")),
                 ("0.1b", "sft", 8, ("full", "bfloat16")),
