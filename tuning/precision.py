@@ -1,16 +1,19 @@
 """The types and the exactness of a process's arithmetic: what a compute dtype asks of JAX beside the activations.
 
-dtype       weights, moments, sums     products of float32 arrays
-auto        float32                    as the device has it by default, unless it computes in float32
-fast        float32                    mixed where the processor multiplies bfloat16, else as auto
-bfloat16    float32                    as the device has it by default
-mixed       float32                    of inputs rounded to bfloat16, summed in float32; activations are float32
-float32     float32                    exact: accelerators by default round their inputs to TF32 or bfloat16
-float64     float64                    exact; on CPU alone, for checks
+dtype           weights, moments, sums     products of float32 arrays
+auto            float32                    as the device has it by default, unless it computes in float32
+fast            float32                    mixed where the processor multiplies bfloat16, else as auto
+fast-backward   float32                    mixed-backward where it does, else as auto
+bfloat16        float32                    as the device has it by default
+mixed           float32                    of inputs rounded to bfloat16, summed in float32; activations are float32
+mixed-backward  float32                    of a forward pass exact, as float32's; those of gradients as in mixed
+float32         float32                    exact: accelerators by default round their inputs to TF32 or bfloat16
+float64         float64                    exact; on CPU alone, for checks
 
 `mixed`, on CPU alone, is what a TPU does with float32 by default. XLA on CPU has no such product of float32 arrays: the
 model's products round their inputs themselves (`tuning.models.matmul.factor`). Processors with AVX512_BF16 or AMX
-multiply these sooner.
+multiply these sooner. With `mixed-backward` a trainer gives a token the probability that a sampler in float32 gives it,
+to the bit where the backend has the same bits; two thirds of a step's products are those of gradients.
 """
 
 from __future__ import annotations
@@ -24,11 +27,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tuning.processor import multiplies_bfloat16
+from tuning.processor import FAST, multiplies_bfloat16
 from tuning.target import target_platform
 
 ROUNDED = "bfloat16"
 """JAX's name of products whose inputs are rounded to bfloat16. XLA on CPU does not heed it: `rounds_products` does."""
+
+ROUNDED_BACKWARD = "tensorfloat32"
+"""JAX's name of a setting where products of gradients alone are `ROUNDED`; XLA on CPU computes in float32 with it."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -45,13 +51,13 @@ def item_bytes(dtype: str) -> int:
 
 
 def resolved(dtype: str) -> str:
-    """The type that `auto` and `fast` stand for on this device; other names stay.
+    """The type that `auto` and those of FAST stand for on this device; other names stay.
 
-    Raises ValueError for float64 or mixed on an accelerator.
+    Raises ValueError for float64 or a mixed type on an accelerator.
     """
     on_cpu = target_platform() == "cpu"
-    if dtype == "fast":
-        dtype = "mixed" if on_cpu and multiplies_bfloat16() else "auto"
+    if dtype in FAST:
+        dtype = FAST[dtype] if on_cpu and multiplies_bfloat16() else "auto"
     if dtype == "auto":
         # Whole bfloat16 is no faster on CPU; accelerators are built for it.
         return "float32" if on_cpu else "bfloat16"
@@ -60,9 +66,9 @@ def resolved(dtype: str) -> str:
             f"compute.dtype float64 is for checks on a CPU, and this is a {target_platform()}: use float32 here, "
             "or set JAX_PLATFORMS=cpu"
         )
-    if dtype == "mixed" and not on_cpu:
+    if dtype in FAST.values() and not on_cpu:
         raise ValueError(
-            f"compute.dtype mixed is for CPUs, and this is a {target_platform()}, built for bfloat16: say auto"
+            f"compute.dtype {dtype} is for CPUs, and this is a {target_platform()}, built for bfloat16: say auto"
         )
     return dtype
 
@@ -75,7 +81,8 @@ def use(dtype: str) -> None:
     """
     kind = resolved(dtype)
     jax.config.update("jax_enable_x64", kind == "float64")
-    jax.config.update("jax_default_matmul_precision", {"bfloat16": None, "mixed": ROUNDED}.get(kind, "highest"))
+    precision = {"bfloat16": None, "mixed": ROUNDED, "mixed-backward": ROUNDED_BACKWARD}.get(kind, "highest")
+    jax.config.update("jax_default_matmul_precision", precision)
 
 
 def rounds_products() -> bool:
@@ -87,9 +94,17 @@ def rounds_products() -> bool:
     return precision == ROUNDED and target_platform() == "cpu"
 
 
+@contextlib.contextmanager
+def of_gradients() -> Iterator[None]:
+    """Around what traces products of a backward pass: these are rounded where those of gradients are."""
+    precision: str | None = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    with jax.default_matmul_precision(ROUNDED if precision == ROUNDED_BACKWARD else precision):
+        yield
+
+
 def activations(dtype: str) -> str:
     """The type of activations for a compute dtype that is no `auto`."""
-    return "float32" if dtype == "mixed" else dtype
+    return "float32" if dtype in FAST.values() else dtype
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ Positive = Annotated[float, Field(gt=0)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 NotNegative = Annotated[float, Field(ge=0)]
 Moments = Literal["float32", "bfloat16", "host"]
-Dtype = Literal["auto", "fast", "float32", "bfloat16", "mixed", "float64"]
+Dtype = Literal["auto", "fast", "fast-backward", "float32", "bfloat16", "mixed", "mixed-backward", "float64"]
 Remat = Literal["auto", "none", "products", "dots", "attention", "full", "offload"]
 
 
@@ -76,7 +76,9 @@ class ComputeSettings:
     dtype: Dtype = "auto"
     """Type of activations; master weights, moments and sums are float32. float32 is exact on accelerators too, where
     products by default are not. mixed, on CPU alone, is float32 whose products round their inputs to bfloat16, for
-    processors that multiply those faster (`rlhf doctor` measures it). fast: mixed on such a processor, auto elsewhere.
+    processors that multiply those faster (`rlhf doctor` measures it). mixed-backward: so in gradients alone; the
+    forward pass is float32, so that a trainer agrees with its sampler as in float32. fast, fast-backward: mixed and
+    mixed-backward on such a processor, auto elsewhere.
     float64, on CPU alone, is for checks: weights, moments and sums are float64 as well."""
     tokens_per_micro_batch: Annotated[int, Field(ge=0)] = 0
     """Row tokens of one forward and backward pass; 0: the device decides."""

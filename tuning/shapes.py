@@ -8,6 +8,11 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def power(value: int) -> int:
+    """The smallest power of two that is at least `value`: for what costs little where it is padding."""
+    return 1 << max(value - 1, 0).bit_length()
+
+
 def bucket(value: int, smallest: int = 8) -> int:
     """The smallest of smallest * (1, 1.5, 2, 3, 4, 6, 8, ...) that is at least `value`.
 

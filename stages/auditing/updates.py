@@ -160,7 +160,10 @@ def sampler_agrees(run: AuditedRun) -> OfRounds:
     while (round_ := (yield)) is not None:
         if round_.update is None or not round_.update.metrics.get("steps"):
             continue
-        limit, kl = round_.update.manifest["config"]["max_mismatch_kl"], round_.update.metrics["mismatch_kl"]
+        limit, kl = round_.update.manifest["config"]["max_mismatch_kl"], round_.update.metrics.get("mismatch_kl")
+        if kl is None:
+            finding.left_out.append(f"{round_.name}: every step of which it is told was skipped")
+            continue
         finding.check(math.isfinite(kl) and kl <= limit, f"{round_.name}: {kl} above {limit}")
     return finding
 

@@ -107,9 +107,10 @@ class _Loop:
         # No group is split: the completions of one are in neighbouring slots.
         largest = max(task.largest, int(table.sizes_N.max()))
         self.width = bucket(max(task.longest, table.longest))
-        budget = config.compute.tokens_per_micro_batch or device.row_tokens_per_step * row_shards(self.mesh)
+        budget, undivided = device.micro_batch(config.compute.tokens_per_micro_batch, row_shards(self.mesh))
         # One layout serves all steps, so that each program compiles once; the first steps stand for the rest.
-        self.layout = choose_rows([self.groups(s) for s in range(min(self.total, SHAPE_STEPS))], budget, largest, True)
+        first = [self.groups(s) for s in range(min(self.total, SHAPE_STEPS))]
+        self.layout = choose_rows(first, budget, largest, True, undivided)
 
         self.start, self.frozen = params, put_params(frozen, self.mesh)
         self.state: tuple[Any, Any]

@@ -61,6 +61,12 @@ class Config(Trained, core.RoundSettings):  # type: ignore[misc]
             raise ValueError("aggregation `constant` and a value for `constant` go together")
         if self.correction in ("mask", "sequence-mask") and self.importance_min >= self.importance_max:
             raise ValueError("importance_min must be below importance_max")
+        presets = {"none", core.RoundSettings.correction, registry.presets(self.algorithm).get("correction")}
+        if self.old_logps == "sampler" and self.correction not in presets:
+            raise ValueError(
+                f"correction {self.correction} weighs the trainer's log-probabilities against the sampler's, and "
+                "old_logps: sampler takes the sampler's for both: leave it out, or let old_logps be trainer"
+            )
         if self.kl_target is not None and self.kl_coef == self.kl_in_reward == 0:
             raise ValueError("kl_target scales kl_coef and kl_in_reward, and both are 0")
         if entry is None:

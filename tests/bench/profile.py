@@ -27,6 +27,7 @@ from tests.bench.inputs import SHAPES
 from tuning import precision
 
 WORKS = ("W2", "W3", "W4", "W6")
+DTYPES = ("float32", "bfloat16", "mixed", "mixed-backward")
 RESULTS = Path(__file__).parent / "results" / "profile.json"
 TOP = 12
 """Operations that a piece of work lists."""
@@ -38,7 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.profile", description=__doc__)
     parser.add_argument("works", nargs="*", choices=[*WORKS, []], default=[], help="all by default")
     parser.add_argument("--model", default="smol135", choices=["smol135", "tiny"])
-    parser.add_argument("--dtype", nargs="+", default=["float32", "mixed"], choices=["float32", "bfloat16", "mixed"])
+    parser.add_argument("--dtype", nargs="+", default=["float32", "mixed"], choices=DTYPES)
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name} and the tables of the page")
     parser.add_argument("--here", metavar="FOLDER", help="in this process, whose programs are dumped there")
     args = parser.parse_args()

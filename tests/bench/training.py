@@ -47,8 +47,8 @@ def optimizer() -> Any:
 
 
 def batches_of(groups: list[Group], row_tokens: int = 0) -> list[dict[str, Any]]:
-    budget = row_tokens or choose().row_tokens_per_step
-    layout = choose_rows([groups], budget)
+    budget, undivided = choose().micro_batch(row_tokens)
+    layout = choose_rows([groups], budget, undivided=undivided)
     width = max(len(c) for g in groups for c in g.completions)
     sizes = {
         "n_tokens": np.float32(sum(len(c) for g in groups for c in g.completions)),

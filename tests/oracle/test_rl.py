@@ -48,6 +48,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ties leave": {"tied_groups": "drop", "kl_coef": 0.3, "aggregation": "constant", "constant": 6.0},
     "sequence weights": {"correction": "sequence", "importance_max": 1.5},
     "masked weights": {"correction": "mask", "importance_min": 0.8, "importance_max": 1.3, "normalisation": "none"},
+    "by the sampler": {"old_logps": "sampler", "kl_in_reward": 0.2, "kl_kind": "k3-k2", "epochs": 2},
+    "critic by the sampler": {"algorithm": "ppo", "old_logps": "sampler", "epochs": 2},
     "masked sequences": {"correction": "sequence-mask", "importance_min": 0.9, "importance_max": 1.1, "dual_clip": 1.5},
     "pair masked": {"algorithm": "online-dpo", "truncated": "mask"},
     "whitening masked": {"algorithm": "reinforce-pp", "truncated": "mask", "epochs": 2},

@@ -14,8 +14,8 @@ from tuning.device import Compute, choose
 from tuning.models.decoder import decoder_graph, scalar_graph
 from tuning.models.huggingface import load_decoder, random_params, save_decoder, scalar_head_params
 from tuning.models.matmul import across, matmul
-from tuning.models.quantize import Int8, int8_decode
-from tuning.precision import activations, in_real, real, resolved, rounds_products, using
+from tuning.models.quantize import NF4, Int8, int8_decode
+from tuning.precision import activations, in_real, of_gradients, real, resolved, rounds_products, using
 from tuning.settings import ComputeSettings
 from tuning.target import compiling_for
 from tuning.training.batch import Layout, micro_batches
@@ -78,15 +78,21 @@ def rounded(x):
     return np.asarray(jnp.asarray(x, jnp.float32).astype(jnp.bfloat16), np.float64)
 
 
-def test_mixed_products_are_those_of_rounded_inputs_forward_and_back():
+def exactly(x):
+    return np.asarray(x, np.float64)
+
+
+@pytest.mark.parametrize(("dtype", "forward"), [("mixed", rounded), ("mixed-backward", exactly)])
+def test_mixed_products_are_those_of_rounded_inputs_forward_and_back(dtype, forward):
     """Against float64: only inputs are rounded, to bfloat16; sums and results are as exact as float32."""
     rng = np.random.default_rng(0)
     x, weight, g = (rng.normal(size=s).astype(np.float32) for s in ((3, 7, 33), (33, 20), (3, 7, 20)))
-    with using("mixed"):
+    with using(dtype):
         out, back = jax.vjp(matmul, jnp.asarray(x), jnp.asarray(weight))
         dx, dweight = back(jnp.asarray(g))
+    expected_out = forward(x) @ forward(weight)
     x, weight, g = map(rounded, (x, weight, g))
-    expected = x @ weight, g @ weight.T, np.einsum("abi,abo->io", x, g)
+    expected = expected_out, g @ weight.T, np.einsum("abi,abo->io", x, g)
     for found, exact in zip((out, dx, dweight), expected, strict=True):
         assert found.dtype == np.float32
         np.testing.assert_allclose(found, exact, rtol=0, atol=1e-5)
@@ -99,6 +105,11 @@ def test_every_product_with_a_weight_is_mixed_and_nothing_else_is_narrow():
     # 7 projections and the head, forward and two ways back; attention's own products stay in float32.
     assert kinds["bfloat16"] == 3 * (7 + 1)
     assert kinds["float32"] == exact["float32"] - kinds["bfloat16"] > 0
+    backward = Counter(
+        kind for kind, _ in products_of_a_step("mixed-backward", sft_loss, decoder_graph(CONFIG), PARAMS)
+    )
+    assert backward["bfloat16"] == 2 * (7 + 1)
+    assert backward["float32"] == exact["float32"] - backward["bfloat16"]
 
 
 @pytest.mark.parametrize(("dtype", "loops"), [("float32", 0), ("bfloat16", 0), ("mixed", 1)])
@@ -110,7 +121,8 @@ def test_only_mixed_products_hide_a_transposition_in_a_loop(dtype, loops):
     assert [e.primitive.name for e in program.jaxpr.eqns].count("scan") == loops
 
 
-def test_a_mixed_step_is_near_the_exact_one_and_its_weights_stay_float32():
+@pytest.mark.parametrize("dtype", ["mixed", "mixed-backward"])
+def test_a_mixed_step_is_near_the_exact_one_and_its_weights_stay_float32(dtype):
     (packed,) = micro_batches(ragged_groups(count=2), layout=Layout(64, 4), completion_tokens=8)
     batch = packed.arrays() | {"n_tokens": np.float32(9)}
 
@@ -119,8 +131,12 @@ def test_a_mixed_step_is_near_the_exact_one_and_its_weights_stay_float32():
             loss = sft_loss(decoder_graph(CONFIG), choose(dtype).compute)
             return jax.value_and_grad(lambda p: loss(p, batch, None)[0])(PARAMS)
 
-    (exact, slope), (found, mixed) = step("float32"), step("mixed")
-    assert 0 < abs(found - exact) < 2e-3 * exact
+    (exact, slope), (found, mixed) = step("float32"), step(dtype)
+    if dtype == "mixed":
+        assert 0 < abs(found - exact) < 2e-3 * exact
+    else:
+        # A trainer that agrees with its sampler goes on agreeing.
+        assert found == exact
     flat, near = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(t)]) for t in (slope, mixed))
     assert near.dtype == np.float32
     assert 0 < np.linalg.norm(near - flat) < 0.02 * np.linalg.norm(flat)
@@ -133,18 +149,46 @@ def test_a_setting_of_products_ends_with_its_block():
         with using("float32"):
             assert not rounds_products()
         assert rounds_products()
-    assert not rounds_products()
+    with using("mixed-backward"):
+        assert not rounds_products()
+        with of_gradients():
+            assert rounds_products()
+        assert not rounds_products()
+    with of_gradients():
+        assert not rounds_products()
 
 
-def test_mixed_is_for_cpus():
-    with compiling_for("tpu"), pytest.raises(ValueError, match=r"compute.dtype mixed is for CPUs, and this is a tpu"):
-        resolved("mixed")
+@pytest.mark.parametrize("wrap", [Int8, NF4])
+def test_a_stored_kernel_rounds_gradients_alone_too(wrap):
+    rng = np.random.default_rng(0)
+    x, weight, g = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((7, 64), (64, 64), (7, 64)))
+    kernel = wrap(weight)
+
+    def of(dtype):
+        with using(dtype):
+            out, back = jax.vjp(kernel, x)
+            return out, back(g)[0]
+
+    (exact, slope), (out, back), (_, mixed) = of("float32"), of("mixed-backward"), of("mixed")
+    np.testing.assert_array_equal(out, exact)
+    np.testing.assert_allclose(back, mixed, atol=1e-5)
+    assert np.abs(back - slope).max() > 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["mixed", "mixed-backward"])
+def test_mixed_is_for_cpus(dtype):
+    with (
+        compiling_for("tpu"),
+        pytest.raises(ValueError, match=rf"compute.dtype {dtype} is for CPUs, and this is a tpu"),
+    ):
+        resolved(dtype)
 
 
 @pytest.mark.parametrize("multiplies", [True, False])
 def test_fast_is_mixed_on_a_processor_that_multiplies_bfloat16_and_auto_elsewhere(monkeypatch, multiplies):
     monkeypatch.setattr("tuning.precision.multiplies_bfloat16", lambda: multiplies)
     assert resolved("fast") == ("mixed" if multiplies else "float32")
+    assert resolved("fast-backward") == ("mixed-backward" if multiplies else "float32")
     with using("fast"):
         assert rounds_products() is multiplies
     with compiling_for("tpu"):

@@ -15,6 +15,7 @@ import numpy as np
 from tuning.algorithms.algorithm import Objective
 from tuning.losses.importance import RATIO_EDGES, effective_sample_size, ratio_quantile
 from tuning.losses.kl import adaptive_kl_coef
+from tuning.precision import real
 
 QUANTILES = {"ratio_p01": 0.01, "ratio_p50": 0.5, "ratio_p99": 0.99}
 
@@ -27,12 +28,7 @@ def plain(value: Any) -> Any:
 def summarise(sums: Mapping[str, float]) -> dict[str, float]:
     """Per-token means of summed metrics, and the ratio's quantiles."""
     n = max(sums["n_tokens"], 1.0)
-    means = {
-        "approx_kl": sums["approx_kl"] / n,
-        "entropy": sums["entropy"] / n,
-        "mismatch_kl": sums["old_mismatch_k3"] / n,
-        "effective_sample_size": effective_sample_size(sums["old_weight"], sums["old_weight_sq"]) / n,
-    }
+    means = {"approx_kl": sums["approx_kl"] / n, "entropy": sums["entropy"] / n}
     # Present only for losses that have such a clip.
     shares = {"clip_low": "clip_low", "clip_high": "clip_high", "dual_clip": "clip_dual"}
     means |= {name: sums[key] / n for key, name in shares.items() if key in sums}
@@ -40,6 +36,21 @@ def summarise(sums: Mapping[str, float]) -> dict[str, float]:
         means["clip_fraction"] = (sums["clip_low"] + sums["clip_high"]) / n
     if "ref_kl" in sums:
         means["kl"] = sums["ref_kl"] / n
+    return means | mismatch_means(sums)
+
+
+def mismatch_means(sums: Mapping[str, float]) -> dict[str, float]:
+    """How far sampler and trainer are apart, over the tokens of which that was told; nothing without any.
+
+    With `old_logps: sampler` those are of the first step alone: the policy of later ones has moved.
+    """
+    n = sums["old_n_tokens"]
+    if not n:
+        return {}
+    means = {
+        "mismatch_kl": sums["old_mismatch_k3"] / n,
+        "effective_sample_size": effective_sample_size(sums["old_weight"], sums["old_weight_sq"]) / n,
+    }
     # Quantiles do not add up over micro-batches; counts in bins do.
     bins = [sums[f"ratio_bin_{i:02d}"] for i in range(len(RATIO_EDGES) + 1)]
     return means | {name: ratio_quantile(bins, share) for name, share in QUANTILES.items()}
@@ -68,6 +79,10 @@ class Coefficients:
     kl_scale: float = 1.0
     """Factor on the weights of the KL, in the loss and in the reward."""
     entropy_coef: float = 0.0
+
+    def scalars(self) -> dict[str, Any]:
+        """By name, for a batch: as constants of the program each new value would compile it again."""
+        return {name: real().type(value) for name, value in dataclasses.asdict(self).items()}
 
     def next(self, objective: Objective, settings: Any, metrics: Mapping[str, Any]) -> Coefficients:
         """The coefficients of the next round, from this one's metrics and the settings `kl_target`, `kl_horizon` and

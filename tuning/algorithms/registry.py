@@ -93,6 +93,7 @@ USES: dict[str, tuple[str, ...]] = {
     "kl_in_reward": NOT_PAIRED,
     "entropy_coef": NOT_PAIRED,
     "entropy_target": NOT_PAIRED,
+    "old_logps": NOT_PAIRED,
     "correction": NOT_PAIRED,
     "beta": ("online-dpo",),
     "step_advantage_w": ("gigpo",),

@@ -27,11 +27,12 @@ from tuning.algorithms.algorithm import find
 from tuning.algorithms.diagnostics import Coefficients, pass_histogram, plain
 from tuning.algorithms.flat import Column, Flat, blocks
 from tuning.algorithms.learner import Learner, critic_step, policy_step
+from tuning.algorithms.mismatch import check_mismatch, mismatch_kl
 from tuning.algorithms.passes import Forward, logps_program, run_pass, values_program
 from tuning.algorithms.round_data import RoundData
 from tuning.algorithms.settings import RoundSettings
 from tuning.algorithms.tally import Tally
-from tuning.algorithms.trained import Trained, mismatch_kl, shared_N, spread
+from tuning.algorithms.trained import Trained, shared_N, spread
 from tuning.device import choose
 from tuning.losses.rewards import kl_penalty
 from tuning.mesh import over_devices, put_params, row_shards
@@ -41,10 +42,6 @@ from tuning.training.ahead import one_ahead
 from tuning.training.batch import Group, Packed, choose_rows, count_micro_batches, micro_batches
 from tuning.training.speed import ADAPTER, FULL, Meter, forward_flops
 from tuning.training.step import Sums, counted
-
-
-class Mismatch(RuntimeError):
-    """Sampler and trainer disagree by more than the settings allow."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +146,11 @@ class _Round:
         return selection.with_signal(self.scored, self.algorithm, self.settings)
 
     @property
+    def by_sampler(self) -> bool:
+        """Whether log pi_old is what the rollouts recorded."""
+        return self.objective.old_logps == "sampler"
+
+    @property
     def trained(self) -> Trained:
         """Tokens that take part in the loss."""
         return Trained(self.in_loss, self.keep_N)
@@ -183,7 +185,7 @@ class _Round:
         pretrain_epochs = settings.critic.pretrain_epochs if critic is not None and settings.round == 0 else 0
         single_update = len(self.steps) * settings.epochs == 1
         # With a single update pi_old is pi: its gradient-free copy in the loss saves the pass (R4).
-        needs_old = not single_update or critic is not None or self.objective.kl_in_reward > 0
+        needs_old = not self.by_sampler and (not single_update or critic is not None or self.objective.kl_in_reward > 0)
         values_passes = int(critic is not None) + pretrain_epochs
         self.policy.put(settings.optimizer, self.mesh)
         # Old and reference log-probabilities, and values: passes that the progress counts before the updates.
@@ -192,6 +194,8 @@ class _Round:
         logps = logps_program(self.model, settings.temperature, compute)
         if needs_old:
             self.columns["old"] = self.forward(logps, self.policy.weights, "old")
+        elif self.by_sampler:
+            self.columns["old"] = self.data.sampler
         if reference is not None:
             # Dense, and read in one forward pass: the loss gets its log-probabilities, not its weights.
             frozen = put_params(reference, self.mesh)
@@ -200,14 +204,14 @@ class _Round:
         if not self.steps:
             return {"steps": 0}
         if needs_old:
-            self.check_mismatch(mismatch_kl(self.data, self.keep_N, self.columns["old"]))
+            self.check(mismatch_kl(self.data, self.keep_N, self.columns["old"]))
         metrics = {} if critic is None else self.prepare_critic(critic, pretrain_epochs)
         if critic is None:
             self.ask_algorithm()
 
         metrics |= self.train()
         # With old log-probabilities the mismatch was checked before any step.
-        self.check_mismatch(0.0 if needs_old else metrics.get("mismatch_kl", 0.0))
+        self.check(0.0 if needs_old else metrics.get("mismatch_kl", 0.0))
         metrics["advantage_spread"] = spread(self.trained, self.advantages)
         return metrics | {f"seconds_{name}": round(s, 3) for name, s in self.seconds.items()}
 
@@ -217,8 +221,8 @@ class _Round:
         # A pair must be in one micro-batch: rows hold the largest group, so none is split.
         largest_pair = max(g.size for g in groups) if self.algorithm.paired else 0
         shards = row_shards(self.mesh)
-        budget = self.settings.compute.tokens_per_micro_batch or self.device.row_tokens_per_step * shards
-        layout = choose_rows(self.steps, budget, largest_pair, self.algorithm.paired)
+        budget, undivided = self.device.micro_batch(self.settings.compute.tokens_per_micro_batch, shards)
+        layout = choose_rows(self.steps, budget, largest_pair, self.algorithm.paired, undivided)
         self.pack_step = functools.partial(micro_batches, layout=layout, completion_tokens=self.width, shards=shards)
         count = sum(count_micro_batches(step, layout, shards) for step in self.steps)
         self.total_work = self.done + count * (passes + self.settings.epochs)
@@ -270,15 +274,9 @@ class _Round:
             if self.steps:
                 self.pack(0)
 
-    def check_mismatch(self, kl: float) -> None:
-        """Raises Mismatch where `kl` exceeds the limit of the settings, or is no number."""
-        limit = self.settings.max_mismatch_kl
-        if not kl <= limit:
-            raise Mismatch(
-                f"sampler and trainer disagree: mismatch KL {kl:.4f} is above max_mismatch_kl {limit}; compare dtypes "
-                "(those of rl.rollout.engine too), let newer policies sample (a lower rl.staleness or "
-                "rl.partial.max_lag, or more rl.partial.round_tokens), or raise the limit knowingly"
-            )
+    def check(self, kl: float) -> None:
+        """Raises Mismatch past the limit of the settings."""
+        check_mismatch(kl, self.settings.max_mismatch_kl)
 
     def ask_algorithm(self) -> None:
         """The algorithm's advantages, of each completion or of each token."""
@@ -320,14 +318,15 @@ class _Round:
         advantages.clear(~self.signal_N)
         self.columns |= {"old_values": values, "returns": returns, "advantages": advantages}
 
-    def arrays(self, groups: list[Group]) -> list[dict[str, Any]]:
-        """The micro-batches of a step: tokens, counts of the whole step, coefficients, and the round's columns."""
+    def arrays(self, groups: list[Group], unmoved: bool = False) -> list[dict[str, Any]]:
+        """The micro-batches of a step: tokens, counts of the whole step, coefficients, and the round's columns.
+
+        unmoved: whether no step of the round comes before.
+        """
         batches = self.pack_step(groups)
-        scalars = {
-            # Arrays of the batch, not constants of the program: a new value compiles nothing.
-            "kl_scale": real().type(self.coefficients.kl_scale),
-            "entropy_coef": real().type(self.coefficients.entropy_coef),
-        }
+        scalars = self.coefficients.scalars()
+        if self.by_sampler:
+            scalars["unmoved"] = real().type(unmoved)
         return [
             arrays | scalars | {f"{name}_CT": column for name, column in self.gathered(batch).items()}
             for arrays, batch in zip(counted(groups, batches), batches, strict=True)
@@ -357,6 +356,9 @@ class _Round:
             at: tuple[int, int], groups: list[Group], batches: int, sums: list[Callable[[], Sums] | None]
         ) -> None:
             of_policy = {} if sums[0] is None else tally.add(sums[0]())
+            if self.by_sampler and "mismatch_kl" in of_policy:
+                # Of a skipped step too: what is not finite may be the sampler's.
+                self.check(of_policy["mismatch_kl"])
             if sums[1] is not None:
                 tally.add_value(sums[1]())
             size = sum(g.size for g in groups)
@@ -386,7 +388,7 @@ class _Round:
         """((epoch, step), groups, arrays) of each optimizer step of the round."""
         for epoch in range(self.settings.epochs):
             for number, groups in enumerate(self.steps):
-                yield (epoch, number), groups, self.arrays(groups)
+                yield (epoch, number), groups, self.arrays(groups, unmoved=epoch == number == 0)
 
     def flops(self, groups: Sequence[Group]) -> float:
         """FLOPs of one optimizer step of all learners."""

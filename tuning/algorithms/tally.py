@@ -50,8 +50,7 @@ class Tally:
             metrics |= summarise(self.sums)
             metrics |= {"loss": self.sums["loss"] / len(self.norms), "grad_norm": float(np.mean(self.norms))}
             # Of all epochs: for audits, which count what may be trained on in the tables.
-            if "old_n_tokens" in self.sums:
-                metrics["trained_tokens"] = round(self.sums["old_n_tokens"])
+            metrics["trained_tokens"] = round(self.sums["n_tokens"])
         return metrics
 
     def value_metrics(self, returns: np.ndarray) -> dict[str, float]:

@@ -12,7 +12,6 @@ import dataclasses
 import numpy as np
 
 from tuning.algorithms.flat import Column
-from tuning.algorithms.round_data import RoundData
 from tuning.precision import real
 
 
@@ -38,18 +37,6 @@ class Trained:
         """What a column has for them, by completion."""
         masks = [self.mask_of(i) for i in range(len(self.keep_N))]
         return [column.row(i)[: len(mask)][mask] for i, mask in enumerate(masks)]
-
-
-def mismatch_kl(data: RoundData, keep_N: np.ndarray, old: Column) -> float:
-    """Mean k3 estimate of KL(mu || pi_old) over the sampled tokens of these completions, [N] bool; 0 without any."""
-    total, count = 0.0, 0
-    # By rows: arrays of all tokens would be as large as the round.
-    for i in np.flatnonzero(keep_N).tolist():
-        log_rho = (old.row(i) - data.mu[i])[data.mask_of(i)]
-        # k3 = exp(x) - 1 - x; expm1 keeps it exact near 0, where a healthy mismatch is.
-        total += float((np.expm1(log_rho) - log_rho).sum())
-        count += len(log_rho)
-    return total / max(count, 1)
 
 
 def spread(trained: Trained, advantages: np.ndarray | Column | None) -> float:

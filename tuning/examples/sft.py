@@ -59,7 +59,8 @@ def main(steps: int = STEPS, seed: int = 0) -> list[float]:
 
     losses = []
     for number, groups in enumerate(batches(steps, seed)):
-        layout = choose_rows([groups], device.row_tokens_per_step)
+        budget, undivided = device.micro_batch(0)
+        layout = choose_rows([groups], budget, undivided=undivided)
         packed = micro_batches(groups, layout=layout, completion_tokens=8)
         params, opt_state, sums = step(params, opt_state, counted(groups, packed))
         losses.append(sft_summary(sums)["loss"])

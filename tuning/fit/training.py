@@ -90,9 +90,9 @@ def _training(asked: Trained, machine: Machine) -> Figures:
     mesh = abstract_mesh(asked.compute.mesh, machine.count)
     shards, fsdp, tensor, context = (parts_of(mesh, axes) for axes in (ROWS, FSDP, TENSOR, CONTEXT))
     # As `stages.training.fit` and `tuning.algorithms.rounds` pack a step.
-    budget = asked.compute.tokens_per_micro_batch or device.row_tokens_per_step * shards
+    budget, undivided = device.micro_batch(asked.compute.tokens_per_micro_batch, shards)
     largest = max(g.size for g in asked.groups) if asked.whole else 0
-    layout = choose_rows([asked.groups], budget, largest, asked.whole)
+    layout = choose_rows([asked.groups], budget, largest, asked.whole, undivided)
     packed = micro_batches(asked.groups, layout=layout, completion_tokens=bucket(asked.width), shards=shards)
     batch = of_one_device(counted(asked.groups, packed[:1])[0] | _columns(asked, packed[0]), shards)
 

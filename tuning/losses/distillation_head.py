@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from tuning.losses.distillation import generalised_jsd
 from tuning.models.matmul import factor
 from tuning.models.sharding import HeadCut
+from tuning.precision import of_gradients
 
 CHUNK = 128
 """Positions whose logits are held at a time."""
@@ -111,6 +112,7 @@ def _forward(
     return _logits(hidden_MD, head_VD, cast_VD, cut), (hidden_MD, cast_VD, head_VD[:0])
 
 
+@of_gradients()
 def _backward(cut: HeadCut | None, saved: Any, g_MV: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     hidden, cast, like = saved
     g = g_MV.astype(hidden.dtype)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from tuning.models.matmul import across, contract
 from tuning.models.sharding import HeadCut
+from tuning.precision import of_gradients
 
 ELEMENTS = 2**25
 """Logits of a slice; in float32 128 MiB."""
@@ -223,13 +224,15 @@ def _gradients(
             # z is capped and scaled, so z / (scale softcap) is the tanh, whose derivative is 1 - tanh^2.
             dz = dz * (1.0 - jnp.square(z / (scale * softcap)))
         # Contracts the positions: [M, W] and [M, D] to [W, D].
-        dweight_part = across(dz.astype(hidden.dtype), hidden, _wide(hidden))
+        with of_gradients():
+            dweight_part = across(dz.astype(hidden.dtype), hidden, _wide(hidden))
         dweight_part = dweight_part if cut is None else cut.own(dweight_part)
         dweight = jax.lax.dynamic_update_slice_in_dim(dweight, dweight_part.astype(weight.dtype), start, axis=0)
         # The last slice repeats tokens of the one before. Their rows of dweight were just written with equal values,
         # but dhidden is a sum over slices and would count them twice.
         dz = jnp.where(fresh, dz, 0.0).astype(hidden.dtype)
-        dhidden = dhidden + contract(dz, part, 1, 0, _wide(hidden))
+        with of_gradients():
+            dhidden = dhidden + contract(dz, part, 1, 0, _wide(hidden))
         return (dhidden, dweight), None
 
     zeros = jnp.zeros(hidden.shape, _wide(hidden)), jnp.zeros_like(weight)

@@ -12,7 +12,7 @@ import numpy as np
 
 from tuning.cpu.kernels import build
 from tuning.models.sharding import mesh_in_use, sum_of_products
-from tuning.precision import rounds_products
+from tuning.precision import of_gradients, rounds_products
 from tuning.processor import multiplies_bfloat16
 
 WIDTH = 192
@@ -82,10 +82,13 @@ def factor_type(dtype: str) -> str:
 
 
 def _forward(x: jax.Array, weight: jax.Array, back: bool) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    # Rounded: half of what a gradient keeps.
-    return matmul(x, weight, back), (factor(x), weight)
+    out = matmul(x, weight, back)
+    with of_gradients():
+        # Rounded: half of what a gradient keeps.
+        return out, (factor(x), weight)
 
 
+@of_gradients()
 def _backward(back: bool, saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, weight = saved
     accumulate, kind = jnp.promote_types(x.dtype, weight.dtype), g.dtype

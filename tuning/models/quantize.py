@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tuning.models.matmul import contract, factor
+from tuning.precision import of_gradients
 
 BLOCK = 64
 """Weights that share one absmax in NF4."""
@@ -63,6 +64,7 @@ def _matmul_forward(dense: Callable[..., jax.Array], x: jax.Array, stored: tuple
     return _matmul(dense, x, stored), stored
 
 
+@of_gradients()
 def _matmul_backward(dense: Callable[..., jax.Array], stored: tuple[jax.Array, ...], g: jax.Array) -> Any:
     # Frozen kernels have no gradient.
     return contract(g, factor(dense(stored, g.dtype)), g.ndim - 1, 1, g.dtype), None

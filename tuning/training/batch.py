@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tuning.shapes import bucket, round_up
+from tuning.shapes import bucket, power, round_up
 from tuning.target import target_platform
 
 SHARED_TOKENS = 1024
@@ -211,10 +211,22 @@ class Layout:
     row_tokens: int
     rows: int
     prompts: Prompts = "shared"
+    undivided: int = 0
+    """The most rows of a step that is one micro-batch, where that is more."""
+
+    def share(self, planned: int) -> int:
+        """Rows of each micro-batch of a step of so many rows."""
+        if self.rows < planned <= self.undivided:
+            # In few sizes, so that few programs are compiled.
+            return min(self.undivided, round_up(planned, max(1, self.undivided // 16)))
+        return _even(planned, self.rows)
 
 
-def choose_rows(steps: Sequence[Sequence[Group]], budget: int, least: int = 0, whole: bool = False) -> Layout:
-    """The row length that wastes least over some steps, with at most `budget` row tokens a micro-batch.
+def choose_rows(
+    steps: Sequence[Sequence[Group]], budget: int, least: int = 0, whole: bool = False, undivided: int = 0
+) -> Layout:
+    """The row length that wastes least over some steps, with at most `budget` row tokens a micro-batch, or
+    `undivided` of a step that is one, where that is more.
 
     Groups stay undivided where they fit 1024 tokens, so that a shared prompt is computed once; longer
     ones are split by completion. Rows hold `least` tokens or more: no group of up to that size is split.
@@ -240,18 +252,19 @@ def choose_rows(steps: Sequence[Sequence[Group]], budget: int, least: int = 0, w
     if tpu and least > SHARED_TOKENS:
         # Blocks of the kernel divide a row: large ones leave fewer steps.
         least = round_up(least, 4 * grain)
-    best: tuple[int, int] | None = None
+    best: tuple[int, Layout] | None = None
     for length in range(least, max(least, 512) + 1, grain):
-        most = max(1, budget // length)
+        layout = Layout(length, max(1, budget // length), prompts, undivided // length)
         cost = 0
         for groups in steps:
             # The row tokens that are computed, padding included: every micro-batch of a step has the same rows.
             planned = len(plan_rows(groups, length, prompts))
-            cost += _even(planned, most) * -(-planned // _even(planned, most)) * length
+            rows = layout.share(planned)
+            cost += rows * -(-planned // rows) * length
         if best is None or cost < best[0]:
-            best = (cost, length)
+            best = (cost, layout)
     assert best is not None
-    return Layout(best[1], max(1, budget // best[1]), prompts)
+    return best[1]
 
 
 def _even(planned: int, most: int) -> int:
@@ -332,9 +345,9 @@ def micro_batches(groups: Sequence[Group], *, layout: Layout, completion_tokens:
     # All micro-batches of a step share one shape, sized by the largest of them and bucketed, so few are
     # compiled.
     multiple = shards // parts
-    slots = round_up(bucket(max(map(_slots, members)), 1), multiple)
+    slots = round_up(power(max(map(_slots, members))), multiple)
     trained = round_up(bucket(max(sum(g.trained for g in part) for part in members)), multiple)
-    rows = round_up(max(map(len, chunks)), shards) // parts
+    rows = round_up(max(layout.share(max(map(len, chunks))), *map(len, chunks)), shards) // parts
     shape = Shape(rows, layout.row_tokens, slots, completion_tokens, trained, layout.prompts == "shared")
     return [pack_shards(chunk, shape) for chunk in cut]
 
@@ -354,7 +367,7 @@ def _chunks(groups: Sequence[Group], layout: Layout, shards: int) -> tuple[list[
     """The rows of each micro-batch, and whether a completion may have several of them."""
     blocks = plan_blocks(groups, layout.row_tokens, layout.prompts)
     count = sum(map(len, blocks))
-    rows = round_up(_even(count, max(layout.rows, shards)), shards)
+    rows = round_up(dataclasses.replace(layout, rows=max(layout.rows, shards)).share(count), shards)
     if all(len(block) == 1 for block in blocks):
         planned = [row for block in blocks for row in block]
         return [planned[i : i + rows] for i in range(0, count, rows)], False

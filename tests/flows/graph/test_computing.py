@@ -54,6 +54,8 @@ def test_a_section_that_is_left_out_stays_out():
 def test_fast_is_mixed_where_the_processor_computes_and_multiplies_bfloat16(machine, multiplies, kind, expected):
     machine(multiplies, kind)
     assert types("compute.dtype=fast") == dict.fromkeys(COMPUTED, expected)
+    backward = {"mixed": "mixed-backward"}.get(expected, expected)
+    assert types("compute.dtype=fast-backward") == dict.fromkeys(COMPUTED, backward)
 
 
 def test_fast_is_auto_where_hosts_that_nobody_here_knows_compute_some_of_it(machine):

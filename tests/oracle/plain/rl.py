@@ -229,7 +229,7 @@ class Round:
         """log pi_old, log pi_ref, and from them the KL in the reward (R4, R8)."""
         s = self.settings
         for c in self.counted:
-            c.old = c.logps(self.policy.model, s["temperature"])[0]
+            c.old = c.mu if s["old_logps"] == "sampler" else c.logps(self.policy.model, s["temperature"])[0]
             if self.reference is not None:
                 c.ref = c.logps(self.reference, s["temperature"])[0]
             penalty = real([0.0] * c.count)

@@ -64,6 +64,8 @@ def test_every_name_has_a_config_and_what_it_needs():
         ({"algorithm": "dapo", "kl_target": 0.1}, "kl_target scales kl_coef and kl_in_reward, and both are 0"),
         ({"algorithm": "dapo", "algorithm_arguments": {"x": 1}}, "algorithm_arguments are for"),
         ({"correction": "mask", "importance_min": 1.0, "importance_max": 1.0}, "importance_min must be below"),
+        ({"correction": "mask", "old_logps": "sampler"}, "old_logps: sampler takes the sampler's for both"),
+        ({"algorithm": "online-dpo", "old_logps": "sampler"}, "old_logps has no meaning with algorithm online-dpo"),
     ],
 )  # fmt: skip
 def test_what_has_no_meaning_is_refused(values, message):

@@ -13,8 +13,9 @@ from tests.tuning.tiny import CONFIG, PARAMS
 from tuning.algorithms import selection
 from tuning.algorithms.algorithm import Scored, find, group_relative, informative
 from tuning.algorithms.learner import Learner
+from tuning.algorithms.mismatch import Mismatch
 from tuning.algorithms.round_data import RoundData
-from tuning.algorithms.rounds import Mismatch, run_round
+from tuning.algorithms.rounds import run_round
 from tuning.algorithms.settings import CriticSettings
 from tuning.models.huggingface import scalar_head_params
 from tuning.settings import OptimizerSettings
@@ -63,7 +64,7 @@ def test_a_round_without_any_signal_changes_nothing():
     assert result.metrics["steps"] == 0 and result.policy.params is params
 
 
-@pytest.mark.parametrize("prompts", [1, 6])
+@pytest.mark.parametrize("prompts", [pytest.param(1, marks=pytest.mark.slow), 6])
 def test_a_round_that_ties_on_the_task_moves_no_policy_by_whitened_noise(prompts):
     """Divided by their spread over the round, a critic's error or a KL of any size would be advantages of 1."""
     rows, scores = rollouts(PARAMS, 0)

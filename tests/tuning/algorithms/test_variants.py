@@ -17,9 +17,7 @@ def of_grpo():
     return play(settings(algorithm="grpo"), 1)[1][0]
 
 
-@pytest.mark.parametrize(
-    "name", [n if n == "gmpo" else pytest.param(n, marks=pytest.mark.slow) for n in VARIANTS]
-)
+@pytest.mark.parametrize("name", [n if n == "gmpo" else pytest.param(n, marks=pytest.mark.slow) for n in VARIANTS])
 def test_a_round_runs_and_is_not_that_of_grpo(name, of_grpo):
     (found,) = play(settings(algorithm=name), 1)[1]
     watched = ("loss", "grad_norm", "advantage_spread")

@@ -1,16 +1,27 @@
 """Packed rows: what a shared prompt saves must not change a number (R11)."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
 from tests.tuning.tiny import CONFIG, PARAMS, ragged_groups
-from tuning.device import Compute
+from tuning.device import Compute, choices
 from tuning.models.decoder import decoder_graph, scalar_graph
 from tuning.models.huggingface import scalar_head_params
 from tuning.shapes import bucket
 from tuning.target import compiling_for
-from tuning.training.batch import Group, Layout, choose_rows, micro_batches, plan_rows, split_group
+from tuning.training.batch import (
+    Group,
+    Layout,
+    choose_rows,
+    count_micro_batches,
+    micro_batches,
+    numbered,
+    plan_rows,
+    split_group,
+)
 from tuning.training.forward import logps_and_entropy, scores
 
 
@@ -169,7 +180,7 @@ def test_on_a_tpu_long_completions_have_their_prompts_to_themselves():
         batches = micro_batches(long * 2, layout=chosen, completion_tokens=1200)
         assert all(b.branch_BL is None and "branch_BL" not in b.arrays() for b in batches)
         assert sorted(i for b in batches for i in b.ids_C.tolist() if i >= 0) == [0, 0, 1, 1, 2, 2]
-    assert [b.ids_C.tolist() for b in batches] == [[0, 1, 2]] * 2
+    assert [b.ids_C.tolist() for b in batches] == [[0, 1, 2, -1]] * 2
 
 
 def test_pairs_longer_than_a_row_of_others_stay_in_neighbouring_slots():
@@ -218,3 +229,41 @@ def test_parts_of_a_trajectory_share_a_slot_and_a_micro_batch():
                 assert batch.positions_BL.reshape(-1)[batch.last_C[slot]] == 20
     for number, wanted in alone.items():
         np.testing.assert_allclose(found[number], wanted, atol=1e-5)
+
+
+def test_a_step_that_is_one_micro_batch_may_have_more_rows_than_one_of_several():
+    groups = ragged_groups(6, count=40)
+    layout = choose_rows([groups], 128, undivided=1024)
+    assert layout.rows * layout.row_tokens <= 128 and layout.undivided * layout.row_tokens <= 1024
+    (batch,) = micro_batches(groups, layout=layout, completion_tokens=8)
+    assert layout.rows < len(batch.tokens_BL) <= layout.undivided and count_micro_batches(groups, layout) == 1
+    # One that is too large even so is cut as if there were no such bound.
+    several = groups * 4
+    beside = dataclasses.replace(layout, undivided=0)
+    assert len(plan_rows(several, layout.row_tokens)) > layout.undivided
+    for with_it, without in zip(
+        *(micro_batches(numbered(several), layout=one, completion_tokens=8) for one in (layout, beside)), strict=True
+    ):
+        np.testing.assert_array_equal(with_it.tokens_BL, without.tokens_BL)
+        assert len(with_it.tokens_BL) <= layout.rows
+    for found, expected in zip(*(logps_by_completion(groups, one).values() for one in (layout, beside)), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_rows_of_a_whole_step_have_few_sizes_and_little_padding():
+    layout = Layout(64, 16, undivided=32)
+    assert {layout.share(n) for n in range(1, 17)} == set(range(1, 17))
+    sizes = {n: layout.share(n) for n in range(17, 33)}
+    assert set(sizes.values()) == set(range(18, 33, 2)) and all(n <= size <= n + 1 for n, size in sizes.items())
+    assert layout.share(33) == 11 and Layout(64, 16).share(17) == 9
+    assert {Layout(64, 2, undivided=5).share(n) for n in (3, 4, 5)} == {3, 4, 5}
+
+
+@pytest.mark.parametrize("asked", [0, 640])
+def test_a_size_that_is_asked_for_is_that_of_every_micro_batch(asked):
+    device = choices("cpu", "cpu", 1, 2**34, "float32")
+    several, undivided = device.micro_batch(asked, 2)
+    assert (several, undivided) == (
+        (640, 640) if asked else (2 * device.row_tokens_per_step, 2 * device.row_tokens_undivided)
+    )
+    assert device.row_tokens_undivided >= device.row_tokens_per_step

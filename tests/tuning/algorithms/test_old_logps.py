@@ -1,0 +1,113 @@
+"""log pi_old by the sampler: the rounds that a pass of the trainer gives, and a gap that is told and limited."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from tests.tuning.algorithms.support import rollouts, settings
+from tests.tuning.tiny import CONFIG, PARAMS
+from tuning.algorithms import rounds
+from tuning.algorithms.learner import Learner
+from tuning.algorithms.mismatch import Mismatch
+from tuning.algorithms.round_data import RoundData
+from tuning.algorithms.rounds import run_round
+from tuning.models.huggingface import scalar_head_params
+from tuning.settings import ComputeSettings
+from tuning.training.step import copy
+
+ROWS, SCORES = rollouts(PARAMS, 0)
+
+
+def shifted(by, rows=ROWS):
+    """Rollouts whose sampler says other log-probabilities than the trainer."""
+    return [dataclasses.replace(r, logprobs=[x + by for x in r.logprobs]) for r in rows]
+
+
+def trained(config, rows=ROWS, **options):
+    critic = None
+    if config.needs_critic:
+        critic = Learner.start(scalar_head_params(CONFIG, copy(PARAMS)), config.critic.optimizer)
+    start = Learner.start(copy(PARAMS), config.optimizer)
+    return run_round(RoundData.from_rows(rows, SCORES), config, CONFIG, start, critic, **options)
+
+
+def passes_of(monkeypatch):
+    """The names of the forward passes that rounds make, as they make them."""
+    names, forward = [], rounds._Round.forward
+    monkeypatch.setattr(
+        rounds._Round,
+        "forward",
+        lambda self, program, weights, name, *rest: names.append(name) or forward(self, program, weights, name, *rest),
+    )
+    return names
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
+        ("grpo", {"epochs": 2, "kl_coef": 0.05}),
+        pytest.param("ppo", {"kl_in_reward": 0.05}, id="critic"),
+        pytest.param("gspo", {"prompts_per_step": 6}, id="one step"),
+    ],
+)
+def test_where_sampler_and_trainer_agree_a_round_is_the_same_without_the_pass(algorithm, options, monkeypatch):
+    names = passes_of(monkeypatch)
+    by_trainer, by_sampler = (
+        trained(settings(algorithm, old_logps=kind, **options), reference=PARAMS) for kind in ("trainer", "sampler")
+    )
+    assert names.count("old") == (algorithm != "gspo")
+    for a, b in zip(jax.tree.leaves(by_trainer.policy.params), jax.tree.leaves(by_sampler.policy.params), strict=True):
+        # Of steps of 0.003: Adam makes a rounding of a gradient near 0 larger.
+        np.testing.assert_allclose(a, b, atol=1e-4)
+    for name in ("loss", "approx_kl", "grad_norm", "trained_tokens", "kept"):
+        assert by_sampler.metrics[name] == pytest.approx(by_trainer.metrics[name], abs=2e-5, rel=1e-4), name
+    assert 0 <= by_sampler.metrics["mismatch_kl"] < 1e-9
+    assert by_sampler.metrics["effective_sample_size"] == pytest.approx(1, abs=1e-5)
+
+
+def test_the_first_step_tells_the_gap_of_its_tokens_and_later_ones_none():
+    steps = []
+    config = settings(old_logps="sampler", epochs=2, max_mismatch_kl=1.0)
+    metrics = trained(config, shifted(-0.25), record=lambda **v: steps.append(v)).metrics
+    # k3 of a trainer that gives each token 0.25 more than the sampler.
+    assert metrics["mismatch_kl"] == pytest.approx(np.expm1(0.25) - 0.25, rel=1e-4)
+    assert metrics["ratio_p50"] == pytest.approx(np.exp(0.25), rel=0.05)
+    assert len(steps) == 4 and "mismatch_kl" in steps[0]
+    assert not any(name in step for step in steps[1:] for name in ("mismatch_kl", "effective_sample_size", "ratio_p50"))
+    assert metrics["trained_tokens"] == 2 * sum(len(r.token_ids) for r in ROWS)
+
+
+def test_ratios_are_those_to_the_sampler():
+    config = settings(old_logps="sampler", max_mismatch_kl=1.0, clip_high=0.2, clip_low=0.2, prompts_per_step=6)
+    steps = []
+    trained(config, shifted(-0.25), record=lambda **v: steps.append(v))
+    # exp(0.25) is above 1.2: all tokens of positive advantage are clipped.
+    assert steps[0]["clip_high"] > 0.3 and steps[0]["clip_low"] == 0
+    assert steps[0]["approx_kl"] == pytest.approx(-0.25, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "by", [-1.0, np.nan], ids=["a sampler that disagrees", "log-probabilities that are no numbers"]
+)
+@pytest.mark.parametrize("options", [{}, {"prompts_per_step": 6}], ids=["steps", "one step"])
+def test_a_gap_past_the_limit_ends_the_round(by, options):
+    nowhere = jax.tree.map(lambda x: np.nan * x, PARAMS)
+    start = Learner.start(copy(nowhere if np.isnan(by) else PARAMS), settings().optimizer)
+    rows = ROWS if np.isnan(by) else shifted(by)
+    config = settings(old_logps="sampler", **options)
+    with pytest.raises(Mismatch, match=r"is above max_mismatch_kl 0.1"):
+        run_round(RoundData.from_rows(rows, SCORES), config, CONFIG, start)
+
+
+def test_tokens_that_nobody_sampled_have_no_ratio():
+    holes = [dataclasses.replace(r, logprobs=[np.nan, *r.logprobs[1:]]) for r in ROWS]
+    options = {"epochs": 2, "kl_in_reward": 0.05, "compute": ComputeSettings(dtype="float32")}
+    found = [
+        trained(settings("reinforce-pp", old_logps=kind, **options), holes, reference=PARAMS).metrics
+        for kind in ("trainer", "sampler")
+    ]
+    for name in ("loss", "grad_norm", "approx_kl", "kl", "trained_tokens"):
+        if name in found[0]:
+            assert np.isfinite(found[1][name]) and found[1][name] == pytest.approx(found[0][name], abs=2e-5, rel=1e-3)
