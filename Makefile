@@ -101,6 +101,7 @@ profile: $(VENV)/.ready
 
 # Writes the pinned requirement files again from pyproject.toml.
 lock: $(VENV)/.ready
+	$(BIN)/pip install --quiet --no-compile --no-deps --require-hashes -r infra/requirements-uv.txt
 	infra/lock.sh $(BIN)/uv
 
 clean:

@@ -5,6 +5,7 @@ uv=${1:-uv}
 cd "$(dirname "$0")/.."
 compile() { "$uv" pip compile --quiet --generate-hashes --no-header --no-annotate --no-strip-extras --no-emit-index-url \
   --no-emit-find-links --python-version 3.11 "$@"; }
+trap 'rm -f infra/.*.in' EXIT
 { cat; } <<< "setuptools>=77" > infra/.build.in
 compile pyproject.toml infra/.build.in -o infra/requirements.txt
 compile pyproject.toml infra/.build.in --extra dev -c infra/requirements.txt -o infra/requirements-dev.txt
@@ -25,4 +26,3 @@ compile --no-deps infra/.gpu.in -o infra/requirements-gpu-aot.txt
 # What the extra [gpu] adds to an image.
 printf 'jax-cuda13-plugin[with-cuda]==0.10.2\njax-cuda13-pjrt==0.10.2\n' > infra/.gpu.in
 compile infra/.gpu.in -o infra/requirements-gpu.txt
-rm infra/.build.in infra/.model.in infra/.uv.in infra/.tpu.in infra/.gpu.in

@@ -50,12 +50,15 @@ class Device:
     chunk_tokens: tuple[int, ...]
     """Sizes of prefill chunks: large ones reach the device's rate, small ones pad less."""
 
-    def micro_batch(self, asked: int, shards: int = 1) -> tuple[int, int]:
+    def micro_batch(self, asked: int, shards: int = 1, adapter: bool = False) -> tuple[int, int]:
         """Row tokens of a micro-batch over so many shards: of one of several, and of one that is all of a step.
 
-        asked: `compute.tokens_per_micro_batch`, which is both where it is not 0.
+        asked: `compute.tokens_per_micro_batch`, which is both where it is not 0. adapter: whether gradients are small.
         """
-        return (asked, asked) if asked else (self.row_tokens_per_step * shards, self.row_tokens_undivided * shards)
+        if asked:
+            return asked, asked
+        undivided = self.row_tokens_per_step if adapter else self.row_tokens_undivided
+        return self.row_tokens_per_step * shards, undivided * shards
 
 
 def memory_bytes() -> int:

@@ -20,8 +20,9 @@ MISMATCH = 1.0
 """Mean KL between sampler and trainer up to which rescored rounds go on, unless it is set."""
 SAMPLED = ("rollout", "partial", "refill", "greedy")
 """Stages whose artifacts a rescored run takes."""
-LOOSENED = ("max_mismatch_kl", "short_of_groups")
-"""Settings of rl.update that stop a run whose rounds train on what another policy sampled."""
+LOOSENED = ("max_mismatch_kl", "short_of_groups", "old_logps")
+"""Settings of rl.update that stop a run whose rounds train on what another policy sampled, or leave no weights that
+correct for it."""
 
 
 def rescored(record: dict[str, Any], rewards: list[str], sets: list[str], store: str) -> Recipe:
@@ -50,6 +51,7 @@ def rescored(record: dict[str, Any], rewards: list[str], sets: list[str], store:
     # Rounds drift from the policies that sampled them, and a group that was informative may be so no longer.
     limit = rl["update"].get("max_mismatch_kl", MISMATCH)
     rl["update"] |= {"max_mismatch_kl": limit and max(limit, MISMATCH), "short_of_groups": "train"}
+    rl["update"]["old_logps"] = "trainer"
     values, set_places = with_sets(values, sets)
     return checked(values | {"store": store}, Path(f"run {record['name']}"), None, set_places)
 

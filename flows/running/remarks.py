@@ -17,7 +17,7 @@ def of_recipe(recipe: Recipe) -> list[str]:
         return []
     if rl.partial is not None and rl.rounds == 1:
         return ["rl.partial changes nothing: rl.rounds is 1, and the last round samples completions to their end"]
-    return [*_of_staleness(rl), *_of_few_groups(rl), *_of_critic(rl), *_of_weights(rl)]
+    return [*_of_staleness(rl), *_of_few_groups(rl), *_of_critic(rl), *_of_weights(rl), *_of_ratios(rl)]
 
 
 def _of_few_groups(rl: RL) -> list[str]:
@@ -54,6 +54,17 @@ def _of_weights(rl: RL) -> list[str]:
     }[rl.update.correction]
     advice = "" if rl.update.algorithm == "online-dpo" else "; truncate and mask weigh each token by itself"
     return [f"rl.partial with rl.update.correction {rl.update.correction}: {what}{advice}"]
+
+
+def _of_ratios(rl: RL) -> list[str]:
+    """Of ratios to a sampler that is known to be older than the policy that a round begins with."""
+    older = "rl.partial" if rl.partial is not None else f"rl.staleness {rl.staleness}" if rl.staleness else None
+    if older is None or rl.update.old_logps == "trainer":
+        return []
+    return [
+        f"{older} with rl.update.old_logps sampler: ratios are to the older policies that sampled, so that clipping "
+        "counts how far training has come since as if this round had moved there; with trainer weights correct for it"
+    ]
 
 
 def _of_staleness(rl: RL) -> list[str]:

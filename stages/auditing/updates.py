@@ -162,7 +162,7 @@ def sampler_agrees(run: AuditedRun) -> OfRounds:
             continue
         limit, kl = round_.update.manifest["config"]["max_mismatch_kl"], round_.update.metrics.get("mismatch_kl")
         if kl is None:
-            finding.left_out.append(f"{round_.name}: every step of which it is told was skipped")
+            finding.left_out.append(f"{round_.name}: no step told it")
             continue
         finding.check(math.isfinite(kl) and kl <= limit, f"{round_.name}: {kl} above {limit}")
     return finding

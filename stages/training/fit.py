@@ -107,7 +107,9 @@ class _Loop:
         # No group is split: the completions of one are in neighbouring slots.
         largest = max(task.largest, int(table.sizes_N.max()))
         self.width = bucket(max(task.longest, table.longest))
-        budget, undivided = device.micro_batch(config.compute.tokens_per_micro_batch, row_shards(self.mesh))
+        budget, undivided = device.micro_batch(
+            config.compute.tokens_per_micro_batch, row_shards(self.mesh), config.lora is not None
+        )
         # One layout serves all steps, so that each program compiles once; the first steps stand for the rest.
         first = [self.groups(s) for s in range(min(self.total, SHAPE_STEPS))]
         self.layout = choose_rows(first, budget, largest, True, undivided)

@@ -61,12 +61,8 @@ class Config(Trained, core.RoundSettings):  # type: ignore[misc]
             raise ValueError("aggregation `constant` and a value for `constant` go together")
         if self.correction in ("mask", "sequence-mask") and self.importance_min >= self.importance_max:
             raise ValueError("importance_min must be below importance_max")
-        presets = {"none", core.RoundSettings.correction, registry.presets(self.algorithm).get("correction")}
-        if self.old_logps == "sampler" and self.correction not in presets:
-            raise ValueError(
-                f"correction {self.correction} weighs the trainer's log-probabilities against the sampler's, and "
-                "old_logps: sampler takes the sampler's for both: leave it out, or let old_logps be trainer"
-            )
+        if self.old_logps == "sampler":
+            self._by_sampler()
         if self.kl_target is not None and self.kl_coef == self.kl_in_reward == 0:
             raise ValueError("kl_target scales kl_coef and kl_in_reward, and both are 0")
         if entry is None:
@@ -94,6 +90,28 @@ class Config(Trained, core.RoundSettings):  # type: ignore[misc]
             )
         refuse_unused(self, "algorithm", registry.USES, entry.presets)
         return self
+
+    def _by_sampler(self) -> None:
+        """Raises ValueError for what needs the trainer's log-probabilities before the first step."""
+        defaults = {name: field.default for name, field in type(self).model_fields.items()}
+        defaults |= registry.presets(self.algorithm)
+        for name in ("correction", "importance_min", "importance_max"):
+            value = getattr(self, name)
+            if value != defaults[name] and (name, value) != ("correction", "none"):
+                raise ValueError(
+                    f"{name} is of weights between the trainer's log-probabilities and the sampler's, and old_logps: "
+                    "sampler takes the sampler's for both: leave it out, or let old_logps be trainer"
+                )
+        if self.kl_in_reward > 0:
+            raise ValueError(
+                "kl_in_reward holds the trainer's log-probabilities against the reference's, and with old_logps: "
+                "sampler rounding of the sampler would be rewarded: set kl_in_reward to 0, or old_logps to trainer"
+            )
+        if registry.find(self.algorithm) is None:
+            raise ValueError(
+                "old_logps: sampler leaves nothing but the loss's own ratio to correct for the sampler, and an "
+                "algorithm of one's own need not have one: let old_logps be trainer"
+            )
 
     @property
     def needs_reference(self) -> bool:

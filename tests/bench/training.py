@@ -46,8 +46,8 @@ def optimizer() -> Any:
     return optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4)), 3)
 
 
-def batches_of(groups: list[Group], row_tokens: int = 0) -> list[dict[str, Any]]:
-    budget, undivided = choose().micro_batch(row_tokens)
+def batches_of(groups: list[Group], row_tokens: int = 0, adapter: bool = False) -> list[dict[str, Any]]:
+    budget, undivided = choose().micro_batch(row_tokens, adapter=adapter)
     layout = choose_rows([groups], budget, undivided=undivided)
     width = max(len(c) for g in groups for c in g.completions)
     sizes = {
@@ -94,7 +94,7 @@ def prepared(work: str, model: str, dtype: str = "auto") -> Measured:
     times = FULL
     if work in ("W2", "W2lora"):
         groups = sft_groups(config)
-        batches = batches_of(groups)
+        batches = batches_of(groups, adapter=work == "W2lora")
 
         def sft_loss(params: Any, batch: Any, frozen: Any) -> Any:
             logps, _ = logps_and_entropy(graph, params, batch, 1.0, compute)

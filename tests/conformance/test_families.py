@@ -126,7 +126,7 @@ def case(name: str, folder: Path) -> SimpleNamespace:
 
 
 # What they switch on is on in the others too, or is small.
-RARE = ("llama_biased", "smollm3", "mistral", "qwen2", "gemma2")
+RARE = ("llama_biased", "smollm3", "mistral", "qwen2", "qwen3")
 
 
 @pytest.fixture(params=[pytest.param(n, marks=pytest.mark.slow) if n in RARE else n for n in FAMILIES], scope="module")

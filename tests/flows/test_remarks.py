@@ -97,6 +97,14 @@ def test_weights_that_do_not_tell_the_policies_of_a_completion_apart_are_told(up
     assert not of_recipe(whole)
 
 
+@pytest.mark.parametrize(("older", "said"), [("rl.staleness=1", "rl.staleness 1"), (CARRY, "rl.partial")])
+def test_ratios_to_policies_that_are_known_to_be_older_are_told(older, said):
+    sampler = "rl.update.old_logps=sampler"
+    (found,) = of_recipe(load_recipe("smoke", sets=[older, sampler]))
+    assert found.startswith(f"{said} with rl.update.old_logps sampler: ratios are to the older policies")
+    assert not of_recipe(load_recipe("smoke", sets=[older])) and not of_recipe(load_recipe("smoke", sets=[sampler]))
+
+
 def test_rounds_without_rollouts_of_their_own_have_no_remark():
     sets = ["rl.staleness=9", "rl.rollout.prompts=9999"]
     for more in (["rl=null"], ["rl.rollouts_from=first"]):

@@ -26,7 +26,7 @@ def plain(value: Any) -> Any:
 
 
 def summarise(sums: Mapping[str, float]) -> dict[str, float]:
-    """Per-token means of summed metrics, and the ratio's quantiles."""
+    """Per-token means of summed metrics, but for those of `mismatch_means`."""
     n = max(sums["n_tokens"], 1.0)
     means = {"approx_kl": sums["approx_kl"] / n, "entropy": sums["entropy"] / n}
     # Present only for losses that have such a clip.
@@ -36,14 +36,11 @@ def summarise(sums: Mapping[str, float]) -> dict[str, float]:
         means["clip_fraction"] = (sums["clip_low"] + sums["clip_high"]) / n
     if "ref_kl" in sums:
         means["kl"] = sums["ref_kl"] / n
-    return means | mismatch_means(sums)
+    return means
 
 
 def mismatch_means(sums: Mapping[str, float]) -> dict[str, float]:
-    """How far sampler and trainer are apart, over the tokens of which that was told; nothing without any.
-
-    With `old_logps: sampler` those are of the first step alone: the policy of later ones has moved.
-    """
+    """How far sampler and trainer are apart, over the tokens of which that was told; nothing without any."""
     n = sums["old_n_tokens"]
     if not n:
         return {}

@@ -63,8 +63,9 @@ def policy_loss(graph: Any, algorithm: Algorithm, objective: Objective, compute:
     """The loss of a micro-batch with `advantages_CT`, `mu_CT` (sampler) and, where present, `old_CT` and `ref_CT`.
 
     Without `old_CT` the batch gets one update and pi_old is stop_gradient(pi) (R4). The scalars `kl_scale` and
-    `entropy_coef` of the batch, 1 and the objective's own where absent, let a run adapt both without compiling again;
-    `unmoved` is 1 while pi is the policy that the round began with, where pi_old is the sampler's (`old_logps`).
+    `entropy_coef` of the batch, 1 and the objective's own where absent, let a run adapt both without compiling again.
+
+    The sums of sampler and trainer are of pi_old, or where that is the sampler's (`old_logps`) of pi.
     """
 
     def loss(params: Any, batch: dict[str, jax.Array], frozen: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -87,9 +88,9 @@ def policy_loss(graph: Any, algorithm: Algorithm, objective: Objective, compute:
         surrogate, sums = _surrogate(objective.algorithm, algorithm, terms)
         # The correction multiplies outside the surrogate: a clip compares pi with pi_old, not with mu.
         value = total(surrogate * correction_weights(objective, old, batch["mu_CT"], mask))
-        begun, told = (old, mask) if "unmoved" not in batch else (jax.lax.stop_gradient(logps), mask * batch["unmoved"])
-        sums = dict(sums) | {f"old_{k}": v for k, v in mismatch_metrics(begun, batch["mu_CT"], told).items()}
-        sums |= log_ratio_bins(begun, batch["mu_CT"], told)
+        begun = jax.lax.stop_gradient(logps) if objective.old_logps == "sampler" else old
+        sums = dict(sums) | {f"old_{k}": v for k, v in mismatch_metrics(begun, batch["mu_CT"], mask).items()}
+        sums |= log_ratio_bins(begun, batch["mu_CT"], mask)
         sums["entropy"] = masked(entropy, mask).sum()
         if "ref_CT" in batch:
             kl = kl_loss(objective, logps, batch["ref_CT"], mask)

@@ -74,6 +74,8 @@ ALGORITHMS: dict[str, Entry] = {
 # Algorithms whose advantages are `group_relative`, so that a normalisation has a meaning.
 GROUP_RELATIVE = ("grpo", "dapo", "gspo", "gspo-token", "cispo", "sapo", "gmpo", "dppo", "dppo-kl")
 NOT_PAIRED = tuple(name for name in ALGORITHMS if name != "online-dpo")
+# Algorithms whose loss has a ratio to pi_old.
+RATIOS = tuple(name for name in NOT_PAIRED if name != "gpg")
 # Algorithms whose groups of equal rewards have no advantage.
 TIED = (*GROUP_RELATIVE, "opo", "gpg", "pass-at-k", "rloo", "gigpo")
 # Algorithms whose baseline is of rewards alone: completions outside the loss may count in it.
@@ -93,7 +95,7 @@ USES: dict[str, tuple[str, ...]] = {
     "kl_in_reward": NOT_PAIRED,
     "entropy_coef": NOT_PAIRED,
     "entropy_target": NOT_PAIRED,
-    "old_logps": NOT_PAIRED,
+    "old_logps": RATIOS,
     "correction": NOT_PAIRED,
     "beta": ("online-dpo",),
     "step_advantage_w": ("gigpo",),

@@ -56,8 +56,9 @@ class Objective:
     old_logps: Literal["trainer", "sampler"] = "trainer"
     """Where log pi_old of the ratios comes from. trainer: a forward pass of the policy before the first step. sampler:
     what the rollouts recorded, without the pass, as verl's bypass mode and slime's use-rollout-logprobs have it. Then
-    the first step of a round, whose policy is still the one that the round began with, says how far sampler and trainer
-    are apart; where they agree to the bit, as in float32 on one CPU, a round is the same either way."""
+    ratios are to the sampler, nothing is left for a correction, and the first step of a round, whose policy has not
+    moved, says how far sampler and trainer are apart. Where they agree to the bit, as in float32 on one CPU, a round is
+    the same either way."""
     correction: Literal["none", "truncate", "mask", "sequence", "sequence-mask"] = "truncate"
     """Importance weights between sampler and trainer: of tokens, limited or dropped outside the range; of whole
     completions, limited; of tokens, in completions whose mean ratio is in the range."""
@@ -157,8 +158,8 @@ class RoundSettings(Objective):
     entropy_step: Positive = 0.001
     """Step of the adaptive entropy bonus."""
     max_mismatch_kl: Positive = 0.1
-    """Mean KL between sampler and trainer past which the run stops; of the first step of the round with old_logps:
-    sampler, else of all of it before the first step."""
+    """Mean KL between sampler and trainer past which the run stops: of the round before its first step, or with
+    old_logps: sampler of each step of the first epoch as it is made."""
     truncated: Literal["keep", "mask", "mask-loss"] = "keep"
     """What becomes of completions cut off at max_tokens. keep: trained on as all others. mask: they leave the loss and
     every statistic, as a failed sample does. mask-loss: they leave the loss, but their reward counts in the baseline of

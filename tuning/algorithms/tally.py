@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tuning.algorithms.diagnostics import summarise
+from tuning.algorithms.diagnostics import mismatch_means, summarise
 from tuning.training.step import Sums
 
 
@@ -17,7 +17,12 @@ class Tally:
     """What the steps of policy and critic add up to. A step that was skipped trained nothing, and its sums need not be
     finite (R24)."""
 
+    by_sampler: bool = False
+    """Whether log pi_old is the sampler's: then how far sampler and trainer are apart is told by steps before which the
+    policy has not moved (`mismatch_kl`); later ones tell by how much it has drifted from the sampler (`drift_kl`)."""
     sums: Counter[str] = dataclasses.field(default_factory=Counter)
+    apart: Counter[str] = dataclasses.field(default_factory=Counter)
+    """The same, of steps that tell how far sampler and trainer are apart."""
     norms: list[float] = dataclasses.field(default_factory=list)
     """Of the gradients of each step that was not skipped."""
     skipped: int = 0
@@ -30,11 +35,16 @@ class Tally:
         """Adds a step of the policy; its own metrics."""
         # A norm is not a sum: kept apart from what is added over steps.
         norm, skip = step.pop("grad_norm"), step.pop("skipped")
+        apart = mismatch_means(step)
+        if self.by_sampler and self.norms:
+            apart = {"drift_kl": apart["mismatch_kl"]} if apart else {}
+        elif not skip:
+            self.apart.update(step)
         self.skipped += int(skip)
         if not skip:
             self.norms.append(norm)
             self.sums.update(step)
-        return {"grad_norm": norm} | summarise(step)
+        return {"grad_norm": norm} | summarise(step) | apart
 
     def add_value(self, step: Sums) -> None:
         """Adds a step of the critic."""
@@ -47,10 +57,10 @@ class Tally:
         metrics: dict[str, Any] = {"steps": len(self.norms) + self.skipped, "skipped": self.skipped}
         metrics["row_tokens"] = self.tokens
         if self.norms:
-            metrics |= summarise(self.sums)
+            metrics |= summarise(self.sums) | mismatch_means(self.apart)
             metrics |= {"loss": self.sums["loss"] / len(self.norms), "grad_norm": float(np.mean(self.norms))}
             # Of all epochs: for audits, which count what may be trained on in the tables.
-            metrics["trained_tokens"] = round(self.sums["n_tokens"])
+            metrics["trained_tokens"] = round(self.sums["old_n_tokens"])
         return metrics
 
     def value_metrics(self, returns: np.ndarray) -> dict[str, float]:

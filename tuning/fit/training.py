@@ -41,7 +41,7 @@ from tuning.precision import item_bytes
 from tuning.settings import ComputeSettings, OptimizerSettings
 from tuning.shapes import bucket
 from tuning.target import Platform, compiling_for
-from tuning.training.batch import Group, choose_rows, micro_batches
+from tuning.training.batch import Group, choose_rows, micro_batches, plan_rows
 from tuning.training.optimizers import optimizer_of
 from tuning.training.speed import ADAPTER, FULL, forward_flops
 from tuning.training.step import LossFn, counted
@@ -81,7 +81,28 @@ class Trained:
 def training(asked: Trained, machine: Machine) -> Figures:
     """The figures of an optimizer step. Raises ValueError where the mesh is not of the machine's devices."""
     with compiling_for(machine.kind.platform):
-        return _training(asked, machine)
+        longest = _training(asked, machine)
+        shorter = _undivided(asked, machine, longest)
+        if shorter is None:
+            return longest
+        other = _training(shorter, machine)
+        if other.peak[1] <= longest.peak[1]:
+            return longest
+        return dataclasses.replace(longest, parts=other.parts, temporary=other.temporary)
+
+
+def _undivided(asked: Trained, machine: Machine, longest: Figures) -> Trained | None:
+    """A step of shorter sequences that is one micro-batch, larger than those of the longest step; None where no step is
+    larger."""
+    device = machine.choices(asked.compute.dtype, asked.compute.remat)
+    budget, undivided = device.micro_batch(asked.compute.tokens_per_micro_batch, 1, asked.lora is not None)
+    if undivided <= budget or longest.shape["micro_batches"] == 1:
+        return None
+    shards = parts_of(abstract_mesh(asked.compute.mesh, machine.count), ROWS)
+    length, groups = longest.shape["row_tokens"], list(asked.groups)
+    while groups and len(plan_rows(groups, length)) * length > undivided * shards:
+        groups.pop()
+    return dataclasses.replace(asked, groups=groups) if groups else None
 
 
 def _training(asked: Trained, machine: Machine) -> Figures:
@@ -90,7 +111,7 @@ def _training(asked: Trained, machine: Machine) -> Figures:
     mesh = abstract_mesh(asked.compute.mesh, machine.count)
     shards, fsdp, tensor, context = (parts_of(mesh, axes) for axes in (ROWS, FSDP, TENSOR, CONTEXT))
     # As `stages.training.fit` and `tuning.algorithms.rounds` pack a step.
-    budget, undivided = device.micro_batch(asked.compute.tokens_per_micro_batch, shards)
+    budget, undivided = device.micro_batch(asked.compute.tokens_per_micro_batch, shards, asked.lora is not None)
     largest = max(g.size for g in asked.groups) if asked.whole else 0
     layout = choose_rows([asked.groups], budget, largest, asked.whole, undivided)
     packed = micro_batches(asked.groups, layout=layout, completion_tokens=bucket(asked.width), shards=shards)

@@ -218,7 +218,7 @@ class Layout:
         """Rows of each micro-batch of a step of so many rows."""
         if self.rows < planned <= self.undivided:
             # In few sizes, so that few programs are compiled.
-            return min(self.undivided, round_up(planned, max(1, self.undivided // 16)))
+            return min(self.undivided, round_up(planned, max(1, self.undivided // 8)))
         return _even(planned, self.rows)
 
 

@@ -51,7 +51,6 @@ def test_every_stage_of_a_recipe_is_told_from_a_config_without_weights(tmp_path)
     assert all(s["peak"][0] <= s["peak"][1] <= s["peak"][2] for s in answer["stages"])
 
 
-@pytest.mark.slow
 def test_rounds_that_carry_completions_have_more_of_them_under_way_and_fewer_steps(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     rollout = {"max_tokens": 64, "prompts": 8, "completions": 4}

@@ -97,6 +97,17 @@ def test_limits_that_a_rescored_run_has_loosened_are_told_with_what_keeps_them(r
     assert not loosened(record, rescored(record, ["exact_match"], sets, str(tmp_path)), sets)
 
 
+def test_weights_correct_for_the_drift_also_where_the_run_took_the_samplers_log_probabilities(record, tmp_path):
+    record["recipe"]["rl"]["update"]["old_logps"] = "sampler"
+    again = rescored(record, ["exact_match"], [], str(tmp_path))
+    assert again.rl.update.old_logps == "trainer"
+    assert any(
+        line.startswith("rl.update.old_logps is trainer, and was sampler") for line in loosened(record, again, [])
+    )
+    kept = rescored(record, ["exact_match"], ["rl.update.old_logps=sampler"], str(tmp_path))
+    assert kept.rl.update.old_logps == "sampler"
+
+
 def test_settings_of_a_reward_that_is_named_anew_are_told(record, tmp_path):
     record["recipe"]["rl"]["score"]["rewards"]["exact"] |= {"weight": 2.0, "arguments": {"extract": "[0-9]+"}}
     told = not_kept(record, rescored(record, ["exact=exact_match"], [], str(tmp_path)), ["exact=exact_match"])

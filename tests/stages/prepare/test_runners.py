@@ -39,7 +39,6 @@ def test_a_portable_runner_gives_the_bytes_of_this_machine(run, settings, tmp_pa
     assert len(finished(f"{s3}/portable")) == 6 * 3
 
 
-@pytest.mark.slow
 def test_a_merge_that_was_killed_goes_on_from_its_finished_shards(run, base, settings, tmp_path, s3, capsys):
     expected = digests(run(Config(**settings))[1])
     for name in ("first", "second"):

@@ -171,7 +171,10 @@ def test_a_byte_that_flips_on_its_way_is_refused_and_the_old_policy_stays(native
     with pytest.raises(ServerRefused, match=r"/weights/\w+ answered 400: the checksum of the bucket's \d+ bytes"):
         engine.load(policy("second", **FLOAT32))
     # The push is given up, and its memory.
-    assert not any(t.name == "push" and t.is_alive() for t in threading.enumerate())
+    for thread in threading.enumerate():
+        if thread.name == "push":
+            thread.join(timeout=15)
+            assert not thread.is_alive()
     assert server.policy == "first"
     engine = remote(RemoteServer(url), kind="native", sync="none")
     engine.load(policy("first", **FLOAT32))

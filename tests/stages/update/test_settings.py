@@ -64,7 +64,11 @@ def test_every_name_has_a_config_and_what_it_needs():
         ({"algorithm": "dapo", "kl_target": 0.1}, "kl_target scales kl_coef and kl_in_reward, and both are 0"),
         ({"algorithm": "dapo", "algorithm_arguments": {"x": 1}}, "algorithm_arguments are for"),
         ({"correction": "mask", "importance_min": 1.0, "importance_max": 1.0}, "importance_min must be below"),
-        ({"correction": "mask", "old_logps": "sampler"}, "old_logps: sampler takes the sampler's for both"),
+        ({"correction": "mask", "old_logps": "sampler"}, "sampler takes the sampler's for both: leave it out"),
+        ({"importance_max": 1.5, "old_logps": "sampler"}, "importance_max is of weights between the trainer's"),
+        ({"algorithm": "ppo", "old_logps": "sampler"}, "rounding of the sampler would be rewarded"),
+        ({"algorithm": "gpg", "old_logps": "sampler"}, "old_logps has no meaning with algorithm gpg"),
+        ({"algorithm": "a_module:own", "old_logps": "sampler"}, "an algorithm of one's own need not have one"),
         ({"algorithm": "online-dpo", "old_logps": "sampler"}, "old_logps has no meaning with algorithm online-dpo"),
     ],
 )  # fmt: skip

@@ -63,7 +63,9 @@ def test_more_handshakes_than_are_held_end_the_oldest():
         for _ in range(3):
             strangers.append(socket.create_connection(("127.0.0.1", port), timeout=15))
             reception.accept()
-        assert strangers[0].recv(1000).startswith(b'{"nonce"') and strangers[0].recv(1) == b""
+        # On a busy machine it ends before its handshake has begun.
+        begun = strangers[0].recv(1000)
+        assert not begun or (begun.startswith(b'{"nonce"') and strangers[0].recv(1) == b"")
         threading.Thread(target=reception.accept, daemon=True).start()
         channel.connect("127.0.0.1", port, TOKEN, HELLO, wait=10).close()
         deadline = time.monotonic() + 15

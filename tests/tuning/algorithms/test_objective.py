@@ -20,7 +20,7 @@ from tests.tuning.algorithms.objective_program import (
 )
 from tests.tuning.tiny import CONFIG, PARAMS, ragged_groups
 from tuning.algorithms.algorithm import Algorithm, every_valid, find
-from tuning.algorithms.diagnostics import summarise
+from tuning.algorithms.diagnostics import mismatch_means, summarise
 from tuning.algorithms.objective import policy_loss
 from tuning.algorithms.settings import Objective
 from tuning.device import Compute
@@ -96,7 +96,8 @@ def test_a_surrogate_may_leave_out_the_metrics():
         lambda t: (-t.logps_CT * t.advantages_CT, {}),
         lambda t: reinforce(t.logps_CT, t.advantages_CT, t.mask_CT),
     ):
-        found = summarise(dict.fromkeys(sums_of(surrogate), 1.0))
+        sums = dict.fromkeys(sums_of(surrogate), 1.0)
+        found = summarise(sums) | mismatch_means(sums)
         assert {"approx_kl", "entropy", "mismatch_kl"} <= found.keys()
     own = sums_of(lambda t: (-t.logps_CT, {"mine": t.mask_CT.sum()}))
     assert "mine" in own and "ratio" in own

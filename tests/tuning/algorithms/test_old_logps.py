@@ -13,8 +13,9 @@ from tuning.algorithms.learner import Learner
 from tuning.algorithms.mismatch import Mismatch
 from tuning.algorithms.round_data import RoundData
 from tuning.algorithms.rounds import run_round
+from tuning.algorithms.tally import Tally
+from tuning.losses.importance import RATIO_EDGES
 from tuning.models.huggingface import scalar_head_params
-from tuning.settings import ComputeSettings
 from tuning.training.step import copy
 
 ROWS, SCORES = rollouts(PARAMS, 0)
@@ -48,7 +49,7 @@ def passes_of(monkeypatch):
     ("algorithm", "options"),
     [
         ("grpo", {"epochs": 2, "kl_coef": 0.05}),
-        pytest.param("ppo", {"kl_in_reward": 0.05}, id="critic"),
+        pytest.param("ppo", {"kl_in_reward": 0.0}, id="critic"),
         pytest.param("gspo", {"prompts_per_step": 6}, id="one step"),
     ],
 )
@@ -74,8 +75,8 @@ def test_the_first_step_tells_the_gap_of_its_tokens_and_later_ones_none():
     # k3 of a trainer that gives each token 0.25 more than the sampler.
     assert metrics["mismatch_kl"] == pytest.approx(np.expm1(0.25) - 0.25, rel=1e-4)
     assert metrics["ratio_p50"] == pytest.approx(np.exp(0.25), rel=0.05)
-    assert len(steps) == 4 and "mismatch_kl" in steps[0]
-    assert not any(name in step for step in steps[1:] for name in ("mismatch_kl", "effective_sample_size", "ratio_p50"))
+    assert len(steps) == 4 and steps[0]["mismatch_kl"] == pytest.approx(metrics["mismatch_kl"])
+    assert all("drift_kl" in step and "mismatch_kl" not in step and "ratio_p50" not in step for step in steps[1:])
     assert metrics["trained_tokens"] == 2 * sum(len(r.token_ids) for r in ROWS)
 
 
@@ -101,13 +102,49 @@ def test_a_gap_past_the_limit_ends_the_round(by, options):
         run_round(RoundData.from_rows(rows, SCORES), config, CONFIG, start)
 
 
+def test_a_gap_of_later_steps_ends_the_round_too():
+    """Of a worker with other weights, say, whose rollouts come last."""
+    rows = [*(r for r in ROWS if r.place < 3), *shifted(-2.0, [r for r in ROWS if r.place >= 3])]
+    made = []
+    with pytest.raises(Mismatch, match=r"is above max_mismatch_kl 0.1"):
+        trained(settings(old_logps="sampler"), rows, record=lambda **v: made.append(v))
+    assert len(made) == 1 and made[0]["mismatch_kl"] < 1e-9
+
+
+def test_the_first_step_that_is_not_skipped_tells_the_gap():
+    def step(skipped, k3):
+        sums = dict.fromkeys(("n_tokens", "old_n_tokens", "old_weight", "old_weight_sq"), 10.0)
+        sums |= {f"ratio_bin_{i:02d}": 0.0 for i in range(len(RATIO_EDGES) + 1)}
+        return (
+            sums
+            | {"old_mismatch_k3": 10 * k3, "loss": 0, "approx_kl": 0, "entropy": 0}
+            | {
+                "grad_norm": np.nan if skipped else 1.0,
+                "skipped": float(skipped),
+            }
+        )
+
+    tally = Tally(by_sampler=True)
+    made = [tally.add(step(*of)) for of in ((True, 0.5), (False, 0.25), (True, 1.0), (False, 2.0))]
+    assert [(s.get("mismatch_kl"), s.get("drift_kl")) for s in made] == [
+        (0.5, None),
+        (0.25, None),
+        (None, 1),
+        (None, 2),
+    ]
+    metrics = tally.metrics()
+    assert (metrics["mismatch_kl"], metrics["steps"], metrics["trained_tokens"]) == (0.25, 4, 20)
+    by_trainer = Tally()
+    for skipped, k3 in ((True, 0.5), (False, 0.25), (False, 0.75)):
+        by_trainer.add(step(skipped, k3))
+    assert by_trainer.metrics()["mismatch_kl"] == 0.5
+
+
 def test_tokens_that_nobody_sampled_have_no_ratio():
     holes = [dataclasses.replace(r, logprobs=[np.nan, *r.logprobs[1:]]) for r in ROWS]
-    options = {"epochs": 2, "kl_in_reward": 0.05, "compute": ComputeSettings(dtype="float32")}
     found = [
-        trained(settings("reinforce-pp", old_logps=kind, **options), holes, reference=PARAMS).metrics
+        trained(settings(old_logps=kind, epochs=2, kl_coef=0.05), holes, reference=PARAMS).metrics
         for kind in ("trainer", "sampler")
     ]
     for name in ("loss", "grad_norm", "approx_kl", "kl", "trained_tokens"):
-        if name in found[0]:
-            assert np.isfinite(found[1][name]) and found[1][name] == pytest.approx(found[0][name], abs=2e-5, rel=1e-3)
+        assert np.isfinite(found[1][name]) and found[1][name] == pytest.approx(found[0][name], abs=2e-5, rel=1e-3)

@@ -173,3 +173,22 @@ def test_a_mesh_that_the_machine_does_not_have_is_refused():
     step = dataclasses.replace(asked("tiny", "sft", 8), compute=ComputeSettings(mesh=Axes(1, 3, 1)))
     with pytest.raises(ValueError, match="asks for 3 devices, there are 8"):
         training(step, machine("v5e-8"))
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4, alpha=8.0)])
+def test_a_shorter_step_that_is_one_micro_batch_counts_where_it_is_larger(lora):
+    """On a CPU up to 2048 row tokens are one micro-batch, unless gradients are an adapter's."""
+    cpu = dataclasses.replace(machine("v5e-1"), kind=dataclasses.replace(machine("v5e-1").kind, platform="cpu"))
+    step = dataclasses.replace(asked("tiny", "sft", 1), lora=lora)
+
+    def figures(tokens):
+        groups = [dataclasses.replace(step.groups[0], ids=[i]) for i in range(tokens // step.groups[0].size)]
+        return training(dataclasses.replace(step, groups=groups), cpu)
+
+    longest, undivided, half = figures(8192), figures(2048), figures(1024)
+    assert (longest.shape["micro_batches"], half.shape["micro_batches"]) == (8, 1)
+    assert undivided.shape["micro_batches"] == (1 if lora is None else 2)
+    if lora is None:
+        assert longest.peak == undivided.peak and longest.peak[1] > half.peak[1]
+    assert longest.peak[1] >= undivided.peak[1]
+    assert longest.flops == pytest.approx(4 * undivided.flops)
