@@ -41,6 +41,7 @@ def found() -> dict[str, Any]:
             for flag in FLAGS.get(device.platform, ())
         ],
         "row_tokens_per_step": device.row_tokens_per_step,
+        "row_tokens_undivided": device.row_tokens_undivided,
         "rollout_rows": device.rollout_rows,
         "sandbox_gaps": list(gaps()),
         "python": sys.version.split()[0],
@@ -84,7 +85,8 @@ def show(of: dict[str, Any]) -> None:
         print(f"mesh          parameters cut over {device['count']} devices, unless compute.mesh says otherwise")
     for flag in of["flags"]:
         print(f"flag          {flag['name']}={flag['value']}: {flag['why']}")
-    print(f"micro-batch   {of['row_tokens_per_step']} row tokens")
+    several, whole = of["row_tokens_per_step"], of["row_tokens_undivided"]
+    print(f"micro-batch   {several} row tokens{f', {whole} where it is a whole step' if whole != several else ''}")
     print(f"rollout rows  {of['rollout_rows']} side by side")
     print(f"sandbox       code of completions can reach {', '.join(of['sandbox_gaps']) or 'nothing of this machine'}")
     print(f"python        {of['python']}")
