@@ -100,6 +100,9 @@ def _undivided(asked: Trained, machine: Machine, longest: Figures) -> Trained | 
         return None
     shards = parts_of(abstract_mesh(asked.compute.mesh, machine.count), ROWS)
     length, groups = longest.shape["row_tokens"], list(asked.groups)
+    # As many as could fit without padding, and then as many as do.
+    within = np.cumsum([g.size for g in groups]) <= undivided * shards
+    groups = groups[: int(within.sum())]
     while groups and len(plan_rows(groups, length)) * length > undivided * shards:
         groups.pop()
     return dataclasses.replace(asked, groups=groups) if groups else None

@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tuning.shapes import bucket, power, round_up
+from tuning.shapes import bucket, power_of_two, round_up
 from tuning.target import target_platform
 
 SHARED_TOKENS = 1024
@@ -345,7 +345,7 @@ def micro_batches(groups: Sequence[Group], *, layout: Layout, completion_tokens:
     # All micro-batches of a step share one shape, sized by the largest of them and bucketed, so few are
     # compiled.
     multiple = shards // parts
-    slots = round_up(power(max(map(_slots, members))), multiple)
+    slots = round_up(power_of_two(max(map(_slots, members))), multiple)
     trained = round_up(bucket(max(sum(g.trained for g in part) for part in members)), multiple)
     rows = round_up(max(layout.share(max(map(len, chunks))), *map(len, chunks)), shards) // parts
     shape = Shape(rows, layout.row_tokens, slots, completion_tokens, trained, layout.prompts == "shared")
