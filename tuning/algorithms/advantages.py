@@ -20,6 +20,7 @@ per token (GAE, whitening) are in `tuning.losses.returns`.
 Defaults where implementations disagree: ddof 1, eps 1e-4 added to the standard deviation, a group of one gets 0.
 """
 
+import functools
 from typing import Literal
 
 import jax
@@ -52,16 +53,20 @@ def _flat(
     return masked(rewards.reshape(-1), keep), groups, keep
 
 
+@jax.jit
 def _group_sum(x_B: jax.Array, groups_B: jax.Array) -> jax.Array:
     """The sum over each sample's group, [B]. As many segments as samples: a shape that jit knows."""
     return jax.ops.segment_sum(x_B, groups_B, num_segments=x_B.shape[0])[groups_B]
 
 
+@jax.jit
 def _group_max(x_B: jax.Array, groups_B: jax.Array, keep_B: jax.Array) -> jax.Array:
     """The maximum over the kept samples of each sample's group, [B]; -inf where the group has none."""
     return jax.ops.segment_max(masked(x_B, keep_B, -jnp.inf), groups_B, num_segments=x_B.shape[0])[groups_B]
 
 
+# Compiled as one: as operations of their own they take as many programs, once for each number of completions.
+@jax.jit
 def _above_least(r_B: jax.Array, groups_B: jax.Array, keep_B: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Rewards less the least of their group, 0 where not kept, and whether all of the group are equal; both [B].
 
@@ -71,6 +76,7 @@ def _above_least(r_B: jax.Array, groups_B: jax.Array, keep_B: jax.Array) -> tupl
     return masked(r_B - least, keep_B), _group_max(r_B, groups_B, keep_B) == least
 
 
+@functools.partial(jax.jit, static_argnames="ddof")
 def _group_deviations(
     rewards: jax.Array, groups: jax.Array, keep: jax.Array, ddof: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -85,6 +91,7 @@ def _group_deviations(
     return deviation, std, n
 
 
+@functools.partial(jax.jit, static_argnames="ddof")
 def _batch_std(x_B: jax.Array, keep_B: jax.Array, ddof: int) -> jax.Array:
     """Standard deviation of the kept values, a scalar; 0 for n <= ddof."""
     n = keep_B.sum()

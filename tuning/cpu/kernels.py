@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ MODULES = ("models/matmul", "rollout/engine/cpu/attention", "rollout/engine/cpu/
 """Each has its kernel beside it, under its own name: keys hold what lies beside a module with the module."""
 SOURCES = (_HERE / "kernels.h", *(_HERE.parent / f"{module}.c" for module in MODULES))
 _NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
-OPTIONS = ("-O3", _NATIVE, "-std=gnu11", "-fPIC", "-shared")
+OPTIONS = ("-O3", _NATIVE, "-std=gnu11", "-fPIC")
 KV_TYPES = {"float32": "FLOAT", "bfloat16": "BFLOAT", "int8": "INT8"}
 """Types of keys and values that the kernels support, with their names in C."""
 _LOCK = threading.Lock()
@@ -104,10 +105,20 @@ def built(kv: str, compiler: str) -> tuple[str, ctypes.CDLL]:
         # Renamed when complete: other processes may build the same library at the same time.
         with tempfile.TemporaryDirectory(dir=folder) as place:
             compiled = Path(place) / library.name
-            sources = [str(source) for source in SOURCES if source.suffix == ".c"]
-            headers = (f"-I{jax.ffi.include_dir()}", f"-I{_HERE}")
-            command = [compiler, *options, *headers, *sources, "-o", str(compiled), "-lm"]
-            subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+            options = (*options, f"-I{jax.ffi.include_dir()}", f"-I{_HERE}")
+
+            def run(*arguments: str) -> None:
+                subprocess.run([compiler, *options, *arguments], capture_output=True, text=True, timeout=120, check=True)
+
+            def to_object(source: Path) -> str:
+                made = Path(place) / f"{source.stem}.o"
+                run("-c", str(source), "-o", str(made))
+                return str(made)
+
+            # Side by side: a first start waits for it.
+            with ThreadPoolExecutor(len(SOURCES)) as pool:
+                objects = list(pool.map(to_object, (source for source in SOURCES if source.suffix == ".c")))
+            run("-shared", *objects, "-o", str(compiled), "-lm")
             # Whole on the disk before it has its name: the loader dies of one that a lost machine has cut short.
             with compiled.open("rb") as file:
                 os.fsync(file.fileno())
