@@ -105,10 +105,10 @@ def built(kv: str, compiler: str) -> tuple[str, ctypes.CDLL]:
         # Renamed when complete: other processes may build the same library at the same time.
         with tempfile.TemporaryDirectory(dir=folder) as place:
             compiled = Path(place) / library.name
-            options = (*options, f"-I{jax.ffi.include_dir()}", f"-I{_HERE}")
+            command = [compiler, *options, f"-I{jax.ffi.include_dir()}", f"-I{_HERE}"]
 
             def run(*arguments: str) -> None:
-                subprocess.run([compiler, *options, *arguments], capture_output=True, text=True, timeout=120, check=True)
+                subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120, check=True)
 
             def to_object(source: Path) -> str:
                 made = Path(place) / f"{source.stem}.o"

@@ -9,19 +9,23 @@ Axes: M positions, D hidden, V vocabulary, W tokens of a slice. Under a mesh the
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
-from tuning.models.matmul import across, contract
+from tuning.models.matmul import across, contract, factor_type
 from tuning.models.sharding import HeadCut
 from tuning.precision import of_gradients
+from tuning.target import target_platform
 
-ELEMENTS = 2**25
-"""Logits of a slice; in float32 128 MiB."""
-KEPT = 2**26
-"""Up to this many logits are kept for the backward pass instead of being recomputed; in float32 256 MiB."""
+ELEMENTS, ON_CPU = 2**25, 2**23
+"""Logits of a slice: 128 MiB in float32. On a CPU 32: fresh pages of larger arrays take longer than what is saved."""
+KEPT = 2**28
+"""Bytes, up to which exponentials of all logits are kept for the backward pass instead of being recomputed."""
 
 
 def token_logps(
@@ -31,7 +35,7 @@ def token_logps(
     *,
     temperature: float = 1.0,
     softcap: float | None = None,
-    elements: int = ELEMENTS,
+    elements: int | None = None,
     kept: int = KEPT,
     shards: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
@@ -39,11 +43,13 @@ def token_logps(
 
     z = hidden @ weight.T accumulates in float32; with a softcap c it becomes c * tanh(z / c). The normaliser is summed
     over slices of the vocabulary (Milakov and Gimelshein, arXiv:1805.02867), and the backward pass recomputes each
-    slice (Wijmans et al., arXiv:2411.09009). So about `elements` logits are held at a time, or all of them if there
-    are at most `kept`. A temperature of 0 means greedy decoding and leaves logits unscaled. shards: parts of the batch
-    that the positions come from; each holds as many logits.
+    slice (Wijmans et al., arXiv:2411.09009). So about `elements` logits are held at a time (ELEMENTS, ON_CPU), or the
+    exponentials of all of them where those take at most `kept` bytes and nothing is capped. A temperature of 0 means
+    greedy decoding and leaves logits unscaled. shards: parts of the batch that the positions come from; each holds as
+    many.
     """
     scale = 1.0 / temperature if temperature > 0 else 1.0
+    elements = elements or (ON_CPU if target_platform() == "cpu" else ELEMENTS)
     positions, vocabulary = hidden_MD.shape[0], weight_VD.shape[0]
     cut = HeadCut.of(positions, *weight_VD.shape)
     if cut is None:
@@ -54,7 +60,9 @@ def token_logps(
     # the last slice repeats few tokens.
     slices = -(-vocabulary // max(128, elements // max(1, positions)))
     size = min(vocabulary, -(-vocabulary // (slices * 128)) * 128)
-    return _head(hidden_MD, weight_VD, targets_M, scale, softcap, size, positions * vocabulary <= kept, cut)
+    # The slope of a cap needs digits of the logits that their exponentials do not have.
+    keep = softcap is None and positions * vocabulary * _kept_type(hidden_MD).itemsize <= kept
+    return _head(hidden_MD, weight_VD, targets_M, scale, softcap, size, keep, cut)
 
 
 def _slice(weight_VD: jax.Array, number: jax.Array, size: int, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -75,6 +83,18 @@ def _slice(weight_VD: jax.Array, number: jax.Array, size: int, dtype: Any) -> tu
 def _wide(hidden: jax.Array) -> jnp.dtype:
     """The type in which sums run: float32, or float64 for hidden states of that type."""
     return jnp.promote_types(hidden.dtype, jnp.float32)
+
+
+def _kept_type(hidden: jax.Array) -> np.dtype[Any]:
+    """The type in which products of gradients read what is made from exponentials: no digits more are kept."""
+    with of_gradients():
+        return jnp.dtype(factor_type(hidden.dtype.name))
+
+
+def _bits(x: jax.Array, kind: np.dtype[Any]) -> jax.Array:
+    """Numbers of a type as integers. XLA on CPU has no bfloat16 in memory operations: a stack of it, to which a loop
+    adds a slice, would be converted to float32 and back as a whole each time."""
+    return jax.lax.bitcast_convert_type(x.astype(kind), f"uint{8 * kind.itemsize}")
 
 
 def _logits(hidden: jax.Array, weight: jax.Array, scale: float, softcap: float | None) -> jax.Array:
@@ -122,10 +142,13 @@ def _forward(
     if cut is not None:
         of = cut.of_positions
         local = jax.shard_map(
-            local, in_specs=(of, cut.of_head, of), out_specs=((of, of), (of, of, cut.of_logits)), check_vma=False
+            local,
+            in_specs=(of, cut.of_head, of),
+            out_specs=((of, of), (of, of, cut.of_tops, cut.of_logits)),
+            check_vma=False,
         )
-    outputs, (logz, mean, logits) = local(hidden, weight, targets)
-    return outputs, (hidden, weight, targets, logz, mean, logits)
+    outputs, rest = local(hidden, weight, targets)
+    return outputs, (hidden, weight, targets, *rest)
 
 
 def _sums(
@@ -138,10 +161,13 @@ def _sums(
     keep: bool,
     cut: HeadCut | None,
 ) -> Any:
-    """((log-probabilities, entropies), (log-normalisers, mean logits) [M], logits [slices, M, W] if they are kept)."""
+    """((log-probabilities, entropies), (log-normalisers, mean logits, tops, bits)), the first four [M].
+
+    If kept, `tops` [slices, M] are the greatest logits up to each slice, and `bits` [slices, M, W] of the exponentials
+    of its logits less those; else both are None.
+    """
     targets = _counted(targets, weight, cut)
-    # Logits that are kept need no slices.
-    size = weight.shape[0] if keep else size
+    kind = _kept_type(hidden)
 
     def one(carry: Any, number: jax.Array) -> Any:
         top, total, weighted, chosen = carry
@@ -149,17 +175,18 @@ def _sums(
         z = _logits(hidden, part if cut is None else cut.whole(part), scale, softcap)
         # Repeated tokens do not change a maximum; the sums below leave them out.
         new_top = jnp.maximum(top, jnp.max(z, axis=-1))
-        e = jnp.where(fresh, jnp.exp(z - new_top[:, None]), 0.0)
+        powers = jnp.exp(z - new_top[:, None])
+        e = jnp.where(fresh, powers, 0.0)
         # Moves the sums so far to the new maximum; 0 in the first slice, whose `top` is -inf.
         shrink = jnp.exp(top - new_top)
         total = total * shrink + jnp.sum(e, axis=-1)
         weighted = weighted * shrink + jnp.sum(e * z, axis=-1)
         chosen = chosen + jnp.sum(jnp.where(_targeted(targets, start, fresh), z, 0.0), axis=-1)
-        return (new_top, total, weighted, chosen), z if keep else None
+        return (new_top, total, weighted, chosen), (new_top, _bits(powers, kind)) if keep else (None, None)
 
     zeros = jnp.zeros(hidden.shape[0], _wide(hidden))
     numbers = jnp.arange(-(-weight.shape[0] // size))
-    (top, total, weighted, chosen), logits = jax.lax.scan(one, (zeros - jnp.inf, zeros, zeros, zeros), numbers)
+    (top, total, weighted, chosen), kept = jax.lax.scan(one, (zeros - jnp.inf, zeros, zeros, zeros), numbers)
     if cut is not None:
         # The same move to the maximum of all parts; a token's logit is on the device that has the token.
         greatest = cut.greatest(top)
@@ -168,7 +195,7 @@ def _sums(
     # Entropy = logz - E[z], since -log p = logz - z.
     logz = top + jnp.log(total)
     mean = weighted / total
-    return (chosen - logz, logz - mean), (logz, mean, logits)
+    return (chosen - logz, logz - mean), (logz, mean, *kept)
 
 
 def _counted(targets: jax.Array, weight: jax.Array, cut: HeadCut | None) -> jax.Array:
@@ -179,15 +206,18 @@ def _counted(targets: jax.Array, weight: jax.Array, cut: HeadCut | None) -> jax.
 def _backward(
     scale: float, softcap: float | None, size: int, keep: bool, cut: HeadCut | None, saved: Any, cotangents: Any
 ) -> Any:
-    def local(hidden: Any, weight: Any, targets: Any, logz: Any, mean: Any, logits: Any, *cotangents: Any) -> Any:
-        of_rows = targets, logz, mean, logits, *cotangents
-        return _gradients(hidden, weight, *of_rows, scale=scale, softcap=softcap, size=size, keep=keep, cut=cut)
-
+    local: Callable[..., Any] = functools.partial(
+        _gradients, scale=scale, softcap=softcap, size=size, keep=keep, cut=cut
+    )
+    logz = saved[3]
+    # Where no gradient comes through an output, as the entropy's of most losses, nothing is computed for it.
+    g_logp, g_entropy = (None if isinstance(g, SymbolicZero) else g for g in cotangents)
+    g_logp = jnp.zeros_like(logz) if g_logp is None else g_logp
     if cut is not None:
         of = cut.of_positions
-        specs = (of, cut.of_head, of, of, of, cut.of_logits, of, of)
+        specs = (of, cut.of_head, of, of, of, cut.of_tops, cut.of_logits, of, of)
         local = jax.shard_map(local, in_specs=specs, out_specs=(of, cut.of_head), check_vma=False)
-    return *local(*saved, *cotangents), None
+    return *local(*saved, g_logp, g_entropy), None
 
 
 def _gradients(
@@ -196,9 +226,10 @@ def _gradients(
     targets: jax.Array,
     logz: jax.Array,
     mean: jax.Array,
-    logits: jax.Array | None,
+    tops: jax.Array | None,
+    bits: jax.Array | None,
     g_logp: jax.Array,
-    g_entropy: jax.Array,
+    g_entropy: jax.Array | None,
     *,
     scale: float,
     softcap: float | None,
@@ -208,18 +239,28 @@ def _gradients(
 ) -> tuple[jax.Array, jax.Array]:
     """Gradients of the hidden states [M, D] and of the head [V, D]."""
     targets = _counted(targets, weight, cut)
-    size = weight.shape[0] if keep else size
+    kind = _kept_type(hidden)
 
     def one(carry: Any, scanned: Any) -> Any:
         dhidden, dweight = carry
-        number, z = scanned
+        number, top, part_of_bits = scanned
         start, part, fresh = _slice(weight, number, size, hidden.dtype)
         part = part if cut is None else cut.whole(part)
-        z = z if keep else _logits(hidden, part, scale, softcap)
-        p = jnp.exp(z - logz[:, None])
         # d logp = onehot - p; d entropy = -p (z - mean).
+        of_p = g_logp[:, None]
+        if keep:
+            e = jax.lax.bitcast_convert_type(part_of_bits, kind).astype(logz.dtype)
+            p = e * jnp.exp(top - logz)[:, None]
+            if g_entropy is not None:
+                # The least number in place of 0: its p is 0 whatever the logit.
+                z = jnp.log(jnp.maximum(e, jnp.finfo(kind).tiny)) + top[:, None]
+        else:
+            z = _logits(hidden, part, scale, softcap)
+            p = jnp.exp(z - logz[:, None])
+        if g_entropy is not None:
+            of_p = of_p + g_entropy[:, None] * (z - mean[:, None])
         dz = jnp.where(_targeted(targets, start, jnp.ones_like(fresh)), g_logp[:, None], 0.0)
-        dz = (dz - p * (g_logp[:, None] + g_entropy[:, None] * (z - mean[:, None]))) * scale
+        dz = (dz - p * of_p) * scale
         if softcap is not None:
             # z is capped and scaled, so z / (scale softcap) is the tanh, whose derivative is 1 - tanh^2.
             dz = dz * (1.0 - jnp.square(z / (scale * softcap)))
@@ -236,10 +277,14 @@ def _gradients(
         return (dhidden, dweight), None
 
     zeros = jnp.zeros(hidden.shape, _wide(hidden)), jnp.zeros_like(weight)
-    (dhidden, dweight), _ = jax.lax.scan(one, zeros, (jnp.arange(-(-weight.shape[0] // size)), logits))
+    (dhidden, dweight), _ = jax.lax.scan(one, zeros, (jnp.arange(-(-weight.shape[0] // size)), tops, bits))
     if cut is not None:
         dhidden, dweight = cut.summed(dhidden), cut.rest(dweight)
     return dhidden.astype(hidden.dtype), dweight
 
 
-_head.defvjp(_forward, _backward)
+def _saved(hidden: Any, weight: Any, targets: Any, *static: Any) -> Any:
+    return _forward(hidden.value, weight.value, targets.value, *static)
+
+
+_head.defvjp(_saved, _backward, symbolic_zeros=True)

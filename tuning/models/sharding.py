@@ -224,6 +224,11 @@ class HeadCut:
         return PartitionSpec(self.vocabulary or None, self.width or None)
 
     @property
+    def of_tops(self) -> PartitionSpec:
+        """Of the greatest logits [slices, M] of slices of each device's part: M numbers a device, not a whole."""
+        return PartitionSpec(self.vocabulary or None, self.positions or None)
+
+    @property
     def of_logits(self) -> PartitionSpec:
         """Of logits [slices, M, W], slices of each device's part."""
         return PartitionSpec(None, self.positions or None, self.vocabulary or None)

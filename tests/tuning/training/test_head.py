@@ -49,6 +49,61 @@ def test_values_and_gradients_equal_the_naive_head(temperature, softcap, positio
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-10)
 
 
+def far_apart():
+    """Logits that reach 150, so that most probabilities are 0 in float32; the first target has such a one."""
+    k = jax.random.split(jax.random.key(3), 2)
+    hidden, weight = 4 * jax.random.normal(k[0], (9, 12)), 4 * jax.random.normal(k[1], (300, 12))
+    logits = hidden @ weight.T
+    targets = jnp.argmax(logits, -1).at[0].set(jnp.argmin(logits[0]))
+    assert jnp.ptp(logits[0]) > 120
+    return hidden, weight, targets
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_by_kept_exponentials_are_those_of_logits_that_are_made_again(dtype):
+    *wide, targets = far_apart()
+
+    def gradients(kept):
+        def f(h, w):
+            lp, en = token_logps(h, targets, w, elements=9 * 128, kept=kept)
+            return (lp * jnp.arange(1.0, 10.0)).sum() + 0.3 * en.sum()
+
+        found = jax.jit(jax.grad(f, (0, 1)))(*(x.astype(dtype) for x in wide))
+        return [np.asarray(x, np.float64) for x in found]
+
+    for kept, again in zip(gradients(2**20), gradients(0), strict=True):
+        assert np.isfinite(kept).all()
+        # A rounding of bfloat16 is 2^-8 of a number; a gradient sums several.
+        np.testing.assert_allclose(
+            kept, again, rtol=0, atol=(2**-7 if dtype == "bfloat16" else 1e-5) * np.abs(again).max()
+        )
+
+
+def test_what_is_kept_is_held_once_in_the_type_of_the_products():
+    positions, vocabulary = 256, 65536
+    shapes = (jax.ShapeDtypeStruct((n, 16), jnp.bfloat16) for n in (positions, vocabulary))
+
+    def loss(h, w):
+        return token_logps(h, jnp.zeros(positions, jnp.int32), w, elements=2**20)[0].sum()
+
+    found = jax.jit(jax.grad(loss, (0, 1))).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+    # Two bytes each, and a few slices of 4 MiB.
+    kept = 2 * positions * vocabulary
+    assert kept < found < 1.6 * kept
+
+
+def test_an_entropy_without_a_gradient_costs_no_logarithms():
+    shapes = (jax.ShapeDtypeStruct((n, 16), jnp.float32) for n in (256, 1024))
+
+    def loss(h, w):
+        logps, entropies = token_logps(h, jnp.zeros(256, jnp.int32), w)
+        return logps.sum(), entropies.sum()
+
+    program = str(jax.make_jaxpr(jax.grad(loss, (0, 1), has_aux=True))(*shapes))
+    # That of the normaliser.
+    assert program.count(" log ") == 1
+
+
 def test_peak_memory_does_not_grow_with_positions_times_vocabulary():
     vocabulary, hidden = 8192, 16
 
