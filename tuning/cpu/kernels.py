@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,6 +51,14 @@ def build(kv: str = "float32", compiler: str | None = None) -> Kernels:
     """
     with _LOCK:
         return _build(kv, compiler or _default())
+
+
+@functools.cache
+def begin() -> None:
+    """Starts `build` in a thread, once: it takes seconds, in which weights are read. Without a compiler nothing."""
+    if has_compiler():
+        # Not a daemon: a short process ends with it, so nothing half-built is left behind.
+        threading.Thread(target=build, name="build").start()
 
 
 def has_compiler() -> bool:
@@ -105,25 +113,35 @@ def built(kv: str, compiler: str) -> tuple[str, ctypes.CDLL]:
         # Renamed when complete: other processes may build the same library at the same time.
         with tempfile.TemporaryDirectory(dir=folder) as place:
             compiled = Path(place) / library.name
+            sources = [source for source in SOURCES if source.suffix == ".c"]
             command = [compiler, *options, f"-I{jax.ffi.include_dir()}", f"-I{_HERE}"]
-
-            def run(*arguments: str) -> None:
-                subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120, check=True)
-
-            def to_object(source: Path) -> str:
-                made = Path(place) / f"{source.stem}.o"
-                run("-c", str(source), "-o", str(made))
-                return str(made)
-
-            # Side by side: a first start waits for it.
-            with ThreadPoolExecutor(len(SOURCES)) as pool:
-                objects = list(pool.map(to_object, (source for source in SOURCES if source.suffix == ".c")))
-            run("-shared", *objects, "-o", str(compiled), "-lm")
+            objects = [str(Path(place) / f"{source.stem}.o") for source in sources]
+            # Side by side: a first start waits for them.
+            _run([[*command, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)])
+            _run([[*command, "-shared", *objects, "-o", str(compiled), "-lm"]])
             # Whole on the disk before it has its name: the loader dies of one that a lost machine has cut short.
             with compiled.open("rb") as file:
                 os.fsync(file.fileno())
             os.replace(compiled, library)
         return name, ctypes.CDLL(str(library))
+
+
+def _run(commands: Sequence[Sequence[str]]) -> None:
+    """Runs all at the same time, to their ends. Raises OSError or SubprocessError, once none is running."""
+    with contextlib.ExitStack() as ends:
+        running: list[subprocess.Popen[str]] = []
+        try:
+            for command in commands:
+                started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+                running.append(ends.enter_context(started))
+            for process in running:
+                said = process.communicate(timeout=120)
+                if process.returncode:
+                    raise subprocess.CalledProcessError(process.returncode, process.args, *said)
+        except BaseException:
+            for process in running:
+                process.kill()
+            raise
 
 
 def _processor() -> str:
