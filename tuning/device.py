@@ -10,9 +10,7 @@ import os
 import jax
 
 from tuning import ranks
-from tuning.cpu.kernels import begin
 from tuning.precision import activations, real, resolved
-from tuning.processor import FAST, multiplies_bfloat16
 from tuning.target import target_platform
 
 HOST_MEMORY = "pinned_host"
@@ -119,7 +117,7 @@ def check_host_memory(setting: str, kinds: tuple[str, ...]) -> None:
 
 def choose(dtype: str = "auto", remat: str = "auto") -> Device:
     """The choices for this process's devices. `dtype` overrides `auto` (float32 on CPU, bfloat16 elsewhere), as does
-    `remat` (`products` on CPU, `full` elsewhere). Where products will be those of a kernel, its build begins.
+    `remat` (`products` on CPU, `full` elsewhere).
 
     Raises ValueError for float64 where JAX is not set up for it, and for `offload` where no host memory is in reach.
     """
@@ -129,8 +127,6 @@ def choose(dtype: str = "auto", remat: str = "auto") -> Device:
         raise ValueError(
             "compute dtype float64 needs JAX set up for it: call `tuning.precision.use` before arrays are made"
         )
-    if dtype in FAST.values() and multiplies_bfloat16():
-        begin()
     return choices(device.platform, device.device_kind, jax.device_count(), memory_bytes(), dtype, remat)
 
 

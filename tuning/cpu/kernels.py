@@ -10,12 +10,13 @@ import logging
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jaxlib
@@ -51,14 +52,6 @@ def build(kv: str = "float32", compiler: str | None = None) -> Kernels:
     """
     with _LOCK:
         return _build(kv, compiler or _default())
-
-
-@functools.cache
-def begin() -> None:
-    """Starts `build` in a thread, once: it takes seconds, in which weights are read. Without a compiler nothing."""
-    if has_compiler():
-        # Not a daemon: a short process ends with it, so nothing half-built is left behind.
-        threading.Thread(target=build, name="build").start()
 
 
 def has_compiler() -> bool:
@@ -117,8 +110,8 @@ def built(kv: str, compiler: str) -> tuple[str, ctypes.CDLL]:
             command = [compiler, *options, f"-I{jax.ffi.include_dir()}", f"-I{_HERE}"]
             objects = [str(Path(place) / f"{source.stem}.o") for source in sources]
             # Side by side: a first start waits for them.
-            _run([[*command, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)])
-            _run([[*command, "-shared", *objects, "-o", str(compiled), "-lm"]])
+            _run([[*command, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)], place)
+            _run([[*command, "-shared", *objects, "-o", str(compiled), "-lm"]], place)
             # Whole on the disk before it has its name: the loader dies of one that a lost machine has cut short.
             with compiled.open("rb") as file:
                 os.fsync(file.fileno())
@@ -126,13 +119,18 @@ def built(kv: str, compiler: str) -> tuple[str, ctypes.CDLL]:
         return name, ctypes.CDLL(str(library))
 
 
-def _run(commands: Sequence[Sequence[str]]) -> None:
-    """Runs all at the same time, to their ends. Raises OSError or SubprocessError, once none is running."""
+def _run(commands: Sequence[Sequence[str]], place: str) -> None:
+    """Runs all at the same time, to their ends, with their temporary files in a folder. Raises OSError or
+    SubprocessError, once none is running."""
+    # A group of its own each: a compiler is several processes.
+    options: dict[str, Any] = {"env": os.environ | {"TMPDIR": place}, "start_new_session": True}
     with contextlib.ExitStack() as ends:
         running: list[subprocess.Popen[str]] = []
         try:
             for command in commands:
-                started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+                started = subprocess.Popen(
+                    command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", **options
+                )
                 running.append(ends.enter_context(started))
             for process in running:
                 said = process.communicate(timeout=120)
@@ -140,7 +138,9 @@ def _run(commands: Sequence[Sequence[str]]) -> None:
                     raise subprocess.CalledProcessError(process.returncode, process.args, *said)
         except BaseException:
             for process in running:
-                process.kill()
+                # It may have ended, and its own processes not.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
             raise
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from tuning.models.matmul import across, contract, factor_type
@@ -44,7 +43,8 @@ def token_logps(
     z = hidden @ weight.T accumulates in float32; with a softcap c it becomes c * tanh(z / c). The normaliser is summed
     over slices of the vocabulary (Milakov and Gimelshein, arXiv:1805.02867), and the backward pass recomputes each
     slice (Wijmans et al., arXiv:2411.09009). So about `elements` logits are held at a time (ELEMENTS, ON_CPU), or the
-    exponentials of all of them where those take at most `kept` bytes and nothing is capped. A temperature of 0 means
+    exponentials of all of them where those take at most `kept` bytes and nothing is capped: for gradients of
+    log-probabilities, those of entropies make logits again. A temperature of 0 means
     greedy decoding and leaves logits unscaled. shards: parts of the batch that the positions come from; each holds as
     many.
     """
@@ -60,9 +60,12 @@ def token_logps(
     # the last slice repeats few tokens.
     slices = -(-vocabulary // max(128, elements // max(1, positions)))
     size = min(vocabulary, -(-vocabulary // (slices * 128)) * 128)
+    # No more digits are kept than products of gradients read of what is made from them.
+    with of_gradients():
+        kind = factor_type(hidden_MD.dtype.name)
     # The slope of a cap needs digits of the logits that their exponentials do not have.
-    keep = softcap is None and positions * vocabulary * _kept_type(hidden_MD).itemsize <= kept
-    return _head(hidden_MD, weight_VD, targets_M, scale, softcap, size, keep, cut)
+    keep = softcap is None and positions * vocabulary * jnp.dtype(kind).itemsize <= kept
+    return _head(hidden_MD, weight_VD, targets_M, scale, softcap, size, kind if keep else None, cut)
 
 
 def _slice(weight_VD: jax.Array, number: jax.Array, size: int, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -85,16 +88,21 @@ def _wide(hidden: jax.Array) -> jnp.dtype:
     return jnp.promote_types(hidden.dtype, jnp.float32)
 
 
-def _kept_type(hidden: jax.Array) -> np.dtype[Any]:
-    """The type in which products of gradients read what is made from exponentials: no digits more are kept."""
-    with of_gradients():
-        return jnp.dtype(factor_type(hidden.dtype.name))
-
-
-def _bits(x: jax.Array, kind: np.dtype[Any]) -> jax.Array:
-    """Numbers of a type as integers. XLA on CPU has no bfloat16 in memory operations: a stack of it, to which a loop
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _bits(x: jax.Array, kind: str) -> jax.Array:
+    """Numbers of two bytes as integers. XLA on CPU has no bfloat16 in memory operations: a stack of it, to which a loop
     adds a slice, would be converted to float32 and back as a whole each time."""
-    return jax.lax.bitcast_convert_type(x.astype(kind), f"uint{8 * kind.itemsize}")
+    return jax.lax.bitcast_convert_type(x.astype(kind), jnp.uint16)
+
+
+@_bits.defjvp
+def _no_slope(kind: str, *_: Any) -> Any:
+    # Through integers it would be 0, and what is made of it wrong without a word.
+    raise NotImplementedError(f"second derivatives of the LM head where it keeps {kind}: call token_logps with kept=0")
+
+
+def _narrow(kind: str) -> bool:
+    return jnp.dtype(kind).itemsize == 2
 
 
 def _logits(hidden: jax.Array, weight: jax.Array, scale: float, softcap: float | None) -> jax.Array:
@@ -117,11 +125,11 @@ def _head(
     scale: float,
     softcap: float | None,
     size: int,
-    keep: bool,
+    keep: str | None,
     cut: HeadCut | None,
 ) -> tuple[jax.Array, jax.Array]:
     # This body runs only where no gradient is taken, so no logits are kept.
-    return _forward(hidden, weight, targets, scale, softcap, size, False, cut)[0]
+    return _forward(hidden, weight, targets, scale, softcap, size, None, cut)[0]
 
 
 def _forward(
@@ -131,7 +139,7 @@ def _forward(
     scale: float,
     softcap: float | None,
     size: int,
-    keep: bool,
+    keep: str | None,
     cut: HeadCut | None,
 ) -> Any:
     """((log-probabilities, entropies) [M], residuals): one pass over the slices with a running maximum."""
@@ -158,16 +166,15 @@ def _sums(
     scale: float,
     softcap: float | None,
     size: int,
-    keep: bool,
+    keep: str | None,
     cut: HeadCut | None,
 ) -> Any:
-    """((log-probabilities, entropies), (log-normalisers, mean logits, tops, bits)), the first four [M].
+    """((log-probabilities, entropies), (log-normalisers, mean logits, tops, kept)), the first four [M].
 
     If kept, `tops` [slices, M] are the greatest logits up to each slice, and `bits` [slices, M, W] of the exponentials
     of its logits less those; else both are None.
     """
     targets = _counted(targets, weight, cut)
-    kind = _kept_type(hidden)
 
     def one(carry: Any, number: jax.Array) -> Any:
         top, total, weighted, chosen = carry
@@ -182,7 +189,10 @@ def _sums(
         total = total * shrink + jnp.sum(e, axis=-1)
         weighted = weighted * shrink + jnp.sum(e * z, axis=-1)
         chosen = chosen + jnp.sum(jnp.where(_targeted(targets, start, fresh), z, 0.0), axis=-1)
-        return (new_top, total, weighted, chosen), (new_top, _bits(powers, kind)) if keep else (None, None)
+        if keep is None:
+            return (new_top, total, weighted, chosen), (None, None)
+        stored = _bits(powers, keep) if _narrow(keep) else powers.astype(keep)
+        return (new_top, total, weighted, chosen), (new_top, stored)
 
     zeros = jnp.zeros(hidden.shape[0], _wide(hidden))
     numbers = jnp.arange(-(-weight.shape[0] // size))
@@ -204,7 +214,7 @@ def _counted(targets: jax.Array, weight: jax.Array, cut: HeadCut | None) -> jax.
 
 
 def _backward(
-    scale: float, softcap: float | None, size: int, keep: bool, cut: HeadCut | None, saved: Any, cotangents: Any
+    scale: float, softcap: float | None, size: int, keep: str | None, cut: HeadCut | None, saved: Any, cotangents: Any
 ) -> Any:
     local: Callable[..., Any] = functools.partial(
         _gradients, scale=scale, softcap=softcap, size=size, keep=keep, cut=cut
@@ -227,38 +237,34 @@ def _gradients(
     logz: jax.Array,
     mean: jax.Array,
     tops: jax.Array | None,
-    bits: jax.Array | None,
+    kept: jax.Array | None,
     g_logp: jax.Array,
     g_entropy: jax.Array | None,
     *,
     scale: float,
     softcap: float | None,
     size: int,
-    keep: bool,
+    keep: str | None,
     cut: HeadCut | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Gradients of the hidden states [M, D] and of the head [V, D]."""
     targets = _counted(targets, weight, cut)
-    kind = _kept_type(hidden)
 
     def one(carry: Any, scanned: Any) -> Any:
         dhidden, dweight = carry
-        number, top, part_of_bits = scanned
+        number, top, stored = scanned
         start, part, fresh = _slice(weight, number, size, hidden.dtype)
         part = part if cut is None else cut.whole(part)
-        # d logp = onehot - p; d entropy = -p (z - mean).
         of_p = g_logp[:, None]
-        if keep:
-            e = jax.lax.bitcast_convert_type(part_of_bits, kind).astype(logz.dtype)
-            p = e * jnp.exp(top - logz)[:, None]
-            if g_entropy is not None:
-                # The least number in place of 0: its p is 0 whatever the logit.
-                z = jnp.log(jnp.maximum(e, jnp.finfo(kind).tiny)) + top[:, None]
+        # d logp = onehot - p; d entropy = -p (z - mean). Of nearly equal logits exponentials do not tell z - mean.
+        if keep is not None and g_entropy is None:
+            e = jax.lax.bitcast_convert_type(stored, keep) if _narrow(keep) else stored
+            p = e.astype(logz.dtype) * jnp.exp(top - logz)[:, None]
         else:
             z = _logits(hidden, part, scale, softcap)
             p = jnp.exp(z - logz[:, None])
-        if g_entropy is not None:
-            of_p = of_p + g_entropy[:, None] * (z - mean[:, None])
+            if g_entropy is not None:
+                of_p = of_p + g_entropy[:, None] * (z - mean[:, None])
         dz = jnp.where(_targeted(targets, start, jnp.ones_like(fresh)), g_logp[:, None], 0.0)
         dz = (dz - p * of_p) * scale
         if softcap is not None:
@@ -277,7 +283,7 @@ def _gradients(
         return (dhidden, dweight), None
 
     zeros = jnp.zeros(hidden.shape, _wide(hidden)), jnp.zeros_like(weight)
-    (dhidden, dweight), _ = jax.lax.scan(one, zeros, (jnp.arange(-(-weight.shape[0] // size)), tops, bits))
+    (dhidden, dweight), _ = jax.lax.scan(one, zeros, (jnp.arange(-(-weight.shape[0] // size)), tops, kept))
     if cut is not None:
         dhidden, dweight = cut.summed(dhidden), cut.rest(dweight)
     return dhidden.astype(hidden.dtype), dweight

@@ -92,16 +92,56 @@ def test_what_is_kept_is_held_once_in_the_type_of_the_products():
     assert kept < found < 1.6 * kept
 
 
-def test_an_entropy_without_a_gradient_costs_no_logarithms():
-    shapes = (jax.ShapeDtypeStruct((n, 16), jnp.float32) for n in (256, 1024))
+def test_an_entropy_without_a_gradient_costs_no_product():
+    shapes = [jax.ShapeDtypeStruct((n, 16), jnp.float32) for n in (256, 1024)]
 
-    def loss(h, w):
-        logps, entropies = token_logps(h, jnp.zeros(256, jnp.int32), w)
-        return logps.sum(), entropies.sum()
+    def products(of_loss):
+        def loss(h, w):
+            found = token_logps(h, jnp.zeros(256, jnp.int32), w)
+            return sum(found[i].sum() for i in of_loss), found[1].sum()
 
-    program = str(jax.make_jaxpr(jax.grad(loss, (0, 1), has_aux=True))(*shapes))
-    # That of the normaliser.
-    assert program.count(" log ") == 1
+        return str(jax.make_jaxpr(jax.grad(loss, (0, 1), has_aux=True))(*shapes)).count("dot_general")
+
+    assert products([0, 1]) == products([0]) + 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_an_entropy_near_its_maximum_has_the_gradient_of_exact_logits(dtype):
+    """Where logits differ by a hundredth, a rounding of their exponentials would be a fifth of it."""
+    k = jax.random.split(jax.random.key(1), 2)
+    hidden, weight = 0.01 * jax.random.normal(k[0], (8, 64)), 0.125 * jax.random.normal(k[1], (1024, 64))
+
+    def gradient(dtype):
+        def f(h, w):
+            return token_logps(h, jnp.zeros(8, jnp.int32), w, elements=8 * 256)[1].sum()
+
+        return np.asarray(jax.grad(f, 1)(hidden.astype(dtype), weight.astype(dtype)), np.float64)
+
+    with jax.enable_x64(True):
+        exact = gradient("float64")
+    assert np.linalg.norm(gradient(dtype) - exact) < 0.01 * np.linalg.norm(exact)
+
+
+def test_second_derivatives_are_right_or_refused():
+    k = jax.random.split(jax.random.key(2), 3)
+    hidden, weight, along = (
+        jax.random.normal(key, shape) for key, shape in zip(k, [(4, 8), (300, 8), (4, 8)], strict=True)
+    )
+
+    def bent(dtype, head):
+        def f(h):
+            return 0.1 * (head(h, jnp.arange(4), weight.astype(dtype))[0] ** 2).sum()
+
+        return jax.grad(lambda h: (jax.grad(f)(h) * along.astype(dtype)).sum())(hidden.astype(dtype))
+
+    def ours(*args):
+        return token_logps(*args, elements=512)
+
+    np.testing.assert_allclose(
+        bent("float32", ours), bent("float32", lambda h, t, w: naive(h, t, w, 1.0)), rtol=1e-4, atol=1e-5
+    )
+    with pytest.raises(NotImplementedError, match="kept=0"):
+        bent("bfloat16", ours)
 
 
 def test_peak_memory_does_not_grow_with_positions_times_vocabulary():

@@ -5,8 +5,7 @@ import functools
 import logging
 import os
 import subprocess
-import sys
-import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -224,27 +223,24 @@ def test_what_a_compiler_says_against_the_source_is_told(cache_folder, tmp_path,
 
 
 def test_a_compiler_that_fails_leaves_no_process_and_no_file(cache_folder, tmp_path):
-    """One source of three fails at once; the others would take a minute."""
-    compiler = tmp_path / "slow"
-    body = 'case "$*" in --version) echo 1;; *matmul.c*) echo no >&2; exit 1;; *) echo $$ >> %s; exec sleep 60;; esac'
-    compiler.write_text("#!/bin/sh\n" + body % (tmp_path / "pids"))
+    """One source of three fails at once; of the others a process of the compiler's own would take a minute."""
+    compiler, pids = tmp_path / "slow", tmp_path / "pids"
+    compiler.write_text(f"""#!/bin/sh
+case "$*" in
+  --version) echo 1;;
+  *matmul.c*) while [ ! -s {pids} ]; do sleep 0.01; done; echo no >&2; exit 1;;
+  *) touch "$TMPDIR/left"; sleep 60 & echo $! >> {pids}; wait;;
+esac
+""")
     compiler.chmod(0o755)
-    started = time.monotonic()
     with pytest.raises(subprocess.CalledProcessError) as e:
         kernels.built("float32", str(compiler))
-    assert e.value.stderr == "no\n" and time.monotonic() - started < 30
+    assert e.value.stderr == "no\n"
     assert list((cache_folder / "kernels").iterdir()) == []
-    for pid in (tmp_path / "pids").read_text().split() if (tmp_path / "pids").exists() else []:
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(pid), 0)
-
-
-def test_a_build_that_was_begun_is_whole_when_a_short_process_ends(tmp_path):
-    program = "from tuning.cpu import kernels; kernels.begin()"
-    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
-    (kept,) = (tmp_path / "kernels").iterdir()
-    assert kept.suffix == ".so"
+    for pid in pids.read_text().split():
+        stat = Path(f"/proc/{pid}/stat")
+        # Killed; whoever has become its parent may not have looked yet.
+        assert not stat.exists() or stat.read_text().split()[2] == "Z"
 
 
 def test_the_kernel_is_kept_with_what_jax_keeps(cache_folder):
