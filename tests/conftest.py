@@ -100,11 +100,16 @@ def rlhf_here() -> Command:
 
 
 @pytest.fixture(scope="session")
-def smoke_store(rlhf: Command, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The store after `rlhf run smoke --name first`. Read only: tests that change a store take `store`."""
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that the test processes of one session (pytest-xdist) share."""
     base = tmp_path_factory.getbasetemp()
-    # Test processes of one session (pytest-xdist) share it; the first that asks makes it.
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session")
+def smoke_store(rlhf: Command, shared: Path) -> Path:
+    """The store after `rlhf run smoke --name first`. Read only: tests that change a store take `store`."""
+    # The first process that asks makes it.
     folder = shared / "smoke" / "store"
     folder.parent.mkdir(exist_ok=True)
     with (folder.parent / "lock").open("w") as lock:
@@ -112,6 +117,14 @@ def smoke_store(rlhf: Command, tmp_path_factory: pytest.TempPathFactory) -> Path
         if not (folder.parent / "done").exists():
             rlhf("run", "smoke", "--no-prefect", "--name", "first", "--set", f"store={folder}")
             (folder.parent / "done").touch()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def prefect_database(shared: Path) -> Path:
+    """Where the first of `tests.flows.prefect_server` leaves its database for the others."""
+    folder = shared / "prefect-database"
+    folder.mkdir(exist_ok=True)
     return folder
 
 
