@@ -110,9 +110,9 @@ class Prefect:
     def keep_database(self, path: Path) -> None:
         """Copies the database of the server that runs."""
         made = path.with_suffix(".made")
-        with contextlib.closing(sqlite3.connect(Path(self.env["PREFECT_HOME"]) / "prefect.db")) as database:
-            with contextlib.closing(sqlite3.connect(made)) as copy:
-                database.backup(copy)
+        own = Path(self.env["PREFECT_HOME"]) / "prefect.db"
+        with contextlib.closing(sqlite3.connect(own)) as database, contextlib.closing(sqlite3.connect(made)) as copy:
+            database.backup(copy)
         made.rename(path)
 
     def healthy(self) -> bool:

@@ -19,6 +19,7 @@ from tuning.losses.importance import RATIO_EDGES
 from tuning.models.huggingface import scalar_head_params
 from tuning.training.step import copy
 
+
 # Not at import: every process of the tests imports every module.
 @functools.cache
 def sampled():
