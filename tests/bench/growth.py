@@ -82,7 +82,8 @@ SERIES = {
         flat=("lead_save_memory_mb", "lead_restore_memory_mb", "other_save_memory_mb", "other_restore_memory_mb"),
     ),
     "ranks": Series(
-        "hosts", "ranks", (1, 2, 8, 32, 128), ("lead_seconds", "lead_mb"), ("lead_messages",), ("lead_memory_mb",)
+        "hosts", "ranks", (1, 2, 8, 32, 128), ("lead_seconds",), ("lead_messages",), ("lead_memory_mb",),
+        {"lead_mb": "each rank is told what all others have told"},
     ),
 }  # fmt: skip
 QUANTITIES = tuple(dict.fromkeys(series.quantity for series in SERIES.values()))

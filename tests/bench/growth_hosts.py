@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from stages.worker.rank import Member
 from tests.bench.round_memory import resident
 
 HOST, TOKEN, WAIT = "127.0.0.1", "0123456789abcdef", 60.0
-TURNS = 5
+TURNS = {"processes": 5, "ranks": 40}
 SIDE, LEAVES = 512, 16
 """Of the square float32 arrays of a checkpoint, and how many there are."""
 
@@ -43,12 +43,6 @@ def others(port: int, size: int, *ranks: str) -> list[subprocess.Popen[bytes]]:
     """Processes of other ranks."""
     command = [sys.executable, "-m", "tests.bench.growth_hosts", str(port), str(size)]
     return [subprocess.Popen([*command, rank]) for rank in ranks]
-
-
-def free_port() -> int:
-    """A port that nobody listens at."""
-    with channel.listen(HOST, 0) as probe:
-        return int(probe.getsockname()[1])
 
 
 def lead_of(size: int, port: int) -> Gang:
@@ -89,7 +83,7 @@ def work(folder: Path) -> dict[str, float]:
     found = {}
     for name, call in (("save", save), ("restore", restore)):
         call()
-        found[f"{name}_seconds"], found[f"{name}_memory_mb"] = again(call, times=TURNS)
+        found[f"{name}_seconds"], found[f"{name}_memory_mb"] = again(call, times=TURNS["processes"])
     checkpoints.close()
     return found
 
@@ -100,14 +94,14 @@ def processes(size: int) -> dict[str, Any]:
 
     from tuning import ranks
 
-    port = free_port()
+    port = channel.free_port(HOST)
     started = others(port, size, *map(str, range(1, size)))
     gang = lead_of(size, port)
     gang.start()
     ranks.use(gang)
     with tempfile.TemporaryDirectory() as folder:
         mine = work(Path(folder) / "checkpoints")
-    told = [mine, *(gang.share(rank, None) for rank in range(1, size))]
+    told = gang.gather(mine)
     ranks.use(None)
     gang.close(again=False)
     for one in started:
@@ -127,9 +121,7 @@ def one_rank(port: int, size: int, rank: int) -> None:
     distributed.initialize(member, member.coordinator)
     ranks.use(member)
     # The lead's folder: no other rank opens it.
-    mine = work(Path("nowhere"))
-    for owner in range(1, size):
-        member.share(owner, mine)
+    member.gather(work(Path("nowhere")))
     assert "bye" in member.orders.get()
 
 
@@ -153,10 +145,14 @@ class Sent:
         channel.Channel.send_encoded = counted  # type: ignore[method-assign]
 
 
-def dealing(size: int, share: Callable[[int, Any], Any]) -> None:
-    """What ranks tell each other before an engine's step: rooms and loads (`tuning.rollout.engine.gang`)."""
-    for rank in range(size):
-        share(rank, [[1, 0]])
+TOLD = [[1, 0]]
+"""What a rank tells the others before an engine's step: room and load of its engine (`tuning.rollout.engine.gang`)."""
+
+
+def flush(gang: Gang) -> None:
+    """Waits until all that ranks are told is sent."""
+    for member in gang._members.values():
+        member.outbox.flush(time.monotonic() + WAIT)
 
 
 def ranks(size: int) -> dict[str, Any]:
@@ -171,12 +167,12 @@ def ranks(size: int) -> dict[str, Any]:
         member.outbox.start(member.name)
         threading.Thread(target=gang._read, args=[member], daemon=True).start()
     gang._tell({"welcome": {"ranks": size, "coordinator": "", "silence": WAIT}})
-    dealing(size, gang.share)
-    sent = Sent()
-    taken = seconds(lambda: [dealing(size, gang.share) for _ in range(TURNS)]) / TURNS
-    for member in gang._members.values():
-        member.outbox.flush(time.monotonic() + WAIT)
-    found = {"lead_messages": sent.messages / TURNS, "lead_mb": sent.bytes / TURNS / 1e6, "lead_seconds": taken}
+    gang.gather(TOLD)
+    flush(gang)
+    sent, turns = Sent(), TURNS["ranks"]
+    taken = seconds(lambda: [gang.gather(TOLD) for _ in range(turns)]) / turns
+    flush(gang)
+    found = {"lead_messages": sent.messages / turns, "lead_mb": sent.bytes / turns / 1e6, "lead_seconds": taken}
     gang.close(again=False)
     for one in started:
         one.wait(WAIT)
@@ -187,8 +183,8 @@ def all_ranks(port: int, size: int) -> None:
     """The other process of `ranks`."""
 
     def run(member: Member) -> None:
-        for _ in range(1 + TURNS):
-            dealing(size, member.share)
+        for _ in range(1 + TURNS["ranks"]):
+            member.gather(TOLD)
         member.orders.get()
 
     threads = [threading.Thread(target=run, args=[member]) for member in joined(port, size, range(1, size))]
