@@ -55,13 +55,13 @@ class Series:
 
 SERIES = {
     "tokens": Series(
-        "tokens", "tokens", (4, 40, 400, 1600), ("step_seconds",), flat=("step_memory_mb", "step_programs")
+        "tokens", "tokens", (4, 40, 400), ("step_seconds",), flat=("step_memory_mb", "step_programs")
     ),
     "packing": Series(
-        "tokens", "examples", (160, 1600, 16000, 48000), ("packing_seconds", "packing_memory_mb"),
+        "tokens", "examples", (160, 1600, 16000), ("packing_seconds", "packing_memory_mb"),
     ),
     "length": Series(
-        "length", "length", (64, 512, 2048, 8192), ("logps_memory_mb", "step_memory_mb"),
+        "length", "length", (64, 4096, 16384), ("logps_memory_mb", "step_memory_mb"),
         flat=("logps_programs", "step_programs"),
         known={"logps_seconds": ATTENTION, "step_seconds": ATTENTION},
     ),

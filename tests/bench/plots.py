@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+COLUMNS = 7
+
 
 @dataclasses.dataclass(frozen=True)
 class Panels:
@@ -25,12 +27,16 @@ class Panels:
 
     def draw(self, axes: Any, name: str) -> None:
         """One figure."""
+        from matplotlib.ticker import NullFormatter
+
         counts, values = [row[self.count] for row in self.rows], [row[name] for row in self.rows]
         axes.loglog(counts, values, marker="o")
         if name == self.flat:
             axes.set(yscale="linear", ylim=(0, 1.2 * max(values) or 1))
         else:
             axes.loglog(counts, [values[-1] * one / counts[-1] for one in counts], ":", color="grey")
+        # Those of less than a decade would lie on one another.
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_title(name.replace("_", " "), fontsize=9)
         axes.set_xlabel(self.count)
 
@@ -41,17 +47,18 @@ def over(rows: Sequence[Mapping[str, Any]], count: str, names: Sequence[str], pa
 
 
 def grid(panels: Sequence[Panels], path: Path) -> None:
-    """Several rows of panels, one below the other."""
+    """The figures of all, in rows of COLUMNS."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    columns = max(len(one.shown) for one in panels)
-    figure = Figure(figsize=(2.4 * columns, 3 if len(panels) == 1 else 2.3 * len(panels)), layout="constrained")
+    drawn = [(one, name) for one in panels for name in one.shown]
+    columns = min(COLUMNS, len(drawn))
+    rows = -(-len(drawn) // columns)
+    figure = Figure(figsize=(2.4 * columns, 3 if rows == 1 else 2.3 * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    for of_row, one in zip(figure.subplots(len(panels), columns, squeeze=False), panels, strict=True):
-        for number, axes in enumerate(of_row):
-            if number < len(one.shown):
-                one.draw(axes, one.shown[number])
-            else:
-                axes.set_axis_off()
+    places = iter(figure.subplots(rows, columns, squeeze=False).flat)
+    for one, name in drawn:
+        one.draw(next(places), name)
+    for axes in places:
+        axes.set_axis_off()
     figure.savefig(path, dpi=110)
