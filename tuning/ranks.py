@@ -24,6 +24,9 @@ class Ranks(Protocol):
     def share(self, owner: int, value: Any) -> Any:
         """The JSON value of the rank `owner`, on every rank; the value that others give is not looked at."""
 
+    def gather(self, value: Any) -> list[Any]:
+        """The JSON values of all ranks, in their order, on every rank."""
+
 
 class _Alone:
     """One process."""
@@ -32,6 +35,9 @@ class _Alone:
 
     def share(self, owner: int, value: Any) -> Any:
         return value
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
 
 
 ALONE: Ranks = _Alone()
@@ -66,7 +72,7 @@ def array_from_lead(make: Callable[[], np.ndarray]) -> np.ndarray:
 
 def least(value: int) -> int:
     """The smallest of the values that the ranks have."""
-    return min(_now.share(owner, value) for owner in range(_now.size))
+    return int(min(_now.gather(value)))
 
 
 def packed(array: np.ndarray) -> list[Any]:

@@ -116,6 +116,12 @@ def listen(host: str, port: int) -> socket.socket:
     return server
 
 
+def free_port(host: str) -> int:
+    """A port of this host that nobody listens at now."""
+    with listen(host, 0) as probe:
+        return int(probe.getsockname()[1])
+
+
 def welcome(sock: socket.socket, token: str, seconds: float = HANDSHAKE_SECONDS) -> tuple[Channel, Message]:
     """The lead's side of a new connection: the channel, and the hello of the rank.
 

@@ -5,6 +5,7 @@
                          <----------       ready, or why not
       go                 ---------->       runs the stage
       share              <--------->       what one rank alone knows (`tuning.ranks`), handed on by the lead
+                         <----------       gather: what each rank knows; the lead shares all of it
                          <----------       ended, well or with an error
       named              ---------->       the digest under which what is in memory is kept
       beat               <--------->       every two seconds
@@ -27,7 +28,7 @@ from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
 from stages.worker import channel, distributed, interpreter
-from stages.worker.channel import Channel, Message
+from stages.worker.channel import Channel, Message, encoded
 from stages.worker.loaded import CodeDiffers
 from stages.worker.outbox import Outbox
 from stages.worker.places import TOKEN, WAIT, Place
@@ -96,7 +97,7 @@ class Gang:
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._members: dict[int, _Member] = {}
         self._changed = threading.Condition()
-        self._shared: dict[int, Any] = {}
+        self._shared: dict[int | tuple[int, int], Any] = {}
         self._number = self._count = 0
         self._open = True
         self._busy = False
@@ -127,7 +128,7 @@ class Gang:
             self._welcome_all(server)
         finally:
             server.close()
-        coordinator = f"{self._place.host}:{_free_port(self._place.host)}"
+        coordinator = f"{self._place.host}:{channel.free_port(self._place.host)}"
         for member in self._members.values():
             member.outbox.start(member.name)
             threading.Thread(target=self._read, args=[member], name=member.name, daemon=True).start()
@@ -221,13 +222,16 @@ class Gang:
 
     def _take(self, member: _Member, message: Message) -> None:
         if "share" in message:
+            line = encoded(message)
             for other in self._members.values():
                 if other is not member:
                     # Without waiting: the next word of this one would be late.
-                    self._send(other, message, 0)
+                    self._send(other, line, 0)
         with self._changed:
             if "share" in message:
                 self._shared[message["share"]] = message["value"]
+            elif "gather" in message:
+                self._shared[message["gather"], member.rank] = message["value"]
             elif "ready" in message:
                 member.ready = message
             elif "ended" in message:
@@ -275,13 +279,14 @@ class Gang:
             sys.stdout.flush()
         os._exit(1)
 
-    def _send(self, member: _Member, message: Message, seconds: float) -> None:
-        if not member.outbox.put(message, seconds):
+    def _send(self, member: _Member, line: bytes, seconds: float) -> None:
+        if not member.outbox.put_encoded(line, seconds):
             self._lose(member, "does not read what it is sent")
 
     def _tell(self, message: Message) -> None:
+        line = encoded(message)
         for member in self._members.values():
-            self._send(member, message, self._place.silence)
+            self._send(member, line, self._place.silence)
 
     def write_stacks(self) -> None:
         """Has each rank write the stacks of its threads to its log."""
@@ -332,10 +337,18 @@ class Gang:
         if owner == 0:
             self._tell({"share": number, "request": self._number, "value": value})
             return value
+        return self._await(number)
+
+    def gather(self, value: Any) -> list[Any]:
+        """As `tuning.ranks.Ranks.gather`. Raises RankFailed where a rank has ended the stage instead."""
+        told = [self._await((self._count, rank)) for rank in range(1, self.size)]
+        return list(self.share(0, [value, *told]))
+
+    def _await(self, name: int | tuple[int, int]) -> Any:
         with self._changed:
-            self._changed.wait_for(lambda: number in self._shared or self._error() is not None)
-            if number in self._shared:
-                return self._shared.pop(number)
+            self._changed.wait_for(lambda: name in self._shared or self._error() is not None)
+            if name in self._shared:
+                return self._shared.pop(name)
         error = self._error()
         assert error is not None
         raise error
@@ -380,11 +393,6 @@ class Gang:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(timeout=GRACE_SECONDS)
             child.kill()
-
-
-def _free_port(host: str) -> int:
-    with channel.listen(host, 0) as probe:
-        return int(probe.getsockname()[1])
 
 
 def _end_of(child: subprocess.Popen[bytes]) -> str:

@@ -26,8 +26,12 @@ class Outbox:
 
     def put(self, message: Message, seconds: float) -> bool:
         """Has a message sent as it is now; False where too many have waited for so many seconds."""
+        return self.put_encoded(encoded(message), seconds)
+
+    def put_encoded(self, line: bytes, seconds: float) -> bool:
+        """As `put`, with what `encoded` has made."""
         try:
-            self._waiting.put(encoded(message), block=seconds > 0, timeout=seconds)
+            self._waiting.put(line, block=seconds > 0, timeout=seconds)
         except queue.Full:
             return False
         return True

@@ -119,6 +119,16 @@ class Member:
         if owner == self.rank:
             self.answer(share=number, value=value)
             return value
+        return self._await(number)
+
+    def gather(self, value: Any) -> list[Any]:
+        """As `tuning.ranks.Ranks.gather`. Raises Abandoned where the lead has ended the stage."""
+        number = self._count
+        self._count += 1
+        self.answer(gather=number, value=value)
+        return list(self._await(number))
+
+    def _await(self, number: int) -> Any:
         with self._changed:
             self._changed.wait_for(lambda: number in self._shared or self._abandoned)
             if number in self._shared:

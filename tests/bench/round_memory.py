@@ -20,6 +20,8 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results" / "round_memory.json"
 SHORTEST, LONGEST, PROMPT, GROUP, VOCABULARY = 110, 500, 64, 16, 128
+MOST = 250
+"""Tokens up to which a completion has a reward."""
 WARM = 1024
 """Completions of the round before the measured one: two optimizer steps, with the programs of all others."""
 LIMIT = 4.0
@@ -36,8 +38,8 @@ def model() -> Any:
     return dataclasses.replace(tiny(VOCABULARY), **smallest, num_heads=1, num_kv_heads=1, head_dim=8)
 
 
-def table(completions: int, policy: str) -> Any:
-    """A rollout table in Arrow, of groups of 16; made without an object a token."""
+def table(completions: int, policy: str, given: Any = None) -> Any:
+    """A rollout table in Arrow, of groups of 16; made without an object a token. given: other lengths."""
     import numpy as np
     import pyarrow as pa
 
@@ -49,6 +51,7 @@ def table(completions: int, policy: str) -> Any:
     spread = np.linspace(SHORTEST, LONGEST, GROUP).astype(np.int64)
     lengths = np.concatenate([rng.permutation(spread) for _ in range(completions // GROUP)])
     prompts = np.full(completions, PROMPT)
+    lengths = lengths if given is None else given[:completions]
     letters = "".join(chr(97 + i % 26) for i in range(4 * LONGEST))
 
     def lists(sizes: Any, values: Any, kind: pa.DataType) -> pa.Array:
@@ -87,8 +90,8 @@ def commit(folder: Path, stage: str, name: str) -> Any:
     return Store(str(folder.parent / "store")).commit(folder, manifest | {"versions": {}})
 
 
-def make(folder: Path, completions: int) -> dict[str, Any]:
-    """Writes the policy and the rollout tables; the sizes of the measured one."""
+def make(folder: Path, completions: int, lengths: Any = None) -> dict[str, Any]:
+    """Writes the policy and the rollout tables, with lengths or its own; the sizes of the measured one."""
     from tuning.models import huggingface
     from tuning.rows import write_arrow
 
@@ -96,7 +99,7 @@ def make(folder: Path, completions: int) -> dict[str, Any]:
     huggingface.save_decoder(folder / "base" / "model", model(), huggingface.random_params(model(), 0), ids)
     base, sizes = commit(folder / "base", "base", "base"), {}
     for name, count in (("warm", WARM), ("whole", completions)):
-        rows = table(count, base.digest)
+        rows = table(count, base.digest, lengths)
         write_arrow(folder / name / "rollouts" / "part-00000.parquet", rows)
         sizes = {
             "completions": count,
@@ -108,12 +111,12 @@ def make(folder: Path, completions: int) -> dict[str, Any]:
     return sizes
 
 
-def configs() -> dict[str, Any]:
+def configs(most: int = MOST) -> dict[str, Any]:
     """Stages and their settings."""
     from stages.score import stage as score
     from stages.update import stage as update
 
-    reward = {"function": "length_at_most", "arguments": {"tokens": 250}}
+    reward = {"function": "length_at_most", "arguments": {"tokens": most}}
     optimizer = {"learning_rate": 1e-6}
     values = {"algorithm": "grpo", "kl_coef": 0.0, "prompts_per_step": 32, "optimizer": optimizer}
     settings = {"score": {"rewards": {"short": reward}}, "update": values}
@@ -123,8 +126,10 @@ def configs() -> dict[str, Any]:
     }
 
 
-def perform(folder: Path, stage: str, name: str, memory: dict[str, Any]) -> dict[str, Any]:
-    """Runs a stage on a table; its metrics."""
+def perform(
+    folder: Path, stage: str, name: str, memory: dict[str, Any], end: str = "", most: int = MOST
+) -> dict[str, Any]:
+    """Runs a stage on a table; its metrics. end: of the artifact's name, for one that is made again."""
     from stages.contract.definition import Context
     from stages.store.artifacts import Store
 
@@ -133,8 +138,9 @@ def perform(folder: Path, stage: str, name: str, memory: dict[str, Any]) -> dict
     inputs = {"policy": base, "tokenizer": base, "rollouts": store.get("rollout", name)}
     if stage == "update":
         inputs["scores"] = store.get("score", f"{name}-score")
-    module, config = configs()[stage]
-    out, work = folder / f"{name}-{stage}", folder / f"{name}-{stage}-work"
+    module, config = configs(most)[stage]
+    made = f"{name}-{stage}{end}"
+    out, work = folder / made, folder / f"{made}-work"
     out.mkdir()
     work.mkdir()
     ctx = Context(
@@ -144,7 +150,7 @@ def perform(folder: Path, stage: str, name: str, memory: dict[str, Any]) -> dict
     metrics = module.run(ctx)
     ctx.close()
     memory.clear()
-    commit(out, stage, f"{name}-{stage}")
+    commit(out, stage, made)
     return metrics
 
 

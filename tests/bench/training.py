@@ -105,9 +105,9 @@ def prepared(work: str, model: str, dtype: str = "auto") -> Measured:
             lora = LoraConfig(rank=16, alpha=32.0)
             trainable, frozen = tune(config, "decoder", params, lora, seed=0, dtype=compute.dtype)
             sft_loss = over(tuned_graph(config, "decoder", lora), sft_loss)
-            function, times = _stepper(sft_loss, trainable, batches, (frozen, None)), ADAPTER
+            function, times = stepper(sft_loss, trainable, batches, (frozen, None)), ADAPTER
         else:
-            function = _stepper(sft_loss, params, batches)
+            function = stepper(sft_loss, params, batches)
     elif work in ("W4", "W4c"):
         ids = inputs.tokens(16, 128, config.vocab_size)
         split = 1 if work == "W4" else 64
@@ -128,7 +128,7 @@ def prepared(work: str, model: str, dtype: str = "auto") -> Measured:
             return jnp.sum(losses) / batch["n_groups"], {}
 
         reference = jax.tree.map(jnp.copy, params)
-        step = _stepper(dpo_loss, params, None)
+        step = stepper(dpo_loss, params, None)
         function = lambda: step([b | {"reference_C": program(reference, b)} for b in batches])  # noqa: E731
     elif work == "reward":
         groups = pair_groups(config)
@@ -139,7 +139,7 @@ def prepared(work: str, model: str, dtype: str = "auto") -> Measured:
             chosen, rejected = scores(head_graph, params, batch, compute).reshape(-1, 2).T
             return jnp.sum(bradley_terry(chosen, rejected)) / batch["n_groups"], {}
 
-        function = _stepper(reward_loss, scalar_head_params(config, params), batches)
+        function = stepper(reward_loss, scalar_head_params(config, params), batches)
     else:
         raise SystemExit(f"no work {work!r}")
     return Measured(function, config, groups, times)
@@ -166,7 +166,7 @@ def run(work: str, model: str, repeats: int, dtype: str = "auto") -> None:
     )
 
 
-def _stepper(loss: Any, params: Any, batches: Any, frozen: Any = None) -> Any:
+def stepper(loss: Any, params: Any, batches: Any, frozen: Any = None) -> Any:
     opt = optimizer()
     state = {"params": params, "opt": jax.jit(opt.init)(params)}
     step = make_step(loss, opt, 3)

@@ -168,6 +168,8 @@ def _forward(
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     heads = k_BLKH.shape[2]
     groups = q_BLNH.shape[2] // heads
+    # The same in all layers, masks would be computed before the first one and held, [N, L, L]: so they wait for q.
+    q_BLNH, segments, begin = jax.lax.optimization_barrier((q_BLNH, segments, jnp.zeros((), jnp.int32)))
     q, k, v = _by_head(q_BLNH, heads), k_BLKH.transpose(0, 2, 1, 3), v_BLKH.transpose(0, 2, 1, 3)
 
     def block(start: jax.Array | int, stop: int) -> tuple[jax.Array, jax.Array]:
@@ -184,7 +186,7 @@ def _forward(
 
     outs, normalisers = [], []
     for first, count, stop in _stripes(q.shape[3], k.shape[2], segments.first is not None):
-        starts = first + BLOCK * jnp.arange(count)
+        starts = begin + first + BLOCK * jnp.arange(count)
         out, normaliser = jax.lax.map(functools.partial(block, stop=stop), starts)
         outs.append(out)
         normalisers.append(normaliser)

@@ -189,19 +189,33 @@ def _size(groups: Sequence[Group]) -> int:
 
 def _first_fit(pieces: Sequence[Sequence[Group]], row_tokens: int) -> list[list[Group]]:
     """Rows of pieces that are not divided."""
-    rows: list[list[Group]] = []
-    free: list[int] = []
-    for piece in sorted(pieces, key=lambda p: -_size(p)):
-        size = _size(piece)
-        for i, room in enumerate(free):
-            if size <= room:
-                rows[i] += piece
-                free[i] -= size
-                break
-        else:
-            rows.append([*piece])
-            free.append(row_tokens - size)
-    return rows
+    rows = first_fit([_size(piece) for piece in pieces], row_tokens)
+    return [[group for number in row for group in pieces[number]] for row in rows]
+
+
+def first_fit(sizes: Sequence[int], room: int) -> list[list[int]]:
+    """First-fit decreasing: numbers of things by place, each in the first place that has room for it, the largest
+    first. Ties keep the given order. Raises ValueError for a thing that no place has room for."""
+    order = sorted(range(len(sizes)), key=lambda i: -sizes[i])
+    if order and sizes[order[0]] > room:
+        raise ValueError(f"{sizes[order[0]]} tokens that belong together do not fit into a row of {room}")
+    width = power_of_two(len(sizes))
+    # A tree over as many places as there may be: a node has the most room of its two, 2n and 2n + 1. The walk down to
+    # the first place that fits makes the time of all proportional to n log n.
+    free = [room] * (2 * width)
+    places: list[list[int]] = []
+    for number in order:
+        size, node = sizes[number], 1
+        while node < width:
+            node = 2 * node + (free[2 * node] < size)
+        if node - width == len(places):
+            places.append([])
+        places[node - width].append(number)
+        free[node] -= size
+        while node > 1:
+            node //= 2
+            free[node] = max(free[2 * node], free[2 * node + 1])
+    return places
 
 
 @dataclasses.dataclass(frozen=True)
@@ -373,12 +387,6 @@ def _chunks(groups: Sequence[Group], layout: Layout, shards: int) -> tuple[list[
         return [planned[i : i + rows] for i in range(0, count, rows)], False
     # A trajectory longer than the budget of a micro-batch is one all the same.
     rows = max(rows, *map(len, blocks))
-    chunks: list[list[list[Group]]] = []
-    for block in sorted(blocks, key=lambda b: -len(b)):
-        for chunk in chunks:
-            if len(chunk) + len(block) <= rows:
-                chunk += block
-                break
-        else:
-            chunks.append([*block])
+    placed = first_fit([len(block) for block in blocks], rows)
+    chunks = [[row for number in chunk for row in blocks[number]] for chunk in placed]
     return chunks, True

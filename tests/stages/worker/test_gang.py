@@ -23,14 +23,15 @@ from flows.recipe.reading import load_recipe
 from stages.contract.registry import modules, stage
 from stages.store.artifacts import Artifact, Store
 from stages.worker import channel, loaded
-from stages.worker.channel import Refused
+from stages.worker.channel import Channel, Refused
 from stages.worker.client import Worker
 from stages.worker.gang import Gang
 from stages.worker.joining import send_home
 from stages.worker.places import Place, PlaceError, first_host, place_of
 from stages.worker.process import of_stage
 from stages.worker.protocol import Request
-from tests.stages.worker.support import ignore, request
+from stages.worker.rank import Member
+from tests.stages.worker.support import ignore, request, waiting
 from tests.support import with_devices
 
 TOKEN = "0123456789abcdef"
@@ -199,6 +200,42 @@ def test_what_follows_the_handshake_at_once_is_not_lost() -> None:
         opened.send({"beat": True})
         thread.join()
     assert got == [{"welcome": 1}, {"beat": True}]
+
+
+def test_what_all_ranks_tell_goes_to_each_in_one_message() -> None:
+    with waiting(4) as (gang, join):
+        opened = [join(rank, rank) for rank in (1, 2, 3)]
+        while len(gang._members) < 3:
+            time.sleep(0.01)
+        for member in gang._members.values():
+            member.outbox.start(member.name)
+            threading.Thread(target=gang._read, args=[member], daemon=True).start()
+        for rank in (3, 1, 2):
+            opened[rank - 1].send({"gather": 0, "request": 0, "value": [rank]})
+        assert gang.gather([0]) == [[0], [1], [2], [3]]
+        gang._tell({"then": 1})
+        for one in opened:
+            assert one.receive(15) == {"share": 0, "request": 0, "value": [[0], [1], [2], [3]]}
+            assert one.receive(15) == {"then": 1}
+        gang._open = False
+
+
+def test_a_rank_gathers_by_one_message_to_its_lead() -> None:
+    here, there = socket.socketpair()
+    lead = Channel(there)
+    lead.send({"welcome": {"ranks": 3, "coordinator": "", "silence": 60}})
+    member = Member(2, Channel(here), 15)
+    got: list = []
+    thread = threading.Thread(target=lambda: got.append(member.gather([2])))
+    thread.start()
+    told = next(message for message in lead if "beat" not in message)
+    assert told == {"gather": 0, "value": [2], "request": 0}
+    lead.send({"share": 0, "request": 0, "value": [[0], [1], [2]]})
+    thread.join(15)
+    assert got == [[[0], [1], [2]]]
+    # Without it the rank would end this process with the connection.
+    lead.send({"bye": "end"})
+    assert member.orders.get(timeout=15) == {"bye": "end"}
 
 
 def test_ranks_are_sent_home_although_a_connection_is_reset() -> None:

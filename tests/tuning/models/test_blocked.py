@@ -1,11 +1,14 @@
 """Blocked attention equals the plain form, value and gradient, for every kind of mask."""
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tuning.models.blocked import Segments, blocked_attention, visible
+from tuning.models.blocked import BLOCK, Segments, blocked_attention, visible
 
 
 def plain(q, k, v, segments, window, scale, softcap):
@@ -77,3 +80,18 @@ def test_a_long_row_needs_a_twentieth_of_the_plain_forms_memory():
         return jax.jit(loss).lower(shape, keys, keys, ids).compile().memory_analysis().temp_size_in_bytes
 
     assert temporary(blocked_attention) < temporary(plain) / 20
+
+
+def test_masks_are_not_held_over_the_layers():
+    q, k, v, segments = inputs(1024)
+
+    def layer(x, _):
+        return blocked_attention(x, k, v, segments, None, 0.3, None), None
+
+    def loss(q):
+        return jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), q, None, length=2)[0].sum()
+
+    text = jax.jit(jax.grad(loss)).lower(q).as_text()
+    masks = [math.prod(int(n) for n in shape.split("x")) for shape in re.findall(r"tensor<([\dx]+)xi1>", text)]
+    # Those of one block of queries, for each head where they meet the logits.
+    assert max(masks) == q.shape[0] * q.shape[2] * BLOCK * 1024

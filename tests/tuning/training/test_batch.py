@@ -17,6 +17,7 @@ from tuning.training.batch import (
     Layout,
     choose_rows,
     count_micro_batches,
+    first_fit,
     micro_batches,
     numbered,
     plan_rows,
@@ -118,6 +119,40 @@ def test_rows_are_filled_and_never_overfull():
     rows = plan_rows(groups, 64)
     assert all(sum(g.size for g in row) <= 64 for row in rows)
     assert sum(g.size for g in groups) / (64 * len(rows)) > 0.85
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_thing_is_in_the_first_place_that_has_room_for_it(seed):
+    rng = np.random.default_rng(seed)
+    room = int(rng.integers(1, 60))
+    sizes = rng.integers(0, room + 1, rng.integers(0, 80)).tolist()
+    places, free = [], []
+    for number in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        place = next((i for i, left in enumerate(free) if left >= sizes[number]), len(free))
+        if place == len(free):
+            places.append([])
+            free.append(room)
+        places[place].append(number)
+        free[place] -= sizes[number]
+    assert first_fit(sizes, room) == places
+
+
+def test_what_no_place_has_room_for_is_told():
+    with pytest.raises(ValueError, match="11 tokens that belong together do not fit into a row of 10"):
+        first_fit([3, 11], 10)
+
+
+def test_a_place_is_found_without_a_look_at_all_of_them():
+    class Size(int):
+        looks = 0
+
+        def __gt__(self, other):
+            Size.looks += 1
+            return super().__gt__(other)
+
+    sizes = [Size(n) for n in np.random.default_rng(0).integers(30, 129, 4096)]
+    assert len(first_fit(sizes, 512)) > 400
+    assert 0 < Size.looks <= 4096 * 13
 
 
 def test_layout_holds_whole_groups_and_stays_in_the_budget():

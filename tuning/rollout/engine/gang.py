@@ -87,11 +87,11 @@ class GangReplicas(Replicas):
     def _rooms_and_loads(self) -> tuple[list[int], list[int]]:
         rooms, loads = super()._rooms_and_loads()
         owners = [owner_of(place) for place in self._places]
-        for rank in range(ranks.here().size):
+        mine = [[rooms[i], loads[i]] for i, owner in enumerate(owners) if owner == ranks.here().rank]
+        # One message to the lead and one from it: each rank's in turn would be as many as pairs of ranks.
+        for rank, told in enumerate(ranks.here().gather(mine)):
             theirs = [i for i, owner in enumerate(owners) if owner == rank]
-            for i, (room, load) in zip(
-                theirs, ranks.here().share(rank, [[rooms[i], loads[i]] for i in theirs]), strict=True
-            ):
+            for i, (room, load) in zip(theirs, told, strict=True):
                 rooms[i], loads[i] = room, load
         return rooms, loads
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -21,7 +23,7 @@ from tuning.rollout.engine import cache as kv_cache
 from tuning.rollout.engine import programs
 from tuning.rollout.engine.limits import Limits
 from tuning.rollout.engine.placement import Place, free_bytes, make_at, put_cache
-from tuning.rollout.engine.slots import Run, Slot, longest_prefix
+from tuning.rollout.engine.slots import Run, Slot, first_longer, longest_prefix
 from tuning.rollout.requests import RefusedRequest, Request
 from tuning.shapes import bucket
 
@@ -175,25 +177,28 @@ class Pool:
         if not self._limits.context and longest > self._context:
             self._context = self._bucket(longest)
 
-    def admit(self, waiting: Sequence[Run]) -> list[Run]:
-        """Seats as many waiting runs as there are slots for, in order, and returns them. Slots are resized for them."""
+    def admit(self, waiting: Sequence[Run], longest: float = math.inf) -> list[Run]:
+        """Seats as many waiting runs as there are slots for, in order, and returns them. Slots are resized for them.
+
+        longest: tokens that none of them exceeds.
+        """
         if not self.taken and not waiting:
             return []
-        longer = next((i for i, r in enumerate(waiting) if r.request.total_tokens > self._context), None)
+        longer = first_longer(waiting, longest, self._context)
         if longer is not None and self.live:
             # Longer slots for all may exceed the memory: this run waits until those in slots have ended.
-            waiting = waiting[:longer]
+            waiting = list(itertools.islice(waiting, longer))
         elif longer is not None:
             # Requests that come one by one give no hint of the longest: take what memory allows.
             self._context = self.widest
         # Runs that go on in a kept slot are first in the queue, and need no further one.
         going_on = {s.kept for s in self.slots if s.kept is not None}
-        own = sum(r.request.after in going_on for r in waiting)
+        own = sum(run.request.after in going_on for run in waiting) if going_on else 0
         rows = self.rows_for(self.taken + len(waiting) - own)
         left = max((s.run.left for s in self.slots if s.run), default=0)
         if rows < len(self.slots) and self.taken and left <= WORTH_SHRINKING * self._limits.steps:
             rows = len(self.slots)
-        entering = list(waiting[: own + max(0, rows - self.taken)])
+        entering = list(itertools.islice(waiting, own + max(0, rows - self.taken)))
         lengths = [len(s.held) for s in self.slots if s.taken] + [len(r.request.prompt) for r in entering]
         self.resize(max(rows, self.taken), max(lengths) + self._limits.steps)
         for run in entering:

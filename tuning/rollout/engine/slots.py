@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -115,6 +116,16 @@ class Slot:
     def prefilling(self) -> bool:
         """Whether it has a run whose prompt it must prefill itself."""
         return self.run is not None and self.run.leader is None and not self.decoding
+
+
+def first_longer(waiting: Iterable[Run], longest: float, context: int) -> int | None:
+    """The number of the first run that exceeds a context with its longest completion; `longest`: what none exceeds.
+
+    Where that fits, none is looked at.
+    """
+    if longest <= context:
+        return None
+    return next((i for i, run in enumerate(waiting) if run.request.total_tokens > context), None)
 
 
 SMALLEST_PREFIX = 16

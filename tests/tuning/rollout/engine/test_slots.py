@@ -5,7 +5,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from tests.tuning.tiny import CONFIG
+from tests.tuning.tiny import CONFIG, PARAMS
 from tuning.columns import Numbers
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.engine.limits import Limits
@@ -28,6 +28,28 @@ class Counting(list):
         found = super().__getitem__(at)
         self.looked += len(found)
         return found
+
+
+class Seen(Request):
+    """Counts how often its size is asked for."""
+
+    asked = 0
+
+    @property
+    def total_tokens(self):
+        Seen.asked += 1
+        return super().total_tokens
+
+
+def test_a_step_does_not_look_at_all_runs_that_wait():
+    engine = Engine(CONFIG, limits=Limits(slots=4, context=96))
+    engine.load(PARAMS)
+    for number in range(300):
+        engine.submit(Seen([1, 2, 3], 8, counter=number))
+    Seen.asked = 0
+    while engine.runs > 280:
+        engine.step()
+    assert Seen.asked == 0
 
 
 def test_the_prefix_of_a_begun_completion_is_looked_for_in_its_prompt_alone():

@@ -59,7 +59,7 @@ class PagedEngine(Engine):
         if decoded is None:
             decoded = self._decoding(crowded or bool(self._waiting))
         # Those preempted first were seated last.
-        self._waiting.runs.extendleft(self._seats.preempted)
+        self._waiting.put_in_front(self._seats.preempted)
         self._seats.preempted.clear()
         self._decoded = updates, decoded
 

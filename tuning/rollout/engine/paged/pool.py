@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Collection, Sequence
 
 import jax
@@ -24,7 +26,7 @@ from tuning.rollout.engine.paged.pages import BlockName, Pages, block_name
 from tuning.rollout.engine.paged.programs import Paged
 from tuning.rollout.engine.placement import Place, make_at
 from tuning.rollout.engine.pool import Pool
-from tuning.rollout.engine.slots import Run, Slot
+from tuning.rollout.engine.slots import Run, Slot, first_longer
 
 TABLE = 2**17
 """Most numbers of pages in a batch: the kernel holds them in the scalar memory of a TPU's core, which has 1 MiB."""
@@ -146,14 +148,17 @@ class PagedPool(Pool):
     def release(self, number: int) -> None:
         """Nothing: no seat is kept for an ended request."""
 
-    def admit(self, waiting: Sequence[Run]) -> list[Run]:
-        """Seats waiting runs, in order, while there are seats and pages for what they begin with; returns them."""
+    def admit(self, waiting: Sequence[Run], longest: float = math.inf) -> list[Run]:
+        """Seats waiting runs, in order, while there are seats and pages for what they begin with; returns them.
+
+        longest: tokens that none of them exceeds.
+        """
         if not waiting:
             return []
-        longer = next((i for i, r in enumerate(waiting) if r.request.total_tokens > self._context), None)
+        longer = first_longer(waiting, longest, self._context)
         if longer is not None and self.seats:
             # Longer tables, and perhaps more pages: this run waits until those in seats have ended.
-            waiting = waiting[:longer]
+            waiting = list(itertools.islice(waiting, longer))
         elif longer is not None:
             self._context = self.widest
         if not self.seats:

@@ -1,0 +1,199 @@
+"""Growth of cost: tokens of a step, length of a sequence, completions of a round, vocabulary, and hosts of a gang.
+
+`python -m tests.bench.growth --write` measures every size in a process of its own: processor seconds of calls behind
+the first one, the peak of memory above the idle process, programs, and what can be counted. What any size costs is the
+smallest one's, and is subtracted. The command fails where a figure grows faster than its quantity by
+more than half from one size to the next (one that is counted: by a hundredth), where programs grow, or memory that is
+meant to be flat. Some figures have a reason to grow faster, up to the square: they are named with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.bench import growth_of
+from tests.bench.plots import Panels, grid
+
+RESULTS = Path(__file__).parent / "results" / "growth.json"
+MEASURED, COUNTED = 1.5, 1.01
+"""How much faster than the quantity a figure may grow from one size to the next."""
+ATTENTION = "attention looks at each pair of tokens of a sequence"
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """Sizes of one quantity, and how figures may grow with it."""
+
+    quantity: str
+    count: str
+    """Its name on the axis, and among the figures where it is one."""
+    sizes: tuple[int, ...]
+    linear: tuple[str, ...] = ()
+    """Seconds and memory."""
+    counted: tuple[str, ...] = ()
+    """What is in proportion to the quantity, and exact."""
+    flat: tuple[str, ...] = ()
+    known: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Figures that may grow as the square, and why."""
+
+    @property
+    def shown(self) -> list[str]:
+        """Figures that are drawn."""
+        return [*self.linear, *self.known, *self.counted]
+
+
+SERIES = {
+    "tokens": Series(
+        "tokens", "tokens", (4, 40, 400), ("step_seconds",), flat=("step_memory_mb", "step_programs")
+    ),
+    "packing": Series(
+        "tokens", "examples", (160, 1600, 16000), ("packing_seconds", "packing_memory_mb"),
+    ),
+    "length": Series(
+        "length", "length", (64, 4096, 16384), ("logps_memory_mb", "step_memory_mb"),
+        flat=("logps_programs", "step_programs"),
+        known={"logps_seconds": ATTENTION, "step_seconds": ATTENTION},
+    ),
+    "completions": Series(
+        "completions", "completions", (160, 1600, 16000),
+        ("score_seconds", "update_seconds", "score_memory_mb", "update_memory_mb"),
+        ("stored_mb", "stored_requests", "requests"), ("score_programs", "update_programs"),
+    ),
+    "requests": Series(
+        "completions", "requests", (64, 640, 6400), ("rollout_seconds",), flat=("rollout_memory_mb", "rollout_programs")
+    ),
+    "vocabulary": Series(
+        "vocabulary", "vocabulary", (1000, 8000, 32000, 128000), ("step_seconds", "token_seconds", "step_memory_mb"),
+        flat=("step_programs", "token_programs"),
+    ),
+    "processes": Series(
+        "hosts", "processes", (1, 2, 4, 8), ("save_seconds", "restore_seconds"),
+        flat=("lead_save_memory_mb", "lead_restore_memory_mb", "other_save_memory_mb", "other_restore_memory_mb"),
+    ),
+    "ranks": Series(
+        "hosts", "ranks", (1, 2, 8, 32, 128), ("lead_seconds",), ("lead_messages",), ("lead_memory_mb",),
+        {"lead_mb": "each rank is told what all others have told"},
+    ),
+}  # fmt: skip
+SECONDS = 1800
+"""The longest that one size may take."""
+QUANTITIES = tuple(dict.fromkeys(series.quantity for series in SERIES.values()))
+
+
+def child(series: str, size: int) -> dict[str, Any]:
+    """The figures of one size, of a process of its own."""
+    command = [sys.executable, "-m", "tests.bench.growth", "--child", series, str(size)]
+    found = json.loads(subprocess.check_output(command, text=True, timeout=SECONDS).splitlines()[-1])
+    return {SERIES[series].count: size} | found
+
+
+def grown(rows: Sequence[Mapping[str, Any]], count: str, name: str) -> list[tuple[float, float]]:
+    """How much a figure has grown from each size to the next but from the first, and the quantity, both above those of
+    the first."""
+    first, *rest = rows
+    found = []
+    for before, after in itertools.pairwise(rest):
+        # What is nothing beside the rest cannot be compared: it counts as a tenth of what any size takes.
+        least = max(before[name] - first[name], 0.1 * first[name], 1e-9)
+        times = (after[count] - first[count]) / (before[count] - first[count])
+        found.append(((after[name] - first[name]) / least, times))
+    return found
+
+
+def power(rows: Sequence[Mapping[str, Any]], count: str, name: str) -> float:
+    """By which power of the quantity a figure grows from the last size but one to the last."""
+    more, times = grown(rows, count, name)[-1]
+    return round(math.log(max(more, 1e-9)) / math.log(times), 2)
+
+
+def above(rows: Sequence[Mapping[str, Any]], series: Series) -> dict[str, str]:
+    """What grows faster than the quantity though no more than its square, for a known reason: power and reason."""
+    found = {}
+    for name, reason in series.known.items():
+        if any(more > MEASURED * times for more, times in grown(rows, series.count, name)):
+            found[name] = f"power {power(rows, series.count, name)} of {series.count}: {reason}"
+    return found
+
+
+def faults(rows: Sequence[Mapping[str, Any]], series: Series) -> list[str]:
+    """What grows faster than it should, of rows in their order."""
+    found = []
+    bounds = {name: (1, MEASURED) for name in series.linear} | {name: (2, MEASURED) for name in series.known}
+    for name, (square, more) in (bounds | {name: (1, COUNTED) for name in series.counted}).items():
+        for (times_figure, times), row in zip(grown(rows, series.count, name), rows[2:], strict=True):
+            if times_figure > more * times**square:
+                found.append(f"{name}: {times_figure:.1f} times for {times:.1f} at {row[series.count]} {series.count}")
+    for name in series.flat:
+        # The smallest size may need less, as one micro-batch does.
+        most = max(row[name] for row in rows[:2])
+        slack = 0 if name.endswith("programs") else max(16.0, 0.33 * most)
+        if rows[-1][name] > most + slack:
+            found.append(f"{name}: {most} to {rows[-1][name]} at {rows[-1][series.count]} {series.count}")
+    return found
+
+
+def rounded(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures as they are printed and kept: four digits."""
+    return {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in row.items()}
+
+
+def picture(rows: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
+    """A row of panels for each series, its figures by its quantity."""
+    shown = []
+    for name, found in rows.items():
+        series = SERIES[name]
+        # Zeros have no place on logarithmic axes.
+        drawn = [row for row in found if all(row[figure] > 0 for figure in series.shown)]
+        flat = next(iter(figure for figure in series.flat if figure.endswith("mb")), "")
+        shown.append(Panels(drawn, series.count, series.shown, flat))
+    grid(shown, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.growth", description=__doc__)
+    parser.add_argument("--of", nargs="+", choices=QUANTITIES, default=list(QUANTITIES))
+    parser.add_argument(
+        "--write", action="store_true", help=f"into {RESULTS.name} and .png, what is not measured stays"
+    )
+    parser.add_argument("--child", nargs=2, metavar=("SERIES", "SIZE"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        print(json.dumps(rounded(growth_of.run(args.child[0], int(args.child[1])))), flush=True)
+        # JAX would wait for the other processes of a gang, which have ended.
+        os._exit(0)
+    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    failed: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        # Another size loads what one has compiled.
+        os.environ["RLHF_COMPILE_CACHE"] = folder
+        for name in (name for name, series in SERIES.items() if series.quantity in args.of):
+            series, rows = SERIES[name], []
+            for size in series.sizes:
+                rows.append(child(name, size))
+                print(name, json.dumps(rows[-1]), flush=True)
+            found = [f"{name}, {fault}" for fault in faults(rows, series)]
+            powers = {figure: power(rows, series.count, figure) for figure in series.shown}
+            kept[name] = {"rows": rows, "powers": powers, "above": above(rows, series), "faults": found}
+            print(name, json.dumps({key: kept[name][key] for key in ("powers", "above", "faults")}), flush=True)
+            failed += found
+    if args.write:
+        kept = {name: kept[name] for name in SERIES if name in kept}
+        RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+        picture({name: found["rows"] for name, found in kept.items()}, RESULTS.with_suffix(".png"))
+    if failed:
+        raise SystemExit("; ".join(failed))
+
+
+if __name__ == "__main__":
+    main()
