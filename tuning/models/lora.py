@@ -19,6 +19,7 @@ from flax import nnx
 from tuning.models.config import DecoderConfig
 from tuning.models.decoder import Decoder, ScalarHead
 from tuning.models.linear import Linear
+from tuning.models.matmul import thin
 from tuning.models.quantize import FORMATS
 from tuning.precision import real
 
@@ -70,7 +71,7 @@ class LowRank(nnx.Module):
         self.a, self.b, self.scale = Factor(a), Factor(b), scale
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return (x @ self.a[...].astype(x.dtype)) @ self.b[...].astype(x.dtype) * self.scale
+        return thin(thin(x, self.a[...].astype(x.dtype)), self.b[...].astype(x.dtype)) * self.scale
 
     def dense(self) -> jax.Array:
         """The adapter as a dense kernel, scale * A B: what merging adds, [layers, in, out]."""

@@ -14,6 +14,7 @@ from tuning.cpu.kernels import build
 from tuning.models.sharding import mesh_in_use, sum_of_products
 from tuning.precision import of_gradients, rounds_products
 from tuning.processor import multiplies_bfloat16
+from tuning.target import target_platform
 
 WIDTH = 192
 """Columns, at most, of a block that is transposed at a time."""
@@ -98,14 +99,47 @@ def _backward(back: bool, saved: tuple[jax.Array, jax.Array], g: jax.Array) -> t
         # Contracts all leading axes at once: [..., in], [..., out] -> [in, out].
         if rounds_products():
             return across(x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1]), accumulate)
-        # Axes stay as a mesh has cut them.
-        leading = tuple(range(x.ndim - 1))
-        return jax.lax.dot_general(x, g, ((leading, leading), ((), ())), preferred_element_type=accumulate)
+        return _over_rows(x, g, accumulate)
 
     return dx, sum_of_products(summed, x, g, back).astype(weight.dtype)
 
 
 matmul.defvjp(_forward, _backward)
+
+
+def _over_rows(x: jax.Array, y: jax.Array, kind: Any) -> jax.Array:
+    """x^T y of x [..., in] and y [..., out] in the type `kind`, exact.
+
+    XLA on CPU transposes the left factor, and what computes it then goes through memory across its rows: a wide one
+    took a twentieth of the memory's rate. So the narrower one is transposed, once it is in memory.
+    """
+    if target_platform() != "cpu" or mesh_in_use():
+        # Axes stay as a mesh has cut them.
+        leading = tuple(range(x.ndim - 1))
+        return jax.lax.dot_general(x, y, ((leading, leading), ((), ())), preferred_element_type=kind)
+    x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
+    turned = x.shape[1] > y.shape[1]
+    left, right = (jax.lax.optimization_barrier(y), x) if turned else (x, y)
+    out = jax.lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=kind)
+    return out.T if turned else out
+
+
+def thin(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x [..., in] @ weight [in, out] of one type, exact, for a weight with one far shorter side."""
+    return _thin(x, weight) if target_platform() == "cpu" and not mesh_in_use() else x @ weight
+
+
+@jax.custom_vjp
+def _thin(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return x @ weight
+
+
+def _thin_backward(saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, weight = saved
+    return g @ weight.T, _over_rows(x, g, jnp.promote_types(x.dtype, jnp.float32)).astype(weight.dtype)
+
+
+_thin.defvjp(lambda x, weight: (x @ weight, (x, weight)), _thin_backward)
 
 
 def across(x: jax.Array, y: jax.Array, kind: Any) -> jax.Array:

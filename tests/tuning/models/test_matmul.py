@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from tests.tuning.compilers import compiler_for
 from tuning.cpu import kernels
-from tuning.models.matmul import across, contract, matmul
+from tuning.models.matmul import across, contract, matmul, thin
 from tuning.precision import using
 from tuning.processor import multiplies_bfloat16
 
@@ -151,3 +151,17 @@ def test_each_kernel_lies_beside_a_module_of_its_name_whose_key_holds_it():
 def test_what_xla_cuts_over_a_mesh_is_left_to_it():
     with jax.sharding.use_abstract_mesh(AbstractMesh((2,), ("fsdp",), axis_types=(AxisType.Auto,))):
         assert calls(lambda x, y: across(x, y, jnp.float32), *factors(256, 256, 192, (0, 0))) == 0
+
+
+@pytest.mark.parametrize("sizes", [(24, 8), (8, 24)])
+@pytest.mark.parametrize("product", [matmul, thin])
+def test_gradients_are_those_of_the_product_whichever_side_is_wider(product, sizes):
+    wide, narrow = sizes
+    k = jax.random.split(jax.random.key(0), 3)
+    with jax.enable_x64(True), using("float64"):
+        x, weight, g = (
+            jax.random.normal(key, s) for key, s in zip(k, [(2, 5, wide), sizes, (2, 5, narrow)], strict=True)
+        )
+        found = jax.vjp(product, x, weight)[1](g)
+        for ours, theirs in zip(found, jax.vjp(lambda x, w: x @ w, x, weight)[1](g), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-12)
