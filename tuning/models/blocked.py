@@ -28,6 +28,8 @@ BLOCK = 128
 """Queries of a block."""
 STRIPES = 4
 """Stripes of a row. More of them skip more of the square, at one more compiled loop each."""
+SHORT = 1024
+"""Tokens of a row up to which masks are computed once for all layers and held: a step is 2 % shorter with them."""
 
 
 class Segments(NamedTuple):
@@ -168,8 +170,10 @@ def _forward(
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     heads = k_BLKH.shape[2]
     groups = q_BLNH.shape[2] // heads
-    # The same in all layers, masks would be computed before the first one and held, [N, L, L]: so they wait for q.
-    q_BLNH, segments, begin = jax.lax.optimization_barrier((q_BLNH, segments, jnp.zeros((), jnp.int32)))
+    begin: jax.Array | int = 0
+    if q_BLNH.shape[1] > SHORT:
+        # The same in all layers, masks would be computed before the first one and held, [N, L, L]: so they wait for q.
+        q_BLNH, segments, begin = jax.lax.optimization_barrier((q_BLNH, segments, jnp.zeros((), jnp.int32)))
     q, k, v = _by_head(q_BLNH, heads), k_BLKH.transpose(0, 2, 1, 3), v_BLKH.transpose(0, 2, 1, 3)
 
     def block(start: jax.Array | int, stop: int) -> tuple[jax.Array, jax.Array]:
