@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,30 @@ def pytest_collection() -> Iterator[None]:
         gc.freeze()
         gc.set_threshold(50_000, 10, 10)
         gc.enable()
+
+
+def pytest_collection_finish() -> None:
+    """Programs are lowered in one MLIR context: JAX makes one for each, which takes 4 ms and is kept with its program.
+
+    Of the main thread alone: what other threads lower and compile meets nobody.
+    """
+    if "jax" not in sys.modules:
+        return
+    from jax._src.interpreters import mlir
+
+    make, kept = getattr(mlir, "make_ir_context", None), []
+    if make is None:
+        # A version of JAX that has it elsewhere.
+        return
+
+    def make_once() -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            return make()
+        if not kept:
+            kept.append(make())
+        return kept[0]
+
+    mlir.make_ir_context = make_once
 
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -100,11 +125,16 @@ def rlhf_here() -> Command:
 
 
 @pytest.fixture(scope="session")
-def smoke_store(rlhf: Command, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The store after `rlhf run smoke --name first`. Read only: tests that change a store take `store`."""
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that the test processes of one session (pytest-xdist) share."""
     base = tmp_path_factory.getbasetemp()
-    # Test processes of one session (pytest-xdist) share it; the first that asks makes it.
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session")
+def smoke_store(rlhf: Command, shared: Path) -> Path:
+    """The store after `rlhf run smoke --name first`. Read only: tests that change a store take `store`."""
+    # The first process that asks makes it.
     folder = shared / "smoke" / "store"
     folder.parent.mkdir(exist_ok=True)
     with (folder.parent / "lock").open("w") as lock:
@@ -112,6 +142,14 @@ def smoke_store(rlhf: Command, tmp_path_factory: pytest.TempPathFactory) -> Path
         if not (folder.parent / "done").exists():
             rlhf("run", "smoke", "--no-prefect", "--name", "first", "--set", f"store={folder}")
             (folder.parent / "done").touch()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def prefect_database(shared: Path) -> Path:
+    """Where the first of `tests.flows.prefect_server` leaves its database for the others."""
+    folder = shared / "prefect-database"
+    folder.mkdir(exist_ok=True)
     return folder
 
 

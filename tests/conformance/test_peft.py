@@ -46,7 +46,8 @@ def families():
     }
 
 
-@pytest.fixture(params=families())
+# Names alone: every process of the tests imports this, and transformers' models take it seconds.
+@pytest.fixture(params=["llama", "qwen2", "gemma3"])
 def base(request, tmp_path):
     """A tiny transformers model and its folder."""
     from transformers import AutoModelForCausalLM

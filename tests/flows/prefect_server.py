@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
@@ -34,7 +37,7 @@ def wait_for(look: Callable[[], T | None], seconds: float, what: str) -> T:
 class Prefect:
     """A server's place and the commands that use it."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, ui: bool = False):
         with socket.create_server(("127.0.0.1", 0)) as s:
             self.port = s.getsockname()[1]
         self.folder = folder
@@ -43,6 +46,8 @@ class Prefect:
             "PREFECT_HOME": str(folder / "home"),
             "PREFECT_API_URL": f"{self.ui}/api",
             "PREFECT_UI_STATIC_DIRECTORY": str(folder / "ui"),
+            # A server copies its pages at each start, for two seconds.
+            "PREFECT_SERVER_UI_ENABLED": str(ui).lower(),
             "PREFECT_WORKER_QUERY_SECONDS": "1",
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "DO_NOT_TRACK": "1",
@@ -102,6 +107,14 @@ class Prefect:
     def get(self, url: str) -> Any:
         return self.http.get(url).raise_for_status().json()
 
+    def keep_database(self, path: Path) -> None:
+        """Copies the database of the server that runs."""
+        made = path.with_suffix(".made")
+        own = Path(self.env["PREFECT_HOME"]) / "prefect.db"
+        with contextlib.closing(sqlite3.connect(own)) as database, contextlib.closing(sqlite3.connect(made)) as copy:
+            database.backup(copy)
+        made.rename(path)
+
     def healthy(self) -> bool:
         try:
             return self.http.get("/health").is_success
@@ -140,10 +153,37 @@ class Prefect:
 
 
 @contextlib.contextmanager
-def prefect_server(folder: Path) -> Iterator[Prefect]:
-    """A server that is ready for requests."""
-    prefect = Prefect(folder)
-    with prefect.running("server", "server", "start", "--host", "127.0.0.1", "--port", str(prefect.port)):
-        wait_for(prefect.healthy, 120, "the Prefect server")
+def prefect_server(folder: Path, ui: bool = False, shared: Path | None = None) -> Iterator[Prefect]:
+    """A server that is ready for requests.
+
+    ui: whether it has pages. shared: a folder where the first server leaves its empty database for the others, which
+    would take five seconds each to bring one to its newest form.
+    """
+    prefect = Prefect(folder, ui)
+    with contextlib.ExitStack() as stack:
+        with first_of(shared) as kept:
+            if kept is not None and kept.exists():
+                home = Path(prefect.env["PREFECT_HOME"])
+                home.mkdir()
+                shutil.copy(kept, home / "prefect.db")
+            command = ["server", "start", "--host", "127.0.0.1", "--port", str(prefect.port)]
+            stack.enter_context(prefect.running("server", *command))
+            wait_for(prefect.healthy, 120, "the Prefect server")
+            if kept is not None and not kept.exists():
+                prefect.keep_database(kept)
         yield prefect
     prefect.http.close()
+
+
+@contextlib.contextmanager
+def first_of(shared: Path | None) -> Iterator[Path | None]:
+    """Where the shared database is or is to be made: others wait as long as it is made."""
+    if shared is None:
+        yield None
+        return
+    kept = shared / "prefect.db"
+    with (shared / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        if not kept.exists():
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield kept

@@ -102,8 +102,8 @@ def receiver() -> Iterator[Receiver]:
 
 
 @pytest.fixture(scope="module")
-def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefect]:
-    with prefect_server(tmp_path_factory.mktemp("alerts")) as server:
+def prefect(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) -> Iterator[Prefect]:
+    with prefect_server(tmp_path_factory.mktemp("alerts"), shared=prefect_database) as server:
         yield server
 
 

@@ -35,9 +35,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def prefect(folder: Path) -> Iterator[Prefect]:
+def prefect(folder: Path, prefect_database: Path) -> Iterator[Prefect]:
     """A server with a work pool and the project's deployment."""
-    with prefect_server(folder) as server:
+    with prefect_server(folder, ui=True, shared=prefect_database) as server:
         server.pool("local")
         server.command("deploy", "--name", "default")
         yield server

@@ -7,6 +7,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -27,9 +28,10 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
-def prefect(tmp_path_factory: pytest.TempPathFactory, s3: str) -> Iterator[Prefect]:
+def prefect(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path, s3: str) -> Iterator[Prefect]:
     """A server with pools, one of them with hosts; this process is set to it."""
-    with prefect_server(tmp_path_factory.mktemp("pools")) as server, pytest.MonkeyPatch.context() as patch:
+    folder = tmp_path_factory.mktemp("pools")
+    with prefect_server(folder, shared=prefect_database) as server, pytest.MonkeyPatch.context() as patch:
         for name in ("PREFECT_HOME", "PREFECT_API_URL"):
             patch.setenv(name, server.env[name])
         from prefect.context import refresh_global_settings_context

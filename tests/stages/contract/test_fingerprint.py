@@ -270,6 +270,12 @@ def hashes(tree: Path) -> dict[str, list[object]]:
     return json.loads(subprocess.check_output(command, cwd=tree, env={"PYTHONPATH": str(tree)}, text=True))
 
 
+@pytest.fixture(scope="module")
+def unedited(tree):
+    """Of the tree as it was copied: each test leaves it so."""
+    return hashes(tree)
+
+
 @pytest.mark.parametrize(
     ("file", "old", "new", "touched"),
     [
@@ -298,8 +304,7 @@ def hashes(tree: Path) -> dict[str, list[object]]:
     ],
     ids=lambda v: v.replace("/", ".") if isinstance(v, str) and v.endswith(".py") else "",
 )
-def test_an_edit_of_the_project_reaches_these_stages_and_no_others(tree, file, old, new, touched):
-    before = hashes(tree)
+def test_an_edit_of_the_project_reaches_these_stages_and_no_others(tree, unedited, file, old, new, touched):
     path = tree / file
     text = path.read_text()
     edit(tree, file, old, new)
@@ -307,11 +312,10 @@ def test_an_edit_of_the_project_reaches_these_stages_and_no_others(tree, file, o
         after = hashes(tree)
     finally:
         path.write_text(text)
-    assert {name for name in modules() if after[name] != before[name]} == touched
+    assert {name for name in modules() if after[name] != unedited[name]} == touched
 
 
-def test_a_module_of_the_project_that_moves_leaves_every_stage_as_it_was(tree):
-    before = hashes(tree)
+def test_a_module_of_the_project_that_moves_leaves_every_stage_as_it_was(tree, unedited):
     moved = {"stages.common.tables": "stages.tables", "tuning.losses.kl": "tuning.kullback"}
     texts = {p: p.read_text() for p in tree.rglob("*.py")}
     for old, new in moved.items():
@@ -330,7 +334,7 @@ def test_a_module_of_the_project_that_moves_leaves_every_stage_as_it_was(tree):
         for path, text in texts.items():
             path.write_text(text)
     after.pop("tables", None)
-    assert after == before
+    assert after == unedited
 
 
 def test_every_stage_names_its_own_module_and_no_infrastructure():

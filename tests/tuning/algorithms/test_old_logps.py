@@ -1,6 +1,7 @@
 """log pi_old by the sampler: the rounds that a pass of the trainer gives, and a gap that is told and limited."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -18,20 +19,26 @@ from tuning.losses.importance import RATIO_EDGES
 from tuning.models.huggingface import scalar_head_params
 from tuning.training.step import copy
 
-ROWS, SCORES = rollouts(PARAMS, 0)
+
+# Not at import: every process of the tests imports every module.
+@functools.cache
+def sampled():
+    return rollouts(PARAMS, 0)
 
 
-def shifted(by, rows=ROWS):
+def shifted(by, rows=None):
     """Rollouts whose sampler says other log-probabilities than the trainer."""
+    rows = rows or sampled()[0]
     return [dataclasses.replace(r, logprobs=[x + by for x in r.logprobs]) for r in rows]
 
 
-def trained(config, rows=ROWS, **options):
+def trained(config, rows=None, **options):
+    sampled_rows, scores = sampled()
     critic = None
     if config.needs_critic:
         critic = Learner.start(scalar_head_params(CONFIG, copy(PARAMS)), config.critic.optimizer)
     start = Learner.start(copy(PARAMS), config.optimizer)
-    return run_round(RoundData.from_rows(rows, SCORES), config, CONFIG, start, critic, **options)
+    return run_round(RoundData.from_rows(rows or sampled_rows, scores), config, CONFIG, start, critic, **options)
 
 
 def passes_of(monkeypatch):
@@ -77,7 +84,7 @@ def test_the_first_step_tells_the_gap_of_its_tokens_and_later_ones_none():
     assert metrics["ratio_p50"] == pytest.approx(np.exp(0.25), rel=0.05)
     assert len(steps) == 4 and steps[0]["mismatch_kl"] == pytest.approx(metrics["mismatch_kl"])
     assert all("drift_kl" in step and "mismatch_kl" not in step and "ratio_p50" not in step for step in steps[1:])
-    assert metrics["trained_tokens"] == 2 * sum(len(r.token_ids) for r in ROWS)
+    assert metrics["trained_tokens"] == 2 * sum(len(r.token_ids) for r in sampled()[0])
 
 
 def test_ratios_are_those_to_the_sampler():
@@ -96,15 +103,17 @@ def test_ratios_are_those_to_the_sampler():
 def test_a_gap_past_the_limit_ends_the_round(by, options):
     nowhere = jax.tree.map(lambda x: np.nan * x, PARAMS)
     start = Learner.start(copy(nowhere if np.isnan(by) else PARAMS), settings().optimizer)
-    rows = ROWS if np.isnan(by) else shifted(by)
+    rows, scores = sampled()
+    rows = rows if np.isnan(by) else shifted(by)
     config = settings(old_logps="sampler", **options)
     with pytest.raises(Mismatch, match=r"is above max_mismatch_kl 0.1"):
-        run_round(RoundData.from_rows(rows, SCORES), config, CONFIG, start)
+        run_round(RoundData.from_rows(rows, scores), config, CONFIG, start)
 
 
 def test_a_gap_of_later_steps_ends_the_round_too():
     """Of a worker with other weights, say, whose rollouts come last."""
-    rows = [*(r for r in ROWS if r.place < 3), *shifted(-2.0, [r for r in ROWS if r.place >= 3])]
+    rows, _ = sampled()
+    rows = [*(r for r in rows if r.place < 3), *shifted(-2.0, [r for r in rows if r.place >= 3])]
     made = []
     with pytest.raises(Mismatch, match=r"is above max_mismatch_kl 0.1"):
         trained(settings(old_logps="sampler"), rows, record=lambda **v: made.append(v))
@@ -141,7 +150,7 @@ def test_the_first_step_that_is_not_skipped_tells_the_gap():
 
 
 def test_tokens_that_nobody_sampled_have_no_ratio():
-    holes = [dataclasses.replace(r, logprobs=[np.nan, *r.logprobs[1:]]) for r in ROWS]
+    holes = [dataclasses.replace(r, logprobs=[np.nan, *r.logprobs[1:]]) for r in sampled()[0]]
     found = [
         trained(settings(old_logps=kind, epochs=2, kl_coef=0.05), holes, reference=PARAMS).metrics
         for kind in ("trainer", "sampler")
