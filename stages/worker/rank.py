@@ -16,6 +16,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,6 @@ class Member:
         self._shared: dict[int, Any] = {}
         self._number = self._count = 0
         self._abandoned = False
-        self._sent_home = threading.Event()
         for target in (self._read, self._watch, self._beat):
             threading.Thread(target=target, name=f"rank{target.__name__}", daemon=True).start()
 
@@ -83,14 +83,13 @@ class Member:
                     self.orders.put(message)
                 self._changed.notify_all()
             if "bye" in message:
-                # What is left to do here has no lead to be in time for.
-                self._sent_home.set()
                 return
         print(f"rank {self.rank}: the lead has ended", file=sys.stderr, flush=True)
         os._exit(joining.AGAIN)
 
     def _watch(self) -> None:
-        while not self._sent_home.wait(TICK_SECONDS):
+        while True:
+            time.sleep(TICK_SECONDS)
             # In ticks: time in which all processes were stopped does not count.
             self._quiet += TICK_SECONDS
             if self._quiet > self._silence:
@@ -100,9 +99,9 @@ class Member:
                 os._exit(joining.AGAIN)
 
     def _beat(self) -> None:
-        while not self._sent_home.is_set():
+        while True:
             self.send({"beat": is_compiling()})
-            self._sent_home.wait(BEAT_SECONDS)
+            time.sleep(BEAT_SECONDS)
 
     def send(self, message: Message) -> None:
         """Sends to the lead; nothing where it has ended, which the reader sees."""
