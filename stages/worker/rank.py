@@ -16,7 +16,6 @@ import socket
 import sys
 import tempfile
 import threading
-import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -56,9 +55,11 @@ class Member:
         self._silence = 2 * float(first["welcome"]["silence"]) + GRACE_SECONDS
         self._quiet = 0.0
         self._changed = threading.Condition()
-        self._shared: dict[int, Any] = {}
+        # By the number of the request and of the share within it.
+        self._shared: dict[tuple[int, int], Any] = {}
         self._number = self._count = 0
         self._abandoned = False
+        self._left = threading.Event()
         for target in (self._read, self._watch, self._beat):
             threading.Thread(target=target, name=f"rank{target.__name__}", daemon=True).start()
 
@@ -67,14 +68,15 @@ class Member:
             self._quiet = 0.0
             with self._changed:
                 if "share" in message:
-                    self._shared[message["share"]] = message["value"]
+                    self._shared[message["request"], message["share"]] = message["value"]
                 elif "abandon" in message:
                     self._abandoned = True
                     self.orders.put(message)
                 elif "run" in message:
+                    # What was shared before it may still be waited for: the lead goes on as soon as it has sent that.
+                    self._shared = {key: value for key, value in self._shared.items() if key[0] == self._number}
                     # Before any share of it comes.
                     self._number, self._count, self._abandoned = message["request"], 0, False
-                    self._shared.clear()
                     self.orders.put(message)
                 elif "stacks" in message:
                     print(f"rank {self.rank}: what its threads do, for the lead", file=sys.stderr, flush=True)
@@ -83,13 +85,14 @@ class Member:
                     self.orders.put(message)
                 self._changed.notify_all()
             if "bye" in message:
+                # What is left to do here has no lead to be in time for.
+                self._left.set()
                 return
         print(f"rank {self.rank}: the lead has ended", file=sys.stderr, flush=True)
         os._exit(joining.AGAIN)
 
     def _watch(self) -> None:
-        while True:
-            time.sleep(TICK_SECONDS)
+        while not self._left.wait(TICK_SECONDS):
             # In ticks: time in which all processes were stopped does not count.
             self._quiet += TICK_SECONDS
             if self._quiet > self._silence:
@@ -99,9 +102,9 @@ class Member:
                 os._exit(joining.AGAIN)
 
     def _beat(self) -> None:
-        while True:
+        while not self._left.is_set():
             self.send({"beat": is_compiling()})
-            time.sleep(BEAT_SECONDS)
+            self._left.wait(BEAT_SECONDS)
 
     def send(self, message: Message) -> None:
         """Sends to the lead; nothing where it has ended, which the reader sees."""
@@ -114,25 +117,28 @@ class Member:
 
     def share(self, owner: int, value: Any) -> Any:
         """As `tuning.ranks.Ranks.share`. Raises Abandoned where the lead has ended the stage."""
-        number = self._count
-        self._count += 1
+        name = self._next()
         if owner == self.rank:
-            self.answer(share=number, value=value)
+            self.answer(share=name[1], value=value)
             return value
-        return self._await(number)
+        return self._await(name)
 
     def gather(self, value: Any) -> list[Any]:
         """As `tuning.ranks.Ranks.gather`. Raises Abandoned where the lead has ended the stage."""
-        number = self._count
-        self._count += 1
-        self.answer(gather=number, value=value)
-        return list(self._await(number))
+        name = self._next()
+        self.answer(gather=name[1], value=value)
+        return list(self._await(name))
 
-    def _await(self, number: int) -> Any:
+    def _next(self) -> tuple[int, int]:
+        name = self._number, self._count
+        self._count += 1
+        return name
+
+    def _await(self, name: tuple[int, int]) -> Any:
         with self._changed:
-            self._changed.wait_for(lambda: number in self._shared or self._abandoned)
-            if number in self._shared:
-                return self._shared.pop(number)
+            self._changed.wait_for(lambda: name in self._shared or self._abandoned)
+            if name in self._shared:
+                return self._shared.pop(name)
         raise Abandoned("the lead has ended the stage")
 
 

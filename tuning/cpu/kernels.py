@@ -138,8 +138,8 @@ def _run(commands: Sequence[Sequence[str]], place: str) -> None:
                     raise subprocess.CalledProcessError(process.returncode, process.args, *said)
         except BaseException:
             for process in running:
-                # It may have ended, and its own processes not.
-                with contextlib.suppress(ProcessLookupError):
+                # It may have ended, and its own processes not. macOS denies a group of which only zombies are left.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
             raise
 

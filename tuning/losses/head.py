@@ -44,9 +44,8 @@ def token_logps(
     over slices of the vocabulary (Milakov and Gimelshein, arXiv:1805.02867), and the backward pass recomputes each
     slice (Wijmans et al., arXiv:2411.09009). So about `elements` logits are held at a time (ELEMENTS, ON_CPU), or the
     exponentials of all of them where those take at most `kept` bytes and nothing is capped: for gradients of
-    log-probabilities, those of entropies make logits again. A temperature of 0 means
-    greedy decoding and leaves logits unscaled. shards: parts of the batch that the positions come from; each holds as
-    many.
+    log-probabilities, those of entropies make logits again. A temperature of 0 means greedy decoding and leaves logits
+    unscaled. shards: parts of the batch that the positions come from; each holds as many.
     """
     scale = 1.0 / temperature if temperature > 0 else 1.0
     elements = elements or (ON_CPU if target_platform() == "cpu" else ELEMENTS)
@@ -171,8 +170,8 @@ def _sums(
 ) -> Any:
     """((log-probabilities, entropies), (log-normalisers, mean logits, tops, kept)), the first four [M].
 
-    If kept, `tops` [slices, M] are the greatest logits up to each slice, and `bits` [slices, M, W] of the exponentials
-    of its logits less those; else both are None.
+    With a type to `keep`, `tops` [slices, M] are the greatest logits up to each slice, and `kept` [slices, M, W] the
+    exponentials of its logits less those; else both are None.
     """
     targets = _counted(targets, weight, cut)
 

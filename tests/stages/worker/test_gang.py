@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -220,22 +221,51 @@ def test_what_all_ranks_tell_goes_to_each_in_one_message() -> None:
         gang._open = False
 
 
-def test_a_rank_gathers_by_one_message_to_its_lead() -> None:
+@contextlib.contextmanager
+def a_rank() -> Iterator[tuple[Channel, Member]]:
+    """A rank of three in this process, and its lead's end of the connection. All of its threads end with it."""
     here, there = socket.socketpair()
     lead = Channel(there)
-    lead.send({"welcome": {"ranks": 3, "coordinator": "", "silence": 10**6}})
+    lead.send({"welcome": {"ranks": 3, "coordinator": "", "silence": 60}})
+    before = set(threading.enumerate())
     member = Member(2, Channel(here), 15)
-    got: list = []
-    thread = threading.Thread(target=lambda: got.append(member.gather([2])))
-    thread.start()
-    told = next(message for message in lead if "beat" not in message)
-    assert told == {"gather": 0, "value": [2], "request": 0}
-    lead.send({"share": 0, "request": 0, "value": [[0], [1], [2]]})
-    thread.join(15)
-    assert got == [[[0], [1], [2]]]
-    # Without it the rank would end this process with the connection.
+    own = [t for t in set(threading.enumerate()) - before if t.name.startswith("rank_")]
+    assert len(own) == 3
+    yield lead, member
+    # One that is left would end this process: with the connection, or a minute after the lead's last word.
     lead.send({"bye": "end"})
+    for thread in own:
+        thread.join(15)
+        assert not thread.is_alive()
     assert member.orders.get(timeout=15) == {"bye": "end"}
+
+
+def test_a_rank_gathers_by_one_message_to_its_lead() -> None:
+    with a_rank() as (lead, member):
+        got: list = []
+        thread = threading.Thread(target=lambda: got.append(member.gather([2])))
+        thread.start()
+        told = next(message for message in lead if "beat" not in message)
+        assert told == {"gather": 0, "value": [2], "request": 0}
+        lead.send({"share": 0, "request": 0, "value": [[0], [1], [2]]})
+        thread.join(15)
+        assert got == [[[0], [1], [2]]]
+
+
+def test_what_is_gathered_reaches_a_rank_although_the_next_request_is_there() -> None:
+    """The lead goes on as soon as it has told it."""
+    with a_rank() as (lead, member):
+        told = threading.Event()
+        member.answer = lambda **_: told.wait(15)  # type: ignore[method-assign]
+        got: list = []
+        thread = threading.Thread(target=lambda: got.append(member.gather([2])), daemon=True)
+        thread.start()
+        lead.send({"share": 0, "request": 0, "value": [[0], [1], [2]]})
+        lead.send({"run": {}, "request": 1})
+        assert member.orders.get(timeout=15) == {"run": {}, "request": 1}
+        told.set()
+        thread.join(15)
+        assert got == [[[0], [1], [2]]]
 
 
 def test_ranks_are_sent_home_although_a_connection_is_reset() -> None:
