@@ -24,7 +24,8 @@ import jaxlib
 _HERE = Path(__file__).parent
 MODULES = ("models/matmul", "rollout/engine/cpu/attention", "rollout/engine/cpu/products")
 """Each has its kernel beside it, under its own name: keys hold what lies beside a module with the module."""
-SOURCES = (_HERE / "kernels.h", *(_HERE.parent / f"{module}.c" for module in MODULES))
+_BESIDE = [_HERE.parent / f"{module}{end}" for module in MODULES for end in (".h", ".c")]
+SOURCES = (_HERE / "kernels.h", *(path for path in _BESIDE if path.exists()))
 _NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
 OPTIONS = ("-O3", _NATIVE, "-std=gnu11", "-fPIC")
 KV_TYPES = {"float32": "FLOAT", "bfloat16": "BFLOAT", "int8": "INT8"}
@@ -141,6 +142,11 @@ def _run(commands: Sequence[Sequence[str]], place: str) -> None:
                 # It may have ended, and its own processes not. macOS denies a group of which only zombies are left.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
+            for process in running:
+                if process.stdout is not None and not process.stdout.closed:
+                    # Until all that write to it have ended: none may add to the folder while it is deleted.
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.communicate(timeout=10)
             raise
 
 

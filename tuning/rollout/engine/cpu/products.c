@@ -7,160 +7,7 @@
 // weights of another type become float32 in a core's first cache, once for all rows of a block. With a bfloat16 W the
 // rows hold numbers of that type, and a processor that multiplies them (AVX512_BF16) does so; by its matrix unit (AMX),
 // if it has one, where the sizes of W are whole tiles: a number then is one sum over the input.
-#include "kernels.h"
-
-// A fused product and sum is called by name: left to the compiler, it might be in one tile and not in another.
-#if defined(__AVX512F__)
-#define LANES 16
-#define IN_GROUPS(f) f(0), f(4), f(8), f(12)
-#include <immintrin.h>
-#define ADD_PRODUCT(sum, a, b) sum = (vec)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(sum))
-#define IN_REGISTER(x) __asm__("" : "+v"(x))
-#if defined(__AVX512BF16__)
-// Each lane adds the products of two neighbours in bfloat16.
-#define ADD_PAIRS(sum, a, b) sum = (vec)_mm512_dpbf16_ps((__m512)(sum), (__m512bh)(a), (__m512bh)(b))
-#endif
-enum { OUTS = 8 };
-#elif defined(__aarch64__)
-#define LANES 4
-#define IN_GROUPS(f) f(0)
-#include <arm_neon.h>
-#define ADD_PRODUCT(sum, a, b) sum = (vec)vfmaq_f32((float32x4_t)(sum), (float32x4_t)(a), (float32x4_t)(b))
-#define IN_REGISTER(x) __asm__("" : "+w"(x))
-enum { OUTS = 8 };
-#else
-#define LANES 8
-#define IN_GROUPS(f) f(0), f(4)
-#if defined(__FMA__)
-#include <immintrin.h>
-#define ADD_PRODUCT(sum, a, b) sum = (vec)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(sum))
-#else
-#define ADD_PRODUCT(sum, a, b) sum += (a) * (b)
-#endif
-#define IN_REGISTER(x)
-enum { OUTS = 4 };
-#endif
-#if defined(ADD_PAIRS)
-enum { PAIRS = 1 };
-#else
-enum { PAIRS = 0 };
-#define ADD_PAIRS(sum, a, b)
-#endif
-enum {
-  ROWS = 3,               // with OUTS, the sums of a tile fit the registers
-  LINE = 16,              // floats of a cache line
-  DEPTH = 768,            // inputs of a block, at most: a tile's weights stay in a core's first cache,
-  BLOCK = 48,             // and its rows, with
-  GROUP = 8,              // the sums of as many tiles, in the second
-  FEW_NUMBERS = 1 << 16,  // a W of fewer numbers than this is read sooner than another core wakes
-};
-
-typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef float four __attribute__((vector_size(16), aligned(4)));
-
-#if defined(__clang__)
-#define SHUFFLE(a, b, f) __builtin_shufflevector(a, b, IN_GROUPS(f))
-#else
-typedef int32_t order __attribute__((vector_size(4 * LANES)));
-#define SHUFFLE(a, b, f) __builtin_shuffle(a, b, (order){IN_GROUPS(f)})
-#endif
-#define LOW(i) i, LANES + i, i + 1, LANES + i + 1
-#define HIGH(i) i + 2, LANES + i + 2, i + 3, LANES + i + 3
-#define LOW_PAIR(i) i, i + 1, LANES + i, LANES + i + 1
-#define HIGH_PAIR(i) i + 2, i + 3, LANES + i + 2, LANES + i + 3
-
-INLINE vec load(const void *p) { return *(const vec *)p; }
-
-// The first `bytes` of a vector; zeros follow.
-INLINE vec load_some(const void *p, int64_t bytes) {
-  float all[LANES] = {0};
-  memcpy(all, p, bytes);
-  return load(all);
-}
-
-// Sums of a, b, c and d. Each step adds pairs of neighbours, so that half as many vectors hold all.
-INLINE four sums_of(vec a, vec b, vec c, vec d) {
-  vec ab = SHUFFLE(a, b, LOW) + SHUFFLE(a, b, HIGH);
-  vec cd = SHUFFLE(c, d, LOW) + SHUFFLE(c, d, HIGH);
-  vec all = SHUFFLE(ab, cd, LOW_PAIR) + SHUFFLE(ab, cd, HIGH_PAIR);
-  four parts[LANES / 4];
-  memcpy(parts, &all, sizeof all);
-  four sum = parts[0];
-  for (int i = 1; i < LANES / 4; i++) sum += parts[i];
-  return sum;
-}
-
-// A piece of the work: results of some rows and outputs, over `count` of the inputs. What was summed before is
-// in `sums` unless this is the `first` of the inputs; there it goes until the `last`. From one output's weights to the
-// next are `stride` numbers. `next` is what to fetch meanwhile, `count` numbers; NULL for nothing. Inputs and weights are
-// float32, or both bfloat16.
-typedef struct {
-  const char *x[ROWS], *w, *next;
-  float *y[ROWS], *sums;
-  int64_t stride, count;
-  int first, last;
-} Piece;
-
-INLINE float *sums_for(const Piece *p, int row, int out) { return p->sums + (row * OUTS + out) * LANES; }
-
-// Calls with constants become loops without branches. `pairs`: of bfloat16.
-INLINE void tile(int rows, int outs, int pairs, const Piece *p) {
-  const char *w = p->w, *next = p->next;
-  // In bytes.
-  int64_t stride = p->stride * (pairs ? 2 : 4), count = p->count * (pairs ? 2 : 4), step = 4 * LANES;
-  vec sum[ROWS][OUTS] = {0};
-  if (!p->first)
-    for (int r = 0; r < rows; r++)
-      for (int o = 0; o < outs; o++) sum[r][o] = load(sums_for(p, r, o));
-  int64_t i = 0;
-  for (; i + step <= count; i += step) {
-    if (next && i % (4 * LINE) == 0) __builtin_prefetch(next + i);
-    vec in[ROWS];
-    for (int r = 0; r < rows; r++) in[r] = load(p->x[r] + i);
-    for (int o = 0; o < outs; o++) {
-      vec weight = load(w + o * stride + i);
-      // Or GCC reads it again for each row.
-      IN_REGISTER(weight);
-      for (int r = 0; r < rows; r++) {
-        if (pairs)
-          ADD_PAIRS(sum[r][o], in[r], weight);
-        else
-          ADD_PRODUCT(sum[r][o], in[r], weight);
-      }
-    }
-  }
-  if (i < count)
-    for (int o = 0; o < outs; o++)
-      for (int r = 0; r < rows; r++) {
-        vec in = load_some(p->x[r] + i, count - i), weight = load_some(w + o * stride + i, count - i);
-        if (pairs)
-          ADD_PAIRS(sum[r][o], in, weight);
-        else
-          ADD_PRODUCT(sum[r][o], in, weight);
-      }
-  for (int r = 0; r < rows; r++) {
-    if (!p->last)
-      for (int o = 0; o < outs; o++) *(vec *)sums_for(p, r, o) = sum[r][o];
-    else if (outs % 4 == 0)
-      for (int o = 0; o < outs; o += 4)
-        *(four *)(p->y[r] + o) = sums_of(sum[r][o], sum[r][o + 1], sum[r][o + 2], sum[r][o + 3]);
-    else
-      for (int o = 0; o < outs; o++) p->y[r][o] = sums_of(sum[r][o], sum[r][o], sum[r][o], sum[r][o])[0];
-  }
-}
-
-typedef void Tile(const Piece *p);
-#define FOR_ROWS(n)                                                   \
-  static void tile_##n(const Piece *p) { tile(n, OUTS, 0, p); }       \
-  static void one_##n(const Piece *p) { tile(n, 1, 0, p); }           \
-  static void pairs_##n(const Piece *p) { tile(n, OUTS, PAIRS, p); }  \
-  static void one_pairs_##n(const Piece *p) { tile(n, 1, PAIRS, p); }
-FOR_ROWS(1)
-FOR_ROWS(2)
-FOR_ROWS(3)
-// By whether they are of pairs.
-static Tile *const tile_for[2][ROWS] = {{tile_1, tile_2, tile_3}, {pairs_1, pairs_2, pairs_3}};
-static Tile *const one_for[2][ROWS] = {{one_1, one_2, one_3}, {one_pairs_1, one_pairs_2, one_pairs_3}};
+#include "products.h"
 
 typedef struct {
   int type;  // of `w`
@@ -174,6 +21,17 @@ typedef struct {
   const int64_t *rows;  // the numbers of those that are not zero
 } Work;
 
+// Whether weights are multiplied as they lie.
+INLINE int as_they_lie(const Work *m) { return m->type == FLOAT || m->pairs; }
+
+// Inputs of a block: whole vectors, so that no bit depends on it.
+static int64_t depth_of(const Work *m) {
+  int64_t bytes = m->pairs ? 2 : 4, step = 4 * LANES / bytes, most = BYTES / bytes;
+  // Weights that are read once need no cache.
+  int64_t blocks = (m->live <= ROWS && as_they_lie(m)) || m->size <= most ? 1 : (m->size + most - 1) / most;
+  return (m->size + blocks * step - 1) / (blocks * step) * step;
+}
+
 INLINE const char *weights_of(const Work *m, int64_t out, int64_t input) {
   return m->w + (out * m->size + input) * bytes_of(m->type);
 }
@@ -182,37 +40,53 @@ INLINE void widen_as(int type, const void *from, int64_t count, float scale, flo
   for (int64_t i = 0; i < count; i++) to[i] = type == INT8 ? scale * number_of(type, from, i) : number_of(type, from, i);
 }
 
-// `count` inputs' weights of `outs` outputs in float32, `depth` numbers apart; those of as many outputs behind them are
+// `count` inputs' weights of `outs` outputs in float32, `depth` numbers apart; those of the next tile, at `ahead`, are
 // fetched meanwhile.
-static void widen(const Work *m, int64_t from, int64_t outs, int64_t input, int64_t count, float *to) {
-  for (int64_t out = from; out < from + outs; out++, to += m->depth) {
-    const char *weights = weights_of(m, out, input), *next = weights_of(m, out + outs, input);
-    for (int64_t i = 0; i < count * bytes_of(m->type); i += 4 * LINE) __builtin_prefetch(next + i);
+static void widen(const Work *m, const char *weights, int64_t outs, int64_t stride, int64_t ahead, int64_t count,
+                  const float *scale, int64_t apart, float *to) {
+  for (int64_t o = 0; o < outs; o++, weights += stride, to += m->depth) {
+    for (int64_t i = 0; i < count * bytes_of(m->type); i += 4 * LINE) __builtin_prefetch(weights + ahead + i);
     if (m->type == INT8)
-      widen_as(INT8, weights, count, m->scale[out], to);
+      widen_as(INT8, weights, count, scale[o * apart], to);
     else
       widen_as(BFLOAT, weights, count, 1, to);
   }
 }
 
-// One tile for a block of rows and inputs. `wide` is room for its weights.
-static void multiply_block(const Work *m, int64_t t, int has_next, int64_t row, int64_t rows, int64_t input,
+// Tiles of OUTS outputs that are `apart` from one another. Neighbours are in one tile where that is 1. Else each begins a
+// part of the range, and a tile's weights follow on those of the tile before: a processor reads ahead in a few long lines,
+// and not in as many short ones as neighbours are.
+typedef struct {
+  int64_t first, count, apart;
+} Range;
+
+// Tile `t` for a block of rows and inputs. `wide` is room for its weights.
+static void multiply_block(const Work *m, const Range *range, int64_t t, int64_t row, int64_t rows, int64_t input,
                            float *sums, float *wide) {
-  int64_t from = t * OUTS, outs = m->outs - from < OUTS ? m->outs - from : OUTS, left = m->size - input;
-  Piece p = {.stride = m->size,
+  int64_t step = range->apart > 1 ? 1 : OUTS, from = range->first + t * step;
+  int64_t outs = m->outs - from < OUTS ? m->outs - from : OUTS, left = m->size - input;
+  int64_t bytes = bytes_of(m->type), stride = range->apart * m->size * bytes;
+  Piece p = {.stride = range->apart * m->size,
+             .apart = range->apart,
              .count = left < m->depth ? left : m->depth,
              .first = input == 0,
              .last = left <= m->depth};
   const char *weights = weights_of(m, from, input);
-  int64_t bytes = m->pairs ? 2 : 4;
-  if (m->type != FLOAT && !m->pairs) {
-    widen(m, from, outs, input, p.count, wide);
+  int64_t ahead = t + 1 < range->count ? step * m->size * bytes : 0;
+  if (!as_they_lie(m)) {
+    widen(m, weights, outs, stride, ahead, p.count, m->scale + from, range->apart, wide);
     weights = (const char *)wide;
     p.stride = m->depth;
-    has_next = 0;
+    ahead = 0;
+  } else if (rows <= ROWS && range->apart > 1) {
+    // Sooner than the processor by itself.
+    ahead = AHEAD;
   }
-  for (int64_t r = 0; r < rows; r += ROWS) {
-    int now = rows - r < ROWS ? rows - r : ROWS;
+  // Each pass takes about as many rows, and fetches as many outputs of the next tile: at once only what is read ahead.
+  int64_t passes = (rows + ROWS - 1) / ROWS, each = (OUTS + (range->apart > 1 ? passes - 1 : passes / 2)) / passes;
+  bytes = m->pairs ? 2 : 4;
+  for (int64_t r = 0, now, done = 0; r < rows; r += now, done += each, passes--) {
+    now = (rows - r + passes - 1) / passes;
     for (int i = 0; i < now; i++) {
       int64_t number = m->rows[row + r + i];
       p.x[i] = m->x + (number * m->size + input) * bytes;
@@ -220,9 +94,8 @@ static void multiply_block(const Work *m, int64_t t, int has_next, int64_t row, 
     }
     p.w = weights;
     p.sums = sums + r * OUTS * LANES;
-    // Each pass over the rows fetches a row of the next tile.
-    int64_t ahead = OUTS + r / ROWS;
-    p.next = has_next && ahead < 2 * OUTS && from + ahead < m->outs ? p.w + ahead * p.stride * bytes : NULL;
+    p.fetched = OUTS - done < each ? OUTS - done : each;
+    p.next = ahead && done < OUTS ? weights + ahead + done * stride : NULL;
     if (outs == OUTS) {
       tile_for[m->pairs][now - 1](&p);
     } else {
@@ -237,18 +110,29 @@ static void multiply_block(const Work *m, int64_t t, int has_next, int64_t row, 
   }
 }
 
-static void multiply(const void *work, int64_t first, int64_t end, float *scratch) {
-  const Work *m = work;
-  float *sums = scratch + (m->type == FLOAT || m->pairs ? 0 : OUTS * m->depth);
-  for (int64_t from = first; from < end; from += GROUP) {
-    int64_t until = from + GROUP < end ? from + GROUP : end;
+static void multiply_range(const Work *m, Range range, float *scratch) {
+  float *sums = scratch + (as_they_lie(m) ? 0 : OUTS * m->depth);
+  for (int64_t from = 0; from < range.count; from += GROUP) {
+    int64_t until = from + GROUP < range.count ? from + GROUP : range.count;
     for (int64_t row = 0; row < m->live; row += BLOCK) {
       int64_t rows = m->live - row < BLOCK ? m->live - row : BLOCK;
       for (int64_t input = 0; input < m->size; input += m->depth)
         for (int64_t t = from; t < until; t++)
-          multiply_block(m, t, t + 1 < until, row, rows, input, sums + (t - from) * BLOCK * OUTS * LANES, scratch);
+          multiply_block(m, &range, t, row, rows, input, sums + (t - from) * BLOCK * OUTS * LANES, scratch);
     }
   }
+}
+
+static void multiply(const void *work, int64_t first, int64_t end, float *scratch) {
+  const Work *m = work;
+  int64_t from = first * OUTS, whole = (end * OUTS < m->outs ? end : m->outs / OUTS) - first;
+  // An odd number: where weights are whole pages apart, each takes the other's place in the first cache.
+  int64_t apart = whole - (whole % 2 == 0);
+  if (m->live <= FEW && apart > 1) {
+    multiply_range(m, (Range){from, apart, apart}, scratch);
+    from += apart * OUTS;
+  }
+  if (from < m->outs && from < end * OUTS) multiply_range(m, (Range){from, end - from / OUTS, 1}, scratch);
 }
 
 #if defined(AMX)
@@ -383,9 +267,8 @@ XLA_FFI_Error *products(XLA_FFI_CallFrame *frame) {
   }
   int64_t threads = work.size * work.outs < FEW_NUMBERS ? 1 : threads_of(frame);
   int64_t items = !work.live ? 0 : by_tiles ? work.outs / LINES : (work.outs + OUTS - 1) / OUTS;
-  int64_t blocks = work.size > DEPTH ? (work.size + DEPTH - 1) / DEPTH : 1;
-  work.depth = ((work.size + blocks - 1) / blocks + LANES - 1) / LANES * LANES;
-  int64_t scratch = (work.type == FLOAT || work.pairs ? 0 : OUTS * work.depth) + (blocks > 1 ? GROUP * BLOCK * OUTS * LANES : 0);
+  work.depth = depth_of(&work);
+  int64_t scratch = (as_they_lie(&work) ? 0 : OUTS * work.depth) + (work.depth < work.size ? GROUP * BLOCK * OUTS * LANES : 0);
   Part *part = by_tiles ? multiply_tiles : multiply;
   XLA_FFI_Error *error = spread(frame, part, &work, sizeof work, items, 2 * threads, threads, scratch);
   free(memory);
