@@ -16,6 +16,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -55,11 +56,13 @@ class Member:
         self._silence = 2 * float(first["welcome"]["silence"]) + GRACE_SECONDS
         self._quiet = 0.0
         self._changed = threading.Condition()
-        # By the number of the request and of the share within it.
+        # By the number of the request and of the share within it. The lead may be one request ahead of the main thread.
         self._shared: dict[tuple[int, int], Any] = {}
         self._number = self._count = 0
-        self._abandoned = False
+        self._asked, self._abandoned = 0, -1
         self._left = threading.Event()
+        self._status = joining.AGAIN
+        """The exit status where the main thread does not come to an end."""
         for target in (self._read, self._watch, self._beat):
             threading.Thread(target=target, name=f"rank{target.__name__}", daemon=True).start()
 
@@ -69,37 +72,33 @@ class Member:
             with self._changed:
                 if "share" in message:
                     self._shared[message["request"], message["share"]] = message["value"]
-                elif "abandon" in message:
-                    self._abandoned = True
-                    self.orders.put(message)
-                elif "run" in message:
-                    # What was shared before it may still be waited for: the lead goes on as soon as it has sent that.
-                    self._shared = {key: value for key, value in self._shared.items() if key[0] == self._number}
-                    # Before any share of it comes.
-                    self._number, self._count, self._abandoned = message["request"], 0, False
-                    self.orders.put(message)
                 elif "stacks" in message:
                     print(f"rank {self.rank}: what its threads do, for the lead", file=sys.stderr, flush=True)
                     faulthandler.dump_traceback(all_threads=True)
                 elif "beat" not in message:
+                    self._asked = message["request"] if "run" in message else self._asked
+                    self._abandoned = message.get("abandon", self._abandoned)
+                    if "bye" in message:
+                        self._status = status_of(message)
+                        self._left.set()
                     self.orders.put(message)
                 self._changed.notify_all()
             if "bye" in message:
-                # What is left to do here has no lead to be in time for.
-                self._left.set()
                 return
         print(f"rank {self.rank}: the lead has ended", file=sys.stderr, flush=True)
         os._exit(joining.AGAIN)
 
     def _watch(self) -> None:
-        while not self._left.wait(TICK_SECONDS):
+        while True:
+            time.sleep(TICK_SECONDS)
             # In ticks: time in which all processes were stopped does not count.
             self._quiet += TICK_SECONDS
             if self._quiet > self._silence:
-                print(
-                    f"rank {self.rank}: the lead has sent nothing for {self._silence:g} s", file=sys.stderr, flush=True
-                )
-                os._exit(joining.AGAIN)
+                why = f"the lead has sent nothing for {self._silence:g} s"
+                if self._left.is_set():
+                    why = f"sent home, and still at work {self._silence:g} s later"
+                print(f"rank {self.rank}: {why}", file=sys.stderr, flush=True)
+                os._exit(self._status)
 
     def _beat(self) -> None:
         while not self._left.is_set():
@@ -114,6 +113,12 @@ class Member:
     def answer(self, **message: Any) -> None:
         """Sends an answer to the request."""
         self.send(message | {"request": self._number})
+
+    def begin(self, number: int) -> None:
+        """What follows belongs to this request."""
+        with self._changed:
+            self._number, self._count = number, 0
+            self._shared = {name: value for name, value in self._shared.items() if name[0] >= number}
 
     def share(self, owner: int, value: Any) -> Any:
         """As `tuning.ranks.Ranks.share`. Raises Abandoned where the lead has ended the stage."""
@@ -136,22 +141,32 @@ class Member:
 
     def _await(self, name: tuple[int, int]) -> Any:
         with self._changed:
-            self._changed.wait_for(lambda: name in self._shared or self._abandoned)
+            self._changed.wait_for(lambda: name in self._shared or self._is_over(name[0]))
             if name in self._shared:
                 return self._shared.pop(name)
         raise Abandoned("the lead has ended the stage")
 
+    def _is_over(self, number: int) -> bool:
+        """Whether the lead shares nothing more for this request."""
+        return number <= self._abandoned or number < self._asked or self._left.is_set()
 
-def serve(member: Member) -> str:
-    """Runs what the lead asks for until it sends this rank home; `end`, or `again` where another lead follows."""
+
+def status_of(bye: Message) -> int:
+    """The exit status of a rank that is sent home: whether another lead follows."""
+    return joining.AGAIN if bye["bye"] == "again" else joining.ENDED
+
+
+def serve(member: Member) -> int:
+    """Runs what the lead asks for until it sends this rank home; the exit status."""
     memory: dict[str, Any] = {}
     while True:
         order = member.orders.get()
         if "bye" in order:
-            return str(order["bye"])
+            return status_of(order)
         if "named" in order or "abandon" in order:
             name_new(memory, order.get("named"))
         elif "run" in order:
+            member.begin(order["request"])
             _answer(member, order["run"], memory, order["kept"])
 
 
@@ -285,7 +300,7 @@ def main() -> None:
     try:
         distributed.initialize(member, member.coordinator)
         configure_jax()
-        status = joining.AGAIN if serve(member) == "again" else joining.ENDED
+        status = serve(member)
         sys.stdout.flush()
     except BaseException:
         traceback.print_exc()

@@ -24,8 +24,11 @@ import jaxlib
 _HERE = Path(__file__).parent
 MODULES = ("models/matmul", "rollout/engine/cpu/attention", "rollout/engine/cpu/products")
 """Each has its kernel beside it, under its own name: keys hold what lies beside a module with the module."""
-_BESIDE = [_HERE.parent / f"{module}{end}" for module in MODULES for end in (".h", ".c")]
-SOURCES = (_HERE / "kernels.h", *(path for path in _BESIDE if path.exists()))
+SOURCES = (
+    _HERE / "kernels.h",
+    _HERE.parent / "rollout/engine/cpu/products.h",
+    *(_HERE.parent / f"{module}.c" for module in MODULES),
+)
 _NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
 OPTIONS = ("-O3", _NATIVE, "-std=gnu11", "-fPIC")
 KV_TYPES = {"float32": "FLOAT", "bfloat16": "BFLOAT", "int8": "INT8"}
@@ -88,7 +91,8 @@ def _build(kv: str, compiler: str) -> Kernels:
 
 def built(kv: str, compiler: str) -> tuple[str, ctypes.CDLL]:
     """(hash of everything that the build depends on, library). Raises OSError or SubprocessError."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+    asked = [compiler, "--version"]
+    version = subprocess.run(asked, capture_output=True, text=True, errors="replace", timeout=60, check=True).stdout
     texts = (source.read_text() for source in SOURCES)
     options = (*OPTIONS, f"-DKV={KV_TYPES[kv]}")
     parts = (*texts, *options, version, jaxlib.__version__, _processor())
@@ -138,13 +142,14 @@ def _run(commands: Sequence[Sequence[str]], place: str) -> None:
                 if process.returncode:
                     raise subprocess.CalledProcessError(process.returncode, process.args, *said)
         except BaseException:
-            for process in running:
+            ill = [process for process in running if process.returncode != 0]
+            for process in ill:
                 # It may have ended, and its own processes not. macOS denies a group of which only zombies are left.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
-            for process in running:
-                if process.stdout is not None and not process.stdout.closed:
-                    # Until all that write to it have ended: none may add to the folder while it is deleted.
+            for process in ill:
+                # Until all that hold its output have ended: none may add to the folder while it is deleted.
+                if process.stderr is not None and not process.stderr.closed:
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         process.communicate(timeout=10)
             raise

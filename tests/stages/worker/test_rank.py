@@ -7,7 +7,9 @@ import subprocess
 from collections.abc import Iterator
 
 import psutil
+import pytest
 
+from stages.worker import joining
 from tests.support import python
 
 LEAD = """
@@ -61,6 +63,34 @@ def test_a_rank_that_fails_outside_a_stage_is_told_by_name_and_at_once(tmp_path)
     assert "requests of the lead have `hours`, which this rank's version does not know" in refused
     assert lost.startswith(f"lost: lost rank 1 (pid {started} on ") and "of 2, which exited with status 1," in lost
     assert (process.returncode, "KeyError: 'kept'" in log) == (1, True), log
+
+
+def test_a_lead_that_ends_waits_for_no_rank() -> None:
+    """JAX's own end of a process would, and a rank of a broken gang is still at work."""
+    with lead("from stages.worker.process import leave\nleave()\n") as process:
+        assert process.wait(timeout=60) == 1
+
+
+SENT_HOME = """
+import socket, sys, time
+from stages.worker import rank
+from stages.worker.channel import Channel
+rank.GRACE_SECONDS = 1
+here, there = socket.socketpair()
+lead = Channel(there)
+lead.send({"welcome": {"ranks": 2, "coordinator": "", "silence": 0}})
+rank.Member(1, Channel(here), 15)
+lead.send({"bye": sys.argv[1]})
+time.sleep(120)
+"""
+
+
+@pytest.mark.parametrize(("bye", "status"), [("end", joining.ENDED), ("again", joining.AGAIN)])
+def test_a_rank_that_is_sent_home_does_not_stay_at_work(bye: str, status: int) -> None:
+    """Nothing else would end one whose main thread waits in a collective: its lead has no more words for it."""
+    with python(SENT_HOME, bye) as process:
+        assert process.wait(timeout=60) == status
+        assert process.stderr is not None and "rank 1: sent home, and still at work 1 s later" in process.stderr.read()
 
 
 def test_a_rank_that_is_stopped_does_not_outlive_its_lead() -> None:

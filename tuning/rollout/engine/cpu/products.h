@@ -49,7 +49,8 @@ enum {
   FEW_NUMBERS = 1 << 16,  // a W of fewer numbers than this is read sooner than another core wakes
 };
 
-typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
+// Rows of bfloat16 may begin at any number.
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(2)));
 typedef float four __attribute__((vector_size(16), aligned(4)));
 
 #if defined(__clang__)

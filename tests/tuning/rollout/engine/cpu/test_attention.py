@@ -231,13 +231,18 @@ def test_a_compiler_that_fails_leaves_no_process_and_no_file(cache_folder, tmp_p
 case "$*" in
   --version) echo 1;;
   *matmul.c*) while [ ! -s {pids} ]; do sleep 0.01; done; echo no >&2; exit 1;;
-  *) touch "$TMPDIR/left"; sleep 60 & echo $! >> {pids}; wait;;
+  *) touch "$TMPDIR/left"
+     # Of no group that could be killed, and with the compiler's output.
+     setsid sh -c 'sleep 1; touch {tmp_path}/late' &
+     sleep 60 & echo $! >> {pids}; wait;;
 esac
 """)
     compiler.chmod(0o755)
     with pytest.raises(subprocess.CalledProcessError) as e:
         kernels.built("float32", str(compiler))
     assert e.value.stderr == "no\n"
+    # What might write to the folder has ended before it goes.
+    assert (tmp_path / "late").exists()
     assert list((cache_folder / "kernels").iterdir()) == []
     for pid in pids.read_text().split():
         end = time.monotonic() + 15
