@@ -371,8 +371,9 @@ def main() -> None:
             events.send(failure_of(e, request.store))
             # SystemExit and the like: reported, and then the worker ends; without its ranks too, which learn it so.
             if not isinstance(e, Exception) or not gathered or (gang is not None and gang.broken):
-                if gang is None:
+                if gang is None and gathered:
                     raise
+                # Some ranks may be there although not all are.
                 traceback.print_exc()
                 leave()
     if gang is not None:
