@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+from typing import NoReturn
+
 from tuning import ranks
 from tuning.ranks import Ranks
 
@@ -36,3 +41,12 @@ def initialize(here: Ranks, coordinator: str) -> None:
         memory_bytes()
     finally:
         ranks.use(None)
+
+
+def leave() -> NoReturn:
+    """Ends this process with status 1 and at once: JAX would wait for the other ranks, five minutes, in which it seems
+    to be well."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(1)

@@ -21,7 +21,6 @@ import dataclasses
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -275,9 +274,7 @@ class Gang:
         """Ends this process and the ranks that it has started; others end with the connection."""
         for child in self._children.values():
             child.kill()
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-        os._exit(1)
+        distributed.leave()
 
     def _send(self, member: _Member, line: bytes, seconds: float) -> None:
         if not member.outbox.put_encoded(line, seconds):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import dataclasses
 import datetime
 import json
@@ -23,14 +22,15 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from stages.common.compilation import configure_jax, use_precision
-from stages.worker import loaded, places, stacks
+from stages.worker import distributed, loaded, places, stacks
 from stages.worker.ahead import run_ahead, take_over
 from stages.worker.failing import failure_of
 from stages.worker.gang import Gang, GangLost
 from stages.worker.manifest import manifest_of
+from stages.worker.parent import die_with_parent
 from stages.worker.protocol import (
     Changed,
     Done,
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from stages.store.artifacts import Artifact, Store
 
 HEARTBEAT_SECONDS = 2.0
-PARENT_SECONDS = 0.5
 
 # Modules of JAX that are on the stack only while a program is made, in each version that this project supports.
 _COMPILING = tuple(
@@ -60,24 +59,6 @@ _COMPILING = tuple(
 )
 WRITES_MODELS = ("sft", "distill", "preference", "reward", "export")
 """Stages whose artifact is a model; an update may be one, or what a replay makes it of."""
-
-
-def die_with_parent(parent: int) -> None:
-    """Ends this process when its parent dies: a thread polls for that, and on Linux the kernel signals it too, also
-    while no thread of Python can run. It takes the end of the thread that started this process for the parent's death
-    (`stages.worker.starter`)."""
-    if sys.platform == "linux":
-        # PR_SET_PDEATHSIG of <sys/prctl.h>.
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-
-    def watch() -> None:
-        # An orphan gets another parent.
-        while os.getppid() == parent:
-            time.sleep(PARENT_SECONDS)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
 class Events:
@@ -363,10 +344,10 @@ def main() -> None:
             changed = True
             events.send(Changed(str(e)))
             if gang is not None and gang.broken:
-                leave()
+                distributed.leave()
         except GangLost as e:
             events.send(Lost(str(e)))
-            leave()
+            distributed.leave()
         except BaseException as e:
             events.send(failure_of(e, request.store))
             # SystemExit and the like: reported, and then the worker ends; without its ranks too, which learn it so.
@@ -375,21 +356,12 @@ def main() -> None:
                     raise
                 # Some ranks may be there although not all are.
                 traceback.print_exc()
-                leave()
+                distributed.leave()
     if gang is not None:
         gang.close(again=changed)
         sys.stdout.flush()
         # JAX would wait for the other processes, which may have ended already.
         os._exit(0)
-
-
-def leave() -> NoReturn:
-    """Ends a lead, with status 1 and at once: JAX would wait five minutes for ranks, in which this process seems to be
-    well."""
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(1)
 
 
 def gather(events: Events) -> Gang | None:

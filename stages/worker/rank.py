@@ -26,7 +26,8 @@ from stages.contract.place import place_of
 from stages.worker import channel, distributed, joining, loaded, places
 from stages.worker.channel import Channel, Message
 from stages.worker.gang import BEAT_SECONDS, GRACE_SECONDS, TICK_SECONDS
-from stages.worker.process import die_with_parent, inputs_of, is_compiling, name_new, names_kept, settings_of
+from stages.worker.parent import die_with_parent
+from stages.worker.process import inputs_of, is_compiling, name_new, names_kept, settings_of
 from stages.worker.protocol import Request
 from tuning import ranks
 

@@ -67,7 +67,7 @@ def test_a_rank_that_fails_outside_a_stage_is_told_by_name_and_at_once(tmp_path)
 
 def test_a_lead_that_ends_waits_for_no_rank() -> None:
     """JAX's own end of a process would, and a rank of a broken gang is still at work."""
-    with lead("from stages.worker.process import leave\nleave()\n") as process:
+    with lead("from stages.worker import distributed\ndistributed.leave()\n") as process:
         assert process.wait(timeout=60) == 1
 
 
