@@ -29,6 +29,8 @@ def test_a_rank_that_ends_while_others_still_come_may_come_again() -> None:
     with waiting(3) as (lead, come):
         come(1, 10).close()
         again = come(1, 11)
+        # A rank is greeted before it is taken, and two of them by threads of their own.
+        until(lambda: 1 in lead._members and lead._members[1].pid == 11)
         assert come(1, 12).receive(15) == {"refused": "rank 1 is there already, on a", "for_good": False}
         other = come(2, 20)
     assert {rank: member.pid for rank, member in lead._members.items()} == {1: 11, 2: 20}

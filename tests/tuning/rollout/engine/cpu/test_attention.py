@@ -232,8 +232,9 @@ case "$*" in
   --version) echo 1;;
   *matmul.c*) while [ ! -s {pids} ]; do sleep 0.01; done; echo no >&2; exit 1;;
   *) touch "$TMPDIR/left"
-     # Of no group that could be killed, and with the compiler's output.
-     setsid sh -c 'sleep 1; touch {tmp_path}/late' &
+     # Of no group that could be killed, as soon as it is there, and with the compiler's output.
+     setsid sh -c 'touch {tmp_path}/apart; sleep 1; touch {tmp_path}/late' &
+     while [ ! -e {tmp_path}/apart ]; do sleep 0.01; done
      sleep 60 & echo $! >> {pids}; wait;;
 esac
 """)
