@@ -36,7 +36,9 @@ Quantization = Literal["none", "int8"]
 """Of the weight matrices of layers; int8 as in `quantize.Int8`."""
 JOINED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 """Projections joined into one product, in the order of their outputs."""
-_PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+_APART = {name: (name,) for name in ("q", "k", "v", "o", "gate", "up", "down")}
+_TOGETHER = {name: _APART[name] for name in ("o", "down")} | JOINED
+"""The products of a layer, and the projections that each consists of."""
 
 
 class JoinedLayer(Layer):
@@ -52,20 +54,6 @@ class JoinedLayer(Layer):
 
     def _into_mlp(self, normed: jax.Array) -> Sequence[jax.Array]:
         return jnp.split(self.gate_up(normed), 2, axis=-1)
-
-
-def _join(layer: Layer) -> None:
-    for name, parts in JOINED.items():
-        first, *rest = (getattr(layer, part) for part in parts)
-        for weight in ("kernel", "bias"):
-            if hasattr(first, weight):
-                values = [getattr(linear, weight)[...] for linear in (first, *rest)]
-                setattr(first, weight, nnx.Param(jnp.concatenate(values, axis=-1)))
-        setattr(layer, name, first)
-        for part in parts:
-            delattr(layer, part)
-    # Only two methods differ. A new JoinedLayer would first allocate parameters of its own.
-    layer.__class__ = JoinedLayer
 
 
 class DecodingDecoder(nnx.Module):
@@ -184,22 +172,32 @@ class RolledDecoder(DecodingDecoder):
 
 
 def _prepared(
-    graph: Any, stacked: Any, number: jax.Array | int, join: bool, rolled: bool, quantization: Quantization, dtype: str
-) -> Any:
-    """One layer of a stack, as (graph, state)."""
+    graph: Any, layer: Any, join: bool, rolled: bool, quantization: Quantization, dtype: str
+) -> tuple[Graph, nnx.State]:
+    """One layer, as (graph, state)."""
+    int8 = quantization == "int8"
     # Weights that become int8 are not cast before: they would be rounded twice.
-    layer = nnx.merge(
-        graph, jax.tree.map(lambda x: _cast(x[number], dtype if quantization == "none" else None), stacked)
-    )
+    layer = nnx.merge(graph, jax.tree.map(lambda x: _cast(x, None if int8 else dtype), layer))
+    for name, parts in (_TOGETHER if join else _APART).items():
+        linears = [getattr(layer, part) for part in parts]
+        whole, kernels = linears[0], [linear.kernel[...] for linear in linears]
+        if rolled:
+            whole.kernel = products.OutIn(kernels, int8=int8)
+        else:
+            whole.kernel = (Int8 if int8 else nnx.Param)(_side_by_side(kernels))
+        if hasattr(whole, "bias"):
+            whole.bias = nnx.Param(_side_by_side([linear.bias[...] for linear in linears]))
+        for part in parts:
+            delattr(layer, part)
+        setattr(layer, name, whole)
     if join:
-        _join(layer)
-    if rolled or quantization == "int8":
-        stored_as = functools.partial(products.OutIn, int8=quantization == "int8") if rolled else Int8
-        for name in (*_PROJECTIONS, *JOINED):
-            if hasattr(layer, name):
-                linear = getattr(layer, name)
-                linear.kernel = stored_as(linear.kernel[...])
+        # Only two methods differ. A new JoinedLayer would first allocate parameters of its own.
+        layer.__class__ = JoinedLayer
     return nnx.split(layer)
+
+
+def _side_by_side(weights: Sequence[jax.Array]) -> jax.Array:
+    return weights[0] if len(weights) == 1 else jnp.concatenate(weights, axis=-1)
 
 
 def _cast(x: jax.Array, dtype: str | None) -> jax.Array:
@@ -207,16 +205,20 @@ def _cast(x: jax.Array, dtype: str | None) -> jax.Array:
     return x.astype(dtype) if dtype and x.ndim > 1 else x
 
 
+def _layer(stacked: Any, number: jax.Array | int) -> Any:
+    return jax.tree.map(lambda x: x[number], stacked)
+
+
 # The index of the layer is an argument, so one program serves all depths.
 @functools.partial(jax.jit, static_argnames=("graph", "join", "quantization", "dtype"))
 def _state(graph: Any, stacked: Any, number: jax.Array, *, join: bool, quantization: Quantization, dtype: str) -> Any:
-    return _prepared(graph, stacked, number, join, False, quantization, dtype)[1]
+    return _prepared(graph, _layer(stacked, number), join, False, quantization, dtype)[1]
 
 
-# `map` rather than `vmap`: temporaries of one layer, not of the stack.
-@functools.partial(jax.jit, static_argnames=("graph", "join", "quantization", "dtype", "layers"))
-def _states(graph: Any, stacked: Any, *, layers: int, join: bool, quantization: Quantization, dtype: str) -> Any:
-    return jax.lax.map(lambda i: _prepared(graph, stacked, i, join, True, quantization, dtype)[1], jnp.arange(layers))
+# All layers at once: in a loop over layers XLA on CPU has one core transpose them.
+@functools.partial(jax.jit, static_argnames=("graph", "join", "quantization", "dtype"))
+def _states(graph: Any, stacked: Any, *, join: bool, quantization: Quantization, dtype: str) -> Any:
+    return jax.vmap(lambda layer: _prepared(graph, layer, join, True, quantization, dtype)[1])(stacked)
 
 
 def lay_out(
@@ -238,9 +240,9 @@ def lay_out(
     count = decoder.config.num_layers
     options: dict[str, Any] = {"join": join, "quantization": quantization, "dtype": dtype}
     # The structure of a laid-out layer, from shapes alone: the compiled programs below return states only.
-    abstract = nnx.eval_shape(lambda s: nnx.merge(*_prepared(stack, s, 0, rolled=rolled, **options)), stacked)
+    abstract = nnx.eval_shape(lambda s: nnx.merge(*_prepared(stack, _layer(s, 0), rolled=rolled, **options)), stacked)
     like = nnx.split(abstract)[0]
     if rolled:
-        return nnx.split(RolledDecoder(decoder, nnx.merge(like, _states(stack, stacked, layers=count, **options))))
+        return nnx.split(RolledDecoder(decoder, nnx.merge(like, _states(stack, stacked, **options))))
     layers = [nnx.merge(like, _state(stack, stacked, np.int32(i), **options)) for i in range(count)]
     return nnx.split(UnrolledDecoder(decoder, layers))

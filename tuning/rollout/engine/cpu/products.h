@@ -103,10 +103,9 @@ INLINE void tile(int rows, int outs, int pairs, const Piece *p) {
   const char *w = p->w, *next = p->next;
   // In bytes.
   int64_t stride = p->stride * (pairs ? 2 : 4), count = p->count * (pairs ? 2 : 4), step = 4 * LANES;
-  vec sum[ROWS][OUTS] = {0};
-  if (!p->first)
-    for (int r = 0; r < rows; r++)
-      for (int o = 0; o < outs; o++) sum[r][o] = load(sums_for(p, r, o));
+  vec sum[ROWS][OUTS];
+  for (int r = 0; r < rows; r++)
+    for (int o = 0; o < outs; o++) sum[r][o] = p->first ? (vec){0} : load(sums_for(p, r, o));
   int64_t i = 0;
   for (; i + step <= count; i += step) {
     if (next && i % (4 * LINE) == 0)

@@ -9,6 +9,8 @@ Axes: R rows, I in, O out, N matrices.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -75,11 +77,15 @@ class OutIn(nnx.Module):
     target: str | None = None
     scale: Stored
 
-    def __init__(self, kernel_IO: jax.Array, *, int8: bool = False):
+    def __init__(self, kernels_IO: Sequence[jax.Array], *, int8: bool = False):
+        """kernels_IO: of one input, whose outputs follow each other."""
         if int8:
-            kernel_IO, scale = int8_encode(kernel_IO)
-            self.scale = Stored(scale[0])
-        self.weight = InStack(kernel_IO.T)
+            encoded = [int8_encode(kernel) for kernel in kernels_IO]
+            kernels_IO = [kernel for kernel, _ in encoded]
+            self.scale = Stored(jnp.concatenate([scale[0] for _, scale in encoded]))
+        # XLA on CPU is slow at transposing what it makes at the same time, and at joining rows of few numbers.
+        turned = [jax.lax.optimization_barrier(kernel).T for kernel in kernels_IO]
+        self.weight = InStack(jnp.concatenate(turned))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         scale = self.scale[...] if hasattr(self, "scale") else None
