@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,30 @@ def pytest_collection() -> Iterator[None]:
         gc.freeze()
         gc.set_threshold(50_000, 10, 10)
         gc.enable()
+
+
+def pytest_collection_finish() -> None:
+    """Programs are lowered in one MLIR context: JAX makes one for each, which takes 4 ms and is kept with its program.
+
+    Of the main thread alone: what other threads lower and compile meets nobody.
+    """
+    if "jax" not in sys.modules:
+        return
+    from jax._src.interpreters import mlir
+
+    make, kept = getattr(mlir, "make_ir_context", None), []
+    if make is None:
+        # A version of JAX that has it elsewhere.
+        return
+
+    def make_once() -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            return make()
+        if not kept:
+            kept.append(make())
+        return kept[0]
+
+    mlir.make_ir_context = make_once
 
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
