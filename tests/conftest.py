@@ -6,6 +6,7 @@ import fcntl
 import gc
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -122,6 +123,23 @@ def rlhf_here() -> Command:
         return subprocess.CompletedProcess(command, done.exit_code, done.stdout, done.stderr)
 
     return run
+
+
+@pytest.fixture
+def compiled(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[..., list[str | None]]]:
+    """`compiled(program, of="")`: the threads that have compiled a program of this name whose arguments name `of`."""
+    # Here and not above: many tests load no JAX.
+    import jax
+
+    def threads(program: str, of: str = "") -> list[str | None]:
+        lines = [(record.getMessage(), record.threadName) for record in caplog.records]
+        return [name for line, name in lines if re.match(rf"Compiling (jit\()?{program}\b", line) and of in line]
+
+    was = jax.config.jax_log_compiles  # type: ignore[attr-defined]
+    jax.config.update("jax_log_compiles", True)
+    with caplog.at_level(logging.WARNING):
+        yield threads
+    jax.config.update("jax_log_compiles", was)
 
 
 @pytest.fixture(scope="session")

@@ -151,9 +151,11 @@ class _Loop:
 
     def train(self, step: int, measure: bool) -> None:
         """One optimizer step, and its line of metrics; with `measure` those on the held-out examples after it."""
-        task = self.task
+        task, groups = self.task, self.groups(step)
+        if step == 0 and task.measure is not None and task.sample is None and task.columns is None:
+            # The measurement takes seconds, and so does the compilation of the step.
+            self.step_fn.prepare(*self.state, self.batches(step, groups), self.frozen)
         before = {f"{k}_before": v for k, v in self.measured().items()} if step == 0 else {}
-        groups = self.groups(step)
         if task.sample is not None:
             # With the parameters of this step: on policy.
             groups = task.sample(self.state[0], step, groups)

@@ -81,6 +81,11 @@ class Coefficients:
         """By name, for a batch: as constants of the program each new value would compile it again."""
         return {name: real().type(value) for name, value in dataclasses.asdict(self).items()}
 
+    def adapted(self, objective: Objective, settings: Any) -> dict[str, float]:
+        """Those that adapt, by name, as metrics."""
+        scale = {} if settings.kl_target is None else {"kl_scale": self.kl_scale}
+        return scale | ({} if objective.entropy_target is None else {"entropy_coef": self.entropy_coef})
+
     def next(self, objective: Objective, settings: Any, metrics: Mapping[str, Any]) -> Coefficients:
         """The coefficients of the next round, from this one's metrics and the settings `kl_target`, `kl_horizon` and
         `entropy_step`.

@@ -19,7 +19,9 @@ from tuning.models.config import DecoderConfig
 from tuning.models.decoder import decoder_graph, scalar_graph
 from tuning.models.lora import Base, join, over
 from tuning.settings import OptimizerSettings
+from tuning.training.batch import Group
 from tuning.training.optimizers import optimizer_of
+from tuning.training.speed import ADAPTER, FULL, forward_flops
 from tuning.training.step import LossFn, StepFn, Sums, make_step
 
 
@@ -59,11 +61,18 @@ class Learner:
         """Parameters as the forward passes take them, the frozen ones included."""
         return self.params if self.base is None else join(self.base.graph, self.params, self.base.frozen)
 
+    def prepare_step(self, step: StepFn, batches: Sequence[dict[str, Any]]) -> None:
+        """Begins to compile an optimizer step on micro-batches of such shapes."""
+        step.prepare(self.params, self.opt_state, batches, self._frozen)
+
+    @property
+    def _frozen(self) -> Any:
+        # (frozen base, the frozen argument of the loss itself), as `lora.over` takes them.
+        return None if self.base is None else (self.base.frozen, None)
+
     def start_step(self, step: StepFn, batches: Sequence[dict[str, Any]]) -> Callable[[], Sums]:
         """Starts an optimizer step on micro-batches; a function that waits for the sums of its metrics."""
-        # (frozen base, the frozen argument of the loss itself), as `lora.over` takes them.
-        frozen = None if self.base is None else (self.base.frozen, None)
-        self.params, self.opt_state, sums = step.start(self.params, self.opt_state, batches, frozen)
+        self.params, self.opt_state, sums = step.start(self.params, self.opt_state, batches, self._frozen)
         return sums
 
     def train(self, step: StepFn, batches: Sequence[dict[str, Any]]) -> Sums:
@@ -96,3 +105,13 @@ def critic_step(
 def _step(loss: LossFn, optimizer: OptimizerSettings, graph: Any, mesh: Mesh | None) -> StepFn:
     wrapped = loss if graph is None else over(graph, loss)
     return make_step(wrapped, optimizer_of(optimizer), optimizer.max_skipped, mesh)
+
+
+def step_flops(model: DecoderConfig, groups: Sequence[Group], policy: Learner, critic: Learner | None) -> float:
+    """FLOPs of one optimizer step of all learners."""
+    # A critic has no LM head.
+    learners = [(policy, True)] + ([] if critic is None else [(critic, False)])
+    return sum(
+        (FULL if learner.base is None else ADAPTER) * forward_flops(model, groups, head=head)
+        for learner, head in learners
+    )

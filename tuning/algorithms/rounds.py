@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,11 +24,11 @@ import numpy as np
 
 from tuning.algorithms import ppo, selection
 from tuning.algorithms.algorithm import find
-from tuning.algorithms.diagnostics import Coefficients, pass_histogram, plain
+from tuning.algorithms.diagnostics import Coefficients, plain
 from tuning.algorithms.flat import Column, Flat, blocks
-from tuning.algorithms.learner import Learner, critic_step, policy_step
+from tuning.algorithms.learner import Learner, critic_step, policy_step, step_flops
 from tuning.algorithms.mismatch import check_mismatch, mismatch_kl
-from tuning.algorithms.passes import Forward, logps_program, run_pass, values_program
+from tuning.algorithms.passes import Forward, before_columns, logps_program, run_pass, values_program
 from tuning.algorithms.round_data import RoundData
 from tuning.algorithms.settings import RoundSettings
 from tuning.algorithms.tally import Tally
@@ -40,8 +40,8 @@ from tuning.models.config import DecoderConfig
 from tuning.precision import real
 from tuning.training.ahead import one_ahead
 from tuning.training.batch import Group, Packed, choose_rows, count_micro_batches, micro_batches
-from tuning.training.speed import ADAPTER, FULL, Meter, forward_flops
-from tuning.training.step import Sums, counted
+from tuning.training.speed import Meter
+from tuning.training.step import StepFn, Sums, counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +139,8 @@ class _Round:
         self.shared_N: np.ndarray | None = None
         self.done = self.total_work = 0
         self.seconds: dict[str, float] = defaultdict(float)
+        # Before anything compiles beside it: it may measure the processor.
+        self.meter = Meter(self.device.compute.dtype)
 
     @property
     def signal_N(self) -> np.ndarray:
@@ -151,6 +153,12 @@ class _Round:
         return self.objective.old_logps == "sampler"
 
     @property
+    def policy_step(self) -> StepFn:
+        """The policy's optimizer step."""
+        optimizer, compute = self.settings.optimizer, self.device.compute
+        return policy_step(self.model, self.objective, optimizer, compute, self.policy.graph, self.mesh)
+
+    @property
     def trained(self) -> Trained:
         """Tokens that take part in the loss."""
         return Trained(self.in_loss, self.keep_N)
@@ -161,23 +169,9 @@ class _Round:
         return self.columns.get("advantages") if self.shared_N is None else self.shared_N
 
     def overview(self) -> dict[str, Any]:
-        """Metrics of the data, and of what was trained on."""
-        data, coefficients = self.data, self.coefficients
-        metrics: dict[str, Any] = {
-            "kept": float(self.keep_N.mean()),
-            "tied": len(set(data.groups_N[~self.filtered_N].tolist()) - set(data.groups_N[self.signal_N].tolist())),
-            "completions": len(data.completions),
-            "groups": len(set(data.groups_N[~self.filtered_N].tolist())),
-            "informative": selection.informative_count(data, self.scored, self.algorithm, self.settings),
-            "pass_histogram": pass_histogram(data.totals_N, data.groups_N, data.valid_N),
-        }
-        if self.filtered_N.any():
-            metrics["filtered"] = len(set(data.groups_N[self.filtered_N].tolist()))
-        if self.settings.kl_target is not None:
-            metrics["kl_scale"] = coefficients.kl_scale
-        if self.objective.entropy_target is not None:
-            metrics["entropy_coef"] = coefficients.entropy_coef
-        return metrics
+        """Metrics of the data, of what was trained on, and of the coefficients that adapt."""
+        counts = selection.overview(self.data, self.scored, self.algorithm, self.settings, self.keep_N)
+        return counts | self.coefficients.adapted(self.objective, self.settings)
 
     def run(self, reference: Any) -> dict[str, Any]:
         """All of the round; the metrics of its steps."""
@@ -190,12 +184,13 @@ class _Round:
         self.policy.put(settings.optimizer, self.mesh)
         # Old and reference log-probabilities, and values: passes that the progress counts before the updates.
         self.pack(int(needs_old) + int(reference is not None) + values_passes)
+        if self.by_sampler:
+            self.columns["old"] = self.data.sampler
+        self.prepare(old=needs_old, ref=reference is not None)
 
         logps = logps_program(self.model, settings.temperature, compute)
         if needs_old:
             self.columns["old"] = self.forward(logps, self.policy.weights, "old")
-        elif self.by_sampler:
-            self.columns["old"] = self.data.sampler
         if reference is not None:
             # Dense, and read in one forward pass: the loss gets its log-probabilities, not its weights.
             frozen = put_params(reference, self.mesh)
@@ -228,6 +223,14 @@ class _Round:
         self.pack_step = functools.partial(micro_batches, layout=layout, completion_tokens=self.width, shards=shards)
         count = sum(count_micro_batches(step, layout, shards) for step in self.steps)
         self.total_work = self.done + count * (passes + self.settings.epochs)
+
+    def prepare(self, **passes: bool) -> None:
+        """Has the policy's step compile beside the passes that columns of it come from."""
+        names = ["advantages", *(name for name, comes in passes.items() if comes)]
+        names += ["old_values", "returns"] if self.critic is not None else []
+        groups, scalars = self.steps[0], self.coefficients.scalars()
+        batches = before_columns(self.pack_step(groups), groups, scalars, self.columns, names)
+        self.policy.prepare_step(self.policy_step, batches)
 
     def forward(self, program: Forward, weights: Any, name: str, behind_N: np.ndarray | None = None) -> Flat:
         """The outputs [C, T] of a program as a column, 0 for completions in no step; its time counts under `name`.
@@ -341,13 +344,13 @@ class _Round:
     def train(self) -> dict[str, Any]:
         """All optimizer steps of the round; the metrics of policy and critic."""
         settings, critic, compute = self.settings, self.critic, self.device.compute
-        step = value_step = None
         # Without anything to follow a step would still move weights, by the optimizer's momentum and weight decay.
-        if settings.regularised or self.signal_N.any():
-            step = policy_step(self.model, self.objective, settings.optimizer, compute, self.policy.graph, self.mesh)
+        step = self.policy_step if settings.regularised or self.signal_N.any() else None
+        value_step = None
         if critic is not None:
             value_step = critic_step(self.model, settings.critic, compute, critic.graph, self.mesh)
-        tally, started, meter = Tally(self.by_sampler), time.monotonic(), Meter(compute.dtype)
+        tally, started, meter = Tally(self.by_sampler), time.monotonic(), self.meter
+        meter.skip()
 
         def ended(
             at: tuple[int, int], groups: list[Group], batches: int, sums: list[Callable[[], Sums] | None]
@@ -361,7 +364,12 @@ class _Round:
             size = sum(g.size for g in groups)
             tally.tokens += size
             self._ticked(batches)
-            self.record(epoch=at[0], step=at[1], **of_policy, **meter.step(size, self.flops(groups)))
+            self.record(
+                epoch=at[0],
+                step=at[1],
+                **of_policy,
+                **meter.step(size, step_flops(self.model, groups, self.policy, critic)),
+            )
 
         # The step that the device may still compute. Its sums are read when it has the next one.
         under_way: Callable[[], None] = lambda: None  # noqa: E731
@@ -386,12 +394,3 @@ class _Round:
         for epoch in range(self.settings.epochs):
             for number, groups in enumerate(self.steps):
                 yield (epoch, number), groups, self.arrays(groups)
-
-    def flops(self, groups: Sequence[Group]) -> float:
-        """FLOPs of one optimizer step of all learners."""
-        # A critic has no LM head.
-        learners = [(self.policy, True)] + ([] if self.critic is None else [(self.critic, False)])
-        return sum(
-            (FULL if learner.base is None else ADAPTER) * forward_flops(self.model, groups, head=head)
-            for learner, head in learners
-        )

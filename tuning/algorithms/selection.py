@@ -12,11 +12,13 @@ Axes: N completions of the round, T completion tokens.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
 from tuning.algorithms import registry
 from tuning.algorithms.algorithm import Algorithm, Scored, informative
+from tuning.algorithms.diagnostics import pass_histogram
 from tuning.algorithms.flat import Column
 from tuning.algorithms.round_data import RoundData
 from tuning.algorithms.settings import RoundSettings
@@ -115,6 +117,25 @@ def informative_count(data: RoundData, found: Scored, algorithm: Algorithm, sett
     # A reward outside the loss may teach what is inside.
     teaching = set(found.groups_N[_teaching(found, algorithm, settings)].tolist())
     return len(teaching & set(found.groups_N[_in_loss(data, found.valid_N, settings)].tolist()))
+
+
+def overview(
+    data: RoundData, found: Scored, algorithm: Algorithm, settings: RoundSettings, keep_N: np.ndarray
+) -> dict[str, Any]:
+    """Metrics of the data, and of what is trained on, `keep_N`."""
+    filtered_N = filtered(data, settings)
+    groups = set(data.groups_N[~filtered_N].tolist())
+    metrics: dict[str, Any] = {
+        "kept": float(keep_N.mean()),
+        "tied": len(groups - set(data.groups_N[with_signal(found, algorithm, settings)].tolist())),
+        "completions": len(data.completions),
+        "groups": len(groups),
+        "informative": informative_count(data, found, algorithm, settings),
+        "pass_histogram": pass_histogram(data.totals_N, data.groups_N, data.valid_N),
+    }
+    if filtered_N.any():
+        metrics["filtered"] = len(set(data.groups_N[filtered_N].tolist()))
+    return metrics
 
 
 def _teaching(found: Scored, algorithm: Algorithm, settings: RoundSettings) -> np.ndarray:

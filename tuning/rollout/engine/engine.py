@@ -34,12 +34,12 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from tuning.ahead import Ahead
 from tuning.cpu.kernels import Kernels, build, has_compiler
 from tuning.models.config import DecoderConfig
 from tuning.models.matmul import factor_type
 from tuning.precision import without_float64
 from tuning.rollout.engine import programs
-from tuning.rollout.engine.ahead import Ahead
 from tuning.rollout.engine.batches import Batches
 from tuning.rollout.engine.cache import KV
 from tuning.rollout.engine.cpu import attention, products
