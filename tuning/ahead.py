@@ -1,12 +1,42 @@
-"""Programs compiled in threads before they are needed."""
+"""Programs that compile in threads before they are needed. JAX keeps the compiled program for the later call."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
+
+
+def _begun(lowered: Callable[[], Any]) -> threading.Thread:
+    # JAX's own context managers reach one thread alone: the other compiles for the type of this one.
+    exact: bool = jax.config.jax_enable_x64  # type: ignore[attr-defined]
+
+    def compile_it() -> None:
+        # The call that needs the program meets the error too, and there it is told.
+        with contextlib.suppress(Exception), jax.enable_x64(exact):
+            lowered().compile()
+
+    # A daemon: the process may exit in the middle of a compilation.
+    thread = threading.Thread(target=compile_it, name="compile", daemon=True)
+    thread.start()
+    return thread
+
+
+@contextlib.contextmanager
+def compiling(lowered: Callable[[], Any]) -> Iterator[None]:
+    """Compiles what `lowered` returns in a thread, beside what is done within, and waits for its end: behind it other
+    settings of JAX may hold, and arrays be gone. Where this thread is told to exit it does not wait."""
+    thread = _begun(lowered)
+    try:
+        yield
+    except Exception:
+        thread.join()
+        raise
+    else:
+        thread.join()
 
 
 class Ahead:
@@ -16,23 +46,9 @@ class Ahead:
         self._threads: dict[Hashable, threading.Thread] = {}
 
     def begin(self, key: Hashable, lowered: Callable[[], Any]) -> None:
-        """Starts a thread that compiles what `lowered` returns, unless this key has one.
-
-        JAX keeps the compiled program for the later call.
-        """
-        if key in self._threads:
-            return
-        # JAX's own context managers reach one thread alone: the other compiles for the type of this one.
-        exact: bool = jax.config.jax_enable_x64  # type: ignore[attr-defined]
-
-        def compiled() -> None:
-            with jax.enable_x64(exact):
-                lowered().compile()
-
-        # A daemon: the process may exit in the middle of a compilation.
-        thread = threading.Thread(target=compiled, name="compile", daemon=True)
-        self._threads[key] = thread
-        thread.start()
+        """Starts a thread that compiles what `lowered` returns, unless this key has one."""
+        if key not in self._threads:
+            self._threads[key] = _begun(lowered)
 
     def wait(self, key: Hashable) -> None:
         """Returns once no thread compiles this key, so that the call does not compile it a second time."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from jax.sharding import Mesh
@@ -61,9 +62,9 @@ class Learner:
         """Parameters as the forward passes take them, the frozen ones included."""
         return self.params if self.base is None else join(self.base.graph, self.params, self.base.frozen)
 
-    def prepare_step(self, step: StepFn, batches: Sequence[dict[str, Any]]) -> None:
-        """Begins to compile an optimizer step on micro-batches of such shapes."""
-        step.prepare(self.params, self.opt_state, batches, self._frozen)
+    def compiling(self, step: StepFn, batches: Sequence[dict[str, Any]]) -> AbstractContextManager[None]:
+        """Within it a thread compiles an optimizer step on micro-batches of such shapes."""
+        return step.compiling(self.params, self.opt_state, batches, self._frozen)
 
     @property
     def _frozen(self) -> Any:

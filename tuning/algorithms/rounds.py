@@ -17,6 +17,7 @@ import functools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax.numpy as jnp
@@ -134,7 +135,7 @@ class _Round:
         self.lengths_N, self.width = data.lengths_N, data.width
         self.in_loss = selection.mask_in_loss(data, self.scored.valid_N, settings)
         # By name; a micro-batch has its rows of each as `NAME_CT`.
-        self.columns: dict[str, Column] = {"mu": data.sampler}
+        self.columns: dict[str, Column] = dict.fromkeys(["mu", "old"] if self.by_sampler else ["mu"], data.sampler)
         # The algorithm's, one of each completion, [N]; those of tokens, and a critic's, are a column.
         self.shared_N: np.ndarray | None = None
         self.done = self.total_work = 0
@@ -175,7 +176,7 @@ class _Round:
 
     def run(self, reference: Any) -> dict[str, Any]:
         """All of the round; the metrics of its steps."""
-        settings, critic, compute = self.settings, self.critic, self.device.compute
+        settings, critic = self.settings, self.critic
         pretrain_epochs = settings.critic.pretrain_epochs if critic is not None and settings.round == 0 else 0
         single_update = len(self.steps) * settings.epochs == 1
         # With a single update pi_old is pi: its gradient-free copy in the loss saves the pass (R4).
@@ -184,26 +185,10 @@ class _Round:
         self.policy.put(settings.optimizer, self.mesh)
         # Old and reference log-probabilities, and values: passes that the progress counts before the updates.
         self.pack(int(needs_old) + int(reference is not None) + values_passes)
-        if self.by_sampler:
-            self.columns["old"] = self.data.sampler
-        self.prepare(old=needs_old, ref=reference is not None)
-
-        logps = logps_program(self.model, settings.temperature, compute)
-        if needs_old:
-            self.columns["old"] = self.forward(logps, self.policy.weights, "old")
-        if reference is not None:
-            # Dense, and read in one forward pass: the loss gets its log-probabilities, not its weights.
-            frozen = put_params(reference, self.mesh)
-            self.columns["ref"] = self.forward(logps, frozen, "reference")
-        self.penalise()
+        with self.compiling(old=needs_old, ref=reference is not None):
+            metrics = self.passes(needs_old, reference, pretrain_epochs)
         if not self.steps:
             return {"steps": 0}
-        if needs_old:
-            self.check(mismatch_kl(self.data, self.keep_N, self.columns["old"]))
-        metrics = {} if critic is None else self.prepare_critic(critic, pretrain_epochs)
-        if critic is None:
-            self.ask_algorithm()
-
         metrics |= self.train()
         # With old log-probabilities the mismatch was checked before any step.
         self.check(0.0 if needs_old else metrics.get("mismatch_kl", 0.0))
@@ -224,13 +209,31 @@ class _Round:
         count = sum(count_micro_batches(step, layout, shards) for step in self.steps)
         self.total_work = self.done + count * (passes + self.settings.epochs)
 
-    def prepare(self, **passes: bool) -> None:
-        """Has the policy's step compile beside the passes that columns of it come from."""
+    def compiling(self, **passes: bool) -> AbstractContextManager[None]:
+        """Within it the policy's step compiles, beside the passes that columns of it come from."""
         names = ["advantages", *(name for name, comes in passes.items() if comes)]
         names += ["old_values", "returns"] if self.critic is not None else []
         groups, scalars = self.steps[0], self.coefficients.scalars()
         batches = before_columns(self.pack_step(groups), groups, scalars, self.columns, names)
-        self.policy.prepare_step(self.policy_step, batches)
+        return self.policy.compiling(self.policy_step, batches)
+
+    def passes(self, needs_old: bool, reference: Any, pretrain_epochs: int) -> dict[str, Any]:
+        """All that comes before the steps: what they need as columns; the critic's metrics."""
+        logps = logps_program(self.model, self.settings.temperature, self.device.compute)
+        if needs_old:
+            self.columns["old"] = self.forward(logps, self.policy.weights, "old")
+        if reference is not None:
+            # Dense, and read in one forward pass: the loss gets its log-probabilities, not its weights.
+            frozen = put_params(reference, self.mesh)
+            self.columns["ref"] = self.forward(logps, frozen, "reference")
+        self.penalise()
+        if self.steps and needs_old:
+            self.check(mismatch_kl(self.data, self.keep_N, self.columns["old"]))
+        if self.steps and self.critic is not None:
+            return self.prepare_critic(self.critic, pretrain_epochs)
+        if self.steps:
+            self.ask_algorithm()
+        return {}
 
     def forward(self, program: Forward, weights: Any, name: str, behind_N: np.ndarray | None = None) -> Flat:
         """The outputs [C, T] of a program as a column, 0 for completions in no step; its time counts under `name`.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -19,11 +20,11 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tuning import ranks
-from tuning.ahead import Ahead
+from tuning import ahead, ranks
 from tuning.losses.aggregate import count
 from tuning.mesh import put_batch, state_shardings, under
 from tuning.models.sharding import with_cut_gradients
+from tuning.target import target_platform
 from tuning.training.batch import Group, Packed
 
 Tree = Any
@@ -44,9 +45,9 @@ class StepFn:
 
     start: Start
     """The same, which waits for nothing: the host may prepare the next step before it reads the sums of this one."""
-    prepare: Callable[[Tree, Tree, Sequence[dict[str, Any]], Tree], None]
-    """Begins to compile, in a thread, what a step on such batches takes longest to compile: their values do not
-    matter. Until `start` the arrays stay where they are, and `tuning.precision` as it is."""
+    compiling: Callable[[Tree, Tree, Sequence[dict[str, Any]], Tree], AbstractContextManager[None]]
+    """Within it a thread compiles what a step on such batches takes longest to compile: their values do not matter.
+    Nothing within may donate the arrays."""
 
     def __call__(
         self, params: Tree, opt_state: Tree, batches: Sequence[dict[str, Any]], frozen: Tree = None
@@ -125,11 +126,6 @@ def step_programs(
     return {name: part.compiled(optimizer, params, mesh) for name, part in _parts(loss_fn, optimizer).items()}
 
 
-def _shapes(name: str, batch: Batch) -> tuple[Any, ...]:
-    """What tells a program from others of its step."""
-    return name, *((field, np.shape(value)) for field, value in sorted(batch.items()))
-
-
 def make_step(
     loss_fn: LossFn, optimizer: optax.GradientTransformation, max_skipped: int, mesh: Mesh | None = None
 ) -> StepFn:
@@ -140,33 +136,34 @@ def make_step(
     NonFinite after more than `max_skipped` skipped steps in a row.
     """
     programs: dict[str, Callable[..., Any]] = {}
-    ahead = Ahead()
 
     def program(name: str, params: Tree) -> Callable[..., Any]:
         if not programs:
             programs.update(step_programs(loss_fn, optimizer, params, mesh))
         return programs[name]
 
-    def prepare(params: Tree, opt_state: Tree, batches: Sequence[dict[str, Any]], frozen: Tree) -> None:
-        if ranks.here().size > 1:
-            # Processes that compile in different orders may wait for each other.
-            return
+    def compiling(
+        params: Tree, opt_state: Tree, batches: Sequence[dict[str, Any]], frozen: Tree
+    ) -> AbstractContextManager[None]:
+        # Processes that compile in different orders may wait for each other. A GPU's compiler times kernels on the
+        # device, and would choose others beside a pass.
+        if ranks.here().size > 1 or target_platform() == "gpu":
+            return nullcontext()
         name, batch = "add" if len(batches) > 1 else "single", put_batch(batches[0], mesh)
         # Gradients are as parameters are.
-        given = (params, params, batch, frozen) if name == "add" else (params, opt_state, batch, frozen)
+        given = (params, params if name == "add" else opt_state, batch, frozen)
         made = program(name, params)
 
         def lowered() -> Any:
             with under(mesh):
                 return made.lower(*given)  # type: ignore[attr-defined]
 
-        ahead.begin(_shapes(name, batch), lowered)
+        return ahead.compiling(lowered)
 
     def start(
         params: Tree, opt_state: Tree, batches: Sequence[dict[str, Any]], frozen: Tree
     ) -> tuple[Tree, Tree, Callable[[], Sums]]:
         batches = [put_batch(b, mesh) for b in batches]
-        ahead.wait(_shapes("add" if len(batches) > 1 else "single", batches[0]))
         with under(mesh):
             if len(batches) == 1:
                 params, opt_state, norm, sums = program("single", params)(params, opt_state, batches[0], frozen)
@@ -194,7 +191,7 @@ def make_step(
 
         return params, opt_state, read
 
-    return StepFn(start, prepare)
+    return StepFn(start, compiling)
 
 
 def copy(tree: Tree) -> Tree:

@@ -78,11 +78,12 @@ def test_a_non_finite_step_changes_nothing_and_too_many_stop():
 
 
 @pytest.mark.parametrize("layout, program", [(Layout(64, 100), "single"), (Layout(64, 1), "add")])
-def test_a_step_that_was_prepared_compiles_in_a_thread_and_not_again(layout, program, compiled):
+def test_a_step_compiles_in_a_thread_and_not_again(layout, program, compiled):
     opt, params, batches = optimizer(), copy(PARAMS), batches_of(layout)
     step = make_step(loss_fn, opt, max_skipped=2)
     state = opt.init(params)
-    step.prepare(params, state, [{k: np.zeros_like(v) for k, v in b.items()} for b in batches], None)
+    with step.compiling(params, state, [{k: np.zeros_like(v) for k, v in b.items()} for b in batches], None):
+        pass
     step(params, state, batches)
     assert compiled(program).count("compile") == 1
     # Of this size: sums of metrics are added by small programs of the same name.
