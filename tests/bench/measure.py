@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import statistics
 import time
@@ -55,6 +56,23 @@ def memory_bandwidth() -> float:
     """Bytes/s of reading 512 MiB once, as decoding one token at a time reads the weights."""
     a = jnp.ones(2**27, jnp.float32)
     return statistics.median(rate(lambda x: jnp.sum(x), a, work=float(a.nbytes)))
+
+
+def fresh_memory(pause: float, size: int = 2**30) -> float:
+    """Bytes/s of touching memory that the system has just handed over, `pause` seconds after as much was given back.
+
+    A virtual machine that returns free pages to its host gets them anew: programs that take memory in each step wait.
+    """
+    for wait in (0.0, 0.0, pause):
+        time.sleep(wait)
+        with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                # As arrays of a worker are.
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            started = time.perf_counter()
+            memory[:: mmap.PAGESIZE] = bytes(size // mmap.PAGESIZE)
+            seconds = time.perf_counter() - started
+    return size / seconds
 
 
 def emit(work: str, model: str, **values: Any) -> None:
