@@ -11,12 +11,14 @@ import jax
 
 
 def _begun(lowered: Callable[[], Any]) -> threading.Thread:
-    # JAX's own context managers reach one thread alone: the other compiles for the type of this one.
+    # Of now, as JAX keeps the program under them: its own context managers reach one thread alone, and the process may
+    # go on to other settings.
     exact: bool = jax.config.jax_enable_x64  # type: ignore[attr-defined]
+    precision: str | None = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
     def compile_it() -> None:
         # The call that needs the program meets the error too, and there it is told.
-        with contextlib.suppress(Exception), jax.enable_x64(exact):
+        with contextlib.suppress(Exception), jax.enable_x64(exact), jax.default_matmul_precision(precision):
             lowered().compile()
 
     # A daemon: the process may exit in the middle of a compilation.
@@ -27,8 +29,8 @@ def _begun(lowered: Callable[[], Any]) -> threading.Thread:
 
 @contextlib.contextmanager
 def compiling(lowered: Callable[[], Any]) -> Iterator[None]:
-    """Compiles what `lowered` returns in a thread, beside what is done within, and waits for its end: behind it other
-    settings of JAX may hold, and arrays be gone. Where this thread is told to exit it does not wait."""
+    """Compiles what `lowered` returns in a thread, beside what is done within, and waits for its end: behind it arrays
+    may be gone. Where this thread is told to exit it does not wait."""
     thread = _begun(lowered)
     try:
         yield

@@ -97,7 +97,7 @@ class Steps:
             data, self.settings, self.config, self.learner, self.critic, reference=self.reference
         ).metrics
         assert metrics["steps"] == 1 and np.isfinite(metrics["loss"])
-        for name in ("old", "reference", "values", "train"):
+        for name in ("old", "reference", "values", "compile", "train"):
             if f"seconds_{name}" in metrics:
                 self.phases[name].append(metrics[f"seconds_{name}"])
         self.number += 1

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from tuning.ahead import compiling
+from tuning.precision import ROUNDED, using
 
 
 class Slow:
@@ -49,6 +50,29 @@ def test_an_error_of_it_is_left_to_the_call_that_needs_the_program(capfd):
     with pytest.raises(AttributeError, match="no_such_attribute"):
         function(1.0)
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("mixed", [lambda: using("mixed"), lambda: jax.default_matmul_precision(ROUNDED)])
+def test_it_has_the_precision_of_its_beginning_whatever_the_process_goes_on_to(mixed, compiled):
+    begun, left = threading.Event(), threading.Event()
+
+    @jax.jit
+    def rounded(x):
+        begun.set()
+        left.wait(60)
+        return x if jax.config.jax_default_matmul_precision == ROUNDED else -x
+
+    with pytest.raises(KeyboardInterrupt), mixed(), compiling(lambda: rounded.lower(1.0)):
+        assert begun.wait(60)
+        raise KeyboardInterrupt
+    left.set()
+    for thread in threading.enumerate():
+        if thread.name == "compile":
+            thread.join()
+    with mixed():
+        # Kept under the precision, and so it has to be of it.
+        assert rounded(1.0) == 1.0
+    assert compiled("rounded") == ["compile"]
 
 
 def test_it_compiles_for_the_type_of_the_thread_that_asks(compiled):

@@ -186,7 +186,8 @@ class _Round:
         # Old and reference log-probabilities, and values: passes that the progress counts before the updates.
         self.pack(int(needs_old) + int(reference is not None) + values_passes)
         with self.compiling(old=needs_old, ref=reference is not None):
-            metrics = self.passes(needs_old, reference, pretrain_epochs)
+            metrics, passed = self.passes(needs_old, reference, pretrain_epochs), time.monotonic()
+        self.seconds["compile"] += time.monotonic() - passed
         if not self.steps:
             return {"steps": 0}
         metrics |= self.train()
